@@ -9,6 +9,7 @@ import numpy as np
 
 from megads.checkpoint.config import list_checkpoints, step_folder
 from megads.checkpoint.initial import WeightSource, open_source, read_weights
+from megads.checkpoint.local import LocalCheckpoint
 from megads.checkpoint.local_saves import LocalSaves
 from megads.checkpoint.manifest import Manifest, newest_manifest, read_manifest
 from megads.checkpoint.read import CheckpointHandle, check_model, find_checkpoint, given_folder
@@ -124,6 +125,7 @@ def resume(
         "resume",
         step=state.step,
         checkpoint=handle.name,
+        from_replicas=list(handle.from_replicas) if isinstance(handle, LocalCheckpoint) else [],
         note=note_of_path(origin, load, run_dir),
         passed_by=list(origin.passed_by),
         software_differences=handle.software_differences(),

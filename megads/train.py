@@ -16,7 +16,8 @@ import torch
 from megads.batch import MicroBatch
 from megads.checkpoint.config import newest_before
 from megads.checkpoint.hook import CheckpointHook
-from megads.checkpoint.local import forget, node_folder
+from megads.checkpoint.local import forget
+from megads.checkpoint.local_files import node_folder
 from megads.checkpoint.local_saves import LocalSaves
 from megads.checkpoint.manifest import RunRecord
 from megads.checkpoint.writer import CheckpointWriter

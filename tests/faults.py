@@ -43,6 +43,20 @@ def raise_in_backward(config: Any, run_dir: Path) -> int:
     return _train(config, run_dir, lambda engine: _parameter(engine).register_hook(fail))
 
 
+def on_two_nodes(config: Any, run_dir: Path) -> int:
+    """Half of the ranks are on a node of their own, with memory of its own; each node keeps copies of the other's."""
+    from megads.checkpoint import local, local_files
+    from megads.train import train
+
+    half = int(os.environ["WORLD_SIZE"]) // 2
+    node, local_rank = divmod(int(os.environ["RANK"]), half)
+    os.environ |= {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(half)}
+    local.node_folder = lambda root, folder: local_files.node_folder(root / f"node_{node}", folder)  # type: ignore[attr-defined]
+    (Path(config.checkpoint.local_folder) / f"node_{node}").mkdir(exist_ok=True)
+    config.checkpoint.replicate = True
+    return train(config, run_dir)
+
+
 def poison_weight(config: Any, run_dir: Path) -> int:
     """One element of one parameter of the faulty rank becomes NaN, and stays so."""
 

@@ -52,6 +52,14 @@ BAD_CONFIGS = {
     "fp16": (["train.precision=fp16"], ["train.precision", "fp16 is not supported", "loss scaling", "use bf16"]),
     "unknown group option": (["model=tinny"], ["model=tinny: there is no such option: did you mean tiny?"]),
     "unknown experiment": (["experiment=demos"], ["experiment=demos: there is no such option: did you mean demo?"]),
+    "copies of no local checkpoints": (
+        ["checkpoint.replicate=true"],
+        ["checkpoint.replicate = true", "set checkpoint.local_every_steps"],
+    ),
+    "copies on no other node": (
+        ["checkpoint.replicate=true", "checkpoint.local_every_steps=5"],
+        ["all ranks are on one node", "set checkpoint.replicate=false"],
+    ),
     "heads over tp": (["parallel.tp=4"], ["model.num_heads = 6", "parallel.tp = 4"]),
     "heads over hidden": (["model.num_heads=5"], ["model.hidden_size = 48", "model.num_heads = 5"]),
     "layers under pp": (["parallel.pp=3"], ["model.num_layers = 2", "parallel.pp = 3"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -51,6 +52,35 @@ def test_killed_ranks_start_again_in_place(local_every_steps: int, corpus: Path,
         assert f"rank {rank} was killed by SIGKILL" in event["cause"]
         assert event["lost_steps"] == event["last_step"] - event["from_step"] >= 0
     assert [event["start"] for event in events_of(run_dir, "launch")] == [1, 2, 3], "each start fences the last"
+
+
+@pytest.mark.slow
+def test_a_lost_node_continues_from_another_ones_memory(corpus: Path, megads: StartCommand) -> None:
+    """Catches a run that loses or changes steps when all processes are killed and the memory of a node is gone: first
+    of the one, then of the other."""
+    memory = megads.folder / "memory"
+    memory.mkdir()
+    overrides = small_model(
+        corpus, parallel__pp=2, parallel__dp=2, train__steps=24, checkpoint__local_every_steps=1,
+        checkpoint__local_folder=memory,
+    )  # fmt: skip
+    reference, run_dir = megads.folder / "reference", megads.folder / "killed"
+    assert megads("train", *overrides, f"run.dir={reference}").end().code == 0
+    for lost, step in ((1, 6), (0, 14)):
+        command = megads("train", *overrides, f"run.dir={run_dir}", fault="on_two_nodes")
+        command.wait_for(lambda step=step: bool(steps_of(run_dir)) and steps_of(run_dir)[-1]["step"] >= step)
+        command.kill_everything()
+        shutil.rmtree(memory / f"node_{lost}")
+    ended = megads("train", *overrides, f"run.dir={run_dir}", fault="on_two_nodes").end()
+    assert ended.code == 0, ended.err
+    assert steps_of(run_dir) == steps_of(reference)
+    assert checksums(checkpoint_of(run_dir, 24)) == checksums(checkpoint_of(reference, 24))
+    resumes = events_of(run_dir, "resume")
+    assert [event["from_replicas"] for event in resumes] == [[2, 3], [0, 1]]
+    assert "in memory, of ranks 2, 3 on other nodes" in resumes[0]["checkpoint"]
+    assert [event["step"] > step - 5 for event, step in zip(resumes, (6, 14), strict=True)] == [True, True]
+    assert not events_of(run_dir, "replica_failed") + events_of(run_dir, "replicas_off")
+    assert [list(folder.iterdir()) for folder in memory.iterdir()] == [[], []], "the memory is free at the end"
 
 
 def test_restarts_are_exhausted(corpus: Path, megads: StartCommand) -> None:

@@ -61,6 +61,10 @@ class CheckpointConfig:
     lost. Takes twice the memory of what each rank holds of the state. 0: none."""
     local_folder: str = "/dev/shm"
     """A folder in memory (tmpfs) on each node, for local checkpoints."""
+    replicate: bool = False
+    """Each local checkpoint is also sent, beside the training, to the memory of another node, from which the next start
+    continues where a node is lost. Needs two nodes with equally many ranks, and once more the memory of the local
+    checkpoints."""
     load: str = "auto"
     """auto: the newest usable one of this run, else start fresh; none: start fresh; or the path of a checkpoint or run:
     the first start with it continues that, with its step, optimizer state and place in schedule and data; the same
@@ -88,6 +92,11 @@ class CheckpointConfig:
             if getattr(self, name) < 0:
                 raise ConfigError(f"checkpoint.{name} = {getattr(self, name)}: must not be negative")
         self._check_kept()
+        if self.replicate and not self.local_every_steps:
+            raise ConfigError(
+                "checkpoint.replicate = true only applies with local checkpoints, of which it keeps copies on other "
+                "nodes: set checkpoint.local_every_steps, or remove replicate"
+            )
         if self.local_every_steps and not Path(self.local_folder).is_absolute():
             raise ConfigError(
                 f"checkpoint.local_folder = {self.local_folder!r} is not an absolute path: give a folder in memory "

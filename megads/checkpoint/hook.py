@@ -12,7 +12,7 @@ import torch
 
 from megads.checkpoint.config import CheckpointConfig, list_checkpoints, step_folder
 from megads.checkpoint.image import ImageLayout, StateImage
-from megads.checkpoint.local import forget
+from megads.checkpoint.local import forget, newest_step
 from megads.checkpoint.local_saves import LocalSaves
 from megads.checkpoint.manifest import RunRecord, software
 from megads.checkpoint.retention import KEEP_ALL, Retention
@@ -100,6 +100,7 @@ class CheckpointHook:
         self._due = self._unproven = False
         self._failed_saves = 0
         self._writer, self._timeout_s, self._local = writer, timeout_s, local
+        self._replicas_failed, self._late_replicas = "", False
         # One image of what this rank owns, or those of the local checkpoints, which hold more; and the last one copied.
         self._images, self._image, self._copies_all = list[StateImage](), 0, False
         # The step that the writers were ordered to save, until all ranks know what became of it.
@@ -110,14 +111,10 @@ class CheckpointHook:
         self._saved_step, self._finite = state.step, state.state_dict()
         if self._local is not None and self._local.base is not None:
             # Any other state that a run starts from is on disk already, or is a fresh one.
-            self._saved_step = on_first(self._engine.grid.control, lambda: max(self._on_disk(), default=0), int)
+            self._saved_step = on_first(self._engine.grid.control, lambda: newest_step(self._run_dir), int)
         self._look_for_room()
         self._begin_local_checkpoints()
         self._decide_on_writers()
-
-    def _on_disk(self) -> dict[int, Path]:
-        """Of this part of the run: later steps belong to one that was left behind."""
-        return {step: path for step, path in list_checkpoints(self._run_dir).items() if step <= self._state.step}
 
     def _begin_local_checkpoints(self) -> None:
         local = self._local
@@ -129,6 +126,8 @@ class CheckpointHook:
             self._end_local_checkpoints(reason)
         else:
             self._images, self._copies_all = local.images, True
+            if local.replica_refusal:
+                self._events.write("replicas_off", level="warning", step=self._state.step, reason=local.replica_refusal)
 
     def _end_local_checkpoints(self, reason: str) -> None:
         """The run goes on without."""
@@ -254,7 +253,7 @@ class CheckpointHook:
     def _save_local(self) -> None:
         """Copies the state for a local checkpoint alone."""
         self._beats.enter(SAVING)
-        if not self._local_writers_are_done(wait=False):
+        if not self._local_writers_are_done(wait=False) or not self._copies_are_sent():
             return
         control, writer = self._engine.grid.control, self._writer
         run = replace(self._about, state=self._finite, optimizer_steps=self._engine.optimizer_steps)
@@ -275,6 +274,22 @@ class CheckpointHook:
         if progress.stage is Stage.failed:
             self._end_local_checkpoints(progress.reason)
         return progress.stage is Stage.done
+
+    def _copies_are_sent(self) -> bool:
+        """Whether no rank sends the last local checkpoint to another node any more: another one can be made."""
+        if self._local is None:
+            return False
+        progress = self._local.replication()
+        if progress.failed != self._replicas_failed:
+            self._replicas_failed = progress.failed
+            level = {"level": "warning", "reason": progress.failed} if progress.failed else {}
+            event = "replica_failed" if progress.failed else "replicas_complete_again"
+            self._events.write(event, step=self._state.step, **level)
+        if progress.busy and not self._late_replicas:
+            self._late_replicas = True
+            reason = "the last one is still being sent to another node; this event is not repeated"
+            self._events.write("local_checkpoint_put_off", level="warning", step=self._state.step, reason=reason)
+        return not progress.busy
 
     def _copy(self, run: RunRecord, read: int | None = None) -> int:
         """Copies the state into an image, which becomes a local checkpoint where there are any; returns its number."""

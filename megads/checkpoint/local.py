@@ -1,28 +1,23 @@
 """Local checkpoints: every rank's newest state in the memory of its node, where it survives the end of the processes.
 
-/dev/shm/megads-<user>-<hash of the run's folder>/
-  rank_00003/lock                           held by the process that is rank 3
-  rank_00003/a/rank_00003.safetensors       an image of the state, see `image`; b is the other one
-  rank_00003/a/local.json                   commits it: its manifest, and which start wrote it
-<run.dir>/local_checkpoints.json            which start's local checkpoints are those of the run as it is now
+`local_files` says where. <run.dir>/local_checkpoints.json says which start's local checkpoints are those of the run as
+it is now.
 
 A rank copies its state into one image while the other one is complete, so there is always a step that all ranks have. A
 rank's file holds everything that the rank needs, copies that another rank owns included: nobody reads another's.
 
 A start continues from them if it is the next one with the same config, ranks and software, and if all ranks find the
-same step; else from the newest checkpoint on disk, as it does if a checksum fails, or if the disk has a later step.
+same step, or a copy of theirs on another node (`replicas`); else from the newest checkpoint on disk, as it does if a
+checksum fails, or if the disk has a later step.
 """
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import json
 import os
 import shutil
-import stat
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -31,10 +26,27 @@ from typing import ClassVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from megads.checkpoint.config import list_checkpoints
 from megads.checkpoint.image import ImageLayout, StateImage, allocate
+from megads.checkpoint.local_files import (
+    IMAGES,
+    LocalCommit,
+    Saved,
+    commit_image,
+    committed,
+    held_folders,
+    image_to_replace,
+    invalidate_image,
+    lock_folder,
+    node_folder,
+    open_folder,
+    own_folder,
+    verify_image,
+)
 from megads.checkpoint.manifest import Manifest, RunRecord, TensorRecord, newest_manifest, software
 from megads.checkpoint.rank_file import STRICT, Count, file_name
-from megads.checkpoint.read import CheckpointHandle, verify_files
+from megads.checkpoint.read import CheckpointHandle
+from megads.checkpoint.replicas import Replicas
 from megads.checkpoint.store import RanksFailed, agreed, failure_of, on_first
 from megads.checkpoint.writer import SaveProgress, Stage, Worker
 from megads.engine.interface import Shard
@@ -43,12 +55,7 @@ from megads.runtime.distributed import ControlPlane
 from megads.runtime.files import atomic_writer, read_regular
 
 RECORD_FILE = "local_checkpoints.json"
-_COMMIT_FILE, _LOCK_FILE = "local.json", "lock"
-_IMAGES = ("a", "b")
-_LOCK_WAIT_S, _POLL_S = 5.0, 0.01
-"""For the process that was this rank to be gone."""
-Saved = tuple[int, int]
-"""Number of the start that wrote a local checkpoint, and its step."""
+_NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -66,28 +73,22 @@ class _RunsLocal:
     base: tuple[Count, Count] | None
 
 
+_RUNS_LOCAL = TypeAdapter(_RunsLocal)
+
+
 @dataclass(frozen=True)
-class _Commit:
-    """local.json.
+class _Holdings:
+    """What a rank can start from, or hand out.
 
     Attributes:
-        start: that wrote it, number of its lease.
-        world_size: ranks at that time.
-        computation: digest of what the run computes.
-        step_on_disk: newest committed checkpoint at that time; 0: none.
-        manifest: `Manifest.encode` of this rank's part.
+        own: its own local checkpoints that fit, start and step.
+        others: what else its node holds: owner, start and step.
+        reason: why an own one does not fit; empty where all do.
     """
 
-    __pydantic_config__: ClassVar = STRICT
-
-    start: Count
-    world_size: Count
-    computation: str
-    step_on_disk: Count
-    manifest: str
-
-
-_RUNS_LOCAL, _COMMIT = TypeAdapter(_RunsLocal), TypeAdapter(_Commit)
+    own: list[Saved]
+    others: list[tuple[int, int, int]]
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -97,10 +98,12 @@ class LocalCheckpoint(CheckpointHandle):
     Attributes:
         run_dir: of the run.
         start: that wrote it.
+        from_replicas: ranks whose part was on another node.
     """
 
     run_dir: Path = Path()
     start: int = 0
+    from_replicas: tuple[int, ...] = ()
 
     @property
     def is_shared(self) -> bool:
@@ -112,7 +115,11 @@ class LocalCheckpoint(CheckpointHandle):
 
     @property
     def name(self) -> str:
-        return f"step {self.state['step']} in memory"
+        if not self.from_replicas:
+            return f"step {self.state['step']} in memory"
+        shown = ", ".join(map(str, self.from_replicas[:_NAMED]))
+        more = f" and {len(self.from_replicas) - _NAMED} more" if len(self.from_replicas) > _NAMED else ""
+        return f"step {self.state['step']} in memory, of ranks {shown}{more} on other nodes"
 
     @property
     def saved(self) -> Saved:
@@ -150,10 +157,9 @@ class SealOrder:
             tensors = {shard.key: TensorRecord(tuple(shard.global_shape), (worker.rank,)) for shard in image.shards}
         manifest = Manifest(self.run, self.software, 0, files, tensors)
         text = manifest.encode().decode()
-        commit = _Commit(self.start, worker.world_size, self.computation, self.step_on_disk, text)
         try:
-            with atomic_writer(self.folder / _COMMIT_FILE) as file:
-                file.write(json.dumps(asdict(commit)).encode())
+            commit = LocalCommit(self.start, worker.world_size, self.computation, self.step_on_disk, text)
+            commit_image(self.folder, commit)
         except OSError as error:
             return SaveProgress(Stage.failed, failure_of(error)[0])
         return SaveProgress(Stage.done, seconds=time.perf_counter() - begin)
@@ -172,8 +178,8 @@ class LocalFolder:
 
     def __init__(self, root: Path, run_dir: Path, control: ControlPlane, start: int, computation: str) -> None:
         self._run_dir, self._control, self._start, self._computation = run_dir, control, start, computation
-        self._node_folder = node_folder(root, run_dir)
-        self._folder = self._node_folder / f"rank_{control.rank:05d}"
+        self.node = node_folder(root, run_dir)
+        self._folder = own_folder(self.node, control.rank)
         self._software = software()
         self._lock: int | None = None
         self._last = 0
@@ -186,69 +192,107 @@ class LocalFolder:
         """
         reason = ""
         try:
-            _make_own(self._node_folder)
-            for image in _IMAGES:
-                (self._folder / image).mkdir(parents=True, exist_ok=True)
-            self._lock = _locked(self._folder / _LOCK_FILE)
+            self._lock = open_folder(self._folder)
         except OSError as error:
             reason = f"rank {self._control.rank}: {error.filename or self._folder}: {error.strerror}"
         return first_reason(self._control.gather(reason, str))
 
-    def find(self) -> tuple[LocalCheckpoint | None, list[str]]:
+    def find(
+        self, replicas: Replicas | None = None, local: tuple[int, int] = (0, 1)
+    ) -> tuple[LocalCheckpoint | None, list[str]]:
         """The newest local checkpoint that all ranks have, verified; collective.
+
+        Args:
+            replicas: fetches what a rank has not, or has damaged, from another node; None: nothing is.
+            local: number of this rank on its node, and ranks there, which share out what the node's memory holds.
 
         Returns:
             This rank's part; and why later ones are not used. None where there is none.
         """
-        valid, on_disk = on_first(self._control, self._state_of_run, tuple[_RunsLocal | None, int])
+        valid, on_disk, folders = on_first(self._control, self._state_of_run, tuple[_RunsLocal | None, int, list[int]])
         if valid is None:
             return None, []
-        own = {
-            saved: at
-            for saved, at in _committed(self._folder).items()
-            if saved[0] == valid.start or saved == valid.base
-        }
-        reasons = {saved: self._unfit(commit, on_disk) for saved, (_, commit) in own.items()}
-        fitting = sorted(saved for saved, reason in reasons.items() if not reason)
-        found = self._control.gather((fitting, first_reason(reasons.values())), tuple[list[Saved], str])
-        shared = set.intersection(*(set(saved) for saved, _ in found))
+        own, reasons = {}, []
+        for saved, at in committed(self._folder).items():
+            if saved[0] == valid.start or saved == valid.base:
+                reasons.append(self._unfit(at[1], on_disk, folders))
+                if not reasons[-1]:
+                    own[saved] = at
+        others = [] if replicas is None else self._held_of_others(valid, on_disk, folders, local)
+        mine = _Holdings(sorted(own), others, first_reason(reasons))
+        found = self._control.gather(mine, _Holdings)
+        shared, holders = _shared(found, self._control.rank)
         passed_by: list[str] = []
         for saved in sorted(shared, reverse=True):
-            folder, commit = own[saved]
+            take = partial(self._take, saved, own, replicas, holders.get(saved, []))
             try:
-                agreed(self._control, partial(_verify, folder, commit))
+                image, commit, fetched = agreed(self._control, take)
             except RanksFailed as error:
                 passed_by.append(f"step {saved[1]} in memory: {error}")
                 continue
-            manifest = Manifest.decode(commit.manifest.encode())
-            return LocalCheckpoint(folder, manifest, tuple(passed_by), run_dir=self._run_dir, start=saved[0]), []
+            from_replicas = [rank for rank, was in enumerate(self._control.gather(fetched, bool)) if was]
+            return LocalCheckpoint(
+                image, commit.contents(), tuple(passed_by), run_dir=self._run_dir, start=saved[0],
+                from_replicas=tuple(from_replicas),
+            ), []  # fmt: skip
         if not shared:
-            lacking = [f"rank {rank} has none on its node" for rank, (saved, _) in enumerate(found) if not saved]
-            reason = (
-                first_reason(why for _, why in found) or first_reason(lacking) or "the ranks have none of the same step"
-            )
-            passed_by.append(f"checkpoints in memory: {reason}")
+            passed_by.append(f"checkpoints in memory: {_why_none(found, replicated=replicas is not None)}")
         return None, passed_by
 
-    def _state_of_run(self) -> tuple[_RunsLocal | None, int]:
-        """Whose local checkpoints are the run's, None for nobody's; and the newest step on disk, 0 for none."""
-        newest = newest_manifest(self._run_dir)
-        on_disk = newest.run.state["step"] if newest is not None else 0
-        try:
-            return _RUNS_LOCAL.validate_json(read_regular(self._run_dir / RECORD_FILE)), on_disk
-        except (OSError, ValidationError):
-            return None, on_disk
+    def _held_of_others(
+        self, valid: _RunsLocal, on_disk: int, folders: Collection[int], local: tuple[int, int]
+    ) -> list[tuple[int, int, int]]:
+        """What this node's memory holds of ranks, as owner, start and step; this rank names its share of the owners."""
+        held = []
+        for folder, owner in held_folders(self.node).items():
+            if folder != self._folder and owner % local[1] == local[0]:
+                for saved, (_, commit) in committed(folder).items():
+                    is_valid = saved[0] == valid.start or saved == valid.base
+                    if is_valid and not self._unfit(commit, on_disk, folders):
+                        held.append((owner, *saved))
+        return held
 
-    def _unfit(self, commit: _Commit, on_disk: int) -> str:
+    def _take(
+        self, saved: Saved, own: dict[Saved, tuple[Path, LocalCommit]], replicas: Replicas | None, holders: list[int]
+    ) -> tuple[Path, LocalCommit, bool]:
+        """This rank's image of a local checkpoint, verified, and whether it was fetched.
+
+        Raises:
+            CheckpointError: it is not to be had.
+        """
+        if saved in own:
+            try:
+                verify_image(*own[saved])
+            except CheckpointError:
+                if replicas is None or not holders:
+                    raise
+            else:
+                return *own[saved], False
+        assert replicas is not None
+        image = own[saved][0] if saved in own else image_to_replace(self._folder, self._start, saved)
+        return image, replicas.fetch(saved, holders, image), True
+
+    def _state_of_run(self) -> tuple[_RunsLocal | None, int, list[int]]:
+        """Whose local checkpoints are the run's, None for nobody's; the newest readable step on disk, 0 for none; and
+        all steps with a folder there, damaged ones too."""
+        on_disk, folders = newest_step(self._run_dir), list(list_checkpoints(self._run_dir))
+        try:
+            return _RUNS_LOCAL.validate_json(read_regular(self._run_dir / RECORD_FILE)), on_disk, folders
+        except (OSError, ValidationError):
+            return None, on_disk, folders
+
+    def _unfit(self, commit: LocalCommit, on_disk: int, folders: Collection[int]) -> str:
         """Why a local checkpoint is not what this start continues from; empty where it is."""
-        manifest = Manifest.decode(commit.manifest.encode())
-        step = manifest.run.state["step"]
+        manifest = commit.contents()
+        step, before = manifest.run.state["step"], commit.step_on_disk
+        # Who removes a checkpoint wants to go on from an earlier one; a damaged one is still there.
+        removed = on_disk < before and before not in folders
         for wrong, why in (
             (commit.computation != self._computation, "what the run computes, or its layout, has changed since"),
             (commit.world_size != self._control.world_size, f"they are of {commit.world_size} ranks"),
             (manifest.software != self._software, "they are of other software"),
             (step < on_disk, f"the disk has a later one, step {on_disk}"),
-            (on_disk < commit.step_on_disk, f"the checkpoint of step {commit.step_on_disk} has left the disk since"),
+            (removed, f"the checkpoint of step {before} has left the disk since"),
         ):
             if wrong:
                 return why
@@ -266,7 +310,7 @@ class LocalFolder:
             OSError: the node's memory has not that much.
         """
         layout, images = ImageLayout.of(held, owned), []
-        for number, name in enumerate(_IMAGES):
+        for number, name in enumerate(IMAGES):
             folder = self._folder / name
             is_base = base is not None and base.folder == folder
             if not is_base:
@@ -289,10 +333,10 @@ class LocalFolder:
     def missing_bytes(self, held: Sequence[Shard]) -> int:
         """Memory that `allocate` takes beside what files of an earlier start have taken."""
         size, there = sum(shard.tensor.nbytes for shard in held), 0
-        for name in _IMAGES:
+        for name in IMAGES:
             with suppress(OSError):
                 there += min(size, (self._folder / name / file_name(self._control.rank)).stat().st_size)
-        return len(_IMAGES) * size - there
+        return len(IMAGES) * size - there
 
     def begin(self, base: LocalCheckpoint | None) -> None:
         """From now on the run's local checkpoints are those of this start; collective.
@@ -312,33 +356,39 @@ class LocalFolder:
         """Which image to copy into: not the newest one, unless the other is being written to disk.
 
         Args:
-            read: image that a writer reads, on any rank.
+            read: image that stays: a writer reads it on any rank, or it is the last one of which all ranks have copies
+                on other nodes.
         """
         older = 1 - self._last
         return self._last if read == older else older
 
     def invalidate(self, image: int) -> None:
         """What the image holds is no local checkpoint any more."""
-        (self._folder / _IMAGES[image] / _COMMIT_FILE).unlink(missing_ok=True)
+        invalidate_image(self._folder / IMAGES[image])
 
     def order(self, image: int, run: RunRecord, step_on_disk: int) -> SealOrder:
         """What completes an image that was copied."""
         self._last = image
-        folder, computation = self._folder / _IMAGES[image], self._computation
+        folder, computation = self._folder / IMAGES[image], self._computation
         return SealOrder(image, folder, self._start, computation, step_on_disk, run, self._software)
 
     def sweep(self) -> None:
         """Frees the memory of ranks that this node has no longer; called by one rank of a node, once all are open."""
-        for folder in self._node_folder.glob("rank_*"):
+        for folder in held_folders(self.node):
             with suppress(OSError):
-                os.close(_locked(folder / _LOCK_FILE, wait_s=0.0))
+                os.close(lock_folder(folder, wait=False))
                 shutil.rmtree(folder, ignore_errors=True)
+
+    @property
+    def last_image(self) -> int:
+        """Number of the newest image."""
+        return self._last
 
     def remove(self) -> None:
         """Frees the memory: the state is on disk."""
         shutil.rmtree(self._folder, ignore_errors=True)
         with suppress(OSError):
-            self._node_folder.rmdir()
+            self.node.rmdir()
         self.close()
 
     def close(self) -> None:
@@ -348,10 +398,10 @@ class LocalFolder:
             self._lock = None
 
 
-def node_folder(root: Path, run_dir: Path) -> Path:
-    """Where the ranks of a node keep the local checkpoints of a run."""
-    run = hashlib.sha256(str(run_dir.absolute()).encode()).hexdigest()[:16]
-    return root / f"megads-{os.getuid()}-{run}"
+def newest_step(run_dir: Path) -> int:
+    """Of the newest checkpoint on disk whose manifest can be read; 0: there is none."""
+    newest = newest_manifest(run_dir)
+    return newest.run.state["step"] if newest is not None else 0
 
 
 def forget(run_dir: Path) -> None:
@@ -359,61 +409,35 @@ def forget(run_dir: Path) -> None:
     (run_dir / RECORD_FILE).unlink(missing_ok=True)
 
 
-def _make_own(folder: Path) -> None:
-    """Makes a folder that nobody else can write to.
+def _shared(found: Sequence[_Holdings], rank: int) -> tuple[set[Saved], dict[Saved, list[int]]]:
+    """What every rank has or can fetch; and the ranks from which this one can fetch it.
 
-    Raises:
-        OSError: it is somebody else's.
+    Args:
+        found: holdings of all ranks, by rank.
+        rank: this one.
     """
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise OSError(0, "it belongs to somebody else, or others can write to it", str(folder))
+    held = [set(holdings.own) for holdings in found]
+    holders: dict[Saved, list[int]] = {}
+    for holder, holdings in enumerate(found):
+        for owner, start, step in holdings.others:
+            if owner < len(held):
+                held[owner].add((start, step))
+                if owner == rank:
+                    holders.setdefault((start, step), []).append(holder)
+    return set.intersection(*held), holders
 
 
-def _locked(path: Path, wait_s: float = _LOCK_WAIT_S) -> int:
-    """Descriptor of a file that this process has locked until it ends.
-
-    Raises:
-        OSError: another process holds it.
-    """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    deadline = time.monotonic() + wait_s
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            if time.monotonic() > deadline:
-                os.close(descriptor)
-                raise OSError(0, "another process of this run holds it", str(path)) from None
-            time.sleep(_POLL_S)
-        else:
-            return descriptor
-
-
-def held_in_memory(root: Path, run_dir: Path) -> tuple[int, int]:
-    """The newest step that all ranks of a run on this node hold, 0 for none; and the bytes that all of it takes."""
-    folders = list(node_folder(root, run_dir).glob("rank_*"))
-    steps = [{step for _, step in _committed(folder)} for folder in folders]
-    size = sum(path.stat().st_size for folder in folders for path in folder.glob("*/*.safetensors"))
-    return max(set.intersection(*steps), default=0) if steps else 0, size
-
-
-def _committed(folder: Path) -> dict[Saved, tuple[Path, _Commit]]:
-    """What a rank's folder holds, by start and step; nobody has looked at the tensors."""
-    found = {}
-    for image in _IMAGES:
-        with suppress(OSError, ValidationError, CheckpointError):
-            commit = _COMMIT.validate_json(read_regular(folder / image / _COMMIT_FILE))
-            step = Manifest.decode(commit.manifest.encode()).run.state["step"]
-            found[commit.start, step] = (folder / image, commit)
-    return found
-
-
-def _verify(folder: Path, commit: _Commit) -> None:
-    """Raises CheckpointError where a checksum of a rank's file does not hold."""
-    manifest = Manifest.decode(commit.manifest.encode())
-    verify_files(folder, manifest, sorted(manifest.files))
+def _why_none(found: Sequence[_Holdings], *, replicated: bool) -> str:
+    """Why there is no local checkpoint that all ranks have."""
+    nobody = ", and no other node holds a copy" if replicated else ""
+    held_elsewhere = {owner for holdings in found for owner, *_ in holdings.others}
+    lacking = [
+        f"rank {rank} has none on its node{nobody}"
+        for rank, holdings in enumerate(found)
+        if not holdings.own and rank not in held_elsewhere
+    ]
+    reason = first_reason(holdings.reason for holdings in found) or first_reason(lacking)
+    return reason or "the ranks have none of the same step"
 
 
 def first_reason(reasons: Iterable[str]) -> str:

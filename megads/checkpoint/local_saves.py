@@ -9,7 +9,9 @@ from pathlib import Path
 from megads.checkpoint.config import CheckpointConfig
 from megads.checkpoint.image import StateImage
 from megads.checkpoint.local import LocalCheckpoint, LocalFolder, SealOrder, first_reason
+from megads.checkpoint.local_files import Saved
 from megads.checkpoint.manifest import RunRecord
+from megads.checkpoint.replicas import ReplicaProgress, Replicas
 from megads.checkpoint.store import RanksFailed, failure_of
 from megads.checkpoint.writer import CheckpointWriter, SaveProgress, Stage, Worker, gather_progress
 from megads.engine.interface import Shard
@@ -34,6 +36,9 @@ class LocalSaves:
         self, config: CheckpointConfig, environment: RankEnvironment, computation: str, timeout_s: float
     ) -> None:
         self._writer: CheckpointWriter | None = CheckpointWriter(environment.rank, environment.world_size)
+        self._replicas = Replicas(environment, timeout_s) if config.replicate else None
+        self._replicated: int | None = None
+        self.replica_refusal = ""
         self._config, self._environment = config, environment
         self._computation, self._timeout_s = computation, timeout_s
         self._folder: LocalFolder | None = None
@@ -51,6 +56,15 @@ class LocalSaves:
         folder = LocalFolder(root, run_dir, control, start, self._computation)
         self._refusal = folder.open()
         self._folder = None if self._refusal else folder
+        if self._replicas is not None and self._folder is not None:
+            self._do_without_replicas(self._replicas.open(folder.node, control))
+
+    def _do_without_replicas(self, reason: str) -> None:
+        """Ends copies on other nodes for a reason; goes on with them where that is empty."""
+        if reason and self._replicas is not None:
+            self.replica_refusal = reason
+            self._replicas.remove()
+            self._replicas = None
 
     def find(self) -> list[str]:
         """Finds the local checkpoint that this start continues from, which is `base`; collective, after `open`.
@@ -60,7 +74,8 @@ class LocalSaves:
         """
         if self._folder is None:
             return []
-        self.base, passed_by = self._folder.find()
+        local = self._environment.local_rank, self._environment.local_world_size
+        self.base, passed_by = self._folder.find(self._replicas, local)
         return passed_by
 
     def allocate(self, held: Sequence[Shard], owned: Sequence[Shard], free_bytes: int) -> str:
@@ -94,7 +109,28 @@ class LocalSaves:
                 self._folder.begin(self.base)
             except RanksFailed as error:
                 reason = str(error)
+        if not reason and self._replicas is not None:
+            self._do_without_replicas(self._replicas.allocate(self.images[0].layout.size, max(0, free_bytes - size)))
+            if self.base is not None:
+                # Whatever kept a copy of it may be gone.
+                self._send(self.base.folder, self.base.saved)
         return reason
+
+    def _send(self, image: Path, saved: Saved) -> None:
+        if self._replicas is not None:
+            base = self.base.saved if self.base is not None else None
+            self._replicas.send(image, saved, self._environment.lease or 0, base)
+
+    def replication(self) -> ReplicaProgress:
+        """Where the copies of the last local checkpoint on other nodes are; collective where there are any."""
+        if self._replicas is None or self._folder is None:
+            return ReplicaProgress()
+        progress = self._replicas.progress()
+        if progress.complete:
+            self._replicated = self._folder.last_image
+        elif progress.failed:
+            self._replicated = None
+        return progress
 
     def due(self, step: int, *, finite: bool) -> bool:
         """Whether this step's state is to be copied; a step that is not finite leaves it to the next that is."""
@@ -114,7 +150,8 @@ class LocalSaves:
             The number of the image.
         """
         assert self._folder is not None
-        image = self._folder.next_image(read)
+        # What other nodes hold of all ranks stays until they hold a later one: a node may be lost meanwhile.
+        image = self._folder.next_image(read if read is not None else self._replicated)
         self._folder.invalidate(image)
         self.images[image].copy_from(shards)
         self._order = self._folder.order(image, run, step_on_disk)
@@ -122,6 +159,7 @@ class LocalSaves:
             self._writer.write(self._order)
         else:
             self._complete(self._order)
+        self._send(self._order.folder, (self._order.start, run.state["step"]))
         self._due, self._step = False, run.state["step"]
         return image
 
@@ -158,13 +196,19 @@ class LocalSaves:
 
     def end(self) -> None:
         """Frees the memory: the state is on disk, or there will be no more local checkpoints."""
+        if self._replicas is not None:
+            self._replicas.remove()
+            self._replicas = None
         if self._folder is not None:
             self._folder.remove()
             self._folder = None
         self.close()
 
     def close(self) -> None:
-        """Ends the writer; what is complete stays for the next start."""
+        """Ends the processes; what is complete stays for the next start."""
+        if self._replicas is not None:
+            self._replicas.close()
+            self._replicas = None
         if self._writer is not None:
             self._writer.close()
             self._writer = None

@@ -27,6 +27,7 @@ from megads.monitor.trackers import wanted_trackers
 from megads.ops.config import Kernels
 from megads.ops.resolve import choose
 from megads.runtime import environment
+from megads.runtime.config import ClusterKind
 from megads.runtime.stop import REQUESTED, read_stop, stop_path
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ def resolve_run(
 
     check_allowed(asked.run.allow_changes)
     _refuse_history(asked)
+    _refuse_single_node(asked, placement)
     config, data = locate_data(asked)
     config = with_local_load(place(config, choices))
     weights, beginning = find_initial_weights(config, data.exactly_known(config).model)
@@ -137,6 +139,16 @@ def _refuse_history(config: RootConfig) -> None:
         raise ConfigError(
             f"data.history has {len(config.data.history)} mixes: megads train itself fills it in when a run goes on; "
             "leave it out, and give data.phases to change the mix at a sample"
+        )
+
+
+def _refuse_single_node(config: RootConfig, placement: SlurmPlacement | None) -> None:
+    # Whoever plans or prepares a SLURM job outside of it may not know its nodes.
+    unknown = placement is None and config.cluster.kind is ClusterKind.slurm
+    if config.checkpoint.replicate and not unknown and (placement is None or len(placement.nodes) == 1):
+        raise ConfigError(
+            "checkpoint.replicate = true, but all ranks are on one node: there is no other to hold a copy of its local "
+            "checkpoints. They survive a crash without it: set checkpoint.replicate=false, or use two nodes or more"
         )
 
 

@@ -213,7 +213,7 @@ def _say_what_follows(resolved: ResolvedRun, ended: _Ended, console: Console) ->
 
 def _say_what_memory_holds(resolved: ResolvedRun, console: Console) -> int:
     """Local checkpoints take memory for as long as nobody continues the run; returns their step."""
-    from megads.checkpoint.local import held_in_memory, node_folder
+    from megads.checkpoint.local_files import held_in_memory, node_folder
 
     root = Path(resolved.config.checkpoint.local_folder)
     step, size = held_in_memory(root, resolved.run_dir)
@@ -444,7 +444,7 @@ class _Attempts:
         saved, config = saved_step(self._run_dir), self._config.checkpoint
         if not config.local_every_steps or self._placement is not None:
             return saved
-        from megads.checkpoint.local import held_in_memory
+        from megads.checkpoint.local_files import held_in_memory
 
         return max(saved, held_in_memory(Path(config.local_folder), self._run_dir)[0])
 

@@ -46,13 +46,22 @@ def launcher_address(own: str, nodes: Sequence[str]) -> str:
     others = [address for address in map(_resolve, nodes) if not _is_loopback(address)]
     if not _is_loopback(resolved) or not others:
         return resolved
-    with socket.socket(socket.AF_INET6 if ":" in others[0] else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((others[0], _ANY_PORT))  # sends nothing: the kernel only looks for the way
-        except OSError as error:
-            raise ConfigError(
-                f"{own} is a loopback address here, and there is no way to {others[0]}: {error}"
-            ) from error
+    try:
+        return address_towards(others[0])
+    except OSError as error:
+        raise ConfigError(f"{own} is a loopback address here, and there is no way to {others[0]}: {error}") from error
+
+
+def address_towards(host: str) -> str:
+    """The address of this machine from which it reaches a host, as a number.
+
+    Raises:
+        ConfigError: the host's name does not resolve.
+        OSError: there is no way to it.
+    """
+    other = _resolve(host)
+    with socket.socket(socket.AF_INET6 if ":" in other else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((other, _ANY_PORT))  # sends nothing: the kernel only looks for the way
         return str(probe.getsockname()[0])
 
 

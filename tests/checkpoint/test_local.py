@@ -9,9 +9,8 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
-from dataclasses import replace
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,147 +19,23 @@ import pytest
 
 from megads.checkpoint import image as image_module
 from megads.checkpoint import local as local_module
+from megads.checkpoint import local_files as local_files_module
 from megads.checkpoint import local_saves as local_saves_module
 from megads.checkpoint import writer as writer_module
-from megads.checkpoint.config import CheckpointConfig, list_checkpoints, step_folder
-from megads.checkpoint.hook import CheckpointHook
-from megads.checkpoint.local import RECORD_FILE, LocalFolder, forget, held_in_memory, node_folder
-from megads.checkpoint.local_saves import LocalSaves
+from megads.checkpoint.config import list_checkpoints, step_folder
+from megads.checkpoint.local import RECORD_FILE, LocalFolder, forget
+from megads.checkpoint.local_files import held_in_memory, node_folder
+from megads.checkpoint.manifest import newest_manifest
 from megads.checkpoint.read import find_checkpoint, read_into
-from megads.checkpoint.rectangle import whole
 from megads.checkpoint.store import save_checkpoint
-from megads.checkpoint.writer import CheckpointWriter, Stage
-from megads.engine.interface import Shard
-from megads.parallel.grid import single_rank_grid
+from megads.checkpoint.writer import CheckpointWriter
 from megads.runtime.distributed import open_control_plane
-from megads.runtime.environment import RankEnvironment
-from megads.runtime.hooks import StepInfo, TrainState
-from megads.runtime.metrics import EventWriter, read_json_lines
-from megads.runtime.run_dir import EVENTS_FILE
-from tests.checkpoint.random_layouts import SHAPES, all_equal, global_tensors, random_layout, run_record, shards_of
+from tests.checkpoint import local_runs
+from tests.checkpoint.local_runs import Kept, Run, events_of, files_of, flip, started, trained
+from tests.checkpoint.random_layouts import all_equal, global_tensors, random_layout, run_record, shards_of
 from tests.distributed import run_ranks
 
-COMPUTATION = "what the run computes"
-TRACED = (image_module.__file__, local_module.__file__, local_saves_module.__file__)
-
-
-class HoldingEngine:
-    """The part of an engine that saving calls; each rank holds what the next one owns of weight/a, too."""
-
-    optimizer_steps = 0
-
-    def __init__(self) -> None:
-        control = open_control_plane()
-        self.grid = replace(single_rank_grid(), rank=control.rank, control=control)
-        layout = random_layout(7, control.world_size)
-        if control.world_size == 1:
-            layout = [[(key, whole(shape)) for key, shape in SHAPES.items()]]
-        own, others = layout[control.rank], layout[(control.rank + 1) % control.world_size]
-        self._owned = len(own)
-        self._layout = own + [part for part in others if part not in own and part[0] == "weight/a"]
-        self._shards = shards_of(self._layout, global_tensors(0))
-
-    def named_shards(self, owned: bool = True) -> list[Shard]:
-        return self._shards[: self._owned] if owned else self._shards
-
-    def step(self, number: int) -> None:
-        for shard, now in zip(self._shards, shards_of(self._layout, global_tensors(number)), strict=True):
-            shard.tensor.copy_(now.tensor)
-
-
-class Run:
-    """A rank of one start of a run with local checkpoints.
-
-    Args:
-        run_dir: of the run.
-        start: number of the start.
-        behind: checkpoints are written to disk while it trains.
-        options: of CheckpointConfig.
-    """
-
-    def __init__(self, run_dir: Path, start: int = 1, behind: bool = False, **options: Any) -> None:
-        control = open_control_plane()
-        self.memory, self.run_dir = run_dir / "memory", run_dir
-        self.memory.mkdir(exist_ok=True)
-        self.writer = CheckpointWriter(control.rank, control.world_size) if behind else None
-        config = CheckpointConfig(
-            **{
-                "every_steps": 0, "async_save": behind, "local_every_steps": 1, "local_folder": str(self.memory),
-                **options,
-            }
-        )  # fmt: skip
-        environment = RankEnvironment(control.rank, world_size=control.world_size, lease=start)
-        self.saves = LocalSaves(config, environment, COMPUTATION, 20.0)
-        assert self.saves._writer is not None
-        self.local_writer = self.saves._writer
-        self.engine, self.state = HoldingEngine(), TrainState()
-        events = EventWriter(run_dir, enabled=control.rank == 0)
-        self.saves.open(run_dir, control)
-        self.passed_by, self.base = self.saves.find(), self.saves.base
-        if self.base is not None:
-            read_into(self.base, self.engine.named_shards(owned=False), control.rank)
-            self.state.load_state_dict(self.base.state)
-        self.hook = CheckpointHook(
-            self.engine, run_dir, config, run_record(0), self.state, events, writer=self.writer, local=self.saves
-        )  # type: ignore[arg-type] # fmt: skip
-        self.hook.on_start(self.state)
-
-    def step(self, last: bool = False, skipped: bool = False) -> None:
-        self.state.step = step = self.state.step + 1
-        self.state.samples, self.state.tokens = 8 * step, 80 * step
-        if not skipped:
-            self.engine.step(step)
-        self.hook.on_step(
-            StepInfo(
-                step=step, samples=8 * step, tokens=80 * step, loss=1.0, grad_norm=1.0, lr=1e-3, global_batch_size=8,
-                seq_len=10, step_time_s=0.1, data_time_s=0.0, skipped=skipped, culprit="", batch_hash="", last=last,
-            )
-        )  # fmt: skip
-
-    def wait(self) -> None:
-        """Until the last local checkpoint of this rank is complete."""
-        deadline = time.monotonic() + 30
-        while self.local_writer.progress().stage is Stage.writing:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-
-    def close(self) -> None:
-        """As the death of the process does."""
-        if self.writer is not None:
-            self.writer.close()
-        self.saves.close()
-
-    def found(self) -> int:
-        """The step that was found, whose tensors are those of that very step."""
-        if self.base is None:
-            return 0
-        step = self.base.state["step"]
-        assert all_equal(self.engine.named_shards(owned=False), global_tensors(step)), f"step {step} is torn"
-        return step
-
-
-@contextmanager
-def started(run_dir: Path, start: int = 1, **options: Any) -> Iterator[Run]:
-    with closing(Run(run_dir, start, **options)) as run:
-        yield run
-
-
-def events_of(run_dir: Path) -> list[dict[str, Any]]:
-    return list(read_json_lines(run_dir / EVENTS_FILE))
-
-
-def trained(run_dir: Path, steps: int, start: int = 1, **options: Any) -> None:
-    """A start that is killed once the local checkpoint of its last step is complete."""
-    with started(run_dir, start, **options) as run:
-        for _ in range(steps):
-            run.step()
-            run.wait()
-
-
-def files_of(run_dir: Path, rank: int = 0) -> dict[int, Path]:
-    """The images that are complete, by step."""
-    folder = node_folder(run_dir / "memory", run_dir) / f"rank_{rank:05d}"
-    return {step: path for (_, step), (path, _) in sorted(local_module._committed(folder).items())}
+TRACED = tuple(module.__file__ for module in (image_module, local_module, local_files_module, local_saves_module))
 
 
 def several_starts(run_dir: Path) -> list[tuple[int, list[str]]]:
@@ -318,26 +193,6 @@ def test_all_ranks_keep_the_same_steps(tmp_path: Path) -> None:
     assert list(list_checkpoints(tmp_path)) == [4, 8]
 
 
-class Kept:
-    """What a start left in memory, to be put back for another try."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir, self._copy = run_dir, run_dir / "kept"
-        shutil.copytree(run_dir / "memory", self._copy)
-        self._record = (run_dir / RECORD_FILE).read_bytes()
-
-    def put_back(self) -> None:
-        shutil.rmtree(self._run_dir / "memory")
-        shutil.copytree(self._copy, self._run_dir / "memory")
-        (self._run_dir / RECORD_FILE).write_bytes(self._record)
-
-
-def flip(path: Path, draw: random.Random) -> None:
-    data = bytearray(path.read_bytes())
-    data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
-    path.write_bytes(data)
-
-
 def cut(path: Path, draw: random.Random) -> None:
     data = path.read_bytes()
     path.write_bytes(data[: draw.randrange(len(data))])
@@ -370,7 +225,7 @@ def test_damage_is_passed_by(damage: Callable[[Path, random.Random], None], tmp_
 
 RULES: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], None], str]] = {
     "another computation": (
-        lambda run_dir, patch: patch.setattr(f"{__name__}.COMPUTATION", "of another layout"),
+        lambda run_dir, patch: patch.setattr(local_runs, "COMPUTATION", "of another layout"),
         "what the run computes, or its layout, has changed",
     ),
     "other software": (
@@ -399,6 +254,20 @@ def test_what_is_not_continued(rule: str, tmp_path: Path, monkeypatch: pytest.Mo
     with started(tmp_path, 2) as run:
         assert run.found() == 0
         assert run.passed_by == [] if not reason else reason in run.passed_by[0]
+
+
+@pytest.mark.parametrize("more_steps", [0, 1])
+def test_a_damaged_checkpoint_on_disk_is_not_a_removed_one(more_steps: int, tmp_path: Path) -> None:
+    """Catches a sound state in memory that is left for an old one on disk, or for none, because a manifest there is
+    damaged; and one that is then never saved, as the damaged one has its step."""
+    trained(tmp_path, 2 + more_steps, every_steps=2, keep=0)
+    manifest = step_folder(tmp_path, 2) / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:-40])
+    with started(tmp_path, 2, every_steps=2, keep=0) as run:
+        assert run.found() == 2 + more_steps, run.passed_by
+        run.hook.on_end(run.state)
+    newest = newest_manifest(tmp_path)
+    assert newest is not None and newest.run.state["step"] == 2 + more_steps
 
 
 def test_a_later_step_on_disk_wins(tmp_path: Path) -> None:
@@ -511,11 +380,11 @@ def test_a_node_without_memory(tmp_path: Path) -> None:
 
 def test_the_folder_is_this_users_and_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a state that another user has planted, and two processes that write into one image."""
-    monkeypatch.setattr(local_module, "_LOCK_WAIT_S", 0.1)
+    monkeypatch.setattr(local_files_module, "_LOCK_WAIT_S", 0.1)
     (tmp_path / "elsewhere").mkdir()
 
     def opened() -> str:
-        return LocalFolder(tmp_path, tmp_path, open_control_plane(), 1, COMPUTATION).open()
+        return LocalFolder(tmp_path, tmp_path, open_control_plane(), 1, "what the run computes").open()
 
     folder = node_folder(tmp_path, tmp_path)
     folder.symlink_to(tmp_path / "elsewhere")

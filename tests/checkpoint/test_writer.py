@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,36 +21,16 @@ from megads.checkpoint.hook import CheckpointHook
 from megads.checkpoint.manifest import read_manifest
 from megads.checkpoint.read import find_checkpoint, read_into
 from megads.checkpoint.writer import CheckpointWriter, Stage
-from megads.engine.interface import Shard
-from megads.parallel.grid import single_rank_grid
 from megads.runtime.distributed import open_control_plane
-from megads.runtime.hooks import StepInfo, TrainState
+from megads.runtime.hooks import TrainState
 from megads.runtime.lease import Fence, claimed
 from megads.runtime.metrics import EventWriter, MetricsWriter, read_json_lines
 from megads.runtime.run_dir import EVENTS_FILE
 from megads.runtime.slurm import SlurmJob
 from tests.checkpoint.random_layouts import all_equal, global_tensors, random_layout, run_record, shards_of
+from tests.checkpoint.stepping import SteppedEngine, take_step
 from tests.distributed import run_ranks
 from tests.system_calls import needs_ptrace, trace_this_process
-
-
-class Engine:
-    """The part of an engine that saving calls: tensors that every step replaces in place, those of seed = step."""
-
-    optimizer_steps = 0
-
-    def __init__(self) -> None:
-        control = open_control_plane()
-        self.grid = replace(single_rank_grid(), rank=control.rank, control=control)
-        self._layout = random_layout(7, control.world_size)[control.rank]
-        self._shards = shards_of(self._layout, global_tensors(0))
-
-    def named_shards(self, owned: bool = True) -> list[Shard]:
-        return self._shards
-
-    def step(self, number: int) -> None:
-        for shard, now in zip(self._shards, shards_of(self._layout, global_tensors(number)), strict=True):
-            shard.tensor.copy_(now.tensor)
 
 
 class Loop:
@@ -64,9 +43,11 @@ class Loop:
     """
 
     def __init__(self, run_dir: Path, writer: CheckpointWriter | None, timeout_s: float = 60.0, **options: Any) -> None:
-        self.engine, self.state = Engine(), TrainState()
+        control = open_control_plane()
+        layout = random_layout(7, control.world_size)
+        self.engine, self.state = SteppedEngine(layout[control.rank]), TrainState()
         config = CheckpointConfig(**{"every_steps": 1, "async_save": True, **options})
-        events = EventWriter(run_dir, enabled=open_control_plane().rank == 0)
+        events = EventWriter(run_dir, enabled=control.rank == 0)
         self.hook = CheckpointHook(
             self.engine, run_dir, config, run_record(0), self.state, events, writer=writer, timeout_s=timeout_s,
             loss_key="valid/held_out/loss" if config.keep_best else None,
@@ -74,15 +55,7 @@ class Loop:
         self.hook.on_start(self.state)
 
     def step(self, last: bool = False) -> None:
-        self.state.step = step = self.state.step + 1
-        self.state.samples, self.state.tokens = 8 * step, 80 * step
-        self.engine.step(step)
-        self.hook.on_step(
-            StepInfo(
-                step=step, samples=8 * step, tokens=80 * step, loss=1.0, grad_norm=1.0, lr=1e-3, global_batch_size=8,
-                seq_len=10, step_time_s=0.1, data_time_s=0.0, skipped=False, culprit="", batch_hash="", last=last,
-            )
-        )  # fmt: skip
+        take_step(self.engine, self.state, self.hook, last=last)
 
 
 @contextmanager

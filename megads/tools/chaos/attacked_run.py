@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 
 from megads.checkpoint.config import list_checkpoints
-from megads.checkpoint.local import node_folder
+from megads.checkpoint.local_files import node_folder
 from megads.checkpoint.manifest import read_manifest
 from megads.errors import CheckpointError
 from megads.runtime.metrics import read_json_lines

@@ -208,10 +208,8 @@ def _print(
         for name, size in fullest.beside_tensors.items():
             console.print(f"  {gib(size):>12} {name}")
     if config.checkpoint.local_every_steps:
-        console.print(
-            f"{gib(2 * largest.saved):>12} of the node's memory for two copies of the state in "
-            f"{config.checkpoint.local_folder} (checkpoint.local_every_steps)"
-        )
+        size, text = _local_copies(config, plan)
+        console.print(f"{gib(size):>12} {text}")
     elif config.checkpoint.copies(largest.saved):
         console.print(
             f"{gib(largest.saved):>12} of the node's memory for a copy of the state while a checkpoint is written, if "
@@ -219,6 +217,15 @@ def _print(
         )
     if room is not None:
         console.print(f"{room}: {'fits' if room.fits else 'does not fit'}")
+
+
+def _local_copies(config: RootConfig, plan: MemoryPlan) -> tuple[int, str]:
+    """Bytes of the node's memory that local checkpoints take for each rank, at most, and what for."""
+    size, of_whom, keys = 2 * plan.largest.saved, "two copies of the state", "checkpoint.local_every_steps"
+    if config.checkpoint.replicate:
+        size += 2 * max(stage.saved for stage in plan.stages)
+        of_whom, keys = "two copies of its state and two of another node's rank", f"{keys}, checkpoint.replicate"
+    return size, f"of the node's memory for {of_whom} in {config.checkpoint.local_folder} ({keys})"
 
 
 def _recomputation(stage: StageMemory) -> str:
@@ -270,6 +277,7 @@ def describe_run(resolved: ResolvedRun) -> str:
         "batch": f"{train.global_batch_size} samples{ramp} = {micro_batches} micro-batches x {train.micro_batch_size} "
         f"samples x {parallel.dp} replicas; {train.global_batch_size * train.seq_len:,} tokens a step",
         "memory": memory,
+        **_local_row(config, machine),
         **_pipeline_rows(config),
         **({"chosen": "; ".join(resolved.choices)} if resolved.choices else {}),
         "length": _length(config),
@@ -286,6 +294,14 @@ def describe_run(resolved: ResolvedRun) -> str:
         lines += [*schedule_text(config, machine, _DRY_RUN_WIDTH), rank_text(config, _DRY_RUN_WIDTH)]
     lines += [f"warning: {warning}" for warning in warnings_of(resolved)]
     return "\n".join(lines)
+
+
+def _local_row(config: RootConfig, machine: Machine) -> dict[str, str]:
+    """What local checkpoints take beside the training; nothing where there are none."""
+    if not config.checkpoint.local_every_steps or config.model.vocab_size is None:
+        return {}
+    size, text = _local_copies(config, plan_of(config, cuda=machine.per_gpu))
+    return {"local": f"{gib(size)} a rank {text}"}
 
 
 def _length(config: RootConfig) -> str:

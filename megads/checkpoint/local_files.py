@@ -1,0 +1,209 @@
+"""The files of local checkpoints in a node's memory, of its own ranks and of ranks elsewhere that it keeps a copy of.
+
+/dev/shm/megads-<user>-<hash of the run's folder>/
+  rank_00003/lock                           held by the process that writes here
+  rank_00003/a/rank_00003.safetensors       an image of the state, see `image`; b is the other one
+  rank_00003/a/local.json                   commits it: its manifest, and which start wrote it
+  replica_of_rank_00005/...                 the same of a rank on another node, see `replicas`
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import stat
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from megads.checkpoint.manifest import Manifest
+from megads.checkpoint.rank_file import STRICT, Count
+from megads.checkpoint.read import verify_files
+from megads.errors import CheckpointError
+from megads.runtime.files import atomic_writer, read_regular
+
+IMAGES = ("a", "b")
+_COMMIT_FILE, _LOCK_FILE = "local.json", "lock"
+_LOCK_WAIT_S, _POLL_S = 5.0, 0.01
+"""For the process that was this rank to be gone."""
+_OWN, _REPLICA = "rank_", "replica_of_rank_"
+Saved = tuple[int, int]
+"""Number of the start that wrote a local checkpoint, and its step."""
+
+
+@dataclass(frozen=True)
+class LocalCommit:
+    """local.json.
+
+    Attributes:
+        start: that wrote it, number of its lease.
+        world_size: ranks at that time.
+        computation: digest of what the run computes.
+        step_on_disk: newest committed checkpoint at that time; 0: none.
+        manifest: `Manifest.encode` of this rank's part.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+
+    start: Count
+    world_size: Count
+    computation: str
+    step_on_disk: Count
+    manifest: str
+
+    @classmethod
+    def decode(cls, text: bytes) -> LocalCommit:
+        """Reads what `encode` wrote; raises ValidationError or CheckpointError on anything else."""
+        commit = _COMMIT.validate_json(text)
+        commit.contents()
+        return commit
+
+    def encode(self) -> bytes:
+        """As JSON."""
+        return json.dumps(asdict(self)).encode()
+
+    def contents(self) -> Manifest:
+        """What the image holds; raises CheckpointError where that is damaged."""
+        return Manifest.decode(self.manifest.encode())
+
+    @property
+    def saved(self) -> Saved:
+        return self.start, self.contents().run.state["step"]
+
+
+_COMMIT = TypeAdapter(LocalCommit)
+
+
+def node_folder(root: Path, run_dir: Path) -> Path:
+    """Where the ranks of a node keep the local checkpoints of a run."""
+    run = hashlib.sha256(str(run_dir.absolute()).encode()).hexdigest()[:16]
+    return root / f"megads-{os.getuid()}-{run}"
+
+
+def own_folder(node: Path, rank: int) -> Path:
+    """A rank's own images."""
+    return node / f"{_OWN}{rank:05d}"
+
+
+def replica_folder(node: Path, rank: int) -> Path:
+    """Copies of the images of a rank on another node."""
+    return node / f"{_REPLICA}{rank:05d}"
+
+
+def held_folders(node: Path) -> dict[Path, int]:
+    """The folders of images in a node's memory, own ones first, and whose state each holds."""
+    return {path: int(path.name.rpartition("_")[2]) for kind in (_OWN, _REPLICA) for path in node.glob(f"{kind}[0-9]*")}
+
+
+def held_in_memory(root: Path, run_dir: Path) -> tuple[int, int]:
+    """The newest step that all ranks of a run on this node hold, 0 for none; and the bytes that all of it takes."""
+    folders = held_folders(node_folder(root, run_dir))
+    own = [folder for folder in folders if folder.name.startswith(_OWN)]
+    steps = [{step for _, step in committed(folder)} for folder in own]
+    size = sum(path.stat().st_size for folder in folders for path in folder.glob("*/*.safetensors"))
+    return max(set.intersection(*steps), default=0) if steps else 0, size
+
+
+def open_folder(folder: Path) -> int:
+    """Makes a folder for images, and takes it for this process.
+
+    Returns:
+        Descriptor of its lock, held until it is closed.
+
+    Raises:
+        OSError: it is somebody else's, or another process writes there.
+    """
+    _make_own(folder.parent)
+    for image in IMAGES:
+        (folder / image).mkdir(parents=True, exist_ok=True)
+    return lock_folder(folder)
+
+
+def _make_own(folder: Path) -> None:
+    """Makes a folder that nobody else can write to.
+
+    Raises:
+        OSError: it is somebody else's.
+    """
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise OSError(0, "it belongs to somebody else, or others can write to it", str(folder))
+
+
+def lock_folder(folder: Path, *, wait: bool = True) -> int:
+    """Descriptor of the lock of a folder, which this process holds until it ends.
+
+    Raises:
+        OSError: another process holds it.
+    """
+    path = folder / _LOCK_FILE
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    deadline = time.monotonic() + (_LOCK_WAIT_S if wait else 0.0)
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            if time.monotonic() > deadline:
+                os.close(descriptor)
+                raise OSError(0, "another process of this run holds it", str(path)) from None
+            time.sleep(_POLL_S)
+        else:
+            return descriptor
+
+
+def commit_image(image: Path, commit: LocalCommit) -> None:
+    """Makes a local checkpoint of an image that is complete. Raises OSError."""
+    with atomic_writer(image / _COMMIT_FILE) as file:
+        file.write(commit.encode())
+
+
+def invalidate_image(image: Path) -> None:
+    """What the image holds is no local checkpoint any more."""
+    (image / _COMMIT_FILE).unlink(missing_ok=True)
+
+
+def read_commit(image: Path) -> LocalCommit | None:
+    """What commits an image; None where it is not committed."""
+    with suppress(OSError, ValidationError, CheckpointError):
+        return LocalCommit.decode(read_regular(image / _COMMIT_FILE))
+    return None
+
+
+def committed(folder: Path) -> dict[Saved, tuple[Path, LocalCommit]]:
+    """The images of a folder, by start and step; nobody has looked at the tensors."""
+    found = {}
+    for name in IMAGES:
+        commit = read_commit(folder / name)
+        if commit is not None:
+            found[commit.saved] = (folder / name, commit)
+    return found
+
+
+def image_to_replace(folder: Path, start: int, base: Saved | None) -> Path:
+    """Which image of a folder gives way to another one: one that is no local checkpoint, else the older.
+
+    Args:
+        folder: with the images.
+        start: the one that writes now.
+        base: that it continued from: an image that neither this start wrote nor it continued from gives way first.
+    """
+
+    def value(image: Path) -> tuple[bool, bool, Saved]:
+        commit = read_commit(image)
+        saved = commit.saved if commit is not None else (0, 0)
+        return commit is not None, saved[0] == start or saved == base, saved
+
+    return min((folder / name for name in IMAGES), key=value)
+
+
+def verify_image(image: Path, commit: LocalCommit) -> None:
+    """Raises CheckpointError where a checksum of a rank's file does not hold."""
+    manifest = commit.contents()
+    verify_files(image, manifest, sorted(manifest.files))

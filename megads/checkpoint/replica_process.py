@@ -1,0 +1,283 @@
+"""The process of a rank that sends its images to another node, keeps those of a rank there, and hands out both.
+
+It is forked before the rank has threads, and dies with it. It runs at low priority beside the training.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NoReturn
+
+from megads.checkpoint.image import allocate
+from megads.checkpoint.local_files import (
+    IMAGES,
+    LocalCommit,
+    Saved,
+    committed,
+    held_folders,
+    image_to_replace,
+    invalidate_image,
+    open_folder,
+    read_commit,
+    replica_folder,
+)
+from megads.checkpoint.rank_file import file_name
+from megads.checkpoint.replica_transfer import (
+    SILENCE_S,
+    Address,
+    ImageAction,
+    ImageAnswer,
+    ImageRequest,
+    Overtaken,
+    ReplicaConnection,
+    decoded,
+    offer_image,
+    receive_image,
+)
+from megads.checkpoint.store import failure_of
+from megads.errors import CheckpointError, ConfigError
+from megads.runtime.listener import listen
+from megads.runtime.process import die_with_parent
+from megads.runtime.run_secret import Secret
+
+_PRIORITY = 10
+_POLL_S = 0.01
+_STRANGERS = 16
+"""Connections at a time that have not proven yet that they are of this start."""
+
+
+@dataclass(frozen=True)
+class ServeOrder:
+    """Makes the process reachable; answered by an `ReplicaOutcome` with the port.
+
+    Attributes:
+        node: folder of the run in this node's memory.
+        keeps: rank on another node whose images it keeps.
+        host: address of this node to listen on.
+        secret: `Secret.encode` of this start.
+    """
+
+    node: Path
+    keeps: int
+    host: str
+    secret: str
+
+
+@dataclass(frozen=True)
+class AllocateOrder:
+    """Takes the memory for the images that it keeps; answered by an `ReplicaOutcome`.
+
+    Attributes:
+        size: of one of them.
+    """
+
+    size: int
+
+
+@dataclass(frozen=True)
+class SendOrder:
+    """Sends an image once it is committed; answered by an `ReplicaOutcome`.
+
+    Attributes:
+        image: folder of it.
+        owner: rank whose state it is.
+        saved: start and step.
+        start: that the rank belongs to.
+        base: that its start continued from.
+        to: process that keeps it.
+    """
+
+    image: Path
+    owner: int
+    saved: Saved
+    start: int
+    base: Saved | None
+    to: Address
+
+
+@dataclass(frozen=True)
+class ReplicaOutcome:
+    """Of an order.
+
+    Attributes:
+        reason: why it failed; empty where it did not.
+        overtaken: the image was to be copied over before it was there.
+        port: at which the process listens.
+        saved: start and step of the image that was sent.
+    """
+
+    reason: str = ""
+    overtaken: bool = False
+    port: int = 0
+    saved: Saved | None = None
+
+
+class ReplicaServer:
+    """Keeps and hands out images; a thread for each connection.
+
+    Args:
+        order: says where.
+
+    Raises:
+        OSError: the folder cannot be had.
+        ConfigError: the address cannot.
+    """
+
+    def __init__(self, order: ServeOrder) -> None:
+        self._order, self._secret = order, Secret.decode(order.secret)
+        self._folder = replica_folder(order.node, order.keeps)
+        self._lock = open_folder(self._folder)
+        self._socket = listen(order.host)
+        self.port: int = self._socket.getsockname()[1]
+        self._keeping, self._strangers = threading.Lock(), threading.Semaphore(_STRANGERS)
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def allocate(self, size: int) -> None:
+        """Takes memory for two images; an image that is there and of that size stays. Raises OSError."""
+        for name in IMAGES:
+            image = self._folder / name
+            path = image / file_name(self._order.keeps)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                if os.fstat(descriptor).st_size != max(size, 1):
+                    invalidate_image(image)
+                    os.ftruncate(descriptor, 0)
+                allocate(descriptor, size)
+            finally:
+                os.close(descriptor)
+
+    def _accept(self) -> None:
+        while True:
+            self._strangers.acquire()
+            connected, _ = self._socket.accept()
+            threading.Thread(target=self._serve, args=(connected,), daemon=True).start()
+
+    def _serve(self, connected: socket.socket) -> None:
+        with closing(connected), suppress(OSError):
+            try:
+                connection = ReplicaConnection(connected, self._secret, server=True)
+            except CheckpointError:
+                logging.getLogger(__name__).warning(
+                    "somebody who does not belong to this start connected to port %d: refused; docs/slurm.md, Ports "
+                    "and strangers, says how to keep others off",
+                    self.port,
+                )
+                return
+            finally:
+                self._strangers.release()
+            with suppress(CheckpointError):  # a request that is none
+                request = connection.hear(ImageRequest)
+                (self._keep if request.action is ImageAction.keep else self._hand_out)(connection, request)
+
+    def _keep(self, connection: ReplicaConnection, request: ImageRequest) -> None:
+        refusal = ""
+        if request.owner != self._order.keeps:
+            refusal = f"copies of rank {self._order.keeps} are kept here, not of rank {request.owner}"
+        # Of a sender that has given up another connection may still be there for a moment.
+        elif not self._keeping.acquire(timeout=SILENCE_S / 2):
+            refusal = "another image is being received"
+        if refusal:
+            connection.say(ImageAnswer(refusal))
+            return
+        try:
+            commit = decoded(request.commit)
+            there = committed(self._folder).get(commit.saved)
+            if there is not None and there[1] == commit:
+                connection.say(ImageAnswer(complete=True))
+                return
+            image = image_to_replace(self._folder, request.start, request.base)
+            connection.say(ImageAnswer())
+            receive_image(connection, image, request.owner, commit)
+            connection.say(ImageAnswer(complete=True))
+        except (CheckpointError, OSError) as error:
+            connection.say(ImageAnswer(f"what came is no local checkpoint: {failure_of(error)[0]}"))
+        finally:
+            self._keeping.release()
+
+    def _hand_out(self, connection: ReplicaConnection, request: ImageRequest) -> None:
+        for folder, owner in held_folders(self._order.node).items():
+            if owner == request.owner and request.saved in (found := committed(folder)):
+                image, commit = found[request.saved]
+                connection.say(ImageAnswer(commit=commit.encode().decode()))
+                for name, record in commit.contents().files.items():
+                    connection.send_file(image / name, record.bytes, lambda: True)
+                return
+        connection.say(ImageAnswer(f"step {request.saved[1]} of rank {request.owner} is not there any more"))
+
+
+def run_replica_process(parent: int, connection: Connection) -> NoReturn:
+    """Carries out orders until the rank is gone.
+
+    Args:
+        parent: pid of the rank.
+        connection: to it.
+    """
+    die_with_parent(parent, signal.SIGKILL)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    server: ReplicaServer | None = None
+    secret = Secret.random()
+    try:
+        os.nice(_PRIORITY)
+        while True:
+            order = connection.recv()
+            try:
+                if isinstance(order, ServeOrder):
+                    secret, server = Secret.decode(order.secret), ReplicaServer(order)
+                    connection.send(ReplicaOutcome(port=server.port))
+                elif isinstance(order, AllocateOrder):
+                    assert server is not None
+                    server.allocate(order.size)
+                    connection.send(ReplicaOutcome())
+                else:
+                    connection.send(send_image(order, secret, connection.poll))
+            except (CheckpointError, ConfigError, OSError) as error:
+                connection.send(ReplicaOutcome(failure_of(error)[0]))
+    except (EOFError, OSError):
+        # The rank has closed its end.
+        os._exit(0)
+    except Exception:  # a bug: it is in the rank's log, and the rank goes on without this process
+        traceback.print_exc()
+        sys.stderr.flush()
+    finally:
+        os._exit(1)
+
+
+def send_image(order: SendOrder, secret: Secret, cancelled: Callable[[], bool]) -> ReplicaOutcome:
+    """Waits until an image is committed and sends it.
+
+    Args:
+        order: says which, and where to.
+        secret: of this start.
+        cancelled: whether there is a newer order.
+
+    Raises:
+        CheckpointError: the other end refuses it, or what came there is damaged.
+        OSError: the other end is silent or gone.
+    """
+    while (commit := read_commit(order.image)) is None or commit.saved != order.saved:
+        if cancelled() or (commit is not None and commit.saved > order.saved):
+            return ReplicaOutcome(overtaken=True)
+        time.sleep(_POLL_S)
+    expected: LocalCommit = commit
+    request = ImageRequest(
+        ImageAction.keep, order.owner, order.saved, order.start, order.base, expected.encode().decode()
+    )
+    with closing(ReplicaConnection.to(order.to, secret)) as connection:
+        try:
+            offer_image(connection, order.image, request, lambda: read_commit(order.image) == expected)
+        except Overtaken:
+            return ReplicaOutcome(overtaken=True)
+    return ReplicaOutcome(saved=order.saved)

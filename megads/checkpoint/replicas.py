@@ -1,0 +1,244 @@
+"""Copies of local checkpoints in the memory of another node (checkpoint.replicate), for a node that is lost.
+
+Each rank has a process (`replica_process`) that sends its local checkpoint to that of a rank on the next node, which
+keeps it as the rank itself does: two images take turns. Training never waits for it. Which node holds what of the run
+is exchanged by the ranks before the first step.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from pathlib import Path
+
+from megads.checkpoint.local_files import LocalCommit, Saved, replica_folder
+from megads.checkpoint.replica_process import AllocateOrder, ReplicaOutcome, SendOrder, ServeOrder, run_replica_process
+from megads.checkpoint.replica_transfer import Address, fetch_image
+from megads.checkpoint.store import failure_of
+from megads.errors import CheckpointError, ConfigError
+from megads.runtime.distributed import ControlPlane
+from megads.runtime.environment import RankEnvironment, secret_file, store_address
+from megads.runtime.heartbeat import process_stat
+from megads.runtime.listener import address_towards
+from megads.runtime.run_secret import Secret, read_secret
+
+_ANSWERS_WITHIN_S = 30.0
+_END_S = 5.0
+_NAMED = 3
+_MOST_UNANSWERED = 2
+"""Orders: a process that is stopped must not fill the pipe to it, which would hold up the rank."""
+
+
+def partners_of(first_ranks: Sequence[int]) -> list[int]:
+    """Which rank keeps the copies of each rank: that of the same number on the next node, in a ring.
+
+    Args:
+        first_ranks: by rank, the first rank on its node.
+
+    Returns:
+        The ranks, by rank; each keeps those of at most one other where all nodes have equally many. A rank of a single
+        node has itself.
+    """
+    nodes: dict[int, list[int]] = {}
+    for rank, first in enumerate(first_ranks):
+        nodes.setdefault(first, []).append(rank)
+    order = list(nodes.values())
+    partners = [0] * len(first_ranks)
+    for number, ranks in enumerate(order):
+        following = order[(number + 1) % len(order)]
+        for local_rank, rank in enumerate(ranks):
+            partners[rank] = following[local_rank % len(following)]
+    return partners
+
+
+@dataclass(frozen=True)
+class ReplicaProgress:
+    """Of the last local checkpoint, on all ranks.
+
+    Attributes:
+        busy: a rank is still sending it.
+        complete: other nodes hold it of all ranks.
+        failed: why some ranks could not send one, the first few; empty where all could.
+    """
+
+    busy: bool = False
+    complete: bool = False
+    failed: str = ""
+
+
+class Replicas:
+    """The rank's end. Made by `train` before everything else: the process is forked then.
+
+    Args:
+        environment: of this rank.
+        timeout_s: a process that takes longer has hung.
+    """
+
+    def __init__(self, environment: RankEnvironment, timeout_s: float) -> None:
+        self._environment, self._timeout_s = environment, timeout_s
+        self._connection, theirs = Pipe()
+        parent = os.getpid()
+        self._pid = os.fork()
+        if self._pid == 0:
+            self._connection.close()
+            run_replica_process(parent, theirs)
+        theirs.close()
+        self._unanswered, self._ordered_s, self._responds = 0, 0.0, True
+        self._sent: Saved | None = None
+        self._complete, self._failure = False, ""
+        self._addresses: list[Address] = []
+        self._partner = self._keeps = environment.rank
+        self._kept: Path | None = None
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._pid
+
+    def open(self, node: Path, control: ControlPlane) -> str:
+        """Makes the processes of all ranks known to each other; collective.
+
+        Args:
+            node: folder of the run in this node's memory, which exists.
+            control: of all ranks.
+
+        Returns:
+            Why there can be no copies; empty where there can.
+        """
+        rank, self._control = control.rank, control
+        partners = partners_of(control.gather(rank - self._environment.local_rank, int))
+        if any(partner == owner for owner, partner in enumerate(partners)):
+            return "all ranks are on one node: there is no other to hold a copy"
+        if sorted(partners) != list(range(control.world_size)):
+            return "the nodes have different numbers of ranks"
+        self._partner, self._keeps = partners[rank], partners.index(rank)
+        path = secret_file()
+        drawn = Secret.random().encode() if path is None else read_secret(path).encode()
+        # Ranks that nobody launched have admitted each other, too.
+        secret = control.broadcast(drawn, str) if path is None else drawn
+        self._secret = Secret.decode(secret)
+        address, reason = ("", 0), ""
+        try:
+            host = address_towards(store_address()[0])
+            found = self._ask(ServeOrder(node, self._keeps, host, secret))
+            address, reason = (host, found.port), found.reason
+            self._kept = replica_folder(node, self._keeps)
+        except (OSError, EOFError, ConfigError) as error:
+            reason = failure_of(error)[0] or "its process has ended"
+        answers = control.gather((*address, reason), tuple[str, int, str])
+        self._addresses = [(host, port) for host, port, _ in answers]
+        return _named(enumerate(reason for *_, reason in answers))
+
+    def allocate(self, size: int, free_bytes: int) -> str:
+        """Takes memory for the copies that each rank keeps, on all ranks or on none; collective.
+
+        Args:
+            size: of an image of this rank.
+            free_bytes: of the node's memory, this rank's share.
+
+        Returns:
+            Why that is not to be had; empty where it is.
+        """
+        kept, reason = self._control.gather(size, int)[self._keeps], ""
+        there = sum(path.stat().st_size for path in self._kept.glob("*/*.safetensors")) if self._kept else 0
+        missing = max(0, 2 * kept - there)
+        if missing > free_bytes:
+            reason = f"copies of another rank's state take {missing / 2**30:.1f} GiB, {free_bytes / 2**30:.1f} are free"
+        else:
+            try:
+                reason = self._ask(AllocateOrder(kept), self._timeout_s).reason
+            except (OSError, EOFError) as error:
+                reason = failure_of(error)[0]
+        return _named(enumerate(self._control.gather(reason, str)))
+
+    def send(self, image: Path, saved: Saved, start: int, base: Saved | None) -> None:
+        """Lets the process send an image, once it is committed, to the partner."""
+        self._sent, self._complete = saved, False
+        if self._unanswered == _MOST_UNANSWERED:
+            return
+        order = SendOrder(image, self._environment.rank, saved, start, base, self._addresses[self._partner])
+        try:
+            self._connection.send(order)
+        except OSError:
+            return
+        self._unanswered += 1
+        self._ordered_s = time.perf_counter()
+
+    def progress(self) -> ReplicaProgress:
+        """Where the processes of all ranks are; collective."""
+        self._look()
+        # After a failure the next attempt holds nothing up: a partner may be stopped for hours.
+        busy = self._unanswered > 0 and not self._failure
+        found = self._control.gather((busy, self._complete, self._failure), tuple[bool, bool, str])
+        failed = _named((rank, why) for rank, (*_, why) in enumerate(found))
+        return ReplicaProgress(any(busy for busy, *_ in found), all(complete for _, complete, _ in found), failed)
+
+    def _look(self) -> None:
+        """Takes the answers of the process, and notes why there are none."""
+        process = f"its process for copies on other nodes, {self._pid},"
+        try:
+            while self._connection.poll():
+                outcome: ReplicaOutcome = self._connection.recv()
+                self._unanswered -= 1
+                self._failure = f"copy to rank {self._partner}: {outcome.reason}" if outcome.reason else ""
+                self._complete = not outcome.reason and not outcome.overtaken and outcome.saved == self._sent
+        except (EOFError, OSError):
+            self._unanswered, self._failure = 0, f"{process} has ended"
+            return
+        if self._unanswered and process_stat(self._pid)[:1] == ["T"]:
+            self._failure = f"{process} is stopped (SIGSTOP)"
+        elif self._unanswered and time.perf_counter() - self._ordered_s > self._timeout_s:
+            self._failure = f"{process} has not answered for {self._timeout_s:.0f} s"
+
+    def fetch(self, saved: Saved, holders: Sequence[int], image: Path) -> LocalCommit:
+        """Fetches a local checkpoint of this rank from the first process that gives it intact.
+
+        Args:
+            saved: which.
+            holders: ranks on whose nodes it is.
+            image: folder for it.
+
+        Raises:
+            CheckpointError: none gives it.
+        """
+        reasons = []
+        for holder in holders:
+            try:
+                return fetch_image(self._addresses[holder], self._secret, self._environment.rank, saved, image)
+            except (CheckpointError, OSError) as error:
+                reasons.append(f"from rank {holder}'s node: {failure_of(error)[0]}")
+        raise CheckpointError("; ".join(reasons) or "no node holds it")
+
+    def _ask(self, order: ServeOrder | AllocateOrder, within_s: float = _ANSWERS_WITHIN_S) -> ReplicaOutcome:
+        self._connection.send(order)
+        if not self._connection.poll(within_s):
+            raise TimeoutError(0, f"its process has not answered for {within_s:.0f} s")
+        outcome: ReplicaOutcome = self._connection.recv()
+        return outcome
+
+    def remove(self) -> None:
+        """Frees the memory of the copies that this rank keeps."""
+        self.close()
+        if self._kept is not None:
+            shutil.rmtree(self._kept, ignore_errors=True)
+
+    def close(self) -> None:
+        """Ends the process; what is complete stays for the next start."""
+        if self._pid == 0:
+            return
+        os.kill(self._pid, signal.SIGKILL)
+        deadline = time.monotonic() + _END_S
+        while os.waitpid(self._pid, os.WNOHANG)[0] == 0 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        self._connection.close()
+        self._pid = 0
+
+
+def _named(reasons: Iterable[tuple[int, str]]) -> str:
+    """The first few reasons, with their ranks."""
+    return "; ".join([f"rank {rank}: {reason}" for rank, reason in reasons if reason][:_NAMED])

@@ -1,0 +1,57 @@
+"""The part of an engine that saving calls, and a step of the loop around it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megads.checkpoint.hook import CheckpointHook
+from megads.checkpoint.rectangle import Rectangle
+from megads.engine.interface import Shard
+from megads.parallel.grid import single_rank_grid
+from megads.runtime.distributed import open_control_plane
+from megads.runtime.hooks import StepInfo, TrainState
+from tests.checkpoint.random_layouts import global_tensors, shards_of
+
+Part = tuple[str, Rectangle]
+"""Of a tensor: its key, and which of it."""
+
+
+class SteppedEngine:
+    """Tensors that every step replaces in place: after step n they are those of seed n.
+
+    Args:
+        owned: what this rank owns.
+        others: what it holds beside that.
+    """
+
+    optimizer_steps = 0
+
+    def __init__(self, owned: Sequence[Part], others: Sequence[Part] = ()) -> None:
+        control = open_control_plane()
+        self.grid = replace(single_rank_grid(), rank=control.rank, control=control)
+        self._num_owned, self._layout = len(owned), [*owned, *others]
+        self._shards = shards_of(self._layout, global_tensors(0))
+
+    def named_shards(self, owned: bool = True) -> list[Shard]:
+        return self._shards[: self._num_owned] if owned else self._shards
+
+    def step(self, number: int) -> None:
+        for shard, now in zip(self._shards, shards_of(self._layout, global_tensors(number)), strict=True):
+            shard.tensor.copy_(now.tensor)
+
+
+def take_step(
+    engine: SteppedEngine, state: TrainState, hook: CheckpointHook, *, last: bool = False, skipped: bool = False
+) -> None:
+    """One round of the loop; a step that is skipped leaves the tensors as they are."""
+    state.step = step = state.step + 1
+    state.samples, state.tokens = 8 * step, 80 * step
+    if not skipped:
+        engine.step(step)
+    hook.on_step(
+        StepInfo(
+            step=step, samples=8 * step, tokens=80 * step, loss=1.0, grad_norm=1.0, lr=1e-3, global_batch_size=8,
+            seq_len=10, step_time_s=0.1, data_time_s=0.0, skipped=skipped, culprit="", batch_hash="", last=last,
+        )
+    )  # fmt: skip

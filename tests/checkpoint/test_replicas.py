@@ -1,0 +1,298 @@
+"""Copies of local checkpoints on other nodes: a lost node costs no more than a crash, and its loss delays nobody."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megads.checkpoint import hook as hook_module
+from megads.checkpoint import replica_transfer as transfer_module
+from megads.checkpoint.config import CheckpointConfig, list_checkpoints
+from megads.checkpoint.local_files import committed, held_folders, node_folder, replica_folder
+from megads.checkpoint.replicas import partners_of
+from megads.checkpoint.writer import Stage
+from megads.errors import ConfigError
+from megads.runtime.distributed import open_control_plane
+from tests.checkpoint.local_runs import Run, events_of, flip, memory_of, started
+from tests.distributed import run_ranks
+
+TWO_NODES: dict[str, Any] = {"num_nodes": 2, "replicate": True}
+
+
+def wait_for_replicas(run: Run) -> None:
+    """Until other nodes hold the last local checkpoint of all ranks; collective."""
+    deadline = time.monotonic() + 30
+    while not (progress := run.saves.replication()).complete:
+        assert time.monotonic() < deadline, progress
+        time.sleep(0.01)
+
+
+def train_on(run: Run, steps: int) -> None:
+    """Steps of which other nodes hold all local checkpoints: none is put off, as the one before is there."""
+    if run.base is not None:
+        wait_for_replicas(run)
+    for _ in range(steps):
+        run.step()
+        run.wait()
+        wait_for_replicas(run)
+
+
+def on_rank_0(action: Callable[[], object]) -> None:
+    """Once every rank has come here."""
+    control = open_control_plane()
+    control.barrier()
+    if control.rank == 0:
+        action()
+    control.barrier()
+
+
+def lose_node(run_dir: Path, node: int) -> None:
+    on_rank_0(lambda: shutil.rmtree(memory_of(run_dir, node)))
+
+
+def swap_nodes(run_dir: Path) -> None:
+    """The ranks come to other nodes."""
+    first, second, aside = memory_of(run_dir, 0), memory_of(run_dir, 1), run_dir / "aside"
+    for source, target in ((first, aside), (second, first), (aside, second)):
+        source.rename(target)
+
+
+def test_partners() -> None:
+    """Catches a rank whose copy is on its own node, or two whose copies are with the same rank."""
+    assert partners_of([0, 0, 2, 2, 4, 4]) == [2, 3, 4, 5, 0, 1]
+    assert partners_of([0, 1, 2]) == [1, 2, 0]
+    assert partners_of([0, 0]) == [0, 1]
+    for nodes, per_node in ((2, 1), (3, 4), (5, 8)):
+        first = [rank - rank % per_node for rank in range(nodes * per_node)]
+        partners = partners_of(first)
+        assert sorted(partners) == list(range(len(first)))
+        assert all(first[rank] != first[partner] for rank, partner in enumerate(partners))
+
+
+def lost_nodes(run_dir: Path) -> list[tuple[int, tuple[int, ...]]]:
+    found = []
+    lost: tuple[Callable[[], object], ...] = (
+        lambda: None, lambda: lose_node(run_dir, 1), lambda: lose_node(run_dir, 0),
+        lambda: on_rank_0(lambda: swap_nodes(run_dir)), lambda: lose_node(run_dir, 1),
+    )  # fmt: skip
+    for start, lose in enumerate(lost, 1):
+        lose()
+        with started(run_dir, start, **TWO_NODES) as run:
+            found.append((run.found(), run.base.from_replicas if run.base else ()))
+            if start == 4:
+                # Killed before its first step: what other nodes hold is that of the start before.
+                wait_for_replicas(run)
+            else:
+                train_on(run, 3)
+            open_control_plane().barrier()
+    return found
+
+
+@pytest.mark.distributed
+def test_lost_nodes(tmp_path: Path) -> None:
+    """Catches a lost node, a spare one in its place or ranks on other nodes that mean the disk, or another state; and a
+    start that leaves the run without copies until its first local checkpoint."""
+    found = [(0, ()), (3, (2, 3)), (6, (0, 1)), (9, (0, 1, 2, 3)), (9, (2, 3))]
+    assert run_ranks(lost_nodes, 4, tmp_path) == [found] * 4
+
+
+def both_lost(run_dir: Path) -> tuple[int, list[str]]:
+    with started(run_dir, **TWO_NODES) as run:
+        train_on(run, 2)
+    lose_node(run_dir, 0)
+    lose_node(run_dir, 1)
+    with started(run_dir, 2, **TWO_NODES) as run:
+        return run.found(), run.passed_by
+
+
+@pytest.mark.distributed
+def test_all_holders_lost(tmp_path: Path) -> None:
+    """Catches a start that ends, or does not say why it takes the disk, when no node holds a state."""
+    reason = "checkpoints in memory: rank 0 has none on its node, and no other node holds a copy"
+    assert run_ranks(both_lost, 2, tmp_path) == [(0, [reason])] * 2
+
+
+def images_of(run_dir: Path, node: int, owner: int, *, replica: bool) -> dict[int, Path]:
+    """Files in a node's memory, by step."""
+    for folder, rank in held_folders(node_folder(memory_of(run_dir, node), run_dir)).items():
+        if rank == owner and folder.name.startswith("replica") == replica:
+            name = f"rank_{owner:05d}.safetensors"
+            return {step: image / name for (_, step), (image, _) in committed(folder).items()}
+    return {}
+
+
+def damaged(run_dir: Path) -> list[tuple[int, tuple[int, ...], str]]:
+    found = []
+    for round_ in range(3):
+        start, draw = 2 * round_ + 1, random.Random(round_)
+        with started(run_dir, start, **TWO_NODES) as run:
+            train_on(run, 2)
+        step = 2 * (round_ + 1)
+
+        def damage(round_: int = round_, step: int = step, draw: random.Random = draw) -> None:
+            if round_ != 1:
+                flip(images_of(run_dir, 0, 1, replica=True)[step], draw)
+            if round_ != 0:
+                flip(images_of(run_dir, 1, 1, replica=False)[step], draw)
+            else:
+                shutil.rmtree(memory_of(run_dir, 1))
+
+        on_rank_0(damage)
+        with started(run_dir, start + 1, **TWO_NODES) as run:
+            assert run.base is not None
+            found.append((run.found(), run.base.from_replicas, "; ".join(run.base.passed_by)))
+            if round_ == 0:
+                # Back to step 1.
+                train_on(run, 1)
+    return found
+
+
+@pytest.mark.distributed
+def test_damaged_copies(tmp_path: Path) -> None:
+    """Catches damage of a copy that nobody notices, damage of an image of which there is an intact copy but that means
+    the disk, and an older intact copy that is not taken."""
+    first, second, third = run_ranks(damaged, 2, tmp_path)[0]
+    assert first[:2] == (1, (1,)) and "step 2 in memory: rank 1: from rank 0's node" in first[2]
+    assert second[:2] == (4, (1,)) and not second[2]
+    assert third[:2] == (5, ()) and "step 6 in memory: rank 1: from rank 0's node" in third[2]
+
+
+def beside_a_lost_partner(run_dir: Path, number: int) -> tuple[list[str], list[int]]:
+    """Rank 1's process for copies is killed or stopped after step 1, and goes on after step 6."""
+    transfer_module.HANDSHAKE_S, transfer_module.SILENCE_S = 0.3, 0.5
+    control, kept = open_control_plane(), []
+    with started(run_dir, **TWO_NODES) as run:
+        train_on(run, 1)
+        assert run.saves._replicas is not None
+        pid = run.saves._replicas.pid
+        if control.rank == 1:
+            os.kill(pid, number)
+        control.barrier()
+        for _ in range(5):
+            run.step()
+            run.wait()
+            kept.append(max(step for _, step in committed(run.saves._folder._folder)))  # type: ignore[union-attr]
+            time.sleep(0.4)
+            control.barrier()
+        if control.rank == 1 and number == signal.SIGSTOP:
+            os.kill(pid, signal.SIGCONT)
+        control.barrier()
+        if number == signal.SIGSTOP:
+            for _ in range(3):
+                run.step()
+                run.wait()
+                time.sleep(0.4)
+                control.barrier()
+            wait_for_replicas(run)
+            run.step()
+        run.hook.on_end(run.state)
+    return [line["event"] for line in events_of(run_dir)], kept
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_lost_partner(number: int, tmp_path: Path) -> None:
+    """Catches a run that ends, waits or makes no local checkpoints because another node does not answer, that does not
+    say so or says it at every step, and one that never tries again."""
+    events, kept = run_ranks(beside_a_lost_partner, 2, tmp_path, int(number))[0]
+    assert kept[-3:] == [4, 5, 6], kept
+    told = [event for event in events if event in ("replica_failed", "replicas_complete_again")]
+    assert 1 <= told.count("replica_failed") <= 4
+    assert told[0] == "replica_failed" and (told[-1] == "replicas_complete_again") == (number == signal.SIGSTOP)
+    assert "synchronous_local_checkpoints" not in events and "local_checkpoints_off" not in events
+
+
+def one_node(run_dir: Path) -> list[int]:
+    with started(run_dir, replicate=True) as run:
+        for _ in range(2):
+            run.step()
+            run.wait()
+        return sorted(step for _, step in committed(run.saves._folder._folder))  # type: ignore[union-attr]
+
+
+@pytest.mark.distributed
+def test_one_node(tmp_path: Path) -> None:
+    """Catches a run on one node that ends because there is no other, or keeps copies where they are lost as well."""
+    assert run_ranks(one_node, 2, tmp_path) == [[1, 2]] * 2
+    (event,) = [event for event in events_of(tmp_path) if event["event"] == "replicas_off"]
+    assert event["level"] == "warning" and "all ranks are on one node" in event["reason"]
+    folders = held_folders(node_folder(memory_of(tmp_path, 0), tmp_path))
+    assert sorted(folder.name for folder in folders) == ["rank_00000", "rank_00001"]
+
+
+def without_memory_for_copies(run_dir: Path) -> list[int]:
+    with started(run_dir, num_nodes=2) as run:
+        size = run.saves.images[0].layout.size
+    open_control_plane().barrier()
+    # Both own images are there already.
+    hook_module.available_memory = lambda: size  # type: ignore[assignment]
+    with started(run_dir, 2, **TWO_NODES) as run:
+        run.step()
+        run.wait()
+        return sorted(step for _, step in committed(run.saves._folder._folder))  # type: ignore[union-attr]
+
+
+@pytest.mark.distributed
+def test_no_memory_for_copies(tmp_path: Path) -> None:
+    """Catches a node that has no memory for the copies of another one and is driven out of memory by them, or keeps no
+    local checkpoints of its own either."""
+    assert run_ranks(without_memory_for_copies, 2, tmp_path) == [[1]] * 2
+    (event,) = [event for event in events_of(tmp_path) if event["event"] == "replicas_off"]
+    assert "copies of another rank's state take" in event["reason"]
+    assert not replica_folder(node_folder(memory_of(tmp_path, 0), tmp_path), 1).exists()
+
+
+def slow_network(run_dir: Path) -> tuple[list[list[int]], list[int]]:
+    """An image takes a second to rank 1's node, five steps; with a checkpoint on disk after step 6."""
+    control, kept = open_control_plane(), []
+    send_file = transfer_module.ReplicaConnection.send_file
+
+    def slow(*arguments: Any) -> None:
+        time.sleep(1.0 if control.rank == 0 else 0.0)
+        send_file(*arguments)
+
+    transfer_module.ReplicaConnection.send_file = slow  # type: ignore[method-assign]
+    with started(run_dir, behind=True, every_steps=6, keep=0, **TWO_NODES) as run:
+        transfer_module.ReplicaConnection.send_file = send_file  # type: ignore[method-assign]
+        train_on(run, 1)
+        for step in range(2, 9):
+            run.step()
+            run.wait()
+            if step == 6:
+                while run.writer is not None and run.writer.progress().stage is Stage.writing:
+                    time.sleep(0.01)
+            kept.append(sorted(step for _, step in committed(run.saves._folder._folder)))  # type: ignore[union-attr]
+            control.barrier()
+        wait_for_replicas(run)
+        run.step()
+        run.wait()
+    lose_node(run_dir, 0)
+    with started(run_dir, 2, **TWO_NODES) as run:
+        return kept, [run.found(), *list_checkpoints(run_dir)]
+
+
+@pytest.mark.distributed
+def test_a_slow_network(tmp_path: Path) -> None:
+    """Catches a step that waits for the network, or a state of which all ranks have copies that is copied over before
+    there are copies of a later one."""
+    kept, (found, *on_disk) = run_ranks(slow_network, 2, tmp_path)[0]
+    # Step 2 is being sent until after step 8, but for the checkpoint on disk, which is copied over it.
+    assert kept == [[1, 2]] * 4 + [[1, 6]] * 3
+    assert found == 6 and on_disk == [6]
+    late = [event for event in events_of(tmp_path) if event["event"] == "local_checkpoint_put_off"]
+    assert len(late) == 1 and "being sent to another node" in late[0]["reason"]
+
+
+def test_without_local_checkpoints() -> None:
+    """Catches copies of nothing that nobody misses until a node is lost."""
+    with pytest.raises(ConfigError, match=r"set checkpoint\.local_every_steps"):
+        CheckpointConfig(replicate=True).check()
+    CheckpointConfig(replicate=True, local_every_steps=5).check()
