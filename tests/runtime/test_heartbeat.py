@@ -9,7 +9,6 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from megads.runtime.heartbeat import (
@@ -20,7 +19,6 @@ from megads.runtime.heartbeat import (
     RankPosition,
     heartbeat,
     heartbeat_path,
-    process_started_s,
     render_positions,
 )
 from megads.runtime.metrics import read_json_lines
@@ -61,9 +59,16 @@ def test_seconds_by_phase() -> None:
 
 
 def test_when_this_process_started() -> None:
-    """Catches a start in the wrong unit, or that of the machine."""
-    ours = psutil.Process().create_time()
-    assert process_started_s() == pytest.approx(ours, abs=0.1)
+    """Catches a start in the wrong unit, that of the machine, and one that moves as the process goes on."""
+    body = "import time; from megads.runtime.heartbeat import process_started_s; print(process_started_s()); "
+    body += "time.sleep(0.5); print(process_started_s())"
+    before = time.time()
+    process = subprocess.Popen([sys.executable, "-c", body], stdout=subprocess.PIPE, text=True)
+    after = time.time()
+    first, second = map(float, process.communicate()[0].split())
+    # The kernel counts in hundredths of a second.
+    assert before - 0.03 <= first <= after + 0.03
+    assert second == pytest.approx(first, abs=0.03)
 
 
 def test_a_stopped_process_is_told_from_one_that_waits() -> None:
