@@ -58,7 +58,7 @@ from megads.optim.config import learning_rate
 from megads.parallel.grid import ParallelGrid, build_grid
 from megads.plan.model_size import model_flops_per_token, parameter_count
 from megads.plan.peak import device_peak_tflops
-from megads.resilience import NonFiniteHook
+from megads.resilience.hooks import NonFiniteHook
 from megads.resume import find_origin, resume
 from megads.runtime.distributed import ControlPlane, world
 from megads.runtime.environment import RankEnvironment, available_cores, rank_environment

@@ -48,7 +48,7 @@ from megads.monitor.console import Console
 from megads.monitor.trackers import wanted_trackers
 from megads.ops.config import Kernels
 from megads.ops.resolve import prepare
-from megads.resilience import Attempt, GiveUp, Means, Requeue, Restart, first_attempt, next_attempt
+from megads.resilience.restarts import Attempt, GiveUp, Means, Requeue, Restart, first_attempt, next_attempt
 from megads.runtime import environment, progress
 from megads.runtime.config import ConsoleKind, parse_duration
 from megads.runtime.files import read_regular
