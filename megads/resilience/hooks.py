@@ -117,10 +117,11 @@ class SpikeHook:
         """Of the ledger, as many as the detector remembers."""
         found: deque[tuple[int, int, float, float]] = deque(maxlen=self._detector.memory_steps)
         for line in read_json_lines(self._run_dir / METRICS_FILE):
-            values = [line.get(key) for key in ("step", "samples", "loss", "grad_norm")]
             # Lines of validations have none of these, and those of skipped steps no finite gradient norm.
-            if all(map(_is_finite, values)) and values[0] <= last:
-                found.append((values[0], values[1], float(values[2]), float(values[3])))
+            values = [line.get(key) for key in ("step", "samples", "loss", "grad_norm")]
+            numbers = [value for value in values if isinstance(value, int | float) and math.isfinite(value)]
+            if len(numbers) == len(values) and numbers[0] <= last:
+                found.append((int(numbers[0]), int(numbers[1]), float(numbers[2]), float(numbers[3])))
         return list(found)
 
     def on_step(self, info: StepInfo) -> None:
@@ -137,18 +138,18 @@ class SpikeHook:
         pass
 
     def _roll_back(self, spike: Spike) -> None:
-        """Raises RollBack, or NumericalError where there were too many; returns where there is nothing to go back to."""
+        """Raises RollBack, or NumericalError where there were too many; returns where there is no checkpoint before."""
         decided = self._control.first_decides(lambda: self._decide(spike), str)
         if decided:
             raise RollBack(decided)
 
     def _decide(self, spike: Spike) -> str:
         """Records what rank 0 decides and returns it in words; empty for going on."""
-        most, before = self._config.max_rollbacks, len(recorded_rollbacks(self._run_dir))
-        if before >= most:
+        most, rollbacks = self._config.max_rollbacks, recorded_rollbacks(self._run_dir)
+        if len(rollbacks) >= most:
             raise NumericalError(
-                f"{spike}: the run has been rolled back {before} times (resilience.spikes.max_rollbacks = {most}). "
-                "Lower optim.lr or look at the data; to go on all the same, raise max_rollbacks, or set "
+                f"{spike}: the run has been rolled back {len(rollbacks)} times (resilience.spikes.max_rollbacks = "
+                f"{most}). Lower optim.lr or look at the data; to go on all the same, raise max_rollbacks, or set "
                 "resilience.spikes.action=warn"
             )
         saved = self._saved_up_to(spike.begin)
@@ -156,18 +157,26 @@ class SpikeHook:
             reason = f"there is no checkpoint of step {spike.begin} or before: the run goes on"
             self._events.write("roll_back_impossible", level="error", step=spike.step, reason=reason)
             return ""
-        record = RollbackRecord(
-            saved.step, saved.digest, (spike.begin_samples, spike.samples), self._num_skips
-        )
-        said = (
-            f"{spike}: going back to {saved.name}, leaving out samples {spike.begin_samples} to {spike.samples} "
-            f"(of steps {spike.begin + 1} to {spike.step})"
-        )
+        # Where the run came no further than its last rollback, the bad data is longer than what was left out.
+        again = sum(record.checkpoint_step >= saved.step for record in rollbacks)
+        end = spike.samples + (2**again - 1) * (spike.samples - spike.begin_samples)
+        record = RollbackRecord(saved.step, saved.digest, (spike.begin_samples, end), self._num_skips)
+        said = f"{spike}: going back to {saved.name}, leaving out samples {spike.begin_samples} to {end}"
         self._events.write(
             ROLL_BACK, level="warning", message=said, **asdict(spike), checkpoint=saved.name, **asdict(record)
         )
         return said
 
 
-def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def spike_hooks(
+    run_dir: Path,
+    config: SpikeConfig,
+    events: EventWriter,
+    control: ControlPlane,
+    num_skips: int,
+    saved_up_to: Callable[[int], SavedState | None],
+) -> list[SpikeHook]:
+    """Watches for loss spikes, unless that is off; see `SpikeHook`."""
+    if config.action is SpikeAction.off:
+        return []
+    return [SpikeHook(run_dir, config, events, control, num_skips, saved_up_to)]

@@ -4,9 +4,8 @@ python scripts/bench/loss_spikes.py [steps=1000000] [threshold=6] [patience_step
 
 Healthy curves fall by a power law from 10.8 to 2.2 nats as those of language models do, with a steep beginning, a
 learning-rate warm-up and a batch-size ramp, under which the noise shrinks. The noise is normal, Student's t with 3
-degrees of freedom, or autocorrelated (0.9 from step to step), each of 0.5 to 5% of the loss. The last column is of noise
-without a curve. Spikes are planted in curves of the same kinds: the loss rises at once, or over 5 steps, by a share of
-itself for 30 steps.
+degrees of freedom, or autocorrelated (0.9 from step to step), each of 0.5 to 5% of the loss. Spikes are planted in
+curves of the same kinds: the loss rises at once, or over 5 steps, by a share of itself for 30 steps.
 """
 
 from __future__ import annotations
