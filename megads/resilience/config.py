@@ -55,7 +55,15 @@ class ResilienceConfig:
 
     spikes: SpikeConfig = field(default_factory=SpikeConfig)
     """Loss spikes."""
+    check_replicas_every_steps: int = 0
+    """Steps between checks for flipped bits in weights and optimizer state: copies on several ranks must be equal, and
+    what has no copy must not change before the next update. A divisor of checkpoint.every_steps lets no state be saved
+    unchecked. 0: none."""
 
     def check(self) -> None:
         """Raises ConfigError where a setting makes no sense."""
         self.spikes.check()
+        if self.check_replicas_every_steps < 0:
+            raise ConfigError(
+                f"resilience.check_replicas_every_steps = {self.check_replicas_every_steps}: must not be negative"
+            )
