@@ -40,7 +40,7 @@ from megads.data.sampling.runs import TrainSource, ValidationSource
 from megads.data.sampling.samples import WindowSubset, unigram_entropy
 from megads.engine import build_train_engine
 from megads.engine.autotune import autotune_attention, autotune_operators, record_tuning
-from megads.engine.interface import EngineSpec, TrainEngine
+from megads.engine.interface import EngineSpec, StepResult, TrainEngine
 from megads.engine.operator_trials import OperatorWork
 from megads.engine.stragglers import StragglerHook
 from megads.engine.timeline import TimelineHook
@@ -58,7 +58,7 @@ from megads.optim.config import learning_rate
 from megads.parallel.grid import ParallelGrid, build_grid
 from megads.plan.model_size import model_flops_per_token, parameter_count
 from megads.plan.peak import device_peak_tflops
-from megads.resilience.hooks import NonFiniteHook, spike_hooks
+from megads.resilience.hooks import NonFiniteHook, rerun_nonfinite, spike_hooks
 from megads.resilience.replicas import replica_hooks
 from megads.resume import find_origin, resume, saved_up_to
 from megads.runtime.distributed import ControlPlane, world
@@ -137,7 +137,8 @@ def train(config: RootConfig, run_dir: Path) -> int:
         record_samples(config, train_samples, state, events)
         stop = StopSignal(run_dir, control, fence, Path(switch) if (switch := config.run.kill_switch) else None)
         with closing(train_loader(config, grid, train_samples, state)) as batches:
-            reason = run_loop(config, engine, batches, state, hooks, stop, beats)
+            step = rerun_nonfinite(engine, events, state, enabled=config.resilience.rerun_nonfinite)
+            reason = run_loop(config, step, batches, state, hooks, stop, beats)
         events.write("end", step=state.step, stopped=reason)
         if reason and grid.rank == 0:
             clear_stop(run_dir)
@@ -146,7 +147,7 @@ def train(config: RootConfig, run_dir: Path) -> int:
 
 def run_loop(
     config: RootConfig,
-    engine: TrainEngine,
+    step: Callable[[Sequence[MicroBatch], float], StepResult],
     batches: Iterator[StepBatch],
     state: TrainState,
     hooks: Sequence[Hook],
@@ -167,7 +168,7 @@ def run_loop(
         loaded = time.perf_counter()
         beats.enter("engine step")
         lr = rate(state.samples + batch.samples)
-        result = engine.step(batch.micro_batches, lr)
+        result = step(batch.micro_batches, lr)
         state.step += 1
         state.samples += batch.samples
         state.tokens += result.tokens

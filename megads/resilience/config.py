@@ -59,6 +59,10 @@ class ResilienceConfig:
     """Steps between checks for flipped bits in weights and optimizer state: copies on several ranks must be equal, and
     what has no copy must not change before the next update. A divisor of checkpoint.every_steps lets no state be saved
     unchecked. 0: none."""
+    rerun_nonfinite: bool = False
+    """Compute a step that was not finite once more, from the same weights and samples. If it is finite then, the fault
+    was transient, and training goes on as if nothing had been; else it is persistent, and the step is skipped. Both are
+    events (step_rerun), with the rank at fault."""
 
     def check(self) -> None:
         """Raises ConfigError where a setting makes no sense."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megads.batch import MicroBatch
+from megads.engine.interface import StepResult, TrainEngine
 from megads.errors import NumericalError, RollBack
 from megads.resilience.config import SpikeAction, SpikeConfig
 from megads.resilience.rollbacks import ROLL_BACK, RollbackRecord, recorded_rollbacks
@@ -59,6 +61,40 @@ class NonFiniteHook:
 
     def on_end(self, state: TrainState) -> None:
         pass
+
+
+def rerun_nonfinite(
+    engine: TrainEngine, events: EventWriter, state: TrainState, *, enabled: bool
+) -> Callable[[Sequence[MicroBatch], float], StepResult]:
+    """Returns the engine's step, which computes once more what was not finite, where that is asked for.
+
+    A step that is not finite changes nothing, so the second one starts from the same weights.
+
+    Args:
+        engine: that computes.
+        events: where is recorded whether the fault was transient.
+        state: the loop's counters, live.
+        enabled: resilience.rerun_nonfinite.
+    """
+
+    def step(micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
+        first = engine.step(micro_batches, learning_rate)
+        if not first.skipped or not enabled:
+            return first
+        second = engine.step(micro_batches, learning_rate)
+        found = "persistent" if second.skipped else "transient"
+        events.write(
+            "step_rerun",
+            level="warning",
+            step=state.step + 1,
+            fault=found,
+            rank=first.culprit.rank if first.culprit is not None else None,
+            culprit=str(first.culprit or ""),
+            culprit_of_rerun=str(second.culprit or ""),
+        )
+        return second
+
+    return step
 
 
 @dataclass(frozen=True)
