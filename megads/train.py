@@ -58,8 +58,7 @@ from megads.optim.config import learning_rate
 from megads.parallel.grid import ParallelGrid, build_grid
 from megads.plan.model_size import model_flops_per_token, parameter_count
 from megads.plan.peak import device_peak_tflops
-from megads.resilience.hooks import NonFiniteHook, rerun_nonfinite, spike_hooks
-from megads.resilience.replicas import replica_hooks
+from megads.resilience.hooks import NonFiniteHook, numerical_hooks, rerun_nonfinite
 from megads.resume import find_origin, resume, saved_up_to
 from megads.runtime.distributed import ControlPlane, world
 from megads.runtime.environment import RankEnvironment, available_cores, rank_environment
@@ -124,10 +123,9 @@ def train(config: RootConfig, run_dir: Path) -> int:
         hooks: list[Hook] = [
             step_lines,
             NonFiniteHook(events, config.train.max_nonfinite_steps, partial(newest_before, run_dir)),
-            *spike_hooks(
-                run_dir, config.resilience.spikes, events, control, len(config.data.skip), partial(saved_up_to, run_dir)
+            *numerical_hooks(
+                run_dir, config.resilience, engine, events, len(config.data.skip), partial(saved_up_to, run_dir)
             ),
-            *replica_hooks(engine, events, config.resilience.check_replicas_every_steps),
             checkpoint_hook(config, run_dir, engine, state, events, fence, metrics, beats, writer, local),
         ]
         hooks += [*timing_hooks(config, run_dir, engine, events), GarbageCollectionHook(config.cluster.gc_every_steps)]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megads.checkpoint.config import list_checkpoints
 from megads.config import RootConfig
+from megads.errors import CheckpointError
 from megads.resilience.rollbacks import (
     LEFT_BEHIND,
     left_behind,
@@ -46,7 +47,7 @@ def finish_rollback(run_dir: Path, job: SlurmJob | None) -> None:
         run_dir: the run's folder, which nobody holds.
         job: the SLURM job that this process is part of.
     """
-    if pending_rollback(run_dir) is not None or left_behind(run_dir):
+    if _not_continued(run_dir):
         with claimed(run_dir, job):
             leave_behind(run_dir)
 
@@ -60,27 +61,29 @@ def leave_behind(run_dir: Path) -> bool:
     Returns:
         Whether a rollback was decided on that no start has taken up.
     """
-    from megads.checkpoint.manifest import read_manifest
     from megads.checkpoint.store import discard
-    from megads.errors import CheckpointError
 
-    pending = pending_rollback(run_dir)
-    digests: dict[int, str] = {}
-    for step, folder in list_checkpoints(run_dir).items():
-        try:
-            digests[step] = read_manifest(folder).digest()
-        except CheckpointError:
-            digests[step] = ""
-    gone = left_behind(run_dir)
-    if pending is not None:
-        after = {folder: digest for folder, digest in digests.items() if folder > pending.checkpoint_step}
-        if set(after.values()) - gone - {""}:
-            with closing(EventWriter(run_dir)) as events:
-                events.write(
-                    LEFT_BEHIND,
-                    step=pending.checkpoint_step,
-                    checkpoints={str(step): digest for step, digest in after.items() if digest},
-                )
-        discard(run_dir, list(after))
-    discard(run_dir, [step for step, digest in digests.items() if digest in gone])
+    pending, found = pending_rollback(run_dir), _not_continued(run_dir)
+    if pending is not None and set(found.values()) - left_behind(run_dir):
+        checkpoints = {str(step): digest for step, digest in found.items() if digest}
+        with closing(EventWriter(run_dir)) as events:
+            events.write(LEFT_BEHIND, step=pending.checkpoint_step, checkpoints=checkpoints)
+    discard(run_dir, list(found))
     return pending is not None
+
+
+def _not_continued(run_dir: Path) -> dict[int, str]:
+    """The checkpoints that rollbacks do away with: their digests by step, empty for one that cannot be read."""
+    from megads.checkpoint.manifest import read_manifest
+
+    pending, gone = pending_rollback(run_dir), left_behind(run_dir)
+    if pending is None and not gone:
+        return {}
+    found: dict[int, str] = {}
+    for step, folder in list_checkpoints(run_dir).items():
+        digest = ""
+        with suppress(CheckpointError):
+            digest = read_manifest(folder).digest()
+        if digest in gone or (pending is not None and step > pending.checkpoint_step):
+            found[step] = digest
+    return found

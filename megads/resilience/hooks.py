@@ -11,11 +11,12 @@ from pathlib import Path
 from megads.batch import MicroBatch
 from megads.engine.interface import StepResult, TrainEngine
 from megads.errors import NumericalError, RollBack
-from megads.resilience.config import SpikeAction, SpikeConfig
+from megads.resilience.config import ResilienceConfig, SpikeAction, SpikeConfig
+from megads.resilience.replicas import ReplicaHook
 from megads.resilience.rollbacks import ROLL_BACK, RollbackRecord, recorded_rollbacks
 from megads.resilience.spikes import Spike, SpikeDetector, StepLoss
 from megads.runtime.distributed import ControlPlane
-from megads.runtime.hooks import StepInfo, TrainState
+from megads.runtime.hooks import Hook, StepInfo, TrainState
 from megads.runtime.metrics import EventWriter, read_json_lines
 from megads.runtime.run_dir import METRICS_FILE
 
@@ -204,15 +205,27 @@ class SpikeHook:
         return said
 
 
-def spike_hooks(
+def numerical_hooks(
     run_dir: Path,
-    config: SpikeConfig,
+    config: ResilienceConfig,
+    engine: TrainEngine,
     events: EventWriter,
-    control: ControlPlane,
     num_skips: int,
     saved_up_to: Callable[[int], SavedState | None],
-) -> list[SpikeHook]:
-    """Watches for loss spikes, unless that is off; see `SpikeHook`."""
-    if config.action is SpikeAction.off:
-        return []
-    return [SpikeHook(run_dir, config, events, control, num_skips, saved_up_to)]
+) -> list[Hook]:
+    """Watches for loss spikes and flipped bits, as far as that is asked for.
+
+    Args:
+        run_dir: the run's folder.
+        config: what to look for.
+        engine: that computes.
+        events: where faults are recorded.
+        num_skips: entries of data.skip in force.
+        saved_up_to: see SpikeHook.
+    """
+    found: list[Hook] = []
+    if config.spikes.action is not SpikeAction.off:
+        found.append(SpikeHook(run_dir, config.spikes, events, engine.grid.control, num_skips, saved_up_to))
+    if config.check_replicas_every_steps:
+        found.append(ReplicaHook(engine, events, config.check_replicas_every_steps))
+    return found

@@ -203,8 +203,3 @@ class ReplicaHook:
             f"the state of the run is corrupt at step {step}: {named}{more}. A bit flipped in memory, or a device "
             "computed wrongly. The run goes on from the last checkpoint; leave the node out if this comes again"
         )
-
-
-def replica_hooks(engine: TrainEngine, events: EventWriter, every_steps: int) -> list[ReplicaHook]:
-    """Looks for flipped bits where that is asked for; see `ReplicaHook`."""
-    return [ReplicaHook(engine, events, every_steps)] if every_steps else []

@@ -74,7 +74,7 @@ def left_behind(run_dir: Path) -> set[str]:
                 found |= set(_DIGESTS.validate_python(event.get("checkpoints")).values())
             except ValidationError:
                 continue
-    return found
+    return found - {""}
 
 
 def _read(event: dict[str, Any]) -> RollbackRecord | None:
