@@ -40,7 +40,7 @@ from megads.data.sampling.runs import TrainSource, ValidationSource
 from megads.data.sampling.samples import WindowSubset, unigram_entropy
 from megads.engine import build_train_engine
 from megads.engine.autotune import autotune_attention, autotune_operators, record_tuning
-from megads.engine.interface import EngineSpec, StepResult, TrainEngine
+from megads.engine.interface import EngineSpec, TrainEngine
 from megads.engine.operator_trials import OperatorWork
 from megads.engine.stragglers import StragglerHook
 from megads.engine.timeline import TimelineHook
@@ -58,7 +58,7 @@ from megads.optim.config import learning_rate
 from megads.parallel.grid import ParallelGrid, build_grid
 from megads.plan.model_size import model_flops_per_token, parameter_count
 from megads.plan.peak import device_peak_tflops
-from megads.resilience.hooks import NonFiniteHook, numerical_hooks, rerun_nonfinite
+from megads.resilience.hooks import NonFiniteHook, numerical_hooks
 from megads.resume import find_origin, resume, saved_up_to
 from megads.runtime.distributed import ControlPlane, world
 from megads.runtime.environment import RankEnvironment, available_cores, rank_environment
@@ -106,8 +106,7 @@ def train(config: RootConfig, run_dir: Path) -> int:
         require_data_of_launcher(config, run_dir, environment)
         train_samples, valid_sets = open_run_data(config, read_record(run_dir))
         kernels = load_kernels(config, device, control, beats)
-        metrics = MetricsWriter(run_dir, enabled=grid.rank == 0)
-        events = EventWriter(run_dir, enabled=grid.rank == 0)
+        metrics, events = MetricsWriter(run_dir, grid.rank == 0), EventWriter(run_dir, grid.rank == 0)
         # It may measure the whole CPU, before this rank keeps to a part of it.
         step_lines = metrics_hook(config, environment, device, metrics, events, control, beats)
         if config.cluster.bind_cores:
@@ -123,9 +122,7 @@ def train(config: RootConfig, run_dir: Path) -> int:
         hooks: list[Hook] = [
             step_lines,
             NonFiniteHook(events, config.train.max_nonfinite_steps, partial(newest_before, run_dir)),
-            *numerical_hooks(
-                run_dir, config.resilience, engine, events, len(config.data.skip), partial(saved_up_to, run_dir)
-            ),
+            *numerical_hooks(config.resilience, engine, events, run_dir, len(config.data.skip), saved_up_to),
             checkpoint_hook(config, run_dir, engine, state, events, fence, metrics, beats, writer, local),
         ]
         hooks += [*timing_hooks(config, run_dir, engine, events), GarbageCollectionHook(config.cluster.gc_every_steps)]
@@ -135,8 +132,7 @@ def train(config: RootConfig, run_dir: Path) -> int:
         record_samples(config, train_samples, state, events)
         stop = StopSignal(run_dir, control, fence, Path(switch) if (switch := config.run.kill_switch) else None)
         with closing(train_loader(config, grid, train_samples, state)) as batches:
-            step = rerun_nonfinite(engine, events, state, enabled=config.resilience.rerun_nonfinite)
-            reason = run_loop(config, step, batches, state, hooks, stop, beats)
+            reason = run_loop(config, engine, batches, state, hooks, stop, beats)
         events.write("end", step=state.step, stopped=reason)
         if reason and grid.rank == 0:
             clear_stop(run_dir)
@@ -145,7 +141,7 @@ def train(config: RootConfig, run_dir: Path) -> int:
 
 def run_loop(
     config: RootConfig,
-    step: Callable[[Sequence[MicroBatch], float], StepResult],
+    engine: TrainEngine,
     batches: Iterator[StepBatch],
     state: TrainState,
     hooks: Sequence[Hook],
@@ -166,7 +162,7 @@ def run_loop(
         loaded = time.perf_counter()
         beats.enter("engine step")
         lr = rate(state.samples + batch.samples)
-        result = step(batch.micro_batches, lr)
+        result = engine.step(batch.micro_batches, lr)
         state.step += 1
         state.samples += batch.samples
         state.tokens += result.tokens

@@ -205,6 +205,15 @@ class TrainEngine(Protocol):
         """
         ...
 
+    def rerun_nonfinite(self, note: Callable[[StepResult, StepResult], None] | None) -> None:
+        """Computes every step that is not finite once more, from the same weights and micro-batches, which it left as
+        they were; the second result is the step's.
+
+        Args:
+            note: is given both results. None ends it.
+        """
+        ...
+
     def watch_spans(self, watch: Callable[[list[Span]], None]) -> None:
         """Times the next step, and calls `watch` at its end with what this rank did in it, beside others who asked."""
         ...

@@ -207,6 +207,7 @@ class BaseTrainEngine(ABC):
     def __init__(self, spec: EngineSpec) -> None:
         prepare_deepspeed()
         self.device, self.grid = spec.device, spec.grid
+        self._note_rerun: Callable[[StepResult, StepResult], None] | None = None
         self._loss = TokenMeanLoss(spec.model.vocabulary, spec.grid, spec.kernels)
 
     @property
@@ -258,6 +259,18 @@ class BaseTrainEngine(ABC):
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
         """See TrainEngine.step."""
+        first = self._step(micro_batches, learning_rate)
+        if not first.skipped or self._note_rerun is None:
+            return first
+        second = self._step(micro_batches, learning_rate)
+        self._note_rerun(first, second)
+        return second
+
+    def rerun_nonfinite(self, note: Callable[[StepResult, StepResult], None] | None) -> None:
+        """See TrainEngine.rerun_nonfinite."""
+        self._note_rerun = note
+
+    def _step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
         # The one time that a step waits for the device.
         loss, tokens, norm = self.launch_step(micro_batches, learning_rate).tolist()
         grad_norm, skipped = self._settle(norm)

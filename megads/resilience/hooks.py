@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
-from megads.batch import MicroBatch
 from megads.engine.interface import StepResult, TrainEngine
 from megads.errors import NumericalError, RollBack
 from megads.resilience.config import ResilienceConfig, SpikeAction, SpikeConfig
@@ -64,38 +64,38 @@ class NonFiniteHook:
         pass
 
 
-def rerun_nonfinite(
-    engine: TrainEngine, events: EventWriter, state: TrainState, *, enabled: bool
-) -> Callable[[Sequence[MicroBatch], float], StepResult]:
-    """Returns the engine's step, which computes once more what was not finite, where that is asked for.
-
-    A step that is not finite changes nothing, so the second one starts from the same weights.
+class RerunHook:
+    """Has the engine compute a step that was not finite once more, and records whether the fault was transient.
 
     Args:
         engine: that computes.
-        events: where is recorded whether the fault was transient.
-        state: the loop's counters, live.
-        enabled: resilience.rerun_nonfinite.
+        events: where that is recorded.
     """
 
-    def step(micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
-        first = engine.step(micro_batches, learning_rate)
-        if not first.skipped or not enabled:
-            return first
-        second = engine.step(micro_batches, learning_rate)
-        found = "persistent" if second.skipped else "transient"
-        events.write(
+    def __init__(self, engine: TrainEngine, events: EventWriter) -> None:
+        self._engine, self._events = engine, events
+        self._step = 0
+
+    def on_start(self, state: TrainState) -> None:
+        self._step = state.step
+        self._engine.rerun_nonfinite(self._note)
+
+    def on_step(self, info: StepInfo) -> None:
+        self._step = info.step
+
+    def on_end(self, state: TrainState) -> None:
+        pass
+
+    def _note(self, first: StepResult, second: StepResult) -> None:
+        self._events.write(
             "step_rerun",
             level="warning",
-            step=state.step + 1,
-            fault=found,
+            step=self._step + 1,
+            fault="persistent" if second.skipped else "transient",
             rank=first.culprit.rank if first.culprit is not None else None,
             culprit=str(first.culprit or ""),
             culprit_of_rerun=str(second.culprit or ""),
         )
-        return second
-
-    return step
 
 
 @dataclass(frozen=True)
@@ -206,26 +206,29 @@ class SpikeHook:
 
 
 def numerical_hooks(
-    run_dir: Path,
     config: ResilienceConfig,
     engine: TrainEngine,
     events: EventWriter,
+    run_dir: Path,
     num_skips: int,
-    saved_up_to: Callable[[int], SavedState | None],
+    saved_up_to: Callable[[Path, int], SavedState | None],
 ) -> list[Hook]:
-    """Watches for loss spikes and flipped bits, as far as that is asked for.
+    """Watches for loss spikes and flipped bits, and computes again what was not finite, as far as that is asked for.
 
     Args:
-        run_dir: the run's folder.
-        config: what to look for.
+        config: what is asked for.
         engine: that computes.
         events: where faults are recorded.
+        run_dir: the run's folder.
         num_skips: entries of data.skip in force.
-        saved_up_to: see SpikeHook.
+        saved_up_to: the newest checkpoint of a run of at most a step; None: there is none.
     """
     found: list[Hook] = []
+    if config.rerun_nonfinite:
+        found.append(RerunHook(engine, events))
     if config.spikes.action is not SpikeAction.off:
-        found.append(SpikeHook(run_dir, config.spikes, events, engine.grid.control, num_skips, saved_up_to))
+        saved = partial(saved_up_to, run_dir)
+        found.append(SpikeHook(run_dir, config.spikes, events, engine.grid.control, num_skips, saved))
     if config.check_replicas_every_steps:
         found.append(ReplicaHook(engine, events, config.check_replicas_every_steps))
     return found

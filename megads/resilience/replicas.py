@@ -25,7 +25,7 @@ _HEAD_START_S = 2.0
 """The ranks at fault end first: the launcher blames the earliest failure, and excludes its node if that goes on."""
 
 
-class Finding(NamedTuple):
+class BitSymptom(NamedTuple):
     """What one rank sees of a tensor.
 
     Attributes:
@@ -79,7 +79,7 @@ def _words(tensor: Tensor) -> Tensor:
     return tensor.detach().view(torch.int16 if tensor.element_size() == 2 else torch.int32)
 
 
-def differing(replicas: Sequence[Replica], found: Tensor, rank: int) -> list[Finding]:
+def differing(replicas: Sequence[Replica], found: Tensor, rank: int) -> list[BitSymptom]:
     """Compares tensors with those of the other ranks of their lines; collective over each line.
 
     Args:
@@ -87,7 +87,7 @@ def differing(replicas: Sequence[Replica], found: Tensor, rank: int) -> list[Fin
         found: their digests.
         rank: this one.
     """
-    wrong: list[Finding] = []
+    wrong: list[BitSymptom] = []
     for name in _LINES:
         places = [place for place, replica in enumerate(replicas) if name in replica.lines]
         if not places:
@@ -99,11 +99,11 @@ def differing(replicas: Sequence[Replica], found: Tensor, rank: int) -> list[Fin
         dist.all_reduce(high, op=dist.ReduceOp.MAX, group=axis.group)
         for place, digest, differs in zip(places, own.tolist(), (low != high).tolist(), strict=True):
             if differs:
-                wrong.append(Finding(rank, replicas[place].key, axis.ranks, f"{digest % 2**64:016x}", "differs"))
+                wrong.append(BitSymptom(rank, replicas[place].key, axis.ranks, f"{digest % 2**64:016x}", "differs"))
     return wrong
 
 
-def bit_faults(findings: Iterable[Finding]) -> list[BitFault]:
+def bit_faults(findings: Iterable[BitSymptom]) -> list[BitFault]:
     """What the findings of all ranks say: of copies that differ, those in the minority are at fault.
 
     Args:
@@ -147,7 +147,7 @@ class ReplicaHook:
         self._engine, self._events, self._every = engine, events, every_steps
         self._rank = engine.grid.rank
         self._before: Tensor | None = None
-        self._changed: list[Finding] = []
+        self._changed: list[BitSymptom] = []
         self._watched = False
 
     def on_start(self, state: TrainState) -> None:
@@ -163,11 +163,11 @@ class ReplicaHook:
             self._before = digests(replicas)
             found = found + differing(replicas, self._before, self._rank)
             stale = [f"working_weight/{name}" for name in self._engine.stale_weights()]
-            found += [Finding(self._rank, key, (), "", "stale") for key in dict.fromkeys(stale)]
+            found += [BitSymptom(self._rank, key, (), "", "stale") for key in dict.fromkeys(stale)]
         control = self._engine.grid.control
         if control.any(bool(found)):
             everything = control.gather(found, list[tuple[int, str, tuple[int, ...], str, str]])
-            self._end(info.step, bit_faults(Finding(*one) for of_rank in everything for one in of_rank))
+            self._end(info.step, bit_faults(BitSymptom(*one) for of_rank in everything for one in of_rank))
         if due and not info.last:
             self._engine.watch_gradients(self._compare_with_before)
 
@@ -182,7 +182,7 @@ class ReplicaHook:
         replicas = self._engine.replicas()
         same = (digests(replicas) == self._before).tolist()
         keys = dict.fromkeys(replica.key for replica, equal in zip(replicas, same, strict=True) if not equal)
-        self._changed = [Finding(self._rank, key, (), "", "changed") for key in keys]
+        self._changed = [BitSymptom(self._rank, key, (), "", "changed") for key in keys]
         self._before = None
 
     def _end(self, step: int, faults: Sequence[BitFault]) -> None:

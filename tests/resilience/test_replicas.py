@@ -10,7 +10,7 @@ import torch
 
 import megads.resilience.replicas
 from megads.errors import UnhealthyNode
-from megads.resilience.replicas import BitFault, Finding, ReplicaHook, bit_faults
+from megads.resilience.replicas import BitFault, BitSymptom, ReplicaHook, bit_faults
 from megads.runtime.hooks import TrainState
 from megads.runtime.metrics import EventWriter, read_json_lines
 from megads.runtime.run_dir import EVENTS_FILE
@@ -116,10 +116,10 @@ def test_healthy_ranks_are_not_accused(layout: str, tmp_path: Path) -> None:
 def test_the_minority_is_at_fault() -> None:
     """Catches the majority blamed for one bad rank, and one of two copies blamed at random."""
     line = (0, 2, 4)
-    seen = [Finding(rank, "exp_avg/x", line, "a" if rank != 2 else "b", "differs") for rank in line]
+    seen = [BitSymptom(rank, "exp_avg/x", line, "a" if rank != 2 else "b", "differs") for rank in line]
     assert bit_faults(seen) == [BitFault("exp_avg/x", (2,), line, "differs")]
-    pair = [Finding(rank, "weight/x", (0, 1), str(rank), "differs") for rank in (0, 1)]
+    pair = [BitSymptom(rank, "weight/x", (0, 1), str(rank), "differs") for rank in (0, 1)]
     assert bit_faults(pair) == [BitFault("weight/x", (0, 1), (0, 1), "differs")]
-    both = bit_faults([*pair, Finding(1, "weight/x", (), "", "changed")])
+    both = bit_faults([*pair, BitSymptom(1, "weight/x", (), "", "changed")])
     assert replace(both[1], what="") == BitFault("weight/x", (1,), (0, 1), "")
     assert "rank 0 or rank 1 differs" in str(bit_faults(pair)[0])
