@@ -32,7 +32,7 @@ def check(engine: TrainEngine) -> None:
 
 def main() -> None:
     """Prints the median times and their ratio."""
-    scenario = Scenario(model=MODEL, seq_len=256, precision="bfloat16", global_batch_size=16, micro_batch_size=4)
+    scenario = Scenario(model=MODEL, seq_len=256, precision="bfloat16", global_batch_size=4, micro_batch_size=2)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     engine = build_engine(scenario, ParallelConfig())
     steps, checks = [], []
@@ -46,7 +46,7 @@ def main() -> None:
     step_s, check_s = statistics.median(steps), statistics.median(checks)
     size = sum(replica.tensor.nbytes for replica in engine.replicas())
     share = check_s / step_s
-    print(f"step of {16 * 256:,} tokens {step_s:.3f} s; check of {size / 1e6:.0f} MB {check_s:.4f} s: {share:.2%}")
+    print(f"step of {4 * 256:,} tokens {step_s:.3f} s; check of {size / 1e6:.0f} MB {check_s:.4f} s: {share:.2%}")
     print(f"every 100 steps: {share / 100:.4%} of the training")
 
 
