@@ -59,6 +59,8 @@ def test_short_and_small_rises_are_no_spikes() -> None:
     assert found(changed(curve(200), 120, 2, 1.5)) == []
     assert found(changed(curve(200, share=0.0001), 120, 20, 1.015)) == []
     assert len(found(changed(curve(200, share=0.0001), 120, 20, 1.06))) == 1
+    flat = [StepLoss(n, 10 * n, 3.0 + 0.0001 * (n % 7), 1.0) for n in range(1, 201)]
+    assert found(changed(flat, 120, 20, 1.015)) == [] and len(found(changed(flat, 120, 20, 1.03))) == 1
 
 
 def test_a_jump_with_its_gradient_norm_is_a_spike_at_once() -> None:
