@@ -21,6 +21,7 @@ from megads.ops.config import Compile, Implementation, OpsConfig
 from megads.optim.config import OptimConfig, ScheduleConfig
 from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Partition, Recompute
 from megads.parallel.partition import stage_bounds
+from megads.resilience.config import ResilienceConfig
 from megads.runtime.config import ClusterConfig, LoggingConfig, RunConfig
 from megads.runtime.registry import BLOCKS, HOOKS, OPTIMIZERS, SCHEDULES, TRACKERS, import_plugins
 
@@ -150,6 +151,8 @@ class RootConfig:
     """Console."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     """The machine."""
+    resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
+    """Numerical faults."""
     plugins: list[str] = field(default_factory=list)
     """Modules of your own to import, which register hooks, model blocks, optimizers, schedules, readers or trackers
     (docs/extending.md)."""
@@ -196,6 +199,7 @@ def check_config(config: RootConfig) -> None:
         config.run,
         config.logging,
         config.cluster,
+        config.resilience,
     ):
         part.check()
     check_attention(config)

@@ -72,9 +72,13 @@ class Preempted(MegadsError):
 
 
 class NumericalError(MegadsError):
-    """Training cannot go on: too many non-finite steps in a row."""
+    """Training cannot go on: too many non-finite steps in a row, or loss spikes."""
 
     exit_code = 7
+
+
+class RollBack(NumericalError):
+    """The run goes back to a checkpoint before a loss spike: the launcher starts the ranks again."""
 
 
 class RestartsExhausted(MegadsError):

@@ -49,7 +49,7 @@ def derive_run_id(config: RootConfig, name: str) -> str:
 def computation_digest(config: RootConfig) -> str:
     """Returns a sha256, as 64 hex digits, of what a run computes in which layout; see `derive_run_id`."""
     content = config_dict(config)
-    for room in ("run", "logging", "cluster", "checkpoint", "ops", "plugins", "hooks", "deepspeed"):
+    for room in ("run", "logging", "cluster", "checkpoint", "ops", "plugins", "hooks", "deepspeed", "resilience"):
         del content[room]
     for length in LENGTHS:
         del content["train"][length]

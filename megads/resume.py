@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -22,8 +23,11 @@ from megads.data.sampling.blend import continued
 from megads.data.sampling.datasets import train_weights
 from megads.data.sampling.sampler import skips_of
 from megads.engine.interface import Shard, TrainEngine
+from megads.errors import CheckpointError
 from megads.frozen_config import config_of_start
 from megads.identity import Change, changed_data, changed_keys, require_allowed_data
+from megads.resilience.hooks import SavedState
+from megads.resilience.rollbacks import pending_rollback
 from megads.runtime.distributed import ControlPlane
 from megads.runtime.hooks import TrainState
 from megads.runtime.metrics import EventWriter, LedgerRecord, MetricsWriter
@@ -132,7 +136,8 @@ def resume(
     )
     own = handle.home.absolute() == run_dir.absolute()
     known = handle.manifest.run.ledger if own else None
-    continue_ledger(metrics, events, state.step, known, keep_copy=origin.from_path)
+    left = origin.from_path or pending_rollback(run_dir) is not None
+    continue_ledger(metrics, events, state.step, known, keep_copy=left)
 
 
 def note_of_path(origin: Origin, load: str, run_dir: Path) -> str:
@@ -260,6 +265,20 @@ def goes_to_path(load: str, run_dir: Path) -> bool:
     newest = newest_manifest(run_dir)
     start = config_of_start(run_dir, newest.run.config_digest) if newest is not None else None
     return start is None or Path(start.checkpoint.load).absolute() != Path(load).absolute()
+
+
+def saved_up_to(run_dir: Path, step: int) -> SavedState | None:
+    """Returns the newest checkpoint of the run of at most this step, for a rollback; the start verifies it.
+
+    Args:
+        run_dir: the run's folder.
+        step: the last one that may be in it.
+    """
+    for at, folder in reversed(list_checkpoints(run_dir).items()):
+        if at <= step:
+            with suppress(CheckpointError):
+                return SavedState(at, folder.name, read_manifest(folder).digest())
+    return None
 
 
 def continue_ledger(

@@ -58,8 +58,8 @@ from megads.optim.config import learning_rate
 from megads.parallel.grid import ParallelGrid, build_grid
 from megads.plan.model_size import model_flops_per_token, parameter_count
 from megads.plan.peak import device_peak_tflops
-from megads.resilience import NonFiniteHook
-from megads.resume import find_origin, resume
+from megads.resilience.hooks import NonFiniteHook, numerical_hooks
+from megads.resume import find_origin, resume, saved_up_to
 from megads.runtime.distributed import ControlPlane, world
 from megads.runtime.environment import RankEnvironment, available_cores, rank_environment
 from megads.runtime.heartbeat import VALIDATING, Heartbeat, heartbeat
@@ -106,8 +106,7 @@ def train(config: RootConfig, run_dir: Path) -> int:
         require_data_of_launcher(config, run_dir, environment)
         train_samples, valid_sets = open_run_data(config, read_record(run_dir))
         kernels = load_kernels(config, device, control, beats)
-        metrics = MetricsWriter(run_dir, enabled=grid.rank == 0)
-        events = EventWriter(run_dir, enabled=grid.rank == 0)
+        metrics, events = MetricsWriter(run_dir, grid.rank == 0), EventWriter(run_dir, grid.rank == 0)
         # It may measure the whole CPU, before this rank keeps to a part of it.
         step_lines = metrics_hook(config, environment, device, metrics, events, control, beats)
         if config.cluster.bind_cores:
@@ -123,6 +122,7 @@ def train(config: RootConfig, run_dir: Path) -> int:
         hooks: list[Hook] = [
             step_lines,
             NonFiniteHook(events, config.train.max_nonfinite_steps, partial(newest_before, run_dir)),
+            *numerical_hooks(config.resilience, engine, events, run_dir, len(config.data.skip), saved_up_to),
             checkpoint_hook(config, run_dir, engine, state, events, fence, metrics, beats, writer, local),
         ]
         hooks += [*timing_hooks(config, run_dir, engine, events), GarbageCollectionHook(config.cluster.gc_every_steps)]

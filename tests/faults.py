@@ -80,6 +80,22 @@ def poison_gradient_once(config: Any, run_dir: Path) -> int:
     return _train(config, run_dir, poison)
 
 
+def flip_bit_once(config: Any, run_dir: Path) -> int:
+    """One bit of a moment flips on the faulty rank, in the first start only."""
+
+    def flip(engine: Any) -> None:
+        import torch
+
+        if not (run_dir / "flipped").exists():
+            (run_dir / "flipped").touch()
+            moment = next(
+                it.tensor for it in engine.replicas() if it.key.endswith("qkv.weight") and "exp_avg/" in it.key
+            )
+            moment.view(torch.int32)[5] ^= 1 << 20
+
+    return _train(config, run_dir, flip)
+
+
 def die_in_validation(config: Any, run_dir: Path) -> int:
     """The launcher is killed, and the ranks with it, when the final checkpoint is saved and validation begins."""
     from megads import train

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from megads.errors import NumericalError
-from megads.resilience import Attempt, GiveUp, Means, NonFiniteHook, Requeue, Restart, first_attempt, next_attempt
+from megads.resilience.hooks import NonFiniteHook
+from megads.resilience.restarts import Attempt, GiveUp, Means, Requeue, Restart, first_attempt, next_attempt
 from megads.runtime.hooks import StepInfo, TrainState
 from megads.runtime.metrics import EventWriter, read_json_lines
 from megads.runtime.run_dir import EVENTS_FILE

@@ -320,6 +320,15 @@ def remove_old(run_dir: Path, step: int, keep: Retention) -> list[str]:
     return [name for at in keep.surplus(_sequences(run_dir, step)) if (name := _delete(step_folder(run_dir, at)))]
 
 
+def discard(run_dir: Path, steps: Collection[int]) -> None:
+    """Deletes checkpoints that the run does not go on from, the latest step first, and lets `latest` name the newest of
+    the others; called by one process, which holds the run directory."""
+    for step in sorted(steps, reverse=True):
+        _delete(step_folder(run_dir, step))
+    if steps:
+        recover(run_dir)
+
+
 def make_room(run_dir: Path, step: int, keep: Retention, *, all_reasons: bool) -> str:
     """Deletes one more checkpoint up to `step`, which another one needs the space of; see `Retention.expendable`.
 

@@ -16,7 +16,7 @@ from megads.model.gpt import InitialValue, initial_value
 from megads.ops.config import TORCH, Kernels
 from megads.optim.config import OptimConfig
 from megads.parallel.config import ParallelConfig
-from megads.parallel.grid import ParallelGrid
+from megads.parallel.grid import Axis, ParallelGrid
 from megads.parallel.token_scores import RowScores
 
 
@@ -130,6 +130,21 @@ class Shard:
     tensor: Tensor
 
 
+@dataclass(frozen=True)
+class Replica:
+    """A tensor of this rank that other ranks may hold, too.
+
+    Attributes:
+        key: "<kind>/<parameter name>", kind as in Shard, or "working_weight" for what layers compute with.
+        tensor: the values, flat and contiguous, a view.
+        lines: ranks that must hold the same bits: along "data", "replica" or "tp", or the "pair" of a tied embedding.
+    """
+
+    key: str
+    tensor: Tensor
+    lines: Mapping[str, Axis] = field(default_factory=dict)
+
+
 class TrainEngine(Protocol):
     """One training engine, driven identically on every rank."""
 
@@ -171,12 +186,31 @@ class TrainEngine(Protocol):
         """
         ...
 
+    def replicas(self) -> list[Replica]:
+        """Working weights and optimizer state of this rank, and who must hold the same (N8); in one order on all ranks
+        of a line. Under ZeRO-3 there are no working weights."""
+        ...
+
+    def stale_weights(self) -> list[str]:
+        """Names of the parameters of which a working weight of this rank is not its own master weight, rounded, bit for
+        bit. Under ZeRO-3 none is looked at."""
+        ...
+
     def watch_gradients(self, watch: Callable[[list[Shard]], None] | None) -> None:
         """Calls `watch` at every following step with this rank's reduced gradients, before clipping.
 
         Args:
             watch: gets owned shards of kind "gradient", fp32; they are views that the step overwrites, so copy what is
                 to be kept. None ends the watch.
+        """
+        ...
+
+    def rerun_nonfinite(self, note: Callable[[StepResult, StepResult], None] | None) -> None:
+        """Computes every step that is not finite once more, from the same weights and micro-batches, which it left as
+        they were; the second result is the step's.
+
+        Args:
+            note: is given both results. None ends it.
         """
         ...
 

@@ -43,6 +43,7 @@ class Bucket:
         missing: gradients that the running backward pass still owes.
         squares: of every slot's own sum, the sum of squares before the reduction mixes it with other ranks'; fp64.
         own_weights: this rank's slice of the working weights.
+        pair: the ranks that hold the copies of a tied embedding; None for anything else.
     """
 
     def __init__(
@@ -67,6 +68,10 @@ class Bucket:
         """
         self.layout, self.copies, self._also_over, self._kernels = layout, copies, also_over, kernels
         self._data, self._sharded = data, sharded
+        self.pair: Axis | None = None
+        if also_over is not None and not layout.partial:
+            ranks = tuple(dist.get_process_group_ranks(also_over))
+            self.pair = Axis(dist.get_rank(also_over), ranks, also_over)
         first = copies[0][0]
         self.weights = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
         for slot, parameters in zip(layout.slots, copies, strict=True):
@@ -217,6 +222,7 @@ class BucketAdamW:
         norm: global 2-norm of the last step before clipping, fp64 scalar on the device.
         grad_norm: the same on the host, once it is settled; inf when the step was skipped.
         skipped: likewise; the norm was not finite, and nothing was updated.
+        sharded: data-parallel ranks hold the state of a slice each (ZeRO-1).
         last_backward: set by the engine before the last backward pass of a stage in a step, and the last part of it
             where it has two: buckets reduce as they complete.
         watch: is called at every step after the reduction and before clipping, while buckets hold their gradients.
@@ -232,10 +238,10 @@ class BucketAdamW:
     ) -> None:
         self._grid, self._clip = grid, optim.clip_grad
         self._kernels = kernels
-        self._sharded = parallel.zero_stage > 0
+        self.sharded = parallel.zero_stage > 0
         self._places: dict[Parameter, tuple[Bucket, int]] = {}
         self.buckets = self._make_buckets(parameters, parallel)
-        unsharded_copy = not self._sharded and not grid.data.is_first
+        unsharded_copy = not self.sharded and not grid.data.is_first
         self._owned = {named.name for named in parameters if named.owned and not unsharded_copy}
         self._normed = self._pieces_of_norm()
         beta1, beta2 = optim.betas
@@ -266,12 +272,12 @@ class BucketAdamW:
             Member(name, same[0].numel(), parameter_role(name, name in pairs or len(same) > 1), _is_partial(same[0]))
             for name, same in copies.items()
         ]
-        ranks = self._grid.data.size if self._sharded else 1
+        ranks = self._grid.data.size if self.sharded else 1
         buckets = []
         for layout in bucket_layouts(members, ranks, parallel.bucket_elements):
             of_slots = [copies[slot.member.name] for slot in layout.slots]
             also_over = self._also_over(layout, pairs)
-            bucket = Bucket(layout, of_slots, self._grid.data, self._sharded, also_over, self._kernels)
+            bucket = Bucket(layout, of_slots, self._grid.data, self.sharded, also_over, self._kernels)
             for slot, same in enumerate(of_slots):
                 for parameter in same:
                     self._places[parameter] = bucket, slot

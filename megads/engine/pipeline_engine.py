@@ -13,12 +13,19 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megads.batch import BatchInfo, MicroBatch, copy_to
 from megads.engine.deepspeed_adapter import PipelineExecutor
-from megads.engine.interface import Culprit, EngineSpec
+from megads.engine.interface import Culprit, EngineSpec, Replica
 from megads.engine.optimizer import BucketAdamW, gradient_of
 from megads.engine.p2p import P2PCommunicator
 from megads.engine.stage_pipeline import StagePipeline, placement_of
 from megads.engine.timeline import Span, SpanRecorder
-from megads.engine.train_engine import BaseTrainEngine, HeldTensors, agree_on_culprit, not_finite
+from megads.engine.train_engine import (
+    BaseTrainEngine,
+    HeldTensors,
+    agree_on_culprit,
+    not_finite,
+    replica_lines,
+    same_bits,
+)
 from megads.parallel.pipeline_actions import Action, ActionKind, Schedule
 from megads.parallel.schedule import build_schedule
 from megads.parallel.weight_gradients import DeferredWgrads, WeightGradients, split_backward
@@ -380,6 +387,30 @@ class PipelineTrainEngine(BaseTrainEngine):
         optimizer = self._engine.optimizer
         for part in optimizer.state_ranges():
             yield HeldTensors(part.parameter, part.first, part.owned, optimizer.state_of(part))
+
+    def replicas(self) -> list[Replica]:
+        """See TrainEngine.replicas."""
+        optimizer, grid, found = self._engine.optimizer, self.grid, list[Replica]()
+        for bucket in optimizer.buckets:
+            over = {"data": grid.data} | ({} if bucket.pair is None else {"pair": bucket.pair})
+            for slot, same in zip(bucket.layout.slots, bucket.copies, strict=True):
+                lines = replica_lines(same[0], grid, over)
+                key = f"working_weight/{placement_of(same[0]).key}"
+                found.append(Replica(key, bucket.weights[slot.start : slot.stop], lines))
+        for part in optimizer.state_ranges():
+            pair = {} if part.bucket.pair is None else {"pair": part.bucket.pair}
+            lines = replica_lines(part.parameter, grid, pair if optimizer.sharded else {"data": grid.data} | pair)
+            name = placement_of(part.parameter).key
+            found += [Replica(f"{kind}/{name}", flat, lines) for kind, flat in optimizer.state_of(part).items()]
+        return found
+
+    def stale_weights(self) -> list[str]:
+        """See TrainEngine.stale_weights."""
+        parts, whole = list(self._engine.optimizer.state_ranges()), []
+        for part in parts:
+            own = part.of(part.bucket.own_weights)
+            whole.append(same_bits(own, part.of(part.bucket.master).to(own.dtype)))
+        return [placement_of(part.parameter).key for part in compress(parts, not_finite(whole))]
 
     def _gradients(self) -> Iterator[HeldTensors]:
         for part in self._engine.optimizer.state_ranges():

@@ -9,7 +9,7 @@ three rectangles: the rest of a row, whole rows, the start of a row.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -19,10 +19,11 @@ from torch.nn import Parameter
 
 from megads.batch import MicroBatch
 from megads.engine.deepspeed_adapter import local_shape, prepare_deepspeed
-from megads.engine.interface import Culprit, EngineSpec, EvaluationResult, Shard, StepResult
+from megads.engine.interface import Culprit, EngineSpec, EvaluationResult, Replica, Shard, StepResult
 from megads.engine.stage_pipeline import placement_of
 from megads.engine.timeline import Span
 from megads.parallel.context import cut_micro_batch
+from megads.parallel.grid import Axis, ParallelGrid
 from megads.parallel.loss import TokenMeanLoss, global_tokens, share_loss
 from megads.parallel.sharding import ParameterPlacement
 from megads.parallel.token_scores import RowScores, ScoreRecorder
@@ -206,6 +207,7 @@ class BaseTrainEngine(ABC):
     def __init__(self, spec: EngineSpec) -> None:
         prepare_deepspeed()
         self.device, self.grid = spec.device, spec.grid
+        self._note_rerun: Callable[[StepResult, StepResult], None] | None = None
         self._loss = TokenMeanLoss(spec.model.vocabulary, spec.grid, spec.kernels)
 
     @property
@@ -240,6 +242,14 @@ class BaseTrainEngine(ABC):
         """All reduced gradients of this rank, while there are any."""
 
     @abstractmethod
+    def replicas(self) -> list[Replica]:
+        """See TrainEngine.replicas."""
+
+    @abstractmethod
+    def stale_weights(self) -> list[str]:
+        """See TrainEngine.stale_weights."""
+
+    @abstractmethod
     def _set_optimizer_steps(self, steps: int) -> None:
         """Sets AdamW's bias-correction counter."""
 
@@ -249,6 +259,18 @@ class BaseTrainEngine(ABC):
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
         """See TrainEngine.step."""
+        first = self._step(micro_batches, learning_rate)
+        if not first.skipped or self._note_rerun is None:
+            return first
+        second = self._step(micro_batches, learning_rate)
+        self._note_rerun(first, second)
+        return second
+
+    def rerun_nonfinite(self, note: Callable[[StepResult, StepResult], None] | None) -> None:
+        """See TrainEngine.rerun_nonfinite."""
+        self._note_rerun = note
+
+    def _step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
         # The one time that a step waits for the device.
         loss, tokens, norm = self.launch_step(micro_batches, learning_rate).tolist()
         grad_norm, skipped = self._settle(norm)
@@ -315,6 +337,24 @@ class BaseTrainEngine(ABC):
         fill(self.named_shards(owned=False))
         self._set_optimizer_steps(optimizer_steps)
         self._refresh_weights()
+
+
+def replica_lines(parameter: Parameter, grid: ParallelGrid, over: Mapping[str, Axis]) -> dict[str, Axis]:
+    """The lines of several ranks along which a tensor of a parameter is the same.
+
+    Args:
+        parameter: what it belongs to; one that is not cut is the same along tensor parallelism.
+        grid: of the layout.
+        over: other lines along which it is the same.
+    """
+    tp = {"tp": grid.tp} if placement_of(parameter).dim is None else {}
+    return {name: axis for name, axis in {**over, **tp}.items() if axis.size > 1}
+
+
+def same_bits(first: Tensor, second: Tensor) -> Tensor:
+    """Whether two tensors of one dtype hold the same bits; a scalar on their device."""
+    words = torch.int16 if first.element_size() == 2 else torch.int32
+    return (first.detach().view(words) == second.detach().view(words)).all()
 
 
 def row_length(micro_batches: Sequence[MicroBatch]) -> int:

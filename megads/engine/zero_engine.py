@@ -14,10 +14,17 @@ from torch.nn import Parameter
 
 from megads.batch import MicroBatch
 from megads.engine.deepspeed_adapter import ZeroExecutor, ZeroPiece, local_shape, shard_weights, zero_settings
-from megads.engine.interface import Culprit, EngineSpec
+from megads.engine.interface import Culprit, EngineSpec, Replica
 from megads.engine.stage_pipeline import build_stage, placement_of, run_stages, wrap_blocks
 from megads.engine.timeline import Span, SpanRecorder
-from megads.engine.train_engine import BaseTrainEngine, HeldTensors, agree_on_culprit, not_finite
+from megads.engine.train_engine import (
+    BaseTrainEngine,
+    HeldTensors,
+    agree_on_culprit,
+    not_finite,
+    replica_lines,
+    same_bits,
+)
 from megads.model.config import sharding_of
 from megads.model.gpt import EMBEDDING, HEAD, TIED_PARAMETER, stage_specs
 from megads.optim.groups import BUCKET_ELEMENTS, bucket_elements, parameter_groups
@@ -230,6 +237,7 @@ class ZeroTrainEngine(BaseTrainEngine):
         shard = partial(shard_weights, grid=spec.grid, precision=spec.precision, settings=settings)
         module = WholeModel(spec, self._loss, shard if spec.parallel.zero_stage == 3 else None)
         self._engine = ZeroEngine(spec, module)
+        self._whole_weights = spec.parallel.zero_stage < 3
 
     @property
     def bounds(self) -> list[int]:
@@ -262,6 +270,27 @@ class ZeroTrainEngine(BaseTrainEngine):
     def _state(self) -> Iterator[HeldTensors]:
         for piece in self._engine.deepspeed.state.pieces():
             yield HeldTensors(piece.parameter, piece.first, owns(self.grid, piece), self._engine.adam.of(piece))
+
+    def replicas(self) -> list[Replica]:
+        """See TrainEngine.replicas."""
+        engine, grid, found = self._engine, self.grid, list[Replica]()
+        for parameter in engine.module.parameters() if self._whole_weights else ():
+            lines = replica_lines(parameter, grid, {"data": grid.data})
+            found.append(Replica(f"working_weight/{placement_of(parameter).key}", parameter.data.view(-1), lines))
+        for piece in engine.deepspeed.state.pieces():
+            lines = replica_lines(piece.parameter, grid, {"replica": grid.replica})
+            name = placement_of(piece.parameter).key
+            found += [Replica(f"{kind}/{name}", flat, lines) for kind, flat in engine.adam.of(piece).items()]
+        return found
+
+    def stale_weights(self) -> list[str]:
+        """See TrainEngine.stale_weights."""
+        pieces = list(self._engine.deepspeed.state.pieces()) if self._whole_weights else []
+        whole = []
+        for piece in pieces:
+            own = piece.parameter.data.view(-1).narrow(0, piece.first, piece.length)
+            whole.append(same_bits(own, self._engine.adam.of(piece)["weight"].to(own.dtype)))
+        return [placement_of(piece.parameter).key for piece in compress(pieces, not_finite(whole))]
 
     def _gradients(self) -> Iterator[HeldTensors]:
         state = self._engine.deepspeed.state

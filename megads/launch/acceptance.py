@@ -17,6 +17,7 @@ from megads.config import AUTO, LENGTHS, RootConfig, planned_steps
 from megads.errors import EXIT_OK, CheckpointError, ConfigError
 from megads.frozen_config import config_dict, load_frozen, record_config
 from megads.launch.preflight import ResolvedRun
+from megads.launch.rollbacks import with_rollbacks
 from megads.runtime.metrics import EventWriter, read_json_lines
 from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE
 
@@ -162,7 +163,7 @@ def accept_start(resolved: ResolvedRun) -> AcceptedStart:
         allowed = changed_tokenizer(resolved.weights, source, config.run.allow_changes)
         resolved.weights.check_model(config.model)
     if past is not None:
-        config = with_first_weights(config, past.config)
+        config = with_rollbacks(with_first_weights(config, past.config), past)
         allowed = tuple(changes_of_run(past, config, data))
         past.check_model(config)
         if past.run_dir == run_dir and past.tokenizer is not None:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megads.errors import DISK_FULL, EXIT_BUG, CheckpointError, MegadsError
+from megads.errors import DISK_FULL, EXIT_BUG, CheckpointError, MegadsError, RollBack
 from megads.runtime.environment import RankEnvironment, launcher_pid, node_name, rank_environment, slurm_job
 from megads.runtime.process import die_with_parent
 from megads.runtime.run_dir import exit_path, failure_path, rank_log_path, spare_path
@@ -74,11 +74,20 @@ def run_rank(run_dir: Path, body: Callable[[], int]) -> NoReturn:
     environment = rank_environment()
     rank = environment.rank
     try:
-        code = body()
+        code = _code_of(body)
         _write_json(exit_path(run_dir, rank, environment.lease), {"rank": rank, "exit_code": code})
         _leave(0)
     except BaseException as error:
         _fail(run_dir, environment, error)
+
+
+def _code_of(body: Callable[[], int]) -> int:
+    """A rollback is a decision of all ranks, which events.jsonl records, and no failure of one."""
+    try:
+        return body()
+    except RollBack as decided:
+        sys.stdout.write(f"{decided}\n")
+        return decided.exit_code
 
 
 def is_lost_peer(error: BaseException) -> bool:

@@ -22,6 +22,7 @@ from megads.errors import (
     Preempted,
     RankKilled,
     RestartsExhausted,
+    RollBack,
     StopRequested,
     UnhealthyNode,
 )
@@ -41,6 +42,7 @@ from megads.launch.preflight import (
 )
 from megads.launch.rank_outcome import Outcome
 from megads.launch.rank_server import RankServer
+from megads.launch.rollbacks import finish_rollback, leave_behind
 from megads.launch.scheduler import Deadline, Scheduler, SlurmScheduler
 from megads.launch.slurm_ranks import SlurmPlacement, find_placement
 from megads.launch.uploads import prepare_checkpoints, restore_lost, uploading
@@ -48,7 +50,7 @@ from megads.monitor.console import Console
 from megads.monitor.trackers import wanted_trackers
 from megads.ops.config import Kernels
 from megads.ops.resolve import prepare
-from megads.resilience import Attempt, GiveUp, Means, Requeue, Restart, first_attempt, next_attempt
+from megads.resilience.restarts import Attempt, GiveUp, Means, Requeue, Restart, first_attempt, next_attempt
 from megads.runtime import environment, progress
 from megads.runtime.config import ConsoleKind, parse_duration
 from megads.runtime.files import read_regular
@@ -162,7 +164,10 @@ def _run(resolved: ResolvedRun, server: RankServer | None) -> _Ended:
         if not config.run.prepare_only:
             prepare_checkpoints(config, resolved.asked.checkpoint.load, console, job)
         progress.enter("checking the data")
-        accepted = accept_start(prepare_data(resolved, console))
+        if not config.run.prepare_only:
+            finish_rollback(resolved.run_dir, job)
+        prepared = prepare_data(resolved, console)
+        accepted = accept_start(prepared)
         resolved = accepted.resolved
         if config.run.prepare_only:
             build_index_maps(resolved.config, console)
@@ -177,7 +182,7 @@ def _run(resolved: ResolvedRun, server: RankServer | None) -> _Ended:
         with claimed(resolved.run_dir, job) as lease:
             accepted.record()
             with uploading(resolved.config) as uploads:
-                ended = _Attempts(resolved, lease, server).run(console)
+                ended = _Attempts(resolved, lease, server, lambda: accept_start(prepared)).run(console)
                 if uploads is not None:
                     uploads.finish(ended.exit_code, console)
         _say_what_follows(resolved, ended, console)
@@ -286,9 +291,17 @@ class _Attempts:
         resolved: the run, its config frozen.
         lease: hold on the run directory.
         server: forks ranks on this machine, in every attempt.
+        accept: accepts the start as it would be accepted now, for a rollback.
     """
 
-    def __init__(self, resolved: ResolvedRun, lease: Lease, server: RankServer | None = None):
+    def __init__(
+        self,
+        resolved: ResolvedRun,
+        lease: Lease,
+        server: RankServer | None = None,
+        accept: Callable[[], AcceptedStart] | None = None,
+    ):
+        self._accept = accept
         config, placement = resolved.config, resolved.placement
         self._resolved, self._lease, self._server = resolved, lease, server
         self._config, self._run_dir, self._placement = config, resolved.run_dir, placement
@@ -318,6 +331,11 @@ class _Attempts:
             self._history.append(self._attempt(outcome))
             outcome = self._again(Restart(tuple(self._attempt(outcome).nodes)), outcome)
         while True:
+            if outcome.exit_code == RollBack.exit_code and leave_behind(self._run_dir) and self._accept is not None:
+                if outcome.stopping:
+                    return _Ended(Preempted.exit_code)
+                outcome = self._roll_back(self._accept())
+                continue
             self._history.append(self._attempt(outcome))
             decision = next_attempt(self._history, self._means)
             if isinstance(decision, Restart) and self._config.cluster.checks_nodes:
@@ -368,10 +386,24 @@ class _Attempts:
             print(f"megads: node {node} is not fit to train: {reason}", file=sys.stderr, flush=True)
         self._rejected |= rejected
 
-    def _again(self, decision: Restart, outcome: Outcome) -> Outcome:
-        """Starts the ranks once more."""
+    def _roll_back(self, accepted: AcceptedStart) -> Outcome:
+        """Starts the ranks again from the checkpoint that they decided on, without the samples that they named."""
+        accepted.record()
+        self._resolved = dataclasses.replace(accepted.resolved, placement=self._placement)
+        self._config = accepted.resolved.config
+        self._spec = launch_spec(self._config)
+        self._renew_lease()
+        with _open_console(self._resolved) as console:
+            console.say(f"rolled back to step {saved_step(self._run_dir)}", "warning")
+            return self._start(console)
+
+    def _renew_lease(self) -> None:
         self._lease.renew()
         self._spec = dataclasses.replace(self._spec, lease=self._lease.number)
+
+    def _again(self, decision: Restart, outcome: Outcome) -> Outcome:
+        """Starts the ranks once more."""
+        self._renew_lease()
         where = {"nodes": list(decision.nodes)} if self._placement else {}
         self._note("restart", outcome, decision.excluded, restart=len(self._history), **where)
         if self._placement is not None:

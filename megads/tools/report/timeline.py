@@ -51,6 +51,7 @@ from megads.tools.report.style import (
 _LANES = (
     ("failures", ("failure", "killed", "checkpoint_failed"), "X", RED),
     ("skipped steps", ("step_skipped",), "x", RED),
+    ("loss spikes", ("loss_spike", "roll_back"), "^", RED),
     ("stop requests", ("stop_requested",), "s", ORANGE),
     ("other configs", ("config_changed", "run_changed"), "D", BLUE),
     ("checkpoints", ("checkpoint_saved",), "|", GREEN),

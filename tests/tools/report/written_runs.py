@@ -11,7 +11,7 @@ from pathlib import Path
 from megads.config import RootConfig
 from megads.frozen_config import freeze
 from megads.monitor.hooks import MetricsHook
-from megads.resilience import NonFiniteHook
+from megads.resilience.hooks import NonFiniteHook
 from megads.runtime.hooks import StepInfo
 from megads.runtime.metrics import EventWriter, MetricsWriter
 from megads.runtime.run_dir import CONFIG_FILE

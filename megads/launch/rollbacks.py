@@ -1,0 +1,89 @@
+"""Carries out the rollbacks that ranks decided on: which samples a start leaves out, and which checkpoints go."""
+
+from __future__ import annotations
+
+from contextlib import closing, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megads.checkpoint.config import list_checkpoints
+from megads.config import RootConfig
+from megads.errors import CheckpointError
+from megads.resilience.rollbacks import (
+    LEFT_BEHIND,
+    left_behind,
+    pending_rollback,
+    recorded_rollbacks,
+    skips_with_rollbacks,
+)
+from megads.runtime.lease import claimed
+from megads.runtime.metrics import EventWriter
+from megads.runtime.slurm import SlurmJob
+
+if TYPE_CHECKING:
+    from megads.resume import Past
+
+
+def with_rollbacks(config: RootConfig, past: Past) -> RootConfig:
+    """Returns the config with what the run's rollbacks leave out.
+
+    Args:
+        config: of the start, as it was asked for.
+        past: what it goes on from.
+    """
+    run_dir = Path(str(config.run.dir))
+    if past.config is None or past.run_dir != run_dir:
+        return config
+    rollbacks, before = recorded_rollbacks(run_dir), past.config.data.skip
+    skips = skips_with_rollbacks(config.data.skip, rollbacks, before, past.manifest.digest())
+    return replace(config, data=replace(config.data, skip=skips))
+
+
+def finish_rollback(run_dir: Path, job: SlurmJob | None) -> None:
+    """Carries out a rollback whose start of the ranks was cut off; see `leave_behind`.
+
+    Args:
+        run_dir: the run's folder, which nobody holds.
+        job: the SLURM job that this process is part of.
+    """
+    if _not_continued(run_dir):
+        with claimed(run_dir, job):
+            leave_behind(run_dir)
+
+
+def leave_behind(run_dir: Path) -> bool:
+    """Deletes the checkpoints that came after the one that the last rollback goes back to; the caller holds the run.
+
+    They are recorded first, by the digests of their manifests, so that a copy of one that comes back from
+    checkpoint.upload is deleted again.
+
+    Returns:
+        Whether a rollback was decided on that no start has taken up.
+    """
+    from megads.checkpoint.store import discard
+
+    pending, found = pending_rollback(run_dir), _not_continued(run_dir)
+    if pending is not None and set(found.values()) - left_behind(run_dir):
+        checkpoints = {str(step): digest for step, digest in found.items() if digest}
+        with closing(EventWriter(run_dir)) as events:
+            events.write(LEFT_BEHIND, step=pending.checkpoint_step, checkpoints=checkpoints)
+    discard(run_dir, list(found))
+    return pending is not None
+
+
+def _not_continued(run_dir: Path) -> dict[int, str]:
+    """The checkpoints that rollbacks do away with: their digests by step, empty for one that cannot be read."""
+    from megads.checkpoint.manifest import read_manifest
+
+    pending, gone = pending_rollback(run_dir), left_behind(run_dir)
+    if pending is None and not gone:
+        return {}
+    found: dict[int, str] = {}
+    for step, folder in list_checkpoints(run_dir).items():
+        digest = ""
+        with suppress(CheckpointError):
+            digest = read_manifest(folder).digest()
+        if digest in gone or (pending is not None and step > pending.checkpoint_step):
+            found[step] = digest
+    return found

@@ -1,0 +1,205 @@
+"""Finds flipped bits: what several ranks hold must be the same on all, and what one rank holds must not change between
+two steps (docs/numerics.md, N8).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megads.engine.interface import Replica, Shard, TrainEngine
+from megads.errors import UnhealthyNode
+from megads.runtime.hooks import StepInfo, TrainState
+from megads.runtime.metrics import EventWriter
+
+_LINES = ("data", "replica", "tp", "pair")
+"""In the order in which every rank compares."""
+_NAMED = 8
+_HEAD_START_S = 2.0
+"""The ranks at fault end first: the launcher blames the earliest failure, and excludes its node if that goes on."""
+
+
+class BitSymptom(NamedTuple):
+    """What one rank sees of a tensor.
+
+    Attributes:
+        rank: that sees it.
+        key: of the tensor, see Replica.
+        line: the ranks that should hold the same; empty for what the rank compares with itself.
+        digest: of the rank's own tensor, hex; empty without a line.
+        what: differs, changed or stale.
+    """
+
+    rank: int
+    key: str
+    line: tuple[int, ...]
+    digest: str
+    what: str
+
+
+@dataclass(frozen=True)
+class BitFault:
+    """A tensor that is not what it must be.
+
+    Attributes:
+        key: of the tensor.
+        ranks: at fault; where two copies differ, both.
+        copies: the ranks that should hold the same; one for what a rank compared with itself.
+        what: "differs" between copies, "changed" between two steps, or "stale": a working weight that is not its master
+            weight rounded.
+    """
+
+    key: str
+    ranks: tuple[int, ...]
+    copies: tuple[int, ...]
+    what: str
+
+    def __str__(self) -> str:
+        ranks = " or ".join(f"rank {rank}" for rank in self.ranks)
+        if self.what == "differs":
+            return f"{self.key} of {ranks} differs from its copies on ranks {', '.join(map(str, self.copies))}"
+        if self.what == "changed":
+            return f"{self.key} of {ranks} changed between two steps"
+        return f"{self.key} of {ranks} is not its master weight, rounded"
+
+
+def digests(replicas: Sequence[Replica]) -> Tensor:
+    """Returns int64 [tensors], the sum of the words of each modulo 2**64: any flipped bit changes it."""
+    sums = [_words(replica.tensor).sum(dtype=torch.int64) for replica in replicas]
+    return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64)
+
+
+def _words(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+
+
+def differing(replicas: Sequence[Replica], found: Tensor, rank: int) -> list[BitSymptom]:
+    """Compares tensors with those of the other ranks of their lines; collective over each line.
+
+    Args:
+        replicas: of this rank.
+        found: their digests.
+        rank: this one.
+    """
+    wrong: list[BitSymptom] = []
+    for name in _LINES:
+        places = [place for place, replica in enumerate(replicas) if name in replica.lines]
+        if not places:
+            continue
+        axis = replicas[places[0]].lines[name]
+        own = found[places]
+        low, high = own.clone(), own.clone()
+        dist.all_reduce(low, op=dist.ReduceOp.MIN, group=axis.group)
+        dist.all_reduce(high, op=dist.ReduceOp.MAX, group=axis.group)
+        for place, digest, differs in zip(places, own.tolist(), (low != high).tolist(), strict=True):
+            if differs:
+                wrong.append(BitSymptom(rank, replicas[place].key, axis.ranks, f"{digest % 2**64:016x}", "differs"))
+    return wrong
+
+
+def bit_faults(findings: Iterable[BitSymptom]) -> list[BitFault]:
+    """What the findings of all ranks say: of copies that differ, those in the minority are at fault.
+
+    Args:
+        findings: of all ranks; the same tensor may be seen along several lines.
+    """
+    faults: dict[BitFault, None] = {}
+    copies: dict[tuple[str, tuple[int, ...]], dict[int, str]] = {}
+    alone: dict[str, set[int]] = {}
+    for one in findings:
+        if one.line:
+            copies.setdefault((one.key, one.line), {})[one.rank] = one.digest
+        else:
+            alone.setdefault(one.key, set()).add(one.rank)
+            faults[BitFault(one.key, (one.rank,), (one.rank,), one.what)] = None
+    for (key, line), by_rank in copies.items():
+        values = list(by_rank.values())
+        most = max(values.count(value) for value in values)
+        usual = {value for value in values if values.count(value) == most}
+        odd = {rank for rank, value in by_rank.items() if len(usual) > 1 or value not in usual}
+        # Of two copies, the one whose own rank found something else with it.
+        odd = (odd & alone.get(key, set())) or odd
+        faults[BitFault(key, tuple(sorted(odd)), line, "differs")] = None
+    return list(faults)
+
+
+class ReplicaHook:
+    """Looks for flipped bits every so many steps, before the step's state is saved.
+
+    After such a step, working weights, master weights and optimizer state are compared with their copies on other
+    ranks, and working weights with their masters. All of it, ZeRO's slices included, which have no copy, must also be
+    the same right before the next update. What is found ends the run with exit 9, named, so that the launcher restarts
+    it from the last checkpoint.
+
+    Args:
+        engine: whose tensors these are.
+        events: where a fault is recorded.
+        every_steps: steps from one check to the next.
+    """
+
+    def __init__(self, engine: TrainEngine, events: EventWriter, every_steps: int) -> None:
+        self._engine, self._events, self._every = engine, events, every_steps
+        self._rank = engine.grid.rank
+        self._before: Tensor | None = None
+        self._changed: list[BitSymptom] = []
+        self._watched = False
+
+    def on_start(self, state: TrainState) -> None:
+        self._before, self._changed, self._watched = None, [], False
+
+    def on_step(self, info: StepInfo) -> None:
+        found, due = self._changed, info.step % self._every == 0
+        if not due and not self._watched:
+            return
+        self._changed, self._watched = [], False
+        if due:
+            replicas = self._engine.replicas()
+            self._before = digests(replicas)
+            found = found + differing(replicas, self._before, self._rank)
+            stale = [f"working_weight/{name}" for name in self._engine.stale_weights()]
+            found += [BitSymptom(self._rank, key, (), "", "stale") for key in dict.fromkeys(stale)]
+        control = self._engine.grid.control
+        if control.any(bool(found)):
+            everything = control.gather(found, list[tuple[int, str, tuple[int, ...], str, str]])
+            self._end(info.step, bit_faults(BitSymptom(*one) for of_rank in everything for one in of_rank))
+        if due and not info.last:
+            self._engine.watch_gradients(self._compare_with_before)
+
+    def on_end(self, state: TrainState) -> None:
+        pass
+
+    def _compare_with_before(self, _gradients: list[Shard]) -> None:
+        """Right before the update of the next step."""
+        self._engine.watch_gradients(None)
+        self._watched = True
+        assert self._before is not None
+        replicas = self._engine.replicas()
+        same = (digests(replicas) == self._before).tolist()
+        keys = dict.fromkeys(replica.key for replica, equal in zip(replicas, same, strict=True) if not equal)
+        self._changed = [BitSymptom(self._rank, key, (), "", "changed") for key in keys]
+        self._before = None
+
+    def _end(self, step: int, faults: Sequence[BitFault]) -> None:
+        named = "; ".join(map(str, faults[:_NAMED]))
+        more = f" (and {len(faults) - _NAMED} more)" if len(faults) > _NAMED else ""
+        ranks = sorted({rank for fault in faults for rank in fault.ranks})
+        self._events.write(
+            "replicas_differ",
+            level="error",
+            step=step,
+            ranks=ranks,
+            tensors=[[fault.key, list(fault.ranks), fault.what] for fault in faults],
+            message=named + more,
+        )
+        if self._rank not in ranks:
+            time.sleep(_HEAD_START_S)
+        raise UnhealthyNode(
+            f"the state of the run is corrupt at step {step}: {named}{more}. A bit flipped in memory, or a device "
+            "computed wrongly. The run goes on from the last checkpoint; leave the node out if this comes again"
+        )

@@ -1,0 +1,101 @@
+"""A loss spike is found and the run rolled back: the real command, a block of noise in its data, real kills."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megads.data.indexed.writer import IndexedDatasetWriter
+from tests.command import StartCommand, checkpoint_of, checksums, events_of, small_model, steps_of
+from tests.corpus import VOCAB_SIZE
+
+pytestmark = pytest.mark.distributed
+
+STEPS, BATCH, FIRST_BAD = 56, 12, 40
+"""Steps 41 on read noise."""
+
+
+@pytest.fixture(scope="module")
+def noise(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset of shuffled tokens."""
+    prefix = tmp_path_factory.mktemp("noise") / "noise"
+    draw = np.random.default_rng(0)
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        for _ in range(200):
+            writer.append(draw.integers(0, VOCAB_SIZE, 60).tolist())
+    return prefix
+
+
+def overrides(corpus: Path, noise: Path, bad_steps: int, **changes: object) -> list[str]:
+    """A model that learns quickly, on a blend that is noise for some steps."""
+    first, end = FIRST_BAD * BATCH, (FIRST_BAD + bad_steps) * BATCH
+    mixes = ((1, "[1, 0]"), (first, "[0, 1]"), (end, "[1, 0]"))
+    values = {
+        "data__train": f"[{{path: {corpus}, max_epochs: 9, weight: 1}}, {{path: {noise}, max_epochs: 9, weight: 1}}]",
+        "data__phases": f"[{', '.join(f'{{from_sample: {at}, weights: {weights}}}' for at, weights in mixes)}]",
+        "parallel__dp": 2,
+        "train__steps": STEPS,
+        "optim__lr": 6e-3,
+        "checkpoint__every_steps": 10,
+        "checkpoint__keep": 3,
+        "resilience__spikes__window_steps": 24,
+        "resilience__spikes__action": "roll_back",
+    }
+    return small_model(corpus, **(values | changes))
+
+
+def test_a_run_goes_back_before_a_spike_and_on_without_its_data(
+    corpus: Path, noise: Path, megads: StartCommand
+) -> None:
+    """Catches a spike that is not found, a rollback that goes on from a later checkpoint, samples that are repeated
+    or lost, and a ledger that is not that of a run without them."""
+    run_dir, reference = megads.folder / "run", megads.folder / "reference"
+    ended = megads("train", *overrides(corpus, noise, 3), f"run.dir={run_dir}").end()
+    assert ended.code == 0, ended.err
+    (decided,) = events_of(run_dir, "roll_back")
+    assert (decided["first_step"], decided["step"], decided["begin"]) == (41, 43, 37)
+    assert decided["skip_samples"] == [37 * BATCH, 43 * BATCH] and decided["checkpoint"] == "step_00000030"
+    assert [event["step"] for event in events_of(run_dir, "resume")] == [30]
+    assert list(events_of(run_dir, "left_behind")[0]["checkpoints"]) == ["40"]
+    assert (run_dir / "metrics.1.jsonl").is_file(), "the spike is to be seen afterwards"
+
+    skip = f"data.skip=[{{samples: [{37 * BATCH}, {43 * BATCH}]}}]"
+    plain = overrides(corpus, noise, 3, resilience__spikes__action="warn")
+    assert megads("train", *plain, skip, f"run.dir={reference}").end().code == 0
+    assert steps_of(run_dir) == steps_of(reference)
+    assert checksums(checkpoint_of(run_dir, STEPS)) == checksums(checkpoint_of(reference, STEPS))
+    # The same command knows what was decided, and that nothing is left to do.
+    again = megads("train", *overrides(corpus, noise, 3), f"run.dir={run_dir}").end()
+    assert again.code == 0 and "finished at step" in again.out + again.err, again.out + again.err
+
+
+def test_a_rollback_survives_kills_and_ends_at_its_limit(corpus: Path, noise: Path, megads: StartCommand) -> None:
+    """Catches a run that is rolled back for ever, a decision that is another one after a restart or is forgotten by a
+    kill between it and the restart, and later checkpoints that a start takes up meanwhile."""
+    run_dir, reference = megads.folder / "run", megads.folder / "reference"
+    arguments = [*overrides(corpus, noise, 8), f"run.dir={run_dir}"]
+    command = megads("train", *arguments, "resilience.spikes.max_rollbacks=1")
+    command.wait_for(lambda: bool(events_of(run_dir, "roll_back")))
+    command.kill_everything()
+    for _ in range(2):
+        ended = megads("train", *arguments, "resilience.spikes.max_rollbacks=1").end()
+        assert ended.code == 7, ended.err
+        assert "rolled back 1 times (resilience.spikes.max_rollbacks = 1). Lower optim.lr" in ended.err
+    assert len(events_of(run_dir, "roll_back")) == 1
+
+    command = megads("train", *arguments)
+    command.wait_for(lambda: len(events_of(run_dir, "roll_back")) == 2)
+    command.kill_everything()
+    assert megads("train", *arguments).end().code == 0
+    first, second = events_of(run_dir, "roll_back")
+    assert first["skip_samples"] == [37 * BATCH, 43 * BATCH]
+    # What is left of the noise comes 6 steps earlier, and twice as much is left out.
+    assert second["skip_samples"] == [34 * BATCH, 46 * BATCH] and second["skip_index"] == 1
+
+    ranges = ", ".join(f"{{samples: {event['skip_samples']}}}" for event in (first, second))
+    plain = overrides(corpus, noise, 8, resilience__spikes__action="warn")
+    assert megads("train", *plain, f"data.skip=[{ranges}]", f"run.dir={reference}").end().code == 0
+    assert steps_of(run_dir) == steps_of(reference)
+    assert checksums(checkpoint_of(run_dir, STEPS)) == checksums(checkpoint_of(reference, STEPS))
