@@ -30,6 +30,8 @@ LOST_AFTER_S = 10.0
 STOPPED_AFTER_S = 2.0
 """The same for a process of which the kernel says that it is stopped."""
 
+LOADING_DATA, ENGINE_STEP, AGREEING = "loading data", "engine step", "agreeing on a stop"
+"""Phases of every step, in this order; the hooks follow, each by its class's name."""
 VALIDATING, SAVING = "validating", "saving"
 SLOW_PHASES = (VALIDATING, SAVING)
 """Phases between two steps that may last longer than a step: their names begin so."""
@@ -207,6 +209,8 @@ class HeartbeatMonitor:
             self._temporary = tempfile.TemporaryDirectory(prefix="megads-heartbeats-", ignore_cleanup_errors=True)
         self._seen: dict[int, _Seen] = {}
         self._last_look_s: float | None = None
+        self.looks = 0
+        """So often the heartbeats were read."""
 
     @property
     def folder(self) -> Path | None:
@@ -230,6 +234,7 @@ class HeartbeatMonitor:
         if self.folder is None or (self._last_look_s is not None and passed_s < INTERVAL_S):
             return []
         self._last_look_s = now
+        self.looks += 1
         # A monitor that was itself held up, with the machine or its job, does not blame the ranks for it.
         passed_s = min(passed_s, 2 * INTERVAL_S)
         changed = []
