@@ -18,6 +18,7 @@ from megads.runtime.heartbeat import (
     INTERVAL_S,
     LOADING_DATA,
     SAVING,
+    SLOW_PHASES,
     VALIDATING,
     RankPosition,
 )
@@ -83,17 +84,17 @@ class PhaseLimits:
     def limit_s(self, kind: str) -> float:
         """Seconds after which a phase of this kind counts as hung."""
         settings, seen = self._settings, self._kinds.get(kind)
-        if seen is None or seen.count < _FEWEST:
-            return UNKNOWN_S * settings.patience
         floor_s = settings.min_s * _FLOORS.get(kind.partition(",")[0], _HOOKS)
+        if seen is None or seen.count < _FEWEST:
+            # Most phases of a step are too short to be met; once steps are known, so is that.
+            short = not kind.startswith(SLOW_PHASES) and kind != ENGINE_STEP and self._knows(ENGINE_STEP)
+            return (floor_s if short else UNKNOWN_S) * settings.patience
         usual_s = max(_OF_MEDIAN * median(seen.recent), _OF_LONGEST * seen.longest_s)
         limit_s = max(floor_s, usual_s * (1 + _FEWEST / seen.count)) * settings.patience
         return min(limit_s, settings.most_s) if kind == ENGINE_STEP else limit_s
 
-    def usual_s(self, kind: str) -> float:
-        """The median, for people."""
-        seen = self._kinds.get(kind)
-        return median(seen.recent) if seen is not None else 0.0
+    def _knows(self, kind: str) -> bool:
+        return kind in self._kinds and self._kinds[kind].count >= _FEWEST
 
 
 class HangDetector:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megads.diagnosis.flight_recorder import FlightVerdict
 from megads.errors import EXIT_BUG, EXIT_OK, UnhealthyNode, exit_code_of_signal
 from megads.runtime.files import read_regular
 from megads.runtime.heartbeat import RankPosition, render_positions
@@ -276,6 +277,27 @@ def hung(position: RankPosition) -> FailureRecord:
     code, now = UnhealthyNode.exit_code, position.silent_s
     began = {"monotonic_s": time.monotonic() - now, "time_s": time.time() - now}
     return FailureRecord(position.rank, code, "Hang", True, f"hung: {position}", consequence=False, **began)
+
+
+def hang_outcome(
+    run_dir: Path, suspects: Sequence[RankPosition], flight: FlightVerdict | None, folders: Sequence[Path]
+) -> Outcome:
+    """What a hang that was seen from outside ends a start with.
+
+    Args:
+        run_dir: holds the ranks' logs.
+        suspects: the ranks that all others wait for.
+        flight: what their flight recorders say, where they answered: who did not enter which collective.
+        folders: of the evidence.
+    """
+    behind = [at for at in suspects if flight is not None and at.rank in flight.culprits] or list(suspects)
+    nodes = tuple(dict.fromkeys(at.node for at in behind if at.node))
+    rank = behind[0].rank if len(behind) == 1 else None
+    message = f"{behind[0].name}: hung: {behind[0]}" if rank is not None else f"hung: {render_positions(behind)}"
+    if flight is not None and flight.culprits:
+        message += f"\n  flight recorder: {flight.sentences()[0]}"
+    message += "".join(f"\n  evidence: {folder}" for folder in folders[-1:])
+    return Outcome(UnhealthyNode.exit_code, rank, _with_log(run_dir, behind[0].rank, message), nodes)
 
 
 def _from_record(run_dir: Path, record: FailureRecord, node: str, whereabouts: str = "") -> Outcome:

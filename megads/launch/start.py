@@ -28,6 +28,7 @@ from megads.errors import (
 from megads.frozen_config import config_digest
 from megads.launch.acceptance import AcceptedStart, accept_start, finished_text
 from megads.launch.dry_run_warnings import of_warmup
+from megads.launch.hang_detection import HangSettings
 from megads.launch.launcher import EXIT_KILLED, LaunchSpec, launch
 from megads.launch.node_check import CheckNodesConfig, CheckTarget, check_nodes
 from megads.launch.preflight import (
@@ -46,11 +47,11 @@ from megads.launch.slurm_ranks import SlurmPlacement, find_placement
 from megads.launch.uploads import prepare_checkpoints, restore_lost, uploading
 from megads.monitor.console import Console
 from megads.monitor.trackers import wanted_trackers
-from megads.ops.config import Kernels
+from megads.ops.config import Compile, Kernels
 from megads.ops.resolve import prepare
 from megads.resilience import Attempt, GiveUp, Means, Requeue, Restart, first_attempt, next_attempt
 from megads.runtime import environment, progress
-from megads.runtime.config import ConsoleKind, parse_duration
+from megads.runtime.config import ConsoleKind, HangAction, parse_duration
 from megads.runtime.files import read_regular
 from megads.runtime.lease import Lease, claimed, refuse_in_use
 from megads.runtime.machine_memory import may_have_gpus
@@ -58,6 +59,9 @@ from megads.runtime.metrics import EventWriter, read_json_lines
 from megads.runtime.run_dir import METRICS_FILE, refuse_unwritable
 from megads.runtime.slurm import time_left_s
 
+_HANG_MIN_S, _HANG_MIN_COMPILING_S = 20.0, 120.0
+_OF_TIMEOUT = 0.8
+"""Of the collectives' timeout, after which a step counts as hung whatever it took before."""
 _INTERRUPTED = (
     EXIT_KILLED,
     *(kind.exit_code for kind in (StopRequested, Preempted, RestartsExhausted, UnhealthyNode, RankKilled)),
@@ -260,10 +264,21 @@ def launch_spec(config: RootConfig) -> LaunchSpec:
         side_command=("-m", "megads.launch.tracker", run_dir, "--follow") if tracked else (),
         flush_s=config.logging.flush_s,
         heartbeat_timeout_s=config.cluster.heartbeat_timeout_s,
+        hangs=hang_settings(config),
+        kills_hung=config.cluster.kills_hung,
         cause_of_bus_error=lambda: data_fault(config),
         # More ranks than this machine has GPUs, if any.
         cpu=environment.rehearsal_folder() is not None,
     )
+
+
+def hang_settings(config: RootConfig) -> HangSettings | None:
+    """When a rank of this run counts as hung; None where nobody wants to know."""
+    cluster = config.cluster
+    if cluster.hang_action is HangAction.ignore:
+        return None
+    usual_s = _HANG_MIN_S if config.ops.compile is Compile.none else _HANG_MIN_COMPILING_S
+    return HangSettings(cluster.hang_min_s or usual_s, cluster.timeout_s * _OF_TIMEOUT)
 
 
 def _refuse_shared_place(config: RootConfig, claimed_dirs: set[str]) -> None:

@@ -22,6 +22,15 @@ class ClusterKind(StrEnum):
     slurm = "slurm"
 
 
+class HangAction(StrEnum):
+    """What follows when ranks hang."""
+
+    auto = "auto"
+    warn = "warn"
+    kill = "kill"
+    ignore = "ignore"
+
+
 @dataclass
 class RunConfig:
     """Identity and place of a run."""
@@ -204,6 +213,14 @@ class ClusterConfig:
     heartbeat_timeout_s: float | None = 300.0
     """A rank whose process sends no heartbeat for this long, because it is stopped or native code holds its
     interpreter, is killed and named (exit 9). null kills none; a warning names the rank within seconds either way."""
+    hang_action: HangAction = HangAction.auto
+    """What follows when a rank is in one phase for far longer than the run's own phases of that kind took, and all
+    others wait for it: kill collects evidence in <run.dir>/evidence, names the rank and ends the start (exit 9, or a
+    restart), warn does all but end it, ignore does not look; auto is kill where a restart follows
+    (cluster.max_restarts), else warn."""
+    hang_min_s: float | None = None
+    """A step that takes less never counts as hung; a phase that reads or writes files takes five times as long, a
+    hook ten times. null is 20 seconds, or 120 with ops.compile, which may compile again at any step."""
     gc_every_steps: int | None = 50
     """Steps between two runs of Python's garbage collector, at the same steps on all ranks, so that none waits for
     another's. null leaves it to Python, for hooks that leave large objects in reference cycles."""
@@ -217,6 +234,12 @@ class ClusterConfig:
     def restarts(self) -> int:
         """Most restarts, the default resolved."""
         return self.max_restarts if self.max_restarts is not None else 10 if self.spare_nodes else 0
+
+    @property
+    def kills_hung(self) -> bool:
+        """Whether a start that hangs is ended, the default resolved."""
+        action = self.hang_action
+        return self.restarts > 0 if action is HangAction.auto else action is HangAction.kill
 
     def check(self) -> None:
         """Raises ConfigError on non-positive sizes, and on keys of SLURM without it."""
@@ -236,7 +259,7 @@ class ClusterConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"cluster.{name} = {value}: must be at least 1")
-        for name in ("peak_tflops", "gpu_memory_gib"):
+        for name in ("peak_tflops", "gpu_memory_gib", "hang_min_s"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"cluster.{name} = {value}: must be positive")

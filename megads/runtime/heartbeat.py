@@ -23,6 +23,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from megads.runtime.rank_evidence import dump_flights_on_request
+
 INTERVAL_S = 0.5
 """Between two beats, and between two looks of the monitor."""
 LOST_AFTER_S = 10.0
@@ -120,8 +122,9 @@ def heartbeat(folder: Path | None, rank: int) -> Iterator[Heartbeat]:
     """
     record = _record(folder, rank)
     own = Heartbeat(record)
-    if record is not None:
+    if folder is not None and record is not None:
         threading.Thread(target=own.beat, name="heartbeat", daemon=True).start()
+        dump_flights_on_request(folder, rank)
     yield own
     own.end()
 

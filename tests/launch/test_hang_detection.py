@@ -130,6 +130,16 @@ def test_a_limit_needs_something_to_compare_with() -> None:
     assert limits.limit_s(ENGINE_STEP) == 480.0, "its collectives would fail before"
 
 
+def test_phases_too_short_to_be_met() -> None:
+    """Catches a hang that is overlooked because its hook never lasted long enough for a look to meet it."""
+    limits = PhaseLimits(DEFAULTS)
+    assert limits.limit_s("MetricsHook") == limits.limit_s(LOADING_DATA) == UNKNOWN_S, "the run may only be opening"
+    for _ in range(3):
+        limits.learn(ENGINE_STEP, 0.5)
+    assert (limits.limit_s("MetricsHook"), limits.limit_s(LOADING_DATA)) == (200.0, 100.0)
+    assert limits.limit_s("saving") == limits.limit_s("validating, batch #/#") == UNKNOWN_S
+
+
 def test_patience_after_what_may_have_been_no_hang() -> None:
     """Catches a run that is restarted at the same slow hook without end."""
     limits = PhaseLimits(HangSettings(20.0, 480.0, patience=4.0))
