@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from megads.diagnosis.flight_recorder import FlightVerdict
 from megads.errors import EXIT_BUG, EXIT_OK, UnhealthyNode, exit_code_of_signal
 from megads.runtime.files import read_regular
-from megads.runtime.heartbeat import RankPosition, render_positions
+from megads.runtime.heartbeat import STOPPED_AFTER_S, RankPosition, render_positions
 from megads.runtime.run_dir import exit_path, failure_path, rank_log_path, spare_path
 
 T = TypeVar("T")
@@ -126,6 +126,7 @@ class Outcome:
         first_sign_s: when a rank first noticed a failure, in seconds since 1970; None where none left a word.
         stopping: somebody had asked the run to stop before.
         signal: that killed the rank to blame.
+        hung: the rank to blame, or all, took too long to do anything.
     """
 
     exit_code: int
@@ -136,6 +137,7 @@ class Outcome:
     first_sign_s: float | None = None
     stopping: bool = False
     signal: int | None = None
+    hung: bool = False
 
 
 def clear_records(run_dir: Path) -> None:
@@ -290,14 +292,18 @@ def hang_outcome(
         flight: what their flight recorders say, where they answered: who did not enter which collective.
         folders: of the evidence.
     """
-    behind = [at for at in suspects if flight is not None and at.rank in flight.culprits] or list(suspects)
+    # A process that does not run at all is the first of all causes; the recorder of its peers may not name it.
+    silent = [at for at in suspects if at.silent_s >= STOPPED_AFTER_S]
+    named = [at for at in suspects if flight is not None and at.rank in flight.culprits]
+    behind = silent or named or list(suspects)
     nodes = tuple(dict.fromkeys(at.node for at in behind if at.node))
     rank = behind[0].rank if len(behind) == 1 else None
-    message = f"{behind[0].name}: hung: {behind[0]}" if rank is not None else f"hung: {render_positions(behind)}"
-    if flight is not None and flight.culprits:
+    what = behind[0].silence if silent else str(behind[0])
+    message = f"{behind[0].name}: hung: {what}" if rank is not None else f"hung: {render_positions(behind)}"
+    if flight is not None and named:
         message += f"\n  flight recorder: {flight.sentences()[0]}"
     message += "".join(f"\n  evidence: {folder}" for folder in folders[-1:])
-    return Outcome(UnhealthyNode.exit_code, rank, _with_log(run_dir, behind[0].rank, message), nodes)
+    return Outcome(UnhealthyNode.exit_code, rank, _with_log(run_dir, behind[0].rank, message), nodes, hung=True)
 
 
 def _from_record(run_dir: Path, record: FailureRecord, node: str, whereabouts: str = "") -> Outcome:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -15,6 +17,7 @@ from megads.checkpoint.config import LATEST_FILE, checkpoints_folder, step_of
 from megads.checkpoint.url import is_url
 from megads.config import RootConfig, check_config, planned_steps
 from megads.errors import (
+    EXIT_BUG,
     EXIT_OK,
     CheckpointError,
     ConfigError,
@@ -58,10 +61,12 @@ from megads.runtime.machine_memory import may_have_gpus
 from megads.runtime.metrics import EventWriter, read_json_lines
 from megads.runtime.run_dir import METRICS_FILE, refuse_unwritable
 from megads.runtime.slurm import time_left_s
+from megads.runtime.stop import PREEMPTED
 
 _HANG_MIN_S, _HANG_MIN_COMPILING_S = 20.0, 120.0
 _OF_TIMEOUT = 0.8
 """Of the collectives' timeout, after which a step counts as hung whatever it took before."""
+_PAUSE_POLL_S = 0.1
 _INTERRUPTED = (
     EXIT_KILLED,
     *(kind.exit_code for kind in (StopRequested, Preempted, RestartsExhausted, UnhealthyNode, RankKilled)),
@@ -345,7 +350,29 @@ class _Attempts:
             if isinstance(decision, Requeue):
                 self._note("requeue", outcome, decision.excluded)
                 return _Ended(Preempted.exit_code, decision.excluded)
+            if stopped := self._pause(decision.wait_s):
+                return stopped
             outcome = self._again(decision, outcome)
+
+    def _pause(self, wait_s: float) -> _Ended | None:
+        """Waits before another start; a signal ends the wait, and the run: its last checkpoint counts."""
+        if not wait_s:
+            return None
+        print(f"megads: the next start is in {wait_s:.0f} s", file=sys.stderr, flush=True)
+        noted: list[int] = []
+        caught = Scheduler.signals if threading.current_thread() is threading.main_thread() else ()
+        before = {number: signal.signal(number, lambda number, _frame: noted.append(number)) for number in caught}
+        try:
+            deadline = time.monotonic() + wait_s
+            while not noted and time.monotonic() < deadline:
+                time.sleep(_PAUSE_POLL_S)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        if not noted:
+            return None
+        preempted = Scheduler().reason(signal.Signals(noted[0])) == PREEMPTED
+        return _Ended(Preempted.exit_code if preempted else StopRequested.exit_code)
 
     def _first_places(self, console: Console) -> _Ended | None:
         """Checks the nodes before anything runs on them; returns the end where they are too few."""
@@ -386,7 +413,10 @@ class _Attempts:
     def _again(self, decision: Restart, outcome: Outcome) -> Outcome:
         """Starts the ranks once more."""
         self._lease.renew()
-        self._spec = dataclasses.replace(self._spec, lease=self._lease.number)
+        hangs = self._spec.hangs
+        if hangs is not None:
+            hangs = dataclasses.replace(hangs, patience=decision.patience)
+        self._spec = dataclasses.replace(self._spec, lease=self._lease.number, hangs=hangs)
         where = {"nodes": list(decision.nodes)} if self._placement else {}
         self._note("restart", outcome, decision.excluded, restart=len(self._history), **where)
         if self._placement is not None:
@@ -425,6 +455,9 @@ class _Attempts:
             outcome.stopping,
             self._from_step,
             self._saved_step(),
+            self._last_step(),
+            outcome.message.partition("\n")[0] if outcome.exit_code == EXIT_BUG and outcome.signal is None else "",
+            outcome.hung,
         )
 
     def _give_up(self, decision: GiveUp, outcome: Outcome) -> _Ended:

@@ -200,9 +200,11 @@ class ClusterConfig:
     """Check the health of the job's nodes before the first start and after every fault, as megads check_nodes does;
     null does so where there are spare nodes."""
     max_restarts: int | None = None
-    """Most times in a row that the ranks are started again in place, from the last checkpoint, after a rank was killed
-    or a node lost; then the run exits 8. A restart that saves a later checkpoint makes the count begin anew. null is 10
-    with spare nodes, else 0: the run ends at the first fault."""
+    """Most times in a row that the ranks are started again in place, from the last checkpoint, after a rank was killed,
+    hung or failed in its own code, or a node was lost; then the run exits 8. A restart that saves a later checkpoint
+    makes the count begin anew, and the second one in a row waits some seconds, each further one twice as long. A run
+    that fails twice in the same way at the same step ends at once. null is 10 with spare nodes, else 3; with 0 the run
+    ends at the first fault."""
     chain: bool = False
     """The job is a task of an array whose tasks continue one run after the other: no requeue, and a run that is
     finished, stopped or refused cancels the tasks that wait. Set by scripts/slurm/submit.sh --chain."""
@@ -233,7 +235,7 @@ class ClusterConfig:
     @property
     def restarts(self) -> int:
         """Most restarts, the default resolved."""
-        return self.max_restarts if self.max_restarts is not None else 10 if self.spare_nodes else 0
+        return self.max_restarts if self.max_restarts is not None else 10 if self.spare_nodes else 3
 
     @property
     def kills_hung(self) -> bool:

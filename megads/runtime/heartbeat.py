@@ -180,12 +180,19 @@ class RankPosition:
         """As in rank 3 on node-7."""
         return f"rank {self.rank} on {self.node}" if self.node else f"rank {self.rank}"
 
+    @property
+    def place(self) -> str:
+        """Step and phase."""
+        return f"in step {self.step}, {self.phase}" if self.step else self.phase
+
     def __str__(self) -> str:
-        where = f"in step {self.step}, {self.phase}" if self.step else self.phase
-        if not self.lost:
-            return f"{where} for {self.phase_s:.0f} s"
+        return self.silence if self.lost else f"{self.place} for {self.phase_s:.0f} s"
+
+    @property
+    def silence(self) -> str:
+        """That it sends no heartbeat, and why, as far as the kernel says."""
         why = f": {_STATES[self.state]}" if self.state in _STATES else ""
-        return f"sends no heartbeat for {self.silent_s:.0f} s{why}; last {where}"
+        return f"sends no heartbeat for {self.silent_s:.0f} s{why}; last {self.place}"
 
 
 @dataclass
