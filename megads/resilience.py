@@ -175,26 +175,27 @@ def next_attempt(history: Sequence[Attempt], means: Means) -> Restart | Requeue 
         return _too_few(healthy, excluded, means)
     if means.max_restarts == 0:
         return GiveUp(last.exit_code)
-    if (same := _same_failure(history)) is not None:
+    # Where a node was just left out, the cause may be gone with it.
+    unchanged = excluded == _excluded(history[:-1], means)
+    if unchanged and (same := _same_failure(history)):
         return GiveUp(last.exit_code, same)
     fruitless = _fruitless_restarts(history)
     if fruitless >= means.max_restarts:
         why = f"{fruitless} restarts without a new checkpoint in between were all that cluster.max_restarts allows"
         return GiveUp(RestartsExhausted.exit_code, why)
-    wait_s = min(_LONGEST_WAIT_S, _SHORTEST_WAIT_S * 2 ** (fruitless - 1)) if fruitless else 0.0
+    wait_s = min(_LONGEST_WAIT_S, _SHORTEST_WAIT_S * 2 ** (fruitless - 1)) if fruitless and unchanged else 0.0
     # What looked like a hang may have been a long phase: then it would be one at every start.
     hangs = sum(attempt.hung for attempt in history[-fruitless - 1 :])
     places = take_places(last.nodes, healthy, means.needed)
     return Restart(places, excluded, wait_s, _PATIENCE**hangs)
 
 
-def _same_failure(history: Sequence[Attempt]) -> str | None:
-    """Why another start would fail too; None where it may not."""
-    if len(history) < 2:
-        return None
-    before, last = history[-2:]
-    if not last.failure or (last.failure, last.last_step) != (before.failure, before.last_step):
-        return None
+def _same_failure(history: Sequence[Attempt]) -> str:
+    """Why another start would fail too; empty where it may not."""
+    before, last = [history[0], *history][-2:]
+    same = (last.failure, last.last_step) == (before.failure, before.last_step)
+    if len(history) < 2 or not last.failure or not same:
+        return ""
     return f"it failed in the same way after the same step ({last.last_step}) as the start before: {last.failure}"
 
 
