@@ -100,7 +100,7 @@ def then_hang(before: Phases, at_step: int, in_phase: str) -> Phases:
 def test_a_hang_is_seen(duration: Callable[[random.Random], float], at_step: int, within_s: float) -> None:
     """Catches a limit that a few slow steps, or the first one, raise beyond use."""
     hung_at = next_start = 0.0
-    for step, phase, duration_s in then_hang(steps(duration), at_step, ENGINE_STEP):
+    for _step, _phase, duration_s in then_hang(steps(duration), at_step, ENGINE_STEP):
         if duration_s > DAY_S:
             hung_at = next_start
             break
