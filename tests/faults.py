@@ -112,7 +112,10 @@ def _sleep() -> None:
 
 
 def _hold_the_interpreter() -> None:
-    ctypes.PyDLL(None).sleep(3600)
+    """A deadlock in native code; a sleep there would end at the first signal."""
+    mutex, library = ctypes.create_string_buffer(64), ctypes.PyDLL(None)
+    while True:
+        library.pthread_mutex_lock(mutex)
 
 
 def _stop() -> None:

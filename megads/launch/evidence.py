@@ -29,7 +29,6 @@ _TOOL_S = 1.0
 _TAIL_BYTES = 32 << 10
 _MOST_BYTES = 1 << 20
 _STATUS = ("State", "VmRSS", "VmHWM", "VmSwap", "Threads", "SigBlk", "nonvoluntary_ctxt_switches")
-_RANK_FILE = "launch/rank.py"
 _KERNEL_WORDS = ("oom", "killed process", "xid", "nvrm", "ecc", "mce", "i/o error", "hung_task", "blocked for more")
 _GPU_FIELDS = (
     "index,name,uuid,temperature.gpu,memory.used,utilization.gpu,ecc.errors.uncorrected.volatile.total,"
@@ -217,12 +216,9 @@ def evidence_folders(run_dir: Path, start: int | None) -> list[Path]:
 def main_thread_stack(folder: Path, rank: int) -> list[str]:
     """The main thread's frames of a rank, the innermost first, as "file:line function"."""
     text = _line(folder / f"stacks_rank_{rank:05d}.txt")
-    blocks = [
-        [_frame(line) for line in map(str.strip, block.splitlines()) if line.startswith('File "')]
-        for block in text.split("\n\n")
-    ]
-    # faulthandler does not say which thread is the main one: it is the one that runs the rank, or the deepest.
-    return max(blocks, key=lambda frames: (any(_RANK_FILE in frame for frame in frames), len(frames)), default=[])
+    # The kernel gives a process's signal to its main thread, where faulthandler then runs.
+    main = next((block for block in text.split("\n\n") if block.startswith("Current thread ")), "")
+    return [_frame(line) for line in map(str.strip, main.splitlines()) if line.startswith('File "')]
 
 
 def _frame(line: str) -> str:
