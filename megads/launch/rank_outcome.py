@@ -296,7 +296,8 @@ def hang_outcome(
     silent = [at for at in suspects if at.silent_s >= STOPPED_AFTER_S]
     named = [at for at in suspects if flight is not None and at.rank in flight.culprits]
     behind = silent or named or list(suspects)
-    nodes = tuple(dict.fromkeys(at.node for at in behind if at.node))
+    names = {at.node for at in behind}
+    nodes = tuple(names) if len(names) == 1 and "" not in names else ()
     rank = behind[0].rank if len(behind) == 1 else None
     what = behind[0].silence if silent else str(behind[0])
     message = f"{behind[0].name}: hung: {what}" if rank is not None else f"hung: {render_positions(behind)}"
