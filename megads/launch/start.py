@@ -299,6 +299,31 @@ def _refuse_shared_place(config: RootConfig, claimed_dirs: set[str]) -> None:
     claimed_dirs.add(given)
 
 
+def wait_for_restart(wait_s: float) -> int | None:
+    """Waits before another start; a signal ends the wait, and the run: its last checkpoint counts.
+
+    Returns:
+        The run's exit code after a signal; None where it goes on.
+    """
+    if not wait_s:
+        return None
+    print(f"megads: the next start is in {wait_s:.0f} s", file=sys.stderr, flush=True)
+    noted: list[int] = []
+    caught = Scheduler.signals if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.signal(number, lambda number, _frame: noted.append(number)) for number in caught}
+    try:
+        deadline = time.monotonic() + wait_s
+        while not noted and time.monotonic() < deadline:
+            time.sleep(_PAUSE_POLL_S)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if not noted:
+        return None
+    preempted = Scheduler().reason(signal.Signals(noted[0])) == PREEMPTED
+    return Preempted.exit_code if preempted else StopRequested.exit_code
+
+
 class _Attempts:
     """All starts of the ranks of one run in one job, or on this machine; megads.resilience decides on them.
 
@@ -350,29 +375,9 @@ class _Attempts:
             if isinstance(decision, Requeue):
                 self._note("requeue", outcome, decision.excluded)
                 return _Ended(Preempted.exit_code, decision.excluded)
-            if stopped := self._pause(decision.wait_s):
-                return stopped
+            if (code := wait_for_restart(decision.wait_s)) is not None:
+                return _Ended(code)
             outcome = self._again(decision, outcome)
-
-    def _pause(self, wait_s: float) -> _Ended | None:
-        """Waits before another start; a signal ends the wait, and the run: its last checkpoint counts."""
-        if not wait_s:
-            return None
-        print(f"megads: the next start is in {wait_s:.0f} s", file=sys.stderr, flush=True)
-        noted: list[int] = []
-        caught = Scheduler.signals if threading.current_thread() is threading.main_thread() else ()
-        before = {number: signal.signal(number, lambda number, _frame: noted.append(number)) for number in caught}
-        try:
-            deadline = time.monotonic() + wait_s
-            while not noted and time.monotonic() < deadline:
-                time.sleep(_PAUSE_POLL_S)
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-        if not noted:
-            return None
-        preempted = Scheduler().reason(signal.Signals(noted[0])) == PREEMPTED
-        return _Ended(Preempted.exit_code if preempted else StopRequested.exit_code)
 
     def _first_places(self, console: Console) -> _Ended | None:
         """Checks the nodes before anything runs on them; returns the end where they are too few."""
