@@ -216,9 +216,12 @@ def evidence_folders(run_dir: Path, start: int | None) -> list[Path]:
 def main_thread_stack(folder: Path, rank: int) -> list[str]:
     """The main thread's frames of a rank, the innermost first, as "file:line function"."""
     text = _line(folder / f"stacks_rank_{rank:05d}.txt")
-    # The kernel gives a process's signal to its main thread, where faulthandler then runs.
-    main = next((block for block in text.split("\n\n") if block.startswith("Current thread ")), "")
-    return [_frame(line) for line in map(str.strip, main.splitlines()) if line.startswith('File "')]
+    threads = [
+        [_frame(line) for line in map(str.strip, block.splitlines()) if line.startswith('File "')]
+        for block in text.split("\n\n")
+    ]
+    # faulthandler does not name it, and calls whatever thread holds the interpreter the current one.
+    return next((frames for frames in threads if frames and not frames[-1].endswith(" _bootstrap")), [])
 
 
 def _frame(line: str) -> str:
