@@ -62,7 +62,7 @@ from megads.resilience.hooks import NonFiniteHook, numerical_hooks
 from megads.resume import find_origin, resume, saved_up_to
 from megads.runtime.distributed import ControlPlane, world
 from megads.runtime.environment import RankEnvironment, available_cores, rank_environment
-from megads.runtime.heartbeat import VALIDATING, Heartbeat, heartbeat
+from megads.runtime.heartbeat import AGREEING, ENGINE_STEP, LOADING_DATA, VALIDATING, Heartbeat, heartbeat
 from megads.runtime.hooks import Hook, StepInfo, TrainState
 from megads.runtime.lease import Fence
 from megads.runtime.metrics import EventWriter, MetricsWriter
@@ -156,18 +156,18 @@ def run_loop(
         hook.on_start(state)
     reason = stop.reason()
     while state.step < total_steps and not reason:
-        beats.enter("loading data", state.step + 1)
+        beats.enter(LOADING_DATA, state.step + 1)
         begin = time.perf_counter()
         batch = next(batches)
         loaded = time.perf_counter()
-        beats.enter("engine step")
+        beats.enter(ENGINE_STEP)
         lr = rate(state.samples + batch.samples)
         result = engine.step(batch.micro_batches, lr)
         state.step += 1
         state.samples += batch.samples
         state.tokens += result.tokens
         end = time.perf_counter()
-        beats.enter("agreeing on a stop")
+        beats.enter(AGREEING)
         reason = stop.reason()
         info = StepInfo(
             step=state.step,
@@ -518,7 +518,7 @@ def task_hooks(
         documents = documents_within(model(alone), counter, loaded, most_tokens, evaluation.tasks_limit)
         return AskedTasks(model(scorer), loaded, documents)
 
-    return [TaskEvaluationHook(scorer, grid, open_tasks, evaluation, planned_steps(config), metrics, events)]
+    return [TaskEvaluationHook(scorer, grid, open_tasks, evaluation, planned_steps(config), metrics, events, beats)]
 
 
 def row_lengths(config: RootConfig) -> tuple[int, ...]:

@@ -47,6 +47,8 @@ def small_model(corpus: Path, **changes: Any) -> list[str]:
         "data.split": "[0.9, 0.1]",
         # Measuring the CPU takes seconds, and no test looks at MFU.
         "cluster.peak_tflops": 1,
+        # A test of a fault looks at the first one; those of restarts allow them.
+        "cluster.max_restarts": 0,
         # On a busy machine the threads of one rank wait for each other.
         "cluster.threads_per_rank": 1,
     }

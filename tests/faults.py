@@ -5,10 +5,12 @@ Only the ranks' entry is another: it builds the real engine, breaks one thing in
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,6 +117,61 @@ def die_after_a_step(config: Any, run_dir: Path) -> int:
     return _train(config, run_dir, lambda _: os.kill(os.getpid(), signal.SIGKILL))
 
 
+HANG_STEP = "MEGADS_TESTS_HANG_STEP"
+"""Of the environment: the step at which `hang_once` hangs."""
+HANG_WAY = "MEGADS_TESTS_HANG_WAY"
+"""Of the environment: how it does, a key of `_HANGS`."""
+
+
+def _sleep() -> None:
+    time.sleep(3600)
+
+
+def _hold_the_interpreter() -> None:
+    """A deadlock in native code; a sleep there would end at the first signal."""
+    mutex, library = ctypes.create_string_buffer(64), ctypes.PyDLL(None)
+    while True:
+        library.pthread_mutex_lock(mutex)
+
+
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+_HANGS: dict[str, Callable[[], None]] = {
+    "hook": _sleep,
+    "collective": _sleep,
+    "interpreter": _hold_the_interpreter,
+    "stop": _stop,
+}
+
+
+def hang_once(config: Any, run_dir: Path) -> int:
+    """The faulty rank hangs at one step, before its engine's part or in a hook; not again where it is started anew."""
+    from megads import train
+
+    way, at = os.environ[HANG_WAY], int(os.environ[HANG_STEP])
+    marker = run_dir / "has_hung"
+
+    def hang() -> None:
+        marker.touch()
+        _HANGS[way]()
+
+    if marker.exists():
+        return train.train(config, run_dir)
+    if way != "hook":
+        return _train(config, run_dir, lambda _: hang(), at)
+    on_step = train.MetricsHook.on_step
+
+    def slow_on_step(hook: Any, info: Any) -> None:
+        if info.step == at and os.environ["RANK"] == str(FAULTY_RANK):
+            hang()
+        on_step(hook, info)
+
+    train.MetricsHook.on_step = slow_on_step  # type: ignore[method-assign]
+    return train.train(config, run_dir)
+
+
 KILL_AT = "MEGADS_TESTS_KILL_AT"
 """Of the environment: a count, and what is killed after so many steps of the saving protocol: run or rank."""
 
@@ -215,7 +272,7 @@ def _launcher() -> int:
     return int(os.environ[LAUNCHER])
 
 
-def _train(config: Any, run_dir: Path, break_engine: Callable[[Any], Any]) -> int:
+def _train(config: Any, run_dir: Path, break_engine: Callable[[Any], Any], at: int = FAULTY_STEP) -> int:
     """Trains; the faulty rank's engine is broken just before the faulty step, counted from this start."""
     from megads import train
 
@@ -224,7 +281,7 @@ def _train(config: Any, run_dir: Path, break_engine: Callable[[Any], Any]) -> in
     def build_broken(config: Any, grid: Any, *more: Any, **options: Any) -> Any:
         engine = build(config, grid, *more, **options)
         if grid.rank == FAULTY_RANK:
-            _before_step(engine, FAULTY_STEP, lambda: break_engine(engine))
+            _before_step(engine, at, lambda: break_engine(engine))
         return engine
 
     train.build_engine = build_broken

@@ -115,7 +115,7 @@ def test_a_killed_rank_starts_again_in_place_until_that_is_enough() -> None:
     """Catches restarts without end of a run that dies each time, and a first fault that ends a run of weeks."""
     here = Means(("host",), 1, max_restarts=2)
     assert next_attempt([killed("host")], here) == Restart(("host",))
-    assert next_attempt([killed("host")] * 2, here) == Restart(("host",))
+    assert next_attempt([killed("host")] * 2, here) == Restart(("host",), wait_s=5.0)
     last = next_attempt([killed("host")] * 3, here)
     assert isinstance(last, GiveUp) and last.exit_code == 8 and "2 restarts" in last.reason
     assert next_attempt([killed("host")], Means(("host",), 1, max_restarts=0)) == GiveUp(10)
@@ -155,14 +155,56 @@ def test_a_node_whose_rank_fails_twice_makes_room() -> None:
     once = killed("a", "b", on="b")
     assert next_attempt([once], JOB) == Restart(("a", "b"))
     assert next_attempt([once, once], JOB) == Restart(("a", "c"), ("b",))
-    assert next_attempt([once, once], Means(("a", "b"), 2, max_restarts=9, queue=True)) == Restart(("a", "b"))
-    assert next_attempt([once, killed("a", "b", on="a")], JOB) == Restart(("a", "b"))
+    assert next_attempt([once, once], Means(("a", "b"), 2, max_restarts=9, queue=True)) == Restart(
+        ("a", "b"), wait_s=5.0
+    )
+    assert next_attempt([once, killed("a", "b", on="a")], JOB) == Restart(("a", "b"), wait_s=5.0)
 
 
 def test_a_fault_of_nobody_excludes_nobody() -> None:
     """Catches a healthy node left out because all ranks aborted and one had to be named."""
     nobody = Attempt(("a", "b"), 1)
-    assert next_attempt([nobody, nobody], JOB) == Restart(("a", "b"))
+    assert next_attempt([nobody, nobody], JOB) == Restart(("a", "b"), wait_s=5.0)
+
+
+HERE = Means(("host",), 1, max_restarts=20)
+
+
+def test_restarts_in_a_row_wait_longer_and_longer() -> None:
+    """Catches a file server that is down for minutes and takes all restarts within seconds, a first restart that
+    waits, and waits that go on growing after the run went on."""
+    waits = [next_attempt([killed("host")] * count, HERE).wait_s for count in range(1, 10)]  # type: ignore[union-attr]
+    assert waits == [0.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0, 300.0]
+    assert next_attempt([killed("host"), saved(0, 10)], HERE) == Restart(("host",))
+
+
+def failed(message: str, last_step: int) -> Attempt:
+    return Attempt(("host",), 1, last_step=last_step, failure=message)
+
+
+def test_the_same_failure_at_the_same_step_is_no_accident() -> None:
+    """Catches a bug that is started again until all restarts are used, and two different failures taken for one."""
+    given_up = next_attempt([failed("rank 1 failed, KeyError: 'x'", 7)] * 2, HERE)
+    assert isinstance(given_up, GiveUp) and given_up.exit_code == 1
+    assert "in the same way after the same step (7) as the start before: rank 1 failed, KeyError" in given_up.reason
+    for other in (failed("rank 1 failed, KeyError: 'x'", 8), failed("rank 1 failed, OSError", 7), killed("host")):
+        assert isinstance(next_attempt([failed("rank 1 failed, KeyError: 'x'", 7), other], HERE), Restart)
+    assert isinstance(next_attempt([killed("host")] * 2, HERE), Restart), "a kill has no message of its own"
+
+
+def test_a_node_that_fails_twice_is_replaced_before_the_run_is_given_up() -> None:
+    """Catches a faulty GPU, whose message is the same each time, taken for a bug although there is a spare."""
+    once = Attempt(("a", "b"), 1, blamed=("b",), last_step=7, failure="rank 1 on b failed, AcceleratorError")
+    assert next_attempt([once, once], JOB) == Restart(("a", "c"), ("b",))
+
+
+def test_what_looked_like_a_hang_gets_more_time() -> None:
+    """Catches a long phase that is taken for a hang at every start."""
+    hung = Attempt(("host",), 9, hung=True)
+    assert next_attempt([hung], HERE) == Restart(("host",), patience=4.0)
+    assert next_attempt([hung, hung], HERE) == Restart(("host",), wait_s=5.0, patience=16.0)
+    progress = Attempt(("host",), 9, hung=True, saved_step=10)
+    assert next_attempt([hung, progress], HERE) == Restart(("host",), patience=4.0)
 
 
 def test_the_first_attempt_is_on_healthy_nodes() -> None:

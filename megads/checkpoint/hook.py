@@ -40,6 +40,7 @@ _MARGIN = 2
 """Free memory over that of the copies, where nobody asked for them."""
 _POLL_S = 0.01
 _NAMED = 3
+_SAVING_LAST = f"{SAVING}, at the end"
 
 
 class CheckpointHook:
@@ -235,7 +236,7 @@ class CheckpointHook:
 
     def _save(self, last: bool) -> None:
         self._due, step = False, self._finite["step"]
-        self._beats.enter(SAVING)
+        self._beats.enter(_SAVING_LAST if last else SAVING)
         settled = self._settle(wait=last)
         if settled is Stage.writing:
             # A writer is busy with the last checkpoint: this one is made after the next step.
@@ -395,6 +396,7 @@ class CheckpointHook:
     def _save_now(self, run: RunRecord, last: bool) -> None:
         """Saves while training waits."""
         step = run.state["step"]
+        self._beats.enter(_SAVING_LAST if last else f"{SAVING}, training waits")
         start = time.perf_counter()
         try:
             self._write(run)

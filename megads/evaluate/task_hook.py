@@ -10,6 +10,7 @@ from megads.evaluate.config import EvaluationConfig
 from megads.evaluate.harness_tasks import LoadedTasks, run_tasks
 from megads.evaluate.scoring import Scorer
 from megads.parallel.grid import ParallelGrid
+from megads.runtime.heartbeat import VALIDATING, Heartbeat
 from megads.runtime.hooks import StepInfo, TrainState
 from megads.runtime.metrics import EventWriter, MetricsWriter
 
@@ -46,6 +47,7 @@ class TaskEvaluationHook:
         total_steps: the planned end.
         metrics: where the line goes.
         events: where the event goes.
+        beats: of this rank; an evaluation takes longer than what the hook does at other steps.
     """
 
     def __init__(
@@ -57,10 +59,11 @@ class TaskEvaluationHook:
         total_steps: int,
         metrics: MetricsWriter,
         events: EventWriter,
+        beats: Heartbeat,
     ) -> None:
         self._scorer, self._grid, self._open_tasks = scorer, grid, open_tasks
         self._config, self._total_steps = config, total_steps
-        self._metrics, self._events = metrics, events
+        self._metrics, self._events, self._beats = metrics, events, beats
         self._asked: AskedTasks | None = None
         self._first_key = ""
 
@@ -90,6 +93,7 @@ class TaskEvaluationHook:
 
     def _record(self, step: int, samples: int, tokens: int) -> None:
         """Evaluates and writes the line; collective."""
+        self._beats.enter(f"{VALIDATING}, tasks")
         with self._scorer.served() as asks:
             if not asks:
                 return

@@ -20,8 +20,10 @@ from pathlib import Path
 from types import FrameType
 
 from megads.errors import EXIT_BUG, MegadsError, Preempted, RankKilled, UnhealthyNode
+from megads.launch.evidence import evidence_folders, flight_verdict
+from megads.launch.hang_detection import HangSettings
 from megads.launch.node_ranks import NodePart, NodeRanks, Ranks, require_devices
-from megads.launch.rank_outcome import NodeReport, Outcome, clear_records, judge
+from megads.launch.rank_outcome import NodeReport, Outcome, clear_records, hang_outcome, judge
 from megads.launch.rank_server import RankServer
 from megads.launch.scheduler import Scheduler
 from megads.monitor.console import Console
@@ -128,6 +130,8 @@ class LaunchSpec:
         saves: the ranks save and stop when asked; where they do not, the first signal kills them.
         lease: number of this start of the run; None where nobody else can start it.
         heartbeat_timeout_s: a rank that sends no heartbeat for so long is killed; None kills none.
+        hangs: when a rank counts as hung; None looks for no hangs.
+        kills_hung: a start that hangs is ended; otherwise there is a warning only.
         cause_of_bus_error: asked when a rank was killed by SIGBUS; the fault that it finds in a mapped file, if any.
     """
 
@@ -141,6 +145,8 @@ class LaunchSpec:
     saves: bool = True
     lease: int | None = None
     heartbeat_timeout_s: float | None = None
+    hangs: HangSettings | None = None
+    kills_hung: bool = False
     cause_of_bus_error: Callable[[], MegadsError | None] | None = None
 
     def node_part(self, ranks_per_node: int, **place: int | str) -> NodePart:
@@ -153,6 +159,7 @@ class LaunchSpec:
             cpu=self.cpu,
             lease=self.lease,
             heartbeat_timeout_s=self.heartbeat_timeout_s,
+            hangs=self.hangs,
             **place,  # type: ignore[arg-type]
         )
 
@@ -223,6 +230,8 @@ class _Launch:
         self._stop_reason = ""
         self._stop_requested_at: float | None = None
         self._overdue = ""
+        self._hang_seen = False
+        self._hang: Outcome | None = None
         self._oom_kills = oom_kills()
 
     def run(self) -> Outcome:
@@ -258,6 +267,7 @@ class _Launch:
             self._console.show_phase(self._ranks.phase())
             self._watch_side()
             self._watch_heartbeats()
+            self._watch_hang()
             self._answer_signals()
             self._enforce_stop()
             try:
@@ -282,7 +292,7 @@ class _Launch:
             self._console.close()
             return Outcome(EXIT_KILLED)
         reports = self._ranks.reports()
-        outcome = self._explained(judge(self._spec.run_dir, self._spec.num_ranks, reports))
+        outcome = self._hang or self._explained(judge(self._spec.run_dir, self._spec.num_ranks, reports))
         outcome = self._after_a_stop(outcome, reports)
         failure = self._failure(outcome)
         if outcome.message:
@@ -306,6 +316,7 @@ class _Launch:
             "message": outcome.message,
             "first_sign": outcome.first_sign_s,
             "oom_kills": None if before is None or now is None else now - before,
+            "evidence": [str(folder) for folder in evidence_folders(self._spec.run_dir, self._spec.lease)],
         }
 
     def _diagnose(self, outcome: Outcome, failure: Mapping[str, object]) -> None:
@@ -367,6 +378,35 @@ class _Launch:
                 state=position.state,
                 message=f"{position.name} {text}",
             )
+
+    def _watch_hang(self) -> None:
+        """Names the ranks that all others wait for, once they take longer than the run's own steps let expect."""
+        suspects = self._ranks.hang()
+        if bool(suspects) == self._hang_seen or self._hang is not None:
+            return
+        self._hang_seen = bool(suspects)
+        if not suspects:
+            self._events.write("hang_over", level="warning", message="the ranks that seemed to hang go on")
+            return
+        spec, folders = self._spec, evidence_folders(self._spec.run_dir, self._spec.lease)
+        found = hang_outcome(spec.run_dir, suspects, flight_verdict(folders), folders)
+        ranks = sorted(position.rank for position in suspects)
+        self._events.write(
+            "hang_suspected",
+            level="warning",
+            rank=found.rank,
+            ranks=ranks,
+            nodes=list(found.nodes),
+            step=suspects[0].step,
+            phase=suspects[0].phase,
+            phase_s=suspects[0].phase_s,
+            evidence=[str(folder) for folder in folders],
+            killed=spec.kills_hung,
+            message=found.message,
+        )
+        if spec.kills_hung:
+            self._hang = found
+            self._ranks.kill()
 
     def _enforce_stop(self) -> None:
         """Kills ranks that do not stop although they were asked to: the last checkpoint counts."""

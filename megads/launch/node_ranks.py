@@ -18,10 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from megads.errors import ConfigError, UnhealthyNode
+from megads.launch.evidence import EvidenceCollection
+from megads.launch.hang_detection import HangDetector, HangSettings
 from megads.launch.rank_outcome import FailureRecord, NodeReport, RankExit, hung, read_exits, read_failures
 from megads.launch.rank_server import RankServer
 from megads.runtime import environment
-from megads.runtime.heartbeat import HeartbeatMonitor, RankPosition, process_stat
+from megads.runtime.heartbeat import HeartbeatMonitor, RankPosition, process_stat, render_positions
+from megads.runtime.run_dir import evidence_path
 from megads.runtime.run_secret import read_secret, secret_path
 
 if TYPE_CHECKING:
@@ -33,6 +36,8 @@ _PF_EXITING = 0x4
 """Of the flags of a process, in the kernel's sched.h."""
 KILL_AFTER_S = 3.0
 """A peer that SIGTERM does not end (a stopped process) is killed this long after the first failure."""
+_MOST_COLLECTIONS = 4
+"""Of evidence, in one start."""
 
 
 class Ranks(Protocol):
@@ -54,6 +59,10 @@ class Ranks(Protocol):
 
     def phase(self) -> str:
         """What rank 0 does now, as its heartbeats say; empty where nothing is known."""
+        ...
+
+    def hang(self) -> list[RankPosition]:
+        """The ranks that all others wait for and that take too long, their evidence collected; none while all go on."""
         ...
 
     def reports(self) -> list[NodeReport]:
@@ -80,6 +89,7 @@ class NodePart:
         num_nodes: all nodes.
         address: of this node, for the others.
         heartbeat_timeout_s: a rank that sends no heartbeat for so long is killed; None kills none.
+        hangs: when a rank counts as hung; None looks for no hangs.
     """
 
     run_dir: Path
@@ -92,6 +102,7 @@ class NodePart:
     num_nodes: int = 1
     address: str = "127.0.0.1"
     heartbeat_timeout_s: float | None = None
+    hangs: HangSettings | None = None
 
     @property
     def first_rank(self) -> int:
@@ -193,6 +204,11 @@ class NodeRanks:
         self._exits: list[RankExit] = []
         self._failed_at: float | None = None
         self._error = ""
+        self._detector = HangDetector(part.hangs) if part.hangs is not None else None
+        self._looks = self._collections = 0
+        self._suspects: tuple[RankPosition, ...] = ()
+        self._evidence: EvidenceCollection | None = None
+        self._of_failure: EvidenceCollection | None = None
 
     def start(self) -> None:
         # Imported here: it pulls in torch, for which a refused config should not wait.
@@ -232,6 +248,7 @@ class NodeRanks:
         if not self._exits:
             self._exits = [RankExit(rank, code) for rank, code in codes.items() if code]
             if self._exits:
+                self._collect_before_the_end()
                 # Peers may wait in a collective for whole minutes.
                 self._signal(signal.SIGTERM)
         if len(codes) == self.part.num_ranks:
@@ -244,7 +261,10 @@ class NodeRanks:
             self._failed_at = time.monotonic()
             self._note_positions()
         if self._failed_at is not None and time.monotonic() - self._failed_at > KILL_AFTER_S:
-            self.kill()
+            if self._of_failure is None:
+                self._of_failure = self._collect("peers did not end within seconds of a failure")
+            if self._of_failure is None or self._of_failure.finished:
+                self.kill()
         return True
 
     @property
@@ -268,6 +288,12 @@ class NodeRanks:
     def phase(self) -> str:
         """What rank 0 does now; empty on other nodes, and where nothing is known."""
         return self._monitor.phase(0)
+
+    def hang(self) -> list[RankPosition]:
+        """The ranks that this node's others wait for and that take too long; none until the evidence is collected."""
+        if self._evidence is not None and not self._evidence.finished:
+            return []
+        return list(self._suspects)
 
     def reports(self) -> list[NodeReport]:
         """How the ranks ended, as far as they have."""
@@ -310,7 +336,35 @@ class NodeRanks:
         for position in self._monitor.positions():
             if limit_s is not None and position.silent_s >= limit_s and position.rank not in self._hung:
                 self._hung[position.rank] = hung(position)
+                if (evidence := self._collect(f"hung: {position}")) is not None:
+                    evidence.wait()
                 self._kill(position.rank, pids[position.rank])
+        if self._detector is not None and self._looks != self._monitor.looks and self._failed_at is None:
+            self._looks = self._monitor.looks
+            before, self._suspects = self._suspects, self._detector.look(self._monitor.positions())
+            if self._suspects and not before:
+                self._evidence = self._collect(f"hung: {render_positions(self._suspects)}")
+
+    def _collect(self, reason: str) -> EvidenceCollection | None:
+        """Begins to collect evidence of the ranks that still run; None where there was enough of it already."""
+        if self._collections >= _MOST_COLLECTIONS:
+            return None
+        self._collections += 1
+        part, exited = self.part, self._exit_codes
+        name = time.strftime("%Y%m%d-%H%M%S") + (f"_node_{part.node}" if part.num_nodes > 1 else "")
+        running = {rank: pid for rank, pid in self._pids().items() if rank not in exited and not _ended(pid)}
+        folder = evidence_path(part.run_dir, part.lease, name)
+        return EvidenceCollection(
+            folder, part.run_dir, self._monitor.folder, running, self._monitor.positions(), reason
+        )
+
+    def _collect_before_the_end(self) -> None:
+        """Where a rank failed only because it waited for another one, that one may still run, and say why."""
+        failed = read_failures(self.part.run_dir, [end.rank for end in self._exits], self.part.lease)
+        if any(record.consequence for record in failed) and len(self._exit_codes) < self.part.num_ranks:
+            self._of_failure = self._collect(f"rank {failed[0].rank} waited for another one: {failed[0].message}")
+            if self._of_failure is not None:
+                self._of_failure.wait()
 
     def _note_positions(self) -> None:
         """Keeps where the ranks are before they are killed; one that is silent then is why its peers failed."""

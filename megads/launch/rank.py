@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 from megads.errors import DISK_FULL, EXIT_BUG, CheckpointError, MegadsError, RollBack
 from megads.runtime.environment import RankEnvironment, launcher_pid, node_name, rank_environment, slurm_job
 from megads.runtime.process import die_with_parent
+from megads.runtime.rank_evidence import answer_requests
 from megads.runtime.run_dir import exit_path, failure_path, rank_log_path, spare_path
 
 _LOST_PEER_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError"}
@@ -50,6 +51,7 @@ def start_rank(run_dir: Path) -> RankEnvironment:
     leave_signals_to_the_launcher()
     redirect_output(rank_log_path(run_dir, environment.rank))
     faulthandler.enable()
+    answer_requests(environment.heartbeats, environment.rank)
     sys.stdout.write(
         f"--- rank {environment.rank} of {environment.world_size}, pid {os.getpid()}, {time.strftime('%F %T%z')}, "
         f"node {node_name()}\n"

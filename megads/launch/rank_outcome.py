@@ -12,9 +12,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megads.diagnosis.flight_recorder import FlightVerdict
 from megads.errors import EXIT_BUG, EXIT_OK, UnhealthyNode, exit_code_of_signal
 from megads.runtime.files import read_regular
-from megads.runtime.heartbeat import RankPosition, render_positions
+from megads.runtime.heartbeat import STOPPED_AFTER_S, RankPosition, render_positions
 from megads.runtime.run_dir import exit_path, failure_path, rank_log_path, spare_path
 
 T = TypeVar("T")
@@ -125,6 +126,7 @@ class Outcome:
         first_sign_s: when a rank first noticed a failure, in seconds since 1970; None where none left a word.
         stopping: somebody had asked the run to stop before.
         signal: that killed the rank to blame.
+        hung: the rank to blame, or all, took too long to do anything.
     """
 
     exit_code: int
@@ -135,6 +137,7 @@ class Outcome:
     first_sign_s: float | None = None
     stopping: bool = False
     signal: int | None = None
+    hung: bool = False
 
 
 def clear_records(run_dir: Path) -> None:
@@ -276,6 +279,32 @@ def hung(position: RankPosition) -> FailureRecord:
     code, now = UnhealthyNode.exit_code, position.silent_s
     began = {"monotonic_s": time.monotonic() - now, "time_s": time.time() - now}
     return FailureRecord(position.rank, code, "Hang", True, f"hung: {position}", consequence=False, **began)
+
+
+def hang_outcome(
+    run_dir: Path, suspects: Sequence[RankPosition], flight: FlightVerdict | None, folders: Sequence[Path]
+) -> Outcome:
+    """What a hang that was seen from outside ends a start with.
+
+    Args:
+        run_dir: holds the ranks' logs.
+        suspects: the ranks that all others wait for.
+        flight: what their flight recorders say, where they answered: who did not enter which collective.
+        folders: of the evidence.
+    """
+    # A process that does not run at all is the first of all causes; the recorder of its peers may not name it.
+    silent = [at for at in suspects if at.silent_s >= STOPPED_AFTER_S]
+    named = [at for at in suspects if flight is not None and at.rank in flight.culprits]
+    behind = silent or named or list(suspects)
+    names = {at.node for at in behind}
+    nodes = tuple(names) if len(names) == 1 and "" not in names else ()
+    rank = behind[0].rank if len(behind) == 1 else None
+    what = behind[0].silence if silent else str(behind[0])
+    message = f"{behind[0].name}: hung: {what}" if rank is not None else f"hung: {render_positions(behind)}"
+    if flight is not None and named:
+        message += f"\n  flight recorder: {flight.sentences()[0]}"
+    message += "".join(f"\n  evidence: {folder}" for folder in folders[-1:])
+    return Outcome(UnhealthyNode.exit_code, rank, _with_log(run_dir, behind[0].rank, message), nodes, hung=True)
 
 
 def _from_record(run_dir: Path, record: FailureRecord, node: str, whereabouts: str = "") -> Outcome:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from megads.config import RootConfig
 from megads.errors import EXIT_BUG, EXIT_OK, ConfigError, MegadsError
+from megads.launch.hang_detection import HangSettings, furthest_behind
 from megads.launch.launcher import LaunchSpec
 from megads.launch.node_ranks import KILL_AFTER_S, POLL_S, NodePart, NodeRanks, Ranks, require_devices
 from megads.launch.rank import redirect_output
@@ -47,6 +49,7 @@ _FAILING = "failing"
 _SIGNALLED = "signalled"
 _SILENCE = "silence"
 _PHASE = "phase"
+_HANG = "hang"
 _STEP_NAME = "megads"
 _WAIT_S = 60
 _CANCEL_AFTER_S = 10.0
@@ -209,6 +212,7 @@ class SlurmRanks:
         self._wrapper = wrapper
         self._reports: dict[int, NodeReport] = {}
         self._silences: list[RankPosition] = []
+        self._hangs: dict[int, list[RankPosition]] = {}
         self._phase = ""
         self._failed_at: float | None = None
         self._signalled_at: float | None = None
@@ -271,6 +275,13 @@ class SlurmRanks:
         """What rank 0 does, where that holds up its steps; empty otherwise."""
         return self._phase
 
+    def hang(self) -> list[RankPosition]:
+        """The ranks that those of all nodes wait for. While one node sees none of its own take too long, others wait
+        for that node, which may have its reasons."""
+        if len(self._hangs) < len(self._nodes):
+            return []
+        return furthest_behind([position for _, found in sorted(self._hangs.items()) for position in found])
+
     def reports(self) -> list[NodeReport]:
         missing = [node.name for number, node in enumerate(self._nodes) if number not in self._reports]
         reports = [report for _, report in sorted(self._reports.items())]
@@ -301,6 +312,7 @@ class SlurmRanks:
             *("--ranks", str(part.num_ranks), "--threads", str(part.threads_per_rank)),
             *(["--lease", str(part.lease)] if part.lease is not None else []),
             *(["--heartbeat-timeout", str(part.heartbeat_timeout_s)] if part.heartbeat_timeout_s is not None else []),
+            *(["--hangs", json.dumps(dataclasses.asdict(part.hangs))] if part.hangs is not None else []),
             *(["--cpu"] if part.cpu else []),
             *("--", *part.command),
         ]
@@ -327,6 +339,11 @@ class SlurmRanks:
             return
         number = word["number"]
         assert isinstance(number, int)
+        if word["word"] == _HANG:
+            self._hangs[number] = [RankPosition(**position) for position in word["positions"]]  # type: ignore[attr-defined]
+            if not self._hangs[number]:
+                del self._hangs[number]
+            return
         failed = word["word"] == _FAILING
         if word["word"] == _REPORT:
             report = NodeReport.decode(word["report"])  # type: ignore[arg-type]
@@ -442,7 +459,7 @@ def _watch(ranks: NodeRanks, control: ControlStore, signals: list[int]) -> None:
         control: where the launcher listens.
         signals: those that came, live; they are the launcher's to answer.
     """
-    told, ordered_at, told_phase = False, 0.0, ""
+    told, ordered_at, told_phase, told_hang = False, 0.0, "", False
     while ranks.poll():
         if signals:
             signals.clear()
@@ -452,6 +469,10 @@ def _watch(ranks: NodeRanks, control: ControlStore, signals: list[int]) -> None:
         if ranks.part.node == 0 and (phase := _slow_phase(ranks)) != told_phase:
             told_phase = phase
             control.say({"word": _PHASE, "number": ranks.part.node, "phase": phase})
+        if bool(hang := ranks.hang()) != told_hang:
+            told_hang = bool(hang)
+            positions = [dataclasses.asdict(position) for position in hang]
+            control.say({"word": _HANG, "number": ranks.part.node, "positions": positions})
         if ranks.failing and not told:
             told = True
             control.say({"word": _FAILING, "number": ranks.part.node})
@@ -497,6 +518,7 @@ def main() -> NoReturn:
     parser.add_argument("--threads", type=int, required=True, help="CPU threads of each rank")
     parser.add_argument("--lease", type=int, help="number of this start of the run")
     parser.add_argument("--heartbeat-timeout", type=float, help="seconds without a heartbeat until a rank is killed")
+    parser.add_argument("--hangs", type=json.loads, help="when a rank counts as hung, as JSON")
     parser.add_argument("--cpu", action="store_true", help="compute on the CPU, whatever GPUs there are")
     parser.add_argument("command", nargs="+", help="arguments after the Python interpreter of every rank")
     arguments = parser.parse_args()
@@ -514,6 +536,7 @@ def main() -> NoReturn:
         num_nodes=len(nodes),
         address=nodes[name],
         heartbeat_timeout_s=arguments.heartbeat_timeout,
+        hangs=HangSettings(**arguments.hangs) if arguments.hangs is not None else None,
     )
     _run_agent(part, host, int(port))
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -15,6 +17,7 @@ from megads.checkpoint.config import LATEST_FILE, checkpoints_folder, step_of
 from megads.checkpoint.url import is_url
 from megads.config import RootConfig, check_config, planned_steps
 from megads.errors import (
+    EXIT_BUG,
     EXIT_OK,
     CheckpointError,
     ConfigError,
@@ -29,6 +32,7 @@ from megads.errors import (
 from megads.frozen_config import config_digest
 from megads.launch.acceptance import AcceptedStart, accept_start, finished_text
 from megads.launch.dry_run_warnings import of_warmup
+from megads.launch.hang_detection import HangSettings
 from megads.launch.launcher import EXIT_KILLED, LaunchSpec, launch
 from megads.launch.node_check import CheckNodesConfig, CheckTarget, check_nodes
 from megads.launch.preflight import (
@@ -48,18 +52,23 @@ from megads.launch.slurm_ranks import SlurmPlacement, find_placement
 from megads.launch.uploads import prepare_checkpoints, restore_lost, uploading
 from megads.monitor.console import Console
 from megads.monitor.trackers import wanted_trackers
-from megads.ops.config import Kernels
+from megads.ops.config import Compile, Kernels
 from megads.ops.resolve import prepare
 from megads.resilience.restarts import Attempt, GiveUp, Means, Requeue, Restart, first_attempt, next_attempt
 from megads.runtime import environment, progress
-from megads.runtime.config import ConsoleKind, parse_duration
+from megads.runtime.config import ConsoleKind, HangAction, parse_duration
 from megads.runtime.files import read_regular
 from megads.runtime.lease import Lease, claimed, refuse_in_use
 from megads.runtime.machine_memory import may_have_gpus
 from megads.runtime.metrics import EventWriter, read_json_lines
 from megads.runtime.run_dir import METRICS_FILE, refuse_unwritable
 from megads.runtime.slurm import time_left_s
+from megads.runtime.stop import PREEMPTED
 
+_HANG_MIN_S, _HANG_MIN_COMPILING_S = 20.0, 120.0
+_OF_TIMEOUT = 0.8
+"""Of the collectives' timeout, after which a step counts as hung whatever it took before."""
+_PAUSE_POLL_S = 0.1
 _INTERRUPTED = (
     EXIT_KILLED,
     *(kind.exit_code for kind in (StopRequested, Preempted, RestartsExhausted, UnhealthyNode, RankKilled)),
@@ -265,10 +274,21 @@ def launch_spec(config: RootConfig) -> LaunchSpec:
         side_command=("-m", "megads.launch.tracker", run_dir, "--follow") if tracked else (),
         flush_s=config.logging.flush_s,
         heartbeat_timeout_s=config.cluster.heartbeat_timeout_s,
+        hangs=hang_settings(config),
+        kills_hung=config.cluster.kills_hung,
         cause_of_bus_error=lambda: data_fault(config),
         # More ranks than this machine has GPUs, if any.
         cpu=environment.rehearsal_folder() is not None,
     )
+
+
+def hang_settings(config: RootConfig) -> HangSettings | None:
+    """When a rank of this run counts as hung; None where nobody wants to know."""
+    cluster = config.cluster
+    if cluster.hang_action is HangAction.ignore:
+        return None
+    usual_s = _HANG_MIN_S if config.ops.compile is Compile.none else _HANG_MIN_COMPILING_S
+    return HangSettings(cluster.hang_min_s or usual_s, cluster.timeout_s * _OF_TIMEOUT)
 
 
 def _refuse_shared_place(config: RootConfig, claimed_dirs: set[str]) -> None:
@@ -282,6 +302,31 @@ def _refuse_shared_place(config: RootConfig, claimed_dirs: set[str]) -> None:
             "gets its own, or sweep over it too"
         )
     claimed_dirs.add(given)
+
+
+def wait_for_restart(wait_s: float) -> int | None:
+    """Waits before another start; a signal ends the wait, and the run: its last checkpoint counts.
+
+    Returns:
+        The run's exit code after a signal; None where it goes on.
+    """
+    if not wait_s:
+        return None
+    print(f"megads: the next start is in {wait_s:.0f} s", file=sys.stderr, flush=True)
+    noted: list[int] = []
+    caught = Scheduler.signals if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.signal(number, lambda number, _frame: noted.append(number)) for number in caught}
+    try:
+        deadline = time.monotonic() + wait_s
+        while not noted and time.monotonic() < deadline:
+            time.sleep(_PAUSE_POLL_S)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if not noted:
+        return None
+    preempted = Scheduler().reason(signal.Signals(noted[0])) == PREEMPTED
+    return Preempted.exit_code if preempted else StopRequested.exit_code
 
 
 class _Attempts:
@@ -348,6 +393,8 @@ class _Attempts:
             if isinstance(decision, Requeue):
                 self._note("requeue", outcome, decision.excluded)
                 return _Ended(Preempted.exit_code, decision.excluded)
+            if (code := wait_for_restart(decision.wait_s)) is not None:
+                return _Ended(code)
             outcome = self._again(decision, outcome)
 
     def _first_places(self, console: Console) -> _Ended | None:
@@ -404,6 +451,9 @@ class _Attempts:
     def _again(self, decision: Restart, outcome: Outcome) -> Outcome:
         """Starts the ranks once more."""
         self._renew_lease()
+        if self._spec.hangs is not None:
+            hangs = dataclasses.replace(self._spec.hangs, patience=decision.patience)
+            self._spec = dataclasses.replace(self._spec, hangs=hangs)
         where = {"nodes": list(decision.nodes)} if self._placement else {}
         self._note("restart", outcome, decision.excluded, restart=len(self._history), **where)
         if self._placement is not None:
@@ -442,6 +492,9 @@ class _Attempts:
             outcome.stopping,
             self._from_step,
             self._saved_step(),
+            self._last_step(),
+            outcome.message.partition("\n")[0] if outcome.exit_code == EXIT_BUG and outcome.signal is None else "",
+            outcome.hung,
         )
 
     def _give_up(self, decision: GiveUp, outcome: Outcome) -> _Ended:

@@ -10,6 +10,8 @@ from megads.errors import EXIT_BUG, RankKilled, RestartsExhausted, UnhealthyNode
 _FAULTS = (EXIT_BUG, UnhealthyNode.exit_code, RankKilled.exit_code)
 """A rank that died without a reason of its own or was killed, and a node. Every other code is the run's own word:
 another start would end with it too, or nobody wants one."""
+_SHORTEST_WAIT_S, _LONGEST_WAIT_S = 5.0, 300.0
+_PATIENCE = 4.0
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,9 @@ class Attempt:
         stopping: the run had been asked to stop before it ended.
         from_step: of the newest checkpoint when it started; 0 for none.
         saved_step: of the newest checkpoint when it was over.
+        last_step: that was recorded when it was over.
+        failure: what the run's own code failed with; empty for a kill from outside, a hang or a lost node.
+        hung: it was ended because it took too long to do anything.
     """
 
     nodes: tuple[str, ...]
@@ -35,6 +40,9 @@ class Attempt:
     stopping: bool = False
     from_step: int = 0
     saved_step: int = 0
+    last_step: int = 0
+    failure: str = ""
+    hung: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,15 +64,19 @@ class Means:
 
 @dataclass(frozen=True)
 class Restart:
-    """Start again at once.
+    """Start again.
 
     Attributes:
         nodes: on which, in the order of their ranks.
         excluded: nodes that are not used any more.
+        wait_s: before it: what failed twice may need a while.
+        patience: factor on how long ranks may take before they count as hung.
     """
 
     nodes: tuple[str, ...]
     excluded: tuple[str, ...] = ()
+    wait_s: float = 0.0
+    patience: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -94,9 +106,11 @@ class GiveUp:
 def next_attempt(history: Sequence[Attempt], means: Means) -> Restart | Requeue | GiveUp:
     """Decides what follows the last attempt.
 
-    A run that ended by its own word, or was asked to stop, ends. Nodes that were lost or rejected are left out, and one
-    on which a rank failed twice in a row where there is another. The others keep their places, and spares take those
-    that are free. Where too few are left, the job goes back to the queue and asks not to get them again.
+    A run that ended by its own word, or was asked to stop, ends; so does one that fails in its own code in the same
+    way at the same step as before. Nodes that were lost or rejected are left out, and one on which a rank failed twice
+    in a row where there is another. The others keep their places, and spares take those that are free. Where too few
+    are left, the job goes back to the queue and asks not to get them again. A second restart in a row waits a few
+    seconds, each further one twice as long.
 
     Args:
         history: all attempts of this job, the last one last.
@@ -111,11 +125,28 @@ def next_attempt(history: Sequence[Attempt], means: Means) -> Restart | Requeue 
         return _too_few(healthy, excluded, means)
     if means.max_restarts == 0:
         return GiveUp(last.exit_code)
+    # Where a node was just left out, the cause may be gone with it.
+    unchanged = excluded == _excluded(history[:-1], means)
+    if unchanged and (same := _same_failure(history)):
+        return GiveUp(last.exit_code, same)
     fruitless = _fruitless_restarts(history)
     if fruitless >= means.max_restarts:
         why = f"{fruitless} restarts without a new checkpoint in between were all that cluster.max_restarts allows"
         return GiveUp(RestartsExhausted.exit_code, why)
-    return Restart(take_places(last.nodes, healthy, means.needed), excluded)
+    wait_s = min(_LONGEST_WAIT_S, _SHORTEST_WAIT_S * 2 ** (fruitless - 1)) if fruitless and unchanged else 0.0
+    # What looked like a hang may have been a long phase: then it would be one at every start.
+    hangs = sum(attempt.hung for attempt in history[-fruitless - 1 :])
+    places = take_places(last.nodes, healthy, means.needed)
+    return Restart(places, excluded, wait_s, _PATIENCE**hangs)
+
+
+def _same_failure(history: Sequence[Attempt]) -> str:
+    """Why another start would fail too; empty where it may not."""
+    before, last = [history[0], *history][-2:]
+    same = (last.failure, last.last_step) == (before.failure, before.last_step)
+    if len(history) < 2 or not last.failure or not same:
+        return ""
+    return f"it failed in the same way after the same step ({last.last_step}) as the start before: {last.failure}"
 
 
 def first_attempt(places: Sequence[str], rejected: Collection[str], means: Means) -> Restart | Requeue | GiveUp:

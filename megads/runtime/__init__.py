@@ -19,6 +19,7 @@ __all__ = [
     "metrics",
     "process",
     "progress",
+    "rank_evidence",
     "registry",
     "run_dir",
     "run_secret",

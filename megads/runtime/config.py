@@ -22,6 +22,15 @@ class ClusterKind(StrEnum):
     slurm = "slurm"
 
 
+class HangAction(StrEnum):
+    """What follows when ranks hang."""
+
+    auto = "auto"
+    warn = "warn"
+    kill = "kill"
+    ignore = "ignore"
+
+
 @dataclass
 class RunConfig:
     """Identity and place of a run."""
@@ -191,9 +200,11 @@ class ClusterConfig:
     """Check the health of the job's nodes before the first start and after every fault, as megads check_nodes does;
     null does so where there are spare nodes."""
     max_restarts: int | None = None
-    """Most times in a row that the ranks are started again in place, from the last checkpoint, after a rank was killed
-    or a node lost; then the run exits 8. A restart that saves a later checkpoint makes the count begin anew. null is 10
-    with spare nodes, else 0: the run ends at the first fault."""
+    """Most times in a row that the ranks are started again in place, from the last checkpoint, after a rank was killed,
+    hung or failed in its own code, or a node was lost; then the run exits 8. A restart that saves a later checkpoint
+    makes the count begin anew, and the second one in a row waits some seconds, each further one twice as long. A run
+    that fails twice in the same way at the same step ends at once. null is 10 with spare nodes, else 3; with 0 the run
+    ends at the first fault."""
     chain: bool = False
     """The job is a task of an array whose tasks continue one run after the other: no requeue, and a run that is
     finished, stopped or refused cancels the tasks that wait. Set by scripts/slurm/submit.sh --chain."""
@@ -204,6 +215,14 @@ class ClusterConfig:
     heartbeat_timeout_s: float | None = 300.0
     """A rank whose process sends no heartbeat for this long, because it is stopped or native code holds its
     interpreter, is killed and named (exit 9). null kills none; a warning names the rank within seconds either way."""
+    hang_action: HangAction = HangAction.auto
+    """What follows when a rank is in one phase for far longer than the run's own phases of that kind took, and all
+    others wait for it: kill collects evidence in <run.dir>/evidence, names the rank and ends the start (exit 9, or a
+    restart), warn does all but end it, ignore does not look; auto is kill where a restart follows
+    (cluster.max_restarts), else warn."""
+    hang_min_s: float | None = None
+    """A step that takes less never counts as hung; a phase that reads or writes files takes five times as long, a
+    hook ten times. null is 20 seconds, or 120 with ops.compile, which may compile again at any step."""
     gc_every_steps: int | None = 50
     """Steps between two runs of Python's garbage collector, at the same steps on all ranks, so that none waits for
     another's. null leaves it to Python, for hooks that leave large objects in reference cycles."""
@@ -216,7 +235,13 @@ class ClusterConfig:
     @property
     def restarts(self) -> int:
         """Most restarts, the default resolved."""
-        return self.max_restarts if self.max_restarts is not None else 10 if self.spare_nodes else 0
+        return self.max_restarts if self.max_restarts is not None else 10 if self.spare_nodes else 3
+
+    @property
+    def kills_hung(self) -> bool:
+        """Whether a start that hangs is ended, the default resolved."""
+        action = self.hang_action
+        return self.restarts > 0 if action is HangAction.auto else action is HangAction.kill
 
     def check(self) -> None:
         """Raises ConfigError on non-positive sizes, and on keys of SLURM without it."""
@@ -236,7 +261,7 @@ class ClusterConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"cluster.{name} = {value}: must be at least 1")
-        for name in ("peak_tflops", "gpu_memory_gib"):
+        for name in ("peak_tflops", "gpu_memory_gib", "hang_min_s"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"cluster.{name} = {value}: must be positive")

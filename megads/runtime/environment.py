@@ -203,7 +203,8 @@ def rank_variables(
     # Ranks on a CPU free and take back the same large activations every micro-batch. By default glibc maps each of
     # them afresh, and the kernel zeroes the pages again: keep them on the heap, and do not give the heap back. Huge
     # pages (glibc >= 2.35) spare most of what is looked up of their addresses.
-    defaults = {"TOKENIZERS_PARALLELISM": "false"}
+    # The flight recorder's memory of collectives, 0.5 MB: torch keeps one for NCCL, but none for gloo unless told.
+    defaults = {"TOKENIZERS_PARALLELISM": "false", "TORCH_FR_BUFFER_SIZE": "500"}
     if cuda and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same
         # Segments that grow: activations of many shapes leave no holes in a GPU's memory that nobody can use.
         defaults["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

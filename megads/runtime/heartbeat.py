@@ -23,6 +23,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from megads.runtime.rank_evidence import dump_flights_on_request
+
 INTERVAL_S = 0.5
 """Between two beats, and between two looks of the monitor."""
 LOST_AFTER_S = 10.0
@@ -30,6 +32,8 @@ LOST_AFTER_S = 10.0
 STOPPED_AFTER_S = 2.0
 """The same for a process of which the kernel says that it is stopped."""
 
+LOADING_DATA, ENGINE_STEP, AGREEING = "loading data", "engine step", "agreeing on a stop"
+"""Phases of every step, in this order; the hooks follow, each by its class's name."""
 VALIDATING, SAVING = "validating", "saving"
 SLOW_PHASES = (VALIDATING, SAVING)
 """Phases between two steps that may last longer than a step: their names begin so."""
@@ -118,8 +122,9 @@ def heartbeat(folder: Path | None, rank: int) -> Iterator[Heartbeat]:
     """
     record = _record(folder, rank)
     own = Heartbeat(record)
-    if record is not None:
+    if folder is not None and record is not None:
         threading.Thread(target=own.beat, name="heartbeat", daemon=True).start()
+        dump_flights_on_request(folder, rank)
     yield own
     own.end()
 
@@ -175,12 +180,19 @@ class RankPosition:
         """As in rank 3 on node-7."""
         return f"rank {self.rank} on {self.node}" if self.node else f"rank {self.rank}"
 
+    @property
+    def place(self) -> str:
+        """Step and phase."""
+        return f"in step {self.step}, {self.phase}" if self.step else self.phase
+
     def __str__(self) -> str:
-        where = f"in step {self.step}, {self.phase}" if self.step else self.phase
-        if not self.lost:
-            return f"{where} for {self.phase_s:.0f} s"
+        return self.silence if self.lost else f"{self.place} for {self.phase_s:.0f} s"
+
+    @property
+    def silence(self) -> str:
+        """That it sends no heartbeat, and why, as far as the kernel says."""
         why = f": {_STATES[self.state]}" if self.state in _STATES else ""
-        return f"sends no heartbeat for {self.silent_s:.0f} s{why}; last {where}"
+        return f"sends no heartbeat for {self.silent_s:.0f} s{why}; last {self.place}"
 
 
 @dataclass
@@ -207,6 +219,8 @@ class HeartbeatMonitor:
             self._temporary = tempfile.TemporaryDirectory(prefix="megads-heartbeats-", ignore_cleanup_errors=True)
         self._seen: dict[int, _Seen] = {}
         self._last_look_s: float | None = None
+        self.looks = 0
+        """So often the heartbeats were read."""
 
     @property
     def folder(self) -> Path | None:
@@ -230,6 +244,7 @@ class HeartbeatMonitor:
         if self.folder is None or (self._last_look_s is not None and passed_s < INTERVAL_S):
             return []
         self._last_look_s = now
+        self.looks += 1
         # A monitor that was itself held up, with the machine or its job, does not blame the ranks for it.
         passed_s = min(passed_s, 2 * INTERVAL_S)
         changed = []

@@ -57,14 +57,26 @@ def oom_kills(cgroup_root: Path = _CGROUPS, membership: Path = Path("/proc/self/
         cgroup_root: where the cgroup file systems are mounted.
         membership: the kernel's list of this process's cgroups.
     """
+    return memory_events(cgroup_root, membership).get("oom_kill")
+
+
+def memory_events(cgroup_root: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup")) -> dict[str, int]:
+    """What the kernel counted in this process's cgroup: how often memory was reclaimed, was at its limit, ran out.
+
+    Args:
+        cgroup_root: where the cgroup file systems are mounted.
+        membership: the kernel's list of this process's cgroups.
+    """
     for folder in _cgroup_folders(cgroup_root, membership):
         for name in ("memory.events", "memory.oom_control"):
             try:
                 fields = dict(line.split() for line in (folder / name).read_text().splitlines())
-                return int(fields["oom_kill"])
-            except (OSError, ValueError, KeyError):
+                counts = {key: int(value) for key, value in fields.items()}
+            except (OSError, ValueError):
                 continue
-    return None
+            if "oom_kill" in counts:
+                return counts
+    return {}
 
 
 def _cgroup_folders(root: Path, membership: Path) -> list[Path]:

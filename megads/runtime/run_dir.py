@@ -98,6 +98,11 @@ def failure_path(run_dir: Path, rank: int, start: int | None = None) -> Path:
     return run_dir / "logs" / f"failure_{_start(start)}{rank:05d}.json"
 
 
+def evidence_path(run_dir: Path, start: int | None, name: str) -> Path:
+    """Returns the folder of evidence that one start collected at one time."""
+    return run_dir / "evidence" / f"{_start(start)}{name}"
+
+
 def exit_path(run_dir: Path, rank: int, start: int | None = None) -> Path:
     """Returns the file in which a rank of a start that ended by itself leaves its exit code."""
     return run_dir / "logs" / f"exit_{_start(start)}{rank:05d}.json"

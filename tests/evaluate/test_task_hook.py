@@ -18,6 +18,7 @@ from megads.evaluate.task_hook import AskedTasks, TaskEvaluationHook
 from megads.monitor.console import render_validation
 from megads.monitor.trackers import numbers
 from megads.parallel.grid import single_rank_grid
+from megads.runtime.heartbeat import Heartbeat
 from megads.runtime.hooks import TrainState
 from megads.runtime.metrics import EventWriter, MetricsWriter, read_json_lines
 from megads.tools.evaluate.command import evaluate
@@ -174,6 +175,7 @@ def test_an_evaluation_that_a_kill_prevented_is_made_up_for(tasks: Path, tmp_pat
             5,
             metrics,
             events,
+            Heartbeat(),
         )
         hook.on_start(TrainState(step=step))
         metrics.close()

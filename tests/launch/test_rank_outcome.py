@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megads.diagnosis.flight_recorder import judge_traces, parse_trace
 from megads.errors import NumericalError, UnhealthyNode
 from megads.launch.rank import is_lost_peer
 from megads.launch.rank_outcome import (
@@ -18,6 +19,7 @@ from megads.launch.rank_outcome import (
     Outcome,
     RankExit,
     clear_records,
+    hang_outcome,
     hung,
     judge,
     lost_nodes,
@@ -220,3 +222,45 @@ def test_what_is_recorded_of_a_rank_that_hangs() -> None:
     assert record.user_error and not record.consequence and record.message.startswith("hung: ")
     assert before - 120 <= record.time_s <= time.time() - 120
     assert record.monotonic_s <= time.monotonic() - 120
+
+
+ENTERED = {
+    "record_id": 1,
+    "pg_id": 0,
+    "process_group": ("0", "default_pg"),
+    "collective_seq_id": 7,
+    "profiling_name": "gloo:all_reduce",
+    "state": "scheduled",
+}
+
+
+def hung_together(*entered: int, silent: int | None = None) -> Outcome:
+    """Two ranks in one phase, of which some entered a collective."""
+    suspects = [
+        RankPosition(rank, 5, "engine step", 20.0, silent_s=20.0 if rank == silent else 0.0, node=f"node-{rank}")
+        for rank in (0, 1)
+    ]
+    traces = [parse_trace(rank, {"entries": [ENTERED] if rank in entered else []}) for rank in (0, 1)]
+    return hang_outcome(Path("run"), suspects, judge_traces(traces), [Path("run/evidence/start_1_now")])
+
+
+def test_of_ranks_in_one_phase_the_one_that_did_not_enter() -> None:
+    """Catches blame on the rank that waits, or on none, where heartbeats cannot tell but the flight recorder can."""
+    found = hung_together(0)
+    assert (found.rank, found.nodes, found.exit_code, found.hung) == (1, ("node-1",), 9, True)
+    assert found.message.startswith("rank 1 on node-1: hung: in step 5, engine step for 20 s\n")
+    assert "flight recorder: rank 1 did not enter gloo:all_reduce number 7" in found.message
+    assert "evidence: run/evidence/start_1_now" in found.message and "rank_00001.log" in found.message
+
+
+def test_a_process_that_does_not_run_is_to_blame_first() -> None:
+    """Catches a stopped process that goes unnamed because it could not say what it entered."""
+    found = hung_together(0, 1, silent=0)
+    assert found.rank == 0 and found.message.startswith("rank 0 on node-0: hung: sends no heartbeat for 20 s")
+
+
+def test_a_hang_of_nobody_in_particular() -> None:
+    """Catches one rank blamed, or healthy nodes left out, where all entered the same collective and it hangs."""
+    found = hung_together(0, 1)
+    assert found.rank is None and found.nodes == ()
+    assert found.message.startswith("hung: ranks 0, 1: in step 5, engine step for 20 s")

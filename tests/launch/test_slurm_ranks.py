@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +14,12 @@ import pytest
 from megads.config import RootConfig
 from megads.errors import ConfigError
 from megads.launch import slurm_ranks
+from megads.launch.hang_detection import HangSettings
+from megads.launch.node_ranks import NodePart
 from megads.launch.slurm_ranks import find_placement, place_ranks
 from megads.parallel.config import ParallelConfig
 from megads.runtime.config import ClusterConfig, ClusterKind, RunConfig
+from megads.runtime.heartbeat import ENGINE_STEP, RankPosition
 from megads.runtime.slurm import Allocation, Node, SlurmJob
 
 
@@ -125,6 +130,9 @@ class RanksThatStay:
     def __init__(self) -> None:
         self.polls, self.kills = 0, 0
 
+    def hang(self) -> list[RankPosition]:
+        return []
+
     def poll(self) -> bool:
         self.polls += 1
         return self.polls < 100
@@ -159,6 +167,38 @@ def test_an_ordered_end_is_waited_for_a_while(monkeypatch: pytest.MonkeyPatch) -
     assert said == [slurm_ranks._SIGNALLED, slurm_ranks._FAILING] and signals == []
     ranks, said = watch(monkeypatch, 1000, [])
     assert (ranks.polls, ranks.kills, said) == (100, 0, [slurm_ranks._FAILING])
+
+
+def test_a_hang_is_one_when_no_node_has_a_reason_to_wait() -> None:
+    """Catches ranks killed because they wait for a node whose rank saves, as it may, blame on a rank that waits for
+    one of another node, and nodes that go on and are still counted."""
+    nodes = (Node("a", "a"), Node("b", "b"))
+    ranks = slurm_ranks.SlurmRanks(
+        NodePart(Path("run"), ("-m", "module"), 1, 1, num_nodes=2), Allocation(SlurmJob("7", 0, ""), nodes), nodes
+    )
+    waits = RankPosition(0, 6, ENGINE_STEP, 30.0, node="a")
+    stuck = RankPosition(1, 5, "SlowHook", 30.0, node="b")
+
+    def hear(number: int, *positions: RankPosition) -> None:
+        told = [dataclasses.asdict(position) for position in positions]
+        ranks._take(json.loads(json.dumps({"word": "hang", "number": number, "positions": told})))
+
+    hear(0, waits)
+    assert ranks.hang() == []
+    hear(1, stuck)
+    assert ranks.hang() == [stuck]
+    hear(0)
+    assert ranks.hang() == []
+
+
+def test_agents_are_told_when_a_rank_counts_as_hung() -> None:
+    """Catches hangs that nobody looks for on the nodes, and an agent that cannot read what it is told."""
+    settings = HangSettings(20.0, 480.0, patience=4.0)
+    part = NodePart(Path("run"), ("-m", "module"), 1, 1, num_nodes=2, hangs=settings)
+    nodes = (Node("a", "a"), Node("b", "b"))
+    command = slurm_ranks.SlurmRanks(part, Allocation(SlurmJob("7", 0, ""), nodes), nodes).command("host:1")
+    told = command[command.index("--hangs") + 1]
+    assert HangSettings(**json.loads(told)) == settings
 
 
 def test_the_launcher_hears_of_what_holds_up_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 import stat
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +18,7 @@ from megads.frozen_config import config_digest, freeze
 from megads.launch.acceptance import changes_since_last_start, is_finished
 from megads.launch.preflight import chosen_kernels, place, refuse_while_stopped
 from megads.launch.preflight_memory import Machine
-from megads.launch.start import launch_spec
+from megads.launch.start import launch_spec, wait_for_restart
 from megads.model.config import AttentionKind
 from megads.ops.config import Implementation
 from megads.runtime.config import RunConfig
@@ -136,3 +140,19 @@ def test_kernels_of_gpus_are_refused_on_a_cpu(kind: AttentionKind) -> None:
     config.model.attention = kind
     with pytest.raises(ConfigError, match=rf"model\.attention = {kind} .* CPU.*: use model\.attention=auto"):
         chosen_kernels(config, Machine(2**30, per_gpu=False))
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 6), (signal.SIGINT, 5)], ids=["SIGTERM", "SIGINT"])
+def test_a_signal_ends_the_wait_for_a_restart(number: signal.Signals, code: int) -> None:
+    """Catches a job that its scheduler ends during the wait, and that dies without the exit code that requeues it."""
+    before = signal.getsignal(number)
+    sender = threading.Timer(0.3, os.kill, (os.getpid(), number))
+    sender.start()
+    begin = time.monotonic()
+    assert wait_for_restart(60.0) == code
+    assert time.monotonic() - begin < 10 and signal.getsignal(number) == before
+
+
+def test_a_wait_that_is_over() -> None:
+    """Catches a restart that does not come."""
+    assert wait_for_restart(0.0) is None and wait_for_restart(0.2) is None

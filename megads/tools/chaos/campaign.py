@@ -44,6 +44,7 @@ _SMALL_RUN = {
     "checkpoint.local_every_steps": "2",
     "cluster.max_restarts": "10",
     "cluster.heartbeat_timeout_s": "10",
+    "cluster.hang_min_s": "5",
     "cluster.timeout_s": "30",
     "cluster.peak_tflops": "1",
     "cluster.threads_per_rank": "1",

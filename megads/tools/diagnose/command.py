@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from megads.diagnosis.decision import Diagnosis, Evidence, decide
 from megads.diagnosis.evidence import Survey
 from megads.diagnosis.flight_recorder import FlightVerdict, judge_traces
 from megads.errors import DataError
+from megads.launch.evidence import flight_verdict, main_thread_stack
 from megads.tools.diagnose.config import DiagnoseConfig
 from megads.tools.diagnose.dumps import read_dumps
 from megads.tools.diagnose.incidents import (
@@ -28,6 +30,8 @@ from megads.tools.diagnose.log_files import find_logs, survey_file
 from megads.tools.diagnose.run_folder import read_run
 
 _RECALLED_CONFIDENCE = 0.4
+_RANK = re.compile(r"\d+")
+_MOST_FRAMES = 4
 _HANGS = (Cause.nccl_timeout_hang, Cause.process_killed_unknown, Cause.nccl_remote_or_network)
 """Causes of which the flight recorder knows more than the logs."""
 
@@ -84,14 +88,15 @@ def diagnose(config: DiagnoseConfig) -> Report | FinishedRun:
     start = time.perf_counter()
     surveys: list[Survey] = []
     nodes: tuple[str, ...] = ()
+    collected: tuple[Path, ...] = ()
     if config.run:
         end = read_run(config.run)
         if end.finished and not config.logs and not config.flight_recorder:
             return FinishedRun(end.folder)
         surveys += end.surveys
-        nodes = end.nodes
+        nodes, collected = end.nodes, end.evidence
     surveys += [survey_file(path, str(path)) for path in find_logs(config.log_paths)]
-    flight = judge_traces(read_dumps(config.dump_paths)) if config.flight_recorder else None
+    flight = judge_traces(read_dumps(config.dump_paths)) if config.flight_recorder else flight_verdict(collected)
     notes = [f"{survey.file} {note}" for survey in surveys for note in survey.notes]
     if not flight and not any(survey.lines or survey.findings for survey in surveys):
         raise DataError(f"nothing to diagnose: {'; '.join(notes) or 'the logs are empty'}")
@@ -100,6 +105,7 @@ def diagnose(config: DiagnoseConfig) -> Report | FinishedRun:
         diagnosis = replace(diagnosis, culprit=", ".join(nodes))
     if flight is not None:
         diagnosis = with_flight(diagnosis, flight, bool(surveys))
+    diagnosis = with_stacks(diagnosis, collected)
     telling = telling_templates(surveys)
     recollections: list[Recollection] = []
     if config.incidents.file is not None:
@@ -154,6 +160,22 @@ def with_flight(diagnosis: Diagnosis, flight: FlightVerdict, has_logs: bool) -> 
         0.8 if ranks else 0.5,
         others,
     )
+
+
+def with_stacks(diagnosis: Diagnosis, folders: Sequence[Path]) -> Diagnosis:
+    """Adds where the ranks to blame were when the launcher collected evidence, before it ended them.
+
+    Args:
+        diagnosis: by logs and dumps.
+        folders: of the evidence, the last one last.
+    """
+    shown = []
+    for folder in folders[-1:]:
+        for rank in map(int, _RANK.findall(diagnosis.culprit) if "rank" in diagnosis.culprit else ()):
+            if frames := main_thread_stack(folder, rank):
+                text = f"rank {rank} was in {'; '.join(frames[:_MOST_FRAMES])}"
+                shown.append(Evidence(f"evidence/{folder.name}/stacks_rank_{rank:05d}.txt", 0, text))
+    return replace(diagnosis, evidence=(*diagnosis.evidence[:1], *shown, *diagnosis.evidence[1:]))
 
 
 def with_past(diagnosis: Diagnosis, recollections: Sequence[Recollection]) -> Diagnosis:

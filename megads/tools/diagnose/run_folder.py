@@ -9,6 +9,7 @@ from pathlib import Path
 from megads.diagnosis.evidence import Survey
 from megads.diagnosis.run_record import START_HEADER, recorded_findings
 from megads.errors import EXIT_OK, DataError
+from megads.launch.evidence import evidence_folders
 from megads.runtime.metrics import read_json_lines
 from megads.runtime.run_dir import EVENTS_FILE, find_run, is_run_dir, rank_log_path, srun_log_path
 from megads.tools.diagnose.log_files import survey_file
@@ -25,12 +26,14 @@ class RunEnd:
         surveys: of its records and logs; the first is of what it recorded.
         finished: it ended well, so there is nothing to diagnose.
         nodes: to blame, as the launcher found.
+        evidence: folders of what was collected of the ranks of that start while they ran, in the order of time.
     """
 
     folder: Path
     surveys: tuple[Survey, ...]
     finished: bool
     nodes: tuple[str, ...] = ()
+    evidence: tuple[Path, ...] = ()
 
 
 def read_run(name: str) -> RunEnd:
@@ -60,7 +63,10 @@ def read_run(name: str) -> RunEnd:
     if not failures and not any(survey.lines for survey in surveys[1:]):
         raise DataError(f"run = {name}: {folder} holds no failure and no log of a rank: was it started at all?")
     nodes = failures[-1][1].get("nodes") if failures else None
-    return RunEnd(folder, tuple(surveys), False, tuple(map(str, nodes)) if isinstance(nodes, list) else ())
+    starts = [event.get("start") for _, event in events if event.get("event") == "launch"]
+    evidence = evidence_folders(folder, starts[-1]) if starts else []
+    named = tuple(map(str, nodes)) if isinstance(nodes, list) else ()
+    return RunEnd(folder, tuple(surveys), False, named, tuple(evidence))
 
 
 def _logs(folder: Path, blamed: int | None) -> list[Path]:

@@ -1,0 +1,231 @@
+"""Evidence of a hang or a failure on a node, collected before its processes are killed.
+
+Bounded in time and size. What cannot be had is noted in the evidence, and never holds up what follows.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+from megads.diagnosis.flight_recorder import FlightTrace, FlightVerdict, judge_traces, parse_trace
+from megads.runtime.files import parse_json, read_regular
+from megads.runtime.heartbeat import RankPosition
+from megads.runtime.machine_memory import may_have_gpus, memory_events, oom_kills
+from megads.runtime.rank_evidence import ask_ranks, flight_path, stacks_path, wait_for_answers
+from megads.runtime.run_dir import evidence_path, rank_log_path
+
+LIMIT_S = 3.0
+"""Longest time that collecting takes."""
+_ANSWERS_S = 1.5
+_TOOL_S = 1.0
+_TAIL_BYTES = 32 << 10
+_MOST_BYTES = 1 << 20
+_STATUS = ("State", "VmRSS", "VmHWM", "VmSwap", "Threads", "SigBlk", "nonvoluntary_ctxt_switches")
+_KERNEL_WORDS = ("oom", "killed process", "xid", "nvrm", "ecc", "mce", "i/o error", "hung_task", "blocked for more")
+_GPU_FIELDS = (
+    "index,name,uuid,temperature.gpu,memory.used,utilization.gpu,ecc.errors.uncorrected.volatile.total,"
+    "ecc.errors.corrected.volatile.total,retired_pages.pending"
+)
+
+
+class EvidenceCollection:
+    """Collects in a thread of its own, as what it reads may itself hang.
+
+    Args:
+        folder: to write to; is created.
+        run_dir: of the run.
+        heartbeats: of the node's ranks.
+        pids: of the ranks that still run, by rank.
+        positions: of all ranks of the node.
+        reason: why it is collected.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        run_dir: Path,
+        heartbeats: Path | None,
+        pids: Mapping[int, int],
+        positions: Sequence[RankPosition],
+        reason: str,
+    ) -> None:
+        self.folder = folder
+        self._run_dir, self._heartbeats, self._pids = run_dir, heartbeats, dict(pids)
+        self._positions, self._reason = list(positions), reason
+        self._notes: list[str] = []
+        self._deadline = time.monotonic() + LIMIT_S
+        self._thread = threading.Thread(target=self._collect, name="evidence", daemon=True)
+        self._thread.start()
+
+    @property
+    def finished(self) -> bool:
+        """Whether it is complete, or has taken as long as it may."""
+        return not self._thread.is_alive() or time.monotonic() >= self._deadline
+
+    def wait(self) -> None:
+        """Returns when it is finished."""
+        self._thread.join(max(0.0, self._deadline - time.monotonic()))
+
+    def _collect(self) -> None:
+        """Body of the thread."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if self._heartbeats is not None:
+                ask_ranks(self._heartbeats, self._pids)
+            # While the ranks answer. The most telling first: who kills may not wait for the rest.
+            processes = {rank: _process(pid) for rank, pid in self._pids.items()}
+            if self._heartbeats is not None:
+                wait_for_answers(self._heartbeats, self._pids, _ANSWERS_S)
+                self._take_answers(self._heartbeats)
+            self._write("node.json", json.dumps(self._node(processes), indent=2).encode())
+            for rank in self._pids:
+                self._write(f"log_rank_{rank:05d}.txt", _tail(rank_log_path(self._run_dir, rank)))
+            self._write("kernel.txt", _kernel_lines())
+            if may_have_gpus():
+                self._write("gpus.txt", _said(["nvidia-smi", f"--query-gpu={_GPU_FIELDS}", "--format=csv"]))
+            for rank in self._without_stacks():
+                self._write(f"pyspy_rank_{rank:05d}.txt", _pyspy(self._pids[rank]))
+        except Exception as error:  # Whatever is wrong with the evidence: the run goes on, or starts again.
+            self._notes.append(f"{type(error).__name__}: {error}")
+        if self._notes:
+            with suppress(OSError):
+                (self.folder / "notes.txt").write_text("\n".join(self._notes) + "\n")
+
+    def _take_answers(self, heartbeats: Path) -> None:
+        for rank in self._pids:
+            for name, path in (("stacks", stacks_path(heartbeats, rank)), ("flight", flight_path(heartbeats, rank))):
+                try:
+                    content = path.read_bytes()[:_MOST_BYTES]
+                except OSError:
+                    content = b""
+                suffix = "json" if name == "flight" else "txt"
+                self._write(f"{name}_rank_{rank:05d}.{suffix}", content)
+
+    def _without_stacks(self) -> list[int]:
+        """Ranks whose own stacks are missing, as a stopped process leaves none."""
+        return [rank for rank in self._pids if not (self.folder / f"stacks_rank_{rank:05d}.txt").exists()]
+
+    def _node(self, processes: Mapping[int, Mapping[str, str]]) -> dict[str, object]:
+        return {
+            "reason": self._reason,
+            "time": time.time(),
+            "positions": [asdict(position) for position in self._positions],
+            "processes": {str(rank): dict(found) for rank, found in processes.items()},
+            "oom_kills": oom_kills(),
+            "cgroup_memory_events": memory_events(),
+            "machine_memory": _fields(Path("/proc/meminfo"), ("MemTotal", "MemAvailable", "SwapFree", "Shmem")),
+            "load": _line(Path("/proc/loadavg")),
+        }
+
+    def _write(self, name: str, content: bytes) -> None:
+        """Nothing where there is nothing to write."""
+        if not content:
+            return
+        try:
+            (self.folder / name).write_bytes(content[:_MOST_BYTES])
+        except OSError as error:
+            self._notes.append(f"{name} cannot be written: {error}")
+
+
+def _process(pid: int) -> dict[str, str]:
+    """What the kernel says of a process."""
+    folder = Path(f"/proc/{pid}")
+    found = _fields(folder / "status", _STATUS)
+    # The stack and the call are shown to root only, or to nobody.
+    return found | {name: text for name in ("wchan", "syscall", "stack") if (text := _line(folder / name))}
+
+
+def _fields(path: Path, names: Sequence[str]) -> dict[str, str]:
+    try:
+        lines = [line.partition(":") for line in path.read_text(errors="replace").splitlines()]
+    except OSError:
+        return {}
+    return {name: value.strip() for name, _, value in lines if name in names}
+
+
+def _line(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _tail(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            return file.read(_TAIL_BYTES)
+    except OSError:
+        return b""
+
+
+def _kernel_lines() -> bytes:
+    """The last lines of the kernel's log that tell of memory, devices and disks; none where it may not be read."""
+    lines = _said(["dmesg", "--ctime"]).decode(errors="replace").splitlines()
+    return "\n".join([line for line in lines if any(word in line.lower() for word in _KERNEL_WORDS)][-200:]).encode()
+
+
+def _pyspy(pid: int) -> bytes:
+    """The stacks of a process that cannot say them, where py-spy is installed and may look."""
+    return _said(["py-spy", "dump", "--nonblocking", "--pid", str(pid)])
+
+
+def _said(command: Sequence[str]) -> bytes:
+    """What a tool of the system prints; nothing where it is missing, fails or does not end."""
+    if shutil.which(command[0]) is None:
+        return b""
+    try:
+        done = subprocess.run(list(command), capture_output=True, timeout=_TOOL_S, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return b""
+    return done.stdout if done.returncode == 0 else b""
+
+
+def read_flights(folders: Sequence[Path]) -> list[FlightTrace]:
+    """The flight recorder's dumps in folders of evidence, the last folder's where a rank has several."""
+    traces: dict[int, FlightTrace] = {}
+    for folder in folders:
+        for path in sorted(folder.glob("flight_rank_*.json")):
+            with suppress(OSError, ValueError):
+                dump = parse_json(read_regular(path))
+                rank = int(path.stem.rpartition("_")[2])
+                if isinstance(dump, dict):
+                    traces[rank] = parse_trace(rank, dump)
+    return [traces[rank] for rank in sorted(traces)]
+
+
+def flight_verdict(folders: Sequence[Path]) -> FlightVerdict | None:
+    """Who is behind, by the dumps in folders of evidence; None where there are none."""
+    traces = read_flights(folders)
+    return judge_traces(traces) if traces else None
+
+
+def evidence_folders(run_dir: Path, start: int | None) -> list[Path]:
+    """The folders of evidence of one start, in the order of time."""
+    return sorted(evidence_path(run_dir, start, "any").parent.glob(f"{evidence_path(run_dir, start, '*').name}"))
+
+
+def main_thread_stack(folder: Path, rank: int) -> list[str]:
+    """The main thread's frames of a rank, the innermost first, as "file:line function"."""
+    text = _line(folder / f"stacks_rank_{rank:05d}.txt")
+    threads = [
+        [_frame(line) for line in map(str.strip, block.splitlines()) if line.startswith('File "')]
+        for block in text.split("\n\n")
+    ]
+    # faulthandler does not name it, and calls whatever thread holds the interpreter the current one.
+    return next((frames for frames in threads if frames and not frames[-1].endswith(" _bootstrap")), [])
+
+
+def _frame(line: str) -> str:
+    """`File "a.py", line 3 in f` as `a.py:3 f`."""
+    file, _, rest = line.removeprefix('File "').partition('", line ')
+    number, _, function = rest.partition(" in ")
+    return f"{file}:{number} {function}"

@@ -1,0 +1,158 @@
+"""Which rank hangs: a pure function of the ranks' positions over time, without clocks and processes of its own.
+
+A rank that waits in a collective hangs because of another one. So the ranks that are furthest behind are looked at:
+the job hangs when one of them is in a phase for longer than the run's own phases of that kind ever took.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from megads.runtime.heartbeat import (
+    AGREEING,
+    ENGINE_STEP,
+    INTERVAL_S,
+    LOADING_DATA,
+    SAVING,
+    SLOW_PHASES,
+    VALIDATING,
+    RankPosition,
+)
+
+UNKNOWN_S = 3600.0
+"""Limit of a phase that has nothing to be compared with: the start, the first step with what it compiles, a first
+save."""
+_OF_MEDIAN, _OF_LONGEST = 15.0, 4.0
+_FILES, _HOOKS = 5.0, 10.0
+"""A phase that reads or writes files may be slow for reasons that computing does not have; most steps of a hook do
+nothing, which teaches nothing about the others."""
+_FEWEST = 3
+_REMEMBERED = 255
+_FLOORS = {ENGINE_STEP: 1.0, LOADING_DATA: _FILES, AGREEING: _FILES, SAVING: _FILES, VALIDATING: _FILES}
+_ORDER = {LOADING_DATA: 0, ENGINE_STEP: 1, AGREEING: 2}
+"""Of the phases of one step number; hooks come after them."""
+_DIGITS = re.compile(r"[\d,.]*\d")
+
+
+@dataclass(frozen=True)
+class HangSettings:
+    """When a rank counts as hung.
+
+    Attributes:
+        min_s: no step counts as hung before that; phases that use files get five times as long, hooks ten times.
+        most_s: longest limit of a step: its collectives fail soon after it.
+        patience: factor on what was learnt; more after a restart because of a hang that may have been none.
+    """
+
+    min_s: float
+    most_s: float = UNKNOWN_S
+    patience: float = 1.0
+
+
+@dataclass
+class _Durations:
+    recent: deque[float]
+    count: int = 0
+    longest_s: float = 0.0
+
+
+class PhaseLimits:
+    """Learns from the durations of a run's phases how long each kind of phase may take.
+
+    The limit is 15 times the median or 4 times the longest so far, whichever is longer, more while few were seen. A
+    step that takes ten times as long as usual is no hang, and nothing that was survived once is one later.
+
+    Args:
+        settings: bounds of the limits.
+    """
+
+    def __init__(self, settings: HangSettings) -> None:
+        self._settings = settings
+        self._kinds: dict[str, _Durations] = {}
+
+    def learn(self, kind: str, duration_s: float) -> None:
+        """Takes the duration of a phase that is over."""
+        seen = self._kinds.setdefault(kind, _Durations(deque(maxlen=_REMEMBERED)))
+        seen.recent.append(duration_s)
+        seen.count += 1
+        seen.longest_s = max(seen.longest_s, duration_s)
+
+    def limit_s(self, kind: str) -> float:
+        """Seconds after which a phase of this kind counts as hung."""
+        settings, seen = self._settings, self._kinds.get(kind)
+        floor_s = settings.min_s * _FLOORS.get(kind.partition(",")[0], _HOOKS)
+        if seen is None or seen.count < _FEWEST:
+            # Most phases of a step are too short to be met; once steps are known, so is that.
+            short = not kind.startswith(SLOW_PHASES) and kind != ENGINE_STEP and self._knows(ENGINE_STEP)
+            return (floor_s if short else UNKNOWN_S) * settings.patience
+        usual_s = max(_OF_MEDIAN * median(seen.recent), _OF_LONGEST * seen.longest_s)
+        limit_s = max(floor_s, usual_s * (1 + _FEWEST / seen.count)) * settings.patience
+        return min(limit_s, settings.most_s) if kind == ENGINE_STEP else limit_s
+
+    def _knows(self, kind: str) -> bool:
+        return kind in self._kinds and self._kinds[kind].count >= _FEWEST
+
+
+class HangDetector:
+    """Follows the positions of a node's ranks.
+
+    Args:
+        settings: when a rank counts as hung.
+    """
+
+    def __init__(self, settings: HangSettings) -> None:
+        self.limits = PhaseLimits(settings)
+        self._min_s = settings.min_s
+        self._last: dict[int, RankPosition] = {}
+        self._met: set[tuple[int, str]] = set()
+
+    def look(self, positions: Sequence[RankPosition]) -> tuple[RankPosition, ...]:
+        """Learns from one look at all ranks; returns those that everybody waits for and that take too long.
+
+        Args:
+            positions: at intervals of `INTERVAL_S`.
+        """
+        for position in positions:
+            self._follow(position)
+        # A person who debugs a rank is not to lose it.
+        if any(position.state == "t" for position in positions):
+            return ()
+        return tuple(at for at in furthest_behind(positions) if self._is_overdue(at))
+
+    def _is_overdue(self, at: RankPosition) -> bool:
+        return at.phase_s >= self._min_s and at.phase_s >= self.limits.limit_s(phase_kind(at.phase))
+
+    def _follow(self, now: RankPosition) -> None:
+        before = self._last.get(now.rank)
+        self._last[now.rank] = now
+        if before is None or now.phase_s > before.phase_s or before.lost:
+            return
+        kind = phase_kind(before.phase)
+        # Before the first step, and in the first of each kind, is what is done once: opening, compiling, allocating.
+        if before.step == 0 or (before.rank, kind) not in self._met:
+            self._met.add((before.rank, kind))
+            return
+        # A look sees a phase up to one interval late, and most phases are shorter.
+        self.limits.learn(kind, before.phase_s + INTERVAL_S if before.phase_s else INTERVAL_S / 2)
+
+
+def phase_kind(phase: str) -> str:
+    """A phase's name without what counts: `validating, batch 3/20` and `validating, batch 4/20` are of one kind."""
+    return _DIGITS.sub("#", phase)
+
+
+def furthest_behind(positions: Sequence[RankPosition]) -> list[RankPosition]:
+    """The ranks that the others wait for: in the earliest step, there in the earliest phase, and of hooks, whose order
+    nobody knows, in the one that was entered first. All ranks, where all are at the same place."""
+    if not positions:
+        return []
+    places = {position.rank: (position.step, _ORDER.get(position.phase, len(_ORDER))) for position in positions}
+    first = min(places.values())
+    behind = [position for position in positions if places[position.rank] == first]
+    longest_s = max(position.phase_s for position in behind)
+    # Entered within the same look, or nearly.
+    return [position for position in behind if position.phase_s >= longest_s - 2 * INTERVAL_S]

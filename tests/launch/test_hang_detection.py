@@ -1,0 +1,214 @@
+"""Hangs by simulated clocks: none is seen in days of noisy steps, a real one within seconds, and the right rank."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from megads.launch.hang_detection import UNKNOWN_S, HangDetector, HangSettings, PhaseLimits, furthest_behind, phase_kind
+from megads.runtime.heartbeat import AGREEING, ENGINE_STEP, INTERVAL_S, LOADING_DATA, RankPosition
+
+DEFAULTS = HangSettings(min_s=20.0, most_s=480.0)
+DAY_S = 86_400.0
+Phases = Iterator[tuple[int, str, float]]
+
+
+def watch(
+    phases: Phases, detector: HangDetector, until_s: float, ranks: int = 1
+) -> tuple[float, tuple[RankPosition, ...]]:
+    """Looks every half second at ranks that go through the same phases; returns the time of the first hang seen."""
+    began_s, (step, phase, duration_s) = 0.0, next(phases)
+    look, changes_s, last = 0, 0.0, (0, "")
+    while (now := look * INTERVAL_S) < until_s:
+        look += 1
+        changed = False
+        while began_s + duration_s <= now:
+            began_s += duration_s
+            step, phase, duration_s = next(phases)
+            changed = True
+        changes_s = 0.0 if changed or last == (0, "") else changes_s + INTERVAL_S
+        last = (step, phase)
+        found = detector.look([RankPosition(rank, step, phase, changes_s) for rank in range(ranks)])
+        if found:
+            return now, found
+    return until_s, ()
+
+
+def steps(duration: Callable[[random.Random], float], seed: int = 0) -> Phases:
+    """A run: opening, a first step that compiles, then steps with their data, hooks, saves and validations."""
+    noise = random.Random(seed)
+    yield 0, "building the engine", 40.0
+    step = 0
+    while True:
+        step += 1
+        stall = 60.0 * noise.random() if noise.random() < 1e-4 else 0.0  # of a shared file system
+        yield step, LOADING_DATA, 0.01 + stall
+        yield step, ENGINE_STEP, 300.0 if step == 1 else duration(noise)
+        yield step, AGREEING, 0.001
+        yield step, "MetricsHook", 0.002 + (0.5 if step % 50 == 0 else 0.0)
+        if step % 100 == 0:
+            yield step, "saving", noise.lognormvariate(1.5, 0.8)
+        if step % 500 == 0:
+            for batch in range(20):
+                yield step, f"validating, batch {batch + 1}/20", 0.3 * noise.lognormvariate(0, 0.5)
+            yield step, "PluginHook", 100.0  # works for minutes, at some steps only
+        else:
+            yield step, "PluginHook", 0.0
+
+
+def even(noise: random.Random) -> float:
+    return noise.gauss(1.0, 0.05)
+
+
+def rarely_ten_times(noise: random.Random) -> float:
+    return noise.lognormvariate(0, 0.2) * (10.0 if noise.random() < 1e-3 else 1.0)
+
+
+def heavy_tailed(noise: random.Random) -> float:
+    return noise.lognormvariate(0, 0.5) + (noise.expovariate(0.5) if noise.random() < 0.02 else 0.0)
+
+
+def fast(noise: random.Random) -> float:
+    return 0.05 * noise.lognormvariate(0, 0.5)
+
+
+def slow(noise: random.Random) -> float:
+    return 12.0 * noise.lognormvariate(0, 0.2) * (10.0 if noise.random() < 2e-3 else 1.0)
+
+
+@pytest.mark.parametrize(
+    "duration",
+    [heavy_tailed, *(pytest.param(one, marks=pytest.mark.slow) for one in (even, rarely_ten_times, fast, slow))],
+)
+def test_no_false_alarm_in_a_day(duration: Callable[[random.Random], float]) -> None:
+    """Catches a run that is killed because of a slow step, a garbage collection, a slow file system, a first step that
+    compiles, or a hook that works at some steps only."""
+    assert watch(steps(duration), HangDetector(DEFAULTS), DAY_S) == (DAY_S, ())
+
+
+def then_hang(before: Phases, at_step: int, in_phase: str) -> Phases:
+    for step, phase, duration_s in before:
+        yield step, phase, 10 * DAY_S if (step, phase) == (at_step, in_phase) else duration_s
+
+
+@pytest.mark.parametrize(
+    "duration, at_step, within_s",
+    [(even, 30, 25.0), (fast, 200, 25.0), (rarely_ten_times, 5000, 80.0), (slow, 400, 490.0), (even, 12, 30.0)],
+)
+def test_a_hang_is_seen(duration: Callable[[random.Random], float], at_step: int, within_s: float) -> None:
+    """Catches a limit that a few slow steps, or the first one, raise beyond use."""
+    hung_at = next_start = 0.0
+    for _step, _phase, duration_s in then_hang(steps(duration), at_step, ENGINE_STEP):
+        if duration_s > DAY_S:
+            hung_at = next_start
+            break
+        next_start += duration_s
+    phases = then_hang(steps(duration), at_step, ENGINE_STEP)
+    seen_at, found = watch(phases, HangDetector(DEFAULTS), 10 * DAY_S, ranks=2)
+    assert [(at.rank, at.step, at.phase) for at in found] == [(0, at_step, ENGINE_STEP), (1, at_step, ENGINE_STEP)]
+    assert DEFAULTS.min_s <= seen_at - hung_at <= within_s
+
+
+def test_a_limit_needs_something_to_compare_with() -> None:
+    """Catches a first save, or a phase seen once or twice, that is taken to hang because a step is short."""
+    limits = PhaseLimits(DEFAULTS)
+    assert limits.limit_s("saving") == UNKNOWN_S
+    for duration_s in (10.0, 11.0):
+        limits.learn("saving", duration_s)
+        assert limits.limit_s("saving") == UNKNOWN_S
+    limits.learn("saving", 12.0)
+    assert limits.limit_s("saving") == pytest.approx(15 * 11.0 * 2)
+    for _ in range(300):
+        limits.learn("saving", 11.0)
+    assert limits.limit_s("saving") == pytest.approx(165.0, rel=0.02)
+    limits.learn("saving", 400.0)
+    assert limits.limit_s("saving") == pytest.approx(1600.0, rel=0.02), "what was survived once is no hang later"
+    for _ in range(3):
+        limits.learn(ENGINE_STEP, 100.0)
+    assert limits.limit_s(ENGINE_STEP) == 480.0, "its collectives would fail before"
+
+
+def test_phases_too_short_to_be_met() -> None:
+    """Catches a hang that is overlooked because its hook never lasted long enough for a look to meet it."""
+    limits = PhaseLimits(DEFAULTS)
+    assert limits.limit_s("MetricsHook") == limits.limit_s(LOADING_DATA) == UNKNOWN_S, "the run may only be opening"
+    for _ in range(3):
+        limits.learn(ENGINE_STEP, 0.5)
+    assert (limits.limit_s("MetricsHook"), limits.limit_s(LOADING_DATA)) == (200.0, 100.0)
+    assert limits.limit_s("saving") == limits.limit_s("validating, batch #/#") == UNKNOWN_S
+
+
+def test_patience_after_what_may_have_been_no_hang() -> None:
+    """Catches a run that is restarted at the same slow hook without end."""
+    limits = PhaseLimits(HangSettings(20.0, 480.0, patience=4.0))
+    for _ in range(1000):
+        limits.learn("PluginHook", 0.25)
+    assert limits.limit_s("PluginHook") == 800.0
+
+
+WAITING = RankPosition(0, 6, ENGINE_STEP, 30.0)
+
+
+@pytest.mark.parametrize(
+    "culprit",
+    [
+        RankPosition(1, 5, "SleepyHook", 30.5),
+        RankPosition(1, 6, LOADING_DATA, 30.0),
+        RankPosition(1, 5, "saving", 29.5),
+    ],
+    ids=["a-step-behind", "an-earlier-phase", "in-a-save"],
+)
+def test_who_is_waited_for(culprit: RankPosition) -> None:
+    """Catches blame on the rank that waits: it may be as long in its collective as the other in what it does."""
+    assert furthest_behind([WAITING, culprit, RankPosition(2, 6, ENGINE_STEP, 31.0)]) == [culprit]
+
+
+def test_of_hooks_the_one_entered_first() -> None:
+    """Catches a rank blamed that waits in a hook's collective for one that never left the hook before."""
+    stuck = RankPosition(1, 5, "FirstHook", 30.0)
+    assert furthest_behind([RankPosition(0, 5, "SecondHook", 20.0), stuck]) == [stuck]
+    assert furthest_behind([]) == []
+
+
+def test_ranks_that_wait_for_a_legitimate_one() -> None:
+    """Catches ranks killed because they wait in a collective for one that saves, which takes as long as it may."""
+    detector = HangDetector(HangSettings(2.0))
+    for number in range(40):
+        for rank_phase in (LOADING_DATA, ENGINE_STEP):
+            detector.look([RankPosition(rank, number + 1, rank_phase, 0.0) for rank in (0, 1)])
+    for look in range(200):
+        positions = [RankPosition(0, 41, ENGINE_STEP, look * 0.5), RankPosition(1, 40, "saving", look * 0.5)]
+        assert detector.look(positions) == ()
+
+
+def test_a_debugged_rank_is_left_alone() -> None:
+    """Catches a rank killed under the hands of whoever looks for its bug."""
+    detector = HangDetector(HangSettings(2.0))
+    for number in range(40):
+        for phase in (LOADING_DATA, ENGINE_STEP):
+            detector.look([RankPosition(rank, number + 1, phase, 0.0) for rank in (0, 1)])
+    stopped = RankPosition(1, 40, ENGINE_STEP, 60.0, silent_s=60.0, state="T")
+    assert detector.look([RankPosition(0, 40, ENGINE_STEP, 60.0), stopped]) != ()
+    debugged = RankPosition(1, 40, ENGINE_STEP, 60.0, silent_s=60.0, state="t")
+    assert detector.look([RankPosition(0, 40, ENGINE_STEP, 60.0), debugged]) == ()
+
+
+def test_time_without_heartbeats_teaches_nothing() -> None:
+    """Catches a rank that somebody stopped for ten minutes, after which hangs of ten minutes count as usual."""
+    detector = HangDetector(HangSettings(2.0))
+    for number in range(40):
+        detector.look([RankPosition(0, number + 1, phase, 0.0) for phase in (LOADING_DATA,)])
+        detector.look([RankPosition(0, number + 1, ENGINE_STEP, 0.0)])
+    before = detector.limits.limit_s(ENGINE_STEP)
+    detector.look([RankPosition(0, 40, ENGINE_STEP, 600.0, silent_s=600.0, state="T")])
+    detector.look([RankPosition(0, 41, LOADING_DATA, 0.0)])
+    assert detector.limits.limit_s(ENGINE_STEP) == pytest.approx(before)
+
+
+def test_kinds_of_phases() -> None:
+    """Catches a validation of a thousand batches, each a kind of its own about which nothing is known."""
+    assert phase_kind("validating, batch 3/20") == phase_kind("validating, batch 12/20")
+    assert phase_kind("validating, hellaswag, 1,024 of 10,042") == phase_kind("validating, hellaswag, 8 of 10,042")
+    assert phase_kind("validating, batch 3") != phase_kind("validating, tasks")

@@ -1,0 +1,57 @@
+"""Ranks that hang in a real run: seen within seconds, named with their stack and collective, and started again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megads.launch.evidence import main_thread_stack
+from tests.command import StartCommand, events_of, small_model, steps_of
+from tests.faults import HANG_STEP, HANG_WAY
+
+pytestmark = pytest.mark.distributed
+SEEN_WITHIN_S = 30.0
+"""Far below cluster.timeout_s; most of it is the limit for a step that is learnt from half seconds."""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(corpus: Path, module_megads: StartCommand) -> Path:
+    run_dir = module_megads.folder / "undisturbed"
+    assert module_megads("train", *hanging_run(corpus), f"run.dir={run_dir}").end().code == 0
+    return run_dir
+
+
+def hanging_run(corpus: Path) -> list[str]:
+    """Steps long enough, and enough of them, for a monitor that looks twice a second to learn from."""
+    return small_model(corpus, parallel__dp=2, train__steps=240, cluster__hang_min_s=1, checkpoint__every_steps=50)
+
+
+@pytest.mark.parametrize("way", ["hook", "collective", "interpreter", "stop"])
+def test_a_hung_rank_is_named_and_started_again(
+    way: str, corpus: Path, undisturbed: Path, megads: StartCommand
+) -> None:
+    """faults.md row 2. Catches a hang that lasts until a timeout, blame on the rank that waits, evidence that is
+    missing, a stopped process that outlives it, and a restart that changes what is computed."""
+    run_dir = megads.folder / "run"
+    variables = {HANG_WAY: way, HANG_STEP: "220"}
+    overrides = [*hanging_run(corpus), f"run.dir={run_dir}", "cluster.max_restarts=1"]
+    ended = megads("train", *overrides, fault="hang_once", variables=variables).end()
+    assert ended.code == 0, ended.err
+    assert steps_of(run_dir) == steps_of(undisturbed)
+    (found,) = events_of(run_dir, "hang_suspected")
+    assert (found["rank"], found["killed"]) == (1, True), found
+    assert found["time"] - (run_dir / "has_hung").stat().st_mtime < SEEN_WITHIN_S
+    assert "rank 1: hung:" in ended.err
+    (folder,) = (run_dir / "evidence").iterdir()
+    assert found["evidence"] == [str(folder)]
+    waits = main_thread_stack(folder, 0)
+    assert waits and "tests/faults.py" not in waits[0], "it waits in a collective"
+    if way == "stop":
+        assert "T (stopped)" in (folder / "node.json").read_text()
+    else:
+        assert any("tests/faults.py" in frame and "hang" in frame for frame in main_thread_stack(folder, 1))
+    if way == "collective":
+        assert "rank 1 did not enter gloo:" in found["message"]
+    (restart,) = events_of(run_dir, "restart")
+    assert restart["from_step"] == 200
