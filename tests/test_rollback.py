@@ -71,6 +71,17 @@ def test_a_run_goes_back_before_a_spike_and_on_without_its_data(
     assert again.code == 0 and "finished at step" in again.out + again.err, again.out + again.err
 
 
+def test_a_rollback_leaves_local_checkpoints_behind(corpus: Path, noise: Path, megads: StartCommand) -> None:
+    """Catches a start that goes on from memory within the spike, as the checkpoint before it is still on disk."""
+    run_dir = megads.folder / "run"
+    local = {"checkpoint__every_steps": 30, "checkpoint__local_every_steps": 2}
+    ended = megads("train", *overrides(corpus, noise, 3, **local), f"run.dir={run_dir}").end()
+    assert ended.code == 0, ended.err
+    (decided,) = events_of(run_dir, "roll_back")
+    (resumed,) = events_of(run_dir, "resume")
+    assert decided["checkpoint"] == resumed["checkpoint"] == "step_00000030" and resumed["step"] == 30
+
+
 def test_a_rollback_survives_kills_and_ends_at_its_limit(corpus: Path, noise: Path, megads: StartCommand) -> None:
     """Catches a run that is rolled back for ever, a decision that is another one after a restart or is forgotten by a
     kill between it and the restart, and later checkpoints that a start takes up meanwhile."""

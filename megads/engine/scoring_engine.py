@@ -40,7 +40,7 @@ class LayoutScoringEngine:
         self._last = spec.parallel.pp - 1
         self._hidden_size, self._precision = spec.model.hidden_size, spec.precision
 
-    def load_weights(self, fill: Callable[[list[Shard]], None]) -> None:
+    def load_weights(self, fill: Callable[[list[Shard]], object]) -> None:
         """Lets `fill` write into every weight that this rank holds."""
         shards: list[Shard] = []
         for parameter in self._stages.parameters():

@@ -61,6 +61,7 @@ def leave_behind(run_dir: Path) -> bool:
     Returns:
         Whether a rollback was decided on that no start has taken up.
     """
+    from megads.checkpoint.local import forget
     from megads.checkpoint.store import discard
 
     pending, found = pending_rollback(run_dir), _not_continued(run_dir)
@@ -68,6 +69,9 @@ def leave_behind(run_dir: Path) -> bool:
         checkpoints = {str(step): digest for step, digest in found.items() if digest}
         with closing(EventWriter(run_dir)) as events:
             events.write(LEFT_BEHIND, step=pending.checkpoint_step, checkpoints=checkpoints)
+    if pending is not None:
+        # One of a later step may rest on a checkpoint that stays.
+        forget(run_dir)
     discard(run_dir, list(found))
     return pending is not None
 

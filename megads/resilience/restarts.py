@@ -176,8 +176,9 @@ def take_places(before: Sequence[str], healthy: Sequence[str], needed: int) -> t
         healthy: nodes that may be used, at least `needed`.
         needed: nodes to choose.
     """
-    spares = iter([name for name in healthy if name not in before])
-    kept = [name if name in healthy else "" for name in [*before, *[""] * needed][:needed]]
+    used, usable = set(before), set(healthy)
+    spares = iter([name for name in healthy if name not in used])
+    kept = [name if name in usable else "" for name in [*before, *[""] * needed][:needed]]
     return tuple(name or next(spares) for name in kept)
 
 

@@ -3,9 +3,10 @@
     python -m scripts.bench.effective_time [--spares 0 16] [--start-s 30 60 120 300] [--save-every-s 60 1800]
 
 The faults are those of Table 5 of The Llama 3 Herd of Models (arXiv 2407.21783): 419 unexpected interruptions in 54
-days on 16,384 GPUs, here at random times. Each goes through `megads.resilience.next_attempt`, which decides as it does
-for a real run: restart in place, with a spare node for one that is lost, or back to the queue when the spares are used
-up. What each costs at that size is no measurement of ours: the options give it, and the table shows what depends on it.
+days on 16,384 GPUs, here at random times. Each goes through `next_attempt` of `megads.resilience.restarts`, which
+decides as it does for a real run: restart in place, with a spare node for one that is lost, or back to the queue when
+the spares are used up. What each costs at that size is no measurement of ours: the options give it, and the table shows
+what depends on it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megads.errors import RankKilled, UnhealthyNode
-from megads.resilience import Attempt, GiveUp, Means, Requeue, next_attempt
+from megads.resilience.restarts import Attempt, GiveUp, Means, Requeue, next_attempt
 
 GPUS_PER_NODE = 8
 NODES = 16_384 // GPUS_PER_NODE

@@ -105,7 +105,7 @@ def test_changes_since_the_last_start(tmp_path: Path) -> None:
     freeze(config, tmp_path / "config.yaml")
     assert changes_since_last_start(config) == []
     config.optim.lr = 1e-3
-    assert changes_since_last_start(config) == [{"key": "optim.lr", "before": 0.0003, "after": 0.001}]
+    assert changes_since_last_start(config) == [{"key": "optim.lr", "before": 0.0003, "after": 0.001, "class": "warn"}]
 
 
 def test_every_point_of_a_sweep_is_tracked_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
