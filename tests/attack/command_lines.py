@@ -18,7 +18,7 @@ COMPLETE = "__complete"
 EVERY_VERB = (*VERBS, *COMMANDS, COMPLETE)
 
 # Last on the line, so that a sound config ends at once.
-_TAIL = {"train": ["run.dry_run=true"], "generate": ["max_new_tokens=2"]}
+_TAIL = {"train": ["run.dry_run=true"], "chaos": ["dry_run=true"], "generate": ["max_new_tokens=2"]}
 _NUMBERS = ["0", "-1", "1", "2", "7", "-7", "1.5", "-0.0", "1e300", "-1e300", "1e400", "nan", "inf", "-inf",
             "1e-320", "2147483648", "9223372036854775808", "-9223372036854775809", "1" + "0" * 400, "0x10", "1_000",
             "0b1"]  # fmt: skip

@@ -87,7 +87,7 @@ def test_heartbeats_say_when_a_checkpoint_is_saved(tmp_path: Path) -> None:
     hook = CheckpointHook(engine, tmp_path, config, run_record(0), state, events, beats=beats)
     for state.step in (1, 2, 3):
         hook.on_step(info(state, last=False, skipped=False))
-    assert said == [(2, "saving")]
+    assert said == [(2, "saving"), (2, "saving, training waits")]
 
 
 def info(state: TrainState, last: bool, skipped: bool) -> StepInfo:

@@ -92,4 +92,4 @@ def test_a_trained_run(megads: StartCommand, tmp_path: Path) -> None:
         "checkpoint saved",
     ):
         assert part in page, part
-    assert len(list((tmp_path / "runs" / "mine" / "report").glob("*.png"))) == 7
+    assert len(list((tmp_path / "runs" / "mine" / "report").glob("*.png"))) == 8

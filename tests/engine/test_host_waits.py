@@ -42,7 +42,7 @@ METHODS = {"tolist", "numpy", "cpu"}
 """Of tensors, which do that without an operator."""
 DROPOUT = replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1)
 
-THE_WAIT = ("engine/train_engine.py", "step")
+THE_WAIT = ("engine/train_engine.py", "_step")
 HOST = {("parallel/loss.py", "<genexpr>")}
 """Reads masks of the loss, which are on the host."""
 CPU = {("parallel/loss.py", "is_root"), ("optim/optimizers.py", "_step_by_torch")}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -17,6 +16,7 @@ from megads.checkpoint.local_files import node_folder
 from megads.checkpoint.manifest import read_manifest
 from megads.errors import CheckpointError
 from megads.runtime.metrics import read_json_lines
+from megads.runtime.process import start_child
 from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE, rank_log_path
 
 COMPUTED = ("step", "samples", "tokens", "loss", "grad_norm", "lr", "global_batch_size", "skipped", "batch_hash")
@@ -45,16 +45,8 @@ class AttackedRun:
 
     def give_command(self, *further: str) -> subprocess.Popen[bytes]:
         """Starts the command as another process would, beside the one that runs."""
-        self.run_dir.parent.mkdir(parents=True, exist_ok=True)
-        words = ["train", *self._overrides, f"run.dir={self.run_dir}", *further]
-        with self.command_log.open("ab") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", "megads.cli.main", *words],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        words = ("train", *self._overrides, f"run.dir={self.run_dir}", *further)
+        return start_child(("-m", "megads.cli.main", *words), self.command_log)
 
     @property
     def command_log(self) -> Path:
