@@ -94,6 +94,13 @@ class Run:
             assert time.monotonic() < deadline
             time.sleep(0.001)
 
+    def wait_for_disk(self) -> None:
+        """Until the last checkpoint of this rank that is written behind the training is on disk."""
+        deadline = time.monotonic() + 30
+        while self.writer is not None and self.writer.progress().stage is Stage.writing:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
     def close(self) -> None:
         """As the death of the process does."""
         if self.writer is not None:

@@ -287,6 +287,8 @@ def test_when(tmp_path: Path) -> None:
         for step in range(1, 11):
             run.step(skipped=step in (6, 7))
             run.wait()
+            # One that is still being written would put off the next.
+            run.wait_for_disk()
             found.append(max(files_of(tmp_path), default=0))
     assert found == [0, 0, 3, 3, 5, 5, 5, 8, 9, 10]
 
