@@ -27,6 +27,7 @@ def hanging_run(corpus: Path) -> list[str]:
     return small_model(corpus, parallel__dp=2, train__steps=240, cluster__hang_min_s=1, checkpoint__every_steps=50)
 
 
+@pytest.mark.quick("collective")
 @pytest.mark.parametrize("way", ["hook", "collective", "interpreter", "stop"])
 def test_a_hung_rank_is_named_and_started_again(
     way: str, corpus: Path, undisturbed: Path, megads: StartCommand

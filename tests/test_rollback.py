@@ -82,6 +82,7 @@ def test_a_rollback_leaves_local_checkpoints_behind(corpus: Path, noise: Path, m
     assert decided["checkpoint"] == resumed["checkpoint"] == "step_00000030" and resumed["step"] == 30
 
 
+@pytest.mark.slow
 def test_a_rollback_survives_kills_and_ends_at_its_limit(corpus: Path, noise: Path, megads: StartCommand) -> None:
     """Catches a run that is rolled back for ever, a decision that is another one after a restart or is forgotten by a
     kill between it and the restart, and later checkpoints that a start takes up meanwhile."""

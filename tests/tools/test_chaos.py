@@ -18,6 +18,7 @@ from tests.command import StartCommand
 QUICK = ("train.train.global_batch_size=8", "train.train.seq_len=32", "train.ops.impl=torch")
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_campaign(megads: StartCommand) -> None:
     """Catches a fault that is not injected, a recovery that is not waited for, and a scorecard that leaves one out."""
