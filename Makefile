@@ -6,7 +6,7 @@ export VENV
 SEVERAL_AT_A_TIME := --numprocesses=3 --dist=loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup browser demo test test-fast test-slow test-gpu-build test-slurm test-attack mutation check bench docs clean
+.PHONY: help setup browser demo test test-fast test-slow test-gpu-build test-slurm test-faults test-attack mutation check bench docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -35,6 +35,10 @@ test-gpu-build: setup ## build and load the CUDA kernels under CUDA builds of to
 test-slurm: setup ## on a private SLURM of several nodes on this machine; installs SLURM with apt where it may (SHARE=1/3)
 	@scripts/install_slurm.sh
 	$(PYTHON_BIN)/python -m pytest -m slurm $(if $(SHARE),--share $(SHARE)) tests/slurm
+
+test-faults: setup ## inject every fault of docs/reliability.md and list what held; SLURM's where it can be installed
+	@scripts/install_slurm.sh
+	$(PYTHON_BIN)/python -m pytest -m "fault and not attack" tests
 
 test-attack: setup ## kills at random and at every system call, damage to every file, made-up command lines: some three hours (ROUNDS=20: so many kills)
 	$(PYTHON_BIN)/python -m pytest -m attack -s tests $(if $(ROUNDS),--attack-rounds $(ROUNDS)) --attack-table attack.md

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     config.hook.pytest_deselected(items=[item for item in items if not mine(item)])
     items[:] = filter(mine, items)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    report.user_properties += [("fault", number) for mark in item.iter_markers("fault") for number in mark.args]
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """After `make test-faults`: how many tests of each fault passed, failed and were skipped."""
+    if not config.option.markexpr.startswith("fault"):
+        return
+    counts = defaultdict[int, Counter[str]](Counter)
+    for outcome in ("passed", "failed", "error", "skipped"):
+        for report in terminalreporter.stats.get(outcome, []):
+            for name, number in report.user_properties:
+                if name == "fault":
+                    counts[number][outcome] += 1
+    terminalreporter.section("faults, by their number in docs/reliability.md")
+    for number in sorted(counts):
+        terminalreporter.line(f"{number:3}  {', '.join(f'{count} {what}' for what, count in counts[number].items())}")
 
 
 def _make_the_others_slow(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -117,6 +117,29 @@ def die_after_a_step(config: Any, run_dir: Path) -> int:
     return _train(config, run_dir, lambda _: os.kill(os.getpid(), signal.SIGKILL))
 
 
+def take_all_memory_once(config: Any, run_dir: Path) -> int:
+    """The faulty rank takes memory until the kernel ends it, in the first start only."""
+
+    def take(_: Any) -> None:
+        if not (run_dir / "took_memory").exists():
+            (run_dir / "took_memory").touch()
+            taken = [b"\1" * (64 << 20) for _ in range(80)]
+            raise InjectedError(f"nothing limits {len(taken)} blocks of memory")
+
+    return _train(config, run_dir, take)
+
+
+def tell_the_time(config: Any, run_dir: Path) -> int:
+    """Each rank writes down what its clock shows before it trains, and after."""
+    from megads.train import train
+
+    note = run_dir / f"clock_of_rank_{os.environ['RANK']}"
+    note.write_text(f"{time.time()}")
+    code = train(config, run_dir)
+    note.write_text(f"{note.read_text()} {time.time()}")
+    return code
+
+
 HANG_STEP = "MEGADS_TESTS_HANG_STEP"
 """Of the environment: the step at which `hang_once` hangs."""
 HANG_WAY = "MEGADS_TESTS_HANG_WAY"

@@ -214,6 +214,7 @@ def test_missing_checkpoint(corpus: Path, megads: StartCommand) -> None:
     assert steps_of(megads.folder / "run") == []
 
 
+@pytest.mark.fault(15)
 @pytest.mark.quick(".bin-20")
 @pytest.mark.distributed
 @pytest.mark.parametrize(("ending", "left"), [(".bin", 20), (".idx", 0)])

@@ -109,6 +109,7 @@ def kill_at_each(runs: Runs, role: str, points: Sequence[Point]) -> None:
     assert not [point for point in missed if point.number == 1 and not point.label.endswith(("socket", "pipe"))]
 
 
+@pytest.mark.fault(5)
 @pytest.mark.parametrize("stride", [pytest.param(6, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.attack)])
 @pytest.mark.parametrize("role", ROLES)
 def test_killed_at_every_call(role: str, stride: int, runs: Runs) -> None:
@@ -122,6 +123,7 @@ def test_killed_at_every_call(role: str, stride: int, runs: Runs) -> None:
     kill_at_each(runs, role, chosen[::stride])
 
 
+@pytest.mark.fault(5)
 @pytest.mark.parametrize(
     ("role", "label"),
     [

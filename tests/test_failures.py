@@ -70,6 +70,7 @@ def test_a_token_outside_the_vocabulary_is_named(megads: StartCommand) -> None:
     assert "Traceback" not in ended.err
 
 
+@pytest.mark.fault(10)
 def test_lasting_nan_ends_the_run(corpus: Path, megads: StartCommand) -> None:
     """Catches NaN that one rank keeps to itself, ranks that disagree on a skip, and a run that goes on for nothing."""
     run_dir = megads.folder / "run"
@@ -101,6 +102,7 @@ def test_lasting_nan_ends_the_run(corpus: Path, megads: StartCommand) -> None:
         assert said in events_of(run_dir, "resume")[-1]["note"]
 
 
+@pytest.mark.fault(10)
 def test_passing_nan_skips_one_step(corpus: Path, megads: StartCommand) -> None:
     """Catches a skipped step that changes weights or moments, is not counted, or is blamed on the wrong rank."""
     run_dir = megads.folder / "run"
@@ -144,6 +146,7 @@ def test_interrupted_run_saves_and_continues(corpus: Path, megads: StartCommand)
     assert len({line["batch_hash"] for line in steps}) == len(steps)
 
 
+@pytest.mark.fault(3)
 def test_preempted_run_saves(corpus: Path, megads: StartCommand) -> None:
     """Catches a scheduler's SIGTERM that kills without saving, or that is taken for a user's stop."""
     run_dir = megads.folder / "run"
@@ -171,6 +174,7 @@ def test_a_stop_file_stops_until_it_is_removed(corpus: Path, megads: StartComman
     assert steps_of(run_dir)[-1]["step"] == last
 
 
+@pytest.mark.fault(1)
 def test_a_killed_rank_is_named(corpus: Path, megads: StartCommand) -> None:
     """Catches a lost rank reported as its peers' error, and peers or the launcher left behind."""
     victim = 0

@@ -27,12 +27,13 @@ def hanging_run(corpus: Path) -> list[str]:
     return small_model(corpus, parallel__dp=2, train__steps=240, cluster__hang_min_s=1, checkpoint__every_steps=50)
 
 
+@pytest.mark.fault(2)
 @pytest.mark.quick("collective")
 @pytest.mark.parametrize("way", ["hook", "collective", "interpreter", "stop"])
 def test_a_hung_rank_is_named_and_started_again(
     way: str, corpus: Path, undisturbed: Path, megads: StartCommand
 ) -> None:
-    """faults.md row 2. Catches a hang that lasts until a timeout, blame on the rank that waits, evidence that is
+    """Catches a hang that lasts until a timeout, blame on the rank that waits, evidence that is
     missing, a stopped process that outlives it, and a restart that changes what is computed."""
     run_dir = megads.folder / "run"
     variables = {HANG_WAY: way, HANG_STEP: "220"}

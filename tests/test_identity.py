@@ -63,6 +63,7 @@ def run_dir(home: Path, megads: StartCommand) -> Iterator[Path]:
     yield megads.folder / "runs" / "one"
 
 
+@pytest.mark.fault(16, 21)
 @distributed
 def test_a_refused_start_changes_nothing(run_dir: Path, megads: StartCommand) -> None:
     """Catches records that are replaced before the refusal: a second identical start then trained on the other data,
@@ -111,6 +112,7 @@ def test_a_change_that_is_named_is_made_and_recorded(run_dir: Path, megads: Star
         assert checkpoint_tokenizer(open_checkpoint(checkpoint_of(run_dir, step))).path == run_dir / name
 
 
+@pytest.mark.fault(21)
 @distributed
 def test_a_change_is_told_by_its_class(run_dir: Path, megads: StartCommand) -> None:
     """Catches a dry run that keeps a changed learning rate to itself, and a warning of what changes nothing."""

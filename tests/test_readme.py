@@ -71,6 +71,18 @@ def test_commands_run(page: Path, notes: Path, tmp_path: Path) -> None:
             run(command, tmp_path)
 
 
+def test_every_fault_of_the_table_is_injected() -> None:
+    """Catches a promise in docs/reliability.md that no test holds, and a mark that no line explains."""
+    promised = set(re.findall(r"^\| (\d+) \|", (ROOT / "docs/reliability.md").read_text(), re.MULTILINE))
+    marked = {
+        number
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for numbers in re.findall(r"^@pytest\.mark\.fault\(([\d, ]+)\)", path.read_text(), re.MULTILINE)
+        for number in numbers.split(", ")
+    }
+    assert marked == promised and len(promised) == 25
+
+
 def test_links_lead_somewhere() -> None:
     """Catches a page or a file that was renamed."""
     for page in PAGES:

@@ -26,9 +26,10 @@ def kill_rank(command: Command, run_dir: Path, rank: int, step: int, start: int)
     os.kill(int(log.read_text().split("pid ")[-1].split(",")[0]), signal.SIGKILL)
 
 
+@pytest.mark.fault(1)
 @pytest.mark.parametrize("local_every_steps", [0, 1])
 def test_killed_ranks_start_again_in_place(local_every_steps: int, corpus: Path, megads: StartCommand) -> None:
-    """faults.md row 1. Catches a restart that loses or repeats steps, takes another checkpoint than the last, goes
+    """Catches a restart that loses or repeats steps, takes another checkpoint than the last, goes
     on for ever, is not in events.jsonl with its cause and its cost, or is counted though the one before had saved."""
     overrides = small_model(
         corpus, parallel__dp=2, train__steps=36, checkpoint__every_steps=4 if not local_every_steps else 30,

@@ -115,6 +115,7 @@ FEATURES = {
 FEATURES_CHAIN = [("tp3", {"tp": 3}), ("cp2", {"cp": 2}), ("single", {})]
 
 
+@pytest.mark.fault(20)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("chain", "model"),
@@ -200,6 +201,7 @@ def test_weights_that_are_read_are_not_drawn(corpus: Path, megads: StartCommand)
     assert ended.code == 0 and not drawn.exists(), ended.err
 
 
+@pytest.mark.fault(7)
 def test_damaged_checkpoint_is_passed_by_and_none_starts_afresh(corpus: Path, megads: StartCommand) -> None:
     """Catches a flipped bit that is trained on, an older checkpoint that is not tried, and a load=none that loads."""
     run_dir = megads.folder / "run"

@@ -46,6 +46,7 @@ def overrides(corpus: Path, noise: Path, bad_steps: int, **changes: object) -> l
     return small_model(corpus, **(values | changes))
 
 
+@pytest.mark.fault(12)
 def test_a_run_goes_back_before_a_spike_and_on_without_its_data(
     corpus: Path, noise: Path, megads: StartCommand
 ) -> None:
@@ -82,6 +83,7 @@ def test_a_rollback_leaves_local_checkpoints_behind(corpus: Path, noise: Path, m
     assert decided["checkpoint"] == resumed["checkpoint"] == "step_00000030" and resumed["step"] == 30
 
 
+@pytest.mark.fault(12)
 @pytest.mark.slow
 def test_a_rollback_survives_kills_and_ends_at_its_limit(corpus: Path, noise: Path, megads: StartCommand) -> None:
     """Catches a run that is rolled back for ever, a decision that is another one after a restart or is forgotten by a

@@ -25,10 +25,11 @@ def overrides(corpus: Path) -> list[str]:
     return small_model(corpus, parallel__dp=2, train__steps=8, checkpoint__every_steps=2)
 
 
+@pytest.mark.fault(8)
 def test_a_flipped_bit_of_a_moment_restarts_the_run_before_it(
     corpus: Path, megads: StartCommand, reference: Path
 ) -> None:
-    """faults.md row 8. Catches corrupt state that is saved or trained on, and a healthy rank that is blamed."""
+    """Catches corrupt state that is saved or trained on, and a healthy rank that is blamed."""
     run_dir = megads.folder / "run"
     arguments = [*overrides(corpus), f"run.dir={run_dir}", "resilience.check_replicas_every_steps=2"]
     ended = megads("train", *arguments, "cluster.max_restarts=1", fault="flip_bit_once").end()
@@ -53,8 +54,9 @@ def test_without_restarts_corrupt_state_ends_the_run(corpus: Path, megads: Start
     assert f"of rank {FAULTY_RANK} changed between two steps" in ended.err
 
 
+@pytest.mark.fault(11)
 def test_a_transient_fault_costs_a_second_computation_only(corpus: Path, megads: StartCommand, reference: Path) -> None:
-    """faults.md row 11. Catches a rerun that starts from other weights, samples or dropout, or is not recorded."""
+    """Catches a rerun that starts from other weights, samples or dropout, or is not recorded."""
     run_dir = megads.folder / "run"
     arguments = [*overrides(corpus), f"run.dir={run_dir}", "resilience.rerun_nonfinite=true"]
     ended = megads("train", *arguments, fault="poison_gradient_once").end()
@@ -66,6 +68,7 @@ def test_a_transient_fault_costs_a_second_computation_only(corpus: Path, megads:
     assert checksums(checkpoint_of(run_dir, 8)) == checksums(checkpoint_of(reference, 8))
 
 
+@pytest.mark.fault(11)
 def test_a_persistent_fault_is_skipped_and_said_to_be_one(corpus: Path, megads: StartCommand) -> None:
     """Catches a rerun that hides a broken weight, and one that is tried for ever."""
     run_dir = megads.folder / "run"

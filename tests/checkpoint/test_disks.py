@@ -53,6 +53,7 @@ def names(run_dir: Path) -> list[str]:
     return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
 
 
+@pytest.mark.fault(6)
 @pytest.mark.parametrize("behind", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_disk_that_is_full_at_any_page(behind: bool, disk: Path) -> None:
     """Catches a file of the protocol whose failure ends the run, leaves half a checkpoint, or is not made up for: the
@@ -87,6 +88,7 @@ def test_a_disk_that_is_full_at_any_page(behind: bool, disk: Path) -> None:
     assert 3 <= failed < 20, "the disk was never full, or always"
 
 
+@pytest.mark.fault(6)
 @pytest.mark.parametrize("behind", [False, True])
 def test_a_folder_that_becomes_read_only(behind: bool, tmp_path: Path) -> None:
     """Catches a run that ends because its disk has gone read-only for a while, or that takes a failed save for one; and

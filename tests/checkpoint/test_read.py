@@ -71,6 +71,7 @@ def damage(folder: Path, kind: str) -> None:
         flip(folder / "manifest.json", 500)
 
 
+@pytest.mark.fault(7, 8, 9)
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
@@ -217,6 +218,7 @@ def auto_by_rank(run_dir: Path) -> object:
     return handle.state["step"], handle.passed_by
 
 
+@pytest.mark.fault(9)
 @pytest.mark.distributed
 def test_damage_seen_by_one_rank(tmp_path: Path) -> None:
     """Catches ranks that choose different checkpoints because each verifies only a share of the files."""

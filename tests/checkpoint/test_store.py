@@ -177,6 +177,7 @@ def save_incomplete(run_dir: Path, missing: str) -> str:
     return "saved"
 
 
+@pytest.mark.fault(9)
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("missing", "reason"),
@@ -224,6 +225,7 @@ def save_with_one_full_disk(run_dir: Path) -> list[Any]:
     return [*outcome, holds(run_dir, world_size=2)]
 
 
+@pytest.mark.fault(6)
 @pytest.mark.distributed
 def test_full_disk_on_one_rank(tmp_path: Path) -> None:
     """Catches a deadlock of the other ranks, a partial that fills the disk for good, and a lost earlier checkpoint."""
@@ -273,6 +275,7 @@ def save_killed_at(run_dir: Path, event_number: int, step: int) -> str:
     return "saved"
 
 
+@pytest.mark.fault(5)
 @pytest.mark.distributed
 @pytest.mark.parametrize("step", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_killed_at_every_file_operation(step: int, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ def judge(times: np.ndarray, peers: list[int] | None = None) -> list[tuple[int, 
     ]
 
 
+@pytest.mark.fault(24)
 @pytest.mark.parametrize("ranks", [2, 3, 256])
 @pytest.mark.parametrize("noise", ["normal", "heavy tails", "bursts"])
 def test_no_false_alarm_in_a_day(ranks: int, noise: str) -> None:
@@ -46,6 +47,7 @@ def test_no_false_alarm_in_a_day(ranks: int, noise: str) -> None:
     assert judge(times) == []
 
 
+@pytest.mark.fault(24)
 @pytest.mark.parametrize("ranks", [2, 3, 8, 512])
 @pytest.mark.parametrize("slowdown", [0.15, 0.5, 3.0])
 def test_a_slow_rank_is_named_in_time(ranks: int, slowdown: float) -> None:
@@ -93,9 +95,10 @@ def stragglers_of(run_dir: Path, rank: int) -> list[dict[str, Any]]:
     return [event for event in events_of(run_dir, "straggler") if event["rank"] == rank]
 
 
+@pytest.mark.fault(24)
 @pytest.mark.distributed
 def test_a_rank_that_is_stopped_half_of_its_time(corpus: Path, megads: StartCommand) -> None:
-    """faults.md row 24. Catches a slow rank that nobody names, and a file that the report cannot draw."""
+    """Catches a slow rank that nobody names, and a file that the report cannot draw."""
     run_dir = megads.folder / "run"
     overrides = small_model(corpus, parallel__dp=2, train__steps=4000, logging__straggler_every_steps=1)
     command = megads("train", *overrides, f"run.dir={run_dir}")

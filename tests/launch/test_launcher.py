@@ -39,6 +39,7 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.fault(25)
 def test_ranks_finish_with_equal_threads_and_logs_of_their_own(start: StartLauncher) -> None:
     """Catches ranks that share the terminal, take every core each, or do not find each other."""
     launched = start("finish")
@@ -168,6 +169,7 @@ def test_a_lost_terminal_changes_nothing(start: StartLauncher, tmp_path: Path) -
     assert launched.process.wait(timeout=40) == 5
 
 
+@pytest.mark.fault(4)
 def test_second_signal_kills_at_once(start: StartLauncher) -> None:
     """Catches a run that cannot be ended while it hangs in a collective."""
     launched = start("wait_in_a_collective")

@@ -69,9 +69,10 @@ def test_measurements_survive_their_journey() -> None:
     assert Measured.decode(json.loads(json.dumps(GOOD.encode()))) == GOOD
 
 
+@pytest.mark.fault(23)
 @pytest.mark.parametrize("count", range(3, 10))
 def test_one_faulty_node_is_named_alone(count: int) -> None:
-    """faults.md row 23. Catches a neighbour that is blamed too, a node of an odd number that is never paired, and a
+    """Catches a neighbour that is blamed too, a node of an odd number that is never paired, and a
     node that is in two pairs of one round."""
     nodes = [f"n{number}" for number in range(count)]
     for faulty in nodes:
@@ -126,9 +127,10 @@ def check(folder: Path, count: int, fault: str = "", timeout_s: float = 60.0) ->
     return check_nodes(config, CheckTarget(tuple(f"node/{number}" for number in range(count)), command=command))
 
 
+@pytest.mark.fault(23)
 @pytest.mark.distributed
 def test_a_node_that_sends_wrong_data_is_named(tmp_path: Path) -> None:
-    """faults.md row 23. Catches data that nobody compares, and blame for the healthy neighbour."""
+    """Catches data that nobody compares, and blame for the healthy neighbour."""
     checked = check(tmp_path, 4, "send_wrong_data")
     assert list(checked.rejected) == ["node/2"]
     assert "exchanging data fails with node/3 and with node/0" in checked.rejected["node/2"]

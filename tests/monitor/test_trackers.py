@@ -363,6 +363,7 @@ BAD_SERVERS: dict[str, Callable[[], tuple[int, Callable[[], None]]]] = {
 }
 
 
+@pytest.mark.fault(17)
 @pytest.mark.distributed
 @pytest.mark.quick("never answers")
 @pytest.mark.parametrize("server", BAD_SERVERS)
@@ -389,6 +390,7 @@ def test_a_bad_server_costs_nothing(launch: Launch, tmp_path: Path, server: str)
     assert no_process_left(run)
 
 
+@pytest.mark.fault(17)
 @pytest.mark.quick("stopped")
 @pytest.mark.distributed
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dead", "stopped"])

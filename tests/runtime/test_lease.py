@@ -27,6 +27,7 @@ def rewrite(run_dir: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+@pytest.mark.fault(18)
 def test_a_second_start_is_refused_and_told_by_whom(tmp_path: Path) -> None:
     """Catches two launchers in one run directory, and a hold that outlives a start that ended or died."""
     with claimed(tmp_path) as first:
@@ -42,6 +43,7 @@ def test_a_second_start_is_refused_and_told_by_whom(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "lease").iterdir()) == ["00000004.json"]
 
 
+@pytest.mark.fault(18)
 def test_a_pid_that_was_given_out_again_is_no_holder(tmp_path: Path) -> None:
     """Catches a dead launcher that seems alive because another process has its number now."""
     with claimed(tmp_path):
@@ -52,6 +54,7 @@ def test_a_pid_that_was_given_out_again_is_no_holder(tmp_path: Path) -> None:
             assert second.number == 2
 
 
+@pytest.mark.fault(18)
 def test_the_requeued_job_takes_over_and_fences_what_is_left(tmp_path: Path) -> None:
     """Catches a requeued job kept out by its own orphan, and an orphan that writes on."""
     with claimed(tmp_path, SlurmJob("42", 0, "here")) as orphan:

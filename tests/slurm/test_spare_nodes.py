@@ -35,8 +35,9 @@ def training(jobs: Jobs, corpus: Path, tmp_path: Path) -> Callable[..., Training
     return lambda **changes: Training(jobs, corpus, tmp_path / "run", **changes)
 
 
+@pytest.mark.fault(22)
 def test_a_spare_takes_the_place_of_a_lost_node(reference: list[dict], training: Callable[..., Training]) -> None:
-    """faults.md row 22. Catches a lost node that ends the job, or the run, though there is another; and steps that are
+    """Catches a lost node that ends the job, or the run, though there is another; and steps that are
     lost or differ."""
     run = training(cluster__spare_nodes=1)
     job = run.submit(options=THREE_NODES)

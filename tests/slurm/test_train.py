@@ -111,6 +111,7 @@ def test_a_killed_rank_ends_the_job(reference: list[dict], training: Callable[..
     assert steps_of(run.run_dir) == reference
 
 
+@pytest.mark.fault(3)
 def test_a_preempted_job_does_not_wait_for_a_stopped_rank(
     reference: list[dict], training: Callable[..., Training]
 ) -> None:
@@ -205,6 +206,7 @@ def test_the_time_limit_is_kept_by_saving_before_it(reference: list[dict], train
     assert steps[: len(reference)] == reference[: len(steps)]
 
 
+@pytest.mark.fault(22)
 def test_a_lost_node_requeues_and_fences_the_orphans(reference: list[dict], training: Callable[..., Training]) -> None:
     """Catches orphan ranks of a lost node that write on, and a requeued job that their lease keeps out."""
     run = training(train__steps=len(reference))

@@ -116,6 +116,7 @@ DEFECTS: dict[str, tuple[Callable[[], bytes], str]] = {
 }
 
 
+@pytest.mark.fault(14)
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_a_damaged_index_is_refused(tmp_path: Path, defect: str) -> None:
     """Catches each kind of damage being read as tokens; the message must name file, byte and value."""
@@ -218,6 +219,7 @@ def test_token_dtype_is_megatrons_rule() -> None:
     assert token_dtype(65500) == np.int32
 
 
+@pytest.mark.fault(15)
 def test_fingerprint_follows_the_content(make_dataset: MakeDataset) -> None:
     """Catches an index map cached for one dataset being used for another."""
     prints = {make_dataset(sizes, name=f"d{i}").fingerprint() for i, sizes in enumerate([[3, 4], [4, 3], [7], [3, 5]])}

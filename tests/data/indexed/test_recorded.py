@@ -37,6 +37,7 @@ CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
+@pytest.mark.fault(15)
 @pytest.mark.parametrize("change", CHANGES)
 def test_each_kind_of_change_is_told(tmp_path: Path, change: str) -> None:
     """Catches a run that goes on with other data, and a message that leaves open what happened to it."""

@@ -68,6 +68,7 @@ def test_the_dataset_brings_its_tokenizer(prefix: Path, tmp_path: Path) -> None:
     assert 0 not in found.tokenizer.encode("an <|endoftext|> in the text", add_special_tokens=False).ids
 
 
+@pytest.mark.fault(16)
 def test_another_tokenizer_is_refused(prefix: Path, made: Path) -> None:
     """Catches text made of another vocabulary's tokens, which looks like a badly trained model."""
     assert find_tokenizer([prefix], str(made / "mine.json")).verified

@@ -96,6 +96,7 @@ def test_a_sidecar_of_another_dataset_is_refused(make_dataset: MakeDataset) -> N
         open_datasets(config_of(dataset), SEQ_LEN, 1, VOCAB_SIZE)
 
 
+@pytest.mark.fault(16)
 def test_another_tokenizer_beside_the_dataset_is_refused(make_dataset: MakeDataset) -> None:
     """Catches a tokenizer copied over the one that made the dataset: the model would be trained on ids that `generate`
     reads as other text."""

@@ -91,13 +91,13 @@ def test_everything_is_shown_and_fits(report: WrittenReport, width: int) -> None
     """Catches an empty chart, letters too small to read on a narrow window, a page that scrolls sideways, markup from
     a message that became an element."""
     found = inspect(report, width)
-    assert len(found["charts"]) == 7
+    assert len(found["charts"]) == 8
     for chart in found["charts"]:
         assert chart["width"] > 400 and chart["height"] > 180 and chart["drawn"] > 5, chart
         assert chart["smallest_text_px"] > 10, chart
         assert chart["clipped"] == [], chart
     assert found["charts"][0]["width"] > 0.85 * width, "the loss takes the width of the page"
-    assert len(found["pictures"]) == 7 and min(found["pictures"]) > 800
+    assert len(found["pictures"]) == 8 and min(found["pictures"]) > 800
     assert found["overflow_px"] <= 0
     assert found["scripts"] == 1, "the one of this test"
     assert [name for name in found["requests"] if not name.endswith(".png")] == []

@@ -1,0 +1,145 @@
+"""What a machine does to a run: the kernel kills a rank for want of memory, and a clock that is wrong and jumps."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.command import Command, StartCommand, checkpoint_of, checksums, events_of, small_model, steps_of
+from tests.faults import FAULTY_RANK
+
+pytestmark = pytest.mark.distributed
+LIMIT_BYTES = 3 << 30
+CGROUPS = Path("/sys/fs/cgroup")
+SKEW_S = 86_400
+JUMPS_AFTER_S = 2
+# Of one rank: a day ahead at first, then a day behind. RANK is only in the environment of ranks.
+WRONG_CLOCK = f"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/time.h>
+#include <time.h>
+
+static int (*real_clock)(clockid_t, struct timespec *);
+
+static long skew(void) {{
+    static time_t first;
+    struct timespec now;
+    const char *rank = getenv("RANK");
+    if (rank == NULL || strcmp(rank, "{FAULTY_RANK}")) return 0;
+    real_clock(CLOCK_MONOTONIC, &now);
+    if (first == 0) first = now.tv_sec;
+    return now.tv_sec - first < {JUMPS_AFTER_S} ? {SKEW_S} : -{SKEW_S};
+}}
+
+int clock_gettime(clockid_t clock, struct timespec *now) {{
+    if (real_clock == NULL) *(void **)&real_clock = dlsym(RTLD_NEXT, "clock_gettime");
+    int code = real_clock(clock, now);
+    if (code == 0 && clock == CLOCK_REALTIME) now->tv_sec += skew();
+    return code;
+}}
+
+int gettimeofday(struct timeval *restrict now, void *restrict zone) {{
+    struct timespec precise;
+    (void)zone;
+    int code = clock_gettime(CLOCK_REALTIME, &precise);
+    now->tv_sec = precise.tv_sec;
+    now->tv_usec = precise.tv_nsec / 1000;
+    return code;
+}}
+
+time_t time(time_t *out) {{
+    struct timespec precise;
+    clock_gettime(CLOCK_REALTIME, &precise);
+    if (out != NULL) *out = precise.tv_sec;
+    return precise.tv_sec;
+}}
+"""
+
+
+@dataclass(frozen=True)
+class MemoryGroup:
+    """A control group whose processes have little memory together."""
+
+    folder: Path
+
+    def take(self, command: Command) -> None:
+        """Moves a command here, with what it has started so far."""
+        for process in command.processes():
+            (self.folder / "cgroup.procs").write_text(str(process.pid))
+
+
+@pytest.fixture
+def memory_group() -> Iterator[MemoryGroup]:
+    """A new group; skips where none may be made."""
+    version_1 = CGROUPS / "memory"
+    parent, limit = (version_1, "memory.limit_in_bytes") if version_1.is_dir() else (CGROUPS, "memory.max")
+    folder = parent / f"megads_tests_{os.getpid()}"
+    try:
+        folder.mkdir()
+        (folder / limit).write_text(str(LIMIT_BYTES))
+    except OSError as error:
+        pytest.skip(f"no memory control group can be made here: {error}")
+    yield MemoryGroup(folder)
+    deadline = time.monotonic() + 10
+    while (folder / "cgroup.procs").read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    folder.rmdir()
+
+
+@pytest.fixture(scope="module")
+def reference(corpus: Path, module_megads: StartCommand) -> Path:
+    """A run without faults; read only."""
+    run_dir = module_megads.folder / "reference"
+    ended = module_megads("train", *overrides(corpus), f"run.dir={run_dir}").end()
+    assert ended.code == 0, ended.err
+    return run_dir
+
+
+def overrides(corpus: Path) -> list[str]:
+    return small_model(corpus, parallel__dp=2, train__steps=8, checkpoint__every_steps=2)
+
+
+@pytest.mark.fault(13)
+def test_a_rank_that_is_killed_for_want_of_memory(
+    corpus: Path, megads: StartCommand, reference: Path, memory_group: MemoryGroup
+) -> None:
+    """Catches a kill by the kernel that is taken for somebody's, and a restart that computes something else."""
+    run_dir = megads.folder / "run"
+    arguments = [*overrides(corpus), f"run.dir={run_dir}", "cluster.max_restarts=1"]
+    command = megads("train", *arguments, fault="take_all_memory_once")
+    memory_group.take(command)
+    ended = command.end()
+    assert ended.code == 0, ended.err
+    (diagnosis,) = events_of(run_dir, "diagnosis")
+    assert diagnosis["cause"] == "host_oom_kill" and str(FAULTY_RANK) in str(diagnosis["culprit"]), diagnosis
+    (restart,) = events_of(run_dir, "restart")
+    assert f"rank {FAULTY_RANK} was killed by SIGKILL" in restart["cause"]
+    assert steps_of(run_dir) == steps_of(reference)
+    assert checksums(checkpoint_of(run_dir, 8)) == checksums(checkpoint_of(reference, 8))
+
+
+@pytest.mark.fault(19)
+def test_a_clock_that_is_wrong_and_jumps(corpus: Path, megads: StartCommand, reference: Path) -> None:
+    """Catches heartbeats, limits of phases and leases that compare clocks of different ranks, or trust one."""
+    source, library = megads.folder / "clock.c", megads.folder / "clock.so"
+    source.write_text(WRONG_CLOCK)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    run_dir = megads.folder / "run"
+    arguments = [*overrides(corpus), f"run.dir={run_dir}", "cluster.max_restarts=1", "cluster.heartbeat_timeout_s=20"]
+    ended = megads("train", *arguments, fault="tell_the_time", variables={"LD_PRELOAD": str(library)}).end()
+    assert ended.code == 0, ended.err
+    shown = (run_dir / f"clock_of_rank_{FAULTY_RANK}").read_text().split()
+    assert [round((float(time_) - time.time()) / SKEW_S) for time_ in shown] == [1, -1]
+    for name in ("heartbeat_lost", "hang_suspected", "restart"):
+        assert events_of(run_dir, name) == []
+    assert steps_of(run_dir) == steps_of(reference)
+    assert checksums(checkpoint_of(run_dir, 8)) == checksums(checkpoint_of(reference, 8))
