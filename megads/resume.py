@@ -11,6 +11,7 @@ import numpy as np
 from megads.checkpoint.config import list_checkpoints, step_folder
 from megads.checkpoint.initial import WeightSource, open_source, read_weights
 from megads.checkpoint.local import LocalCheckpoint
+from megads.checkpoint.local_files import newest_in_memory, node_folder
 from megads.checkpoint.local_saves import LocalSaves
 from megads.checkpoint.manifest import Manifest, newest_manifest, read_manifest
 from megads.checkpoint.read import CheckpointHandle, check_model, find_checkpoint, given_folder
@@ -223,6 +224,21 @@ def find_past(load: str, run_dir: Path) -> Past | None:
         return _past(folder.parent.parent, folder, read_manifest(folder))
     newest = newest_manifest(run_dir)
     return None if newest is None else _past(run_dir, step_folder(run_dir, newest.run.state["step"]), newest)
+
+
+def find_past_in_memory(root: Path, run_dir: Path) -> Past | None:
+    """Finds what a run without a checkpoint on disk has trained, as local checkpoints on this node tell.
+
+    Args:
+        root: checkpoint.local_folder.
+        run_dir: the run's folder.
+
+    Returns:
+        None where there is nothing, or what is there is of a run directory that is gone.
+    """
+    newest = newest_in_memory(root, run_dir)
+    past = None if newest is None else _past(run_dir, node_folder(root, run_dir), newest)
+    return past if past is not None and past.config is not None else None
 
 
 def _past(home: Path, folder: Path, manifest: Manifest) -> Past:

@@ -143,12 +143,15 @@ class Command:
 class StartCommand(Protocol):
     """Starts a `megads` command in `folder`, with `variables` added to its environment.
 
-    `fault` is the name of a function of tests.faults, which every rank runs in place of megads.train:train.
+    `fault` is the name of a function of tests.faults, which every rank runs in place of megads.train:train. With
+    `anew` it is no fork, but a new process, whose loader reads the environment; it takes seconds more.
     """
 
     folder: Path
 
-    def __call__(self, *arguments: str, fault: str = "", variables: Mapping[str, str] = {}) -> Command: ...
+    def __call__(
+        self, *arguments: str, fault: str = "", variables: Mapping[str, str] = {}, anew: bool = False
+    ) -> Command: ...
 
 
 class _Starter:
@@ -156,9 +159,11 @@ class _Starter:
         self.folder, self._server = folder, server
         self.started: list[Command] = []
 
-    def __call__(self, *arguments: str, fault: str = "", variables: Mapping[str, str] = {}) -> Command:
+    def __call__(
+        self, *arguments: str, fault: str = "", variables: Mapping[str, str] = {}, anew: bool = False
+    ) -> Command:
         module, words = ("tests.faults", (fault, *arguments)) if fault else ("megads.cli.main", arguments)
-        self.started.append(Command(self.folder, words, module, variables, self._server))
+        self.started.append(Command(self.folder, words, module, variables, None if anew else self._server))
         return self.started[-1]
 
 

@@ -129,15 +129,19 @@ def take_all_memory_once(config: Any, run_dir: Path) -> int:
     return _train(config, run_dir, take)
 
 
-def tell_the_time(config: Any, run_dir: Path) -> int:
-    """Each rank writes down what its clock shows before it trains, and after."""
-    from megads.train import train
+CLOCK_JUMPED = "MEGADS_TESTS_CLOCK_JUMPED"
+"""Of the environment of a rank: set when its clock has jumped, for the library that stands before the system's."""
 
-    note = run_dir / f"clock_of_rank_{os.environ['RANK']}"
-    note.write_text(f"{time.time()}")
-    code = train(config, run_dir)
-    note.write_text(f"{note.read_text()} {time.time()}")
-    return code
+
+def jump_in_time(config: Any, run_dir: Path) -> int:
+    """The faulty rank's clock jumps; what it shows is written down before and after."""
+
+    def jump(_: Any) -> None:
+        before = time.time()
+        os.environ[CLOCK_JUMPED] = "1"
+        (run_dir / "clocks").write_text(f"{before} {time.time()}")
+
+    return _train(config, run_dir, jump)
 
 
 HANG_STEP = "MEGADS_TESTS_HANG_STEP"

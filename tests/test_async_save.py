@@ -51,6 +51,7 @@ def test_a_run_that_is_stopped_saves_its_last_step(corpus: Path, megads: StartCo
     assert checkpoint_of(run_dir, last).is_dir(), ended.err
 
 
+@pytest.mark.slow
 def test_a_writer_that_is_stopped(corpus: Path, megads: StartCommand) -> None:
     """Catches a run that waits for a writer that got SIGSTOP, or that saves no more, or anything else than it would."""
     overrides = small_model(corpus, train__steps=60, checkpoint__every_steps=2, checkpoint__keep=3)

@@ -26,6 +26,7 @@ def kill_rank(command: Command, run_dir: Path, rank: int, step: int, start: int)
     os.kill(int(log.read_text().split("pid ")[-1].split(",")[0]), signal.SIGKILL)
 
 
+@pytest.mark.quick("1")
 @pytest.mark.fault(1)
 @pytest.mark.parametrize("local_every_steps", [0, 1])
 def test_killed_ranks_start_again_in_place(local_every_steps: int, corpus: Path, megads: StartCommand) -> None:
@@ -53,6 +54,23 @@ def test_killed_ranks_start_again_in_place(local_every_steps: int, corpus: Path,
         assert f"rank {rank} was killed by SIGKILL" in event["cause"]
         assert event["lost_steps"] == event["last_step"] - event["from_step"] >= 0
     assert [event["start"] for event in events_of(run_dir, "launch")] == [1, 2, 3], "each start fences the last"
+
+
+@pytest.mark.fault(21)
+def test_a_changed_run_does_not_lose_what_only_memory_holds(corpus: Path, megads: StartCommand) -> None:
+    """Catches another seed that is taken for a new run's, though steps were trained: none of them is on disk yet."""
+    run_dir = megads.folder / "run"
+    overrides = small_model(corpus, train__steps=100000, checkpoint__local_every_steps=1, run__dir=run_dir)
+    command = megads("train", *overrides)
+    command.wait_for(lambda: len(steps_of(run_dir)) >= 5)
+    command.kill_everything()
+    ledger = steps_of(run_dir)
+    ended = megads("train", *overrides, "train.seed=7").end()
+    assert ended.code == 2 and "train.seed = 7, but the run was trained with 1234 up to sample" in ended.err, ended.err
+    assert steps_of(run_dir) == ledger
+    again = megads("train", *overrides, "run.exit_after=1s")
+    again.end()
+    assert "in memory" in events_of(run_dir, "resume")[-1]["checkpoint"]
 
 
 @pytest.mark.slow

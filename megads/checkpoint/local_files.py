@@ -110,6 +110,13 @@ def held_in_memory(root: Path, run_dir: Path) -> tuple[int, int]:
     return max(set.intersection(*steps), default=0) if steps else 0, size
 
 
+def newest_in_memory(root: Path, run_dir: Path) -> Manifest | None:
+    """What the newest local checkpoint on this node holds of one rank; None where there is none."""
+    folders = held_folders(node_folder(root, run_dir))
+    commits = {saved: commit for folder in folders for saved, (_, commit) in committed(folder).items()}
+    return commits[max(commits)].contents() if commits else None
+
+
 def open_folder(folder: Path) -> int:
     """Makes a folder for images, and takes it for this process.
 

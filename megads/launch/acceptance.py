@@ -150,7 +150,7 @@ def accept_start(resolved: ResolvedRun) -> AcceptedStart:
     from megads.data.indexed.run_tokenizer import kept_tokenizer, source_of_run, tokenizer_of_data
     from megads.identity import with_first_weights
     from megads.launch.initial_weights import changed_tokenizer
-    from megads.resume import changes_of_run, continue_data, find_past
+    from megads.resume import changes_of_run, continue_data, find_past, find_past_in_memory
 
     config, run_dir = resolved.config, resolved.run_dir
     source = tokenizer_of_data(config.data.paths, config.tokenizer.path)
@@ -170,6 +170,12 @@ def accept_start(resolved: ResolvedRun) -> AcceptedStart:
             kept_tokenizer(run_dir, past.tokenizer.sha256)
         config = continue_data(config, past, data)
         data = with_former(data, config.data)
+    elif config.checkpoint.load == AUTO:
+        in_memory = find_past_in_memory(Path(config.checkpoint.local_folder), run_dir)
+        if in_memory is not None:
+            # A changed run could not continue what only memory holds: it would begin again, and lose it.
+            allowed = tuple(changes_of_run(in_memory, config, data))
+            in_memory.check_model(config)
     resolved = dataclasses.replace(resolved, config=config)
     return AcceptedStart(resolved, past, data, source, allowed, tuple(changes_since_last_start(config)))
 

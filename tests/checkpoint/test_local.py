@@ -202,6 +202,7 @@ def lengthen(path: Path, draw: random.Random) -> None:
     path.write_bytes(path.read_bytes() + bytes(draw.randrange(1, 100)))
 
 
+@pytest.mark.quick("flip")
 @pytest.mark.parametrize("damage", [flip, cut, lengthen])
 def test_damage_is_passed_by(damage: Callable[[Path, random.Random], None], tmp_path: Path) -> None:
     """Catches damage that nobody notices, at any place, and a start that ends because of it."""

@@ -84,6 +84,7 @@ def load(handle: CheckpointHandle, engine: TrainEngine, how: CheckpointRead) -> 
     return reports[0]
 
 
+@pytest.mark.quick("tp2-tp2dp2", "dp4zero1-pp2dp2")
 @pytest.mark.parametrize(
     ("saved", "loaded", "replicas"),
     [
@@ -157,6 +158,7 @@ def load_damaged(folder: Path, kind: str) -> tuple[int, str]:
     raise AssertionError("nothing was raised")
 
 
+@pytest.mark.quick("file")
 @pytest.mark.parametrize("kind", ["file", "memory"])
 def test_a_reader_that_fails(kind: str, tmp_path: Path) -> None:
     """Catches ranks that wait for ever for a block which cannot be read, that go on with it, or that blame another."""
@@ -188,6 +190,7 @@ def load_without_a_file(folder: Path) -> str:
     return str(raised.value)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_the_same_way(corpus: Path, megads: StartCommand) -> None:
     """Catches a key that the command does not pass on, and a resumed run whose bits depend on it."""
     common = small_model(corpus, parallel__dp=2, parallel__zero_stage=0, checkpoint__every_steps=2)

@@ -343,6 +343,7 @@ def run_with_killed_writer(run_dir: Path, event_number: int) -> str:
     return f"{'done' if alive else 'killed'} {sorted(before)}"
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_writer_killed_at_every_file_operation(tmp_path: Path) -> None:
     """Catches a moment at which the death of a writer leaves half a checkpoint, none, or ends the run."""

@@ -31,7 +31,7 @@ CASES = [
 ]
 
 
-@pytest.mark.quick("single-fused", "pp2 zb_v-torch", "cp2dp2-fused")
+@pytest.mark.quick("pp2 zb_v-torch", "cp2dp2-fused")
 @pytest.mark.parametrize(("layout", "impl"), CASES)
 def test_fp32(layout: str, impl: Implementation) -> None:
     """Catches sums that are reduced before the last chunk is in, a tied weight's second half that is lost, messages out
@@ -86,6 +86,7 @@ def test_sharded_weights() -> None:
         assert check(run, reference()) == []
 
 
+@pytest.mark.slow
 def test_schedules_of_equal_placement_agree_to_the_bit() -> None:
     """Catches chunks that are added in another order where the backward pass is split."""
     scenario = replace(SCENARIO, ops=CHUNKED[FUSED])

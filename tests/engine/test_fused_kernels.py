@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("kernels")]
 FUSED = OpsConfig(Implementation.fused)
 
 
-@pytest.mark.quick("tp2pp2", "cp2")
+@pytest.mark.quick("tp2pp2")
 @pytest.mark.parametrize("layout", ["single", "tp2pp2", "cp2", "zero2dp2"])
 def test_fp32(layout: str) -> None:
     """Catches slopes of the wrong heads, a part of the vocabulary that is lost, places of a context rank, and drift."""

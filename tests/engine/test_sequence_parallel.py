@@ -57,6 +57,7 @@ def _sent_bytes(scenario: Scenario, name: str) -> tuple[int, set[tuple[int, ...]
     return total, shapes
 
 
+@pytest.mark.slow
 def test_pipeline_messages_shrink_by_tp() -> None:
     """Catches stages that gather a sequence only to send it, and a shape that DeepSpeed took from elsewhere."""
     scenario = scenario_with()

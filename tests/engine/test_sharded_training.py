@@ -269,7 +269,7 @@ def test_a_nonfinite_step_changes_nothing_and_names_its_culprit(
             assert found["after"][0] == found["after"][1] and not found["after"][0].skipped
 
 
-@pytest.mark.quick("zero3tp2dp2-others0")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "others"),
     [("zero3tp2dp2", ("tp2pp2", "zero2dp3")), ("hierarchical", ("zero3dp3",)), ("tp2pp2", ("hierarchical",))],

@@ -279,6 +279,7 @@ def check_round_trips(layout: str, others: Sequence[str]) -> None:
         assert loaded[0]["result"].grad_norm == pytest.approx(result.grad_norm, rel=1e-5)
 
 
+@pytest.mark.slow
 @distributed
 def test_state_goes_out_of_one_layout_and_into_others() -> None:
     """Catches shards that overlap, leave holes or carry padding, moments or counters that are not restored, and weights

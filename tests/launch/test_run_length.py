@@ -92,6 +92,7 @@ def test_auto_goes_by_text_and_model(corpus: Path) -> None:
     assert settle_length(known) == (known, "")
 
 
+@pytest.mark.slow
 def test_a_dry_run_before_the_text_is_tokenized(tmp_path: Path, fork_server: ForkServer) -> None:
     """Catches a part of the dry run that wants a length that only the tokenized text tells."""
     (tmp_path / "a.txt").write_text("A line of text, and one more.\n" * 200)

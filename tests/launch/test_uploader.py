@@ -182,6 +182,7 @@ def test_a_server_that_hangs_at_the_end(tmp_path: Path) -> None:
             assert end(process) == 4
 
 
+@pytest.mark.slow
 def test_two_run_directories_of_one_run(tmp_path: Path, s3: S3Server) -> None:
     """Catches two machines that upload one run at the same time: their files would be mixed."""
     url = f"{s3.url}/two"

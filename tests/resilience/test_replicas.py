@@ -88,7 +88,7 @@ def watched_steps(layout: str, folder: Path, flips: list[tuple[str, str, int | N
     return said
 
 
-@pytest.mark.quick("dp3, ZeRO-0", "tp2dp2")
+@pytest.mark.quick("tp2dp2")
 @pytest.mark.parametrize("layout", dict.fromkeys(layout for layout, *_ in FLIPS))
 def test_a_flipped_bit_is_found_and_its_rank_and_tensor_named(layout: str, tmp_path: Path) -> None:
     """Catches a copy that nothing is compared with, a tensor or rank that is wrongly named, a check

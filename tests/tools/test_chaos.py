@@ -40,6 +40,7 @@ def test_a_campaign(megads: StartCommand) -> None:
     assert again.code == 2 and "is not empty: choose another folder" in again.err
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_run_that_does_not_survive(megads: StartCommand) -> None:
     """Catches a campaign that calls a run survived that never went on."""

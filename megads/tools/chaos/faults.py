@@ -213,15 +213,16 @@ def _damage_memory(target: Target) -> Injected | None:
 
 
 def _damage_disk(damage: Callable[[Path, random.Random], None], pattern: str) -> Callable[[Target], Injected | None]:
-    """Damages a file of the newest checkpoint on disk, with nothing left in memory."""
+    """Damages a file of the newest checkpoint on disk, with nothing left in memory; leaves the only one alone, without
+    which the run ends with exit 4 as it should."""
 
     def inject(target: Target) -> Injected | None:
         run = target.run
         run.kill_everything()
         shutil.rmtree(run.memory, ignore_errors=True)
         checkpoints = run.checkpoints()
-        if not checkpoints:
-            return Injected("everything; no checkpoint was on disk")
+        if len(checkpoints) < 2:
+            return Injected(f"everything, and no file: {len(checkpoints)} checkpoints on disk")
         newest = checkpoints[-1]
         path = target.random.choice(sorted(newest.glob(pattern)))
         damage(path, target.random)

@@ -147,6 +147,7 @@ def test_a_learnt_tokenizer_stays_within_the_model(folder: Path) -> None:
     assert sizes == [512, 512, 2048, 8192, 16384, 32768]
 
 
+@pytest.mark.quick("gone-tokens.bin", "cut-tokens.idx", "other-tokens.json")
 @pytest.mark.parametrize("name", ["tokens.bin", "tokens.idx", "tokens.json", "tokens.tokenizer.json"])
 @pytest.mark.parametrize("damage", ["gone", "cut", "other"])
 def test_a_damaged_cache_is_made_anew(folder: Path, name: str, damage: str) -> None:
