@@ -18,7 +18,8 @@ from megads.evaluate.config import EvaluationConfig, loss_key
 from megads.model.config import ModelConfig, Position, has_attention_core
 from megads.ops.attention_kinds import AttentionWork, why_not
 from megads.ops.config import Compile, Implementation, OpsConfig
-from megads.optim.config import OptimConfig, ScheduleConfig
+from megads.optim.config import OptimConfig
+from megads.optim.schedule import LearningRate, ScheduleConfig
 from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Partition, Recompute
 from megads.parallel.partition import stage_bounds
 from megads.resilience.config import ResilienceConfig
@@ -208,6 +209,7 @@ def check_config(config: RootConfig) -> None:
     _check_compile(config)
     _check_layout(config)
     _check_batches(config)
+    _check_schedule(config)
     _check_positions(config)
     _check_vocabulary(config)
     _check_best(config)
@@ -382,6 +384,31 @@ def _check_batches(config: RootConfig) -> None:
     batch_size_schedule(config).check(config.train.micro_batch_size, config.parallel.dp)
 
 
+def _check_schedule(config: RootConfig) -> None:
+    """A decay must end after the warmup, in whichever units they are given, and start before it ends."""
+    warmup, end = _samples_of(config, "warmup") or 0, _samples_of(config, "decay")
+    if end is not None and end <= warmup:
+        raise ConfigError(
+            f"{_setting_of(config, 'decay')}: the decay must end after the warmup, {_setting_of(config, 'warmup')}, "
+            f"but ends at sample {end:,} with a warmup of {warmup:,} samples"
+        )
+    start = config.schedule.decay_start_samples
+    if start is not None and (end is not None or config.train.length_is_known):
+        end = learning_rate(config).end
+        if not warmup <= start < end:
+            raise ConfigError(
+                f"schedule.decay_start_samples = {start:,}: the decay must start between the end of the warmup, sample "
+                f"{warmup:,}, and its own end, sample {end:,}: change it, or how long the run trains"
+            )
+
+
+def _setting_of(config: RootConfig, what: str) -> str:
+    """The schedule's key that gives the warmup or the decay, with its value."""
+    names = [f"{what}_{unit}" for unit in ("steps", "tokens", "samples")]
+    name = next((name for name in names if getattr(config.schedule, name) is not None), names[-1])
+    return f"schedule.{name} = {getattr(config.schedule, name)}"
+
+
 def _check_positions(config: RootConfig) -> None:
     """Sequences must fit the positions."""
     train, model = config.train, config.model
@@ -485,6 +512,27 @@ def planned_steps(config: RootConfig) -> int:
         return int(train.steps)
     samples = train.samples if train.samples is not None else (train.tokens or 0) // train.seq_len
     return batch_size_schedule(config).steps_for(samples)
+
+
+def learning_rate(config: RootConfig) -> LearningRate:
+    """Returns the learning rate over the run, whose length is known."""
+    schedule = config.schedule
+    warmup, end = _samples_of(config, "warmup"), _samples_of(config, "decay")
+    if end is None:
+        end = batch_size_schedule(config).samples_after(planned_steps(config))
+    return LearningRate(config.optim, schedule, warmup or 0, end, schedule.decay_start_samples)
+
+
+def _samples_of(config: RootConfig, what: str) -> int | None:
+    """Samples of the schedule's warmup or decay, in whichever unit they are given; None where they are not."""
+    schedule = config.schedule
+    steps, tokens = getattr(schedule, f"{what}_steps"), getattr(schedule, f"{what}_tokens")
+    if steps is not None:
+        return batch_size_schedule(config).samples_after(steps)
+    if tokens is not None:
+        return -(-int(tokens) // config.train.seq_len)
+    samples: int | None = getattr(schedule, f"{what}_samples")
+    return samples
 
 
 def open_run_data(

@@ -15,7 +15,7 @@ from typing import Any
 
 from megads.checkpoint.config import LATEST_FILE, checkpoints_folder, step_of
 from megads.checkpoint.url import is_url
-from megads.config import RootConfig, check_config, planned_steps
+from megads.config import RootConfig, check_config, learning_rate, planned_steps
 from megads.errors import (
     EXIT_BUG,
     EXIT_OK,
@@ -186,7 +186,7 @@ def _run(resolved: ResolvedRun, server: RankServer | None) -> _Ended:
             return _Ended(EXIT_OK)
         accepted.say_changes(console.say)
         # That there is none only a dry run says: whoever asked for that need not hear it at every start.
-        for text in of_warmup(resolved.config) if resolved.config.schedule.warmup_samples else ():
+        for text in of_warmup(resolved.config) if learning_rate(resolved.config).warmup else ():
             console.say(text, "warning")
         with claimed(resolved.run_dir, job) as lease:
             accepted.record()

@@ -190,7 +190,7 @@ class UsesPlugins(Protocol):
 HOOKS = Registry("hook")
 BLOCKS = Registry("model block", reserved=("transformer",))
 OPTIMIZERS = Registry("optimizer", reserved=("adamw",))
-SCHEDULES = Registry("learning-rate schedule")
+SCHEDULES = Registry("learning-rate schedule", reserved=("inverse_sqrt", "wsd"))
 READERS = Registry("data reader", reserved=("auto",))
 TRACKERS = Registry("tracker", reserved=("wandb", "tensorboard"))
 

@@ -17,7 +17,7 @@ from megads.launch.preflight import locate_data, place, require_data
 from megads.launch.preflight_memory import Machine, memory_line, refuse_unfit, settle_auto
 from megads.launch.slurm_ranks import place_ranks
 from megads.model.config import ModelConfig
-from megads.optim.config import ScheduleConfig
+from megads.optim.schedule import ScheduleConfig
 from megads.parallel.config import AXES, GRADIENT_STAGES, ParallelConfig, Recompute
 from megads.parallel.schedule import ScheduleName
 from megads.runtime.config import ClusterConfig, ClusterKind, LoggingConfig, WandbConfig, WandbMode
@@ -232,7 +232,7 @@ def scaled_run(
         model=_scaled_model(config.model, parallel),
         parallel=parallel,
         train=train,
-        schedule=ScheduleConfig(name=config.schedule.name, options=config.schedule.options),
+        schedule=ScheduleConfig(name=config.schedule.name, options=config.schedule.options, warmup_steps=1),
         data=DataConfig(train=[DatasetConfig(data)]),
         tokenizer=TextTokenizerConfig(),
         checkpoint=dataclasses.replace(config.checkpoint, load=load, init_from=None),
