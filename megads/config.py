@@ -89,6 +89,9 @@ class TrainConfig:
     deterministic: bool = True
     """On a GPU: take torch's deterministic algorithms, so that a resumed run goes on bit for bit. false lets it choose,
     for attention's backward pass above all. A CPU computes the same bits either way."""
+    z_loss: float = 0.0
+    """Weight of log(Z)^2, Z the sum of exp(logit), in every token's loss, which keeps logits from drifting (PaLM:
+    1e-4); 0 switches it off. Losses in metrics are the cross entropy alone."""
     max_nonfinite_steps: int = 5
     """Non-finite steps in a row that a run survives, skipping each; one more ends it (exit 7)."""
 
@@ -107,6 +110,8 @@ class TrainConfig:
             raise ConfigError(f"train.epochs = {self.epochs}: must be above 0")
         counts = [name for name in given if name != "epochs" and given[name] != AUTO]
         self.check_sizes("max_nonfinite_steps", *counts)
+        if not 0 <= self.z_loss < math.inf:
+            raise ConfigError(f"train.z_loss = {self.z_loss}: must be 0 (off) or positive, for example 1e-4")
         if self.seed < 0:
             raise ConfigError(f"train.seed = {self.seed}: must not be negative")
 

@@ -59,6 +59,7 @@ KEYS: Mapping[str, EffectiveValue | str] = {
     "train.batch_ramp": _BATCH,
     "train.precision": _COMPUTED,
     "train.deterministic": _COMPUTED,
+    "train.z_loss": _COMPUTED,
     "train.max_nonfinite_steps": _COMPUTED,
     "data.order": lambda config, _: config.data.order.value,
     "data.megatron_theta": _in_megatrons_order(lambda config: config.data.megatron_theta),

@@ -272,6 +272,7 @@ def build_engine(
         device=device,
         kernels=kernels,
         deepspeed=config.deepspeed,
+        z_loss=config.train.z_loss,
     )
     return build_train_engine(spec)
 

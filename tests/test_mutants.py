@@ -40,7 +40,7 @@ from megads.ops.dropout import DropoutMask
 from megads.optim.groups import BucketLayout, Role
 from megads.parallel import context, loss, region_linear
 from megads.parallel.config import ParallelConfig, Recompute
-from megads.parallel.grid import Axis, padded_rows
+from megads.parallel.grid import Axis, own_rows, padded_rows
 from megads.parallel.loss import TokenMeanLoss
 from megads.parallel.pipeline_actions import ActionKind
 from megads.parallel.region_linear import Region, reduce_from_tp_region
@@ -221,10 +221,20 @@ def row_bias_on_every_rank() -> None:
 def padding_in_the_softmax() -> None:
     inner = loss.vocab_parallel_token_losses
 
-    def losses(logits: Tensor, labels: Tensor, vocab_size: int, axis: Any) -> Tensor:
-        return inner(logits, labels, padded_rows(vocab_size, axis.size) * axis.size, axis)
+    def losses(logits: Tensor, labels: Tensor, vocab_size: int, axis: Any, z_loss: float) -> Tensor:
+        return inner(logits, labels, padded_rows(vocab_size, axis.size) * axis.size, axis, z_loss)
 
     megads.parallel.loss.vocab_parallel_token_losses = losses
+
+
+def z_loss_of_own_rows() -> None:
+    inner = loss._probabilities_
+
+    def probabilities(logits: Tensor, labels: Tensor, vocab_size: int, axis: Any) -> tuple[Tensor, ...]:
+        own = logits[..., : own_rows(vocab_size, axis)[1]].logsumexp(-1)
+        return *inner(logits, labels, vocab_size, axis)[:-1], own
+
+    loss._probabilities_ = probabilities
 
 
 def input_gradients_of_chunks_stay_local() -> None:
@@ -616,6 +626,7 @@ CASES = [
     Case(no_backward_all_reduce_of_column_layers, "tp2", parity.check_first_step),
     Case(row_bias_on_every_rank, "tp2", parity.check_first_step),
     Case(padding_in_the_softmax, "tp2", parity.check_first_step),
+    Case(z_loss_of_own_rows, "tp2", parity.check_first_step, scenario_with(z_loss=0.1)),
     Case(input_gradients_of_chunks_stay_local, "tp2", parity.check_first_step, CHUNKS),
     Case(weight_gradients_of_chunks_overwrite_each_other, "tp2", parity.check_first_step, CHUNKS),
     Case(heads_of_dropout_counted_from_the_rank, "tp2", parity.check_first_step, DROPOUT),

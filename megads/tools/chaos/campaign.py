@@ -42,6 +42,8 @@ _SMALL_RUN = {
     "checkpoint.every_steps": "5",
     "checkpoint.async_save": "true",
     "checkpoint.local_every_steps": "2",
+    # A disk that is full for seconds fails as many saves of these small steps as hours of a real run have.
+    "checkpoint.max_failed_saves": "1000",
     "cluster.max_restarts": "10",
     "cluster.heartbeat_timeout_s": "10",
     "cluster.hang_min_s": "5",

@@ -85,8 +85,12 @@ def _gradients(model: GPT, scenario: Scenario, step: int) -> tuple[float, int, d
         assert batch.tokens_bs is not None and batch.labels_bs is not None and batch.loss_mask_bs is not None
         logits = model(batch.tokens_bs, batch.info)
         loss = (token_losses(logits, batch.labels_bs) * batch.loss_mask_bs).sum() / total
+        objective = loss
+        if scenario.z_loss:
+            log_z_bs = logits.to(torch.promote_types(logits.dtype, torch.float32)).logsumexp(-1)
+            objective = loss + scenario.z_loss * (log_z_bs.square() * batch.loss_mask_bs).sum() / total
         model.zero_grad(set_to_none=True)
-        loss.backward()
+        objective.backward()
         loss_sum += loss.item()
         for name, p in working.items():
             assert p.grad is not None
@@ -217,6 +221,7 @@ def wanted(config: RootConfig) -> Wanted:
         document_mask=config.data.document_mask,
         reset_positions=config.data.reset_positions,
         ops=config.ops,
+        z_loss=train.z_loss,
     )
 
 

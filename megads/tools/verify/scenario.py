@@ -53,6 +53,7 @@ class Scenario:
         documents: samples hold several documents, of which the model is told.
         document_mask: with documents: attention stays in them.
         reset_positions: with documents: positions restart in them.
+        z_loss: weight of the z-loss.
         optimizer: every other setting of the optimizer.
         ops: how the layout's operators are computed; the reference takes torch's.
     """
@@ -72,6 +73,7 @@ class Scenario:
     documents: bool = False
     document_mask: bool = True
     reset_positions: bool = True
+    z_loss: float = 0.0
     optimizer: OptimConfig = field(default_factory=OptimConfig)
     ops: OpsConfig = field(default_factory=lambda: OpsConfig(Implementation.torch))
 
@@ -225,6 +227,7 @@ class Wanted:
         bf16: whether it trains in bf16.
         document_mask, reset_positions: data.*.
         ops: its config.
+        z_loss: train.z_loss.
     """
 
     model: ModelConfig
@@ -237,6 +240,7 @@ class Wanted:
     document_mask: bool = False
     reset_positions: bool = False
     ops: OpsConfig = field(default_factory=OpsConfig)
+    z_loss: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -276,6 +280,7 @@ def scale(wanted: Wanted, max_ranks: int | None, steps: int) -> Scaled:
         documents=wanted.document_mask or wanted.reset_positions,
         document_mask=wanted.document_mask,
         reset_positions=wanted.reset_positions,
+        z_loss=wanted.z_loss,
         clip_grad=_CLIP if wanted.optim.clip_grad > 0 else 0.0,
         optimizer=wanted.optim,
         ops=wanted.ops,
