@@ -266,17 +266,17 @@ def check_attention(config: RootConfig, *, cuda: bool | None = None) -> None:
 
 
 def _check_optimizer(config: RootConfig) -> None:
-    """DeepSpeed's optimizer, which shards gradients and weights, is around torch's AdamW."""
+    """DeepSpeed's optimizer, which shards gradients and weights, is around torch's; Muon must know its matrices."""
     impl, stage = config.optim.impl, config.parallel.zero_stage
     if stage in GRADIENT_STAGES and impl in (Implementation.fused, Implementation.apex):
         raise ConfigError(
             f"optim.impl = {impl} is for parallel.zero_stage = 0 and 1, but parallel.zero_stage = {stage}: there "
-            "DeepSpeed's optimizer calls torch's AdamW; use optim.impl=auto"
+            "DeepSpeed's optimizer calls torch's operators; use optim.impl=auto"
         )
-    if stage in GRADIENT_STAGES and not config.optim.is_adamw:
+    if config.optim.is_muon and config.model.block.is_custom:
         raise ConfigError(
-            f"optim.name = {config.optim.name} needs parallel.zero_stage = 0 or 1, but parallel.zero_stage = {stage}: "
-            "there DeepSpeed's optimizer is around torch's AdamW; use one of them, or optim.name=adamw"
+            f"optim.name = muon cannot be had with model.block.name = {config.model.block.name}: which of a plugin's "
+            "parameters are matrices, and how many of them are in one, is not known; use optim.name=adamw, lamb or lion"
         )
 
 

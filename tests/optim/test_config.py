@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from megads.errors import ConfigError
+from megads.ops.config import Implementation
 from megads.optim.config import OptimConfig
+from megads.runtime.registry import OPTIMIZERS, register_optimizer
 
 
 @pytest.mark.parametrize(
@@ -25,6 +27,10 @@ from megads.optim.config import OptimConfig
         ({"name": "mine"}, None),
         ({"name": "mine", "betas": [0.9, 0.9]}, "optim.betas = .* only applies to optim.name=adamw"),
         ({"name": "mine", "eps": 1e-6}, "optim.eps = 1e-06 only applies"),
+        ({"name": "lamb", "betas": [0.9, 0.999], "eps": 1e-6, "impl": Implementation.torch}, None),
+        ({"name": "lion", "impl": Implementation.torch}, None),
+        ({"name": "lion", "betas": [0.9, 0.99]}, "optim.betas = .* lion's decay rates are optim.options.beta1"),
+        ({"name": "lion", "eps": 1e-6}, "optim.eps = 1e-06 only applies to optim.name=adamw, lamb and muon"),
     ],
 )
 def test_settings_that_train(settings: dict[str, Any], said: str | None) -> None:
@@ -34,3 +40,34 @@ def test_settings_that_train(settings: dict[str, Any], said: str | None) -> None
         return
     with pytest.raises(ConfigError, match=said):
         OptimConfig(**settings).check()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("lamb", {"max_ratio": 10}, None),
+        ("lamb", {"max_ratio": 0}, "optim.options.max_ratio = 0.0: must be positive"),
+        ("lamb", {"maxratio": 10}, "unknown key optim.options.maxratio: did you mean max_ratio"),
+        ("lion", {"beta2": 1.0}, r"optim.options.beta2 = 1.0: want values in \[0, 1\)"),
+        ("lion", {"beta1": "much"}, "optim.options.beta1"),
+        ("adamw", {"beta1": 0.9}, "adamw has no options"),
+        ("lions", {}, "no optimizer 'lions': did you mean lion"),
+    ],
+)
+def test_options_of_built_in_optimizers(name: str, options: dict[str, Any], said: str | None) -> None:
+    """Catches a setting that is misspelt or impossible and passes in silence."""
+    arguments = (name, options, "optim.name", "optim.options")
+    if said is None:
+        complete = OPTIMIZERS.complete(*arguments)
+        assert options.items() <= complete.items()
+        typed = [OptimConfig(name=name, options=given).typed_options for given in (options, complete)]
+        assert typed[0] == typed[1]
+        return
+    with pytest.raises(ConfigError, match=said):
+        OPTIMIZERS.complete(*arguments)
+
+
+def test_a_plugin_cannot_take_a_built_in_name() -> None:
+    """Catches a plugin's optimizer that is registered and never used."""
+    with pytest.raises(ConfigError, match="megads has one of this name"):
+        register_optimizer("lion")(lambda options, update: None)
