@@ -101,7 +101,7 @@ class CheckpointHook:
         self._due = self._unproven = False
         self._failed_saves = 0
         self._writer, self._timeout_s, self._local = writer, timeout_s, local
-        self._replicas_failed, self._late_replicas = "", False
+        self._replicas_failed, self._replicas_lacking, self._late_replicas = "", False, False
         # One image of what this rank owns, or those of the local checkpoints, which hold more; and the last one copied.
         self._images, self._image, self._copies_all = list[StateImage](), 0, False
         # The step that the writers were ordered to save, until all ranks know what became of it.
@@ -281,11 +281,16 @@ class CheckpointHook:
         if self._local is None:
             return False
         progress = self._local.replication()
-        if progress.failed != self._replicas_failed:
-            self._replicas_failed = progress.failed
-            level = {"level": "warning", "reason": progress.failed} if progress.failed else {}
-            event = "replica_failed" if progress.failed else "replicas_complete_again"
-            self._events.write(event, step=self._state.step, **level)
+        if progress.restarted:
+            self._replicas_lacking = True
+            self._events.write("replica_restarted", level="warning", step=self._state.step, reason=progress.restarted)
+        if progress.failed and progress.failed != self._replicas_failed:
+            self._replicas_lacking = True
+            self._events.write("replica_failed", level="warning", step=self._state.step, reason=progress.failed)
+        self._replicas_failed = progress.failed
+        if progress.complete and self._replicas_lacking:
+            self._replicas_lacking = False
+            self._events.write("replicas_complete_again", step=self._state.step)
         if progress.busy and not self._late_replicas:
             self._late_replicas = True
             reason = "the last one is still being sent to another node; this event is not repeated"
