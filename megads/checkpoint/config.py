@@ -66,9 +66,10 @@ class CheckpointConfig:
     continues where a node is lost. Needs two nodes with equally many ranks, and once more the memory of the local
     checkpoints."""
     load: str = "auto"
-    """auto: the newest usable one of this run, else start fresh; none: start fresh; or the path of a checkpoint or run:
-    the first start with it continues that, with its step, optimizer state and place in schedule and data; the same
-    command again continues from what was saved since."""
+    """auto: the newest usable one of this run, else start fresh; none: start fresh, while restarts and requeues of that
+    start continue from what it saved itself; or the path of a checkpoint or run: the first start with it continues
+    that, with its step, optimizer state and place in schedule and data; the same command again continues from what was
+    saved since."""
     read: CheckpointRead = CheckpointRead.auto
     """Which data-parallel replicas read the state that they share: all of them, or one, which broadcasts it; auto: one
     where the ranks are on several nodes. ZeRO leaves nothing to share: each rank then reads its own part."""
@@ -278,6 +279,31 @@ def list_checkpoints(run_dir: Path) -> dict[int, Path]:
     folder = checkpoints_folder(run_dir)
     found = ((step_of(path), path) for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else ()
     return dict(sorted((step, path) for step, path in found if step is not None))
+
+
+@dataclass(frozen=True)
+class History:
+    """Which checkpoints of a run directory a start may go on from.
+
+    Attributes:
+        after: their sequences are greater, see `Manifest`.
+        without: names of those that are none of them although they have no sequence: their manifests are damaged.
+    """
+
+    after: int = -1
+    without: tuple[str, ...] = ()
+
+    def has(self, folder: Path, sequence: int | None) -> bool:
+        """Whether a checkpoint is one of them.
+
+        Args:
+            folder: the checkpoint.
+            sequence: None where its manifest is damaged.
+        """
+        return folder.name not in self.without if sequence is None else sequence > self.after
+
+
+EVERYTHING = History()
 
 
 def newest_before(run_dir: Path, step: int) -> Path | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from megads.checkpoint.config import CheckpointConfig, list_checkpoints, step_folder
+from megads.checkpoint.fresh_start import own_history
 from megads.checkpoint.image import ImageLayout, StateImage
 from megads.checkpoint.local import forget, newest_step
 from megads.checkpoint.local_saves import LocalSaves
@@ -112,10 +113,14 @@ class CheckpointHook:
         self._saved_step, self._finite = state.step, state.state_dict()
         if self._local is not None and self._local.base is not None:
             # Any other state that a run starts from is on disk already, or is a fresh one.
-            self._saved_step = on_first(self._engine.grid.control, lambda: newest_step(self._run_dir), int)
+            self._saved_step = on_first(self._engine.grid.control, self._newest_on_disk, int)
         self._look_for_room()
         self._begin_local_checkpoints()
         self._decide_on_writers()
+
+    def _newest_on_disk(self) -> int:
+        history = own_history(self._config.load, self._run_dir)
+        return newest_step(self._run_dir, history) if history is not None else 0
 
     def _begin_local_checkpoints(self) -> None:
         local = self._local

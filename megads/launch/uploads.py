@@ -93,6 +93,7 @@ def _fetch_given(url: str, local: Path, run_dir: Path, console: Console, job: Sl
 
 def _prepare_upload(config: RootConfig, run_dir: Path, console: Console, job: SlurmJob | None) -> None:
     from megads.checkpoint.download import newest_first, newest_intact_sequence
+    from megads.checkpoint.fresh_start import continues_fresh_start, recorded_history
     from megads.checkpoint.remote import RemoteError, RemoteStore, within
     from megads.checkpoint.upload import remote_checkpoints
     from megads.launch.uploader import run_url
@@ -114,11 +115,12 @@ def _prepare_upload(config: RootConfig, run_dir: Path, console: Console, job: Sl
             f"checkpoint.upload does not answer ({error}): training goes on, uploads are tried again", "warning"
         )
         return
-    local = newest_intact_sequence(run_dir)
+    own = recorded_history(run_dir) if load == "none" and continues_fresh_start(run_dir) else None
+    local = max(newest_intact_sequence(run_dir), own.after if own is not None else 0)
     newer = [checkpoint for checkpoint in newest_first(found) if checkpoint.sequence > local]
     if not newer:
         return
-    if load == "none" or goes_to_path(load, run_dir):
+    if (load == "none" and own is None) or goes_to_path(load, run_dir):
         raise ConfigError(
             f"{url} has a checkpoint of step {newer[0].step} of this run, which checkpoint.load = {load} would leave "
             "behind, and what comes next would be mixed with it: choose another run.id, or remove it there"
