@@ -190,7 +190,7 @@ def _run(resolved: ResolvedRun, server: RankServer | None) -> _Ended:
             console.say(text, "warning")
         with claimed(resolved.run_dir, job) as lease:
             accepted.record()
-            with uploading(resolved.config) as uploads:
+            with uploading(resolved.config, placement.allocation if placement else None) as uploads:
                 ended = _Attempts(resolved, lease, server, lambda: accept_start(prepared)).run(console)
                 if uploads is not None:
                     uploads.finish(ended.exit_code, console)
