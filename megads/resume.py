@@ -18,6 +18,7 @@ from megads.checkpoint.manifest import Manifest, newest_manifest, read_manifest,
 from megads.checkpoint.read import CheckpointHandle, check_model, find_checkpoint, given_folder
 from megads.checkpoint.shared_read import read_shards
 from megads.checkpoint.store import on_first
+from megads.checkpoint.url import fetched_folder, is_url
 from megads.config import RootConfig, batch_size_schedule
 from megads.data.indexed.recorded import DataRecord, read_record, renamed_datasets
 from megads.data.indexed.run_tokenizer import TokenizerRecord
@@ -89,7 +90,8 @@ def find_origin(config: RootConfig, run_dir: Path, control: ControlPlane, local:
         handle = find_checkpoint(run_dir, load if from_path else "auto", control, history)
     if handle is None:
         given = config.checkpoint.init_from
-        weights = None if given is None else open_source(given, control)
+        fetched = fetched_folder(given, run_dir) if given is not None and is_url(given) else None
+        weights = None if given is None else open_source(given, control, fetched)
         return Origin(None, weights, from_path=False, passed_by=tuple(not_used))
     check_model(handle, asdict(config.model))
     now = read_record(run_dir)

@@ -83,8 +83,9 @@ class CheckpointConfig:
     upload_wait_s: float = 600.0
     """Longest wait at the end of a run for the upload of its last checkpoint."""
     init_from: str | None = None
-    """A run's folder, whose newest usable checkpoint is meant, or a checkpoint's: a new run starts from its weights,
-    and everything else is fresh (docs/finetune.md). Counts as long as the run has no checkpoint of its own."""
+    """A run's folder, whose newest usable checkpoint is meant, or a checkpoint's, or the URL of either in a store: a
+    new run starts from its weights, and everything else is fresh (docs/finetune.md). Counts as long as the run has no
+    checkpoint of its own."""
 
     def check(self) -> None:
         """Raises ConfigError on negative numbers, on settings of which one makes another useless, and on two
@@ -119,10 +120,7 @@ class CheckpointConfig:
         if is_url(self.load):
             check_url(self.load, "checkpoint.load")
         if self.init_from is not None and is_url(self.init_from):
-            raise ConfigError(
-                f"checkpoint.init_from = {self.init_from}: a URL cannot be read from here; fetch it first with "
-                f"megads checkpoint download run={self.init_from} output=<folder>"
-            )
+            check_url(self.init_from, "checkpoint.init_from")
         if self.upload_keep is not None and (self.upload_keep < 0 or self.upload is None):
             told = "must not be negative" if self.upload_keep < 0 else "only applies with checkpoint.upload"
             raise ConfigError(f"checkpoint.upload_keep = {self.upload_keep}: {told}")

@@ -4,7 +4,6 @@ keeps the process that uploads, and waits for the last checkpoint.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import signal
 import threading
@@ -17,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from megads.checkpoint.config import LATEST_FILE, checkpoints_folder, list_checkpoints
-from megads.checkpoint.url import is_url
+from megads.checkpoint.config import LATEST_FILE, CheckpointConfig, checkpoints_folder, list_checkpoints
+from megads.checkpoint.url import fetched_folder, is_url
 from megads.config import RootConfig
 from megads.errors import CheckpointError, ConfigError, Preempted
 from megads.launch.launcher import EXIT_KILLED, SideProcess
@@ -59,8 +58,7 @@ def with_local_load(config: RootConfig) -> RootConfig:
     load = config.checkpoint.load
     if not is_url(load):
         return config
-    name = hashlib.sha256(load.rstrip("/").encode()).hexdigest()[:12]
-    local = Path(str(config.run.dir)) / "downloads" / name
+    local = fetched_folder(load, Path(str(config.run.dir)))
     return replace(config, checkpoint=replace(config.checkpoint, load=str(local)))
 
 
@@ -83,6 +81,22 @@ def prepare_checkpoints(config: RootConfig, asked_load: str, console: Console, j
         _fetch_given(asked_load, Path(config.checkpoint.load), run_dir, console, job)
     if config.checkpoint.upload is not None:
         _prepare_upload(config, run_dir, console, job)
+    if config.checkpoint.init_from is not None and is_url(config.checkpoint.init_from):
+        _fetch_weights(config.checkpoint, run_dir, console, job)
+
+
+def _fetch_weights(config: CheckpointConfig, run_dir: Path, console: Console, job: SlurmJob | None) -> None:
+    """Fetches checkpoint.init_from, where the run has no checkpoint of its own to go on from and has not fetched it."""
+    from megads.checkpoint.download import open_remote_run
+    from megads.resume import find_past
+
+    assert config.init_from is not None
+    local = fetched_folder(config.init_from, run_dir)
+    if (checkpoints_folder(local) / LATEST_FILE).is_file() or find_past(config.load, run_dir) is not None:
+        return
+    store, candidates = open_remote_run(config.init_from)
+    with claimed(run_dir, job):
+        _restore(store, local, candidates, console)
 
 
 def _fetch_given(url: str, local: Path, run_dir: Path, console: Console, job: SlurmJob | None) -> None:
