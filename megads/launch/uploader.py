@@ -2,6 +2,9 @@
 
     python -m megads.launch.uploader <run.dir>
 
+In a SLURM job of several nodes one runs beside the launcher, which chooses what is uploaded, and one on each other
+node, as a task of an srun step: every one of them brings a share of the files.
+
 It watches the run directory for committed checkpoints. The newest comes first; older ones follow where they stay there.
 What fails becomes an event and is tried again, later and later. It ends when the run is over (its standard input ends)
 and the last checkpoint is there, or checkpoint.upload_wait_s after the run.
@@ -32,6 +35,7 @@ from megads.config import RootConfig, best_loss_key
 from megads.errors import EXIT_BUG, EXIT_OK, CheckpointError, MegadsError
 from megads.frozen_config import load_frozen
 from megads.launch.rank import leave_signals_to_the_launcher
+from megads.runtime.environment import slurm_variables
 from megads.runtime.files import temporary_path
 from megads.runtime.metrics import EventWriter, MetricHistory
 from megads.runtime.run_dir import CONFIG_FILE, upload_status_path
@@ -326,7 +330,12 @@ def main() -> NoReturn:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--node", type=int, default=0, help="number of this node")
     parser.add_argument("--nodes", type=int, default=1, help="nodes that share the work")
+    parser.add_argument(
+        "--task-of-step", action="store_true", help="a task of an srun step: the number follows from it"
+    )
     arguments = parser.parse_args()
+    # Number 0 is beside the launcher.
+    node = 1 + int(slurm_variables()["SLURM_PROCID"]) if arguments.task_of_step else arguments.node
     leave_signals_to_the_launcher()
     code = EXIT_BUG
     try:
@@ -336,7 +345,7 @@ def main() -> NoReturn:
         with closing(EventWriter(arguments.run_dir)) as events:
             is_over = _End(config.checkpoint.upload_wait_s)
             Uploader(
-                config, arguments.run_dir, is_over, events, status.write, node=arguments.node, num_nodes=arguments.nodes
+                config, arguments.run_dir, is_over, events, status.write, node=node, num_nodes=arguments.nodes
             ).run()
         code = EXIT_OK
     except MegadsError as error:

@@ -140,8 +140,8 @@ def _resume(config: RootConfig) -> list[Finding]:
     if load not in ("auto", "none") and not Path(load).is_dir():
         return [problem("checkpoints", f"checkpoint.load = {load}: there is no such folder", _AT_START, "correct it")]
     if load == "none":
-        cost = "every restart throws away what was trained before"
-        return [problem("checkpoints", "checkpoint.load = none", cost, "checkpoint.load=auto")]
+        cost = "a job that is submitted again throws away what was trained before; a requeue or a chain does not"
+        return [note("checkpoints", "checkpoint.load = none", cost, "checkpoint.load=auto")]
     if not config.checkpoint.every_steps:
         cost = "a lost node, of which nobody warns, throws away everything since the start of the job"
         return [note("checkpoints", "checkpoint.every_steps = 0", cost, "set checkpoint.every_steps to half an hour's")]
