@@ -30,7 +30,15 @@ from megads.checkpoint.manifest import MANIFEST_FILE, read_manifest
 from megads.checkpoint.remote import RemoteError, RemoteStore
 from megads.checkpoint.remote_lease import RemoteInUse, RemoteLease
 from megads.checkpoint.retention import Retention
-from megads.checkpoint.upload import CheckpointUpload, pin_checkpoint, pins, remote_checkpoints, remove_surplus, unpin
+from megads.checkpoint.upload import (
+    CheckpointUpload,
+    pin_checkpoint,
+    pins,
+    remote_checkpoints,
+    remote_folder,
+    remove_surplus,
+    unpin,
+)
 from megads.config import RootConfig, best_loss_key
 from megads.errors import EXIT_BUG, EXIT_OK, CheckpointError, MegadsError
 from megads.frozen_config import load_frozen
@@ -90,6 +98,7 @@ class Uploader:
         self._there: dict[int, tuple[int, str]] | None = None
         self._read: dict[tuple[Path, int, int], tuple[int, str]] = {}
         self._damaged: set[str] = set()
+        self._parts_removed = False
         self._step: int | None = None
         self.uploaded: list[int] = []
         """Steps of the checkpoints that it brought there."""
@@ -138,6 +147,7 @@ class Uploader:
         for pin in pins(self._run_dir):
             if not _is_held_here(pin):
                 unpin(pin)
+        self._remove_parts(store)
         while True:
             # Asked first: what is committed before the end is then found.
             over = self._is_over()
@@ -149,6 +159,22 @@ class Uploader:
                 return
             else:
                 time.sleep(_POLL_S)
+
+    def _remove_parts(self, store: RemoteStore) -> None:
+        """Removes what killed uploads of this run left, once."""
+        if self._parts_removed:
+            return
+        self._parts_removed = True
+        # Other nodes may be at it already.
+        steps = [CheckpointUpload(store, self._run_dir, pin).step for pin in pins(self._run_dir)]
+        busy = [remote_folder(step) for step in steps] if self._num_nodes > 1 else []
+        try:
+            removed = store.remove_parts(busy)
+        except RemoteError as error:
+            self._events.write("upload_parts_left", level="debug", url=self._url, message=str(error))
+            return
+        if removed.count:
+            self._events.write("upload_parts_removed", url=self._url, count=removed.count, bytes=removed.bytes)
 
     def _local(self) -> dict[int, tuple[int, str]]:
         """Sequence and digest of the committed checkpoints here, by step; a manifest is read once."""
