@@ -97,7 +97,8 @@ class ScheduleConfig:
         for name, value in zip(names, values, strict=True):
             if value is not None and value < least:
                 raise ConfigError(f"{name} = {value}: must be at least {least}")
-        given = [f"{name} = {value}" for name, value in zip(names, values, strict=True) if value]
+        # Samples are what presets have, so the others go before them.
+        given = [f"{name} = {value}" for name, value in zip(names[1:], values[1:], strict=True) if value is not None]
         if len(given) > 1:
             raise ConfigError(f"{' and '.join(given)}: give one of them")
 

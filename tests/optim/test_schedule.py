@@ -132,6 +132,7 @@ def test_units_mean_the_same() -> None:
         ({"decay_steps": 0}, "schedule.decay_steps = 0: must be at least 1"),
         ({"warmup_samples": 1000, "decay_samples": 1000}, "schedule.decay_samples = 1000: the decay must end after"),
         ({"warmup_steps": 10, "decay_tokens": 1000}, "schedule.decay_tokens = 1000: .* schedule.warmup_steps = 10"),
+        ({"warmup_samples": 9000, "warmup_steps": 10, "decay_samples": 1, "decay_tokens": 1_000_000}, None),
         ({"warmup_steps": 10, "warmup_tokens": 1000}, "warmup_tokens = 1000 and schedule.warmup_steps = 10: give one"),
         ({"cycles": 0}, "schedule.cycles = 0"),
         ({"name": "wsd", "cycles": 2}, "cycles = 2 only applies to schedule.name=cosine and linear"),
