@@ -41,6 +41,7 @@ from megads.errors import CheckpointError
 from megads.model.config import ModelConfig
 from megads.model.gpt import GPT
 from megads.runtime.distributed import ALONE, ControlPlane
+from megads.runtime.files import read_regular
 
 _IRRELEVANT_MODEL_KEYS = ("hidden_dropout", "attention_dropout", "init_std", "attention")
 """Keys of the model's config that may change during a run: they do not say what the weights mean."""
@@ -132,7 +133,7 @@ def find_checkpoint(
     Args:
         run_dir: the run's folder.
         load: "none"; "auto" for the newest usable one of this run; or the path of a checkpoint's folder, or of a run
-            whose `latest` is meant.
+            whose last one is meant.
         control: of all ranks.
         history: the checkpoints of this run that count.
 
@@ -337,16 +338,34 @@ def _meaning_of_weights(model_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def given_folder(path: Path) -> Path:
-    """The checkpoint that a path means: itself, or the one that a run's `latest` names."""
-    for folder in (path, path / "checkpoints"):
-        if (folder / LATEST_FILE).is_file() and not (folder / MANIFEST_FILE).exists():
-            name = (folder / LATEST_FILE).read_text(errors="replace").strip()
-            if step_of(Path(name)) is None or Path(name).name != name:
-                raise CheckpointError(f"{folder / LATEST_FILE} names no checkpoint, but {name[:80]!r}")
-            return (folder / name).absolute()
+    """The checkpoint that a path means: itself, or the last one that a run has committed.
+
+    That need not be the one that `latest` names: a kill may come between the commit and the writing of it. Where that
+    one is missing or its manifest is damaged it is meant nevertheless, as nobody asked for an older one.
+
+    Raises:
+        CheckpointError: there is no such folder.
+    """
     if not path.is_dir():
         raise CheckpointError(f"checkpoint.load = {path}: there is no such folder")
+    for folder in () if (path / MANIFEST_FILE).exists() else (path, checkpoints_folder(path)):
+        children = folder.iterdir() if folder.is_dir() else ()
+        found = {child: read_sequence(child) for child in children if step_of(child) is not None and child.is_dir()}
+        named = _named_by_latest(folder)
+        if named is not None and found.get(named) is None:
+            return named.absolute()
+        if found:
+            return max(found, key=lambda child: (found[child] or 0, child.name)).absolute()
     return path.absolute()
+
+
+def _named_by_latest(folder: Path) -> Path | None:
+    """The checkpoint that `latest` names; None where it is not there or holds no name of one."""
+    try:
+        name = read_regular(folder / LATEST_FILE).decode(errors="replace").strip()
+    except OSError:
+        return None
+    return folder / name if step_of(Path(name)) is not None and Path(name).name == name else None
 
 
 def _first_usable(folders: Sequence[Path], control: ControlPlane) -> tuple[CheckpointHandle | None, list[str]]:

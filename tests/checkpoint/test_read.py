@@ -121,6 +121,33 @@ def test_latest_that_names_nothing(content: str, tmp_path: Path) -> None:
     assert handle is not None and handle.state["step"] == 1
 
 
+@pytest.mark.parametrize("content", ["step_00000009\n", "", "\x00\x00", None])
+def test_a_run_means_what_it_committed_last(content: str | None, tmp_path: Path) -> None:
+    """Catches a start from an older checkpoint than the last one, because a kill came between its commit and the
+    writing of `latest`, or `latest` is damaged; one that takes the highest step of a part that was left behind; and an
+    older one that silently stands in for the damaged one that `latest` names."""
+    run_dir = tmp_path / "run"
+    for step in (1, 9, 4):
+        save(run_dir, step)
+    folder = run_dir / "checkpoints"
+    if content is None:
+        (folder / "latest").unlink()
+    else:
+        (folder / "latest").write_text(content)
+    before = sorted(path.name for path in folder.iterdir())
+    shutil.copytree(folder, tmp_path / "copied")
+    for path in (run_dir, folder, tmp_path / "copied"):
+        handle = find_checkpoint(tmp_path / "other", str(path))
+        assert handle is not None and handle.state["step"] == 4
+    assert sorted(path.name for path in folder.iterdir()) == before
+    damage(folder / "step_00000001", "flipped byte in the manifest")
+    assert find_checkpoint(tmp_path / "other", str(run_dir)) is not None
+    damage(folder / "step_00000009", "flipped byte in the manifest")
+    if content and content.startswith("step"):
+        with pytest.raises(CheckpointError, match="step_00000009"):
+            find_checkpoint(tmp_path / "other", str(run_dir))
+
+
 def test_given_path(tmp_path: Path) -> None:
     """Catches a path of a run, or of a moved checkpoint, that cannot be loaded, and a typing error taken for none."""
     first = save(tmp_path / "run", 1)
