@@ -30,8 +30,8 @@ from tests.distributed import run_ranks
 MODEL = ModelConfig(num_layers=8, hidden_size=512, num_heads=8, vocab_size=32_000, max_seq_len=512)
 SEQ_LEN, MICRO_BATCH = 512, 4
 ROW = 15
-TARGET = 0.04
-"""Of Muon, at the largest number of tokens asked for."""
+TARGET, JUDGED_TOKENS = 0.04, 32_768
+"""Of Muon, at so many tokens a step."""
 OPTIMIZERS = {
     "adamw": OptimConfig(),
     "lamb": OptimConfig(name="lamb"),
@@ -93,10 +93,12 @@ def main() -> int:
             cells = " | ".join(f"{share:.1%}" for share in shares)
             print(f"| {precision} | {name} | {passes:.3f} | {update:.3f} | {cells} |", flush=True)
             verdicts = []
-            if name == "muon" and shares:
-                what = f"share of the step, {precision}, {arguments.tokens[-1]:,} tokens"
-                found, wanted = f"{shares[-1]:.1%}", f"{TARGET:.0%}"
-                verdicts = [Verdict(ROW, what, found, "the wanted share", wanted, TARGET / shares[-1], 1.0)]
+            if name == "muon":
+                share = update / (update + JUDGED_TOKENS / (SEQ_LEN * MICRO_BATCH) * passes)
+                what = f"share of the step, {precision}, {JUDGED_TOKENS:,} tokens"
+                verdicts = [
+                    Verdict(ROW, what, f"{share:.1%}", "the wanted share", f"{TARGET:.0%}", TARGET / share, 1.0)
+                ]
             figures = {"optimizer": name, "precision": precision, "passes_s": passes, "update_s": update}
             record(arguments.append, "optimizer_share", figures, verdicts)
     return 0
