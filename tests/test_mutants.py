@@ -292,8 +292,8 @@ def mean_of_micro_batch_means() -> None:
 def embedding_norm_decays() -> None:
     inner = megads.engine.optimizer.parameter_role
 
-    def role(name: str, tied: bool = False) -> Role:
-        return Role.decay if name.startswith("embedding.norm") else inner(name, tied)
+    def role(name: str, tied: bool = False, **which: bool) -> Role:
+        return Role.decay if name.startswith("embedding.norm") else inner(name, tied, **which)
 
     megads.engine.optimizer.parameter_role = role
 

@@ -66,7 +66,7 @@ def make_zero_optimizer(groups: list[dict[str, Any]], spec: EngineSpec) -> Optim
         beta1, beta2 = optim.betas
         return torch.optim.AdamW(groups, lr=optim.lr, betas=(beta1, beta2), eps=optim.eps, fused=True)
     line, fused = MasterLine.of_zero3(spec.grid), fused_rows(spec.model)
-    return RuleDrivenByZero(groups, make_rule(optim, line, fused=fused, weights_dtype=spec.precision), optim.lr)
+    return RuleDrivenByZero(groups, make_rule(optim, line, spec.kernels, fused, spec.precision), optim.lr)
 
 
 def master_layouts(state: ZeroState, grid: ParallelGrid, tied_key: str | None, *, muon: bool) -> list[MasterLayout]:

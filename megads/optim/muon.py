@@ -4,7 +4,7 @@ Scaled by 0.2 sqrt(max(rows, columns)), so that its steps are as long as AdamW's
 https://arxiv.org/abs/2502.16982, section 2.2). A matrix can only be orthogonalised whole: every one has an owner among
 the ranks that hold parts of it, to which the parts go and which sends back what each needs. A parameter that is several
 matrices (queries, keys and values; gates and ups) is cut into them first: orthogonalised as one they would share their
-singular values (Jordan: "Muon should be applied separately to Q, K and V").
+singular values, against which Jordan advises.
 
 Shape suffixes: e = elements of a flat master or parameter, r = rows, c = columns, k = matrices of one shape.
 """
@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megads.ops.config import TORCH, KernelOp, Kernels
+from megads.ops.linear import input_gradient, linear
 from megads.optim.config import MuonOptions, MuonPrecision, OptimConfig, QKVSplit
 from megads.optim.groups import Role
 from megads.optim.masters import AdamWRule, MasterLayout, MasterLine, MasterUpdate, ParameterRun
@@ -32,27 +34,63 @@ EPSILON = 1e-7
 BATCH_ELEMENTS = 2**26
 """Matrices of one shape are multiplied together up to so many elements: temporary memory is about four times that."""
 
+GRAM_BLOCKS, SMALLEST_BLOCK = 4, 64
+"""Rows of blocks of a Gram matrix on a CPU, and the fewest rows in one for which that is quicker than all of it."""
+
 FusedRows = Mapping[str, tuple[int, ...]]
 """By the last parts of a parameter's name: how many neighbouring rows are each matrix's; this repeats over all rows."""
 
 
-def newton_schulz(x_krc: Tensor, steps: int) -> Tensor:
+def newton_schulz(x_krc: Tensor, steps: int, kernels: Kernels = TORCH) -> Tensor:
     """Orthogonalises matrices: U V^T of their singular value decomposition, about; in their dtype.
 
     Args:
         x_krc: matrices of one shape, zeros allowed; undefined afterwards.
         steps: iterations.
+        kernels: whose kernel multiplies on CPUs.
     """
     if x_krc.shape[1] > x_krc.shape[2]:
-        return newton_schulz(x_krc.mT.contiguous(), steps).mT
-    a, b, c = COEFFICIENTS
+        return newton_schulz(x_krc.mT.contiguous(), steps, kernels).mT
     norms_k = torch.linalg.vector_norm(x_krc, dim=(1, 2), keepdim=True, dtype=torch.float32)
     x_krc = (x_krc / norms_k.clamp(min=EPSILON)).to(x_krc.dtype)
+    if kernels.fused(KernelOp.linear) and x_krc.device.type == "cpu":
+        return torch.stack([_iterate_by_kernel(x_rc, steps, kernels) for x_rc in x_krc])
+    a, b, c = COEFFICIENTS
     for _ in range(steps):
         gram_krr = torch.bmm(x_krc, x_krc.mT)
         polynomial_krr = torch.baddbmm(gram_krr, gram_krr, gram_krr, beta=b, alpha=c)
         x_krc = torch.baddbmm(x_krc, polynomial_krr, x_krc, beta=a)
     return x_krc
+
+
+def _iterate_by_kernel(x_rc: Tensor, steps: int, kernels: Kernels) -> Tensor:
+    """The iteration of one matrix by the products of a linear layer, which are faster than torch's on some CPUs."""
+    a, b, c = COEFFICIENTS
+    for _ in range(steps):
+        gram_rr = gram(x_rc, kernels)
+        # It is symmetric, so its own Gram matrix is its square.
+        polynomial_rr = gram(gram_rr, kernels).mul_(c).add_(gram_rr, alpha=b)
+        x_rc = input_gradient(polynomial_rr, x_rc, kernels).add_(x_rc, alpha=a)
+    return x_rc
+
+
+def gram(x_rc: Tensor, kernels: Kernels) -> Tensor:
+    """X X^T; of the blocks below its diagonal, which are above it too, 5/8 of the products are left.
+
+    Args:
+        x_rc: one matrix.
+        kernels: whose kernel multiplies.
+    """
+    rows = len(x_rc)
+    size = -(-rows // GRAM_BLOCKS)
+    if size < SMALLEST_BLOCK:
+        return linear(x_rc, x_rc, None, kernels)
+    out_rr = x_rc.new_empty(rows, rows)
+    for start in range(0, rows, size):
+        stop = min(rows, start + size)
+        out_rr[start:stop, start:] = linear(x_rc[start:stop], x_rc[start:], None, kernels)
+        out_rr[stop:, start:stop] = out_rr[start:stop, stop:].T
+    return out_rr
 
 
 def newton_schulz_flops(rows: int, columns: int, steps: int) -> int:
@@ -294,9 +332,18 @@ class MuonRule:
         line: the ranks that hold the parameters together.
         fused: parameters that are several matrices.
         weights_dtype: of the working weights, which precision=auto takes.
+        kernels: whose kernel multiplies on CPUs.
     """
 
-    def __init__(self, optim: OptimConfig, line: MasterLine, fused: FusedRows, weights_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        optim: OptimConfig,
+        line: MasterLine,
+        fused: FusedRows,
+        weights_dtype: torch.dtype,
+        kernels: Kernels = TORCH,
+    ) -> None:
+        self._kernels = kernels
         self._options: MuonOptions = optim.typed_options
         self._adamw, self._line = AdamWRule(optim), line
         self._matrices = FusedMatrices(fused, self._options.qkv)
@@ -350,7 +397,8 @@ class MuonRule:
             for start in range(0, len(places), together):
                 batch = places[start : start + together]
                 stacked_krc = torch.stack([parts[number][place] for number, place in batch])
-                made_krc = newton_schulz(stacked_krc, self._options.steps) * (RMS * math.sqrt(max(shape)))
+                made_krc = newton_schulz(stacked_krc, self._options.steps, self._kernels)
+                made_krc = made_krc * (RMS * math.sqrt(max(shape)))
                 for (number, place), made_rc in zip(batch, made_krc, strict=True):
                     parts[number][place] = made_rc
         return {number: self._matrices.join(names[number], matrices) for number, matrices in parts.items()}

@@ -289,7 +289,7 @@ def make_rule(
         ConfigError: no plugin registered it.
     """
     if optim.is_muon:
-        return MuonRule(optim, line, fused or {}, weights_dtype)
+        return MuonRule(optim, line, fused or {}, weights_dtype, kernels)
     if optim.name == OptimizerName.lamb:
         return LambRule(optim, line, kernels)
     return ElementwiseRule(optim)

@@ -88,11 +88,12 @@ def test_more_ranks_than_matrices(zero_stage: int) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_fused_kernels_take_the_same_steps() -> None:
-    """Catches sums of squares of the kernels that miss a piece of a parameter."""
-    scenario = replace(scenario_of("lamb"), ops=OpsConfig(Implementation.fused))
+@pytest.mark.parametrize("optimizer", ["lamb", "muon"])
+def test_fused_kernels_take_the_same_steps(optimizer: str) -> None:
+    """Catches sums of squares of the kernels that miss a piece of a parameter, and products of another operand."""
+    scenario = replace(scenario_of(optimizer), ops=OpsConfig(Implementation.fused))
     run = train_layout(scenario, LAYOUTS["dp2"])
-    assert [fault for check in EVERY_CHECK for fault in check(run, reference("lamb"))] == []
+    assert [fault for check in EVERY_CHECK for fault in check(run, reference(optimizer))] == []
 
 
 def _load(engine: TrainEngine, run_dir: Path) -> None:
