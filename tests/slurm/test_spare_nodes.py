@@ -39,7 +39,7 @@ def training(jobs: Jobs, corpus: Path, tmp_path: Path) -> Callable[..., Training
 def test_a_spare_takes_the_place_of_a_lost_node(reference: list[dict], training: Callable[..., Training]) -> None:
     """Catches a lost node that ends the job, or the run, though there is another; and steps that are
     lost or differ."""
-    run = training(cluster__spare_nodes=1)
+    run = training(cluster__spare_nodes=1, cluster__max_restarts=3)
     job = run.submit(options=THREE_NODES)
     run.wait_for_step(job, 12)
     first = events_of(run.run_dir, "launch")[0]["nodes"]
@@ -77,7 +77,7 @@ def test_a_node_that_fails_the_health_check_is_not_used(
     reference: list[dict], training: Callable[..., Training]
 ) -> None:
     """Catches ranks started on a node that does not answer while SLURM still counts on it."""
-    run = training(cluster__spare_nodes=1)
+    run = training(cluster__spare_nodes=1, cluster__max_restarts=3)
     cluster = run.jobs.cluster
     silent = cluster.nodes[1]
     cluster.kill_slurmd(silent)
