@@ -78,6 +78,7 @@ def test_every_layout_takes_the_reference_steps(case: str) -> None:
     assert [fault for check in EVERY_CHECK for fault in check(run, reference(optimizer))] == []
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("zero_stage", [0, 1, 3])
 def test_more_ranks_than_matrices(zero_stage: int) -> None:
     """Catches ranks that own no matrix and do not take part in the exchange, or send nothing of no dtype."""
@@ -169,6 +170,7 @@ def _state_bytes(scenario: Scenario, parallel: ParallelConfig) -> int:
     return sum(4 * tensor.numel() for state in held.values() for kind, tensor in state.items() if kind != "step")
 
 
+@pytest.mark.quick("muon-1", "muon-3")
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
 @pytest.mark.parametrize("optimizer", ["lamb", "lion", "muon"])
 def test_the_plan_knows_the_state(optimizer: str, zero_stage: int) -> None:

@@ -111,6 +111,7 @@ def test_it_follows_a_run(tmp_path: Path, s3: S3Server) -> None:
     assert len(events_of(run_dir, "checkpoint_uploaded")) == 3, "it was uploaded again"
 
 
+@pytest.mark.slow
 def test_parts_of_killed_uploads_are_removed(tmp_path: Path, s3: S3Server) -> None:
     """Catches parts that nobody sees and everybody pays for, and those of another run that are removed with them."""
     url = f"{s3.url}/parts"
