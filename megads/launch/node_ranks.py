@@ -1,6 +1,6 @@
 """The ranks of one node: starts them, watches them, kills what hangs, reports how they ended.
 
-The launcher uses it directly on one machine; on SLURM every node's agent does (megads.launch.slurm_ranks).
+The launcher uses it directly on one machine; on SLURM every node's agent does (megads.launch.node_agent).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import pytest
 
 from megads.config import RootConfig
 from megads.errors import ConfigError
-from megads.launch import slurm_ranks
+from megads.launch import node_agent, slurm_ranks
 from megads.launch.hang_detection import HangSettings
 from megads.launch.node_ranks import NodePart
 from megads.launch.slurm_ranks import find_placement, place_ranks
@@ -152,9 +152,9 @@ def watch(monkeypatch: pytest.MonkeyPatch, ordered: int, signals: list[int]) -> 
     """Watches with a clock that goes a second a look; the end is ordered at a look. Also returns what was said."""
     ranks, clock, said = RanksThatStay(), itertools.count(1000.0), list[str]()
     control = SimpleNamespace(say=lambda word: said.append(word["word"]), end_ordered=lambda: ranks.polls >= ordered)
-    monkeypatch.setattr(slurm_ranks, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    monkeypatch.setattr(slurm_ranks, "_END_WITHIN_S", 6.5)
-    slurm_ranks._watch(ranks, control, signals)  # type: ignore[arg-type]
+    monkeypatch.setattr(node_agent, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(node_agent, "_END_WITHIN_S", 6.5)
+    node_agent._watch(ranks, control, signals)  # type: ignore[arg-type]
     return ranks, said
 
 
@@ -164,9 +164,9 @@ def test_an_ordered_end_is_waited_for_a_while(monkeypatch: pytest.MonkeyPatch) -
     signals = [10, 12]
     ranks, said = watch(monkeypatch, 5, signals)
     assert ranks.kills == ranks.polls - 4 == 7, "the clock is asked twice at the first look of them"
-    assert said == [slurm_ranks._SIGNALLED, slurm_ranks._FAILING] and signals == []
+    assert said == [node_agent.SIGNALLED, node_agent.FAILING] and signals == []
     ranks, said = watch(monkeypatch, 1000, [])
-    assert (ranks.polls, ranks.kills, said) == (100, 0, [slurm_ranks._FAILING])
+    assert (ranks.polls, ranks.kills, said) == (100, 0, [node_agent.FAILING])
 
 
 def test_a_hang_is_one_when_no_node_has_a_reason_to_wait() -> None:
@@ -221,7 +221,7 @@ def test_the_launcher_hears_of_what_holds_up_the_steps(monkeypatch: pytest.Monke
 
     said = list[dict[str, Any]]()
     control = SimpleNamespace(say=said.append, end_ordered=lambda: False)
-    slurm_ranks._watch(RanksOfTheFirstNode(), control, [])  # type: ignore[arg-type]
+    node_agent._watch(RanksOfTheFirstNode(), control, [])  # type: ignore[arg-type]
     assert [word["phase"] for word in said] == ["validating, batch 1/2", "saving", ""]
     launcher: Any = SimpleNamespace(_phase="")
     for word in said[:2]:
