@@ -9,15 +9,18 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
+import random
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from megads.errors import EXIT_BUG, EXIT_OK, ConfigError, MegadsError
 from megads.launch.hang_detection import HangSettings
@@ -30,10 +33,10 @@ from megads.runtime.run_dir import agent_log_path
 from megads.runtime.run_secret import read_secret, secret_path
 
 if TYPE_CHECKING:
-    from megads.runtime.control_store import ControlStore
+    from megads.runtime.control_store import ControlStore, EndOrder
 
 AGENT = ("-m", "megads.launch.node_agent")
-"""Arguments of Python that start an agent; `read_part` reads what follows."""
+"""Arguments of Python that start an agent; `read_orders` reads what follows."""
 
 # What an agent says to the launcher.
 REPORT = "report"
@@ -42,6 +45,9 @@ SIGNALLED = "signalled"
 SILENCE = "silence"
 PHASE = "phase"
 HANG = "hang"
+ALIVE = "alive"
+ALIVE_EVERY_S = 5.0
+"""An agent that has nothing to say says this: a node that lost its power or its network cannot say so."""
 _END_WITHIN_S = 5.0
 _STOPS = (signal.SIGTERM, signal.SIGUSR1)
 _IGNORED = (signal.SIGINT, signal.SIGHUP)
@@ -101,48 +107,112 @@ def _send_back_when_orphaned() -> str:
     return f"job {job} still runs, and its batch node answers"
 
 
+@dataclass(frozen=True)
+class AgentOrders:
+    """What the agents' command line says, the same for every node.
+
+    Attributes:
+        part: what to start; which node it is, the launcher says through its store.
+        host: address of the launcher's control store.
+        port: its port.
+    """
+
+    part: NodePart
+    host: str
+    port: int
+
+
+def place_of(number: int, num_nodes: int, address: str) -> dict[str, Any]:
+    """What the launcher says to a node through its store, see `NodePart`."""
+    return {"node": number, "num_nodes": num_nodes, "address": address}
+
+
+class LauncherContact:
+    """An agent's line to the launcher: tells it now and then that the agent is there, and knows what it orders.
+
+    Args:
+        control: to speak through.
+        number: of the node.
+        order: that the launcher may give.
+    """
+
+    def __init__(self, control: ControlStore, number: int, order: EndOrder) -> None:
+        self._control, self._number, self._order = control, number, order
+        self._next_s, self._ordered = -math.inf, False
+
+    def end_ordered(self) -> bool:
+        """Whether the ranks are to be killed; to be asked all the time.
+
+        Raises:
+            RuntimeError: the launcher is gone.
+        """
+        now = time.monotonic()
+        if now >= self._next_s:
+            # All agents of a start begin at once; they need not go on like that.
+            wait_s = ALIVE_EVERY_S * (random.random() if math.isinf(self._next_s) else 1.0)
+            self._next_s = now + wait_s
+            self._control.say({"word": ALIVE, "number": self._number})
+            # What stands between two nodes may cut a connection on which nothing passes for days.
+            self._ordered = self._control.end_ordered()
+        return self._ordered or self._order.given()
+
+
 def run_agent(
-    part: NodePart,
-    host: str,
-    port: int,
+    orders: AgentOrders,
+    name: str,
     signals: list[int],
     make_ranks: Callable[[NodePart, ControlStore], RanksOfNode] = NodeRanks,
+    begin: Callable[[NodePart], None] | None = None,
 ) -> int:
     """Runs the node's ranks to their end, and reports it to the launcher.
 
     Args:
-        part: what to start.
-        host: address of the launcher's control store.
-        port: its port.
+        orders: of the launcher.
+        name: of this node.
         signals: those that came, live; they are the launcher's to answer.
         make_ranks: called with the part and the control store; simulations have their own.
+        begin: called once it is known which node this is.
 
     Returns:
         0 when all ranks returned, whatever their codes: the launcher knows them from the report.
 
     Raises:
-        RuntimeError: the launcher is gone.
+        RuntimeError: the launcher is gone, or does not know the node.
     """
-    from megads.runtime.control_store import ControlStore
+    from megads.runtime.control_store import ControlStore, EndOrder
 
-    control = ControlStore(read_secret(secret_path(part.run_dir, part.lease)), host, port)
-    report = _report(make_ranks(part, control), control, signals)
+    part = orders.part
+    secret = read_secret(secret_path(part.run_dir, part.lease))
+    control = ControlStore(secret, orders.host, orders.port)
+    place = control.assigned(name)
+    if place is None:
+        raise RuntimeError(f"the launcher at {orders.host} has no ranks for node {name}")
+    part = dataclasses.replace(part, **place)
+    if begin is not None:
+        begin(part)
+    order = EndOrder(ControlStore(secret, orders.host, orders.port))
+    contact = LauncherContact(control, part.node, order)
+    report = _report(make_ranks(part, control), control, signals, contact.end_ordered)
     control.say({"word": REPORT, "number": part.node, "report": report.encode()})
     return EXIT_BUG if report.failed else EXIT_OK
 
 
-def _run_process(part: NodePart, host: str, port: int) -> NoReturn:
-    """`run_agent` as this process's only work; never returns."""
+def _begin_log(part: NodePart) -> None:
+    """What was printed before is in srun's log."""
     redirect_output(agent_log_path(part.run_dir, part.node))
     name, now = environment.node_name(), time.strftime("%F %T%z")
     sys.stdout.write(f"--- node {part.node} of {part.num_nodes}, {name}, pid {os.getpid()}, {now}\n")
+
+
+def _run_process(orders: AgentOrders) -> NoReturn:
+    """`run_agent` as this process's only work; never returns."""
     code = EXIT_BUG
     try:
-        code = run_agent(part, host, port, _note_signals())
+        code = run_agent(orders, environment.node_name(), _note_signals(), begin=_begin_log)
     except RuntimeError:
         # The launcher is gone: with its node?
         traceback.print_exc()
-        if part.node < _NODES_THAT_ASK:
+        if int(environment.slurm_variables().get("SLURM_PROCID", "0")) < _NODES_THAT_ASK:
             sys.stdout.write(f"{_send_back_when_orphaned()}\n")
     except BaseException:
         traceback.print_exc()
@@ -153,14 +223,16 @@ def _run_process(part: NodePart, host: str, port: int) -> NoReturn:
         os._exit(code)
 
 
-def _report(ranks: RanksOfNode, control: ControlStore, signals: list[int]) -> NodeReport:
+def _report(
+    ranks: RanksOfNode, control: ControlStore, signals: list[int], end_ordered: Callable[[], bool]
+) -> NodeReport:
     """Starts and watches the ranks; returns how it ended."""
     part = ranks.part
     try:
         if not part.cpu:
             require_devices(part.num_ranks, "ranks of a node")
         ranks.start()
-        _watch(ranks, control, signals)
+        _watch(ranks, control, signals, end_ordered)
     except MegadsError as error:
         return NodeReport(environment.node_name(), error=str(error), exit_code=error.exit_code)
     except Exception as error:
@@ -171,13 +243,14 @@ def _report(ranks: RanksOfNode, control: ControlStore, signals: list[int]) -> No
     return ranks.reports()[0]
 
 
-def _watch(ranks: RanksOfNode, control: ControlStore, signals: list[int]) -> None:
+def _watch(ranks: RanksOfNode, control: ControlStore, signals: list[int], end_ordered: Callable[[], bool]) -> None:
     """Waits for the end of the ranks, which may be ordered.
 
     Args:
         ranks: started.
         control: where the launcher listens.
         signals: those that came, live; they are the launcher's to answer.
+        end_ordered: whether the launcher wants the ranks killed.
     """
     told, ordered_at, told_phase, told_hang = False, 0.0, "", False
     while ranks.poll():
@@ -196,7 +269,7 @@ def _watch(ranks: RanksOfNode, control: ControlStore, signals: list[int]) -> Non
         if ranks.failing and not told:
             told = True
             control.say({"word": FAILING, "number": ranks.part.node})
-        if control.end_ordered():
+        if end_ordered():
             ordered_at = ordered_at or time.monotonic()
             ranks.kill()
             # A process in an uninterruptible call outlives SIGKILL.
@@ -228,20 +301,11 @@ def _log(part: NodePart) -> Path:
     return agent_log_path(part.run_dir, part.node)
 
 
-def read_part(arguments: Sequence[str], name: str) -> tuple[NodePart, str, int]:
-    """What the command line of the agents asks of one of them.
-
-    Args:
-        arguments: after `AGENT`.
-        name: of the agent's node.
-
-    Returns:
-        What to start, and the address and the port of the launcher's control store.
-    """
+def read_orders(arguments: Sequence[str]) -> AgentOrders:
+    """Reads the command line of the agents, from after `AGENT` on."""
     parser = argparse.ArgumentParser(prog="python -m megads.launch.node_agent")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--store", required=True, help="host:port of the launcher's control store")
-    parser.add_argument("--nodes", required=True, help="name=address of every node, in the order of their ranks")
     parser.add_argument("--ranks", type=int, required=True, help="ranks on each node")
     parser.add_argument("--threads", type=int, required=True, help="CPU threads of each rank")
     parser.add_argument("--lease", type=int, help="number of this start of the run")
@@ -251,7 +315,6 @@ def read_part(arguments: Sequence[str], name: str) -> tuple[NodePart, str, int]:
     parser.add_argument("command", nargs="+", help="arguments after the Python interpreter of every rank")
     given = parser.parse_args(arguments)
     host, _, port = given.store.rpartition(":")
-    nodes = dict(node.split("=", 1) for node in given.nodes.split(","))
     part = NodePart(
         run_dir=given.run_dir,
         command=tuple(given.command),
@@ -259,18 +322,15 @@ def read_part(arguments: Sequence[str], name: str) -> tuple[NodePart, str, int]:
         threads_per_rank=given.threads,
         cpu=given.cpu,
         lease=given.lease,
-        node=list(nodes).index(name),
-        num_nodes=len(nodes),
-        address=nodes[name],
         heartbeat_timeout_s=given.heartbeat_timeout,
         hangs=HangSettings(**given.hangs) if given.hangs is not None else None,
     )
-    return part, host, int(port)
+    return AgentOrders(part, host, int(port))
 
 
 def main() -> NoReturn:
     """Starts the ranks of this node and stays until they have ended."""
-    _run_process(*read_part(sys.argv[1:], environment.node_name()))
+    _run_process(read_orders(sys.argv[1:]))
 
 
 if __name__ == "__main__":

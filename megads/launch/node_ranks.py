@@ -65,6 +65,14 @@ class Ranks(Protocol):
         """The ranks that all others wait for and that take too long, their evidence collected; none while all go on."""
         ...
 
+    def silent_nodes(self) -> Mapping[str, float]:
+        """Nodes whose agents say nothing any more; for how many seconds."""
+        ...
+
+    def lost_nodes(self) -> Mapping[str, float]:
+        """Those of them that the ranks of all other nodes wait for."""
+        ...
+
     def reports(self) -> list[NodeReport]:
         """How they ended."""
         ...
@@ -294,6 +302,14 @@ class NodeRanks:
         if self._evidence is not None and not self._evidence.finished:
             return []
         return list(self._suspects)
+
+    def silent_nodes(self) -> Mapping[str, float]:
+        """None: there is no agent between these ranks and who asks."""
+        return {}
+
+    def lost_nodes(self) -> Mapping[str, float]:
+        """None, as no node is silent."""
+        return {}
 
     def reports(self) -> list[NodeReport]:
         """How the ranks ended, as far as they have."""

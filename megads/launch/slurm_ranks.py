@@ -23,7 +23,18 @@ from megads.config import RootConfig
 from megads.errors import ConfigError
 from megads.launch.hang_detection import furthest_behind
 from megads.launch.launcher import LaunchSpec
-from megads.launch.node_agent import AGENT, FAILING, HANG, PHASE, REPORT, SIGNALLED, SILENCE
+from megads.launch.node_agent import (
+    AGENT,
+    ALIVE,
+    ALIVE_EVERY_S,
+    FAILING,
+    HANG,
+    PHASE,
+    REPORT,
+    SIGNALLED,
+    SILENCE,
+    place_of,
+)
 from megads.launch.node_ranks import KILL_AFTER_S, POLL_S, NodePart, Ranks, require_devices
 from megads.launch.rank_outcome import NodeReport, lost_nodes
 from megads.launch.scheduler import end_chain, send_back
@@ -40,6 +51,11 @@ if TYPE_CHECKING:
     from megads.runtime.control_store import ControlStore
 
 _STEP_NAME = "megads"
+_CONNECTIONS_PER_NODE = 2
+"""Of its agent; each of its ranks has one more."""
+NODE_SILENT_S = 4 * ALIVE_EVERY_S
+"""An agent that says nothing for so long is silent."""
+_MOST_PASSED_S = 1.0
 _WAIT_S = 60
 _CANCEL_AFTER_S = 10.0
 _SIGNAL_SETTLES_S = 1.0
@@ -190,6 +206,9 @@ class SlurmRanks:
         self._reports: dict[int, NodeReport] = {}
         self._silences: list[RankPosition] = []
         self._hangs: dict[int, list[RankPosition]] = {}
+        self._waited_for: list[RankPosition] | None = None
+        self._heard_s: dict[int, float] = {}
+        self._listened_s, self._listened_at = 0.0, 0.0
         self._phase = ""
         self._failed_at: float | None = None
         self._signalled_at: float | None = None
@@ -203,7 +222,12 @@ class SlurmRanks:
         from megads.runtime.control_store import ControlStore
 
         secret = read_secret(secret_path(self._part.run_dir, self._part.lease))
+        environment.allow_open_files(_CONNECTIONS_PER_NODE * len(self._nodes) + len(self._nodes) * self._part.num_ranks)
         self._control = ControlStore(secret, self._store_address())
+        count = len(self._nodes)
+        self._control.assign(
+            {node.name: place_of(number, count, node.address) for number, node in enumerate(self._nodes)}
+        )
         with srun_log_path(self._part.run_dir).open("wb") as log:
             # A session of its own: Ctrl-C in salloc is for the launcher, which answers it.
             self._srun = subprocess.Popen(
@@ -221,6 +245,7 @@ class SlurmRanks:
             self._srun.wait(POLL_S)
         for word in self._control.hear():
             self._take(word)
+        self._listened()
         if self._srun.poll() is not None:
             return False
         now = time.monotonic()
@@ -233,7 +258,7 @@ class SlurmRanks:
                 os.kill(os.getpid(), signal.SIGTERM)
         if self._failed_at is not None and now - self._failed_at > KILL_AFTER_S:
             self.kill()
-        if self._ended_at is not None and now - self._ended_at > _CANCEL_AFTER_S:
+        if self._ended_at is not None and (now - self._ended_at > _CANCEL_AFTER_S or self._only_silent_left()):
             self._cancel(now)
         return True
 
@@ -257,7 +282,22 @@ class SlurmRanks:
         for that node, which may have its reasons."""
         if len(self._hangs) < len(self._nodes):
             return []
-        return furthest_behind([position for _, found in sorted(self._hangs.items()) for position in found])
+        if self._waited_for is None:
+            # Of 16,000 ranks it takes a while, and this is asked ten times a second.
+            found = [position for _, found in sorted(self._hangs.items()) for position in found]
+            self._waited_for = furthest_behind(found)
+        return self._waited_for
+
+    def silent_nodes(self) -> dict[str, float]:
+        """Nodes whose agents have spoken and now say nothing; for how many seconds."""
+        return {self._nodes[number].name: silent_s for number, silent_s in self._silent().items()}
+
+    def lost_nodes(self) -> dict[str, float]:
+        """Those of them that the ranks of all other nodes wait for: an agent may be silent while its ranks train."""
+        silent = self._silent()
+        if 2 * len(silent) > len(self._nodes) or len(self._hangs.keys() | silent.keys()) < len(self._nodes):
+            return {}
+        return self.silent_nodes()
 
     def reports(self) -> list[NodeReport]:
         missing = [node.name for number, node in enumerate(self._nodes) if number not in self._reports]
@@ -285,7 +325,6 @@ class SlurmRanks:
         cpus = [] if job.cpus_per_task is None else [f"--cpus-per-task={job.cpus_per_task}"]
         every_node = [
             *(sys.executable, *AGENT, str(part.run_dir), "--store", store),
-            *("--nodes", ",".join(f"{node.name}={node.address}" for node in self._nodes)),
             *("--ranks", str(part.num_ranks), "--threads", str(part.threads_per_rank)),
             *(["--lease", str(part.lease)] if part.lease is not None else []),
             *(["--heartbeat-timeout", str(part.heartbeat_timeout_s)] if part.heartbeat_timeout_s is not None else []),
@@ -296,15 +335,36 @@ class SlurmRanks:
         return (
             *("srun", "--nodes", count, "--ntasks", count, "--ntasks-per-node=1", *cpus),
             # --overlap: the step of an earlier attempt lives on until SLURM has given up the node that it lost.
-            *("--overlap", "--nodelist", ",".join(node.name for node in self._nodes)),
+            *("--overlap", "--nodelist", slurm.compressed(node.name for node in self._nodes)),
             *("--kill-on-bad-exit=1", f"--wait={_WAIT_S}", "--export=ALL", "--mpi=none", f"--job-name={_STEP_NAME}"),
             *self._srun_options,
             *self._wrapper,
             *every_node,
         )
 
+    def _listened(self) -> None:
+        """Counts the time in which agents could be heard: a launcher that was itself held up, with the machine or its
+        job, does not blame them for it."""
+        now = time.monotonic()
+        self._listened_s += min(now - self._listened_at, _MOST_PASSED_S)
+        self._listened_at = now
+
+    def _silent(self) -> dict[int, float]:
+        """Nodes that say nothing, by number, and for how many seconds."""
+        since = {n: self._listened_s - at for n, at in self._heard_s.items() if n not in self._reports}
+        return {number: silent_s for number, silent_s in since.items() if silent_s >= NODE_SILENT_S}
+
+    def _only_silent_left(self) -> bool:
+        """Whether waiting for the agents that have not ended would be in vain."""
+        missing = set(range(len(self._nodes))) - self._reports.keys()
+        return bool(missing) and missing <= self._silent().keys()
+
     def _take(self, word: dict[str, object]) -> None:
         """Notes what an agent says."""
+        if isinstance(speaker := word.get("number"), int):
+            self._heard_s[speaker] = self._listened_s
+        if word["word"] == ALIVE:
+            return
         if word["word"] == SIGNALLED:
             self._signalled_at = self._signalled_at or time.monotonic()
             return
@@ -317,6 +377,7 @@ class SlurmRanks:
         number = word["number"]
         assert isinstance(number, int)
         if word["word"] == HANG:
+            self._waited_for = None
             self._hangs[number] = [RankPosition(**position) for position in word["positions"]]  # type: ignore[attr-defined]
             if not self._hangs[number]:
                 del self._hangs[number]
@@ -338,5 +399,5 @@ class SlurmRanks:
             with suppress(ConfigError):
                 for step in slurm.steps(self._allocation.job.id, _STEP_NAME):
                     slurm.ask("scancel", "--signal=KILL", step)
-        if now - self._ended_at > _GIVE_UP_AFTER_S:
+        if now - self._ended_at > _GIVE_UP_AFTER_S or self._only_silent_left():
             self._srun.kill()

@@ -91,13 +91,13 @@ class SimulatedRanks:
     Args:
         part: what would be started.
         fleet: that the agent is one of.
+        name: of the node.
     """
 
-    def __init__(self, part: NodePart, fleet: Fleet) -> None:
+    def __init__(self, part: NodePart, fleet: Fleet, name: str) -> None:
         from megads.launch.hang_detection import HangDetector
 
-        self._part, self._fleet = part, fleet
-        self._node = fleet.names[part.node]
+        self._part, self._fleet, self._node = part, fleet, name
         self._detector = HangDetector(part.hangs) if part.hangs is not None else None
         self._looked, self._suspects = 0.0, list[Any]()
         self._killed = False
@@ -140,6 +140,12 @@ class SimulatedRanks:
     def hang(self) -> list[RankPosition]:
         return self._suspects
 
+    def silent_nodes(self) -> dict[str, float]:
+        return {}
+
+    def lost_nodes(self) -> dict[str, float]:
+        return {}
+
     def description(self) -> dict[str, object]:
         return {"node": self._node}
 
@@ -169,7 +175,6 @@ class Fleet:
     def __init__(self, main: Connection, lockstep: Path, poll_s: float) -> None:
         self._main, self._lock = main, threading.Lock()
         self.lockstep, self.poll_s = Lockstep(lockstep), poll_s
-        self.names: list[str] = []
         self.polls = 0
         self.assigned: list[float] = []
         self.ordered: list[float] = []
@@ -188,19 +193,18 @@ class Fleet:
                 elif order == "tell":
                     self._send("told", self.polls, list(self.assigned), list(self.ordered))
 
-    def _start(self, arguments: list[str], names: list[str], mine: list[str]) -> None:
-        self.names, self.assigned, self.ordered = names, [], []
+    def _start(self, arguments: list[str], mine: list[str]) -> None:
+        self.assigned, self.ordered = [], []
         self._signals = [[] for _ in mine]
         for name, signals in zip(mine, self._signals, strict=True):
             threading.Thread(target=self._run, args=(arguments, name, signals), daemon=True).start()
 
     def _run(self, arguments: list[str], name: str, signals: list[int]) -> None:
-        from megads.launch.node_agent import read_part, run_agent
+        from megads.launch.node_agent import read_orders, run_agent
 
         code = 1
         try:
-            part, host, port = read_part(arguments, name)
-            code = run_agent(part, host, port, signals, lambda part, _: SimulatedRanks(part, self))
+            code = run_agent(read_orders(arguments), name, signals, lambda part, _: SimulatedRanks(part, self, name))
         except RuntimeError as error:
             sys.stderr.write(f"{name}: {type(error).__name__}: {str(error).splitlines()[0]}\n")
         self._send("ended", name, code)
@@ -212,6 +216,8 @@ class Fleet:
 
 def run_fleet(main: Connection, lockstep: Path, poll_s: float) -> None:
     """Body of a process that drives agents."""
+    # Of every connection it says that 127.0.0.1 has no name.
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     # Imported before agents start: on a cluster, each node imports it for itself.
     import megads.launch.node_agent
     import megads.runtime.control_store  # noqa: F401
@@ -267,7 +273,7 @@ class Slurm:
             srun, _ = self._server.accept()
             arguments = json.loads(srun.makefile().readline())
             first = arguments.index(sys.executable)
-            nodes = arguments[arguments.index("--nodelist") + 1].split(",")
+            nodes = _expanded(arguments[arguments.index("--nodelist") + 1])
             self._start(srun, arguments[first:], nodes)
 
     def _start(self, srun: socket.socket, command: list[str], nodes: list[str]) -> None:
@@ -275,7 +281,7 @@ class Slurm:
         with self._changed:
             self._srun, self._running = srun, set(nodes)
         for number, fleet in enumerate(self._fleets):
-            fleet.send(("start", command[3:], nodes, simulated[number :: len(self._fleets)]))
+            fleet.send(("start", command[3:], simulated[number :: len(self._fleets)]))
         for name in nodes:
             if name in self._real:
                 agent = subprocess.Popen(command, env={**os.environ, "SLURMD_NODENAME": name}, start_new_session=True)
@@ -313,6 +319,13 @@ class Slurm:
             for agent in self.agents.values():
                 if agent.poll() is None:
                     agent.send_signal(signal.SIGTERM)
+
+
+def _expanded(names: str) -> list[str]:
+    """The nodes of a compressed list whose names all begin alike."""
+    prefix, _, ranges = names.rstrip("]").partition("[")
+    bounds = [part.split("-") for part in ranges.split(",")]
+    return [f"{prefix}{n:0{len(ends[0])}}" for ends in bounds for n in range(int(ends[0]), int(ends[-1]) + 1)]
 
 
 def run_rank(lockstep: Path) -> None:

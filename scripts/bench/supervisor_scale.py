@@ -19,6 +19,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -189,8 +190,12 @@ class Simulation:
         assert word == "starting"
         simulated = self._nodes - 2
         self._await(lambda: len(self._slurm.tell()[1]) >= simulated, "all agents started")
+        self._await(lambda: all(map(self._has_ranks, self._slurm.agents.values())), "the real agents have ranks")
         self._lockstep.begin()
         return max(self._slurm.tell()[1]) - began
+
+    def _has_ranks(self, agent: subprocess.Popen[bytes]) -> bool:
+        return agent.poll() is not None or len(_family(agent.pid)) > self._ranks
 
     def _steady(self, seconds: float) -> None:
         """Of a healthy run."""
