@@ -35,6 +35,8 @@ from megads.runtime.run_secret import Secret
 _TIMEOUT = timedelta(seconds=300)
 _WORDS_AT_ONCE = 1000
 _END_KEY, _END = "end", "end this start"
+_ENDING_KEY = "ending"
+"""Is there once an end is ordered. `look_up` leaves a key behind, so nobody could wait for one that is looked up."""
 _WORDS_KEY = "words"
 _PLACE_KEY = "place of "
 _ABSENT = b"absent"
@@ -138,6 +140,7 @@ class ControlStore:
     def order_end(self) -> None:
         """Tells all agents to kill their ranks."""
         self._words.set(_END_KEY, self._secret.seal(_END_KEY, _END))
+        self._words.set(_ENDING_KEY, "")
 
     def end_ordered(self) -> bool:
         """Whether the launcher said so.
@@ -159,7 +162,7 @@ class ControlStore:
         """
         while not self.end_ordered():
             try:
-                self._words.wait([_END_KEY], _LONGEST_WAIT)
+                self._words.wait([_ENDING_KEY], _LONGEST_WAIT)
             except DistStoreError:  # the time is over
                 continue
             if not self.end_ordered():

@@ -40,7 +40,7 @@ SPAWN = multiprocessing.get_context("spawn")
 FAULTS = ("dead", "hung", "stuck", "silent")
 _RAMP_S = 12.0
 """Of steps, before a fault: from these the agents learn how long a step takes."""
-_GIVEN_UP_S = 60.0
+_GIVEN_UP_S = 150.0
 """Longest wait for what should follow a fault."""
 
 
