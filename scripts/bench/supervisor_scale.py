@@ -165,9 +165,14 @@ class Simulation:
         self._launcher.start()
         os.environ["PATH"] = before
 
-    def run(self, steady_s: float) -> Measured:
-        """Measures a healthy run, then each fault."""
-        measured = self.measured
+    def run(self, steady_s: float, ramp_s: float) -> Measured:
+        """Measures a healthy run, then each fault.
+
+        Args:
+            steady_s: how long the healthy run is measured.
+            ramp_s: how long the ranks step before that, and before each further fault.
+        """
+        self._ramp_s, measured = ramp_s, self.measured
         measured.start_s = self._await_start()
         self._steady(steady_s)
         for fault in self._faults:
@@ -199,7 +204,7 @@ class Simulation:
 
     def _steady(self, seconds: float) -> None:
         """Of a healthy run."""
-        time.sleep(_RAMP_S)
+        time.sleep(self._ramp_s)
         launcher = psutil.Process(self._launcher.pid)
         begin, before, cpu_before, polls = time.monotonic(), launcher.io_counters(), _cpu_s(launcher), self._polls()
         time.sleep(seconds)
@@ -218,7 +223,7 @@ class Simulation:
 
     def _inject(self, fault: str) -> dict[str, float | None]:
         """Injects a fault; returns how long after it what happened."""
-        time.sleep(0 if self.measured.faults == {} else _RAMP_S)
+        time.sleep(0 if self.measured.faults == {} else self._ramp_s)
         culprit = self._nodes * self._ranks - 1
         agent = self._slurm.agents[self._victim]
         # Of the real agent, whose ranks are its children.
@@ -277,6 +282,7 @@ def simulate(
     poll_s: float | None = None,
     hang_min_s: float = 20.0,
     steady_s: float = 10.0,
+    ramp_s: float = _RAMP_S,
     faults: list[str] | None = None,
 ) -> Measured:
     """Simulates a run; see `Simulation`."""
@@ -285,7 +291,7 @@ def simulate(
         chosen = list(FAULTS) if faults is None else faults
         simulation = Simulation(Path(folder), nodes, ranks, processes, pace, hang_min_s, chosen)
         try:
-            return simulation.run(steady_s)
+            return simulation.run(steady_s, ramp_s)
         finally:
             simulation.close()
 
@@ -346,7 +352,13 @@ def main() -> None:
     for nodes in given.nodes:
         print(f"{nodes} nodes, {nodes * given.ranks} ranks", flush=True)
         one = simulate(
-            nodes, given.ranks, given.processes, given.poll_s, given.hang_min_s, given.steady_s, given.faults
+            nodes,
+            given.ranks,
+            given.processes,
+            given.poll_s,
+            given.hang_min_s,
+            given.steady_s,
+            faults=given.faults,
         )
         found.append(one)
         if given.json is not None:

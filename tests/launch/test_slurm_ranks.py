@@ -283,7 +283,7 @@ def test_the_launcher_hears_of_what_holds_up_the_steps(monkeypatch: pytest.Monke
     control = SimpleNamespace(say=said.append)
     node_agent._watch(RanksOfTheFirstNode(), control, [], lambda: False)  # type: ignore[arg-type]
     assert [word["phase"] for word in said] == ["validating, batch 1/2", "saving", ""]
-    launcher: Any = SimpleNamespace(_phase="")
+    launcher: Any = SimpleNamespace(_phase="", _heard_s={}, _listened_s=0.0)
     for word in said[:2]:
         slurm_ranks.SlurmRanks._take(launcher, word)
     assert slurm_ranks.SlurmRanks.phase(launcher) == "saving"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -23,9 +24,11 @@ def test_names_are_compressed_as_slurm_expands_them(names: list[str], tmp_path: 
     """Catches ranks on nodes that were not asked for, and nodes without ranks: leading zeros, gaps, other prefixes."""
     if shutil.which("scontrol") is None:
         pytest.skip("scontrol is not on the PATH")
-    done = subprocess.run(
-        ["scontrol", "show", "hostnames", compressed(names)], capture_output=True, text=True, check=True
-    )
+    # It expands a list by itself, but not without a configuration.
+    config = tmp_path / "slurm.conf"
+    config.write_text("ClusterName=none\nSlurmctldHost=localhost\nNodeName=n1\n")
+    command, variables = ["scontrol", "show", "hostnames", compressed(names)], {**os.environ, "SLURM_CONF": str(config)}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
     assert sorted(done.stdout.split()) == sorted(names)
 
 
