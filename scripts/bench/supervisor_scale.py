@@ -59,7 +59,8 @@ class Measured:
         memory_bytes: resident, of the launcher.
         connections: open files of the launcher.
         pace: share of their looks that the agents found time for.
-        faults: by fault, in seconds since it: detected (the launcher knows), agreed (the last agent has the order to
+        faults: by fault, in seconds since it: detected (the launcher knows), ordered (it
+            orders the end), agreed (the last agent has the order to
             end), ended (all agents have), restarted (the last agent has its new assignment).
     """
 
@@ -235,7 +236,13 @@ class Simulation:
         elif fault == "silent":
             for process in family:
                 process.suspend()
-        found: dict[str, float | None] = {"detected": None, "agreed": None, "ended": None, "restarted": None}
+        found: dict[str, float | None] = {
+            "detected": None,
+            "ordered": None,
+            "agreed": None,
+            "ended": None,
+            "restarted": None,
+        }
         if not self._told.poll(_GIVEN_UP_S):
             return found
         _, times, code, rank, nodes, message = self._told.recv()
@@ -243,6 +250,7 @@ class Simulation:
         print(f"  {fault}: exit {code}, rank {rank}, nodes {nodes[:3]}: {message.splitlines()[0][:150]}", flush=True)
         known = [times[name] for name in ("failed", "ordered") if times[name] is not None]
         found["detected"] = min(known) - at if known else None
+        found["ordered"] = times["ordered"] - at if times["ordered"] is not None else None
         found["agreed"] = max(ordered) - at if len(ordered) == self._nodes - 2 else None
         found["ended"] = times["ended"] - at
         for process in family:
@@ -325,7 +333,7 @@ def _show(found: list[Measured]) -> None:
             f"{one.pace:.0%}",
         )
     faults = Table(title="Seconds after a fault")
-    for name in ("nodes", "fault", "detected", "all agreed", "all ended", "all restarted"):
+    for name in ("nodes", "fault", "detected", "ordered", "all agreed", "all ended", "all restarted"):
         faults.add_column(name, justify="right")
     for one in found:
         for fault, times in one.faults.items():
