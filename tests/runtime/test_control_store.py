@@ -39,6 +39,12 @@ def test_an_order_comes_without_being_asked_for() -> None:
     assert not any(order.given() for order in orders)
     launcher.order_end()
     assert max(wait_until(order, 10.0) for order in orders) < 5.0
+    alone = ControlStore(secret, "127.0.0.1")
+    undisturbed = EndOrder(ControlStore(secret, "127.0.0.1", alone.port))
+    time.sleep(0.2)
+    assert not undisturbed.given()
+    alone.order_end()
+    wait_until(undisturbed, 10.0)
     late = EndOrder(ControlStore(secret, "127.0.0.1", launcher.port))
     wait_until(late, 10.0)
 
