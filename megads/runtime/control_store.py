@@ -129,6 +129,8 @@ class ControlStore:
         for name, place in places.items():
             key = _PLACE_KEY + name
             self._words.set(key, self._secret.seal(key, json.dumps(place)))
+        # Setting does not wait for the server; this answer comes after all of it.
+        self.assigned("")
 
     def assigned(self, name: str) -> Any | None:
         """What the launcher has told a node; None where it has told it nothing."""

@@ -82,4 +82,5 @@ def test_a_node_reads_what_the_launcher_told_it() -> None:
     )
     forger.set("place of a", forger.get("place of b"))
     forger.set("place of b", '{"node": 0}')
+    assert forger.get("place of b") == b'{"node": 0}'
     assert (agent.assigned("a"), agent.assigned("b")) == (None, None)
