@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megads.monitor.hooks import HookContext as HookContext
     from megads.monitor.trackers import RunDescription as RunDescription
     from megads.monitor.trackers import Tracker as Tracker
-    from megads.optim.optimizers import Update as Update
+    from megads.optim.masters import Update as Update
     from megads.parallel.partition import Cut as Cut
     from megads.parallel.partition import ShardingTable as ShardingTable
     from megads.runtime.hooks import Hook as Hook
@@ -52,7 +52,7 @@ _HOMES = {
         "RunDescription",
         "Tracker",
     ),
-    "megads.optim.optimizers": ("Update",),
+    "megads.optim.masters": ("Update",),
     "megads.parallel.partition": (
         "Cut",
         "ShardingTable",

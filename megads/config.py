@@ -18,7 +18,8 @@ from megads.evaluate.config import EvaluationConfig, loss_key
 from megads.model.config import ModelConfig, Position, has_attention_core
 from megads.ops.attention_kinds import AttentionWork, why_not
 from megads.ops.config import Compile, Implementation, OpsConfig
-from megads.optim.config import OptimConfig, ScheduleConfig
+from megads.optim.config import OptimConfig
+from megads.optim.schedule import LearningRate, ScheduleConfig
 from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Partition, Recompute
 from megads.parallel.partition import stage_bounds
 from megads.resilience.config import ResilienceConfig
@@ -88,6 +89,9 @@ class TrainConfig:
     deterministic: bool = True
     """On a GPU: take torch's deterministic algorithms, so that a resumed run goes on bit for bit. false lets it choose,
     for attention's backward pass above all. A CPU computes the same bits either way."""
+    z_loss: float = 0.0
+    """Weight of log(Z)^2, Z the sum of exp(logit), in every token's loss, which keeps logits from drifting (PaLM:
+    1e-4); 0 switches it off. Losses in metrics are the cross entropy alone."""
     max_nonfinite_steps: int = 5
     """Non-finite steps in a row that a run survives, skipping each; one more ends it (exit 7)."""
 
@@ -106,6 +110,8 @@ class TrainConfig:
             raise ConfigError(f"train.epochs = {self.epochs}: must be above 0")
         counts = [name for name in given if name != "epochs" and given[name] != AUTO]
         self.check_sizes("max_nonfinite_steps", *counts)
+        if not 0 <= self.z_loss < math.inf:
+            raise ConfigError(f"train.z_loss = {self.z_loss}: must be 0 (off) or positive, for example 1e-4")
         if self.seed < 0:
             raise ConfigError(f"train.seed = {self.seed}: must not be negative")
 
@@ -208,6 +214,7 @@ def check_config(config: RootConfig) -> None:
     _check_compile(config)
     _check_layout(config)
     _check_batches(config)
+    _check_schedule(config)
     _check_positions(config)
     _check_vocabulary(config)
     _check_best(config)
@@ -259,17 +266,17 @@ def check_attention(config: RootConfig, *, cuda: bool | None = None) -> None:
 
 
 def _check_optimizer(config: RootConfig) -> None:
-    """DeepSpeed's optimizer, which shards gradients and weights, is around torch's AdamW."""
+    """DeepSpeed's optimizer, which shards gradients and weights, is around torch's; Muon must know its matrices."""
     impl, stage = config.optim.impl, config.parallel.zero_stage
     if stage in GRADIENT_STAGES and impl in (Implementation.fused, Implementation.apex):
         raise ConfigError(
             f"optim.impl = {impl} is for parallel.zero_stage = 0 and 1, but parallel.zero_stage = {stage}: there "
-            "DeepSpeed's optimizer calls torch's AdamW; use optim.impl=auto"
+            "DeepSpeed's optimizer calls torch's operators; use optim.impl=auto"
         )
-    if stage in GRADIENT_STAGES and not config.optim.is_adamw:
+    if config.optim.is_muon and config.model.block.is_custom:
         raise ConfigError(
-            f"optim.name = {config.optim.name} needs parallel.zero_stage = 0 or 1, but parallel.zero_stage = {stage}: "
-            "there DeepSpeed's optimizer is around torch's AdamW; use one of them, or optim.name=adamw"
+            f"optim.name = muon cannot be had with model.block.name = {config.model.block.name}: which of a plugin's "
+            "parameters are matrices, and how many of them are in one, is not known; use optim.name=adamw, lamb or lion"
         )
 
 
@@ -382,6 +389,31 @@ def _check_batches(config: RootConfig) -> None:
     batch_size_schedule(config).check(config.train.micro_batch_size, config.parallel.dp)
 
 
+def _check_schedule(config: RootConfig) -> None:
+    """A decay must end after the warmup, in whichever units they are given, and start before it ends."""
+    warmup, end = _samples_of(config, "warmup") or 0, _samples_of(config, "decay")
+    if end is not None and end <= warmup:
+        raise ConfigError(
+            f"{_setting_of(config, 'decay')}: the decay must end after the warmup, {_setting_of(config, 'warmup')}, "
+            f"but ends at sample {end:,} with a warmup of {warmup:,} samples"
+        )
+    start = config.schedule.decay_start_samples
+    if start is not None and (end is not None or config.train.length_is_known):
+        end = learning_rate(config).end
+        if not warmup <= start < end:
+            raise ConfigError(
+                f"schedule.decay_start_samples = {start:,}: the decay must start between the end of the warmup, sample "
+                f"{warmup:,}, and its own end, sample {end:,}: change it, or how long the run trains"
+            )
+
+
+def _setting_of(config: RootConfig, what: str) -> str:
+    """The schedule's key that gives the warmup or the decay, with its value."""
+    names = [f"{what}_{unit}" for unit in ("steps", "tokens", "samples")]
+    name = next((name for name in names if getattr(config.schedule, name) is not None), names[-1])
+    return f"schedule.{name} = {getattr(config.schedule, name)}"
+
+
 def _check_positions(config: RootConfig) -> None:
     """Sequences must fit the positions."""
     train, model = config.train, config.model
@@ -485,6 +517,27 @@ def planned_steps(config: RootConfig) -> int:
         return int(train.steps)
     samples = train.samples if train.samples is not None else (train.tokens or 0) // train.seq_len
     return batch_size_schedule(config).steps_for(samples)
+
+
+def learning_rate(config: RootConfig) -> LearningRate:
+    """Returns the learning rate over the run, whose length is known."""
+    schedule = config.schedule
+    warmup, end = _samples_of(config, "warmup"), _samples_of(config, "decay")
+    if end is None:
+        end = batch_size_schedule(config).samples_after(planned_steps(config))
+    return LearningRate(config.optim, schedule, warmup or 0, end, schedule.decay_start_samples)
+
+
+def _samples_of(config: RootConfig, what: str) -> int | None:
+    """Samples of the schedule's warmup or decay, in whichever unit they are given; None where they are not."""
+    schedule = config.schedule
+    steps, tokens = getattr(schedule, f"{what}_steps"), getattr(schedule, f"{what}_tokens")
+    if steps is not None:
+        return batch_size_schedule(config).samples_after(steps)
+    if tokens is not None:
+        return -(-int(tokens) // config.train.seq_len)
+    samples: int | None = getattr(schedule, f"{what}_samples")
+    return samples
 
 
 def open_run_data(

@@ -62,7 +62,20 @@ def computation_digest(config: RootConfig) -> str:
     # The path of what was prepared says what was read of which files.
     for key in ("history", "extensions", "encoding", "cut_documents"):
         del content["data"][key]
-    return _sha256(content)
+    return _sha256(_differences(content, config_dict(RootConfig())))
+
+
+def _differences(content: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
+    """What differs from the defaults, so that a key which a later version adds renames no run that does not set it."""
+    found = {}
+    for key, value in content.items():
+        usual = default.get(key)
+        if isinstance(value, dict) and isinstance(usual, dict):
+            if inner := _differences(value, usual):
+                found[key] = inner
+        elif value != usual:
+            found[key] = value
+    return found
 
 
 def _sha256(content: dict[str, Any]) -> str:

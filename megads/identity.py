@@ -13,6 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from megads.checkpoint.url import is_url
 from megads.config import RootConfig, batch_size_schedule, planned_steps
 from megads.data.config import Order
 from megads.data.indexed.recorded import DataRecord
@@ -44,7 +45,9 @@ def _left_out(config: RootConfig, samples: int) -> list[tuple[int, int]]:
 
 def _first_weights(config: RootConfig, _: int) -> str:
     given = config.checkpoint.init_from
-    return "null" if given is None else str(Path(given).resolve())
+    if given is None:
+        return "null"
+    return given.rstrip("/") if is_url(given) else str(Path(given).resolve())
 
 
 KEYS: Mapping[str, EffectiveValue | str] = {
@@ -59,6 +62,7 @@ KEYS: Mapping[str, EffectiveValue | str] = {
     "train.batch_ramp": _BATCH,
     "train.precision": _COMPUTED,
     "train.deterministic": _COMPUTED,
+    "train.z_loss": _COMPUTED,
     "train.max_nonfinite_steps": _COMPUTED,
     "data.order": lambda config, _: config.data.order.value,
     "data.megatron_theta": _in_megatrons_order(lambda config: config.data.megatron_theta),

@@ -8,15 +8,17 @@ from pathlib import Path
 
 import numpy as np
 
-from megads.checkpoint.config import list_checkpoints, step_folder
+from megads.checkpoint.config import EVERYTHING, History, list_checkpoints, step_folder
+from megads.checkpoint.fresh_start import continues_fresh_start, leaves_a_ledger, own_history, recorded_history
 from megads.checkpoint.initial import WeightSource, open_source, read_weights
 from megads.checkpoint.local import LocalCheckpoint
 from megads.checkpoint.local_files import newest_in_memory, node_folder
 from megads.checkpoint.local_saves import LocalSaves
-from megads.checkpoint.manifest import Manifest, newest_manifest, read_manifest
+from megads.checkpoint.manifest import Manifest, newest_manifest, read_manifest, read_sequence
 from megads.checkpoint.read import CheckpointHandle, check_model, find_checkpoint, given_folder
 from megads.checkpoint.shared_read import read_shards
 from megads.checkpoint.store import on_first
+from megads.checkpoint.url import fetched_folder, is_url
 from megads.config import RootConfig, batch_size_schedule
 from megads.data.indexed.recorded import DataRecord, read_record, renamed_datasets
 from megads.data.indexed.run_tokenizer import TokenizerRecord
@@ -30,6 +32,7 @@ from megads.identity import Change, changed_data, changed_keys, require_allowed_
 from megads.resilience.hooks import SavedState
 from megads.resilience.rollbacks import pending_rollback
 from megads.runtime.distributed import ControlPlane
+from megads.runtime.environment import rank_environment
 from megads.runtime.hooks import TrainState
 from megads.runtime.metrics import EventWriter, LedgerRecord, MetricsWriter
 
@@ -60,7 +63,7 @@ def find_origin(config: RootConfig, run_dir: Path, control: ControlPlane, local:
     """Finds the checkpoint that the config names, else the newest usable one of this run, else weights; collective.
 
     A path in checkpoint.load goes first, once: the same command after a crash or a requeue must not throw away what
-    came after.
+    came after. With checkpoint.load=none only what came after that start counts.
 
     Args:
         config: of this start.
@@ -75,18 +78,20 @@ def find_origin(config: RootConfig, run_dir: Path, control: ControlPlane, local:
     """
     load = config.checkpoint.load
     from_path = on_first(control, lambda: goes_to_path(load, run_dir), bool)
+    history = on_first(control, lambda: own_history(load, run_dir), History | None)
     handle: CheckpointHandle | None = None
     not_used: list[str] = []
     if local is not None:
-        local.open(run_dir, control)
-        if not from_path and load != "none":
+        local.open(run_dir, control, history or EVERYTHING)
+        if not from_path and history is not None:
             not_used = local.find()
             handle = local.base
-    if handle is None:
-        handle = find_checkpoint(run_dir, load if from_path or load == "none" else "auto", control)
+    if handle is None and history is not None:
+        handle = find_checkpoint(run_dir, load if from_path else "auto", control, history)
     if handle is None:
         given = config.checkpoint.init_from
-        weights = None if given is None else open_source(given, control)
+        fetched = fetched_folder(given, run_dir) if given is not None and is_url(given) else None
+        weights = None if given is None else open_source(given, control, fetched)
         return Origin(None, weights, from_path=False, passed_by=tuple(not_used))
     check_model(handle, asdict(config.model))
     now = read_record(run_dir)
@@ -115,7 +120,8 @@ def resume(
     if handle is None:
         if origin.passed_by:
             events.write("fresh_start", level="warning", step=0, passed_by=list(origin.passed_by))
-        continue_ledger(metrics, events, 0, keep_copy=load == "none")
+        left = leaves_a_ledger(load, run_dir, rank_environment().lease)
+        continue_ledger(metrics, events, 0, keep_copy=left)
         if origin.weights is not None:
             take_weights(origin.weights, config, engine, events)
         return
@@ -217,12 +223,13 @@ def find_past(load: str, run_dir: Path) -> Past | None:
         CheckpointError: checkpoint.load is a path that names none.
         DataError: the record of its data is damaged.
     """
-    if load == "none":
+    if load == "none" and not continues_fresh_start(run_dir):
         return None
     if goes_to_path(load, run_dir):
         folder = given_folder(Path(load))
         return _past(folder.parent.parent, folder, read_manifest(folder))
-    newest = newest_manifest(run_dir)
+    history = own_history(load, run_dir)
+    newest = newest_manifest(run_dir, history) if history is not None else None
     return None if newest is None else _past(run_dir, step_folder(run_dir, newest.run.state["step"]), newest)
 
 
@@ -290,8 +297,9 @@ def saved_up_to(run_dir: Path, step: int) -> SavedState | None:
         run_dir: the run's folder.
         step: the last one that may be in it.
     """
+    history = recorded_history(run_dir) or EVERYTHING
     for at, folder in reversed(list_checkpoints(run_dir).items()):
-        if at <= step:
+        if at <= step and history.has(folder, read_sequence(folder)):
             with suppress(CheckpointError):
                 return SavedState(at, folder.name, read_manifest(folder).digest())
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -27,6 +27,7 @@ from megads.config import (
     attention_work,
     batch_size_schedule,
     best_loss_key,
+    learning_rate,
     open_run_data,
     planned_steps,
 )
@@ -54,7 +55,6 @@ from megads.monitor.hooks import HookContext, MetricsHook, plugin_hooks
 from megads.ops.attention_kinds import AttentionKind
 from megads.ops.config import Compile, Kernels
 from megads.ops.resolve import load
-from megads.optim.config import learning_rate
 from megads.parallel.grid import ParallelGrid, build_grid
 from megads.plan.model_size import model_flops_per_token, parameter_count
 from megads.plan.peak import device_peak_tflops
@@ -150,7 +150,7 @@ def run_loop(
 ) -> str:
     """Steps until the planned end or a request to stop; returns the request's reason, empty at the planned end."""
     total_steps = planned_steps(config)
-    rate = rate_schedule(config)
+    rate = learning_rate(config)
     for hook in hooks:
         beats.enter(type(hook).__name__)
         hook.on_start(state)
@@ -272,6 +272,7 @@ def build_engine(
         device=device,
         kernels=kernels,
         deepspeed=config.deepspeed,
+        z_loss=config.train.z_loss,
     )
     return build_train_engine(spec)
 
@@ -284,12 +285,6 @@ def require_data_of_launcher(config: RootConfig, run_dir: Path, environment: Ran
     """
     if environment.local_rank == 0:
         require_recorded(run_dir, record_data(config.data))
-
-
-def rate_schedule(config: RootConfig) -> Callable[[int], float]:
-    """Learning rate of a step from the samples consumed at its end."""
-    decay = config.schedule.decay_samples or batch_size_schedule(config).samples_after(planned_steps(config))
-    return lambda samples: learning_rate(samples, config.optim, config.schedule, decay)
 
 
 def needs_tokens(config: RootConfig, grid: ParallelGrid) -> bool:

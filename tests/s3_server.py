@@ -102,6 +102,18 @@ class S3Server:
     def get(self, key: str) -> bytes:
         return bytes(self._client().get_object(Bucket=BUCKET, Key=f"prefix/{key}")["Body"].read())
 
+    def begin_upload(self, key: str, parts: int = 1) -> None:
+        """Leaves what a killed upload of many parts leaves: some of them, of 5 MiB, of a key in the bucket."""
+        client, of = self._client(), {"Bucket": BUCKET, "Key": key}
+        number = client.create_multipart_upload(**of)["UploadId"]
+        for part in range(1, 1 + parts):
+            client.upload_part(**of, UploadId=number, PartNumber=part, Body=bytes(5 * 2**20))
+
+    def unfinished(self) -> list[str]:
+        """Keys in the bucket of which there are parts of an upload that was not completed."""
+        found = self._client().list_multipart_uploads(Bucket=BUCKET).get("Uploads", [])
+        return sorted(item["Key"] for item in found)
+
     def put(self, key: str, content: bytes) -> None:
         self._client().put_object(Bucket=BUCKET, Key=f"prefix/{key}", Body=content)
 

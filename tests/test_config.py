@@ -7,13 +7,23 @@ import itertools
 from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megads import frozen_config
 from megads.config import Precision, RootConfig, best_loss_key, check_config, planned_steps
 from megads.data.config import DatasetConfig
 from megads.errors import ConfigError
-from megads.frozen_config import config_digest, config_of_start, derive_run_id, freeze, load_frozen, record_config
+from megads.frozen_config import (
+    config_dict,
+    config_digest,
+    config_of_start,
+    derive_run_id,
+    freeze,
+    load_frozen,
+    record_config,
+)
 from megads.model.config import AttentionKind, Position, RopeScaling
 from megads.ops.config import Compile, Implementation, OpsConfig
 from megads.parallel.config import Recompute
@@ -219,6 +229,19 @@ def test_run_id_ignores_how_and_where_but_not_what() -> None:
     watched = dataclasses.replace(good_config(), plugins=["own"], hooks={"echo": {}})
     assert derive_run_id(watched, "x") == base
     assert base.startswith("x-") and len(base) == 10
+
+
+def test_a_new_key_renames_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a version whose new keys, left at their defaults, make the same command start another run."""
+    base = derive_run_id(good_config(), "x")
+
+    def with_new_key(config: Any) -> dict[str, Any]:
+        content = config_dict(config)
+        content["optim"]["new"] = {"key": None}
+        return content
+
+    monkeypatch.setattr(frozen_config, "config_dict", with_new_key)
+    assert derive_run_id(good_config(), "x") == base
 
 
 def test_freeze_round_trip_is_exact(tmp_path: Path) -> None:

@@ -105,7 +105,9 @@ def test_typos_are_refused_as_those_of_built_in_keys(megads: StartCommand) -> No
     words = (*page_command(), *SMALL)
     refused(megads(*words, "plugins=[my_packag]").end(), "there is no module my_packag", "install it")
     refused(megads(*words, "hooks.loss_alarm.aboev=1").end(), "unknown key hooks.loss_alarm.aboev: did you mean above?")
-    refused(megads(*words, "optim.name=lyon", "optim.options={}").end(), "no optimizer 'lyon': did you mean lion?")
+    refused(
+        megads(*words, "optim.name=signun", "optim.options={}").end(), "no optimizer 'signun': did you mean signum?"
+    )
     (megads.folder / "my_package" / "hook.py").write_text("import megads\n1 / 0\n")
     refused(megads(*words).end(), "my_package cannot be imported: ZeroDivisionError", "hook.py:2")
 

@@ -24,8 +24,10 @@ from megads.data.indexed.sidecar import carried_path
 from megads.errors import ConfigError, MegadsError
 from megads.frozen_config import derive_run_id
 from megads.identity import changed_keys, with_first_weights
+from megads.launch import initial_weights
 from megads.launch.preflight import ResolvedRun
 from megads.launch.start import StartRequest, start_run
+from megads.runtime.config import RunConfig
 from megads.runtime.metrics import EventWriter
 from tests import parity
 from tests.command import StartCommand, checkpoint_of, events_of, steps_of
@@ -153,6 +155,30 @@ def test_a_start_that_goes_on_keeps_its_first_weights() -> None:
         assert change.key == "checkpoint.init_from"
 
 
+def test_a_url_is_the_same_from_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a URL that is taken for a path in the folder of the command, so that a run started elsewhere is refused,
+    a URL of another store that is taken for the same, and one with credentials that is written down."""
+    given = [RootConfig(checkpoint=CheckpointConfig(init_from=f"s3://{name}/runs/a")) for name in ("b", "b", "c")]
+    before = changed_keys(given[0], given[1], 8, [])
+    monkeypatch.chdir(tmp_path)
+    assert before == changed_keys(given[0], given[1], 8, []) == []
+    with pytest.raises(ConfigError, match=r"init_from = s3://c/runs/a, but .* s3://b/runs/a"):
+        changed_keys(given[0], given[2], 8, [])
+    with pytest.raises(ConfigError, match=r"checkpoint\.init_from holds credentials"):
+        CheckpointConfig(init_from="s3://key:secret@bucket/runs/a").check()
+
+
+def test_the_upload_of_a_run_is_the_run_itself() -> None:
+    """Catches a run that is to start from its own upload, which its first checkpoint replaces."""
+
+    def is_refused(init_from: str) -> bool:
+        config = RootConfig(checkpoint=CheckpointConfig(init_from=init_from, upload="s3://bucket/all/"))
+        return initial_weights._is_own_upload(dataclasses.replace(config, run=RunConfig(id="mine")))
+
+    assert is_refused("s3://bucket/all/mine") and is_refused("s3://bucket/all/mine/checkpoints/step_00000002")
+    assert not is_refused("s3://bucket/all/mine-2") and not is_refused("runs/mine")
+
+
 def test_a_tokenizer_is_known_by_its_ids(tmp_path: Path) -> None:
     """Catches a refusal of a tokenizer that was only written anew, and one of the same size that is taken for it."""
 
@@ -222,6 +248,39 @@ def test_a_run_starts_from_weights_once(source: Path, megads: StartCommand) -> N
     assert "goes on from its own checkpoint of step 1" in ended.out
     assert [event["step"] for event in events_of(next_run, "resume")] == [1]
     assert len(events_of(next_run, "init_from")) == 1 and [line["step"] for line in steps_of(next_run)] == [1, 2]
+
+
+@pytest.mark.slow
+@distributed
+def test_weights_of_a_url(source: Path, megads: StartCommand) -> None:
+    """Catches a URL that gives other weights or another tokenizer than the folder, damage there that is trained on, a
+    restart that wants the store again, and a dry run that fetches tensors or knows of no weights."""
+    command = (*FROM, "parallel.tp=2")
+    ended = train(megads, *command, "run.id=next", "train.steps=1", raw="other")
+    assert ended.code == 0, ended.err
+    store = megads.folder / "store" / "pre"
+    shutil.copytree(source, store)
+    url = (*command, f"checkpoint.init_from=file://{store}", "run.id=far")
+    ended = train(megads, *url, "train.steps=1", "run.dry_run=true", raw="other")
+    assert ended.code == 0 and "starts from the weights of step_00000002" in ended.out, ended.err
+    far = source.parent / "far"
+    assert not far.exists()
+    path = min(checkpoint_of(store, 2).glob("*.safetensors"))
+    intact = path.read_bytes()
+    path.write_bytes(intact[:-1] + bytes([intact[-1] ^ 1]))
+    ended = train(megads, *url, "train.steps=1", "run.id=older", raw="other")
+    assert ended.code == 0 and "fetched step_00000001" in ended.out and "not usable there" in ended.out, ended.out
+    path.write_bytes(intact)
+    ended = train(megads, *url, "train.steps=1", raw="other")
+    assert ended.code == 0, ended.err
+    assert steps_of(far) == steps_of(source.parent / "next") != steps_of(source.parent / "older")
+    (event,) = events_of(far, "init_from")
+    assert (event["source"], event["source_step"]) == (f"file://{store}", 2)
+    assert (far / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    shutil.rmtree(store)
+    shutil.rmtree(far / "downloads")
+    ended = train(megads, *url, "train.steps=2", raw="other")
+    assert ended.code == 0 and "goes on from its own checkpoint of step 1" in ended.out, ended.err
 
 
 def dry_run(*overrides: str) -> str:

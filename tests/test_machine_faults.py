@@ -6,6 +6,7 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,9 +68,17 @@ class MemoryGroup:
     folder: Path
 
     def take(self, command: Command) -> None:
-        """Moves a command here, with what it has started so far."""
-        for process in command.processes():
-            (self.folder / "cgroup.procs").write_text(str(process.pid))
+        """Moves a command here, with all that it has started.
+
+        What a process starts before it has been moved stays outside, so that one pass may miss a child.
+        """
+        while missing := {process.pid for process in command.processes()} - self._members():
+            for pid in missing:
+                with suppress(ProcessLookupError):
+                    (self.folder / "cgroup.procs").write_text(str(pid))
+
+    def _members(self) -> set[int]:
+        return {int(pid) for pid in (self.folder / "cgroup.procs").read_text().split()}
 
 
 @pytest.fixture

@@ -37,10 +37,13 @@ from megads.model.dropout import Dropout
 from megads.model.gpt import ParallelBlock
 from megads.ops.config import Implementation, OpsConfig
 from megads.ops.dropout import DropoutMask
+from megads.optim.config import OptimConfig
 from megads.optim.groups import BucketLayout, Role
+from megads.optim.masters import MasterLine
+from megads.optim.muon import FusedMatrices, MuonRule, WholeMatrices
 from megads.parallel import context, loss, region_linear
 from megads.parallel.config import ParallelConfig, Recompute
-from megads.parallel.grid import Axis, padded_rows
+from megads.parallel.grid import Axis, own_rows, padded_rows
 from megads.parallel.loss import TokenMeanLoss
 from megads.parallel.pipeline_actions import ActionKind
 from megads.parallel.region_linear import Region, reduce_from_tp_region
@@ -221,10 +224,20 @@ def row_bias_on_every_rank() -> None:
 def padding_in_the_softmax() -> None:
     inner = loss.vocab_parallel_token_losses
 
-    def losses(logits: Tensor, labels: Tensor, vocab_size: int, axis: Any) -> Tensor:
-        return inner(logits, labels, padded_rows(vocab_size, axis.size) * axis.size, axis)
+    def losses(logits: Tensor, labels: Tensor, vocab_size: int, axis: Any, z_loss: float) -> Tensor:
+        return inner(logits, labels, padded_rows(vocab_size, axis.size) * axis.size, axis, z_loss)
 
     megads.parallel.loss.vocab_parallel_token_losses = losses
+
+
+def z_loss_of_own_rows() -> None:
+    inner = loss._probabilities_
+
+    def probabilities(logits: Tensor, labels: Tensor, vocab_size: int, axis: Any) -> tuple[Tensor, ...]:
+        own = logits[..., : own_rows(vocab_size, axis)[1]].logsumexp(-1)
+        return *inner(logits, labels, vocab_size, axis)[:-1], own
+
+    loss._probabilities_ = probabilities
 
 
 def input_gradients_of_chunks_stay_local() -> None:
@@ -572,6 +585,70 @@ def mlp_reads_what_attention_added() -> None:
     ParallelBlock.forward = forward
 
 
+def owners_orthogonalise_their_own_piece() -> None:
+    """Every ZeRO rank takes the piece of a matrix that it updates for the matrix, as DeepSpeed did."""
+    inner = WholeMatrices.__init__
+
+    def init(self: WholeMatrices, *args: Any) -> None:
+        inner(self, *args)
+        self.parameters = [replace(owned, data=self._line.data.rank) for owned in self.parameters]
+
+    def over_data(self: WholeMatrices, runs: list[Tensor]) -> dict[int, Tensor]:
+        pieces = [run.new_zeros(owned.run.local_elements) for owned, run in zip(self.parameters, runs, strict=True)]
+        for owned, piece, run in zip(self.parameters, pieces, runs, strict=True):
+            piece[owned.run.first :][: len(run)] = run
+        return dict(enumerate(pieces))
+
+    def back_over_data(self: WholeMatrices, shares: dict[int, Tensor]) -> list[Tensor]:
+        return [shares[n].narrow(0, owned.run.first, owned.run.length) for n, owned in enumerate(self.parameters)]
+
+    WholeMatrices.__init__ = init
+    WholeMatrices._over_data, WholeMatrices._back_over_data = over_data, back_over_data
+
+
+def tensor_parallel_shares_orthogonalised() -> None:
+    """Every tensor-parallel rank takes its share of a matrix for the matrix."""
+    inner = WholeMatrices.__init__
+
+    def init(self: WholeMatrices, *args: Any) -> None:
+        inner(self, *args)
+        self.parameters = [replace(owned, tp=self._line.tp.rank) for owned in self.parameters]
+
+    def over_tp(self: WholeMatrices, shares: dict[int, Tensor]) -> dict[int, Tensor]:
+        return {number: share.view(self.parameters[number].run.local_shape) for number, share in shares.items()}
+
+    WholeMatrices.__init__, WholeMatrices._over_tp = init, over_tp
+    WholeMatrices._back_over_tp = lambda self, whole: {number: share.flatten() for number, share in whole.items()}
+
+
+def matrices_of_one_parameter_as_one() -> None:
+    """Queries, keys and values, or gates and ups, share their singular values."""
+    FusedMatrices.split = lambda self, name, whole: [whole]
+    FusedMatrices.join = lambda self, name, matrices: matrices[0]
+
+
+def pieces_of_a_matrix_out_of_order() -> None:
+    """An owner puts the pieces of a matrix together in another order than it was cut in."""
+    inner = WholeMatrices._over_data
+
+    def over_data(self: WholeMatrices, runs: list[Tensor]) -> dict[int, Tensor]:
+        shares = inner(self, runs)
+        return {number: share.roll(self.parameters[number].held[0][1]) for number, share in shares.items()}
+
+    WholeMatrices._over_data = over_data
+
+
+def trust_ratio_of_a_part() -> None:
+    """LAMB's norms are those of what a rank holds of a parameter."""
+    MasterLine.total = lambda self, own: own
+
+
+def momentum_without_nesterov() -> None:
+    MuonRule._direction = lambda self, update: update.state["momentum_buffer"].lerp_(
+        update.grad, 1.0 - self._options.momentum
+    )
+
+
 PACKED = scenario_with(masked=True, documents=True)
 PACKED_LEARNED = replace(PACKED, model=replace(MODEL, position=Position.learned))
 ROPE = scenario_with(model=replace(MODEL, position=Position.rope))
@@ -595,6 +672,10 @@ class Case:
 # Hidden dropout has the masks of the unsharded model in every layout.
 SHARDED_SEQUENCE = scenario_with(model=replace(parity.MODEL, position=Position.learned, hidden_dropout=0.2))
 
+MUON = scenario_with(steps=3, optimizer=OptimConfig(name="muon"))
+# Its steps are a share of the weight; parts of random weights have ratios that differ little from the whole's.
+LAMB = scenario_with(steps=3, lr=2e-2, optimizer=OptimConfig(name="lamb"))
+GATED_MUON = replace(MUON, model=FEATURES.model)
 CHUNKS = scenario_with(ops=OpsConfig(Implementation.torch, loss_chunk=9))
 DROPOUT = scenario_with(model=replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1))
 CASES = [
@@ -616,6 +697,7 @@ CASES = [
     Case(no_backward_all_reduce_of_column_layers, "tp2", parity.check_first_step),
     Case(row_bias_on_every_rank, "tp2", parity.check_first_step),
     Case(padding_in_the_softmax, "tp2", parity.check_first_step),
+    Case(z_loss_of_own_rows, "tp2", parity.check_first_step, scenario_with(z_loss=0.1)),
     Case(input_gradients_of_chunks_stay_local, "tp2", parity.check_first_step, CHUNKS),
     Case(weight_gradients_of_chunks_overwrite_each_other, "tp2", parity.check_first_step, CHUNKS),
     Case(heads_of_dropout_counted_from_the_rank, "tp2", parity.check_first_step, DROPOUT),
@@ -654,6 +736,17 @@ CASES = [
     Case(window_of_local_places, "cp2", parity.check_first_step, FEATURES),
     Case(gates_before_ups, "tp2", parity.check_first_step, FEATURES),
     Case(mlp_reads_what_attention_added, "pp2", parity.check_first_step, FEATURES),
+    Case(owners_orthogonalise_their_own_piece, "dp2", parity.check_curve, MUON),
+    Case(owners_orthogonalise_their_own_piece, "zero2dp2", parity.check_curve, MUON),
+    Case(owners_orthogonalise_their_own_piece, "zero3dp2", parity.check_curve, MUON),
+    Case(tensor_parallel_shares_orthogonalised, "tp2", parity.check_curve, MUON),
+    Case(pieces_of_a_matrix_out_of_order, "zero3dp2", parity.check_curve, MUON),
+    Case(matrices_of_one_parameter_as_one, "single", parity.check_curve, MUON),
+    Case(matrices_of_one_parameter_as_one, "tp2", parity.check_curve, GATED_MUON),
+    Case(momentum_without_nesterov, "single", parity.check_curve, MUON),
+    Case(trust_ratio_of_a_part, "dp2", parity.check_curve, LAMB),
+    Case(trust_ratio_of_a_part, "tp2", parity.check_curve, LAMB),
+    Case(trust_ratio_of_a_part, "zero3dp2", parity.check_curve, LAMB),
 ]
 
 
@@ -697,6 +790,9 @@ OF_EVERY_AXIS = (
     "padding_in_the_softmax-tp2",
     "messages_received_in_another_order-pp2 interleaved",
     "embedding_norm_decays-single",
+    "owners_orthogonalise_their_own_piece-zero3dp2",
+    "matrices_of_one_parameter_as_one-single",
+    "trust_ratio_of_a_part-dp2",
 )
 """The others are slow only because they are many."""
 

@@ -103,6 +103,53 @@ def test_a_lost_node_continues_from_another_ones_memory(corpus: Path, megads: St
     assert [list(folder.iterdir()) for folder in memory.iterdir()] == [[], []], "the memory is free at the end"
 
 
+@pytest.mark.parametrize(
+    "key",
+    ["checkpoint.every_steps", pytest.param("checkpoint.local_every_steps", marks=pytest.mark.slow)],
+    ids=["disk", "memory"],
+)
+def test_a_run_that_loads_nothing_goes_on_from_its_own_saves(key: str, corpus: Path, megads: StartCommand) -> None:
+    """Catches a run with checkpoint.load=none that begins again after each crash, or goes on from what it was to leave
+    behind."""
+    run_dir = megads.folder / "run"
+    afresh = small_model(
+        corpus, parallel__dp=2, checkpoint__keep=0, checkpoint__local_folder=megads.folder, checkpoint__load="none",
+        schedule__name="constant", cluster__max_restarts=1, run__dir=run_dir,
+    )  # fmt: skip
+    before = megads("train", *afresh, "train.steps=8").end()
+    assert before.code == 0, before.err
+    left_behind = steps_of(run_dir)
+    ended = megads("train", *afresh, "train.steps=6", f"{key}=1", fault="die_after_a_step").end()
+    assert ended.code == 0, ended.err
+    assert steps_of(run_dir) == left_behind[:6]
+    resumes, in_memory = events_of(run_dir, "resume"), key == "checkpoint.local_every_steps"
+    steps = [event["step"] for event in resumes]
+    # A rank may die before the copy of its last step is complete in memory.
+    assert steps == [2, 4] or (in_memory and steps[:1] in ([1], [2]) and steps == sorted(set(steps)))
+    assert all(("in memory" in event["checkpoint"]) == in_memory for event in resumes)
+    assert [event["from_step"] for event in events_of(run_dir, "restart")] == steps
+    assert checkpoint_of(run_dir, 8).exists(), "what it left behind"
+    assert [path.name for path in run_dir.glob("metrics.*.jsonl")] == ["metrics.1.jsonl"]
+
+
+@pytest.mark.slow
+def test_a_requeued_job_that_loads_nothing_goes_on(corpus: Path, megads: StartCommand) -> None:
+    """Catches a requeue of a job with checkpoint.load=none that begins again, as the batch script gives the same
+    command; and another job that does not."""
+    run_dir = megads.folder / "run"
+    afresh = small_model(
+        corpus, parallel__dp=2, train__steps=6, run__dir=run_dir, checkpoint__every_steps=1, checkpoint__load="none",
+        cluster__max_restarts=0,
+    )  # fmt: skip
+    for requeues in range(2):
+        job = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(requeues)}
+        assert megads("train", *afresh, fault="die_after_a_step", variables=job).end().code != 0
+    assert [event["step"] for event in events_of(run_dir, "resume")] == [2]
+    job = {"SLURM_JOB_ID": "8"}
+    assert megads("train", *afresh, variables=job).end().code == 0
+    assert [event["step"] for event in events_of(run_dir, "start")] == [0, 2, 0]
+
+
 def test_restarts_are_exhausted(corpus: Path, megads: StartCommand) -> None:
     """Catches a run that dies each time and hides it behind exit 1, or starts again without end."""
     overrides = small_model(corpus, parallel__dp=2, train__steps=60, cluster__max_restarts=1)

@@ -243,6 +243,29 @@ def test_a_kill_between_the_last_save_and_validation(corpus: Path, finished: Pat
     assert validations_of(killed) == validations_of(finished)
 
 
+def test_a_decay_that_branches_off_a_run(corpus: Path, finished: Path, megads: StartCommand) -> None:
+    """Catches a branch that decays from elsewhere, whose rate depends on when it was interrupted, or that cannot go on
+    without the checkpoint that it has begun with."""
+    stable, run_dir = shutil.copytree(finished, megads.folder / "stable"), megads.folder / "branch"
+    settings = {"name": "wsd", "decay_from": stable, "decay_shape": "linear", "decay_steps": 6}
+    branch = {f"schedule__{key}": value for key, value in settings.items()} | {"run__dir": run_dir}
+    ended = megads("train", *small_model(corpus, train__steps=4, **branch)).end()
+    assert ended.code == 0, ended.err
+    shutil.rmtree(stable)
+    ended = megads("train", *small_model(corpus, train__steps=6, **branch)).end()
+    assert ended.code == 0, ended.err
+    rates = {line["step"]: line["lr"] for line in steps_of(run_dir)}
+    assert rates == pytest.approx({3: 2.25e-4, 4: 1.5e-4, 5: 0.75e-4, 6: 0.0})
+    for changes, said in (
+        ({"run__dir": megads.folder / "other"}, f"schedule.decay_from = {stable}: there is no such folder"),
+        ({"checkpoint__load": "none"}, "continues that checkpoint, but checkpoint.load = none"),
+        ({"schedule__decay_start_samples": 12}, "has 24 samples"),
+        ({"schedule__decay_from": "s3://bucket/run"}, "fetch it first with `megads checkpoint download`"),
+    ):
+        ended = megads("train", *small_model(corpus, train__steps=6, **(branch | changes))).end()
+        assert ended.code in (2, 4) and said in ended.err, (ended, said)
+
+
 def test_a_checkpoint_of_another_model_is_refused(corpus: Path, finished: Path, megads: StartCommand) -> None:
     """Catches weights that are loaded because their shapes happen to fit; every differing key is named."""
     before, run_dir = checksums(checkpoint_of(finished, 2)), megads.folder / "run"

@@ -66,9 +66,10 @@ class CheckpointConfig:
     continues where a node is lost. Needs two nodes with equally many ranks, and once more the memory of the local
     checkpoints."""
     load: str = "auto"
-    """auto: the newest usable one of this run, else start fresh; none: start fresh; or the path of a checkpoint or run:
-    the first start with it continues that, with its step, optimizer state and place in schedule and data; the same
-    command again continues from what was saved since."""
+    """auto: the newest usable one of this run, else start fresh; none: start fresh, while restarts and requeues of that
+    start continue from what it saved itself; or the path of a checkpoint or run: the first start with it continues
+    that, with its step, optimizer state and place in schedule and data; the same command again continues from what was
+    saved since."""
     read: CheckpointRead = CheckpointRead.auto
     """Which data-parallel replicas read the state that they share: all of them, or one, which broadcasts it; auto: one
     where the ranks are on several nodes. ZeRO leaves nothing to share: each rank then reads its own part."""
@@ -82,8 +83,9 @@ class CheckpointConfig:
     upload_wait_s: float = 600.0
     """Longest wait at the end of a run for the upload of its last checkpoint."""
     init_from: str | None = None
-    """A run's folder, whose newest usable checkpoint is meant, or a checkpoint's: a new run starts from its weights,
-    and everything else is fresh (docs/finetune.md). Counts as long as the run has no checkpoint of its own."""
+    """A run's folder, whose newest usable checkpoint is meant, or a checkpoint's, or the URL of either in a store: a
+    new run starts from its weights, and everything else is fresh (docs/finetune.md). Counts as long as the run has no
+    checkpoint of its own."""
 
     def check(self) -> None:
         """Raises ConfigError on negative numbers, on settings of which one makes another useless, and on two
@@ -118,10 +120,7 @@ class CheckpointConfig:
         if is_url(self.load):
             check_url(self.load, "checkpoint.load")
         if self.init_from is not None and is_url(self.init_from):
-            raise ConfigError(
-                f"checkpoint.init_from = {self.init_from}: a URL cannot be read from here; fetch it first with "
-                f"megads checkpoint download run={self.init_from} output=<folder>"
-            )
+            check_url(self.init_from, "checkpoint.init_from")
         if self.upload_keep is not None and (self.upload_keep < 0 or self.upload is None):
             told = "must not be negative" if self.upload_keep < 0 else "only applies with checkpoint.upload"
             raise ConfigError(f"checkpoint.upload_keep = {self.upload_keep}: {told}")
@@ -278,6 +277,31 @@ def list_checkpoints(run_dir: Path) -> dict[int, Path]:
     folder = checkpoints_folder(run_dir)
     found = ((step_of(path), path) for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else ()
     return dict(sorted((step, path) for step, path in found if step is not None))
+
+
+@dataclass(frozen=True)
+class History:
+    """Which checkpoints of a run directory a start may go on from.
+
+    Attributes:
+        after: their sequences are greater, see `Manifest`.
+        without: names of those that are none of them although they have no sequence: their manifests are damaged.
+    """
+
+    after: int = -1
+    without: tuple[str, ...] = ()
+
+    def has(self, folder: Path, sequence: int | None) -> bool:
+        """Whether a checkpoint is one of them.
+
+        Args:
+            folder: the checkpoint.
+            sequence: None where its manifest is damaged.
+        """
+        return folder.name not in self.without if sequence is None else sequence > self.after
+
+
+EVERYTHING = History()
 
 
 def newest_before(run_dir: Path, step: int) -> Path | None:

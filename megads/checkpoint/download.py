@@ -6,6 +6,7 @@ by its own checksums, and gets its name last.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -264,6 +265,53 @@ def _commit(run_dir: Path, step: int) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
     with atomic_writer(final.parent / LATEST_FILE) as file:
         file.write(f"{final.name}\n".encode())
+
+
+def fetch_description(url: str, folder: Path) -> Path:
+    """Fetches what the newest complete checkpoint at a URL says of itself, and the records of its run: no tensors.
+
+    Args:
+        url: see `open_remote_run`.
+        folder: becomes that of a run with this checkpoint; what it held of another one goes.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        CheckpointError: there is no complete checkpoint, or the folder cannot be written.
+        RemoteError: the store fails.
+    """
+    store, (newest, *_) = open_remote_run(url)
+    fresh = temporary_path(folder)
+    try:
+        checkpoint = step_folder(fresh, newest.step)
+        checkpoint.mkdir(parents=True)
+        (checkpoint / MANIFEST_FILE).write_bytes(store.read(f"{remote_folder(newest.step)}/{MANIFEST_FILE}") or b"")
+        read_manifest(checkpoint)
+        _fetch_records(store, fresh)
+        _put_in_place(fresh, folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be written: {error.strerror}") from error
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    return step_folder(folder, newest.step)
+
+
+def _put_in_place(fresh: Path, folder: Path) -> None:
+    """Gives a folder its name, in place of another one; other processes may do the same at the same time."""
+    former = temporary_path(folder)
+    while True:
+        with suppress(FileNotFoundError):
+            folder.rename(former)
+        try:
+            fresh.rename(folder)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        else:
+            return
+        finally:
+            shutil.rmtree(former, ignore_errors=True)
 
 
 def open_remote_run(url: str) -> tuple[RemoteStore, list[RemoteCheckpoint]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from megads.checkpoint.config import CheckpointConfig, list_checkpoints, step_folder
+from megads.checkpoint.fresh_start import own_history
 from megads.checkpoint.image import ImageLayout, StateImage
 from megads.checkpoint.local import forget, newest_step
 from megads.checkpoint.local_saves import LocalSaves
@@ -101,7 +102,7 @@ class CheckpointHook:
         self._due = self._unproven = False
         self._failed_saves = 0
         self._writer, self._timeout_s, self._local = writer, timeout_s, local
-        self._replicas_failed, self._late_replicas = "", False
+        self._replicas_failed, self._replicas_lacking, self._late_replicas = "", False, False
         # One image of what this rank owns, or those of the local checkpoints, which hold more; and the last one copied.
         self._images, self._image, self._copies_all = list[StateImage](), 0, False
         # The step that the writers were ordered to save, until all ranks know what became of it.
@@ -112,10 +113,14 @@ class CheckpointHook:
         self._saved_step, self._finite = state.step, state.state_dict()
         if self._local is not None and self._local.base is not None:
             # Any other state that a run starts from is on disk already, or is a fresh one.
-            self._saved_step = on_first(self._engine.grid.control, lambda: newest_step(self._run_dir), int)
+            self._saved_step = on_first(self._engine.grid.control, self._newest_on_disk, int)
         self._look_for_room()
         self._begin_local_checkpoints()
         self._decide_on_writers()
+
+    def _newest_on_disk(self) -> int:
+        history = own_history(self._config.load, self._run_dir)
+        return newest_step(self._run_dir, history) if history is not None else 0
 
     def _begin_local_checkpoints(self) -> None:
         local = self._local
@@ -281,11 +286,16 @@ class CheckpointHook:
         if self._local is None:
             return False
         progress = self._local.replication()
-        if progress.failed != self._replicas_failed:
-            self._replicas_failed = progress.failed
-            level = {"level": "warning", "reason": progress.failed} if progress.failed else {}
-            event = "replica_failed" if progress.failed else "replicas_complete_again"
-            self._events.write(event, step=self._state.step, **level)
+        if progress.restarted:
+            self._replicas_lacking = True
+            self._events.write("replica_restarted", level="warning", step=self._state.step, reason=progress.restarted)
+        if progress.failed and progress.failed != self._replicas_failed:
+            self._replicas_lacking = True
+            self._events.write("replica_failed", level="warning", step=self._state.step, reason=progress.failed)
+        self._replicas_failed = progress.failed
+        if progress.complete and self._replicas_lacking:
+            self._replicas_lacking = False
+            self._events.write("replicas_complete_again", step=self._state.step)
         if progress.busy and not self._late_replicas:
             self._late_replicas = True
             reason = "the last one is still being sent to another node; this event is not repeated"

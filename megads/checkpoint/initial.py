@@ -14,12 +14,14 @@ from typing import Any
 
 from megads.checkpoint.manifest import read_manifest
 from megads.checkpoint.read import CheckpointHandle, differing_keys, open_checkpoint, read_into, readable_folders
+from megads.checkpoint.url import described_folder, is_url
 from megads.data.indexed.recorded import read_record
 from megads.data.indexed.run_tokenizer import TokenizerRecord
 from megads.engine.interface import Shard
 from megads.errors import CheckpointError, ConfigError
 from megads.model.config import ModelConfig, Position
 from megads.runtime.distributed import ControlPlane
+from megads.runtime.environment import user_cache_dir
 
 _ADAPTED = ("rope_theta", "rope_scaling", "window")
 """Keys that no weight has the shape of, and that a run on longer texts changes."""
@@ -96,6 +98,8 @@ class WeightSource:
 def find_source(path: str) -> WeightSource:
     """Finds the checkpoint that a new run will most likely start from; the ranks pass by one that is damaged.
 
+    Of a URL no tensors are fetched, only what the checkpoint says of itself.
+
     Args:
         path: checkpoint.init_from.
 
@@ -104,7 +108,14 @@ def find_source(path: str) -> WeightSource:
     """
     passed_by: list[str] = []
     try:
-        for folder in readable_folders(Path(path)):
+        if is_url(path):
+            # It imports drivers of stores.
+            from megads.checkpoint.download import fetch_description
+
+            folders = [fetch_description(path, described_folder(path, user_cache_dir()))]
+        else:
+            folders = readable_folders(Path(path))
+        for folder in folders:
             try:
                 return WeightSource(path, CheckpointHandle(folder, read_manifest(folder), tuple(passed_by)))
             except CheckpointError as error:
@@ -114,18 +125,19 @@ def find_source(path: str) -> WeightSource:
     raise CheckpointError(f"checkpoint.init_from = {path}: no checkpoint in it is usable: {'; '.join(passed_by)}")
 
 
-def open_source(path: str, control: ControlPlane) -> WeightSource:
+def open_source(path: str, control: ControlPlane, folder: Path | None = None) -> WeightSource:
     """The checkpoint to start from, verified; collective, and every rank gets the same answer.
 
     Args:
         path: checkpoint.init_from.
         control: of all ranks.
+        folder: where what a URL names has been fetched to; None for a path.
 
     Raises:
         CheckpointError: there is no usable one.
     """
     try:
-        return WeightSource(path, open_checkpoint(Path(path), control))
+        return WeightSource(path, open_checkpoint(folder or Path(path), control))
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint.init_from = {path}: {error}") from error
 

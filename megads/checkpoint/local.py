@@ -26,7 +26,7 @@ from typing import ClassVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from megads.checkpoint.config import list_checkpoints
+from megads.checkpoint.config import EVERYTHING, History, list_checkpoints
 from megads.checkpoint.image import ImageLayout, StateImage, allocate
 from megads.checkpoint.local_files import (
     IMAGES,
@@ -174,10 +174,20 @@ class LocalFolder:
         control: of all ranks.
         start: that this rank belongs to, number of its lease.
         computation: digest of what the run computes, and in which layout: after a change it continues from disk.
+        history: the checkpoints on disk that count.
     """
 
-    def __init__(self, root: Path, run_dir: Path, control: ControlPlane, start: int, computation: str) -> None:
+    def __init__(
+        self,
+        root: Path,
+        run_dir: Path,
+        control: ControlPlane,
+        start: int,
+        computation: str,
+        history: History = EVERYTHING,
+    ) -> None:
         self._run_dir, self._control, self._start, self._computation = run_dir, control, start, computation
+        self._history = history
         self.node = node_folder(root, run_dir)
         self._folder = own_folder(self.node, control.rank)
         self._software = software()
@@ -275,7 +285,7 @@ class LocalFolder:
     def _state_of_run(self) -> tuple[_RunsLocal | None, int, list[int]]:
         """Whose local checkpoints are the run's, None for nobody's; the newest readable step on disk, 0 for none; and
         all steps with a folder there, damaged ones too."""
-        on_disk, folders = newest_step(self._run_dir), list(list_checkpoints(self._run_dir))
+        on_disk, folders = newest_step(self._run_dir, self._history), list(list_checkpoints(self._run_dir))
         try:
             return _RUNS_LOCAL.validate_json(read_regular(self._run_dir / RECORD_FILE)), on_disk, folders
         except (OSError, ValidationError):
@@ -398,9 +408,9 @@ class LocalFolder:
             self._lock = None
 
 
-def newest_step(run_dir: Path) -> int:
-    """Of the newest checkpoint on disk whose manifest can be read; 0: there is none."""
-    newest = newest_manifest(run_dir)
+def newest_step(run_dir: Path, history: History = EVERYTHING) -> int:
+    """Of the newest checkpoint on disk that counts and whose manifest can be read; 0: there is none."""
+    newest = newest_manifest(run_dir, history)
     return newest.run.state["step"] if newest is not None else 0
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megads.checkpoint.config import CheckpointConfig
+from megads.checkpoint.config import EVERYTHING, CheckpointConfig, History
 from megads.checkpoint.image import StateImage
 from megads.checkpoint.local import LocalCheckpoint, LocalFolder, SealOrder, first_reason
 from megads.checkpoint.local_files import Saved
@@ -49,11 +49,17 @@ class LocalSaves:
         self.base: LocalCheckpoint | None = None
         self.images: list[StateImage] = []
 
-    def open(self, run_dir: Path, control: ControlPlane) -> None:
-        """Takes this rank's folder; where that cannot be had, `allocate` says why. Collective."""
+    def open(self, run_dir: Path, control: ControlPlane, history: History = EVERYTHING) -> None:
+        """Takes this rank's folder; where that cannot be had, `allocate` says why. Collective.
+
+        Args:
+            run_dir: the run's folder.
+            control: of all ranks.
+            history: the checkpoints on disk that count.
+        """
         self._control = control
         root, start = Path(self._config.local_folder), self._environment.lease or 0
-        folder = LocalFolder(root, run_dir, control, start, self._computation)
+        folder = LocalFolder(root, run_dir, control, start, self._computation, history)
         self._refusal = folder.open()
         self._folder = None if self._refusal else folder
         if self._replicas is not None and self._folder is not None:

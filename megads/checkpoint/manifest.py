@@ -24,7 +24,7 @@ import xxhash
 from pydantic import TypeAdapter, ValidationError
 
 import megads
-from megads.checkpoint.config import list_checkpoints, step_of
+from megads.checkpoint.config import EVERYTHING, History, list_checkpoints, step_of
 from megads.checkpoint.rank_file import (
     FILE_NAME,
     STRICT,
@@ -354,10 +354,16 @@ def newest_sequence(run_dir: Path) -> int:
     return max((read_sequence(folder) or 0 for folder in list_checkpoints(run_dir).values()), default=0)
 
 
-def newest_manifest(run_dir: Path) -> Manifest | None:
-    """Of this run's last written checkpoint, whose tensors nobody has looked at; None where there is none."""
+def newest_manifest(run_dir: Path, history: History = EVERYTHING) -> Manifest | None:
+    """Of this run's last written checkpoint, whose tensors nobody has looked at; None where there is none.
+
+    Args:
+        run_dir: the run's folder.
+        history: the checkpoints that count.
+    """
     sequences = {folder: read_sequence(folder) for folder in list_checkpoints(run_dir).values()}
-    for folder in sorted(sequences, key=lambda folder: sequences[folder] or 0, reverse=True):
+    found = [folder for folder, sequence in sequences.items() if history.has(folder, sequence)]
+    for folder in sorted(found, key=lambda folder: sequences[folder] or 0, reverse=True):
         with suppress(CheckpointError):
             return read_manifest(folder)
     return None

@@ -17,7 +17,14 @@ import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megads.checkpoint.config import LATEST_FILE, checkpoints_folder, list_checkpoints, step_of
+from megads.checkpoint.config import (
+    EVERYTHING,
+    LATEST_FILE,
+    History,
+    checkpoints_folder,
+    list_checkpoints,
+    step_of,
+)
 from megads.checkpoint.manifest import (
     MANIFEST_FILE,
     Manifest,
@@ -117,7 +124,9 @@ class CheckpointHandle:
         return software_differences(self.manifest.software, software())
 
 
-def find_checkpoint(run_dir: Path, load: str, control: ControlPlane = ALONE) -> CheckpointHandle | None:
+def find_checkpoint(
+    run_dir: Path, load: str, control: ControlPlane = ALONE, history: History = EVERYTHING
+) -> CheckpointHandle | None:
     """The checkpoint to start from, verified; collective, and every rank gets the same answer.
 
     Args:
@@ -125,6 +134,7 @@ def find_checkpoint(run_dir: Path, load: str, control: ControlPlane = ALONE) -> 
         load: "none"; "auto" for the newest usable one of this run; or the path of a checkpoint's folder, or of a run
             whose `latest` is meant.
         control: of all ranks.
+        history: the checkpoints of this run that count.
 
     Returns:
         None for "none", and for "auto" in a run that has no checkpoint yet.
@@ -144,7 +154,7 @@ def find_checkpoint(run_dir: Path, load: str, control: ControlPlane = ALONE) -> 
 
     def folders() -> list[Path]:
         recover(run_dir)
-        return _newest_first(run_dir)
+        return _newest_first(run_dir, history)
 
     handle, passed_by = _first_usable(on_first(control, folders, list[Path]), control)
     if handle is None and passed_by:
@@ -350,15 +360,14 @@ def _first_usable(folders: Sequence[Path], control: ControlPlane) -> tuple[Check
     return None, passed_by
 
 
-def _newest_first(run_dir: Path) -> list[Path]:
+def _newest_first(run_dir: Path, history: History = EVERYTHING) -> list[Path]:
     """This run's checkpoints by descending sequence; those whose manifest has none first, to be reported."""
-
-    def age(item: tuple[int, Path]) -> tuple[float, int]:
-        step, folder = item
+    found = []
+    for step, folder in list_checkpoints(run_dir).items():
         sequence = read_sequence(folder)
-        return float("inf") if sequence is None else sequence, step
-
-    return [folder for _, folder in sorted(list_checkpoints(run_dir).items(), key=age, reverse=True)]
+        if history.has(folder, sequence):
+            found.append((float("inf") if sequence is None else sequence, step, folder))
+    return [folder for *_, folder in sorted(found, reverse=True)]
 
 
 def _verified(folder: Path, control: ControlPlane) -> Manifest:

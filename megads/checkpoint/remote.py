@@ -11,7 +11,7 @@ import hashlib
 import math
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -40,6 +40,7 @@ _S3 = ("s3", "s3a")
 _OBJECT_STORES = (*_S3, "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "tos", "r2")
 _S3_TIMES = {"connect_timeout": 10, "read_timeout": 60, "retries": {"mode": "standard", "max_attempts": 3}}
 _MOST_TEXT_BYTES = 2**30
+_NEXT_PAGE = ("NextKeyMarker", "NextUploadIdMarker", "NextPartNumberMarker")
 _ETAG = re.compile(r"[0-9a-f]{32}(-\d+)?")
 
 
@@ -58,6 +59,19 @@ class RemoteFile:
 
     bytes: int
     digest: str
+
+
+@dataclass(frozen=True)
+class RemovedParts:
+    """Of uploads that were never completed.
+
+    Attributes:
+        count: files that they were parts of.
+        bytes: of all parts.
+    """
+
+    count: int
+    bytes: int
 
 
 class RemoteStore:
@@ -177,6 +191,48 @@ class RemoteStore:
         if self._scheme not in _OBJECT_STORES:
             with suppress(RemoteError, FileNotFoundError):
                 self._told(lambda: self._fs.rmdir(self._path(folder)), folder)
+
+    def remove_parts(self, but: Collection[str] = ()) -> RemovedParts:
+        """Removes the parts of S3 uploads in this folder that were never completed: those of killed processes.
+
+        Whoever uploads here at the same time loses what it has sent of a file.
+
+        Args:
+            but: folders in it in which uploads go on.
+
+        Raises:
+            RemoteError: the store does not tell or remove them.
+        """
+        if self._scheme not in _S3:
+            return RemovedParts(0, 0)
+        bucket, _, folder = self._root.partition("/")
+        spared = tuple(f"{folder}/{name}/" for name in but)
+
+        def remove() -> RemovedParts:
+            count = size = 0
+            # A list of its own: it changes while it is read.
+            for found in list(self._listed("list_multipart_uploads", "Uploads", Bucket=bucket, Prefix=f"{folder}/")):
+                key, of = str(found["Key"]), {"Bucket": bucket, "Key": found["Key"], "UploadId": found["UploadId"]}
+                # A server that knows no Prefix must not make us remove what is another run's.
+                if not key.startswith(f"{folder}/") or key.startswith(spared):
+                    continue
+                with suppress(FileNotFoundError):
+                    nbytes = sum(int(part["Size"]) for part in self._listed("list_parts", "Parts", **of))
+                    self._fs.call_s3("abort_multipart_upload", **of)
+                    count, size = count + 1, size + nbytes
+            return RemovedParts(count, size)
+
+        return self._told(remove, "")
+
+    def _listed(self, method: str, what: str, **arguments: Any) -> Iterator[Mapping[str, Any]]:
+        """What S3 lists, page by page."""
+        while True:
+            page = self._fs.call_s3(method, **arguments)
+            yield from page.get(what) or ()
+            following = {name.removeprefix("Next"): page[name] for name in _NEXT_PAGE if page.get(name)}
+            if not page.get("IsTruncated") or not following:
+                return
+            arguments |= following
 
     def put(self, local: Path, name: str, sent: Callable[[int], None] = lambda _: None) -> RemoteFile:
         """Puts a file there, and verifies it.

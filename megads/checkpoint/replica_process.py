@@ -1,6 +1,7 @@
 """The process of a rank that sends its images to another node, keeps those of a rank there, and hands out both.
 
-It is forked before the rank has threads, and dies with it. It runs at low priority beside the training.
+It is forked before the rank has threads, and dies with it. It runs at low priority beside the training. One that takes
+the place of a dead one is a new interpreter: by then the rank has threads, and perhaps a GPU, which no fork survives.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import logging
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -16,6 +18,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
@@ -54,6 +57,7 @@ from megads.runtime.run_secret import Secret
 
 _PRIORITY = 10
 _POLL_S = 0.01
+_END_S = 5.0
 _STRANGERS = 16
 """Connections at a time that have not proven yet that they are of this start."""
 
@@ -217,6 +221,72 @@ class ReplicaServer:
         connection.say(ImageAnswer(f"step {request.saved[1]} of rank {request.owner} is not there any more"))
 
 
+class ReplicaProcess:
+    """The process as its rank sees it.
+
+    Attributes:
+        connection: takes orders, gives a `ReplicaOutcome` for each.
+        pid: of the process.
+    """
+
+    def __init__(self, *, fork: bool) -> None:
+        """Starts it.
+
+        Args:
+            fork: as a copy of this process, which has no threads yet; else as a new interpreter, which takes seconds.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        self.connection, theirs = Pipe()
+        self._new: subprocess.Popen[bytes] | None = None
+        self._status: int | None = None
+        parent = os.getpid()
+        if not fork:
+            command = f"import os; os.nice({_PRIORITY}); from {__name__} import main; main({parent})"
+            try:
+                # In the rank's process group: who kills that kills this process, too.
+                self._new = subprocess.Popen([sys.executable, "-c", command], stdin=theirs.fileno())
+            except OSError:
+                self.connection.close()
+                raise
+            finally:
+                theirs.close()
+            self.pid = self._new.pid
+            return
+        self.pid = os.fork()
+        if self.pid == 0:
+            self.connection.close()
+            os.nice(_PRIORITY)
+            run_replica_process(parent, theirs)
+        theirs.close()
+
+    def kill(self) -> str:
+        """Ends it, where it has not ended; returns how it did."""
+        self.connection.close()
+        deadline = time.monotonic() + _END_S
+        # A pid that was waited for may be another process by now.
+        if not self._has_ended():
+            os.kill(self.pid, signal.SIGKILL)
+        while not self._has_ended() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        status = self._status
+        return "" if status is None else f"killed by signal {-status}" if status < 0 else f"ended with code {status}"
+
+    def _has_ended(self) -> bool:
+        if self._status is None and self._new is not None:
+            self._status = self._new.poll()
+        elif self._status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._status = os.waitstatus_to_exitcode(status) if pid else None
+        return self._status is not None
+
+
+def main(parent: int) -> NoReturn:
+    """Carries out orders that come by standard input; see `run_replica_process`."""
+    run_replica_process(parent, Connection(os.dup(0)))
+
+
 def run_replica_process(parent: int, connection: Connection) -> NoReturn:
     """Carries out orders until the rank is gone.
 
@@ -230,7 +300,6 @@ def run_replica_process(parent: int, connection: Connection) -> NoReturn:
     server: ReplicaServer | None = None
     secret = Secret.random()
     try:
-        os.nice(_PRIORITY)
         while True:
             order = connection.recv()
             try:

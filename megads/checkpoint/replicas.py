@@ -7,17 +7,14 @@ is exchanged by the ranks before the first step.
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from multiprocessing import Pipe
 from pathlib import Path
 
 from megads.checkpoint.local_files import LocalCommit, Saved, replica_folder
-from megads.checkpoint.replica_process import AllocateOrder, ReplicaOutcome, SendOrder, ServeOrder, run_replica_process
+from megads.checkpoint.replica_process import AllocateOrder, ReplicaOutcome, ReplicaProcess, SendOrder, ServeOrder
 from megads.checkpoint.replica_transfer import Address, fetch_image
 from megads.checkpoint.store import failure_of
 from megads.errors import CheckpointError, ConfigError
@@ -28,10 +25,11 @@ from megads.runtime.listener import address_towards
 from megads.runtime.run_secret import Secret, read_secret
 
 _ANSWERS_WITHIN_S = 30.0
-_END_S = 5.0
 _NAMED = 3
 _MOST_UNANSWERED = 2
 """Orders: a process that is stopped must not fill the pipe to it, which would hold up the rank."""
+_MOST_RESTARTS = 3
+"""Of the process of a rank, in one start of the run."""
 
 
 def partners_of(first_ranks: Sequence[int]) -> list[int]:
@@ -64,11 +62,30 @@ class ReplicaProgress:
         busy: a rank is still sending it.
         complete: other nodes hold it of all ranks.
         failed: why some ranks could not send one, the first few; empty where all could.
+        restarted: processes that have died since the last look, and are started again.
     """
 
     busy: bool = False
     complete: bool = False
     failed: str = ""
+    restarted: str = ""
+
+
+@dataclass(frozen=True)
+class _RankProgress:
+    """Of one rank's process: see `ReplicaProgress`.
+
+    Attributes:
+        port: at which it listens; 0: not yet, or not any more.
+        is_lost: it has died for good.
+    """
+
+    busy: bool
+    complete: bool
+    failed: str
+    restarted: str
+    port: int
+    is_lost: bool
 
 
 class Replicas:
@@ -81,24 +98,22 @@ class Replicas:
 
     def __init__(self, environment: RankEnvironment, timeout_s: float) -> None:
         self._environment, self._timeout_s = environment, timeout_s
-        self._connection, theirs = Pipe()
-        parent = os.getpid()
-        self._pid = os.fork()
-        if self._pid == 0:
-            self._connection.close()
-            run_replica_process(parent, theirs)
-        theirs.close()
-        self._unanswered, self._ordered_s, self._responds = 0, 0.0, True
+        self._process: ReplicaProcess | None = ReplicaProcess(fork=True)
+        # What makes a process ready; its answers are still to come from one that was started again.
+        self._first_orders: list[ServeOrder | AllocateOrder] = []
+        self._first_answers, self._restarts, self._restarted, self._port = 0, 0, "", 0
+        self._unanswered, self._ordered_s = 0, 0.0
         self._sent: Saved | None = None
         self._complete, self._failure = False, ""
         self._addresses: list[Address] = []
+        self._partners: list[int] = []
         self._partner = self._keeps = environment.rank
         self._kept: Path | None = None
 
     @property
     def pid(self) -> int:
-        """Of the process."""
-        return self._pid
+        """Of the process; 0 where there is none."""
+        return self._process.pid if self._process is not None else 0
 
     def open(self, node: Path, control: ControlPlane) -> str:
         """Makes the processes of all ranks known to each other; collective.
@@ -111,7 +126,7 @@ class Replicas:
             Why there can be no copies; empty where there can.
         """
         rank, self._control = control.rank, control
-        partners = partners_of(control.gather(rank - self._environment.local_rank, int))
+        partners = self._partners = partners_of(control.gather(rank - self._environment.local_rank, int))
         if any(partner == owner for owner, partner in enumerate(partners)):
             return "all ranks are on one node: there is no other to hold a copy"
         if sorted(partners) != list(range(control.world_size)):
@@ -126,7 +141,7 @@ class Replicas:
         try:
             host = address_towards(store_address()[0])
             found = self._ask(ServeOrder(node, self._keeps, host, secret))
-            address, reason = (host, found.port), found.reason
+            address, reason, self._port = (host, found.port), found.reason, found.port
             self._kept = replica_folder(node, self._keeps)
         except (OSError, EOFError, ConfigError) as error:
             reason = failure_of(error)[0] or "its process has ended"
@@ -159,41 +174,98 @@ class Replicas:
     def send(self, image: Path, saved: Saved, start: int, base: Saved | None) -> None:
         """Lets the process send an image, once it is committed, to the partner."""
         self._sent, self._complete = saved, False
-        if self._unanswered == _MOST_UNANSWERED:
+        there = self._addresses[self._partner][1]
+        if self._process is None or not there or self._first_answers or self._unanswered == _MOST_UNANSWERED:
             return
         order = SendOrder(image, self._environment.rank, saved, start, base, self._addresses[self._partner])
         try:
-            self._connection.send(order)
+            self._process.connection.send(order)
         except OSError:
             return
         self._unanswered += 1
         self._ordered_s = time.perf_counter()
 
     def progress(self) -> ReplicaProgress:
-        """Where the processes of all ranks are; collective."""
+        """Where the processes of all ranks are; collective. One that has died is started again."""
         self._look()
         # After a failure the next attempt holds nothing up: a partner may be stopped for hours.
         busy = self._unanswered > 0 and not self._failure
-        found = self._control.gather((busy, self._complete, self._failure), tuple[bool, bool, str])
-        failed = _named((rank, why) for rank, (*_, why) in enumerate(found))
-        return ReplicaProgress(any(busy for busy, *_ in found), all(complete for _, complete, _ in found), failed)
+        is_lost = self._process is None
+        own = _RankProgress(busy, self._complete, self._failure, self._restarted, self._port, is_lost)
+        self._restarted = ""
+        found = self._control.gather(own, _RankProgress)
+        # That a process could not be reached before it was started again, the death of it has said.
+        before = [port for _, port in self._addresses]
+        self._addresses = [(host, rank.port) for (host, _), rank in zip(self._addresses, found, strict=True)]
+        reached = [rank.port == port != 0 for rank, port in zip(found, before, strict=True)]
+        if not reached[self._partner] and self._process is not None:
+            self._failure = ""
+        failed = _named(
+            (at, rank.failed) for at, rank in enumerate(found) if rank.is_lost or reached[self._partners[at]]
+        )
+        restarted = _named((at, rank.restarted) for at, rank in enumerate(found))
+        complete = all(rank.complete for rank in found)
+        return ReplicaProgress(any(rank.busy for rank in found), complete, failed, restarted)
 
     def _look(self) -> None:
         """Takes the answers of the process, and notes why there are none."""
-        process = f"its process for copies on other nodes, {self._pid},"
-        try:
-            while self._connection.poll():
-                outcome: ReplicaOutcome = self._connection.recv()
-                self._unanswered -= 1
-                self._failure = f"copy to rank {self._partner}: {outcome.reason}" if outcome.reason else ""
-                self._complete = not outcome.reason and not outcome.overtaken and outcome.saved == self._sent
-        except (EOFError, OSError):
-            self._unanswered, self._failure = 0, f"{process} has ended"
+        if self._process is None:
             return
-        if self._unanswered and process_stat(self._pid)[:1] == ["T"]:
-            self._failure = f"{process} is stopped (SIGSTOP)"
-        elif self._unanswered and time.perf_counter() - self._ordered_s > self._timeout_s:
-            self._failure = f"{process} has not answered for {self._timeout_s:.0f} s"
+        try:
+            while self._process.connection.poll():
+                outcome: ReplicaOutcome = self._process.connection.recv()
+                if self._first_answers and outcome.reason:
+                    self._restart(outcome.reason)
+                    return
+                self._take(outcome)
+        except (EOFError, OSError):
+            self._restart()
+            return
+        if not self._unanswered and not self._first_answers:
+            return
+        if process_stat(self.pid)[:1] == ["T"]:
+            self._failure = f"{self._name} is stopped (SIGSTOP)"
+        elif time.perf_counter() - self._ordered_s > self._timeout_s:
+            self._failure = f"{self._name} has not answered for {self._timeout_s:.0f} s"
+
+    def _take(self, outcome: ReplicaOutcome) -> None:
+        """Notes what became of an order."""
+        if self._first_answers:
+            self._first_answers -= 1
+            self._port = outcome.port or self._port
+            return
+        self._unanswered -= 1
+        self._failure = f"copy to rank {self._partner}: {outcome.reason}" if outcome.reason else ""
+        self._complete = not outcome.reason and not outcome.overtaken and outcome.saved == self._sent
+
+    @property
+    def _name(self) -> str:
+        return f"its process for copies on other nodes, {self.pid},"
+
+    def _restart(self, reason: str = "") -> None:
+        """Starts another process in the place of one that has died, a few times; the rank does not wait for it.
+
+        Args:
+            reason: why it cannot be used although it lives; empty where it does not.
+        """
+        assert self._process is not None
+        ended = self._process.kill()
+        process = f"{self._name} {reason or ended or 'has ended'}"
+        self._process, self._port = None, 0
+        self._unanswered, self._first_answers, self._complete, self._failure = 0, 0, False, ""
+        if self._restarts == _MOST_RESTARTS:
+            self._failure = f"{process}, after {_MOST_RESTARTS} restarts: not started again"
+            return
+        self._restarts += 1
+        try:
+            self._process = ReplicaProcess(fork=False)
+            for order in self._first_orders:
+                self._process.connection.send(order)
+        except OSError as error:
+            self._failure = f"{process}, and cannot be started again: {failure_of(error)[0]}"
+            return
+        self._first_answers, self._ordered_s = len(self._first_orders), time.perf_counter()
+        self._restarted = f"{process}: started again ({self._restarts} of {_MOST_RESTARTS})"
 
     def fetch(self, saved: Saved, holders: Sequence[int], image: Path) -> LocalCommit:
         """Fetches a local checkpoint of this rank from the first process that gives it intact.
@@ -215,10 +287,12 @@ class Replicas:
         raise CheckpointError("; ".join(reasons) or "no node holds it")
 
     def _ask(self, order: ServeOrder | AllocateOrder, within_s: float = _ANSWERS_WITHIN_S) -> ReplicaOutcome:
-        self._connection.send(order)
-        if not self._connection.poll(within_s):
+        assert self._process is not None
+        self._first_orders.append(order)
+        self._process.connection.send(order)
+        if not self._process.connection.poll(within_s):
             raise TimeoutError(0, f"its process has not answered for {within_s:.0f} s")
-        outcome: ReplicaOutcome = self._connection.recv()
+        outcome: ReplicaOutcome = self._process.connection.recv()
         return outcome
 
     def remove(self) -> None:
@@ -229,14 +303,9 @@ class Replicas:
 
     def close(self) -> None:
         """Ends the process; what is complete stays for the next start."""
-        if self._pid == 0:
-            return
-        os.kill(self._pid, signal.SIGKILL)
-        deadline = time.monotonic() + _END_S
-        while os.waitpid(self._pid, os.WNOHANG)[0] == 0 and time.monotonic() < deadline:
-            time.sleep(0.001)
-        self._connection.close()
-        self._pid = 0
+        if self._process is not None:
+            self._process.kill()
+            self._process = None
 
 
 def _named(reasons: Iterable[tuple[int, str]]) -> str:

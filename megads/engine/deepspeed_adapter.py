@@ -377,7 +377,12 @@ class ZeroState(Protocol):
 
     @property
     def masters(self) -> list[Tensor]:
-        """Flat fp32 weights that AdamW updates."""
+        """Flat fp32 weights that the optimizer updates."""
+        ...
+
+    @property
+    def parameters(self) -> list[list[Parameter]]:
+        """The parameters of which each master has a part on some rank, in one order on all ranks."""
         ...
 
     def pieces(self) -> Iterator[ZeroPiece]:
@@ -408,6 +413,11 @@ class FlatPartitions:
     def masters(self) -> list[Tensor]:
         """See ZeroState.masters."""
         return list(self._optimizer.single_partition_of_fp32_groups)
+
+    @property
+    def parameters(self) -> list[list[Parameter]]:
+        """See ZeroState.parameters."""
+        return [list(group) for group in self._optimizer.bit16_groups]
 
     def pieces(self) -> Iterator[ZeroPiece]:
         """See ZeroState.pieces."""
@@ -451,6 +461,11 @@ class ParameterPartitions:
     def masters(self) -> list[Tensor]:
         """See ZeroState.masters."""
         return list(self._optimizer.fp32_partitioned_groups_flat)
+
+    @property
+    def parameters(self) -> list[list[Parameter]]:
+        """See ZeroState.parameters."""
+        return [list(group) for group in self._optimizer.fp16_groups]
 
     def pieces(self) -> Iterator[ZeroPiece]:
         """See ZeroState.pieces."""

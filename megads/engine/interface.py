@@ -37,6 +37,7 @@ class EngineSpec:
         draws: weights get their initial values; else they are 0 until `TrainEngine.load_shards` gives all of them.
         kernels: which implementation computes each operator, as `megads.ops.resolve.load` has made them ready.
         deepspeed: extra DeepSpeed settings of ZeRO-2 and ZeRO-3, checked.
+        z_loss: weight of the z-loss, see `megads.parallel.loss`.
     """
 
     model: ModelConfig
@@ -51,6 +52,7 @@ class EngineSpec:
     draws: bool = True
     kernels: Kernels = TORCH
     deepspeed: Mapping[str, Any] = field(default_factory=dict)
+    z_loss: float = 0.0
 
     @property
     def initial_value(self) -> InitialValue | None:

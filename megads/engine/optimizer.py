@@ -1,9 +1,9 @@
-"""AdamW on fp32 masters: ZeRO-1 or ZeRO-0 over buckets of flat weights, in bf16 or fp32.
+"""Any optimizer on fp32 masters: ZeRO-1 or ZeRO-0 over buckets of flat weights, in bf16 or fp32.
 
 The same code drives both precisions, so what the fp32 parity tests prove is what bf16 training runs. A step is:
 gradients are added to fp32 main_grad as the backward pass makes them, micro-batch after micro-batch; the last one
-starts the reduction of each bucket as soon as its last gradient is in; norm, clip and AdamW work on this rank's slices;
-and the new weights are gathered.
+starts the reduction of each bucket as soon as its last gradient is in; norm, clip and the optimizer work on this rank's
+slices; and the new weights are gathered.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from megads.ops.adamw import Pieces, square_sums
 from megads.ops.config import TORCH, Kernels
 from megads.optim.config import OptimConfig
 from megads.optim.groups import BucketLayout, Member, Role, bucket_layouts, parameter_role
-from megads.optim.optimizers import ElementwiseOptimizer, FusedAdamW
+from megads.optim.masters import MasterLayout, MasterLine, ParameterRun
+from megads.optim.muon import FusedRows
+from megads.optim.optimizers import MasterOptimizer, make_optimizer
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import Axis, ParallelGrid
 from megads.parallel.weight_gradients import Addend
@@ -38,7 +40,7 @@ class Bucket:
     Attributes:
         layout: where each parameter lies.
         copies: the parameters of every slot: one, or the embedding and the head that share it on one stage.
-        master: fp32 weights of this rank's slice, which AdamW updates.
+        master: fp32 weights of this rank's slice, which the optimizer updates.
         gradient: fp32, this rank's slice of the sum over all ranks; from the reduction to the end of the step.
         missing: gradients that the running backward pass still owes.
         squares: of every slot's own sum, the sum of squares before the reduction mixes it with other ranks'; fp64.
@@ -212,10 +214,11 @@ class StateRange(NamedTuple):
 
 
 class BucketAdamW:
-    """The optimizer of one rank.
+    """The optimizer of one rank, AdamW or another.
 
-    The host waits for nothing in a step: that a norm is not finite, and the step therefore none, is seen by the device.
-    Whoever reads `norm` after a step, with whatever else he wants to know of it, says so by `settle`.
+    With AdamW the host waits for nothing in a step: that a norm is not finite, and the step therefore none, is seen by
+    the device. Other optimizers wait for the factor of clipping. Whoever reads `norm` after a step, with whatever else
+    he wants to know of it, says so by `settle`.
 
     Attributes:
         buckets: in the order in which a backward pass completes them.
@@ -235,7 +238,9 @@ class BucketAdamW:
         parallel: ParallelConfig,
         grid: ParallelGrid,
         kernels: Kernels = TORCH,
+        fused: FusedRows | None = None,
     ) -> None:
+        self._muon = optim.is_muon
         self._grid, self._clip = grid, optim.clip_grad
         self._kernels = kernels
         self.sharded = parallel.zero_stage > 0
@@ -244,20 +249,18 @@ class BucketAdamW:
         unsharded_copy = not self.sharded and not grid.data.is_first
         self._owned = {named.name for named in parameters if named.owned and not unsharded_copy}
         self._normed = self._pieces_of_norm()
-        beta1, beta2 = optim.betas
         groups = [
             {
                 "params": [bucket.master],
                 "weights": [bucket.own_weights],
                 "weight_decay": optim.weight_decay if bucket.layout.role.decays else 0.0,
+                "role": bucket.layout.role,
+                "layouts": [None if optim.is_adamw else self._master_layout(bucket)],
             }
             for bucket in self.buckets
         ]
-        self.adamw: FusedAdamW | ElementwiseOptimizer
-        if optim.is_adamw:
-            self.adamw = FusedAdamW(groups, optim.lr, (beta1, beta2), optim.eps, kernels)
-        else:
-            self.adamw = ElementwiseOptimizer(groups, optim)
+        line = MasterLine.of_zero1(grid, sharded=self.sharded)
+        self.adamw: MasterOptimizer = make_optimizer(groups, optim, line, kernels, fused)
         self.watch: Callable[[], None] | None = None
         self.norm = torch.zeros((), dtype=torch.float64, device=self.buckets[0].master.device)
         self.grad_norm, self.skipped = 0.0, False
@@ -269,7 +272,12 @@ class BucketAdamW:
             copies.setdefault(named.name, []).append(named.parameter)
         pairs = {named.name: named.pair for named in parameters if named.pair is not None}
         members = [
-            Member(name, same[0].numel(), parameter_role(name, name in pairs or len(same) > 1), _is_partial(same[0]))
+            Member(
+                name,
+                same[0].numel(),
+                parameter_role(name, name in pairs or len(same) > 1, muon=self._muon),
+                _is_partial(same[0]),
+            )
             for name, same in copies.items()
         ]
         ranks = self._grid.data.size if self.sharded else 1
@@ -284,6 +292,18 @@ class BucketAdamW:
                     parameter.register_post_accumulate_grad_hook(self._on_gradient)
             buckets.append(bucket)
         return buckets
+
+    def _master_layout(self, bucket: Bucket) -> MasterLayout:
+        """Where the parameters lie in a bucket's master, those too of which this rank's slice has nothing."""
+        mine, runs = bucket.slice, []
+        for slot, (parameter, *_) in zip(bucket.layout.slots, bucket.copies, strict=True):
+            start, stop = max(mine.start, slot.start), min(mine.stop, slot.stop)
+            length = max(0, stop - start)
+            place = (start - slot.start, start - mine.start, length) if length else (0, 0, 0)
+            dim = parameter.placement.dim  # type: ignore[attr-defined]
+            counted = dim is not None or self._grid.tp.is_first
+            runs.append(ParameterRun(slot.member.name, tuple(parameter.shape), dim, counted, *place))
+        return MasterLayout(bucket.layout.role, tuple(runs))
 
     def _also_over(self, layout: BucketLayout, pairs: dict[str, ProcessGroup]) -> ProcessGroup | None:
         if layout.partial:
@@ -331,7 +351,7 @@ class BucketAdamW:
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
-        """Norm, clipping, AdamW and the new weights; a step whose norm is not finite leaves everything as it was.
+        """Norm, clipping, the update and the new weights; a step whose norm is not finite leaves everything as it was.
 
         To be settled before the next one.
         """
@@ -409,22 +429,22 @@ class BucketAdamW:
     def state_of(self, part: StateRange) -> dict[str, Tensor]:
         """Views of the fp32 master weight and the optimizer's state of one part, flat, by kind."""
         master = part.bucket.master
-        # AdamW counts its steps on the device.
+        # AdamW counts its steps beside the moments, on the device.
         state = {kind: tensor for kind, tensor in self.adamw.state[master].items() if kind != "step"}
         return {kind: part.of(tensor) for kind, tensor in {"weight": master, **state}.items()}
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """AdamW's; DeepSpeed reads the learning rate from here."""
+        """The optimizer's; DeepSpeed reads the learning rate from here."""
         return self.adamw.param_groups
 
     @property
     def steps(self) -> int:
-        """Steps AdamW has taken, skipped ones not counted."""
+        """Steps the optimizer has taken, skipped ones not counted."""
         return self.adamw.steps
 
     def set_steps(self, steps: int) -> None:
-        """Sets AdamW's bias-correction counter."""
+        """Sets the number of steps, by which moments are corrected."""
         self.adamw.set_steps(steps)
 
 

@@ -26,6 +26,7 @@ from megads.engine.train_engine import (
     replica_lines,
     same_bits,
 )
+from megads.model.config import fused_rows
 from megads.parallel.pipeline_actions import Action, ActionKind, Schedule
 from megads.parallel.schedule import build_schedule
 from megads.parallel.weight_gradients import DeferredWgrads, WeightGradients, split_backward
@@ -92,7 +93,8 @@ class StageEngine:
         """
 
         def make_optimizer() -> BucketAdamW:
-            return BucketAdamW(module.trained_parameters(), spec.optim, spec.parallel, spec.grid, spec.kernels)
+            named, fused = module.trained_parameters(), fused_rows(spec.model)
+            return BucketAdamW(named, spec.optim, spec.parallel, spec.grid, spec.kernels, fused)
 
         self.module, self.device, self._parallel = module, spec.device, spec.parallel
         self._executor = PipelineExecutor(module, make_optimizer, spec.precision, spec.grid.data.size)

@@ -208,7 +208,7 @@ class BaseTrainEngine(ABC):
         prepare_deepspeed()
         self.device, self.grid = spec.device, spec.grid
         self._note_rerun: Callable[[StepResult, StepResult], None] | None = None
-        self._loss = TokenMeanLoss(spec.model.vocabulary, spec.grid, spec.kernels)
+        self._loss = TokenMeanLoss(spec.model.vocabulary, spec.grid, spec.kernels, spec.z_loss)
 
     @property
     @abstractmethod

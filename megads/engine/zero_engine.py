@@ -25,14 +25,13 @@ from megads.engine.train_engine import (
     replica_lines,
     same_bits,
 )
+from megads.engine.zero_optimizer import ZeroMasterState, make_zero_optimizer, master_layouts
 from megads.model.config import sharding_of
 from megads.model.gpt import EMBEDDING, HEAD, TIED_PARAMETER, stage_specs
 from megads.optim.groups import BUCKET_ELEMENTS, bucket_elements, parameter_groups
 from megads.parallel.grid import Axis, ParallelGrid
 from megads.parallel.loss import TokenMeanLoss
 from megads.parallel.weight_gradients import SplitLayer, TiedGradient
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def tie_weights(embedding: SplitLayer, head: SplitLayer, shape: tuple[int, ...]) -> None:
@@ -118,13 +117,14 @@ class ZeroEngine:
             ((placement_of(p).key, p) for p in module.parameters()),
             tied_name=module.tied_key,
             weight_decay=spec.optim.weight_decay,
+            muon=spec.optim.is_muon,
         )
-        beta1, beta2 = spec.optim.betas
-        adamw = torch.optim.AdamW(groups, lr=spec.optim.lr, betas=(beta1, beta2), eps=spec.optim.eps, fused=True)
+        optimizer = make_zero_optimizer(groups, spec)
         bucket = bucket_elements([prod(local_shape(p)) for p in module.parameters()])
         self.module, self.device, self._replica = module, spec.device, spec.grid.replica
-        self.deepspeed = ZeroExecutor(module, adamw, zero_settings(spec, bucket), spec.grid)
-        self.adam = AdamState(adamw, self.deepspeed.state.masters)
+        self.deepspeed = ZeroExecutor(module, optimizer, zero_settings(spec, bucket), spec.grid)
+        layouts = master_layouts(self.deepspeed.state, spec.grid, module.tied_key, muon=spec.optim.is_muon)
+        self.state = ZeroMasterState(optimizer, self.deepspeed.state.masters, layouts, spec.optim)
         self.averaged_over: int = self.deepspeed.averaged_over
         self.watch_gradients: Callable[[], None] | None = None
         self.watch_spans: Callable[[list[Span]], None] | None = None
@@ -191,41 +191,6 @@ class ZeroEngine:
         return total
 
 
-class AdamState:
-    """AdamW's moments and step counter beside the masters.
-
-    Args:
-        adamw: the optimizer that ZeRO drives.
-        masters: its flat tensors.
-    """
-
-    def __init__(self, adamw: torch.optim.Optimizer, masters: list[Tensor]) -> None:
-        self._adamw, self._masters = adamw, masters
-        # Before the first step, so that a checkpoint of step 0 has the shape of any other.
-        for master in masters:
-            adamw.state[master] = {
-                "step": torch.zeros((), dtype=torch.float32, device=master.device),
-                **{moment: torch.zeros_like(master, requires_grad=False) for moment in MOMENTS},
-            }
-
-    def of(self, piece: ZeroPiece) -> dict[str, Tensor]:
-        """Views of the master weight and the moments of one piece, flat, by kind."""
-        master = self._masters[piece.master]
-        state = self._adamw.state[master]
-        tensors = {"weight": master.data, **{moment: state[moment] for moment in MOMENTS}}
-        return {kind: tensor.narrow(0, piece.start, piece.length) for kind, tensor in tensors.items()}
-
-    @property
-    def steps(self) -> int:
-        """Steps AdamW has taken, skipped ones not counted."""
-        return int(self._adamw.state[self._masters[0]]["step"].item())
-
-    def set_steps(self, steps: int) -> None:
-        """Sets AdamW's bias-correction counter."""
-        for master in self._masters:
-            self._adamw.state[master]["step"].fill_(float(steps))
-
-
 class ZeroTrainEngine(BaseTrainEngine):
     """ZeRO-2 or ZeRO-3 x tensor parallel training of one model."""
 
@@ -247,7 +212,7 @@ class ZeroTrainEngine(BaseTrainEngine):
     @property
     def optimizer_steps(self) -> int:
         """See TrainEngine.optimizer_steps."""
-        return self._engine.adam.steps
+        return self._engine.state.steps
 
     @property
     def _loss_rank(self) -> int:
@@ -259,7 +224,7 @@ class ZeroTrainEngine(BaseTrainEngine):
     def _culprit(self) -> Culprit:
         engine = self._engine
         pieces = list(engine.deepspeed.state.pieces())
-        cut = not_finite([torch.isfinite(engine.adam.of(piece)["weight"]).all() for piece in pieces])
+        cut = not_finite([torch.isfinite(engine.state.of(piece)["weight"]).all() for piece in pieces])
         # Of a parameter there may be several pieces.
         weights = dict.fromkeys(placement_of(piece.parameter).key for piece in compress(pieces, cut))
         broken = not_finite([torch.isfinite(norm) for norm in engine.gradient_norms.values()])
@@ -269,7 +234,7 @@ class ZeroTrainEngine(BaseTrainEngine):
 
     def _state(self) -> Iterator[HeldTensors]:
         for piece in self._engine.deepspeed.state.pieces():
-            yield HeldTensors(piece.parameter, piece.first, owns(self.grid, piece), self._engine.adam.of(piece))
+            yield HeldTensors(piece.parameter, piece.first, owns(self.grid, piece), self._engine.state.of(piece))
 
     def replicas(self) -> list[Replica]:
         """See TrainEngine.replicas."""
@@ -280,7 +245,7 @@ class ZeroTrainEngine(BaseTrainEngine):
         for piece in engine.deepspeed.state.pieces():
             lines = replica_lines(piece.parameter, grid, {"replica": grid.replica})
             name = placement_of(piece.parameter).key
-            found += [Replica(f"{kind}/{name}", flat, lines) for kind, flat in engine.adam.of(piece).items()]
+            found += [Replica(f"{kind}/{name}", flat, lines) for kind, flat in engine.state.of(piece).items()]
         return found
 
     def stale_weights(self) -> list[str]:
@@ -289,7 +254,7 @@ class ZeroTrainEngine(BaseTrainEngine):
         whole = []
         for piece in pieces:
             own = piece.parameter.data.view(-1).narrow(0, piece.first, piece.length)
-            whole.append(same_bits(own, self._engine.adam.of(piece)["weight"].to(own.dtype)))
+            whole.append(same_bits(own, self._engine.state.of(piece)["weight"].to(own.dtype)))
         return [placement_of(piece.parameter).key for piece in compress(pieces, not_finite(whole))]
 
     def _gradients(self) -> Iterator[HeldTensors]:
@@ -298,7 +263,7 @@ class ZeroTrainEngine(BaseTrainEngine):
             yield HeldTensors(piece.parameter, piece.first, owns(self.grid, piece), {"gradient": gradient})
 
     def _set_optimizer_steps(self, steps: int) -> None:
-        self._engine.adam.set_steps(steps)
+        self._engine.state.set_steps(steps)
 
     def _refresh_weights(self) -> None:
         self._engine.deepspeed.state.refresh_weights()

@@ -74,6 +74,7 @@ class AcceptedStart:
         Raises:
             ConfigError: another start trained the run since this one was decided.
         """
+        from megads.checkpoint.fresh_start import begin_fresh_start, continues_fresh_start, forget_fresh_start
         from megads.data.indexed.recorded import write_record
         from megads.data.indexed.run_tokenizer import keep_tokenizer
 
@@ -83,6 +84,10 @@ class AcceptedStart:
             keep_tokenizer(run_dir, self.tokenizer)
         write_record(run_dir, self.data)
         record_config(config, run_dir)
+        if config.checkpoint.load != "none":
+            forget_fresh_start(run_dir)
+        elif not continues_fresh_start(run_dir):
+            begin_fresh_start(run_dir)
         with closing(EventWriter(run_dir)) as events:
             if self.resolved.made is not None:
                 events.write("data", **self.resolved.made)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 from megads.checkpoint.config import CheckpointConfig, list_checkpoints
@@ -11,8 +12,8 @@ from megads.config import RootConfig, planned_steps
 from megads.data.indexed.dataset import token_dtype
 from megads.launch.preflight import ResolvedRun
 from megads.launch.preflight_memory import gib
-from megads.plan.model_size import parameter_count, parameter_shapes
-from megads.runtime.registry import OPTIMIZERS
+from megads.optim.groups import parameter_role, state_kinds
+from megads.plan.model_size import parameter_shapes
 
 _FP32 = 4
 _TENSOR_RECORD_BYTES = 365
@@ -105,10 +106,12 @@ def checkpoint_bytes(config: RootConfig) -> int:
     Args:
         config: with a vocabulary.
     """
-    optimizer = config.optim
-    kept = 2 if optimizer.is_adamw else len(OPTIMIZERS.find(optimizer.name, "optim.name").traits["state"])
-    tensors = (1 + kept) * len(parameter_shapes(config.model)) * config.parallel.tp
-    return (1 + kept) * _FP32 * parameter_count(config.model) + tensors * _TENSOR_RECORD_BYTES
+    optim, tensors, elements = config.optim, 0, 0
+    for name, shape in parameter_shapes(config.model).items():
+        kinds = 1 + len(state_kinds(optim, parameter_role(name, muon=optim.is_muon)))
+        tensors += kinds
+        elements += kinds * prod(shape)
+    return _FP32 * elements + tensors * config.parallel.tp * _TENSOR_RECORD_BYTES
 
 
 def _most_at_a_time(config: RootConfig, there: dict[int, Path]) -> int:

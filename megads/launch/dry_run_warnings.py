@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megads.checkpoint.config import list_checkpoints
-from megads.config import RootConfig, batch_size_schedule, planned_steps
+from megads.config import RootConfig, batch_size_schedule, learning_rate, planned_steps
 from megads.errors import ConfigError, MegadsError
 from megads.frozen_config import load_frozen
 from megads.launch.preflight import ResolvedRun
-from megads.optim.config import ScheduleName, learning_rate
+from megads.optim.schedule import LearningRate
 from megads.runtime.run_dir import CONFIG_FILE
 
 _FAR_BELOW = 4
@@ -83,8 +83,8 @@ def _of_model(config: RootConfig, tokenizer_tokens: int | None) -> Iterator[str]
 
 def of_warmup(config: RootConfig) -> Iterator[str]:
     """Yields what looks wrong in the warmup of a run, at most one line."""
-    steps, warmup = planned_steps(config), config.schedule.warmup_samples
-    batches = batch_size_schedule(config)
+    steps, batches, rate = planned_steps(config), batch_size_schedule(config), learning_rate(config)
+    warmup = rate.warmup
     planned, some = batches.samples_after(steps), batches.samples_after(max(1, steps // 100))
     share = f"schedule.warmup_samples={some} is a hundredth of the run"
     if steps < _SHORT_STEPS:
@@ -96,18 +96,19 @@ def of_warmup(config: RootConfig) -> Iterator[str]:
         )
     if warmup > planned:
         yield (
-            f"schedule.warmup_samples = {warmup:,} does not end within the run's {planned:,} samples: the learning "
-            f"rate rises to {_rate(config, steps):.3g} and never gets to optim.lr = {config.optim.lr:g}; train longer, "
+            f"the warmup of {warmup:,} samples does not end within the run's {planned:,} samples: the learning "
+            f"rate rises to {rate(planned):.3g} and never gets to optim.lr = {config.optim.lr:g}; train longer, "
             f"or {share}"
         )
 
 
 def _of_zero_rate(config: RootConfig) -> Iterator[str]:
-    last = planned_steps(config)
-    if last == 0 or _rate(config, last) > 0:
+    last, rate = planned_steps(config), learning_rate(config)
+    if last == 0 or _at(config, rate, last) > 0:
         return
-    # A rate that has come to 0 stays there.
-    first = bisect_left(range(1, last + 1), True, key=lambda step: _rate(config, step) == 0) + 1
+    # A rate that has come to 0 stays there, but for the ends of cycles before the last one.
+    steps = range(1, last + 1) if config.schedule.cycles == 1 else range(last, last + 1)
+    first = steps[bisect_left(steps, True, key=lambda step: _at(config, rate, step) == 0)]
     which = f"steps {first:,} to {last:,}" if first < last else f"step {last:,}, the last,"
     yield (
         f"the learning rate is 0 in {which} which changes no weight: set optim.min_lr, for example to a tenth of "
@@ -123,27 +124,18 @@ def _of_continuation(config: RootConfig, last: LastStart) -> Iterator[str]:
             "trained; raise the length, or start another run with run.id=<name>"
         )
         return
-    before, now = _decay_end(last.config), _decay_end(config)
-    constant = {last.config.schedule.name, config.schedule.name} == {ScheduleName.constant.value}
-    if before != now and step < steps and not constant:
-        rates = _rate(config, step + 1, before), _rate(config, step + 1)
+    rate, end = learning_rate(config), learning_rate(last.config).end
+    now, before = (_at(config, some, step + 1) for some in (rate, replace(rate, end=end)))
+    if step < steps and now != before:
         yield (
-            f"the decay of the learning rate was planned to end at {before:,} samples, and now ends at {now:,}: at "
-            f"step {step + 1:,} the rate is {rates[1]:.3g} in place of {rates[0]:.3g}; schedule.decay_samples={before} "
+            f"the decay of the learning rate was planned to end at {end:,} samples, and now ends at {rate.end:,}: at "
+            f"step {step + 1:,} the rate is {now:.3g} in place of {before:.3g}; schedule.decay_samples={end} "
             "keeps the plan, and optim.min_lr is then the rate after its end"
         )
 
 
-def _decay_end(config: RootConfig) -> int:
-    given = config.schedule.decay_samples
-    return given if given is not None else batch_size_schedule(config).samples_after(planned_steps(config))
-
-
-def _rate(config: RootConfig, step: int, decay_end: int | None = None) -> float:
-    """The learning rate of a step, with the decay's planned end or another one."""
-    samples = batch_size_schedule(config).samples_after(step)
-    end = _decay_end(config) if decay_end is None else decay_end
-    return learning_rate(samples, config.optim, config.schedule, end)
+def _at(config: RootConfig, rate: LearningRate, step: int) -> float:
+    return rate(batch_size_schedule(config).samples_after(step))
 
 
 def _tokenizer_tokens(resolved: ResolvedRun) -> int | None:

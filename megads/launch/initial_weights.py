@@ -100,13 +100,22 @@ def find_initial_weights(config: RootConfig, model: ModelConfig) -> tuple[Weight
     from megads.checkpoint.initial import find_source
 
     source = find_source(init_from)
-    if source.run_dir.resolve() == run_dir.resolve():
+    if source.run_dir.resolve() == run_dir.resolve() or _is_own_upload(config):
         raise ConfigError(
             f"checkpoint.init_from = {init_from} is this run itself: give the new run another run.id, or leave "
             "checkpoint.init_from out to go on with this one"
         )
     adapted = source.check_model(model)
     return source, [str(source), *(f"unlike the weights were trained: {text}" for text in adapted)]
+
+
+def _is_own_upload(config: RootConfig) -> bool:
+    from megads.launch.uploader import run_url
+
+    checkpoint = config.checkpoint
+    if checkpoint.upload is None or checkpoint.init_from is None:
+        return False
+    return f"{checkpoint.init_from.rstrip('/')}/".startswith(f"{run_url(config)}/")
 
 
 def changed_tokenizer(

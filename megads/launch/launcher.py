@@ -47,15 +47,16 @@ class SideProcess:
     Args:
         command: arguments after the Python interpreter.
         log: file that takes what it prints.
+        before: words before the Python interpreter: srun's, for a process on each of several nodes.
 
     Raises:
         OSError: it cannot be started.
     """
 
-    def __init__(self, command: Sequence[str], log: Path):
+    def __init__(self, command: Sequence[str], log: Path, before: Sequence[str] = ()):
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, *command],
+                [*before, sys.executable, *command],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -69,6 +70,15 @@ class SideProcess:
         if not code:
             return ""
         return f"killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def terminate(self, limit_s: float) -> None:
+        """Ends it by SIGTERM, by which srun ends its step; by SIGKILL where it takes longer than this."""
+        self._process.terminate()
+        self.finish(limit_s, lambda: False)
 
     def finish(self, limit_s: float, hurry: Callable[[], bool]) -> bool:
         """Tells it that the run is over, and waits.

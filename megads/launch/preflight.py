@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megads.checkpoint.url import is_url
 from megads.config import RootConfig, batch_size_schedule, check_attention, open_run_data, planned_steps
 from megads.data.config import DatasetConfig
 from megads.data.prepare.config import Engine
-from megads.errors import ConfigError, DataError, StopRequested
+from megads.errors import CheckpointError, ConfigError, DataError, StopRequested
 from megads.evaluate.config import EvaluationConfig
 from megads.evaluate.harness_tasks import load_tasks
-from megads.frozen_config import derive_run_id
+from megads.frozen_config import derive_run_id, load_frozen
 from megads.launch.initial_weights import find_initial_weights, with_tokenizer_of_weights
 from megads.launch.node_ranks import require_devices
 from megads.launch.run_length import settle_length
@@ -28,6 +29,7 @@ from megads.ops.config import Kernels
 from megads.ops.resolve import choose
 from megads.runtime import environment
 from megads.runtime.config import ClusterKind
+from megads.runtime.run_dir import CONFIG_FILE
 from megads.runtime.stop import REQUESTED, read_stop, stop_path
 
 if TYPE_CHECKING:
@@ -120,7 +122,7 @@ def resolve_run(
     _refuse_history(asked)
     _refuse_single_node(asked, placement)
     config, data = locate_data(asked)
-    config = with_local_load(place(config, choices))
+    config = with_local_load(with_decay_start(place(config, choices)))
     weights, beginning = find_initial_weights(config, data.exactly_known(config).model)
     # Looked at once: what was chosen to fit must not be refused for what another process took a moment later.
     machine = this_machine(len(placement.nodes) if placement else 1)
@@ -163,6 +165,50 @@ def place(config: RootConfig, choices: Mapping[str, str | None]) -> RootConfig:
     run_id = config.run.id or derive_run_id(config, name.replace("/", "-"))
     run_dir = config.run.dir or f"runs/{run_id}"
     return dataclasses.replace(config, run=dataclasses.replace(config.run, id=run_id, dir=run_dir))
+
+
+def with_decay_start(config: RootConfig) -> RootConfig:
+    """Returns the config with what schedule.decay_from stands for: where the decay starts, and what the run continues.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
+        ConfigError: another key says otherwise.
+    """
+    given, load, wanted = config.schedule.decay_from, config.checkpoint.load, config.schedule.decay_start_samples
+    if given is None:
+        return config
+    if is_url(given):
+        raise ConfigError(
+            f"schedule.decay_from = {given}: must be a folder; fetch it first with `megads checkpoint download`"
+        )
+    if load not in ("auto", given):
+        raise ConfigError(
+            f"schedule.decay_from = {given} continues that checkpoint, but checkpoint.load = {load}: leave it out"
+        )
+    start = _decided_start(config)
+    if start is None:
+        if not Path(given).is_dir():
+            raise CheckpointError(f"schedule.decay_from = {given}: there is no such folder")
+        # It pulls in torch, for which the tab key must not wait.
+        from megads.checkpoint.manifest import read_manifest
+        from megads.checkpoint.read import given_folder
+
+        start = int(read_manifest(given_folder(Path(given))).run.state["samples"])
+    if wanted not in (None, start):
+        raise ConfigError(
+            f"schedule.decay_start_samples = {wanted}, but schedule.decay_from = {given} has {start} samples: give one"
+        )
+    schedule = dataclasses.replace(config.schedule, decay_start_samples=start)
+    return dataclasses.replace(config, schedule=schedule, checkpoint=dataclasses.replace(config.checkpoint, load=given))
+
+
+def _decided_start(config: RootConfig) -> int | None:
+    """Where an earlier start of the run has begun to decay: the checkpoint may be gone, or be the newest no more."""
+    try:
+        before = load_frozen(Path(str(config.run.dir)) / CONFIG_FILE, complete=False).schedule
+    except ConfigError:
+        return None
+    return before.decay_start_samples if before.decay_from == config.schedule.decay_from else None
 
 
 def refuse_early(run: ResolvedRun) -> None:

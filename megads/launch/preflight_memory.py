@@ -100,6 +100,7 @@ def workload_of(config: RootConfig, *, cuda: bool) -> Workload:
         document_mask=config.data.document_mask,
         fused=plans_fused(config.ops, cuda=cuda),
         loss_chunk=config.ops.loss_chunk,
+        optim=config.optim,
     )
 
 
@@ -277,7 +278,7 @@ def parts(stage: StageMemory) -> dict[str, int]:
         "weights": stage.weights,
         "gathered weights": stage.fullest.gathered,
         "fp32 gradients": stage.fullest.gradients,
-        "fp32 masters and moments": stage.masters + stage.adam_moments,
+        "fp32 masters and moments": stage.masters + stage.optimizer_state,
         "activations in flight": stage.fullest.activations,
         "logits and loss": stage.fullest.loss,
         "working tensors": stage.fullest.working,

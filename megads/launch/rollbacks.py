@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megads.checkpoint.config import list_checkpoints
+from megads.checkpoint.config import EVERYTHING, list_checkpoints
 from megads.config import RootConfig
 from megads.errors import CheckpointError
 from megads.resilience.rollbacks import (
@@ -78,8 +78,10 @@ def leave_behind(run_dir: Path) -> bool:
 
 def _not_continued(run_dir: Path) -> dict[int, str]:
     """The checkpoints that rollbacks do away with: their digests by step, empty for one that cannot be read."""
-    from megads.checkpoint.manifest import read_manifest
+    from megads.checkpoint.fresh_start import recorded_history
+    from megads.checkpoint.manifest import read_manifest, read_sequence
 
+    history = recorded_history(run_dir) or EVERYTHING
     pending, gone = pending_rollback(run_dir), left_behind(run_dir)
     if pending is None and not gone:
         return {}
@@ -88,6 +90,7 @@ def _not_continued(run_dir: Path) -> dict[int, str]:
         digest = ""
         with suppress(CheckpointError):
             digest = read_manifest(folder).digest()
-        if digest in gone or (pending is not None and step > pending.checkpoint_step):
+        came_after = pending is not None and step > pending.checkpoint_step
+        if digest in gone or (came_after and history.has(folder, read_sequence(folder))):
             found[step] = digest
     return found

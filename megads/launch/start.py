@@ -15,7 +15,7 @@ from typing import Any
 
 from megads.checkpoint.config import LATEST_FILE, checkpoints_folder, step_of
 from megads.checkpoint.url import is_url
-from megads.config import RootConfig, check_config, planned_steps
+from megads.config import RootConfig, check_config, learning_rate, planned_steps
 from megads.errors import (
     EXIT_BUG,
     EXIT_OK,
@@ -186,11 +186,11 @@ def _run(resolved: ResolvedRun, server: RankServer | None) -> _Ended:
             return _Ended(EXIT_OK)
         accepted.say_changes(console.say)
         # That there is none only a dry run says: whoever asked for that need not hear it at every start.
-        for text in of_warmup(resolved.config) if resolved.config.schedule.warmup_samples else ():
+        for text in of_warmup(resolved.config) if learning_rate(resolved.config).warmup else ():
             console.say(text, "warning")
         with claimed(resolved.run_dir, job) as lease:
             accepted.record()
-            with uploading(resolved.config) as uploads:
+            with uploading(resolved.config, placement.allocation if placement else None) as uploads:
                 ended = _Attempts(resolved, lease, server, lambda: accept_start(prepared)).run(console)
                 if uploads is not None:
                     uploads.finish(ended.exit_code, console)
@@ -218,8 +218,11 @@ def _say_what_follows(resolved: ResolvedRun, ended: _Ended, console: Console) ->
         return
     in_memory = _say_what_memory_holds(resolved, console) if config.checkpoint.local_every_steps else 0
     if ended.exit_code in _INTERRUPTED:
-        step = max(saved_step(resolved.run_dir), in_memory)
+        load = config.checkpoint.load
+        step = max(saved_step(resolved.run_dir, load), in_memory)
         where = f"continues it from step {step}" if step else "starts it again: it has no checkpoint yet"
+        if load == "none" and step:
+            where = f"with checkpoint.load=auto {where}; with checkpoint.load=none it starts afresh"
         files = stopping_files(config)
         first = f"remove {' and '.join(map(str, files))}, then " if files else ""
         console.say(f"interrupted: {first}the same command {where}")
@@ -441,7 +444,8 @@ class _Attempts:
         self._spec = launch_spec(self._config)
         self._renew_lease()
         with _open_console(self._resolved) as console:
-            console.say(f"rolled back to step {saved_step(self._run_dir)}", "warning")
+            step = saved_step(self._run_dir, self._config.checkpoint.load)
+            console.say(f"rolled back to step {step}", "warning")
             return self._start(console)
 
     def _renew_lease(self) -> None:
@@ -526,7 +530,7 @@ class _Attempts:
 
     def _saved_step(self) -> int:
         """Of the newest checkpoint; of local ones only where all are on this machine."""
-        saved, config = saved_step(self._run_dir), self._config.checkpoint
+        saved, config = saved_step(self._run_dir, self._config.checkpoint.load), self._config.checkpoint
         if not config.local_every_steps or self._placement is not None:
             return saved
         from megads.checkpoint.local_files import held_in_memory
@@ -534,8 +538,19 @@ class _Attempts:
         return max(saved, held_in_memory(Path(config.local_folder), self._run_dir)[0])
 
 
-def saved_step(run_dir: Path) -> int:
-    """Returns the step of the newest checkpoint that was committed, 0 for none."""
+def saved_step(run_dir: Path, load: str = "auto") -> int:
+    """Returns the step of the newest checkpoint that was committed, 0 for none.
+
+    Args:
+        run_dir: the run's folder.
+        load: checkpoint.load; with "none" only what this run has saved itself since counts.
+    """
+    if load == "none":
+        from megads.checkpoint.fresh_start import recorded_history
+        from megads.checkpoint.local import newest_step
+
+        own = recorded_history(run_dir)
+        return newest_step(run_dir, own) if own is not None else 0
     try:
         name = read_regular(checkpoints_folder(run_dir) / LATEST_FILE).decode(errors="replace").strip()
     except OSError:

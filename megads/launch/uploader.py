@@ -2,6 +2,9 @@
 
     python -m megads.launch.uploader <run.dir>
 
+In a SLURM job of several nodes one runs beside the launcher, which chooses what is uploaded, and one on each other
+node, as a task of an srun step: every one of them brings a share of the files.
+
 It watches the run directory for committed checkpoints. The newest comes first; older ones follow where they stay there.
 What fails becomes an event and is tried again, later and later. It ends when the run is over (its standard input ends)
 and the last checkpoint is there, or checkpoint.upload_wait_s after the run.
@@ -27,11 +30,20 @@ from megads.checkpoint.manifest import MANIFEST_FILE, read_manifest
 from megads.checkpoint.remote import RemoteError, RemoteStore
 from megads.checkpoint.remote_lease import RemoteInUse, RemoteLease
 from megads.checkpoint.retention import Retention
-from megads.checkpoint.upload import CheckpointUpload, pin_checkpoint, pins, remote_checkpoints, remove_surplus, unpin
+from megads.checkpoint.upload import (
+    CheckpointUpload,
+    pin_checkpoint,
+    pins,
+    remote_checkpoints,
+    remote_folder,
+    remove_surplus,
+    unpin,
+)
 from megads.config import RootConfig, best_loss_key
 from megads.errors import EXIT_BUG, EXIT_OK, CheckpointError, MegadsError
 from megads.frozen_config import load_frozen
 from megads.launch.rank import leave_signals_to_the_launcher
+from megads.runtime.environment import slurm_variables
 from megads.runtime.files import temporary_path
 from megads.runtime.metrics import EventWriter, MetricHistory
 from megads.runtime.run_dir import CONFIG_FILE, upload_status_path
@@ -86,6 +98,7 @@ class Uploader:
         self._there: dict[int, tuple[int, str]] | None = None
         self._read: dict[tuple[Path, int, int], tuple[int, str]] = {}
         self._damaged: set[str] = set()
+        self._parts_removed = False
         self._step: int | None = None
         self.uploaded: list[int] = []
         """Steps of the checkpoints that it brought there."""
@@ -134,6 +147,7 @@ class Uploader:
         for pin in pins(self._run_dir):
             if not _is_held_here(pin):
                 unpin(pin)
+        self._remove_parts(store)
         while True:
             # Asked first: what is committed before the end is then found.
             over = self._is_over()
@@ -145,6 +159,22 @@ class Uploader:
                 return
             else:
                 time.sleep(_POLL_S)
+
+    def _remove_parts(self, store: RemoteStore) -> None:
+        """Removes what killed uploads of this run left, once."""
+        if self._parts_removed:
+            return
+        self._parts_removed = True
+        # Other nodes may be at it already.
+        steps = [CheckpointUpload(store, self._run_dir, pin).step for pin in pins(self._run_dir)]
+        busy = [remote_folder(step) for step in steps] if self._num_nodes > 1 else []
+        try:
+            removed = store.remove_parts(busy)
+        except RemoteError as error:
+            self._events.write("upload_parts_left", level="debug", url=self._url, message=str(error))
+            return
+        if removed.count:
+            self._events.write("upload_parts_removed", url=self._url, count=removed.count, bytes=removed.bytes)
 
     def _local(self) -> dict[int, tuple[int, str]]:
         """Sequence and digest of the committed checkpoints here, by step; a manifest is read once."""
@@ -326,7 +356,12 @@ def main() -> NoReturn:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--node", type=int, default=0, help="number of this node")
     parser.add_argument("--nodes", type=int, default=1, help="nodes that share the work")
+    parser.add_argument(
+        "--task-of-step", action="store_true", help="a task of an srun step: the number follows from it"
+    )
     arguments = parser.parse_args()
+    # Number 0 is beside the launcher.
+    node = 1 + int(slurm_variables()["SLURM_PROCID"]) if arguments.task_of_step else arguments.node
     leave_signals_to_the_launcher()
     code = EXIT_BUG
     try:
@@ -336,7 +371,7 @@ def main() -> NoReturn:
         with closing(EventWriter(arguments.run_dir)) as events:
             is_over = _End(config.checkpoint.upload_wait_s)
             Uploader(
-                config, arguments.run_dir, is_over, events, status.write, node=arguments.node, num_nodes=arguments.nodes
+                config, arguments.run_dir, is_over, events, status.write, node=node, num_nodes=arguments.nodes
             ).run()
         code = EXIT_OK
     except MegadsError as error:

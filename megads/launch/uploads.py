@@ -4,7 +4,6 @@ keeps the process that uploads, and waits for the last checkpoint.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import signal
 import threading
@@ -17,17 +16,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from megads.checkpoint.config import LATEST_FILE, checkpoints_folder, list_checkpoints
-from megads.checkpoint.url import is_url
+from megads.checkpoint.config import LATEST_FILE, CheckpointConfig, checkpoints_folder, list_checkpoints
+from megads.checkpoint.url import fetched_folder, is_url
 from megads.config import RootConfig
 from megads.errors import CheckpointError, ConfigError, Preempted
 from megads.launch.launcher import EXIT_KILLED, SideProcess
 from megads.monitor.console import Console
+from megads.runtime.environment import node_name
 from megads.runtime.lease import claimed
 from megads.runtime.metrics import EventWriter
 from megads.runtime.progress import Progress
 from megads.runtime.run_dir import upload_status_path, uploader_log_path
-from megads.runtime.slurm import SlurmJob
+from megads.runtime.slurm import Allocation, SlurmJob, slurmd_answers
 
 if TYPE_CHECKING:
     from megads.checkpoint.download import Restored
@@ -36,7 +36,11 @@ if TYPE_CHECKING:
 
 ANSWER_S = 30.0
 """A store that has not answered at the start for so long is taken not to."""
+UPLOAD_STEP = "megads-upload"
+"""Name of the srun step of the processes on other nodes."""
 _MOST_RESTARTS = 5
+_MOST_STEPS = 2
+_END_STEP_S = 10.0
 _FIRST_RESTART_S = 5.0
 _WATCH_S = 0.5
 _KILL_MARGIN_S = 5.0
@@ -54,8 +58,7 @@ def with_local_load(config: RootConfig) -> RootConfig:
     load = config.checkpoint.load
     if not is_url(load):
         return config
-    name = hashlib.sha256(load.rstrip("/").encode()).hexdigest()[:12]
-    local = Path(str(config.run.dir)) / "downloads" / name
+    local = fetched_folder(load, Path(str(config.run.dir)))
     return replace(config, checkpoint=replace(config.checkpoint, load=str(local)))
 
 
@@ -78,6 +81,22 @@ def prepare_checkpoints(config: RootConfig, asked_load: str, console: Console, j
         _fetch_given(asked_load, Path(config.checkpoint.load), run_dir, console, job)
     if config.checkpoint.upload is not None:
         _prepare_upload(config, run_dir, console, job)
+    if config.checkpoint.init_from is not None and is_url(config.checkpoint.init_from):
+        _fetch_weights(config.checkpoint, run_dir, console, job)
+
+
+def _fetch_weights(config: CheckpointConfig, run_dir: Path, console: Console, job: SlurmJob | None) -> None:
+    """Fetches checkpoint.init_from, where the run has no checkpoint of its own to go on from and has not fetched it."""
+    from megads.checkpoint.download import open_remote_run
+    from megads.resume import find_past
+
+    assert config.init_from is not None
+    local = fetched_folder(config.init_from, run_dir)
+    if (checkpoints_folder(local) / LATEST_FILE).is_file() or find_past(config.load, run_dir) is not None:
+        return
+    store, candidates = open_remote_run(config.init_from)
+    with claimed(run_dir, job):
+        _restore(store, local, candidates, console)
 
 
 def _fetch_given(url: str, local: Path, run_dir: Path, console: Console, job: SlurmJob | None) -> None:
@@ -93,6 +112,7 @@ def _fetch_given(url: str, local: Path, run_dir: Path, console: Console, job: Sl
 
 def _prepare_upload(config: RootConfig, run_dir: Path, console: Console, job: SlurmJob | None) -> None:
     from megads.checkpoint.download import newest_first, newest_intact_sequence
+    from megads.checkpoint.fresh_start import continues_fresh_start, recorded_history
     from megads.checkpoint.remote import RemoteError, RemoteStore, within
     from megads.checkpoint.upload import remote_checkpoints
     from megads.launch.uploader import run_url
@@ -114,11 +134,12 @@ def _prepare_upload(config: RootConfig, run_dir: Path, console: Console, job: Sl
             f"checkpoint.upload does not answer ({error}): training goes on, uploads are tried again", "warning"
         )
         return
-    local = newest_intact_sequence(run_dir)
+    own = recorded_history(run_dir) if load == "none" and continues_fresh_start(run_dir) else None
+    local = max(newest_intact_sequence(run_dir), own.after if own is not None else 0)
     newer = [checkpoint for checkpoint in newest_first(found) if checkpoint.sequence > local]
     if not newer:
         return
-    if load == "none" or goes_to_path(load, run_dir):
+    if (load == "none" and own is None) or goes_to_path(load, run_dir):
         raise ConfigError(
             f"{url} has a checkpoint of step {newer[0].step} of this run, which checkpoint.load = {load} would leave "
             "behind, and what comes next would be mixed with it: choose another run.id, or remove it there"
@@ -209,43 +230,99 @@ def _note(run_dir: Path, restored: Restored, url: str) -> None:
         )
 
 
-class UploadProcess:
-    """The process that uploads, from the first start of the ranks to the end of the run.
+class UploadProcesses:
+    """The processes that upload, from the first start of the ranks to the end of the run.
+
+    One is beside the launcher. In a SLURM job of several nodes there is one on each other node, too, all of them tasks
+    of one srun step. Where that ends, the nodes that still answer get another one; if it ends again, the launcher's
+    node uploads alone.
 
     Args:
         config: of the run.
+        allocation: SLURM's; None on this machine alone.
     """
 
-    def __init__(self, config: RootConfig):
+    def __init__(self, config: RootConfig, allocation: Allocation | None = None):
         self._run_dir = Path(str(config.run.dir))
+        self._config, self._allocation = config, allocation
         self._wait_s = config.checkpoint.upload_wait_s
+        self._others = other_nodes(allocation) if allocation is not None else ()
         self._ending = threading.Event()
         self._process: SideProcess | None = None
+        self._step: SideProcess | None = None
         upload_status_path(self._run_dir).unlink(missing_ok=True)
         self._thread = threading.Thread(target=self._watch, name="uploads", daemon=True)
         self._thread.start()
 
     def _watch(self) -> None:
-        """Starts it, and again where it fails."""
-        wait_s = _FIRST_RESTART_S
-        for number in range(_MOST_RESTARTS + 1):
-            try:
-                self._process = SideProcess(
-                    ("-m", "megads.launch.uploader", str(self._run_dir)), uploader_log_path(self._run_dir)
-                )
-                while not self._process.failure:
-                    if self._ending.wait(_WATCH_S):
-                        return
-                failure = self._process.failure
-            except OSError as error:
-                failure = f"cannot be started ({error})"
-            follows = f"started again in {wait_s:.0f} s" if number < _MOST_RESTARTS else "not started again"
-            with closing(EventWriter(self._run_dir)) as events:
-                message = f"the process that uploads checkpoints {failure}: {follows}; log: {self._log}"
-                events.write("upload_failed", level="warning", message=message)
-            if number < _MOST_RESTARTS and self._ending.wait(wait_s):
+        """Starts them, and again where they fail."""
+        wait_s, failures, steps_failed = _FIRST_RESTART_S, 0, 0
+        while True:
+            failure, of_step = self._run()
+            if not failure:
+                return
+            if of_step:
+                steps_failed += 1
+                self._others = self._answering() if steps_failed < _MOST_STEPS else ()
+                follows = f"{1 + len(self._others)} nodes upload now"
+                self._note(f"the srun step {UPLOAD_STEP}, which uploads on other nodes, {failure}: {follows}")
+                continue
+            failures += 1
+            again = failures <= _MOST_RESTARTS
+            follows = f"started again in {wait_s:.0f} s" if again else "not started again"
+            self._note(f"the process that uploads checkpoints {failure}: {follows}")
+            if not again:
+                self._end_step()
+            if not again or self._ending.wait(wait_s):
                 return
             wait_s *= 2
+
+    def _run(self) -> tuple[str, bool]:
+        """Starts what does not run, and watches it; returns what failed, empty at the end, and whether the step did."""
+        try:
+            count = str(1 + len(self._others))
+            words = ("-m", "megads.launch.uploader", str(self._run_dir), "--nodes", count)
+            if self._others and self._step is None:
+                self._step = SideProcess((*words, "--task-of-step"), self._log, self._srun())
+            self._process = SideProcess(words, self._log)
+            while not self._process.failure:
+                if self._ending.wait(_WATCH_S):
+                    return "", False
+                if self._step is not None and not self._step.is_running:
+                    failure = self._step.failure or "ended"
+                    # Everyone has to know by how many the work is shared; what is there stays.
+                    self._process.finish(0.0, lambda: True)
+                    self._step = None
+                    return failure, True
+            return self._process.failure, False
+        except OSError as error:
+            return f"cannot be started ({error})", False
+
+    def _srun(self) -> tuple[str, ...]:
+        count, cluster = str(len(self._others)), self._config.cluster
+        cpus = self._allocation.cpus_per_task if self._allocation is not None else None
+        return (
+            *("srun", "--nodes", count, "--ntasks", count, "--ntasks-per-node=1", "--overlap"),
+            *([f"--cpus-per-task={cpus}"] if cpus is not None else []),
+            *("--nodelist", ",".join(self._others), f"--job-name={UPLOAD_STEP}", "--kill-on-bad-exit=1"),
+            *("--export=ALL", "--mpi=none", "--label", *cluster.srun_options, *cluster.wrapper),
+        )
+
+    def _answering(self) -> tuple[str, ...]:
+        """The other nodes whose slurmd answers."""
+        try:
+            return tuple(node for node in self._others if slurmd_answers(node))
+        except ConfigError:
+            return ()
+
+    def _end_step(self) -> None:
+        if self._step is not None:
+            self._step.terminate(_END_STEP_S)
+            self._step = None
+
+    def _note(self, message: str) -> None:
+        with closing(EventWriter(self._run_dir)) as events:
+            events.write("upload_failed", level="warning", message=f"{message}; log: {self._log}")
 
     @property
     def _log(self) -> Path:
@@ -270,6 +347,7 @@ class UploadProcess:
                     return came()
 
                 complete = self._process.finish(limit_s, hurry) and not self._process.failure
+        self._end_step()
         if not complete and list_checkpoints(self._run_dir):
             console.say(
                 f"the last checkpoint is not uploaded yet ({_status_text(self._run_dir) or 'nothing of it'}): the next "
@@ -283,6 +361,12 @@ class UploadProcess:
         self._thread.join()
         if self._process is not None:
             self._process.finish(0.0, lambda: True)
+        self._end_step()
+
+
+def other_nodes(allocation: Allocation) -> tuple[str, ...]:
+    """The nodes of a SLURM job without the launcher's."""
+    return tuple(node.name for node in allocation.nodes if node.name != node_name())
 
 
 def _status_text(run_dir: Path) -> str:
@@ -311,14 +395,19 @@ def _signals_noted() -> Iterator[Callable[[], bool]]:
 
 
 @contextmanager
-def uploading(config: RootConfig) -> Iterator[UploadProcess | None]:
-    """Keeps the process beside a run; None where nothing is uploaded. What ends the block by an error ends it."""
+def uploading(config: RootConfig, allocation: Allocation | None = None) -> Iterator[UploadProcesses | None]:
+    """Keeps the processes beside a run; None where nothing is uploaded. What ends the block by an error ends them.
+
+    Args:
+        config: of the run.
+        allocation: SLURM's; None on this machine alone.
+    """
     if config.checkpoint.upload is None:
         yield None
         return
-    process = UploadProcess(config)
+    processes = UploadProcesses(config, allocation)
     try:
-        yield process
+        yield processes
     except BaseException:
-        process.kill()
+        processes.kill()
         raise

@@ -306,6 +306,20 @@ def sharding_of(model: ModelConfig) -> ShardingTable:
     )
 
 
+def fused_rows(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Parameters of a built-in block that are several matrices, by the last parts of their names.
+
+    Returns:
+        How many neighbouring rows are each matrix's, which repeats over all rows: of each head of keys and values the
+        queries that share it, the keys and the values; of each unit of a gated MLP the gate and the up.
+    """
+    head = model.head_dim
+    return {
+        "attention.qkv.weight": (model.queries_per_kv * head, head, head),
+        "mlp.gate_up.weight": (1, 1),
+    }
+
+
 def has_attention_core(model: ModelConfig) -> bool:
     """Whether the model's block names an attention core; without one nobody knows how its tokens meet."""
     return not model.block.is_custom or len(sharding_of(model).attention_cores) > len(SHARDING.attention_cores)

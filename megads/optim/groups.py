@@ -13,6 +13,9 @@ from typing import Any
 
 from torch.nn import Parameter
 
+from megads.optim.config import OptimConfig, OptimizerName
+from megads.runtime.registry import OPTIMIZERS
+
 _MATRIX = re.compile(
     r"embedding\.(word|position)\.weight"
     r"|blocks\.\d+\.(attention\.(qkv|dense)|mlp\.(up|gate_up|down))\.weight"
@@ -25,6 +28,7 @@ _VECTOR = re.compile(
 )
 
 
+_HIDDEN = re.compile(r"blocks\.\d+\.(attention\.(qkv|dense)|mlp\.(up|gate_up|down))\.weight")
 _CUSTOM = re.compile(r"blocks\.\d+\.custom\.(?P<module>.*?)\.?(?P<leaf>\w+)")
 ALIGNMENT = 64
 """Elements: every parameter and every rank's slice starts at a multiple, 128 bytes in bf16, so that kernels and NCCL
@@ -46,6 +50,8 @@ class Role(StrEnum):
     the same partition on the first and the last stage, so that both copies are updated with the same bits."""
     no_decay = "no_decay"
     """A bias or a norm."""
+    hidden = "hidden"
+    """A matrix between hidden states that Muon orthogonalises; decays. With any other optimizer it is `decay`."""
 
     @property
     def decays(self) -> bool:
@@ -53,7 +59,7 @@ class Role(StrEnum):
         return self is not Role.no_decay
 
 
-def parameter_role(name: str, tied: bool = False) -> Role:
+def parameter_role(name: str, tied: bool = False, *, muon: bool = False) -> Role:
     """Role of a parameter.
 
     Of a plugin's block, what is called `weight` decays unless the name of its module says that it is a norm; nothing
@@ -62,10 +68,13 @@ def parameter_role(name: str, tied: bool = False) -> Role:
     Args:
         name: full name, such as `blocks.3.mlp.up.weight`.
         tied: whether embedding and head share this parameter.
+        muon: the optimizer treats matrices of blocks otherwise than embedding and head.
 
     Raises:
         AssertionError: a name that is not in the tables; a new parameter must be put into one.
     """
+    if muon and _HIDDEN.fullmatch(name):
+        return Role.hidden
     if _MATRIX.fullmatch(name):
         return Role.tied if tied else Role.decay
     if _VECTOR.fullmatch(name) and not tied:
@@ -77,22 +86,47 @@ def parameter_role(name: str, tied: bool = False) -> Role:
     raise AssertionError(f"no role for parameter {name!r} (tied: {tied}): enter it in {__name__}")
 
 
+_STATE = {
+    OptimizerName.adamw: ("exp_avg", "exp_avg_sq"),
+    OptimizerName.lamb: ("exp_avg", "exp_avg_sq"),
+    OptimizerName.lion: ("exp_avg",),
+    OptimizerName.muon: ("exp_avg", "exp_avg_sq"),
+}
+
+
+def state_kinds(optim: OptimConfig, role: Role) -> tuple[str, ...]:
+    """Names of the fp32 tensors that the optimizer keeps of every parameter of a role, beside the master weight.
+
+    Raises:
+        ConfigError: no plugin registered the optimizer.
+    """
+    if not optim.is_built_in:
+        kinds: tuple[str, ...] = OPTIMIZERS.find(optim.name, "optim.name").traits["state"]
+        return kinds
+    return ("momentum_buffer",) if role is Role.hidden else _STATE[OptimizerName(optim.name)]
+
+
 def parameter_groups(
-    named_parameters: Iterable[tuple[str, Parameter]], tied_name: str | None, weight_decay: float
+    named_parameters: Iterable[tuple[str, Parameter]],
+    tied_name: str | None,
+    weight_decay: float,
+    *,
+    muon: bool = False,
 ) -> list[dict[str, Any]]:
-    """Groups for a torch optimizer, each {params, weight_decay, role}, in the order decay, tied, no_decay.
+    """Groups for a torch optimizer, each {params, weight_decay, role}, in the order decay, tied, no_decay, hidden.
 
     Args:
         named_parameters: this rank's parameters under their full names; the order within a group is kept.
         tied_name: name of the parameter that embedding and head share, None when they do not.
-        weight_decay: decay of the decay and tied groups.
+        weight_decay: decay of all groups but no_decay.
+        muon: see `parameter_role`.
 
     Returns:
         The groups that are not empty.
     """
     members: dict[Role, list[Parameter]] = {role: [] for role in Role}
     for name, parameter in named_parameters:
-        members[parameter_role(name, tied=name == tied_name)].append(parameter)
+        members[parameter_role(name, tied=name == tied_name, muon=muon)].append(parameter)
     return [
         {"params": parameters, "weight_decay": weight_decay if role.decays else 0.0, "role": role.value}
         for role, parameters in members.items()

@@ -1,15 +1,14 @@
-"""Optimizers over flat fp32 masters: AdamW, and the driver of a plugin's elementwise update.
+"""Optimizers over flat fp32 masters under ZeRO-0 and 1: AdamW with its kernels, and the driver of any other rule.
 
-Neither has torch.optim's base class, which loads the compiler, torch._dynamo: 800 modules and 0.8 s of each rank's
-start, and on a shared file system that many files times the ranks.
+All are a `MasterOptimizer`. None has the base class of torch.optim, which loads the compiler, torch._dynamo: 800
+modules and 0.8 s of each rank's start, and on a shared file system that many files times the ranks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,11 +17,46 @@ from torch.optim.adamw import adamw as torch_adamw
 from megads.ops.adamw import APEX_CHUNK, AdamWStep, adamw
 from megads.ops.apex import AMP, INT32_ELEMENTS, extension
 from megads.ops.config import TORCH, KernelOp, Kernels
-from megads.optim.config import OptimConfig
-from megads.runtime.registry import OPTIMIZERS
+from megads.optim.config import OptimConfig, OptimizerName
+from megads.optim.groups import Role, state_kinds
+from megads.optim.lamb import LambRule
+from megads.optim.masters import ElementwiseRule, MasterLine, MasterUpdate, UpdateRule
+from megads.optim.muon import FusedRows, MuonRule
 
 APEX_ADAMW_MODE = 1
 """Decoupled weight decay; 0 is Adam with an L2 penalty."""
+
+
+class MasterOptimizer(Protocol):
+    """What the engine sees of an optimizer.
+
+    Attributes:
+        param_groups: each with its `params` (masters), the `weights` that they are rounded to, `lr` and `weight_decay`;
+            the caller sets the learning rate before a step.
+        state: of each master its fp32 tensors, all there before the first step, so that a checkpoint of step 0 has the
+            shape of any other.
+    """
+
+    param_groups: list[dict[str, Any]]
+    state: dict[Tensor, dict[str, Tensor]]
+
+    @property
+    def steps(self) -> int:
+        """Steps taken as the host knows it."""
+
+    def step(self, clip: Tensor) -> None:
+        """Updates every master from its `grad` and rounds it to its weights.
+
+        Args:
+            clip: fp32 scalar on the masters' device, factor of all gradients; what it leaves in `grad` is undefined.
+                Where it is not finite everything stays as it was, but `steps` has to be told by `was_skipped`.
+        """
+
+    def was_skipped(self) -> None:
+        """The last step's `clip` was not finite; before the next one."""
+
+    def set_steps(self, steps: int) -> None:
+        """Sets the number of steps, a checkpoint's."""
 
 
 class FusedAdamW:
@@ -155,73 +189,140 @@ class FusedAdamW:
             weights.copy_(master)
 
 
-@dataclass(frozen=True)
-class Update:
-    """One step of one flat run of elements, to be made in place.
-
-    A run holds parts of several parameters, cut by ZeRO and tensor parallelism: an update may look at nothing but an
-    element and its own gradient and state, or it depends on the layout.
-
-    Attributes:
-        master: fp32 weights [e], to be changed; the working weights are rounded from them afterwards.
-        grad: fp32 gradient [e], averaged over the tokens of the global batch and clipped.
-        state: the tensors that the optimizer registered, fp32 [e], zeros before the first step; to be changed.
-        lr: learning rate of the step.
-        weight_decay: of these elements; 0 for biases and norms.
-        step: number of the step, from 1; skipped steps are not counted.
-    """
-
-    master: Tensor
-    grad: Tensor
-    state: Mapping[str, Tensor]
-    lr: float
-    weight_decay: float
-    step: int
-
-
-class ElementwiseOptimizer:
-    """Drives a plugin's update; see `megads.optim.optimizers.FusedAdamW` for what it offers.
+class RuleOptimizer:
+    """Drives an update rule; a `MasterOptimizer`.
 
     Args:
-        groups: each with its `params`, the `weights` that they are rounded to, and its `weight_decay`.
-        optim: names the optimizer and holds its settings.
-
-    Raises:
-        ConfigError: no plugin registered it.
+        groups: each with its `params`, the `weights` that they are rounded to, its `weight_decay`, the `kinds` of state
+            that it has, and the `layouts` of its masters (None where the rule asks for none).
+        rule: what a step does.
+        lr: learning rate until the caller sets another.
     """
 
-    def __init__(self, groups: Sequence[dict[str, Any]], optim: OptimConfig) -> None:
-        part = OPTIMIZERS.find(optim.name, "optim.name")
-        self._update, self._options = part.make, OPTIMIZERS.options_of(part, optim.options)
-        self.param_groups = [{"lr": optim.lr, **group} for group in groups]
+    def __init__(self, groups: Sequence[dict[str, Any]], rule: UpdateRule, lr: float) -> None:
+        self._rule = rule
+        self.param_groups = [{"lr": lr, **group} for group in groups]
         self.steps = 0
-        masters = [master for group in groups for master in group["params"]]
         self.state: dict[Tensor, dict[str, Tensor]] = {
-            master: {kind: torch.zeros_like(master) for kind in part.traits["state"]} for master in masters
+            master: {kind: torch.zeros_like(master) for kind in group["kinds"]}
+            for group in groups
+            for master in group["params"]
         }
 
     @torch.no_grad()
     def step(self, clip: Tensor) -> None:
-        """Updates every master from its `grad` and rounds it to its weights; the host waits for the factor.
-
-        Args:
-            clip: fp32 scalar, factor of all gradients. Where it is not finite everything stays as it was.
-        """
+        """See MasterOptimizer; the host waits for the factor."""
         self.steps += 1
         factor = clip.item()
         if not math.isfinite(factor):
             return
+        updates = []
         for group in self.param_groups:
-            for master, weights in zip(group["params"], group["weights"], strict=True):
+            for master, layout in zip(group["params"], group["layouts"], strict=True):
                 gradient = master.grad if factor == 1.0 else master.grad.mul_(factor)
                 how = (group["lr"], group["weight_decay"], self.steps)
-                self._update(self._options, Update(master.detach(), gradient, self.state[master], *how))
+                updates.append(MasterUpdate(master.detach(), gradient, self.state[master], *how, layout))
+        self._rule(updates)
+        for group in self.param_groups:
+            for master, weights in zip(group["params"], group["weights"], strict=True):
                 weights.copy_(master)
 
     def was_skipped(self) -> None:
-        """The last step's `clip` was not finite; before the next one."""
+        """See MasterOptimizer."""
         self.steps -= 1
 
     def set_steps(self, steps: int) -> None:
-        """Sets the number of steps, a checkpoint's."""
+        """See MasterOptimizer."""
         self.steps = steps
+
+
+class SeveralOptimizers:
+    """Optimizers of different masters as one; a `MasterOptimizer`.
+
+    Args:
+        parts: in the order in which they step, on all ranks.
+    """
+
+    def __init__(self, parts: Sequence[MasterOptimizer]) -> None:
+        self._parts = tuple(parts)
+        self.param_groups = [group for part in parts for group in part.param_groups]
+        self.state = {master: state for part in parts for master, state in part.state.items()}
+
+    @property
+    def steps(self) -> int:
+        """See MasterOptimizer."""
+        return self._parts[0].steps
+
+    def step(self, clip: Tensor) -> None:
+        """See MasterOptimizer."""
+        for part in self._parts:
+            part.step(clip)
+
+    def was_skipped(self) -> None:
+        """See MasterOptimizer."""
+        for part in self._parts:
+            part.was_skipped()
+
+    def set_steps(self, steps: int) -> None:
+        """See MasterOptimizer."""
+        for part in self._parts:
+            part.set_steps(steps)
+
+
+def make_rule(
+    optim: OptimConfig,
+    line: MasterLine,
+    kernels: Kernels = TORCH,
+    fused: FusedRows | None = None,
+    weights_dtype: torch.dtype = torch.float32,
+) -> UpdateRule:
+    """The rule of any optimizer but AdamW.
+
+    Args:
+        optim: names it and holds its settings.
+        line: the ranks that hold the parameters together.
+        kernels: whose kernels compute sums of squares.
+        fused: parameters that are several matrices.
+        weights_dtype: of the working weights.
+
+    Raises:
+        ConfigError: no plugin registered it.
+    """
+    if optim.is_muon:
+        return MuonRule(optim, line, fused or {}, weights_dtype)
+    if optim.name == OptimizerName.lamb:
+        return LambRule(optim, line, kernels)
+    return ElementwiseRule(optim)
+
+
+def make_optimizer(
+    groups: Sequence[dict[str, Any]],
+    optim: OptimConfig,
+    line: MasterLine,
+    kernels: Kernels = TORCH,
+    fused: FusedRows | None = None,
+) -> MasterOptimizer:
+    """The optimizer of a rank under ZeRO-0 and 1.
+
+    Args:
+        groups: each with its `params`, the `weights` that they are rounded to, its `weight_decay`, its `role`, and the
+            `layouts` of its masters.
+        optim: names it and holds its settings.
+        line: the ranks that hold the parameters together.
+        kernels: whose kernels compute.
+        fused: parameters that are several matrices.
+
+    Raises:
+        ConfigError: no plugin registered it.
+    """
+    ruled = [group for group in groups if not optim.is_adamw and (not optim.is_muon or group["role"] is Role.hidden)]
+    others = [group for group in groups if all(group is not other for other in ruled)]
+    parts: list[MasterOptimizer] = []
+    if ruled:
+        with_kinds = [group | {"kinds": state_kinds(optim, group["role"])} for group in ruled]
+        dtype = ruled[0]["weights"][0].dtype
+        parts.append(RuleOptimizer(with_kinds, make_rule(optim, line, kernels, fused, dtype), optim.lr))
+    if others:
+        beta1, beta2 = optim.betas
+        parts.append(FusedAdamW(others, optim.lr, (beta1, beta2), optim.eps, kernels))
+    return parts[0] if len(parts) == 1 else SeveralOptimizers(parts)

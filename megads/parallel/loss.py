@@ -1,5 +1,9 @@
 """The loss: the mean cross entropy over the unmasked tokens of the global batch, with the vocabulary cut over ranks.
 
+A z-loss (Chowdhery et al. 2022, PaLM, section 5) adds z_loss * log(Z)^2 to every token's loss, Z the sum of exp(logit)
+over the whole vocabulary. Its gradient, 2 * z_loss * log(Z) * softmax, is in all gradients here; losses are the cross
+entropy alone, so that they compare with those of runs without it.
+
 No rank ever holds a full [b, s, v] tensor. Tokens are counted before the first backward pass (docs/numerics.md, N9).
 
 Where the logits of a micro-batch are large, output projection and loss are computed at once, tokens chunk by chunk:
@@ -41,24 +45,26 @@ def _all_reduce(x: Tensor, op: dist.ReduceOp.RedOpType, axis: Axis) -> None:
 
 class _VocabParallelTokenLosses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_bsr: Tensor, labels_bs: Tensor, vocab_size: int, axis: Axis) -> Tensor:
+    def forward(ctx: Any, logits_bsr: Tensor, labels_bs: Tensor, vocab_size: int, axis: Axis, z_loss: float) -> Tensor:
         low = logits_bsr.dtype.itemsize < 4
         losses_bs, *saved = _probabilities_(
             logits_bsr.float() if low else logits_bsr.clone(), labels_bs, vocab_size, axis
         )
         ctx.save_for_backward(*saved)
+        ctx.z_loss = z_loss
         return losses_bs
 
     @staticmethod
-    def backward(ctx: Any, grad_bs: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        probabilities_bsr, local_bs, foreign_bs = ctx.saved_tensors
-        return _gradient_(probabilities_bsr.clone(), local_bs, foreign_bs, grad_bs), None, None, None
+    def backward(ctx: Any, grad_bs: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+        probabilities_bsr, local_bs, foreign_bs, log_z_bs = ctx.saved_tensors
+        grad_bsr = _gradient_(probabilities_bsr.clone(), local_bs, foreign_bs, log_z_bs, grad_bs, ctx.z_loss)
+        return grad_bsr, None, None, None, None
 
 
 def _probabilities_(
     logits_bsr: Tensor, labels_bs: Tensor, vocab_size: int, axis: Axis
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """In plain torch: losses, softmax (in the memory of the logits), labels in this rank's rows, and which are not."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """In plain torch: losses, softmax (in the memory of the logits), labels in own rows, which are not, log Z."""
     start, valid = own_rows(vocab_size, axis)
     logits_bsr[..., valid:] = float("-inf")
 
@@ -76,11 +82,17 @@ def _probabilities_(
     sums_2bs = torch.stack([target_bs, total_bs])
     _all_reduce(sums_2bs, dist.ReduceOp.SUM, axis)
     target_bs, total_bs = sums_2bs.unbind()
-    return total_bs.log() - target_bs, exp_bsr.div_(total_bs[..., None]), local_bs, foreign_bs
+    log_total_bs = total_bs.log()
+    probabilities_bsr = exp_bsr.div_(total_bs[..., None])
+    return log_total_bs - target_bs, probabilities_bsr, local_bs, foreign_bs, peak_bs + log_total_bs
 
 
-def _gradient_(probabilities_bsr: Tensor, local_bs: Tensor, foreign_bs: Tensor, grad_bs: Tensor) -> Tensor:
-    """(softmax - one at the label) * gradient of the token's loss, in the memory of the softmax."""
+def _gradient_(
+    probabilities_bsr: Tensor, local_bs: Tensor, foreign_bs: Tensor, log_z_bs: Tensor, grad_bs: Tensor, z_loss: float
+) -> Tensor:
+    """((1 + 2 z_loss log Z) softmax - one at the label) * gradient of the loss, in the memory of the softmax."""
+    if z_loss:
+        probabilities_bsr *= 1.0 + 2.0 * z_loss * log_z_bs[..., None]
     one_hot_bs1 = (~foreign_bs).to(probabilities_bsr.dtype)[..., None]
     return probabilities_bsr.scatter_add_(-1, local_bs[..., None], -one_hot_bs1).mul_(grad_bs[..., None])
 
@@ -90,11 +102,12 @@ class _LossInPlace(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits_bsr: Tensor, labels_bs: Tensor, weights_bs: Tensor, vocab_size: int, axis: Axis
+        ctx: Any, logits_bsr: Tensor, labels_bs: Tensor, weights_bs: Tensor, vocab_size: int, axis: Axis, z_loss: float
     ) -> Tensor:
         logits_mr, trains = logits_bsr.flatten(0, 1).contiguous(), ctx.needs_input_grad[0]
+        labels_m, weights_m = labels_bs.flatten(), weights_bs.flatten()
         loss = weighted_loss_(
-            logits_mr, labels_bs.flatten(), weights_bs.flatten(), vocab_size, axis, trains=trains, kernels=FUSED
+            logits_mr, labels_m, weights_m, vocab_size, axis, trains=trains, kernels=FUSED, z_loss=z_loss
         )
         if trains:
             # Whoever kept the logits for a backward pass of his own hears of it.
@@ -103,9 +116,9 @@ class _LossInPlace(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:  # type: ignore[override]
         (grad_bsr,) = ctx.saved_tensors
-        return grad_bsr if is_root(grad) else grad_bsr.mul_(grad), None, None, None, None
+        return grad_bsr if is_root(grad) else grad_bsr.mul_(grad), None, None, None, None, None
 
 
 def is_root(grad: Tensor) -> bool:
@@ -122,6 +135,7 @@ def weighted_loss_(
     *,
     trains: bool,
     kernels: Kernels,
+    z_loss: float = 0.0,
 ) -> Tensor:
     """sum(weight * cross entropy), fp64 scalar, the same on all ranks of the axis.
 
@@ -133,31 +147,52 @@ def weighted_loss_(
         axis: the tensor-parallel axis.
         trains: the gradient is wanted.
         kernels: whose kernel computes.
+        z_loss: weight of log(Z)^2 in the gradient.
     """
     if kernels.takes(KernelOp.cross_entropy, logits_mr):
         weights_m = weights_m.float().contiguous()
-        losses_m = _fused_losses_(logits_mr, labels_m, weights_m, vocab_size, axis, trains=trains)
+        losses_m = _fused_losses_(logits_mr, labels_m, weights_m, vocab_size, axis, trains=trains, z_loss=z_loss)
     else:
         wide_mr = logits_mr.float() if logits_mr.dtype.itemsize < 4 else logits_mr
-        losses_m, probabilities_mr, local_m, foreign_m = _probabilities_(wide_mr, labels_m, vocab_size, axis)
+        losses_m, probabilities_mr, local_m, foreign_m, log_z_m = _probabilities_(wide_mr, labels_m, vocab_size, axis)
         if trains:
-            logits_mr.copy_(_gradient_(probabilities_mr, local_m, foreign_m, weights_m))
+            logits_mr.copy_(_gradient_(probabilities_mr, local_m, foreign_m, log_z_m, weights_m, z_loss))
     return (losses_m * weights_m).sum(dtype=torch.float64)
 
 
 def _fused_losses_(
-    logits_mr: Tensor, labels_m: Tensor, weights_m: Tensor, vocab_size: int, axis: Axis, *, trains: bool
+    logits_mr: Tensor,
+    labels_m: Tensor,
+    weights_m: Tensor,
+    vocab_size: int,
+    axis: Axis,
+    *,
+    trains: bool,
+    z_loss: float,
 ) -> Tensor:
     start, valid = own_rows(vocab_size, axis)
     # In one pass where the row that is read fits the cache of the core that reads it.
-    if trains and axis.size == 1 and logits_mr.device.type == "cpu":
+    if trains and axis.size == 1 and logits_mr.device.type == "cpu" and not z_loss:
         largest_m, total_m, target_m = cross_entropy.loss_(logits_mr, labels_m, weights_m, valid, start)
     else:
         found = cross_entropy.statistics(logits_mr, labels_m, valid, start)
         largest_m, total_m, target_m = _over_ranks(*found, axis)
         if trains:
-            cross_entropy.gradient_(logits_mr, labels_m, largest_m, total_m, weights_m, valid, start)
+            pull_m = 2.0 * z_loss * (largest_m + total_m.log()) * weights_m if z_loss else None
+            grad_m = weights_m if pull_m is None else weights_m + pull_m
+            cross_entropy.gradient_(logits_mr, labels_m, largest_m, total_m, grad_m, valid, start)
+            if pull_m is not None:
+                # The kernel takes one at the label as often as it gives the softmax.
+                _add_at_labels_(logits_mr, labels_m, pull_m, start, valid)
     return total_m.log() - (target_m - largest_m)
+
+
+def _add_at_labels_(logits_mr: Tensor, labels_m: Tensor, values_m: Tensor, start: int, valid: int) -> None:
+    """Adds to the label's column where this rank holds it; no host asks a GPU which those are."""
+    local_m = labels_m - start
+    foreign_m = (local_m < 0) | (local_m >= valid)
+    values_m = values_m.masked_fill(foreign_m, 0.0).to(logits_mr.dtype)
+    logits_mr.scatter_add_(-1, local_m.masked_fill(foreign_m, 0)[:, None], values_m[:, None])
 
 
 def _over_ranks(own_largest_m: Tensor, total_m: Tensor, target_m: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
@@ -175,7 +210,9 @@ def _over_ranks(own_largest_m: Tensor, total_m: Tensor, target_m: Tensor, axis: 
     return largest_m, total_m, target_m
 
 
-def loss_in_place(logits_bsr: Tensor, labels_bs: Tensor, weights_bs: Tensor, vocab_size: int, axis: Axis) -> Tensor:
+def loss_in_place(
+    logits_bsr: Tensor, labels_bs: Tensor, weights_bs: Tensor, vocab_size: int, axis: Axis, z_loss: float = 0.0
+) -> Tensor:
     """sum(weight * cross entropy), fp64 scalar, the same on all ranks of the axis, by megads' own kernels.
 
     Where a gradient is wanted, it is written over the logits: nobody else may read them afterwards. So they are in
@@ -187,12 +224,15 @@ def loss_in_place(logits_bsr: Tensor, labels_bs: Tensor, weights_bs: Tensor, voc
         weights_bs: fp32 [b, s], the gradient of the result with respect to each token's loss; has none itself.
         vocab_size: true size of the vocabulary.
         axis: the tensor-parallel axis.
+        z_loss: weight of log(Z)^2 in the gradient.
     """
-    loss: Tensor = _LossInPlace.apply(logits_bsr, labels_bs, weights_bs, vocab_size, axis)
+    loss: Tensor = _LossInPlace.apply(logits_bsr, labels_bs, weights_bs, vocab_size, axis, z_loss)
     return loss
 
 
-def vocab_parallel_token_losses(logits_bsr: Tensor, labels_bs: Tensor, vocab_size: int, axis: Axis) -> Tensor:
+def vocab_parallel_token_losses(
+    logits_bsr: Tensor, labels_bs: Tensor, vocab_size: int, axis: Axis, z_loss: float = 0.0
+) -> Tensor:
     """Cross entropy of every token in nats, the same on all ranks of the axis; fp32 (fp64 for fp64 logits) [b, s].
 
     Args:
@@ -201,8 +241,9 @@ def vocab_parallel_token_losses(logits_bsr: Tensor, labels_bs: Tensor, vocab_siz
         labels_bs: int64 [b, s], global token ids.
         vocab_size: true size of the vocabulary.
         axis: the tensor-parallel axis.
+        z_loss: weight of log(Z)^2 in the gradient.
     """
-    losses_bs: Tensor = _VocabParallelTokenLosses.apply(logits_bsr, labels_bs, vocab_size, axis)
+    losses_bs: Tensor = _VocabParallelTokenLosses.apply(logits_bsr, labels_bs, vocab_size, axis, z_loss)
     return losses_bs
 
 
@@ -231,6 +272,7 @@ class Targets:
         vocab_size: true size of the vocabulary.
         chunk: tokens whose logits are in memory at a time.
         kernels: whose kernel computes the loss.
+        z_loss: weight of log(Z)^2 in the gradient.
     """
 
     labels_bs: Tensor
@@ -238,6 +280,7 @@ class Targets:
     vocab_size: int
     chunk: int
     kernels: Kernels = TORCH
+    z_loss: float = 0.0
 
     @property
     def parts(self) -> list[slice]:
@@ -330,6 +373,7 @@ def _chunked(
             region.axis,
             trains=main_grads is not None,
             kernels=targets.kernels,
+            z_loss=targets.z_loss,
         )
         if main_grads is None:
             continue
@@ -377,10 +421,11 @@ class TokenMeanLoss:
         vocab_size: true size of the vocabulary.
         grid: the ranks.
         kernels: whose kernels compute, and how many tokens at a time.
+        z_loss: weight of log(Z)^2 in the gradient.
     """
 
-    def __init__(self, vocab_size: int, grid: ParallelGrid, kernels: Kernels = TORCH) -> None:
-        self.vocab_size, self.grid, self.kernels = vocab_size, grid, kernels
+    def __init__(self, vocab_size: int, grid: ParallelGrid, kernels: Kernels = TORCH, z_loss: float = 0.0) -> None:
+        self.vocab_size, self.grid, self.kernels, self.z_loss = vocab_size, grid, kernels, z_loss
         self.scale = torch.ones((), dtype=torch.float64)
         self.recorder: Callable[[nn.Module, Tensor, BatchInfo, tuple[Tensor, Tensor]], Tensor] | None = None
 
@@ -388,8 +433,9 @@ class TokenMeanLoss:
         """The logits are the loss's to overwrite."""
         labels_bs, mask_bs = targets
         if self.kernels.takes(KernelOp.cross_entropy, logits_bsr):
-            return loss_in_place(logits_bsr, labels_bs, mask_bs * self.scale, self.vocab_size, self.grid.tp)
-        losses_bs = vocab_parallel_token_losses(logits_bsr, labels_bs, self.vocab_size, self.grid.tp)
+            weights_bs = mask_bs * self.scale
+            return loss_in_place(logits_bsr, labels_bs, weights_bs, self.vocab_size, self.grid.tp, self.z_loss)
+        losses_bs = vocab_parallel_token_losses(logits_bsr, labels_bs, self.vocab_size, self.grid.tp, self.z_loss)
         return (losses_bs * mask_bs).sum() * self.scale
 
     def of_head(self, head: nn.Module, hidden_bth: Tensor, info: BatchInfo, targets: tuple[Tensor, Tensor]) -> Tensor:
@@ -408,7 +454,7 @@ class TokenMeanLoss:
         chunk = chunk_tokens(tokens, rows * hidden_bth.element_size(), hidden_bth.device.type, self.kernels.loss_chunk)
         if chunk >= tokens:
             return self(head(hidden_bth, info), targets)
-        of_logits = Targets(labels_bs, mask_bs * self.scale, self.vocab_size, chunk, self.kernels)
+        of_logits = Targets(labels_bs, mask_bs * self.scale, self.vocab_size, chunk, self.kernels, self.z_loss)
         loss: Tensor = head(hidden_bth, info, of_logits)
         return loss
 

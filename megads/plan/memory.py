@@ -26,7 +26,9 @@ from math import prod
 
 from megads.model.config import ModelConfig, sharding_of
 from megads.model.gpt import EMBEDDING, TIED_COPY, TIED_PARAMETER, is_block, stage_specs
-from megads.optim.groups import BucketLayout, Member, Role, bucket_layouts, parameter_role
+from megads.optim.config import OptimConfig, OptimizerName
+from megads.optim.groups import BucketLayout, Member, Role, bucket_layouts, parameter_role, state_kinds
+from megads.optim.muon import BATCH_ELEMENTS
 from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Recompute
 from megads.parallel.grid import GridCoordinate, rank_at
 from megads.parallel.partition import stage_bounds
@@ -65,6 +67,7 @@ class Workload:
         document_mask: packed documents are hidden from each other.
         fused: megads' own kernels compute attention, GELU and the loss.
         loss_chunk: ops.loss_chunk.
+        optim: the optimizer, of whose state and steps the memory is.
     """
 
     seq_len: int
@@ -76,6 +79,7 @@ class Workload:
     document_mask: bool = False
     fused: bool = False
     loss_chunk: int | None = None
+    optim: OptimConfig = field(default_factory=OptimConfig)
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ class StageMemory:
         fp32_gradients: the sums over micro-batches, from the first backward pass of a step to the reduction.
         reduced_gradients: this rank's share of them, from the reduction to the end of the step.
         masters: this rank's share of the fp32 weights.
-        adam_moments: this rank's share of AdamW's two moments.
+        optimizer_state: this rank's share of what the optimizer keeps beside them: AdamW's two moments.
         attention_bias: the cached additive mask, and the tables of rotary positions.
         pipeline_buffers: the receive buffer and the micro-batches read ahead.
         in_flight: most passes of its virtual stages between forward and the end of backward.
@@ -111,7 +115,7 @@ class StageMemory:
     fp32_gradients: int
     reduced_gradients: int
     masters: int
-    adam_moments: int
+    optimizer_state: int
     attention_bias: int
     pipeline_buffers: int
     in_flight: int
@@ -121,12 +125,12 @@ class StageMemory:
     @property
     def permanent(self) -> int:
         """Alive all the time."""
-        return self.weights + self.masters + self.adam_moments + self.attention_bias + self.pipeline_buffers
+        return self.weights + self.masters + self.optimizer_state + self.attention_bias + self.pipeline_buffers
 
     @property
     def saved(self) -> int:
         """What a checkpoint holds of the rank: the node's memory takes a copy where saves are asynchronous."""
-        return self.masters + self.adam_moments
+        return self.masters + self.optimizer_state
 
     @property
     def fullest(self) -> Moment:
@@ -216,7 +220,7 @@ def _stage_memory(
         held.pop(TIED_COPY, None)
     table = sharding_of(model)
     local = {name: prod(local_shape(name, shape, table, parallel.tp)) for name, shape in held.items()}
-    buckets = _buckets(local, model.tie_embeddings, parallel)
+    buckets = _buckets(local, model.tie_embeddings, parallel, workload.optim)
     low, flat = workload.weight_bytes, sum(bucket.numel for bucket in buckets)
     share = _share(flat, parallel)
     blocks = [layer for layer in layers if is_block(layer)]
@@ -236,7 +240,9 @@ def _stage_memory(
         fp32_gradients=FP32 * flat,
         reduced_gradients=FP32 * share,
         masters=FP32 * share,
-        adam_moments=2 * FP32 * share,
+        optimizer_state=sum(
+            FP32 * len(state_kinds(workload.optim, bucket.role)) * _share(bucket.numel, parallel) for bucket in buckets
+        ),
         attention_bias=bias * micro_batch.mask_bytes + (micro_batch.rotary_tables if blocks else 0),
         pipeline_buffers=_pipeline_buffers(micro_batch, parallel, workload, layers_of),
         in_flight=most_waiting(schedule, rank),
@@ -296,6 +302,28 @@ def _share(elements: int, parallel: ParallelConfig) -> int:
     return elements // parallel.data_size if parallel.zero_stage else elements
 
 
+def _step_transient(buckets: Sequence[BucketLayout], parallel: ParallelConfig, workload: Workload) -> int:
+    """Bytes beside the gradients while the optimizer steps under ZeRO-0 and ZeRO-1.
+
+    LAMB and Lion have one temporary tensor as long as a master at a time. Muon sends its directions, takes those of the
+    matrices that it owns, multiplies them (three more copies of what it multiplies together), and sends the steps back.
+    """
+    name, low = workload.optim.name, workload.weight_bytes
+    if name in (OptimizerName.lamb, OptimizerName.lion):
+        return FP32 * max(_share(bucket.numel, parallel) for bucket in buckets)
+    if name != OptimizerName.muon:
+        return 0
+    hidden = [bucket for bucket in buckets if bucket.role is Role.hidden]
+    elements = sum(bucket.numel for bucket in hidden)
+    share = _share(elements, parallel)
+    owned = max(elements // parallel.data_size, max((_largest(bucket) for bucket in hidden), default=0))
+    return low * (share + 2 * owned) + low * 4 * min(owned, BATCH_ELEMENTS)
+
+
+def _largest(bucket: BucketLayout) -> int:
+    return max(slot.member.numel for slot in bucket.slots)
+
+
 def _pipeline_phases(
     ops: Mapping[int, Sequence[Op]],
     buckets: Sequence[BucketLayout],
@@ -311,7 +339,8 @@ def _pipeline_phases(
     sums = GradientSums(
         partial(_sums_begun, buckets), full, FP32 // low, cast=low < FP32 and on_cpu, straight=workload.fused and on_cpu
     )
-    phases = [*pipeline_phases(schedule, rank, ops, sums), Moment("optimizer step", FP32 * share)]
+    step = Moment("optimizer step", FP32 * share, transient=_step_transient(buckets, parallel, workload))
+    phases = [*pipeline_phases(schedule, rank, ops, sums), step]
     if parallel.data_size > 1 and parallel.zero_stage:
         # gloo copies what it reduces and what it gathers; NCCL does not.
         copied = 0 if workload.cuda else 1
@@ -331,10 +360,10 @@ def _sharded(
     workload: Workload,
 ) -> StageMemory:
     """The same rank under ZeRO-2 or ZeRO-3; the attention mask is built as ever."""
-    groups: dict[Role, list[int]] = {role: [] for role in Role}
+    optim, groups = workload.optim, dict[Role, list[int]]((role, []) for role in Role)
     for name, elements in local.items():
         tied = model.tie_embeddings and name in (TIED_PARAMETER, TIED_COPY)
-        groups[parameter_role(TIED_PARAMETER if tied else name, tied)].append(elements)
+        groups[parameter_role(TIED_PARAMETER if tied else name, tied, muon=optim.is_muon)].append(elements)
     sharded = ShardedWeights(
         parallel.zero_stage,
         parallel.shard_size,
@@ -349,7 +378,10 @@ def _sharded(
         fp32_gradients=sharded.accumulated_gradients(workload.micro_batches),
         reduced_gradients=FP32 * owned,
         masters=FP32 * owned,
-        adam_moments=2 * FP32 * owned,
+        optimizer_state=sum(
+            FP32 * len(state_kinds(optim, role)) * elements
+            for role, elements in zip(sharded.groups, sharded.partitions, strict=True)
+        ),
         phases=(*sharded_phases(ops, sharded, workload.micro_batches, cuda=workload.cuda), *mask),
     )
 
@@ -360,12 +392,13 @@ def _layer_of(name: str) -> str:
     return ".".join(parts[:2]) if parts[0] == "blocks" else parts[0]
 
 
-def _buckets(local: dict[str, int], tied: bool, parallel: ParallelConfig) -> list[BucketLayout]:
+def _buckets(local: dict[str, int], tied: bool, parallel: ParallelConfig, optim: OptimConfig) -> list[BucketLayout]:
     """The optimizer's flat buffers of a rank that holds these elements of every parameter."""
     members = []
     for name, elements in local.items():
         is_tied = tied and name in (TIED_PARAMETER, TIED_COPY)
-        members.append(Member(name, elements, parameter_role(TIED_PARAMETER if is_tied else name, is_tied)))
+        role = parameter_role(TIED_PARAMETER if is_tied else name, is_tied, muon=optim.is_muon)
+        members.append(Member(name, elements, role))
     ranks = parallel.data_size if parallel.zero_stage else 1
     return bucket_layouts(members, ranks, parallel.bucket_elements)
 

@@ -56,12 +56,25 @@ class Registry:
 
     Args:
         kind: in words, for messages.
-        reserved: names of built-in parts that are not registered.
+        reserved: names of built-in parts that are not registered and have no options.
     """
 
     def __init__(self, kind: str, reserved: Sequence[str] = ()) -> None:
-        self._kind, self._reserved = kind, tuple(reserved)
+        self._kind, self._reserved = kind, dict[str, type](dict.fromkeys(reserved, NoOptions))
         self._parts: dict[str, Part] = {}
+
+    def reserve(self, name: str, options: type = NoOptions) -> None:
+        """Adds a built-in part that is not made from here.
+
+        Args:
+            name: of the part.
+            options: dataclass of its options.
+        """
+        self._reserved[name] = options
+
+    def is_reserved(self, name: str) -> bool:
+        """Whether a name is a built-in part's, in place of a plugin's."""
+        return name in self._reserved
 
     def register(self, name: str, options: type, **traits: Any) -> Callable[[T], T]:
         """Returns the decorator that registers a class or function.
@@ -126,15 +139,16 @@ class Registry:
         """
         if not isinstance(given, Mapping):
             raise ConfigError(f"{section} = {given}: want settings by name, as in {section}.<setting>=<value>, or {{}}")
-        if name in self._reserved:
+        known = self._reserved.get(name)
+        if known is NoOptions:
             if given:
                 raise ConfigError(
                     f"{section}.{next(iter(given))}: {key} = {name} has no options of this kind: they are for plugins"
                 )
             return {}
-        part = self.find(name, key)
+        schema = self.find(name, key).options if known is None else known
         try:
-            merged = OmegaConf.merge(OmegaConf.structured(part.options), dict(given))
+            merged = OmegaConf.merge(OmegaConf.structured(schema), dict(given))
             options = OmegaConf.to_object(merged)
         except OmegaConfBaseException as error:
             raise ConfigError(_explain(error, section)) from error
@@ -161,7 +175,11 @@ class Registry:
 
     def options_of(self, part: Part, options: Mapping[str, Any]) -> Any:
         """An instance of a part's dataclass from what `complete` returned, or from what is left to its defaults."""
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(part.options), dict(options)))
+        return _typed(part.options, options)
+
+    def reserved_options(self, name: str, options: Mapping[str, Any]) -> Any:
+        """The same for a built-in part that is not made from here."""
+        return _typed(self._reserved[name], options)
 
     def source_of(self, name: str) -> str:
         """Version and digest of the module that registered a part: what it does may have changed where this has."""
@@ -190,7 +208,7 @@ class UsesPlugins(Protocol):
 HOOKS = Registry("hook")
 BLOCKS = Registry("model block", reserved=("transformer",))
 OPTIMIZERS = Registry("optimizer", reserved=("adamw",))
-SCHEDULES = Registry("learning-rate schedule")
+SCHEDULES = Registry("learning-rate schedule", reserved=("inverse_sqrt", "wsd"))
 READERS = Registry("data reader", reserved=("auto",))
 TRACKERS = Registry("tracker", reserved=("wandb", "tensorboard"))
 
@@ -294,6 +312,10 @@ def _version(module: ModuleType) -> str:
         digest.update(str(file.relative_to(path.parent)).encode() + b"\0" + file.read_bytes() + b"\0")
     source = f"source {digest.hexdigest()[:12]}"
     return source if declared is None else f"{declared}, {source}"
+
+
+def _typed(schema: type, options: Mapping[str, Any]) -> Any:
+    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), dict(options)))
 
 
 def _origin(make: Callable[..., Any]) -> tuple[str, str]:

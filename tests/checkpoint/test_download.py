@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from megads.checkpoint.config import LATEST_FILE
 from megads.checkpoint.download import (
+    fetch_description,
     has_usable,
     newest_first,
     newest_intact_sequence,
@@ -16,6 +18,7 @@ from megads.checkpoint.download import (
     remote_run,
     restore_newest,
 )
+from megads.checkpoint.manifest import read_manifest
 from megads.checkpoint.remote import RemoteError, RemoteStore
 from megads.checkpoint.upload import remote_checkpoints
 from megads.errors import CheckpointError
@@ -141,3 +144,30 @@ def test_urls_of_runs_and_checkpoints(store: RemoteStore, tmp_path: Path) -> Non
         open_remote_run(f"{url}/checkpoints/step_00000004")
     with pytest.raises(CheckpointError, match="there is no complete checkpoint"):
         open_remote_run(f"{url}x")
+
+
+def test_a_description_has_no_tensors(store: RemoteStore, tmp_path: Path) -> None:
+    """Catches gigabytes that are fetched to learn the name of a model, and what an earlier look left: a checkpoint that
+    is not the newest any more, or a record that has changed."""
+    about = tmp_path / "cache" / "about"
+    about.mkdir(parents=True)
+    (about / "config.yaml").write_text("of another run")
+    folder = fetch_description(store.url, about)
+    assert folder == about / "checkpoints" / "step_00000006" and read_manifest(folder).run.state["step"] == 6
+    assert [path.name for path in folder.iterdir()] == ["manifest.json"]
+    assert (about / "config.yaml").read_bytes() == (tmp_path / "run" / "config.yaml").read_bytes()
+    folder = fetch_description(f"{store.url}/checkpoints/step_00000004", about)
+    assert [path.name for path in (about / "checkpoints").iterdir()] == ["step_00000004"] == [folder.name]
+    with pytest.raises(CheckpointError, match="there is no complete checkpoint"):
+        fetch_description(f"{store.url}/checkpoints/step_00000005", about)
+    assert folder.exists() and [path.name for path in about.parent.iterdir()] == ["about"]
+
+
+def test_two_starts_look_at_the_same_time(store: RemoteStore, tmp_path: Path) -> None:
+    """Catches a start that fails because another one puts the same folder in its place, and leftovers of either."""
+    about = tmp_path / "cache" / "about"
+    with ThreadPoolExecutor(4) as pool:
+        for looked in [pool.submit(fetch_description, store.url, about) for _ in range(40)]:
+            assert looked.result().name == "step_00000006"
+    assert read_manifest(about / "checkpoints" / "step_00000006").run.state["step"] == 6
+    assert [path.name for path in about.parent.iterdir()] == ["about"]

@@ -15,6 +15,7 @@ import pytest
 
 from megads.checkpoint import hook as hook_module
 from megads.checkpoint import replica_transfer as transfer_module
+from megads.checkpoint import replicas as replicas_module
 from megads.checkpoint.config import CheckpointConfig, list_checkpoints
 from megads.checkpoint.local_files import committed, held_folders, node_folder, replica_folder
 from megads.checkpoint.replicas import partners_of
@@ -165,49 +166,100 @@ def test_damaged_copies(tmp_path: Path) -> None:
     assert third[:2] == (5, ()) and "step 6 in memory: rank 1: from rank 0's node" in third[2]
 
 
-def beside_a_lost_partner(run_dir: Path, number: int) -> tuple[list[str], list[int]]:
-    """Rank 1's process for copies is killed or stopped after step 1, and goes on after step 6."""
+def newest_of(run: Run) -> int:
+    """Step of this rank's newest local checkpoint."""
+    assert run.saves._folder is not None
+    return max(step for _, step in committed(run.saves._folder._folder))
+
+
+def steps_at_pace(run: Run, steps: int) -> list[int]:
+    """Steps that leave the processes time, as a real one does; returns the newest local checkpoint after each."""
+    kept = []
+    for _ in range(steps):
+        run.step()
+        run.wait()
+        kept.append(newest_of(run))
+        time.sleep(0.4)
+        open_control_plane().barrier()
+    return kept
+
+
+def beside_a_stopped_partner(run_dir: Path) -> tuple[list[str], list[int]]:
+    """Rank 1's process for copies is stopped after step 1, and goes on after step 6."""
     transfer_module.HANDSHAKE_S, transfer_module.SILENCE_S = 0.3, 0.5
-    control, kept = open_control_plane(), []
+    control = open_control_plane()
     with started(run_dir, **TWO_NODES) as run:
         train_on(run, 1)
         assert run.saves._replicas is not None
         pid = run.saves._replicas.pid
         if control.rank == 1:
-            os.kill(pid, number)
+            os.kill(pid, signal.SIGSTOP)
         control.barrier()
-        for _ in range(5):
-            run.step()
-            run.wait()
-            kept.append(max(step for _, step in committed(run.saves._folder._folder)))  # type: ignore[union-attr]
-            time.sleep(0.4)
-            control.barrier()
-        if control.rank == 1 and number == signal.SIGSTOP:
+        kept = steps_at_pace(run, 5)
+        if control.rank == 1:
             os.kill(pid, signal.SIGCONT)
         control.barrier()
-        if number == signal.SIGSTOP:
-            for _ in range(3):
-                run.step()
-                run.wait()
-                time.sleep(0.4)
-                control.barrier()
-            wait_for_replicas(run)
-            run.step()
+        steps_at_pace(run, 3)
+        wait_for_replicas(run)
+        run.step()
         run.hook.on_end(run.state)
     return [line["event"] for line in events_of(run_dir)], kept
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_a_lost_partner(number: int, tmp_path: Path) -> None:
+def test_a_stopped_partner(tmp_path: Path) -> None:
     """Catches a run that ends, waits or makes no local checkpoints because another node does not answer, that does not
     say so or says it at every step, and one that never tries again."""
-    events, kept = run_ranks(beside_a_lost_partner, 2, tmp_path, int(number))[0]
+    events, kept = run_ranks(beside_a_stopped_partner, 2, tmp_path)[0]
     assert kept[-3:] == [4, 5, 6], kept
-    told = [event for event in events if event in ("replica_failed", "replicas_complete_again")]
-    assert 1 <= told.count("replica_failed") <= 4
-    assert told[0] == "replica_failed" and (told[-1] == "replicas_complete_again") == (number == signal.SIGSTOP)
+    told = [event for event in events if event in ("replica_failed", "replicas_complete_again", "replica_restarted")]
+    assert 1 <= told.count("replica_failed") <= 4 and "replica_restarted" not in told
+    assert told[0] == "replica_failed" and told[-1] == "replicas_complete_again"
     assert "synchronous_local_checkpoints" not in events and "local_checkpoints_off" not in events
+
+
+def kill_process_for_copies(run: Run) -> None:
+    """Of rank 1; once every rank has come here."""
+    assert run.saves._replicas is not None
+    control = open_control_plane()
+    if control.rank == 1:
+        os.kill(run.saves._replicas.pid, signal.SIGKILL)
+    control.barrier()
+
+
+def beside_a_dead_partner(run_dir: Path) -> tuple[int, int, list[int]]:
+    """Rank 1's process for copies is killed, then rank 0's node is lost; in the next start it is killed for good."""
+    with started(run_dir, **TWO_NODES) as run:
+        train_on(run, 1)
+        kill_process_for_copies(run)
+        deadline = time.monotonic() + 60
+        while not any(line["event"] == "replicas_complete_again" for line in events_of(run_dir)):
+            assert time.monotonic() < deadline
+            steps_at_pace(run, 1)
+        train_on(run, 2)
+        copied = run.state.step
+    lose_node(run_dir, 0)
+    replicas_module._MOST_RESTARTS = 0
+    with started(run_dir, 2, **TWO_NODES) as run:
+        found = run.found()
+        train_on(run, 1)
+        kill_process_for_copies(run)
+        return copied, found, [step - found for step in steps_at_pace(run, 4)]
+
+
+@pytest.mark.distributed
+def test_a_dead_partner(tmp_path: Path) -> None:
+    """Catches a process whose death ends copies for the rest of the run, one that is started again without end, copies
+    that nobody can use then, and a run that waits for copies that will not come."""
+    copied, found, kept = run_ranks(beside_a_dead_partner, 2, tmp_path)[0]
+    assert found == copied, "what rank 1 kept of rank 0 after its process was started again"
+    assert kept == [2, 3, 4, 5]
+    told = [line for line in events_of(tmp_path) if line["event"].startswith("replica")]
+    assert [line["event"] for line in told] == ["replica_restarted", "replicas_complete_again", "replica_failed"]
+    reasons = [line.get("reason", "") for line in told]
+    assert reasons[0].startswith("rank 1: its process for copies on other nodes, ")
+    assert reasons[0].endswith(", killed by signal 9: started again (1 of 3)")
+    assert reasons[2].endswith(", killed by signal 9, after 0 restarts: not started again")
 
 
 def one_node(run_dir: Path) -> list[int]:

@@ -74,7 +74,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert (plan["ranks"], plan["micro_batches"], plan["tokens_per_step"]) == (8, 8, 4096)
     assert plan["flops_per_step"] == plan["flops_per_token"] * 4096
     for stage in plan["stages"]:
-        parts = ("weights", "masters", "adam_moments", "attention_bias", "pipeline_buffers")
+        parts = ("weights", "masters", "optimizer_state", "attention_bias", "pipeline_buffers")
         always = sum(stage[part] for part in parts)
         assert stage["permanent"] == always
         assert stage["peak"] == always + max(phase["bytes"] for phase in stage["phases"])

@@ -79,6 +79,30 @@ def test_a_defect_is_named(plant: Callable[[str], None], capsys: pytest.CaptureF
     assert "Traceback" not in captured.err
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("name", "defect", "layout"),
+    [
+        ("muon", "owners_orthogonalise_their_own_piece", "parallel.dp=2"),
+        ("muon", "owners_orthogonalise_their_own_piece", "parallel.zero_stage=3"),
+        ("muon", "tensor_parallel_shares_orthogonalised", "parallel.tp=2"),
+        ("muon", "matrices_of_one_parameter_as_one", "parallel.tp=2"),
+        ("lamb", "trust_ratio_of_a_part", "parallel.tp=2"),
+        ("lamb", "trust_ratio_of_a_part", "parallel.zero_stage=3"),
+    ],
+)
+def test_a_defect_of_an_optimizer_is_named(
+    name: str, defect: str, layout: str, plant: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a verification that compares another optimizer than the run has, or none of the weights it makes."""
+    words = ("verify_layout", f"optim.name={name}", layout, "parallel.dp=2", "train.global_batch_size=8", *SMALL)
+    assert run(list(words)) == 0
+    plant(defect)
+    assert run(list(words)) == 7
+    assert "N3 every weight in the end in fp32" in capsys.readouterr().out
+
+
 @pytest.mark.distributed
 def test_ctrl_c_ends_it(megads: StartCommand) -> None:
     """Catches ranks that are asked to save and stop, which they cannot, and go on."""

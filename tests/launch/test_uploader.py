@@ -9,18 +9,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from megads.checkpoint.config import CheckpointConfig
 from megads.checkpoint.remote import RemoteStore
-from megads.checkpoint.upload import pins, remote_checkpoints
+from megads.checkpoint.store import save_parts
+from megads.checkpoint.upload import pin_checkpoint, pins, remote_checkpoints
 from megads.config import RootConfig
-from megads.frozen_config import freeze
+from megads.engine.interface import Shard
+from megads.frozen_config import freeze, load_frozen
+from megads.launch.uploader import Uploader
 from megads.runtime.config import RunConfig
+from megads.runtime.metrics import EventWriter
+from tests.checkpoint.random_layouts import run_record
 from tests.checkpoint.uploads import complete, fetched_seeds, write_checkpoint
 from tests.command import events_of
 from tests.s3_server import S3Server, s3_server
@@ -103,6 +109,72 @@ def test_it_follows_a_run(tmp_path: Path, s3: S3Server) -> None:
     with uploader(run_dir) as process:
         assert end(process) == 0
     assert len(events_of(run_dir, "checkpoint_uploaded")) == 3, "it was uploaded again"
+
+
+def test_parts_of_killed_uploads_are_removed(tmp_path: Path, s3: S3Server) -> None:
+    """Catches parts that nobody sees and everybody pays for, and those of another run that are removed with them."""
+    url = f"{s3.url}/parts"
+    run_dir = make_run(tmp_path / "run", url)
+    mine = "prefix/parts/run/checkpoints/step_00000002"
+    others = ["prefix/parts/run-2/checkpoints/step_00000002/rank_00000.safetensors", "prefix/parts/running", "run/x"]
+    for key in (f"{mine}/rank_00000.safetensors", f"{mine}/rank_00001.safetensors", *others):
+        s3.begin_upload(key, parts=2 if key.endswith("1.safetensors") else 1)
+    write(run_dir, 2)
+    with uploader(run_dir) as process:
+        assert end(process) == 0
+    assert s3.unfinished() == sorted(others)
+    (event,) = events_of(run_dir, "upload_parts_removed")
+    assert (event["count"], event["bytes"]) == (2, 3 * 5 * 2**20)
+    with uploader(run_dir) as process:
+        assert end(process) == 0
+    assert len(events_of(run_dir, "upload_parts_removed")) == 1
+    assert not events_of(run_dir, "upload_failed") + events_of(run_dir, "upload_parts_left")
+
+
+def test_parts_that_another_node_sends(tmp_path: Path, s3: S3Server) -> None:
+    """Catches a start that removes what another node of the job is sending, and one that the store keeps from removing
+    parts and that then uploads nothing, or says so at every try."""
+    url = f"{s3.url}/both"
+    run_dir = make_run(tmp_path / "run", url)
+    config, pin = load_frozen(run_dir / "config.yaml"), pin_checkpoint(write(run_dir, 2))
+    assert pin is not None
+    sent = [f"prefix/both/run/checkpoints/step_{step:08d}/rank_00001.safetensors" for step in (2, 4)]
+    for key in sent:
+        s3.begin_upload(key)
+    before = set(s3.unfinished()) - set(sent)
+    with closing(EventWriter(run_dir)) as events:
+        several = Uploader(config, run_dir, lambda: True, events, num_nodes=2)
+        s3.order(refuse="DELETE")
+        for _ in range(2):
+            several._remove_parts(RemoteStore(f"{url}/run"))
+        s3.order()
+        assert set(s3.unfinished()) - before == set(sent)
+        (event,) = events_of(run_dir, "upload_parts_left")
+        assert "Denied" in event["message"]
+        for num_nodes, left in ((2, sent[:1]), (1, [])):
+            Uploader(config, run_dir, lambda: True, events, num_nodes=num_nodes)._remove_parts(
+                RemoteStore(f"{url}/run")
+            )
+            assert sorted(set(s3.unfinished()) - before) == left
+
+
+@pytest.mark.slow
+def test_killed_between_parts(tmp_path: Path, s3: S3Server) -> None:
+    """Catches parts of a real upload that are not found again: its file is larger than two of S3's parts."""
+    url = f"{s3.url}/large"
+    run_dir, store = make_run(tmp_path / "run", url), RemoteStore(f"{url}/run")
+    shard = Shard("weight/w", (20 * 2**20,), (0,), torch.ones(20 * 2**20))
+    save_parts(run_dir, [[shard]], run_record(2))
+    before = set(s3.unfinished())
+    with uploader(run_dir) as process:
+        wait_for(lambda: set(s3.unfinished()) - before)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert len(set(s3.unfinished()) - before) == 1 and not complete(store)
+    with uploader(run_dir) as process:
+        assert end(process) == 0
+    assert set(s3.unfinished()) == before and complete(store)[0].step == 2
+    assert events_of(run_dir, "upload_parts_removed")[0]["count"] == 1
 
 
 @pytest.mark.slow

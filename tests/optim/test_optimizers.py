@@ -1,4 +1,4 @@
-"""AdamW without torch.optim's base class, and the driver of a plugin's optimizer."""
+"""AdamW without torch.optim's base class, and the driver of all other rules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from torch.nn import Parameter
 
 from megads.ops.config import FUSED, TORCH, Implementation, Kernels
 from megads.optim.config import OptimConfig
-from megads.optim.optimizers import ElementwiseOptimizer, FusedAdamW, Update
+from megads.optim.groups import Role
+from megads.optim.masters import MasterLine, Update
+from megads.optim.optimizers import FusedAdamW, MasterOptimizer, make_optimizer
+from megads.parallel.grid import single_rank_grid
 from megads.runtime.registry import OPTIMIZERS, Part
 from tests.ops.test_apex import without_apex
 
@@ -151,10 +154,17 @@ def optim(monkeypatch: pytest.MonkeyPatch) -> Iterator[OptimConfig]:
     return OptimConfig(name="momentum", options={"beta": 0.25}, lr=0.5)
 
 
+def optimizer_of(masters: list[torch.Tensor], weights: list[torch.Tensor], optim: OptimConfig) -> MasterOptimizer:
+    """Of masters that decay by 0.5."""
+    group = {"params": masters, "weights": weights, "weight_decay": 0.5, "role": Role.decay}
+    line = MasterLine.of_zero1(single_rank_grid(), sharded=False)
+    return make_optimizer([group | {"layouts": [None] * len(masters)}], optim, line)
+
+
 def test_update_clip_decay_and_rounding(optim: OptimConfig) -> None:
     """Catches a gradient that is not clipped, weights that are not rounded from the masters, and a wrong step."""
     master, weights = torch.ones(3), torch.zeros(3, dtype=torch.bfloat16)
-    optimizer = ElementwiseOptimizer([{"params": [master], "weights": [weights], "weight_decay": 0.5}], optim)
+    optimizer = optimizer_of([master], [weights], optim)
     master.grad = torch.full((3,), 4.0)
     optimizer.step(torch.tensor(0.5))
     assert master.tolist() == [1 * 0.75 - 0.5 * 2 + 1] * 3
@@ -165,7 +175,7 @@ def test_update_clip_decay_and_rounding(optim: OptimConfig) -> None:
 def test_a_step_that_is_not_finite_changes_nothing(optim: OptimConfig) -> None:
     """Catches a NaN that reaches masters or state, and a skipped step that counts."""
     master, weights = torch.ones(3), torch.ones(3)
-    optimizer = ElementwiseOptimizer([{"params": [master], "weights": [weights], "weight_decay": 0.5}], optim)
+    optimizer = optimizer_of([master], [weights], optim)
     master.grad = torch.full((3,), float("nan"))
     optimizer.step(torch.tensor(float("nan")))
     optimizer.was_skipped()

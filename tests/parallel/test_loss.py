@@ -40,13 +40,13 @@ def cotangent_of(vocab_size: int) -> Tensor:
     return torch.randn(2, vocab_size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def _losses(vocab_size: int, scale: float, dtype: str, padding: float) -> dict[str, Any]:
+def _losses(vocab_size: int, scale: float, dtype: str, padding: float, z_loss: float = 0.0) -> dict[str, Any]:
     axis = tensor_axis()
     rows = padded_rows(vocab_size, axis.size)
     whole = F.pad(logits_of(vocab_size, scale), (0, rows * axis.size - vocab_size), value=padding)
     logits = whole[..., axis.rank * rows : (axis.rank + 1) * rows].to(getattr(torch, dtype)).requires_grad_()
     before = logits.detach().clone()
-    losses = vocab_parallel_token_losses(logits, labels_of(vocab_size), vocab_size, axis)
+    losses = vocab_parallel_token_losses(logits, labels_of(vocab_size), vocab_size, axis, z_loss)
     (losses * cotangent_of(vocab_size).to(losses.dtype)).sum().backward()
     return {
         "losses": losses.detach().numpy(),
@@ -56,11 +56,14 @@ def _losses(vocab_size: int, scale: float, dtype: str, padding: float) -> dict[s
     }
 
 
-def expected(vocab_size: int, scale: float, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """Losses and gradient from the whole logits in fp64, rounded to `dtype` first."""
+def expected(
+    vocab_size: int, scale: float, dtype: torch.dtype = torch.float64, z_loss: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Losses and gradient from the whole logits in fp64, rounded to `dtype` first; z-loss in the latter alone."""
     logits = logits_of(vocab_size, scale).to(dtype).double().requires_grad_()
     losses = -logits.log_softmax(-1).gather(-1, labels_of(vocab_size)[..., None])[..., 0]
-    (losses * cotangent_of(vocab_size)).sum().backward()
+    drift = z_loss * logits.logsumexp(-1).square()
+    ((losses + drift) * cotangent_of(vocab_size)).sum().backward()
     return losses.detach(), logits.grad
 
 
@@ -87,6 +90,14 @@ def test_exact_in_fp64(size: int, vocab_size: int) -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize(("size", "vocab_size"), SHAPES)
+def test_z_loss_is_exact_in_fp64(size: int, vocab_size: int) -> None:
+    """Catches a Z of own rows only or without the largest logit, a missing factor, and a loss that contains it."""
+    results = run_ranks(_losses, size, vocab_size, 3.0, "float64", 50.0, 0.1)
+    check(results, *expected(vocab_size, 3.0, z_loss=0.1), tolerance=1e-13)
+
+
+@pytest.mark.distributed
 def test_large_logits_do_not_overflow() -> None:
     """Catches a maximum taken per rank only: exp(1e4) is infinite in any dtype."""
     results = run_ranks(_losses, 3, 7, 1e4, "float32", 0.0)
@@ -105,14 +116,14 @@ def test_bf16_logits_give_an_fp32_loss() -> None:
     torch.testing.assert_close(gathered, grad, rtol=2**-8, atol=1e-6)
 
 
-def _in_place(vocab_size: int, dtype: str) -> dict[str, Any]:
+def _in_place(vocab_size: int, dtype: str, z_loss: float) -> dict[str, Any]:
     load(OpsConfig(Implementation.fused), print, cuda=False)
     axis = tensor_axis()
     rows = padded_rows(vocab_size, axis.size)
     whole = F.pad(logits_of(vocab_size), (0, rows * axis.size - vocab_size), value=50.0)
     logits = whole[..., axis.rank * rows : (axis.rank + 1) * rows].to(getattr(torch, dtype)).requires_grad_()
     weights = cotangent_of(vocab_size).float()
-    loss = loss_in_place(logits, labels_of(vocab_size), weights, vocab_size, axis)
+    loss = loss_in_place(logits, labels_of(vocab_size), weights, vocab_size, axis, z_loss)
     (gradient,) = torch.autograd.grad(loss, logits)
     return {"loss": loss.item(), "grad": gradient.double().numpy()}
 
@@ -122,9 +133,9 @@ def _in_place(vocab_size: int, dtype: str) -> dict[str, Any]:
 @pytest.mark.parametrize(("size", "vocab_size"), SHAPES)
 def test_kernels_over_ranks(size: int, vocab_size: int) -> None:
     """Catches sums over own rows only, padding that counts, and a gradient written before the ranks' sums are known."""
-    for dtype, tolerance in (("float32", 1e-6), ("bfloat16", 2**-8)):
-        results = run_ranks(_in_place, size, vocab_size, dtype)
-        losses, grad = expected(vocab_size, 3.0, getattr(torch, dtype))
+    for dtype, tolerance, z_loss in (("float32", 1e-6, 0.0), ("bfloat16", 2**-8, 0.0), ("float32", 2e-6, 0.1)):
+        results = run_ranks(_in_place, size, vocab_size, dtype, z_loss)
+        losses, grad = expected(vocab_size, 3.0, getattr(torch, dtype), z_loss)
         loss = (losses * cotangent_of(vocab_size)).sum()
         assert all(
             abs(found["loss"] - loss) <= 1e-6 * (losses * cotangent_of(vocab_size)).abs().sum() for found in results
@@ -152,32 +163,35 @@ def drawn(vocab_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return x, weight, labels, weights.double()
 
 
-def expected_loss(vocab_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def expected_loss(vocab_size: int, dtype: torch.dtype, z_loss: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
     """Loss and gradients of input and weight, from the whole logits in fp64; inputs rounded to `dtype` first."""
     x, weight, labels, weights = drawn(vocab_size)
     x, weight = (tensor.to(dtype).double().requires_grad_() for tensor in (x, weight))
-    losses = F.cross_entropy((x @ weight.T).flatten(0, 1), labels.flatten(), reduction="none")
-    loss = (losses * weights.flatten()).sum()
-    return loss.detach(), *torch.autograd.grad(loss, (x, weight))
+    logits = (x @ weight.T).flatten(0, 1)
+    loss = (F.cross_entropy(logits, labels.flatten(), reduction="none") * weights.flatten()).sum()
+    drift = z_loss * (logits.logsumexp(-1).square() * weights.flatten()).sum()
+    return loss.detach(), *torch.autograd.grad(loss + drift, (x, weight))
 
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2**-7}
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("chunk", [1, 7, 12, 24])
+@pytest.mark.parametrize(("chunk", "z_loss"), [(1, 0.0), (7, 0.0), (12, 0.0), (24, 0.0), (7, 0.01)])
 @pytest.mark.parametrize(
     ("dtype", "fused"),
     [(torch.float64, False), (torch.float32, False), (torch.bfloat16, False), (torch.float32, True),
      (torch.bfloat16, True)],
 )  # fmt: skip
-def test_loss_and_gradients_are_those_of_the_whole_logits(dtype: torch.dtype, fused: bool, chunk: int) -> None:
+def test_loss_and_gradients_are_those_of_the_whole_logits(
+    dtype: torch.dtype, fused: bool, chunk: int, z_loss: float
+) -> None:
     """Catches a chunk that is lost or counted twice, one that overwrites another's gradient, and sums in bf16."""
     x, weight, labels, weights = drawn(37)
     x, parameter = x.to(dtype).requires_grad_(), nn.Parameter(weight.to(dtype))
     region = Region(single_rank_grid().tp, kernels=KERNELS[fused])
-    loss = head_loss(x, parameter, Targets(labels, weights, 37, chunk, KERNELS[fused]), region, None)
-    wanted, *gradients = expected_loss(37, dtype)
+    loss = head_loss(x, parameter, Targets(labels, weights, 37, chunk, KERNELS[fused], z_loss), region, None)
+    wanted, *gradients = expected_loss(37, dtype, z_loss)
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(loss, wanted, rtol=min(tolerance, 2e-3), atol=0.0)
     for found, right in zip(torch.autograd.grad(loss, (x, parameter)), gradients, strict=True):

@@ -196,5 +196,6 @@ def planned(scenario: Scenario, parallel: ParallelConfig) -> MemoryPlan:
             document_mask=scenario.documents,
             fused=plans_fused(scenario.ops, cuda=False),
             loss_chunk=scenario.ops.loss_chunk,
+            optim=scenario.optim,
         ),
     )

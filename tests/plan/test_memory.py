@@ -34,7 +34,7 @@ def test_bloom_176b() -> None:
     assert sum(stage.parameters for stage in plan.stages) == plan.parameters + tied
     assert [len(stage.layers) for stage in plan.stages] == [6] * 11 + [7]
     middle = plan.stages[5]
-    assert middle.masters + middle.adam_moments == pytest.approx(12 * middle.rank_parameters / 8, rel=1e-6)
+    assert middle.masters + middle.optimizer_state == pytest.approx(12 * middle.rank_parameters / 8, rel=1e-6)
     assert middle.fp32_gradients == pytest.approx(4 * middle.rank_parameters, rel=1e-6)
     assert middle.reduced_gradients == pytest.approx(4 * middle.rank_parameters / 8, rel=1e-6)
     assert [stage.first_rank for stage in plan.stages] == list(range(0, 48, 4))
@@ -104,9 +104,9 @@ def test_without_zero_every_replica_holds_everything() -> None:
     one, four = (
         memory_plan(SMALL, ParallelConfig(dp=dp, zero_stage=0), replace(WORK, micro_batches=1)).largest for dp in (1, 4)
     )
-    assert (one.masters, one.adam_moments, one.reduced_gradients) == (
+    assert (one.masters, one.optimizer_state, one.reduced_gradients) == (
         four.masters,
-        four.adam_moments,
+        four.optimizer_state,
         four.fp32_gradients,
     )
     assert [moment.name for moment in one.phases] == [moment.name for moment in four.phases]

@@ -105,7 +105,7 @@ def test_mistakes_2_to_7_on_paper(rehearse: Rehearse) -> None:
     """Catches what the options and the config show before anything trains, all of it in one rehearsal.
 
     The layout that does not fit the nodes, the model that does not fit the GPUs, the dataset that is not there, the
-    folders that cannot be written to, no signal, no requeue, and no checkpoint to resume from.
+    folders that cannot be written to, no signal, and no requeue.
     """
     script = GOOD.replace("#SBATCH --signal=B:USR1@60\n", "")
     found = problems(
@@ -117,7 +117,7 @@ def test_mistakes_2_to_7_on_paper(rehearse: Rehearse) -> None:
         )
     )
     assert set(found) == {
-        *("signal", "requeue", "output folder", "layout", "data", "memory", "checkpoints", "run folder"),
+        *("signal", "requeue", "output folder", "layout", "data", "memory", "run folder"),
     }
     assert "4 ranks" in found["layout"] and "16 together" in found["layout"]
     assert "nowhere/corpus" in found["data"] and "80.0 GiB" in found["memory"]

@@ -24,7 +24,9 @@ from megads.runtime.run_dir import METRICS_FILE
 from megads.tools.chaos.attacked_run import AttackedRun
 from megads.tools.chaos.hook import order_path
 
-_SLOW_S, _FULL_S = 3.0, 3.0
+_SLOW_S, _FULL_S = 3.0, 1.0
+_STEPS_OF_A_FULL_DISK = 30
+"""More than a small run trains while its disk is full: its last save needs room, and so does its first one."""
 _PERIOD_S = 0.05
 _STRANGER_BYTES = 512
 _TENSORS = "*.safetensors"
@@ -166,7 +168,8 @@ def _full_disk(target: Target) -> Injected | None:
                 hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)[1]
                 resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (most_bytes, hard))
 
-    if not processes:
+    steps_left = run.events("start")[-1]["total_steps"] - run.last_step
+    if not processes or not run.checkpoints() or steps_left < _STEPS_OF_A_FULL_DISK:
         return None
     limit(1)
     time.sleep(_FULL_S)

@@ -12,7 +12,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from megads.config import RootConfig, batch_size_schedule, planned_steps
+from megads.config import RootConfig, batch_size_schedule, learning_rate, planned_steps
 from megads.errors import ConfigError
 from megads.frozen_config import config_digest
 from megads.launch.disk_need import disk_need
@@ -30,6 +30,7 @@ from megads.launch.preflight_memory import (
     this_machine,
 )
 from megads.model.config import ModelConfig
+from megads.optim.schedule import ScheduleName
 from megads.parallel.config import Partition, Recompute
 from megads.plan.memory import MemoryPlan, StageMemory
 from megads.plan.model_size import hardware_flops_per_token, model_flops_per_token, parameter_count
@@ -281,6 +282,7 @@ def describe_run(resolved: ResolvedRun) -> str:
         **_pipeline_rows(config),
         **({"chosen": "; ".join(resolved.choices)} if resolved.choices else {}),
         "length": _length(config),
+        "rate": _learning_rate(config),
         "precision": str(train.precision),
         "kernels": chosen_kernels(config, machine).text,
         "data": resolved.data.text,
@@ -310,6 +312,24 @@ def _length(config: RootConfig) -> str:
     steps = planned_steps(config)
     samples = batch_size_schedule(config).samples_after(steps)
     return f"{steps:,} steps, {samples:,} samples, {samples * config.train.seq_len:,} tokens"
+
+
+def _learning_rate(config: RootConfig) -> str:
+    """As in 0.0003, after a warmup of 100 samples (13 steps), cosine to 3e-05 at sample 8,000 (step 1,000)."""
+    optim, schedule = config.optim, config.schedule
+    if not config.train.length_is_known:
+        return f"{optim.lr:g}, {schedule.name}"
+    rate, steps_for = learning_rate(config), batch_size_schedule(config).steps_for
+
+    def at(samples: int) -> str:
+        return f"sample {samples:,} (step {steps_for(samples):,})"
+
+    warmup = f" after a warmup to {at(rate.warmup)}" if rate.warmup else ""
+    stable = f", stable to {at(rate.stable_until)}" if schedule.name == ScheduleName.wsd else ""
+    fall = f", {schedule.decay_shape.value if stable else schedule.name} to {optim.min_lr:g} at {at(rate.end)}"
+    if schedule.name in (ScheduleName.constant, ScheduleName.inverse_sqrt):
+        fall = f", {schedule.name}"
+    return f"{optim.lr:g}{warmup}{stable}{fall}" + (f" in {schedule.cycles} cycles" if schedule.cycles > 1 else "")
 
 
 def _heads(model: ModelConfig) -> str:

@@ -17,7 +17,7 @@ from megads.launch.preflight import locate_data, place, require_data
 from megads.launch.preflight_memory import Machine, memory_line, refuse_unfit, settle_auto
 from megads.launch.slurm_ranks import place_ranks
 from megads.model.config import ModelConfig
-from megads.optim.config import ScheduleConfig
+from megads.optim.schedule import ScheduleConfig
 from megads.parallel.config import AXES, GRADIENT_STAGES, ParallelConfig, Recompute
 from megads.parallel.schedule import ScheduleName
 from megads.runtime.config import ClusterConfig, ClusterKind, LoggingConfig, WandbConfig, WandbMode
@@ -140,8 +140,8 @@ def _resume(config: RootConfig) -> list[Finding]:
     if load not in ("auto", "none") and not Path(load).is_dir():
         return [problem("checkpoints", f"checkpoint.load = {load}: there is no such folder", _AT_START, "correct it")]
     if load == "none":
-        cost = "every restart throws away what was trained before"
-        return [problem("checkpoints", "checkpoint.load = none", cost, "checkpoint.load=auto")]
+        cost = "a job that is submitted again throws away what was trained before; a requeue or a chain does not"
+        return [note("checkpoints", "checkpoint.load = none", cost, "checkpoint.load=auto")]
     if not config.checkpoint.every_steps:
         cost = "a lost node, of which nobody warns, throws away everything since the start of the job"
         return [note("checkpoints", "checkpoint.every_steps = 0", cost, "set checkpoint.every_steps to half an hour's")]
@@ -232,7 +232,7 @@ def scaled_run(
         model=_scaled_model(config.model, parallel),
         parallel=parallel,
         train=train,
-        schedule=ScheduleConfig(name=config.schedule.name, options=config.schedule.options),
+        schedule=ScheduleConfig(name=config.schedule.name, options=config.schedule.options, warmup_steps=1),
         data=DataConfig(train=[DatasetConfig(data)]),
         tokenizer=TextTokenizerConfig(),
         checkpoint=dataclasses.replace(config.checkpoint, load=load, init_from=None),

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from torch import Tensor
 
 from megads.config import Precision, RootConfig
 from megads.errors import EXIT_OK, ConfigError
@@ -21,12 +22,14 @@ from megads.launch.launcher import LaunchSpec, launch
 from megads.model.gpt import GPT, TIED_PARAMETER, token_losses
 from megads.monitor.console import Console
 from megads.monitor.console import Console as RunConsole
+from megads.optim.config import OptimizerName
 from megads.optim.groups import parameter_groups
 from megads.parallel.config import AXES, ParallelConfig
 from megads.runtime.lease import claimed
 from megads.runtime.machine_memory import PROCESS_BYTES, available_memory
 from megads.runtime.visible_console import VisibleConsole
 from megads.tools.verify.checks import BF16, FP32, Row, legend, likely_cause, rows
+from megads.tools.verify.reference_optimizers import ReferenceOptimizer, reference_optimizer
 from megads.tools.verify.run import Run, join, read_runs, read_stream, write_corpus
 from megads.tools.verify.scenario import (
     VALIDATION_SAMPLES,
@@ -45,16 +48,45 @@ if TYPE_CHECKING:
     from megads.tools.verify.config import VerifyLayoutConfig
 
 
+_SIGN_BOUND = 1e-3
+"""Of Lion's weights: where a direction is zero but for rounding, its sign is either, and the weights 2 lr apart."""
+
+
+class _Masters:
+    """The masters of the reference run, and what updates them: torch's AdamW, or `reference_optimizers` in fp64."""
+
+    def __init__(self, working: Mapping[str, Tensor], scenario: Scenario) -> None:
+        self.of = {name: torch.nn.Parameter(p.detach().float().clone()) for name, p in working.items()}
+        self._exact: ReferenceOptimizer | None = None
+        optim, model = scenario.optim, scenario.model
+        if not optim.is_adamw:
+            self._exact = reference_optimizer({name: m.detach().numpy() for name, m in self.of.items()}, optim, model)
+            return
+        tied = TIED_PARAMETER if model.tie_embeddings else None
+        groups = parameter_groups(self.of.items(), tied_name=tied, weight_decay=optim.weight_decay)
+        beta1, beta2 = optim.betas
+        self._adamw = torch.optim.AdamW(groups, lr=scenario.lr, betas=(beta1, beta2), eps=optim.eps)
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """Updates them from their gradients, which are clipped."""
+        if self._exact is None:
+            self._adamw.step()
+            return
+        self._exact.step({name: m.grad.numpy() for name, m in self.of.items() if m.grad is not None}, lr)
+        for name, weight in self._exact.weights.items():
+            self.of[name].copy_(torch.from_numpy(weight))
+
+
 def train_reference(scenario: Scenario) -> Run:
-    """Autograd, fp32 gradient sums over micro-batches, clip, AdamW on fp32 masters."""
+    """Autograd, fp32 gradient sums over micro-batches, clip, the optimizer on masters."""
     model = GPT(scenario.model, scenario.seed, initial_weights(scenario)).to(scenario.dtype)
     working = model.parameters_by_name()
-    masters = {name: torch.nn.Parameter(p.detach().float().clone()) for name, p in working.items()}
-    tied = TIED_PARAMETER if scenario.model.tie_embeddings else None
-    groups = parameter_groups(masters.items(), tied_name=tied, weight_decay=scenario.optim.weight_decay)
-    beta1, beta2 = scenario.optim.betas
-    adamw = torch.optim.AdamW(groups, lr=scenario.lr, betas=(beta1, beta2), eps=scenario.optim.eps)
+    optimizer = _Masters(working, scenario)
+    masters = optimizer.of
     run = Run(validation=_validate(model, scenario), model=scenario.model)
+    if scenario.optim.name == OptimizerName.lion:
+        run.weight_bound = _SIGN_BOUND
     run.initial = {name: m.detach().numpy().copy() for name, m in masters.items()}
     for step in range(scenario.steps):
         loss, tokens, gradients = _gradients(model, scenario, step)
@@ -66,7 +98,7 @@ def train_reference(scenario: Scenario) -> Run:
         run.norms.append(float(torch.nn.utils.clip_grad_norm_(masters.values(), limit, foreach=False)))
         run.losses.append(loss)
         run.tokens.append(tokens)
-        adamw.step()
+        optimizer.step(scenario.lr)
         with torch.no_grad():
             for name, p in working.items():
                 p.copy_(masters[name])
@@ -85,8 +117,12 @@ def _gradients(model: GPT, scenario: Scenario, step: int) -> tuple[float, int, d
         assert batch.tokens_bs is not None and batch.labels_bs is not None and batch.loss_mask_bs is not None
         logits = model(batch.tokens_bs, batch.info)
         loss = (token_losses(logits, batch.labels_bs) * batch.loss_mask_bs).sum() / total
+        objective = loss
+        if scenario.z_loss:
+            log_z_bs = logits.to(torch.promote_types(logits.dtype, torch.float32)).logsumexp(-1)
+            objective = loss + scenario.z_loss * (log_z_bs.square() * batch.loss_mask_bs).sum() / total
         model.zero_grad(set_to_none=True)
-        loss.backward()
+        objective.backward()
         loss_sum += loss.item()
         for name, p in working.items():
             assert p.grad is not None
@@ -186,7 +222,7 @@ def verify(config: VerifyLayoutConfig, place: str, defect: str = "") -> tuple[in
     console.width = max(console.width, _TABLE_WIDTH)
     console.print(f"{_layout_line(scaled.parallel)}, against one process of plain torch; folder {folder}")
     notes = list(scaled.notes)
-    if not config.optim.is_adamw:
+    if not config.optim.is_built_in:
         notes.append(f"optimizer: adamw in place of optim.name={config.optim.name}, of which there is no reference")
     for note in notes:
         console.print(f"  {note}", style="dim")
@@ -209,7 +245,7 @@ def wanted(config: RootConfig) -> Wanted:
     return Wanted(
         config.model,
         config.parallel,
-        config.optim if config.optim.is_adamw else dataclasses.replace(config.optim, name="adamw", options={}),
+        config.optim if config.optim.is_built_in else dataclasses.replace(config.optim, name="adamw", options={}),
         train.global_batch_size,
         train.micro_batch_size,
         train.seq_len,
@@ -217,6 +253,7 @@ def wanted(config: RootConfig) -> Wanted:
         document_mask=config.data.document_mask,
         reset_positions=config.data.reset_positions,
         ops=config.ops,
+        z_loss=train.z_loss,
     )
 
 

@@ -99,6 +99,7 @@ def build_engine(scenario: Scenario, parallel: ParallelConfig, value: InitialVal
         device=torch.device("cpu"),
         value=value or initial_weights(scenario),
         kernels=kernels,
+        z_loss=scenario.z_loss,
     )
     return build_train_engine(spec)
 

@@ -124,6 +124,7 @@ class Run:
         disagreements: what ranks report differently although all report it of the whole run.
         stream: the samples; several digests where ranks were given different rows under one number.
         model: what was trained, by which key biases are found.
+        weight_bound: relative deviation that rounding may cause in a weight.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -138,6 +139,7 @@ class Run:
     disagreements: list[str] = field(default_factory=list)
     stream: Stream = field(default_factory=Stream)
     model: ModelConfig = field(default_factory=ModelConfig)
+    weight_bound: float = 1e-4
 
 
 def join(ranks: Sequence[RankRun], model: ModelConfig) -> Run:

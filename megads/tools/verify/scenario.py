@@ -21,7 +21,7 @@ from megads.errors import ConfigError
 from megads.model.config import ModelConfig
 from megads.model.gpt import InitialValue, parameter_generator
 from megads.ops.config import Implementation, OpsConfig
-from megads.optim.config import OptimConfig
+from megads.optim.config import OptimConfig, OptimizerName
 from megads.parallel.config import AXES, ParallelConfig, Partition, Recompute
 from megads.runtime.distributed import decode, encode
 
@@ -53,6 +53,7 @@ class Scenario:
         documents: samples hold several documents, of which the model is told.
         document_mask: with documents: attention stays in them.
         reset_positions: with documents: positions restart in them.
+        z_loss: weight of the z-loss.
         optimizer: every other setting of the optimizer.
         ops: how the layout's operators are computed; the reference takes torch's.
     """
@@ -72,6 +73,7 @@ class Scenario:
     documents: bool = False
     document_mask: bool = True
     reset_positions: bool = True
+    z_loss: float = 0.0
     optimizer: OptimConfig = field(default_factory=OptimConfig)
     ops: OpsConfig = field(default_factory=lambda: OpsConfig(Implementation.torch))
 
@@ -211,6 +213,8 @@ _BF16_STEPS = 3
 """Only the first loss is compared; copies must stay copies beyond it."""
 _BUCKET = 8192
 """Several buckets a rank, as a large model has them."""
+_LAMB_LR = 2e-2
+"""Of LAMB, whose steps are a share of the weight: in smaller ones a ratio that is off by a percent would hide."""
 _CLIP = 0.5
 """Hot gradients have a norm of about 2: every step is clipped."""
 
@@ -225,6 +229,7 @@ class Wanted:
         bf16: whether it trains in bf16.
         document_mask, reset_positions: data.*.
         ops: its config.
+        z_loss: train.z_loss.
     """
 
     model: ModelConfig
@@ -237,6 +242,7 @@ class Wanted:
     document_mask: bool = False
     reset_positions: bool = False
     ops: OpsConfig = field(default_factory=OpsConfig)
+    z_loss: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -276,8 +282,10 @@ def scale(wanted: Wanted, max_ranks: int | None, steps: int) -> Scaled:
         documents=wanted.document_mask or wanted.reset_positions,
         document_mask=wanted.document_mask,
         reset_positions=wanted.reset_positions,
+        z_loss=wanted.z_loss,
         clip_grad=_CLIP if wanted.optim.clip_grad > 0 else 0.0,
-        optimizer=wanted.optim,
+        lr=_LAMB_LR if wanted.optim.name == OptimizerName.lamb else Scenario.lr,
+        optimizer=_as_exact_as_weights(wanted.optim),
         ops=wanted.ops,
     )
     micro_batches = wanted.global_batch_size // (wanted.micro_batch_size * wanted.parallel.dp)
@@ -287,6 +295,11 @@ def scale(wanted: Wanted, max_ranks: int | None, steps: int) -> Scaled:
         bf16 = _with_batches(exact, wanted, parallel, 1, _BF16_SEQ_LEN, _BF16_SAMPLES)
         bf16 = replace(bf16, precision="bfloat16", steps=min(steps, _BF16_STEPS))
     return Scaled(parallel, exact, bf16, _notes(wanted, parallel, exact))
+
+
+def _as_exact_as_weights(optim: OptimConfig) -> OptimConfig:
+    """Muon's iteration in the dtype of the weights: in bf16 it is too coarse for the bounds of fp32."""
+    return replace(optim, options={**optim.options, "precision": "auto"}) if optim.is_muon else optim
 
 
 def scale_layout(parallel: ParallelConfig, max_ranks: int | None) -> ParallelConfig:

@@ -1,0 +1,356 @@
+"""Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon): the momentum of a matrix, orthogonalised.
+
+Scaled by 0.2 sqrt(max(rows, columns)), so that its steps are as long as AdamW's (Liu et al. 2025, Moonlight,
+https://arxiv.org/abs/2502.16982, section 2.2). A matrix can only be orthogonalised whole: every one has an owner among
+the ranks that hold parts of it, to which the parts go and which sends back what each needs. A parameter that is several
+matrices (queries, keys and values; gates and ups) is cut into them first: orthogonalised as one they would share their
+singular values (Jordan: "Muon should be applied separately to Q, K and V").
+
+Shape suffixes: e = elements of a flat master or parameter, r = rows, c = columns, k = matrices of one shape.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megads.optim.config import MuonOptions, MuonPrecision, OptimConfig, QKVSplit
+from megads.optim.groups import Role
+from megads.optim.masters import AdamWRule, MasterLayout, MasterLine, MasterUpdate, ParameterRun
+from megads.parallel.grid import Axis
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Jordan's: of X, X X^T X and (X X^T)^2 X; singular values end between 0.7 and 1.2, in few steps from small ones."""
+RMS = 0.2
+"""Root mean square of AdamW's steps, measured by Moonlight."""
+EPSILON = 1e-7
+BATCH_ELEMENTS = 2**26
+"""Matrices of one shape are multiplied together up to so many elements: temporary memory is about four times that."""
+
+FusedRows = Mapping[str, tuple[int, ...]]
+"""By the last parts of a parameter's name: how many neighbouring rows are each matrix's; this repeats over all rows."""
+
+
+def newton_schulz(x_krc: Tensor, steps: int) -> Tensor:
+    """Orthogonalises matrices: U V^T of their singular value decomposition, about; in their dtype.
+
+    Args:
+        x_krc: matrices of one shape, zeros allowed; undefined afterwards.
+        steps: iterations.
+    """
+    if x_krc.shape[1] > x_krc.shape[2]:
+        return newton_schulz(x_krc.mT.contiguous(), steps).mT
+    a, b, c = COEFFICIENTS
+    norms_k = torch.linalg.vector_norm(x_krc, dim=(1, 2), keepdim=True, dtype=torch.float32)
+    x_krc = (x_krc / norms_k.clamp(min=EPSILON)).to(x_krc.dtype)
+    for _ in range(steps):
+        gram_krr = torch.bmm(x_krc, x_krc.mT)
+        polynomial_krr = torch.baddbmm(gram_krr, gram_krr, gram_krr, beta=b, alpha=c)
+        x_krc = torch.baddbmm(x_krc, polynomial_krr, x_krc, beta=a)
+    return x_krc
+
+
+def newton_schulz_flops(rows: int, columns: int, steps: int) -> int:
+    """Operations that orthogonalise one matrix."""
+    short, long = sorted((rows, columns))
+    return steps * (4 * short**2 * long + 2 * short**3)
+
+
+class FusedMatrices:
+    """Cuts parameters into the matrices that they hold.
+
+    Args:
+        rows: of fused parameters.
+        split: queries, keys and values as a matrix each, or every head.
+    """
+
+    def __init__(self, rows: FusedRows, split: QKVSplit) -> None:
+        self._rows, self._split = rows, split
+
+    def _pattern(self, name: str) -> tuple[int, ...] | None:
+        return next((rows for suffix, rows in self._rows.items() if name.endswith(suffix)), None)
+
+    def split(self, name: str, whole_rc: Tensor) -> list[Tensor]:
+        """The matrices of a parameter; together they are as large.
+
+        Args:
+            name: of the parameter.
+            whole_rc: of the shape of the parameter.
+        """
+        pattern = self._pattern(name)
+        if pattern is None:
+            return [whole_rc]
+        if self._split is QKVSplit.head and pattern[-1] > 1:
+            return list(whole_rc.unflatten(0, (-1, pattern[-1])).unbind())
+        parts = whole_rc.unflatten(0, (-1, sum(pattern))).split(pattern, dim=1)
+        return [part.flatten(0, 1) for part in parts]
+
+    def join(self, name: str, matrices: Sequence[Tensor]) -> Tensor:
+        """The inverse of `split`."""
+        pattern = self._pattern(name)
+        if pattern is None:
+            return matrices[0]
+        if self._split is QKVSplit.head and pattern[-1] > 1:
+            return torch.cat(list(matrices))
+        parts = [part.unflatten(0, (-1, rows)) for part, rows in zip(matrices, pattern, strict=True)]
+        return torch.cat(parts, dim=1).flatten(0, 1)
+
+    def flops(self, name: str, shape: tuple[int, ...], steps: int) -> int:
+        """Operations that orthogonalise all matrices of a parameter of a shape."""
+        matrices = self.split(name, torch.empty(shape, device="meta"))
+        return sum(newton_schulz_flops(matrix.shape[0], matrix.shape[1], steps) for matrix in matrices)
+
+
+def balanced_owners(costs: Sequence[int], owners: int) -> list[int]:
+    """Who takes which item, so that all have about as much to do: the largest item first, to whom has least.
+
+    Args:
+        costs: of the items.
+        owners: how many there are.
+    """
+    loads, found = [0] * owners, [0] * len(costs)
+    for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
+        found[item] = min(range(owners), key=lambda owner: (loads[owner], owner))
+        loads[found[item]] += costs[item]
+    return found
+
+
+def swap(
+    axis: Axis, outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Sequence[int]], like: Tensor
+) -> list[list[Tensor]]:
+    """Sends flat tensors to the ranks of an axis and takes theirs, in one all-to-all.
+
+    Args:
+        axis: the ranks.
+        outgoing: for each rank what goes there, of one dtype.
+        incoming: for each rank how many elements each tensor has that comes from there.
+        like: has the dtype and device of what is sent, which may be nothing.
+
+    Returns:
+        What came from each rank.
+    """
+    flat = [tensor for row in outgoing for tensor in row]
+    sizes = [sum(row) for row in incoming]
+    given = torch.cat(flat) if flat else like.new_empty(0)
+    taken = given.new_empty(sum(sizes))
+    if axis.size > 1:
+        splits = [sum(tensor.numel() for tensor in row) for row in outgoing]
+        dist.all_to_all_single(taken, given, sizes, splits, group=axis.group)
+    else:
+        taken = given
+    parts = iter(taken.split([size for row in incoming for size in row]))
+    return [[next(parts) for _ in row] for row in incoming]
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A parameter and the rank that orthogonalises it.
+
+    Attributes:
+        run: this rank's run of it.
+        held: first element and length of every data rank's run, in the flattened local parameter.
+        data: the owner's place on the data line.
+        tp: the owner's place among tensor-parallel ranks.
+    """
+
+    run: ParameterRun
+    held: tuple[tuple[int, int], ...]
+    data: int
+    tp: int
+
+
+class WholeMatrices:
+    """Brings the runs of some parameters to their owners as whole parameters, and brings back what these made of them.
+
+    First over data parallelism, which makes a rank's share whole, then over tensor parallelism.
+
+    Args:
+        layouts: of the masters that hold the runs.
+        line: the ranks that hold the parameters together.
+        matrices: of which the parameters consist.
+        steps: iterations of Newton-Schulz, by which the work is balanced.
+        like: has the dtype and device of what is sent.
+    """
+
+    def __init__(
+        self, layouts: Sequence[MasterLayout], line: MasterLine, matrices: FusedMatrices, steps: int, like: Tensor
+    ) -> None:
+        self._line, self._like = line, like.new_empty(0)
+        runs = [run for layout in layouts for run in layout.runs]
+        costs = [matrices.flops(run.name, self._whole_shape(run), steps) for run in runs]
+        owners = balanced_owners(costs, line.data.size * line.tp.size)
+        held = self._held_everywhere(runs)
+        self.parameters = [
+            Owned(run, ranges, *divmod(owner, line.tp.size))
+            for run, ranges, owner in zip(runs, held, owners, strict=True)
+        ]
+
+    def _whole_shape(self, run: ParameterRun) -> tuple[int, ...]:
+        assert run.dim is not None or self._line.tp.size == 1, f"{run.name} is on every tensor-parallel rank"
+        return tuple(size * (self._line.tp.size if dim == run.dim else 1) for dim, size in enumerate(run.local_shape))
+
+    def _held_everywhere(self, runs: Sequence[ParameterRun]) -> list[tuple[tuple[int, int], ...]]:
+        """First element and length of every data rank's run of each parameter; collective where masters are cut."""
+        data = self._line.data
+        if not self._line.cut or data.size == 1:
+            return [((0, run.local_elements),) * data.size for run in runs]
+        own = torch.tensor([[run.first, run.length] for run in runs], dtype=torch.int64, device=self._like.device)
+        own = own.flatten()
+        everyones = own.new_empty(data.size * own.numel())
+        dist.all_gather_into_tensor(everyones, own, group=data.group)
+        by_rank = everyones.view(data.size, len(runs), 2).tolist()
+        return [tuple((first, length) for first, length in of_run) for of_run in zip(*by_rank, strict=True)]
+
+    def gather(self, runs: Sequence[Tensor]) -> dict[int, Tensor]:
+        """The whole parameters that this rank owns, by their place among all.
+
+        Args:
+            runs: this rank's run of every parameter, flat.
+        """
+        return self._over_tp(self._over_data(runs))
+
+    def scatter(self, whole: Mapping[int, Tensor]) -> list[Tensor]:
+        """This rank's run of every parameter, flat; what `gather` returned is given back, or what was made of it."""
+        return self._back_over_data(self._back_over_tp(whole))
+
+    def _over_data(self, runs: Sequence[Tensor]) -> dict[int, Tensor]:
+        """This rank's share of each parameter whose owner has its place on the data line."""
+        data = self._line.data
+        mine = [number for number, owned in enumerate(self.parameters) if owned.data == data.rank]
+        if not self._line.cut or data.size == 1:
+            return {number: runs[number] for number in mine}
+        outgoing = self._by_owner(runs, [owned.data for owned in self.parameters], data.size)
+        incoming = [[self.parameters[number].held[rank][1] for number in mine] for rank in range(data.size)]
+        # A parameter's runs are in the order of the ranks.
+        pieces = zip(*swap(data, outgoing, incoming, self._like), strict=True)
+        return {number: torch.cat(of_parameter) for number, of_parameter in zip(mine, pieces, strict=True)}
+
+    def _over_tp(self, shares: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        tp = self._line.tp
+        outgoing = self._by_owner(list(shares.values()), [self.parameters[n].tp for n in shares], tp.size)
+        mine = [number for number in shares if self.parameters[number].tp == tp.rank]
+        incoming = [[self.parameters[number].run.local_elements for number in mine]] * tp.size
+        found = swap(tp, outgoing, incoming, self._like) if shares else []
+        whole = {}
+        for number, parts in zip(mine, zip(*found, strict=True), strict=True):
+            run = self.parameters[number].run
+            local = [part.view(run.local_shape) for part in parts]
+            whole[number] = local[0] if tp.size == 1 else torch.cat(local, dim=run.dim or 0)
+        return whole
+
+    def _back_over_tp(self, whole: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        tp, data = self._line.tp, self._line.data
+        here = [number for number, owned in enumerate(self.parameters) if owned.data == data.rank]
+        outgoing = list[list[Tensor]]()
+        for rank in range(tp.size):
+            shares = (
+                tensor.chunk(tp.size, dim=self.parameters[number].run.dim or 0)[rank]
+                for number, tensor in whole.items()
+            )
+            outgoing.append([share.reshape(-1) for share in shares])
+        of_rank = [[number for number in here if self.parameters[number].tp == rank] for rank in range(tp.size)]
+        incoming = [[self.parameters[number].run.local_elements for number in numbers] for numbers in of_rank]
+        found = swap(tp, outgoing, incoming, self._like) if here else [[] for _ in of_rank]
+        shares_here = {
+            number: share
+            for numbers, of_numbers in zip(of_rank, found, strict=True)
+            for number, share in zip(numbers, of_numbers, strict=True)
+        }
+        return {number: shares_here[number] for number in here}
+
+    def _back_over_data(self, shares: Mapping[int, Tensor]) -> list[Tensor]:
+        data, parameters = self._line.data, self.parameters
+        if data.size == 1:
+            return [shares[number] for number in range(len(parameters))]
+        outgoing = [
+            [share.narrow(0, *parameters[number].held[rank]) for number, share in shares.items()]
+            for rank in range(data.size)
+        ]
+        of_rank = [[n for n, owned in enumerate(parameters) if owned.data == rank] for rank in range(data.size)]
+        incoming = [[parameters[number].held[data.rank][1] for number in numbers] for numbers in of_rank]
+        found: dict[int, Tensor] = {}
+        for numbers, of_numbers in zip(of_rank, swap(data, outgoing, incoming, self._like), strict=True):
+            found |= zip(numbers, of_numbers, strict=True)
+        return [found[number] for number in range(len(parameters))]
+
+    @staticmethod
+    def _by_owner(tensors: Sequence[Tensor], owners: Sequence[int], size: int) -> list[list[Tensor]]:
+        rows: list[list[Tensor]] = [[] for _ in range(size)]
+        for tensor, owner in zip(tensors, owners, strict=True):
+            rows[owner].append(tensor.reshape(-1))
+        return rows
+
+
+class MuonRule:
+    """See UpdateRule; AdamW for masters that hold no hidden matrices.
+
+    Args:
+        optim: its options, and AdamW's settings.
+        line: the ranks that hold the parameters together.
+        fused: parameters that are several matrices.
+        weights_dtype: of the working weights, which precision=auto takes.
+    """
+
+    def __init__(self, optim: OptimConfig, line: MasterLine, fused: FusedRows, weights_dtype: torch.dtype) -> None:
+        self._options: MuonOptions = optim.typed_options
+        self._adamw, self._line = AdamWRule(optim), line
+        self._matrices = FusedMatrices(fused, self._options.qkv)
+        asked = {MuonPrecision.bf16: torch.bfloat16, MuonPrecision.fp32: torch.float32}
+        self._dtype = asked.get(self._options.precision, weights_dtype)
+        self._known: dict[tuple[int, ...], WholeMatrices] = {}
+
+    def __call__(self, updates: Sequence[MasterUpdate]) -> None:
+        """See UpdateRule."""
+        hidden = [update for update in updates if update.parameters.role is Role.hidden]
+        self._adamw([update for update in updates if update.parameters.role is not Role.hidden])
+        if hidden:
+            self._update(hidden)
+
+    def _update(self, updates: Sequence[MasterUpdate]) -> None:
+        directions = [self._direction(update) for update in updates]
+        exchange = self._exchange([update.parameters for update in updates], directions[0])
+        pairs = list(zip(updates, directions, strict=True))
+        runs = [run.of(flat_e) for update, flat_e in pairs for run in update.parameters.runs]
+        whole = exchange.gather(runs)
+        names = {number: exchange.parameters[number].run.name for number in whole}
+        del runs, directions
+        steps = iter(exchange.scatter(self._orthogonalised(whole, names)))
+        for update, _ in pairs:
+            update.master.mul_(1.0 - update.lr * update.weight_decay)
+            for run in update.parameters.runs:
+                run.of(update.master).sub_(next(steps), alpha=update.lr)
+
+    def _direction(self, update: MasterUpdate) -> Tensor:
+        """The momentum, with Nesterov's look ahead, in the dtype in which it travels."""
+        momentum_e, gradient_e, beta = update.state["momentum_buffer"], update.grad, self._options.momentum
+        momentum_e.lerp_(gradient_e, 1.0 - beta)
+        direction_e = gradient_e.lerp_(momentum_e, beta) if self._options.nesterov else momentum_e
+        return direction_e.to(self._dtype)
+
+    def _exchange(self, layouts: Sequence[MasterLayout], like: Tensor) -> WholeMatrices:
+        key = tuple(map(id, layouts))
+        if key not in self._known:
+            self._known[key] = WholeMatrices(layouts, self._line, self._matrices, self._options.steps, like)
+        return self._known[key]
+
+    def _orthogonalised(self, whole: Mapping[int, Tensor], names: Mapping[int, str]) -> dict[int, Tensor]:
+        """The scaled steps of whole parameters; matrices of one shape are multiplied together."""
+        parts = {number: self._matrices.split(names[number], tensor) for number, tensor in whole.items()}
+        by_shape: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+        for number, matrices in parts.items():
+            for place, matrix in enumerate(matrices):
+                by_shape.setdefault(tuple(matrix.shape), []).append((number, place))
+        for shape, places in by_shape.items():
+            together = max(1, BATCH_ELEMENTS // math.prod(shape))
+            for start in range(0, len(places), together):
+                batch = places[start : start + together]
+                stacked_krc = torch.stack([parts[number][place] for number, place in batch])
+                made_krc = newton_schulz(stacked_krc, self._options.steps) * (RMS * math.sqrt(max(shape)))
+                for (number, place), made_rc in zip(batch, made_krc, strict=True):
+                    parts[number][place] = made_rc
+        return {number: self._matrices.join(names[number], matrices) for number, matrices in parts.items()}

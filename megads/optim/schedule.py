@@ -1,0 +1,216 @@
+"""The learning rate: a pure function of the samples consumed, whatever the batch size and the layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from megads.errors import ConfigError
+from megads.optim.config import OptimConfig
+from megads.runtime.registry import SCHEDULES, NoOptions, register_schedule
+
+
+class ScheduleName(StrEnum):
+    """The built-in courses of the learning rate after the warmup; plugins register others."""
+
+    cosine = "cosine"
+    linear = "linear"
+    constant = "constant"
+    inverse_sqrt = "inverse_sqrt"
+    wsd = "wsd"
+
+
+class DecayShape(StrEnum):
+    """How the rate falls at the end of a warmup-stable-decay schedule."""
+
+    minus_sqrt = "minus_sqrt"
+    linear = "linear"
+    cosine = "cosine"
+    exponential = "exponential"
+
+
+_DECAY_SHAPES: dict[DecayShape, Callable[[float], float]] = {
+    DecayShape.minus_sqrt: lambda done: 1.0 - math.sqrt(done),
+    DecayShape.linear: lambda done: 1.0 - done,
+    DecayShape.cosine: lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
+    DecayShape.exponential: lambda done: 2.0 * 0.5**done - 1.0,
+}
+_UNITS = ("samples", "tokens", "steps")
+_OF_WSD = ("decay_share", "decay_shape", "decay_from", "decay_start_samples")
+
+
+@dataclass
+class ScheduleConfig:
+    """Learning rate as a function of samples consumed, so that it does not depend on the batch size."""
+
+    name: str = field(default=ScheduleName.cosine.value, metadata={"choices": tuple(map(str, ScheduleName))})
+    """cosine, linear, constant, inverse_sqrt, wsd (warmup, stable, decay), or the name of a schedule that a plugin
+    registers (docs/extending.md)."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Settings of a plugin's schedule, by their names."""
+    warmup_samples: int = 0
+    """Samples over which the rate rises linearly from 0 to optim.lr."""
+    warmup_tokens: int | None = None
+    """The same in tokens, in place of warmup_samples."""
+    warmup_steps: int | None = None
+    """The same in steps, in place of warmup_samples."""
+    decay_samples: int | None = None
+    """Samples at which the decay ends; null is the end of training."""
+    decay_tokens: int | None = None
+    """The same in tokens, in place of decay_samples."""
+    decay_steps: int | None = None
+    """The same in steps, in place of decay_samples."""
+    cycles: int = 1
+    """Equal parts of the decay of cosine and linear, each of which starts at optim.lr again (warm restarts, Loshchilov
+    and Hutter 2017)."""
+    decay_share: float = 0.2
+    """Share of what follows the warmup in which the rate of wsd falls."""
+    decay_shape: DecayShape = DecayShape.minus_sqrt
+    """How it falls: minus_sqrt is 1 - sqrt(x) (Haegele et al. 2024), exponential is 2 * 0.5^x - 1."""
+    decay_from: str | None = None
+    """Checkpoint (its folder, or a run's) at which the decay of wsd starts; the run continues it. So one run at a
+    constant rate has many ends."""
+    decay_start_samples: int | None = None
+    """Samples at which the decay of wsd starts, in place of decay_share; decay_from sets it."""
+
+    def check(self) -> None:
+        """Raises ConfigError on settings that contradict each other, or do not apply to the schedule."""
+        self._check_units("warmup", least=0)
+        self._check_units("decay", least=1)
+        self._check_cycles()
+        self._check_wsd()
+        if self.name == ScheduleName.inverse_sqrt and not any(self._given("warmup")):
+            raise ConfigError(
+                "schedule.name = inverse_sqrt without a warmup: the rate is optim.lr * sqrt(warmup / samples), which "
+                "needs one; set schedule.warmup_samples, warmup_tokens or warmup_steps"
+            )
+
+    def _given(self, what: str) -> list[int]:
+        return [getattr(self, f"{what}_{unit}") or 0 for unit in _UNITS]
+
+    def _check_units(self, what: str, least: int) -> None:
+        names = [f"schedule.{what}_{unit}" for unit in _UNITS]
+        values = [getattr(self, f"{what}_{unit}") for unit in _UNITS]
+        for name, value in zip(names, values, strict=True):
+            if value is not None and value < least:
+                raise ConfigError(f"{name} = {value}: must be at least {least}")
+        # Samples are what presets have, so the others go before them.
+        given = [f"{name} = {value}" for name, value in zip(names[1:], values[1:], strict=True) if value is not None]
+        if len(given) > 1:
+            raise ConfigError(f"{' and '.join(given)}: give one of them")
+
+    def _check_cycles(self) -> None:
+        if self.cycles < 1:
+            raise ConfigError(f"schedule.cycles = {self.cycles}: must be at least 1")
+        if self.cycles > 1 and self.name not in (ScheduleName.cosine, ScheduleName.linear):
+            raise ConfigError(
+                f"schedule.cycles = {self.cycles} only applies to schedule.name=cosine and linear, but schedule.name = "
+                f"{self.name}: remove it"
+            )
+
+    def _check_wsd(self) -> None:
+        default = ScheduleConfig()
+        for key in _OF_WSD:
+            if self.name != ScheduleName.wsd and getattr(self, key) != getattr(default, key):
+                raise ConfigError(
+                    f"schedule.{key} = {getattr(self, key)} only applies to schedule.name=wsd, but schedule.name = "
+                    f"{self.name}: remove it, or set schedule.name=wsd"
+                )
+        if not 0 <= self.decay_share <= 1:
+            raise ConfigError(f"schedule.decay_share = {self.decay_share}: must be from 0 (never) to 1")
+        if self.decay_start_samples is not None and self.decay_start_samples < 0:
+            raise ConfigError(f"schedule.decay_start_samples = {self.decay_start_samples}: must not be negative")
+
+
+@register_schedule(ScheduleName.cosine.value)
+def _cosine(_options: NoOptions, done: float) -> float:
+    return 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+@register_schedule(ScheduleName.linear.value)
+def _linear(_options: NoOptions, done: float) -> float:
+    return 1.0 - done
+
+
+@register_schedule(ScheduleName.constant.value)
+def _constant(_options: NoOptions, _done: float) -> float:
+    return 1.0
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """The learning rate of each step: linear warmup from 0, then the schedule's course down to optim.min_lr.
+
+    Cosine and linear fall from optim.lr to optim.min_lr and stay there; constant stays at optim.lr; inverse_sqrt is
+    optim.lr * sqrt(warmup / samples) (Vaswani et al. 2017), at least optim.min_lr; wsd stays at optim.lr until its
+    decay starts. A plugin's course keeps the value that it has at the end of the decay.
+
+    Attributes:
+        optim: peak and floor.
+        schedule: course.
+        warmup: samples at which the warmup ends.
+        end: samples at which the decay ends.
+        decay_start: samples at which the decay of wsd starts; None: by schedule.decay_share.
+    """
+
+    optim: OptimConfig
+    schedule: ScheduleConfig
+    warmup: int
+    end: int
+    decay_start: int | None = None
+
+    def __call__(self, samples: int) -> float:
+        """The rate of one step.
+
+        Args:
+            samples: consumed at the END of the step, so that the first step's rate is not 0 and the step that ends the
+                decay has exactly optim.min_lr.
+
+        Raises:
+            ConfigError: a plugin's schedule returns no finite number.
+        """
+        optim = self.optim
+        if samples < self.warmup:
+            return optim.lr * samples / self.warmup
+        if self.schedule.name == ScheduleName.inverse_sqrt:
+            return max(optim.min_lr, optim.lr * math.sqrt(self.warmup / samples))
+        share = self._share(samples)
+        # The two ends exactly, whatever the rounding between them.
+        if share in (0.0, 1.0):
+            return optim.lr if share else optim.min_lr
+        return optim.min_lr + (optim.lr - optim.min_lr) * share
+
+    @property
+    def stable_until(self) -> int:
+        """Samples at which the decay of wsd starts."""
+        start = self.decay_start
+        if start is None:
+            start = self.end - round(self.schedule.decay_share * (self.end - self.warmup))
+        return min(max(start, self.warmup), self.end)
+
+    def _share(self, samples: int) -> float:
+        """What is left of the way from optim.min_lr to optim.lr, for samples beyond the warmup."""
+        if self.schedule.name == ScheduleName.wsd:
+            begin = self.stable_until
+            done = _progress(samples, begin, self.end) if begin < self.end else 0.0
+            return _DECAY_SHAPES[self.schedule.decay_shape](done)
+        done = _progress(samples, self.warmup, self.end, self.schedule.cycles)
+        share = float(SCHEDULES.make(self.schedule.name, self.schedule.options, done))
+        if not math.isfinite(share):
+            raise ConfigError(
+                f"schedule.name = {self.schedule.name}: returns {share} at {done:g} of the decay, want a number"
+            )
+        return share
+
+
+def _progress(samples: int, begin: int, end: int, cycles: int = 1) -> float:
+    """How much of the way from `begin` to `end` is done, of each of its cycles anew; 1 at a cycle's last sample."""
+    if samples <= begin:
+        return 0.0
+    if samples >= end:
+        return 1.0
+    done = (samples - begin) * cycles / (end - begin)
+    return done - (math.ceil(done) - 1)

@@ -1,0 +1,184 @@
+"""What every optimizer does, by the formulas of its paper, in fp64 on whole parameters of one process.
+
+Written from the papers and apart from `megads.optim`, whose results in every layout are compared with these: nothing
+here is flat, cut, gathered or batched. Only the settings are shared.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megads.errors import ConfigError
+from megads.model.config import MLPKind, ModelConfig
+from megads.optim.config import OptimConfig, QKVSplit
+
+Array = npt.NDArray[np.float64]
+
+
+class ReferenceOptimizer(ABC):
+    """One optimizer over named fp64 parameters.
+
+    Attributes:
+        weights: of every parameter, by its name.
+    """
+
+    def __init__(self, weights: Mapping[str, npt.NDArray[Any]], optim: OptimConfig, model: ModelConfig) -> None:
+        """Copies the weights.
+
+        Args:
+            weights: whole, by name.
+            optim: the settings.
+            model: whose parameters these are.
+        """
+        self.weights: dict[str, Array] = {name: value.astype(np.float64) for name, value in weights.items()}
+        self.optim, self.model, self.steps = optim, model, 0
+        self._memory: dict[str, dict[str, Array]] = {name: {} for name in weights}
+
+    def step(self, gradients: Mapping[str, npt.NDArray[Any]], lr: float) -> None:
+        """Updates every weight.
+
+        Args:
+            gradients: by name, clipped.
+            lr: learning rate.
+        """
+        self.steps += 1
+        for name, gradient in gradients.items():
+            self._update(name, gradient.astype(np.float64), lr)
+
+    @abstractmethod
+    def _update(self, name: str, gradient: Array, lr: float) -> None:
+        """Updates one weight."""
+
+    def decays(self, name: str) -> bool:
+        """Biases and norms do not."""
+        return not name.endswith(".bias") and "norm" not in name
+
+    def _decay(self, name: str) -> float:
+        return self.optim.weight_decay if self.decays(name) else 0.0
+
+    def _remembered(self, name: str, kind: str) -> Array:
+        return self._memory[name].setdefault(kind, np.zeros_like(self.weights[name]))
+
+    def _adam(self, name: str, gradient: Array) -> Array:
+        """m / (sqrt(v) + eps), both corrected for their start at zero (Kingma and Ba 2015, algorithm 1)."""
+        beta1, beta2 = self.optim.betas
+        m = beta1 * self._remembered(name, "m") + (1 - beta1) * gradient
+        v = beta2 * self._remembered(name, "v") + (1 - beta2) * gradient**2
+        self._memory[name].update(m=m, v=v)
+        m_hat, v_hat = m / (1 - beta1**self.steps), v / (1 - beta2**self.steps)
+        direction: Array = m_hat / (np.sqrt(v_hat) + self.optim.eps)
+        return direction
+
+
+class ReferenceAdamW(ReferenceOptimizer):
+    """Loshchilov and Hutter 2019, algorithm 2."""
+
+    def _update(self, name: str, gradient: Array, lr: float) -> None:
+        weight = self.weights[name]
+        self.weights[name] = weight - lr * (self._adam(name, gradient) + self._decay(name) * weight)
+
+
+class ReferenceLamb(ReferenceOptimizer):
+    """You et al. 2020, algorithm 2, with phi the identity up to `max_ratio`."""
+
+    def _update(self, name: str, gradient: Array, lr: float) -> None:
+        options, weight = self.optim.typed_options, self.weights[name]
+        direction = self._adam(name, gradient) + self._decay(name) * weight
+        long, short = float(np.linalg.norm(weight)), float(np.linalg.norm(direction))
+        ratio = long / short if long > 0 and short > 0 and (options.adapt_all or self.decays(name)) else 1.0
+        if options.max_ratio is not None and (options.adapt_all or self.decays(name)):
+            ratio = min(ratio, options.max_ratio)
+        self.weights[name] = weight - lr * ratio * direction
+
+
+class ReferenceLion(ReferenceOptimizer):
+    """Chen et al. 2023, algorithm 2."""
+
+    def _update(self, name: str, gradient: Array, lr: float) -> None:
+        options, weight, m = self.optim.typed_options, self.weights[name], self._remembered(name, "m")
+        sign = np.sign(options.beta1 * m + (1 - options.beta1) * gradient)
+        self.weights[name] = weight - lr * (sign + self._decay(name) * weight)
+        self._memory[name]["m"] = options.beta2 * m + (1 - options.beta2) * gradient
+
+
+class ReferenceMuon(ReferenceAdamW):
+    """Jordan 2024 (https://kellerjordan.github.io/posts/muon), scaled as by Liu et al. 2025, Moonlight, section 2.2.
+
+    The matrices between hidden states, one by one; AdamW updates embeddings, output projection, norms and biases.
+    """
+
+    def _update(self, name: str, gradient: Array, lr: float) -> None:
+        if not name.startswith("blocks.") or gradient.ndim != 2:
+            super()._update(name, gradient, lr)
+            return
+        options, weight = self.optim.typed_options, self.weights[name]
+        beta = options.momentum
+        m = beta * self._remembered(name, "m") + (1 - beta) * gradient
+        self._memory[name]["m"] = m
+        direction = beta * m + (1 - beta) * gradient if options.nesterov else m
+        step = np.zeros_like(weight)
+        for rows in self._matrices(name, len(weight), options.qkv):
+            matrix = direction[rows]
+            step[rows] = 0.2 * math.sqrt(max(matrix.shape)) * orthogonalised(matrix, options.steps)
+        self.weights[name] = (1 - lr * self.optim.weight_decay) * weight - lr * step
+
+    def _matrices(self, name: str, rows: int, split: QKVSplit) -> list[list[int]]:
+        """The rows of every matrix of a parameter."""
+        model = self.model
+        if name.endswith("mlp.gate_up.weight") and model.mlp is MLPKind.swiglu:
+            return [[row for row in range(rows) if row % 2 == half] for half in (0, 1)]
+        if not name.endswith("attention.qkv.weight"):
+            return [list(range(rows))]
+        # Of every head of keys and values: the heads of its queries, its keys, its values.
+        heads = rows // model.head_dim
+        of_group = ["q"] * model.queries_per_kv + ["k", "v"]
+        kinds = [of_group[head % len(of_group)] for head in range(heads)]
+        chosen: Sequence[Sequence[int]] = [[head] for head in range(heads)]
+        if split is QKVSplit.projection:
+            chosen = [[head for head in range(heads) if kinds[head] == kind] for kind in "qkv"]
+        size = model.head_dim
+        return [[head * size + i for head in heads_of for i in range(size)] for heads_of in chosen]
+
+
+def orthogonalised(matrix: Array, steps: int) -> Array:
+    """Jordan's quintic iteration: p(x) = 3.4445 x - 4.775 x^3 + 2.0315 x^5 on every singular value, by an SVD."""
+    norm = float(np.linalg.norm(matrix))
+    u, values, vt = np.linalg.svd(matrix, full_matrices=False)
+    values = values / max(norm, 1e-7)
+    for _ in range(steps):
+        values = 3.4445 * values - 4.775 * values**3 + 2.0315 * values**5
+    found: Array = (u * values) @ vt
+    return found
+
+
+_REFERENCES: dict[str, type[ReferenceOptimizer]] = {
+    "adamw": ReferenceAdamW,
+    "lamb": ReferenceLamb,
+    "lion": ReferenceLion,
+    "muon": ReferenceMuon,
+}
+
+
+def reference_optimizer(
+    weights: Mapping[str, npt.NDArray[Any]], optim: OptimConfig, model: ModelConfig
+) -> ReferenceOptimizer:
+    """The reference of a built-in optimizer.
+
+    Args:
+        weights: whole, by name.
+        optim: names it and holds its settings.
+        model: whose parameters these are.
+
+    Raises:
+        ConfigError: there is none, as of a plugin's.
+    """
+    make = _REFERENCES.get(optim.name)
+    if make is None:
+        raise ConfigError(f"optim.name = {optim.name} has no reference: it is one of {', '.join(_REFERENCES)}")
+    return make(weights, optim, model)

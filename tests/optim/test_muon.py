@@ -1,0 +1,66 @@
+"""Muon's parts: the iteration, the matrices that one parameter holds, and who owns which."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from megads.optim.config import QKVSplit
+from megads.optim.muon import FusedMatrices, balanced_owners, newton_schulz, newton_schulz_flops
+from megads.tools.verify.reference_optimizers import orthogonalised
+
+FUSED = FusedMatrices({"qkv.weight": (6, 3, 3), "gate_up.weight": (1, 1)}, QKVSplit.projection)
+BY_HEAD = FusedMatrices({"qkv.weight": (6, 3, 3), "gate_up.weight": (1, 1)}, QKVSplit.head)
+
+
+@pytest.mark.parametrize("shape", [(7, 7), (5, 20), (20, 5), (1, 9)])
+def test_the_iteration_maps_singular_values(shape: tuple[int, int]) -> None:
+    """Catches another coefficient, a Gram matrix of the longer side that is transposed back wrongly, matrices of a
+    batch that are normalised together, and an iteration too few."""
+    generator = torch.Generator().manual_seed(0)
+    matrices = [scale * torch.randn(shape, generator=generator) for scale in (1e-3, 1.0, 1e3)]
+    for steps in (1, 5):
+        found = newton_schulz(torch.stack(matrices), steps)
+        for matrix, made in zip(matrices, found, strict=True):
+            wanted = orthogonalised(matrix.double().numpy(), steps)
+            assert np.abs(made.numpy() - wanted).max() < 1e-5
+    values = torch.linalg.svdvals(newton_schulz(torch.stack(matrices), 5))
+    assert values.min() > 0.3 and values.max() < 1.3
+
+
+def test_a_matrix_of_zeros_stays() -> None:
+    """Catches a division by a norm of zero, which would make every weight a NaN."""
+    assert not newton_schulz(torch.zeros(2, 3, 4), 5).any()
+    assert newton_schulz(torch.zeros(1, 3, 4, dtype=torch.bfloat16), 5).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("fused", [FUSED, BY_HEAD], ids=["projection", "head"])
+@pytest.mark.parametrize("name", ["blocks.0.attention.qkv.weight", "blocks.3.mlp.gate_up.weight", "mlp.down.weight"])
+def test_matrices_are_put_back_where_they_were(name: str, fused: FusedMatrices) -> None:
+    """Catches rows that come back in another place."""
+    whole = torch.arange(24.0 * 5).view(24, 5)
+    assert torch.equal(fused.join(name, fused.split(name, whole)), whole)
+
+
+def test_which_rows_are_a_matrix() -> None:
+    """Catches queries beside keys, and gates beside ups."""
+    rows = torch.arange(24.0)[:, None]
+    queries, keys, values = (part[:, 0].tolist() for part in FUSED.split("qkv.weight", rows))
+    assert (
+        queries == [*range(6), *range(12, 18)] and keys == [6, 7, 8, 18, 19, 20] and values == [9, 10, 11, 21, 22, 23]
+    )
+    assert [len(part) for part in BY_HEAD.split("qkv.weight", rows)] == [3] * 8
+    for fused in (FUSED, BY_HEAD):
+        gates, ups = fused.split("gate_up.weight", rows)
+        assert gates[:, 0].tolist() == list(range(0, 24, 2)) and ups[:, 0].tolist() == list(range(1, 24, 2))
+    assert FUSED.flops("qkv.weight", (24, 5), 5) == newton_schulz_flops(12, 5, 5) + 2 * newton_schulz_flops(6, 5, 5)
+
+
+def test_owners_are_balanced() -> None:
+    """Catches one rank that does all, and owners that differ from rank to rank."""
+    costs = [9, 1, 8, 2, 7, 3, 6, 4]
+    owners = balanced_owners(costs, 4)
+    loads = [sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == rank) for rank in range(4)]
+    assert loads == [10, 10, 10, 10]
+    assert balanced_owners([5, 5], 4) == [0, 1]
