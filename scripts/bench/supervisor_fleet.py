@@ -315,7 +315,8 @@ class Slurm:
                 self._srun = None
         if signals:
             for fleet in self._fleets:
-                fleet.send(("signal",))
+                with suppress(OSError):  # the simulation is over
+                    fleet.send(("signal",))
             for agent in self.agents.values():
                 if agent.poll() is None:
                     agent.send_signal(signal.SIGTERM)
