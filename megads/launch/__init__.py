@@ -3,9 +3,9 @@
 `preflight` decides what can be decided before a rank starts, as one `ResolvedRun`; `initial_weights` what other run it
 starts from. `acceptance` accepts or refuses it
 as a start of its run, and writes the records of an accepted one. `start` has `launcher` start and watch the ranks, on
-this machine (`node_ranks`, `rank_server`) or on SLURM (`slurm_ranks`, `scheduler`), again after a fault.
+this machine (`node_ranks`, `rank_server`) or on SLURM (`slurm_ranks`, `node_agent`, `scheduler`), again after a fault.
 `hang_detection` finds ranks that hang, `evidence` says what they did. `uploads`
-keeps a second copy of checkpoints elsewhere, and brings it back. `rank`, `rank_server`, `slurm_ranks`, `tracker`,
+keeps a second copy of checkpoints elsewhere, and brings it back. `rank`, `rank_server`, `node_agent`, `tracker`,
 `uploader` and `node_checker` are also processes of their own, run with `python -m`.
 """
 

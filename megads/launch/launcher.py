@@ -23,7 +23,7 @@ from megads.errors import EXIT_BUG, MegadsError, Preempted, RankKilled, Unhealth
 from megads.launch.evidence import evidence_folders, flight_verdict
 from megads.launch.hang_detection import HangSettings
 from megads.launch.node_ranks import NodePart, NodeRanks, Ranks, require_devices
-from megads.launch.rank_outcome import NodeReport, Outcome, clear_records, hang_outcome, judge
+from megads.launch.rank_outcome import NodeReport, Outcome, clear_records, hang_outcome, judge, lost_outcome
 from megads.launch.rank_server import RankServer
 from megads.launch.scheduler import Scheduler
 from megads.monitor.console import Console
@@ -242,6 +242,7 @@ class _Launch:
         self._overdue = ""
         self._hang_seen = False
         self._hang: Outcome | None = None
+        self._silent_nodes: set[str] = set()
         self._oom_kills = oom_kills()
 
     def run(self) -> Outcome:
@@ -278,6 +279,7 @@ class _Launch:
             self._watch_side()
             self._watch_heartbeats()
             self._watch_hang()
+            self._watch_nodes()
             self._answer_signals()
             self._enforce_stop()
             try:
@@ -416,6 +418,20 @@ class _Launch:
         )
         if spec.kills_hung:
             self._hang = found
+            self._ranks.kill()
+
+    def _watch_nodes(self) -> None:
+        """Names nodes whose agents fall silent, and ends the start where everybody waits for them."""
+        silent = self._ranks.silent_nodes()
+        for name in silent.keys() - self._silent_nodes:
+            text = f"nothing is heard of node {name} for {silent[name]:.0f} s"
+            self._events.write("node_silent", level="warning", node=name, message=text)
+        for name in self._silent_nodes - silent.keys():
+            self._events.write("node_heard", level="warning", node=name, message=f"node {name} is heard again")
+        self._silent_nodes = set(silent)
+        lost = self._ranks.lost_nodes() if silent and self._hang is None and self._spec.kills_hung else {}
+        if lost:
+            self._hang = lost_outcome(lost)
             self._ranks.kill()
 
     def _enforce_stop(self) -> None:

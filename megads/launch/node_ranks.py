@@ -1,6 +1,6 @@
 """The ranks of one node: starts them, watches them, kills what hangs, reports how they ended.
 
-The launcher uses it directly on one machine; on SLURM every node's agent does (megads.launch.slurm_ranks).
+The launcher uses it directly on one machine; on SLURM every node's agent does (megads.launch.node_agent).
 """
 
 from __future__ import annotations
@@ -63,6 +63,14 @@ class Ranks(Protocol):
 
     def hang(self) -> list[RankPosition]:
         """The ranks that all others wait for and that take too long, their evidence collected; none while all go on."""
+        ...
+
+    def silent_nodes(self) -> Mapping[str, float]:
+        """Nodes whose agents say nothing any more; for how many seconds."""
+        ...
+
+    def lost_nodes(self) -> Mapping[str, float]:
+        """Those of them that the ranks of all other nodes wait for."""
         ...
 
     def reports(self) -> list[NodeReport]:
@@ -294,6 +302,14 @@ class NodeRanks:
         if self._evidence is not None and not self._evidence.finished:
             return []
         return list(self._suspects)
+
+    def silent_nodes(self) -> Mapping[str, float]:
+        """None: there is no agent between these ranks and who asks."""
+        return {}
+
+    def lost_nodes(self) -> Mapping[str, float]:
+        """None, as no node is silent."""
+        return {}
 
     def reports(self) -> list[NodeReport]:
         """How the ranks ended, as far as they have."""

@@ -307,6 +307,17 @@ def hang_outcome(
     return Outcome(UnhealthyNode.exit_code, rank, _with_log(run_dir, behind[0].rank, message), nodes, hung=True)
 
 
+def lost_outcome(silent_s: Mapping[str, float]) -> Outcome:
+    """What ends a start of which some nodes are gone without a word, as without power.
+
+    Args:
+        silent_s: for how long nothing was heard of each of them.
+    """
+    said = ", ".join(f"node {name} (for {seconds:.0f} s)" for name, seconds in silent_s.items())
+    message = f"lost: nothing is heard of {said}, and the ranks of all other nodes wait"
+    return Outcome(UnhealthyNode.exit_code, None, message, tuple(silent_s), lost=True)
+
+
 def _from_record(run_dir: Path, record: FailureRecord, node: str, whereabouts: str = "") -> Outcome:
     rank = _rank(record.rank, node)
     if record.consequence:

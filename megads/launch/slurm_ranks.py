@@ -1,13 +1,11 @@
 """The ranks of a run on the nodes of a SLURM job: which node gets which, and one agent a node that starts them.
 
-srun starts the agent, `python -m megads.launch.slurm_ranks`, and the launcher talks with it through a store. srun ends
-the step when an agent fails or a node goes away; the launcher judges from what the agents said before that. An agent
-ends when its ranks have, when the launcher says so, and when the launcher is gone: no rank outlives it.
+srun starts the agent, `python -m megads.launch.node_agent`, and the launcher talks with it through a store. srun ends
+the step when an agent fails or a node goes away; the launcher judges from what the agents said before that.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
@@ -15,58 +13,53 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from megads.config import RootConfig
-from megads.errors import EXIT_BUG, EXIT_OK, ConfigError, MegadsError
-from megads.launch.hang_detection import HangSettings, furthest_behind
+from megads.errors import ConfigError
+from megads.launch.hang_detection import furthest_behind
 from megads.launch.launcher import LaunchSpec
-from megads.launch.node_ranks import KILL_AFTER_S, POLL_S, NodePart, NodeRanks, Ranks, require_devices
-from megads.launch.rank import redirect_output
+from megads.launch.node_agent import (
+    AGENT,
+    ALIVE,
+    ALIVE_EVERY_S,
+    FAILING,
+    HANG,
+    PHASE,
+    REPORT,
+    SIGNALLED,
+    SILENCE,
+    place_of,
+)
+from megads.launch.node_ranks import KILL_AFTER_S, POLL_S, NodePart, Ranks, require_devices
 from megads.launch.rank_outcome import NodeReport, lost_nodes
 from megads.launch.scheduler import end_chain, send_back
 from megads.runtime import environment, slurm
 from megads.runtime.config import ClusterKind
 from megads.runtime.files import last_line
-from megads.runtime.heartbeat import SLOW_PHASES, RankPosition
+from megads.runtime.heartbeat import RankPosition
 from megads.runtime.listener import LOOPBACK, launcher_address
-from megads.runtime.run_dir import agent_log_path, srun_log_path
+from megads.runtime.run_dir import srun_log_path
 from megads.runtime.run_secret import read_secret, secret_path
 from megads.runtime.slurm import Allocation, Node, SlurmJob, find_allocation
 
 if TYPE_CHECKING:
     from megads.runtime.control_store import ControlStore
 
-# What an agent says to the launcher.
-_REPORT = "report"
-_FAILING = "failing"
-_SIGNALLED = "signalled"
-_SILENCE = "silence"
-_PHASE = "phase"
-_HANG = "hang"
 _STEP_NAME = "megads"
+_CONNECTIONS_PER_NODE = 2
+"""Of its agent; each of its ranks has one more."""
+NODE_SILENT_S = 4 * ALIVE_EVERY_S
+"""An agent that says nothing for so long is silent."""
+_MOST_PASSED_S = 1.0
 _WAIT_S = 60
 _CANCEL_AFTER_S = 10.0
 _SIGNAL_SETTLES_S = 1.0
 _GIVE_UP_AFTER_S = 30.0
-# Of the agent.
-_END_WITHIN_S = 5.0
-_STOPS = (signal.SIGTERM, signal.SIGUSR1)
-_IGNORED = (signal.SIGINT, signal.SIGHUP)
-_ASK_SLURM_EVERY_S = 1.0
-# A slurmd that is only restarted answers again.
-_SILENT_TIMES = 2
-# All nodes of a large job asking SLURM at once would be the next failure.
-_NODES_THAT_ASK = 4
-_ORPHAN_GIVES_UP_S = 900.0
-# SLURM marks a node that does not answer with a star, before it takes it to be down.
-_GONE = ("*", "DOWN", "FAIL", "NOT_RESPONDING")
 
 
 @dataclass(frozen=True)
@@ -213,6 +206,9 @@ class SlurmRanks:
         self._reports: dict[int, NodeReport] = {}
         self._silences: list[RankPosition] = []
         self._hangs: dict[int, list[RankPosition]] = {}
+        self._waited_for: list[RankPosition] | None = None
+        self._heard_s: dict[int, float] = {}
+        self._listened_s, self._listened_at = 0.0, 0.0
         self._phase = ""
         self._failed_at: float | None = None
         self._signalled_at: float | None = None
@@ -226,7 +222,12 @@ class SlurmRanks:
         from megads.runtime.control_store import ControlStore
 
         secret = read_secret(secret_path(self._part.run_dir, self._part.lease))
+        environment.allow_open_files(_CONNECTIONS_PER_NODE * len(self._nodes) + len(self._nodes) * self._part.num_ranks)
         self._control = ControlStore(secret, self._store_address())
+        count = len(self._nodes)
+        self._control.assign(
+            {node.name: place_of(number, count, node.address) for number, node in enumerate(self._nodes)}
+        )
         with srun_log_path(self._part.run_dir).open("wb") as log:
             # A session of its own: Ctrl-C in salloc is for the launcher, which answers it.
             self._srun = subprocess.Popen(
@@ -244,6 +245,7 @@ class SlurmRanks:
             self._srun.wait(POLL_S)
         for word in self._control.hear():
             self._take(word)
+        self._listened()
         if self._srun.poll() is not None:
             return False
         now = time.monotonic()
@@ -256,7 +258,7 @@ class SlurmRanks:
                 os.kill(os.getpid(), signal.SIGTERM)
         if self._failed_at is not None and now - self._failed_at > KILL_AFTER_S:
             self.kill()
-        if self._ended_at is not None and now - self._ended_at > _CANCEL_AFTER_S:
+        if self._ended_at is not None and (now - self._ended_at > _CANCEL_AFTER_S or self._only_silent_left()):
             self._cancel(now)
         return True
 
@@ -280,7 +282,22 @@ class SlurmRanks:
         for that node, which may have its reasons."""
         if len(self._hangs) < len(self._nodes):
             return []
-        return furthest_behind([position for _, found in sorted(self._hangs.items()) for position in found])
+        if self._waited_for is None:
+            # Of 16,000 ranks it takes a while, and this is asked ten times a second.
+            found = [position for _, found in sorted(self._hangs.items()) for position in found]
+            self._waited_for = furthest_behind(found)
+        return self._waited_for
+
+    def silent_nodes(self) -> dict[str, float]:
+        """Nodes whose agents have spoken and now say nothing; for how many seconds."""
+        return {self._nodes[number].name: silent_s for number, silent_s in self._silent().items()}
+
+    def lost_nodes(self) -> dict[str, float]:
+        """Those of them that the ranks of all other nodes wait for: an agent may be silent while its ranks train."""
+        silent = self._silent()
+        if 2 * len(silent) > len(self._nodes) or len(self._hangs.keys() | silent.keys()) < len(self._nodes):
+            return {}
+        return self.silent_nodes()
 
     def reports(self) -> list[NodeReport]:
         missing = [node.name for number, node in enumerate(self._nodes) if number not in self._reports]
@@ -307,8 +324,7 @@ class SlurmRanks:
         count = str(len(self._nodes))
         cpus = [] if job.cpus_per_task is None else [f"--cpus-per-task={job.cpus_per_task}"]
         every_node = [
-            *(sys.executable, "-m", "megads.launch.slurm_ranks", str(part.run_dir), "--store", store),
-            *("--nodes", ",".join(f"{node.name}={node.address}" for node in self._nodes)),
+            *(sys.executable, *AGENT, str(part.run_dir), "--store", store),
             *("--ranks", str(part.num_ranks), "--threads", str(part.threads_per_rank)),
             *(["--lease", str(part.lease)] if part.lease is not None else []),
             *(["--heartbeat-timeout", str(part.heartbeat_timeout_s)] if part.heartbeat_timeout_s is not None else []),
@@ -319,33 +335,55 @@ class SlurmRanks:
         return (
             *("srun", "--nodes", count, "--ntasks", count, "--ntasks-per-node=1", *cpus),
             # --overlap: the step of an earlier attempt lives on until SLURM has given up the node that it lost.
-            *("--overlap", "--nodelist", ",".join(node.name for node in self._nodes)),
+            *("--overlap", "--nodelist", slurm.compressed(node.name for node in self._nodes)),
             *("--kill-on-bad-exit=1", f"--wait={_WAIT_S}", "--export=ALL", "--mpi=none", f"--job-name={_STEP_NAME}"),
             *self._srun_options,
             *self._wrapper,
             *every_node,
         )
 
+    def _listened(self) -> None:
+        """Counts the time in which agents could be heard: a launcher that was itself held up, with the machine or its
+        job, does not blame them for it."""
+        now = time.monotonic()
+        self._listened_s += min(now - self._listened_at, _MOST_PASSED_S)
+        self._listened_at = now
+
+    def _silent(self) -> dict[int, float]:
+        """Nodes that say nothing, by number, and for how many seconds."""
+        since = {n: self._listened_s - at for n, at in self._heard_s.items() if n not in self._reports}
+        return {number: silent_s for number, silent_s in since.items() if silent_s >= NODE_SILENT_S}
+
+    def _only_silent_left(self) -> bool:
+        """Whether waiting for the agents that have not ended would be in vain."""
+        missing = set(range(len(self._nodes))) - self._reports.keys()
+        return bool(missing) and missing <= self._silent().keys()
+
     def _take(self, word: dict[str, object]) -> None:
         """Notes what an agent says."""
-        if word["word"] == _SIGNALLED:
+        if isinstance(speaker := word.get("number"), int):
+            self._heard_s[speaker] = self._listened_s
+        if word["word"] == ALIVE:
+            return
+        if word["word"] == SIGNALLED:
             self._signalled_at = self._signalled_at or time.monotonic()
             return
-        if word["word"] == _SILENCE:
+        if word["word"] == SILENCE:
             self._silences.append(RankPosition(**word["position"]))  # type: ignore[arg-type]
             return
-        if word["word"] == _PHASE:
+        if word["word"] == PHASE:
             self._phase = str(word["phase"])
             return
         number = word["number"]
         assert isinstance(number, int)
-        if word["word"] == _HANG:
+        if word["word"] == HANG:
+            self._waited_for = None
             self._hangs[number] = [RankPosition(**position) for position in word["positions"]]  # type: ignore[attr-defined]
             if not self._hangs[number]:
                 del self._hangs[number]
             return
-        failed = word["word"] == _FAILING
-        if word["word"] == _REPORT:
+        failed = word["word"] == FAILING
+        if word["word"] == REPORT:
             report = NodeReport.decode(word["report"])  # type: ignore[arg-type]
             self._reports[number] = report
             failed = report.failed
@@ -361,185 +399,5 @@ class SlurmRanks:
             with suppress(ConfigError):
                 for step in slurm.steps(self._allocation.job.id, _STEP_NAME):
                     slurm.ask("scancel", "--signal=KILL", step)
-        if now - self._ended_at > _GIVE_UP_AFTER_S:
+        if now - self._ended_at > _GIVE_UP_AFTER_S or self._only_silent_left():
             self._srun.kill()
-
-
-def _send_back_when_orphaned() -> str:
-    """Puts the job back into the queue when the batch script's node is gone; returns what happened.
-
-    Called on another node of the job when the launcher is not there any more. Does nothing where the job ends by
-    itself: then the launcher ended, and not its node. It does not wait until SLURM takes the node to be down: then
-    SLURM kills the step, this process with it, and with --no-kill the job would idle until its time limit.
-    """
-    job = environment.slurm_variables().get("SLURM_JOB_ID")
-    if job is None:
-        return ""
-    deadline = time.monotonic() + _ORPHAN_GIVES_UP_S
-    first: dict[str, str] = {}
-    silent = 0
-    while time.monotonic() < deadline:
-        try:
-            found = slurm.fields(slurm.ask("scontrol", "--oneliner", "show", "job", job))
-            first = first or found
-            if found.get("JobState") != "RUNNING" or found.get("Restarts") != first.get("Restarts"):
-                return f"job {job} is {found.get('JobState')}: it ends without help"
-            # As first told: SLURM takes a lost node off the job.
-            host = first.get("BatchHost", "")
-            state = slurm.fields(slurm.ask("scontrol", "--oneliner", "show", "node", host)).get("State", "")
-            silent = 0 if slurm.slurmd_answers(host) else silent + 1
-            if silent >= _SILENT_TIMES or any(sign in state for sign in _GONE):
-                slurm.ask("scontrol", "requeue", job)
-                return f"job {job} is requeued: its batch script was on {host}, which does not answer ({state})"
-        except ConfigError as error:
-            sys.stdout.write(f"{error}\n")  # the agent's log
-        time.sleep(_ASK_SLURM_EVERY_S)
-    return f"job {job} still runs, and its batch node answers"
-
-
-def _run_agent(part: NodePart, host: str, port: int) -> NoReturn:
-    """Runs the node's ranks to their end; never returns.
-
-    The process exits 0 when all ranks returned, whatever their codes: the launcher knows them from the report.
-
-    Args:
-        part: what to start.
-        host: address of the launcher's control store.
-        port: its port.
-    """
-    redirect_output(agent_log_path(part.run_dir, part.node))
-    name, now = environment.node_name(), time.strftime("%F %T%z")
-    sys.stdout.write(f"--- node {part.node} of {part.num_nodes}, {name}, pid {os.getpid()}, {now}\n")
-    from megads.runtime.control_store import ControlStore
-
-    code = EXIT_BUG
-    try:
-        control = ControlStore(read_secret(secret_path(part.run_dir, part.lease)), host, port)
-        ranks = NodeRanks(part, control)
-        report = _report(ranks, control, _note_signals())
-        control.say({"word": _REPORT, "number": part.node, "report": report.encode()})
-        code = EXIT_BUG if report.failed else EXIT_OK
-    except RuntimeError:
-        # The launcher is gone: with its node?
-        traceback.print_exc()
-        if part.node < _NODES_THAT_ASK:
-            sys.stdout.write(f"{_send_back_when_orphaned()}\n")
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        # Without the interpreter's shutdown, in which a thread that waits for other nodes could hang.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def _report(ranks: NodeRanks, control: ControlStore, signals: list[int]) -> NodeReport:
-    """Starts and watches the ranks; returns how it ended."""
-    part = ranks.part
-    try:
-        if not part.cpu:
-            require_devices(part.num_ranks, "ranks of a node")
-        ranks.start()
-        _watch(ranks, control, signals)
-    except MegadsError as error:
-        return NodeReport(environment.node_name(), error=str(error), exit_code=error.exit_code)
-    except Exception as error:
-        traceback.print_exc()
-        ranks.kill()
-        of_ranks = ranks.reports()[0]
-        return dataclasses.replace(of_ranks, error=f"{type(error).__name__}: {error}\n  log: {_log(part)}")
-    return ranks.reports()[0]
-
-
-def _watch(ranks: NodeRanks, control: ControlStore, signals: list[int]) -> None:
-    """Waits for the end of the ranks, which may be ordered.
-
-    Args:
-        ranks: started.
-        control: where the launcher listens.
-        signals: those that came, live; they are the launcher's to answer.
-    """
-    told, ordered_at, told_phase, told_hang = False, 0.0, "", False
-    while ranks.poll():
-        if signals:
-            signals.clear()
-            control.say({"word": _SIGNALLED, "number": ranks.part.node})
-        for position in ranks.silences():
-            control.say({"word": _SILENCE, "number": ranks.part.node, "position": dataclasses.asdict(position)})
-        if ranks.part.node == 0 and (phase := _slow_phase(ranks)) != told_phase:
-            told_phase = phase
-            control.say({"word": _PHASE, "number": ranks.part.node, "phase": phase})
-        if bool(hang := ranks.hang()) != told_hang:
-            told_hang = bool(hang)
-            positions = [dataclasses.asdict(position) for position in hang]
-            control.say({"word": _HANG, "number": ranks.part.node, "positions": positions})
-        if ranks.failing and not told:
-            told = True
-            control.say({"word": _FAILING, "number": ranks.part.node})
-        if control.end_ordered():
-            ordered_at = ordered_at or time.monotonic()
-            ranks.kill()
-            # A process in an uninterruptible call outlives SIGKILL.
-            if time.monotonic() - ordered_at > _END_WITHIN_S:
-                return
-
-
-def _slow_phase(ranks: NodeRanks) -> str:
-    """What holds up the steps of rank 0; empty while it steps."""
-    phase = ranks.phase()
-    return phase if phase.startswith(SLOW_PHASES) else ""
-
-
-def _note_signals() -> list[int]:
-    """Returns the list in which a scheduler's signals to the step will be; the launcher may not get them itself."""
-    noted: list[int] = []
-
-    def note(number: int, _frame: FrameType | None) -> None:
-        noted.append(number)
-
-    for number in _STOPS:
-        signal.signal(number, note)
-    for number in _IGNORED:
-        signal.signal(number, signal.SIG_IGN)
-    return noted
-
-
-def _log(part: NodePart) -> Path:
-    return agent_log_path(part.run_dir, part.node)
-
-
-def main() -> NoReturn:
-    """Starts the ranks of this node and stays until they have ended."""
-    parser = argparse.ArgumentParser(prog="python -m megads.launch.slurm_ranks")
-    parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--store", required=True, help="host:port of the launcher's control store")
-    parser.add_argument("--nodes", required=True, help="name=address of every node, in the order of their ranks")
-    parser.add_argument("--ranks", type=int, required=True, help="ranks on each node")
-    parser.add_argument("--threads", type=int, required=True, help="CPU threads of each rank")
-    parser.add_argument("--lease", type=int, help="number of this start of the run")
-    parser.add_argument("--heartbeat-timeout", type=float, help="seconds without a heartbeat until a rank is killed")
-    parser.add_argument("--hangs", type=json.loads, help="when a rank counts as hung, as JSON")
-    parser.add_argument("--cpu", action="store_true", help="compute on the CPU, whatever GPUs there are")
-    parser.add_argument("command", nargs="+", help="arguments after the Python interpreter of every rank")
-    arguments = parser.parse_args()
-    host, _, port = arguments.store.rpartition(":")
-    nodes = dict(node.split("=", 1) for node in arguments.nodes.split(","))
-    name = environment.node_name()
-    part = NodePart(
-        run_dir=arguments.run_dir,
-        command=tuple(arguments.command),
-        num_ranks=arguments.ranks,
-        threads_per_rank=arguments.threads,
-        cpu=arguments.cpu,
-        lease=arguments.lease,
-        node=list(nodes).index(name),
-        num_nodes=len(nodes),
-        address=nodes[name],
-        heartbeat_timeout_s=arguments.heartbeat_timeout,
-        hangs=HangSettings(**arguments.hangs) if arguments.hangs is not None else None,
-    )
-    _run_agent(part, host, int(port))
-
-
-if __name__ == "__main__":
-    main()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import netrc
 import os
 import re
+import resource
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ _LEASE_VARIABLE = "MEGADS_LEASE"
 _HEARTBEATS_VARIABLE = "MEGADS_HEARTBEATS"
 _SECRET_VARIABLE = "MEGADS_SECRET_FILE"
 
+_OTHER_FILES = 256
 REHEARSAL_VARIABLE = "MEGADS_REHEARSAL"
 """Names the folder of the rehearsal that a batch script takes part in; see `resilience.rehearsal.notes`."""
 
@@ -339,6 +341,27 @@ def without_commands(names: Sequence[str]) -> dict[str, str]:
 def slurm_variables() -> dict[str, str]:
     """Returns what SLURM tells a job of itself, by the names of its variables."""
     return {name: value for name, value in os.environ.items() if name.startswith(("SLURM_", "SLURMD_"))}
+
+
+def allow_open_files(count: int) -> None:
+    """Raises this process's limit of open files, often 1,024, where it is too low for so many connections.
+
+    Args:
+        count: of connections; some files are open beside them.
+
+    Raises:
+        ConfigError: the system does not allow it.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = count + _OTHER_FILES
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ConfigError(
+            f"the launcher needs {needed} open files, one for each connection of an agent or a rank, but may have "
+            f"{hard} (ulimit -Hn): raise LimitNOFILE of slurmd, or start fewer ranks"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def node_name() -> str:

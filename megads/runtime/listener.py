@@ -43,13 +43,16 @@ def launcher_address(own: str, nodes: Sequence[str]) -> str:
         ConfigError: a name does not resolve.
     """
     resolved = _resolve(own)
-    others = [address for address in map(_resolve, nodes) if not _is_loopback(address)]
-    if not _is_loopback(resolved) or not others:
+    if not _is_loopback(resolved):
+        return resolved
+    # One that is not the loopback's is enough: thousands of names take a name server a while.
+    other = next((address for address in map(_resolve, nodes) if not _is_loopback(address)), None)
+    if other is None:
         return resolved
     try:
-        return address_towards(others[0])
+        return address_towards(other)
     except OSError as error:
-        raise ConfigError(f"{own} is a loopback address here, and there is no way to {others[0]}: {error}") from error
+        raise ConfigError(f"{own} is a loopback address here, and there is no way to {other}: {error}") from error
 
 
 def address_towards(host: str) -> str:

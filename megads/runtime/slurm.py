@@ -9,7 +9,9 @@ import re
 import shutil
 import socket
 import subprocess
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 
 from megads.errors import ConfigError
 from megads.runtime import environment
@@ -180,6 +182,28 @@ def slurmd_answers(node: str) -> bool:
 def fields(line: str) -> dict[str, str]:
     """Reads the KEY=VALUE words of one line of scontrol."""
     return dict(word.split("=", 1) for word in line.split() if "=" in word)
+
+
+def compressed(names: Iterable[str]) -> str:
+    """Returns names of nodes as SLURM writes them, n[1-4,7] for instance; their order is lost.
+
+    The kernel takes no argument of more than 128 KiB, which the names of some thousand nodes fill.
+    """
+    numbers: dict[tuple[str, int], set[int]] = {}
+    plain = []
+    for name in names:
+        found = re.fullmatch(r"(.*?)(\d+)", name)
+        if found:
+            numbers.setdefault((found[1], len(found[2])), set()).add(int(found[2]))
+        else:
+            plain.append(name)
+    for (prefix, width), members in numbers.items():
+        ordered = sorted(members)
+        # A range goes on while the number grows with its place.
+        runs = [[number for _, number in run] for _, run in groupby(enumerate(ordered), lambda at: at[1] - at[0])]
+        ranges = [f"{run[0]:0{width}}" + (f"-{run[-1]:0{width}}" if len(run) > 1 else "") for run in runs]
+        plain.append(f"{prefix}[{','.join(ranges)}]" if len(ordered) > 1 else f"{prefix}{ranges[0]}")
+    return ",".join(plain)
 
 
 def _nodes(names: str) -> tuple[Node, ...]:

@@ -13,9 +13,10 @@ import pytest
 
 from megads.config import RootConfig
 from megads.errors import ConfigError
-from megads.launch import slurm_ranks
+from megads.launch import node_agent, slurm_ranks
 from megads.launch.hang_detection import HangSettings
 from megads.launch.node_ranks import NodePart
+from megads.launch.rank_outcome import NodeReport
 from megads.launch.slurm_ranks import find_placement, place_ranks
 from megads.parallel.config import ParallelConfig
 from megads.runtime.config import ClusterConfig, ClusterKind, RunConfig
@@ -151,10 +152,10 @@ class RanksThatStay:
 def watch(monkeypatch: pytest.MonkeyPatch, ordered: int, signals: list[int]) -> tuple[RanksThatStay, list[str]]:
     """Watches with a clock that goes a second a look; the end is ordered at a look. Also returns what was said."""
     ranks, clock, said = RanksThatStay(), itertools.count(1000.0), list[str]()
-    control = SimpleNamespace(say=lambda word: said.append(word["word"]), end_ordered=lambda: ranks.polls >= ordered)
-    monkeypatch.setattr(slurm_ranks, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    monkeypatch.setattr(slurm_ranks, "_END_WITHIN_S", 6.5)
-    slurm_ranks._watch(ranks, control, signals)  # type: ignore[arg-type]
+    control = SimpleNamespace(say=lambda word: said.append(word["word"]))
+    monkeypatch.setattr(node_agent, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(node_agent, "_END_WITHIN_S", 6.5)
+    node_agent._watch(ranks, control, signals, lambda: ranks.polls >= ordered)  # type: ignore[arg-type]
     return ranks, said
 
 
@@ -164,9 +165,9 @@ def test_an_ordered_end_is_waited_for_a_while(monkeypatch: pytest.MonkeyPatch) -
     signals = [10, 12]
     ranks, said = watch(monkeypatch, 5, signals)
     assert ranks.kills == ranks.polls - 4 == 7, "the clock is asked twice at the first look of them"
-    assert said == [slurm_ranks._SIGNALLED, slurm_ranks._FAILING] and signals == []
+    assert said == [node_agent.SIGNALLED, node_agent.FAILING] and signals == []
     ranks, said = watch(monkeypatch, 1000, [])
-    assert (ranks.polls, ranks.kills, said) == (100, 0, [slurm_ranks._FAILING])
+    assert (ranks.polls, ranks.kills, said) == (100, 0, [node_agent.FAILING])
 
 
 def test_a_hang_is_one_when_no_node_has_a_reason_to_wait() -> None:
@@ -189,6 +190,65 @@ def test_a_hang_is_one_when_no_node_has_a_reason_to_wait() -> None:
     assert ranks.hang() == [stuck]
     hear(0)
     assert ranks.hang() == []
+
+
+def of_nodes(count: int) -> slurm_ranks.SlurmRanks:
+    nodes = tuple(Node(f"n{number}", f"10.0.0.{number}") for number in range(count))
+    part = NodePart(Path("run"), ("-m", "module"), 1, 1, num_nodes=count)
+    return slurm_ranks.SlurmRanks(part, Allocation(SlurmJob("7", 0, ""), nodes), nodes)
+
+
+def test_a_silent_node_is_lost_when_all_others_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a node without power that holds up a run for good, a run that is ended because of an agent that is silent
+    while its ranks train, blame on nodes when it is the launcher that heard nobody or was stopped, on one that has not
+    begun to speak, and on one whose ranks have ended."""
+    now = itertools.count()
+    monkeypatch.setattr(slurm_ranks, "time", SimpleNamespace(monotonic=lambda: 1000.0 + 0.5 * next(now)))
+    ranks = of_nodes(4)
+
+    def hear(*numbers: int, looks: int = 1, **content: object) -> None:
+        for _ in range(looks):
+            for number in numbers:
+                ranks._take({"word": "alive", "number": number, **content})
+            ranks._listened()
+
+    hear(0, 1, 2, looks=2)
+    assert ranks.silent_nodes() == {}
+    hear(0, 1, looks=2 * int(slurm_ranks.NODE_SILENT_S) - 2)
+    assert ranks.silent_nodes() == {}
+    hear(0, 1, looks=2)
+    assert list(ranks.silent_nodes()) == ["n2"] and ranks.lost_nodes() == {}, "n3 has not begun"
+    waits = [dataclasses.asdict(RankPosition(0, 6, ENGINE_STEP, 30.0))]
+    for number in (0, 1):
+        hear(number, word="hang", positions=waits)
+    assert ranks.lost_nodes() == {}, "n3 does not wait"
+    hear(3, word="hang", positions=waits)
+    assert list(ranks.lost_nodes()) == ["n2"] and ranks.hang() == []
+    assert not ranks._only_silent_left()
+    for number in (0, 1, 3):
+        ranks._take({"word": "report", "number": number, "report": NodeReport(f"n{number}").encode()})
+    assert ranks._only_silent_left()
+    hear(looks=2 * int(slurm_ranks.NODE_SILENT_S))
+    assert list(ranks.silent_nodes()) == ["n2"], "the others have ended"
+    hear(2)
+    assert ranks.silent_nodes() == {} and not ranks._only_silent_left()
+
+    ranks, gap = of_nodes(2), itertools.cycle([0, 3600])
+    hear(0, 1)
+    monkeypatch.setattr(slurm_ranks, "time", SimpleNamespace(monotonic=lambda: 5000.0 + next(gap)))
+    hear()
+    hear()
+    assert ranks.silent_nodes() == {}, "it was the launcher that was stopped for an hour"
+    monkeypatch.setattr(slurm_ranks, "time", SimpleNamespace(monotonic=lambda: 9e4 + 0.5 * next(now)))
+    hear(looks=100)
+    assert len(ranks.silent_nodes()) == 2 and ranks.lost_nodes() == {}, "nobody is heard"
+
+
+def test_the_command_of_thousands_of_nodes_is_short() -> None:
+    """Catches an argument beyond the kernel's 128 KiB, and node lists that srun sends to every node of the job."""
+    command = of_nodes(16_000).command("host:1")
+    assert command[command.index("--nodelist") + 1] == "n[0-9],n[10-99],n[100-999],n[1000-9999],n[10000-15999]"
+    assert sum(map(len, command)) < 2000
 
 
 def test_agents_are_told_when_a_rank_counts_as_hung() -> None:
@@ -220,10 +280,10 @@ def test_the_launcher_hears_of_what_holds_up_the_steps(monkeypatch: pytest.Monke
             return False
 
     said = list[dict[str, Any]]()
-    control = SimpleNamespace(say=said.append, end_ordered=lambda: False)
-    slurm_ranks._watch(RanksOfTheFirstNode(), control, [])  # type: ignore[arg-type]
+    control = SimpleNamespace(say=said.append)
+    node_agent._watch(RanksOfTheFirstNode(), control, [], lambda: False)  # type: ignore[arg-type]
     assert [word["phase"] for word in said] == ["validating, batch 1/2", "saving", ""]
-    launcher: Any = SimpleNamespace(_phase="")
+    launcher: Any = SimpleNamespace(_phase="", _heard_s={}, _listened_s=0.0)
     for word in said[:2]:
         slurm_ranks.SlurmRanks._take(launcher, word)
     assert slurm_ranks.SlurmRanks.phase(launcher) == "saving"

@@ -1,0 +1,337 @@
+"""The agent of one node of a SLURM job: starts the node's ranks, watches them, and talks with the launcher.
+
+srun starts it on every node, `python -m megads.launch.node_agent`; megads.launch.slurm_ranks is the launcher's end. It
+ends when its ranks have, when the launcher says so, and when the launcher is gone: no rank outlives it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+from megads.errors import EXIT_BUG, EXIT_OK, ConfigError, MegadsError
+from megads.launch.hang_detection import HangSettings
+from megads.launch.node_ranks import NodePart, NodeRanks, Ranks, require_devices
+from megads.launch.rank import redirect_output
+from megads.launch.rank_outcome import NodeReport
+from megads.runtime import environment, slurm
+from megads.runtime.heartbeat import SLOW_PHASES
+from megads.runtime.run_dir import agent_log_path
+from megads.runtime.run_secret import read_secret, secret_path
+
+if TYPE_CHECKING:
+    from megads.runtime.control_store import ControlStore, EndOrder
+
+AGENT = ("-m", "megads.launch.node_agent")
+"""Arguments of Python that start an agent; `read_orders` reads what follows."""
+
+# What an agent says to the launcher.
+REPORT = "report"
+FAILING = "failing"
+SIGNALLED = "signalled"
+SILENCE = "silence"
+PHASE = "phase"
+HANG = "hang"
+ALIVE = "alive"
+ALIVE_EVERY_S = 5.0
+"""An agent that has nothing to say says this: a node that lost its power or its network cannot say so."""
+_END_WITHIN_S = 5.0
+_STOPS = (signal.SIGTERM, signal.SIGUSR1)
+_IGNORED = (signal.SIGINT, signal.SIGHUP)
+_ASK_SLURM_EVERY_S = 1.0
+# A slurmd that is only restarted answers again.
+_SILENT_TIMES = 2
+# All nodes of a large job asking SLURM at once would be the next failure.
+_NODES_THAT_ASK = 4
+_ORPHAN_GIVES_UP_S = 900.0
+# SLURM marks a node that does not answer with a star, before it takes it to be down.
+_GONE = ("*", "DOWN", "FAIL", "NOT_RESPONDING")
+
+
+class RanksOfNode(Ranks, Protocol):
+    """The ranks of one node, as its agent needs them."""
+
+    @property
+    def part(self) -> NodePart:
+        """What is started."""
+        ...
+
+    @property
+    def failing(self) -> bool:
+        """Whether a rank has failed, once `poll` saw it."""
+        ...
+
+
+def _send_back_when_orphaned() -> str:
+    """Puts the job back into the queue when the batch script's node is gone; returns what happened.
+
+    Called on another node of the job when the launcher is not there any more. Does nothing where the job ends by
+    itself: then the launcher ended, and not its node. It does not wait until SLURM takes the node to be down: then
+    SLURM kills the step, this process with it, and with --no-kill the job would idle until its time limit.
+    """
+    job = environment.slurm_variables().get("SLURM_JOB_ID")
+    if job is None:
+        return ""
+    deadline = time.monotonic() + _ORPHAN_GIVES_UP_S
+    first: dict[str, str] = {}
+    silent = 0
+    while time.monotonic() < deadline:
+        try:
+            found = slurm.fields(slurm.ask("scontrol", "--oneliner", "show", "job", job))
+            first = first or found
+            if found.get("JobState") != "RUNNING" or found.get("Restarts") != first.get("Restarts"):
+                return f"job {job} is {found.get('JobState')}: it ends without help"
+            # As first told: SLURM takes a lost node off the job.
+            host = first.get("BatchHost", "")
+            state = slurm.fields(slurm.ask("scontrol", "--oneliner", "show", "node", host)).get("State", "")
+            silent = 0 if slurm.slurmd_answers(host) else silent + 1
+            if silent >= _SILENT_TIMES or any(sign in state for sign in _GONE):
+                slurm.ask("scontrol", "requeue", job)
+                return f"job {job} is requeued: its batch script was on {host}, which does not answer ({state})"
+        except ConfigError as error:
+            sys.stdout.write(f"{error}\n")  # the agent's log
+        time.sleep(_ASK_SLURM_EVERY_S)
+    return f"job {job} still runs, and its batch node answers"
+
+
+@dataclass(frozen=True)
+class AgentOrders:
+    """What the agents' command line says, the same for every node.
+
+    Attributes:
+        part: what to start; which node it is, the launcher says through its store.
+        host: address of the launcher's control store.
+        port: its port.
+    """
+
+    part: NodePart
+    host: str
+    port: int
+
+
+def place_of(number: int, num_nodes: int, address: str) -> dict[str, Any]:
+    """What the launcher says to a node through its store, see `NodePart`."""
+    return {"node": number, "num_nodes": num_nodes, "address": address}
+
+
+class LauncherContact:
+    """An agent's line to the launcher: tells it now and then that the agent is there, and knows what it orders.
+
+    Args:
+        control: to speak through.
+        number: of the node.
+        order: that the launcher may give.
+    """
+
+    def __init__(self, control: ControlStore, number: int, order: EndOrder) -> None:
+        self._control, self._number, self._order = control, number, order
+        self._next_s, self._ordered = -math.inf, False
+
+    def end_ordered(self) -> bool:
+        """Whether the ranks are to be killed; to be asked all the time.
+
+        Raises:
+            RuntimeError: the launcher is gone.
+        """
+        now = time.monotonic()
+        if now >= self._next_s:
+            # All agents of a start begin at once; they need not go on like that.
+            wait_s = ALIVE_EVERY_S * (random.random() if math.isinf(self._next_s) else 1.0)
+            self._next_s = now + wait_s
+            self._control.say({"word": ALIVE, "number": self._number})
+            # What stands between two nodes may cut a connection on which nothing passes for days.
+            self._ordered = self._control.end_ordered()
+        return self._ordered or self._order.given()
+
+
+def run_agent(
+    orders: AgentOrders,
+    name: str,
+    signals: list[int],
+    make_ranks: Callable[[NodePart, ControlStore], RanksOfNode] = NodeRanks,
+    begin: Callable[[NodePart], None] | None = None,
+) -> int:
+    """Runs the node's ranks to their end, and reports it to the launcher.
+
+    Args:
+        orders: of the launcher.
+        name: of this node.
+        signals: those that came, live; they are the launcher's to answer.
+        make_ranks: called with the part and the control store; simulations have their own.
+        begin: called once it is known which node this is.
+
+    Returns:
+        0 when all ranks returned, whatever their codes: the launcher knows them from the report.
+
+    Raises:
+        RuntimeError: the launcher is gone, or does not know the node.
+    """
+    from megads.runtime.control_store import ControlStore, EndOrder
+
+    part = orders.part
+    secret = read_secret(secret_path(part.run_dir, part.lease))
+    control = ControlStore(secret, orders.host, orders.port)
+    place = control.assigned(name)
+    if place is None:
+        raise RuntimeError(f"the launcher at {orders.host} has no ranks for node {name}")
+    part = dataclasses.replace(part, **place)
+    if begin is not None:
+        begin(part)
+    order = EndOrder(ControlStore(secret, orders.host, orders.port))
+    contact = LauncherContact(control, part.node, order)
+    report = _report(make_ranks(part, control), control, signals, contact.end_ordered)
+    control.say({"word": REPORT, "number": part.node, "report": report.encode()})
+    return EXIT_BUG if report.failed else EXIT_OK
+
+
+def _begin_log(part: NodePart) -> None:
+    """What was printed before is in srun's log."""
+    redirect_output(agent_log_path(part.run_dir, part.node))
+    name, now = environment.node_name(), time.strftime("%F %T%z")
+    sys.stdout.write(f"--- node {part.node} of {part.num_nodes}, {name}, pid {os.getpid()}, {now}\n")
+
+
+def _run_process(orders: AgentOrders) -> NoReturn:
+    """`run_agent` as this process's only work; never returns."""
+    code = EXIT_BUG
+    try:
+        code = run_agent(orders, environment.node_name(), _note_signals(), begin=_begin_log)
+    except RuntimeError:
+        # The launcher is gone: with its node?
+        traceback.print_exc()
+        if int(environment.slurm_variables().get("SLURM_PROCID", "0")) < _NODES_THAT_ASK:
+            sys.stdout.write(f"{_send_back_when_orphaned()}\n")
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # Without the interpreter's shutdown, in which a thread that waits for other nodes could hang.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _report(
+    ranks: RanksOfNode, control: ControlStore, signals: list[int], end_ordered: Callable[[], bool]
+) -> NodeReport:
+    """Starts and watches the ranks; returns how it ended."""
+    part = ranks.part
+    try:
+        if not part.cpu:
+            require_devices(part.num_ranks, "ranks of a node")
+        ranks.start()
+        _watch(ranks, control, signals, end_ordered)
+    except MegadsError as error:
+        return NodeReport(environment.node_name(), error=str(error), exit_code=error.exit_code)
+    except Exception as error:
+        traceback.print_exc()
+        ranks.kill()
+        of_ranks = ranks.reports()[0]
+        return dataclasses.replace(of_ranks, error=f"{type(error).__name__}: {error}\n  log: {_log(part)}")
+    return ranks.reports()[0]
+
+
+def _watch(ranks: RanksOfNode, control: ControlStore, signals: list[int], end_ordered: Callable[[], bool]) -> None:
+    """Waits for the end of the ranks, which may be ordered.
+
+    Args:
+        ranks: started.
+        control: where the launcher listens.
+        signals: those that came, live; they are the launcher's to answer.
+        end_ordered: whether the launcher wants the ranks killed.
+    """
+    told, ordered_at, told_phase, told_hang = False, 0.0, "", False
+    while ranks.poll():
+        if signals:
+            signals.clear()
+            control.say({"word": SIGNALLED, "number": ranks.part.node})
+        for position in ranks.silences():
+            control.say({"word": SILENCE, "number": ranks.part.node, "position": dataclasses.asdict(position)})
+        if ranks.part.node == 0 and (phase := _slow_phase(ranks)) != told_phase:
+            told_phase = phase
+            control.say({"word": PHASE, "number": ranks.part.node, "phase": phase})
+        if bool(hang := ranks.hang()) != told_hang:
+            told_hang = bool(hang)
+            positions = [dataclasses.asdict(position) for position in hang]
+            control.say({"word": HANG, "number": ranks.part.node, "positions": positions})
+        if ranks.failing and not told:
+            told = True
+            control.say({"word": FAILING, "number": ranks.part.node})
+        if end_ordered():
+            ordered_at = ordered_at or time.monotonic()
+            ranks.kill()
+            # A process in an uninterruptible call outlives SIGKILL.
+            if time.monotonic() - ordered_at > _END_WITHIN_S:
+                return
+
+
+def _slow_phase(ranks: RanksOfNode) -> str:
+    """What holds up the steps of rank 0; empty while it steps."""
+    phase = ranks.phase()
+    return phase if phase.startswith(SLOW_PHASES) else ""
+
+
+def _note_signals() -> list[int]:
+    """Returns the list in which a scheduler's signals to the step will be; the launcher may not get them itself."""
+    noted: list[int] = []
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        noted.append(number)
+
+    for number in _STOPS:
+        signal.signal(number, note)
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    return noted
+
+
+def _log(part: NodePart) -> Path:
+    return agent_log_path(part.run_dir, part.node)
+
+
+def read_orders(arguments: Sequence[str]) -> AgentOrders:
+    """Reads the command line of the agents, from after `AGENT` on."""
+    parser = argparse.ArgumentParser(prog="python -m megads.launch.node_agent")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--store", required=True, help="host:port of the launcher's control store")
+    parser.add_argument("--ranks", type=int, required=True, help="ranks on each node")
+    parser.add_argument("--threads", type=int, required=True, help="CPU threads of each rank")
+    parser.add_argument("--lease", type=int, help="number of this start of the run")
+    parser.add_argument("--heartbeat-timeout", type=float, help="seconds without a heartbeat until a rank is killed")
+    parser.add_argument("--hangs", type=json.loads, help="when a rank counts as hung, as JSON")
+    parser.add_argument("--cpu", action="store_true", help="compute on the CPU, whatever GPUs there are")
+    parser.add_argument("command", nargs="+", help="arguments after the Python interpreter of every rank")
+    given = parser.parse_args(arguments)
+    host, _, port = given.store.rpartition(":")
+    part = NodePart(
+        run_dir=given.run_dir,
+        command=tuple(given.command),
+        num_ranks=given.ranks,
+        threads_per_rank=given.threads,
+        cpu=given.cpu,
+        lease=given.lease,
+        heartbeat_timeout_s=given.heartbeat_timeout,
+        hangs=HangSettings(**given.hangs) if given.hangs is not None else None,
+    )
+    return AgentOrders(part, host, int(port))
+
+
+def main() -> NoReturn:
+    """Starts the ranks of this node and stays until they have ended."""
+    _run_process(read_orders(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

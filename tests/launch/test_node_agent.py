@@ -1,0 +1,56 @@
+"""What an agent and the launcher say to each other, and how often."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megads.launch import node_agent
+from megads.launch.node_agent import AgentOrders, LauncherContact, place_of, run_agent
+from megads.launch.node_ranks import NodePart
+from megads.runtime.control_store import ControlStore
+from megads.runtime.run_secret import read_secret, secret_path, start_secret
+
+
+def test_an_agent_says_now_and_then_that_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an agent that is taken for lost, one that asks the launcher at every look, and one that misses an order
+    because the connection that brings it was cut."""
+    clock, said, ordered = itertools.count(1000.0, 0.1), list[dict[str, Any]](), [False]
+    monkeypatch.setattr(node_agent, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    control: Any = SimpleNamespace(say=said.append, end_ordered=lambda: ordered[0])
+    never: Any = SimpleNamespace(given=lambda: False)
+    contact = LauncherContact(control, 7, never)
+    assert not any(contact.end_ordered() for _ in range(1000))
+    assert 20 <= len(said) <= 22 and said[0] == {"word": "alive", "number": 7}
+    ordered[0] = True
+    assert sum(contact.end_ordered() for _ in range(60)) > 5
+    at_once: Any = SimpleNamespace(given=lambda: True)
+    assert LauncherContact(SimpleNamespace(say=said.append, end_ordered=lambda: False), 7, at_once).end_ordered()  # type: ignore[arg-type]
+
+
+def test_an_agent_gets_the_part_of_its_node(tmp_path: Path) -> None:
+    """Catches an agent that starts another node's ranks, and one that starts any on a node that has none."""
+    begun: list[NodePart] = []
+
+    class Started(Exception):
+        """Far enough for this test."""
+
+    def make_ranks(_part: NodePart, _control: ControlStore) -> Any:
+        raise Started
+
+    with start_secret(tmp_path, 3):
+        part = NodePart(tmp_path, ("-m", "module"), 8, 1, lease=3)
+        launcher = ControlStore(read_secret(secret_path(tmp_path, 3)), "127.0.0.1")
+        launcher.assign({name: place_of(number, 2, f"10.0.0.{number}") for number, name in enumerate(("a", "b"))})
+        orders = AgentOrders(part, "127.0.0.1", launcher.port)
+        with pytest.raises(Started):
+            run_agent(orders, "b", [], make_ranks, begun.append)
+        with pytest.raises(RuntimeError, match="has no ranks for node c"):
+            run_agent(orders, "c", [], make_ranks, begun.append)
+        launcher.order_end()
+    (mine,) = begun
+    assert (mine.node, mine.num_nodes, mine.address, mine.ranks) == (1, 2, "10.0.0.1", range(8, 16))

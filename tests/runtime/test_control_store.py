@@ -1,0 +1,86 @@
+"""The launcher's orders, and what of them an agent hears when."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from datetime import timedelta
+
+import pytest
+from torch.distributed import PrefixStore, TCPStore
+
+from megads.runtime.control_store import ControlStore, EndOrder
+from megads.runtime.run_secret import Secret
+
+
+def wait_until(order: EndOrder, within_s: float) -> float:
+    """Returns how long it took."""
+    begin = time.monotonic()
+    while not order.given():
+        assert time.monotonic() < begin + within_s, "the order did not come"
+        time.sleep(0.005)
+    return time.monotonic() - begin
+
+
+def test_an_order_comes_without_being_asked_for() -> None:
+    """Catches an agent that does not hear the order, one that follows a stranger's, and one that hears no other order
+    after it."""
+    secret = Secret.random()
+    launcher = ControlStore(secret, "127.0.0.1")
+    orders = [EndOrder(ControlStore(secret, "127.0.0.1", launcher.port)) for _ in range(4)]
+    stranger = TCPStore("127.0.0.1", launcher.port, is_master=False, wait_for_workers=False)
+    forger = PrefixStore(secret.name("control"), stranger)
+    time.sleep(0.2)
+    assert not any(order.given() for order in orders)
+    forger.set("end", secret.seal("word", "end this start"))
+    forger.set("ending", "")
+    time.sleep(0.5)
+    assert not any(order.given() for order in orders)
+    launcher.order_end()
+    assert max(wait_until(order, 10.0) for order in orders) < 5.0
+    alone = ControlStore(secret, "127.0.0.1")
+    undisturbed = EndOrder(ControlStore(secret, "127.0.0.1", alone.port))
+    time.sleep(0.2)
+    assert not undisturbed.given()
+    alone.order_end()
+    wait_until(undisturbed, 10.0)
+    late = EndOrder(ControlStore(secret, "127.0.0.1", launcher.port))
+    wait_until(late, 10.0)
+
+
+def test_a_launcher_that_is_gone_is_noticed() -> None:
+    """Catches ranks that outlive their launcher because the agent waits for its order."""
+    secret = Secret.random()
+    serve = (
+        "import sys, time; from megads.runtime.control_store import ControlStore; "
+        "from megads.runtime.run_secret import Secret; "
+        "store = ControlStore(Secret.decode(sys.argv[1]), '127.0.0.1'); print(store.port, flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", serve, secret.encode()], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as launcher:
+        assert launcher.stdout is not None
+        order = EndOrder(ControlStore(secret, "127.0.0.1", int(launcher.stdout.readline())))
+        time.sleep(0.2)
+        assert not order.given()
+        launcher.kill()
+    with pytest.raises(RuntimeError):
+        wait_until(order, 20.0)
+
+
+def test_a_node_reads_what_the_launcher_told_it() -> None:
+    """Catches a part of another node, one that a stranger made up, and one that he moved to another node."""
+    secret = Secret.random()
+    launcher = ControlStore(secret, "127.0.0.1")
+    agent = ControlStore(secret, "127.0.0.1", launcher.port)
+    launcher.assign({"a": {"node": 0}, "b": {"node": 1}})
+    assert (agent.assigned("a"), agent.assigned("b"), agent.assigned("c")) == ({"node": 0}, {"node": 1}, None)
+    forger = PrefixStore(
+        secret.name("control"),
+        TCPStore("127.0.0.1", launcher.port, is_master=False, timeout=timedelta(seconds=10), wait_for_workers=False),
+    )
+    forger.set("place of a", forger.get("place of b"))
+    forger.set("place of b", '{"node": 0}')
+    assert forger.get("place of b") == b'{"node": 0}'
+    assert (agent.assigned("a"), agent.assigned("b")) == (None, None)

@@ -1,0 +1,38 @@
+"""What is told to SLURM."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megads.runtime.slurm import compressed
+
+NAMES = (
+    ["n8", "n9", "n10", "n11"],
+    ["n10", "n08", "n09", "n7"],
+    ["a1", "b01", "b02"],
+    ["rack1-n3", "login", "rack1-n1", "rack1-n4"],
+)
+
+
+@pytest.mark.parametrize("names", NAMES)
+def test_names_are_compressed_as_slurm_expands_them(names: list[str], tmp_path: Path) -> None:
+    """Catches ranks on nodes that were not asked for, and nodes without ranks: leading zeros, gaps, other prefixes."""
+    if shutil.which("scontrol") is None:
+        pytest.skip("scontrol is not on the PATH")
+    # It expands a list by itself, but not without a configuration.
+    config = tmp_path / "slurm.conf"
+    config.write_text("ClusterName=none\nSlurmctldHost=localhost\nNodeName=n1\n")
+    command, variables = ["scontrol", "show", "hostnames", compressed(names)], {**os.environ, "SLURM_CONF": str(config)}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
+    assert sorted(done.stdout.split()) == sorted(names)
+
+
+def test_a_compressed_list_is_short() -> None:
+    """Catches an argument of srun that grows with the number of nodes; needs no SLURM."""
+    assert compressed(["n3", "login", "n1", "n4"]) == "login,n[1,3-4]"
+    assert compressed(f"gpu-{number:05d}" for number in range(4000)) == "gpu-[00000-03999]"
