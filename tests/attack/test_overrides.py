@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from tests.attack.command_lines import EVERY_VERB, command_lines, copy_template, write_template
 from tests.fork_server import ForkServer, run_fork_server
 
-QUICK_EXAMPLES = 8
+QUICK_EXAMPLES = 4
 """Of each verb, in `make test`."""
 
 # Fixed: what fails once fails again, and a run of the tests does not depend on the one before.

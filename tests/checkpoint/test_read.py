@@ -245,6 +245,7 @@ def auto_by_rank(run_dir: Path) -> object:
     return handle.state["step"], handle.passed_by
 
 
+@pytest.mark.slow
 @pytest.mark.fault(9)
 @pytest.mark.distributed
 def test_damage_seen_by_one_rank(tmp_path: Path) -> None:

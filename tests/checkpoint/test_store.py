@@ -275,9 +275,10 @@ def save_killed_at(run_dir: Path, event_number: int, step: int) -> str:
     return "saved"
 
 
+@pytest.mark.slow
 @pytest.mark.fault(5)
 @pytest.mark.distributed
-@pytest.mark.parametrize("step", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [1, 2])
 def test_killed_at_every_file_operation(step: int, tmp_path: Path) -> None:
     """Catches a moment in which neither the old nor the new checkpoint is whole; step 1 replaces its own."""
     for event_number in range(1, 200):
@@ -307,6 +308,7 @@ def save_until_killed(run_dir: Path, first_step: int, delay_s: float, victim: in
         step += 1
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_rank_killed_at_random_times(tmp_path: Path) -> None:
     """Catches a set of files of two ranks of which one is missing or cut off and that still looks committed."""

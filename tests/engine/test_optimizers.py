@@ -69,7 +69,7 @@ def reference(optimizer: str) -> Run:
     return train_reference(scenario_of(optimizer))
 
 
-@pytest.mark.quick("lamb-pp2dp3", "lion-zero2dp2", "muon-zero3tp2dp2", "muon by head-tp2dp2")
+@pytest.mark.quick("lamb-pp2dp3", "lion-zero2dp2", "muon-zero2tp2dp2", "muon by head-tp2dp2")
 @pytest.mark.parametrize("case", CASES)
 def test_every_layout_takes_the_reference_steps(case: str) -> None:
     """Catches a step that depends on how masters are cut: a norm of a part, a matrix of a piece, copies that drift."""

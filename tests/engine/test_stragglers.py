@@ -95,6 +95,7 @@ def stragglers_of(run_dir: Path, rank: int) -> list[dict[str, Any]]:
     return [event for event in events_of(run_dir, "straggler") if event["rank"] == rank]
 
 
+@pytest.mark.slow
 @pytest.mark.fault(24)
 @pytest.mark.distributed
 def test_a_rank_that_is_stopped_half_of_its_time(corpus: Path, megads: StartCommand) -> None:

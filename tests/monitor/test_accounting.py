@@ -204,6 +204,7 @@ def test_the_share_goes_on_after_a_resume(tmp_path: Path) -> None:
     assert EffectiveTime(tmp_path).after(StepTime(208, 5.0)) == pytest.approx(8.1 / 110)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_real_run_that_is_killed_twice(corpus: Path, megads: StartCommand) -> None:
     """Catches a second of a real run that belongs to nothing: a rank is killed, then everything."""

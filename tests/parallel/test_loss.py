@@ -90,6 +90,7 @@ def test_exact_in_fp64(size: int, vocab_size: int) -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.quick("2-6", "4-5")
 @pytest.mark.parametrize(("size", "vocab_size"), SHAPES)
 def test_z_loss_is_exact_in_fp64(size: int, vocab_size: int) -> None:
     """Catches a Z of own rows only or without the largest logit, a missing factor, and a loss that contains it."""
@@ -130,6 +131,7 @@ def _in_place(vocab_size: int, dtype: str, z_loss: float) -> dict[str, Any]:
 
 @pytest.mark.distributed
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.quick("2-6", "4-5")
 @pytest.mark.parametrize(("size", "vocab_size"), SHAPES)
 def test_kernels_over_ranks(size: int, vocab_size: int) -> None:
     """Catches sums over own rows only, padding that counts, and a gradient written before the ranks' sums are known."""
@@ -304,6 +306,7 @@ def _over_ranks(vocab_size: int, dtype: str, sequence_parallel: bool, fused: boo
 
 @pytest.mark.distributed
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.quick("2-6-True", "4-5-False")
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize(("size", "vocab_size"), SHAPES)
 def test_over_ranks(size: int, vocab_size: int, sequence_parallel: bool) -> None:
