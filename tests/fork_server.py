@@ -102,9 +102,10 @@ class ForkServer:
         return Outcome(code, *texts, outside, limit)
 
     def close(self) -> None:
-        assert self._process.stdin is not None
+        assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait(timeout=30)
+        self._process.stdout.close()
 
     def _read(self) -> Any:
         assert self._process.stdout is not None

@@ -168,7 +168,7 @@ def test_a_killed_copy_leaves_no_dataset_and_no_lock(make_dataset: MakeDataset, 
     assert waiting.poll() is None, "it did not wait for the first"
     killed.send_signal(signal.SIGKILL)
     copy = waiting.communicate(timeout=60)[0].strip()
-    killed.wait()
+    killed.communicate()
     assert bin_path(copy).read_bytes() == bin_path(prefix).read_bytes()
     assert not [name for name in files_in(folder) if name.endswith(".partial")]
 

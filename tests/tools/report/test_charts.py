@@ -32,6 +32,9 @@ from megads.tools.report.history import read_history
 from megads.tools.report.style import house_style, png, svg
 from tests.tools.report.written_runs import BEGIN, write_eventful_run, write_start, write_steps, write_validation
 
+# What an earlier test has left open, and is collected while a chart is drawn, is no warning of the chart.
+WARNINGS_ARE_ERRORS = pytest.mark.filterwarnings("error", "ignore::ResourceWarning")
+
 
 def test_a_short_curve_is_drawn_as_it_is() -> None:
     """Catches buckets where there is room for every step."""
@@ -129,7 +132,7 @@ def zero_speed(run_dir: Path) -> None:
     (run_dir / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "loss": 0.0, {keys}}}\n' for step in range(20)))
 
 
-@pytest.mark.filterwarnings("error")
+@WARNINGS_ARE_ERRORS
 @pytest.mark.parametrize("write", [write_eventful_run, one_step, nothing_finite, many_restarts, bare_lines, zero_speed])
 def test_every_chart_draws(tmp_path: Path, write: Callable[[Path], None]) -> None:
     """Catches a division by zero, an empty percentile, a legend that leaves no room, limits that coincide."""
@@ -143,7 +146,7 @@ def test_every_chart_draws(tmp_path: Path, write: Callable[[Path], None]) -> Non
                     assert_takes_colors_from_the_page(svg(figure, chart.name, "", chart.description))
 
 
-@pytest.mark.filterwarnings("error")
+@WARNINGS_ARE_ERRORS
 def test_100_000_steps_make_a_small_picture(tmp_path: Path) -> None:
     """Catches a page of many megabytes, and a spike or skipped steps that downsampling lost."""
     write_start(tmp_path, 0, BEGIN)
