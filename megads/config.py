@@ -19,7 +19,7 @@ from megads.model.config import ModelConfig, Position, has_attention_core
 from megads.ops.attention_kinds import AttentionWork, why_not
 from megads.ops.config import Compile, Implementation, OpsConfig
 from megads.optim.config import OptimConfig
-from megads.optim.schedule import LearningRate, ScheduleConfig
+from megads.optim.schedule import LearningRate, ScheduleConfig, ScheduleName
 from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Partition, Recompute
 from megads.parallel.partition import stage_bounds
 from megads.resilience.config import ResilienceConfig
@@ -214,7 +214,7 @@ def check_config(config: RootConfig) -> None:
     _check_compile(config)
     _check_layout(config)
     _check_batches(config)
-    _check_schedule(config)
+    check_schedule(config)
     _check_positions(config)
     _check_vocabulary(config)
     _check_best(config)
@@ -389,9 +389,19 @@ def _check_batches(config: RootConfig) -> None:
     batch_size_schedule(config).check(config.train.micro_batch_size, config.parallel.dp)
 
 
-def _check_schedule(config: RootConfig) -> None:
-    """A decay must end after the warmup, in whichever units they are given, and start before it ends."""
+def check_schedule(config: RootConfig) -> None:
+    """Checks the learning rate's course in samples, whichever units it is given in.
+
+    Raises:
+        ConfigError: the decay does not end after the warmup, or does not start between the two, or there is no warmup
+            where the schedule needs one.
+    """
     warmup, end = _samples_of(config, "warmup") or 0, _samples_of(config, "decay")
+    if config.schedule.name == ScheduleName.inverse_sqrt and warmup == 0:
+        raise ConfigError(
+            "schedule.name = inverse_sqrt without a warmup: the rate is optim.lr * sqrt(warmup / samples), which needs "
+            "one; set schedule.warmup_samples, warmup_tokens or warmup_steps"
+        )
     if end is not None and end <= warmup:
         raise ConfigError(
             f"{_setting_of(config, 'decay')}: the decay must end after the warmup, {_setting_of(config, 'warmup')}, "
@@ -401,9 +411,10 @@ def _check_schedule(config: RootConfig) -> None:
     if start is not None and (end is not None or config.train.length_is_known):
         end = learning_rate(config).end
         if not warmup <= start < end:
+            origin = f" of schedule.decay_from = {given}" if (given := config.schedule.decay_from) else ""
             raise ConfigError(
-                f"schedule.decay_start_samples = {start:,}: the decay must start between the end of the warmup, sample "
-                f"{warmup:,}, and its own end, sample {end:,}: change it, or how long the run trains"
+                f"schedule.decay_start_samples = {start:,}{origin}: the decay must start between the end of the "
+                f"warmup, sample {warmup:,}, and its own end, sample {end:,}: change it, or how long the run trains"
             )
 
 

@@ -260,6 +260,7 @@ def test_a_decay_that_branches_off_a_run(corpus: Path, finished: Path, megads: S
         ({"run__dir": megads.folder / "other"}, f"schedule.decay_from = {stable}: there is no such folder"),
         ({"checkpoint__load": "none"}, "continues that checkpoint, but checkpoint.load = none"),
         ({"schedule__decay_start_samples": 12}, "has 24 samples"),
+        ({"schedule__decay_steps": 2}, f"= 24 of schedule.decay_from = {stable}: the decay must start between"),
         ({"schedule__decay_from": "s3://bucket/run"}, "fetch it first with `megads checkpoint download`"),
     ):
         ended = megads("train", *small_model(corpus, train__steps=6, **(branch | changes))).end()

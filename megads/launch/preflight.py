@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megads.checkpoint.url import is_url
-from megads.config import RootConfig, batch_size_schedule, check_attention, open_run_data, planned_steps
+from megads.config import RootConfig, batch_size_schedule, check_attention, check_schedule, open_run_data, planned_steps
 from megads.data.config import DatasetConfig
 from megads.data.prepare.config import Engine
 from megads.errors import CheckpointError, ConfigError, DataError, StopRequested
@@ -199,7 +199,11 @@ def with_decay_start(config: RootConfig) -> RootConfig:
             f"schedule.decay_start_samples = {wanted}, but schedule.decay_from = {given} has {start} samples: give one"
         )
     schedule = dataclasses.replace(config.schedule, decay_start_samples=start)
-    return dataclasses.replace(config, schedule=schedule, checkpoint=dataclasses.replace(config.checkpoint, load=given))
+    checkpoint = dataclasses.replace(config.checkpoint, load=given)
+    found = dataclasses.replace(config, schedule=schedule, checkpoint=checkpoint)
+    # A decay that would start at its end, or after it, would keep the peak without a word.
+    check_schedule(found)
+    return found
 
 
 def _decided_start(config: RootConfig) -> int | None:

@@ -82,14 +82,6 @@ class ScheduleConfig:
         self._check_units("decay", least=1)
         self._check_cycles()
         self._check_wsd()
-        if self.name == ScheduleName.inverse_sqrt and not any(self._given("warmup")):
-            raise ConfigError(
-                "schedule.name = inverse_sqrt without a warmup: the rate is optim.lr * sqrt(warmup / samples), which "
-                "needs one; set schedule.warmup_samples, warmup_tokens or warmup_steps"
-            )
-
-    def _given(self, what: str) -> list[int]:
-        return [getattr(self, f"{what}_{unit}") or 0 for unit in _UNITS]
 
     def _check_units(self, what: str, least: int) -> None:
         names = [f"schedule.{what}_{unit}" for unit in _UNITS]

@@ -143,6 +143,7 @@ def test_units_mean_the_same() -> None:
         ({"name": "wsd", "decay_start_samples": 8000}, "decay_start_samples = 8,000: the decay must start between"),
         ({"name": "wsd", "warmup_samples": 9, "decay_start_samples": 8}, "decay_start_samples = 8: the decay must"),
         ({"name": "inverse_sqrt"}, "inverse_sqrt without a warmup"),
+        ({"name": "inverse_sqrt", "warmup_samples": 320, "warmup_steps": 0}, "inverse_sqrt without a warmup"),
     ],
 )
 def test_settings_that_make_a_schedule(settings: dict[str, Any], said: str | None) -> None:
