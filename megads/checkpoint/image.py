@@ -153,8 +153,8 @@ class StateImage:
 class StateCopy:
     """A copy of a rank's state that goes on beside the training.
 
-    From a GPU it runs on a stream of its own, into pinned memory; the next optimizer step waits for it on the device. On
-    a CPU a thread copies, and the next optimizer step waits for that.
+    From a GPU it runs on a stream of its own, into pinned memory; the next optimizer step waits for it on the device.
+    On a CPU a thread copies, and the next optimizer step waits for that.
 
     Args:
         pairs: destination and source of every tensor.
