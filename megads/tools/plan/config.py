@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from megads.config import RootConfig
 from megads.errors import ConfigError
+from megads.tools.plan.cost_config import CostConfig
+from megads.tools.plan.life_config import LifetimeConfig
 
 
 class Device(StrEnum):
@@ -38,6 +40,29 @@ class PlanConfig(RootConfig):
     """Speed of messages in one direction between two pipeline ranks; null costs nothing."""
     link_latency_us: float = 0.0
     """Latency of a message between two pipeline ranks."""
+    gpus: int | None = None
+    """GPUs of the cluster, for life and budget_hours; null is what the layout takes."""
+    life: bool = False
+    """Print what failures cost the run on a cluster instead (docs/life.md)."""
+    lifetime: LifetimeConfig = field(default_factory=LifetimeConfig)
+    """The cluster of life=true."""
+    budget_hours: float | None = None
+    """Print what gpus can train in so many hours instead (docs/life.md)."""
+    device_tflops: float | None = None
+    """TFLOPs that a GPU achieves while it trains, for budget_hours; null is rank_tflops."""
+    cost: CostConfig = field(default_factory=CostConfig)
+    """Prices and scaling law of budget_hours."""
+
+    def check_cluster(self) -> None:
+        """Raises ConfigError on a cluster that cannot be, and on two questions at once."""
+        if self.gpus is not None and self.gpus < 1:
+            raise ConfigError(f"gpus = {self.gpus}: must be at least 1")
+        for name in ("budget_hours", "device_tflops"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} = {value}: must be positive")
+        if self.life and self.budget_hours is not None:
+            raise ConfigError("life=true and budget_hours are two plans: ask for one of them")
 
     def check_schedule(self) -> None:
         """Raises ConfigError on speeds that no machine has, and on a picture of a kind that nobody can draw."""
