@@ -13,7 +13,9 @@ def run(config: PlanConfig, _invocation: Invocation) -> int:
     # The tab key imports this module for its schema and must not wait for torch.
     from megads.tools.plan.output import show
 
-    check_shape(config)
+    config.check_device()
+    if not config.search:
+        check_shape(config)
     config.check_schedule()
     show(config)
     return EXIT_OK
