@@ -15,7 +15,7 @@ from megads.batch import BatchInfo
 from megads.model.attention import Attention, AttentionCore, causal_bias_at, hide_other_documents
 from megads.model.config import Position
 from megads.model.gpt import GPT
-from megads.ops.attention import bias_dtype, masked_attention
+from megads.ops.attention import bias_dtype
 
 PIECE = 512
 """Tokens of one forward pass: the mask of a long prompt grows with this times its length, not with its square."""
@@ -91,7 +91,7 @@ class CachedAttentionCore(nn.Module):
         self.keys_btmd[rows, slots_bs] = k_bmsd.transpose(1, 2)
         self.values_btmd[rows, slots_bs] = v_bmsd.transpose(1, 2)
         seen = slice(current.keys.start - self.first, current.keys.stop - self.first)
-        return masked_attention(
+        return self.core.with_bias(
             q_bnsd,
             self.keys_btmd[:, seen].transpose(1, 2),
             self.values_btmd[:, seen].transpose(1, 2),
