@@ -71,14 +71,15 @@ def _of_model(config: RootConfig, tokenizer_tokens: int | None) -> Iterator[str]
             f"train.seq_len = {seq_len:,} is far below model.max_seq_len = {longest:,}: the model never trains on "
             f"texts of more than {seq_len:,} tokens; raise train.seq_len, or lower model.max_seq_len"
         )
-    if config.model.attention_logit_softcap is not None:
+    if config.model.scores_in_memory:
+        capped = config.model.attention_logit_softcap is not None
+        which = "model.attention_logit_softcap" if capped else "model.attention_sinks"
         parallel, train = config.parallel, config.train
         scores = train.micro_batch_size * config.model.num_heads * seq_len**2 // (parallel.tp * parallel.cp)
         size = scores * (2 if train.precision is Precision.bf16 else 4) / 2**20
         yield (
-            f"model.attention_logit_softcap = {config.model.attention_logit_softcap:g}: no fused kernel of attention "
-            f"caps scores, so those of a micro-batch are in memory, {size:,.1f} MiB a block; a smaller train.seq_len "
-            "or train.micro_batch_size takes less, null caps none"
+            f"{which} is set, which no fused kernel of attention knows: the scores of a micro-batch are in memory, "
+            f"{size:,.1f} MiB a block; a smaller train.seq_len or train.micro_batch_size takes less"
         )
     if rows is None or tokenizer_tokens is None:
         return

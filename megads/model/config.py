@@ -26,6 +26,7 @@ SHARDING = ShardingTable(
         "blocks.*.attention.dense": Cut.row,
         "blocks.*.attention.query_norm": Cut.inside,
         "blocks.*.attention.key_norm": Cut.inside,
+        "blocks.*.attention.sinks": Cut.vector,
         "blocks.*.mlp.up": Cut.column,
         "blocks.*.mlp.gate_up": Cut.column,
         "blocks.*.mlp.down": Cut.row,
@@ -38,8 +39,8 @@ SHARDING = ShardingTable(
 )
 
 FULL_QK_NORM = {
-    "blocks.*.attention.query_norm": Cut.norm,
-    "blocks.*.attention.key_norm": Cut.norm,
+    "blocks.*.attention.query_norm": Cut.vector,
+    "blocks.*.attention.key_norm": Cut.vector,
     "blocks.*.attention.query_key_norms": Cut.norms,
 }
 """How norms of all heads' queries and keys are cut, in place of those of each head."""
@@ -182,6 +183,9 @@ class ModelConfig:
     attention_logit_softcap: float | None = None
     """Bounds attention scores: cap * tanh(score / cap), before bias and mask (Gemma 2, 50); null: none. Scores are then
     in memory, as no kernel of the whole of attention caps them here (docs/model.md)."""
+    attention_sinks: bool = False
+    """Each head has a learned logit beside its scores, whose share of the probability goes to no token (gpt-oss 2025;
+    Xiao et al. 2023): a head may attend to nothing. Scores are then in memory, as with attention_logit_softcap."""
     final_logit_softcap: float | None = None
     """Bounds the logits of the output projection in the same way (Gemma 2, 30); null: none."""
     window: int | None = None
@@ -269,6 +273,11 @@ class ModelConfig:
     def weight_std(self) -> float:
         return self.init_std if self.init_std is not None else math.sqrt(1.0 / (3.0 * self.hidden_size))
 
+    @property
+    def scores_in_memory(self) -> bool:
+        """Whether attention scores are treated in a way that no kernel of the whole of attention knows."""
+        return self.attention_logit_softcap is not None or self.attention_sinks
+
     def check(self) -> None:
         """Raises ConfigError on a shape that cannot be built."""
         sizes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size", "ffn_size", "vocab_size")
@@ -315,6 +324,11 @@ class ModelConfig:
             value = getattr(self, name)
             if value is not None and not value > 0.0:
                 raise ConfigError(f"model.{name} = {value}: must be positive, or null for none")
+        if self.attention_sinks and self.attention_dropout:
+            raise ConfigError(
+                f"model.attention_sinks = true cannot be had with model.attention_dropout = {self.attention_dropout}: "
+                "set model.attention_dropout=0"
+            )
 
     def _check_norms(self) -> None:
         if self.qk_norm_width is QKNormWidth.full and not self.qk_norm:
@@ -343,6 +357,7 @@ class ModelConfig:
             window=self.window,
             dropout=self.attention_dropout,
             softcap=self.attention_logit_softcap is not None,
+            sinks=self.attention_sinks,
         )
 
 

@@ -350,7 +350,7 @@ def parameter_generator(seed: int, name: str) -> torch.Generator:
 
 def initial_value(config: ModelConfig, seed: int) -> InitialValue:
     """BLOOM's initialisation: matrices N(0, std), the projections that end a branch N(0, std / sqrt(2 L)),
-    gains one, biases zero.
+    gains one, biases and sinks zero.
 
     Args:
         config: the model's shape; `config.weight_std` is std.
@@ -359,7 +359,7 @@ def initial_value(config: ModelConfig, seed: int) -> InitialValue:
     branch_std = config.weight_std / math.sqrt(2.0 * config.num_layers)
 
     def value(name: str, shape: tuple[int, ...]) -> Tensor:
-        if name.endswith(".bias"):
+        if name.endswith((".bias", "attention.sinks.weight")):
             return torch.zeros(shape)
         if len(shape) == 1:
             return torch.ones(shape)

@@ -80,8 +80,10 @@ class CachedAttentionCore(nn.Module):
         if self.keys_btmd is not None and self.values_btmd is not None:
             self.keys_btmd, self.values_btmd = self.keys_btmd[rows], self.values_btmd[rows]
 
-    def forward(self, q_bnsd: Tensor, k_bmsd: Tensor, v_bmsd: Tensor, info: BatchInfo) -> Tensor:
-        """Returns [b, n, s, d]."""
+    def forward(
+        self, q_bnsd: Tensor, k_bmsd: Tensor, v_bmsd: Tensor, info: BatchInfo, sinks_n: Tensor | None = None
+    ) -> Tensor:
+        """Returns [b, n, s, d]; see AttentionCore."""
         current = self.current
         assert current is not None
         self._make_room(current.keys, k_bmsd)
@@ -96,6 +98,7 @@ class CachedAttentionCore(nn.Module):
             self.keys_btmd[:, seen].transpose(1, 2),
             self.values_btmd[:, seen].transpose(1, 2),
             current.bias(self.core, bias_dtype(q_bnsd)),
+            sinks_n,
         )
 
     def _make_room(self, keys: range, like_bmsd: Tensor) -> None:

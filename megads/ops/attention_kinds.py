@@ -52,6 +52,7 @@ class AttentionWork:
         window: keys that a query sees; None: all before it.
         dropout: probability of a probability to be dropped.
         softcap: scores are capped.
+        sinks: heads have a logit beside their scores.
         bf16: tensors are bf16; else fp32.
         cuda: on a GPU; else on a CPU.
         impl: which operators there are; fused, where megads' own kernels are there for sure.
@@ -69,6 +70,7 @@ class AttentionWork:
     window: int | None = None
     dropout: float = 0.0
     softcap: bool = False
+    sinks: bool = False
     bf16: bool | None = None
     cuda: bool | None = None
     impl: Implementation | None = None
@@ -89,7 +91,7 @@ def why_not(kind: AttentionKind, work: AttentionWork) -> str:
         case AttentionKind.auto | AttentionKind.sdpa:
             return ""
         case AttentionKind.fused_softmax:
-            return _without_kernels(kind, work)
+            return _without_kernels(kind, work) or _without_sinks(work)
         case AttentionKind.fused:
             return _without_kernels(kind, work) or _without_softcap(work)
         case AttentionKind.augmented:
@@ -113,11 +115,17 @@ def _without_dropout(work: AttentionWork) -> str:
 
 def _without_softcap(work: AttentionWork) -> str:
     if not work.softcap:
-        return ""
+        return _without_sinks(work)
     return (
         "cannot cap scores, but model.attention_logit_softcap is set: use model.attention=fused_softmax, sdpa or auto, "
         "which have scores in memory"
     )
+
+
+def _without_sinks(work: AttentionWork) -> str:
+    if not work.sinks:
+        return ""
+    return "knows no logit beside the scores, but model.attention_sinks = true: use model.attention=sdpa or auto"
 
 
 def _without_kernels(kind: AttentionKind, work: AttentionWork) -> str:

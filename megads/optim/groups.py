@@ -25,6 +25,7 @@ _VECTOR = re.compile(
     r"blocks\.\d+\.(attention\.(qkv|dense)|mlp\.(up|gate_up|down))\.bias"
     r"|blocks\.\d+\.(input_norm|post_attention_norm|(attention|mlp)_output_norm|attention\.(query|key)_norm)"
     r"\.(weight|bias)"
+    r"|blocks\.\d+\.attention\.sinks\.weight"
     r"|(embedding\.norm|final_norm)\.(weight|bias)"
 )
 

@@ -328,7 +328,7 @@ def _parallel_layer(layer: nn.Module, path: str, cut: Cut, region: Region) -> nn
         make = ColumnParallelLinear if cut is Cut.column else RowParallelLinear
         return make(layer.in_features, layer.out_features, region, bias=layer.bias is not None)
     assert isinstance(layer.weight, Tensor)
-    if cut is Cut.norm:
+    if cut is Cut.vector:
         layer.weight = nn.Parameter(torch.empty(len(layer.weight) // axis.size))
         return layer
     rows, hidden_size = layer.weight.shape

@@ -54,10 +54,21 @@ def _explicit_attention(p: Pass) -> tuple[int, int, int]:
     """
     w, scores = p.weight_bytes, p.scores
     if p.model.attention_logit_softcap is not None:
-        capped = replace(p, model=replace(p.model, attention_logit_softcap=None))
-        kept, forward, backward = _explicit_attention(capped)
+        kept, forward, backward = _explicit_softmax(p)
         # The slope of the cap; while it is made scores are there in fp32 twice.
         return kept + w * scores, forward + 2 * FP32 * scores, backward + w * scores
+    return _explicit_softmax(p)
+
+
+def _explicit_softmax(p: Pass) -> tuple[int, int, int]:
+    """The same of scores that are not capped."""
+    w, scores = p.weight_bytes, p.scores
+    if not p.model.attention_dropout and not p.masked_by_kernel:
+        # The softmax, in fp32, and its cast; with sinks a column more.
+        column = FP32 * p.tokens * p.heads if p.model.attention_sinks else 0
+        cast = w * scores if w < FP32 else 0
+        kept = FP32 * scores + column + cast
+        return kept, 2 * FP32 * scores + column, 3 * FP32 * scores + column
     if not p.model.attention_dropout:  # raw scores; gradients of probabilities and scores
         return w * scores, w * scores, 2 * w * scores
     if p.masked_by_kernel:

@@ -249,13 +249,14 @@ class Pass:
         """Attention scores are in memory."""
         kind = self.attention_kind
         drops = self.model.attention_dropout > 0 and kind is not AttentionKind.fused
-        return kind is AttentionKind.fused_softmax or drops or self.model.attention_logit_softcap is not None
+        return kind is AttentionKind.fused_softmax or drops or self.model.scores_in_memory
 
     @property
     def masked_by_kernel(self) -> bool:
         """Kernels hide keys and add biases themselves, so that no mask is in memory."""
         if self.explicit_attention:
-            return self.fused and self.model.attention is not AttentionKind.sdpa
+            by_torch = self.model.attention is AttentionKind.sdpa or self.model.attention_sinks
+            return self.fused and not by_torch
         if self.attention_kind not in (AttentionKind.cudnn, AttentionKind.sdpa):
             return True
         apart = self.model.window is not None or self.document_mask or self.cp > 1

@@ -65,6 +65,7 @@ def _block_shapes(config: ModelConfig) -> Shapes:
         for part, heads in (("query", config.num_heads), ("key", config.kv_heads)):
             shapes |= _norm(config, f"attention.{part}_norm", (heads if whole else 1) * config.head_dim)
     shapes |= _linear(config, "attention.qkv", config.qkv_width, hidden)
+    shapes |= {"attention.sinks.weight": (config.num_heads,)} if config.attention_sinks else {}
     shapes |= _linear(config, "attention.dense", hidden, config.attention_width)
     if not before:
         shapes |= _norm(config, "attention_output_norm", hidden)
@@ -171,7 +172,7 @@ def recompute_flops(config: ModelConfig, seq_len: int) -> dict[Recompute, int]:
     """Operations a token that a block's backward pass does again, by what is recomputed of it."""
     attention, into, out_of = _matrices(config)
     product = _product(config, seq_len)
-    in_memory = config.attention is AttentionKind.fused_softmax or config.attention_logit_softcap is not None
+    in_memory = config.attention is AttentionKind.fused_softmax or config.scores_in_memory
     explicit = in_memory and not config.attention_dropout
     core = product if explicit else 2 * product
     full = attention + 2 * product + into + (out_of if config.hidden_dropout else 0)

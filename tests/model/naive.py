@@ -68,6 +68,7 @@ def attention(
     qk_norms: Sequence[Callable[[Tensor], Tensor]] | None = None,
     starts: Sequence[int] | None = None,
     positions: Sequence[int] | None = None,
+    sinks_n: Tensor | None = None,
 ) -> Tensor:
     """One sequence. The rows of the QKV weight are blocks of d: of each head of keys its queries', then k, then v.
 
@@ -109,8 +110,9 @@ def attention(
             if config.attention_logit_softcap is not None:
                 scores = config.attention_logit_softcap * torch.tanh(scores / config.attention_logit_softcap)
             if config.position is Position.alibi:
-                scores = scores + slope(head, num_heads) * torch.tensor(seen, dtype=x_sh.dtype)
-            weights = dict(zip(seen, scores.exp() / scores.exp().sum(), strict=True))
+                scores = scores + slope(head, num_heads) * (torch.tensor(seen, dtype=x_sh.dtype) - query)
+            nowhere = 0.0 if sinks_n is None else sinks_n[head].exp()
+            weights = dict(zip(seen, scores.exp() / (scores.exp().sum() + nowhere), strict=True))
             context[query, head * dim : (head + 1) * dim] = sum(weights[key] * v[key] for key in seen)
     return context @ dense_weight.T + dense_bias
 
@@ -155,7 +157,10 @@ def logits(
         before = config.norm_placement is NormPlacement.input
         normed = norm(f"{block}.input_norm", x) if before else x
         qk_norms = [partial(norm, f"{block}.attention.{part}_norm") for part in ("query", "key")]
-        attended = attention(normed, *projections, config, qk_norms if config.qk_norm else None, starts, positions)
+        sinks_n = w.get(f"{block}.attention.sinks.weight")
+        attended = attention(
+            normed, *projections, config, qk_norms if config.qk_norm else None, starts, positions, sinks_n
+        )
         if not before:
             x = x + norm(f"{block}.attention_output_norm", attended)
             x = x + norm(f"{block}.mlp_output_norm", mlp(x, w, f"{block}.mlp", config))

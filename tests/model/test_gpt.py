@@ -65,10 +65,11 @@ FEATURES: dict[str, dict[str, object]] = {
     },
     "capped scores": {"attention_logit_softcap": 0.7},
     "capped logits": {"final_logit_softcap": 1.5},
+    "sinks": {"attention_sinks": True},
     "scaled embedding": {"scale_embedding": True, "embedding_norm": False},
     "all of Gemma 2": {
         "attention_logit_softcap": 0.7, "final_logit_softcap": 1.5, "scale_embedding": True, "embedding_norm": False,
-        "num_kv_heads": 2, "window": 3, "position": Position.rope,
+        "num_kv_heads": 2, "window": 3, "position": Position.rope, "attention_sinks": True,
     },
     "no biases": {"bias": False},
     "no biases, gated": {"bias": False, "norm": NormKind.rmsnorm, "mlp": MLPKind.swiglu},
@@ -190,6 +191,7 @@ def test_parameters_are_those_of_the_plan(position: Position, tied: bool, norm: 
         {"parallel_block": True},
         {"bias": False},
         FEATURES["OLMo 2"],
+        {"attention_sinks": True},
     ],
     ids=lambda changes: next(iter(changes)),
 )

@@ -32,7 +32,13 @@ FEATURES = {
     "num_kv_heads": 2, "window": 4, "norm": NormKind.rmsnorm, "mlp": MLPKind.swiglu, "parallel_block": True,
     "qk_norm": True, "head_size": 6,
 }  # fmt: skip
-CAPPED = {"attention_logit_softcap": 0.7, "final_logit_softcap": 1.5, "scale_embedding": True, "num_kv_heads": 2}
+CAPPED = {
+    "attention_logit_softcap": 0.7,
+    "attention_sinks": True,
+    "final_logit_softcap": 1.5,
+    "scale_embedding": True,
+    "num_kv_heads": 2,
+}
 OLMO2 = {
     "num_kv_heads": 2, "norm": NormKind.rmsnorm, "mlp": MLPKind.swiglu, "qk_norm": True,
     "qk_norm_width": QKNormWidth.full, "norm_placement": NormPlacement.output,

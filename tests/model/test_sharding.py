@@ -26,7 +26,9 @@ from megads.model.gpt import stage_specs
 from megads.parallel.partition import Cut
 
 # Every option that adds a module; a block's MLP is one of two kinds.
-EVERYTHING = ModelConfig(num_layers=2, position=Position.learned, tie_embeddings=False, num_kv_heads=2, qk_norm=True)
+EVERYTHING = ModelConfig(num_layers=2, position=Position.learned, tie_embeddings=False, num_kv_heads=2, qk_norm=True,
+    attention_sinks=True,
+)  # fmt: skip
 CONFIGS = [
     *(replace(EVERYTHING, mlp=mlp, parallel_block=parallel) for mlp in MLPKind for parallel in (True, False)),
     replace(EVERYTHING, norm_placement=NormPlacement.output),
@@ -97,6 +99,6 @@ def test_norms_of_all_heads_are_cut_with_them() -> None:
     with torch.device("meta"):
         paths = [f"{s.name}.{path}" for s in stage_specs(config, 0) for path, _ in s.build().named_modules()]
     cuts = {path: first_match(table.parameters, path) for path in paths}
-    for part, cut in (("query_norm", Cut.norm), ("key_norm", Cut.norm), ("query_key_norms", Cut.norms)):
+    for part, cut in (("query_norm", Cut.vector), ("key_norm", Cut.vector), ("query_key_norms", Cut.norms)):
         assert cuts[f"blocks.1.attention.{part}"] is cut
     assert all(any(fnmatchcase(path, pattern) for path in paths) for pattern in FULL_QK_NORM)

@@ -82,6 +82,8 @@ FEATURES = {
     "wide heads": {"head_size": 10, "num_kv_heads": 3},
     "normed heads": {"qk_norm": True},
     "norms of outputs": {"norm_placement": NormPlacement.output, "hidden_dropout": 0.1},
+    "capped": {"attention_logit_softcap": 0.7, "num_kv_heads": 3},
+    "sinks": {"attention_sinks": True, "num_kv_heads": 3},
     "Qwen3": {
         "qk_norm": True, "head_size": 10, "num_kv_heads": 3, "norm": NormKind.rmsnorm, "position": Position.rope,
     },
@@ -154,8 +156,9 @@ def check_block(model: ModelConfig, dtype: torch.dtype, tp: int, fused: bool = F
             module.region = Region(Axis(0, (0,), None))
     inputs = torch.randn(BATCH, SEQ_LEN, model.hidden_size, dtype=dtype, requires_grad=True)
     one_pass = Pass(model, tp, BATCH, SEQ_LEN, dtype.itemsize, fused=fused)
-    # The kernel saves the cached mask too, or the slopes, which the plan counts once for all blocks.
-    mask = one_pass.rotary_tables + (0 if model.attention_dropout else one_pass.bias_table * 4)
+    # The kernel saves the cached mask too, or the slopes, which the plan counts once for all blocks; a sum does not.
+    added = model.attention_dropout or model.scores_in_memory
+    mask = one_pass.rotary_tables + (0 if added else one_pass.bias_table * 4)
     if one_pass.fused_attention and model.position is Position.alibi:
         mask += 4 * model.num_heads // tp
     if fused and (model.hidden_dropout or model.attention_dropout):

@@ -238,7 +238,12 @@ _BLOCK = {
     "mlp.down": ("mlp.dense_4h_to_h",),
 }
 """GPT-NeoX' names; BLOOM has one other."""
-_UNSCALED = {"scale_embedding": False, "attention_logit_softcap": None, "final_logit_softcap": None}
+_UNSCALED = {
+    "scale_embedding": False,
+    "attention_sinks": False,
+    "attention_logit_softcap": None,
+    "final_logit_softcap": None,
+}
 _GPT_WANTS = {
     "norm": NormKind.layernorm, "mlp": MLPKind.gelu, "parallel_block": False, "window": None,
     "num_kv_heads": _all_heads, "head_size": _share_of_hidden, "qk_norm": False,

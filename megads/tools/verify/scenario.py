@@ -454,6 +454,8 @@ def _notes(wanted: Wanted, parallel: ParallelConfig, scenario: Scenario) -> tupl
         f"batch: {scenario.global_batch_size} samples of {scenario.seq_len} tokens in micro-batches of "
         f"{scenario.micro_batch_size}, masks that leave 1 to all tokens"
     )
+    if wanted.optim.ema_decay != scenario.optimizer.ema_decay:
+        notes.append(f"running average: optim.ema_decay {wanted.optim.ema_decay} -> {scenario.optimizer.ema_decay}")
     notes.append(
         "weights of std 0.2, dropout 0, "
         + (f"gradients clipped to {scenario.clip_grad} at every step" if scenario.clip_grad else "no clipping")
