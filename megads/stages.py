@@ -12,19 +12,20 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import numpy as np
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megads.data.config import DataConfig, Order, PackingMode, PhaseConfig
-from megads.data.sampling.sampler import Skips
 from megads.errors import ConfigError
 from megads.optim.schedule import LearningRate, ScheduleConfig, ScheduleName
 from megads.parallel.config import Recompute
 from megads.runtime.registry import SCHEDULES
 from megads.train_config import TrainConfig
+
+if TYPE_CHECKING:
+    from megads.data.sampling.sampler import Skips
 
 T = TypeVar("T")
 
@@ -343,6 +344,9 @@ def sample_after_step(spans: Sequence[StageSpan], step: int) -> int:
 
 def stream_starts(spans: Sequence[StageSpan], skips: Skips) -> list[int]:
     """Numbers in the whole training stream, what is left out included, of the first samples of all stages."""
+    # Which the tab key need not wait for.
+    import numpy as np
+
     return [int(skips.apply(np.array([span.first_sample - 1]))[0]) + 1 if span.first_sample else 0 for span in spans]
 
 
