@@ -17,14 +17,17 @@ def run(config: PlanConfig, _invocation: Invocation) -> int:
 
         show_life(config)
         return EXIT_OK
-    check_shape(config)
     if config.budget_hours is not None:
         from megads.tools.plan.budget import show_budget
 
+        check_shape(config)
         show_budget(config, config_dir())
         return EXIT_OK
     from megads.tools.plan.output import show
 
+    config.check_device()
+    if not config.search:
+        check_shape(config)
     config.check_schedule()
     show(config)
     return EXIT_OK

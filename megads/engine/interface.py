@@ -207,6 +207,11 @@ class TrainEngine(Protocol):
         """
         ...
 
+    def before_update(self, wait: Callable[[], None] | None) -> None:
+        """Calls `wait` at every following step before the optimizer's state changes: somebody still reads it. None ends
+        that."""
+        ...
+
     def rerun_nonfinite(self, note: Callable[[StepResult, StepResult], None] | None) -> None:
         """Computes every step that is not finite once more, from the same weights and micro-batches, which it left as
         they were; the second result is the step's.

@@ -11,10 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
-import torch
-
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position, has_attention_core
-from megads.model.gpt import make_block
 from megads.ops.attention_kinds import AttentionKind
 from megads.parallel.config import Recompute
 
@@ -59,6 +56,11 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def _custom_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Unsharded shape of every parameter of one of a plugin's blocks, by its path in the block's stage."""
+    # Only a plugin's block has to be built, on the meta device: the planner imports no torch for any other.
+    import torch
+
+    from megads.model.gpt import make_block
+
     with torch.device("meta"):
         block = make_block(config, seed=0, index=0)
     return {path: tuple(parameter.shape) for path, parameter in block.named_parameters()}
