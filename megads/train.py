@@ -402,6 +402,7 @@ def checkpoint_hook(
         config.cluster.timeout_s,
         best_loss_key(config),
         local,
+        overlap=not config.hooks,
     )
 
 

@@ -227,6 +227,11 @@ class TrainEngine(Protocol):
         """
         ...
 
+    def before_update(self, wait: Callable[[], None] | None) -> None:
+        """Calls `wait` at every following step before the optimizer's state changes: somebody still reads it. None ends
+        that."""
+        ...
+
     def watch_activations(self, watch: Callable[[str, Tensor], None] | None) -> None:
         """Calls `watch` in every following training pass with the name and the output of each layer of this rank.
 

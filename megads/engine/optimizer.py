@@ -237,6 +237,7 @@ class BucketAdamW:
         last_backward: set by the engine before the last backward pass of a stage in a step, and the last part of it
             where it has two: buckets reduce as they complete.
         watch: is called at every step after the reduction and before clipping, while buckets hold their gradients.
+        before_update: is called at every step before masters and the optimizer's state change.
     """
 
     def __init__(
@@ -272,6 +273,7 @@ class BucketAdamW:
         line = MasterLine.of_zero1(grid, sharded=self.sharded)
         self.adamw: MasterOptimizer = make_optimizer(groups, optim, line, kernels, fused)
         self.watch: Callable[[], None] | None = None
+        self.before_update: Callable[[], None] | None = None
         self.norm = torch.zeros((), dtype=torch.float64, device=self.buckets[0].master.device)
         self.grad_norm, self.skipped = 0.0, False
         self.begin()
@@ -368,6 +370,8 @@ class BucketAdamW:
         if self.watch is not None:
             self.watch()
         self.norm = self._norm()
+        if self.before_update is not None:
+            self.before_update()
         self._update(learning_rate)
         for bucket in self.buckets:
             bucket.master.grad = bucket.gradient = None

@@ -123,6 +123,15 @@ class StageEngine:
         self.optimizer.watch = watch
 
     @property
+    def before_update(self) -> Callable[[], None] | None:
+        """See StepEngine."""
+        return self.optimizer.before_update
+
+    @before_update.setter
+    def before_update(self, wait: Callable[[], None] | None) -> None:
+        self.optimizer.before_update = wait
+
+    @property
     def norm(self) -> Tensor:
         """See StepEngine; the optimizer must be settled with it."""
         return self.optimizer.norm

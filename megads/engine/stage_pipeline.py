@@ -32,8 +32,8 @@ from megads.parallel.config import SPLIT_SCHEDULES, ParallelConfig
 from megads.parallel.context import gather_in_cores
 from megads.parallel.grid import axis_lines
 from megads.parallel.loss import TokenMeanLoss
-from megads.parallel.partition import ShardingTable, stage_bounds
-from megads.parallel.recompute import block_modes, recompute_cores, recompute_whole
+from megads.parallel.partition import ShardingTable, block_modes, stage_bounds
+from megads.parallel.recompute import recompute_cores, recompute_whole
 from megads.parallel.sharding import ParameterPlacement, materialise, shard_stage
 from megads.parallel.weight_gradients import SplitLayer
 

@@ -175,9 +175,11 @@ class StepEngine(Protocol):
     Attributes:
         watch_gradients: is called at every step after the reduction and before clipping.
         watch_spans: is given what the rank did in the next step, once.
+        before_update: is called at every step before the optimizer's state changes.
     """
 
     watch_gradients: Callable[[], None] | None
+    before_update: Callable[[], None] | None
     watch_spans: Callable[[list[Span]], None] | None
 
     @property
@@ -339,6 +341,10 @@ class BaseTrainEngine(ABC):
     def watch_gradients(self, watch: Callable[[list[Shard]], None] | None) -> None:
         """See TrainEngine.watch_gradients."""
         self._engine.watch_gradients = None if watch is None else lambda: watch(held_shards(self._gradients()))
+
+    def before_update(self, wait: Callable[[], None] | None) -> None:
+        """See TrainEngine.before_update."""
+        self._engine.before_update = wait
 
     def watch_activations(self, watch: Callable[[str, Tensor], None] | None) -> None:
         """See TrainEngine.watch_activations."""

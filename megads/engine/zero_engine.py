@@ -103,6 +103,7 @@ class ZeroEngine:
         deepspeed: what computes.
         watch_gradients: see StepEngine.
         watch_spans: see StepEngine.
+        before_update: see StepEngine.
         gradient_norms: 2-norms of this rank's own gradients, before any reduction.
         forward_finite: whether all losses of the step were finite, on the device.
     """
@@ -129,6 +130,7 @@ class ZeroEngine:
         self.averaged_over: int = self.deepspeed.averaged_over
         self.watch_gradients: Callable[[], None] | None = None
         self.watch_spans: Callable[[list[Span]], None] | None = None
+        self.before_update: Callable[[], None] | None = None
         self._spans = SpanRecorder(spec.device)
         self.gradient_norms: dict[Parameter, Tensor] = {}
         self.forward_finite = torch.ones((), dtype=torch.bool, device=spec.device)
@@ -156,6 +158,8 @@ class ZeroEngine:
         total = self.accumulate(micro_batches)
         if self.watch_gradients is not None:
             self.watch_gradients()
+        if self.before_update is not None:
+            self.before_update()
         self.deepspeed.set_learning_rate(learning_rate)
         with self._spans.span("optimizer_step"):
             self.deepspeed.step()
@@ -278,6 +282,8 @@ class ZeroTrainEngine(BaseTrainEngine):
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
         """See TrainEngine.averaged_weights."""
+        if self._engine.before_update is not None:
+            self._engine.before_update()
         self._engine.state.swap_averages()
         self._refresh_weights()
         yield

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 from math import lcm
 
 from megads.errors import ConfigError
-from megads.parallel.config import ParallelConfig, Partition
+from megads.parallel.config import ParallelConfig, Partition, Recompute
 from megads.parallel.pipeline_actions import StagePlacement
 
 
@@ -211,6 +211,34 @@ def _cost_row(prefix: Sequence[int], heaviest: int, rest: dict[int, int], starts
         )
         open_ranges += [(low, start - 1, first_end, end), (start + 1, high, end, last_end)]
     return row
+
+
+def block_modes(parallel: ParallelConfig, stage: int, num_blocks: int) -> list[Recompute]:
+    """What each block of a pipeline stage recomputes: none, selective or full.
+
+    Numbers of blocks mean a stage's first ones, and an interval starts with its first: backward reaches the first
+    block last, when nothing is kept of those behind it, so what it makes again takes the room that they left.
+
+    Args:
+        parallel: the layout; `recompute` is not auto any more.
+        stage: number of the stage.
+        num_blocks: its blocks.
+
+    Raises:
+        ConfigError: more blocks to recompute than there are.
+    """
+    assert parallel.recompute is not Recompute.auto, "the launcher replaces auto by numbers of blocks"
+    if parallel.recompute_blocks is None:
+        chosen = [index % parallel.recompute_interval == 0 for index in range(num_blocks)]
+    else:
+        wanted = parallel.recompute_blocks[stage]
+        if wanted > num_blocks:
+            raise ConfigError(
+                f"parallel.recompute_blocks = {parallel.recompute_blocks} asks for {wanted} blocks of stage {stage}, "
+                f"whose number of blocks is {num_blocks}: lower it to that or less"
+            )
+        chosen = [index < wanted for index in range(num_blocks)]
+    return [parallel.recompute if there else Recompute.none for there in chosen]
 
 
 class Cut(StrEnum):

@@ -31,9 +31,8 @@ from megads.optim.groups import BucketLayout, Member, Role, bucket_layouts, held
 from megads.optim.muon import BATCH_ELEMENTS
 from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Recompute
 from megads.parallel.grid import GridCoordinate, rank_at
-from megads.parallel.partition import stage_bounds
+from megads.parallel.partition import block_modes, stage_bounds
 from megads.parallel.pipeline_actions import P2P_CTAS, Schedule, StagePlacement
-from megads.parallel.recompute import block_modes
 from megads.parallel.sharding import local_shape
 from megads.plan.activations import stage_ops
 from megads.plan.memory_timeline import (

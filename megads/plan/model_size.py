@@ -11,8 +11,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
-import torch
-
 from megads.model.config import (
     MLPKind,
     ModelConfig,
@@ -22,7 +20,6 @@ from megads.model.config import (
     QKNormWidth,
     has_attention_core,
 )
-from megads.model.gpt import make_block
 from megads.ops.attention_kinds import AttentionKind
 from megads.parallel.config import Recompute
 
@@ -79,6 +76,11 @@ def _block_shapes(config: ModelConfig) -> Shapes:
 
 def _custom_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Unsharded shape of every parameter of one of a plugin's blocks, by its path in the block's stage."""
+    # Only a plugin's block has to be built, on the meta device: the planner imports no torch for any other.
+    import torch
+
+    from megads.model.gpt import make_block
+
     with torch.device("meta"):
         block = make_block(config, seed=0, index=0)
     return {path: tuple(parameter.shape) for path, parameter in block.named_parameters()}

@@ -13,9 +13,8 @@ from megads.engine.timeline import Span
 from megads.model.config import ModelConfig
 from megads.model.gpt import HEAD, is_block, stage_specs
 from megads.parallel.config import ParallelConfig, Partition, Recompute
-from megads.parallel.partition import stage_bounds
+from megads.parallel.partition import block_modes, stage_bounds
 from megads.parallel.pipeline_actions import ActionKind, Schedule
-from megads.parallel.recompute import block_modes
 from megads.parallel.schedule_simulation import ScheduleCosts, Timeline, bubble_share, peak_waiting, run_clock
 from megads.plan.memory import Workload, one_pass
 from megads.plan.model_size import LayerFlops, block_flops, head_flops, recompute_flops

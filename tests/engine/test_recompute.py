@@ -14,7 +14,7 @@ import pytest
 from megads.model.attention import AttentionCore
 from megads.model.gpt import Block
 from megads.parallel.config import ParallelConfig, Recompute
-from megads.parallel.recompute import block_modes
+from megads.parallel.partition import block_modes
 from tests.distributed import run_ranks
 from tests.parity import MODEL, Scenario, build_engine, digest, evaluate, step_batches
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from megads.errors import ConfigError
 from megads.parallel.config import ParallelConfig, Recompute
-from megads.parallel.recompute import block_modes, recomputed
+from megads.parallel.partition import block_modes
+from megads.parallel.recompute import recomputed
 
 FULL, SELECTIVE, NONE = Recompute.full, Recompute.selective, Recompute.none
 

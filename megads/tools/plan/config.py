@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import StrEnum
+from dataclasses import dataclass, field
 
 from megads.config import RootConfig
 from megads.errors import ConfigError
+from megads.plan.devices import DEVICES, find_device
+from megads.tools.plan.cost_config import CostConfig
+from megads.tools.plan.life_config import LifetimeConfig
 
-
-class Device(StrEnum):
-    """Where the ranks would compute."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
+_HERE = ("auto", "cpu", "cuda")
+"""Values of device that name no device of which the speed is known."""
 
 
 @dataclass
@@ -25,8 +22,19 @@ class PlanConfig(RootConfig):
     """Print JSON instead of tables."""
     ranks: bool = False
     """Say also which rank holds what."""
-    device: Device = Device.auto
-    """Where ranks would compute; auto is this machine's GPUs, or its CPU."""
+    device: str = field(default="auto", metadata={"choices": (*_HERE, *DEVICES)})
+    """Where ranks would compute: auto (this machine's GPUs, or its CPU), cpu, cuda, a device by name, which also plans
+    the time of a step, or the file of one that megads calibrate measured (.yaml)."""
+    nic_gigabytes_per_s: float | None = None
+    """Network of each device, one direction, where it is not the usual one of the device that is named."""
+    pod_ranks: int | None = None
+    """Ranks whose network ports reach each other at full speed; null: all do."""
+    oversubscription: float = 1.0
+    """How many times slower the network is beyond a pod."""
+    search: bool = False
+    """Search for the quickest layouts that fit: parallel.* and train.micro_batch_size are what is searched."""
+    gpus: int | None = None
+    """Devices of a search, and GPUs of the cluster for life and budget_hours; null is what the layout takes."""
     schedules: bool = False
     """Compare all pipeline schedules that this layout can have."""
     timeline: str | None = None
@@ -38,6 +46,48 @@ class PlanConfig(RootConfig):
     """Speed of messages in one direction between two pipeline ranks; null costs nothing."""
     link_latency_us: float = 0.0
     """Latency of a message between two pipeline ranks."""
+    life: bool = False
+    """Print what failures cost the run on a cluster instead (docs/life.md)."""
+    lifetime: LifetimeConfig = field(default_factory=LifetimeConfig)
+    """The cluster of life=true."""
+    budget_hours: float | None = None
+    """Print what gpus can train in so many hours instead (docs/life.md)."""
+    device_tflops: float | None = None
+    """TFLOPs that a GPU achieves while it trains, for budget_hours; null is rank_tflops."""
+    cost: CostConfig = field(default_factory=CostConfig)
+    """Prices and scaling law of budget_hours."""
+
+    def check_cluster(self) -> None:
+        """Raises ConfigError on a cluster that cannot be, and on two questions at once."""
+        if self.gpus is not None and self.gpus < 1:
+            raise ConfigError(f"gpus = {self.gpus}: must be at least 1")
+        for name in ("budget_hours", "device_tflops"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} = {value}: must be positive")
+        if self.life and self.budget_hours is not None:
+            raise ConfigError("life=true and budget_hours are two plans: ask for one of them")
+
+    @property
+    def names_device(self) -> bool:
+        """Whether the speed of the device is known."""
+        return self.device not in _HERE
+
+    def check_device(self) -> None:
+        """Raises ConfigError on a device that is none, on a network that cannot be, and a search without a device."""
+        if self.names_device:
+            find_device(self.device)
+        for name in ("nic_gigabytes_per_s", "oversubscription", "pod_ranks"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} = {value}: must be positive")
+        if self.oversubscription < 1:
+            raise ConfigError(f"oversubscription = {self.oversubscription}: must be at least 1")
+        if self.search and not self.names_device:
+            raise ConfigError(
+                f"search = true with device = {self.device}: needs a device whose speed is known, one of "
+                f"{', '.join(DEVICES)}, or a file that megads calibrate wrote"
+            )
 
     def check_schedule(self) -> None:
         """Raises ConfigError on speeds that no machine has, and on a picture of a kind that nobody can draw."""

@@ -32,6 +32,7 @@ from megads.launch.preflight_memory import (
 from megads.model.config import ModelConfig
 from megads.optim.schedule import ScheduleName
 from megads.parallel.config import Partition, Recompute
+from megads.plan.devices import Device
 from megads.plan.memory import MemoryPlan, StageMemory
 from megads.plan.model_size import hardware_flops_per_token, model_flops_per_token, parameter_count
 from megads.plan.step_time import Outlook, Speed, perfetto_trace, simulated_step
@@ -39,6 +40,8 @@ from megads.runtime.environment import share_of_cores
 from megads.runtime.machine_memory import available_memory
 from megads.runtime.visible_console import VisibleConsole
 from megads.tools.plan.config import PlanConfig
+from megads.tools.plan.search import answer_json, find_layouts, print_answer, question_of
+from megads.tools.plan.step import device_of, machine_of, network_of, step_json, step_line, step_of, step_table
 from megads.tools.plan.tables import (
     can_be_simulated,
     candidates,
@@ -61,7 +64,11 @@ _TABLE_WIDTH = 176
 
 def show(asked: PlanConfig) -> None:
     """Prints the plan of a run, and draws its schedule if asked."""
-    machine = _machine(asked, asked.device.value)
+    device = device_of(asked)
+    if asked.search and device is not None:
+        _search(asked, device)
+        return
+    machine = machine_of(device) if device else _machine(asked, asked.device)
     config: RootConfig = asked
     if machine is None and config.parallel.recompute is Recompute.auto:
         raise ConfigError(
@@ -77,6 +84,7 @@ def show(asked: PlanConfig) -> None:
         ]
     plan = plan_of(config, cuda=machine is None or machine.per_gpu)
     room = machine.room(plan) if machine else None
+    step = step_of(config, device, network_of(asked)) if device else None
     speed = Speed(asked.rank_tflops or 1.0, asked.link_gigabytes_per_s, asked.link_latency_us)
     found = outlook_of(config, speed)
     if asked.timeline is not None:
@@ -85,17 +93,37 @@ def show(asked: PlanConfig) -> None:
     if asked.json:
         held = {"places": places_json(config)} if asked.ranks else {}
         schedules = {"schedules": schedules_json(compared)} if compared else {}
-        print(json.dumps(as_json(config, plan, room, found) | held | schedules, indent=2))
+        timed = step_json(step, _memory_of_a_device(plan, room)) if step else {}
+        print(json.dumps(as_json(config, plan, room, found) | timed | held | schedules, indent=2))
         return
     console = VisibleConsole(highlight=False)
     console.width = max(console.width, _TABLE_WIDTH)
     _print(console, config, plan, room, found, choices)
+    if step is not None and device is not None:
+        console.print(step_line(step, device))
+        console.print(step_table(step))
     if compared:
         console.print(schedule_table(compared, in_seconds=asked.rank_tflops is not None))
         for reason in refusals(compared):
             console.print(reason)
     if asked.ranks:
         console.print(rank_table(config))
+
+
+def _search(asked: PlanConfig, device: Device) -> None:
+    """Prints the quickest layouts."""
+    answer = find_layouts(asked, question_of(asked, device))
+    if asked.json:
+        print(json.dumps(answer_json(answer), indent=2))
+        return
+    console = VisibleConsole(highlight=False)
+    console.width = max(console.width, _TABLE_WIDTH)
+    print_answer(console, answer)
+
+
+def _memory_of_a_device(plan: MemoryPlan, room: Room | None) -> int:
+    """Bytes of the fullest device; on a CPU of the fullest rank."""
+    return room.needed if room is not None and room.per_gpu else plan.largest.peak
 
 
 def _draw(found: Outlook, path: Path, *, timed: bool) -> None:

@@ -1,0 +1,141 @@
+"""Time of collectives and messages by the algorithms that NCCL chooses from, on nodes and a network.
+
+A group of n ranks sends m bytes; k of its ranks share a node. A ring's bus bandwidth (nccl-tests, doc/PERFORMANCE.md)
+is that of its slowest hop: the device's links in a node, and between nodes the k network ports that the ranks of a node
+have together.
+
+    reduce-scatter, all-gather  (n - 1) / n * m / bus + steps * latency
+    all-reduce, ring            twice that
+    all-reduce, tree            2 m / bus + 2 log2(nodes) * latency   (double binary trees, Sanders et al. 2009)
+    all-reduce, hierarchical    reduce-scatter in the node, all-reduce of 1/k over nodes, all-gather in the node
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from math import ceil, log2
+
+from megads.parallel.config import ParallelConfig
+from megads.plan.devices import Device
+
+
+@dataclass(frozen=True)
+class Network:
+    """What connects nodes beyond their ports.
+
+    Attributes:
+        pod_ranks: ranks whose ports reach each other at full speed; None: all do.
+        oversubscription: how many times slower ports are beyond a pod.
+    """
+
+    pod_ranks: int | None = None
+    oversubscription: float = 1.0
+
+
+FLAT = Network()
+"""Every port reaches every other at full speed."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that communicate.
+
+    Attributes:
+        size: how many.
+        per_node: how many of them share a node.
+        slowdown: of their network ports, where they are in several pods of an oversubscribed tree.
+    """
+
+    size: int
+    per_node: int
+    slowdown: float = 1.0
+
+    @property
+    def nodes(self) -> int:
+        return ceil(self.size / self.per_node)
+
+
+def strides(parallel: ParallelConfig) -> dict[str, int]:
+    """Distance in global rank between neighbours along each axis."""
+    found, stride = {}, 1
+    for axis in parallel.rank_order:
+        found[axis] = stride
+        stride *= getattr(parallel, axis)
+    return found
+
+
+def group_of(parallel: ParallelConfig, axes: tuple[str, ...], node: int, network: Network = FLAT) -> Group:
+    """The group along axes together: ("cp", "dp") are the ranks that hold the same weights.
+
+    Args:
+        parallel: the layout.
+        axes: along which its ranks differ.
+        node: ranks a node.
+        network: beyond the node.
+    """
+    distance = strides(parallel)
+    sizes = [getattr(parallel, axis) for axis in axes]
+    size, last = 1, 0
+    for axis, length in zip(axes, sizes, strict=True):
+        size *= length
+        last += (length - 1) * distance[axis]
+    # Those that share a node with rank 0: no more than a node holds along each axis.
+    near = (range(min(length, ceil(node / distance[axis]))) for axis, length in zip(axes, sizes, strict=True))
+    per_node = sum(
+        sum(place * distance[axis] for place, axis in zip(places, axes, strict=True)) < node
+        for places in product(*near)
+    )
+    beyond = network.pod_ranks is not None and last >= network.pod_ranks
+    return Group(size, max(1, min(per_node, size)), network.oversubscription if beyond else 1.0)
+
+
+def crosses_nodes(group: Group) -> bool:
+    """Whether some of its ranks are on another node than others."""
+    return group.nodes > 1
+
+
+def _bus(device: Device, group: Group) -> float:
+    """Bytes a second of the slowest hop of a ring."""
+    inside = device.node_bytes_per_s if group.per_node > 1 else float("inf")
+    between = device.nic_bytes_per_s * group.per_node / group.slowdown if group.nodes > 1 else float("inf")
+    return min(inside, between)
+
+
+def _latency(device: Device, group: Group) -> float:
+    """Seconds of all steps of a ring, one way around."""
+    between = group.nodes if group.nodes > 1 else 0
+    inside = group.size - 1 - max(0, between - 1)
+    return 1e-6 * (inside * device.node_latency_us + between * device.nic_latency_us)
+
+
+def all_gather(device: Device, group: Group, size: float) -> float:
+    """Seconds until every rank has all of `size` bytes; a reduce-scatter of so many takes the same."""
+    if group.size == 1:
+        return 0.0
+    return (group.size - 1) / group.size * size / _bus(device, group) + _latency(device, group)
+
+
+reduce_scatter = all_gather
+
+
+def all_reduce(device: Device, group: Group, size: float) -> float:
+    """Seconds of the sum of `size` bytes over a group, by the quickest algorithm."""
+    if group.size == 1:
+        return 0.0
+    ring = 2 * all_gather(device, group, size)
+    inner = Group(group.per_node, group.per_node)
+    outer = Group(group.nodes, 1, group.slowdown)
+    if outer.size == 1:
+        return ring
+    hops = 2 * ceil(log2(outer.size)) * 1e-6 * device.nic_latency_us + 2 * 1e-6 * device.node_latency_us
+    tree = 2 * size / _bus(device, group) + hops
+    across = 2 * all_gather(device, outer, size / inner.size)
+    return min(ring, tree, 2 * all_gather(device, inner, size) + across)
+
+
+def message(device: Device, size: float, *, between_nodes: bool) -> tuple[float, float]:
+    """Seconds that a message occupies its way, and its latency."""
+    if between_nodes:
+        return size / device.nic_bytes_per_s, 1e-6 * device.nic_latency_us
+    return size / device.node_bytes_per_s, 1e-6 * device.node_latency_us

@@ -1,0 +1,296 @@
+"""The quickest layouts of a model on so many devices: every candidate by a bound, the promising ones exactly.
+
+A candidate's bound is below its step time (work of the busiest rank and the least bubble of its schedule) and below its
+memory (weights, gradients, optimizer state, and what no pass can do without). Candidates are examined in the order of
+their time bounds, exactly in time and memory, until no bound is below the worst of the best found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from megads.model.config import ModelConfig
+from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Recompute
+from megads.parallel.schedule import ScheduleName
+from megads.plan.collectives import FLAT, Network
+from megads.plan.devices import Device
+from megads.plan.operators import MEGADS, Execution, LayerSeconds, RankOperators, total
+from megads.plan.step_estimate import StepEstimate, StepModel, StepShape
+
+_VIRTUAL = (2, 3, 4, 6, 8)
+_MICRO_BATCH_SIZES = (1, 2, 4, 8)
+_LEAST_KEPT = {Recompute.none: 12.0, Recompute.selective: 10.0, Recompute.full: 1.0}
+"""Elements that a block keeps of every token and feature at least, by what is recomputed: its input (full); inputs of
+its four matrices, queries, keys, values, output of attention, MLP before its activation (4 * h each where they are
+wide), cut by tensor parallelism. A bound: `megads.plan.activations` has what is really kept."""
+
+
+@dataclass(frozen=True)
+class LayoutCandidate:
+    """A layout to examine.
+
+    Attributes:
+        parallel: the layout.
+        micro_batch_size: samples of a pass.
+        micro_batches: passes of a data-parallel rank.
+        bound_s: seconds below its step's.
+        bound_bytes: below its memory.
+    """
+
+    parallel: ParallelConfig
+    micro_batch_size: int
+    micro_batches: int
+    bound_s: float = 0.0
+    bound_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Examined:
+    """A candidate with exact figures.
+
+    Attributes:
+        candidate: that was examined.
+        refused: why there is no such layout; empty where there is.
+        memory_bytes: of the fullest device.
+        estimate: of the step; None where it was refused.
+    """
+
+    candidate: LayoutCandidate
+    refused: str = ""
+    memory_bytes: int = 0
+    estimate: StepEstimate | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.estimate.step_time_s if self.estimate else float("inf")
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is searched.
+
+    Attributes:
+        model: the model's shape.
+        parallel: what candidates have beside what is searched: the rank order, bucket size and so on.
+        seq_len: tokens a sample.
+        batch: samples of a step.
+        devices: to be used, all of them.
+        device: of a rank.
+        width: bytes of an element.
+        memory_bytes: that a device has.
+        network: between nodes.
+        execution: the trainer's ways.
+    """
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    seq_len: int
+    batch: int
+    devices: int
+    device: Device
+    width: int
+    memory_bytes: int
+    network: Network = FLAT
+    execution: Execution = MEGADS
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def layouts(asked: Question) -> Iterator[LayoutCandidate]:
+    """Every candidate that divides the devices and the batch, without bounds."""
+    model, most_tp = asked.model, 2 * asked.device.ranks_per_node
+    for tp in (n for n in _divisors(asked.devices) if n <= most_tp and model.kv_heads % n == 0):
+        for cp in (
+            n for n in _divisors(asked.devices // tp) if (n & (n - 1) == 0 and asked.seq_len // n >= 4096) or n == 1
+        ):
+            for pp in (n for n in _divisors(asked.devices // (tp * cp)) if n <= model.num_layers + 2):
+                dp = asked.devices // (tp * cp * pp)
+                yield from _of_grid(asked, tp, cp, pp, dp)
+
+
+def _of_grid(asked: Question, tp: int, cp: int, pp: int, dp: int) -> Iterator[LayoutCandidate]:
+    """Candidates of one grid: schedules, sequence parallelism, micro-batches, recomputation, ZeRO."""
+    shards = [replace(asked.parallel, zero_stage=1, zero_shard_size=None)]
+    if pp == 1 and cp * dp > 1:
+        shards += [replace(shards[0], zero_stage=stage) for stage in GRADIENT_STAGES]
+    shapes: list[tuple[ScheduleName, int | None]] = [(ScheduleName["1f1b"], None)]
+    if pp > 1:
+        shapes += [(ScheduleName.zb_h1, None), (ScheduleName.dualpipe_v, None), (ScheduleName.zb_v, None)]
+        deepest = (asked.model.num_layers + 2) // pp
+        shapes += [(ScheduleName.interleaved, virtual) for virtual in _VIRTUAL if virtual <= deepest]
+    for size in _MICRO_BATCH_SIZES:
+        if asked.batch % (size * dp):
+            continue
+        count = asked.batch // (size * dp)
+        for base, (schedule, virtual), cut, mode in product(
+            shards, shapes, (True, False) if tp > 1 else (False,), (Recompute.none, Recompute.selective, Recompute.full)
+        ):
+            if cut and (asked.seq_len // cp) % tp:
+                continue
+            parallel = replace(
+                base,
+                tp=tp,
+                cp=cp,
+                pp=pp,
+                dp=dp,
+                schedule=schedule,
+                virtual_stages=virtual,
+                contiguous_micro_batches=None,
+                sequence_parallel=cut,
+                recompute=mode,
+                recompute_blocks=None,
+                first_stage_blocks=None,
+                last_stage_blocks=None,
+            )
+            yield LayoutCandidate(parallel, size, count)
+
+
+class Bounds:
+    """Bounds of candidates; what several share is computed once."""
+
+    def __init__(self, asked: Question) -> None:
+        self._asked = asked
+        self._layers: dict[tuple[object, ...], tuple[LayerSeconds, LayerSeconds]] = {}
+        model = asked.model
+        self._block = model.hidden_size * (model.qkv_width + model.attention_width + model.mlp_rows + model.ffn_width)
+        self._vocabulary = model.vocabulary * model.hidden_size
+
+    def of(self, candidate: LayoutCandidate) -> LayoutCandidate:
+        """The candidate with its bounds."""
+        parallel, asked = candidate.parallel, self._asked
+        tokens = candidate.micro_batch_size * asked.seq_len // parallel.cp
+        split = parallel.schedule in (ScheduleName.zb_h1, ScheduleName.zb_v, ScheduleName.dualpipe_v)
+        key = (parallel.tp, parallel.cp, parallel.sequence_parallel, candidate.micro_batch_size, split)
+        block, head = self._costs((*key, parallel.recompute), parallel, tokens)
+        blocks = asked.model.num_layers / parallel.pp
+        of_block, of_head = _passes(block), _passes(head)
+        work = candidate.micro_batches * (blocks * of_block + of_head / parallel.pp)
+        idle = (parallel.pp - 1) * blocks * of_block / (3.0 if split else 1.0) / (parallel.virtual_stages or 1)
+        idle = 0.0 if parallel.schedule in (ScheduleName.zb_v, ScheduleName.dualpipe_v) else idle
+        shards = parallel.shard_size
+        held = (asked.model.num_layers * self._block + self._vocabulary) / parallel.pp / parallel.tp
+        low, sums = float(asked.width), 4.0
+        if parallel.zero_stage in GRADIENT_STAGES:
+            sums = 4.0 / shards
+            low = low / shards if parallel.zero_stage == 3 else low
+        state = held * (low + sums + 12.0 / (shards if parallel.zero_stage else 1))
+        waiting = min(candidate.micro_batches, parallel.pp) * blocks
+        cut = parallel.tp if parallel.sequence_parallel or parallel.recompute is not Recompute.full else 1
+        kept = waiting * tokens * asked.model.hidden_size * asked.width * _LEAST_KEPT[parallel.recompute] / cut
+        return replace(candidate, bound_s=work + idle, bound_bytes=state + kept)
+
+    def _costs(
+        self, key: tuple[object, ...], parallel: ParallelConfig, tokens: int
+    ) -> tuple[LayerSeconds, LayerSeconds]:
+        found = self._layers.get(key)
+        if found is None:
+            asked = self._asked
+            operators = RankOperators(
+                asked.model,
+                parallel,
+                tokens,
+                asked.seq_len,
+                asked.width,
+                asked.device,
+                asked.network,
+                asked.execution,
+            )
+            found = self._layers[key] = operators.block(parallel.recompute), operators.head()
+        return found
+
+
+def _passes(layer: LayerSeconds) -> float:
+    return total(layer.forward) + total(layer.backward_input) + total(layer.backward_weight)
+
+
+Examine = Callable[[LayoutCandidate], Examined]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+        best: the quickest that fit, in order.
+        unfit: quicker ones, by their bounds, that were examined and do not fit.
+        considered: candidates.
+        pruned: of these, how many cannot fit by their bounds.
+        examined: how many were examined exactly.
+    """
+
+    best: tuple[Examined, ...]
+    unfit: tuple[Examined, ...]
+    considered: int
+    pruned: int
+    examined: int
+
+
+def search(asked: Question, examine: Examine, most: int = 10, limit: int = 400) -> Found:
+    """The quickest layouts.
+
+    Args:
+        asked: the question.
+        examine: gives a candidate its exact figures, or says why there is no such layout.
+        most: layouts to return.
+        limit: candidates to examine exactly at most.
+    """
+    bounds = Bounds(asked)
+    every = [bounds.of(candidate) for candidate in layouts(asked)]
+    possible = [candidate for candidate in every if candidate.bound_bytes <= asked.memory_bytes]
+    best: list[Examined] = []
+    unfit: list[Examined] = []
+    examined = 0
+    for candidate in sorted(possible, key=lambda found: found.bound_s):
+        if examined >= limit or (len(best) == most and candidate.bound_s >= best[-1].seconds):
+            break
+        found = examine(candidate)
+        examined += 1
+        if found.refused:
+            continue
+        if found.memory_bytes > asked.memory_bytes:
+            unfit.append(found)
+            continue
+        best = sorted([*best, found], key=lambda one: one.seconds)[:most]
+    return Found(tuple(best), tuple(unfit), len(every), len(every) - len(possible), examined)
+
+
+def step_model(asked: Question, candidate: LayoutCandidate) -> StepModel:
+    """The exact step of a candidate."""
+    shape = StepShape(asked.seq_len, candidate.micro_batch_size, candidate.micro_batches, asked.width)
+    return StepModel(asked.model, candidate.parallel, shape, asked.device, asked.network, asked.execution)
+
+
+def neighbours(asked: Question, winner: LayoutCandidate) -> list[tuple[str, LayoutCandidate]]:
+    """What people would try instead of the winner, one change each, with what it is."""
+    own, found = winner.parallel, list[tuple[str, LayoutCandidate]]()
+
+    def add(what: str, size: int = winner.micro_batch_size, **changes: Any) -> None:
+        changed = replace(own, **changes)
+        dp = asked.devices // (changed.tp * changed.cp * changed.pp)
+        if dp < 1 or changed.tp * changed.cp * changed.pp * dp != asked.devices or asked.batch % (dp * size):
+            return
+        changed = replace(changed, dp=dp)
+        found.append((what, LayoutCandidate(changed, size, asked.batch // (dp * size))))
+
+    for mode in (Recompute.none, Recompute.selective, Recompute.full):
+        if mode is not own.recompute:
+            add(f"recompute={mode}", recompute=mode)
+    plain: dict[str, Any] = {"schedule": ScheduleName["1f1b"], "virtual_stages": None}
+    for tp in sorted({1, own.tp // 2, 2 * own.tp, 2 * asked.device.ranks_per_node} - {0, own.tp}):
+        add(f"tp={tp}", tp=tp, sequence_parallel=own.sequence_parallel and tp > 1)
+    for pp in sorted({1, own.pp // 2, 2 * own.pp} - {0, own.pp}):
+        add(f"pp={pp}", pp=pp, **(plain if pp == 1 else {}))
+    if own.pp > 1:
+        add("pp=1, zero_stage=3", pp=1, zero_stage=3, **plain)
+    if own.schedule != ScheduleName["1f1b"]:
+        add("schedule=1f1b", **plain)
+    if own.tp > 1:
+        add(f"sequence_parallel={not own.sequence_parallel}", sequence_parallel=not own.sequence_parallel)
+    for size in sorted({winner.micro_batch_size // 2, 2 * winner.micro_batch_size} - {0}):
+        add(f"micro_batch_size={size}", size=size)
+    return found

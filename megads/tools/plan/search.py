@@ -1,0 +1,231 @@
+"""`megads plan search=true`: the ten quickest layouts that fit, why others lose, and the winner's overrides."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from megads.config import RootConfig, check_shape
+from megads.errors import ConfigError
+from megads.launch.preflight_memory import gib, plan_of, settle_auto
+from megads.parallel.config import Partition
+from megads.plan.collectives import crosses_nodes, group_of
+from megads.plan.devices import Device
+from megads.plan.layout_search import Examined, Found, LayoutCandidate, Question, neighbours, search, step_model
+from megads.runtime.visible_console import VisibleConsole
+from megads.tools.plan.config import PlanConfig
+from megads.tools.plan.step import execution_of, machine_of, network_of, seconds_text, shape_of, step_json
+
+_WORTH_A_WORD = 0.03
+"""Share of a step from which a part is a reason."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Of a search.
+
+    Attributes:
+        asked: the question.
+        found: what was found.
+        others: what people would try instead of the winner, with what it is.
+        seconds: that the search took.
+    """
+
+    asked: Question
+    found: Found
+    others: tuple[tuple[str, Examined], ...]
+    seconds: float
+
+
+def question_of(asked: PlanConfig, device: Device) -> Question:
+    """What is searched for a config.
+
+    Raises:
+        ConfigError: nobody said on how many devices.
+    """
+    devices = asked.gpus if asked.gpus is not None else asked.parallel.world_size
+    if asked.gpus is None and devices == 1:
+        raise ConfigError("search = true needs a number of devices: set gpus=1024, for example")
+    parallel = asked.parallel
+    if parallel.partition is Partition.auto:
+        parallel = replace(parallel, partition=Partition.weighted, layer_costs=None)
+    return Question(
+        asked.model,
+        parallel,
+        asked.train.seq_len,
+        asked.train.global_batch_size,
+        devices,
+        device,
+        shape_of(replace(asked, parallel=replace(parallel, dp=1))).width,
+        machine_of(device).available,
+        network_of(asked),
+        execution_of(asked, device),
+    )
+
+
+def find_layouts(config: RootConfig, asked: Question, most: int = 10) -> Answer:
+    """Searches; the layouts of the best are checked as those of a run are, and their memory is planned exactly."""
+    start = time.perf_counter()
+
+    def examine(candidate: LayoutCandidate) -> Examined:
+        return examined(config, asked, candidate)
+
+    found = search(asked, examine, most)
+    others: list[tuple[str, Examined]] = []
+    if found.best:
+        others = [(what, examine(one)) for what, one in neighbours(asked, found.best[0].candidate)]
+    return Answer(asked, found, tuple(others), time.perf_counter() - start)
+
+
+def examined(config: RootConfig, asked: Question, candidate: LayoutCandidate) -> Examined:
+    """A candidate's exact memory, and its time where it fits."""
+    train = replace(config.train, micro_batch_size=candidate.micro_batch_size)
+    config = replace(config, parallel=candidate.parallel, train=train)
+    try:
+        check_shape(config)
+        if candidate.parallel.partition is Partition.auto:
+            config, _ = settle_auto(config, None)
+        cuda = not asked.device.on_cpu
+        memory = machine_of(asked.device).room(plan_of(config, cuda=cuda)).needed
+        if memory > asked.memory_bytes:
+            return Examined(candidate, "", memory)
+        return Examined(candidate, "", memory, step_model(asked, candidate).estimate())
+    except ConfigError as error:
+        return Examined(candidate, str(error))
+
+
+def overrides(candidate: LayoutCandidate) -> str:
+    """To paste behind `megads train experiment=...`."""
+    parallel = candidate.parallel
+    words = [f"parallel.{axis}={size}" for axis, size in parallel.sizes.items()]
+    words += [f"parallel.schedule={parallel.schedule}"]
+    if parallel.virtual_stages is not None:
+        words.append(f"parallel.virtual_stages={parallel.virtual_stages}")
+    words += [
+        f"parallel.sequence_parallel={str(parallel.sequence_parallel).lower()}",
+        f"parallel.recompute={parallel.recompute}",
+        f"parallel.zero_stage={parallel.zero_stage}",
+        f"train.micro_batch_size={candidate.micro_batch_size}",
+    ]
+    return " ".join(words)
+
+
+def layout_text(candidate: LayoutCandidate) -> str:
+    """As in tp 8 sp, pp 8 interleaved x 3, dp 16, micro-batch 2, selective, ZeRO-1."""
+    own = candidate.parallel
+    cut = " sp" if own.sequence_parallel else ""
+    virtual = f" x {own.virtual_stages}" if own.virtual_stages else ""
+    pipeline = f", pp {own.pp} {own.schedule}{virtual}" if own.pp > 1 else ""
+    context = f", cp {own.cp}" if own.cp > 1 else ""
+    return (
+        f"tp {own.tp}{cut}{context}{pipeline}, dp {own.dp}, micro-batch {candidate.micro_batch_size}, recompute "
+        f"{own.recompute}, ZeRO-{own.zero_stage}"
+    )
+
+
+def reasons(asked: Question, loser: Examined, winner: Examined) -> str:
+    """Why a layout loses: memory, or what takes more of its step than of the winner's."""
+    if loser.refused:
+        return loser.refused
+    if loser.estimate is None:
+        return f"does not fit by {gib(loser.memory_bytes - asked.memory_bytes)}"
+    assert winner.estimate is not None
+    base = winner.estimate.step_time_s
+    slower = loser.seconds / base - 1
+    parts = {
+        name: (seconds - winner.estimate.parts.get(name, 0.0)) / base for name, seconds in loser.estimate.parts.items()
+    }
+    grown = [(name, share) for name, share in sorted(parts.items(), key=lambda one: -one[1]) if share >= _WORTH_A_WORD]
+    why = ", ".join(f"{_word(asked, name, loser)} {share:+.0%}" for name, share in grown[:3]) or "nothing stands out"
+    return f"{slower:+.1%}: {why}"
+
+
+def _word(asked: Question, name: str, of: Examined) -> str:
+    """A part's name, and whether its messages leave nodes."""
+    axes = {"tp": ("tp",), "cp": ("cp",), "reduction": ("cp", "dp"), "new weights": ("cp", "dp")}.get(name)
+    if axes is None:
+        return name
+    group = group_of(of.candidate.parallel, axes, asked.device.ranks_per_node, asked.network)
+    return f"{name} over nodes" if crosses_nodes(group) else name
+
+
+def print_answer(console: VisibleConsole, answer: Answer) -> None:
+    """For people."""
+    asked, found = answer.asked, answer.found
+    rate = found.considered / max(answer.seconds, 1e-9)
+    console.print(
+        f"{found.considered:,} layouts of {asked.devices:,} x {asked.device.name} in {answer.seconds:.1f} s "
+        f"({rate:,.0f} a second); {found.pruned:,} cannot fit {gib(asked.memory_bytes)}, {found.examined} planned "
+        "exactly"
+    )
+    if not found.best:
+        console.print(f"none fits: {_nearest(answer)}")
+        return
+    console.print(_table(found.best))
+    winner = found.best[0]
+    console.print("instead of the first:")
+    for what, other in answer.others:
+        console.print(f"  {what}: {reasons(asked, other, winner)}")
+    quicker = sorted(found.unfit, key=lambda one: one.candidate.bound_s)[:3]
+    for one in quicker:
+        console.print(f"  {layout_text(one.candidate)}: {reasons(asked, one, winner)}")
+    console.print("the first as overrides:")
+    console.print(f"  {overrides(winner.candidate)}", soft_wrap=True)
+
+
+def _nearest(answer: Answer) -> str:
+    least = min(answer.found.unfit, key=lambda one: one.memory_bytes, default=None)
+    if least is None:
+        return "use more devices, or a smaller model"
+    missing = gib(least.memory_bytes - answer.asked.memory_bytes)
+    return f"{layout_text(least.candidate)} lacks {missing}; use more devices, or a smaller model"
+
+
+def _table(best: Sequence[Examined]) -> Table:
+    table = Table(title="the quickest layouts that fit", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for header in ("step", "MFU", "tokens/s\na device", "memory", "pipeline", "tp"):
+        table.add_column(header, justify="right", no_wrap=True)
+    table.add_column("layout")
+    for number, one in enumerate(best):
+        assert one.estimate is not None
+        share = {name: seconds / one.seconds for name, seconds in one.estimate.parts.items()}
+        table.add_row(
+            seconds_text(one.seconds),
+            f"{one.estimate.mfu:.1%}",
+            f"{one.estimate.tokens_per_s_per_device:,.0f}",
+            gib(one.memory_bytes),
+            f"{share.get('pipeline', 0.0):.1%}",
+            f"{share.get('tp', 0.0):.1%}",
+            layout_text(one.candidate),
+            style="bold" if number == 0 else "",
+        )
+    return table
+
+
+def answer_json(answer: Answer) -> dict[str, Any]:
+    """As plain values."""
+    found = answer.found
+
+    def row(one: Examined) -> dict[str, Any]:
+        assert one.estimate is not None
+        figures = step_json(one.estimate, one.memory_bytes)
+        return {"layout": layout_text(one.candidate), "overrides": overrides(one.candidate), **figures}
+
+    best = [row(one) for one in found.best]
+    return {
+        "devices": answer.asked.devices,
+        "considered": found.considered,
+        "cannot_fit": found.pruned,
+        "examined": found.examined,
+        "seconds": answer.seconds,
+        "best": best,
+        "overrides": best[0]["overrides"] if best else None,
+        "others": [
+            {"change": what, "reason": reasons(answer.asked, one, found.best[0])} for what, one in answer.others
+        ],
+    }

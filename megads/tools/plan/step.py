@@ -1,0 +1,128 @@
+"""The time of a step as `megads plan device=<name>` prints it: a table of parts, with bars, or JSON."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from megads.config import Precision, RootConfig
+from megads.launch.preflight_memory import Machine, micro_batches
+from megads.ops.resolve import plans_fused
+from megads.plan.collectives import Network
+from megads.plan.devices import Device, find_device
+from megads.plan.operators import MEGADS, Execution
+from megads.plan.step_estimate import StepEstimate, StepShape, estimate_step
+from megads.runtime.machine_memory import available_memory
+from megads.tools.plan.config import PlanConfig
+
+_BAR = 40
+"""Characters of a bar as long as the step."""
+_MEANING = {
+    "matmul": "matrix products",
+    "attention": "attention cores",
+    "elementwise": "norms, activations, residuals, dropouts, loss",
+    "recompute": "forward passes made again in backward",
+    "gradient sums": "gradients added to fp32 sums",
+    "tp": "tensor parallelism: what passes wait for",
+    "cp": "context parallelism: keys, values and their gradients",
+    "pipeline": "waits of the pipeline: bubble, messages, uneven stages",
+    "reduction": "gradients reduced after the last backward pass",
+    "weights": "weights gathered by ZeRO-3",
+    "optimizer": "norm and update",
+    "new weights": "new weights gathered (ZeRO-1)",
+    "saves": "copies for checkpoints, on average",
+    "stragglers": "the slowest rank of all",
+}
+
+
+def device_of(asked: PlanConfig) -> Device | None:
+    """The device that is asked for by name or file, as the cluster connects it; None for auto, cpu and cuda."""
+    if not asked.names_device:
+        return None
+    device = find_device(asked.device)
+    if asked.cluster.ranks_per_node is not None:
+        device = replace(device, ranks_per_node=asked.cluster.ranks_per_node)
+    if asked.nic_gigabytes_per_s is not None:
+        device = replace(device, nic_gigabytes_per_s=asked.nic_gigabytes_per_s)
+    return device if asked.train.precision is Precision.bf16 else device.in_fp32()
+
+
+def network_of(asked: PlanConfig) -> Network:
+    """What is beyond the nodes."""
+    return Network(asked.pod_ranks, asked.oversubscription)
+
+
+def machine_of(device: Device) -> Machine:
+    """The memory of a device that was asked for by name."""
+    if device.on_cpu:
+        return Machine(available_memory(), per_gpu=False)
+    return Machine(int(device.memory_gib * 2**30), per_gpu=True)
+
+
+def execution_of(config: RootConfig, device: Device) -> Execution:
+    """How megads runs the config on a device: on CPUs its kernels add gradients inside of products."""
+    if not device.on_cpu:
+        return MEGADS
+    return replace(MEGADS, sums_in_product=plans_fused(config.ops, cuda=False))
+
+
+def shape_of(config: RootConfig) -> StepShape:
+    """What a step of the full batch size computes."""
+    checkpoint = config.checkpoint
+    return StepShape(
+        seq_len=config.train.seq_len,
+        micro_batch_size=config.train.micro_batch_size,
+        micro_batches=micro_batches(config),
+        width=2 if config.train.precision is Precision.bf16 else 4,
+        save_every_steps=checkpoint.every_steps,
+    )
+
+
+def step_of(config: RootConfig, device: Device, network: Network) -> StepEstimate:
+    """The time of a step; nothing in the layout is auto any more."""
+    execution = execution_of(config, device)
+    return estimate_step(config.model, config.parallel, shape_of(config), device, network, execution)
+
+
+def step_json(estimate: StepEstimate, memory_bytes: int) -> dict[str, Any]:
+    """As plain values; seconds, bytes."""
+    return {
+        "step_time_s": estimate.step_time_s,
+        "tokens_per_s_per_device": estimate.tokens_per_s_per_device,
+        "tflops_per_device": estimate.tflops_per_device,
+        "mfu": estimate.mfu,
+        "memory_bytes": memory_bytes,
+        "parts": dict(sorted(estimate.parts.items(), key=lambda part: -part[1])),
+    }
+
+
+def step_line(estimate: StepEstimate, device: Device) -> str:
+    """One line about a step."""
+    return (
+        f"a step on {estimate.ranks:,} x {device.name}: {seconds_text(estimate.step_time_s)}, "
+        f"{estimate.tokens_per_s_per_device:,.0f} tokens/s and {estimate.tflops_per_device:.1f} model TFLOPs a device, "
+        f"MFU {estimate.mfu:.1%} of {estimate.peak_tflops:g}"
+    )
+
+
+def step_table(estimate: StepEstimate) -> Table:
+    """One row a part of the busiest pipeline rank's step, the largest first."""
+    table = Table(title="where a step's time goes", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("part", no_wrap=True)
+    table.add_column("time", justify="right", no_wrap=True)
+    table.add_column("share", justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    table.add_column("what")
+    whole = estimate.step_time_s
+    for name, seconds in sorted(estimate.parts.items(), key=lambda part: -part[1]):
+        bar = "█" * round(_BAR * seconds / whole)
+        table.add_row(name, seconds_text(seconds), f"{seconds / whole:.1%}", bar, _MEANING[name])
+    return table
+
+
+def seconds_text(seconds: float) -> str:
+    """12.3 s, or milliseconds below one."""
+    return f"{seconds:,.2f} s" if seconds >= 1 else f"{1e3 * seconds:,.2f} ms"

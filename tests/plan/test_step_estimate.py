@@ -1,0 +1,203 @@
+"""The time of a step: its parts by hand, and published steps."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from megads.errors import ConfigError
+from megads.model.config import ModelConfig, Position
+from megads.parallel.config import ParallelConfig, Recompute
+from megads.parallel.schedule import ScheduleName
+from megads.parallel.schedule_simulation import run_clock
+from megads.plan.devices import DEVICES, find_device, read_device
+from megads.plan.model_size import block_flops, head_flops, model_flops_per_token
+from megads.plan.operators import MEGADS, Execution, RankOperators, matmul_seconds, total
+from megads.plan.step_estimate import StepEstimate, StepModel, StepShape, estimate_step
+from scripts.bench.plan_published import errors, published_steps
+
+GPT = ModelConfig(
+    num_layers=24, hidden_size=4096, num_heads=32, vocab_size=51200, position=Position.rope, tie_embeddings=False
+)
+SHAPE = StepShape(2048, 1, 32)
+A100 = DEVICES["a100_80gb"]
+FREE = replace(
+    # No limit but arithmetic at the peak: bytes, links and launches cost nothing, tiles are as fine as can be.
+    A100,
+    memory_gigabytes_per_s=1e15,
+    node_gigabytes_per_s=1e15,
+    nic_gigabytes_per_s=1e15,
+    node_latency_us=1e-12,
+    nic_latency_us=1e-12,
+    kernel_us=1e-12,
+    processors=1,
+    matmul_efficiency=1.0,
+    attention_efficiency=1.0,
+)
+
+
+def step(parallel: ParallelConfig, shape: StepShape = SHAPE, execution: Execution = MEGADS) -> StepEstimate:
+    return estimate_step(GPT, parallel, shape, A100, execution=execution)
+
+
+def test_arithmetic_is_that_of_the_model() -> None:
+    """Catches a product that is left out or counted twice: at the peak a block takes its FLOPs, causal ones once."""
+    operators = RankOperators(GPT, ParallelConfig(), 2048, 2048, 2, FREE)
+    flops, block, head = block_flops(GPT, 2048), operators.block(Recompute.none), operators.head()
+    prologue = 1 + 128 / 4096
+    hidden = 2 * 2048 * GPT.attention_width
+    for passed, counted, causal in (
+        (block.forward, flops.forward, hidden),
+        (block.backward_input, flops.backward_input, 2 * hidden),
+        (block.backward_weight, flops.backward_weight, 0),
+    ):
+        products = 2048 * (counted - 2 * causal) / A100.peak_flops
+        assert passed.get("matmul", 0.0) == pytest.approx(products, rel=0.07)
+        assert passed["matmul"] > products
+        if causal:
+            # A flash kernel computes half of the scores, and backward once more.
+            attention = 2048 * causal / A100.peak_flops * (1.25 if causal > hidden else 1.0)
+            assert passed["attention"] == pytest.approx(attention, rel=1e-6)
+    assert total(head.forward) == pytest.approx(prologue * 2048 * head_flops(GPT).forward / A100.peak_flops, rel=1e-3)
+
+
+def test_a_product_runs_in_waves_and_wants_whole_lines() -> None:
+    """Catches a product of one tile more than the processors that takes no longer, and one that is not aligned."""
+    waves = [matmul_seconds(A100, 256 * rows, 128 * 108, 8192) for rows in (1, 2)]
+    assert waves[1] == pytest.approx(2 * waves[0], rel=1e-6)
+    assert matmul_seconds(A100, 2048, 1800, 14400) > 1.15 * matmul_seconds(A100, 2048, 1792, 14400)
+
+
+def test_recomputation_costs_a_forward_pass() -> None:
+    """Catches recomputation that is free: selective makes attention's core again, full all but the last product."""
+    operators = RankOperators(GPT, ParallelConfig(), 2048, 2048, 2, A100)
+    again = {mode: operators.block(mode).backward_input["recompute"] for mode in Recompute if mode != "auto"}
+    forward = operators.block(Recompute.none).forward
+    assert again[Recompute.none] == 0
+    assert again[Recompute.selective] == pytest.approx(forward["attention"])
+    assert 0.6 * total(forward) < again[Recompute.full] < 0.8 * total(forward)
+    dropping = replace(operators, model=replace(GPT, hidden_dropout=0.1))
+    assert dropping.block(Recompute.full).backward_input["recompute"] == pytest.approx(
+        total(dropping.block(Recompute.none).forward)
+    )
+
+
+def test_the_parts_are_the_step() -> None:
+    """Catches a part that is counted twice or lost, and a pipeline whose waits are not its bubble."""
+    for schedule, virtual, micro_batches in (("1f1b", None, 64), ("interleaved", 2, 64), ("zb_h1", None, 64)):
+        parallel = ParallelConfig(tp=2, pp=4, schedule=ScheduleName(schedule), virtual_stages=virtual)
+        found = step(parallel, StepShape(2048, 1, micro_batches))
+        assert found.step_time_s == pytest.approx(sum(found.parts.values()))
+        idle = found.parts["pipeline"] / found.step_time_s
+        share = {"1f1b": 3 / 67, "interleaved": 3 / 131, "zb_h1": 1 / 67}[schedule]
+        assert idle == pytest.approx(share, abs=0.025)
+
+
+def test_long_steps_are_as_if_they_were_simulated_whole() -> None:
+    """Catches an extrapolation of the clock that is off."""
+    for schedule, virtual in (("1f1b", None), ("interleaved", 3), ("zb_v", 2)):
+        parallel = ParallelConfig(pp=4, schedule=ScheduleName(schedule), virtual_stages=virtual)
+        model = StepModel(GPT, parallel, StepShape(2048, 1, 96), A100)
+        whole = run_clock(parallel.schedule_of(96), model.costs()).step_time
+        timeline, left_out = model._clock()
+        assert timeline.step_time < whole
+        assert timeline.step_time + left_out == pytest.approx(whole, rel=0.005)
+
+
+def test_messages_are_hidden_as_the_engine_hides_them() -> None:
+    """Catches collectives that cost nothing, or that count in full where megads computes beside them."""
+    whole, shared = step(ParallelConfig(tp=8)), step(ParallelConfig(tp=8, sequence_parallel=True))
+    serial = step(ParallelConfig(tp=8), execution=replace(MEGADS, overlap_tp=False))
+    cut = step(ParallelConfig(tp=8, sequence_parallel=True, tp_chunks=4))
+    assert 0 < whole.parts["tp"] < serial.parts["tp"]
+    assert cut.parts["tp"] < shared.parts["tp"]
+    beyond = step(ParallelConfig(tp=16, dp=1))
+    assert beyond.parts["tp"] > 2 * whole.parts["tp"]
+    reduced = step(ParallelConfig(dp=8), StepShape(2048, 1, 4))
+    late = step(ParallelConfig(dp=8), StepShape(2048, 1, 4), replace(MEGADS, overlap_reduction=False))
+    assert reduced.parts["reduction"] < 0.7 * late.parts["reduction"]
+    contexts = step(ParallelConfig(cp=4))
+    assert contexts.parts["cp"] > 0 and "cp" not in whole.parts
+
+
+def test_optimizer_saves_and_new_weights_are_counted() -> None:
+    """Catches a step that ends with its gradients."""
+    parallel = ParallelConfig(dp=8)
+    found = step(parallel, replace(SHAPE, save_every_steps=10))
+    parameters = GPT.num_layers * 12 * 4096**2 + 2 * 51200 * 4096
+    assert found.parts["optimizer"] == pytest.approx(parameters / 8 * 34 / A100.memory_bytes_per_s, rel=1e-3)
+    assert found.parts["new weights"] == pytest.approx(7 / 8 * parameters * 2 / A100.node_bytes_per_s, rel=0.01)
+    assert found.parts["saves"] == pytest.approx(parameters / 8 * 12 / 25e9 / 10, rel=1e-3)
+    assert "new weights" not in step(replace(parallel, zero_stage=3)).parts
+
+
+def test_figures_follow_from_the_time() -> None:
+    """Catches another FLOP convention: model FLOPs, causal attention in full, nothing recomputed."""
+    parallel = ParallelConfig(tp=2, dp=4, recompute=Recompute.full)
+    found = step(parallel)
+    tokens = 2048 * 32 * 4
+    assert found.tokens_per_s_per_device == pytest.approx(tokens / found.step_time_s / 8)
+    flops = 6 * (GPT.num_layers * 12 * 4096**2 + 51200 * 4096) + 12 * 24 * 4096 * 2048
+    assert model_flops_per_token(GPT, 2048) == flops
+    assert found.tflops_per_device == pytest.approx(tokens * flops / found.step_time_s / 8 / 1e12)
+    assert found.mfu == pytest.approx(found.tflops_per_device / 312)
+
+
+QUICK = (
+    "bloom run",
+    "korthikanti 175B full",
+    "megascale Megatron-LM 1024",
+    "foundry 7b H100",
+    "llama3 405B 8192 GPUs",
+)
+
+
+def test_some_published_steps_are_planned() -> None:
+    """Catches a change of the model that moves it away from what others measured; the slow test has every row."""
+    found = errors(row for row in published_steps() if row.name in QUICK)
+    assert len(found) == len(QUICK)
+    assert max(map(abs, found.values())) < 0.1, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("half", ["fit", "judge"])
+def test_published_steps_are_planned(half: str) -> None:
+    """Catches the same on all rows, those above all that did not choose the constants; docs/planning.md lists them."""
+    found = errors(row for row in published_steps() if row.half == half)
+    assert len(found) >= 30
+    assert fmean(map(abs, found.values())) < 0.075, found
+    assert sum(abs(error) <= 0.1 for error in found.values()) >= 0.8 * len(found), found
+
+
+def test_halves_are_about_equal_and_of_every_source() -> None:
+    """Catches a source whose rows all chose the constants."""
+    sources = {row.name.split(maxsplit=1)[0] for row in published_steps()}
+    for half in ("fit", "judge"):
+        assert {row.name.split(maxsplit=1)[0] for row in published_steps() if row.half == half} == sources
+
+
+def test_the_model_needs_no_torch() -> None:
+    """Catches an import that makes planning wait for torch."""
+    code = "import sys, megads.plan.step_estimate, megads.plan.layout_search; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_devices_come_from_files_too(tmp_path: Path) -> None:
+    """Catches a file whose values are not taken, and a mistake in one that is not named."""
+    path = tmp_path / "own.yaml"
+    path.write_text("like: h100\nnic_gigabytes_per_s: 12.5\nproducts: [[4096, 4096, 4096, 600.0]]\n")
+    found = find_device(str(path))
+    assert found.nic_gigabytes_per_s == 12.5 and found.peak_tflops == DEVICES["h100"].peak_tflops
+    assert matmul_seconds(found, 4096, 4096, 4096) == pytest.approx(2 * 4096**3 / 600e12)
+    for text, named in (("like: h100\npeak: 3\n", "peak"), ("peak_tflops: 3\n", "missing"), ("- 3\n", "attributes")):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=named):
+            read_device(path)
+    path.write_text("like: h100\npeak_tflops: -3\n")
+    with pytest.raises(ConfigError, match="above 0"):
+        read_device(path)
