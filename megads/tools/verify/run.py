@@ -118,7 +118,6 @@ class Run:
         losses, norms: of every step.
         tokens: unmasked tokens of every step.
         initial, weights: full fp32 master weights before the first and after the last step.
-        averages: full running averages of the weights after the last step, where one is kept.
         gradients: full gradients of the first step, reduced, before clipping.
         validation: loss sum and tokens over the validation set on the initial weights.
         replicas: for every tensor of which ranks hold copies, how many elements differ between them in the end.
@@ -127,6 +126,7 @@ class Run:
         stream: the samples; several digests where ranks were given different rows under one number.
         model: what was trained, by which key biases are found.
         weight_bound: relative deviation that rounding may cause in a weight.
+        averages: full running averages of the weights after the last step, where one is kept.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -134,7 +134,6 @@ class Run:
     tokens: list[int] = field(default_factory=list)
     initial: dict[str, FloatArray] = field(default_factory=dict)
     weights: dict[str, FloatArray] = field(default_factory=dict)
-    averages: dict[str, FloatArray] = field(default_factory=dict)
     gradients: dict[str, FloatArray] = field(default_factory=dict)
     validation: tuple[float, int] = (0.0, 0)
     replicas: dict[str, int] = field(default_factory=dict)
@@ -143,6 +142,7 @@ class Run:
     stream: Stream = field(default_factory=Stream)
     model: ModelConfig = field(default_factory=ModelConfig)
     weight_bound: float = 1e-4
+    averages: dict[str, FloatArray] = field(default_factory=dict)
 
 
 def join(ranks: Sequence[RankRun], model: ModelConfig) -> Run:
