@@ -210,6 +210,7 @@ def check_config(config: RootConfig) -> None:
         part.check()
     check_attention(config)
     _check_optimizer(config)
+    _check_average(config)
     check_deepspeed_options(config.deepspeed, config.parallel.zero_stage)
     _check_compile(config)
     _check_layout(config)
@@ -277,6 +278,15 @@ def _check_optimizer(config: RootConfig) -> None:
         raise ConfigError(
             f"optim.name = muon cannot be had with model.block.name = {config.model.block.name}: which of a plugin's "
             "parameters are matrices, and how many of them are in one, is not known; use optim.name=adamw, lamb or lion"
+        )
+
+
+def _check_average(config: RootConfig) -> None:
+    """There is an average to validate."""
+    if config.evaluation.average and config.optim.ema_decay is None:
+        raise ConfigError(
+            "evaluation.average = true validates a running average of the weights, but optim.ema_decay = null keeps "
+            "none: set optim.ema_decay, as 0.9999, or leave evaluation.average out"
         )
 
 

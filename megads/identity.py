@@ -123,6 +123,7 @@ _SAFE_KEYS = (
     "train.max_nonfinite_steps",
     "model.attention",
     "optim.impl",
+    "optim.ema_decay",
     "data.valid",
     "tokenizer.engine",
 )

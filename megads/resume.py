@@ -15,7 +15,13 @@ from megads.checkpoint.local import LocalCheckpoint
 from megads.checkpoint.local_files import newest_in_memory, node_folder
 from megads.checkpoint.local_saves import LocalSaves
 from megads.checkpoint.manifest import Manifest, newest_manifest, read_manifest, read_sequence
-from megads.checkpoint.read import CheckpointHandle, check_model, find_checkpoint, given_folder
+from megads.checkpoint.read import (
+    CheckpointHandle,
+    check_model,
+    find_checkpoint,
+    given_folder,
+    with_averages_from_weights,
+)
 from megads.checkpoint.shared_read import read_shards
 from megads.checkpoint.store import on_first
 from megads.checkpoint.url import fetched_folder, is_url
@@ -127,7 +133,8 @@ def resume(
         return
 
     def read(shards: list[Shard]) -> None:
-        report = read_shards(handle, shards, engine.grid, config.checkpoint.read)
+        wanted = with_averages_from_weights(handle, shards)
+        report = read_shards(handle, wanted, engine.grid, config.checkpoint.read)
         events.write("checkpoint_read", level="debug", step=handle.state["step"], **asdict(report))
 
     engine.load_shards(read, handle.optimizer_steps)

@@ -42,6 +42,7 @@ from megads.data.sampling.samples import WindowSubset, unigram_entropy
 from megads.engine import build_train_engine
 from megads.engine.autotune import autotune_attention, autotune_operators, record_tuning
 from megads.engine.interface import EngineSpec, TrainEngine
+from megads.engine.layer_norms import LayerNormsHook, layer_names
 from megads.engine.operator_trials import OperatorWork
 from megads.engine.stragglers import StragglerHook
 from megads.engine.timeline import TimelineHook
@@ -125,7 +126,7 @@ def train(config: RootConfig, run_dir: Path) -> int:
             *numerical_hooks(config.resilience, engine, events, run_dir, len(config.data.skip), saved_up_to),
             checkpoint_hook(config, run_dir, engine, state, events, fence, metrics, beats, writer, local),
         ]
-        hooks += [*timing_hooks(config, run_dir, engine, events), GarbageCollectionHook(config.cluster.gc_every_steps)]
+        hooks += watching_hooks(config, run_dir, engine, events, metrics)
         hooks += evaluation_hooks(config, run_dir, engine, valid_sets, metrics, events, beats)
         hooks += plugin_hooks(config.hooks, HookContext(run_dir, grid.rank, grid.world_size, engine, events))
         record_start(config, engine, device, kernels, state, events)
@@ -401,17 +402,25 @@ def checkpoint_hook(
         config.cluster.timeout_s,
         best_loss_key(config),
         local,
+        overlap=not config.hooks,
     )
 
 
-def timing_hooks(config: RootConfig, run_dir: Path, engine: TrainEngine, events: EventWriter) -> list[Hook]:
-    """Times steps: action by action where that is asked for, and to find stragglers where there are several ranks."""
+def watching_hooks(
+    config: RootConfig, run_dir: Path, engine: TrainEngine, events: EventWriter, metrics: MetricsWriter
+) -> list[Hook]:
+    """Measures layers and times actions where that is asked for, and finds stragglers where there are several ranks.
+
+    Garbage is collected after they have looked, on all ranks at the same step.
+    """
     hooks: list[Hook] = []
+    if (every_steps := config.logging.layer_norms_every_steps) is not None:
+        hooks.append(LayerNormsHook(engine, layer_names(config.model), every_steps, metrics))
     if (every_steps := config.logging.timeline_every_steps) is not None:
         hooks.append(TimelineHook(engine.watch_spans, run_dir, every_steps, engine.grid))
     if (every_steps := config.logging.straggler_every_steps) is not None and engine.grid.world_size > 1:
         hooks.append(StragglerHook(engine.watch_spans, run_dir, every_steps, engine.grid, events))
-    return hooks
+    return [*hooks, GarbageCollectionHook(config.cluster.gc_every_steps)]
 
 
 def evaluation_hooks(
@@ -454,12 +463,10 @@ def validation_hook(
             replace(packing(config), mask_eod=False),
         )
 
-    unigram = partial(unigram_entropy, shown)
-    num_batches = num_validation_batches(
-        len(shown), config.train.micro_batch_size, grid.dp.size, VALIDATION_MICRO_BATCHES
-    )
+    unigram, train, steps = partial(unigram_entropy, shown), config.train, planned_steps(config)
+    num_batches = num_validation_batches(len(shown), train.micro_batch_size, grid.dp.size, VALIDATION_MICRO_BATCHES)
     return ValidationHook(
-        engine, batches, name, unigram, config.evaluation, planned_steps(config), metrics, num_batches, beats
+        engine, batches, name, unigram, config.evaluation, steps, metrics, num_batches, beats, train.seq_len
     )
 
 

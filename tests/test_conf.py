@@ -55,6 +55,8 @@ EXACT = {
     "qwen3_8b": 8_190_735_360,
     "qwen3_14b": 14_768_307_200,
     "qwen3_32b": 32_762_123_264,
+    "olmo2_1b": 1_484_916_736,
+    "olmo2_7b": 7_298_617_344,
 }
 """Parameters to the last one, as transformers counts the published configurations."""
 

@@ -6,13 +6,14 @@ import shutil
 import time
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from megads.checkpoint.config import CheckpointConfig, list_checkpoints, step_folder
 from megads.checkpoint.fresh_start import own_history
-from megads.checkpoint.image import ImageLayout, StateImage
+from megads.checkpoint.image import ImageLayout, StateCopy, StateImage
 from megads.checkpoint.local import forget, newest_step
 from megads.checkpoint.local_saves import LocalSaves
 from megads.checkpoint.manifest import RunRecord, software
@@ -69,6 +70,8 @@ class CheckpointHook:
         timeout_s: a writer that takes longer has hung.
         loss_key: of the metric by which checkpoint.keep_best compares checkpoints; None: it keeps none.
         local: keeps local checkpoints of this rank; None: it has none.
+        overlap: copies the state while the next step runs its forward and backward passes. False where others may write
+            to it then: hooks of the user.
     """
 
     def __init__(
@@ -86,6 +89,8 @@ class CheckpointHook:
         timeout_s: float = 600.0,
         loss_key: str | None = None,
         local: LocalSaves | None = None,
+        *,
+        overlap: bool = True,
     ) -> None:
         self._engine = engine
         self._run_dir = run_dir
@@ -108,6 +113,9 @@ class CheckpointHook:
         # The step that the writers were ordered to save, until all ranks know what became of it.
         self._ordered: int | None = None
         self._late, self._waited_s = False, 0.0
+        self._overlap = overlap
+        # While there is one, it may give orders to the writers.
+        self._copying: StateCopy | None = None
 
     def on_start(self, state: TrainState) -> None:
         self._saved_step, self._finite = state.step, state.state_dict()
@@ -210,6 +218,7 @@ class CheckpointHook:
 
     def on_step(self, info: StepInfo) -> None:
         assert info.step == self._state.step, "the loop counts before it calls its hooks"
+        self._end_copy()
         every = self._config.every_steps
         due = bool(every) and info.step % every == 0
         if info.skipped:
@@ -232,6 +241,7 @@ class CheckpointHook:
             self._save_local()
 
     def on_end(self, state: TrainState) -> None:
+        self._end_copy()
         self._save(last=True)
         if self._local is not None:
             # The state is on disk.
@@ -266,7 +276,7 @@ class CheckpointHook:
         # A writer that is stopped may go on later, until it is killed.
         busy = self._ordered is not None and writer is not None
         reads = busy and control.any(writer is not None and writer.progress().stage in (Stage.writing, Stage.lost))
-        self._copy(run, self._image if reads else None)
+        self._start_copy(run, None, self._image if reads else None)
 
     def _local_writers_are_done(self, *, wait: bool) -> bool:
         """Whether local checkpoints go on and all ranks have completed the last one, so that another can be made."""
@@ -302,16 +312,46 @@ class CheckpointHook:
             self._events.write("local_checkpoint_put_off", level="warning", step=self._state.step, reason=reason)
         return not progress.busy
 
-    def _copy(self, run: RunRecord, read: int | None = None) -> int:
-        """Copies the state into an image, which becomes a local checkpoint where there are any; returns its number."""
-        shards = self._engine.named_shards(owned=not self._copies_all)
-        if self._local is None:
-            self._images[0].copy_from(shards)
-            return 0
-        with suppress(OSError):
-            # Processes may end, and the file stays what it is: it need not be on disk.
-            run = replace(run, ledger=self._ledger(wait=False))
-        return self._local.copy(shards, run, self._saved_step, read)
+    def _start_copy(self, run: RunRecord, order: SaveOrder | None, read: int | None = None) -> None:
+        """Copies the state into an image, which becomes a local checkpoint where there are any.
+
+        Args:
+            run: what a local checkpoint says of the run.
+            order: of the writer for the disk, once the image that it names is known and copied.
+            read: image that a writer brings to disk, on any rank.
+        """
+        shards, local = self._engine.named_shards(owned=not self._copies_all), self._local
+
+        def write(image: int) -> None:
+            if order is not None and self._writer is not None:
+                self._image = image
+                self._writer.write(replace(order, image=image))
+
+        if local is None:
+            copying = self._images[0].start_copy(shards, partial(write, 0))
+        else:
+            with suppress(OSError):
+                # Processes may end, and the file stays what it is: it need not be on disk.
+                run = replace(run, ledger=self._ledger(wait=False))
+            copying = local.copy(shards, run, self._saved_step, read, write)
+        self._copying = copying
+        if not self._overlap:
+            self._end_copy()
+            return
+
+        def wait() -> None:
+            start = time.perf_counter()
+            copying.before_update()
+            self._waited_s += time.perf_counter() - start
+
+        self._engine.before_update(wait)
+
+    def _end_copy(self) -> None:
+        """Waits for the last copy; after an optimizer step it is complete."""
+        if self._copying is not None:
+            self._engine.before_update(None)
+            self._copying.wait()
+            self._copying = None
 
     def _ledger(self, *, wait: bool = True) -> LedgerRecord | None:
         return self._metrics.record(wait=wait) if self._metrics is not None else None
@@ -333,11 +373,12 @@ class CheckpointHook:
         except RanksFailed:
             return False
         self._local_writers_are_done(wait=True)
-        self._image = self._copy(run)
         keys = sorted({shard.key for shard in self._engine.named_shards(owned=False)})
-        writer.write(SaveOrder(self._image, final, replace(run, ledger=ledger), software(), keys, self._retention()))
-        self._ordered, self._late = run.state["step"], False
-        self._waited_s = time.perf_counter() - start
+        order = SaveOrder(0, final, replace(run, ledger=ledger), software(), keys, self._retention())
+        self._ordered, self._late, self._waited_s = run.state["step"], False, 0.0
+        writer.announce()
+        self._start_copy(run, order)
+        self._waited_s += time.perf_counter() - start
         return True
 
     def _report_commit(self) -> None:

@@ -1,17 +1,21 @@
 """A rank's state in shared memory, laid out byte for byte as the file of it (`rank_file`).
 
-The rank copies its tensors into an image and trains on; another process writes the image to disk, or completes it in
-place: with checksums and a header, an image that is a file of /dev/shm is a file of safetensors.
+The rank copies its tensors into an image while it runs the next forward and backward passes; another process writes the
+image to disk, or completes it in place: with checksums and a header, an image that is a file of /dev/shm is a file of
+safetensors.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import xxhash
 from torch import Tensor
@@ -123,18 +127,18 @@ class StateImage:
         cudart: Any = torch.cuda.cudart()
         torch.cuda.check_error(int(cudart.cudaHostRegister(self._memory.data_ptr(), self._memory.numel(), 0)))
 
-    def copy_from(self, shards: Sequence[Shard]) -> None:
-        """Copies the rank's state; returns when that may change.
+    def start_copy(self, shards: Sequence[Shard], then: Callable[[], None]) -> StateCopy:
+        """Starts to copy the rank's state.
 
         Args:
-            shards: those of the layout, with what they hold now.
+            shards: those of the layout; they must not change before `StateCopy.before_update` has returned.
+            then: is called once all is in the image, by a thread of its own.
         """
         kept = in_file_order(shards)
-        for place, shard in zip(self.shards, kept, strict=True):
-            assert (place.key, tuple(place.offset)) == (shard.key, tuple(shard.offset))
-            place.tensor.copy_(shard.tensor, non_blocking=True)
-        if any(shard.tensor.is_cuda for shard in kept):
-            torch.cuda.current_stream().synchronize()
+        for place, shard in zip(self.layout.places, kept, strict=True):
+            assert (place.key, place.offset) == (shard.key, tuple(shard.offset))
+        pairs = [(place.tensor, shard.tensor) for place, shard in zip(self.shards, kept, strict=True)]
+        return StateCopy(pairs, then)
 
     def seal(self) -> FileRecord:
         """Writes the header with the checksums of what was copied: the image is a rank's file now."""
@@ -144,6 +148,70 @@ class StateImage:
         header = encode_header(layouts, notes([checksum(shard.tensor) for shard in self.shards]), _ALIGNMENT)
         self._memory[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         return FileRecord(self.layout.size, xxhash.xxh3_128_hexdigest(header))
+
+
+class StateCopy:
+    """A copy of a rank's state that goes on beside the training.
+
+    From a GPU it runs on a stream of its own, into pinned memory; the next optimizer step waits for it on the device.
+    On a CPU a thread copies, and the next optimizer step waits for that.
+
+    Args:
+        pairs: destination and source of every tensor.
+        then: is called once all is copied, by the thread.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], then: Callable[[], None]) -> None:
+        self._then = then
+        self._error: Exception | None = None
+        self._copied: torch.cuda.Event | None = None
+        on_cpu = [pair for pair in pairs if not pair[1].is_cuda]
+        if len(on_cpu) < len(pairs):
+            self._copied = self._on_own_stream([pair for pair in pairs if pair[1].is_cuda])
+        # A rank that fails does not wait for it.
+        self._thread = threading.Thread(target=self._run, args=(on_cpu,), name="checkpoint-copy", daemon=True)
+        self._thread.start()
+
+    @staticmethod
+    def _on_own_stream(pairs: Sequence[tuple[Tensor, Tensor]]) -> torch.cuda.Event:
+        """Enqueues copies behind what the current stream has been given so far."""
+        device = pairs[0][1].device
+        stream, copied = torch.cuda.Stream(device), torch.cuda.Event()
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            for destination, source in pairs:
+                destination.copy_(source, non_blocking=True)
+            copied.record(stream)
+        return copied
+
+    def _run(self, on_cpu: Sequence[tuple[Tensor, Tensor]]) -> None:
+        try:
+            for destination, source in on_cpu:
+                # One core: torch would give this thread as many threads as the training has.
+                np.copyto(_bytes_of(destination), _bytes_of(source))
+            if self._copied is not None:
+                self._copied.synchronize()
+            self._then()
+        except Exception as error:  # raised where the rank waits
+            self._error = error
+
+    def before_update(self) -> None:
+        """Returns when the state may change: on a GPU, by what the current stream is given from now on."""
+        if self._copied is None:
+            self.wait()
+        else:
+            torch.cuda.current_stream().wait_event(self._copied)
+
+    def wait(self) -> None:
+        """Returns when all is copied and `then` has returned; raises what either raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
+def _bytes_of(tensor: Tensor) -> npt.NDArray[np.uint8]:
+    """The memory of a contiguous tensor."""
+    return tensor.detach().view(-1).view(torch.uint8).numpy()
 
 
 def allocate(descriptor: int, size: int) -> None:

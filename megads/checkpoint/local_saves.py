@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megads.checkpoint.config import EVERYTHING, CheckpointConfig, History
-from megads.checkpoint.image import StateImage
+from megads.checkpoint.image import StateCopy, StateImage
 from megads.checkpoint.local import LocalCheckpoint, LocalFolder, SealOrder, first_reason
 from megads.checkpoint.local_files import Saved
 from megads.checkpoint.manifest import RunRecord
@@ -143,31 +143,41 @@ class LocalSaves:
         self._due = self._step != step and (self._due or step % self._config.local_every_steps == 0)
         return finite and self._due
 
-    def copy(self, shards: Sequence[Shard], run: RunRecord, step_on_disk: int, read: int | None) -> int:
-        """Copies the state and lets the writer complete the image; only when `settle` has found all of them done.
+    def copy(
+        self,
+        shards: Sequence[Shard],
+        run: RunRecord,
+        step_on_disk: int,
+        read: int | None,
+        then: Callable[[int], None],
+    ) -> StateCopy:
+        """Starts to copy the state, after which the writer completes the image; only when `settle` has found all done.
 
         Args:
             shards: everything that this rank holds.
             run: what the manifest says of the run.
             step_on_disk: of the newest committed checkpoint; 0: none.
             read: image that a writer brings to disk, on any rank.
-
-        Returns:
-            The number of the image.
+            then: is called with the number of the image when all is in it.
         """
         assert self._folder is not None
         # What other nodes hold of all ranks stays until they hold a later one: a node may be lost meanwhile.
         image = self._folder.next_image(read if read is not None else self._replicated)
         self._folder.invalidate(image)
-        self.images[image].copy_from(shards)
-        self._order = self._folder.order(image, run, step_on_disk)
-        if self._writer is not None:
-            self._writer.write(self._order)
-        else:
-            self._complete(self._order)
-        self._send(self._order.folder, (self._order.start, run.state["step"]))
+        order = self._order = self._folder.order(image, run, step_on_disk)
         self._due, self._step = False, run.state["step"]
-        return image
+
+        def complete() -> None:
+            if self._writer is not None:
+                self._writer.write(order)
+            else:
+                self._complete(order)
+            self._send(order.folder, (order.start, run.state["step"]))
+            then(image)
+
+        if self._writer is not None:
+            self._writer.announce()
+        return self.images[image].start_copy(shards, complete)
 
     def settle(self, *, wait: bool) -> SaveProgress:
         """Where the writers of all ranks are, of which the worst counts; collective.

@@ -178,9 +178,13 @@ class CheckpointWriter:
         for image in images:
             send_handle(self._connection, image.descriptor, self._pid)
 
+    def announce(self) -> None:
+        """From now on an order counts as being carried out that another thread is going to give."""
+        self._progress, self._ordered_s = SaveProgress(Stage.writing), time.perf_counter()
+
     def write(self, order: WriterOrder) -> None:
         """Lets the writer carry out an order; its image must not change until that is done."""
-        self._progress, self._ordered_s = SaveProgress(Stage.writing), time.perf_counter()
+        self.announce()
         try:
             self._connection.send(order)
         except OSError:

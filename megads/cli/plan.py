@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megads.cli.verb import Invocation, Verb
+from megads.cli.verb import Invocation, Verb, config_dir
 from megads.config import check_shape
 from megads.errors import EXIT_OK
 from megads.tools.plan.config import PlanConfig
@@ -11,6 +11,18 @@ from megads.tools.plan.config import PlanConfig
 def run(config: PlanConfig, _invocation: Invocation) -> int:
     """Prints the plan; starts and allocates nothing."""
     # The tab key imports this module for its schema and must not wait for torch.
+    config.check_cluster()
+    if config.life:
+        from megads.tools.plan.life_output import show_life
+
+        show_life(config)
+        return EXIT_OK
+    if config.budget_hours is not None:
+        from megads.tools.plan.budget import show_budget
+
+        check_shape(config)
+        show_budget(config, config_dir())
+        return EXIT_OK
     from megads.tools.plan.output import show
 
     config.check_device()

@@ -1,4 +1,4 @@
-"""`megads report`: a run as one HTML page and a few pictures."""
+"""`megads report`: a run, or the use of a site, as one HTML page and a few pictures."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ _TABLE_WIDTH = 150
 def run(config: ReportConfig, _invocation: Invocation) -> int:
     """Writes the report and says where it is."""
     config.check()
+    if config.site is not None:
+        return _report_site(config)
     require_matplotlib()
     from megads.tools.report.page import write_report
     from megads.tools.sweep.results import SWEEP_FILE
@@ -28,6 +30,22 @@ def run(config: ReportConfig, _invocation: Invocation) -> int:
     print(f"picture: {written.pictures[0]}")
     if written.trace is not None:
         print(f"trace:   {written.trace}, for ui.perfetto.dev")
+    return EXIT_OK
+
+
+def _report_site(config: ReportConfig) -> int:
+    """Draws the use of a site, or prints it; pictures alone need matplotlib."""
+    if config.json:
+        from megads.tools.report.site import print_site
+
+        print_site(str(config.site), config.site_gpus)
+        return EXIT_OK
+    require_matplotlib()
+    from megads.tools.report.site_page import report_site
+
+    written = report_site(config)
+    print(f"report:  {written.page}")
+    print(f"picture: {written.pictures[0]}")
     return EXIT_OK
 
 
@@ -46,4 +64,4 @@ def _report_sweep(config: ReportConfig, folder: Path) -> int:
     return EXIT_OK
 
 
-VERB = Verb("report", ReportConfig, run)
+VERB = Verb("report", ReportConfig, run, text_keys=("site",))

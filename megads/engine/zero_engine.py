@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import compress
 from math import prod
@@ -72,7 +73,7 @@ class WholeModel(nn.Module):
             if shard is not None:
                 shard(stage)
             stages[stage_spec.name] = stage
-        self.stages = nn.ModuleList(stages.values())
+        self.names, self.stages = tuple(stages), nn.ModuleList(stages.values())
         wrap_blocks(stages, spec.parallel, 0, spec.kernels.compiled, sharding_of(spec.model))
 
     def forward(self, batch: MicroBatch) -> Tensor:
@@ -102,6 +103,7 @@ class ZeroEngine:
         deepspeed: what computes.
         watch_gradients: see StepEngine.
         watch_spans: see StepEngine.
+        before_update: see StepEngine.
         gradient_norms: 2-norms of this rank's own gradients, before any reduction.
         forward_finite: whether all losses of the step were finite, on the device.
     """
@@ -128,6 +130,7 @@ class ZeroEngine:
         self.averaged_over: int = self.deepspeed.averaged_over
         self.watch_gradients: Callable[[], None] | None = None
         self.watch_spans: Callable[[list[Span]], None] | None = None
+        self.before_update: Callable[[], None] | None = None
         self._spans = SpanRecorder(spec.device)
         self.gradient_norms: dict[Parameter, Tensor] = {}
         self.forward_finite = torch.ones((), dtype=torch.bool, device=spec.device)
@@ -155,9 +158,13 @@ class ZeroEngine:
         total = self.accumulate(micro_batches)
         if self.watch_gradients is not None:
             self.watch_gradients()
+        if self.before_update is not None:
+            self.before_update()
         self.deepspeed.set_learning_rate(learning_rate)
         with self._spans.span("optimizer_step"):
             self.deepspeed.step()
+            if not self.deepspeed.skipped:
+                self.state.update_averages()
         if self.watch_spans is not None:
             self.watch_spans(self._spans.end())
             self.watch_spans = None
@@ -218,6 +225,10 @@ class ZeroTrainEngine(BaseTrainEngine):
     def _loss_rank(self) -> int:
         return 0
 
+    def _layers(self) -> Iterator[tuple[str, nn.Module]]:
+        module = self._engine.module
+        return zip(module.names, module.stages, strict=True)
+
     def _settle(self, norm: float) -> tuple[float, bool]:
         return norm, self._engine.deepspeed.skipped
 
@@ -267,6 +278,17 @@ class ZeroTrainEngine(BaseTrainEngine):
 
     def _refresh_weights(self) -> None:
         self._engine.deepspeed.state.refresh_weights()
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """See TrainEngine.averaged_weights."""
+        if self._engine.before_update is not None:
+            self._engine.before_update()
+        self._engine.state.swap_averages()
+        self._refresh_weights()
+        yield
+        self._engine.state.swap_averages()
+        self._refresh_weights()
 
 
 def owns(grid: ParallelGrid, piece: ZeroPiece) -> bool:

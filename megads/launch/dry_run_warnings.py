@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megads.checkpoint.config import list_checkpoints
-from megads.config import RootConfig, batch_size_schedule, learning_rate, planned_steps
+from megads.config import Precision, RootConfig, batch_size_schedule, learning_rate, planned_steps
 from megads.errors import ConfigError, MegadsError
 from megads.frozen_config import load_frozen
 from megads.launch.preflight import ResolvedRun
@@ -70,6 +70,16 @@ def _of_model(config: RootConfig, tokenizer_tokens: int | None) -> Iterator[str]
         yield (
             f"train.seq_len = {seq_len:,} is far below model.max_seq_len = {longest:,}: the model never trains on "
             f"texts of more than {seq_len:,} tokens; raise train.seq_len, or lower model.max_seq_len"
+        )
+    if config.model.scores_in_memory:
+        capped = config.model.attention_logit_softcap is not None
+        which = "model.attention_logit_softcap" if capped else "model.attention_sinks"
+        parallel, train = config.parallel, config.train
+        scores = train.micro_batch_size * config.model.num_heads * seq_len**2 // (parallel.tp * parallel.cp)
+        size = scores * (2 if train.precision is Precision.bf16 else 4) / 2**20
+        yield (
+            f"{which} is set, which no fused kernel of attention knows: the scores of a micro-batch are in memory, "
+            f"{size:,.1f} MiB a block; a smaller train.seq_len or train.micro_batch_size takes less"
         )
     if rows is None or tokenizer_tokens is None:
         return

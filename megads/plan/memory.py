@@ -27,7 +27,7 @@ from math import prod
 from megads.model.config import ModelConfig, sharding_of
 from megads.model.gpt import EMBEDDING, TIED_COPY, TIED_PARAMETER, is_block, stage_specs
 from megads.optim.config import OptimConfig, OptimizerName
-from megads.optim.groups import BucketLayout, Member, Role, bucket_layouts, parameter_role, state_kinds
+from megads.optim.groups import BucketLayout, Member, Role, bucket_layouts, held_kinds, parameter_role
 from megads.optim.muon import BATCH_ELEMENTS
 from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Recompute
 from megads.parallel.grid import GridCoordinate, rank_at
@@ -248,7 +248,7 @@ def _stage_memory(
         reduced_gradients=FP32 * share,
         masters=FP32 * share,
         optimizer_state=sum(
-            FP32 * len(state_kinds(workload.optim, bucket.role)) * _share(bucket.numel, parallel) for bucket in buckets
+            FP32 * len(held_kinds(workload.optim, bucket.role)) * _share(bucket.numel, parallel) for bucket in buckets
         ),
         attention_bias=bias * micro_batch.mask_bytes + (micro_batch.rotary_tables if blocks else 0),
         pipeline_buffers=_pipeline_buffers(micro_batch, parallel, workload, layers_of),
@@ -386,7 +386,7 @@ def _sharded(
         reduced_gradients=FP32 * owned,
         masters=FP32 * owned,
         optimizer_state=sum(
-            FP32 * len(state_kinds(optim, role)) * elements
+            FP32 * len(held_kinds(optim, role)) * elements
             for role, elements in zip(sharded.groups, sharded.partitions, strict=True)
         ),
         phases=(*sharded_phases(ops, sharded, workload.micro_batches, cuda=workload.cuda), *mask),

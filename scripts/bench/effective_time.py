@@ -22,50 +22,12 @@ from rich.console import Console
 from rich.table import Table
 
 from megads.errors import RankKilled, UnhealthyNode
+from megads.plan.failures import LLAMA3, Sign
 from megads.resilience.restarts import Attempt, GiveUp, Means, Requeue, next_attempt
 
 GPUS_PER_NODE = 8
 NODES = 16_384 // GPUS_PER_NODE
 DAYS, DAY_S = 54, 86_400.0
-
-
-@dataclass(frozen=True)
-class Category:
-    """Interruptions of one cause.
-
-    Attributes:
-        name: as in the paper.
-        count: in 54 days.
-        loses_node: the node is not used any more.
-        hangs: nobody dies: the fault is noticed by a phase that lasts too long.
-    """
-
-    name: str
-    count: int
-    loses_node: bool = True
-    hangs: bool = False
-
-
-INTERRUPTIONS = (
-    Category("faulty GPU", 148),
-    Category("GPU HBM3 memory", 72),
-    Category("software bug", 54, loses_node=False),
-    Category("network switch or cable", 35, hangs=True),
-    Category("host maintenance", 32),
-    Category("GPU SRAM memory", 19),
-    Category("GPU system processor", 17),
-    Category("network card", 7, hangs=True),
-    Category("NCCL watchdog timeout", 7, loses_node=False, hangs=True),
-    Category("silent data corruption", 6),
-    Category("GPU thermal", 6),
-    Category("SSD", 3),
-    Category("power supply", 3),
-    Category("server chassis", 2),
-    Category("IO expansion board", 2),
-    Category("dependency", 2, loses_node=False),
-    Category("CPU", 2),
-    Category("system memory", 2),
-)
 
 
 _GIVEN = ("spares", "save every", "start")
@@ -122,7 +84,7 @@ class Spent:
 def replay(costs: Costs, spares: int, seed: int) -> Spent:
     """Replays 54 days' worth of interruptions, at random moments of the time in which the ranks run."""
     draw = np.random.default_rng(seed)
-    causes = [category for category in INTERRUPTIONS for _ in range(category.count)]
+    causes = [cause for cause in LLAMA3.causes for _ in range(int(cause.count))]
     gaps = draw.exponential(DAYS * DAY_S / len(causes), len(causes))
     means = Means(tuple(f"node-{number}" for number in range(NODES + spares)), NODES, max_restarts=10, queue=True)
     places, history, spent = means.nodes[:NODES], list[Attempt](), Spent()
@@ -132,7 +94,7 @@ def replay(costs: Costs, spares: int, seed: int) -> Spent:
         spent.save += saves * costs.stall
         spent.lost_work += since_save
         spent.train += saves * costs.save_every
-        spent.detect += costs.hang if cause.hangs else costs.crash
+        spent.detect += costs.hang if cause.sign is Sign.hang else costs.crash
         blamed = places[int(draw.integers(NODES))]
         code = UnhealthyNode.exit_code if cause.loses_node else RankKilled.exit_code
         # It got further than the start before wherever it saved once.

@@ -94,7 +94,7 @@ class LocalRounds:
             if reason:
                 raise RuntimeError(reason)
             run = run_at(self._start)
-            copy_ms = timed_ms(lambda: saves.copy(self._state, run, 0, None))
+            copy_ms = timed_ms(lambda: saves.copy(self._state, run, 0, None, lambda _image: None).wait())
             complete_ms = timed_ms(lambda: saves.settle(wait=True))
         with closing(self._begin()) as saves:
             find_ms = timed_ms(saves.find)
@@ -139,7 +139,7 @@ class ReplicaRounds:
             run = run_at(self._start)
             self._control.barrier()
             begin = time.perf_counter()
-            copy_ms = timed_ms(lambda: saves.copy(self._state, run, 0, None))
+            copy_ms = timed_ms(lambda: saves.copy(self._state, run, 0, None, lambda _image: None).wait())
             saves.settle(wait=True)
             sealed_ms = 1e3 * (time.perf_counter() - begin)
             while not (progress := saves.replication()).complete:

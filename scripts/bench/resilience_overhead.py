@@ -28,7 +28,7 @@ _VOCABULARY = 8000
 _PLAIN = (
     "cluster.hang_action=ignore",
     "cluster.heartbeat_timeout_s=null",
-    "logging.straggler_every_steps=0",
+    "logging.straggler_every_steps=null",
     "resilience.spikes.action=off",
 )
 _SIDES = {"plain": _PLAIN, "watched": (), "checked": ("resilience.check_replicas_every_steps=100",)}

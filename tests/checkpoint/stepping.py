@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from megads.checkpoint.hook import CheckpointHook
@@ -32,11 +32,17 @@ class SteppedEngine:
         self.grid = replace(single_rank_grid(), rank=control.rank, control=control)
         self._num_owned, self._layout = len(owned), [*owned, *others]
         self._shards = shards_of(self._layout, global_tensors(0))
+        self._wait: Callable[[], None] | None = None
 
     def named_shards(self, owned: bool = True) -> list[Shard]:
         return self._shards[: self._num_owned] if owned else self._shards
 
+    def before_update(self, wait: Callable[[], None] | None) -> None:
+        self._wait = wait
+
     def step(self, number: int) -> None:
+        if self._wait is not None:
+            self._wait()
         for shard, now in zip(self._shards, shards_of(self._layout, global_tensors(number)), strict=True):
             shard.tensor.copy_(now.tensor)
 

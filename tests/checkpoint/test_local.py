@@ -8,6 +8,7 @@ import resource
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -83,6 +84,7 @@ def killed_at(run_dir: Path, role: str, number: int) -> tuple[bool, int]:
 
         code = 2
         try:
+            threading.settrace(count)
             sys.settrace(count)
             with started(run_dir) as run:
                 for step in (1, 2, 3):
@@ -138,7 +140,7 @@ def with_one_state_incomplete(run_dir: Path) -> list[int]:
             time.sleep(0.1)
         run.state.step = 2
         run.engine.step(3)
-        run.saves.copy(run.engine.named_shards(owned=False), run_record(3), 0, None)
+        run.saves.copy(run.engine.named_shards(owned=False), run_record(3), 0, None, lambda _: None).wait()
         run.wait()
         control.barrier()
     with started(run_dir, 2) as run:
@@ -407,7 +409,7 @@ def test_what_a_start_continues_from_stays(steps: int, tmp_path: Path) -> None:
     trained(tmp_path, steps)
     with started(tmp_path, 2) as run:
         run.local_writer.close()  # it completes nothing more
-        run.saves.copy(run.engine.named_shards(owned=False), run_record(steps + 1), 0, None)
+        run.saves.copy(run.engine.named_shards(owned=False), run_record(steps + 1), 0, None, lambda _: None).wait()
         assert list(files_of(tmp_path)) == [steps]
 
 

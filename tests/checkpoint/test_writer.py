@@ -12,9 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
+from megads.checkpoint import image as image_module
 from megads.checkpoint import writer as writer_module
 from megads.checkpoint.config import CheckpointConfig, list_checkpoints
 from megads.checkpoint.hook import CheckpointHook
@@ -171,6 +173,32 @@ def test_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert events_of(tmp_path) == [
         ("checkpoint_put_off", 4), ("checkpoint_saved", 2), ("checkpoint_saved", 6), ("checkpoint_saved", 7)
     ]  # fmt: skip
+
+
+def test_the_next_update_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a step that waits for the copy before its update, and an update that does not wait for it: a checkpoint
+    with tensors of two steps."""
+    copy = np.copyto
+
+    def slow(*arguments: Any) -> None:
+        time.sleep(0.02)
+        copy(*arguments)
+
+    monkeypatch.setattr(image_module.np, "copyto", slow)
+    with started() as writer:
+        loop = Loop(tmp_path, writer, every_steps=2)
+        count = len(loop.engine.named_shards())
+        waits = []
+        for step in range(1, 5):
+            begin = time.monotonic()
+            loop.step()
+            waits.append(time.monotonic() - begin)
+            if step == 3:
+                assert waits[2] > 0.015 * count, "the third step changed the weights before they were copied"
+                wait_for(Stage.done, writer)
+        assert max(waits[1], waits[3]) < 0.015 * count, "a copy held up the step that it is of"
+        loop.hook.on_end(loop.state)
+    assert seeds_of(tmp_path) == [2, 4]
 
 
 def kill(writer: CheckpointWriter) -> None:

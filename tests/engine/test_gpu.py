@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megads.batch import BatchInfo
+from megads.checkpoint.image import ImageLayout, StateImage, in_file_order
 from megads.engine.interface import EngineSpec, Shard
 from megads.engine.pipeline_engine import PipelineTrainEngine
 from megads.model.attention import AttentionCore
@@ -101,6 +102,25 @@ def train_and_resume(device_type: str, scenario: Scenario) -> tuple[list[list[fl
         results.append([number for step in steps for number in (step.loss, step.grad_norm)])
     first, second = (engine.named_shards() for engine in engines)
     return results, [torch.equal(a.tensor, b.tensor) for a, b in zip(first, second, strict=True)]
+
+
+def copy_beside_a_step(device_type: str, scenario: Scenario) -> tuple[list[bool], bool]:
+    """Of every part of the state, whether a copy that began before a step has what it was then; whether it changed."""
+    engine = engine_on(device_type, scenario)
+    shards = engine.named_shards()
+    before = [shard.tensor.cpu().clone() for shard in in_file_order(shards)]
+    image = StateImage.anonymous(ImageLayout.of(shards, shards))
+    if device_type == "cuda":
+        image.pin()
+        # The copy is enqueued behind it, as it would be behind a long optimizer step.
+        torch.cuda._sleep(10**9)
+    copying = image.start_copy(shards, lambda: None)
+    engine.before_update(copying.before_update)
+    engine.step(step_batches(scenario, 0), scenario.lr)
+    copying.wait()
+    copied = [torch.equal(shard.tensor, was) for shard, was in zip(image.shards, before, strict=True)]
+    now = [shard.tensor.cpu() for shard in in_file_order(engine.named_shards())]
+    return copied, not all(torch.equal(one, was) for one, was in zip(now, before, strict=True))
 
 
 def _cuda_rank(connection: Any, port: int, body: Callable[[str, Scenario], Any], scenario: Scenario) -> None:
@@ -204,6 +224,13 @@ def test_a_resumed_run_goes_on_bit_for_bit(impl: Implementation, device_type: st
     )
     (whole, resumed), same = run_on(device_type, train_and_resume, scenario)
     assert whole == resumed and all(same) and len(same) > 50
+
+
+@pytest.mark.parametrize("device_type", DEVICES)
+def test_a_copy_of_the_state_beside_a_step(device_type: str) -> None:
+    """Catches an update that does not wait for the copy of what it changes, and a copy that is not whole."""
+    copied, changed = run_on(device_type, copy_beside_a_step, scenario_with(precision="bfloat16"))
+    assert changed and all(copied) and len(copied) > 50
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -96,6 +96,36 @@ def test_settings_reach_the_engine_and_every_rank_reports_the_same_step() -> Non
         assert facts["optimizer"] == "FusedAdamW"
 
 
+def _waits(scenario: Scenario, parallel: ParallelConfig) -> list[str]:
+    engine = build_engine(scenario, parallel)
+    batches = step_batches(scenario, 0, engine.grid.dp.rank, parallel.dp)
+    before, seen = [shard.tensor.clone() for shard in engine.named_shards(owned=False)], list[str]()
+
+    def changed() -> bool:
+        now = [shard.tensor for shard in engine.named_shards(owned=False)]
+        return not all(torch.equal(one, other) for one, other in zip(before, now, strict=True))
+
+    engine.watch_gradients(lambda _: seen.append("gradients"))
+    engine.before_update(lambda: seen.append("changed" if changed() else "as it was"))
+    engine.step(batches, scenario.lr)
+    engine.before_update(None)
+    seen.append("changed" if changed() else "as it was")
+    engine.step(batches, scenario.lr)
+    return seen
+
+
+@distributed
+@pytest.mark.parametrize("name", ["pp2dp2", "dp2zero2", "dp2zero3"])
+def test_what_reads_the_state_is_waited_for(name: str) -> None:
+    """Catches an update that does not wait for a copy of the state, one that waits before the backward pass, where the
+    copy would not be overlapped, and a wait that stays for ever."""
+    parallel = {
+        **LAYOUTS, "dp2zero2": ParallelConfig(dp=2, zero_stage=2), "dp2zero3": ParallelConfig(dp=2, zero_stage=3)
+    }[name]  # fmt: skip
+    for seen in run_ranks(_waits, parallel.world_size, scenario_with(), parallel):
+        assert seen == ["gradients", "as it was", "changed", "gradients"]
+
+
 def _unequal_steps(scenario: Scenario) -> dict[str, Any]:
     parallel = LAYOUTS["pp2"]
     engine = build_engine(scenario, parallel)

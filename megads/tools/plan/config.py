@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from megads.config import RootConfig
 from megads.errors import ConfigError
 from megads.plan.devices import DEVICES, find_device
+from megads.tools.plan.cost_config import CostConfig
+from megads.tools.plan.life_config import LifetimeConfig
 
 _HERE = ("auto", "cpu", "cuda")
 """Values of device that name no device of which the speed is known."""
@@ -32,7 +34,7 @@ class PlanConfig(RootConfig):
     search: bool = False
     """Search for the quickest layouts that fit: parallel.* and train.micro_batch_size are what is searched."""
     gpus: int | None = None
-    """Devices that a search uses; null takes as many as the layout has ranks."""
+    """Devices of a search, and GPUs of the cluster for life and budget_hours; null is what the layout takes."""
     schedules: bool = False
     """Compare all pipeline schedules that this layout can have."""
     timeline: str | None = None
@@ -44,6 +46,27 @@ class PlanConfig(RootConfig):
     """Speed of messages in one direction between two pipeline ranks; null costs nothing."""
     link_latency_us: float = 0.0
     """Latency of a message between two pipeline ranks."""
+    life: bool = False
+    """Print what failures cost the run on a cluster instead (docs/life.md)."""
+    lifetime: LifetimeConfig = field(default_factory=LifetimeConfig)
+    """The cluster of life=true."""
+    budget_hours: float | None = None
+    """Print what gpus can train in so many hours instead (docs/life.md)."""
+    device_tflops: float | None = None
+    """TFLOPs that a GPU achieves while it trains, for budget_hours; null is rank_tflops."""
+    cost: CostConfig = field(default_factory=CostConfig)
+    """Prices and scaling law of budget_hours."""
+
+    def check_cluster(self) -> None:
+        """Raises ConfigError on a cluster that cannot be, and on two questions at once."""
+        if self.gpus is not None and self.gpus < 1:
+            raise ConfigError(f"gpus = {self.gpus}: must be at least 1")
+        for name in ("budget_hours", "device_tflops"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} = {value}: must be positive")
+        if self.life and self.budget_hours is not None:
+            raise ConfigError("life=true and budget_hours are two plans: ask for one of them")
 
     @property
     def names_device(self) -> bool:
@@ -54,7 +77,7 @@ class PlanConfig(RootConfig):
         """Raises ConfigError on a device that is none, on a network that cannot be, and a search without a device."""
         if self.names_device:
             find_device(self.device)
-        for name in ("nic_gigabytes_per_s", "oversubscription", "pod_ranks", "gpus"):
+        for name in ("nic_gigabytes_per_s", "oversubscription", "pod_ranks"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} = {value}: must be positive")

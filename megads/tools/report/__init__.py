@@ -1,3 +1,6 @@
-"""`megads report`: a run's files as one HTML page and a few pictures. Reads only; training never waits for it."""
+"""`megads report`: a run, or the use of a site, as one HTML page and a few pictures.
 
-__all__ = ["charts", "config", "page", "style", "summary", "timeline"]
+Reads only; training never waits for it.
+"""
+
+__all__ = ["charts", "config", "page", "site", "site_page", "style", "summary", "timeline"]

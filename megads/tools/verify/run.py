@@ -23,6 +23,7 @@ from megads.data.sampling.samples import TrainSamples
 from megads.engine.interface import Shard
 from megads.errors import NumericalError
 from megads.model.config import ModelConfig
+from megads.optim.groups import AVERAGE
 from megads.tools.verify.scenario import Scenario
 
 FloatArray = npt.NDArray[np.float32]
@@ -117,6 +118,7 @@ class Run:
         losses, norms: of every step.
         tokens: unmasked tokens of every step.
         initial, weights: full fp32 master weights before the first and after the last step.
+        averages: full running averages of the weights after the last step, where one is kept.
         gradients: full gradients of the first step, reduced, before clipping.
         validation: loss sum and tokens over the validation set on the initial weights.
         replicas: for every tensor of which ranks hold copies, how many elements differ between them in the end.
@@ -132,6 +134,7 @@ class Run:
     tokens: list[int] = field(default_factory=list)
     initial: dict[str, FloatArray] = field(default_factory=dict)
     weights: dict[str, FloatArray] = field(default_factory=dict)
+    averages: dict[str, FloatArray] = field(default_factory=dict)
     gradients: dict[str, FloatArray] = field(default_factory=dict)
     validation: tuple[float, int] = (0.0, 0)
     replicas: dict[str, int] = field(default_factory=dict)
@@ -161,6 +164,7 @@ def join(ranks: Sequence[RankRun], model: ModelConfig) -> Run:
                 run.disagreements.append(f"{what} {ours} of rank {number}, {theirs} of rank 0")
     run.initial = assemble([piece for rank in ranks for piece in rank.initial], "weight")
     run.weights = assemble([piece for rank in ranks for piece in rank.shards], "weight")
+    run.averages = assemble([piece for rank in ranks for piece in rank.shards], AVERAGE)
     run.gradients = assemble([piece for rank in ranks for piece in rank.gradients], "gradient")
     run.replicas = differing_copies([piece for rank in ranks for piece in rank.held])
     run.stream = _join_streams([rank.stream for rank in ranks])

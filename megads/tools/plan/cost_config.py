@@ -1,0 +1,46 @@
+"""What `megads plan budget_hours=...` can be told of prices and scaling laws."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from megads.errors import ConfigError
+
+
+class LawName(StrEnum):
+    """A published scaling law (megads/plan/scaling_law.py)."""
+
+    epoch2024 = "epoch2024"
+    hoffmann2022 = "hoffmann2022"
+
+
+@dataclass
+class CostConfig:
+    """Prices, power and the scaling law of a budget."""
+
+    law: LawName = LawName.epoch2024
+    """Scaling law: Hoffmann et al. 2022, approach 3, as published or with Epoch's corrected coefficients of 2024."""
+    effective_time: float = 1.0
+    """Share of the time that trains, as megads plan life=true estimates it."""
+    gpu_hour_price: float | None = None
+    """Of one GPU for an hour, in any currency."""
+    gpu_watts: float | None = None
+    """Mean power of a GPU with its share of the node: gives the energy."""
+    pue: float = 1.0
+    """Power of the whole site over that of its computers."""
+    kwh_price: float | None = None
+    """Of a kilowatt-hour, in the same currency; wants gpu_watts."""
+
+    def check(self) -> None:
+        """Raises ConfigError on figures that nothing can have."""
+        for name in ("gpu_hour_price", "gpu_watts", "kwh_price"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"cost.{name} = {value}: must be positive")
+        if not 0 < self.effective_time <= 1:
+            raise ConfigError(f"cost.effective_time = {self.effective_time}: must be above 0 and at most 1")
+        if not self.pue >= 1:
+            raise ConfigError(f"cost.pue = {self.pue}: must be at least 1")
+        if self.kwh_price is not None and self.gpu_watts is None:
+            raise ConfigError("cost.kwh_price needs cost.gpu_watts, which says how much energy it is")

@@ -1,0 +1,270 @@
+"""What `megads plan life=true` prints: failures by cause and what they cost, the best interval of saves, what helps."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from megads.errors import ConfigError
+from megads.plan.checkpoint_interval import daly, daly_first_order, expected_share, young
+from megads.plan.failures import HOUR_S, TABLES
+from megads.plan.life import (
+    Life,
+    LifeResult,
+    Optimum,
+    SaveTier,
+    Spent,
+    formula_interval,
+    optimal_interval,
+    sensitivity,
+    simulate,
+)
+from megads.runtime.visible_console import VisibleConsole
+from megads.tools.plan.config import PlanConfig
+
+_HANG_STEPS, _LEAST_HANG_S, _HANG_NOTICED_S, _HANG_S = 15, 20.0, 1.0, 60.0
+"""megads' limit (docs/reliability.md, "A rank hangs"), how long after it a hang is seen, and without a step's time."""
+_WIDTH = 130
+
+
+@dataclass(frozen=True)
+class LifePlan:
+    """Everything that is printed.
+
+    Attributes:
+        life: what was simulated.
+        result: of it.
+        optimum: of the interval of saves on disk.
+        gains: effective share gained by halving each part.
+    """
+
+    life: Life
+    result: LifeResult
+    optimum: Optimum
+    gains: list[tuple[str, float]]
+
+
+def show_life(asked: PlanConfig) -> None:
+    """Simulates and prints.
+
+    Raises:
+        ConfigError: the cluster cannot be simulated.
+    """
+    asked.lifetime.check()
+    life, runs, seed = life_of(asked), asked.lifetime.runs, asked.lifetime.seed
+    asked.lifetime.check_failures(life.horizon_s / life.mean_time_between_s)
+    found = LifePlan(
+        life, simulate(life, runs, seed), optimal_interval(life, runs, seed), sensitivity(life, runs, seed)
+    )
+    if asked.json:
+        print(json.dumps(life_json(asked, found), indent=2))
+        return
+    console = VisibleConsole(highlight=False)
+    console.width = max(console.width, _WIDTH)
+    _print_share(console, asked, found)
+    console.print(_cause_table(found))
+    console.print(_interval_table(found))
+    console.print(_gain_table(found))
+
+
+def life_of(asked: PlanConfig) -> Life:
+    """The cluster that the config describes.
+
+    Raises:
+        ConfigError: checkpoints are written more often than one can be written.
+    """
+    given, step_s = asked.lifetime, asked.lifetime.step_time_s
+    hang_s = _HANG_S if step_s is None else max(_HANG_STEPS * step_s, _LEAST_HANG_S) + _HANG_NOTICED_S
+    save_every_s, memory_every_s = given.save_every_s, given.memory_every_s
+    if step_s is not None:
+        save_every_s = save_every_s or asked.checkpoint.every_steps * step_s or None
+        memory_every_s = memory_every_s or asked.checkpoint.local_every_steps * step_s or None
+    if save_every_s is not None and save_every_s < given.save_write_s:
+        raise ConfigError(
+            f"lifetime.save_every_s = {save_every_s:g} is shorter than lifetime.save_write_s = {given.save_write_s:g}: "
+            "one checkpoint is written at a time; save less often, or give the time that a write takes"
+        )
+    memory = None
+    if memory_every_s is not None:
+        memory = SaveTier(memory_every_s, given.memory_stall_s, given.memory_write_s, given.memory_load_s)
+    life = Life(
+        table=TABLES[given.failures.value],
+        gpus=asked.gpus or asked.parallel.world_size,
+        days=given.days,
+        disk=SaveTier(save_every_s or 1.0, given.save_stall_s, given.save_write_s, given.load_s),
+        memory=memory,
+        copies=asked.checkpoint.replicate if given.memory_copies is None else given.memory_copies,
+        crash_s=given.crash_s,
+        hang_s=hang_s if given.hang_s is None else given.hang_s,
+        silent_s=given.silent_s,
+        restart_s=given.restart_s,
+        spares=given.spares,
+        replace_s=given.replace_s,
+        repair_s=given.repair_hours * HOUR_S,
+    )
+    return life if save_every_s is not None else _saving_as_daly(life)
+
+
+def _saving_as_daly(life: Life) -> Life:
+    """Saves on disk at Daly's optimum."""
+    return replace(life, disk=replace(life.disk, every_s=formula_interval(life)))
+
+
+def expected_restart_s(life: Life) -> float:
+    """Mean seconds from a failure to the next step where every loss of a node waits as long as without spares."""
+    rates = [(life.table.per_second(cause, life.gpus), cause) for cause in life.table.causes]
+    total = sum(rate for rate, _ in rates)
+    waits = life.replace_s if not life.spares else 0.0
+    mean = sum(rate * (life.detection_s(cause) + cause.loses_node * waits) for rate, cause in rates) / total
+    return mean + life.restart_s + life.disk.load_s
+
+
+def expected(life: Life, every_s: float) -> float | None:
+    """Effective share by formula, where there is one: saves on disk only."""
+    if life.memory is not None:
+        return None
+    disk = life.disk
+    return expected_share(every_s, disk.stall_s, disk.write_s, expected_restart_s(life), life.mean_time_between_s)
+
+
+def intervals(life: Life, *, memory: bool) -> dict[str, float]:
+    """What each formula recommends for a tier, in seconds; nothing where no failure needs it."""
+    tier = life.memory if memory else life.disk
+    mean = life.needs(memory=memory)
+    if tier is None or math.isinf(mean):
+        return {}
+    restart_s = life.restart_s + tier.load_s
+    return {
+        "young": young(tier.stall_s, mean),
+        "daly_first_order": daly_first_order(tier.stall_s, mean, restart_s),
+        "daly": daly(tier.stall_s, mean),
+    }
+
+
+def life_json(asked: PlanConfig, found: LifePlan) -> dict[str, Any]:
+    """The plan as plain dicts; times in seconds or hours as their names say."""
+    life, result = found.life, found.result
+    causes = [
+        {
+            "cause": cause.name,
+            "sign": cause.sign.value,
+            "loses": cause.loss.value,
+            "expected_failures": life.expected_failures(cause),
+            "simulated_failures": float(result.failures[index]),
+            "hours": {part.name: float(result.seconds[part, index]) / HOUR_S for part in Spent},
+        }
+        for index, cause in enumerate(life.table.causes)
+    ]
+    tokens_per_s = asked.lifetime.tokens_per_s
+    return {
+        "source": life.table.title,
+        "remark": life.table.remark or None,
+        "gpus": life.gpus,
+        "days": life.days,
+        "mean_time_between_failures_s": life.mean_time_between_s,
+        "expected_failures": life.horizon_s / life.mean_time_between_s,
+        "effective_share": result.share,
+        "effective_share_confidence": result.confidence,
+        "effective_share_of_95_percent_of_runs": list(result.range),
+        "effective_share_by_formula": expected(life, life.disk.every_s),
+        "stall_hours": result.stall_s / HOUR_S,
+        "gpu_hours_lost": (1 - result.share) * life.gpus * life.days * 24,
+        "tokens": None if tokens_per_s is None else tokens_per_s * result.share * life.horizon_s,
+        "causes": causes,
+        "disk": {**vars(life.disk), "formulas_s": intervals(life, memory=False), "optimum": vars(found.optimum)},
+        "memory": None if life.memory is None else {**vars(life.memory), "formulas_s": intervals(life, memory=True)},
+        "gains_by_halving": dict(found.gains),
+    }
+
+
+def _print_share(console: VisibleConsole, asked: PlanConfig, found: LifePlan) -> None:
+    life, result = found.life, found.result
+    low, high = result.range
+    console.print(
+        f"{life.gpus:,} GPUs for {life.days:g} days: {life.horizon_s / life.mean_time_between_s:,.1f} failures "
+        f"expected, one in {_duration(life.mean_time_between_s)}"
+    )
+    console.print(f"rates: {life.table.title}{'; ' + life.table.remark if life.table.remark else ''}")
+    if life.gpus > 2 * life.table.gpus:
+        console.print(f"counted on jobs of some {life.table.gpus:,} GPUs: at {life.gpus:,} they are an extrapolation")
+    console.print(
+        f"effective training time {result.share:.2%} +- {result.confidence:.2%} (mean of {len(result.shares)} "
+        f"simulated runs and its 95% confidence interval); 95% of single runs between {low:.2%} and {high:.2%}"
+    )
+    lost = (1 - result.share) * life.gpus * life.days * 24
+    console.print(
+        f"{lost:,.0f} GPU hours do not train, {result.stall_s * life.gpus / HOUR_S:,.0f} of them wait for saves"
+    )
+    if asked.lifetime.tokens_per_s is not None:
+        tokens = asked.lifetime.tokens_per_s * result.share * life.horizon_s
+        console.print(f"{tokens:.4g} tokens at {asked.lifetime.tokens_per_s:,.0f} tokens/s while it trains")
+
+
+def _cause_table(found: LifePlan) -> Table:
+    """A row a cause, the costliest first, and their sum."""
+    life, result = found.life, found.result
+    table = Table(box=SIMPLE_HEAD, title="Failures by cause, hours of the run", title_justify="left")
+    for name in ("cause", "shows as", "loses"):
+        table.add_column(name)
+    for name in ("failures", "detect", "wait for node", "restart", "load", "lost work", "all", "share"):
+        table.add_column(name, justify="right")
+    hours = result.seconds / HOUR_S
+    total = life.horizon_s / HOUR_S
+    for index in sorted(range(len(life.table.causes)), key=lambda index: -hours[:, index].sum()):
+        cause, row = life.table.causes[index], hours[:, index]
+        cells = [f"{value:.2f}" for value in (*row, row.sum())]
+        expected_count = f"{life.expected_failures(cause):.1f}"
+        table.add_row(
+            cause.name, cause.sign.value, cause.loss.value, expected_count, *cells, f"{row.sum() / total:.2%}"
+        )
+    whole = hours.sum(axis=1)
+    cells = [f"{value:.2f}" for value in (*whole, whole.sum())]
+    failures = f"{life.horizon_s / life.mean_time_between_s:.1f}"
+    table.add_row("all", "", "", failures, *cells, f"{whole.sum() / total:.2%}", end_section=True)
+    return table
+
+
+def _interval_table(found: LifePlan) -> Table:
+    """The interval in use beside the formulas' and, on disk, the simulated optimum."""
+    life, best = found.life, found.optimum
+    table = Table(box=SIMPLE_HEAD, title="Training between two saves", title_justify="left")
+    for name in ("saves", "in use", "Young 1974", "Daly 2006, first order", "higher order", "best simulated"):
+        table.add_column(name, justify="right")
+    for name, tier, memory in (("on disk", life.disk, False), ("in memory", life.memory, True)):
+        if tier is None:
+            continue
+        found_s = intervals(life, memory=memory)
+        cells = [_duration(value) for value in found_s.values()] or ["no failure needs it", "", ""]
+        simulated = f"{_duration(best.every_s)} ({best.share:.2%})"
+        # A flat optimum: what differs by less than a tenth of a percent is no reason to change.
+        simulated += f"; {_duration(best.low_s)} to {_duration(best.high_s)} within 0.1%"
+        table.add_row(name, _duration(tier.every_s), *cells, "" if memory else simulated)
+    formula = expected(life, life.disk.every_s)
+    if formula is not None:
+        table.caption = f"effective training time by formula at the interval in use: {formula:.2%}"
+    return table
+
+
+def _gain_table(found: LifePlan) -> Table:
+    """What would help most."""
+    table = Table(box=SIMPLE_HEAD, title="What would help: each halved, with the same failures", title_justify="left")
+    table.add_column("halved")
+    table.add_column("effective training time", justify="right")
+    table.add_column("GPU hours", justify="right")
+    gpu_hours = found.life.gpus * found.life.days * 24
+    for name, gain in found.gains:
+        table.add_row(name, f"{100 * gain:+.2f} points", f"{gain * gpu_hours:+,.0f}")
+    return table
+
+
+def _duration(seconds: float) -> str:
+    """As 42 s, 3.1 min, 2.1 h or 3.2 days."""
+    for size, unit in ((2 * 86400.0, "days"), (2 * 3600.0, "h"), (120.0, "min")):
+        if seconds >= size:
+            return f"{seconds / {'days': 86400.0, 'h': 3600.0, 'min': 60.0}[unit]:.1f} {unit}"
+    return f"{seconds:.3g} s"

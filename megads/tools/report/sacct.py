@@ -1,0 +1,344 @@
+"""Reads what `sacct --parsable2` prints: millions of jobs as a few arrays.
+
+Fields (https://slurm.schedmd.com/sacct.html): JobID, User, Account, Partition, State, ExitCode, Submit, Start,
+ElapsedRaw and AllocTRES must be there, in any order; Eligible is used where it is. Steps (1234.batch) are passed over:
+their time is in their job's.
+"""
+
+from __future__ import annotations
+
+import gzip
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megads.errors import ConfigError, DataError
+
+FIELDS = (
+    "JobID",
+    "User",
+    "Account",
+    "Partition",
+    "State",
+    "ExitCode",
+    "Submit",
+    "Start",
+    "ElapsedRaw",
+    "AllocTRES",
+)
+_OPTIONAL = ("Eligible",)
+_ALIASES = {"JobIDRaw": "JobID"}
+COMMAND = f"sacct --allusers --parsable2 --allocations --format={','.join((*FIELDS, *_OPTIONAL))}"
+"""What writes a dump with everything that is read."""
+
+
+_CATEGORIES = {
+    "user": "User",
+    "account": "Account",
+    "partition": "Partition",
+    "state": "State",
+    "exit_code": "ExitCode",
+}
+_TIMES = {"submit": "Submit", "eligible": "Eligible", "start": "Start"}
+
+_CHUNK_LINES = 50_000
+_NO_TIME = np.datetime64("NaT", "s")
+_GPU = re.compile(r"(?:^|,)gres/gpu(:[^=,]+)?=(\d{1,9})(?=,|$)")
+_SHOWN_LETTERS = 120
+
+
+@dataclass
+class BadLines:
+    """Lines of one defect.
+
+    Attributes:
+        count: how many.
+        line: number of the first.
+        text: its begin.
+    """
+
+    count: int
+    line: int
+    text: str
+
+
+@dataclass(frozen=True)
+class SiteJobs:
+    """Jobs as columns of equal length; a category is a column of numbers and the names that they stand for.
+
+    Attributes:
+        names: of each category: user, account, partition, state, exit_code.
+        codes: numbers of its names, of each job.
+        submit: when it was submitted.
+        eligible: when it could have started as far as dependencies and holds go; the submission where not known.
+        start: NaT where it has not.
+        elapsed_s: it ran so long, or has until the dump was made.
+        gpus: allocated.
+        steps: lines of job steps, which are no jobs.
+        bad: lines that could not be read, by defect.
+    """
+
+    names: dict[str, list[str]]
+    codes: dict[str, NDArray[np.int32]]
+    submit: NDArray[np.datetime64]
+    eligible: NDArray[np.datetime64]
+    start: NDArray[np.datetime64]
+    elapsed_s: NDArray[np.int64]
+    gpus: NDArray[np.int32]
+    steps: int
+    bad: dict[str, BadLines]
+
+    def __len__(self) -> int:
+        return len(self.gpus)
+
+
+def read_site(source: str) -> SiteJobs:
+    """Reads a dump or what a sacct command prints.
+
+    Args:
+        source: path of a file, also with .gz, or a command line that begins with sacct.
+
+    Raises:
+        ConfigError: there is no such file or command, or the command fails.
+        DataError: there is nothing in it, or it lacks fields.
+    """
+    words = _command(source)
+    with _run_sacct(words) if words else _open_dump(source) as lines:
+        return read_jobs(lines, source)
+
+
+def _command(source: str) -> list[str]:
+    """The words of a sacct command; none where it is a file."""
+    if Path(source).exists():
+        return []
+    try:
+        words = shlex.split(source)
+    except ValueError as error:
+        raise ConfigError(f"site = {source}: no file, and no command that can be read ({error})") from error
+    return words if words and Path(words[0]).name == "sacct" else []
+
+
+@contextmanager
+def _open_dump(source: str) -> Iterator[Iterable[str]]:
+    path = Path(source)
+    if not path.is_file():
+        raise ConfigError(
+            f"site = {source}: there is no such file, and it is no sacct command. Write one with: {COMMAND} "
+            "--starttime=2026-01-01 > dump.txt, or give the command: site='sacct --starttime=2026-01-01'"
+        )
+    try:
+        with (
+            gzip.open(path, "rt", encoding="utf-8", errors="replace")
+            if path.suffix == ".gz"
+            else path.open(encoding="utf-8", errors="replace")
+        ) as file:
+            yield file
+    except (gzip.BadGzipFile, EOFError) as error:
+        raise DataError(f"site = {source} cannot be unpacked: {error}") from error
+
+
+@contextmanager
+def _run_sacct(words: Sequence[str]) -> Iterator[Iterable[str]]:
+    """Runs sacct without a shell; what the report needs is added to its options."""
+    if shutil.which(words[0]) is None:
+        raise ConfigError(
+            f"site = {shlex.join(words)}: there is no {words[0]} on this machine: give a dump, from {COMMAND}"
+        )
+    command = sacct_command(words)
+    # A pipe that nobody reads would hold up a command that complains at length.
+    with (
+        tempfile.TemporaryFile() as complaints,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=complaints, text=True, encoding="utf-8", errors="replace"
+        ) as process,
+    ):
+        assert process.stdout is not None
+        try:
+            first = process.stdout.readline()
+            if first:
+                yield chain([first], process.stdout)
+        except BaseException:
+            process.kill()
+            raise
+        if process.wait() or not first:
+            complaints.seek(0)
+            said = complaints.read().decode(errors="replace").strip() or "it printed nothing"
+            raise ConfigError(
+                f"{shlex.join(command)} failed ({said}): sacct needs SLURM's accounting "
+                "(AccountingStorageType=accounting_storage/slurmdbd); give a dump of a site that has it"
+            )
+
+
+def sacct_command(words: Sequence[str]) -> list[str]:
+    """A sacct command with the options that the report needs, as far as it has none of its own."""
+    added = [option for option in COMMAND.split()[1:] if not _has(words, option.partition("=")[0])]
+    return [words[0], *added, *words[1:]]
+
+
+def _has(words: Sequence[str], option: str) -> bool:
+    """Whether the user gave an option, by its long name or by its letter."""
+    letters = {"--allusers": "-a", "--parsable2": "-P", "--allocations": "-X", "--format": "-o"}
+    return any(word.partition("=")[0] == option or word.startswith(letters[option]) for word in words)
+
+
+@dataclass
+class _DumpColumns:
+    """What has been read so far."""
+
+    names: dict[str, dict[str, int]] = field(default_factory=lambda: {name: {} for name in _CATEGORIES})
+    codes: dict[str, list[NDArray[np.int32]]] = field(default_factory=lambda: {name: [] for name in _CATEGORIES})
+    times: dict[str, list[NDArray[np.datetime64]]] = field(default_factory=lambda: {name: [] for name in _TIMES})
+    elapsed: list[NDArray[np.int64]] = field(default_factory=list)
+    gpus: list[NDArray[np.int32]] = field(default_factory=list)
+    steps: int = 0
+    bad: dict[str, BadLines] = field(default_factory=dict)
+    gpus_of: dict[str, int] = field(default_factory=dict)
+
+    def refuse(self, defect: str, number: int, text: str) -> None:
+        """Counts a line that cannot be read."""
+        found = self.bad.setdefault(defect, BadLines(0, number, text.strip()[:_SHOWN_LETTERS]))
+        found.count += 1
+
+
+def read_jobs(lines: Iterable[str], source: str) -> SiteJobs:
+    """Reads the lines of a dump, its header first.
+
+    Raises:
+        DataError: it is empty, lacks fields, or no line is a job's.
+    """
+    stream = iter(lines)
+    header = next(stream, "").strip("\r\n")
+    if not header:
+        raise DataError(
+            f"site = {source} is empty: sacct prints nothing where no job was in the time asked for. {_HOW}"
+        )
+    fields = [_ALIASES.get(name, name) for name in header.split("|")]
+    missing = [name for name in FIELDS if name not in fields]
+    if missing:
+        raise DataError(
+            f"site = {source}: its first line, {header[:_SHOWN_LETTERS]!r}, lacks the fields {', '.join(missing)}. "
+            f"{_HOW}"
+        )
+    columns, number = _DumpColumns(), 2
+    while chunk := list(islice(stream, _CHUNK_LINES)):
+        _read_chunk(chunk, number, fields, columns)
+        number += len(chunk)
+    jobs = _joined(columns)
+    if not len(jobs):
+        seen = "; ".join(f"{item.count:,} lines: {defect}" for defect, item in jobs.bad.items())
+        raise DataError(f"site = {source} has no job{f' ({seen})' if seen else ''}. {_HOW}")
+    return jobs
+
+
+_HOW = f"Write a dump with: {COMMAND} --starttime=2026-01-01 > dump.txt"
+
+
+def _read_chunk(chunk: Sequence[str], number: int, fields: Sequence[str], columns: _DumpColumns) -> None:
+    """Appends the jobs of some lines to the columns."""
+    rows, numbers, width = [], [], len(fields)
+    job_id = fields.index("JobID")
+    for offset, line in enumerate(chunk):
+        row = line.rstrip("\r\n").split("|")
+        if len(row) != width:
+            if line.strip():
+                columns.refuse(f"not {width} fields", number + offset, line)
+        elif "." in row[job_id]:
+            columns.steps += 1
+        else:
+            rows.append(row)
+            numbers.append(number + offset)
+    if not rows:
+        return
+    table = dict(zip(fields, zip(*rows, strict=True), strict=True))
+    good = np.ones(len(rows), dtype=bool)
+
+    def refuse(defect: str, wrong: Iterable[int]) -> None:
+        for index in wrong:
+            if good[index]:
+                columns.refuse(defect, numbers[index], chunk[numbers[index] - number])
+                good[index] = False
+
+    elapsed, wrong = _converted(table["ElapsedRaw"], lambda values: np.array(values).astype(np.int64), np.int64(0))
+    refuse("ElapsedRaw is no number of seconds", [*wrong, *np.flatnonzero(elapsed < 0).tolist()])
+    times = {}
+    for name, title in _TIMES.items():
+        times[name], wrong = _converted(table.get(title, table["Submit"]), _times, _NO_TIME)
+        refuse(f"{title} is no time", wrong)
+    refuse("Submit is not known", np.flatnonzero(np.isnat(times["submit"])).tolist())
+    for name, found in times.items():
+        columns.times[name].append(found[good])
+    columns.elapsed.append(elapsed[good])
+    columns.gpus.append(np.array([_gpus(text, columns.gpus_of) for text in table["AllocTRES"]], dtype=np.int32)[good])
+    for name, title in _CATEGORIES.items():
+        known = columns.names[name]
+        # "CANCELLED by 1000" is CANCELLED.
+        values = (text.partition(" ")[0] for text in table[title]) if name == "state" else table[title]
+        codes = np.array([known.setdefault(value, len(known)) for value in values], dtype=np.int32)
+        columns.codes[name].append(codes[good])
+
+
+def _converted(
+    values: Sequence[str], convert: Callable[[Sequence[str]], NDArray[Any]], otherwise: Any
+) -> tuple[NDArray[Any], list[int]]:
+    """All values at once, or one by one where that fails; the places of those that cannot be read."""
+    try:
+        return convert(values), []
+    except (ValueError, OverflowError):
+        pass
+    wrong: list[int] = []
+    found = np.full(len(values), otherwise)
+    for index, value in enumerate(values):
+        try:
+            found[index] = convert([value])[0]
+        except (ValueError, OverflowError):
+            wrong.append(index)
+    return found, wrong
+
+
+def _times(values: Sequence[str]) -> NDArray[np.datetime64]:
+    """ISO times; sacct says Unknown or None where there is none yet."""
+    return np.array(["NaT" if value in ("Unknown", "None", "") else value for value in values], dtype="datetime64[s]")
+
+
+def _gpus(tres: str, known: dict[str, int]) -> int:
+    """GPUs of AllocTRES, as in billing=8,cpu=64,gres/gpu:h100=8,gres/gpu=8; the sum of types where that is all."""
+    found = known.get(tres)
+    if found is None:
+        counts = _GPU.findall(tres)
+        whole = [int(count) for kind, count in counts if not kind]
+        found = whole[0] if whole else sum(int(count) for _, count in counts)
+        if len(known) < 1_000_000:
+            known[tres] = found
+    return found
+
+
+def _joined(columns: _DumpColumns) -> SiteJobs:
+    times = {
+        name: np.concatenate(parts) if parts else np.array([], dtype="datetime64[s]")
+        for name, parts in columns.times.items()
+    }
+    return SiteJobs(
+        names={name: list(known) for name, known in columns.names.items()},
+        codes={
+            name: np.concatenate(parts) if parts else np.array([], dtype=np.int32)
+            for name, parts in columns.codes.items()
+        },
+        submit=times["submit"],
+        eligible=np.where(np.isnat(times["eligible"]), times["submit"], times["eligible"]),
+        start=times["start"],
+        elapsed_s=np.concatenate(columns.elapsed) if columns.elapsed else np.array([], dtype=np.int64),
+        gpus=np.concatenate(columns.gpus) if columns.gpus else np.array([], dtype=np.int32),
+        steps=columns.steps,
+        bad=columns.bad,
+    )

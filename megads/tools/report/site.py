@@ -1,0 +1,293 @@
+"""The use of a site: GPU time by state and owner, queue delays, failures by cause, sizes of jobs.
+
+After section 3 of Characterization of Large Language Model Development in the Datacenter (Hu et al., NSDI 2024). The
+time of a job is that of its last start: what a requeued job had before is there only with sacct --duplicates.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megads.tools.report.sacct import SiteJobs, read_site
+
+FloatArray = NDArray[np.float64]
+
+SIZES = ("CPU only", "1 GPU", "2-4", "5-8", "9-16", "17-64", "65-256", "257-1,024", "above 1,024")
+_SIZE_EDGES = np.array([0, 1, 4, 8, 16, 64, 256, 1024])
+_PERCENTILES = (50, 75, 90, 95, 99)
+_BINS = 400
+_MOST_ROWS = 20
+_NOT_FAILED = (
+    "COMPLETED",
+    "RUNNING",
+    "PENDING",
+    "SUSPENDED",
+    "CONFIGURING",
+    "COMPLETING",
+    "REQUEUED",
+    "RESIZING",
+    "CANCELLED",
+)
+_STATES = {
+    "NODE_FAIL": "a node was lost (NODE_FAIL)",
+    "BOOT_FAIL": "nodes did not boot (BOOT_FAIL)",
+    "OUT_OF_MEMORY": "out of memory (OUT_OF_MEMORY)",
+    "TIMEOUT": "time limit (TIMEOUT)",
+    "DEADLINE": "deadline (DEADLINE)",
+    "PREEMPTED": "preempted (PREEMPTED)",
+}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Jobs that share something.
+
+    Attributes:
+        name: what they share.
+        jobs: how many.
+        gpu_hours: of all of them.
+        failed: how many failed.
+        failed_gpu_hours: of those.
+        queue_s: percentiles of the queue delay of those that started, by percent; empty without any.
+        run_s: the same of the time that they ran.
+    """
+
+    name: str
+    jobs: int
+    gpu_hours: float
+    failed: int
+    failed_gpu_hours: float
+    queue_s: Mapping[int, float]
+    run_s: Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class SiteUse:
+    """Everything that a report shows.
+
+    Attributes:
+        whole: all jobs.
+        begin: of the dump: the first submission.
+        end: the last moment at which a job ran or was submitted.
+        by: groups by state, user, account, partition, size and cause; the largest first, sizes in their order.
+        shown_of: number of groups of each kind, where `by` holds only the largest.
+        queue_by_size: [queue delay in seconds, share of jobs] of each size, for a picture.
+        busy: GPUs in use, means over equal parts of the time.
+        bad_lines: lines that could not be read: defect, count, first line and its begin.
+        steps: lines of job steps.
+    """
+
+    whole: Group
+    begin: np.datetime64
+    end: np.datetime64
+    by: Mapping[str, Sequence[Group]]
+    shown_of: Mapping[str, int]
+    queue_by_size: Mapping[str, tuple[FloatArray, FloatArray]]
+    busy: FloatArray
+    bad_lines: Sequence[tuple[str, int, int, str]]
+    steps: int
+
+    @property
+    def hours(self) -> float:
+        """Of the dump."""
+        return float((self.end - self.begin) / np.timedelta64(1, "s")) / 3600
+
+    def utilization(self, site_gpus: int) -> float:
+        """GPU hours over those that the site had."""
+        return self.whole.gpu_hours / (site_gpus * self.hours) if self.hours else 0.0
+
+
+def site_use(jobs: SiteJobs) -> SiteUse:
+    """Adds up a dump."""
+    ran = ~np.isnat(jobs.start) & (jobs.elapsed_s >= 0)
+    gpu_hours = np.where(ran, jobs.elapsed_s * jobs.gpus.astype(np.float64) / 3600, 0.0)
+    delay = np.where(ran, (jobs.start - jobs.eligible) / np.timedelta64(1, "s"), np.nan)
+    columns = _JobColumns(gpu_hours, np.maximum(delay, 0.0), np.where(ran, jobs.elapsed_s, np.nan), _failed(jobs))
+    ends = np.where(ran, jobs.start + jobs.elapsed_s.astype("timedelta64[s]"), jobs.submit)
+    begin, end = jobs.submit.min(), max(ends.max(), jobs.submit.max())
+    sizes = np.searchsorted(_SIZE_EDGES, jobs.gpus).astype(np.int32)
+    by = {
+        kind: _groups(columns, jobs.names[kind], jobs.codes[kind]) for kind in ("state", "user", "account", "partition")
+    }
+    by["size"] = sorted(_groups(columns, SIZES, sizes), key=lambda group: SIZES.index(group.name))
+    by["cause"] = _by_cause(jobs, columns)
+    return SiteUse(
+        whole=_group("all", columns, np.arange(len(jobs))),
+        begin=begin,
+        end=end,
+        by={kind: groups[:_MOST_ROWS] for kind, groups in by.items()},
+        shown_of={kind: len(groups) for kind, groups in by.items()},
+        queue_by_size=_queue_curves(columns.queue_s, sizes),
+        busy=_busy(jobs, ran, begin, end),
+        bad_lines=[(defect, item.count, item.line, item.text) for defect, item in jobs.bad.items()],
+        steps=jobs.steps,
+    )
+
+
+@dataclass(frozen=True)
+class _JobColumns:
+    """Of every job: GPU hours, queue delay and run time (NaN where it has not started), and whether it failed."""
+
+    gpu_hours: FloatArray
+    queue_s: FloatArray
+    run_s: FloatArray
+    failed: NDArray[np.bool_]
+
+
+def _failed(jobs: SiteJobs) -> NDArray[np.bool_]:
+    failed = np.array([name not in _NOT_FAILED for name in jobs.names["state"]], dtype=bool)
+    return failed[jobs.codes["state"]]
+
+
+def _group(name: str, columns: _JobColumns, members: NDArray[np.int64]) -> Group:
+    failed = columns.failed[members]
+    hours = columns.gpu_hours[members]
+    return Group(
+        name, len(members), float(hours.sum()), int(failed.sum()), float(hours[failed].sum()),
+        _percentiles(columns.queue_s[members]), _percentiles(columns.run_s[members]),
+    )  # fmt: skip
+
+
+def _percentiles(values: FloatArray) -> dict[int, float]:
+    known = values[~np.isnan(values)]
+    if not len(known):
+        return {}
+    return dict(zip((*_PERCENTILES, 100), np.percentile(known, (*_PERCENTILES, 100)).tolist(), strict=True))
+
+
+def _groups(columns: _JobColumns, names: Sequence[str], codes: NDArray[np.int32]) -> list[Group]:
+    """The groups of a category, the most GPU hours first, then the most jobs."""
+    order = np.argsort(codes, kind="stable")
+    present, starts = np.unique(codes[order], return_index=True)
+    members = np.split(order, starts[1:])
+    found = [
+        _group(names[code] or "(none)", columns, rows) for code, rows in zip(present.tolist(), members, strict=True)
+    ]
+    return sorted(found, key=lambda group: (-group.gpu_hours, -group.jobs, group.name))
+
+
+def _by_cause(jobs: SiteJobs, columns: _JobColumns) -> list[Group]:
+    """Failed jobs by state and exit code."""
+    states, exits = jobs.names["state"], jobs.names["exit_code"]
+    pairs = jobs.codes["state"].astype(np.int64) * max(len(exits), 1) + jobs.codes["exit_code"]
+    failed = np.flatnonzero(columns.failed)
+    names: dict[str, int] = {}
+    kinds, kind_of = np.unique(pairs[failed], return_inverse=True)
+    numbers = [
+        names.setdefault(cause_of(states[pair // len(exits)], exits[pair % len(exits)]), len(names))
+        for pair in kinds.tolist()
+    ]
+    codes = np.array(numbers, dtype=np.int32)[kind_of] if len(failed) else np.array([], dtype=np.int32)
+    part = _JobColumns(*(column[failed] for column in vars(columns).values()))
+    return _groups(part, list(names), codes) if len(failed) else []
+
+
+def cause_of(state: str, exit_code: str) -> str:
+    """What a failed job is counted as: its state, or what its exit code says.
+
+    Args:
+        state: one word of sacct's State.
+        exit_code: sacct's `code:signal`.
+    """
+    if state in _STATES:
+        return _STATES[state]
+    code, _, number = exit_code.partition(":")
+    killed_by = int(number) if number.isdecimal() else 0
+    if not killed_by and code.isdecimal() and 128 < int(code) < 193:
+        killed_by = int(code) - 128
+    if killed_by:
+        try:
+            return f"{state}, {signal.Signals(killed_by).name}"
+        except ValueError:
+            return f"{state}, signal {killed_by}"
+    return f"{state}, exit {code or 'not known'}"
+
+
+def _queue_curves(queue_s: FloatArray, sizes: NDArray[np.int32]) -> dict[str, tuple[FloatArray, FloatArray]]:
+    """Queue delay by share of the jobs of each size that started, at no more than a few hundred places."""
+    found = {}
+    for size, name in enumerate(SIZES):
+        known = np.sort(queue_s[(sizes == size) & ~np.isnan(queue_s)])
+        if len(known):
+            places = np.unique(np.linspace(0, len(known) - 1, min(len(known), _BINS)).astype(np.int64))
+            found[name] = (known[places], (places + 1) / len(known))
+    return found
+
+
+def _busy(jobs: SiteJobs, ran: NDArray[np.bool_], begin: np.datetime64, end: np.datetime64) -> FloatArray:
+    """Mean number of GPUs in use in equal parts of the time.
+
+    GPU time until t is the sum of gpus * (t - start) over jobs that have started less the same over those that have
+    ended: two sorted sums that are looked up at the edges.
+    """
+    whole = float((end - begin) / np.timedelta64(1, "s"))
+    if whole <= 0:
+        return np.zeros(0)
+    edges = np.linspace(0.0, whole, _BINS + 1)
+    used = ran & (jobs.gpus > 0)
+    start = ((jobs.start[used] - begin) / np.timedelta64(1, "s")).astype(np.float64)
+    gpus = jobs.gpus[used].astype(np.float64)
+    until = _gpu_time(edges, start, gpus) - _gpu_time(edges, start + jobs.elapsed_s[used], gpus)
+    return np.diff(until) / np.diff(edges)
+
+
+def _gpu_time(edges: FloatArray, moments: FloatArray, gpus: FloatArray) -> FloatArray:
+    """Sum of gpus * (edge - moment) over the moments before each edge."""
+    order = np.argsort(moments)
+    count = np.concatenate([[0.0], np.cumsum(gpus[order])])
+    weight = np.concatenate([[0.0], np.cumsum(gpus[order] * moments[order])])
+    place = np.searchsorted(moments[order], edges)
+    return edges * count[place] - weight[place]
+
+
+def print_site(source: str, site_gpus: int | None) -> None:
+    """Prints the use of a site as JSON.
+
+    Raises:
+        ConfigError: the dump cannot be had.
+        DataError: there is nothing in it.
+    """
+    print(json.dumps(site_json(site_use(read_site(source)), site_gpus), indent=2))
+
+
+def site_json(use: SiteUse, site_gpus: int | None) -> dict[str, Any]:
+    """The same as plain dicts; durations in seconds."""
+    return {
+        "begin": str(use.begin),
+        "end": str(use.end),
+        "hours": use.hours,
+        **_group_json(use.whole),
+        "site_gpus": site_gpus,
+        "utilization": None if site_gpus is None else use.utilization(site_gpus),
+        "mean_gpus_in_use": use.whole.gpu_hours / use.hours if use.hours else None,
+        "by": {
+            kind: [{"name": group.name, **_group_json(group)} for group in groups] for kind, groups in use.by.items()
+        },
+        "groups": dict(use.shown_of),
+        "bad_lines": [
+            {"defect": defect, "count": count, "first_line": line, "text": text}
+            for defect, count, line, text in use.bad_lines
+        ],
+        "steps_passed_over": use.steps,
+    }
+
+
+def _group_json(group: Group) -> dict[str, Any]:
+    def named(values: Mapping[int, float]) -> dict[str, float]:
+        return {f"p{percent}" if percent < 100 else "max": value for percent, value in values.items()}
+
+    return {
+        "jobs": group.jobs,
+        "gpu_hours": group.gpu_hours,
+        "failed": group.failed,
+        "failed_gpu_hours": group.failed_gpu_hours,
+        "queue_s": named(group.queue_s),
+        "run_s": named(group.run_s),
+    }
