@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from megads.config import RootConfig, for_each_stage, stage_config
@@ -105,14 +105,15 @@ def workload_of(config: RootConfig, *, cuda: bool) -> Workload:
     )
 
 
-def plan_of(config: RootConfig, *, cuda: bool) -> MemoryPlan:
+def plan_of(config: RootConfig, *, cuda: bool, ranks: Collection[int] | None = None) -> MemoryPlan:
     """Memory of every rank of a run.
 
     Args:
         config: the run.
         cuda: ranks compute on GPUs.
+        ranks: of the pipeline, to be planned; None: all.
     """
-    return memory_plan(config.model, config.parallel, workload_of(config, cuda=cuda))
+    return memory_plan(config.model, config.parallel, workload_of(config, cuda=cuda), ranks)
 
 
 def largest_stage(config: RootConfig, *, cuda: bool) -> RootConfig:
