@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from megads.checkpoint.manifest import read_manifest
 from megads.monitor.accounting import Activity, read_accounting
 from megads.tools.report.history import read_history
 from tests.command import (
@@ -23,6 +24,7 @@ from tests.command import (
     steps_of,
     validations_of,
 )
+from tests.test_blend_run import reversed_corpus
 
 pytestmark = pytest.mark.distributed
 
@@ -153,13 +155,43 @@ def test_a_layout_may_change_between_starts_but_not_the_samples(
 ) -> None:
     """Catches stages that deal other samples with more data-parallel ranks, and ranks that are in two stages."""
     run_dir = megads.folder / "run"
-    overrides = staged(corpus, run__dir=run_dir, run__id="x", parallel__dp=2)
+    # The end of the decay that the whole run has.
+    overrides = staged(corpus, run__dir=run_dir, run__id="x", parallel__dp=2, schedule__decay_steps=STEPS)
     assert megads("train", *overrides, "train.steps=7").end().code == 0
     ended = megads("train", *overrides, "parallel.dp=1", "parallel.pp=2").end()
     assert ended.code == 0, ended.err
     wanted, found = steps_of(reference), steps_of(run_dir)
     assert [line["batch_hash"] for line in found] == [line["batch_hash"] for line in wanted]
     assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in wanted], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_mix_and_rope_that_change(corpus: Path, megads: StartCommand) -> None:
+    """Catches a checkpoint at a boundary that is taken for another model's, weights that are exported with the angles
+    of another stage, a mix that begins elsewhere than its stage, and a `why` that shows what another stage would have
+    trained on."""
+    other = reversed_corpus(corpus, megads.folder / "other", 12)
+    stages = (
+        "[{until_steps: 2}, {until_steps: 4, weights: [0, 1], train: {seq_len: 32}, model: {rope_theta: 50000}}, "
+        "{model: {rope_theta: 70000, rope_scaling: {kind: linear, factor: 2}}}]"
+    )
+    data = f"[{{path: {corpus}, weight: 1, max_epochs: 9}}, {{path: {other}, weight: 1, max_epochs: 9}}]"
+    changes = {"data__train": data, "model__position": "rope", "train__stages": stages, "checkpoint__every_steps": 1}
+    runs = megads.folder / "whole", megads.folder / "killed"
+    whole, killed = (staged(corpus, run__dir=run, **(changes | {"train__steps": 6})) for run in runs)
+    ended = megads("train", *whole).end()
+    assert ended.code == 0, ended.err
+    kill_when(megads("train", *killed), lambda: any(line["step"] >= 3 for line in steps_of(runs[1])))
+    assert megads("train", *killed).end().code == 0
+    assert steps_of(runs[1]) == steps_of(runs[0])
+    models = [read_manifest(checkpoint_of(runs[0], step)).run.model for step in (2, 3, 4, 5)]
+    assert [model["rope_theta"] for model in models] == [10000.0, 50000.0, 50000.0, 70000.0]
+    assert [model["rope_scaling"]["factor"] for model in models][2:] == [models[0]["rope_scaling"]["factor"], 2.0]
+    for step, datasets in ((2, {corpus, other}), (3, {other}), (5, {other})):
+        ended = megads("why", f"run={runs[0]}", f"step={step}", "loss=none", "json=true", "count=12").end()
+        assert ended.code == 0, ended.err
+        assert {name for name in (corpus, other) if str(name) in ended.out} == datasets
+    assert events_of(runs[0], "training_stage")[0]["left_out_tokens"] == 0
 
 
 @pytest.mark.slow

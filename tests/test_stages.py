@@ -106,7 +106,7 @@ def test_a_schedule_of_its_own_begins_where_the_rate_was() -> None:
     assert rate(360) == pytest.approx(without(280) / 2) and rate(440) == 0.0
     own = [*STAGES[:3], {"schedule": {"name": "constant", "warmup_steps": 5}, "optim": {"lr": 2e-3}}]
     rate = learning_rate(staged(own))
-    assert rate(280 + 20) == pytest.approx(1e-3) and rate(280 + 40) == rate(440) == 2e-3
+    assert rate(280) == without(280) and rate(280 + 20) == pytest.approx(1e-3) and rate(280 + 40) == rate(440) == 2e-3
     one = learning_rate(staged([*STAGES[:2], {"train": {"global_batch_size": 8}}]))
     assert one(280) > 1e-4 and one(200 + 8 * 30) == pytest.approx(1e-4)
 

@@ -357,7 +357,7 @@ class _Attempts:
         self._spec = dataclasses.replace(launch_spec(config), lease=lease.number)
         self._history: list[Attempt] = []
         self._rejected: dict[str, str] = {}
-        self._from_step = 0
+        self._from_step, self._began = 0, time.monotonic()
         self._means = Means(
             nodes=tuple(node.name for node in placement.allocation.nodes) if placement else (environment.node_name(),),
             needed=len(placement.nodes) if placement else 1,
@@ -475,6 +475,7 @@ class _Attempts:
 
     def _start(self, console: Console) -> Outcome:
         """Starts the ranks, and again at the end of every training stage, from the checkpoint that it ended with."""
+        self._began = time.monotonic()
         outcome = self._start_once(console)
         while outcome.exit_code == EXIT_OK and (stage := following_stage(self._run_dir)):
             if outcome.stopping:
@@ -500,7 +501,10 @@ class _Attempts:
     def _deadline(self, time_left: Callable[[], float | None]) -> Deadline:
         """The time limits of this start."""
         run = self._config.run
-        limit_s = parse_duration(run.exit_after) if run.exit_after is not None else None
+        limit_s = None
+        if run.exit_after is not None:
+            # Of this start, with the training stages that it went through.
+            limit_s = max(1.0, parse_duration(run.exit_after) - (time.monotonic() - self._began))
         return Deadline(self._run_dir, limit_s, time_left, run.save_before_limit_s, run.stop_timeout_s)
 
     def _attempt(self, outcome: Outcome) -> Attempt:
