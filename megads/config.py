@@ -130,7 +130,6 @@ def check_config(config: RootConfig) -> None:
         part.check()
     check_deepspeed_options(config.deepspeed, config.parallel.zero_stage)
     _check_optimizer(config)
-    _check_average(config)
     _check_run_stages(config)
     for_each_stage(config, _check_across_rooms)
     check_schedule(config)
@@ -227,7 +226,7 @@ def check_attention(config: RootConfig, *, cuda: bool | None = None) -> None:
 
 
 def _check_optimizer(config: RootConfig) -> None:
-    """DeepSpeed's optimizer, which shards gradients and weights, is around torch's; Muon must know its matrices."""
+    """DeepSpeed's optimizer is around torch's; Muon must know its matrices; there is an average to validate."""
     impl, stage = config.optim.impl, config.parallel.zero_stage
     if stage in GRADIENT_STAGES and impl in (Implementation.fused, Implementation.apex):
         raise ConfigError(
@@ -239,10 +238,6 @@ def _check_optimizer(config: RootConfig) -> None:
             f"optim.name = muon cannot be had with model.block.name = {config.model.block.name}: which of a plugin's "
             "parameters are matrices, and how many of them are in one, is not known; use optim.name=adamw, lamb or lion"
         )
-
-
-def _check_average(config: RootConfig) -> None:
-    """There is an average to validate."""
     if config.evaluation.average and config.optim.ema_decay is None:
         raise ConfigError(
             "evaluation.average = true validates a running average of the weights, but optim.ema_decay = null keeps "
