@@ -53,9 +53,8 @@ class CheckpointHook:
 
     Steps skipped for non-finite gradients are never saved: what made them so may be in the weights. A checkpoint that
     is due waits for the next finite step; a run that ends meanwhile saves the state after its last finite one, which
-    skipped steps did not change but for the counters. At the
-    end of a training stage it is saved with the counters of the skipped step. And the checkpoint before the newest
-    stays until a step after the newest was finite.
+    skipped steps did not change but for the counters. At the end of a training stage it is saved with the counters of
+    the skipped step. And the checkpoint before the newest stays until a step after the newest was finite.
 
     Args:
         engine: holds the weights and the optimizer's state.

@@ -43,7 +43,7 @@ def test_help_lists_own_configs(tmp_path: Path) -> None:
     """Catches a help that knows only the configs of the package."""
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\n# Costs $5.\ntrain: {steps: 1}\n")
-    assert "mine        Costs $5." in verb_help("train", "--config-dir", str(tmp_path))
+    assert "mine Costs $5." in " ".join(verb_help("train", "--config-dir", str(tmp_path)).split())
 
 
 def test_summary_is_the_first_comment_that_is_no_directive(tmp_path: Path) -> None:

@@ -27,10 +27,12 @@ def test_a_slower_step_counts() -> None:
     which a step is taken off that it never had."""
     times = {"save": [10.0, 12.0, 11.0], "both": [150.0, 130.0, 140.0], "step": [90.0, 100.0, 500.0]}
     sides = dict.fromkeys((OURS, COPY, WRITE, *PEERS), times)
-    found = {"state_bytes": 10**9, "num_steps": 1, "sides": sides}
+    found = {"state_bytes": 10**9, "num_steps": 1, "step_ms": times["step"], "sides": sides}
     assert delays(found) == {name: 11.0 if name in (COPY, WRITE) else 40.0 for name in sides}
     verdicts = {verdict.against: verdict for verdict in verdicts_of(found)}
-    assert verdicts[COPY].times == pytest.approx(11 / 40) and not verdicts[COPY].reached and verdicts[COPY].limit
+    assert verdicts[COPY].times == pytest.approx(1.0) and verdicts[COPY].reached and verdicts[COPY].limit
+    steps = verdicts["the steps alone"]
+    assert steps.times == pytest.approx(100 / 140) and not steps.reached and steps.limit
     assert verdicts["torch.save"].reached and verdicts["DCP async_save"].reached
     assert {verdict.row for verdict in verdicts.values()} == {9}
 
