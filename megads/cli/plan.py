@@ -12,6 +12,7 @@ def run(config: PlanConfig, _invocation: Invocation) -> int:
     """Prints the plan; starts and allocates nothing."""
     # The tab key imports this module for its schema and must not wait for torch.
     config.check_cluster()
+    config.check_device()
     if config.life:
         from megads.tools.plan.life_output import show_life
 
@@ -25,7 +26,6 @@ def run(config: PlanConfig, _invocation: Invocation) -> int:
         return EXIT_OK
     from megads.tools.plan.output import show
 
-    config.check_device()
     if not config.search:
         check_shape(config)
     config.check_schedule()

@@ -74,6 +74,20 @@ def test_life_of_a_configured_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert life(capsys, *bloom, "lifetime.save_every_s=900")["disk"]["every_s"] == 900
 
 
+def test_a_planned_step(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a named device whose planned step neither life nor budget uses: BLOOM's took 105 s, and
+    149 TFLOPs a GPU, a quarter of them recomputation, which is no progress."""
+    bloom = ["experiment=bloom_176b", "device=a100_80gb"]
+    found = life(capsys, *bloom)
+    assert found["step_time_s"] == pytest.approx(105, rel=0.1)
+    assert found["disk"]["every_s"] == pytest.approx(100 * found["step_time_s"])
+    tokens = 2048 * 2048 / found["step_time_s"] * found["effective_share"] * 10 * 86_400
+    assert found["tokens"] == pytest.approx(tokens)
+    assert life(capsys, *bloom, "gpus=1024", "lifetime.save_every_s=900")["step_time_s"] is None, "another layout"
+    assert run(["plan", *bloom, "budget_hours=24", "json=true"]) == 0
+    assert json.loads(capsys.readouterr().out)["device_tflops"] == pytest.approx(149 / 1.327, rel=0.1)
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [

@@ -22,6 +22,7 @@ from megads.plan.scaling_law import FLOPS_PER_PARAMETER_AND_TOKEN, LAWS, Scaling
 from megads.runtime.visible_console import VisibleConsole
 from megads.tools.plan.config import PlanConfig
 from megads.tools.plan.cost_config import CostConfig
+from megads.tools.plan.step import planned_step
 
 _PRESETS_SHOWN = 4
 _WIDTH = 150
@@ -130,11 +131,14 @@ def budget_of(asked: PlanConfig) -> Budget:
     """
     asked.cost.check()
     tflops = asked.device_tflops or asked.rank_tflops
+    step = planned_step(asked) if tflops is None else None
+    if step is not None:
+        tflops = step.tflops_per_device
     assert asked.budget_hours is not None
     if tflops is None:
         raise ConfigError(
             "budget_hours needs device_tflops, what a GPU achieves while it trains (tflops_per_device in "
-            "metrics.jsonl): set it, for example device_tflops=400"
+            "metrics.jsonl): set it, for example device_tflops=400, or a device whose step can be planned, device=h100"
         )
     return Budget(asked.gpus or asked.parallel.world_size, asked.budget_hours, tflops, asked.cost)
 

@@ -53,7 +53,8 @@ class PlanConfig(RootConfig):
     budget_hours: float | None = None
     """Print what gpus can train in so many hours instead (docs/life.md)."""
     device_tflops: float | None = None
-    """TFLOPs that a GPU achieves while it trains, for budget_hours; null is rank_tflops."""
+    """TFLOPs that a GPU achieves while it trains, for budget_hours; null is rank_tflops, or what is planned for
+    the layout where device is named."""
     cost: CostConfig = field(default_factory=CostConfig)
     """Prices and scaling law of budget_hours."""
 

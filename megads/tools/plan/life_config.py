@@ -45,9 +45,11 @@ class LifetimeConfig:
     days: float = 30.0
     """Days of wall time."""
     step_time_s: float | None = None
-    """Seconds of a step: gives intervals from checkpoint.every_steps and local_every_steps, and hang_s."""
+    """Seconds of a step: gives intervals from checkpoint.every_steps and local_every_steps, and hang_s; null is what is
+    planned where device is named."""
     tokens_per_s: float | None = None
-    """Of all GPUs, while they train: says how many tokens the days come to."""
+    """Of all GPUs, while they train: says how many tokens the days come to; null is what is planned where device is
+    named."""
     save_every_s: float | None = None
     """Seconds of training between two checkpoints on disk; null is checkpoint.every_steps where that and
     step_time_s are set, else Daly's optimum."""

@@ -10,6 +10,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from megads.config import check_shape
 from megads.errors import ConfigError
 from megads.plan.checkpoint_interval import daly, daly_first_order, expected_share, young
 from megads.plan.failures import HOUR_S, TABLES
@@ -56,6 +57,7 @@ def show_life(asked: PlanConfig) -> None:
         ConfigError: the cluster cannot be simulated.
     """
     asked.lifetime.check()
+    asked = with_planned_step(asked)
     life, runs, seed = life_of(asked), asked.lifetime.runs, asked.lifetime.seed
     asked.lifetime.check_failures(life.horizon_s / life.mean_time_between_s)
     found = LifePlan(
@@ -70,6 +72,22 @@ def show_life(asked: PlanConfig) -> None:
     console.print(_cause_table(found))
     console.print(_interval_table(found))
     console.print(_gain_table(found))
+
+
+def with_planned_step(asked: PlanConfig) -> PlanConfig:
+    """The config with the step's time and tokens as planned, where they are not given and a device is named."""
+    given = asked.lifetime
+    whole = asked.gpus is None or asked.gpus == asked.parallel.world_size
+    if given.step_time_s is not None or not asked.names_device or not whole:
+        return asked
+    # Nothing else about a cluster needs torch.
+    from megads.tools.plan.step import planned_step
+
+    check_shape(asked)
+    step = planned_step(asked)
+    assert step is not None
+    tokens_per_s = given.tokens_per_s or step.tokens / step.step_time_s
+    return replace(asked, lifetime=replace(given, step_time_s=step.step_time_s, tokens_per_s=tokens_per_s))
 
 
 def life_of(asked: PlanConfig) -> Life:
@@ -166,6 +184,7 @@ def life_json(asked: PlanConfig, found: LifePlan) -> dict[str, Any]:
         "remark": life.table.remark or None,
         "gpus": life.gpus,
         "days": life.days,
+        "step_time_s": asked.lifetime.step_time_s,
         "mean_time_between_failures_s": life.mean_time_between_s,
         "expected_failures": life.horizon_s / life.mean_time_between_s,
         "effective_share": result.share,
@@ -196,6 +215,8 @@ def _print_share(console: VisibleConsole, asked: PlanConfig, found: LifePlan) ->
         f"effective training time {result.share:.2%} +- {result.confidence:.2%} (mean of {len(result.shares)} "
         f"simulated runs and its 95% confidence interval); 95% of single runs between {low:.2%} and {high:.2%}"
     )
+    if asked.lifetime.step_time_s is not None:
+        console.print(f"a step takes {_duration(asked.lifetime.step_time_s)}")
     lost = (1 - result.share) * life.gpus * life.days * 24
     console.print(
         f"{lost:,.0f} GPU hours do not train, {result.stall_s * life.gpus / HOUR_S:,.0f} of them wait for saves"

@@ -9,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from megads.config import RootConfig
-from megads.launch.preflight_memory import Machine, micro_batches
+from megads.launch.preflight_memory import Machine, micro_batches, settle_auto
 from megads.ops.resolve import plans_fused
 from megads.plan.collectives import Network
 from megads.plan.devices import Device, find_device
@@ -86,6 +86,15 @@ def step_of(config: RootConfig, device: Device, network: Network) -> StepEstimat
     """The time of a step; nothing in the layout is auto any more."""
     execution = execution_of(config, device)
     return estimate_step(config.model, config.parallel, shape_of(config), device, network, execution)
+
+
+def planned_step(asked: PlanConfig) -> StepEstimate | None:
+    """The time of a step of the layout, whatever in it is auto; None where no device is named."""
+    device = device_of(asked)
+    if device is None:
+        return None
+    config, _choices = settle_auto(asked, machine_of(device))
+    return step_of(config, device, network_of(asked))
 
 
 def step_json(estimate: StepEstimate, memory_bytes: int) -> dict[str, Any]:
