@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megads.checkpoint.config import list_checkpoints
-from megads.config import Precision, RootConfig, batch_size_schedule, learning_rate, planned_steps
+from megads.config import RootConfig, batch_size_schedule, learning_rate, planned_steps, run_spans
 from megads.errors import ConfigError, MegadsError
 from megads.frozen_config import load_frozen
 from megads.launch.preflight import ResolvedRun
 from megads.optim.schedule import LearningRate
 from megads.runtime.run_dir import CONFIG_FILE
+from megads.train_config import Precision
 
 _FAR_BELOW = 4
 _SHORT_STEPS = 100
@@ -65,7 +66,8 @@ def plan_warnings(config: RootConfig, tokenizer_tokens: int | None = None, last:
 
 
 def _of_model(config: RootConfig, tokenizer_tokens: int | None) -> Iterator[str]:
-    seq_len, longest, rows = config.train.seq_len, config.model.max_seq_len, config.model.vocab_size
+    longest, rows = config.model.max_seq_len, config.model.vocab_size
+    seq_len = max((span.seq_len for span in run_spans(config)), default=config.train.seq_len)
     if seq_len * _FAR_BELOW <= longest:
         yield (
             f"train.seq_len = {seq_len:,} is far below model.max_seq_len = {longest:,}: the model never trains on "
@@ -117,7 +119,7 @@ def _of_zero_rate(config: RootConfig) -> Iterator[str]:
     if last == 0 or _at(config, rate, last) > 0:
         return
     # A rate that has come to 0 stays there, but for the ends of cycles before the last one.
-    steps = range(1, last + 1) if config.schedule.cycles == 1 else range(last, last + 1)
+    steps = range(1, last + 1) if config.schedule.cycles == 1 and not rate.later else range(last, last + 1)
     first = steps[bisect_left(steps, True, key=lambda step: _at(config, rate, step) == 0)]
     which = f"steps {first:,} to {last:,}" if first < last else f"step {last:,}, the last,"
     yield (

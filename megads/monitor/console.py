@@ -135,7 +135,7 @@ def _descriptor(out: TextIO) -> int | None:
 
 
 _LEVELS = ("debug", "info", "warning", "error")
-_OPENING_EVENTS = ("launch", "attention", "operators", "resume", "init_from", "start")
+_OPENING_EVENTS = ("launch", "attention", "operators", "resume", "init_from", "start", "training_stage")
 # The launcher says these itself.
 _SAID_ELSEWHERE = ("failure", "config_changed", "data")
 _STEP_TIME_MEMORY = 0.9

@@ -114,6 +114,8 @@ def test_one_checkpoint_is_written_at_a_time() -> None:
     life = replace(LIFE, disk=SaveTier(1800, 0.5, 600, 60))
     assert daly(0.5, life.mean_time_between_s) < 600
     assert formula_interval(life) == 600 and optimal_interval(life, 8, 0).every_s >= 600
+    shortest = replace(life, disk=replace(life.disk, every_s=600))
+    assert dict(sensitivity(shortest, 8, 0))["interval of saves on disk"] == 0, "it cannot be halved"
 
 
 def test_llama3_54_days() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 import megads
 from megads.checkpoint.read import CheckpointHandle, model_config_of, open_checkpoint, read_into
 from megads.checkpoint.tensor_file import TensorLayout, write_tensor_file
-from megads.config import Precision
+from megads.config import config_at
 from megads.data.indexed.sidecar import FoundTokenizer, template_beside, template_path
 from megads.engine.interface import Shard
 from megads.errors import ConfigError
@@ -34,6 +34,7 @@ from megads.tools.hugging_face.architectures import Architecture, choose_archite
 from megads.tools.hugging_face.config import ExportConfig, ExportPrecision
 from megads.tools.hugging_face.weights import Link, links_by_stage, missing_biases, same, tensor_shapes
 from megads.tools.output_folder import new_folder, require_free, require_room, write_origin
+from megads.train_config import Precision
 
 CONFIG_FILE, INDEX_FILE, SINGLE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
 _MADE_BY = "megads export"
@@ -285,6 +286,7 @@ def _card(handle: CheckpointHandle, model: ModelConfig, architecture: Architectu
         "config": f"sha256 {run.config_digest}",
     }
     if found is not None:
+        found = config_at(found, max(run.state["samples"] - 1, 0))
         batch = f"{found.train.global_batch_size:,} samples of {found.train.seq_len:,} tokens"
         rows |= {
             "precision": str(found.train.precision),

@@ -46,7 +46,7 @@ _STATES = {
 
 
 @dataclass(frozen=True)
-class Group:
+class JobGroup:
     """Jobs that share something.
 
     Attributes:
@@ -84,10 +84,10 @@ class SiteUse:
         steps: lines of job steps.
     """
 
-    whole: Group
+    whole: JobGroup
     begin: np.datetime64
     end: np.datetime64
-    by: Mapping[str, Sequence[Group]]
+    by: Mapping[str, Sequence[JobGroup]]
     shown_of: Mapping[str, int]
     queue_by_size: Mapping[str, tuple[FloatArray, FloatArray]]
     busy: FloatArray
@@ -146,10 +146,10 @@ def _failed(jobs: SiteJobs) -> NDArray[np.bool_]:
     return failed[jobs.codes["state"]]
 
 
-def _group(name: str, columns: _JobColumns, members: NDArray[np.int64]) -> Group:
+def _group(name: str, columns: _JobColumns, members: NDArray[np.int64]) -> JobGroup:
     failed = columns.failed[members]
     hours = columns.gpu_hours[members]
-    return Group(
+    return JobGroup(
         name, len(members), float(hours.sum()), int(failed.sum()), float(hours[failed].sum()),
         _percentiles(columns.queue_s[members]), _percentiles(columns.run_s[members]),
     )  # fmt: skip
@@ -162,7 +162,7 @@ def _percentiles(values: FloatArray) -> dict[int, float]:
     return dict(zip((*_PERCENTILES, 100), np.percentile(known, (*_PERCENTILES, 100)).tolist(), strict=True))
 
 
-def _groups(columns: _JobColumns, names: Sequence[str], codes: NDArray[np.int32]) -> list[Group]:
+def _groups(columns: _JobColumns, names: Sequence[str], codes: NDArray[np.int32]) -> list[JobGroup]:
     """The groups of a category, the most GPU hours first, then the most jobs."""
     order = np.argsort(codes, kind="stable")
     present, starts = np.unique(codes[order], return_index=True)
@@ -173,7 +173,7 @@ def _groups(columns: _JobColumns, names: Sequence[str], codes: NDArray[np.int32]
     return sorted(found, key=lambda group: (-group.gpu_hours, -group.jobs, group.name))
 
 
-def _by_cause(jobs: SiteJobs, columns: _JobColumns) -> list[Group]:
+def _by_cause(jobs: SiteJobs, columns: _JobColumns) -> list[JobGroup]:
     """Failed jobs by state and exit code."""
     states, exits = jobs.names["state"], jobs.names["exit_code"]
     pairs = jobs.codes["state"].astype(np.int64) * max(len(exits), 1) + jobs.codes["exit_code"]
@@ -279,7 +279,7 @@ def site_json(use: SiteUse, site_gpus: int | None) -> dict[str, Any]:
     }
 
 
-def _group_json(group: Group) -> dict[str, Any]:
+def _group_json(group: JobGroup) -> dict[str, Any]:
     def named(values: Mapping[int, float]) -> dict[str, float]:
         return {f"p{percent}" if percent < 100 else "max": value for percent, value in values.items()}
 

@@ -14,7 +14,7 @@ from megads.runtime.progress import render_duration
 from megads.tools.report.config import ReportConfig
 from megads.tools.report.page import WrittenReport, document, fact_list, footer, number_cards, table, write_pages
 from megads.tools.report.sacct import read_site
-from megads.tools.report.site import Group, SiteUse, site_use
+from megads.tools.report.site import JobGroup, SiteUse, site_use
 from megads.tools.report.style import BLUE, CYCLE, ORANGE, Chart, close_panel, open_panel
 from megads.tools.report.summary import KeyNumber, short
 
@@ -178,7 +178,7 @@ def _groups_table(use: SiteUse, kind: str) -> str:
     return table((*head, ">95%"), rows)
 
 
-def _group_row(group: Group, whole: Group) -> str:
+def _group_row(group: JobGroup, whole: JobGroup) -> str:
     cells = [
         f"{group.jobs:,}",
         f"{group.gpu_hours:,.1f}",

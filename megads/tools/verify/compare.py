@@ -16,7 +16,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
 
-from megads.config import Precision, RootConfig
+from megads.config import RootConfig
 from megads.errors import EXIT_OK, ConfigError
 from megads.launch.launcher import LaunchSpec, launch
 from megads.model.gpt import GPT, TIED_PARAMETER, token_losses
@@ -43,6 +43,7 @@ from megads.tools.verify.scenario import (
     scale,
     step_batches,
 )
+from megads.train_config import Precision
 
 if TYPE_CHECKING:
     from megads.tools.verify.config import VerifyLayoutConfig

@@ -144,6 +144,8 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches exit 1 for a missing file, a run beside a site, keys of a site without one, and a damaged archive."""
     assert run(["report", f"site={tmp_path}/none.txt"]) == 2
     assert "there is no such file, and it is no sacct command" in capsys.readouterr().err
+    assert run(["report", f"site={tmp_path}/a,b[1-2] {{c}}.txt"]) == 2
+    assert f"{tmp_path}/a,b[1-2] {{c}}.txt: there is no such file" in capsys.readouterr().err, "taken as it stands"
     assert run(["report", f"site={tmp_path}/none.txt", "run=a"]) == 2
     assert "a report is of a run or of a site" in capsys.readouterr().err
     assert run(["report", "run=a", "json=true"]) == 2
