@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megads.checkpoint.initial import WeightSource, read_weights
 from megads.checkpoint.manifest import RunRecord
 from megads.checkpoint.read import find_checkpoint, read_into, with_averages_from_weights
 from megads.checkpoint.store import save_checkpoint
@@ -159,7 +160,6 @@ def _skip_a_step(layout: str) -> list[bool]:
 
 
 @pytest.mark.distributed
-@pytest.mark.quick("zero3dp2")
 @pytest.mark.parametrize("layout", ["dp2", "zero3dp2"])
 def test_a_skipped_step_is_none_of_the_average(layout: str) -> None:
     """Catches an average that takes in the same weights again, or a gradient that is not finite."""
@@ -192,13 +192,16 @@ def _save_without(folder: Path) -> None:
     save_checkpoint(folder, engine.named_shards(), record, control=open_control_plane())
 
 
-def _load_with(folder: Path) -> list[tuple[str, bool]]:
+def _load_with(folder: Path, resumes: bool) -> list[tuple[str, bool]]:
     engine = build_engine(AVERAGED, LAYOUTS["tp2"])
     handle = find_checkpoint(folder, "auto", open_control_plane())
     assert handle is not None
 
     def fill(shards: list[Shard]) -> None:
-        read_into(handle, with_averages_from_weights(handle, shards))
+        if resumes:
+            read_into(handle, with_averages_from_weights(handle, shards))
+        else:
+            read_weights(WeightSource(str(folder), handle), shards)
 
     engine.load_shards(fill, handle.optimizer_steps)
     held = {(part.key, part.offset): part.values for part in pieces(engine.named_shards(owned=False))}
@@ -211,7 +214,8 @@ def _load_with(folder: Path) -> list[tuple[str, bool]]:
 @pytest.mark.distributed
 def test_an_average_may_begin_in_mid_run(tmp_path: Path) -> None:
     """Catches a run that cannot go on with optim.ema_decay from a checkpoint without, and an average that begins with
-    the initial weights there."""
+    the initial weights there, or at zero where a run takes another's weights (checkpoint.init_from)."""
     run_ranks(_save_without, 2, tmp_path)
-    for found in run_ranks(_load_with, 2, tmp_path):
-        assert [key for key, same in found if not same] == []
+    for resumes in (True, False):
+        for found in run_ranks(_load_with, 2, tmp_path, resumes):
+            assert [key for key, same in found if not same] == []
