@@ -31,6 +31,7 @@ VERBS = {
     "diagnose": "why a run failed, whether a restart helps, who is to blame",
     "why": "the documents and text that a step trained on",
     "plan": "parameters, memory per rank and FLOPs of a run, nothing started",
+    "calibrate": "measure this machine, for megads plan device=<file>",
     "verify_layout": "does a layout train the same model as one process?",
     "preprocess": "turn raw text into an indexed dataset",
     "dataset": "merge, split, inspect, count or check indexed datasets",

@@ -38,7 +38,7 @@ FLAT = Network()
 
 
 @dataclass(frozen=True)
-class Group:
+class CommunicationGroup:
     """Ranks that communicate.
 
     Attributes:
@@ -65,7 +65,7 @@ def strides(parallel: ParallelConfig) -> dict[str, int]:
     return found
 
 
-def group_of(parallel: ParallelConfig, axes: tuple[str, ...], node: int, network: Network = FLAT) -> Group:
+def group_of(parallel: ParallelConfig, axes: tuple[str, ...], node: int, network: Network = FLAT) -> CommunicationGroup:
     """The group along axes together: ("cp", "dp") are the ranks that hold the same weights.
 
     Args:
@@ -87,29 +87,29 @@ def group_of(parallel: ParallelConfig, axes: tuple[str, ...], node: int, network
         for places in product(*near)
     )
     beyond = network.pod_ranks is not None and last >= network.pod_ranks
-    return Group(size, max(1, min(per_node, size)), network.oversubscription if beyond else 1.0)
+    return CommunicationGroup(size, max(1, min(per_node, size)), network.oversubscription if beyond else 1.0)
 
 
-def crosses_nodes(group: Group) -> bool:
+def crosses_nodes(group: CommunicationGroup) -> bool:
     """Whether some of its ranks are on another node than others."""
     return group.nodes > 1
 
 
-def _bus(device: Device, group: Group) -> float:
+def _bus(device: Device, group: CommunicationGroup) -> float:
     """Bytes a second of the slowest hop of a ring."""
     inside = device.node_bytes_per_s if group.per_node > 1 else float("inf")
     between = device.nic_bytes_per_s * group.per_node / group.slowdown if group.nodes > 1 else float("inf")
     return min(inside, between)
 
 
-def _latency(device: Device, group: Group) -> float:
+def _latency(device: Device, group: CommunicationGroup) -> float:
     """Seconds of all steps of a ring, one way around."""
     between = group.nodes if group.nodes > 1 else 0
     inside = group.size - 1 - max(0, between - 1)
     return 1e-6 * (inside * device.node_latency_us + between * device.nic_latency_us)
 
 
-def all_gather(device: Device, group: Group, size: float) -> float:
+def all_gather(device: Device, group: CommunicationGroup, size: float) -> float:
     """Seconds until every rank has all of `size` bytes; a reduce-scatter of so many takes the same."""
     if group.size == 1:
         return 0.0
@@ -119,13 +119,13 @@ def all_gather(device: Device, group: Group, size: float) -> float:
 reduce_scatter = all_gather
 
 
-def all_reduce(device: Device, group: Group, size: float) -> float:
+def all_reduce(device: Device, group: CommunicationGroup, size: float) -> float:
     """Seconds of the sum of `size` bytes over a group, by the quickest algorithm."""
     if group.size == 1:
         return 0.0
     ring = 2 * all_gather(device, group, size)
-    inner = Group(group.per_node, group.per_node)
-    outer = Group(group.nodes, 1, group.slowdown)
+    inner = CommunicationGroup(group.per_node, group.per_node)
+    outer = CommunicationGroup(group.nodes, 1, group.slowdown)
     if outer.size == 1:
         return ring
     hops = 2 * ceil(log2(outer.size)) * 1e-6 * device.nic_latency_us + 2 * 1e-6 * device.node_latency_us

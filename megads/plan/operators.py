@@ -19,7 +19,7 @@ from math import ceil
 from megads.model.config import MLPKind, ModelConfig, Position
 from megads.ops.attention_kinds import AttentionKind
 from megads.parallel.config import SPLIT_SCHEDULES, ParallelConfig, Recompute
-from megads.plan.collectives import FLAT, Group, Network, all_gather, all_reduce, group_of, reduce_scatter
+from megads.plan.collectives import FLAT, CommunicationGroup, Network, all_gather, all_reduce, group_of, reduce_scatter
 from megads.plan.devices import Device
 
 FP32 = 4
@@ -161,11 +161,11 @@ class RankOperators:
     execution: Execution = MEGADS
 
     @cached_property
-    def _tp(self) -> Group:
+    def _tp(self) -> CommunicationGroup:
         return group_of(self.parallel, ("tp",), self.device.ranks_per_node, self.network)
 
     @cached_property
-    def _cp(self) -> Group:
+    def _cp(self) -> CommunicationGroup:
         return group_of(self.parallel, ("cp",), self.device.ranks_per_node, self.network)
 
     @property

@@ -27,7 +27,7 @@ from megads.parallel.pipeline_actions import ActionKind
 from megads.parallel.schedule_simulation import ScheduleCosts, TimedAction, Timeline, run_clock
 from megads.plan.collectives import (
     FLAT,
-    Group,
+    CommunicationGroup,
     Network,
     all_gather,
     all_reduce,
@@ -279,7 +279,7 @@ class StepModel:
         """Elements of a pipeline rank."""
         return sum(self.parameters(stage) for stage in self.parallel.placement.stages_of(rank))
 
-    def _data(self) -> Group:
+    def _data(self) -> CommunicationGroup:
         return group_of(self.parallel, ("cp", "dp"), self.device.ranks_per_node, self.network)
 
     def _reduction(self, timeline: Timeline) -> float:
@@ -316,7 +316,7 @@ class StepModel:
             return 0.0
         group = self._data()
         size = parallel.shard_size
-        group = Group(size, min(group.per_node, size), group.slowdown)
+        group = CommunicationGroup(size, min(group.per_node, size), group.slowdown)
         held = self._held(0)
         once = all_gather(self.device, group, held * self.shape.width)
         layers = len(self.contents[0].blocks) + 1

@@ -8,7 +8,7 @@ import pytest
 
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import axis_lines
-from megads.plan.collectives import Group, Network, all_gather, all_reduce, group_of, message
+from megads.plan.collectives import CommunicationGroup, Network, all_gather, all_reduce, group_of, message
 from megads.plan.devices import DEVICES
 
 DEVICE = replace(
@@ -30,7 +30,7 @@ def test_groups_are_those_of_the_grid(order: list[str], node: int) -> None:
     for axis in ("tp", "cp", "pp", "dp"):
         line = next(line for line in axis_lines(axis, parallel) if 0 in line)
         near = sum(rank < node for rank in line)
-        assert group_of(parallel, (axis,), node) == Group(len(line), near)
+        assert group_of(parallel, (axis,), node) == CommunicationGroup(len(line), near)
     sharing = group_of(parallel, ("cp", "dp"), node)
     assert sharing.size == 8
     cp = next(line for line in axis_lines("cp", parallel) if 0 in line)
@@ -40,15 +40,15 @@ def test_groups_are_those_of_the_grid(order: list[str], node: int) -> None:
 
 def test_a_ring_inside_a_node_takes_its_bytes_and_steps() -> None:
     """Catches a factor lost: a rank sends 7/8 of the bytes once for a gather and twice for a sum, in 7 steps each."""
-    group = Group(8, 8)
+    group = CommunicationGroup(8, 8)
     assert all_gather(DEVICE, group, 8e9) == pytest.approx(7e9 / 100e9 + 7e-6)
     assert all_reduce(DEVICE, group, 8e9) == pytest.approx(2 * (7e9 / 100e9 + 7e-6))
-    assert all_gather(DEVICE, Group(1, 1), 8e9) == all_reduce(DEVICE, Group(1, 1), 8e9) == 0.0
+    assert all_gather(DEVICE, CommunicationGroup(1, 1), 8e9) == all_reduce(DEVICE, CommunicationGroup(1, 1), 8e9) == 0.0
 
 
 def test_between_nodes_a_group_has_the_ports_of_its_ranks() -> None:
     """Catches a group that crosses nodes at the links' speed, and one whose ranks of a node share one port."""
-    one, four = (all_gather(DEVICE, Group(16, per_node), 16e9) for per_node in (1, 4))
+    one, four = (all_gather(DEVICE, CommunicationGroup(16, per_node), 16e9) for per_node in (1, 4))
     assert one == pytest.approx(15e9 / 10e9 + 16 * 10e-6)
     assert four == pytest.approx(15e9 / 40e9 + 4 * 10e-6 + 12 * 1e-6)
     slow = group_of(ParallelConfig(dp=64), ("dp",), 8, Network(pod_ranks=32, oversubscription=2.0))
@@ -59,9 +59,9 @@ def test_between_nodes_a_group_has_the_ports_of_its_ranks() -> None:
 
 def test_sums_take_the_quickest_algorithm() -> None:
     """Catches sums of few bytes on many nodes that go around a ring, whose steps are as many as ranks."""
-    few = all_reduce(DEVICE, Group(1024, 1), 8.0)
+    few = all_reduce(DEVICE, CommunicationGroup(1024, 1), 8.0)
     assert few < 2 * 12 * 10e-6
-    assert all_reduce(DEVICE, Group(1024, 1), 1e9) == pytest.approx(2e9 / 10e9, rel=0.01)
+    assert all_reduce(DEVICE, CommunicationGroup(1024, 1), 1e9) == pytest.approx(2e9 / 10e9, rel=0.01)
 
 
 def test_messages_go_by_what_is_between() -> None:

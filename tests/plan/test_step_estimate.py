@@ -134,6 +134,12 @@ def test_optimizer_saves_and_new_weights_are_counted() -> None:
     assert found.parts["new weights"] == pytest.approx(7 / 8 * parameters * 2 / A100.node_bytes_per_s, rel=0.01)
     assert found.parts["saves"] == pytest.approx(parameters / 8 * 12 / 25e9 / 10, rel=1e-3)
     assert "new weights" not in step(replace(parallel, zero_stage=3)).parts
+    # bf16 gradients are read, fp32 sums read and written, for every micro-batch.
+    matrices = parameters - 51200 * 4096
+    assert found.parts["gradient sums"] == pytest.approx(32 * matrices * 10 / A100.memory_bytes_per_s, rel=0.01)
+    stages = StepModel(GPT, ParallelConfig(pp=3), SHAPE, A100)
+    held = [stages.parameters(stage) for stage in range(3)]
+    assert sum(held) == parameters and held[1] % (12 * 4096**2) == 0
 
 
 def test_figures_follow_from_the_time() -> None:

@@ -1,0 +1,36 @@
+"""What `megads calibrate` can be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megads.errors import ConfigError
+
+_MOST_RANKS = 64
+
+
+@dataclass
+class CalibrateConfig:
+    """`megads calibrate`: measures this machine and writes a device file that megads plan takes."""
+
+    out: str = "device.yaml"
+    """File to write; must end in .yaml."""
+    ranks: int = 2
+    """Ranks that compute at the same time, as in training: they share the machine's memory and cores."""
+    threads: int | None = None
+    """CPU threads of each rank; null shares the cores out evenly."""
+    fp32: bool = False
+    """Measure products in fp32, for train.precision=fp32; else in bf16."""
+    seconds: float = 0.2
+    """Seconds for which each measurement is repeated; the median counts."""
+
+    def check(self) -> None:
+        """Raises ConfigError on a file that is no device's, and on numbers that are none."""
+        if not self.out.endswith(".yaml"):
+            raise ConfigError(f"out = {self.out}: must end in .yaml")
+        if not 2 <= self.ranks <= _MOST_RANKS:
+            raise ConfigError(f"ranks = {self.ranks}: must be 2 to {_MOST_RANKS}, which send each other messages")
+        if self.threads is not None and self.threads < 1:
+            raise ConfigError(f"threads = {self.threads}: must be at least 1")
+        if not 0 < self.seconds <= 60:
+            raise ConfigError(f"seconds = {self.seconds}: must be above 0 and at most 60")

@@ -1,0 +1,39 @@
+"""`megads calibrate` measures this machine; `megads plan` takes its file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megads.cli.main import run
+from megads.plan.devices import read_device
+from megads.plan.operators import matmul_seconds
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_measured_device_is_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches attributes that plan does not take, and figures off by an order of magnitude."""
+    path = tmp_path / "here.yaml"
+    assert run(["calibrate", f"out={path}", "ranks=2", "threads=1", "fp32=true", "seconds=0.02"]) == 0
+    device = read_device(path)
+    # One core of a machine made after 2010, with AVX-512 or without.
+    assert 0.002 < device.peak_tflops < 2.0 and device.on_cpu
+    assert 0.5 < device.memory_gigabytes_per_s < 1000 and 0.01 < device.node_gigabytes_per_s < 100
+    assert 1 < device.node_latency_us < 1e5 and 0 < device.attention_efficiency < 1.5
+    for m, n, k, rate in device.products:
+        assert matmul_seconds(device, m, n, k) == pytest.approx(2 * m * n * k / rate / 1e12, rel=0.5)
+    capsys.readouterr()
+    small = ["plan", "model=demo", "model.vocab_size=2048", "train.precision=fp32", "parallel.tp=2", "json=true"]
+    assert run([*small, f"device={path}"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert 1e-4 < plan["step_time_s"] < 100 and plan["parts"]["tp"] > 0
+
+
+def test_mistakes_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches numbers that reach the ranks."""
+    for override, named in (("out=x.txt", "out"), ("ranks=1", "ranks"), ("threads=0", "threads"), ("seconds=0", "sec")):
+        assert run(["calibrate", override]) == 2
+        assert named in capsys.readouterr().err
