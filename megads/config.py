@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from megads.checkpoint.config import CheckpointConfig
@@ -25,106 +24,27 @@ from megads.parallel.partition import stage_bounds
 from megads.resilience.config import ResilienceConfig
 from megads.runtime.config import ClusterConfig, LoggingConfig, RunConfig
 from megads.runtime.registry import BLOCKS, HOOKS, OPTIMIZERS, SCHEDULES, TRACKERS, import_plugins
+from megads.stages import (
+    StageSpan,
+    carried,
+    check_skips,
+    check_stages,
+    parse_stages,
+    sample_at_token,
+    settled,
+    span_at,
+    stage_spans,
+    steps_of_length,
+    stream_starts,
+    with_mixes,
+    with_stage_rates,
+    with_values,
+)
+from megads.train_config import Precision, TrainConfig
 
 if TYPE_CHECKING:
     from megads.data.indexed.recorded import DataRecord
     from megads.data.sampling.runs import TrainSource, ValidationSource
-
-LENGTHS = ("steps", "samples", "tokens", "epochs")
-AUTO = "auto"
-
-
-class Precision(StrEnum):
-    """Dtype of weights and activations; gradients accumulate and reduce in fp32 in both."""
-
-    bf16 = "bf16"
-    fp32 = "fp32"
-
-    @classmethod
-    def refused(cls) -> dict[str, str]:
-        """Values that people ask for, and why they are not offered."""
-        reason = (
-            "fp16 is not supported: its gradients underflow without loss scaling, which megads does not have; use bf16"
-        )
-        return dict.fromkeys(("fp16", "float16", "half"), reason)
-
-
-@dataclass
-class BatchRampConfig:
-    """Grows the global batch from `start` by `increment` in equal shares of `samples` up to train.global_batch_size."""
-
-    start: int = 0
-    """Global batch size at the first step; 0 switches the ramp off."""
-    increment: int = 1
-    """Samples added at each rise."""
-    samples: int = 0
-    """Samples over which the batch grows."""
-
-
-@dataclass
-class TrainConfig:
-    """How long and on what batches a run trains. Exactly one of steps, samples, tokens and epochs is set."""
-
-    global_batch_size: int = 8
-    """Samples a step, over all ranks."""
-    micro_batch_size: int = 1
-    """Samples in one forward pass of one data-parallel rank."""
-    seq_len: int = 128
-    """Tokens a sample."""
-    steps: int | str | None = field(default=None, metadata={"choices": (AUTO,)})
-    """Length of training in steps. auto goes by the amount of text: four passes, at most 20 tokens for each parameter
-    of the blocks, at least 200 steps."""
-    samples: int | None = None
-    """Length of training in samples."""
-    tokens: int | None = None
-    """Length of training in tokens, padding included."""
-    epochs: float | None = None
-    """Length of training in passes over the training data, 0.5 for half of it."""
-    batch_ramp: BatchRampConfig = field(default_factory=BatchRampConfig)
-    """Growth of the global batch size."""
-    precision: Precision = Precision.bf16
-    """bf16 or fp32."""
-    seed: int = 1234
-    """Seed of weights, data order and dropout."""
-    deterministic: bool = True
-    """On a GPU: take torch's deterministic algorithms, so that a resumed run goes on bit for bit. false lets it choose,
-    for attention's backward pass above all. A CPU computes the same bits either way."""
-    z_loss: float = 0.0
-    """Weight of log(Z)^2, Z the sum of exp(logit), in every token's loss, which keeps logits from drifting (PaLM:
-    1e-4); 0 switches it off. Losses in metrics are the cross entropy alone."""
-    max_nonfinite_steps: int = 5
-    """Non-finite steps in a row that a run survives, skipping each; one more ends it (exit 7)."""
-
-    def check(self) -> None:
-        """Raises ConfigError on a length given twice or never, and on sizes below one."""
-        given = {name: getattr(self, name) for name in LENGTHS if getattr(self, name) is not None}
-        if len(given) != 1:
-            found = ", ".join(f"train.{name} = {value}" for name, value in given.items()) or "none of them is set"
-            raise ConfigError(
-                f"train needs exactly one of steps, samples, tokens and epochs, but {found}: "
-                "set one (for example train.steps=100, or train.steps=auto) and the others to null"
-            )
-        if isinstance(self.steps, str) and self.steps != AUTO:
-            raise ConfigError(f"train.steps = {self.steps}: must be an integer or auto")
-        if self.epochs is not None and not 0 < self.epochs < math.inf:
-            raise ConfigError(f"train.epochs = {self.epochs}: must be above 0")
-        counts = [name for name in given if name != "epochs" and given[name] != AUTO]
-        self.check_sizes("max_nonfinite_steps", *counts)
-        if not 0 <= self.z_loss < math.inf:
-            raise ConfigError(f"train.z_loss = {self.z_loss}: must be 0 (off) or positive, for example 1e-4")
-        if self.seed < 0:
-            raise ConfigError(f"train.seed = {self.seed}: must not be negative")
-
-    @property
-    def length_is_known(self) -> bool:
-        """Whether the length is a number of steps, samples or tokens, and does not wait for the data."""
-        return self.steps != AUTO and self.epochs is None
-
-    def check_sizes(self, *others: str) -> None:
-        """Raises ConfigError on batch and sequence sizes, and other fields, below one."""
-        for name in ("global_batch_size", "micro_batch_size", "seq_len", *others):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"train.{name} = {getattr(self, name)}: must be at least 1")
 
 
 @dataclass
@@ -208,16 +128,51 @@ def check_config(config: RootConfig) -> None:
         config.resilience,
     ):
         part.check()
-    check_attention(config)
-    _check_optimizer(config)
     check_deepspeed_options(config.deepspeed, config.parallel.zero_stage)
+    _check_optimizer(config)
+    _check_run_stages(config)
+    for_each_stage(config, _check_across_rooms)
+    check_schedule(config)
+    _check_vocabulary(config)
+    _check_best(config)
+
+
+def _check_across_rooms(config: RootConfig) -> None:
+    """What spans rooms and may differ from training stage to training stage."""
+    config.train.check_sizes()
+    config.model.check()
+    config.parallel.check()
+    check_attention(config)
     _check_compile(config)
     _check_layout(config)
     _check_batches(config)
-    check_schedule(config)
     _check_positions(config)
-    _check_vocabulary(config)
-    _check_best(config)
+
+
+def for_each_stage(config: RootConfig, check: Callable[[RootConfig], object]) -> None:
+    """Calls a check with the config of every training stage; of the whole run where it has no stages.
+
+    Raises:
+        ConfigError: what the check raises, with the name of the stage.
+    """
+    if not config.train.stages:
+        check(config)
+    for stage in parse_stages(config.train.stages):
+        of_stage = stage_config(config, stage.place)
+        try:
+            check(of_stage)
+        except ConfigError as error:
+            raise ConfigError(f"{stage.name}: {error}") from error
+
+
+def _check_run_stages(config: RootConfig) -> None:
+    """Training stages must follow each other, and go with what else the config says."""
+    stages = parse_stages(config.train.stages)
+    if stages:
+        # Before anything counts with them: their values have the right types.
+        for_each_stage(config, lambda of_stage: of_stage.train.check_sizes())
+        check_stages(stages, run_spans(config), config.train, config.data, config.parallel.recompute)
+        learning_rate(config)
 
 
 def check_shape(config: RootConfig) -> None:
@@ -231,6 +186,11 @@ def check_shape(config: RootConfig) -> None:
     config.ops.check()
     config.train.check_sizes()
     config.cluster.check()
+    for_each_stage(config, _check_shape_of_stage)
+
+
+def _check_shape_of_stage(config: RootConfig) -> None:
+    config.train.check_sizes()
     _check_layout(config)
     _check_batches(config)
     _check_positions(config)
@@ -266,7 +226,7 @@ def check_attention(config: RootConfig, *, cuda: bool | None = None) -> None:
 
 
 def _check_optimizer(config: RootConfig) -> None:
-    """DeepSpeed's optimizer, which shards gradients and weights, is around torch's; Muon must know its matrices."""
+    """DeepSpeed's optimizer is around torch's; Muon must know its matrices; there is an average to validate."""
     impl, stage = config.optim.impl, config.parallel.zero_stage
     if stage in GRADIENT_STAGES and impl in (Implementation.fused, Implementation.apex):
         raise ConfigError(
@@ -277,6 +237,11 @@ def _check_optimizer(config: RootConfig) -> None:
         raise ConfigError(
             f"optim.name = muon cannot be had with model.block.name = {config.model.block.name}: which of a plugin's "
             "parameters are matrices, and how many of them are in one, is not known; use optim.name=adamw, lamb or lion"
+        )
+    if config.evaluation.average and config.optim.ema_decay is None:
+        raise ConfigError(
+            "evaluation.average = true validates a running average of the weights, but optim.ema_decay = null keeps "
+            "none: set optim.ema_decay, as 0.9999, or leave evaluation.average out"
         )
 
 
@@ -386,7 +351,10 @@ def _check_context_parallel(config: RootConfig) -> None:
 
 def _check_batches(config: RootConfig) -> None:
     """Every global batch, those of the ramp included, must split evenly into micro-batches of every replica."""
-    batch_size_schedule(config).check(config.train.micro_batch_size, config.parallel.dp)
+    schedule = batch_size_schedule(config)
+    # Of a run with training stages, that of one of them is checked.
+    schedule = BatchSizeSchedule(config.train.global_batch_size) if schedule.changes else schedule
+    schedule.check(config.train.micro_batch_size, config.parallel.dp)
 
 
 def check_schedule(config: RootConfig) -> None:
@@ -511,8 +479,51 @@ def batch_size_schedule(config: RootConfig) -> BatchSizeSchedule:
     Raises:
         ConfigError: the ramp does not fit the global batch size.
     """
-    ramp = config.train.batch_ramp
-    return BatchSizeSchedule(config.train.global_batch_size, ramp.start, ramp.increment, ramp.samples)
+    ramp, spans = config.train.batch_ramp, run_spans(config)
+    changes = tuple((span.first_sample, span.global_batch_size) for span in spans)
+    return BatchSizeSchedule(config.train.global_batch_size, ramp.start, ramp.increment, ramp.samples, changes)
+
+
+def run_spans(config: RootConfig) -> tuple[StageSpan, ...]:
+    """Returns where the training stages of a run lie, from the config of the run or of any of its stages."""
+    stages = parse_stages(config.train.stages)
+    if not stages:
+        return ()
+    size, length = "train.global_batch_size", "train.seq_len"
+    own = {size: config.train.global_batch_size, length: config.train.seq_len}
+    values = [own | of_stage for of_stage in carried(stages, config)]
+    return stage_spans(stages, [(of_stage[size], of_stage[length]) for of_stage in values])
+
+
+def stage_config(config: RootConfig, place: int) -> RootConfig:
+    """Returns the config with which one training stage of a run trains.
+
+    Keys that stages change have the values of this stage; learning rate, batch size and mix remain functions of the
+    whole run. Its train.stages say the same as before. A run without stages has one, which is its config.
+
+    Args:
+        config: of the run, or of any of its stages.
+        place: of the stage, from 0.
+
+    Raises:
+        ConfigError: a value has the wrong type.
+    """
+    stages = parse_stages(config.train.stages)
+    if not stages:
+        return config
+    values = carried(stages, config)
+    parts: dict[str, Any] = {}
+    for room in ("train", "model", "parallel"):
+        of_room = {key.partition(".")[2]: value for key, value in values[place].items() if key.startswith(f"{room}.")}
+        parts[room] = with_values(getattr(config, room), of_room, room)
+    parts["train"].stages = settled(stages, values)
+    return replace(config, **parts)
+
+
+def config_at(config: RootConfig, samples: int) -> RootConfig:
+    """Returns the config with which a run trains after so many samples, see `stage_config`."""
+    spans = run_spans(config)
+    return stage_config(config, span_at(spans, samples).place) if spans else config
 
 
 def planned_steps(config: RootConfig) -> int:
@@ -526,38 +537,63 @@ def planned_steps(config: RootConfig) -> int:
         raise ValueError(f"train.steps = {train.steps}, train.epochs = {train.epochs} are not settled yet")
     if train.steps is not None:
         return int(train.steps)
+    if spans := run_spans(config):
+        unit = "samples" if train.samples is not None else "tokens"
+        return steps_of_length(spans, unit, getattr(train, unit) or 0)
     samples = train.samples if train.samples is not None else (train.tokens or 0) // train.seq_len
     return batch_size_schedule(config).steps_for(samples)
 
 
 def learning_rate(config: RootConfig) -> LearningRate:
-    """Returns the learning rate over the run, whose length is known."""
-    schedule = config.schedule
+    """Returns the learning rate over the run, whose length is known.
+
+    Raises:
+        ConfigError: the schedule of a training stage cannot be.
+    """
+    schedule, spans, stages = config.schedule, run_spans(config), parse_stages(config.train.stages)
     warmup, end = _samples_of(config, "warmup"), _samples_of(config, "decay")
-    if end is None:
-        end = batch_size_schedule(config).samples_after(planned_steps(config))
-    return LearningRate(config.optim, schedule, warmup or 0, end, schedule.decay_start_samples)
+    last = batch_size_schedule(config).samples_after(planned_steps(config)) if end is None or stages else 0
+    rate = LearningRate(config.optim, schedule, warmup or 0, last if end is None else end, schedule.decay_start_samples)
+    return with_stage_rates(rate, stages, spans, last) if stages else rate
 
 
 def _samples_of(config: RootConfig, what: str) -> int | None:
     """Samples of the schedule's warmup or decay, in whichever unit they are given; None where they are not."""
-    schedule = config.schedule
+    schedule, spans = config.schedule, run_spans(config)
     steps, tokens = getattr(schedule, f"{what}_steps"), getattr(schedule, f"{what}_tokens")
     if steps is not None:
         return batch_size_schedule(config).samples_after(steps)
     if tokens is not None:
-        return -(-int(tokens) // config.train.seq_len)
+        return sample_at_token(spans, int(tokens)) if spans else -(-int(tokens) // config.train.seq_len)
     samples: int | None = getattr(schedule, f"{what}_samples")
     return samples
 
 
 def open_run_data(
-    config: RootConfig, record: DataRecord | None = None
+    config: RootConfig, record: DataRecord | None = None, at_sample: int = 0
 ) -> tuple[TrainSource, Mapping[str, ValidationSource]]:
-    """Opens a run's training and validation data, see `megads.data.sampling.datasets.open_datasets`."""
-    from megads.data.sampling.datasets import open_datasets
+    """Opens a run's training and validation data, see `megads.data.sampling.datasets.open_datasets`.
 
-    train, schedule = config.train, batch_size_schedule(config)
+    Args:
+        config: of the run, or of one of its training stages.
+        record: what the run's data held; None where nobody recorded it.
+        at_sample: samples consumed, which decides on the training stage: of its samples and windows is the data.
+    """
+    from megads.data.sampling.datasets import open_datasets
+    from megads.data.sampling.lengths import SampleLengths
+    from megads.data.sampling.sampler import skips_of
+
+    train, schedule, spans = config.train, batch_size_schedule(config), run_spans(config)
     # No dataset is too small for a length that is not known yet.
     samples = schedule.samples_after(planned_steps(config)) if train.length_is_known else 0
-    return open_datasets(config.data, train.seq_len, train.seed, config.model.vocabulary, samples, schedule, record)
+    data, seq_len, lengths = config.data, train.seq_len, None
+    if spans:
+        skips = skips_of(data.skip, schedule)
+        check_skips(spans, skips)
+        starts, place = stream_starts(spans, skips), span_at(spans, at_sample).place
+        data = with_mixes(data, parse_stages(train.stages), starts)
+        seq_len, end = spans[place].seq_len, spans[place].end_sample
+        if len({span.seq_len for span in spans}) > 1:
+            lengths = SampleLengths(tuple((start, of.seq_len) for start, of in zip(starts, spans, strict=True)), place)
+            samples = min(samples, end if end is not None else samples)
+    return open_datasets(data, seq_len, train.seed, config.model.vocabulary, samples, schedule, record, lengths)

@@ -14,10 +14,11 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megads.config import LENGTHS, RootConfig
+from megads.config import RootConfig
 from megads.errors import ConfigError
 from megads.runtime.files import read_regular
 from megads.runtime.run_dir import CONFIG_FILE, recorded_config, recorded_config_path
+from megads.train_config import LENGTHS
 
 
 def config_dict(config: RootConfig) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megads.checkpoint.url import is_url
-from megads.config import RootConfig, batch_size_schedule, planned_steps
+from megads.config import RootConfig, batch_size_schedule, planned_steps, run_spans
 from megads.data.config import Order
 from megads.data.indexed.recorded import DataRecord
 from megads.data.sampling.sampler import require_same_past, skips_of
@@ -43,6 +43,17 @@ def _left_out(config: RootConfig, samples: int) -> list[tuple[int, int]]:
     return skips_of(config.data.skip, batch_size_schedule(config)).left_out_before(samples)
 
 
+def _lengths(config: RootConfig, samples: int) -> int | str:
+    """The length of samples; with training stages that change it, what decides on which tokens they have had."""
+    spans = run_spans(config)
+    lengths = {span.seq_len for span in spans} or {config.train.seq_len}
+    if len(lengths) == 1:
+        return lengths.pop()
+    begun = (span for span in spans if span.first_sample < max(samples, 1))
+    shown = (f"{s.seq_len} from sample {s.first_sample} on in batches of {s.global_batch_size}" for s in begun)
+    return f"{', then '.join(shown)}, as parts of {max(lengths)}"
+
+
 def _first_weights(config: RootConfig, _: int) -> str:
     given = config.checkpoint.init_from
     if given is None:
@@ -52,7 +63,7 @@ def _first_weights(config: RootConfig, _: int) -> str:
 
 KEYS: Mapping[str, EffectiveValue | str] = {
     "train.seed": lambda config, _: config.train.seed,
-    "train.seq_len": lambda config, _: config.train.seq_len,
+    "train.seq_len": _lengths,
     "train.steps": _in_megatrons_order(lambda config: batch_size_schedule(config).samples_after(planned_steps(config))),
     "train.samples": _LENGTH,
     "train.tokens": _LENGTH,
@@ -60,6 +71,7 @@ KEYS: Mapping[str, EffectiveValue | str] = {
     "train.global_batch_size": _BATCH,
     "train.micro_batch_size": _BATCH,
     "train.batch_ramp": _BATCH,
+    "train.stages": "what is still to come; what they have changed of lengths counts as train.seq_len",
     "train.precision": _COMPUTED,
     "train.deterministic": _COMPUTED,
     "train.z_loss": _COMPUTED,
@@ -123,6 +135,7 @@ _SAFE_KEYS = (
     "train.max_nonfinite_steps",
     "model.attention",
     "optim.impl",
+    "optim.ema_decay",
     "data.valid",
     "tokenizer.engine",
 )

@@ -15,11 +15,18 @@ from megads.checkpoint.local import LocalCheckpoint
 from megads.checkpoint.local_files import newest_in_memory, node_folder
 from megads.checkpoint.local_saves import LocalSaves
 from megads.checkpoint.manifest import Manifest, newest_manifest, read_manifest, read_sequence
-from megads.checkpoint.read import CheckpointHandle, check_model, find_checkpoint, given_folder
+from megads.checkpoint.read import (
+    CheckpointHandle,
+    check_model,
+    find_checkpoint,
+    given_folder,
+    with_averages_from_weights,
+)
 from megads.checkpoint.shared_read import read_shards
 from megads.checkpoint.store import on_first
 from megads.checkpoint.url import fetched_folder, is_url
-from megads.config import RootConfig, batch_size_schedule
+from megads.config import RootConfig, batch_size_schedule, config_at, run_spans
+from megads.data.config import DataConfig
 from megads.data.indexed.recorded import DataRecord, read_record, renamed_datasets
 from megads.data.indexed.run_tokenizer import TokenizerRecord
 from megads.data.sampling.blend import continued
@@ -29,12 +36,14 @@ from megads.engine.interface import Shard, TrainEngine
 from megads.errors import CheckpointError
 from megads.frozen_config import config_of_start
 from megads.identity import Change, changed_data, changed_keys, require_allowed_data
+from megads.model.config import ModelConfig
 from megads.resilience.hooks import SavedState
 from megads.resilience.rollbacks import pending_rollback
 from megads.runtime.distributed import ControlPlane
 from megads.runtime.environment import rank_environment
 from megads.runtime.hooks import TrainState
 from megads.runtime.metrics import EventWriter, LedgerRecord, MetricsWriter
+from megads.stages import parse_stages, stream_starts, with_mixes
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,11 @@ class Origin:
     def gives_weights(self) -> bool:
         """Whether every weight is read, so that none need be drawn."""
         return self.checkpoint is not None or self.weights is not None
+
+    @property
+    def samples(self) -> int:
+        """Consumed so far."""
+        return self.checkpoint.state["samples"] if self.checkpoint is not None else 0
 
 
 def find_origin(config: RootConfig, run_dir: Path, control: ControlPlane, local: LocalSaves | None = None) -> Origin:
@@ -93,7 +107,7 @@ def find_origin(config: RootConfig, run_dir: Path, control: ControlPlane, local:
         fetched = fetched_folder(given, run_dir) if given is not None and is_url(given) else None
         weights = None if given is None else open_source(given, control, fetched)
         return Origin(None, weights, from_path=False, passed_by=tuple(not_used))
-    check_model(handle, asdict(config.model))
+    check_model(handle, asdict(trained_model(config, handle.state["samples"])))
     now = read_record(run_dir)
     if now is not None:
         # The launcher has looked at the newest one; this one may be older.
@@ -127,7 +141,8 @@ def resume(
         return
 
     def read(shards: list[Shard]) -> None:
-        report = read_shards(handle, shards, engine.grid, config.checkpoint.read)
+        wanted = with_averages_from_weights(handle, shards)
+        report = read_shards(handle, wanted, engine.grid, config.checkpoint.read)
         events.write("checkpoint_read", level="debug", step=handle.state["step"], **asdict(report))
 
     engine.load_shards(read, handle.optimizer_steps)
@@ -206,7 +221,12 @@ class Past:
 
     def check_model(self, config: RootConfig) -> None:
         """Raises CheckpointError where the checkpoint is of another model."""
-        check_model(CheckpointHandle(self.folder, self.manifest), asdict(config.model))
+        check_model(CheckpointHandle(self.folder, self.manifest), asdict(trained_model(config, self.samples)))
+
+
+def trained_model(config: RootConfig, samples: int) -> ModelConfig:
+    """Returns the model of the training stage that trained the last of so many samples."""
+    return config_at(config, max(samples - 1, 0)).model
 
 
 def find_past(load: str, run_dir: Path) -> Past | None:
@@ -271,7 +291,14 @@ def continue_data(config: RootConfig, past: Past, now: DataRecord) -> RootConfig
     end = int(skips.apply(np.array([past.samples - 1]))[0]) + 1
     moved = set(config.data.paths) - set(before.data.paths)
     renamed = renamed_datasets(past.data, now) if moved else {}
-    return replace(config, data=continued(config.data, before.data, end, train_weights, renamed))
+    data = continued(_with_mixes(config), _with_mixes(before), end, train_weights, renamed)
+    return replace(config, data=replace(data, phases=config.data.phases))
+
+
+def _with_mixes(config: RootConfig) -> DataConfig:
+    """The section `data` with the mixes of the run's training stages."""
+    starts = stream_starts(run_spans(config), skips_of(config.data.skip, batch_size_schedule(config)))
+    return with_mixes(config.data, parse_stages(config.train.stages), starts)
 
 
 def goes_to_path(load: str, run_dir: Path) -> bool:

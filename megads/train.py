@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -13,7 +14,6 @@ from pathlib import Path
 
 import torch
 
-from megads.batch import MicroBatch
 from megads.checkpoint.config import newest_before
 from megads.checkpoint.hook import CheckpointHook
 from megads.checkpoint.local import forget
@@ -22,38 +22,34 @@ from megads.checkpoint.local_saves import LocalSaves
 from megads.checkpoint.manifest import RunRecord
 from megads.checkpoint.writer import CheckpointWriter
 from megads.config import (
-    Precision,
     RootConfig,
     attention_work,
     batch_size_schedule,
     best_loss_key,
+    config_at,
     learning_rate,
     open_run_data,
     planned_steps,
+    run_spans,
 )
 from megads.data.indexed.recorded import read_record, record_data, require_recorded
-from megads.data.indexed.run_tokenizer import open_run_tokenizer
-from megads.data.indexed.sidecar import FoundTokenizer
-from megads.data.sampling.blend import BlendedSamples
-from megads.data.sampling.loader import Packing, StepBatch, TrainLoader, num_validation_batches, validation_batches
+from megads.data.sampling.blend import BlendedSamples, ContinuedOrder
+from megads.data.sampling.loader import StepBatch, TrainLoader
 from megads.data.sampling.packed import PackedSamples
-from megads.data.sampling.runs import TrainSource, ValidationSource
-from megads.data.sampling.samples import WindowSubset, unigram_entropy
+from megads.data.sampling.runs import TrainSource
 from megads.engine import build_train_engine
 from megads.engine.autotune import autotune_attention, autotune_operators, record_tuning
 from megads.engine.interface import EngineSpec, TrainEngine
+from megads.engine.layer_norms import LayerNormsHook, layer_names
 from megads.engine.operator_trials import OperatorWork
 from megads.engine.stragglers import StragglerHook
 from megads.engine.timeline import TimelineHook
-from megads.errors import ConfigError, DataError, Preempted, StopRequested
-from megads.evaluate.harness_tasks import documents_within, load_tasks
-from megads.evaluate.scoring import Batching, RescoredContinuation, Scorer
-from megads.evaluate.task_hook import AskedTasks, TaskEvaluationHook
-from megads.evaluate.validation import ValidationHook
+from megads.errors import Preempted, StopRequested
+from megads.evaluation_hooks import evaluation_hooks, needs_tokens, packing
 from megads.frozen_config import computation_digest, config_digest
 from megads.monitor.hooks import HookContext, MetricsHook, plugin_hooks
 from megads.ops.attention_kinds import AttentionKind
-from megads.ops.config import Compile, Kernels
+from megads.ops.config import Kernels
 from megads.ops.resolve import load
 from megads.parallel.grid import ParallelGrid, build_grid
 from megads.plan.model_size import model_flops_per_token, parameter_count
@@ -62,23 +58,18 @@ from megads.resilience.hooks import NonFiniteHook, numerical_hooks
 from megads.resume import find_origin, resume, saved_up_to
 from megads.runtime.distributed import ControlPlane, world
 from megads.runtime.environment import RankEnvironment, available_cores, rank_environment
-from megads.runtime.heartbeat import AGREEING, ENGINE_STEP, LOADING_DATA, VALIDATING, Heartbeat, heartbeat
+from megads.runtime.heartbeat import AGREEING, ENGINE_STEP, LOADING_DATA, Heartbeat, heartbeat
 from megads.runtime.hooks import Hook, StepInfo, TrainState
 from megads.runtime.lease import Fence
 from megads.runtime.metrics import EventWriter, MetricsWriter
 from megads.runtime.process import GarbageCollectionHook, bind_to_share, make_deterministic, sum_in_fp32
 from megads.runtime.stop import PREEMPTED, TIME_LIMIT, StopSignal, clear_stop
-
-VALIDATION_MICRO_BATCHES = 8
-"""Micro-batches of one evaluation call: enough to fill a pipeline, few enough to hold."""
-TASK_SHARE = 0.75
-"""Of the tokens of a validation, how many the tasks may read together: lm-eval takes time of its own."""
-_SHORTEST_ROWS = 16
-"""Tokens to which rows of a task are padded at least."""
+from megads.stages import NEXT_STAGE, span_at
+from megads.train_config import Precision
 
 
 def train(config: RootConfig, run_dir: Path) -> int:
-    """Trains to the planned end, or until somebody asks to stop.
+    """Trains to the planned end, to that of a training stage, or until somebody asks to stop.
 
     Args:
         config: checked and frozen by the launcher.
@@ -100,11 +91,14 @@ def train(config: RootConfig, run_dir: Path) -> int:
         heartbeat(environment.heartbeats, environment.rank) as beats,
         world(device, config.cluster.timeout_s) as control,
     ):
-        control.require_equal("the frozen config", config_digest(config))
+        control.require_equal("the frozen config", digest := config_digest(config))
         grid = build_grid(config.parallel, environment.rank, environment.world_size, control)
+        beats.enter("verifying a checkpoint")
+        origin = find_origin(config, run_dir, control, local)
+        config = config_at(config, origin.samples)  # of the training stage
         beats.enter("opening the data")
         require_data_of_launcher(config, run_dir, environment)
-        train_samples, valid_sets = open_run_data(config, read_record(run_dir))
+        train_samples, valid_sets = open_run_data(config, read_record(run_dir), origin.samples)
         kernels = load_kernels(config, device, control, beats)
         metrics, events = MetricsWriter(run_dir, grid.rank == 0), EventWriter(run_dir, grid.rank == 0)
         # It may measure the whole CPU, before this rank keeps to a part of it.
@@ -112,8 +106,6 @@ def train(config: RootConfig, run_dir: Path) -> int:
         if config.cluster.bind_cores:
             bind_to_share(environment.local_rank, environment.local_world_size)
         kernels, attention = tuned_kernels(config, run_dir, kernels, grid, device, events)
-        beats.enter("verifying a checkpoint")
-        origin = find_origin(config, run_dir, control, local)
         beats.enter("building the engine")
         engine = build_engine(config, grid, device, kernels, attention, draws=not origin.gives_weights)
         state = TrainState()
@@ -123,19 +115,17 @@ def train(config: RootConfig, run_dir: Path) -> int:
             step_lines,
             NonFiniteHook(events, config.train.max_nonfinite_steps, partial(newest_before, run_dir)),
             *numerical_hooks(config.resilience, engine, events, run_dir, len(config.data.skip), saved_up_to),
-            checkpoint_hook(config, run_dir, engine, state, events, fence, metrics, beats, writer, local),
+            checkpoint_hook(config, digest, run_dir, engine, state, events, fence, metrics, beats, writer, local),
+            *watching_hooks(config, run_dir, engine, events, metrics),
+            *evaluation_hooks(config, run_dir, engine, valid_sets, metrics, events, beats),
+            *plugin_hooks(config.hooks, HookContext(run_dir, grid.rank, grid.world_size, engine, events)),
         ]
-        hooks += [*timing_hooks(config, run_dir, engine, events), GarbageCollectionHook(config.cluster.gc_every_steps)]
-        hooks += evaluation_hooks(config, run_dir, engine, valid_sets, metrics, events, beats)
-        hooks += plugin_hooks(config.hooks, HookContext(run_dir, grid.rank, grid.world_size, engine, events))
-        record_start(config, engine, device, kernels, state, events)
+        record_start(config, digest, engine, device, kernels, state, events)
         record_samples(config, train_samples, state, events)
         stop = StopSignal(run_dir, control, fence, Path(switch) if (switch := config.run.kill_switch) else None)
         with closing(train_loader(config, grid, train_samples, state)) as batches:
             reason = run_loop(config, engine, batches, state, hooks, stop, beats)
-        events.write("end", step=state.step, stopped=reason)
-        if reason and grid.rank == 0:
-            clear_stop(run_dir)
+        record_end(config, state, reason, events, run_dir)
     return exit_code(reason)
 
 
@@ -148,14 +138,18 @@ def run_loop(
     stop: StopSignal,
     beats: Heartbeat,
 ) -> str:
-    """Steps until the planned end or a request to stop; returns the request's reason, empty at the planned end."""
-    total_steps = planned_steps(config)
+    """Steps until the planned end, the end of a training stage or a request to stop.
+
+    Returns:
+        The request's reason, empty at the planned end and without one.
+    """
+    total_steps, end_sample = planned_steps(config), stage_end(config, state.samples)
     rate = learning_rate(config)
     for hook in hooks:
         beats.enter(type(hook).__name__)
         hook.on_start(state)
     reason = stop.reason()
-    while state.step < total_steps and not reason:
+    while state.step < total_steps and state.samples < end_sample and not reason:
         beats.enter(LOADING_DATA, state.step + 1)
         begin = time.perf_counter()
         batch = next(batches)
@@ -169,6 +163,7 @@ def run_loop(
         end = time.perf_counter()
         beats.enter(AGREEING)
         reason = stop.reason()
+        ends_stage = state.samples >= end_sample and state.step < total_steps
         info = StepInfo(
             step=state.step,
             samples=state.samples,
@@ -183,8 +178,9 @@ def run_loop(
             skipped=result.skipped,
             culprit=str(result.culprit or ""),
             batch_hash=batch.batch_hash,
-            last=state.step == total_steps or bool(reason),
+            last=state.step == total_steps or ends_stage or bool(reason),
             stop_reason=reason if state.step < total_steps else "",
+            ends_stage=ends_stage,
         )
         for hook in hooks:
             beats.enter(type(hook).__name__)
@@ -193,6 +189,19 @@ def run_loop(
         beats.enter(type(hook).__name__)
         hook.on_end(state)
     return reason if state.step < total_steps else ""
+
+
+def stage_end(config: RootConfig, samples: int) -> float:
+    """Samples of the run at which the training stage ends that trains next; infinite for the last one."""
+    spans = run_spans(config)
+    end = span_at(spans, samples).end_sample if spans else None
+    return math.inf if end is None else end
+
+
+def end_sample(config: RootConfig, state: TrainState) -> int:
+    """Samples of the run at which this start has nothing more to train."""
+    planned = batch_size_schedule(config).samples_after(planned_steps(config))
+    return int(min(planned, stage_end(config, state.samples)))
 
 
 def rank_device(environment: RankEnvironment, *, deterministic: bool) -> torch.device:
@@ -287,11 +296,6 @@ def require_data_of_launcher(config: RootConfig, run_dir: Path, environment: Ran
         require_recorded(run_dir, record_data(config.data))
 
 
-def needs_tokens(config: RootConfig, grid: ParallelGrid) -> bool:
-    """Only the ranks of the first and the last stage read tokens and labels; the others get BatchInfo."""
-    return grid.pp.rank in config.parallel.placement.ends
-
-
 def train_loader(config: RootConfig, grid: ParallelGrid, samples: TrainSource, state: TrainState) -> TrainLoader:
     """This rank's share of the training stream from where the state is."""
     return TrainLoader(
@@ -305,13 +309,8 @@ def train_loader(config: RootConfig, grid: ParallelGrid, samples: TrainSource, s
         needs_tokens=needs_tokens(config, grid),
         prefetch_steps=config.data.prefetch_steps,
         packing=packing(config),
-        end_sample=batch_size_schedule(config).samples_after(planned_steps(config)),
+        end_sample=end_sample(config, state),
     )
-
-
-def packing(config: RootConfig) -> Packing:
-    """What training and validation batches say of document borders."""
-    return Packing(config.data.document_mask, config.data.reset_positions, config.data.mask_eod)
 
 
 def metrics_hook(
@@ -366,6 +365,7 @@ def local_saves(config: RootConfig, run_dir: Path, environment: RankEnvironment)
 
 def checkpoint_hook(
     config: RootConfig,
+    digest: str,
     run_dir: Path,
     engine: TrainEngine,
     state: TrainState,
@@ -381,7 +381,7 @@ def checkpoint_hook(
     about = RunRecord(
         state.state_dict(),
         engine.optimizer_steps,
-        config_digest(config),
+        digest,
         asdict(config.model),
         config.parallel.sizes,
         tokenizer=data.tokenizer if data is not None else None,
@@ -405,139 +405,21 @@ def checkpoint_hook(
     )
 
 
-def timing_hooks(config: RootConfig, run_dir: Path, engine: TrainEngine, events: EventWriter) -> list[Hook]:
-    """Times steps: action by action where that is asked for, and to find stragglers where there are several ranks."""
+def watching_hooks(
+    config: RootConfig, run_dir: Path, engine: TrainEngine, events: EventWriter, metrics: MetricsWriter
+) -> list[Hook]:
+    """Measures layers and times actions where that is asked for, and finds stragglers where there are several ranks.
+
+    Garbage is collected after they have looked, on all ranks at the same step.
+    """
     hooks: list[Hook] = []
+    if (every_steps := config.logging.layer_norms_every_steps) is not None:
+        hooks.append(LayerNormsHook(engine, layer_names(config.model), every_steps, metrics))
     if (every_steps := config.logging.timeline_every_steps) is not None:
         hooks.append(TimelineHook(engine.watch_spans, run_dir, every_steps, engine.grid))
     if (every_steps := config.logging.straggler_every_steps) is not None and engine.grid.world_size > 1:
         hooks.append(StragglerHook(engine.watch_spans, run_dir, every_steps, engine.grid, events))
-    return hooks
-
-
-def evaluation_hooks(
-    config: RootConfig,
-    run_dir: Path,
-    engine: TrainEngine,
-    valid_sets: Mapping[str, ValidationSource],
-    metrics: MetricsWriter,
-    events: EventWriter,
-    beats: Heartbeat,
-) -> list[Hook]:
-    """Validations of every set, then lm-eval's tasks."""
-    validations = [
-        validation_hook(config, engine.grid, engine, name, valid, metrics, beats) for name, valid in valid_sets.items()
-    ]
-    return [*validations, *task_hooks(config, run_dir, engine, valid_sets, metrics, events, beats)]
-
-
-def validation_hook(
-    config: RootConfig,
-    grid: ParallelGrid,
-    engine: TrainEngine,
-    name: str,
-    valid: ValidationSource,
-    metrics: MetricsWriter,
-    beats: Heartbeat,
-) -> ValidationHook:
-    """Validates on one set, or a fixed part of it."""
-    shown = validated(config, valid)
-
-    def batches() -> Iterator[list[MicroBatch]]:
-        return validation_batches(
-            shown,
-            config.train.micro_batch_size,
-            grid.dp.rank,
-            grid.dp.size,
-            config.model.vocabulary,
-            needs_tokens(config, grid),
-            VALIDATION_MICRO_BATCHES,
-            replace(packing(config), mask_eod=False),
-        )
-
-    unigram = partial(unigram_entropy, shown)
-    num_batches = num_validation_batches(
-        len(shown), config.train.micro_batch_size, grid.dp.size, VALIDATION_MICRO_BATCHES
-    )
-    return ValidationHook(
-        engine, batches, name, unigram, config.evaluation, planned_steps(config), metrics, num_batches, beats
-    )
-
-
-def validated(config: RootConfig, valid: ValidationSource) -> ValidationSource:
-    """What of a set a validation reads."""
-    most = config.evaluation.max_tokens
-    return valid if most is None else WindowSubset(valid, most)
-
-
-def task_hooks(
-    config: RootConfig,
-    run_dir: Path,
-    engine: TrainEngine,
-    valid_sets: Mapping[str, ValidationSource],
-    metrics: MetricsWriter,
-    events: EventWriter,
-    beats: Heartbeat,
-) -> list[Hook]:
-    """Evaluates lm-eval's tasks, where that is asked for."""
-    evaluation, grid = config.evaluation, engine.grid
-    if not evaluation.tasks:
-        return []
-    lengths = row_lengths(config)
-    batching = Batching(config.train.micro_batch_size, config.train.seq_len, lengths=lengths)
-    scorer = Scorer(engine, config.model, batching, grid)
-
-    def open_tasks() -> AskedTasks:
-        # lm-eval is imported where it is asked, by the first rank.
-        from megads.evaluate.harness import HarnessModel
-
-        found = run_tokenizer(run_dir, config)
-        folder = Path(evaluation.tasks_folder) if evaluation.tasks_folder is not None else None
-        loaded = load_tasks(evaluation.tasks, folder, evaluation.tasks_fewshot)
-
-        def model(of: Scorer) -> HarnessModel:
-            return HarnessModel(
-                of,
-                found,
-                lambda sampling, _numbers: RescoredContinuation(of, sampling),
-                progress=lambda what, done, total: beats.enter(f"{VALIDATING}, {what}, {done:,} of {total:,}"),
-            )
-
-        windows = [validated(config, valid) for valid in valid_sets.values()]
-        if not windows and evaluation.tasks_limit is None:
-            raise ConfigError(
-                "evaluation.tasks_limit = null with evaluation.tasks: takes as many documents as a validation reads "
-                "tokens, but there is no validation set; give a number, or data.valid or data.split"
-            )
-        most_tokens = int(TASK_SHARE * sum(len(valid) * valid.seq_len for valid in windows)) if windows else None
-        alone, counter = scorer.counting()
-        documents = documents_within(model(alone), counter, loaded, most_tokens, evaluation.tasks_limit)
-        return AskedTasks(model(scorer), loaded, documents)
-
-    return [TaskEvaluationHook(scorer, grid, open_tasks, evaluation, planned_steps(config), metrics, events, beats)]
-
-
-def row_lengths(config: RootConfig) -> tuple[int, ...]:
-    """Lengths that rows of a task are padded to: few of them, each of which the layout can cut."""
-    parallel, length = config.parallel, config.train.seq_len
-    unit = (2 * parallel.cp if parallel.cp > 1 else 1) * (parallel.tp if parallel.sequence_parallel else 1)
-    found = [length]
-    # What is compiled is compiled for one length.
-    while config.ops.compile is Compile.none and length >= 2 * _SHORTEST_ROWS and not length % (2 * unit):
-        length //= 2
-        found.append(length)
-    return tuple(reversed(found))
-
-
-def run_tokenizer(run_dir: Path, config: RootConfig) -> FoundTokenizer:
-    """The tokenizer of a run that trains; raises DataError where nobody knows it."""
-    data = read_record(run_dir)
-    if data is None or data.tokenizer is None:
-        raise DataError(
-            f"evaluation.tasks = {', '.join(config.evaluation.tasks)}: texts need the tokenizer of the run's data, "
-            "which carries none; make the data with `megads preprocess`, or give tokenizer.path"
-        )
-    return open_run_tokenizer(run_dir, data.tokenizer, None, [Path(path) for path in config.data.paths])
+    return [*hooks, GarbageCollectionHook(config.cluster.gc_every_steps)]
 
 
 def exit_code(stop_reason: str) -> int:
@@ -549,6 +431,7 @@ def exit_code(stop_reason: str) -> int:
 
 def record_start(
     config: RootConfig,
+    digest: str,
     engine: TrainEngine,
     device: torch.device,
     kernels: Kernels,
@@ -568,18 +451,22 @@ def record_start(
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         ops=kernels.text.removeprefix("ops.impl: "),
         threads_per_rank=torch.get_num_threads(),
-        config_digest=config_digest(config),
+        config_digest=digest,
     )
 
 
 def record_samples(config: RootConfig, samples: TrainSource, state: TrainState, events: EventWriter) -> None:
-    """Writes how documents were packed, which datasets are blended and which samples of the stream are left out."""
+    """Writes how documents were packed, which datasets are blended and which samples of the stream are left out.
+
+    And which training stage begins, if one does.
+    """
+    _record_stage(config, samples, state, events)
     for part in samples.parts if isinstance(samples, BlendedSamples) else [samples]:
         if isinstance(part, PackedSamples):
             events.write("packed", dataset=part.dataset.prefix, **asdict(part.counts))
     if not isinstance(samples, BlendedSamples):
         return
-    taken = samples.taken(batch_size_schedule(config).samples_after(planned_steps(config)))
+    taken = samples.taken(end_sample(config, state))
     events.write(
         "blend",
         step=state.step,
@@ -592,3 +479,36 @@ def record_samples(config: RootConfig, samples: TrainSource, state: TrainState, 
     if config.data.skip:
         ranges = samples.skips.left_out()
         events.write("skip", step=state.step, left_out=ranges, samples=sum(end - first for first, end in ranges))
+
+
+def _record_stage(config: RootConfig, samples: TrainSource, state: TrainState, events: EventWriter) -> None:
+    """Writes which training stage begins, and how many tokens lie between its samples and those before it."""
+    spans = run_spans(config)
+    span = span_at(spans, state.samples) if spans else None
+    if span is None or span.first_sample != state.samples:
+        return
+    left_out = [0]
+    if isinstance(samples, BlendedSamples) and isinstance(samples.order, ContinuedOrder):
+        left_out = samples.order.left_out_tokens.tolist()
+    events.write(
+        "training_stage",
+        step=state.step,
+        samples=state.samples,
+        stage=span.place + 1,
+        stages=len(spans),
+        global_batch_size=span.global_batch_size,
+        seq_len=span.seq_len,
+        left_out_tokens=sum(left_out),
+        message=f"{span.place + 1} of {len(spans)} begins after step "
+        f"{state.step:,}: {span.global_batch_size:,} samples of {span.seq_len:,} tokens a step",
+    )
+
+
+def record_end(config: RootConfig, state: TrainState, reason: str, events: EventWriter, run_dir: Path) -> None:
+    """Writes that this start trained as far as it was to, and which stage is to follow; forgets why it stops."""
+    spans, more = run_spans(config), {}
+    if spans and not reason and state.step < planned_steps(config):
+        more = {NEXT_STAGE: span_at(spans, state.samples).place + 1}
+    events.write("end", step=state.step, stopped=reason, **more)
+    if reason and events.enabled:
+        clear_stop(run_dir)

@@ -15,7 +15,7 @@ from megads.cli.entry import config_dir
 from megads.cli.main import VERBS
 from megads.cli.train import TrainCommandConfig
 from megads.cli.verb import summary
-from megads.config import RootConfig, check_config
+from megads.config import RootConfig, batch_size_schedule, check_config, learning_rate, run_spans
 from megads.evaluate.config import GenerateConfig
 from megads.launch.dry_run_warnings import plan_warnings
 from megads.plan.model_size import parameter_count
@@ -55,6 +55,8 @@ EXACT = {
     "qwen3_8b": 8_190_735_360,
     "qwen3_14b": 14_768_307_200,
     "qwen3_32b": 32_762_123_264,
+    "olmo2_1b": 1_484_916_736,
+    "olmo2_7b": 7_298_617_344,
 }
 """Parameters to the last one, as transformers counts the published configurations."""
 
@@ -169,6 +171,18 @@ def test_bloom_176b_is_the_published_run() -> None:
     config = compose_train("experiment=bloom_176b")
     assert config.model.weight_std == pytest.approx(0.0048, abs=5e-5)
     assert config.parallel.world_size == 384
+
+
+def test_llama3_405b_is_the_published_run() -> None:
+    """Catches stages with other batches, ends or a shorter schedule than the paper's, and a layout of other GPUs."""
+    config = compose_train("experiment=llama3_405b")
+    spans = run_spans(config)
+    assert [span.global_batch_size * span.seq_len for span in spans] == [4 * 2**20, 8 * 2**20, 16 * 2**20]
+    ends = [span.first_token for span in spans[1:]]
+    assert ends == pytest.approx([252e6, 2.87e12], rel=2e-3)
+    rate, batches = learning_rate(config), batch_size_schedule(config)
+    assert rate(batches.samples_after(8000)) == 8e-5 and rate(batches.samples_after(1_200_000)) == 8e-7
+    assert config.parallel.world_size == 8192
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)

@@ -21,6 +21,7 @@ import megads.engine.optimizer
 import megads.engine.stage_pipeline
 import megads.engine.train_engine
 import megads.engine.zero_engine
+import megads.engine.zero_optimizer
 import megads.model.attention
 import megads.model.gpt
 import megads.parallel.loss
@@ -32,16 +33,17 @@ from megads.engine.p2p import P2PCommunicator
 from megads.engine.pipeline_engine import StageEngine
 from megads.engine.zero_engine import ZeroEngine
 from megads.model.attention import Attention, AttentionCore
-from megads.model.config import MLPKind, NormKind, Position
+from megads.model.config import MLPKind, NormKind, NormPlacement, Position, QKNormWidth
 from megads.model.dropout import Dropout
 from megads.model.gpt import ParallelBlock
 from megads.ops.config import Implementation, OpsConfig
 from megads.ops.dropout import DropoutMask
+from megads.ops.softmax import MaskedSoftmax
 from megads.optim.config import OptimConfig
 from megads.optim.groups import BucketLayout, Role
 from megads.optim.masters import MasterLine
 from megads.optim.muon import FusedMatrices, MuonRule, WholeMatrices
-from megads.parallel import context, loss, region_linear
+from megads.parallel import context, loss, norm, region_linear
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.grid import Axis, own_rows, padded_rows
 from megads.parallel.loss import TokenMeanLoss
@@ -553,6 +555,25 @@ def window_one_token_too_long() -> None:
     AttentionCore.__init__ = init
 
 
+def norm_of_the_own_heads() -> None:
+    """The queries of a rank's own heads are normed as if they were all."""
+    norm._sums_over_ranks = lambda parts, axis: torch.stack(list(parts)) * axis.size
+
+
+def gradient_of_the_norm_of_the_own_heads() -> None:
+    """Forward the sum is that of all ranks, backward it is not."""
+    inner = norm._CutRMSNorms.backward
+
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        sums, norm._sums_over_ranks = norm._sums_over_ranks, lambda parts, axis: torch.stack(list(parts))
+        try:
+            return inner(ctx, *grads)
+        finally:
+            norm._sums_over_ranks = sums
+
+    norm._CutRMSNorms.backward = staticmethod(backward)
+
+
 def window_of_local_places() -> None:
     """A query's window ends at its number among the tokens of its rank."""
     inner = AttentionCore.bias
@@ -643,6 +664,41 @@ def trust_ratio_of_a_part() -> None:
     MasterLine.total = lambda self, own: own
 
 
+def average_begins_at_zero() -> None:
+    """A running average without the weights that it starts from, as one that is not corrected for its start."""
+    for module in (megads.engine.optimizer, megads.engine.zero_optimizer):
+        inner, seen = module.update_average, set[int]()
+
+        def update(average: Tensor, *args: Any, inner: Any = inner, seen: set[int] = seen) -> None:
+            if id(average) not in seen:
+                seen.add(id(average))
+                average.zero_()
+            inner(average, *args)
+
+        module.update_average = update
+
+
+def average_with_its_share_for_its_decay() -> None:
+    for module in (megads.engine.optimizer, megads.engine.zero_optimizer):
+        inner = module.update_average
+        module.update_average = lambda a, m, decay, *rest, inner=inner: inner(a, m, 1.0 - decay, *rest)
+
+
+def slope_of_the_cap_left_out_in_chunks() -> None:
+    inner = loss.softcap_
+    loss.softcap_ = lambda logits, cap: torch.ones_like(inner(logits, cap))
+
+
+def cap_after_the_bias() -> None:
+    """Scores are capped with ALiBi's bias, which bounds the bias, too."""
+
+    def capped(self: MaskedSoftmax, scores_bnst: Tensor) -> Tensor:
+        assert self.bias is not None
+        return torch.softmax(1.5 * torch.tanh((scores_bnst.mul(self.scale) + self.bias()) / 1.5), dim=-1)
+
+    MaskedSoftmax.__call__ = capped
+
+
 def momentum_without_nesterov() -> None:
     MuonRule._direction = lambda self, update: update.state["momentum_buffer"].lerp_(
         update.grad, 1.0 - self._options.momentum
@@ -655,6 +711,17 @@ ROPE = scenario_with(model=replace(MODEL, position=Position.rope))
 FEATURES = scenario_with(
     model=replace(
         MODEL, num_kv_heads=2, window=5, mlp=MLPKind.swiglu, norm=NormKind.rmsnorm, parallel_block=True, qk_norm=True
+    )
+)
+OLMO2 = scenario_with(
+    model=replace(
+        MODEL,
+        num_kv_heads=2,
+        norm=NormKind.rmsnorm,
+        norm_placement=NormPlacement.output,
+        position=Position.rope,
+        qk_norm=True,
+        qk_norm_width=QKNormWidth.full,
     )
 )
 
@@ -675,6 +742,11 @@ SHARDED_SEQUENCE = scenario_with(model=replace(parity.MODEL, position=Position.l
 MUON = scenario_with(steps=3, optimizer=OptimConfig(name="muon"))
 # Its steps are a share of the weight; parts of random weights have ratios that differ little from the whole's.
 LAMB = scenario_with(steps=3, lr=2e-2, optimizer=OptimConfig(name="lamb"))
+CAPPED = scenario_with(
+    ops=OpsConfig(Implementation.torch, loss_chunk=9),
+    model=replace(MODEL, attention_logit_softcap=1.5, final_logit_softcap=2.0),
+)
+EMA = scenario_with(steps=3, optimizer=OptimConfig(ema_decay=0.6))
 GATED_MUON = replace(MUON, model=FEATURES.model)
 CHUNKS = scenario_with(ops=OpsConfig(Implementation.torch, loss_chunk=9))
 DROPOUT = scenario_with(model=replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1))
@@ -736,6 +808,8 @@ CASES = [
     Case(window_of_local_places, "cp2", parity.check_first_step, FEATURES),
     Case(gates_before_ups, "tp2", parity.check_first_step, FEATURES),
     Case(mlp_reads_what_attention_added, "pp2", parity.check_first_step, FEATURES),
+    Case(norm_of_the_own_heads, "tp2", parity.check_first_step, OLMO2),
+    Case(gradient_of_the_norm_of_the_own_heads, "tp2", parity.check_first_step, OLMO2),
     Case(owners_orthogonalise_their_own_piece, "dp2", parity.check_curve, MUON),
     Case(owners_orthogonalise_their_own_piece, "zero2dp2", parity.check_curve, MUON),
     Case(owners_orthogonalise_their_own_piece, "zero3dp2", parity.check_curve, MUON),
@@ -747,6 +821,11 @@ CASES = [
     Case(trust_ratio_of_a_part, "dp2", parity.check_curve, LAMB),
     Case(trust_ratio_of_a_part, "tp2", parity.check_curve, LAMB),
     Case(trust_ratio_of_a_part, "zero3dp2", parity.check_curve, LAMB),
+    Case(slope_of_the_cap_left_out_in_chunks, "tp2", parity.check_first_step, CAPPED),
+    Case(cap_after_the_bias, "pp2", parity.check_first_step, CAPPED),
+    Case(average_begins_at_zero, "dp2", parity.check_curve, EMA),
+    Case(average_begins_at_zero, "zero3dp2", parity.check_curve, EMA),
+    Case(average_with_its_share_for_its_decay, "tp2", parity.check_curve, EMA),
 ]
 
 
@@ -793,6 +872,8 @@ OF_EVERY_AXIS = (
     "owners_orthogonalise_their_own_piece-zero3dp2",
     "matrices_of_one_parameter_as_one-single",
     "trust_ratio_of_a_part-dp2",
+    "norm_of_the_own_heads-tp2",
+    "average_begins_at_zero-dp2",
 )
 """The others are slow only because they are many."""
 

@@ -53,8 +53,9 @@ class CheckpointHook:
 
     Steps skipped for non-finite gradients are never saved: what made them so may be in the weights. A checkpoint that
     is due waits for the next finite step; a run that ends meanwhile saves the state after its last finite one, which
-    skipped steps did not change but for the counters. And the checkpoint before the newest stays until a step after
-    the newest was finite.
+    skipped steps did not change but for the counters. At the
+    end of a training stage it is saved with the counters of the skipped step. And the checkpoint before the newest
+    stays until a step after the newest was finite.
 
     Args:
         engine: holds the weights and the optimizer's state.
@@ -227,6 +228,9 @@ class CheckpointHook:
             if due and not self._due and not info.last:
                 self._events.write("checkpoint_put_off", step=info.step, reason="the step was not finite")
             self._due |= due
+            if info.ends_stage:
+                # The next stage must not train this step again: it would be skipped again.
+                self._finite = self._state.state_dict()
             if info.last:
                 self._save(last=True)
             return

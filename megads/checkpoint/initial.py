@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from megads.data.indexed.run_tokenizer import TokenizerRecord
 from megads.engine.interface import Shard
 from megads.errors import CheckpointError, ConfigError
 from megads.model.config import ModelConfig, Position
+from megads.optim.groups import AVERAGE
 from megads.runtime.distributed import ControlPlane
 from megads.runtime.environment import user_cache_dir
 
@@ -143,12 +144,16 @@ def open_source(path: str, control: ControlPlane, folder: Path | None = None) ->
 
 
 def read_weights(source: WeightSource, shards: Sequence[Shard]) -> None:
-    """Fills the shards that are weights; what else an optimizer keeps stays as it is. Not collective.
+    """Fills the shards that are weights, and running averages with the same; what an optimizer keeps stays as it is.
+
+    Not collective.
 
     Raises:
         CheckpointError: a weight is missing or has another shape; names it.
     """
-    read_into(source.handle, [shard for shard in shards if shard.key.startswith("weight/")])
+    kinds = ("weight/", f"{AVERAGE}/")
+    named = [(shard, shard.key.partition("/")[2]) for shard in shards if shard.key.startswith(kinds)]
+    read_into(source.handle, [replace(shard, key=f"weight/{name}") for shard, name in named])
 
 
 def _as_override(value: Any) -> str:

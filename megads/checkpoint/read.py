@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import NoneType
 from typing import Any, cast
@@ -40,6 +40,7 @@ from megads.engine.interface import Shard
 from megads.errors import CheckpointError
 from megads.model.config import ModelConfig
 from megads.model.gpt import GPT
+from megads.optim.groups import AVERAGE
 from megads.runtime.distributed import ALONE, ControlPlane
 from megads.runtime.files import read_regular
 
@@ -290,6 +291,20 @@ def stored_parts(handle: CheckpointHandle, shard: Shard, rank: int) -> Iterator[
             left -= overlap.elements
         if left <= 0:
             return
+
+
+def with_averages_from_weights(handle: CheckpointHandle, shards: Sequence[Shard]) -> list[Shard]:
+    """Shards in which the averages that a checkpoint does not hold are filled from its weights.
+
+    So a run that begins to keep a running average later begins it with the weights that it goes on from.
+    """
+    stored = handle.manifest.tensors
+    return [
+        replace(shard, key=f"weight/{shard.key.partition('/')[2]}")
+        if shard.key.startswith(f"{AVERAGE}/") and shard.key not in stored
+        else shard
+        for shard in shards
+    ]
 
 
 def check_model(handle: CheckpointHandle, model_config: Mapping[str, Any]) -> None:

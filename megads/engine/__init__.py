@@ -19,6 +19,7 @@ __all__ = [
     "deepspeed_adapter",
     "deepspeed_options",
     "interface",
+    "layer_norms",
     "operator_trials",
     "scoring_engine",
     "stragglers",

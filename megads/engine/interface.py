@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -119,8 +120,8 @@ class Shard:
     """A rectangle of one named global tensor, held by this rank.
 
     Attributes:
-        key: "<kind>/<parameter name>", kind one of "weight" (fp32 master), "exp_avg", "exp_avg_sq" or what a plugin's
-            optimizer keeps, and "gradient" for those that are watched.
+        key: "<kind>/<parameter name>", kind one of "weight" (fp32 master), "exp_avg", "exp_avg_sq" or what another
+            optimizer keeps, "average" (the running average of the weights), and "gradient" for those that are watched.
         global_shape: shape of the unsharded tensor, vocabulary padding excluded.
         offset: where the rectangle starts in it, one entry per dim.
         tensor: the values, fp32, a view into the optimizer's memory, shaped as the rectangle.
@@ -169,6 +170,18 @@ class TrainEngine(Protocol):
         """Sums the loss without dropout or gradients; every rank gets the total over all ranks."""
         ...
 
+    def losses_by_position(self, micro_batches: Sequence[MicroBatch], positions: int) -> Tensor:
+        """As `evaluate`, apart by the positions of tokens as the model counts them.
+
+        Args:
+            micro_batches: of this rank.
+            positions: more than any token has.
+
+        Returns:
+            fp64 [2, positions] on the CPU, the same on every rank: the sum of the losses in nats, and the tokens.
+        """
+        ...
+
     def score(self, micro_batches: Sequence[MicroBatch], num_rows: int) -> RowScores:
         """Scores every unmasked label without dropout; every rank gets the scores of all ranks' rows.
 
@@ -176,6 +189,13 @@ class TrainEngine(Protocol):
             micro_batches: of this rank, as in `evaluate`, all rows of one length. Rows are numbered by their sample_ids
                 from 0 over all ranks.
             num_rows: rows with a number from here on are filling.
+        """
+        ...
+
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """While it is open, the working weights are the running averages (optim.ema_decay), for `evaluate` and `score`;
+        afterwards they are bit for bit what they were. Collective; nothing is trained or saved inside. Where what is
+        inside raises, no rank waits for another, and the weights are left as they are.
         """
         ...
 
@@ -210,6 +230,15 @@ class TrainEngine(Protocol):
     def before_update(self, wait: Callable[[], None] | None) -> None:
         """Calls `wait` at every following step before the optimizer's state changes: somebody still reads it. None ends
         that."""
+        ...
+
+    def watch_activations(self, watch: Callable[[str, Tensor], None] | None) -> None:
+        """Calls `watch` in every following training pass with the name and the output of each layer of this rank.
+
+        Args:
+            watch: gets [b, t, h], this rank's share of it, without a gradient; not to be kept, as memory is used again.
+                The head is left out. None ends the watch.
+        """
         ...
 
     def rerun_nonfinite(self, note: Callable[[StepResult, StepResult], None] | None) -> None:

@@ -22,8 +22,8 @@ from torch.nn import Parameter
 from megads.ops.adamw import Pieces, square_sums
 from megads.ops.config import TORCH, Kernels
 from megads.optim.config import OptimConfig
-from megads.optim.groups import BucketLayout, Member, Role, bucket_layouts, parameter_role
-from megads.optim.masters import MasterLayout, MasterLine, ParameterRun
+from megads.optim.groups import AVERAGE, BucketLayout, Member, Role, bucket_layouts, parameter_role
+from megads.optim.masters import MasterLayout, MasterLine, ParameterRun, update_average
 from megads.optim.muon import FusedRows
 from megads.optim.optimizers import MasterOptimizer, make_optimizer
 from megads.parallel.config import ParallelConfig
@@ -46,6 +46,7 @@ class Bucket:
         squares: of every slot's own sum, the sum of squares before the reduction mixes it with other ranks'; fp64.
         own_weights: this rank's slice of the working weights.
         pair: the ranks that hold the copies of a tied embedding; None for anything else.
+        average: fp32, this rank's slice of the running average of the weights; None: none is kept.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Bucket:
         self.slice = layout.slice_of(data.rank, data.size) if sharded else range(layout.numel)
         self.own_weights = self.weights[self.slice.start : self.slice.stop]
         self.master = self.own_weights.to(torch.float32, copy=True)
+        self.average: Tensor | None = None
         self._slots = Pieces(((slot.start, slot.stop) for slot in layout.slots), first.device)
         self.gradient: Tensor | None = None
         self._main_grad: Tensor | None = None
@@ -166,6 +168,12 @@ class Bucket:
         self.own_weights.copy_(self.master)
         self.gather()
 
+    def publish_average(self) -> None:
+        """Makes the average the working weights, until `publish`."""
+        assert self.average is not None
+        self.own_weights.copy_(self.average)
+        self.gather()
+
     def gather(self) -> None:
         """Gathers every rank's slice of the working weights."""
         if self._sharded and self._data.size > 1:
@@ -242,13 +250,15 @@ class BucketAdamW:
         fused: FusedRows | None = None,
     ) -> None:
         self._muon = optim.is_muon
-        self._grid, self._clip = grid, optim.clip_grad
+        self._grid, self._clip, self._ema_decay = grid, optim.clip_grad, optim.ema_decay
         self._kernels = kernels
         self.sharded = parallel.zero_stage > 0
         self._places: dict[Parameter, tuple[Bucket, int]] = {}
         self.buckets = self._make_buckets(parameters, parallel)
         unsharded_copy = not self.sharded and not grid.data.is_first
         self._owned = {named.name for named in parameters if named.owned and not unsharded_copy}
+        for bucket in self.buckets if self._ema_decay is not None else ():
+            bucket.average = bucket.master.clone()
         self._normed = self._pieces_of_norm()
         groups = [
             {
@@ -382,7 +392,11 @@ class BucketAdamW:
             bucket.master.grad = bucket.gradient
         for group in self.param_groups:
             group["lr"] = learning_rate
-        self.adamw.step(clip_factor(self.norm, self._clip))
+        clip = clip_factor(self.norm, self._clip)
+        self.adamw.step(clip)
+        for bucket in self.buckets:
+            if bucket.average is not None and self._ema_decay is not None:
+                update_average(bucket.average, bucket.master, self._ema_decay, clip.isfinite())
         for bucket in self.buckets:
             bucket.gather()
 
@@ -409,6 +423,12 @@ class BucketAdamW:
             for bucket in self.buckets:
                 bucket.publish()
 
+    def publish_averages(self) -> None:
+        """Makes the running averages the working weights on all ranks, until `publish_weights`."""
+        with torch.no_grad():
+            for bucket in self.buckets:
+                bucket.publish_average()
+
     @property
     def parameters(self) -> list[Parameter]:
         """Every parameter this rank trains, a tied one once, in the order of `gradient_norms`."""
@@ -431,11 +451,12 @@ class BucketAdamW:
                     yield StateRange(same[0], start - slot.start, bucket, start - mine.start, stop - start, owned)
 
     def state_of(self, part: StateRange) -> dict[str, Tensor]:
-        """Views of the fp32 master weight and the optimizer's state of one part, flat, by kind."""
+        """Views of the fp32 master weight, the optimizer's state and the average of one part, flat, by kind."""
         master = part.bucket.master
         # AdamW counts its steps beside the moments, on the device.
         state = {kind: tensor for kind, tensor in self.adamw.state[master].items() if kind != "step"}
-        return {kind: part.of(tensor) for kind, tensor in {"weight": master, **state}.items()}
+        averages = {} if part.bucket.average is None else {AVERAGE: part.bucket.average}
+        return {kind: part.of(tensor) for kind, tensor in {"weight": master, **state, **averages}.items()}
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import compress
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megads.batch import BatchInfo, MicroBatch, copy_to
@@ -27,6 +28,7 @@ from megads.engine.train_engine import (
     same_bits,
 )
 from megads.model.config import fused_rows
+from megads.model.gpt import stage_specs
 from megads.parallel.pipeline_actions import Action, ActionKind, Schedule
 from megads.parallel.schedule import build_schedule
 from megads.parallel.weight_gradients import DeferredWgrads, WeightGradients, split_backward
@@ -378,6 +380,12 @@ class PipelineTrainEngine(BaseTrainEngine):
     def _loss_rank(self) -> int:
         return self._engine.module.placement.ends[1]
 
+    def _layers(self) -> Iterator[tuple[str, nn.Module]]:
+        module = self._engine.module
+        names = [stage.name for stage in stage_specs(module.spec.model, module.spec.seed)]
+        for number, chunk in module.chunks.items():
+            yield from zip(names[self.bounds[number] : self.bounds[number + 1]], chunk, strict=True)
+
     def _settle(self, norm: float) -> tuple[float, bool]:
         optimizer = self._engine.optimizer
         optimizer.settle(norm)
@@ -433,3 +441,10 @@ class PipelineTrainEngine(BaseTrainEngine):
 
     def _refresh_weights(self) -> None:
         self._engine.optimizer.publish_weights()
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """See TrainEngine.averaged_weights."""
+        self._engine.optimizer.publish_averages()
+        yield
+        self._refresh_weights()

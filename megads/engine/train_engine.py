@@ -10,23 +10,27 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
 
 from megads.batch import MicroBatch
 from megads.engine.deepspeed_adapter import local_shape, prepare_deepspeed
 from megads.engine.interface import Culprit, EngineSpec, EvaluationResult, Replica, Shard, StepResult
 from megads.engine.stage_pipeline import placement_of
 from megads.engine.timeline import Span
+from megads.model.gpt import HEAD
 from megads.parallel.context import cut_micro_batch
 from megads.parallel.grid import Axis, ParallelGrid
 from megads.parallel.loss import TokenMeanLoss, global_tokens, share_loss
 from megads.parallel.sharding import ParameterPlacement
-from megads.parallel.token_scores import RowScores, ScoreRecorder
+from megads.parallel.token_scores import PositionLosses, RowScores, ScoreRecorder
 from megads.runtime.distributed import ControlPlane
 
 SHOWN = 8
@@ -210,6 +214,7 @@ class BaseTrainEngine(ABC):
         prepare_deepspeed()
         self.device, self.grid = spec.device, spec.grid
         self._note_rerun: Callable[[StepResult, StepResult], None] | None = None
+        self._watched: list[RemovableHandle] = []
         self._loss = TokenMeanLoss(spec.model.vocabulary, spec.grid, spec.kernels, spec.z_loss)
 
     @property
@@ -244,6 +249,10 @@ class BaseTrainEngine(ABC):
         """All reduced gradients of this rank, while there are any."""
 
     @abstractmethod
+    def _layers(self) -> Iterable[tuple[str, nn.Module]]:
+        """The layers of this rank, by their names in the whole model."""
+
+    @abstractmethod
     def replicas(self) -> list[Replica]:
         """See TrainEngine.replicas."""
 
@@ -254,6 +263,10 @@ class BaseTrainEngine(ABC):
     @abstractmethod
     def _set_optimizer_steps(self, steps: int) -> None:
         """Sets AdamW's bias-correction counter."""
+
+    @abstractmethod
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """See TrainEngine.averaged_weights."""
 
     @abstractmethod
     def _refresh_weights(self) -> None:
@@ -300,6 +313,16 @@ class BaseTrainEngine(ABC):
         loss_sum = self._engine.run_evaluation(micro_batches)
         return EvaluationResult.of(share_loss(loss_sum, tokens, self.grid, self._loss_rank))
 
+    def losses_by_position(self, micro_batches: Sequence[MicroBatch], positions: int) -> Tensor:
+        """See TrainEngine.losses_by_position."""
+        axis = self.grid.tp
+        recorder = self._loss.recorder = PositionLosses(self._loss.vocab_size, axis, positions, self.device)
+        try:
+            self._engine.run_evaluation([cut_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches])
+        finally:
+            self._loss.recorder = None
+        return recorder.sums(self.grid, self._loss_rank)
+
     def score(self, micro_batches: Sequence[MicroBatch], num_rows: int) -> RowScores:
         """See TrainEngine.score."""
         recorder = self._loss.recorder = ScoreRecorder(self._loss.vocab_size, self.grid.tp)
@@ -323,6 +346,17 @@ class BaseTrainEngine(ABC):
         """See TrainEngine.before_update."""
         self._engine.before_update = wait
 
+    def watch_activations(self, watch: Callable[[str, Tensor], None] | None) -> None:
+        """See TrainEngine.watch_activations."""
+        for handle in self._watched:
+            handle.remove()
+        self._watched = []
+        if watch is None:
+            return
+        for name, layer in self._layers():
+            if name != HEAD:
+                self._watched.append(layer.register_forward_hook(partial(_show_output, watch, name)))
+
     def watch_spans(self, watch: Callable[[list[Span]], None]) -> None:
         """See TrainEngine.watch_spans."""
         earlier = self._engine.watch_spans
@@ -343,6 +377,15 @@ class BaseTrainEngine(ABC):
         fill(self.named_shards(owned=False))
         self._set_optimizer_steps(optimizer_steps)
         self._refresh_weights()
+
+
+def _show_output(
+    watch: Callable[[str, Tensor], None], name: str, layer: nn.Module, _inputs: object, output: Tensor
+) -> None:
+    """A forward hook; a validation in between is not shown."""
+    if layer.training:
+        with torch.no_grad():
+            watch(name, output.detach())
 
 
 def replica_lines(parameter: Parameter, grid: ParallelGrid, over: Mapping[str, Axis]) -> dict[str, Axis]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import compress
 from math import prod
@@ -72,7 +73,7 @@ class WholeModel(nn.Module):
             if shard is not None:
                 shard(stage)
             stages[stage_spec.name] = stage
-        self.stages = nn.ModuleList(stages.values())
+        self.names, self.stages = tuple(stages), nn.ModuleList(stages.values())
         wrap_blocks(stages, spec.parallel, 0, spec.kernels.compiled, sharding_of(spec.model))
 
     def forward(self, batch: MicroBatch) -> Tensor:
@@ -162,6 +163,8 @@ class ZeroEngine:
         self.deepspeed.set_learning_rate(learning_rate)
         with self._spans.span("optimizer_step"):
             self.deepspeed.step()
+            if not self.deepspeed.skipped:
+                self.state.update_averages()
         if self.watch_spans is not None:
             self.watch_spans(self._spans.end())
             self.watch_spans = None
@@ -222,6 +225,10 @@ class ZeroTrainEngine(BaseTrainEngine):
     def _loss_rank(self) -> int:
         return 0
 
+    def _layers(self) -> Iterator[tuple[str, nn.Module]]:
+        module = self._engine.module
+        return zip(module.names, module.stages, strict=True)
+
     def _settle(self, norm: float) -> tuple[float, bool]:
         return norm, self._engine.deepspeed.skipped
 
@@ -271,6 +278,17 @@ class ZeroTrainEngine(BaseTrainEngine):
 
     def _refresh_weights(self) -> None:
         self._engine.deepspeed.state.refresh_weights()
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """See TrainEngine.averaged_weights."""
+        if self._engine.before_update is not None:
+            self._engine.before_update()
+        self._engine.state.swap_averages()
+        self._refresh_weights()
+        yield
+        self._engine.state.swap_averages()
+        self._refresh_weights()
 
 
 def owns(grid: ParallelGrid, piece: ZeroPiece) -> bool:

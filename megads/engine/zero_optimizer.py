@@ -14,8 +14,8 @@ from megads.engine.interface import EngineSpec
 from megads.engine.stage_pipeline import placement_of
 from megads.model.config import fused_rows
 from megads.optim.config import OptimConfig
-from megads.optim.groups import parameter_role, state_kinds
-from megads.optim.masters import MasterLayout, MasterLine, MasterUpdate, ParameterRun, UpdateRule
+from megads.optim.groups import AVERAGE, parameter_role, state_kinds
+from megads.optim.masters import MasterLayout, MasterLine, MasterUpdate, ParameterRun, UpdateRule, update_average
 from megads.optim.optimizers import make_rule
 from megads.parallel.grid import ParallelGrid
 
@@ -105,7 +105,8 @@ class ZeroMasterState:
     def __init__(
         self, optimizer: Optimizer, masters: list[Tensor], layouts: list[MasterLayout], optim: OptimConfig
     ) -> None:
-        self._optimizer, self._masters = optimizer, masters
+        self._optimizer, self._masters, self._ema_decay = optimizer, masters, optim.ema_decay
+        self._averages = [] if optim.ema_decay is None else [master.detach().clone() for master in masters]
         if isinstance(optimizer, RuleDrivenByZero):
             optimizer.layouts = dict(zip(masters, layouts, strict=True))
         # A rule asks for the number on the host.
@@ -119,11 +120,27 @@ class ZeroMasterState:
             }
 
     def of(self, piece: ZeroPiece) -> dict[str, Tensor]:
-        """Views of the master weight and the state of one piece, flat, by kind."""
+        """Views of the master weight, the state and the average of one piece, flat, by kind."""
         master = self._masters[piece.master]
         state = {kind: tensor for kind, tensor in self._optimizer.state[master].items() if kind != "step"}
-        tensors = {"weight": master.data, **state}
+        averages = {AVERAGE: self._averages[piece.master]} if self._averages else {}
+        tensors = {"weight": master.data, **state, **averages}
         return {kind: tensor.narrow(0, piece.start, piece.length) for kind, tensor in tensors.items()}
+
+    @torch.no_grad()
+    def update_averages(self) -> None:
+        """Takes a step into the running averages, if any; it was not skipped."""
+        for average, master in zip(self._averages, self._masters, strict=False):
+            assert self._ema_decay is not None
+            update_average(average, master.data, self._ema_decay)
+
+    @torch.no_grad()
+    def swap_averages(self) -> None:
+        """Exchanges masters and averages; a copy of one master is in memory at a time."""
+        for average, master in zip(self._averages, self._masters, strict=True):
+            held = master.data.clone()
+            master.data.copy_(average)
+            average.copy_(held)
 
     @property
     def steps(self) -> int:

@@ -23,6 +23,10 @@ class EvaluationConfig:
     max_tokens: int | None = None
     """Tokens of each validation set, rounded up to whole windows that are evenly spaced over it; null is all of it. The
     metrics say how many were validated on (valid/<name>/tokens)."""
+    average: bool = False
+    """Validate the running average of the weights, too (optim.ema_decay): valid/<name>/average_loss."""
+    by_position: bool = False
+    """Losses of ranges of positions, too, each twice as long as the one before: valid/<name>/position_<first>."""
     tasks: list[str] = field(default_factory=list)
     """Tasks, groups or tags of lm-eval to evaluate in mid-run (pip install 'megads[evaluate]'; docs/evaluate.md)."""
     tasks_folder: str | None = None

@@ -81,7 +81,8 @@ class TaskEvaluationHook:
             self._record(state.step, state.samples, state.tokens)
 
     def on_step(self, info: StepInfo) -> None:
-        if self._due(info.step):
+        # After the last step of a training stage the next one evaluates, as it does after a kill in between.
+        if self._due(info.step) and not info.ends_stage:
             self._record(info.step, info.samples, info.tokens)
 
     def on_end(self, state: TrainState) -> None:

@@ -6,6 +6,9 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 
+import torch
+from torch import Tensor
+
 from megads.batch import MicroBatch
 from megads.engine.interface import TrainEngine
 from megads.errors import DataError
@@ -33,6 +36,7 @@ class ValidationHook:
         metrics: where the line goes.
         num_batches: of a pass; 0 is unknown.
         beats: of this rank; None: it sends none.
+        seq_len: tokens of a sample, for losses by position.
     """
 
     def __init__(
@@ -46,6 +50,7 @@ class ValidationHook:
         metrics: MetricsWriter,
         num_batches: int = 0,
         beats: Heartbeat | None = None,
+        seq_len: int = 0,
     ) -> None:
         self._engine = engine
         self._batches = batches
@@ -56,6 +61,7 @@ class ValidationHook:
         self._metrics = metrics
         self._num_batches = num_batches
         self._beats = beats or Heartbeat()
+        self._seq_len, self._by_position = seq_len, dict[str, float]()
 
     def on_start(self, state: TrainState) -> None:
         # A checkpoint is saved before its step is validated: a kill in between left the validation owing.
@@ -65,7 +71,8 @@ class ValidationHook:
             self._record(state.step, state.samples, state.tokens)
 
     def on_step(self, info: StepInfo) -> None:
-        if self._due(info.step):
+        # After the last step of a training stage the next one validates, as it does after a kill in between.
+        if self._due(info.step) and not info.ends_stage:
             self._record(info.step, info.samples, info.tokens)
 
     def on_end(self, state: TrainState) -> None:
@@ -82,6 +89,11 @@ class ValidationHook:
     def _record(self, step: int, samples: int, tokens: int) -> None:
         """Validates and writes the line; collective."""
         loss, validated = self.validate()
+        by_position = self._by_position
+        averaged: dict[str, float] = {}
+        if self._config.average:
+            with self._engine.averaged_weights():
+                averaged[f"valid/{self._name}/average_loss"] = self.validate()[0]
         if self._engine.grid.rank:
             return
         self._metrics.write(
@@ -90,6 +102,8 @@ class ValidationHook:
                 "samples": samples,
                 "tokens": tokens,
                 self._loss_key: loss,
+                **averaged,
+                **by_position,
                 f"valid/{self._name}/ppl": perplexity(loss),
                 f"valid/{self._name}/unigram_loss": self._unigram_loss(),
                 f"valid/{self._name}/tokens": validated,
@@ -103,17 +117,41 @@ class ValidationHook:
             DataError: the set has no unmasked token.
         """
         loss_sum, tokens = 0.0, 0
+        sums_2p = torch.zeros(2, self._seq_len, dtype=torch.float64)
         for number, micro_batches in enumerate(self._batches(), 1):
             of = f"/{self._num_batches}" if self._num_batches else ""
             self._beats.enter(f"{VALIDATING}, batch {number}{of}")
+            if self._config.by_position:
+                sums_2p += self._engine.losses_by_position(micro_batches, self._seq_len)
+                continue
             result = self._engine.evaluate(micro_batches)
             loss_sum += result.loss_sum
             tokens += result.tokens
+        if self._config.by_position:
+            loss_sum, tokens = float(sums_2p[0].sum()), int(sums_2p[1].sum())
+            self._by_position = {
+                f"valid/{self._name}/position_{first}": loss for first, loss in position_losses(sums_2p).items()
+            }
         if not tokens:
             raise DataError(
                 f"validation set {self._name!r} has no token that counts: give a larger data.valid or data.split"
             )
         return loss_sum / tokens, tokens
+
+
+def position_losses(sums_2p: Tensor) -> dict[int, float]:
+    """Mean losses of ranges of positions by their first: 0, 1, 2 and 3, 4 to 7 and so on, as far as they have tokens.
+
+    Args:
+        sums_2p: see TrainEngine.losses_by_position.
+    """
+    found, first, stop = dict[int, float](), 0, 1
+    while first < sums_2p.shape[1]:
+        loss, tokens = sums_2p[:, first:stop].sum(1).tolist()
+        if tokens:
+            found[first] = loss / tokens
+        first, stop = stop, 2 * stop
+    return found
 
 
 def perplexity(loss: float) -> float:

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megads.config import AUTO, LENGTHS, RootConfig, planned_steps
+from megads.config import RootConfig, planned_steps
 from megads.errors import EXIT_OK, CheckpointError, ConfigError
 from megads.frozen_config import config_dict, load_frozen, record_config
 from megads.launch.preflight import ResolvedRun
 from megads.launch.rollbacks import with_rollbacks
 from megads.runtime.metrics import EventWriter, read_json_lines
 from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE
+from megads.train_config import AUTO, LENGTHS
 
 if TYPE_CHECKING:
     from megads.data.indexed.recorded import DataRecord

@@ -12,7 +12,7 @@ from megads.config import RootConfig, planned_steps
 from megads.data.indexed.dataset import token_dtype
 from megads.launch.preflight import ResolvedRun
 from megads.launch.preflight_memory import gib
-from megads.optim.groups import parameter_role, state_kinds
+from megads.optim.groups import held_kinds, parameter_role
 from megads.plan.model_size import parameter_shapes
 
 _FP32 = 4
@@ -108,7 +108,7 @@ def checkpoint_bytes(config: RootConfig) -> int:
     """
     optim, tensors, elements = config.optim, 0, 0
     for name, shape in parameter_shapes(config.model).items():
-        kinds = 1 + len(state_kinds(optim, parameter_role(name, muon=optim.is_muon)))
+        kinds = 1 + len(held_kinds(optim, parameter_role(name, muon=optim.is_muon)))
         tensors += kinds
         elements += kinds * prod(shape)
     return _FP32 * elements + tensors * config.parallel.tp * _TENSOR_RECORD_BYTES

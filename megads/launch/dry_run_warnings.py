@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megads.checkpoint.config import list_checkpoints
-from megads.config import RootConfig, batch_size_schedule, learning_rate, planned_steps
+from megads.config import RootConfig, batch_size_schedule, learning_rate, planned_steps, run_spans
 from megads.errors import ConfigError, MegadsError
 from megads.frozen_config import load_frozen
 from megads.launch.preflight import ResolvedRun
 from megads.optim.schedule import LearningRate
 from megads.runtime.run_dir import CONFIG_FILE
+from megads.train_config import Precision
 
 _FAR_BELOW = 4
 _SHORT_STEPS = 100
@@ -65,11 +66,22 @@ def plan_warnings(config: RootConfig, tokenizer_tokens: int | None = None, last:
 
 
 def _of_model(config: RootConfig, tokenizer_tokens: int | None) -> Iterator[str]:
-    seq_len, longest, rows = config.train.seq_len, config.model.max_seq_len, config.model.vocab_size
+    longest, rows = config.model.max_seq_len, config.model.vocab_size
+    seq_len = max((span.seq_len for span in run_spans(config)), default=config.train.seq_len)
     if seq_len * _FAR_BELOW <= longest:
         yield (
             f"train.seq_len = {seq_len:,} is far below model.max_seq_len = {longest:,}: the model never trains on "
             f"texts of more than {seq_len:,} tokens; raise train.seq_len, or lower model.max_seq_len"
+        )
+    if config.model.scores_in_memory:
+        capped = config.model.attention_logit_softcap is not None
+        which = "model.attention_logit_softcap" if capped else "model.attention_sinks"
+        parallel, train = config.parallel, config.train
+        scores = train.micro_batch_size * config.model.num_heads * seq_len**2 // (parallel.tp * parallel.cp)
+        size = scores * (2 if train.precision is Precision.bf16 else 4) / 2**20
+        yield (
+            f"{which} is set, which no fused kernel of attention knows: the scores of a micro-batch are in memory, "
+            f"{size:,.1f} MiB a block; a smaller train.seq_len or train.micro_batch_size takes less"
         )
     if rows is None or tokenizer_tokens is None:
         return
@@ -107,7 +119,7 @@ def _of_zero_rate(config: RootConfig) -> Iterator[str]:
     if last == 0 or _at(config, rate, last) > 0:
         return
     # A rate that has come to 0 stays there, but for the ends of cycles before the last one.
-    steps = range(1, last + 1) if config.schedule.cycles == 1 else range(last, last + 1)
+    steps = range(1, last + 1) if config.schedule.cycles == 1 and not rate.later else range(last, last + 1)
     first = steps[bisect_left(steps, True, key=lambda step: _at(config, rate, step) == 0)]
     which = f"steps {first:,} to {last:,}" if first < last else f"step {last:,}, the last,"
     yield (

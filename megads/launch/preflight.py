@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megads.checkpoint.url import is_url
-from megads.config import RootConfig, batch_size_schedule, check_attention, check_schedule, open_run_data, planned_steps
+from megads.config import (
+    RootConfig,
+    batch_size_schedule,
+    check_attention,
+    check_schedule,
+    for_each_stage,
+    open_run_data,
+    planned_steps,
+    run_spans,
+)
 from megads.data.config import DatasetConfig
 from megads.data.prepare.config import Engine
 from megads.errors import CheckpointError, ConfigError, DataError, StopRequested
@@ -254,7 +263,7 @@ def chosen_kernels(config: RootConfig, machine: Machine) -> Kernels:
     Raises:
         ConfigError: kernels, or a kind of attention, were asked for and cannot be had there.
     """
-    check_attention(config, cuda=machine.per_gpu)
+    for_each_stage(config, lambda of_stage: check_attention(of_stage, cuda=machine.per_gpu))
     return choose(config.ops, cuda=machine.per_gpu, optimizer=config.optim.impl)
 
 
@@ -353,7 +362,9 @@ def require_data(config: RootConfig) -> None:
     Every rank opens the data too, but the user should not wait for that to learn of a mistyped path.
     """
     # The launcher may run on a node that does not train: only ranks copy.
-    open_run_data(dataclasses.replace(config, data=dataclasses.replace(config.data, stage_to=None)))
+    here = dataclasses.replace(config, data=dataclasses.replace(config.data, stage_to=None))
+    for first_sample in trained_stages(config):
+        open_run_data(here, at_sample=first_sample)
 
 
 def prepare_data(run: ResolvedRun, console: Console) -> ResolvedRun:
@@ -397,6 +408,13 @@ def prepare_data(run: ResolvedRun, console: Console) -> ResolvedRun:
     return dataclasses.replace(run, config=config, made=made)
 
 
+def trained_stages(config: RootConfig) -> list[int]:
+    """Returns the first sample of every training stage that the run reaches; one where it has no stages."""
+    spans = run_spans(config)
+    end = planned_steps(config) if spans else 0
+    return [0, *(span.first_sample for span in spans if 0 < span.first_step < end)]
+
+
 def build_index_maps(config: RootConfig, console: Console) -> None:
     """Builds the index maps of the whole planned run, and says how many there are.
 
@@ -404,7 +422,9 @@ def build_index_maps(config: RootConfig, console: Console) -> None:
         DataError: the data is missing, damaged or too little.
     """
     start_s = time.monotonic()
-    train, _ = open_run_data(dataclasses.replace(config, data=dataclasses.replace(config.data, stage_to=None)))
+    here = dataclasses.replace(config, data=dataclasses.replace(config.data, stage_to=None))
+    # The last training stage goes on where those before it end.
+    train, _ = open_run_data(here, at_sample=trained_stages(config)[-1])
     maps = train.build_maps(batch_size_schedule(config).samples_after(planned_steps(config)))
     console.say(f"prepared: {maps} index maps in {time.monotonic() - start_s:.1f} s; the run was not started")
     if config.data.stage_to is not None and config.data.cache_dir is None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from megads.config import Precision, RootConfig
+from megads.config import RootConfig, for_each_stage, stage_config
 from megads.errors import ConfigError
 from megads.model.config import ModelConfig
 from megads.ops.resolve import plans_fused
@@ -19,6 +19,7 @@ from megads.runtime.machine_memory import (
     available_memory,
     free_gpu_memory,
 )
+from megads.train_config import Precision
 
 
 @dataclass(frozen=True)
@@ -104,14 +105,28 @@ def workload_of(config: RootConfig, *, cuda: bool) -> Workload:
     )
 
 
-def plan_of(config: RootConfig, *, cuda: bool) -> MemoryPlan:
+def plan_of(config: RootConfig, *, cuda: bool, ranks: Collection[int] | None = None) -> MemoryPlan:
     """Memory of every rank of a run.
 
     Args:
         config: the run.
         cuda: ranks compute on GPUs.
+        ranks: of the pipeline, to be planned; None: all.
     """
-    return memory_plan(config.model, config.parallel, workload_of(config, cuda=cuda))
+    return memory_plan(config.model, config.parallel, workload_of(config, cuda=cuda), ranks)
+
+
+def largest_stage(config: RootConfig, *, cuda: bool) -> RootConfig:
+    """The config of the training stage whose largest rank holds the most; the run's own where it has no stages."""
+
+    def peak(of_stage: RootConfig) -> int:
+        parallel = of_stage.parallel
+        if parallel.recompute is Recompute.auto:
+            of_stage = dataclasses.replace(of_stage, parallel=with_blocks(parallel, [0]))
+        return plan_of(of_stage, cuda=cuda).largest.peak
+
+    stages = [stage_config(config, place) for place in range(len(config.train.stages))]
+    return max(stages, key=peak, default=config)
 
 
 def micro_batches(config: RootConfig) -> int:
@@ -157,13 +172,17 @@ def choose_recompute(config: RootConfig, machine: Machine) -> tuple[RootConfig, 
     parallel = config.parallel
     if parallel.recompute is not Recompute.auto or config.model.vocab_size is None:
         return config, ""
-    peaks = peaks_by_blocks(config.model, parallel, workload_of(config, cuda=machine.per_gpu))
+    largest = largest_stage(config, cuda=machine.per_gpu)
+    peaks = peaks_by_blocks(config.model, parallel, workload_of(largest, cuda=machine.per_gpu))
     choose = fewest_for_each if machine.per_gpu else fewest_together
     blocks = choose(peaks, machine.for_ranks(parallel))
     chosen, without = (
         dataclasses.replace(config, parallel=with_blocks(parallel, numbers)) for numbers in (blocks, [0])
     )
-    room, room_without = (machine.room(plan_of(c, cuda=machine.per_gpu)) for c in (chosen, without))
+    room, room_without = (
+        machine.room(plan_of(dataclasses.replace(largest, parallel=c.parallel), cuda=machine.per_gpu))
+        for c in (chosen, without)
+    )
     if not any(blocks):
         return chosen, f"parallel.recompute=auto recomputes nothing: {room}"
     return chosen, (
@@ -237,8 +256,11 @@ def fewest_together(peaks: Sequence[Sequence[int]], limit: int) -> list[int]:
 
 def refuse_unfit(config: RootConfig, machine: Machine) -> None:
     """Raises ConfigError when the run cannot fit a machine, with the largest rank and its largest part."""
-    if not config.run.check_memory:
-        return
+    if config.run.check_memory:
+        for_each_stage(config, lambda of_stage: _refuse_unfit(of_stage, machine))
+
+
+def _refuse_unfit(config: RootConfig, machine: Machine) -> None:
     plan = plan_of(config, cuda=machine.per_gpu)
     room = machine.room(plan)
     if room.fits:
@@ -266,7 +288,7 @@ def _remedy(plan: MemoryPlan, room: Room) -> str:
 
 def memory_line(config: RootConfig, machine: Machine) -> str:
     """One line about the run's memory on a machine, for people."""
-    plan = plan_of(config, cuda=machine.per_gpu)
+    plan = plan_of(largest_stage(config, cuda=machine.per_gpu), cuda=machine.per_gpu)
     room = machine.room(plan)
     verdict = "fits" if room.fits else "does not fit"
     return f"at most {gib(plan.largest.peak)} a rank (rank {plan.largest.first_rank}); {room}: {verdict}"

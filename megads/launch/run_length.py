@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from math import ceil, prod
 
-from megads.config import AUTO, RootConfig, batch_size_schedule, open_run_data
+from megads.config import RootConfig, batch_size_schedule, open_run_data
+from megads.train_config import AUTO
 
 PASSES = 4
 """Repeated text is worth almost as much as new text up to four passes (Muennighoff et al. 2023, arXiv:2305.16264)."""

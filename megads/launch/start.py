@@ -61,9 +61,10 @@ from megads.runtime.files import read_regular
 from megads.runtime.lease import Lease, claimed, refuse_in_use
 from megads.runtime.machine_memory import may_have_gpus
 from megads.runtime.metrics import EventWriter, read_json_lines
-from megads.runtime.run_dir import METRICS_FILE, refuse_unwritable
+from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE, refuse_unwritable
 from megads.runtime.slurm import time_left_s
-from megads.runtime.stop import PREEMPTED
+from megads.runtime.stop import PREEMPTED, TIME_LIMIT, read_stop
+from megads.stages import NEXT_STAGE
 
 _HANG_MIN_S, _HANG_MIN_COMPILING_S = 20.0, 120.0
 _OF_TIMEOUT = 0.8
@@ -356,7 +357,7 @@ class _Attempts:
         self._spec = dataclasses.replace(launch_spec(config), lease=lease.number)
         self._history: list[Attempt] = []
         self._rejected: dict[str, str] = {}
-        self._from_step = 0
+        self._from_step, self._began = 0, time.monotonic()
         self._means = Means(
             nodes=tuple(node.name for node in placement.allocation.nodes) if placement else (environment.node_name(),),
             needed=len(placement.nodes) if placement else 1,
@@ -459,15 +460,34 @@ class _Attempts:
             hangs = dataclasses.replace(self._spec.hangs, patience=decision.patience)
             self._spec = dataclasses.replace(self._spec, hangs=hangs)
         where = {"nodes": list(decision.nodes)} if self._placement else {}
-        self._note("restart", outcome, decision.excluded, restart=len(self._history), **where)
+        self._note("restart", outcome, decision.excluded, restart=self._restarts, **where)
         if self._placement is not None:
             self._placement = self._placement.on(decision.nodes)
         with _open_console(self._resolved) as console:
             excluded = f", without {', '.join(decision.excluded)}" if decision.excluded else ""
-            console.say(f"restart {len(self._history)} from the last checkpoint{excluded}", "warning")
+            console.say(f"restart {self._restarts} from the last checkpoint{excluded}", "warning")
             return self._start(console)
 
+    @property
+    def _restarts(self) -> int:
+        """Attempts that were followed by another one for their failure."""
+        return sum(attempt.exit_code != EXIT_OK for attempt in self._history)
+
     def _start(self, console: Console) -> Outcome:
+        """Starts the ranks, and again at the end of every training stage, from the checkpoint that it ended with."""
+        self._began = time.monotonic()
+        outcome = self._start_once(console)
+        while outcome.exit_code == EXIT_OK and (stage := following_stage(self._run_dir)):
+            if outcome.stopping:
+                return dataclasses.replace(outcome, exit_code=_code_of_stop(self._run_dir))
+            self._history.append(self._attempt(outcome))
+            self._renew_lease()
+            with _open_console(self._resolved) as following:
+                following.say(f"training stage {stage} follows")
+                outcome = self._start_once(following)
+        return outcome
+
+    def _start_once(self, console: Console) -> Outcome:
         placement, lease = self._placement, self._lease
         self._from_step = self._saved_step()
         if placement is None:
@@ -481,7 +501,10 @@ class _Attempts:
     def _deadline(self, time_left: Callable[[], float | None]) -> Deadline:
         """The time limits of this start."""
         run = self._config.run
-        limit_s = parse_duration(run.exit_after) if run.exit_after is not None else None
+        limit_s = None
+        if run.exit_after is not None:
+            # Of this start, with the training stages that it went through.
+            limit_s = max(1.0, parse_duration(run.exit_after) - (time.monotonic() - self._began))
         return Deadline(self._run_dir, limit_s, time_left, run.save_before_limit_s, run.stop_timeout_s)
 
     def _attempt(self, outcome: Outcome) -> Attempt:
@@ -536,6 +559,18 @@ class _Attempts:
         from megads.checkpoint.local_files import held_in_memory
 
         return max(saved, held_in_memory(Path(config.local_folder), self._run_dir)[0])
+
+
+def following_stage(run_dir: Path) -> int:
+    """Returns the number of the training stage that follows the one that ended last; 0 for none."""
+    ends = [event for event in read_json_lines(run_dir / EVENTS_FILE) if event.get("event") == "end"]
+    return int(ends[-1].get(NEXT_STAGE, 0)) if ends else 0
+
+
+def _code_of_stop(run_dir: Path) -> int:
+    """Of a run that was asked to stop while a training stage ended, and saved."""
+    preempted = read_stop(run_dir) in (PREEMPTED, TIME_LIMIT)
+    return Preempted.exit_code if preempted else StopRequested.exit_code
 
 
 def saved_step(run_dir: Path, load: str = "auto") -> int:

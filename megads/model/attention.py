@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from megads.batch import BatchInfo, PerBatch
-from megads.model.config import ModelConfig, Position, RopeScaling, RopeScalingConfig
+from megads.model.config import ModelConfig, Position, QKNormWidth, RopeScaling, RopeScalingConfig
 from megads.model.dropout import Dropout
-from megads.model.norm import Norm
+from megads.model.norm import Norm, Norms
 from megads.ops.attention import (
     FLASH_INSTALLED,
     Documents,
@@ -173,7 +173,7 @@ class AttentionCore(nn.Module):
         super().__init__()
         self.num_heads = config.num_heads
         self.alibi = config.position is Position.alibi
-        self.window = config.window
+        self.window, self.softcap = config.window, config.attention_logit_softcap
         self.heads = range(config.num_heads)
         self.kind = config.attention
         self.kernels = TORCH
@@ -242,13 +242,24 @@ class AttentionCore(nn.Module):
                 there = q_bnsd.is_cuda and low
         return kind if there else AttentionKind.sdpa
 
-    def forward(self, q_bnsd: Tensor, k_bmtd: Tensor, v_bmtd: Tensor, info: BatchInfo) -> Tensor:
-        """Returns [b, n, s, d]."""
+    def forward(
+        self, q_bnsd: Tensor, k_bmtd: Tensor, v_bmtd: Tensor, info: BatchInfo, sinks_n: Tensor | None = None
+    ) -> Tensor:
+        """Returns [b, n, s, d].
+
+        Args:
+            q_bnsd: queries.
+            k_bmtd: keys of the whole sample.
+            v_bmtd: values, likewise.
+            info: of the micro-batch.
+            sinks_n: logit of each of this core's heads beside its scores; None: none.
+        """
         kind = self.taken(q_bnsd)
         (_, _, queries, _), num_keys, device = q_bnsd.shape, k_bmtd.shape[2], q_bnsd.device
         mask = self.dropout.mask(info, device, self.heads.start) if self.dropout.active else None
-        if kind is AttentionKind.fused_softmax or (mask is not None and kind is not AttentionKind.fused):
-            return self._explicit(q_bnsd, k_bmtd, v_bmtd, info, mask)
+        drops = mask is not None and kind is not AttentionKind.fused
+        if kind is AttentionKind.fused_softmax or drops or self.softcap is not None or sinks_n is not None:
+            return self._explicit(q_bnsd, k_bmtd, v_bmtd, info, mask, sinks_n)
         inputs, slopes_n, places_s = (q_bnsd, k_bmtd, v_bmtd), self.slopes(device), info.sequence_index
         match kind:
             case AttentionKind.fused:
@@ -267,18 +278,51 @@ class AttentionCore(nn.Module):
         bias = None if causal_alone else self.bias(info, num_keys, device, bias_dtype(q_bnsd))
         return (cudnn_attention if kind is AttentionKind.cudnn else masked_attention)(*inputs, bias)
 
+    def with_bias(
+        self, q_bnsd: Tensor, k_bmtd: Tensor, v_bmtd: Tensor, bias: Tensor, sinks_n: Tensor | None = None
+    ) -> Tensor:
+        """Attention by torch under any additive mask, [b, n, s, d]; nothing is dropped.
+
+        Args:
+            q_bnsd: queries.
+            k_bmtd: keys.
+            v_bmtd: values.
+            bias: [b or 1, n or 1, s, t].
+            sinks_n: see `forward`.
+        """
+        if self.softcap is None and sinks_n is None:
+            return masked_attention(q_bnsd, k_bmtd, v_bmtd, bias)
+        softmax = MaskedSoftmax(q_bnsd.shape[-1] ** -0.5, lambda: bias, softcap=self.softcap, sinks_n=sinks_n)
+        return explicit_attention(q_bnsd, k_bmtd, v_bmtd, softmax)
+
     def _explicit(
-        self, q_bnsd: Tensor, k_bmtd: Tensor, v_bmtd: Tensor, info: BatchInfo, mask: DropoutMask | None
+        self,
+        q_bnsd: Tensor,
+        k_bmtd: Tensor,
+        v_bmtd: Tensor,
+        info: BatchInfo,
+        mask: DropoutMask | None,
+        sinks_n: Tensor | None,
     ) -> Tensor:
         """The same with scores in memory, [b, n, s, d]."""
         (_, _, queries, dim), num_keys, device = q_bnsd.shape, k_bmtd.shape[2], q_bnsd.device
-        if self.kind is not AttentionKind.sdpa and self.kernels.takes(KernelOp.attention, q_bnsd):
+        by_kernel = self.kind is not AttentionKind.sdpa and sinks_n is None
+        if by_kernel and self.kernels.takes(KernelOp.attention, q_bnsd):
             starts_bs = self.starts(info, queries, device)
             visible = (self.slopes(device), info.sequence_index, None if starts_bs is None else starts_bs.contiguous())
-            return explicit_attention(q_bnsd, k_bmtd, v_bmtd, MaskedSoftmax(dim**-0.5, None, *visible), mask)
+            softmax = MaskedSoftmax(dim**-0.5, None, *visible, softcap=self.softcap)
+            return explicit_attention(q_bnsd, k_bmtd, v_bmtd, softmax, mask)
         bias = functools.partial(self.bias, info, num_keys, device, torch.float32)
-        softmax = MaskedSoftmax(dim**-0.5, bias, places_s=info.sequence_index)
+        softmax = MaskedSoftmax(dim**-0.5, bias, places_s=info.sequence_index, softcap=self.softcap, sinks_n=sinks_n)
         return explicit_attention(q_bnsd, k_bmtd, v_bmtd, softmax, mask)
+
+
+class Sinks(nn.Module):
+    """A logit for each head; the attention core computes with it."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads))
 
 
 class Attention(nn.Module):
@@ -298,10 +342,14 @@ class Attention(nn.Module):
         self.head_dim, self.queries_per_kv = config.head_dim, config.queries_per_kv
         rotates = config.position is Position.rope
         self.rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling) if rotates else None
+        whole = config.qk_norm_width is QKNormWidth.full
         self.query_norm, self.key_norm = (
-            Norm(config, config.head_dim) if config.qk_norm else None for _ in ("queries", "keys")
+            Norm(config, (heads if whole else 1) * config.head_dim) if config.qk_norm else None
+            for heads in (config.num_heads, config.kv_heads)
         )
+        self.query_key_norms: nn.Module | None = Norms() if whole else None
         self.qkv = nn.Linear(config.hidden_size, config.qkv_width, bias=config.bias)
+        self.sinks = Sinks(config.num_heads) if config.attention_sinks else None
         self.core: nn.Module = AttentionCore(config, seed, f"{site}.core")
         self.dense = nn.Linear(config.attention_width, config.hidden_size, bias=config.bias)
 
@@ -312,7 +360,8 @@ class Attention(nn.Module):
 
     def context(self, q_bsnd: Tensor, k_bsmd: Tensor, v_bsmd: Tensor, info: BatchInfo) -> Tensor:
         """What the output projection reads, [b, s, n d]."""
-        context_bnsd: Tensor = self.core(*(x.transpose(1, 2) for x in (q_bsnd, k_bsmd, v_bsmd)), info)
+        sinks = () if self.sinks is None else (self.sinks.weight,)
+        context_bnsd: Tensor = self.core(*(x.transpose(1, 2) for x in (q_bsnd, k_bsmd, v_bsmd)), info, *sinks)
         return context_bnsd.transpose(1, 2).flatten(2)
 
     def heads(self, qkv: Tensor, info: BatchInfo) -> tuple[Tensor, Tensor, Tensor]:
@@ -327,7 +376,11 @@ class Attention(nn.Module):
         q_bsnd, k_bsmd, v_bsmd = (x.flatten(2, 3) for x in qkv_bsmpd.split((parts - 2, 1, 1), dim=3))
         apart = groups > 1 and self.queries_per_kv > 1  # the queries of several groups: flatten has copied them
         if self.query_norm is not None and self.key_norm is not None:
-            q_bsnd, k_bsmd = self.query_norm(q_bsnd.contiguous()), self.key_norm(k_bsmd.contiguous())
+            q_bsnd, k_bsmd = q_bsnd.contiguous(), k_bsmd.contiguous()
+            if self.query_key_norms is None:
+                q_bsnd, k_bsmd = self.query_norm(q_bsnd), self.key_norm(k_bsmd)
+            else:
+                q_bsnd, k_bsmd = self.query_key_norms((q_bsnd, k_bsmd), (self.query_norm, self.key_norm))
             apart = True
         if self.rotary is not None:
             q_bsnd, k_bsmd = self.rotary(q_bsnd, k_bsmd, info, self.kernels)

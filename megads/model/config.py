@@ -7,7 +7,7 @@ on one process, `megads.parallel.loss.vocab_parallel_token_losses` where the log
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -26,6 +26,7 @@ SHARDING = ShardingTable(
         "blocks.*.attention.dense": Cut.row,
         "blocks.*.attention.query_norm": Cut.inside,
         "blocks.*.attention.key_norm": Cut.inside,
+        "blocks.*.attention.sinks": Cut.vector,
         "blocks.*.mlp.up": Cut.column,
         "blocks.*.mlp.gate_up": Cut.column,
         "blocks.*.mlp.down": Cut.row,
@@ -36,6 +37,13 @@ SHARDING = ShardingTable(
     dropouts=("embedding.dropout", "blocks.*.attention_dropout", "blocks.*.mlp_dropout", "blocks.*.summed_dropout"),
     attention_cores=("blocks.*.attention.core",),
 )
+
+FULL_QK_NORM = {
+    "blocks.*.attention.query_norm": Cut.vector,
+    "blocks.*.attention.key_norm": Cut.vector,
+    "blocks.*.attention.query_key_norms": Cut.norms,
+}
+"""How norms of all heads' queries and keys are cut, in place of those of each head."""
 
 CUSTOM = "custom"
 """Where a plugin's block lies in its stage: its parameters are blocks.<number>.custom.<path within it>."""
@@ -61,6 +69,20 @@ class MLPKind(StrEnum):
 
     gelu = "gelu"
     swiglu = "swiglu"
+
+
+class NormPlacement(StrEnum):
+    """Where a block norms: what its attention and its MLP read, or what they make."""
+
+    input = "input"
+    output = "output"
+
+
+class QKNormWidth(StrEnum):
+    """What a norm of queries and keys takes for one vector."""
+
+    head = "head"
+    full = "full"
 
 
 class RopeScaling(StrEnum):
@@ -124,7 +146,7 @@ class BlockConfig:
 
 @dataclass
 class ModelConfig:
-    """A decoder of pre-norm blocks with causal attention, like BLOOM unless told otherwise."""
+    """A decoder with causal attention, like BLOOM unless told otherwise."""
 
     num_layers: int = 2
     """Transformer blocks."""
@@ -155,6 +177,17 @@ class ModelConfig:
     qk_norm: bool = False
     """A norm of every head's queries and keys, before rope, with gains that the heads share (Dehghani et al. 2023): it
     bounds the attention scores, which otherwise grow where a training is about to diverge. Qwen3's is rmsnorm."""
+    qk_norm_width: QKNormWidth = QKNormWidth.head
+    """head: every head's queries are one vector, and its keys; full: those of all heads are one, with a gain for each
+    feature (OLMo 2), for which tensor-parallel ranks sum their squares. full needs norm=rmsnorm."""
+    attention_logit_softcap: float | None = None
+    """Bounds attention scores: cap * tanh(score / cap), before bias and mask (Gemma 2, 50); null: none. Scores are then
+    in memory, as no kernel of the whole of attention caps them here (docs/model.md)."""
+    attention_sinks: bool = False
+    """Each head has a learned logit beside its scores, whose share of the probability goes to no token (gpt-oss 2025;
+    Xiao et al. 2023): a head may attend to nothing. Scores are then in memory, as with attention_logit_softcap."""
+    final_logit_softcap: float | None = None
+    """Bounds the logits of the output projection in the same way (Gemma 2, 30); null: none."""
     window: int | None = None
     """Tokens that a token's attention sees, itself and those just before it (Beltagy et al. 2020); null is all before
     it. Layers reach further together: each adds another window."""
@@ -165,11 +198,17 @@ class ModelConfig:
     mlp: MLPKind = MLPKind.gelu
     """What is between the MLP's projections: gelu (its tanh approximation) or swiglu, silu(gate) * up with a third
     projection for the gates (Shazeer 2020): as many parameters as gelu has at two thirds of its ffn_size."""
+    norm_placement: NormPlacement = NormPlacement.input
+    """input: x + attention(norm(x)), then the MLP likewise (pre-norm); output: x + norm(attention(x)), norms of what
+    attention and MLP make, before they are added (Liu et al. 2022, Swin v2; OLMo 2's reordered norm)."""
     parallel_block: bool = False
     """Attention and MLP of a block read the same norm and are added, x + dropout(attention(norm(x)) + mlp(norm(x))), as
     in GPT-J and PaLM: half the messages of tensor parallelism. Else the MLP follows attention, with its own norm."""
     block: BlockConfig = field(default_factory=BlockConfig)
     """The block, where it is not the built-in one; the keys above count as far as it reads them."""
+    scale_embedding: bool = False
+    """The word embedding is multiplied by sqrt(hidden_size) (Vaswani et al. 2017; Gemma), before positions are
+    added."""
     embedding_norm: bool = True
     """A norm after the word embedding, as in BLOOM."""
     tie_embeddings: bool = True
@@ -234,6 +273,11 @@ class ModelConfig:
     def weight_std(self) -> float:
         return self.init_std if self.init_std is not None else math.sqrt(1.0 / (3.0 * self.hidden_size))
 
+    @property
+    def scores_in_memory(self) -> bool:
+        """Whether attention scores are treated in a way that no kernel of the whole of attention knows."""
+        return self.attention_logit_softcap is not None or self.attention_sinks
+
     def check(self) -> None:
         """Raises ConfigError on a shape that cannot be built."""
         sizes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size", "ffn_size", "vocab_size")
@@ -260,6 +304,8 @@ class ModelConfig:
             )
         if self.rope_theta <= 0.0:
             raise ConfigError(f"model.rope_theta = {self.rope_theta}: must be positive")
+        self._check_norms()
+        self._check_softcaps()
         self.rope_scaling.check()
         if self.rope_scaling.kind is not RopeScaling.none and self.position is not Position.rope:
             raise ConfigError(
@@ -272,6 +318,30 @@ class ModelConfig:
         reason = why_not(self.attention, self.attention_work())
         if reason:
             raise ConfigError(f"model.attention = {self.attention} {reason}")
+
+    def _check_softcaps(self) -> None:
+        for name in ("attention_logit_softcap", "final_logit_softcap"):
+            value = getattr(self, name)
+            if value is not None and not value > 0.0:
+                raise ConfigError(f"model.{name} = {value}: must be positive, or null for none")
+        if self.attention_sinks and self.attention_dropout:
+            raise ConfigError(
+                f"model.attention_sinks = true cannot be had with model.attention_dropout = {self.attention_dropout}: "
+                "set model.attention_dropout=0"
+            )
+
+    def _check_norms(self) -> None:
+        if self.qk_norm_width is QKNormWidth.full and not self.qk_norm:
+            raise ConfigError("model.qk_norm_width = full only applies with model.qk_norm=true: set both, or neither")
+        if self.qk_norm_width is QKNormWidth.full and self.norm is not NormKind.rmsnorm:
+            raise ConfigError(
+                f"model.qk_norm_width = full is RMSNorm, but model.norm = {self.norm}: set model.norm=rmsnorm"
+            )
+        if self.norm_placement is NormPlacement.output and self.parallel_block:
+            raise ConfigError(
+                "model.norm_placement = output has a norm of attention and one of the MLP, but model.parallel_block "
+                "adds the two before anything else: set one of them"
+            )
 
     def attention_work(self, tp: int = 1) -> AttentionWork:
         """What the model asks of attention on a rank; precision, place and batch are not known here.
@@ -286,17 +356,21 @@ class ModelConfig:
             alibi=self.position is Position.alibi,
             window=self.window,
             dropout=self.attention_dropout,
+            softcap=self.attention_logit_softcap is not None,
+            sinks=self.attention_sinks,
         )
 
 
 def sharding_of(model: ModelConfig) -> ShardingTable:
-    """The table of a model, with that of a plugin's block in it.
+    """The table of a model, with what its options or a plugin's block put in it.
 
     Raises:
         ConfigError: no plugin registered the block.
     """
     if not model.block.is_custom:
-        return SHARDING
+        if model.qk_norm_width is QKNormWidth.head:
+            return SHARDING
+        return replace(SHARDING, parameters={**SHARDING.parameters, **FULL_QK_NORM})
     own: ShardingTable = getattr(BLOCKS.find(model.block.name, "model.block.name").make, "sharding", ShardingTable({}))
     prefix = f"blocks.*.{CUSTOM}."
     return ShardingTable(

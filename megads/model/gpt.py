@@ -23,11 +23,12 @@ from torch import Tensor, nn
 
 from megads.batch import BatchInfo
 from megads.model.attention import Attention, AttentionCore
-from megads.model.config import CUSTOM, SHARDING, MLPKind, ModelConfig, Position, sharding_of
+from megads.model.config import CUSTOM, SHARDING, MLPKind, ModelConfig, NormPlacement, Position, sharding_of
 from megads.model.dropout import Dropout
 from megads.model.norm import Norm
 from megads.ops.activation import gelu, swiglu
 from megads.ops.config import FUSED, TORCH, Kernels
+from megads.ops.softcap import softcap
 from megads.parallel.partition import ShardingTable
 from megads.runtime.registry import BLOCKS
 
@@ -39,11 +40,12 @@ TIED_PARAMETER, TIED_COPY = "embedding.word.weight", "head.weight"
 
 
 class Embedding(nn.Module):
-    """Word embedding, learned positions if any, BLOOM's embedding norm if asked for, dropout."""
+    """Word embedding, scaled if asked for, learned positions if any, BLOOM's embedding norm if asked for, dropout."""
 
     def __init__(self, config: ModelConfig, seed: int) -> None:
         super().__init__()
         self.word = _table(config.vocabulary, config.hidden_size)
+        self.scale = math.sqrt(config.hidden_size) if config.scale_embedding else 1.0
         learned = config.position is Position.learned
         self.position = _table(config.max_seq_len, config.hidden_size) if learned else None
         self.norm = Norm(config) if config.embedding_norm else None
@@ -52,6 +54,8 @@ class Embedding(nn.Module):
     def forward(self, tokens_bs: Tensor, info: BatchInfo) -> Tensor:
         """Returns [b, s, h]."""
         hidden_bsh: Tensor = self.word(tokens_bs)
+        if self.scale != 1.0:
+            hidden_bsh = hidden_bsh * self.scale
         if self.position is not None:
             hidden_bsh = hidden_bsh + self.position(info.positions(tokens_bs.shape[1], tokens_bs.device))
         if self.norm is not None:
@@ -148,6 +152,27 @@ class Block(nn.Module):
         return self.mlp_dropout.add(self.mlp(normed_bsh), hidden_bsh, info)
 
 
+class OutputNormBlock(nn.Module):
+    """x + norm(attention(x)), then x + norm(mlp(x)): the reordered norm of OLMo 2, Swin v2's (Liu et al. 2022)."""
+
+    def __init__(self, config: ModelConfig, seed: int, index: int) -> None:
+        super().__init__()
+        site = f"blocks.{index}"
+        self.attention = Attention(config, seed, f"{site}.attention")
+        self.attention_output_norm = Norm(config)
+        self.attention_dropout = Dropout(config.hidden_dropout, seed, f"{site}.attention_dropout")
+        self.mlp = _mlp(config)
+        self.mlp_output_norm = Norm(config)
+        self.mlp_dropout = Dropout(config.hidden_dropout, seed, f"{site}.mlp_dropout")
+
+    def forward(self, hidden_bsh: Tensor, info: BatchInfo) -> Tensor:
+        """Returns [b, s, h]."""
+        attended_bsh = self.attention_output_norm(self.attention(hidden_bsh, info))
+        hidden_bsh = self.attention_dropout.add(attended_bsh, hidden_bsh, info)
+        del attended_bsh
+        return self.mlp_dropout.add(self.mlp_output_norm(self.mlp(hidden_bsh)), hidden_bsh, info)
+
+
 class SharedInput(nn.Module):
     """Several linear layers of one input. It holds none of them: what may be cut is how they are run together."""
 
@@ -217,7 +242,7 @@ class CustomBlock(nn.Module):
         return out_bsh
 
 
-def make_block(config: ModelConfig, seed: int, index: int) -> Block | ParallelBlock | CustomBlock:
+def make_block(config: ModelConfig, seed: int, index: int) -> Block | OutputNormBlock | ParallelBlock | CustomBlock:
     """A block of the model's kind.
 
     Args:
@@ -230,6 +255,8 @@ def make_block(config: ModelConfig, seed: int, index: int) -> Block | ParallelBl
     """
     if config.block.is_custom:
         return CustomBlock(config, seed, index)
+    if config.norm_placement is NormPlacement.output:
+        return OutputNormBlock(config, seed, index)
     return (ParallelBlock if config.parallel_block else Block)(config, seed, index)
 
 
@@ -246,6 +273,7 @@ class Head(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.vocabulary, config.hidden_size))
+        self.softcap = config.final_logit_softcap
 
     def tie(self, embedding: Embedding) -> None:
         """Shares the word embedding's weight."""
@@ -255,7 +283,8 @@ class Head(nn.Module):
 
     def forward(self, hidden_bsh: Tensor, info: BatchInfo) -> Tensor:
         """Returns logits [b, s, v]."""
-        return F.linear(hidden_bsh, self.weight)
+        logits_bsv = F.linear(hidden_bsh, self.weight)
+        return logits_bsv if self.softcap is None else softcap(logits_bsv, self.softcap)
 
 
 @dataclass(frozen=True)
@@ -321,7 +350,7 @@ def parameter_generator(seed: int, name: str) -> torch.Generator:
 
 def initial_value(config: ModelConfig, seed: int) -> InitialValue:
     """BLOOM's initialisation: matrices N(0, std), the projections that end a branch N(0, std / sqrt(2 L)),
-    gains one, biases zero.
+    gains one, biases and sinks zero.
 
     Args:
         config: the model's shape; `config.weight_std` is std.
@@ -330,7 +359,7 @@ def initial_value(config: ModelConfig, seed: int) -> InitialValue:
     branch_std = config.weight_std / math.sqrt(2.0 * config.num_layers)
 
     def value(name: str, shape: tuple[int, ...]) -> Tensor:
-        if name.endswith(".bias"):
+        if name.endswith((".bias", "attention.sinks.weight")):
             return torch.zeros(shape)
         if len(shape) == 1:
             return torch.ones(shape)

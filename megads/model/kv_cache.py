@@ -15,7 +15,7 @@ from megads.batch import BatchInfo
 from megads.model.attention import Attention, AttentionCore, causal_bias_at, hide_other_documents
 from megads.model.config import Position
 from megads.model.gpt import GPT
-from megads.ops.attention import bias_dtype, masked_attention
+from megads.ops.attention import bias_dtype
 
 PIECE = 512
 """Tokens of one forward pass: the mask of a long prompt grows with this times its length, not with its square."""
@@ -80,8 +80,10 @@ class CachedAttentionCore(nn.Module):
         if self.keys_btmd is not None and self.values_btmd is not None:
             self.keys_btmd, self.values_btmd = self.keys_btmd[rows], self.values_btmd[rows]
 
-    def forward(self, q_bnsd: Tensor, k_bmsd: Tensor, v_bmsd: Tensor, info: BatchInfo) -> Tensor:
-        """Returns [b, n, s, d]."""
+    def forward(
+        self, q_bnsd: Tensor, k_bmsd: Tensor, v_bmsd: Tensor, info: BatchInfo, sinks_n: Tensor | None = None
+    ) -> Tensor:
+        """Returns [b, n, s, d]; see AttentionCore."""
         current = self.current
         assert current is not None
         self._make_room(current.keys, k_bmsd)
@@ -91,11 +93,12 @@ class CachedAttentionCore(nn.Module):
         self.keys_btmd[rows, slots_bs] = k_bmsd.transpose(1, 2)
         self.values_btmd[rows, slots_bs] = v_bmsd.transpose(1, 2)
         seen = slice(current.keys.start - self.first, current.keys.stop - self.first)
-        return masked_attention(
+        return self.core.with_bias(
             q_bnsd,
             self.keys_btmd[:, seen].transpose(1, 2),
             self.values_btmd[:, seen].transpose(1, 2),
             current.bias(self.core, bias_dtype(q_bnsd)),
+            sinks_n,
         )
 
     def _make_room(self, keys: range, like_bmsd: Tensor) -> None:

@@ -1,6 +1,8 @@
-"""The model's norms: of hidden states, and of the queries and keys of a head."""
+"""The model's norms: of hidden states, and of queries and keys."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -8,6 +10,14 @@ from torch import Tensor, nn
 from megads.model.config import ModelConfig, NormKind
 from megads.ops.config import TORCH
 from megads.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+
+
+class Norms(nn.Module):
+    """Norms of the features of all heads, one for each tensor. It holds none of them: heads may be cut over ranks."""
+
+    def forward(self, inputs: Sequence[Tensor], norms: Sequence[nn.Module]) -> tuple[Tensor, ...]:
+        """[b, s, heads, head dim] of every norm -> the same."""
+        return tuple(norm(x.flatten(2)).view_as(x) for norm, x in zip(norms, inputs, strict=True))
 
 
 class Norm(nn.Module):

@@ -298,12 +298,12 @@ class _Clock:
 
 def _add_start(clock: _Clock, start: _Start, before: _Start | None) -> None:
     after_fault = before is not None and before.failed
-    if before is not None:
-        # The ranks of a restart in place are started by the same command.
-        in_place = before.exit and start.began <= _time(before.exit)
-        gap = Activity.recover if in_place else Activity.queue if before.requeued else Activity.stopped
-        clock.until(start.launched if in_place else start.began, gap)
     opening = Activity.recover if after_fault else Activity.start
+    if before is not None:
+        # The ranks of a restart in place, and of the next training stage, are started by the same command.
+        in_place = before.exit and start.began <= _time(before.exit)
+        gap = opening if in_place else Activity.queue if before.requeued else Activity.stopped
+        clock.until(start.launched if in_place else start.began, gap)
     began = start.loop_began
     if began is None:
         _end_before_a_step(clock, start, opening)

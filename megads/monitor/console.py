@@ -135,7 +135,7 @@ def _descriptor(out: TextIO) -> int | None:
 
 
 _LEVELS = ("debug", "info", "warning", "error")
-_OPENING_EVENTS = ("launch", "attention", "operators", "resume", "init_from", "start")
+_OPENING_EVENTS = ("launch", "attention", "operators", "resume", "init_from", "start", "training_stage")
 # The launcher says these itself.
 _SAID_ELSEWHERE = ("failure", "config_changed", "data")
 _STEP_TIME_MEMORY = 0.9
@@ -226,7 +226,8 @@ class Console:
 
     def _show_metrics(self, record: Mapping[str, Any]) -> None:
         if "loss" not in record:
-            self.say(render_validation(record))
+            if not is_of_layers(record):
+                self.say(render_validation(record))
             return
         self._step_time_s = smoothed(self._step_time_s, record.get("step_time_s"))
         step = int(record.get("step", 0))
@@ -282,12 +283,19 @@ def render_validation(record: Mapping[str, Any]) -> str:
         part = f"{name}: loss {loss:.4f} | ppl {perplexity:,.1f}"
         unigram = record.get(f"valid/{name}/unigram_loss")
         parts.append(part if unigram is None else f"{part} | unigram loss {unigram:.4f}")
+        average = record.get(f"valid/{name}/average_loss")
+        parts += [] if average is None else [f"running average {average:.4f}"]
     return " | ".join(parts)
 
 
 def is_validation(record: Mapping[str, Any]) -> bool:
     """Tells a validation's line of metrics.jsonl from that of tasks; it is no step's."""
     return any(key.startswith("valid/") for key in record) or not any(key.startswith("eval/") for key in record)
+
+
+def is_of_layers(record: Mapping[str, Any]) -> bool:
+    """Tells a line of metrics.jsonl that has the norms of layers, which are many, from those that people are shown."""
+    return any(key.startswith("layers/") for key in record)
 
 
 def _is_task_value(key: str) -> bool:

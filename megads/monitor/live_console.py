@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megads.errors import ConfigError
-from megads.monitor.console import Console, is_validation, render_step, render_validation, smoothed
+from megads.monitor.console import Console, is_of_layers, is_validation, render_step, render_validation, smoothed
 from megads.runtime import environment
 from megads.runtime.config import ConsoleKind, LoggingConfig
 from megads.runtime.files import read_end
@@ -103,7 +103,8 @@ class RunProgress:
     def add_metrics(self, record: Mapping[str, Any]) -> None:
         """Takes a line of metrics.jsonl."""
         if "loss" not in record:
-            self.validation = record if is_validation(record) else self.validation
+            shown = is_validation(record) and not is_of_layers(record)
+            self.validation = record if shown else self.validation
             return
         self.record, self.step = record, int(record.get("step", 0))
         self.losses.append((self.step, float(record["loss"])))
@@ -417,7 +418,7 @@ class LiveConsole(Console):
         self._progress.add_metrics(record)
         if "loss" in record:
             self._last_step = time.monotonic()
-        else:
+        elif not is_of_layers(record):
             self.say(render_validation(record))
 
     def _print(self, line: str, level: str) -> None:

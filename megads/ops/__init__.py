@@ -20,5 +20,6 @@ __all__ = [
     "norm",
     "resolve",
     "rotary",
+    "softcap",
     "softmax",
 ]

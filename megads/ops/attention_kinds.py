@@ -51,6 +51,8 @@ class AttentionWork:
         alibi: biases are linear in the distance.
         window: keys that a query sees; None: all before it.
         dropout: probability of a probability to be dropped.
+        softcap: scores are capped.
+        sinks: heads have a logit beside their scores.
         bf16: tensors are bf16; else fp32.
         cuda: on a GPU; else on a CPU.
         impl: which operators there are; fused, where megads' own kernels are there for sure.
@@ -67,6 +69,8 @@ class AttentionWork:
     alibi: bool
     window: int | None = None
     dropout: float = 0.0
+    softcap: bool = False
+    sinks: bool = False
     bf16: bool | None = None
     cuda: bool | None = None
     impl: Implementation | None = None
@@ -86,16 +90,18 @@ def why_not(kind: AttentionKind, work: AttentionWork) -> str:
     match kind:
         case AttentionKind.auto | AttentionKind.sdpa:
             return ""
-        case AttentionKind.fused | AttentionKind.fused_softmax:
-            return _without_kernels(kind, work)
+        case AttentionKind.fused_softmax:
+            return _without_kernels(kind, work) or _without_sinks(work)
+        case AttentionKind.fused:
+            return _without_kernels(kind, work) or _without_softcap(work)
         case AttentionKind.augmented:
-            return _not_augmented(work) or _without_dropout(work)
+            return _not_augmented(work) or _without_dropout(work) or _without_softcap(work)
         case AttentionKind.flash:
-            return _without_dropout(work) or _not_flash(work)
+            return _without_dropout(work) or _without_softcap(work) or _not_flash(work)
         case AttentionKind.flex:
-            return _without_dropout(work) or _not_flex(work)
+            return _without_dropout(work) or _without_softcap(work) or _not_flex(work)
         case AttentionKind.cudnn:
-            return _without_dropout(work) or _not_cudnn(work)
+            return _without_dropout(work) or _without_softcap(work) or _not_cudnn(work)
 
 
 def _without_dropout(work: AttentionWork) -> str:
@@ -105,6 +111,21 @@ def _without_dropout(work: AttentionWork) -> str:
         f"cannot drop probabilities, but model.attention_dropout = {work.dropout}: set model.attention_dropout=0, or "
         "model.attention=fused_softmax or auto"
     )
+
+
+def _without_softcap(work: AttentionWork) -> str:
+    if not work.softcap:
+        return _without_sinks(work)
+    return (
+        "cannot cap scores, but model.attention_logit_softcap is set: use model.attention=fused_softmax, sdpa or auto, "
+        "which have scores in memory"
+    )
+
+
+def _without_sinks(work: AttentionWork) -> str:
+    if not work.sinks:
+        return ""
+    return "knows no logit beside the scores, but model.attention_sinks = true: use model.attention=sdpa or auto"
 
 
 def _without_kernels(kind: AttentionKind, work: AttentionWork) -> str:

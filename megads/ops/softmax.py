@@ -9,7 +9,7 @@ Shape suffixes: b = batch, n = heads, m = heads of keys and values, s = query, t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megads.ops.config import FUSED, TORCH, KernelOp, Kernels
 from megads.ops.dropout import DropoutMask
+from megads.ops.softcap import softcap
 
 
 def masked_softmax(
@@ -119,6 +120,9 @@ class MaskedSoftmax:
         slopes_n: fp32 ALiBi slope of every head; None: no bias.
         places_s: int64 place of every query among the keys; None: 0..s-1.
         starts_bs: int64 first key that a query sees, contiguous; None: 0.
+        softcap: bound of the scaled scores, before the bias; None: none. `explicit_attention` caps them.
+        sinks_n: logit of each head beside its scores, which takes a share of the probability; by torch, without
+            dropout. None: none.
     """
 
     scale: float
@@ -126,13 +130,19 @@ class MaskedSoftmax:
     slopes_n: Tensor | None = None
     places_s: Tensor | None = None
     starts_bs: Tensor | None = None
+    softcap: float | None = None
+    sinks_n: Tensor | None = None
 
     def __call__(self, scores_bnst: Tensor) -> Tensor:
         """Probabilities of the scores' dtype."""
         if self.bias is None:
             return masked_softmax(scores_bnst, self.scale, self.slopes_n, self.places_s, self.starts_bs, FUSED)
         wide = torch.promote_types(scores_bnst.dtype, torch.float32)
-        return torch.softmax(scores_bnst.to(wide).mul(self.scale).add(self.bias()), dim=-1).to(scores_bnst.dtype)
+        logits_bnst = scores_bnst.to(wide).mul(self.scale).add(self.bias())
+        if self.sinks_n is None:
+            return torch.softmax(logits_bnst, dim=-1).to(scores_bnst.dtype)
+        sinks_bns1 = self.sinks_n.to(wide)[:, None, None].expand(*logits_bnst.shape[:-1], 1)
+        return torch.softmax(torch.cat((logits_bnst, sinks_bns1), -1), dim=-1)[..., :-1].to(scores_bnst.dtype)
 
 
 def explicit_attention(
@@ -152,12 +162,18 @@ def explicit_attention(
     (batch, heads, queries, dim), (shared, keys) = q_bnsd.shape, k_bmtd.shape[1:3]
     # The queries of all heads that share keys are rows of one product.
     rows = heads // shared * queries
+    cap, scale = softmax.softcap, softmax.scale
+    if cap is not None:  # capping scales them
+        softmax = replace(softmax, scale=1.0)
 
     def scores_bnst() -> Tensor:
         # Without a name for the scores, they are freed as soon as they are normalised.
         scores = q_bnsd.reshape(batch, shared, rows, dim) @ k_bmtd.transpose(-1, -2)
+        if cap is not None:
+            scores = softcap(scores, cap, scale)
         return scores.view(batch, heads, queries, keys)
 
+    assert mask is None or softmax.sinks_n is None, "their gradient is autograd's"
     if mask is None:
         return (softmax(scores_bnst()).view(batch, shared, rows, keys) @ v_bmtd).view(q_bnsd.shape)
     # As products do: copies of several heads, where a view would keep the whole projection for backward.

@@ -116,6 +116,9 @@ class OptimConfig:
     """Decoupled decay; biases and every norm are exempt, by name."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 switches clipping off."""
+    ema_decay: float | None = None
+    """Decay of a running (exponential moving) average of the weights, which each step updates, as in 0.9999; null: none
+    is kept. Validation takes it with evaluation.average, `megads export` with average=true (docs/optimizers.md)."""
     impl: Implementation = Implementation.auto
     """Whose kernels compute the gradient norm and AdamW; auto: as ops.impl. fused: megads' own. torch: torch's. apex:
     NVIDIA apex', on GPUs. State and checkpoints are the same, so a run may go on with another. DeepSpeed's optimizer,
@@ -129,6 +132,10 @@ class OptimConfig:
             raise ConfigError(f"optim.betas = {self.betas}: want two values in [0, 1)")
         if self.clip_grad < 0:
             raise ConfigError(f"optim.clip_grad = {self.clip_grad}: must be 0 (off) or positive")
+        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
+            raise ConfigError(
+                f"optim.ema_decay = {self.ema_decay}: want a value between 0 and 1, or null for no average"
+            )
         self._check_unread()
 
     @property

@@ -23,8 +23,10 @@ _MATRIX = re.compile(
 )
 _VECTOR = re.compile(
     r"blocks\.\d+\.(attention\.(qkv|dense)|mlp\.(up|gate_up|down))\.bias"
-    r"|(embedding\.norm|blocks\.\d+\.(input_norm|attention\.(query|key)_norm|post_attention_norm)|final_norm)"
+    r"|blocks\.\d+\.(input_norm|post_attention_norm|(attention|mlp)_output_norm|attention\.(query|key)_norm)"
     r"\.(weight|bias)"
+    r"|blocks\.\d+\.attention\.sinks\.weight"
+    r"|(embedding\.norm|final_norm)\.(weight|bias)"
 )
 
 
@@ -104,6 +106,19 @@ def state_kinds(optim: OptimConfig, role: Role) -> tuple[str, ...]:
         kinds: tuple[str, ...] = OPTIMIZERS.find(optim.name, "optim.name").traits["state"]
         return kinds
     return ("momentum_buffer",) if role is Role.hidden else _STATE[OptimizerName(optim.name)]
+
+
+AVERAGE = "average"
+"""Kind of the running average of the weights, which a run may keep beside masters and the optimizer's state."""
+
+
+def held_kinds(optim: OptimConfig, role: Role) -> tuple[str, ...]:
+    """Names of all fp32 tensors that a run keeps of every parameter of a role, beside the master weight.
+
+    Raises:
+        ConfigError: no plugin registered the optimizer.
+    """
+    return (*state_kinds(optim, role), *([] if optim.ema_decay is None else [AVERAGE]))
 
 
 def parameter_groups(

@@ -200,6 +200,22 @@ def lion(options: LionOptions, update: Update) -> None:
     momentum_e.lerp_(update.grad, 1.0 - options.beta2)
 
 
+def update_average(average_e: Tensor, master_e: Tensor, decay: float, taken: Tensor | None = None) -> None:
+    """One step of a running average of weights: average = decay average + (1 - decay) master, in place.
+
+    Args:
+        average_e: fp32, the weights themselves before the first step.
+        master_e: fp32 weights after the step.
+        decay: between 0 and 1.
+        taken: bool scalar on their device; where it is False the step was none and the average stays. None: it was one.
+    """
+    share = 1.0 - decay
+    if taken is None:
+        average_e.lerp_(master_e, share)
+    else:
+        average_e.lerp_(master_e, taken.to(average_e.dtype) * share)
+
+
 class AdamWRule:
     """torch's AdamW, for masters beside those that another rule updates.
 

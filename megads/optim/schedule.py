@@ -146,6 +146,8 @@ class LearningRate:
         warmup: samples at which the warmup ends.
         end: samples at which the decay ends.
         decay_start: samples at which the decay of wsd starts; None: by schedule.decay_share.
+        begin: samples of the run from which all others are counted.
+        later: schedules that take its place from their begin on, in order.
     """
 
     optim: OptimConfig
@@ -153,6 +155,8 @@ class LearningRate:
     warmup: int
     end: int
     decay_start: int | None = None
+    begin: int = 0
+    later: tuple[LearningRate, ...] = ()
 
     def __call__(self, samples: int) -> float:
         """The rate of one step.
@@ -164,6 +168,10 @@ class LearningRate:
         Raises:
             ConfigError: a plugin's schedule returns no finite number.
         """
+        for piece in reversed(self.later):
+            if samples > piece.begin:
+                return piece(samples)
+        samples -= self.begin
         optim = self.optim
         if samples < self.warmup:
             return optim.lr * samples / self.warmup

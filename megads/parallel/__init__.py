@@ -2,7 +2,7 @@
 
 `grid` says which rank holds what, and makes the process groups. `sharding` cuts a stage by tensor and sequence
 parallelism, `context` cuts samples, `partition` cuts the model into pipeline stages, which run a `schedule`. `loss` is
-the cross entropy over a cut vocabulary.
+the cross entropy over a cut vocabulary, `norm` RMSNorm over cut features.
 """
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "context",
     "grid",
     "loss",
+    "norm",
     "partition",
     "pipeline_actions",
     "recompute",

@@ -141,13 +141,13 @@ class ContextParallelCore(nn.Module):
         self.core = core
         self.axis = axis
 
-    def forward(self, q_bnsd: Tensor, k_bnsd: Tensor, v_bnsd: Tensor, info: BatchInfo) -> Tensor:
-        """Returns [b, n, s, d]."""
+    def forward(self, q_bnsd: Tensor, k_bnsd: Tensor, v_bnsd: Tensor, info: BatchInfo, *of_heads: Tensor) -> Tensor:
+        """Returns [b, n, s, d]; what else a core takes is of this rank's heads."""
         k_bntd, v_bntd = _GatherSequence.apply(k_bnsd, v_bnsd, self.axis)
         # A copy, if they are a view: what backward keeps of the queries would keep this rank's keys and values too. The
         # output takes their order in memory, which is then that of the next projection.
         own_q_bnsd = q_bnsd.transpose(1, 2).contiguous().transpose(1, 2)
-        out_bnsd: Tensor = self.core(own_q_bnsd, k_bntd, v_bntd, info)
+        out_bnsd: Tensor = self.core(own_q_bnsd, k_bntd, v_bntd, info, *of_heads)
         return out_bnsd
 
 

@@ -29,6 +29,7 @@ from megads.batch import BatchInfo, MicroBatch
 from megads.ops import cross_entropy
 from megads.ops import linear as products
 from megads.ops.config import FUSED, TORCH, KernelOp, Kernels
+from megads.ops.softcap import softcap_
 from megads.parallel.grid import Axis, ParallelGrid, own_rows, padded_rows
 from megads.parallel.region_linear import Region, even_parts, start_gather, start_scatter
 from megads.parallel.weight_gradients import MainGrads, TiedGradient, WeightGradient, WeightGradients
@@ -273,6 +274,7 @@ class Targets:
         chunk: tokens whose logits are in memory at a time.
         kernels: whose kernel computes the loss.
         z_loss: weight of log(Z)^2 in the gradient.
+        softcap: bound of the logits, which the loss caps; None: none.
     """
 
     labels_bs: Tensor
@@ -281,6 +283,7 @@ class Targets:
     chunk: int
     kernels: Kernels = TORCH
     z_loss: float = 0.0
+    softcap: float | None = None
 
     @property
     def parts(self) -> list[slice]:
@@ -365,6 +368,7 @@ def _chunked(
     for part in targets.parts:
         logits_cr = room_cr[: part.stop - part.start]
         products.linear_into(logits_cr, x_mh[part], weight, kernels)
+        slope_cr = None if targets.softcap is None else softcap_(logits_cr, targets.softcap)
         loss += weighted_loss_(
             logits_cr,
             labels_m[part],
@@ -377,6 +381,8 @@ def _chunked(
         )
         if main_grads is None:
             continue
+        if slope_cr is not None:
+            logits_cr *= slope_cr
         products.linear_into(grad_mh[part], logits_cr, weight.t(), kernels)
         if region.axis.size > 1 and not region.sequence_parallel:
             leaving.append(dist.all_reduce(grad_mh[part], group=region.axis.group, async_op=True))

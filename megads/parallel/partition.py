@@ -252,6 +252,9 @@ class Cut(StrEnum):
         with the sum of all.
     vocab: rows of an embedding table; the lookup ends with a sum over ranks.
     vocab_head: rows of the output projection; the module enters a region that ends in the loss.
+    vector: the one dim of a weight of features or heads inside of a region; other modules compute with it.
+    norms: nothing; the module is called with tensors [b, s, heads, head dim] whose heads are cut and the norm of each,
+        whose statistics are those of all ranks.
     inside: nothing; the module computes inside of a region, on the features of this rank alone, so that the gradients
         of its parameters are to be summed over ranks.
     sequence: nothing; the module looks up whole positions [..., s], and with sequence parallelism a rank looks up only
@@ -266,6 +269,8 @@ class Cut(StrEnum):
     rows = "rows"
     vocab = "vocab"
     vocab_head = "vocab_head"
+    vector = "vector"
+    norms = "norms"
     inside = "inside"
     sequence = "sequence"
 

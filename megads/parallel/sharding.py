@@ -11,7 +11,7 @@ s), i = local input features, o = local output features, h = hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
@@ -22,8 +22,10 @@ from torch import Tensor, nn
 from megads.batch import BatchInfo
 from megads.errors import ConfigError
 from megads.ops.config import TORCH, KernelOp, Kernels
+from megads.ops.softcap import softcap
 from megads.parallel.grid import Axis, padded_rows
 from megads.parallel.loss import Targets, head_loss
+from megads.parallel.norm import cut_rms_norms
 from megads.parallel.partition import Cut, ShardingTable
 from megads.parallel.region_linear import (
     Region,
@@ -193,6 +195,28 @@ class RowParallelBranches(RegionBorder):
         return out_bto + sum(biases) if biases else out_bto
 
 
+class ColumnParallelNorms(RegionBorder):
+    """Norms of tensors whose features are cut over the axis, each by the statistics of all ranks' features.
+
+    It holds none of the norms, each of which has this rank's gains.
+    """
+
+    def __init__(self, region: Region) -> None:
+        super().__init__()
+        self.region = region
+
+    def forward(self, inputs: Sequence[Tensor], norms: Sequence[nn.Module]) -> tuple[Tensor, ...]:
+        """[b, s, heads, head dim] of every norm -> the same."""
+        flat = [x.flatten(2) for x in inputs]
+        if self.region.axis.size == 1:
+            normed = tuple(norm(x_bsw) for norm, x_bsw in zip(norms, flat, strict=True))
+        else:
+            weights: Any = [norm.weight for norm in norms]
+            eps: Any = norms[0].eps
+            normed = cut_rms_norms(flat, weights, eps, self.region.axis)
+        return tuple(y_bsw.view_as(x) for y_bsw, x in zip(normed, inputs, strict=True))
+
+
 class VocabParallelEmbedding(SplitLayer):
     """An embedding table whose rows are cut over the axis; each rank looks up the tokens it holds, the sum is whole.
 
@@ -233,11 +257,18 @@ class PositionShardEmbedding(nn.Module):
 
 
 class VocabParallelHead(RegionBorder, SplitLayer):
-    """Output projection whose rows are cut over the axis. The region it opens is closed by the loss."""
+    """Output projection whose rows are cut over the axis. The region it opens is closed by the loss.
 
-    def __init__(self, vocab_size: int, hidden_size: int, region: Region) -> None:
+    Args:
+        vocab_size: rows of the whole.
+        hidden_size: columns.
+        region: that it opens.
+        cap: bound of the logits; None: none.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, region: Region, cap: float | None = None) -> None:
         super().__init__()
-        self.region = region
+        self.region, self.cap = region, cap
         self.weight = nn.Parameter(torch.empty(padded_rows(vocab_size, region.axis.size), hidden_size))
 
     def forward(self, hidden_bth: Tensor, info: BatchInfo, targets: Targets | None = None) -> Tensor:
@@ -250,8 +281,10 @@ class VocabParallelHead(RegionBorder, SplitLayer):
                 see `megads.parallel.loss.head_loss`, and the logits are never whole.
         """
         if targets is not None:
-            return head_loss(hidden_bth, self.weight, targets, self.region, self.weight_gradients)
-        return opening_linear(hidden_bth, self.weight, None, self.region, self.weight_gradients)
+            of_logits = replace(targets, softcap=self.cap)
+            return head_loss(hidden_bth, self.weight, of_logits, self.region, self.weight_gradients)
+        logits_bsr = opening_linear(hidden_bth, self.weight, None, self.region, self.weight_gradients)
+        return logits_bsr if self.cap is None else softcap(logits_bsr, self.cap)
 
 
 @dataclass(frozen=True)
@@ -285,6 +318,8 @@ def _parallel_layer(layer: nn.Module, path: str, cut: Cut, region: Region) -> nn
     axis = region.axis
     if cut in (Cut.columns, Cut.rows):
         return ColumnParallelBranches(region) if cut is Cut.columns else RowParallelBranches(region)
+    if cut is Cut.norms:
+        return ColumnParallelNorms(region)
     if cut in (Cut.column, Cut.row):
         assert isinstance(layer, nn.Linear)
         divided = layer.out_features if cut is Cut.column else layer.in_features
@@ -293,12 +328,15 @@ def _parallel_layer(layer: nn.Module, path: str, cut: Cut, region: Region) -> nn
         make = ColumnParallelLinear if cut is Cut.column else RowParallelLinear
         return make(layer.in_features, layer.out_features, region, bias=layer.bias is not None)
     assert isinstance(layer.weight, Tensor)
+    if cut is Cut.vector:
+        layer.weight = nn.Parameter(torch.empty(len(layer.weight) // axis.size))
+        return layer
     rows, hidden_size = layer.weight.shape
     if cut is Cut.sequence:
         return PositionShardEmbedding(rows, hidden_size, axis) if region.sequence_parallel else layer
     if cut is Cut.vocab:
         return VocabParallelEmbedding(rows, hidden_size, axis, region.sequence_parallel)
-    return VocabParallelHead(rows, hidden_size, region)
+    return VocabParallelHead(rows, hidden_size, region, getattr(layer, "softcap", None))
 
 
 def _placement(

@@ -1,7 +1,7 @@
 """How likely a model holds given tokens, place by place, and which token it holds likeliest; over cut vocabularies.
 
 Shape suffixes: b = batch, s = tokens of this context rank, t = this rank's share of them, h = hidden size, r = rows of
-the vocabulary that this rank holds, n = rows that are scored together, l = their whole length.
+the vocabulary that this rank holds, n = rows that are scored together, l = their whole length, p = positions.
 """
 
 from __future__ import annotations
@@ -108,6 +108,41 @@ class ScoreRecorder:
             dist.all_reduce(values_2nl)
         log_likelihoods_nl, likeliest_nl = values_2nl.cpu().unbind()
         return RowScores(log_likelihoods_nl, likeliest_nl.long())
+
+
+class PositionLosses(ScoreRecorder):
+    """Sums losses by the position of their tokens, where the loss would be computed.
+
+    Args:
+        vocab_size: true size of the vocabulary.
+        axis: the tensor-parallel axis.
+        positions: how many there are.
+        device: of this rank.
+    """
+
+    def __init__(self, vocab_size: int, axis: Axis, positions: int, device: torch.device) -> None:
+        super().__init__(vocab_size, axis)
+        self._sums_2p = torch.zeros(2, positions, dtype=torch.float64, device=device)
+
+    def __call__(self, head: nn.Module, hidden_bth: Tensor, info: BatchInfo, targets: tuple[Tensor, Tensor]) -> Tensor:
+        """See ScoreRecorder; what it keeps is added up at once."""
+        loss = super().__call__(head, hidden_bth, info, targets)
+        labels_bs, mask_bs = targets
+        _, log_likelihoods_bs, _ = self._found.pop()
+        positions_bs = info.positions(labels_bs.shape[1], labels_bs.device).expand_as(labels_bs).flatten()
+        counted_bs = mask_bs.double()
+        self._sums_2p[0].index_add_(0, positions_bs, (-log_likelihoods_bs * counted_bs).flatten())
+        self._sums_2p[1].index_add_(0, positions_bs, counted_bs.flatten())
+        return loss
+
+    def sums(self, grid: ParallelGrid, loss_rank: int) -> Tensor:
+        """Loss and tokens of every position over all ranks, fp64 [2, p] on the CPU; collective over the world."""
+        # Of tensor-parallel ranks all know the same.
+        if grid.pp.rank != loss_rank or not grid.tp.is_first:
+            self._sums_2p.zero_()
+        if grid.world_size > 1:
+            dist.all_reduce(self._sums_2p)
+        return self._sums_2p.cpu()
 
 
 def likeliest_tokens(logits_bsr: Tensor, vocab_size: int, axis: Axis) -> Tensor:

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import torch
 
-from megads.model.config import MLPKind, Position
+from megads.model.config import MLPKind, NormPlacement, Position, QKNormWidth
 from megads.model.gpt import EMBEDDING, HEAD
 from megads.ops.config import AUGMENTED_FEATURES
 from megads.ops.dropout import DRAWN_AT_ONCE
@@ -53,6 +53,22 @@ def _explicit_attention(p: Pass) -> tuple[int, int, int]:
     meanwhile.
     """
     w, scores = p.weight_bytes, p.scores
+    if p.model.attention_logit_softcap is not None:
+        kept, forward, backward = _explicit_softmax(p)
+        # The slope of the cap; while it is made scores are there in fp32 twice.
+        return kept + w * scores, forward + 2 * FP32 * scores, backward + w * scores
+    return _explicit_softmax(p)
+
+
+def _explicit_softmax(p: Pass) -> tuple[int, int, int]:
+    """The same of scores that are not capped."""
+    w, scores = p.weight_bytes, p.scores
+    if not p.model.attention_dropout and not p.masked_by_kernel:
+        # The softmax, in fp32, and its cast; with sinks a column more.
+        column = FP32 * p.tokens * p.heads if p.model.attention_sinks else 0
+        cast = w * scores if w < FP32 else 0
+        kept = FP32 * scores + column + cast
+        return kept, 2 * FP32 * scores + column, 3 * FP32 * scores + column
     if not p.model.attention_dropout:  # raw scores; gradients of probabilities and scores
         return w * scores, w * scores, 2 * w * scores
     if p.masked_by_kernel:
@@ -117,6 +133,8 @@ def _head_norm_ops(p: Pass) -> list[Op]:
     if not p.model.qk_norm:
         return []
     working = FP32 * p.attention // p.weight_bytes if p.norm_in_steps else 0
+    if p.model.qk_norm_width is QKNormWidth.full and p.tp > 1:  # of both in fp32
+        working = FP32 * (p.attention + p.keys) // p.weight_bytes
     return [
         Op(
             "query and key norms",
@@ -244,7 +262,8 @@ def _core_ops(p: Pass, recompute: bool) -> list[Op]:
 
 
 def _attention_ops(p: Pass, recompute_core: bool) -> list[Op]:
-    """x + dropout(attention(norm(x)))."""
+    """x + dropout(attention(norm(x))), or x + dropout(norm(attention(x)))."""
+    before = p.model.norm_placement is NormPlacement.input
     hidden, attention, projection, width = p.hidden, p.attention, p.projection, p.model.hidden_size
     mask, drawing = _hidden_dropout(p)
     dropped = hidden if mask else 0
@@ -253,8 +272,16 @@ def _attention_ops(p: Pass, recompute_core: bool) -> list[Op]:
     copied, still_there = (attention, attention + projection) if p.explicit_attention else (0, 0)
     if recompute_core:
         copied, still_there = attention, attention if p.explicit_attention else 0
+    output = Op(
+        "attention output",
+        kept=copied + mask,
+        forward=max(p.closed() + still_there, hidden + drawing),
+        backward=hidden + dropped + p.closed_backward(attention),
+        gradient=p.matrix(width, p.model.attention_width // p.tp),
+        deferred=attention + p.region_hidden,
+    )
     return [
-        _norm_op(p, "input norm", backward=3 * hidden),
+        *([_norm_op(p, "input norm", backward=3 * hidden)] if before else []),
         Op(
             "qkv",
             kept=hidden,
@@ -265,14 +292,8 @@ def _attention_ops(p: Pass, recompute_core: bool) -> list[Op]:
         ),
         *_copied_ops(p),
         *_core_ops(p, recompute_core),
-        Op(
-            "attention output",
-            kept=copied + mask,
-            forward=max(p.closed() + still_there, hidden + drawing),
-            backward=hidden + dropped + p.closed_backward(attention),
-            gradient=p.matrix(width, p.model.attention_width // p.tp),
-            deferred=attention + p.region_hidden,
-        ),
+        output,
+        *([] if before else [_norm_op(p, "attention output norm", backward=3 * hidden)]),
         Op("attention residual", forward=2 * hidden + dropped, backward=hidden),
     ]
 
@@ -292,16 +313,17 @@ def _inner_op(p: Pass, attended: int) -> tuple[Op, int]:
 
 
 def _mlp_ops(p: Pass) -> list[Op]:
-    """x + dropout(mlp(norm(x))). The output of attention lives until the block returns."""
+    """x + dropout(mlp(norm(x))), beside which the output of attention lives; or x + dropout(norm(mlp(x)))."""
     hidden, ffn, width = p.hidden, p.ffn, p.model.hidden_size
-    attended = hidden
+    before = p.model.norm_placement is NormPlacement.input
+    attended = hidden if before else 0
     mask, drawing = _hidden_dropout(p)
     dropped = hidden if mask else 0
     inner, opened = _inner_op(p, attended)
     into, out_of = p.matrix(p.model.mlp_rows // p.tp, width), p.matrix(p.model.ffn_width // p.tp, width)
     norm = _norm_op(p, "post-attention norm", beside=attended + dropped, backward=3 * hidden)
     return [
-        norm,
+        *([norm] if before else []),
         Op(
             "mlp up",
             kept=hidden,
@@ -319,6 +341,7 @@ def _mlp_ops(p: Pass) -> list[Op]:
             gradient=out_of,
             deferred=ffn + p.region_hidden,
         ),
+        *([] if before else [_norm_op(p, "mlp output norm", backward=3 * hidden)]),
         Op("mlp residual", forward=attended + 2 * hidden + dropped, backward=hidden),
     ]
 
@@ -369,7 +392,8 @@ def block_ops(p: Pass, mode: Recompute = Recompute.none) -> list[Op]:
     """
     selective = mode is Recompute.selective
     ops = _parallel_ops(p, selective) if p.model.parallel_block else [*_attention_ops(p, selective), *_mlp_ops(p)]
-    if mode is Recompute.full and p.norm_in_steps and p.weight_bytes < FP32:  # a copy is kept, not the input
+    normed = ops[0].name == "input norm"
+    if mode is Recompute.full and normed and p.norm_in_steps and p.weight_bytes < FP32:  # a copy is kept, not the input
         ops[0] = replace(ops[0], kept=ops[0].kept + p.hidden)
     return recomputed(ops, inputs=p.hidden, arriving=p.hidden) if mode is Recompute.full else ops
 
@@ -405,11 +429,13 @@ def _head_ops(p: Pass) -> list[Op]:
             backward=probabilities + cast + 6 * FP32 * tokens,
             is_loss=True,
         )
+    # The slope of capped logits; while it is made they are there in fp32 twice.
+    capped = 0 if p.model.final_logit_softcap is None else p.logits
     return [
         Op(
             "head",
-            kept=p.hidden,
-            forward=p.opened(p.logits),
+            kept=p.hidden + capped,
+            forward=p.opened(p.logits) + (2 * probabilities if capped else 0),
             backward=p.opened_backward(p.logits, matrix),
             arriving=p.logits,
             gradient=matrix,
@@ -428,6 +454,8 @@ def _chunked_head_op(p: Pass) -> Op:
     cast = FP32 * matrix // p.weight_bytes if p.weight_bytes < FP32 and not p.cuda else 0
     in_sums = p.fused and not p.cuda and multiplies(torch.bfloat16 if p.weight_bytes < FP32 else torch.float32)
     working = logits + max(loss, 0 if in_sums else matrix + cast)
+    if p.model.final_logit_softcap is not None:
+        working += logits + 2 * FP32 * p.chunk * p.vocab_rows
     if p.shards > 1:
         # Input and its gradient, of all tokens each; then the gradient is scattered.
         working = max(2 * p.region_hidden - p.hidden + working, p.region_hidden + p.reordered + p.gloo_copy)

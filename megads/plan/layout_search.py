@@ -7,25 +7,25 @@ their time bounds, exactly in time and memory, until no bound is below the worst
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from math import ceil, log, sqrt
 from typing import Any
 
 from megads.model.config import ModelConfig
 from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Recompute
 from megads.parallel.schedule import ScheduleName
-from megads.plan.collectives import FLAT, Network
+from megads.plan.collectives import FLAT, Network, all_gather, group_of, reduce_scatter
 from megads.plan.devices import Device
 from megads.plan.operators import MEGADS, Execution, LayerSeconds, RankOperators, total
-from megads.plan.step_estimate import StepEstimate, StepModel, StepShape
+from megads.plan.step_estimate import JITTER, StepEstimate, StepModel, StepShape
 
-_VIRTUAL = (2, 3, 4, 6, 8)
+_VIRTUAL = (2, 4, 8)
 _MICRO_BATCH_SIZES = (1, 2, 4, 8)
-_LEAST_KEPT = {Recompute.none: 12.0, Recompute.selective: 10.0, Recompute.full: 1.0}
-"""Elements that a block keeps of every token and feature at least, by what is recomputed: its input (full); inputs of
-its four matrices, queries, keys, values, output of attention, MLP before its activation (4 * h each where they are
-wide), cut by tensor parallelism. A bound: `megads.plan.activations` has what is really kept."""
+_V_SHAPED_RANKS = 8
+"""Pipeline ranks up to which schedules in the shape of a V are candidates; beyond, finding an order takes seconds."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,9 @@ def _of_grid(asked: Question, tp: int, cp: int, pp: int, dp: int) -> Iterator[La
         shards += [replace(shards[0], zero_stage=stage) for stage in GRADIENT_STAGES]
     shapes: list[tuple[ScheduleName, int | None]] = [(ScheduleName["1f1b"], None)]
     if pp > 1:
-        shapes += [(ScheduleName.zb_h1, None), (ScheduleName.dualpipe_v, None), (ScheduleName.zb_v, None)]
+        shapes += [(ScheduleName.zb_h1, None)]
+        if pp <= _V_SHAPED_RANKS:
+            shapes += [(ScheduleName.dualpipe_v, None), (ScheduleName.zb_v, None)]
         deepest = (asked.model.num_layers + 2) // pp
         shapes += [(ScheduleName.interleaved, virtual) for virtual in _VIRTUAL if virtual <= deepest]
     for size in _MICRO_BATCH_SIZES:
@@ -167,7 +169,7 @@ class Bounds:
         split = parallel.schedule in (ScheduleName.zb_h1, ScheduleName.zb_v, ScheduleName.dualpipe_v)
         key = (parallel.tp, parallel.cp, parallel.sequence_parallel, candidate.micro_batch_size, split)
         block, head = self._costs((*key, parallel.recompute), parallel, tokens)
-        blocks = asked.model.num_layers / parallel.pp
+        blocks = ceil(asked.model.num_layers / parallel.pp)
         of_block, of_head = _passes(block), _passes(head)
         work = candidate.micro_batches * (blocks * of_block + of_head / parallel.pp)
         idle = (parallel.pp - 1) * blocks * of_block / (3.0 if split else 1.0) / (parallel.virtual_stages or 1)
@@ -180,9 +182,31 @@ class Bounds:
             low = low / shards if parallel.zero_stage == 3 else low
         state = held * (low + sums + 12.0 / (shards if parallel.zero_stage else 1))
         waiting = min(candidate.micro_batches, parallel.pp) * blocks
-        cut = parallel.tp if parallel.sequence_parallel or parallel.recompute is not Recompute.full else 1
-        kept = waiting * tokens * asked.model.hidden_size * asked.width * _LEAST_KEPT[parallel.recompute] / cut
-        return replace(candidate, bound_s=work + idle, bound_bytes=state + kept)
+        kept = waiting * tokens * asked.width * self._kept(parallel)
+        late = 1 + JITTER * sqrt(2 * log(asked.devices))
+        seconds = (work + idle + self._data_parallel(candidate, held)) * late
+        return replace(candidate, bound_s=seconds, bound_bytes=state + kept)
+
+    def _data_parallel(self, candidate: LayoutCandidate, held: float) -> float:
+        """Seconds of the collectives over data parallelism that nothing hides; of `held` elements of a rank."""
+        asked, parallel = self._asked, candidate.parallel
+        group = group_of(parallel, ("cp", "dp"), asked.device.ranks_per_node, asked.network)
+        if parallel.zero_stage in GRADIENT_STAGES:
+            if asked.execution.overlap_zero:
+                return 0.0
+            reduced = reduce_scatter(asked.device, group, held * asked.execution.gradient_bytes)
+            return candidate.micro_batches * reduced
+        hidden = parallel.zero_stage == 0 or asked.execution.overlap_gather
+        return 0.0 if hidden else all_gather(asked.device, group, held * asked.width)
+
+    def _kept(self, parallel: ParallelConfig) -> float:
+        """Elements of a token that a block keeps at least: inputs of its products and norms, or its own alone."""
+        model, cut = self._asked.model, parallel.tp if parallel.sequence_parallel else 1
+        if parallel.recompute is Recompute.full:
+            return model.hidden_size / cut
+        outside = (2 if model.parallel_block else 4) * model.hidden_size / cut
+        inside = model.qkv_width + model.attention_width + model.mlp_rows + model.ffn_width
+        return outside + inside / parallel.tp
 
     def _costs(
         self, key: tuple[object, ...], parallel: ParallelConfig, tokens: int
@@ -221,6 +245,7 @@ class Found:
         considered: candidates.
         pruned: of these, how many cannot fit by their bounds.
         examined: how many were examined exactly.
+        complete: whether no other can be quicker; False where the time was up.
     """
 
     best: tuple[Examined, ...]
@@ -228,25 +253,29 @@ class Found:
     considered: int
     pruned: int
     examined: int
+    complete: bool
 
 
-def search(asked: Question, examine: Examine, most: int = 10, limit: int = 400) -> Found:
+def search(asked: Question, examine: Examine, most: int = 10, limit_s: float = 10.0) -> Found:
     """The quickest layouts.
 
     Args:
         asked: the question.
         examine: gives a candidate its exact figures, or says why there is no such layout.
         most: layouts to return.
-        limit: candidates to examine exactly at most.
+        limit_s: seconds after which what was found has to do.
     """
     bounds = Bounds(asked)
     every = [bounds.of(candidate) for candidate in layouts(asked)]
     possible = [candidate for candidate in every if candidate.bound_bytes <= asked.memory_bytes]
     best: list[Examined] = []
     unfit: list[Examined] = []
-    examined = 0
+    examined, complete, start = 0, True, time.perf_counter()
     for candidate in sorted(possible, key=lambda found: found.bound_s):
-        if examined >= limit or (len(best) == most and candidate.bound_s >= best[-1].seconds):
+        if len(best) == most and candidate.bound_s >= best[-1].seconds:
+            break
+        if time.perf_counter() - start > limit_s:
+            complete = False
             break
         found = examine(candidate)
         examined += 1
@@ -256,7 +285,7 @@ def search(asked: Question, examine: Examine, most: int = 10, limit: int = 400) 
             unfit.append(found)
             continue
         best = sorted([*best, found], key=lambda one: one.seconds)[:most]
-    return Found(tuple(best), tuple(unfit), len(every), len(every) - len(possible), examined)
+    return Found(tuple(best), tuple(unfit), len(every), len(every) - len(possible), examined, complete)
 
 
 def step_model(asked: Question, candidate: LayoutCandidate) -> StepModel:

@@ -18,16 +18,16 @@ connects, the most that a communicator takes; between nodes there are fewer. Non
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from math import prod
 
 from megads.model.config import ModelConfig, sharding_of
 from megads.model.gpt import EMBEDDING, TIED_COPY, TIED_PARAMETER, is_block, stage_specs
 from megads.optim.config import OptimConfig, OptimizerName
-from megads.optim.groups import BucketLayout, Member, Role, bucket_layouts, parameter_role, state_kinds
+from megads.optim.groups import BucketLayout, Member, Role, bucket_layouts, held_kinds, parameter_role
 from megads.optim.muon import BATCH_ELEMENTS
 from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Recompute
 from megads.parallel.grid import GridCoordinate, rank_at
@@ -177,8 +177,16 @@ class MemoryPlan:
         return self.ranks_per_stage * sum(stage.peak for stage in self.stages)
 
 
-def memory_plan(model: ModelConfig, parallel: ParallelConfig, workload: Workload) -> MemoryPlan:
+def memory_plan(
+    model: ModelConfig, parallel: ParallelConfig, workload: Workload, ranks: Collection[int] | None = None
+) -> MemoryPlan:
     """What every rank will hold; parallel.recompute and parallel.partition are not auto any more.
+
+    Args:
+        model: the model's shape.
+        parallel: the layout.
+        workload: of a step.
+        ranks: of the pipeline, to be planned; None: all.
 
     Raises:
         ConfigError: more pipeline stages than layers, or more recomputed blocks than there are.
@@ -190,7 +198,7 @@ def memory_plan(model: ModelConfig, parallel: ParallelConfig, workload: Workload
     if model.tie_embeddings:
         shapes[TIED_COPY] = shapes[TIED_PARAMETER]
     schedule, stages = parallel.schedule_of(_steady(parallel, workload.micro_batches)), list[StageMemory]()
-    for rank in range(parallel.pp):
+    for rank in range(parallel.pp) if ranks is None else sorted(ranks):
         held = {stage: layers[stage] for stage in schedule.placement.stages_of(rank)}
         stages.append(_stage_memory(model, parallel, workload, shapes, schedule, rank, held))
     return MemoryPlan(parameter_count(model), tuple(stages), parallel.world_size // parallel.pp)
@@ -240,7 +248,7 @@ def _stage_memory(
         reduced_gradients=FP32 * share,
         masters=FP32 * share,
         optimizer_state=sum(
-            FP32 * len(state_kinds(workload.optim, bucket.role)) * _share(bucket.numel, parallel) for bucket in buckets
+            FP32 * len(held_kinds(workload.optim, bucket.role)) * _share(bucket.numel, parallel) for bucket in buckets
         ),
         attention_bias=bias * micro_batch.mask_bytes + (micro_batch.rotary_tables if blocks else 0),
         pipeline_buffers=_pipeline_buffers(micro_batch, parallel, workload, layers_of),
@@ -336,7 +344,7 @@ def _pipeline_phases(
     full, share = FP32 * flat, _share(flat, parallel)
     on_cpu = not workload.cuda
     sums = GradientSums(
-        partial(_sums_begun, buckets), full, FP32 // low, cast=low < FP32 and on_cpu, straight=workload.fused and on_cpu
+        _sums_begun(buckets), full, FP32 // low, cast=low < FP32 and on_cpu, straight=workload.fused and on_cpu
     )
     step = Moment("optimizer step", FP32 * share, transient=_step_transient(buckets, parallel, workload))
     phases = [*pipeline_phases(schedule, rank, ops, sums), step]
@@ -378,7 +386,7 @@ def _sharded(
         reduced_gradients=FP32 * owned,
         masters=FP32 * owned,
         optimizer_state=sum(
-            FP32 * len(state_kinds(optim, role)) * elements
+            FP32 * len(held_kinds(optim, role)) * elements
             for role, elements in zip(sharded.groups, sharded.partitions, strict=True)
         ),
         phases=(*sharded_phases(ops, sharded, workload.micro_batches, cuda=workload.cuda), *mask),
@@ -402,21 +410,20 @@ def _buckets(local: dict[str, int], tied: bool, parallel: ParallelConfig, optim:
     return bucket_layouts(members, ranks, parallel.bucket_elements)
 
 
-def _sums_begun(buckets: Sequence[BucketLayout], made: int) -> int:
-    """Bytes of the buckets that a step's first backward pass has begun once it made so many of the matrices' gradients.
+def _sums_begun(buckets: Sequence[BucketLayout]) -> Callable[[int], int]:
+    """Bytes of the buckets that a step's first backward pass has begun, by how many of matrices' gradients it made.
 
     A bucket comes into being as a whole; those of biases and norms, which no operation counts, with the first of all.
     """
-    if not made:
-        return 0
-    begun = FP32 * sum(bucket.numel for bucket in buckets if not bucket.role.decays)
+    others = FP32 * sum(bucket.numel for bucket in buckets if not bucket.role.decays)
     matrices = sorted((bucket for bucket in buckets if bucket.role.decays), key=lambda bucket: bucket.begins)
-    for bucket in matrices:
-        begun += FP32 * bucket.numel
-        made -= FP32 * sum(slot.member.numel for slot in bucket.slots)
-        if made <= 0:
-            break
-    return begun
+    begun = list(accumulate((FP32 * bucket.numel for bucket in matrices), initial=others))
+    made_by = list(accumulate(FP32 * sum(slot.member.numel for slot in bucket.slots) for bucket in matrices))
+
+    def of(made: int) -> int:
+        return begun[min(bisect_left(made_by, made) + 1, len(matrices))] if made else 0
+
+    return of
 
 
 def _pipeline_buffers(micro_batch: Pass, parallel: ParallelConfig, workload: Workload, stages: Collection[int]) -> int:

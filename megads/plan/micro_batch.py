@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from megads.model.config import ModelConfig, NormKind, Position
+from megads.model.config import ModelConfig, NormKind, Position, QKNormWidth
 from megads.ops.attention_kinds import AttentionKind
 from megads.ops.config import shares_keys
 from megads.parallel.grid import padded_rows
@@ -185,9 +185,15 @@ class Pass:
 
     @property
     def head_norms_kept(self) -> int:
-        """Bytes that the norms of queries and keys keep."""
-        heads = self.heads + self.heads // self.model.queries_per_kv
-        return self._kept_by_norm(self.tokens * heads, self.model.head_dim) if self.model.qk_norm else 0
+        """Bytes that the norms of queries and keys keep; a number of every token where their features are cut."""
+        kv_heads = self.heads // self.model.queries_per_kv
+        if not self.model.qk_norm:
+            return 0
+        if self.model.qk_norm_width is QKNormWidth.head:
+            return self._kept_by_norm(self.tokens * (self.heads + kv_heads), self.model.head_dim)
+        if self.tp > 1:
+            return self.attention + self.keys + 2 * FP32 * self.tokens
+        return sum(self._kept_by_norm(self.tokens, heads * self.model.head_dim) for heads in (self.heads, kv_heads))
 
     def _kept_by_norm(self, rows: int, width: int) -> int:
         if self.norm_in_steps:
@@ -211,6 +217,8 @@ class Pass:
     @property
     def head_norm_sums(self) -> int:
         """The same of the norm of queries."""
+        if self.model.qk_norm_width is QKNormWidth.full:
+            return self._sums_of_norm(self.tokens, self.heads * self.model.head_dim) if self.tp == 1 else 0
         return self._sums_of_norm(self.tokens * self.heads, self.model.head_dim)
 
     def _sums_of_norm(self, rows: int, width: int) -> int:
@@ -240,15 +248,15 @@ class Pass:
     def explicit_attention(self) -> bool:
         """Attention scores are in memory."""
         kind = self.attention_kind
-        return kind is AttentionKind.fused_softmax or (
-            self.model.attention_dropout > 0 and kind is not AttentionKind.fused
-        )
+        drops = self.model.attention_dropout > 0 and kind is not AttentionKind.fused
+        return kind is AttentionKind.fused_softmax or drops or self.model.scores_in_memory
 
     @property
     def masked_by_kernel(self) -> bool:
         """Kernels hide keys and add biases themselves, so that no mask is in memory."""
         if self.explicit_attention:
-            return self.fused and self.model.attention is not AttentionKind.sdpa
+            by_torch = self.model.attention is AttentionKind.sdpa or self.model.attention_sinks
+            return self.fused and not by_torch
         if self.attention_kind not in (AttentionKind.cudnn, AttentionKind.sdpa):
             return True
         apart = self.model.window is not None or self.document_mask or self.cp > 1

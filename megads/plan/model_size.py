@@ -11,47 +11,67 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
-from megads.model.config import MLPKind, ModelConfig, NormKind, Position, has_attention_core
+from megads.model.config import (
+    MLPKind,
+    ModelConfig,
+    NormKind,
+    NormPlacement,
+    Position,
+    QKNormWidth,
+    has_attention_core,
+)
 from megads.ops.attention_kinds import AttentionKind
 from megads.parallel.config import Recompute
 
+Shapes = dict[str, tuple[int, ...]]
 
-def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+
+def parameter_shapes(config: ModelConfig) -> Shapes:
     """Unsharded shape of every parameter by name, in the model's order; a tied head has no entry of its own."""
-    hidden, ffn = config.hidden_size, config.ffn_width
-
-    def norm(name: str, width: int = hidden) -> dict[str, tuple[int, ...]]:
-        parts = ("weight", "bias") if config.norm is NormKind.layernorm and config.bias else ("weight",)
-        return {f"{name}.{part}": (width,) for part in parts}
-
-    def linear(name: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
-        biases = {f"{name}.bias": (rows,)} if config.bias else {}
-        return {f"{name}.weight": (rows, columns), **biases}
-
-    shapes: dict[str, tuple[int, ...]] = {"embedding.word.weight": (config.vocabulary, hidden)}
+    hidden = config.hidden_size
+    shapes: Shapes = {"embedding.word.weight": (config.vocabulary, hidden)}
     if config.position is Position.learned:
         shapes["embedding.position.weight"] = (config.max_seq_len, hidden)
     if config.embedding_norm:
-        shapes |= norm("embedding.norm")
+        shapes |= _norm(config, "embedding.norm", hidden)
+    of_block = _custom_shapes(config) if config.block.is_custom else _block_shapes(config)
     for block in range(config.num_layers):
-        if config.block.is_custom:
-            shapes |= {f"blocks.{block}.{path}": shape for path, shape in _custom_shapes(config).items()}
-            continue
-        shapes |= norm(f"blocks.{block}.input_norm")
-        shapes |= linear(f"blocks.{block}.attention.qkv", config.qkv_width, hidden)
-        if config.qk_norm:
-            shapes |= norm(f"blocks.{block}.attention.query_norm", config.head_dim)
-            shapes |= norm(f"blocks.{block}.attention.key_norm", config.head_dim)
-        shapes |= linear(f"blocks.{block}.attention.dense", hidden, config.attention_width)
-        if not config.parallel_block:
-            shapes |= norm(f"blocks.{block}.post_attention_norm")
-        into = "gate_up" if config.mlp is MLPKind.swiglu else "up"
-        shapes |= linear(f"blocks.{block}.mlp.{into}", config.mlp_rows, hidden)
-        shapes |= linear(f"blocks.{block}.mlp.down", hidden, ffn)
-    shapes |= norm("final_norm")
+        shapes |= {f"blocks.{block}.{path}": shape for path, shape in of_block.items()}
+    shapes |= _norm(config, "final_norm", hidden)
     if not config.tie_embeddings:
         shapes["head.weight"] = (config.vocabulary, hidden)
     return shapes
+
+
+def _norm(config: ModelConfig, name: str, width: int) -> Shapes:
+    parts = ("weight", "bias") if config.norm is NormKind.layernorm and config.bias else ("weight",)
+    return {f"{name}.{part}": (width,) for part in parts}
+
+
+def _linear(config: ModelConfig, name: str, rows: int, columns: int) -> Shapes:
+    biases = {f"{name}.bias": (rows,)} if config.bias else {}
+    return {f"{name}.weight": (rows, columns), **biases}
+
+
+def _block_shapes(config: ModelConfig) -> Shapes:
+    """Unsharded shape of every parameter of a built-in block, by its path in the block's stage."""
+    hidden, before = config.hidden_size, config.norm_placement is NormPlacement.input
+    shapes = _norm(config, "input_norm", hidden) if before else {}
+    if config.qk_norm:
+        whole = config.qk_norm_width is QKNormWidth.full
+        for part, heads in (("query", config.num_heads), ("key", config.kv_heads)):
+            shapes |= _norm(config, f"attention.{part}_norm", (heads if whole else 1) * config.head_dim)
+    shapes |= _linear(config, "attention.qkv", config.qkv_width, hidden)
+    shapes |= {"attention.sinks.weight": (config.num_heads,)} if config.attention_sinks else {}
+    shapes |= _linear(config, "attention.dense", hidden, config.attention_width)
+    if not before:
+        shapes |= _norm(config, "attention_output_norm", hidden)
+    elif not config.parallel_block:
+        shapes |= _norm(config, "post_attention_norm", hidden)
+    into = "gate_up" if config.mlp is MLPKind.swiglu else "up"
+    shapes |= _linear(config, f"mlp.{into}", config.mlp_rows, hidden)
+    shapes |= _linear(config, "mlp.down", hidden, config.ffn_width)
+    return shapes if before else shapes | _norm(config, "mlp_output_norm", hidden)
 
 
 def _custom_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -137,8 +157,9 @@ def hardware_flops_per_token(config: ModelConfig, seq_len: int, blocks: Iterable
     """Operations a token with what is recomputed.
 
     Recomputation stops at the last tensor that backward needs. Of a block that is the input of its last matrix, whose
-    product is therefore made again only where a dropout follows; of attention by fused_softmax without
-    dropout it is the probabilities, which are not multiplied by the values again; all others need their output.
+    product is therefore made again only where a dropout follows; of attention whose scores are in memory (by
+    fused_softmax, or capped) without dropout it is the probabilities, which are not multiplied by the values again;
+    all others need their output.
 
     Args:
         config: the model.
@@ -153,7 +174,8 @@ def recompute_flops(config: ModelConfig, seq_len: int) -> dict[Recompute, int]:
     """Operations a token that a block's backward pass does again, by what is recomputed of it."""
     attention, into, out_of = _matrices(config)
     product = _product(config, seq_len)
-    explicit = config.attention is AttentionKind.fused_softmax and not config.attention_dropout
+    in_memory = config.attention is AttentionKind.fused_softmax or config.scores_in_memory
+    explicit = in_memory and not config.attention_dropout
     core = product if explicit else 2 * product
     full = attention + 2 * product + into + (out_of if config.hidden_dropout else 0)
     return {Recompute.none: 0, Recompute.selective: core, Recompute.full: full}

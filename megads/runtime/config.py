@@ -144,6 +144,9 @@ class LoggingConfig:
     straggler_every_steps: int | None = 10
     """Time the forward and backward passes of every n-th step on every rank, and name ranks that are slower than others
     with the same work; null times none."""
+    layer_norms_every_steps: int | None = None
+    """Measure the gradient norm and the root mean square of the output of each layer in every n-th step
+    (layers/<layer>/grad_norm and activation_rms in metrics.jsonl); null measures none."""
     flush_s: float = 10.0
     """Longest wait for wandb and TensorBoard at the end of a run; what is missing then can be sent later."""
 
@@ -153,7 +156,7 @@ class LoggingConfig:
             raise ConfigError(f"logging.level = {self.level!r}: want debug, info, warning or error")
         if self.every_steps < 1:
             raise ConfigError(f"logging.every_steps = {self.every_steps}: must be at least 1")
-        for name in ("timeline_every_steps", "straggler_every_steps"):
+        for name in ("timeline_every_steps", "straggler_every_steps", "layer_norms_every_steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"logging.{name} = {value}: must be at least 1, or null for none")

@@ -45,6 +45,7 @@ class StepInfo:
         batch_hash: hash of the step's global sample ids.
         last: the loop ends after this step.
         stop_reason: why it ends early; empty at the planned end.
+        ends_stage: it is the last step of a training stage that another one follows.
     """
 
     step: int
@@ -62,6 +63,7 @@ class StepInfo:
     batch_hash: str
     last: bool = False
     stop_reason: str = ""
+    ends_stage: bool = False
 
 
 class Hook(Protocol):

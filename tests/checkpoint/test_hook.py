@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, cast
@@ -150,6 +151,20 @@ def test_the_state_before_an_unproven_one_stays(
     """Catches the only healthy checkpoint deleted for one after which no step was finite."""
     run(tmp_path, steps, 1, keep=1, skipped=skipped)
     assert list(list_checkpoints(tmp_path)) == left
+
+
+def test_a_skipped_step_ends_a_training_stage(tmp_path: Path) -> None:
+    """Catches a stage that ends with a skipped step and saves the counters before it: the next start would train that
+    step again, skip it again, and never come to the next stage."""
+    state, engine = TrainState(), cast(Any, OneRankEngine())
+    hook = CheckpointHook(engine, tmp_path, CheckpointConfig(), run_record(0), state, EventWriter(tmp_path))
+    for state.step in (1, 2):
+        state.samples = 8 * state.step
+        last = state.step == 2
+        hook.on_step(replace(info(state, last=last, skipped=last), ends_stage=last))
+    hook.on_end(state)
+    (folder,) = list_checkpoints(tmp_path).values()
+    assert read_manifest(folder).run.state["samples"] == 16
 
 
 def test_finished_run_started_again(tmp_path: Path) -> None:

@@ -223,3 +223,38 @@ def test_launcher_settles_auto_before_anything_starts(capsys: pytest.CaptureFixt
 def fits(overrides: list[str], capsys: pytest.CaptureFixture[str]) -> bool:
     assert run(overrides) == 0
     return ": fits" in capsys.readouterr().out
+
+
+def test_the_time_of_a_step_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a device whose speed does not reach the plan: BLOOM's step took 105 s (bigscience, tr11-176B-ml)."""
+    bloom = [
+        "plan",
+        "experiment=bloom_176b",
+        "device=a100_80gb",
+        "nic_gigabytes_per_s=6.25",
+        "train.micro_batch_size=2",
+    ]
+    assert run([*bloom, "json=true"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["step_time_s"] == pytest.approx(105.2, rel=0.1)
+    assert sum(plan["parts"].values()) == pytest.approx(plan["step_time_s"])
+    assert plan["tokens_per_s_per_device"] == pytest.approx(2048 * 2048 / 384 / plan["step_time_s"])
+    assert plan["mfu"] == pytest.approx(plan["tflops_per_device"] / 312)
+    assert plan["memory_bytes"] == plan["machine"]["needed"] and plan["machine"]["fits"]
+    assert run(bloom) == 0
+    text = capsys.readouterr().out
+    assert "a step on 384 x a100_80gb" in text and "gradients added to fp32 sums" in text
+
+
+def test_the_best_layouts_are_searched(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a winner whose overrides are not its layout, and a search that ignores the number of devices."""
+    bloom = ["plan", "model=bloom_1b1", "train.seq_len=2048", "train.global_batch_size=8", "device=h100", "json=true"]
+    assert run([*bloom, "search=true", "gpus=4"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    seconds = [row["step_time_s"] for row in found["best"]]
+    assert len(seconds) == 10 and seconds == sorted(seconds)
+    assert run([*bloom, *found["overrides"].split()]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["ranks"] == 4 and again["machine"]["fits"]
+    assert again["step_time_s"] == pytest.approx(seconds[0], rel=0.01)
+    assert run(["plan", "model=llama3_8b", "search=true", "gpus=4"]) == 2

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megads.model.config import MLPKind, NormKind, Position
+from megads.model.config import MLPKind, NormKind, NormPlacement, Position, QKNormWidth
 from megads.ops.config import Implementation, OpsConfig
 from megads.parallel.config import ParallelConfig, Recompute, ScheduleName
 from tests import parity
@@ -31,6 +31,25 @@ MODELS = {
     "palm": {"parallel_block": True, "mlp": MLPKind.swiglu, "num_kv_heads": 2, "bias": False},
     "windowed": {"window": 5, "num_kv_heads": 3},
     "qwen": {**GATED, "num_kv_heads": 2, "position": Position.rope, "bias": False, "qk_norm": True, "head_size": 10},
+    "olmo2": {
+        **GATED,
+        "num_kv_heads": 2,
+        "position": Position.rope,
+        "bias": False,
+        "tie_embeddings": False,
+        "qk_norm": True,
+        "qk_norm_width": QKNormWidth.full,
+        "norm_placement": NormPlacement.output,
+    },
+    "capped": {
+        "num_kv_heads": 2,
+        "attention_logit_softcap": 0.7,
+        "attention_sinks": True,
+        "final_logit_softcap": 2.0,
+        "scale_embedding": True,
+        "embedding_norm": False,
+    },
+    "capped by kernels": {"num_kv_heads": 2, "attention_logit_softcap": 0.7},
     "all": {
         **GATED,
         "parallel_block": True,
@@ -44,6 +63,7 @@ MODELS = {
 FUSED = OpsConfig(Implementation.fused)
 FULL = Recompute.full
 SELECTIVE = ParallelConfig(tp=3, recompute=Recompute.selective)
+WIDE = ("tp2", "pp2", "cp2", "zero3tp2dp2", "tp2pp2sp", "tp2pp2dp2")
 CASES = [
     ("llama", "pp2 zb_h1"),
     ("qwen", "tp2"),
@@ -53,6 +73,7 @@ CASES = [
     ("all", "tp2cp2"),
     ("all", "tp2pp2sp"),
     ("all", "zero3dp2"),
+    *((model, layout) for model in ("olmo2", "capped") for layout in WIDE),
 ]
 CHECKS = (
     parity.check_initial_weights,
@@ -76,19 +97,29 @@ def faults(run: Run, expected: Run) -> list[str]:
     return [fault for check in CHECKS for fault in check(run, expected)]
 
 
-@pytest.mark.quick("qwen-tp2", "windowed-cp2", "all-tp2pp2sp")
+@pytest.mark.quick("qwen-tp2", "windowed-cp2", "all-tp2pp2sp", "olmo2-tp2pp2sp", "capped-tp2pp2sp")
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_layouts(model: str, layout: str) -> None:
     """Catches rows that are cut between a head's queries and its keys, a gate on another rank than what it gates, a
-    norm's gradient that stays one shard's, or that of one rank's heads, a window in a rank's own places, and biases
-    of a model that has none."""
+    norm's gradient that stays one shard's, or that of one rank's heads, a norm of all heads with one rank's squares,
+    scores or logits that are capped with their bias or without its slope, sinks of another rank's heads, a window in a
+    rank's own places, and biases of a model that has none."""
     run = train_layout(scenario(model), parity.LAYOUTS[layout])
     assert faults(run, reference(model)) == []
 
 
 @pytest.mark.quick("all-pp2 zb_h1")
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize(("model", "layout"), [("llama", "tp2"), ("windowed", "cp2"), ("all", "pp2 zb_h1")])
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("llama", "tp2"),
+        ("windowed", "cp2"),
+        ("all", "pp2 zb_h1"),
+        ("olmo2", "tp2"),
+        ("capped by kernels", "cp2"),
+    ],
+)
 def test_fused_kernels(model: str, layout: str) -> None:
     """Catches kernels that read another group's keys, or see a window of another length."""
     run = train_layout(scenario(model, ops=FUSED), parity.LAYOUTS[layout])
@@ -145,6 +176,21 @@ def test_parallel_block_is_one_region(layout: str) -> None:
     assert faults(train_layout(whole, parallel), train_reference(whole)) == []
 
 
-def test_recomputed_cores() -> None:
-    """Catches a window that a recomputed attention core forgets."""
-    assert faults(train_layout(scenario("windowed"), SELECTIVE), reference("windowed")) == []
+IN_CHUNKS = OpsConfig(Implementation.torch, loss_chunk=9)
+
+
+@pytest.mark.quick("windowed")
+@pytest.mark.parametrize("model", ["windowed", "capped"])
+def test_recomputed_cores(model: str) -> None:
+    """Catches a window, or a cap, that a recomputed attention core forgets."""
+    parallel = SELECTIVE if model == "windowed" else replace(SELECTIVE, tp=2)
+    assert faults(train_layout(scenario(model), parallel), reference(model)) == []
+
+
+@pytest.mark.quick("fused")
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("impl", [Implementation.torch, Implementation.fused])
+def test_capped_logits_in_chunks(impl: Implementation) -> None:
+    """Catches a cap, or its slope, that is left out where logits are made, and their gradient used, in chunks."""
+    run = train_layout(scenario("capped", ops=replace(IN_CHUNKS, impl=impl)), parity.LAYOUTS["tp2"])
+    assert faults(run, reference("capped")) == []

@@ -17,6 +17,7 @@ from megads.checkpoint.store import save_checkpoint
 from megads.engine.interface import StepResult, TrainEngine
 from megads.errors import ConfigError
 from megads.model.config import ModelConfig
+from megads.optim.config import OptimConfig
 from megads.parallel.config import ParallelConfig
 from megads.parallel.schedule import ScheduleName
 from megads.runtime.distributed import open_control_plane
@@ -34,14 +35,17 @@ LEVELS: dict[str, tuple[Any, ...]] = {
     "schedule": (ScheduleName["1f1b"], ScheduleName.interleaved, ScheduleName.dualpipe_v),
     "zero_stage": (1, 3),
 }
-KINDS = ("weight", "exp_avg", "exp_avg_sq")
+KINDS = ("weight", "exp_avg", "exp_avg_sq", "average")
 TRAINED_STEPS = 2
 MOST_RANKS_IN_CI = 8
 SAVED = "saved"
 # Eight stages of pp 4 with two virtual ones each; 509 tokens leave padding rows under tensor parallelism.
 MODEL = ModelConfig(num_layers=7, hidden_size=24, num_heads=6, vocab_size=509, max_seq_len=64)
 # Four micro-batches at dp 2, one for each stage of the longest pipeline.
-SCENARIO = Scenario(model=MODEL, global_batch_size=8, micro_batch_size=1, seq_len=8, steps=TRAINED_STEPS)
+SCENARIO = Scenario(
+    model=MODEL, global_batch_size=8, micro_batch_size=1, seq_len=8, steps=TRAINED_STEPS,
+    optimizer=OptimConfig(ema_decay=0.6),
+)  # fmt: skip
 LOSS_BOUND = 1e-6
 """N3: relative, of fp32 losses from the same state in two layouts."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from megads.batch import BatchInfo, MicroBatch
 from megads.engine.interface import EvaluationResult
 from megads.errors import DataError
 from megads.evaluate.config import EvaluationConfig
-from megads.evaluate.validation import ValidationHook, perplexity
+from megads.evaluate.validation import ValidationHook, perplexity, position_losses
 from megads.parallel.grid import single_rank_grid
 from megads.runtime.distributed import open_control_plane
 from megads.runtime.heartbeat import Heartbeat
@@ -35,6 +36,12 @@ class BigramEngine:
     def __init__(self) -> None:
         self.grid = replace(single_rank_grid(), control=open_control_plane())
         self.logits_vv = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        self.logits_vv = self.logits_vv / 2
+        yield
+        self.logits_vv = self.logits_vv * 2
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvaluationResult:
         total, tokens = 0.0, 0
@@ -87,6 +94,22 @@ def test_loss_is_the_token_mean_of_the_whole_set(tmp_path: Path) -> None:
     assert line["valid/main/ppl"] == pytest.approx(math.exp(whole.loss_sum / whole.tokens), rel=1e-6)
     assert {key: line[key] for key in ("step", "samples", "tokens")} == {"step": 4, "samples": 32, "tokens": 160}
     assert (line["valid/main/unigram_loss"], line["valid/main/tokens"]) == (2.5, whole.tokens)
+
+
+def test_the_average_has_a_loss_of_its_own(tmp_path: Path) -> None:
+    """Catches the loss of the weights under the name of their average, and one that is written without being asked
+    for."""
+    config, metrics = EvaluationConfig(average=True), MetricsWriter(tmp_path, enabled=True)
+    engine: Any = BigramEngine()
+    ValidationHook(engine, passes, "main", lambda: 2.5, config, 4, metrics).on_step(info(4))
+    hook(tmp_path, total_steps=4).on_step(info(4))
+    with_it, without = read_json_lines(tmp_path / METRICS_FILE)
+    whole = BigramEngine()
+    assert with_it["valid/main/loss"] == without["valid/main/loss"]
+    whole.logits_vv /= 2
+    found = whole.evaluate(micro_batches())
+    assert with_it["valid/main/average_loss"] == pytest.approx(found.loss_sum / found.tokens, rel=1e-6)
+    assert with_it.keys() - without.keys() == {"valid/main/average_loss"}
 
 
 def test_heartbeats_say_which_batch_is_validated(tmp_path: Path) -> None:
@@ -151,3 +174,30 @@ def test_empty_set_is_refused(tmp_path: Path) -> None:
 def test_perplexity_of_a_huge_loss() -> None:
     """Catches a crash of a diverged run at exp(1000)."""
     assert perplexity(1000.0) == math.inf
+
+
+def test_ranges_of_positions() -> None:
+    """Catches a position that is in two ranges or in none, a range without tokens, and a mean of means."""
+    sums_2p = torch.tensor([[1.0, 4.0, 6.0, 12.0, 5.0, 0.0], [1, 2, 1, 3, 5, 0]], dtype=torch.float64)
+    assert position_losses(sums_2p) == {0: 1.0, 1: 2.0, 2: 18 / 4, 4: 1.0}
+    assert position_losses(sums_2p[:, 5:]) == {}
+
+
+def test_losses_by_position_are_written(tmp_path: Path) -> None:
+    """Catches a loss of the set that is another one where it is asked for by position."""
+
+    class Positions(BigramEngine):
+        def losses_by_position(self, micro_batches: Sequence[MicroBatch], positions: int) -> torch.Tensor:
+            whole = self.evaluate(micro_batches)
+            sums_2p = torch.zeros(2, positions, dtype=torch.float64)
+            sums_2p[0, 3], sums_2p[1, 3] = whole.loss_sum, whole.tokens
+            return sums_2p
+
+    metrics, engine = MetricsWriter(tmp_path, enabled=True), Positions()
+    config = EvaluationConfig(by_position=True)
+    hooked: Any = engine
+    ValidationHook(hooked, passes, "main", lambda: 2.5, config, 4, metrics, seq_len=5).on_step(info(4))
+    [line] = read_json_lines(tmp_path / METRICS_FILE)
+    whole = engine.evaluate(micro_batches())
+    assert line["valid/main/position_2"] == line["valid/main/loss"] == pytest.approx(whole.loss_sum / whole.tokens)
+    assert [key for key in line if "position" in key] == ["valid/main/position_2"]

@@ -40,6 +40,7 @@ def plan(**changes: Any) -> RootConfig:
         ({"model__vocab_size": 250880}, 250680, ""),
         ({"model__vocab_size": None}, 700, ""),
         ({"model__vocab_size": 50257}, 1024, "the tokenizer has 1,024 tokens: the other 49,233 rows are never trained"),
+        ({"model__attention_logit_softcap": 50.0}, None, "the scores of a micro-batch are in memory, 8.0 MiB a block"),
         ({"schedule__warmup_samples": 0, "train__steps": 99}, None, ""),
         ({"schedule__warmup_samples": 0}, None, "schedule.warmup_samples=16 is a hundredth of the run"),
         ({"schedule__warmup_samples": 1600}, None, ""),

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megads.model.config import MLPKind, ModelConfig, NormKind, Position
+from megads.model.config import MLPKind, ModelConfig, NormKind, NormPlacement, Position, QKNormWidth
 
 Weights = Mapping[str, Tensor]
 
@@ -65,13 +65,14 @@ def attention(
     dense_weight: Tensor,
     dense_bias: Tensor | float,
     config: ModelConfig,
-    head_norms: Sequence[Callable[[Tensor], Tensor]] | None = None,
+    qk_norms: Sequence[Callable[[Tensor], Tensor]] | None = None,
     starts: Sequence[int] | None = None,
     positions: Sequence[int] | None = None,
+    sinks_n: Tensor | None = None,
 ) -> Tensor:
     """One sequence. The rows of the QKV weight are blocks of d: of each head of keys its queries', then k, then v.
 
-    `head_norms` are those of queries and of keys; `starts` has the place at which each query's document starts,
+    `qk_norms` are those of queries and of keys; `starts` has the place at which each query's document starts,
     `positions` what RoPE counts.
     """
     seq_len, hidden = x_sh.shape
@@ -85,12 +86,20 @@ def attention(
         rows = slice(block * dim, (block + 1) * dim)
         return x_sh @ qkv_weight[rows].T + (qkv_bias[rows] if isinstance(qkv_bias, Tensor) else qkv_bias)
 
+    def projected_together(blocks: Sequence[int]) -> Tensor:
+        return torch.cat([projected(block) for block in blocks], dim=-1)
+
+    query_blocks = [group * (shared + 2) + within for group in range(kv_heads) for within in range(shared)]
+    key_blocks = [group * (shared + 2) + shared for group in range(kv_heads)]
     for head in range(num_heads):
         group, within = divmod(head, shared)
         first = group * (shared + 2)
         q, k, v = projected(first + within), projected(first + shared), projected(first + shared + 1)
-        if head_norms is not None:
-            q, k = head_norms[0](q), head_norms[1](k)
+        if qk_norms is not None and config.qk_norm_width is QKNormWidth.head:
+            q, k = qk_norms[0](q), qk_norms[1](k)
+        elif qk_norms is not None:
+            q = qk_norms[0](projected_together(query_blocks))[:, head * dim : (head + 1) * dim]
+            k = qk_norms[1](projected_together(key_blocks))[:, group * dim : (group + 1) * dim]
         if config.position is Position.rope:
             q = torch.stack([turned(row, at, config.rope_theta) for row, at in zip(q, positions, strict=True)])
             k = torch.stack([turned(row, at, config.rope_theta) for row, at in zip(k, positions, strict=True)])
@@ -98,9 +107,12 @@ def attention(
             window = config.window or seq_len
             seen = [key for key in range(starts[query], query + 1) if query - key < window]
             scores = torch.stack([q[query] @ k[key] / math.sqrt(dim) for key in seen])
+            if config.attention_logit_softcap is not None:
+                scores = config.attention_logit_softcap * torch.tanh(scores / config.attention_logit_softcap)
             if config.position is Position.alibi:
-                scores = scores + slope(head, num_heads) * torch.tensor(seen, dtype=x_sh.dtype)
-            weights = dict(zip(seen, scores.exp() / scores.exp().sum(), strict=True))
+                scores = scores + slope(head, num_heads) * (torch.tensor(seen, dtype=x_sh.dtype) - query)
+            nowhere = 0.0 if sinks_n is None else sinks_n[head].exp()
+            weights = dict(zip(seen, scores.exp() / (scores.exp().sum() + nowhere), strict=True))
             context[query, head * dim : (head + 1) * dim] = sum(weights[key] * v[key] for key in seen)
     return context @ dense_weight.T + dense_bias
 
@@ -132,6 +144,8 @@ def logits(
         return layer_norm(x, w[f"{name}.weight"], w.get(f"{name}.bias", 0.0), eps)
 
     x = w["embedding.word.weight"][tokens_s]
+    if config.scale_embedding:
+        x = x * math.sqrt(config.hidden_size)
     if config.position is Position.learned:
         x = x + w["embedding.position.weight"][list(positions or range(len(tokens_s)))]
     if config.embedding_norm:
@@ -140,13 +154,22 @@ def logits(
         projections = (
             w.get(f"{block}.attention.{part}", 0.0) for part in ("qkv.weight", "qkv.bias", "dense.weight", "dense.bias")
         )
-        normed = norm(f"{block}.input_norm", x)
-        head_norms = [partial(norm, f"{block}.attention.{part}_norm") for part in ("query", "key")]
-        attended = attention(normed, *projections, config, head_norms if config.qk_norm else None, starts, positions)
-        if config.parallel_block:
+        before = config.norm_placement is NormPlacement.input
+        normed = norm(f"{block}.input_norm", x) if before else x
+        qk_norms = [partial(norm, f"{block}.attention.{part}_norm") for part in ("query", "key")]
+        sinks_n = w.get(f"{block}.attention.sinks.weight")
+        attended = attention(
+            normed, *projections, config, qk_norms if config.qk_norm else None, starts, positions, sinks_n
+        )
+        if not before:
+            x = x + norm(f"{block}.attention_output_norm", attended)
+            x = x + norm(f"{block}.mlp_output_norm", mlp(x, w, f"{block}.mlp", config))
+        elif config.parallel_block:
             x = x + attended + mlp(normed, w, f"{block}.mlp", config)
         else:
             x = x + attended
             x = x + mlp(norm(f"{block}.post_attention_norm", x), w, f"{block}.mlp", config)
     head = w["embedding.word.weight"] if config.tie_embeddings else w["head.weight"]
-    return norm("final_norm", x) @ head.T
+    out = norm("final_norm", x) @ head.T
+    cap = config.final_logit_softcap
+    return out if cap is None else cap * torch.tanh(out / cap)

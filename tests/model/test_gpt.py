@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megads.batch import BatchInfo
 from megads.errors import ConfigError
-from megads.model.config import MLPKind, ModelConfig, NormKind, Position
+from megads.model.config import MLPKind, ModelConfig, NormKind, NormPlacement, Position, QKNormWidth
 from megads.model.dropout import Dropout
 from megads.model.gpt import GPT, TIED_COPY, Embedding, initial_value, parameter_generator, stage_specs, token_losses
 from megads.plan.model_size import parameter_count, parameter_shapes
@@ -57,9 +57,23 @@ FEATURES: dict[str, dict[str, object]] = {
     "RMSNorm": {"norm": NormKind.rmsnorm},
     "SwiGLU": {"mlp": MLPKind.swiglu},
     "parallel block": {"parallel_block": True},
+    "norms of outputs": {"norm_placement": NormPlacement.output},
+    "normed queries of all heads": {"qk_norm": True, "qk_norm_width": QKNormWidth.full, "norm": NormKind.rmsnorm},
+    "OLMo 2": {
+        "qk_norm": True, "qk_norm_width": QKNormWidth.full, "norm": NormKind.rmsnorm, "num_kv_heads": 2, "bias": False,
+        "norm_placement": NormPlacement.output, "position": Position.rope, "mlp": MLPKind.swiglu,
+    },
+    "capped scores": {"attention_logit_softcap": 0.7},
+    "capped logits": {"final_logit_softcap": 1.5},
+    "sinks": {"attention_sinks": True},
+    "scaled embedding": {"scale_embedding": True, "embedding_norm": False},
+    "all of Gemma 2": {
+        "attention_logit_softcap": 0.7, "final_logit_softcap": 1.5, "scale_embedding": True, "embedding_norm": False,
+        "num_kv_heads": 2, "window": 3, "position": Position.rope, "attention_sinks": True,
+    },
     "no biases": {"bias": False},
     "no biases, gated": {"bias": False, "norm": NormKind.rmsnorm, "mlp": MLPKind.swiglu},
-}
+}  # fmt: skip
 ALL_FEATURES: dict[str, object] = {
     "num_kv_heads": 3, "window": 2, "norm": NormKind.rmsnorm, "mlp": MLPKind.swiglu, "parallel_block": True,
     "position": Position.rope, "qk_norm": True, "head_size": 8,
@@ -176,6 +190,8 @@ def test_parameters_are_those_of_the_plan(position: Position, tied: bool, norm: 
         {"mlp": MLPKind.swiglu},
         {"parallel_block": True},
         {"bias": False},
+        FEATURES["OLMo 2"],
+        {"attention_sinks": True},
     ],
     ids=lambda changes: next(iter(changes)),
 )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megads.batch import BatchInfo
 from megads.model import attention
-from megads.model.config import MLPKind, ModelConfig, NormKind, Position
+from megads.model.config import MLPKind, ModelConfig, NormKind, NormPlacement, Position, QKNormWidth
 from megads.model.gpt import GPT, use_kernels
 from megads.model.kv_cache import PIECE, CachedGPT
 from megads.tools.notebook import LoadedModel
@@ -31,6 +31,17 @@ def config(position: Position = Position.alibi, max_seq_len: int = 24, **changes
 FEATURES = {
     "num_kv_heads": 2, "window": 4, "norm": NormKind.rmsnorm, "mlp": MLPKind.swiglu, "parallel_block": True,
     "qk_norm": True, "head_size": 6,
+}  # fmt: skip
+CAPPED = {
+    "attention_logit_softcap": 0.7,
+    "attention_sinks": True,
+    "final_logit_softcap": 1.5,
+    "scale_embedding": True,
+    "num_kv_heads": 2,
+}
+OLMO2 = {
+    "num_kv_heads": 2, "norm": NormKind.rmsnorm, "mlp": MLPKind.swiglu, "qk_norm": True,
+    "qk_norm_width": QKNormWidth.full, "norm_placement": NormPlacement.output,
 }  # fmt: skip
 
 
@@ -53,7 +64,7 @@ def largest_error(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max())
 
 
-@pytest.mark.parametrize("changes", [{}, FEATURES], ids=["plain", "features"])
+@pytest.mark.parametrize("changes", [{}, FEATURES, OLMO2, CAPPED], ids=["plain", "features", "OLMo 2", "capped"])
 @pytest.mark.parametrize("position", Position)
 @pytest.mark.parametrize("prompt", [1, 2, 11])
 def test_every_position_has_the_logits_of_the_full_forward(position: Position, prompt: int, changes: dict) -> None:

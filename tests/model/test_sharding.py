@@ -10,14 +10,29 @@ import pytest
 import torch
 
 from megads.model.attention import AttentionCore
-from megads.model.config import SHARDING, MLPKind, ModelConfig, Position
+from megads.model.config import (
+    FULL_QK_NORM,
+    SHARDING,
+    MLPKind,
+    ModelConfig,
+    NormKind,
+    NormPlacement,
+    Position,
+    QKNormWidth,
+    sharding_of,
+)
 from megads.model.dropout import Dropout
 from megads.model.gpt import stage_specs
 from megads.parallel.partition import Cut
 
 # Every option that adds a module; a block's MLP is one of two kinds.
-EVERYTHING = ModelConfig(num_layers=2, position=Position.learned, tie_embeddings=False, num_kv_heads=2, qk_norm=True)
-CONFIGS = [replace(EVERYTHING, mlp=mlp, parallel_block=parallel) for mlp in MLPKind for parallel in (True, False)]
+EVERYTHING = ModelConfig(num_layers=2, position=Position.learned, tie_embeddings=False, num_kv_heads=2, qk_norm=True,
+    attention_sinks=True,
+)  # fmt: skip
+CONFIGS = [
+    *(replace(EVERYTHING, mlp=mlp, parallel_block=parallel) for mlp in MLPKind for parallel in (True, False)),
+    replace(EVERYTHING, norm_placement=NormPlacement.output),
+]
 REPLICATED = {"embedding.norm", "final_norm"}
 
 
@@ -40,7 +55,7 @@ def test_every_parameter_is_cut_or_known_to_be_replicated() -> None:
     for path, module in modules().items():
         if not list(module.parameters(recurse=False)):
             continue
-        replicated = path in REPLICATED or path.endswith((".input_norm", ".post_attention_norm"))
+        replicated = path in REPLICATED or path.endswith((".input_norm", ".post_attention_norm", "_output_norm"))
         assert (first_match(SHARDING.parameters, path) is None) == replicated, path
 
 
@@ -75,3 +90,15 @@ def test_every_attention_core_is_narrowed() -> None:
 def test_no_pattern_is_unused(pattern: str) -> None:
     """Catches a pattern that a renamed module left behind."""
     assert any(fnmatchcase(path, pattern) for path in modules())
+
+
+def test_norms_of_all_heads_are_cut_with_them() -> None:
+    """Catches gains of all heads that every rank would hold whole, and a pattern of them that no module has."""
+    config = replace(EVERYTHING, norm=NormKind.rmsnorm, qk_norm_width=QKNormWidth.full)
+    table = sharding_of(config)
+    with torch.device("meta"):
+        paths = [f"{s.name}.{path}" for s in stage_specs(config, 0) for path, _ in s.build().named_modules()]
+    cuts = {path: first_match(table.parameters, path) for path in paths}
+    for part, cut in (("query_norm", Cut.vector), ("key_norm", Cut.vector), ("query_key_norms", Cut.norms)):
+        assert cuts[f"blocks.1.attention.{part}"] is cut
+    assert all(any(fnmatchcase(path, pattern) for path in paths) for pattern in FULL_QK_NORM)

@@ -38,6 +38,8 @@ def test_validation_line() -> None:
     """Catches a validation without its yardstick."""
     record = {"step": 4, "valid/a/loss": 5.0, "valid/a/ppl": 148.41, "valid/a/unigram_loss": 6.72}
     assert render_validation(record) == "validation at step 4 | a: loss 5.0000 | ppl 148.4 | unigram loss 6.7200"
+    averaged = render_validation(record | {"valid/a/average_loss": 4.9})
+    assert averaged.endswith("| unigram loss 6.7200 | running average 4.9000")
 
 
 def test_event_lines() -> None:
@@ -83,9 +85,10 @@ def test_a_file_cut_back_by_a_resume(tmp_path: Path) -> None:
 
 
 def test_events_of_one_poll_stand_where_they_belong(tmp_path: Path) -> None:
-    """Catches 'end' shown before the last validation, and 'start' after the first step."""
+    """Catches 'end' shown before the last validation, 'start' after the first step, and layers as a validation."""
     out = io.StringIO()
     console = Console(tmp_path, out)
+    append(tmp_path / "metrics.jsonl", {"step": 2, "layers/embedding/grad_norm": 1.0})
     append(tmp_path / "events.jsonl", {"event": "start", "total_steps": 3}, {"event": "end", "step": 3})
     append(tmp_path / "metrics.jsonl", {"step": 3, "loss": 1.0}, {"step": 3, "valid/a/loss": 1.0})
     console.poll()

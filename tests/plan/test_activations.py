@@ -11,7 +11,17 @@ import torch
 from torch import Tensor
 
 from megads.batch import BatchInfo, MicroBatch
-from megads.model.config import SHARDING, AttentionKind, MLPKind, ModelConfig, NormKind, Position
+from megads.model.config import (
+    SHARDING,
+    AttentionKind,
+    MLPKind,
+    ModelConfig,
+    NormKind,
+    NormPlacement,
+    Position,
+    QKNormWidth,
+    sharding_of,
+)
 from megads.model.gpt import Block, Embedding, FinalNorm, initial_value, make_block, use_kernels
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.context import cut_micro_batch, gather_in_cores
@@ -71,8 +81,15 @@ FEATURES = {
     "no biases": {"bias": False},
     "wide heads": {"head_size": 10, "num_kv_heads": 3},
     "normed heads": {"qk_norm": True},
+    "norms of outputs": {"norm_placement": NormPlacement.output, "hidden_dropout": 0.1},
+    "capped": {"attention_logit_softcap": 0.7, "num_kv_heads": 3},
+    "sinks": {"attention_sinks": True, "num_kv_heads": 3},
     "Qwen3": {
         "qk_norm": True, "head_size": 10, "num_kv_heads": 3, "norm": NormKind.rmsnorm, "position": Position.rope,
+    },
+    "OLMo 2": {
+        "qk_norm": True, "qk_norm_width": QKNormWidth.full, "num_kv_heads": 3, "norm": NormKind.rmsnorm,
+        "norm_placement": NormPlacement.output, "position": Position.rope, "mlp": MLPKind.swiglu,
     },
     "all": {
         "num_kv_heads": 3, "qk_norm": True, "norm": NormKind.rmsnorm, "mlp": MLPKind.swiglu, "parallel_block": True,
@@ -88,8 +105,10 @@ FEATURES = {
 def test_block_with_features(features: str, dtype: torch.dtype, fused: bool) -> None:
     """Catches a projection that is kept beside its copies, a norm that parallel branches keep twice, gates that are
     counted once where they are kept twice; with torch's operators and with our own."""
-    for tp in (1, 3):
-        check_block(replace(MODEL, **FEATURES[features]), dtype, tp, fused)
+    model = replace(MODEL, **FEATURES[features])
+    # A norm of all heads has a message, of which test_block_on_a_shard_of_the_sequence sees what is saved.
+    for tp in (1,) if model.qk_norm_width is QKNormWidth.full else (1, 3):
+        check_block(model, dtype, tp, fused)
 
 
 @pytest.mark.parametrize("features", [{}, {"num_kv_heads": 3}])
@@ -129,7 +148,7 @@ def check_block(model: ModelConfig, dtype: torch.dtype, tp: int, fused: bool = F
     if fused:
         use_kernels(unsharded)
     block, placements = shard_stage(
-        unsharded, "blocks.0", SHARDING, Axis(0, tuple(range(tp)), None), sequence_parallel=False
+        unsharded, "blocks.0", sharding_of(model), Axis(0, tuple(range(tp)), None), sequence_parallel=False
     )
     materialise(block, placements, initial_value(model, 0), torch.device("cpu"))
     for module in block.modules():
@@ -137,8 +156,9 @@ def check_block(model: ModelConfig, dtype: torch.dtype, tp: int, fused: bool = F
             module.region = Region(Axis(0, (0,), None))
     inputs = torch.randn(BATCH, SEQ_LEN, model.hidden_size, dtype=dtype, requires_grad=True)
     one_pass = Pass(model, tp, BATCH, SEQ_LEN, dtype.itemsize, fused=fused)
-    # The kernel saves the cached mask too, or the slopes, which the plan counts once for all blocks.
-    mask = one_pass.rotary_tables + (0 if model.attention_dropout else one_pass.bias_table * 4)
+    # The kernel saves the cached mask too, or the slopes, which the plan counts once for all blocks; a sum does not.
+    added = model.attention_dropout or model.scores_in_memory
+    mask = one_pass.rotary_tables + (0 if added else one_pass.bias_table * 4)
     if one_pass.fused_attention and model.position is Position.alibi:
         mask += 4 * model.num_heads // tp
     if fused and (model.hidden_dropout or model.attention_dropout):
@@ -176,20 +196,22 @@ def _saved_on_a_shard(model: ModelConfig) -> int:
     """Bytes that this rank of a tensor-parallel group saves in a block on its share of the sequence."""
     axis = tensor_axis()
     with torch.device("meta"):
-        unsharded = Block(model, 0, 0)
-    block, placements = shard_stage(unsharded, "blocks.0", SHARDING, axis, sequence_parallel=True)
+        unsharded = make_block(model, 0, 0)
+    block, placements = shard_stage(unsharded, "blocks.0", sharding_of(model), axis, sequence_parallel=True)
     materialise(block, placements, initial_value(model, 0), torch.device("cpu"))
     return saved_bytes(block, torch.randn(BATCH, SEQ_LEN // axis.size, model.hidden_size, requires_grad=True))
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_block_on_a_shard_of_the_sequence(dropout: float) -> None:
-    """Catches a gathered sequence that is saved for backward, and a norm or dropout that runs on the whole of it."""
-    model = replace(MODEL, hidden_dropout=dropout)
+@pytest.mark.parametrize("changes", [{}, {"hidden_dropout": 0.1}, FEATURES["OLMo 2"] | {"num_kv_heads": 2}])
+def test_block_on_a_shard_of_the_sequence(changes: dict[str, Any]) -> None:
+    """Catches a gathered sequence that is saved for backward, a norm or dropout that runs on the whole of it, and what
+    a norm of all heads keeps."""
+    model = replace(MODEL, **changes)
     one_pass = Pass(model, 2, BATCH, SEQ_LEN, 4, sequence_parallel=True)
     for saved in run_ranks(_saved_on_a_shard, 2, model):
-        assert saved - one_pass.bias_table * 4 == kept_bytes(block_ops(one_pass))
+        shared = one_pass.rotary_tables + one_pass.bias_table * 4
+        assert saved - shared == kept_bytes(block_ops(one_pass))
 
 
 @pytest.mark.parametrize("mode", [Recompute.selective, Recompute.full])

@@ -6,7 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from megads.config import RootConfig
+from megads.launch.disk_need import checkpoint_bytes
 from megads.model.config import ModelConfig
+from megads.optim.config import OptimConfig
 from megads.optim.groups import ALIGNMENT
 from megads.parallel.config import ParallelConfig
 from megads.parallel.schedule import ScheduleName
@@ -202,3 +205,17 @@ def test_what_waits_between_passes() -> None:
     # A context rank keeps the whole sample of loaded steps, and its half of the running one.
     [half] = memory_plan(SMALL, ParallelConfig(cp=2), replace(WORK, steps_loaded=2)).stages
     assert half.pipeline_buffers == batches + 4 * (32 * 20)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 3])
+def test_a_running_average_is_as_large_as_the_masters(zero_stage: int) -> None:
+    """Catches fp32 weights beside the masters that nobody plans, in memory and on disk."""
+    averaged = OptimConfig(ema_decay=0.999)
+    layout = ParallelConfig(dp=2, zero_stage=zero_stage)
+    without, kept = (
+        memory_plan(SMALL, layout, replace(WORK, optim=optim)).stages[0] for optim in (OptimConfig(), averaged)
+    )
+    assert kept.optimizer_state - without.optimizer_state == kept.masters == without.masters
+    assert kept.optimizer_state == pytest.approx(1.5 * without.optimizer_state)
+    small, large = (checkpoint_bytes(RootConfig(model=SMALL, optim=optim)) for optim in (OptimConfig(), averaged))
+    assert large == pytest.approx(4 / 3 * small)

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from megads.model.config import AttentionKind, MLPKind, ModelConfig, NormKind, Position
+from megads.model.config import AttentionKind, MLPKind, ModelConfig, NormKind, NormPlacement, Position, QKNormWidth
 from megads.ops.config import Implementation, OpsConfig
+from megads.optim.config import OptimConfig
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.grid import place_of
 from megads.parallel.schedule import ScheduleName
@@ -29,6 +30,8 @@ DEEP = replace(SCENARIO, model=replace(MODEL, num_layers=6, vocab_size=509), seq
 DEEP_DROPOUT = replace(DEEP, model=replace(DEEP.model, hidden_dropout=0.1, attention_dropout=0.1))
 ROPE = replace(MODEL, position=Position.rope)
 LLAMA = replace(ROPE, norm=NormKind.rmsnorm, mlp=MLPKind.swiglu, num_kv_heads=2, embedding_norm=False, qk_norm=True)
+OLMO2 = replace(LLAMA, qk_norm_width=QKNormWidth.full, norm_placement=NormPlacement.output)
+CAPPED = replace(MODEL, attention_logit_softcap=20.0, final_logit_softcap=30.0, attention_sinks=True)
 PALM = replace(MODEL, parallel_block=True, mlp=MLPKind.swiglu, num_kv_heads=4, window=40)
 FUSED = OpsConfig()  # where there is a compiler; the plan follows
 # Head and loss in chunks, and so many logits that they would decide.
@@ -89,6 +92,20 @@ CASES: dict[str, tuple[Scenario, ParallelConfig]] = {
         ParallelConfig(recompute=Recompute.full),
     ),
     "tp2 fp32, llama, fused": (replace(FP32, model=LLAMA, ops=FUSED), ParallelConfig(tp=2)),
+    "single, olmo2": (replace(DEEP, model=replace(OLMO2, num_layers=6)), ParallelConfig()),
+    "tp2, sequence parallel, olmo2, fused": (
+        replace(DEEP, model=replace(OLMO2, num_layers=6), ops=FUSED),
+        ParallelConfig(tp=2, sequence_parallel=True),
+    ),
+    "single, capped, sinks": (replace(DEEP, model=replace(CAPPED, num_layers=6)), ParallelConfig()),
+    "single, capped by kernels": (
+        replace(DEEP, model=replace(CAPPED, num_layers=6, attention_sinks=False), ops=FUSED),
+        ParallelConfig(),
+    ),
+    "zero 3, dp2, running average": (
+        replace(SCENARIO, optimizer=OptimConfig(ema_decay=0.9)),
+        ParallelConfig(dp=2, zero_stage=3),
+    ),
     "single, many tokens, palm, fused": (
         replace(MANY_TOKENS, model=replace(PALM, vocab_size=512), ops=FUSED),
         ParallelConfig(),

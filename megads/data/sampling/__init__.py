@@ -6,5 +6,5 @@ finds the tokens, and `loader` reads them. `index_maps` and `cached_arrays` keep
 `loader` can be imported without torch.
 """
 
-__all__ = ["batch_size", "blend", "datasets", "loader", "packed", "runs", "sampler", "samples"]
+__all__ = ["batch_size", "blend", "datasets", "lengths", "loader", "packed", "runs", "sampler", "samples"]
 """Modules that rooms outside of data may import."""

@@ -27,6 +27,7 @@ class BatchSizeSchedule:
         start: samples in the first step; 0 switches the ramp off.
         increment: samples added at each rise.
         ramp_samples: samples over which the batch grows.
+        changes: (first sample, size) of every stage of a run whose stages change it, in whole steps; empty: none do.
 
     Raises:
         ConfigError: the sizes do not make a ramp.
@@ -36,6 +37,7 @@ class BatchSizeSchedule:
     start: int = 0
     increment: int = 1
     ramp_samples: int = 0
+    changes: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         if self.global_batch_size < 1:
@@ -62,6 +64,8 @@ class BatchSizeSchedule:
 
     def at(self, samples_consumed: int) -> int:
         """Returns the size of the step that starts after that many samples."""
+        if self.changes:
+            return self.changes[bisect_right(self.changes, samples_consumed, key=lambda change: change[0]) - 1][1]
         if self._num_increments == 0 or samples_consumed > self.ramp_samples:
             return self.global_batch_size
         # The division in floating point is Megatron's: its rounding decides where the size changes.
@@ -100,6 +104,8 @@ class BatchSizeSchedule:
 
     @cached_property
     def _phases(self) -> list[_Phase]:
+        if self.changes:
+            return self._phases_of_changes
         phases, step, sample = [], 0, 0
         while True:
             size = self.at(sample)
@@ -112,3 +118,11 @@ class BatchSizeSchedule:
             while self.at(sample + steps * size) == size:
                 steps += 1
             step, sample = step + steps, sample + steps * size
+
+    @property
+    def _phases_of_changes(self) -> list[_Phase]:
+        phases: list[_Phase] = []
+        for sample, size in self.changes:
+            before = phases[-1] if phases else _Phase(0, 0, size)
+            phases.append(_Phase(before.first_step + (sample - before.first_sample) // before.size, sample, size))
+        return phases

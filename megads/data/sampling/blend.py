@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from megads.data.config import DataConfig, MixConfig
 from megads.data.indexed.dataset import IntArray
+from megads.data.sampling.lengths import PartSamples, SampleLengths
 from megads.data.sampling.packed import PackedSamples
 from megads.data.sampling.runs import Runs, blended_runs, rows_by_part
 from megads.data.sampling.sampler import Skips
@@ -35,7 +36,7 @@ from megads.errors import ConfigError
 CHUNK = 1 << 18
 FEW = 4
 """Up to so many samples a dataset go down the tree one by one."""
-BlendPart = TrainSamples | PackedSamples
+BlendPart = TrainSamples | PackedSamples | PartSamples
 """The stream of one dataset."""
 
 
@@ -235,6 +236,39 @@ class Mix:
         return self._had[phase] + self._phases[phase].order.counts(total - int(self._starts[phase]))
 
 
+class ContinuedOrder:
+    """An order whose datasets go on, at a stage with samples of another length, where their tokens were left.
+
+    Numbers of a dataset are of samples of the stage's length, counted from the begin of the dataset's stream.
+
+    Args:
+        order: of the whole run, whose numbers are samples of whichever length.
+        lengths: of the run's samples.
+    """
+
+    def __init__(self, order: Interleaving, lengths: SampleLengths) -> None:
+        self._order = order
+        tokens = self.left_out_tokens = np.zeros_like(order.counts(0))
+        """int64 [datasets], tokens that no sample of the stage nor of those before it has: of less than one sample."""
+        before, length = tokens, 1
+        for start, following in lengths.starts[: lengths.place + 1]:
+            counts = order.counts(start)
+            tokens, length = tokens + (counts - before) * length, following
+            begins = -(-tokens // length)
+            self.left_out_tokens = begins * length - tokens
+            tokens, before = begins * length, counts
+        self._shift = tokens // length - before
+
+    def place(self, numbers: IntArray) -> tuple[IntArray, IntArray]:
+        """See `Interleaving`."""
+        datasets, places = self._order.place(numbers)
+        return datasets, places + self._shift[datasets]
+
+    def counts(self, total: int) -> IntArray:
+        """See `Interleaving`; of numbers that lie in the stage."""
+        return self._order.counts(total) + self._shift
+
+
 class BlendedSamples:
     """The stream of a run's training samples out of one or several datasets, with ranges left out.
 
@@ -249,12 +283,12 @@ class BlendedSamples:
         self.seq_len = parts[0].seq_len
         self.samples_per_epoch = sum(part.samples_per_epoch for part in parts)
         """Samples in one pass over all datasets, whatever the mix takes of each."""
-        self._order = order
+        self.order = order
         self.skips = skips or Skips()
 
     def place(self, samples: IntArray) -> tuple[IntArray, IntArray]:
         """Returns, int64 [n] each, the dataset of each of n samples and its number in that dataset's stream."""
-        return self._order.place(self.skips.apply(samples))
+        return self.order.place(self.skips.apply(samples))
 
     def taken(self, samples: int) -> IntArray:
         """Returns int64 [datasets], how many of the run's first samples each dataset gives.
@@ -262,9 +296,9 @@ class BlendedSamples:
         Left-out ranges are subtracted, so that the sum is `samples`.
         """
         end = self._end(samples)
-        taken = self._order.counts(end)
+        taken = self.order.counts(end)
         for first, last in self.skips.left_out():
-            taken = taken - self._order.counts(min(last, end)) + self._order.counts(min(first, end))
+            taken = taken - self.order.counts(min(last, end)) + self.order.counts(min(first, end))
         return taken
 
     def dataset_samples(self, samples: IntArray) -> IntArray:
@@ -283,14 +317,14 @@ class BlendedSamples:
 
     def build_maps(self, samples: int) -> int:
         """See `TrainSource`."""
-        counts = self._order.counts(self._end(samples))
+        counts = self.order.counts(self._end(samples))
         return sum(part.build_maps(int(count)) for part, count in zip(self.parts, counts, strict=True))
 
     def build_next_maps(self, samples: int, end: int | None, stop: threading.Event) -> None:
         """See `TrainSource`."""
         # What is read ahead of the end has no place in an order that was made for so many samples.
-        read = self._order.counts(self._end(samples if end is None else min(samples, end))).tolist()
-        ends = [None] * len(read) if end is None else self._order.counts(self._end(end)).tolist()
+        read = self.order.counts(self._end(samples if end is None else min(samples, end))).tolist()
+        ends = [None] * len(read) if end is None else self.order.counts(self._end(end)).tolist()
         for part, of_part, end_of_part in zip(self.parts, read, ends, strict=True):
             if not stop.is_set():
                 part.build_next_maps(of_part, end_of_part, stop)

@@ -22,8 +22,18 @@ from megads.data.indexed.recorded import DataRecord, holds_the_same
 from megads.data.indexed.sidecar import Sidecar, carried_path, read_sidecar, sidecar_path
 from megads.data.indexed.verified_once import file_state, require_unchanged
 from megads.data.sampling.batch_size import BatchSizeSchedule
-from megads.data.sampling.blend import BalancedOrder, BlendedSamples, BlendPart, Interleaving, Mix, Phase, mixes
+from megads.data.sampling.blend import (
+    BalancedOrder,
+    BlendedSamples,
+    BlendPart,
+    ContinuedOrder,
+    Interleaving,
+    Mix,
+    Phase,
+    mixes,
+)
 from megads.data.sampling.cached_arrays import ArrayCache
+from megads.data.sampling.lengths import PartSamples, SampleLengths
 from megads.data.sampling.megatron import MegatronOrder, MegatronSamples, megatron_share, megatron_weights
 from megads.data.sampling.packed import PackedSamples, PackedValidation
 from megads.data.sampling.sampler import skips_of
@@ -45,6 +55,7 @@ def open_datasets(
     samples: int = 0,
     schedule: BatchSizeSchedule | None = None,
     record: DataRecord | None = None,
+    lengths: SampleLengths | None = None,
 ) -> tuple[BlendPart | BlendedSamples, dict[str, ValidationSamples | PackedValidation]]:
     """Opens training and validation data and checks that they fit the model and each other.
 
@@ -58,6 +69,7 @@ def open_datasets(
         samples: that the run is planned for; 0 when that is not known, and no dataset is too small then.
         schedule: which samples a step trains on; None is one a step.
         record: what the run's data held; None where nobody recorded it.
+        lengths: of samples, where they differ between the training stages of a run.
 
     Returns:
         Training samples, and validation windows by the set's name; none when data.split gives validation nothing.
@@ -84,7 +96,8 @@ def open_datasets(
             for item, dataset, split in zip(items, datasets, splits, strict=True)
             if item in config.train
         }
-    train = _train_samples(config, datasets, train_documents, seq_len, seed, samples, schedule or BatchSizeSchedule(1))
+    schedule = schedule or BatchSizeSchedule(1)
+    train = _train_samples(config, datasets, train_documents, seq_len, seed, samples, schedule, lengths)
     valid = {
         name: validation_source(config, dataset, documents, seq_len)
         for name, (dataset, documents) in held_out.items()
@@ -134,6 +147,7 @@ def _train_samples(
     seed: int,
     samples: int,
     schedule: BatchSizeSchedule,
+    lengths: SampleLengths | None = None,
 ) -> BlendPart | BlendedSamples:
     weights = blend_weights(config, datasets, documents) if not config.history else [1.0] * len(datasets)
     skips = skips_of(config.skip, schedule)
@@ -149,15 +163,20 @@ def _train_samples(
             blended = len(datasets) > 1 or config.train[0].weight is not None
             wanted = megatron_share(total, weight) if blended else total
             parts.append(MegatronSamples(dataset, part, seq_len, seed, wanted, config.megatron_theta, config.cache_dir))
+        elif lengths is not None:
+            units = TrainSamples(dataset, part, lengths.unit, seed, config.cache_dir)
+            parts.append(PartSamples(units, seq_len))
         else:
             parts.append(train_source(config, dataset, part, seq_len, seed))
-    if len(parts) == 1 and not skips.ranges and config.train[0].max_epochs is None:
+    if lengths is None and len(parts) == 1 and not skips.ranges and config.train[0].max_epochs is None:
         return parts[0]
     order: Interleaving
     if megatron and len(parts) > 1:
         order = MegatronOrder(weights, total, ArrayCache(parts[0].dataset.prefix, config.cache_dir))
     else:
         order = Mix([Phase(first, BalancedOrder(mix)) for first, mix in _mixes(config, weights)])
+    if lengths is not None:
+        order = ContinuedOrder(order, lengths)
     _check_epochs(config, parts, order, total)
     return BlendedSamples(parts, order, skips)
 

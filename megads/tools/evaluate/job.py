@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megads.checkpoint.read import CheckpointHandle, load_unsharded, model_config_of, read_into
-from megads.config import RootConfig, TrainConfig, check_shape
+from megads.config import RootConfig, check_shape
 from megads.data.indexed.sidecar import FoundTokenizer
 from megads.engine.interface import EngineSpec
 from megads.errors import ConfigError, DataError
@@ -33,6 +33,7 @@ from megads.parallel.grid import ParallelGrid
 from megads.runtime.files import atomic_writer
 from megads.tools.evaluate.config import EvaluateConfig
 from megads.tools.evaluate.text_sets import VALID, SetResult, measure_texts, measure_validation
+from megads.train_config import TrainConfig
 
 Progress = Callable[[str, int, int], None]
 MakeContinuation = Callable[[Sampling, Sequence[int]], Continuation]

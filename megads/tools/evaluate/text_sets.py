@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from megads.batch import MicroBatch
-from megads.config import RootConfig, open_run_data
+from megads.config import RootConfig, batch_size_schedule, open_run_data, planned_steps
 from megads.data.indexed.dataset import IndexedDataset
 from megads.data.indexed.recorded import read_record
 from megads.data.indexed.sidecar import FoundTokenizer, tokenizing
@@ -23,11 +23,11 @@ from megads.data.sampling.samples import WindowSubset
 from megads.errors import ConfigError, DataError
 from megads.evaluate.scoring import Scorer, TokenRow, rolling_rows
 from megads.evaluate.validation import perplexity
+from megads.evaluation_hooks import VALIDATION_MICRO_BATCHES, packing
 from megads.frozen_config import load_frozen
 from megads.parallel.grid import ParallelGrid
 from megads.runtime.distributed import ALONE
 from megads.runtime.run_dir import CONFIG_FILE
-from megads.train import VALIDATION_MICRO_BATCHES, packing
 
 VALID = "valid"
 _DOCUMENTS_AT_ONCE = 256
@@ -211,7 +211,9 @@ def measure_validation(
     if not (run_dir / CONFIG_FILE).is_file():
         raise ConfigError(f"{run_dir} has no {CONFIG_FILE}, so its validation sets are not known: give tasks or data")
     config = load_frozen(run_dir / CONFIG_FILE, complete=False)
-    _, sets = open_run_data(config, read_record(run_dir))
+    # Of a run with training stages, as the last of them validates.
+    end = batch_size_schedule(config).samples_after(planned_steps(config)) if config.train.stages else 1
+    _, sets = open_run_data(config, read_record(run_dir), end - 1)
     if not sets:
         raise DataError(f"{run_dir} was trained without a validation set: give tasks or data")
     control = ALONE if grid is None else grid.control

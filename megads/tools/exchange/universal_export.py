@@ -74,6 +74,10 @@ def export_universal(config: ExportConfig) -> ExportedUniversal:
     config.check()
     output = Path(config.output)
     require_free(output, config.overwrite, _MADE_BY)
+    if config.average:
+        raise ConfigError(
+            "average = true: a universal checkpoint is for a training to go on from, with its weights: leave it out"
+        )
     if config.precision is ExportPrecision.bf16:
         raise ConfigError("precision = bf16: a universal checkpoint holds the fp32 weights; leave precision out")
     handle = open_checkpoint(run_path(config.run))

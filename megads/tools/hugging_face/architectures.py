@@ -7,7 +7,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megads.errors import ConfigError
-from megads.model.config import MLPKind, ModelConfig, NormKind, Position, RopeScaling, RopeScalingConfig
+from megads.model.config import (
+    MLPKind,
+    ModelConfig,
+    NormKind,
+    NormPlacement,
+    Position,
+    QKNormWidth,
+    RopeScaling,
+    RopeScalingConfig,
+)
 from megads.tools.hugging_face.weights import Names
 
 Content = Mapping[str, Any]
@@ -229,13 +238,20 @@ _BLOCK = {
     "mlp.down": ("mlp.dense_4h_to_h",),
 }
 """GPT-NeoX' names; BLOOM has one other."""
+_UNSCALED = {
+    "scale_embedding": False,
+    "attention_sinks": False,
+    "attention_logit_softcap": None,
+    "final_logit_softcap": None,
+}
 _GPT_WANTS = {
     "norm": NormKind.layernorm, "mlp": MLPKind.gelu, "parallel_block": False, "window": None,
     "num_kv_heads": _all_heads, "head_size": _share_of_hidden, "qk_norm": False,
+    "norm_placement": NormPlacement.input, **_UNSCALED,
 }  # fmt: skip
 _LLAMA_WANTS = {
     "position": Position.rope, "norm": NormKind.rmsnorm, "mlp": MLPKind.swiglu, "parallel_block": False,
-    "embedding_norm": False,
+    "embedding_norm": False, "norm_placement": NormPlacement.input, **_UNSCALED,
 }  # fmt: skip
 _LLAMA_NAMES = Names(
     outer={"embedding.word": "model.embed_tokens", "final_norm": "model.norm"},
@@ -387,12 +403,36 @@ QWEN3 = Architecture(
             "attention.key_norm": ("self_attn.k_norm",),
         },
     ),
-    wants={**_LLAMA_WANTS, "bias": False, "window": None, "qk_norm": True},
+    wants={**_LLAMA_WANTS, "bias": False, "window": None, "qk_norm": True, "qk_norm_width": QKNormWidth.head},
     keys=tuple(replace(key, default=_QWEN3_DEFAULTS.get(key.ours, key.default)) for key in _LLAMA_KEYS),
     fixed={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
     tied=False,
 )
-ARCHITECTURES = {some.model_type: some for some in (BLOOM, LLAMA, MISTRAL, QWEN3, GPT_NEOX, GPT2)}
+OLMO2 = Architecture(
+    model_type="olmo2",
+    class_name="Olmo2ForCausalLM",
+    names=replace(
+        _LLAMA_NAMES,
+        block={
+            "attention.qkv": _LLAMA_NAMES.block["attention.qkv"],
+            "attention.query_norm": ("self_attn.q_norm",),
+            "attention.key_norm": ("self_attn.k_norm",),
+            "attention.dense": ("self_attn.o_proj",),
+            "attention_output_norm": ("post_attention_layernorm",),
+            "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+            "mlp.down": ("mlp.down_proj",),
+            "mlp_output_norm": ("post_feedforward_layernorm",),
+        },
+    ),
+    wants={
+        **_LLAMA_WANTS, "bias": False, "window": None, "norm_placement": NormPlacement.output, "qk_norm": True,
+        "qk_norm_width": QKNormWidth.full,
+    },
+    keys=tuple(replace(key, default=1e-5) if key.ours == "norm_eps" else key for key in _LLAMA_KEYS),
+    fixed={"hidden_act": "silu", "attention_bias": False},
+    tied=False,
+)  # fmt: skip
+ARCHITECTURES = {some.model_type: some for some in (BLOOM, LLAMA, MISTRAL, QWEN3, OLMO2, GPT_NEOX, GPT2)}
 """In the order of preference."""
 
 

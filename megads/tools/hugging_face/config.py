@@ -19,6 +19,7 @@ class ExportFormat(StrEnum):
     llama = "llama"
     mistral = "mistral"
     qwen3 = "qwen3"
+    olmo2 = "olmo2"
     gpt_neox = "gpt_neox"
     gpt2 = "gpt2"
     universal = "universal"
@@ -41,7 +42,7 @@ class ExportConfig:
     output: str = "???"
     """Folder to make."""
     format: ExportFormat = ExportFormat.auto
-    """bloom, llama, mistral, qwen3, gpt_neox, gpt2, or auto: the one that can express the model; universal:
+    """bloom, llama, mistral, qwen3, olmo2, gpt_neox, gpt2, or auto: the one that can express the model; universal:
     DeepSpeed's universal checkpoint, for a training of that one to go on from (docs/other-trainers.md)."""
     precision: ExportPrecision = ExportPrecision.auto
     """bf16, fp32, or auto: what the run computed in. Checkpoints hold fp32."""
@@ -49,6 +50,8 @@ class ExportConfig:
     """Tokenizer file; null is the run's own."""
     shard_mib: int = 1024
     """Size of a weights file, which is exceeded by a single block that is larger."""
+    average: bool = False
+    """Export the running average of the weights that the run keeps (optim.ema_decay) in the place of the weights."""
     overwrite: bool = False
     """Replace an earlier export in that folder."""
 

@@ -20,19 +20,21 @@ from torch import Tensor
 import megads
 from megads.checkpoint.read import CheckpointHandle, model_config_of, open_checkpoint, read_into
 from megads.checkpoint.tensor_file import TensorLayout, write_tensor_file
-from megads.config import Precision
+from megads.config import config_at
 from megads.data.indexed.sidecar import FoundTokenizer, template_beside, template_path
 from megads.engine.interface import Shard
 from megads.errors import ConfigError
 from megads.frozen_config import config_of_start
 from megads.model.config import ModelConfig
 from megads.model.gpt import EMBEDDING, HEAD
+from megads.optim.groups import AVERAGE
 from megads.plan.model_size import parameter_count, parameter_shapes
 from megads.tools.generate import checkpoint_tokenizer, run_path
 from megads.tools.hugging_face.architectures import Architecture, choose_architecture
 from megads.tools.hugging_face.config import ExportConfig, ExportPrecision
 from megads.tools.hugging_face.weights import Link, links_by_stage, missing_biases, same, tensor_shapes
 from megads.tools.output_folder import new_folder, require_free, require_room, write_origin
+from megads.train_config import Precision
 
 CONFIG_FILE, INDEX_FILE, SINGLE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
 _MADE_BY = "megads export"
@@ -105,6 +107,7 @@ def export_checkpoint(config: ExportConfig) -> Exported:
             f"{tokenizer.path} has {tokenizer.vocab_size:,} tokens, the model {model.vocabulary:,}: give the tokenizer "
             "that the run was trained with as tokenizer=<file>"
         )
+    kind = _kind(config, handle)
     dtype = _DTYPES[_precision(config.precision, handle)]
     files = plan_files(model, architecture, dtype, config.shard_mib << 20)
     nbytes = sum(piece.nbytes for pieces in files.values() for piece in pieces)
@@ -113,7 +116,7 @@ def export_checkpoint(config: ExportConfig) -> Exported:
         for name, pieces in files.items():
             layouts = [layout for piece in pieces for layout in piece.layouts]
             write_tensor_file(
-                partial / name, layouts, _tensors(handle, model, pieces, dtype), {"format": "pt"}, wait=False
+                partial / name, layouts, _tensors(handle, model, pieces, dtype, kind), {"format": "pt"}, wait=False
             )
             if len(files) > 1:
                 print(f"{name}: {sum(piece.nbytes for piece in pieces) / 1e6:,.0f} MB", flush=True)
@@ -122,7 +125,9 @@ def export_checkpoint(config: ExportConfig) -> Exported:
         if len(files) > 1:
             names = {layout.name: name for name, pieces in files.items() for p in pieces for layout in p.layouts}
             _write_json(partial / INDEX_FILE, {"metadata": {"total_size": nbytes}, "weight_map": names})
-        (partial / "README.md").write_text(_card(handle, model, architecture, _DTYPE_NAMES[dtype]), encoding="utf-8")
+        (partial / "README.md").write_text(
+            _card(handle, model, architecture, _DTYPE_NAMES[dtype], kind), encoding="utf-8"
+        )
     return Exported(output, architecture.class_name, _DTYPE_NAMES[dtype], tuple(files), nbytes)
 
 
@@ -159,7 +164,7 @@ def _pieces(model: ModelConfig, architecture: Architecture, dtype: torch.dtype) 
 
 
 def _tensors(
-    handle: CheckpointHandle, model: ModelConfig, pieces: Sequence[Piece], dtype: torch.dtype
+    handle: CheckpointHandle, model: ModelConfig, pieces: Sequence[Piece], dtype: torch.dtype, kind: str
 ) -> Iterator[Tensor | Iterator[Tensor]]:
     """The tensors of a file in the order of its layouts; one is in memory, of a table some rows."""
     shapes = parameter_shapes(model)
@@ -167,21 +172,21 @@ def _tensors(
         for link in piece.links:
             if link.to_theirs is same and link.stage in (EMBEDDING, HEAD):
                 for name in link.ours:
-                    yield _row_blocks(handle, name, shapes[name], dtype)
+                    yield _row_blocks(handle, f"{kind}/{name}", shapes[name], dtype)
                 continue
-            weights = read_stage(handle, [link], shapes)
+            weights = read_stage(handle, [link], shapes, kind)
             for tensor in link.to_theirs([weights.pop(name) for name in link.ours]):
                 yield tensor.to(dtype)
         for shape in piece.zeros.values():
             yield torch.zeros(shape, dtype=dtype)
 
 
-def _row_blocks(handle: CheckpointHandle, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Tensor]:
+def _row_blocks(handle: CheckpointHandle, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Tensor]:
     """A parameter in blocks of its rows: a table of words may be larger than many blocks of the model."""
     rows = max(1, _BLOCK_ELEMENTS // prod(shape[1:]))
     for start in range(0, shape[0], rows):
         block = torch.empty(min(rows, shape[0] - start), *shape[1:])
-        read_into(handle, [Shard(f"weight/{name}", shape, (start, *(0 for _ in shape[1:])), block)])
+        read_into(handle, [Shard(key, shape, (start, *(0 for _ in shape[1:])), block)])
         yield block.to(dtype)
 
 
@@ -194,7 +199,7 @@ def read_stage(
         handle: the checkpoint.
         links: of the parameters.
         shapes: of all parameters.
-        kind: "weight", or the part of the optimizer's state that is meant.
+        kind: "weight", "average", or the part of the optimizer's state that is meant.
 
     Raises:
         CheckpointError: one is missing.
@@ -213,6 +218,17 @@ def write_settings(
     _write_json(folder / CONFIG_FILE, _content(architecture, model, tokenizer, dtype))
     _write_json(folder / "generation_config.json", {**_ids(tokenizer), "do_sample": True})
     _write_tokenizer(folder, tokenizer, model)
+
+
+def _kind(config: ExportConfig, handle: CheckpointHandle) -> str:
+    """The tensors of the checkpoint that are exported: weights, or their running average."""
+    if not config.average:
+        return "weight"
+    if not any(key.startswith(f"{AVERAGE}/") for key in handle.manifest.tensors):
+        raise ConfigError(
+            f"average = true, but {handle.folder} holds no running average: the run keeps one with optim.ema_decay"
+        )
+    return AVERAGE
 
 
 def _precision(wanted: ExportPrecision, handle: CheckpointHandle) -> ExportPrecision:
@@ -255,7 +271,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _card(handle: CheckpointHandle, model: ModelConfig, architecture: Architecture, dtype: str) -> str:
+def _card(handle: CheckpointHandle, model: ModelConfig, architecture: Architecture, dtype: str, kind: str) -> str:
     """The model card: what the run knows of itself."""
     run = handle.manifest.run
     found = config_of_start(handle.folder.parent.parent, run.config_digest)
@@ -263,13 +279,14 @@ def _card(handle: CheckpointHandle, model: ModelConfig, architecture: Architectu
         "architecture": f"{architecture.class_name}, {model.num_layers} layers, width {model.hidden_size}, "
         f"{model.num_heads} heads, vocabulary {model.vocabulary:,}",
         "parameters": f"{parameter_count(model):,}",
-        "weights": dtype,
+        "weights": f"running average, {dtype}" if kind == AVERAGE else dtype,
         "run": handle.folder.parent.parent.resolve().name,
         "trained for": f"{run.state['step']:,} steps, {run.state['samples']:,} samples, {run.state['tokens']:,} tokens",
         "layout": ", ".join(f"{axis} {size}" for axis, size in run.layout.items()),
         "config": f"sha256 {run.config_digest}",
     }
     if found is not None:
+        found = config_at(found, max(run.state["samples"] - 1, 0))
         batch = f"{found.train.global_batch_size:,} samples of {found.train.seq_len:,} tokens"
         rows |= {
             "precision": str(found.train.precision),

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from megads.batch import MicroBatch
 from megads.checkpoint.read import CheckpointHandle, check_model, load_unsharded, nearest_checkpoint
-from megads.config import RootConfig, open_run_data
+from megads.config import RootConfig, config_at, open_run_data
 from megads.data.config import DatasetConfig, MixConfig
 from megads.data.indexed.dataset import IntArray, idx_path
 from megads.data.indexed.recorded import DataRecord, read_record, record_data
@@ -77,7 +77,9 @@ def _open_step(run_dir: Path, step: int) -> TrainedStep:
     config, digest = _config_of(run_dir, step)
     located = _located(config, run_dir)
     recorded = _require_same_content(run_dir, config, located)
-    source, _ = open_run_data(located)
+    first = int(line["samples"]) - int(line["global_batch_size"])
+    located = config_at(located, first)
+    source, _ = open_run_data(located, at_sample=first)
     found = TrainedStep(line, located, source, recorded)
     recomputed = batch_hash(source.dataset_samples(found.samples))
     if recomputed != line["batch_hash"]:

@@ -12,7 +12,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from megads.config import RootConfig, batch_size_schedule, learning_rate, planned_steps
+from megads.config import RootConfig, batch_size_schedule, learning_rate, planned_steps, run_spans, stage_config
 from megads.errors import ConfigError
 from megads.frozen_config import config_digest
 from megads.launch.disk_need import disk_need
@@ -22,6 +22,7 @@ from megads.launch.preflight_memory import (
     Machine,
     Room,
     gib,
+    largest_stage,
     memory_line,
     micro_batches,
     parts,
@@ -39,8 +40,10 @@ from megads.plan.step_time import Outlook, Speed, perfetto_trace, simulated_step
 from megads.runtime.environment import share_of_cores
 from megads.runtime.machine_memory import available_memory
 from megads.runtime.visible_console import VisibleConsole
+from megads.stages import span_at
 from megads.tools.plan.config import PlanConfig
 from megads.tools.plan.search import answer_json, find_layouts, print_answer, question_of
+from megads.tools.plan.stages import stage_table, stage_text, stages_json
 from megads.tools.plan.step import device_of, machine_of, network_of, step_json, step_line, step_of, step_table
 from megads.tools.plan.tables import (
     can_be_simulated,
@@ -82,7 +85,9 @@ def show(asked: PlanConfig) -> None:
             *choices,
             f"activations of model.block.name={name} are not modelled: counted as the built-in block's",
         ]
-    plan = plan_of(config, cuda=machine is None or machine.per_gpu)
+    cuda = machine is None or machine.per_gpu
+    run, config = config, largest_stage(config, cuda=cuda)
+    plan = plan_of(config, cuda=cuda)
     room = machine.room(plan) if machine else None
     step = step_of(config, device, network_of(asked)) if device else None
     speed = Speed(asked.rank_tflops or 1.0, asked.link_gigabytes_per_s, asked.link_latency_us)
@@ -94,10 +99,14 @@ def show(asked: PlanConfig) -> None:
         held = {"places": places_json(config)} if asked.ranks else {}
         schedules = {"schedules": schedules_json(compared)} if compared else {}
         timed = step_json(step, _memory_of_a_device(plan, room)) if step else {}
-        print(json.dumps(as_json(config, plan, room, found) | timed | held | schedules, indent=2))
+        stages = {"training_stages": stages_json(run, cuda=cuda)} if run.train.stages else {}
+        print(json.dumps(as_json(config, plan, room, found) | timed | held | schedules | stages, indent=2))
         return
     console = VisibleConsole(highlight=False)
     console.width = max(console.width, _TABLE_WIDTH)
+    if run.train.stages:
+        console.print(stage_table(run, cuda=cuda))
+        console.print("what follows is of the stage whose largest rank holds the most")
     _print(console, config, plan, room, found, choices)
     if step is not None and device is not None:
         console.print(step_line(step, device))
@@ -288,7 +297,7 @@ _DRY_RUN_WIDTH = 120
 def describe_run(resolved: ResolvedRun) -> str:
     """Returns what a run would do, for run.dry_run."""
     config, machine = resolved.planned, resolved.machine
-    train, parallel, model = config.train, config.parallel, config.model
+    train, parallel, model = stage_config(config, 0).train, config.parallel, config.model
     micro_batches = train.global_batch_size // (train.micro_batch_size * parallel.dp)
     threads = config.cluster.threads_per_rank or share_of_cores(parallel.world_size)
     ramp = f", growing from {train.batch_ramp.start}" if train.batch_ramp.start else ""
@@ -322,6 +331,7 @@ def describe_run(resolved: ResolvedRun) -> str:
         lines.append("which rank holds what is not known before the vocabulary is: parallel.partition=auto goes by it")
     elif parallel.world_size > 1:
         lines += [*schedule_text(config, machine, _DRY_RUN_WIDTH), rank_text(config, _DRY_RUN_WIDTH)]
+    lines += stage_text(config, _DRY_RUN_WIDTH, cuda=machine.per_gpu)
     lines += [f"warning: {warning}" for warning in warnings_of(resolved)]
     return "\n".join(lines)
 
@@ -339,7 +349,11 @@ def _length(config: RootConfig) -> str:
         return "not known before the data is there"
     steps = planned_steps(config)
     samples = batch_size_schedule(config).samples_after(steps)
-    return f"{steps:,} steps, {samples:,} samples, {samples * config.train.seq_len:,} tokens"
+    tokens = samples * config.train.seq_len
+    if spans := run_spans(config):
+        last = span_at(spans, max(samples - 1, 0))
+        tokens = last.first_token + (samples - last.first_sample) * last.seq_len
+    return f"{steps:,} steps, {samples:,} samples, {tokens:,} tokens"
 
 
 def _learning_rate(config: RootConfig) -> str:
@@ -357,7 +371,11 @@ def _learning_rate(config: RootConfig) -> str:
     fall = f", {schedule.decay_shape.value if stable else schedule.name} to {optim.min_lr:g} at {at(rate.end)}"
     if schedule.name in (ScheduleName.constant, ScheduleName.inverse_sqrt):
         fall = f", {schedule.name}"
-    return f"{optim.lr:g}{warmup}{stable}{fall}" + (f" in {schedule.cycles} cycles" if schedule.cycles > 1 else "")
+    cycles = f" in {schedule.cycles} cycles" if schedule.cycles > 1 else ""
+    later = (
+        f"{it.schedule.name} from {at(it.begin)} on, {it.optim.lr:.3g} to {it.optim.min_lr:g}" for it in rate.later
+    )
+    return "; then ".join([f"{optim.lr:g}{warmup}{stable}{fall}{cycles}", *later])
 
 
 def _heads(model: ModelConfig) -> str:

@@ -90,13 +90,21 @@ def examined(config: RootConfig, asked: Question, candidate: LayoutCandidate) ->
         check_shape(config)
         if candidate.parallel.partition is Partition.auto:
             config, _ = settle_auto(config, None)
-        cuda = not asked.device.on_cpu
-        memory = machine_of(asked.device).room(plan_of(config, cuda=cuda)).needed
+        memory = _memory_of(config, asked)
         if memory > asked.memory_bytes:
             return Examined(candidate, "", memory)
         return Examined(candidate, "", memory, step_model(asked, candidate).estimate())
     except ConfigError as error:
         return Examined(candidate, str(error))
+
+
+def _memory_of(config: RootConfig, asked: Question) -> int:
+    """Bytes of the fullest device: of the first pipeline rank, where most micro-batches wait, the second, which has
+    most communicators, or the last, which has the logits. On a CPU all ranks share the memory.
+    """
+    cuda, last = not asked.device.on_cpu, config.parallel.pp - 1
+    ranks = {0, min(1, last), last} if cuda else None
+    return machine_of(asked.device).room(plan_of(config, cuda=cuda, ranks=ranks)).needed
 
 
 def overrides(candidate: LayoutCandidate) -> str:
@@ -132,7 +140,7 @@ def reasons(asked: Question, loser: Examined, winner: Examined) -> str:
     """Why a layout loses: memory, or what takes more of its step than of the winner's."""
     if loser.refused:
         return loser.refused
-    if loser.estimate is None:
+    if loser.estimate is None or loser.memory_bytes > asked.memory_bytes:
         return f"does not fit by {gib(loser.memory_bytes - asked.memory_bytes)}"
     assert winner.estimate is not None
     base = winner.estimate.step_time_s
@@ -157,11 +165,10 @@ def _word(asked: Question, name: str, of: Examined) -> str:
 def print_answer(console: VisibleConsole, answer: Answer) -> None:
     """For people."""
     asked, found = answer.asked, answer.found
-    rate = found.considered / max(answer.seconds, 1e-9)
     console.print(
-        f"{found.considered:,} layouts of {asked.devices:,} x {asked.device.name} in {answer.seconds:.1f} s "
-        f"({rate:,.0f} a second); {found.pruned:,} cannot fit {gib(asked.memory_bytes)}, {found.examined} planned "
-        "exactly"
+        f"{found.considered:,} layouts of {asked.devices:,} x {asked.device.name} in {answer.seconds:.1f} s; "
+        f"{found.pruned:,} cannot fit {gib(asked.memory_bytes)}, {found.examined} planned "
+        f"exactly{'' if found.complete else ', then the time was up'}"
     )
     if not found.best:
         console.print(f"none fits: {_nearest(answer)}")

@@ -8,7 +8,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from megads.config import Precision, RootConfig
+from megads.config import RootConfig
 from megads.launch.preflight_memory import Machine, micro_batches, settle_auto
 from megads.ops.resolve import plans_fused
 from megads.plan.collectives import Network
@@ -17,6 +17,7 @@ from megads.plan.operators import MEGADS, Execution
 from megads.plan.step_estimate import StepEstimate, StepShape, estimate_step
 from megads.runtime.machine_memory import available_memory
 from megads.tools.plan.config import PlanConfig
+from megads.train_config import Precision
 
 _BAR = 40
 """Characters of a bar as long as the step."""

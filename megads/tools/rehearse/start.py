@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from megads.config import RootConfig, TrainConfig, check_config
+from megads.config import RootConfig, check_config
 from megads.data.config import DataConfig, DatasetConfig
 from megads.data.prepare.config import TextTokenizerConfig
 from megads.errors import ConfigError, MegadsError
@@ -25,6 +25,7 @@ from megads.runtime.slurm import Allocation, Node, SlurmJob
 from megads.tools.doctor.finding import Finding, note, ok, problem
 from megads.tools.rehearse.notes import VOCAB_SIZE, Orders, RehearsedStart, read_orders, write_start
 from megads.tools.rehearse.paper import of_this_machine, why_unwritable
+from megads.train_config import TrainConfig
 
 _AT_START = "the job would end at its start, after its wait in the queue"
 

@@ -125,9 +125,19 @@ class RunHistory:
 
     @property
     def restarts(self) -> list[int]:
-        """Steps at which a later start of the run went on."""
+        """Steps at which a later start of the run went on, but for those that began the next training stage."""
         starts = [event for event in self.events if event.get("event") == "start"]
-        return [int(step) for step in (number(event.get("step")) for event in starts[1:]) if math.isfinite(step)]
+        steps = [int(step) for step in (number(event.get("step")) for event in starts[1:]) if math.isfinite(step)]
+        for begin in self.stage_begins[1:]:
+            if begin in steps:
+                steps.remove(begin)
+        return steps
+
+    @property
+    def stage_begins(self) -> list[int]:
+        """Steps after which training stages began, each once; empty for a run without stages."""
+        found = [number(event.get("step")) for event in self.events if event.get("event") == "training_stage"]
+        return sorted({int(step) for step in found if math.isfinite(step)})
 
 
 def read_history(run_dir: Path) -> RunHistory:

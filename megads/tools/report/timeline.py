@@ -54,6 +54,7 @@ _LANES = (
     ("loss spikes", ("loss_spike", "roll_back"), "^", RED),
     ("stop requests", ("stop_requested",), "s", ORANGE),
     ("other configs", ("config_changed", "run_changed"), "D", BLUE),
+    ("training stages", ("training_stage",), ">", BLUE),
     ("checkpoints", ("checkpoint_saved",), "|", GREEN),
 )
 """Label, event names, marker and colour of each lane above the bars; lanes without events are left out."""

@@ -157,6 +157,21 @@ def measure_weights(run: Run, reference: Run) -> list[Deviation]:
     ]
 
 
+def measure_averages(run: Run, reference: Run) -> list[Deviation]:
+    """N3: every running average in the end, relative to its norm; key biases excepted."""
+    model = reference.model
+    return [
+        Deviation(
+            f"average of {name}",
+            relative(without_key_bias(name, run.averages[name], model), without_key_bias(name, average, model))
+            if name in run.averages
+            else math.nan,
+            reference.weight_bound,
+        )
+        for name, average in reference.averages.items()
+    ]
+
+
 def measure_bf16_loss(run: Run, reference: Run) -> list[Deviation]:
     """N4: the first loss in bf16, over enough tokens for rounding to average out."""
     return [_scalar("loss of step 1", run.losses[0], reference.losses[0], 2e-4)]
@@ -198,8 +213,9 @@ def check_first_step(run: Run, reference: Run) -> list[str]:
 
 
 def check_curve(run: Run, reference: Run) -> list[str]:
-    """N3: over all steps loss 1e-5 and grad norm 1e-4; in the end every weight 1e-4 (Lion: 1e-3). All relative."""
-    return faults([measure_losses, measure_norms, measure_weights], run, reference)
+    """N3: over all steps loss 1e-5 and grad norm 1e-4; in the end every weight, and its running average, 1e-4 (Lion:
+    1e-3). All relative."""
+    return faults([measure_losses, measure_norms, measure_weights, measure_averages], run, reference)
 
 
 def check_replicas(run: Run, reference: Run) -> list[str]:
@@ -225,11 +241,13 @@ class Guarantee:
         name: N1 to N10.
         what: what is compared.
         measure: how.
+        optional: there may be nothing to compare.
     """
 
     name: str
     what: str
     measure: Measure
+    optional: bool = False
 
 
 MEANINGS = {
@@ -257,6 +275,7 @@ def legend(names: Iterable[str]) -> list[str]:
     return [f"{name:<3} {meaning}" for name, meaning in MEANINGS.items() if name in wanted]
 
 
+_AVERAGES = "every running average in the end"
 FP32 = (
     Guarantee("N1", "initial weights", measure_initial_weights),
     Guarantee("N2", "samples, documents and their order", measure_samples),
@@ -268,6 +287,7 @@ FP32 = (
     Guarantee("N3", "loss of every step", measure_losses),
     Guarantee("N3", "gradient norm of every step", measure_norms),
     Guarantee("N3", "every weight in the end", measure_weights),
+    Guarantee("N3", _AVERAGES, measure_averages, optional=True),
     Guarantee("N10", "validation loss", measure_validation),
     Guarantee("N7", "dtype of gradient reductions", measure_reduction_dtype),
     Guarantee("N8", "copies of masters and moments", measure_replicas),
@@ -321,6 +341,8 @@ def rows(
     found = []
     for guarantee in guarantees:
         deviations = guarantee.measure(run, reference)
+        if guarantee.optional and not deviations:
+            continue
         found.append(_row(guarantee, precision, deviations, _must_compare(guarantee, parallel, tied)))
     return found
 
@@ -387,6 +409,10 @@ def likely_cause(failed: Sequence[Row], run: Run, reference: Run, parallel: Para
         )
     if what & {"loss of every step", "gradient norm of every step", "every weight in the end"}:
         return "the first step's gradients are right: clipping, the weight decay groups, Adam's moments or the update"
+    if _AVERAGES in what:
+        return (
+            "the weights are right and their running average is not: when a step is taken into it, and at which decay"
+        )
     if "copies of masters and moments" in what:
         return "copies see gradients that differ in their last bits: the order of reduction, or clipping that differs"
     if "validation loss" in what:

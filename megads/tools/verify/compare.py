@@ -16,7 +16,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
 
-from megads.config import Precision, RootConfig
+from megads.config import RootConfig
 from megads.errors import EXIT_OK, ConfigError
 from megads.launch.launcher import LaunchSpec, launch
 from megads.model.gpt import GPT, TIED_PARAMETER, token_losses
@@ -43,6 +43,7 @@ from megads.tools.verify.scenario import (
     scale,
     step_batches,
 )
+from megads.train_config import Precision
 
 if TYPE_CHECKING:
     from megads.tools.verify.config import VerifyLayoutConfig
@@ -57,6 +58,8 @@ class _Masters:
 
     def __init__(self, working: Mapping[str, Tensor], scenario: Scenario) -> None:
         self.of = {name: torch.nn.Parameter(p.detach().float().clone()) for name, p in working.items()}
+        self._ema_decay = scenario.optim.ema_decay
+        self.averages = {} if self._ema_decay is None else {name: m.detach().double() for name, m in self.of.items()}
         self._exact: ReferenceOptimizer | None = None
         optim, model = scenario.optim, scenario.model
         if not optim.is_adamw:
@@ -69,12 +72,18 @@ class _Masters:
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """Updates them from their gradients, which are clipped."""
+        """Updates them from their gradients, which are clipped; and the averages from them, in fp64."""
         if self._exact is None:
             self._adamw.step()
-            return
-        self._exact.step({name: m.grad.numpy() for name, m in self.of.items() if m.grad is not None}, lr)
-        for name, weight in self._exact.weights.items():
+        else:
+            self._step_exactly(self._exact, lr)
+        for name, average in self.averages.items():
+            assert self._ema_decay is not None
+            average.copy_(self._ema_decay * average + (1.0 - self._ema_decay) * self.of[name].double())
+
+    def _step_exactly(self, exact: ReferenceOptimizer, lr: float) -> None:
+        exact.step({name: m.grad.numpy() for name, m in self.of.items() if m.grad is not None}, lr)
+        for name, weight in exact.weights.items():
             self.of[name].copy_(torch.from_numpy(weight))
 
 
@@ -103,6 +112,7 @@ def train_reference(scenario: Scenario) -> Run:
             for name, p in working.items():
                 p.copy_(masters[name])
     run.weights = {name: m.detach().numpy() for name, m in masters.items()}
+    run.averages = {name: average.float().numpy() for name, average in optimizer.averages.items()}
     return run
 
 

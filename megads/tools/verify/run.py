@@ -23,6 +23,7 @@ from megads.data.sampling.samples import TrainSamples
 from megads.engine.interface import Shard
 from megads.errors import NumericalError
 from megads.model.config import ModelConfig
+from megads.optim.groups import AVERAGE
 from megads.tools.verify.scenario import Scenario
 
 FloatArray = npt.NDArray[np.float32]
@@ -125,6 +126,7 @@ class Run:
         stream: the samples; several digests where ranks were given different rows under one number.
         model: what was trained, by which key biases are found.
         weight_bound: relative deviation that rounding may cause in a weight.
+        averages: full running averages of the weights after the last step, where one is kept.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -140,6 +142,7 @@ class Run:
     stream: Stream = field(default_factory=Stream)
     model: ModelConfig = field(default_factory=ModelConfig)
     weight_bound: float = 1e-4
+    averages: dict[str, FloatArray] = field(default_factory=dict)
 
 
 def join(ranks: Sequence[RankRun], model: ModelConfig) -> Run:
@@ -161,6 +164,7 @@ def join(ranks: Sequence[RankRun], model: ModelConfig) -> Run:
                 run.disagreements.append(f"{what} {ours} of rank {number}, {theirs} of rank 0")
     run.initial = assemble([piece for rank in ranks for piece in rank.initial], "weight")
     run.weights = assemble([piece for rank in ranks for piece in rank.shards], "weight")
+    run.averages = assemble([piece for rank in ranks for piece in rank.shards], AVERAGE)
     run.gradients = assemble([piece for rank in ranks for piece in rank.gradients], "gradient")
     run.replicas = differing_copies([piece for rank in ranks for piece in rank.held])
     run.stream = _join_streams([rank.stream for rank in ranks])

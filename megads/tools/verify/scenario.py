@@ -216,6 +216,8 @@ _BUCKET = 9000
 whole ones of the smallest models."""
 _LAMB_LR = 2e-2
 """Of LAMB, whose steps are a share of the weight: in smaller ones a ratio that is off by a percent would hide."""
+_EMA_DECAY = 0.6
+"""At the decay of a long run an average would be the initial weights still."""
 _CLIP = 0.5
 """Hot gradients have a norm of about 2: every step is clipped."""
 
@@ -299,7 +301,13 @@ def scale(wanted: Wanted, max_ranks: int | None, steps: int) -> Scaled:
 
 
 def _as_exact_as_weights(optim: OptimConfig) -> OptimConfig:
-    """Muon's iteration in the dtype of the weights: in bf16 it is too coarse for the bounds of fp32."""
+    """Settings at which a few steps show what is wrong.
+
+    Muon's iteration is in the dtype of the weights: in bf16 it is too coarse for the bounds of fp32. A running average
+    decays as fast as the steps are few.
+    """
+    if optim.ema_decay is not None:
+        optim = replace(optim, ema_decay=min(optim.ema_decay, _EMA_DECAY))
     return replace(optim, options={**optim.options, "precision": "auto"}) if optim.is_muon else optim
 
 
@@ -446,6 +454,8 @@ def _notes(wanted: Wanted, parallel: ParallelConfig, scenario: Scenario) -> tupl
         f"batch: {scenario.global_batch_size} samples of {scenario.seq_len} tokens in micro-batches of "
         f"{scenario.micro_batch_size}, masks that leave 1 to all tokens"
     )
+    if wanted.optim.ema_decay != scenario.optimizer.ema_decay:
+        notes.append(f"running average: optim.ema_decay {wanted.optim.ema_decay} -> {scenario.optimizer.ema_decay}")
     notes.append(
         "weights of std 0.2, dropout 0, "
         + (f"gradients clipped to {scenario.clip_grad} at every step" if scenario.clip_grad else "no clipping")

@@ -31,7 +31,9 @@ from megads.model.config import (
     MLPKind,
     ModelConfig,
     NormKind,
+    NormPlacement,
     Position,
+    QKNormWidth,
     RopeScaling,
     RopeScalingConfig,
 )
@@ -50,6 +52,9 @@ BASE: dict[str, Any] = {"num_layers": 2, "hidden_size": 48, "num_heads": 6, "voc
 GPT_LIKE: dict[str, Any] = {"embedding_norm": False}
 LLAMA_LIKE: dict[str, Any] = {
     "position": Position.rope, "norm": NormKind.rmsnorm, "mlp": MLPKind.swiglu, "embedding_norm": False,
+}  # fmt: skip
+OLMO2_LIKE: dict[str, Any] = {
+    "norm_placement": NormPlacement.output, "qk_norm": True, "qk_norm_width": QKNormWidth.full, "bias": False,
 }  # fmt: skip
 
 
@@ -73,6 +78,8 @@ def _cases() -> Iterator[tuple[str, dict[str, Any]]]:
         shape = {"num_kv_heads": kv, "tie_embeddings": tied, "head_size": size}
         yield "qwen3", {**LLAMA_LIKE, "bias": False, "qk_norm": True, **shape}
     yield "qwen3", {**LLAMA_LIKE, "bias": False, "qk_norm": True, "num_kv_heads": 3, "rope_scaling": SCALINGS[2]}
+    for kv, tied, size in ((2, False, None), (6, True, 10)):
+        yield "olmo2", {**LLAMA_LIKE, **OLMO2_LIKE, "num_kv_heads": kv, "tie_embeddings": tied, "head_size": size}
     for name, bias, size in (("llama", True, 6), ("llama", False, 12), ("mistral", False, 10)):
         window = 7 if name == "mistral" else None
         yield name, {**LLAMA_LIKE, "bias": bias, "head_size": size, "num_kv_heads": 2, "window": window}
@@ -106,14 +113,16 @@ def hot_model(config: ModelConfig) -> GPT:
     return GPT(config, 0, value).eval()
 
 
-def write_run(run_dir: Path, tokenizer: Path, model: GPT) -> Path:
+def write_run(run_dir: Path, tokenizer: Path, model: GPT, average: GPT | None = None) -> Path:
     """A run with one checkpoint, whose tensors are cut as tensor parallelism of two cuts rows."""
     shards = []
-    for name, weight in model.parameters_by_name().items():
+    kinds = {"weight": model} | ({} if average is None else {"average": average})
+    named = ((kind, *item) for kind, of in kinds.items() for item in of.parameters_by_name().items())
+    for kind, name, weight in named:
         half = max(1, weight.shape[0] // 2)
         for start, part in ((0, weight[:half]), (half, weight[half:])):
             offset = (start, *(0 for _ in weight.shape[1:]))
-            shards.append(Shard(f"weight/{name}", tuple(weight.shape), offset, part.detach().contiguous()))
+            shards.append(Shard(f"{kind}/{name}", tuple(weight.shape), offset, part.detach().contiguous()))
     path = Tokenizer.from_file(str(tokenizer))
     record = RunRecord(
         state={"step": 3, "samples": 24, "tokens": 300}, optimizer_steps=3, config_digest="digest",
@@ -175,6 +184,7 @@ def their_model(name: str, **changes: Any) -> Any:
         "llama": {**sizes, "num_key_value_heads": 3, "intermediate_size": 80, "pad_token_id": None},
         "mistral": {**sizes, "num_key_value_heads": 2, "intermediate_size": 80, "sliding_window": 5},
         "qwen3": {**sizes, "num_key_value_heads": 3, "intermediate_size": 80, "head_dim": 10},
+        "olmo2": {**sizes, "num_key_value_heads": 3, "intermediate_size": 80, "pad_token_id": None},
         "gpt_neox": {
             **sizes, "intermediate_size": 80, "use_parallel_residual": False, "rotary_pct": 1.0,
             "hidden_act": "gelu_new",
@@ -195,7 +205,7 @@ def their_folder(folder: Path, tokenizer: Path, model: Any, **options: Any) -> P
     return folder
 
 
-@pytest.mark.parametrize("name", ["bloom", "llama", "mistral", "qwen3", "gpt_neox", "gpt2"])
+@pytest.mark.parametrize("name", ["bloom", "llama", "mistral", "qwen3", "olmo2", "gpt_neox", "gpt2"])
 def test_their_models_are_read(name: str, tmp_path: Path, tokenizer: Path) -> None:
     """Catches names, defaults and layouts of files that transformers itself writes, in shards and with the old pickle,
     and numbers that are not theirs."""
@@ -237,6 +247,24 @@ def test_shards_precision_and_tokenizer(tmp_path: Path, tokenizer: Path, monkeyp
     assert transformers.GenerationConfig.from_pretrained(whole).eos_token_id == theirs.eos_token_id
 
 
+def test_the_running_average_is_exported(tmp_path: Path, tokenizer: Path) -> None:
+    """Catches the weights under the name of their average, a table of words that is not averaged, and an export without
+    one that is made of something else."""
+    config = ModelConfig(**(BASE | {"tie_embeddings": False}))
+    model, average = hot_model(config), hot_model(config)
+    with torch.no_grad():
+        for weight in average.parameters():
+            weight.mul_(0.9)
+    run_dir = write_run(tmp_path / "run", tokenizer, model, average)
+    options: dict[str, Any] = {"average": True, "precision": ExportPrecision.fp32}
+    folder = export.export_checkpoint(ExportConfig(str(run_dir), str(tmp_path / "averaged"), **options)).folder
+    torch.testing.assert_close(their_logits(folder), our_logits(average), atol=TOLERANCE, rtol=0)
+    assert "running average" in (folder / "README.md").read_text()
+    without = write_run(tmp_path / "without", tokenizer, model)
+    with pytest.raises(ConfigError, match="holds no running average"):
+        export.export_checkpoint(ExportConfig(str(without), str(tmp_path / "none"), **options))
+
+
 @pytest.mark.parametrize("name", sorted({name for name, _ in CASES}))
 def test_greedy_text_is_theirs(name: str, tmp_path: Path, tokenizer: Path) -> None:
     """Catches generation that stops elsewhere or sees other positions than transformers' own cache, of a run and of
@@ -275,6 +303,8 @@ def test_greedy_text_is_theirs(name: str, tmp_path: Path, tokenizer: Path) -> No
         ({"window": 3}, "auto", "model.window = 3 where bloom has None"),
         ({"qk_norm": True}, "auto", "model.qk_norm = True where bloom has False"),
         ({"head_size": 7}, "auto", "model.head_size = 7 where bloom has 8"),
+        ({**LLAMA_LIKE, **OLMO2_LIKE}, "qwen3", "model.qk_norm_width = full where .*; format=olmo2 can"),
+        ({**LLAMA_LIKE, **OLMO2_LIKE}, "llama", "model.norm_placement = output where .*; format=olmo2 can"),
         ({**LLAMA_LIKE, "bias": False, "qk_norm": True}, "llama", "model.qk_norm = True where .*; format=qwen3 can"),
         ({**LLAMA_LIKE, "window": 3}, "auto", "model.bias = True where mistral has False|model.window = 3 where llama"),
     ],
@@ -493,7 +523,7 @@ def test_a_defect_shows(
     assert (their_logits(folder) - our_logits(model)).abs().max() > 1e4 * TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["bloom", "llama", "mistral", "qwen3", "gpt_neox", "gpt2"])
+@pytest.mark.parametrize("name", ["bloom", "llama", "mistral", "qwen3", "olmo2", "gpt_neox", "gpt2"])
 def test_any_content_is_read_or_refused(name: str) -> None:
     """Catches a config.json that ends in a traceback: each key with values of every other type."""
     from megads.tools.hugging_face.architectures import ARCHITECTURES

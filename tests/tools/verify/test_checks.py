@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megads.optim.config import OptimConfig
 from megads.parallel.config import ParallelConfig
 from megads.runtime.visible_console import VisibleConsole
 from megads.tools.verify.checks import BF16, FP32, MEANINGS, Row, legend, likely_cause, rows
@@ -22,7 +23,7 @@ TP2 = ParallelConfig(tp=2)
 
 @pytest.fixture(scope="module")
 def reference() -> Run:
-    return train_reference(Scenario(masked=True))
+    return train_reference(Scenario(masked=True, optimizer=OptimConfig(ema_decay=0.6)))
 
 
 def copy_of(reference: Run) -> Run:
@@ -31,6 +32,7 @@ def copy_of(reference: Run) -> Run:
         list(reference.losses), list(reference.norms), list(reference.tokens), dict(reference.initial),
         dict(reference.weights), {n: g.copy() for n, g in reference.gradients.items()}, reference.validation,
         replicas={"weight/final_norm.bias": 0}, reductions={("torch.float32", 5)}, model=reference.model,
+        averages={n: a.copy() for n, a in reference.averages.items()},
     )  # fmt: skip
 
 
@@ -76,6 +78,8 @@ def spoil_norms(run: Run) -> None:
         (lambda run: run.tokens.__setitem__(0, 1), "count their tokens"),
         (spoil_the_forward, "a layer or the loss that is cut over tp"),
         (lambda run: run.gradients.clear(), "no rank shows gradients"),
+        (lambda run: run.averages["final_norm.weight"].fill(0), "their running average is not"),
+        (lambda run: run.averages.pop("final_norm.weight"), "their running average is not"),
     ],
 )
 def test_the_cause_is_where_the_defect_is(defect: Callable[[Run], None], expected: str, reference: Run) -> None:

@@ -1,0 +1,418 @@
+"""The training stages of a run, `train.stages`: until when each lasts, and what it changes.
+
+Everything here is a pure function of the config: a start trains the stage in which its counters are, so that a run
+which is killed anywhere goes on with the same one. What a stage changes of batches, lengths and memory holds until a
+later stage changes it again.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from megads.data.config import DataConfig, Order, PackingMode, PhaseConfig
+from megads.errors import ConfigError
+from megads.optim.schedule import LearningRate, ScheduleConfig, ScheduleName
+from megads.parallel.config import Recompute
+from megads.runtime.registry import SCHEDULES
+from megads.train_config import TrainConfig
+
+if TYPE_CHECKING:
+    from megads.data.sampling.sampler import Skips
+
+T = TypeVar("T")
+
+UNITS = ("steps", "samples", "tokens")
+"""In which the end of a stage is told."""
+SHAPE_KEYS = (
+    "train.seq_len",
+    "train.global_batch_size",
+    "train.micro_batch_size",
+    "model.rope_theta",
+    "model.rope_scaling",
+    "parallel.recompute",
+    "parallel.recompute_interval",
+    "parallel.recompute_blocks",
+)
+"""Keys that hold until a later stage changes them."""
+_NOT_OF_A_STAGE = ("decay_from", "decay_start_samples")
+RATE_KEYS = (
+    "optim.lr",
+    "optim.min_lr",
+    *(f"schedule.{field.name}" for field in fields(ScheduleConfig) if field.name not in _NOT_OF_A_STAGE),
+)
+"""Keys that give a stage, and those after it, a learning-rate schedule of its own."""
+NEXT_STAGE = "next_stage"
+"""In the event `end` of a start: the number of the stage that the launcher is to start next."""
+WEIGHTS = "weights"
+"""Key of an entry: the mix of data.train from there on."""
+_LEAVES = ("schedule.options",)
+
+
+@dataclass(frozen=True)
+class RunStage:
+    """One entry of train.stages.
+
+    Attributes:
+        place: in the list, from 0.
+        unit: of its end, one of UNITS; empty for the last stage, which lasts to the end of the run.
+        until: where in the run it ends, in that unit.
+        changes: what it says itself, by dotted key.
+    """
+
+    place: int
+    unit: str
+    until: int
+    changes: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """As in messages."""
+        return f"train.stages[{self.place}]"
+
+    @property
+    def has_own_rate(self) -> bool:
+        """Whether a learning-rate schedule begins with it."""
+        return any(key in RATE_KEYS for key in self.changes)
+
+
+def parse_stages(entries: Sequence[Any]) -> tuple[RunStage, ...]:
+    """Reads train.stages.
+
+    Raises:
+        ConfigError: an entry is none, lacks its end or has several, or changes what a stage may not.
+    """
+    return tuple(_parse(entry, place, place + 1 == len(entries)) for place, entry in enumerate(entries))
+
+
+def _parse(entry: Any, place: int, is_last: bool) -> RunStage:
+    name = f"train.stages[{place}]"
+    if not isinstance(entry, Mapping):
+        raise ConfigError(
+            f"{name} = {entry!r}: want an entry as in {{until_steps: 1000, train: {{global_batch_size: 512}}}}"
+        )
+    changes = dict(_flat(entry))
+    ends = {unit: changes.pop(f"until_{unit}") for unit in UNITS if changes.get(f"until_{unit}") is not None}
+    if is_last and ends:
+        raise ConfigError(
+            f"{name} is the last stage and gives until_{next(iter(ends))}: it lasts to the end of the run, "
+            "train.steps, samples or tokens; leave it out"
+        )
+    if not is_last and len(ends) != 1:
+        found = " and ".join(f"until_{unit} = {end}" for unit, end in ends.items()) or "it has no end"
+        raise ConfigError(f"{name}: {found}: every stage but the last needs one of until_steps, until_samples, "
+                          "until_tokens, counted from the beginning of the run")  # fmt: skip
+    unit, until = next(iter(ends.items()), ("", 0))
+    if unit and (isinstance(until, bool) or not isinstance(until, int | float) or until < 1 or until != int(until)):
+        raise ConfigError(f"{name}.until_{unit} = {until!r}: want a whole number above 0")
+    for key in changes:
+        if key != WEIGHTS and key not in RATE_KEYS and not key.startswith(SHAPE_KEYS):
+            raise ConfigError(
+                f"{name} sets {key}, which cannot change in the middle of a run. A stage may change "
+                f"{', '.join(SHAPE_KEYS)}, the mix of data.train (weights), optim.lr, optim.min_lr and schedule.*"
+            )
+    return RunStage(place, unit, int(until), changes)
+
+
+def _flat(content: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in content.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and name not in _LEAVES:
+            yield from _flat(value, f"{name}.")
+        else:
+            yield name, value
+
+
+def with_values(part: T, values: Mapping[str, Any], where: str) -> T:
+    """Returns a section of a config with other values, checked by their types.
+
+    Args:
+        part: the section, a dataclass.
+        values: by key within the section, dotted for a section of it.
+        where: names the origin of the values in messages.
+
+    Raises:
+        ConfigError: a key does not exist, or a value has the wrong type.
+    """
+    nested = OmegaConf.create({})
+    for key, value in values.items():
+        OmegaConf.update(nested, key, value, force_add=True)
+    try:
+        return cast(T, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(part), nested)))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{where}: {error.full_key}: {str(error).splitlines()[0]}") from error
+
+
+def carried(stages: Sequence[RunStage], config: object) -> list[dict[str, Any]]:
+    """Returns, for each stage, the values in force of every key of SHAPE_KEYS that any stage sets.
+
+    Args:
+        stages: of the run.
+        config: of the run.
+    """
+    keys = dict.fromkeys(key for stage in stages for key in stage.changes if key.startswith(SHAPE_KEYS))
+    now, found = {key: _value(config, key) for key in keys}, []
+    for stage in stages:
+        now = now | {key: value for key, value in stage.changes.items() if key in keys}
+        found.append(now)
+    return found
+
+
+def _value(config: object, key: str) -> Any:
+    """None for a key that does not exist, which `with_values` refuses."""
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name, None)
+    return value
+
+
+def settled(stages: Sequence[RunStage], values: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Returns train.stages with `carried` values spelled out in every entry: it no longer rests on the other keys."""
+    return [
+        ({f"until_{stage.unit}": stage.until} if stage.unit else {}) | dict(stage.changes) | dict(of_stage)
+        for stage, of_stage in zip(stages, values, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class StageSpan:
+    """Where in a run a stage lies.
+
+    Attributes:
+        place: of the stage, from 0.
+        first_step: steps done when it begins.
+        first_sample: samples consumed when it begins.
+        first_token: tokens consumed when it begins, padding included.
+        global_batch_size: samples a step.
+        seq_len: tokens a sample.
+        steps: that it has; None for the last stage, which ends with the run.
+    """
+
+    place: int
+    first_step: int
+    first_sample: int
+    first_token: int
+    global_batch_size: int
+    seq_len: int
+    steps: int | None
+
+    def steps_until(self, unit: str, end: int) -> int:
+        """Whole steps of this stage up to a place in the run; negative where it lies before the stage."""
+        if unit == "steps":
+            return end - self.first_step
+        if unit == "samples":
+            return (end - self.first_sample) // self.global_batch_size
+        return (end - self.first_token) // (self.global_batch_size * self.seq_len)
+
+    def sample_after(self, steps: int) -> int:
+        """Samples consumed by the run after so many of the stage's steps."""
+        return self.first_sample + steps * self.global_batch_size
+
+    @property
+    def end_sample(self) -> int | None:
+        """Samples consumed when it ends; None for the last stage."""
+        return None if self.steps is None else self.sample_after(self.steps)
+
+
+def stage_spans(stages: Sequence[RunStage], batches: Sequence[tuple[int, int]]) -> tuple[StageSpan, ...]:
+    """Lays the stages of a run end to end, each in whole steps.
+
+    Args:
+        stages: of the run.
+        batches: (global batch size, sequence length) of each.
+
+    Raises:
+        ConfigError: a stage ends before its first step does.
+    """
+    found: list[StageSpan] = []
+    step = sample = token = 0
+    for stage, (size, seq_len) in zip(stages, batches, strict=True):
+        span = StageSpan(stage.place, step, sample, token, size, seq_len, None)
+        if stage.unit:
+            steps = span.steps_until(stage.unit, stage.until)
+            if steps < 1:
+                raise ConfigError(
+                    f"{stage.name}.until_{stage.unit} = {stage.until:,}: the stage begins at step {step:,}, sample "
+                    f"{sample:,}, token {token:,} of the run and has no whole step of {size:,} samples of {seq_len:,} "
+                    "tokens; ends are counted from the beginning of the run"
+                )
+            span = replace(span, steps=steps)
+            step, sample, token = step + steps, sample + steps * size, token + steps * size * seq_len
+        found.append(span)
+    return tuple(found)
+
+
+def span_at(spans: Sequence[StageSpan], samples: int) -> StageSpan:
+    """The stage that trains next after so many samples."""
+    return spans[bisect_right(spans, samples, key=lambda span: span.first_sample) - 1]
+
+
+def steps_of_length(spans: Sequence[StageSpan], unit: str, length: int) -> int:
+    """Whole steps of a run of a length in steps, samples or tokens; it may end before its last stage."""
+    for span in spans:
+        steps = span.steps_until(unit, length)
+        if span.steps is None or steps <= span.steps:
+            return span.first_step + max(0, steps)
+    raise AssertionError("the last stage has no end")
+
+
+def sample_at_token(spans: Sequence[StageSpan], token: int) -> int:
+    """Samples of a run that hold so many tokens, rounded up."""
+    span = spans[bisect_right(spans, token, key=lambda span: span.first_token) - 1]
+    return span.first_sample - (span.first_token - token) // span.seq_len
+
+
+def with_stage_rates(
+    rate: LearningRate, stages: Sequence[RunStage], spans: Sequence[StageSpan], end: int
+) -> LearningRate:
+    """Returns the learning rate with the schedules of those stages that have one.
+
+    Each counts from the begin of its stage, and by default starts at the rate at which the one before ended and decays
+    until the run ends: what a later stage does changes nothing of the rates before it.
+
+    Args:
+        rate: of the first stages.
+        stages: of the run.
+        spans: theirs.
+        end: samples of the run.
+
+    Raises:
+        ConfigError: such a schedule cannot be.
+    """
+    for stage in stages:
+        first = spans[stage.place].first_sample
+        if not stage.has_own_rate or first >= end:
+            continue
+        try:
+            piece = _rate_of_stage(rate, stage, spans, end - first)
+        except ConfigError as error:
+            raise ConfigError(f"{stage.name}: {error}") from error
+        rate = replace(rate, later=(*rate.later, piece))
+    return rate
+
+
+def _rate_of_stage(before: LearningRate, stage: RunStage, spans: Sequence[StageSpan], samples: int) -> LearningRate:
+    span = spans[stage.place]
+    given = {key: value for key, value in stage.changes.items() if key in RATE_KEYS}
+    if "schedule.name" not in given:
+        raise ConfigError(
+            f"sets {next(iter(given))} without schedule.name: a schedule of its own begins with the stage, so say which"
+        )
+    at = before(span.first_sample) if span.first_sample else before.optim.lr
+    of_optim = {"lr": at} | {key[6:]: value for key, value in given.items() if key.startswith("optim.")}
+    if of_optim["lr"] == 0:
+        raise ConfigError("the rate is 0 where the stage begins: set its optim.lr")
+    optim = with_values(before.optim, of_optim, "optim")
+    optim.check()
+    keys = {key[9:]: value for key, value in given.items() if key.startswith("schedule.")}
+    schedule = with_values(ScheduleConfig(), keys, "schedule")
+    schedule.options = SCHEDULES.complete(schedule.name, schedule.options, "schedule.name", "schedule.options")
+    schedule.check()
+    warmup = _samples_from(span, spans, schedule, "warmup") or 0
+    decayed = _samples_from(span, spans, schedule, "decay")
+    end = decayed if decayed is not None else samples
+    if end <= warmup and schedule.name != ScheduleName.inverse_sqrt:
+        raise ConfigError(f"the decay must end after the warmup of {warmup:,} samples, but ends after {end:,}")
+    if schedule.name == ScheduleName.inverse_sqrt and warmup == 0:
+        raise ConfigError("schedule.name = inverse_sqrt needs a warmup: set schedule.warmup_samples")
+    return LearningRate(optim, schedule, warmup, end, begin=span.first_sample)
+
+
+def _samples_from(span: StageSpan, spans: Sequence[StageSpan], schedule: ScheduleConfig, what: str) -> int | None:
+    """Samples of a stage's warmup or decay, counted from its begin, in whichever unit they are given."""
+    steps, tokens = getattr(schedule, f"{what}_steps"), getattr(schedule, f"{what}_tokens")
+    if steps is not None:
+        return sample_after_step(spans, span.first_step + steps) - span.first_sample
+    if tokens is not None:
+        return sample_at_token(spans, span.first_token + tokens) - span.first_sample
+    samples: int | None = getattr(schedule, f"{what}_samples")
+    return samples
+
+
+def sample_after_step(spans: Sequence[StageSpan], step: int) -> int:
+    """Samples that the first steps of a run consume."""
+    span = spans[bisect_right(spans, step, key=lambda span: span.first_step) - 1]
+    return span.sample_after(step - span.first_step)
+
+
+def stream_starts(spans: Sequence[StageSpan], skips: Skips) -> list[int]:
+    """Numbers in the whole training stream, what is left out included, of the first samples of all stages."""
+    # Which the tab key need not wait for.
+    import numpy as np
+
+    return [int(skips.apply(np.array([span.first_sample - 1]))[0]) + 1 if span.first_sample else 0 for span in spans]
+
+
+def check_skips(spans: Sequence[StageSpan], skips: Skips) -> None:
+    """Raises ConfigError where a range that is left out reaches into a stage whose samples have another length."""
+    for begin, end in skips.ranges:
+        for before, span in pairwise(spans):
+            if begin < span.first_sample < end and before.seq_len != span.seq_len:
+                raise ConfigError(
+                    f"data.skip leaves out samples {begin:,} to {end:,}, among which train.stages[{span.place}] begins "
+                    f"with samples of another length, at {span.first_sample:,}: give a range on each side of it"
+                )
+
+
+def with_mixes(data: DataConfig, stages: Sequence[RunStage], starts: Sequence[int]) -> DataConfig:
+    """Returns the section `data` with the mixes of the stages as phases.
+
+    Args:
+        data: of the run.
+        stages: of the run.
+        starts: see `stream_starts`.
+    """
+    phases = [
+        PhaseConfig(start, [float(weight) for weight in stage.changes[WEIGHTS]])
+        for stage, start in zip(stages, starts, strict=True)
+        if WEIGHTS in stage.changes
+    ]
+    return replace(data, phases=phases) if phases else data
+
+
+def check_stages(
+    stages: Sequence[RunStage], spans: Sequence[StageSpan], train: TrainConfig, data: DataConfig, recompute: Recompute
+) -> None:
+    """Checks that stages go with what else the config says of length, batches and data.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    lengths = {span.seq_len for span in spans}
+    modes = [key for stage in stages for key in stage.changes if key.startswith("parallel.recompute")]
+    mixes = [stage for stage in stages if WEIGHTS in stage.changes]
+    for wrong, found, why in (
+        (not train.length_is_known, "train.steps = auto or train.epochs", "set train.steps, samples or tokens"),
+        (train.batch_ramp.start, "train.batch_ramp", "make each batch size a stage"),
+        (modes and recompute is Recompute.auto, "parallel.recompute = auto", "set it for all stages or for none"),
+        (mixes and data.phases, "data.phases", "give the weights in the stages"),
+        (mixes and data.raw is not None, "data.raw", "a mix is of datasets, data.train"),
+        (mixes and mixes[0].place == 0, "weights in the first stage", "it has the weights of data.train"),
+        (mixes and data.order is Order.megatron, "data.order = megatron", "it has one mix for the whole run"),
+        (len(lengths) > 1 and data.order is Order.megatron, "data.order = megatron", "it has one train.seq_len"),
+        (len(lengths) > 1 and data.packing is PackingMode.best_fit, "data.packing = best_fit", "it has one length"),
+    ):
+        if wrong:
+            raise ConfigError(f"train.stages cannot be had with {found}: {why}")
+    for span in spans:
+        if max(lengths) % span.seq_len:
+            raise ConfigError(
+                f"{stages[span.place].name}: train.seq_len = {span.seq_len} does not divide {max(lengths)}, the "
+                "longest of all stages: shorter samples are parts of longer ones, so that no text is trained twice or "
+                "left out"
+            )
+    for stage in mixes:
+        weights = stage.changes[WEIGHTS]
+        numbers = isinstance(weights, list) and all(isinstance(w, int | float) and 0 <= w < math.inf for w in weights)
+        if not numbers or len(weights) != len(data.train) or not sum(weights) > 0:
+            raise ConfigError(
+                f"{stage.name}.weights = {weights}: want {len(data.train)} numbers, one for each dataset of "
+                "data.train, none negative and one above 0"
+            )

@@ -1,0 +1,127 @@
+"""Norms of layers, and losses by position, are those of the model on one process in every layout."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megads.engine.layer_norms import LayerNormsHook, layer_names
+from megads.model.gpt import GPT, token_losses
+from megads.runtime.hooks import StepInfo, TrainState
+from megads.runtime.metrics import MetricsWriter, read_json_lines
+from megads.runtime.run_dir import METRICS_FILE
+from megads.tools.verify.layout import evaluate, rank_batches
+from megads.tools.verify.scenario import initial_weights, step_batches, validation_batches
+from tests import parity
+from tests.distributed import run_ranks
+from tests.parity import LAYOUTS, build_engine, scenario_with, train_reference
+
+pytestmark = pytest.mark.distributed
+
+SCENARIO = scenario_with(masked=True)
+CASES = ("tp2pp2sp", "zero3dp2", "tp2", "pp2", "cp2", "pp2 interleaved", "zero2tp2dp2", "tp2pp2dp2")
+
+
+def info(step: int, last: bool = False) -> StepInfo:
+    return StepInfo(
+        step=step, samples=12 * step, tokens=0, loss=2.0, grad_norm=1.0, lr=1e-3, global_batch_size=12, seq_len=24,
+        step_time_s=0.1, data_time_s=0.0, skipped=False, culprit="", batch_hash="", last=last,
+    )  # fmt: skip
+
+
+@functools.cache
+def expected() -> dict[str, float]:
+    """Of the first step of the unsharded model."""
+    model, found = GPT(SCENARIO.model, SCENARIO.seed, initial_weights(SCENARIO)), dict[str, float]()
+    sums: dict[str, list[Tensor]] = {}
+
+    def note(name: str, _layer: nn.Module, _inputs: Any, output: Tensor) -> None:
+        sums.setdefault(name, []).append(output.detach().double())
+
+    for name, stage in zip(model.stage_names, model.stages, strict=True):
+        if name != "head":
+            stage.register_forward_hook(functools.partial(note, name))
+    for batch in step_batches(SCENARIO, 0):
+        assert batch.tokens_bs is not None
+        model(batch.tokens_bs, batch.info)
+    for name, outputs in sums.items():
+        found[f"layers/{name}/activation_rms"] = float(torch.cat(outputs).square().mean().sqrt())
+    for name in layer_names(SCENARIO.model):
+        gradients = train_reference(SCENARIO).gradients.items()
+        square = sum(float((g.astype("float64") ** 2).sum()) for key, g in gradients if key.startswith(f"{name}."))
+        found[f"layers/{name}/grad_norm"] = square**0.5
+    return found
+
+
+def _measured(layout: str, folder: Path) -> list[str]:
+    """Trains three steps, validates between them, and measures the first and the third; returns the names of what is
+    left behind."""
+    scenario = parity.fitted(SCENARIO, LAYOUTS[layout])
+    engine = build_engine(scenario, LAYOUTS[layout])
+    metrics = MetricsWriter(folder, enabled=dist.get_rank() == 0)
+    hook = LayerNormsHook(engine, layer_names(scenario.model), 2, metrics)
+    hook.on_start(TrainState(1, 0, 0))  # the next step is the second of the run
+    evaluate(engine, scenario)
+    for step in range(3):
+        engine.step(rank_batches(scenario, step, engine.grid), scenario.lr)
+        hook.on_step(info(step + 2, last=step == 2))
+    return [type(engine).__name__] if engine._watched else []
+
+
+@pytest.mark.quick("tp2pp2sp")
+@pytest.mark.parametrize("layout", CASES)
+def test_layers(layout: str, tmp_path: Path) -> None:
+    """Catches a gradient that is counted on two ranks or on none, one shard's activations for all, a validation that is
+    taken for a step, and a watch that never ends."""
+    assert run_ranks(_measured, LAYOUTS[layout].world_size, layout, tmp_path) == [[]] * LAYOUTS[layout].world_size
+    first, third = read_json_lines(tmp_path / METRICS_FILE)
+    assert (first["step"], third["step"]) == (2, 4)
+    assert {key for key in first if key.startswith("layers/")} == expected().keys()
+    for key, value in expected().items():
+        assert first[key] == pytest.approx(value, rel=1e-5), key
+    assert all(third[key] != first[key] for key in expected())
+
+
+def _by_position(layout: str, documents: bool) -> tuple[list[list[float]], float, int]:
+    scenario = parity.fitted(scenario_with(masked=True, documents=documents), LAYOUTS[layout])
+    engine = build_engine(scenario, LAYOUTS[layout])
+    batches = validation_batches(scenario, engine.grid.dp.rank, engine.grid.dp.size)
+    found = engine.losses_by_position(batches, scenario.seq_len)
+    return found.tolist(), *evaluate(engine, scenario)
+
+
+@functools.cache
+def losses_by_position(documents: bool) -> Tensor:
+    """Of the unsharded model."""
+    scenario = scenario_with(masked=True, documents=documents)
+    model = GPT(scenario.model, scenario.seed, initial_weights(scenario)).eval()
+    sums_2p = torch.zeros(2, scenario.seq_len, dtype=torch.float64)
+    with torch.no_grad():
+        for batch in validation_batches(scenario):
+            assert batch.tokens_bs is not None and batch.labels_bs is not None and batch.loss_mask_bs is not None
+            losses_bs = token_losses(model(batch.tokens_bs, batch.info), batch.labels_bs).double()
+            places_bs = batch.info.positions(scenario.seq_len, losses_bs.device).expand_as(losses_bs)
+            for row in range(len(losses_bs)):
+                for place, loss, mask in zip(places_bs[row], losses_bs[row], batch.loss_mask_bs[row], strict=True):
+                    sums_2p[:, place] += torch.tensor([float(loss) * float(mask), float(mask)], dtype=torch.float64)
+    return sums_2p
+
+
+@pytest.mark.quick("tp2pp2sp-True")
+@pytest.mark.parametrize("documents", [True, False])
+@pytest.mark.parametrize("layout", ["tp2pp2sp", "cp2", "pp2", "zero3dp2", "tp2cp2"])
+def test_losses_by_position(layout: str, documents: bool) -> None:
+    """N10. Catches positions of a rank's own tokens for those of the sample, restarted ones that are ignored, filling
+    that counts, and a token of two tensor-parallel ranks that counts twice."""
+    expected_2p = losses_by_position(documents)
+    for sums, loss, tokens in run_ranks(_by_position, LAYOUTS[layout].world_size, layout, documents):
+        found_2p = torch.tensor(sums, dtype=torch.float64)
+        assert torch.equal(found_2p[1], expected_2p[1]) and int(found_2p[1].sum()) == tokens
+        torch.testing.assert_close(found_2p[0], expected_2p[0], rtol=1e-5, atol=1e-5)
+        assert float(found_2p[0].sum()) == pytest.approx(loss, rel=1e-6)

@@ -1,0 +1,89 @@
+"""The search for a layout: bounds that are bounds, and nothing better left out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megads.config import RootConfig, TrainConfig
+from megads.model.config import MLPKind, ModelConfig, Position
+from megads.parallel.config import ParallelConfig, Recompute
+from megads.plan.devices import DEVICES
+from megads.plan.layout_search import Bounds, LayoutCandidate, Question, layouts, neighbours, search
+from megads.tools.plan.search import examined, overrides, reasons
+
+LLAMA = ModelConfig(
+    num_layers=12,
+    hidden_size=4096,
+    num_heads=32,
+    num_kv_heads=8,
+    ffn_size=14336,
+    vocab_size=32000,
+    max_seq_len=4096,
+    position=Position.rope,
+    mlp=MLPKind.swiglu,
+    bias=False,
+    embedding_norm=False,
+    tie_embeddings=False,
+)
+CONFIG = RootConfig(model=LLAMA, train=TrainConfig(global_batch_size=16, seq_len=4096))
+
+
+def question(memory_gib: float, devices: int = 8) -> Question:
+    # Slow ports between nodes of two devices: what crosses them matters.
+    device = replace(DEVICES["h100"], ranks_per_node=2, nic_gigabytes_per_s=10.0, memory_gib=memory_gib)
+    return Question(LLAMA, ParallelConfig(), 4096, 16, devices, device, 2, int(memory_gib * 2**30))
+
+
+def test_bounds_are_below_what_is_planned() -> None:
+    """Catches a bound that throws away what fits, or ends the search before the quickest layout."""
+    asked = question(1000.0)
+    bounds, every = Bounds(asked), list(layouts(asked))
+    assert {one.parallel.world_size for one in every} == {8}
+    checked = 0
+    for candidate in every[::23]:
+        found = examined(CONFIG, asked, bounds.of(candidate))
+        if not found.refused:
+            assert found.candidate.bound_s <= 1.001 * found.seconds, overrides(candidate)
+            assert found.candidate.bound_bytes <= found.memory_bytes, overrides(candidate)
+            checked += 1
+    assert checked > 20
+
+
+@pytest.mark.slow
+def test_the_search_finds_what_planning_everything_finds() -> None:
+    """Catches candidates that are pruned although they fit and are quicker."""
+    asked = question(60.0, devices=4)
+    every = [examined(CONFIG, asked, candidate) for candidate in layouts(asked)]
+    fitting = [one for one in every if not one.refused and one.memory_bytes <= asked.memory_bytes]
+    found = search(asked, lambda candidate: examined(CONFIG, asked, candidate), limit_s=120.0)
+    assert found.complete and found.considered == len(every)
+    assert found.examined < 0.8 * len(every)
+    assert [one.seconds for one in found.best] == pytest.approx(sorted(one.seconds for one in fitting)[:10])
+    assert all(one.memory_bytes > asked.memory_bytes for one in found.unfit)
+
+
+def test_losers_have_reasons() -> None:
+    """Catches reasons that name another part than the one that grew, and changes that are none."""
+    asked = question(60.0)
+    best = search(asked, lambda candidate: examined(CONFIG, asked, candidate), most=1).best[0]
+    others = dict(neighbours(asked, best.candidate))
+    assert all(other != best.candidate for other in others.values())
+    texts = {what: reasons(asked, examined(CONFIG, asked, other), best) for what, other in others.items()}
+    wide = LayoutCandidate(replace(best.candidate.parallel, tp=8, pp=1, dp=1, virtual_stages=None), 1, 16)
+    wide = replace(wide, parallel=replace(wide.parallel, schedule=ParallelConfig().schedule, zero_stage=1, cp=1))
+    assert "tp over nodes" in reasons(asked, examined(CONFIG, asked, wide), best)
+    if "recompute=full" in texts:
+        assert "recompute" in texts["recompute=full"]
+    small = replace(asked, memory_bytes=1 << 30)
+    assert "does not fit by" in reasons(small, examined(CONFIG, small, wide), best)
+
+
+def test_overrides_are_the_layout() -> None:
+    """Catches a key that is left out of what people paste."""
+    parallel = ParallelConfig(tp=2, pp=2, dp=2, sequence_parallel=True, recompute=Recompute.selective)
+    words = dict(word.split("=") for word in overrides(LayoutCandidate(parallel, 4, 2)).split())
+    for key in ("tp", "cp", "pp", "dp", "schedule", "sequence_parallel", "recompute", "zero_stage"):
+        assert words[f"parallel.{key}"] == str(getattr(parallel, key)).lower()
+    assert words["train.micro_batch_size"] == "4"

@@ -1,0 +1,229 @@
+"""Training stages through the real command: the ledger over boundaries, and runs that are killed anywhere."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megads.checkpoint.manifest import read_manifest
+from megads.monitor.accounting import Activity, read_accounting
+from megads.tools.report.history import read_history
+from tests.command import (
+    Command,
+    StartCommand,
+    checkpoint_of,
+    checksums,
+    events_of,
+    small_model,
+    steps_of,
+    validations_of,
+)
+from tests.test_blend_run import reversed_corpus
+
+pytestmark = pytest.mark.distributed
+
+STAGES: list[dict[str, Any]] = [
+    {"until_steps": 3},
+    {"until_steps": 6, "train": {"seq_len": 32, "micro_batch_size": 1}, "parallel": {"recompute": "full"}},
+    {"until_tokens": 3 * 12 * 16 + 3 * 12 * 32 + 2 * 24 * 32, "train": {"global_batch_size": 24}},
+    {"schedule": {"name": "linear"}, "train": {"seq_len": 16}},
+]
+"""Ends after steps 3, 6 and 8, of 10."""
+STEPS, BOUNDARIES = 10, (3, 6, 8)
+
+
+def staged(corpus: Path, **changes: Any) -> list[str]:
+    """Overrides of a small run with stages."""
+    stages = json.dumps(STAGES).replace('"', "")
+    values = {"train__stages": stages, "train__steps": STEPS, "checkpoint__every_steps": 2, "checkpoint__keep": 20}
+    return small_model(corpus, **(values | {"evaluation__every_steps": 3, "evaluation__max_tokens": 64} | changes))
+
+
+def computed(run_dir: Path) -> list[dict[str, Any]]:
+    """What the ledger says of steps and validations, times aside."""
+    keys = ("step", "valid/held_out/loss", "valid/held_out/tokens")
+    return steps_of(run_dir) + [{key: line[key] for key in keys} for line in validations_of(run_dir)]
+
+
+@pytest.fixture(scope="module")
+def reference(corpus: Path, tmp_path_factory: pytest.TempPathFactory, module_megads: StartCommand) -> Path:
+    """A run that nobody disturbed."""
+    run_dir = tmp_path_factory.mktemp("stages") / "reference"
+    ended = module_megads("train", *staged(corpus, run__dir=run_dir)).end()
+    assert ended.code == 0, ended.err
+    return run_dir
+
+
+def require_same(run_dir: Path, reference: Path) -> None:
+    """The same ledger, bit for bit, and the same weights and optimizer state at the end."""
+    assert computed(run_dir) == computed(reference)
+    assert checksums(checkpoint_of(run_dir, STEPS)) == checksums(checkpoint_of(reference, STEPS))
+
+
+def kill_when(command: Command, condition: Callable[[], bool]) -> None:
+    """Kills the launcher and all ranks at once."""
+    command.wait_for(condition)
+    command.kill_everything()
+
+
+def boundary_is_saved(run_dir: Path, step: int) -> Callable[[], bool]:
+    """Whether the checkpoint at the end of a stage is committed."""
+    return (checkpoint_of(run_dir, step) / "manifest.json").exists
+
+
+def stage_has_ended(run_dir: Path, stages: int) -> Callable[[], bool]:
+    """Whether so many stages are over: the next one may be about to start."""
+    return lambda: len(events_of(run_dir, "end")) >= stages
+
+
+def test_a_run_goes_through_its_stages(corpus: Path, reference: Path) -> None:
+    """Catches a stage that trains with the batch, length or rate of another one, counters or text that begin anew, and
+    a boundary that counts as a restart, a fault or lost time."""
+    lines = steps_of(reference)
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    sizes = [line["global_batch_size"] for line in lines]
+    assert sizes == [12] * 6 + [24] * 4
+    assert [line["samples"] for line in lines] == [sum(sizes[: n + 1]) for n in range(STEPS)]
+    assert [line["tokens"] for line in lines][2::3] == [576, 1728, 576 + 1152 + 1536 + 24 * 16]
+    rates = [line["lr"] for line in lines]
+    assert rates == sorted(rates, reverse=True) and rates[-1] == 0 < rates[7]
+    assert rates[8] == pytest.approx(rates[7] / 2, rel=1e-9)
+    assert len({line["batch_hash"] for line in lines}) == STEPS
+    begun = events_of(reference, "training_stage")
+    assert [(event["step"], event["stage"], event["seq_len"]) for event in begun] == [
+        (0, 1, 16), (3, 2, 32), (6, 3, 32), (8, 4, 16)
+    ]  # fmt: skip
+    assert [event["left_out_tokens"] for event in begun] == [0, 0, 0, 0]
+    assert not events_of(reference, "restart") and not events_of(reference, "failure")
+    accounting = read_accounting(reference)
+    assert accounting is not None
+    spent = accounting.spent_us
+    assert spent[Activity.lost] == spent[Activity.recover] == spent[Activity.detect] == 0
+    history = read_history(reference)
+    assert history.restarts == [] and history.stage_begins == [0, 3, 6, 8]
+    assert [line["step"] for line in validations_of(reference)] == [3, 6, 9, 10]
+
+
+def test_a_kill_between_two_stages_changes_nothing(corpus: Path, reference: Path, megads: StartCommand) -> None:
+    """Catches a stage that is trained again, or passed over, where a run is killed between the commit of its last
+    checkpoint and the start of the next one."""
+    run_dir = megads.folder / "run"
+    overrides = staged(corpus, run__dir=run_dir)
+    kill_when(megads("train", *overrides), stage_has_ended(run_dir, 1))
+    ended = megads("train", *overrides).end()
+    assert ended.code == 0, ended.err
+    require_same(run_dir, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", BOUNDARIES)
+def test_a_kill_after_the_last_checkpoint_of_a_stage_changes_nothing(
+    step: int, corpus: Path, reference: Path, megads: StartCommand
+) -> None:
+    """Catches a validation of a stage's last step that the next stage makes with another length, or nobody."""
+    run_dir = megads.folder / "run"
+    overrides = staged(corpus, run__dir=run_dir)
+    kill_when(megads("train", *overrides), boundary_is_saved(run_dir, step))
+    assert megads("train", *overrides).end().code == 0
+    require_same(run_dir, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_a_kill_anywhere_changes_nothing(seed: int, corpus: Path, reference: Path, megads: StartCommand) -> None:
+    """Catches whatever of a stage does not follow from the counters of a checkpoint."""
+    run_dir, chance = megads.folder / "run", random.Random(seed)
+    overrides = staged(corpus, run__dir=run_dir)
+    step = chance.randrange(STEPS)
+    command = megads("train", *overrides)
+    command.wait_for(lambda: step == 0 or any(line["step"] >= step for line in steps_of(run_dir)))
+    time.sleep(chance.uniform(0, 0.5))
+    command.kill_everything()
+    assert megads("train", *overrides).end().code == 0
+    require_same(run_dir, reference)
+
+
+@pytest.mark.slow
+def test_a_layout_may_change_between_starts_but_not_the_samples(
+    corpus: Path, reference: Path, megads: StartCommand
+) -> None:
+    """Catches stages that deal other samples with more data-parallel ranks, and ranks that are in two stages."""
+    run_dir = megads.folder / "run"
+    # The end of the decay that the whole run has.
+    overrides = staged(corpus, run__dir=run_dir, run__id="x", parallel__dp=2, schedule__decay_steps=STEPS)
+    assert megads("train", *overrides, "train.steps=7").end().code == 0
+    ended = megads("train", *overrides, "parallel.dp=1", "parallel.pp=2").end()
+    assert ended.code == 0, ended.err
+    wanted, found = steps_of(reference), steps_of(run_dir)
+    assert [line["batch_hash"] for line in found] == [line["batch_hash"] for line in wanted]
+    assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in wanted], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_mix_and_rope_that_change(corpus: Path, megads: StartCommand) -> None:
+    """Catches a checkpoint at a boundary that is taken for another model's, weights that are exported with the angles
+    of another stage, a mix that begins elsewhere than its stage, and a `why` that shows what another stage would have
+    trained on."""
+    other = reversed_corpus(corpus, megads.folder / "other", 12)
+    stages = (
+        "[{until_steps: 2}, {until_steps: 4, weights: [0, 1], train: {seq_len: 32}, model: {rope_theta: 50000}}, "
+        "{model: {rope_theta: 70000, rope_scaling: {kind: linear, factor: 2}}}]"
+    )
+    data = f"[{{path: {corpus}, weight: 1, max_epochs: 9}}, {{path: {other}, weight: 1, max_epochs: 9}}]"
+    changes = {"data__train": data, "model__position": "rope", "train__stages": stages, "checkpoint__every_steps": 1}
+    runs = megads.folder / "whole", megads.folder / "killed"
+    whole, killed = (staged(corpus, run__dir=run, **(changes | {"train__steps": 6})) for run in runs)
+    ended = megads("train", *whole).end()
+    assert ended.code == 0, ended.err
+    kill_when(megads("train", *killed), lambda: any(line["step"] >= 3 for line in steps_of(runs[1])))
+    assert megads("train", *killed).end().code == 0
+    assert steps_of(runs[1]) == steps_of(runs[0])
+    models = [read_manifest(checkpoint_of(runs[0], step)).run.model for step in (2, 3, 4, 5)]
+    assert [model["rope_theta"] for model in models] == [10000.0, 50000.0, 50000.0, 70000.0]
+    assert [model["rope_scaling"]["factor"] for model in models][2:] == [models[0]["rope_scaling"]["factor"], 2.0]
+    for step, datasets in ((2, {corpus, other}), (3, {other}), (5, {other})):
+        ended = megads("why", f"run={runs[0]}", f"step={step}", "loss=none", "json=true", "count=12").end()
+        assert ended.code == 0, ended.err
+        assert {name for name in (corpus, other) if str(name) in ended.out} == datasets
+    assert events_of(runs[0], "training_stage")[0]["left_out_tokens"] == 0
+
+
+@pytest.mark.slow
+def test_a_stop_at_a_boundary_is_a_stop(corpus: Path, megads: StartCommand) -> None:
+    """Catches a run that goes on with its next stage although somebody asked it to stop."""
+    run_dir = megads.folder / "run"
+    overrides = staged(corpus, run__dir=run_dir)
+    command = megads("train", *overrides)
+    command.wait_for(lambda: any(line["step"] >= 2 for line in steps_of(run_dir)))
+    (run_dir / "stop").touch()
+    assert command.end().code == 5
+    (run_dir / "stop").unlink()
+    assert megads("train", *overrides).end().code == 0
+    assert steps_of(run_dir)[-1]["step"] == STEPS
+
+
+@pytest.mark.slow
+def test_the_plan_is_shown_before_the_run(corpus: Path, megads: StartCommand) -> None:
+    """Catches a dry run without the stages, or with figures that are not those of the run; and a refusal that names no
+    stage."""
+    out = megads("train", *staged(corpus), "run.dry_run=true").end().out
+    rows = [line.split() for line in out[out.index("training stages") :].splitlines() if line.strip()[:1].isdigit()]
+    assert [row[:8] for row in rows] == [
+        ["1", "3", "3", "576", "12", "2", "16", "192"],
+        ["2", "6", "3", "1,152", "12", "1", "32", "384"],
+        ["3", "8", "2", "1,536", "24", "1", "32", "768"],
+        ["4", "10", "2", "768", "24", "1", "16", "384"],
+    ]
+    assert "10 steps, 168 samples, 4,032 tokens" in out
+    planned = megads("plan", "json=true", *staged(corpus, data__train="[]", data__split="[1,0]")).end()
+    found = json.loads(planned.out)["training_stages"]
+    assert [row["steps"] for row in found] == [3, 3, 2, 2] and found[-1]["lr_end"] == 0
+    wrong = "[{until_steps: 3}, {model: {hidden_size: 96}}]"
+    ended = megads("train", *staged(corpus, train__stages=wrong)).end()
+    assert ended.code == 2 and "train.stages[1] sets model.hidden_size" in ended.err
