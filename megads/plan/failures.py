@@ -133,7 +133,8 @@ ACME = FailureTable(
         FailureCause("NCCL timeout", 6, Sign.hang, Loss.process),
         FailureCause("NCCL remote error", 3, loss=Loss.process),
     ),
-    remark="counted per GPU hour of the jobs that failed, so the rates are upper bounds",
+    # Written down from memory, and no copy of the paper was at hand to compare it with.
+    remark="counted per GPU hour of the jobs that failed, so the rates are upper bounds; not compared with the paper",
 )
 
 RSC1 = FailureTable(
