@@ -13,6 +13,7 @@ import pytest
 
 from megads.checkpoint.manifest import read_manifest
 from megads.monitor.accounting import Activity, read_accounting
+from megads.runtime.metrics import read_json_lines
 from megads.tools.report.history import read_history
 from tests.command import (
     Command,
@@ -89,6 +90,8 @@ def test_a_run_goes_through_its_stages(corpus: Path, reference: Path) -> None:
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     sizes = [line["global_batch_size"] for line in lines]
     assert sizes == [12] * 6 + [24] * 4
+    whole = [line for line in read_json_lines(reference / "metrics.jsonl") if "loss" in line]
+    assert [line["seq_len"] for line in whole] == [16] * 3 + [32] * 5 + [16] * 2
     assert [line["samples"] for line in lines] == [sum(sizes[: n + 1]) for n in range(STEPS)]
     assert [line["tokens"] for line in lines][2::3] == [576, 1728, 576 + 1152 + 1536 + 24 * 16]
     rates = [line["lr"] for line in lines]

@@ -125,7 +125,7 @@ def test_a_later_schedule_takes_the_place_of_the_one_before() -> None:
 def test_warmups_and_decays_in_tokens_count_all_stages() -> None:
     """Catches tokens that are divided by the sequence length of one stage."""
     config = staged([*STAGES[:3], {}])
-    config.schedule.warmup_tokens, config.schedule.decay_tokens = 1280 + 64, 7680 + 32
+    config.schedule.warmup_tokens, config.schedule.decay_tokens = 1280 + 33, 7680 + 32
     rate = learning_rate(config)
     assert (rate.warmup, rate.end) == (82, 281)
 
