@@ -212,12 +212,23 @@ class CheckpointUpload:
         """Of the files that this node brings."""
         return sum(self.manifest.files[name].bytes for name in self._share)
 
+    @property
+    def is_brought(self) -> bool:
+        """Whether this node's share was verified in the store, as far as the notes beside the checkpoint say."""
+        return all(self._note(name) is not None for name in self._share)
+
     def open(self) -> None:
         """Takes an older checkpoint of the same step out of sight, whose files would be replaced; node 0 alone.
+
+        What an upload that was given up has brought may have been removed since: its nodes bring it once more.
 
         Raises:
             RemoteError: the store fails.
         """
+        there = self._there()
+        for name in self._names:
+            if (note := self._note(name)) is not None and note != there.get(name):
+                (self._pin / f"{name}{_NOTE}").unlink(missing_ok=True)
         path = f"{self._folder}/{MANIFEST_FILE}"
         text = self._store.read(path)
         if text is None:

@@ -285,17 +285,16 @@ class Uploader:
 
     def _help(self, store: RemoteStore) -> None:
         """Brings this node's share of what node 0 chooses; ends when the run is over and nothing more is chosen."""
-        brought: set[bytes] = set()
         quiet_since = time.monotonic()
         while not self._is_over() or time.monotonic() - quiet_since < _QUIET_S:
             for pin in pins(self._run_dir):
                 quiet_since = time.monotonic()
                 # Node 0 lets go of it when it is complete, or not worth it any more.
                 with suppress(FileNotFoundError):
-                    text = (pin / MANIFEST_FILE).read_bytes()
-                    if text not in brought:
-                        CheckpointUpload(store, self._run_dir, pin, node=self._node, num_nodes=self._num_nodes).send()
-                        brought.add(text)
+                    upload = CheckpointUpload(store, self._run_dir, pin, node=self._node, num_nodes=self._num_nodes)
+                    # Node 0 drops the note of a file that the store has no longer.
+                    if not upload.is_brought:
+                        upload.send()
             time.sleep(_POLL_S)
 
 

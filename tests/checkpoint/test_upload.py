@@ -220,6 +220,23 @@ def test_the_files_of_a_lost_node_are_taken_over(tmp_path: Path, url: str) -> No
     assert fetched_seeds(RemoteStore(url), tmp_path) == {4: 4}
 
 
+def test_an_upload_that_was_given_up(tmp_path: Path, url: str) -> None:
+    """Catches a node that never brings again what the store has lost since, and an upload that fails of it."""
+    pin, store = pin_checkpoint(write_checkpoint(tmp_path / "run", 4)), RemoteStore(url)
+    assert pin is not None
+    first, second = (CheckpointUpload(store, tmp_path / "run", pin, node=node, num_nodes=2) for node in range(2))
+    second.send()
+    assert second.is_brought
+    for name in second._share:
+        store.remove(f"checkpoints/step_00000004/{name}")
+    first.open()
+    assert not second.is_brought
+    second.send()
+    first.send()
+    first.commit(take_over_s=1e9)
+    assert fetched_seeds(store, tmp_path) == {4: 4}
+
+
 def test_retention(tmp_path: Path, url: str) -> None:
     """Catches the newest that is removed, one that keep_every keeps, a rest that looks complete, and litter."""
     store = RemoteStore(url)

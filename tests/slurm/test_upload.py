@@ -26,7 +26,7 @@ def test_nodes_share_the_upload(lost: bool, jobs: Jobs, corpus: Path, tmp_path: 
     """Catches a job of which one node brings all files while the others have nothing to do, and a step whose end leaves
     files that nobody brings."""
     run = Training(
-        jobs, corpus, tmp_path / "run", run__id="shared", train__steps=300 if lost else 40,
+        jobs, corpus, tmp_path / "run", run__id="shared", train__steps=1000 if lost else 40,
         checkpoint__upload=f"file://{tmp_path}/backup",
     )  # fmt: skip
     job = run.submit()
@@ -38,7 +38,7 @@ def test_nodes_share_the_upload(lost: bool, jobs: Jobs, corpus: Path, tmp_path: 
     assert jobs.wait_for(job) == "COMPLETED", jobs.output(job)
     found = remote_checkpoints(RemoteStore(f"file://{tmp_path}/backup/shared"))
     last = max(found)
-    assert last == (300 if lost else 40) and not found[last].problem
+    assert last == (1000 if lost else 40) and not found[last].problem
     here = checksums(checkpoint_of(run.run_dir, last))
     shutil.rmtree(run.run_dir / "checkpoints")
     shutil.copytree(tmp_path / "backup" / "shared" / "checkpoints", run.run_dir / "checkpoints")
