@@ -193,7 +193,7 @@ def run_agent(
     order = EndOrder(ControlStore(secret, orders.host, orders.port))
     contact = LauncherContact(control, part.node, order)
     report = _report(make_ranks(part, control), control, signals, contact.end_ordered)
-    control.say({"word": REPORT, "number": part.node, "report": report.encode()})
+    control.report({"word": REPORT, "number": part.node, "report": report.encode()})
     return EXIT_BUG if report.failed else EXIT_OK
 
 

@@ -101,6 +101,17 @@ class ControlStore:
         # A queue has no numbers in which a stranger could leave a gap.
         self._words.queue_push(_WORDS_KEY, self._secret.seal("word", text))
 
+    def report(self, word: dict[str, Any]) -> None:
+        """Tells the launcher something and returns once its store has it.
+
+        Raises:
+            RuntimeError: the launcher is gone. `say` may not notice: a socket takes what it is given, though its other
+                end was closed a moment ago.
+        """
+        self.say(word)
+        # The store answers in turn.
+        self.end_ordered()
+
     def hear(self) -> list[dict[str, Any]]:
         """Returns what was said since the last call; what was not said by this start's agents is dropped."""
         words = []

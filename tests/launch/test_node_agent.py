@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +14,21 @@ import pytest
 from megads.launch import node_agent
 from megads.launch.node_agent import AgentOrders, LauncherContact, place_of, run_agent
 from megads.launch.node_ranks import NodePart
+from megads.launch.rank_outcome import NodeReport
 from megads.runtime.control_store import ControlStore
 from megads.runtime.run_secret import read_secret, secret_path, start_secret
+
+_LAUNCHER = """
+import sys
+from pathlib import Path
+from megads.launch.node_agent import place_of
+from megads.runtime.control_store import ControlStore
+from megads.runtime.run_secret import read_secret
+store = ControlStore(read_secret(Path(sys.argv[1])), "127.0.0.1")
+store.assign({"a": place_of(0, 1, "127.0.0.1")})
+print(store.port, flush=True)
+sys.stdin.read()
+"""
 
 
 def test_an_agent_says_now_and_then_that_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,3 +69,43 @@ def test_an_agent_gets_the_part_of_its_node(tmp_path: Path) -> None:
         launcher.order_end()
     (mine,) = begun
     assert (mine.node, mine.num_nodes, mine.address, mine.ranks) == (1, 2, "10.0.0.1", range(8, 16))
+
+
+def test_a_launcher_that_is_gone_is_noticed_at_the_report(tmp_path: Path) -> None:
+    """Catches an agent that ends in peace after a report that nobody got: its ranks fail at once when the launcher's
+    node is lost, before any look at the launcher, and the job would idle until its time limit."""
+    launcher: subprocess.Popen[str] | None = None
+
+    class Failing:
+        """Ranks whose failure is that of the launcher's node."""
+
+        failing = False
+
+        def __init__(self, part: NodePart, _control: ControlStore):
+            self.part = part
+
+        def start(self) -> None:
+            assert launcher is not None
+            launcher.kill()
+            launcher.wait()
+
+        def poll(self) -> bool:
+            return False
+
+        def reports(self) -> list[NodeReport]:
+            return [NodeReport("a", error="a peer is gone", exit_code=6)]
+
+    with start_secret(tmp_path, 3):
+        path = secret_path(tmp_path, 3)
+        launcher = subprocess.Popen(
+            [sys.executable, "-c", _LAUNCHER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        with launcher:
+            assert launcher.stdout is not None
+            orders = AgentOrders(
+                NodePart(tmp_path, ("-m", "module"), 1, 1, cpu=True, lease=3),
+                "127.0.0.1",
+                int(launcher.stdout.readline()),
+            )
+            with pytest.raises(RuntimeError):
+                run_agent(orders, "a", [], Failing)  # type: ignore[arg-type]
