@@ -25,6 +25,7 @@ from megads.launch.preflight_memory import (
     settle_auto,
     this_machine,
 )
+from megads.launch.step_plan import machine_of, step_of
 from megads.parallel.config import Recompute
 from megads.plan.devices import Device
 from megads.plan.memory import MemoryPlan, StageMemory
@@ -33,8 +34,9 @@ from megads.plan.step_time import Outlook, Speed, perfetto_trace, simulated_step
 from megads.runtime.machine_memory import available_memory
 from megads.runtime.visible_console import VisibleConsole
 from megads.tools.plan.config import PlanConfig
+from megads.tools.plan.plot import write_plot
 from megads.tools.plan.stages import stage_table, stages_json
-from megads.tools.plan.step import device_of, machine_of, network_of, step_json, step_line, step_of, step_table
+from megads.tools.plan.step import device_of, network_of, step_json, step_line, step_table
 from megads.tools.plan.tables import (
     candidates,
     outlook_json,
@@ -81,6 +83,8 @@ def show(asked: PlanConfig) -> None:
     found = outlook_of(config, speed)
     if asked.timeline is not None:
         _draw(found, Path(asked.timeline), timed=asked.rank_tflops is not None)
+    if step is not None and device is not None and asked.plot is not None:
+        write_plot(Path(asked.plot), step, device)
     compared = list(candidates(config, machine, speed)) if asked.schedules else []
     if asked.json:
         held = {"places": places_json(config)} if asked.ranks else {}
