@@ -8,11 +8,30 @@ from megads.config import RootConfig
 from megads.launch.preflight_memory import Machine, micro_batches
 from megads.ops.resolve import plans_fused
 from megads.plan.collectives import FLAT, Network
-from megads.plan.devices import Device
+from megads.plan.devices import Device, find_device
 from megads.plan.operators import MEGADS, Execution
 from megads.plan.step_estimate import StepEstimate, StepModel, StepShape
 from megads.runtime.machine_memory import available_memory
 from megads.train_config import Precision
+
+
+def connected_device(name: str, config: RootConfig, nic_gigabytes_per_s: float | None = None) -> Device:
+    """A device by name or file, in the precision of a config and as its cluster connects it.
+
+    Args:
+        name: as of `find_device`.
+        config: of the run.
+        nic_gigabytes_per_s: of the network, where it is not the usual one.
+
+    Raises:
+        ConfigError: there is none, or its peak in the run's precision is not known.
+    """
+    device = find_device(name)
+    if config.cluster.ranks_per_node is not None:
+        device = replace(device, ranks_per_node=config.cluster.ranks_per_node)
+    if nic_gigabytes_per_s is not None:
+        device = replace(device, nic_gigabytes_per_s=nic_gigabytes_per_s)
+    return device if config.train.precision is Precision.bf16 else device.in_fp32()
 
 
 def machine_of(device: Device) -> Machine:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from megads.launch.preflight_memory import settle_auto
-from megads.launch.step_plan import machine_of, step_of
+from megads.launch.step_plan import connected_device, machine_of, step_of
 from megads.plan.collectives import Network
-from megads.plan.devices import Device, find_device
+from megads.plan.devices import Device
 from megads.plan.step_estimate import StepEstimate
 from megads.tools.plan.config import PlanConfig
-from megads.train_config import Precision
 
 _BAR = 40
 """Characters of a bar as long as the step."""
@@ -40,12 +38,7 @@ def device_of(asked: PlanConfig) -> Device | None:
     """The device that is asked for by name or file, as the cluster connects it; None for auto, cpu and cuda."""
     if not asked.names_device:
         return None
-    device = find_device(asked.device)
-    if asked.cluster.ranks_per_node is not None:
-        device = replace(device, ranks_per_node=asked.cluster.ranks_per_node)
-    if asked.nic_gigabytes_per_s is not None:
-        device = replace(device, nic_gigabytes_per_s=asked.nic_gigabytes_per_s)
-    return device if asked.train.precision is Precision.bf16 else device.in_fp32()
+    return connected_device(asked.device, asked, asked.nic_gigabytes_per_s)
 
 
 def network_of(asked: PlanConfig) -> Network:
