@@ -21,6 +21,7 @@ from megads.optim.config import OptimConfig
 from megads.optim.schedule import LearningRate, ScheduleConfig, ScheduleName
 from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Partition, Recompute
 from megads.parallel.partition import stage_bounds
+from megads.plan.model_size import check_parameter_groups
 from megads.resilience.config import ResilienceConfig
 from megads.runtime.config import ClusterConfig, LoggingConfig, RunConfig
 from megads.runtime.registry import BLOCKS, HOOKS, OPTIMIZERS, SCHEDULES, TRACKERS, import_plugins
@@ -111,22 +112,9 @@ def check_config(config: RootConfig) -> None:
     Raises:
         ConfigError: the config cannot be run; says the value, why, and what to change.
     """
-    for part in (
-        config.model,
-        config.parallel,
-        config.ops,
-        config.train,
-        config.optim,
-        config.schedule,
-        config.data,
-        config.tokenizer,
-        config.checkpoint,
-        config.evaluation,
-        config.run,
-        config.logging,
-        config.cluster,
-        config.resilience,
-    ):
+    computed = (config.model, config.parallel, config.ops, config.train, config.optim, config.schedule)
+    read_and_kept = (config.data, config.tokenizer, config.checkpoint, config.evaluation, config.run, config.logging)
+    for part in (*computed, *read_and_kept, config.cluster, config.resilience):
         part.check()
     check_deepspeed_options(config.deepspeed, config.parallel.zero_stage)
     _check_optimizer(config)
@@ -184,8 +172,10 @@ def check_shape(config: RootConfig) -> None:
     config.model.check()
     config.parallel.check()
     config.ops.check()
+    config.optim.check()
     config.train.check_sizes()
     config.cluster.check()
+    check_parameter_groups(config.model, config.optim)
     for_each_stage(config, _check_shape_of_stage)
 
 
@@ -226,7 +216,8 @@ def check_attention(config: RootConfig, *, cuda: bool | None = None) -> None:
 
 
 def _check_optimizer(config: RootConfig) -> None:
-    """DeepSpeed's optimizer is around torch's; Muon must know its matrices; there is an average to validate."""
+    """DeepSpeed's optimizer is around torch's; Muon must know its matrices; groups match; there is an average."""
+    check_parameter_groups(config.model, config.optim)
     impl, stage = config.optim.impl, config.parallel.zero_stage
     if stage in GRADIENT_STAGES and impl in (Implementation.fused, Implementation.apex):
         raise ConfigError(

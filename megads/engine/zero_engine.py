@@ -118,8 +118,7 @@ class ZeroEngine:
         groups = parameter_groups(
             ((placement_of(p).key, p) for p in module.parameters()),
             tied_name=module.tied_key,
-            weight_decay=spec.optim.weight_decay,
-            muon=spec.optim.is_muon,
+            optim=spec.optim,
         )
         optimizer = make_zero_optimizer(groups, spec)
         bucket = bucket_elements([prod(local_shape(p)) for p in module.parameters()])

@@ -42,6 +42,11 @@ from megads.runtime.machine_memory import available_memory
 from megads.runtime.visible_console import VisibleConsole
 from megads.stages import span_at
 from megads.tools.plan.config import PlanConfig
+from megads.tools.plan.parameter_groups import (
+    parameter_group_table,
+    parameter_group_text,
+    parameter_groups_json,
+)
 from megads.tools.plan.search import answer_json, find_layouts, print_answer, question_of
 from megads.tools.plan.stages import stage_table, stage_text, stages_json
 from megads.tools.plan.step import device_of, machine_of, network_of, step_json, step_line, step_of, step_table
@@ -100,10 +105,13 @@ def show(asked: PlanConfig) -> None:
         schedules = {"schedules": schedules_json(compared)} if compared else {}
         timed = step_json(step, _memory_of_a_device(plan, room)) if step else {}
         stages = {"training_stages": stages_json(run, cuda=cuda)} if run.train.stages else {}
-        print(json.dumps(as_json(config, plan, room, found) | timed | held | schedules | stages, indent=2))
+        groups = {"parameter_groups": parameter_groups_json(run)} if run.optim.groups else {}
+        print(json.dumps(as_json(config, plan, room, found) | timed | held | schedules | stages | groups, indent=2))
         return
     console = VisibleConsole(highlight=False)
     console.width = max(console.width, _TABLE_WIDTH)
+    if run.optim.groups:
+        console.print(parameter_group_table(run))
     if run.train.stages:
         console.print(stage_table(run, cuda=cuda))
         console.print("what follows is of the stage whose largest rank holds the most")
@@ -332,6 +340,7 @@ def describe_run(resolved: ResolvedRun) -> str:
     elif parallel.world_size > 1:
         lines += [*schedule_text(config, machine, _DRY_RUN_WIDTH), rank_text(config, _DRY_RUN_WIDTH)]
     lines += stage_text(config, _DRY_RUN_WIDTH, cuda=machine.per_gpu)
+    lines += parameter_group_text(config, _DRY_RUN_WIDTH)
     lines += [f"warning: {warning}" for warning in warnings_of(resolved)]
     return "\n".join(lines)
 

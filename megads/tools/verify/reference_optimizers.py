@@ -6,7 +6,9 @@ here is flat, cut, gathered or batched. Only the settings are shared.
 
 from __future__ import annotations
 
+import fnmatch
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -49,17 +51,33 @@ class ReferenceOptimizer(ABC):
         """
         self.steps += 1
         for name, gradient in gradients.items():
-            self._update(name, gradient.astype(np.float64), lr)
+            self._update(name, gradient.astype(np.float64), lr * self._lr_factor(name))
 
     @abstractmethod
     def _update(self, name: str, gradient: Array, lr: float) -> None:
-        """Updates one weight."""
+        """Updates one weight, at its own learning rate."""
+
+    def _of_groups(self, name: str, key: str) -> float | None:
+        """What the last entry of optim.groups that matches and sets it says."""
+        found = [
+            getattr(group, key)
+            for group in self.optim.groups
+            if re.match(fnmatch.translate(group.pattern), name) and getattr(group, key) is not None
+        ]
+        return found[-1] if found else None
+
+    def _lr_factor(self, name: str) -> float:
+        factor = self._of_groups(name, "lr_scale")
+        return 1.0 if factor is None else factor
 
     def decays(self, name: str) -> bool:
-        """Biases and norms do not."""
-        return not name.endswith(".bias") and "norm" not in name
+        """Biases, norms and attention sinks do not."""
+        return not name.endswith(".bias") and "norm" not in name and "sinks" not in name
 
     def _decay(self, name: str) -> float:
+        of_groups = self._of_groups(name, "weight_decay")
+        if of_groups is not None:
+            return of_groups
         return self.optim.weight_decay if self.decays(name) else 0.0
 
     def _remembered(self, name: str, kind: str) -> Array:
@@ -126,7 +144,7 @@ class ReferenceMuon(ReferenceAdamW):
         for rows in self._matrices(name, len(weight), options.qkv):
             matrix = direction[rows]
             step[rows] = 0.2 * math.sqrt(max(matrix.shape)) * orthogonalised(matrix, options.steps)
-        self.weights[name] = (1 - lr * self.optim.weight_decay) * weight - lr * step
+        self.weights[name] = (1 - lr * self._decay(name)) * weight - lr * step
 
     def _matrices(self, name: str, rows: int, split: QKVSplit) -> list[list[int]]:
         """The rows of every matrix of a parameter."""
