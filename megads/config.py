@@ -229,6 +229,14 @@ def _check_optimizer(config: RootConfig) -> None:
             f"optim.name = muon cannot be had with model.block.name = {config.model.block.name}: which of a plugin's "
             "parameters are matrices, and how many of them are in one, is not known; use optim.name=adamw, lamb or lion"
         )
+    if config.model.mup.base_width is not None:
+        is_known = config.optim.name in ("adamw", "lion", "muon")
+        if not is_known or config.optim.options.get("qkv") == "head":
+            given = "options.qkv = head" if is_known else f"name = {config.optim.name}"
+            raise ConfigError(
+                f"optim.{given} cannot be had with model.mup.base_width: how its steps grow with the width is not "
+                "settled; use optim.name=adamw, lion or muon (qkv=projection)"
+            )
     if config.evaluation.average and config.optim.ema_decay is None:
         raise ConfigError(
             "evaluation.average = true validates a running average of the weights, but optim.ema_decay = null keeps "

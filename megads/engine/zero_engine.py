@@ -119,6 +119,7 @@ class ZeroEngine:
             ((placement_of(p).key, p) for p in module.parameters()),
             tied_name=module.tied_key,
             optim=spec.optim,
+            width_scale=spec.model.width_scale(muon=spec.optim.is_muon),
         )
         optimizer = make_zero_optimizer(groups, spec)
         bucket = bucket_elements([prod(local_shape(p)) for p in module.parameters()])

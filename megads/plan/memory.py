@@ -236,7 +236,7 @@ def _stage_memory(
         held.pop(TIED_COPY, None)
     table = sharding_of(model)
     local = {name: prod(local_shape(name, shape, table, parallel.tp)) for name, shape in held.items()}
-    buckets = _buckets(local, model.tie_embeddings, parallel, workload.optim)
+    buckets = _buckets(local, model, parallel, workload.optim)
     low, flat = workload.weight_bytes, sum(bucket.numel for bucket in buckets)
     share = _share(flat, parallel)
     blocks = [layer for layer in layers if is_block(layer)]
@@ -377,11 +377,12 @@ def _sharded(
 ) -> StageMemory:
     """The same rank under ZeRO-2 or ZeRO-3; the attention mask is built as ever."""
     optim, by_role = workload.optim, {role: dict[Rates, list[int]]() for role in Role}
+    width_scale = model.width_scale(muon=optim.is_muon)
     for name, elements in local.items():
         tied = model.tie_embeddings and name in (TIED_PARAMETER, TIED_COPY)
         known = TIED_PARAMETER if tied else name
         role = parameter_role(known, tied, muon=optim.is_muon)
-        by_role[role].setdefault(parameter_rates(known, role, optim), []).append(elements)
+        by_role[role].setdefault(parameter_rates(known, role, optim, width_scale), []).append(elements)
     groups = {(role, rates): sizes for role, of_role in by_role.items() for rates, sizes in of_role.items()}
     sharded = ShardedWeights(parallel.zero_stage, parallel.shard_size, groups, workload.weight_bytes)
     owned = sum(sharded.partitions)
@@ -406,13 +407,15 @@ def _layer_of(name: str) -> str:
     return ".".join(parts[:2]) if parts[0] == "blocks" else parts[0]
 
 
-def _buckets(local: dict[str, int], tied: bool, parallel: ParallelConfig, optim: OptimConfig) -> list[BucketLayout]:
+def _buckets(
+    local: dict[str, int], model: ModelConfig, parallel: ParallelConfig, optim: OptimConfig
+) -> list[BucketLayout]:
     """The optimizer's flat buffers of a rank that holds these elements of every parameter."""
-    members = []
+    members, width_scale = [], model.width_scale(muon=optim.is_muon)
     for name, elements in local.items():
-        is_tied = tied and name in (TIED_PARAMETER, TIED_COPY)
+        is_tied = model.tie_embeddings and name in (TIED_PARAMETER, TIED_COPY)
         role = parameter_role(TIED_PARAMETER if is_tied else name, is_tied, muon=optim.is_muon)
-        rates = parameter_rates(TIED_PARAMETER if is_tied else name, role, optim)
+        rates = parameter_rates(TIED_PARAMETER if is_tied else name, role, optim, width_scale)
         members.append(Member(name, elements, role, rates=rates))
     ranks = parallel.data_size if parallel.zero_stage else 1
     return bucket_layouts(members, ranks, parallel.bucket_elements)

@@ -43,6 +43,7 @@ from megads.runtime.visible_console import VisibleConsole
 from megads.stages import span_at
 from megads.tools.plan.config import PlanConfig
 from megads.tools.plan.parameter_groups import (
+    has_groups,
     parameter_group_table,
     parameter_group_text,
     parameter_groups_json,
@@ -105,12 +106,12 @@ def show(asked: PlanConfig) -> None:
         schedules = {"schedules": schedules_json(compared)} if compared else {}
         timed = step_json(step, _memory_of_a_device(plan, room)) if step else {}
         stages = {"training_stages": stages_json(run, cuda=cuda)} if run.train.stages else {}
-        groups = {"parameter_groups": parameter_groups_json(run)} if run.optim.groups else {}
+        groups = {"parameter_groups": parameter_groups_json(run)} if has_groups(run) else {}
         print(json.dumps(as_json(config, plan, room, found) | timed | held | schedules | stages | groups, indent=2))
         return
     console = VisibleConsole(highlight=False)
     console.width = max(console.width, _TABLE_WIDTH)
-    if run.optim.groups:
+    if has_groups(run):
         console.print(parameter_group_table(run))
     if run.train.stages:
         console.print(stage_table(run, cuda=cuda))

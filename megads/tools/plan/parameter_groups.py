@@ -37,11 +37,11 @@ class ParameterGroup:
 def parameter_group_list(config: RootConfig) -> list[ParameterGroup]:
     """Every group of a run, those of optim.groups in its order and what none of them holds first."""
     model, optim, members = config.model, config.optim, dict[tuple[tuple[int, ...], Rates], list[str]]()
-    shapes = shapes_of_any_vocabulary(model)
+    shapes, width_scale = shapes_of_any_vocabulary(model), model.width_scale(muon=optim.is_muon)
     for name in shapes:
         role = parameter_role(name, model.tie_embeddings and name == TIED_PARAMETER, muon=optim.is_muon)
         entries = tuple(place for place, group in enumerate(optim.groups) if fnmatchcase(name, group.pattern))
-        members.setdefault((entries, parameter_rates(name, role, optim)), []).append(name)
+        members.setdefault((entries, parameter_rates(name, role, optim, width_scale)), []).append(name)
     found = []
     for (entries, rates), names in sorted(members.items(), key=lambda item: item[0][0]):
         # Only the vocabulary's own matrices have its size.
@@ -50,6 +50,11 @@ def parameter_group_list(config: RootConfig) -> list[ParameterGroup]:
         patterns = tuple(optim.groups[place].pattern for place in entries)
         found.append(ParameterGroup(patterns, rates, tuple(names), elements))
     return found
+
+
+def has_groups(config: RootConfig) -> bool:
+    """Whether parameters of a run train at different rates, by optim.groups or model.mup."""
+    return bool(config.optim.groups) or config.model.mup.base_width is not None
 
 
 def parameter_groups_json(config: RootConfig) -> list[dict[str, Any]]:
@@ -95,7 +100,7 @@ def parameter_group_text(config: RootConfig, width: int) -> list[str]:
         config: of the run.
         width: of the lines, in characters.
     """
-    if not config.optim.groups:
+    if not has_groups(config):
         return []
     console = VisibleConsole(highlight=False, width=width, color_system=None)
     with console.capture() as captured:

@@ -62,7 +62,7 @@ class _Masters:
         self.averages = {} if self._ema_decay is None else {name: m.detach().double() for name, m in self.of.items()}
         self._exact: ReferenceOptimizer | None = None
         optim, model = scenario.optim, scenario.model
-        if not optim.is_adamw or optim.groups:
+        if not optim.is_adamw or optim.groups or model.mup.base_width is not None:
             self._exact = reference_optimizer({name: m.detach().numpy() for name, m in self.of.items()}, optim, model)
             return
         tied = TIED_PARAMETER if model.tie_embeddings else None

@@ -68,17 +68,30 @@ class ReferenceOptimizer(ABC):
 
     def _lr_factor(self, name: str) -> float:
         factor = self._of_groups(name, "lr_scale")
-        return 1.0 if factor is None else factor
+        return (1.0 if factor is None else factor) * self._width_factor(name)
+
+    def _width_factor(self, name: str) -> float:
+        """Yang and Hu et al. 2022, table 8, row "Adam LR": hidden weights 1 / fan_in, all else 1.
+
+        Muon's steps have a spectral norm of 0.2 sqrt(max(fan_out, fan_in)), which is to stay what it is at the base
+        (Yang, Simon and Bernstein 2023, arXiv 2310.17813, condition 1).
+        """
+        base = self.model.mup.base_width
+        if base is None or not name.startswith("blocks.") or self.weights[name].ndim < 2:
+            return 1.0
+        wider = self.model.hidden_size / base
+        return 1 / math.sqrt(wider) if self.optim.name == "muon" else 1 / wider
 
     def decays(self, name: str) -> bool:
         """Biases, norms and attention sinks do not."""
         return not name.endswith(".bias") and "norm" not in name and "sinks" not in name
 
     def _decay(self, name: str) -> float:
-        of_groups = self._of_groups(name, "weight_decay")
-        if of_groups is not None:
-            return of_groups
-        return self.optim.weight_decay if self.decays(name) else 0.0
+        decay = self._of_groups(name, "weight_decay")
+        if decay is None:
+            decay = self.optim.weight_decay if self.decays(name) else 0.0
+        # Of each step a weight loses the same share whatever the width.
+        return decay / self._width_factor(name)
 
     def _remembered(self, name: str, kind: str) -> Array:
         return self._memory[name].setdefault(kind, np.zeros_like(self.weights[name]))
