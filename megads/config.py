@@ -21,6 +21,7 @@ from megads.optim.config import OptimConfig
 from megads.optim.schedule import LearningRate, ScheduleConfig, ScheduleName
 from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Partition, Recompute
 from megads.parallel.partition import stage_bounds
+from megads.plan.model_size import check_parameter_groups
 from megads.resilience.config import ResilienceConfig
 from megads.runtime.config import ClusterConfig, LoggingConfig, RunConfig
 from megads.runtime.registry import BLOCKS, HOOKS, OPTIMIZERS, SCHEDULES, TRACKERS, import_plugins
@@ -111,22 +112,9 @@ def check_config(config: RootConfig) -> None:
     Raises:
         ConfigError: the config cannot be run; says the value, why, and what to change.
     """
-    for part in (
-        config.model,
-        config.parallel,
-        config.ops,
-        config.train,
-        config.optim,
-        config.schedule,
-        config.data,
-        config.tokenizer,
-        config.checkpoint,
-        config.evaluation,
-        config.run,
-        config.logging,
-        config.cluster,
-        config.resilience,
-    ):
+    computed = (config.model, config.parallel, config.ops, config.train, config.optim, config.schedule)
+    read_and_kept = (config.data, config.tokenizer, config.checkpoint, config.evaluation, config.run, config.logging)
+    for part in (*computed, *read_and_kept, config.cluster, config.resilience):
         part.check()
     check_deepspeed_options(config.deepspeed, config.parallel.zero_stage)
     _check_optimizer(config)
@@ -184,8 +172,10 @@ def check_shape(config: RootConfig) -> None:
     config.model.check()
     config.parallel.check()
     config.ops.check()
+    config.optim.check()
     config.train.check_sizes()
     config.cluster.check()
+    check_parameter_groups(config.model, config.optim)
     for_each_stage(config, _check_shape_of_stage)
 
 
@@ -226,7 +216,8 @@ def check_attention(config: RootConfig, *, cuda: bool | None = None) -> None:
 
 
 def _check_optimizer(config: RootConfig) -> None:
-    """DeepSpeed's optimizer is around torch's; Muon must know its matrices; there is an average to validate."""
+    """DeepSpeed's optimizer is around torch's; Muon must know its matrices; groups match; there is an average."""
+    check_parameter_groups(config.model, config.optim)
     impl, stage = config.optim.impl, config.parallel.zero_stage
     if stage in GRADIENT_STAGES and impl in (Implementation.fused, Implementation.apex):
         raise ConfigError(
@@ -238,6 +229,14 @@ def _check_optimizer(config: RootConfig) -> None:
             f"optim.name = muon cannot be had with model.block.name = {config.model.block.name}: which of a plugin's "
             "parameters are matrices, and how many of them are in one, is not known; use optim.name=adamw, lamb or lion"
         )
+    if config.model.mup.base_width is not None:
+        is_known = config.optim.name in ("adamw", "lion", "muon")
+        if not is_known or config.optim.options.get("qkv") == "head":
+            given = "options.qkv = head" if is_known else f"name = {config.optim.name}"
+            raise ConfigError(
+                f"optim.{given} cannot be had with model.mup.base_width: how its steps grow with the width is not "
+                "settled; use optim.name=adamw, lion or muon (qkv=projection)"
+            )
     if config.evaluation.average and config.optim.ema_decay is None:
         raise ConfigError(
             "evaluation.average = true validates a running average of the weights, but optim.ema_decay = null keeps "

@@ -97,7 +97,7 @@ def build_stock(scenario: Scenario, parallel: ParallelConfig) -> StockEngine:
     module = StockPipeline(spec, loss)
     module.loss_fn = loss
     named = [(placement_of(p).key, p) for p in module.parameters()]
-    groups = parameter_groups(named, tied_name=None, weight_decay=scenario.optim.weight_decay)
+    groups = parameter_groups(named, tied_name=None, optim=scenario.optim)
     config = {
         "train_batch_size": scenario.global_batch_size,
         "train_micro_batch_size_per_gpu": scenario.micro_batch_size,

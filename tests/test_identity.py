@@ -233,6 +233,7 @@ def test_changes_that_every_start_may_make() -> None:
         ("logging.wandb.mode", "hooks.mine.rate"),
         ("train.micro_batch_size", "train.global_batch_size"),
         ("optim.impl", "optim.clip_grad"),
+        ("optim.ema_decay", "optim.groups"),
         ("data.cache_dir", "data.weights"),
         ("checkpoint.every_steps", "train.precision"),
     ],

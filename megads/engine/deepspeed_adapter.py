@@ -552,7 +552,7 @@ class ZeroExecutor(DeepSpeedEngine):  # type: ignore[misc]
     def set_learning_rate(self, learning_rate: float) -> None:
         """Of the next step."""
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group["lr_scale"]
 
     @property
     def reduced_gradients(self) -> Tensor:

@@ -22,7 +22,17 @@ from torch.nn import Parameter
 from megads.ops.adamw import Pieces, square_sums
 from megads.ops.config import TORCH, Kernels
 from megads.optim.config import OptimConfig
-from megads.optim.groups import AVERAGE, BucketLayout, Member, Role, bucket_layouts, parameter_role
+from megads.optim.groups import (
+    AVERAGE,
+    BucketLayout,
+    LrScale,
+    Member,
+    Role,
+    bucket_layouts,
+    parameter_rates,
+    parameter_role,
+    unscaled,
+)
 from megads.optim.masters import MasterLayout, MasterLine, ParameterRun, update_average
 from megads.optim.muon import FusedRows
 from megads.optim.optimizers import MasterOptimizer, make_optimizer
@@ -248,13 +258,13 @@ class BucketAdamW:
         grid: ParallelGrid,
         kernels: Kernels = TORCH,
         fused: FusedRows | None = None,
+        width_scale: LrScale = unscaled,
     ) -> None:
-        self._muon = optim.is_muon
         self._grid, self._clip, self._ema_decay = grid, optim.clip_grad, optim.ema_decay
         self._kernels = kernels
         self.sharded = parallel.zero_stage > 0
         self._places: dict[Parameter, tuple[Bucket, int]] = {}
-        self.buckets = self._make_buckets(parameters, parallel)
+        self.buckets = self._make_buckets(parameters, optim, parallel, width_scale)
         unsharded_copy = not self.sharded and not grid.data.is_first
         self._owned = {named.name for named in parameters if named.owned and not unsharded_copy}
         for bucket in self.buckets if self._ema_decay is not None else ():
@@ -264,7 +274,8 @@ class BucketAdamW:
             {
                 "params": [bucket.master],
                 "weights": [bucket.own_weights],
-                "weight_decay": optim.weight_decay if bucket.layout.role.decays else 0.0,
+                "lr_scale": bucket.layout.rates.lr_scale,
+                "weight_decay": bucket.layout.rates.weight_decay,
                 "role": bucket.layout.role,
                 "layouts": [None if optim.is_adamw else self._master_layout(bucket)],
             }
@@ -278,20 +289,22 @@ class BucketAdamW:
         self.grad_norm, self.skipped = 0.0, False
         self.begin()
 
-    def _make_buckets(self, parameters: Sequence[NamedParameter], parallel: ParallelConfig) -> list[Bucket]:
+    def _make_buckets(
+        self,
+        parameters: Sequence[NamedParameter],
+        optim: OptimConfig,
+        parallel: ParallelConfig,
+        width_scale: LrScale,
+    ) -> list[Bucket]:
         copies: dict[str, list[Parameter]] = {}
         for named in parameters:
             copies.setdefault(named.name, []).append(named.parameter)
         pairs = {named.name: named.pair for named in parameters if named.pair is not None}
-        members = [
-            Member(
-                name,
-                same[0].numel(),
-                parameter_role(name, name in pairs or len(same) > 1, muon=self._muon),
-                _is_partial(same[0]),
-            )
-            for name, same in copies.items()
-        ]
+        members = []
+        for name, same in copies.items():
+            role = parameter_role(name, name in pairs or len(same) > 1, muon=optim.is_muon)
+            rates = parameter_rates(name, role, optim, width_scale)
+            members.append(Member(name, same[0].numel(), role, _is_partial(same[0]), rates))
         ranks = self._grid.data.size if self.sharded else 1
         buckets = []
         for layout in bucket_layouts(members, ranks, parallel.bucket_elements):
@@ -391,7 +404,7 @@ class BucketAdamW:
         for bucket in self.buckets:
             bucket.master.grad = bucket.gradient
         for group in self.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group["lr_scale"]
         clip = clip_factor(self.norm, self._clip)
         self.adamw.step(clip)
         for bucket in self.buckets:

@@ -97,7 +97,8 @@ class StageEngine:
 
         def make_optimizer() -> BucketAdamW:
             named, fused = module.trained_parameters(), fused_rows(spec.model)
-            return BucketAdamW(named, spec.optim, spec.parallel, spec.grid, spec.kernels, fused)
+            width_scale = spec.model.width_scale(muon=spec.optim.is_muon)
+            return BucketAdamW(named, spec.optim, spec.parallel, spec.grid, spec.kernels, fused, width_scale)
 
         self.module, self.device, self._parallel = module, spec.device, spec.parallel
         self._executor = PipelineExecutor(module, make_optimizer, spec.precision, spec.grid.data.size)

@@ -120,8 +120,8 @@ class ZeroEngine:
         groups = parameter_groups(
             ((placement_of(p).key, p) for p in module.parameters()),
             tied_name=module.tied_key,
-            weight_decay=spec.optim.weight_decay,
-            muon=spec.optim.is_muon,
+            optim=spec.optim,
+            width_scale=spec.model.width_scale(muon=spec.optim.is_muon),
         )
         optimizer = make_zero_optimizer(groups, spec)
         bucket = bucket_elements([prod(local_shape(p)) for p in module.parameters()])

@@ -33,7 +33,7 @@ class RuleDrivenByZero(Optimizer):
         """Keeps the groups.
 
         Args:
-            groups: each with its `params` and `weight_decay`.
+            groups: each with its `params`, `lr_scale` and `weight_decay`.
             rule: what a step does.
             lr: learning rate until the caller sets another.
         """

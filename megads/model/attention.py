@@ -340,6 +340,7 @@ class Attention(nn.Module):
         super().__init__()
         self.kernels = TORCH
         self.head_dim, self.queries_per_kv = config.head_dim, config.queries_per_kv
+        self.query_scale = config.query_scale
         rotates = config.position is Position.rope
         self.rotary = Rotary(config.head_dim, config.rope_theta, config.rope_scaling) if rotates else None
         whole = config.qk_norm_width is QKNormWidth.full
@@ -382,6 +383,8 @@ class Attention(nn.Module):
             else:
                 q_bsnd, k_bsmd = self.query_key_norms((q_bsnd, k_bsmd), (self.query_norm, self.key_norm))
             apart = True
+        if self.query_scale != 1.0:
+            q_bsnd, apart = q_bsnd * self.query_scale, True
         if self.rotary is not None:
             q_bsnd, k_bsmd = self.rotary(q_bsnd, k_bsmd, info, self.kernels)
         elif apart:

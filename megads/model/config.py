@@ -7,6 +7,7 @@ on one process, `megads.parallel.loss.vocab_parallel_token_losses` where the log
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -144,6 +145,35 @@ class BlockConfig:
         return self.name != "transformer"
 
 
+_HIDDEN_MATRICES = tuple(f"{module}.weight" for module in ("qkv", "dense", "up", "gate_up", "down"))
+
+
+@dataclass(unsafe_hash=True)
+class MupConfig:
+    """Maximal update parametrisation (Yang and Hu et al. 2022, Tensor Programs V, arXiv 2203.03466, table 8): the
+    learning rate that is best for a narrow model is best for a wide one. All widths grow with hidden_size."""
+
+    base_width: int | None = None
+    """hidden_size at which optim.lr, model.init_std and output_multiplier are meant and nothing changes; null: none of
+    this."""
+    output_multiplier: float = 1.0
+    """Of the logits at the base width; at others divided by hidden_size / base_width, too."""
+    base_head_size: int | None = None
+    """Attention scores are divided by the head size instead of its root, times sqrt(base_head_size), at which both are
+    the same; null: by the root, as when heads get more and not wider."""
+
+    def check(self) -> None:
+        """Raises ConfigError on values that no width follows from."""
+        for name in ("base_width", "base_head_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"model.mup.{name} = {value}: must be at least 1, or null")
+        if not 0.0 < self.output_multiplier < math.inf:
+            raise ConfigError(f"model.mup.output_multiplier = {self.output_multiplier}: must be positive")
+        if self.base_width is None and self != MupConfig():
+            raise ConfigError("model.mup only applies with model.mup.base_width: set it, or leave model.mup out")
+
+
 @dataclass
 class ModelConfig:
     """A decoder with causal attention, like BLOOM unless told otherwise."""
@@ -227,7 +257,10 @@ class ModelConfig:
     norm_eps: float = 1e-5
     """Added to the variance (the mean square with rmsnorm) in every norm."""
     init_std: float | None = None
-    """Standard deviation of the initial weights; null is sqrt(1 / (3 * hidden_size)), BLOOM's rule."""
+    """Standard deviation of the initial weights; null is sqrt(1 / (3 * hidden_size)), BLOOM's rule. With mup, that of
+    the base width."""
+    mup: MupConfig = field(default_factory=MupConfig)
+    """Maximal update parametrisation (docs/optimizers.md)."""
 
     @property
     def vocabulary(self) -> int:
@@ -271,7 +304,46 @@ class ModelConfig:
 
     @property
     def weight_std(self) -> float:
-        return self.init_std if self.init_std is not None else math.sqrt(1.0 / (3.0 * self.hidden_size))
+        """Of embeddings and output projection, and of the blocks' matrices at the base width of mup."""
+        width = self.hidden_size if self.mup.base_width is None else self.mup.base_width
+        return self.init_std if self.init_std is not None else math.sqrt(1.0 / (3.0 * width))
+
+    @property
+    def width_ratio(self) -> float:
+        """By how much the model is wider than the one of which its learning rate is; 1 without mup."""
+        return 1.0 if self.mup.base_width is None else self.hidden_size / self.mup.base_width
+
+    @property
+    def hidden_std(self) -> float:
+        """Standard deviation of the initial matrices of blocks."""
+        return self.weight_std / math.sqrt(self.width_ratio)
+
+    @property
+    def logit_multiplier(self) -> float:
+        """Of what the output projection reads."""
+        return self.mup.output_multiplier / self.width_ratio
+
+    @property
+    def query_scale(self) -> float:
+        """Of queries, beside the 1/sqrt(head size) of attention."""
+        base = self.mup.base_head_size
+        return 1.0 if base is None else math.sqrt(base / self.head_dim)
+
+    def width_scale(self, *, muon: bool) -> Callable[[str], float]:
+        """Factor of a parameter's learning rate, by its name, that follows from the width.
+
+        A step of Adam, or of Lion, moves every element by about the learning rate: a matrix with `width_ratio` times as
+        many inputs must move less by that. One of Muon has a spectral norm of about sqrt(width), which must not grow.
+
+        Args:
+            muon: matrices of blocks are orthogonalised.
+        """
+        factor = self.width_ratio**-0.5 if muon else 1.0 / self.width_ratio
+
+        def scale(name: str) -> float:
+            return factor if name.startswith("blocks.") and name.endswith(_HIDDEN_MATRICES) else 1.0
+
+        return scale
 
     @property
     def scores_in_memory(self) -> bool:
@@ -306,6 +378,7 @@ class ModelConfig:
             raise ConfigError(f"model.rope_theta = {self.rope_theta}: must be positive")
         self._check_norms()
         self._check_softcaps()
+        self._check_mup()
         self.rope_scaling.check()
         if self.rope_scaling.kind is not RopeScaling.none and self.position is not Position.rope:
             raise ConfigError(
@@ -328,6 +401,15 @@ class ModelConfig:
             raise ConfigError(
                 f"model.attention_sinks = true cannot be had with model.attention_dropout = {self.attention_dropout}: "
                 "set model.attention_dropout=0"
+            )
+
+    def _check_mup(self) -> None:
+        self.mup.check()
+        if self.mup.base_width is not None and (self.scale_embedding or self.block.is_custom):
+            given = f"block.name = {self.block.name}" if self.block.is_custom else "scale_embedding = true"
+            raise ConfigError(
+                f"model.{given} cannot be had with model.mup.base_width: how that grows with the width is not known; "
+                "leave one of them out"
             )
 
     def _check_norms(self) -> None:

@@ -259,10 +259,15 @@ def make_block(config: ModelConfig, seed: int, index: int) -> Block | OutputNorm
 
 
 class FinalNorm(Norm):
-    """The norm after the last block."""
+    """The norm after the last block, times the multiplier of logits, if any: the head is linear, and reads less."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.multiplier = config.logit_multiplier
 
     def forward(self, hidden_bsh: Tensor, info: BatchInfo) -> Tensor:  # type: ignore[override]
-        return super().forward(hidden_bsh)
+        normed_bsh = super().forward(hidden_bsh)
+        return normed_bsh if self.multiplier == 1.0 else normed_bsh * self.multiplier
 
 
 class Head(nn.Module):
@@ -347,17 +352,19 @@ def initial_value(config: ModelConfig, seed: int) -> InitialValue:
     gains one, biases and sinks zero.
 
     Args:
-        config: the model's shape; `config.weight_std` is std.
+        config: the model's shape; `config.weight_std` is std, of matrices of blocks `config.hidden_std`.
         seed: the run's seed.
     """
-    branch_std = config.weight_std / math.sqrt(2.0 * config.num_layers)
+    branch_std = config.hidden_std / math.sqrt(2.0 * config.num_layers)
 
     def value(name: str, shape: tuple[int, ...]) -> Tensor:
         if name.endswith((".bias", "attention.sinks.weight")):
             return torch.zeros(shape)
         if len(shape) == 1:
             return torch.ones(shape)
-        std = branch_std if name.endswith(("attention.dense.weight", "mlp.down.weight")) else config.weight_std
+        std = config.hidden_std if name.startswith("blocks.") else config.weight_std
+        if name.endswith(("attention.dense.weight", "mlp.down.weight")):
+            std = branch_std
         return torch.empty(shape).normal_(0.0, std, generator=parameter_generator(seed, name))
 
     return value

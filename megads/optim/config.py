@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
+
+from omegaconf import MISSING
 
 from megads.errors import ConfigError
 from megads.ops.config import Implementation
@@ -99,6 +102,19 @@ OPTIMIZERS.reserve(OptimizerName.muon.value, MuonOptions)
 
 
 @dataclass
+class GroupConfig:
+    """Parameters that train with a learning rate or a weight decay of their own."""
+
+    pattern: str = MISSING
+    """Glob over parameter names as they are in checkpoints, case and all: * is any characters, dots too, ? one
+    character, [03] or [0-3] one of those. For example *.mlp.*, or embedding.word.weight."""
+    lr_scale: float | None = None
+    """Factor of the learning rate at every step; 0 freezes them; null leaves it to earlier entries, else 1."""
+    weight_decay: float | None = None
+    """Of all that match, biases and norms too; null leaves it to earlier entries, else to optim.weight_decay."""
+
+
+@dataclass
 class OptimConfig:
     """AdamW (Loshchilov and Hutter 2019), another built-in optimizer (docs/optimizers.md), or a plugin's; all with
     decoupled weight decay on matrices only."""
@@ -122,6 +138,9 @@ class OptimConfig:
     ema_decay: float | None = None
     """Decay of a running (exponential moving) average of the weights, which each step updates, as in 0.9999; null: none
     is kept. Validation takes it with evaluation.average, `megads export` with average=true (docs/optimizers.md)."""
+    groups: list[GroupConfig] = field(default_factory=list)
+    """Learning rates and decays by parameter, for example [{pattern: "embedding.*", lr_scale: 0.5, weight_decay: 0}].
+    Of several entries that match, the last one that sets a value counts (docs/optimizers.md)."""
     impl: Implementation = Implementation.auto
     """Whose kernels compute the gradient norm and AdamW; auto: as ops.impl. fused: megads' own. torch: torch's. apex:
     NVIDIA apex', on GPUs. State and checkpoints are the same, so a run may go on with another. DeepSpeed's optimizer,
@@ -139,7 +158,21 @@ class OptimConfig:
             raise ConfigError(
                 f"optim.ema_decay = {self.ema_decay}: want a value between 0 and 1, or null for no average"
             )
+        for place, group in enumerate(self.groups):
+            self._check_group(f"optim.groups[{place}]", group)
         self._check_unread()
+
+    @staticmethod
+    def _check_group(name: str, group: GroupConfig) -> None:
+        """Raises ConfigError on an entry that changes nothing, or by what is no rate."""
+        if not group.pattern or group.pattern == MISSING:
+            raise ConfigError(f"{name} has no pattern: give one over parameter names, as in '*.mlp.*'")
+        if group.lr_scale is None and group.weight_decay is None:
+            raise ConfigError(f"{name}, {group.pattern!r}, changes nothing: set lr_scale, weight_decay or both")
+        for key in ("lr_scale", "weight_decay"):
+            value = getattr(group, key)
+            if value is not None and not 0 <= value < math.inf:
+                raise ConfigError(f"{name}.{key} = {value}: want a finite number, 0 or above")
 
     @property
     def is_adamw(self) -> bool:

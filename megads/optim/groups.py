@@ -1,4 +1,4 @@
-"""How the optimizer groups parameters: by role, which decides on weight decay, and in flat gradient buckets.
+"""How the optimizer groups parameters: by role and rates, and in flat gradient buckets.
 
 A role follows from the parameter's name: a test of shapes once put BLOOM's embedding norm in the decay group.
 """
@@ -6,11 +6,13 @@ A role follows from the parameter's name: a test of shapes once put BLOOM's embe
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
+from megads.errors import ConfigError
 from megads.optim.config import OptimConfig, OptimizerName
 from megads.runtime.registry import OPTIMIZERS
 
@@ -89,6 +91,66 @@ def parameter_role(name: str, tied: bool = False, *, muon: bool = False) -> Role
     raise AssertionError(f"no role for parameter {name!r} (tied: {tied}): enter it in {__name__}")
 
 
+LrScale = Callable[[str], float]
+"""Factor of a parameter's learning rate by its name, beside that of optim.groups: of its width."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast parameters train. Those of one flat master have the same.
+
+    Attributes:
+        lr_scale: factor of the learning rate of a step.
+        weight_decay: decoupled; the decay of a step is this times the scaled learning rate.
+    """
+
+    lr_scale: float = 1.0
+    weight_decay: float = 0.0
+
+
+def unscaled(_name: str) -> float:
+    """The LrScale of a model whose learning rates do not depend on its width."""
+    return 1.0
+
+
+def parameter_rates(name: str, role: Role, optim: OptimConfig, width_scale: LrScale = unscaled) -> Rates:
+    """Learning rate and decay of a parameter.
+
+    Args:
+        name: full name, such as `blocks.3.mlp.up.weight`.
+        role: says whether optim.weight_decay applies.
+        optim: its groups are tried in order; each replaces what it sets.
+        width_scale: factor of the learning rate that follows from the model's width. It changes how fast gradients move
+            a weight, not how fast it decays: what decays with each step stays.
+    """
+    lr_scale, decay = 1.0, optim.weight_decay if role.decays else 0.0
+    for group in optim.groups:
+        if fnmatchcase(name, group.pattern):
+            lr_scale = lr_scale if group.lr_scale is None else group.lr_scale
+            decay = decay if group.weight_decay is None else group.weight_decay
+    of_width = width_scale(name)
+    return Rates(lr_scale * of_width, decay / of_width)
+
+
+def require_matches(optim: OptimConfig, names: Collection[str]) -> None:
+    """Refuses a group that holds no parameter.
+
+    Args:
+        optim: the optimizer's settings.
+        names: of all parameters of the model.
+
+    Raises:
+        ConfigError: names the entry, and the parameters.
+    """
+    for place, group in enumerate(optim.groups):
+        if not any(fnmatchcase(name, group.pattern) for name in names):
+            known = dict.fromkeys(re.sub(r"^blocks\.\d+\.", "blocks.<number>.", name) for name in names)
+            raise ConfigError(
+                f"optim.groups[{place}].pattern = {group.pattern!r} matches no parameter. Parameters are "
+                f"{', '.join(known)}"
+            )
+
+
 _STATE = {
     OptimizerName.adamw: ("exp_avg", "exp_avg_sq"),
     OptimizerName.lamb: ("exp_avg", "exp_avg_sq"),
@@ -125,28 +187,29 @@ def held_kinds(optim: OptimConfig, role: Role) -> tuple[str, ...]:
 def parameter_groups(
     named_parameters: Iterable[tuple[str, Parameter]],
     tied_name: str | None,
-    weight_decay: float,
-    *,
-    muon: bool = False,
+    optim: OptimConfig,
+    width_scale: LrScale = unscaled,
 ) -> list[dict[str, Any]]:
-    """Groups for a torch optimizer, each {params, weight_decay, role}, in the order decay, tied, no_decay, hidden.
+    """Groups for a torch optimizer, each {params, lr_scale, weight_decay, role}.
 
     Args:
         named_parameters: this rank's parameters under their full names; the order within a group is kept.
         tied_name: name of the parameter that embedding and head share, None when they do not.
-        weight_decay: decay of all groups but no_decay.
-        muon: see `parameter_role`.
+        optim: says how parameters are told apart.
+        width_scale: see `parameter_rates`.
 
     Returns:
-        The groups that are not empty.
+        The groups that are not empty, in the order decay, tied, no_decay, hidden; of one role by first appearance.
     """
-    members: dict[Role, list[Parameter]] = {role: [] for role in Role}
+    members: dict[Role, dict[Rates, list[Parameter]]] = {role: {} for role in Role}
     for name, parameter in named_parameters:
-        members[parameter_role(name, tied=name == tied_name, muon=muon)].append(parameter)
+        role = parameter_role(name, tied=name == tied_name, muon=optim.is_muon)
+        rates = parameter_rates(name, role, optim, width_scale)
+        members[role].setdefault(rates, []).append(parameter)
     return [
-        {"params": parameters, "weight_decay": weight_decay if role.decays else 0.0, "role": role.value}
-        for role, parameters in members.items()
-        if parameters
+        {"params": parameters, "lr_scale": rates.lr_scale, "weight_decay": rates.weight_decay, "role": role.value}
+        for role, by_rates in members.items()
+        for rates, parameters in by_rates.items()
     ]
 
 
@@ -159,12 +222,14 @@ class Member:
         numel: local elements, vocabulary padding included.
         role: how the optimizer treats it.
         partial: its gradient on a rank covers that rank's sequence shard only.
+        rates: how fast it trains.
     """
 
     name: str
     numel: int
     role: Role
     partial: bool = False
+    rates: Rates = Rates()
 
 
 @dataclass(frozen=True)
@@ -181,7 +246,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Parameters of one role whose gradients are reduced in one collective.
+    """Parameters of one role, with the same rates, whose gradients are reduced in one collective.
 
     Attributes:
         slots: in the order of the backward pass; gaps between them are zero.
@@ -201,6 +266,10 @@ class BucketLayout:
     def partial(self) -> bool:
         return self.slots[0].member.partial
 
+    @property
+    def rates(self) -> Rates:
+        return self.slots[0].member.rates
+
     def slice_of(self, rank: int, ranks: int) -> range:
         """Elements that belong to one of the ranks that share the bucket."""
         size = self.numel // ranks
@@ -211,8 +280,8 @@ def bucket_layouts(members: Sequence[Member], ranks: int, bucket_elements: int) 
     """Cuts a rank's parameters into buckets.
 
     A bucket is closed once it holds `bucket_elements`; a parameter is never cut, so a large one has a bucket of its own
-    or with what came just before it. Roles do not mix, as they decay differently, and neither do partial gradients with
-    whole ones. The tied embedding is therefore alone, and its bucket alike on both stages that hold it.
+    or with what came just before it. Neither roles nor rates mix, as a master is updated as one, nor do partial
+    gradients with whole ones. The tied embedding is therefore alone, and its bucket alike on both stages that hold it.
 
     Args:
         members: in the order of the forward pass.
@@ -222,11 +291,11 @@ def bucket_layouts(members: Sequence[Member], ranks: int, bucket_elements: int) 
     Returns:
         Buckets in the order in which a backward pass completes them.
     """
-    open_buckets: dict[tuple[Role, bool], list[int]] = {}
+    open_buckets: dict[tuple[Role, bool, Rates], list[int]] = {}
     closed: list[list[int]] = []
     backward = list(reversed(members))
     for place, member in enumerate(backward):
-        kind = (member.role, member.partial)
+        kind = (member.role, member.partial, member.rates)
         filling = open_buckets.setdefault(kind, [])
         filling.append(place)
         if sum(backward[p].numel for p in filling) >= bucket_elements:

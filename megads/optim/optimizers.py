@@ -32,7 +32,7 @@ class MasterOptimizer(Protocol):
 
     Attributes:
         param_groups: each with its `params` (masters), the `weights` that they are rounded to, `lr` and `weight_decay`;
-            the caller sets the learning rate before a step.
+            the caller sets the learning rate before a step, that of the run times the `lr_scale` that it gave.
         state: of each master its fp32 tensors, all there before the first step, so that a checkpoint of step 0 has the
             shape of any other.
     """

@@ -151,6 +151,8 @@ def _copied_ops(p: Pass) -> list[Op]:
     beside = p.attention if p.model.queries_per_kv > 1 and p.model.kv_heads > p.tp else 0
     if p.model.qk_norm:
         beside = p.attention + p.keys
+    elif p.model.query_scale != 1.0:
+        beside = p.attention
     norms = _head_norm_ops(p)
     if p.model.position is not Position.rope:
         copied = Op("heads copied", forward=2 * p.projection, backward=p.hidden + 2 * p.projection)
@@ -396,7 +398,9 @@ def block_ops(p: Pass, mode: Recompute = Recompute.none) -> list[Op]:
 
 def final_norm_ops(p: Pass) -> list[Op]:
     """The norm after the last block."""
-    return [_norm_op(p, "final norm", backward=2 * p.hidden)]
+    norm = _norm_op(p, "final norm", backward=2 * p.hidden)
+    # What is multiplied is there beside the product.
+    return [norm if p.model.logit_multiplier == 1.0 else replace(norm, forward=norm.forward + p.hidden)]
 
 
 def _head_ops(p: Pass) -> list[Op]:

@@ -27,7 +27,16 @@ from math import prod
 from megads.model.config import ModelConfig, sharding_of
 from megads.model.stage_names import EMBEDDING, TIED_COPY, TIED_PARAMETER, is_block, stage_weights
 from megads.optim.config import MUON_BATCH_ELEMENTS, OptimConfig, OptimizerName
-from megads.optim.groups import BucketLayout, Member, Role, bucket_layouts, held_kinds, parameter_role
+from megads.optim.groups import (
+    BucketLayout,
+    Member,
+    Rates,
+    Role,
+    bucket_layouts,
+    held_kinds,
+    parameter_rates,
+    parameter_role,
+)
 from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Recompute
 from megads.parallel.partition import block_modes, local_shape, stage_bounds
 from megads.parallel.pipeline_actions import P2P_CTAS, Schedule, StagePlacement
@@ -225,7 +234,7 @@ def _stage_memory(
         held.pop(TIED_COPY, None)
     table = sharding_of(model)
     local = {name: prod(local_shape(name, shape, table, parallel.tp)) for name, shape in held.items()}
-    buckets = _buckets(local, model.tie_embeddings, parallel, workload.optim)
+    buckets = _buckets(local, model, parallel, workload.optim)
     low, flat = workload.weight_bytes, sum(bucket.numel for bucket in buckets)
     share = _share(flat, parallel)
     blocks = [layer for layer in layers if is_block(layer)]
@@ -365,16 +374,15 @@ def _sharded(
     workload: Workload,
 ) -> StageMemory:
     """The same rank under ZeRO-2 or ZeRO-3; the attention mask is built as ever."""
-    optim, groups = workload.optim, dict[Role, list[int]]((role, []) for role in Role)
+    optim, by_role = workload.optim, {role: dict[Rates, list[int]]() for role in Role}
+    width_scale = model.width_scale(muon=optim.is_muon)
     for name, elements in local.items():
         tied = model.tie_embeddings and name in (TIED_PARAMETER, TIED_COPY)
-        groups[parameter_role(TIED_PARAMETER if tied else name, tied, muon=optim.is_muon)].append(elements)
-    sharded = ShardedWeights(
-        parallel.zero_stage,
-        parallel.shard_size,
-        {role: sizes for role, sizes in groups.items() if sizes},
-        workload.weight_bytes,
-    )
+        known = TIED_PARAMETER if tied else name
+        role = parameter_role(known, tied, muon=optim.is_muon)
+        by_role[role].setdefault(parameter_rates(known, role, optim, width_scale), []).append(elements)
+    groups = {(role, rates): sizes for role, of_role in by_role.items() for rates, sizes in of_role.items()}
+    sharded = ShardedWeights(parallel.zero_stage, parallel.shard_size, groups, workload.weight_bytes)
     owned = sum(sharded.partitions)
     mask = [moment for moment in memory.phases if moment.name == BIAS_PHASE]
     return replace(
@@ -385,7 +393,7 @@ def _sharded(
         masters=FP32 * owned,
         optimizer_state=sum(
             FP32 * len(held_kinds(optim, role)) * elements
-            for role, elements in zip(sharded.groups, sharded.partitions, strict=True)
+            for (role, _), elements in zip(sharded.groups, sharded.partitions, strict=True)
         ),
         phases=(*sharded_phases(ops, sharded, workload.micro_batches, cuda=workload.cuda), *mask),
     )
@@ -397,13 +405,16 @@ def _layer_of(name: str) -> str:
     return ".".join(parts[:2]) if parts[0] == "blocks" else parts[0]
 
 
-def _buckets(local: dict[str, int], tied: bool, parallel: ParallelConfig, optim: OptimConfig) -> list[BucketLayout]:
+def _buckets(
+    local: dict[str, int], model: ModelConfig, parallel: ParallelConfig, optim: OptimConfig
+) -> list[BucketLayout]:
     """The optimizer's flat buffers of a rank that holds these elements of every parameter."""
-    members = []
+    members, width_scale = [], model.width_scale(muon=optim.is_muon)
     for name, elements in local.items():
-        is_tied = tied and name in (TIED_PARAMETER, TIED_COPY)
+        is_tied = model.tie_embeddings and name in (TIED_PARAMETER, TIED_COPY)
         role = parameter_role(TIED_PARAMETER if is_tied else name, is_tied, muon=optim.is_muon)
-        members.append(Member(name, elements, role))
+        rates = parameter_rates(TIED_PARAMETER if is_tied else name, role, optim, width_scale)
+        members.append(Member(name, elements, role, rates=rates))
     ranks = parallel.data_size if parallel.zero_stage else 1
     return bucket_layouts(members, ranks, parallel.bucket_elements)
 

@@ -8,7 +8,7 @@ embedding lookup are left out. HARDWARE operations are these and the ones that r
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from megads.model.config import (
@@ -21,6 +21,8 @@ from megads.model.config import (
     has_attention_core,
 )
 from megads.ops.attention_kinds import AttentionKind
+from megads.optim.config import OptimConfig
+from megads.optim.groups import require_matches
 from megads.parallel.config import Recompute
 
 Shapes = dict[str, tuple[int, ...]]
@@ -41,6 +43,17 @@ def parameter_shapes(config: ModelConfig) -> Shapes:
     if not config.tie_embeddings:
         shapes["head.weight"] = (config.vocabulary, hidden)
     return shapes
+
+
+def shapes_of_any_vocabulary(config: ModelConfig) -> Shapes:
+    """The same; where the size of the vocabulary is not known yet, as if it were 1."""
+    return parameter_shapes(replace(config, vocab_size=config.vocab_size or 1))
+
+
+def check_parameter_groups(config: ModelConfig, optim: OptimConfig) -> None:
+    """Raises ConfigError where a pattern of optim.groups matches no parameter of the model."""
+    if optim.groups:
+        require_matches(optim, shapes_of_any_vocabulary(config))
 
 
 def _norm(config: ModelConfig, name: str, width: int) -> Shapes:

@@ -11,6 +11,8 @@ import psutil
 import pytest
 
 from megads.cli.main import run
+from megads.model.config import ModelConfig
+from megads.plan.model_size import parameter_count
 from megads.runtime.machine_memory import HEAP_SHARE, PROCESS_BYTES
 
 DATA = "data.train=[{path: nowhere}]"
@@ -41,6 +43,28 @@ def test_a_loss_in_chunks_is_planned(capsys: pytest.CaptureFixture[str]) -> None
         assert run(["plan", "model=bloom_560m", "device=cuda", "json=true", f"ops.loss_chunk={chunk}"]) == 0
         peaks.append(json.loads(capsys.readouterr().out)["stages"][0]["peak"])
     assert peaks[0] < peaks[1]
+
+
+GROUPS = "optim.groups=[{pattern: '*.mlp.*', lr_scale: 0.5}, {pattern: '*.mlp.*.weight', weight_decay: 0.2}]"
+
+
+def test_parameter_groups_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a table that lacks a parameter or shows the rates of another entry, and a plan that takes a pattern which
+    trains nothing."""
+    model = ["model.num_layers=2", "model.hidden_size=64", "model.vocab_size=512", "optim.lr=0.01"]
+    assert run(["plan", *model, GROUPS, "device=cpu", "json=true"]) == 0
+    groups = json.loads(capsys.readouterr().out)["parameter_groups"]
+    assert sum(group["elements"] for group in groups) == parameter_count(ModelConfig(2, 64, vocab_size=512))
+    rates = [(len(g["patterns"]), len(g["parameters"]), g["peak_lr"], g["weight_decay"]) for g in groups]
+    assert sorted(rates) == [(0, 5, 0.01, 0.1), (0, 16, 0.01, 0.0), (1, 4, 0.005, 0.0), (2, 4, 0.005, 0.2)]
+    train = ["train", "train.steps=1", *model, DATA, "run.dry_run=true"]
+    for command in (["plan", *model, "device=cpu"], train):
+        assert run([*command, GROUPS]) == 0
+        assert re.search(
+            r"\*\.mlp\.\* then \*\.mlp\.\*\.weight +4 +65,536 +0\.005 +0\.5 +0\.2", capsys.readouterr().out
+        )
+        assert run([*command, "optim.groups=[{pattern: mlp, lr_scale: 2}]"]) == 2
+        assert "optim.groups[0].pattern = 'mlp' matches no parameter" in capsys.readouterr().err
 
 
 def test_auto_recomputes_what_a_gpu_has_no_room_for(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from megads.errors import ConfigError
 from megads.ops.config import Implementation
-from megads.optim.config import OptimConfig
+from megads.optim.config import GroupConfig, OptimConfig
 from megads.runtime.registry import OPTIMIZERS, register_optimizer
 
 
@@ -27,6 +27,11 @@ from megads.runtime.registry import OPTIMIZERS, register_optimizer
         ({"ema_decay": 0.9999}, None),
         ({"ema_decay": 1.0}, "optim.ema_decay = 1.0: want a value between 0 and 1"),
         ({"ema_decay": 0.0}, "optim.ema_decay = 0.0"),
+        ({"groups": [GroupConfig("*.bias", lr_scale=0.0)]}, None),
+        ({"groups": [GroupConfig("*.bias", lr_scale=2), GroupConfig("a")]}, r"optim.groups\[1\], 'a', changes nothing"),
+        ({"groups": [GroupConfig(lr_scale=2.0)]}, r"optim.groups\[0\] has no pattern"),
+        ({"groups": [GroupConfig("a", lr_scale=-1.0)]}, r"optim.groups\[0\].lr_scale = -1.0: want a finite number"),
+        ({"groups": [GroupConfig("a", weight_decay=float("nan"))]}, r"optim.groups\[0\].weight_decay = nan"),
         ({"name": "mine"}, None),
         ({"name": "mine", "betas": [0.9, 0.9]}, "optim.betas = .* only applies to optim.name=adamw"),
         ({"name": "mine", "eps": 1e-6}, "optim.eps = 1e-06 only applies"),

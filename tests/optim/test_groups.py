@@ -8,8 +8,20 @@ import pytest
 import torch
 from torch.nn import Parameter
 
+from megads.errors import ConfigError
 from megads.model.config import ModelConfig, Position
-from megads.optim.groups import ALIGNMENT, Member, Role, bucket_layouts, parameter_groups, parameter_role
+from megads.optim.config import GroupConfig, OptimConfig
+from megads.optim.groups import (
+    ALIGNMENT,
+    Member,
+    Rates,
+    Role,
+    bucket_layouts,
+    parameter_groups,
+    parameter_rates,
+    parameter_role,
+    require_matches,
+)
 from megads.plan.model_size import parameter_shapes
 
 SHAPES = parameter_shapes(ModelConfig(position=Position.learned, tie_embeddings=False))
@@ -40,7 +52,7 @@ def test_unknown_names_raise(name: str) -> None:
 def test_groups() -> None:
     """Catches a tied embedding that shares a group (its partition then differs between first and last stage)."""
     parameters = {name: Parameter(torch.zeros(1)) for name in SHAPES if name != "head.weight"}
-    groups = parameter_groups(parameters.items(), "embedding.word.weight", 0.1)
+    groups = parameter_groups(parameters.items(), "embedding.word.weight", OptimConfig())
     assert [(group["role"], group["weight_decay"]) for group in groups] == [
         ("decay", 0.1), ("tied", 0.1), ("no_decay", 0.0)
     ]  # fmt: skip
@@ -51,14 +63,15 @@ def test_groups() -> None:
 
 def test_empty_groups_are_left_out() -> None:
     """Catches an empty group, which a flat optimizer cannot hold."""
-    groups = parameter_groups([("final_norm.weight", Parameter(torch.zeros(1)))], None, 0.1)
+    groups = parameter_groups([("final_norm.weight", Parameter(torch.zeros(1)))], None, OptimConfig())
     assert [group["role"] for group in groups] == ["no_decay"]
 
 
 def test_groups_feed_adamw() -> None:
     """Catches group keys that torch's optimizers refuse, and a decay that reaches a norm."""
     matrix, norm = Parameter(torch.ones(2, 2)), Parameter(torch.ones(2))
-    groups = parameter_groups([("head.weight", matrix), ("final_norm.weight", norm)], None, 0.5)
+    named = [("head.weight", matrix), ("final_norm.weight", norm)]
+    groups = parameter_groups(named, None, OptimConfig(weight_decay=0.5))
     matrix.grad, norm.grad = torch.zeros(2, 2), torch.zeros(2)
     torch.optim.AdamW(groups, lr=0.1).step()
     assert torch.all(matrix == 0.95) and torch.all(norm == 1.0)
@@ -104,3 +117,41 @@ def test_a_tied_embedding_lies_alike_on_both_stages() -> None:
         for stage in (first, last)
     ]
     assert places[0] == places[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("blocks.0.mlp.up.weight", Rates(0.5, 0.2)),
+        ("blocks.0.mlp.up.bias", Rates(0.5, 0.0)),
+        ("blocks.11.mlp.up.weight", Rates(2.0, 0.2)),
+        ("blocks.1.attention.qkv.weight", Rates(1.0, 0.1)),
+        ("final_norm.weight", Rates(1.0, 0.7)),
+        ("embedding.word.weight", Rates(1.0, 0.1)),
+    ],
+)
+def test_the_last_entry_that_sets_a_value_counts(name: str, expected: Rates) -> None:
+    """Catches a first match that wins, a value that a later entry without one resets, and a * that stops at a dot."""
+    groups = [
+        GroupConfig("*.mlp.*", lr_scale=0.5),
+        GroupConfig("*.mlp.*.weight", weight_decay=0.2),
+        GroupConfig("blocks.1[0-9].*", lr_scale=2.0),
+        GroupConfig("final_norm.weight", weight_decay=0.7),
+    ]
+    assert parameter_rates(name, parameter_role(name), OptimConfig(groups=groups)) == expected
+
+
+def test_a_pattern_that_matches_nothing_is_refused() -> None:
+    """Catches a misspelt pattern that changes nothing in silence, one in other case, and a message of every block."""
+    require_matches(OptimConfig(groups=[GroupConfig("blocks.1.mlp.down.*", lr_scale=2.0)]), SHAPES)
+    for pattern in ("blocks.1.MLP.*", "blocks.2.*", "head"):
+        with pytest.raises(ConfigError, match=r"optim.groups\[0\].pattern = .* matches no parameter") as caught:
+            require_matches(OptimConfig(groups=[GroupConfig(pattern, lr_scale=2.0)]), SHAPES)
+        assert str(caught.value).count("mlp.down.weight") == 1 and "embedding.word.weight" in str(caught.value)
+
+
+def test_rates_do_not_mix_in_a_bucket() -> None:
+    """Catches parameters of two learning rates in one master, of which one would train with the other's."""
+    members = [Member("a", 10, Role.decay), Member("b", 10, Role.decay, rates=Rates(0.5)), Member("c", 10, Role.decay)]
+    found = [([s.member.name for s in b.slots], b.rates.lr_scale) for b in bucket_layouts(members, 2, 10**9)]
+    assert found == [(["b"], 0.5), (["c", "a"], 1.0)]

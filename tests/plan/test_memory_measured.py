@@ -6,7 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from megads.model.config import AttentionKind, MLPKind, ModelConfig, NormKind, NormPlacement, Position, QKNormWidth
+from megads.model.config import (
+    AttentionKind,
+    MLPKind,
+    ModelConfig,
+    MupConfig,
+    NormKind,
+    NormPlacement,
+    Position,
+    QKNormWidth,
+)
 from megads.ops.config import Implementation, OpsConfig
 from megads.optim.config import OptimConfig
 from megads.parallel.config import ParallelConfig, Recompute
@@ -32,6 +41,7 @@ ROPE = replace(MODEL, position=Position.rope)
 LLAMA = replace(ROPE, norm=NormKind.rmsnorm, mlp=MLPKind.swiglu, num_kv_heads=2, embedding_norm=False, qk_norm=True)
 OLMO2 = replace(LLAMA, qk_norm_width=QKNormWidth.full, norm_placement=NormPlacement.output)
 CAPPED = replace(MODEL, attention_logit_softcap=20.0, final_logit_softcap=30.0, attention_sinks=True)
+MUP = MupConfig(64, output_multiplier=3.0, base_head_size=20)
 PALM = replace(MODEL, parallel_block=True, mlp=MLPKind.swiglu, num_kv_heads=4, window=40)
 FUSED = OpsConfig()  # where there is a compiler; the plan follows
 # Head and loss in chunks, and so many logits that they would decide.
@@ -106,6 +116,12 @@ CASES: dict[str, tuple[Scenario, ParallelConfig]] = {
         replace(SCENARIO, optimizer=OptimConfig(ema_decay=0.9)),
         ParallelConfig(dp=2, zero_stage=3),
     ),
+    "single, mup": (replace(DEEP, model=replace(DEEP.model, mup=MUP)), ParallelConfig()),
+    "tp2, llama, mup, fused": (
+        replace(DEEP, model=replace(LLAMA, num_layers=6, qk_norm=False, mup=MUP), ops=FUSED),
+        ParallelConfig(tp=2),
+    ),
+    "zero 3, dp2, mup": (replace(SCENARIO, model=replace(MODEL, mup=MUP)), ParallelConfig(dp=2, zero_stage=3)),
     "single, many tokens, palm, fused": (
         replace(MANY_TOKENS, model=replace(PALM, vocab_size=512), ops=FUSED),
         ParallelConfig(),

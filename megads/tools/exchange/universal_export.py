@@ -82,6 +82,11 @@ def export_universal(config: ExportConfig) -> ExportedUniversal:
         raise ConfigError("precision = bf16: a universal checkpoint holds the fp32 weights; leave precision out")
     handle = open_checkpoint(run_path(config.run))
     model = model_config_of(handle)
+    if model.mup.base_width is not None:
+        raise ConfigError(
+            f"the model has model.mup.base_width = {model.mup.base_width}: other trainers do not know its multipliers, "
+            "and its moments are not those of weights that contain them. Export it to Hugging Face's format"
+        )
     architecture = choose_architecture(model, "auto")
     tokenizer = checkpoint_tokenizer(handle, config.tokenizer)
     stored = handle.manifest.tensors

@@ -175,10 +175,26 @@ def _tensors(
                     yield _row_blocks(handle, f"{kind}/{name}", shapes[name], dtype)
                 continue
             weights = read_stage(handle, [link], shapes, kind)
-            for tensor in link.to_theirs([weights.pop(name) for name in link.ours]):
+            for tensor in link.to_theirs([_folded(model, name, weights.pop(name)) for name in link.ours]):
                 yield tensor.to(dtype)
         for shape in piece.zeros.values():
             yield torch.zeros(shape, dtype=dtype)
+
+
+def _folded(model: ModelConfig, name: str, weight: Tensor) -> Tensor:
+    """A parameter with the multipliers of model.mup in it, which no architecture knows; in place.
+
+    That of logits is in the final norm's gain and bias; that of queries in their norm, or else in their projection.
+    """
+    if name.startswith("final_norm."):
+        weight *= model.logit_multiplier
+    module = name.rpartition(".")[0]
+    if model.qk_norm and module.endswith("attention.query_norm"):
+        weight *= model.query_scale
+    elif not model.qk_norm and module.endswith("attention.qkv"):
+        heads = weight.view(-1, model.queries_per_kv + 2, model.head_dim, *weight.shape[1:])
+        heads[:, : model.queries_per_kv] *= model.query_scale
+    return weight
 
 
 def _row_blocks(handle: CheckpointHandle, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Tensor]:

@@ -15,6 +15,7 @@ from megads.plan.model_size import parameter_count
 from megads.runtime.environment import share_of_cores
 from megads.stages import span_at
 from megads.tools.plan.output import local_copies
+from megads.tools.plan.parameter_groups import parameter_group_text
 from megads.tools.plan.stages import stage_text
 from megads.tools.plan.tables import can_be_simulated, outlook_of, rank_text, schedule_line, schedule_text
 
@@ -60,6 +61,7 @@ def describe_run(resolved: ResolvedRun) -> str:
     elif parallel.world_size > 1:
         lines += [*schedule_text(config, machine, _DRY_RUN_WIDTH), rank_text(config, _DRY_RUN_WIDTH)]
     lines += stage_text(config, _DRY_RUN_WIDTH, cuda=machine.per_gpu)
+    lines += parameter_group_text(config, _DRY_RUN_WIDTH)
     lines += [f"warning: {warning}" for warning in warnings_of(resolved)]
     return "\n".join(lines)
 

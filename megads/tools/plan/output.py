@@ -34,6 +34,7 @@ from megads.plan.step_time import Outlook, Speed, perfetto_trace, simulated_step
 from megads.runtime.machine_memory import available_memory
 from megads.runtime.visible_console import VisibleConsole
 from megads.tools.plan.config import PlanConfig
+from megads.tools.plan.parameter_groups import has_groups, parameter_group_table, parameter_groups_json
 from megads.tools.plan.plot import write_plot
 from megads.tools.plan.stages import stage_table, stages_json
 from megads.tools.plan.step import device_of, network_of, step_json, step_line, step_table
@@ -91,13 +92,12 @@ def show(asked: PlanConfig) -> None:
         schedules = {"schedules": schedules_json(compared)} if compared else {}
         timed = step_json(step, _memory_of_a_device(plan, room)) if step else {}
         stages = {"training_stages": stages_json(run, cuda=cuda)} if run.train.stages else {}
-        print(json.dumps(as_json(config, plan, room, found) | timed | held | schedules | stages, indent=2))
+        groups = {"parameter_groups": parameter_groups_json(run)} if has_groups(run) else {}
+        print(json.dumps(as_json(config, plan, room, found) | timed | held | schedules | stages | groups, indent=2))
         return
     console = VisibleConsole(highlight=False)
     console.width = max(console.width, _TABLE_WIDTH)
-    if run.train.stages:
-        console.print(stage_table(run, cuda=cuda))
-        console.print("what follows is of the stage whose largest rank holds the most")
+    _print_groups_and_stages(console, run, cuda=cuda)
     _print(console, config, plan, room, found, choices)
     if step is not None and device is not None:
         console.print(step_line(step, device))
@@ -108,6 +108,15 @@ def show(asked: PlanConfig) -> None:
             console.print(reason)
     if asked.ranks:
         console.print(rank_table(config))
+
+
+def _print_groups_and_stages(console: VisibleConsole, run: RootConfig, *, cuda: bool) -> None:
+    """What is said of a whole run, where there is anything."""
+    if has_groups(run):
+        console.print(parameter_group_table(run))
+    if run.train.stages:
+        console.print(stage_table(run, cuda=cuda))
+        console.print("what follows is of the stage whose largest rank holds the most")
 
 
 def _search(asked: PlanConfig, device: Device) -> None:

@@ -63,11 +63,11 @@ class _Masters:
         self.averages = {} if self._ema_decay is None else {name: m.detach().double() for name, m in self.of.items()}
         self._exact: ReferenceOptimizer | None = None
         optim, model = scenario.optim, scenario.model
-        if not optim.is_adamw:
+        if not optim.is_adamw or optim.groups or model.mup.base_width is not None:
             self._exact = reference_optimizer({name: m.detach().numpy() for name, m in self.of.items()}, optim, model)
             return
         tied = TIED_PARAMETER if model.tie_embeddings else None
-        groups = parameter_groups(self.of.items(), tied_name=tied, weight_decay=optim.weight_decay)
+        groups = parameter_groups(self.of.items(), tied_name=tied, optim=optim)
         beta1, beta2 = optim.betas
         self._adamw = torch.optim.AdamW(groups, lr=scenario.lr, betas=(beta1, beta2), eps=optim.eps)
 

@@ -6,7 +6,9 @@ here is flat, cut, gathered or batched. Only the settings are shared.
 
 from __future__ import annotations
 
+import fnmatch
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -49,18 +51,47 @@ class ReferenceOptimizer(ABC):
         """
         self.steps += 1
         for name, gradient in gradients.items():
-            self._update(name, gradient.astype(np.float64), lr)
+            self._update(name, gradient.astype(np.float64), lr * self._lr_factor(name))
 
     @abstractmethod
     def _update(self, name: str, gradient: Array, lr: float) -> None:
-        """Updates one weight."""
+        """Updates one weight, at its own learning rate."""
+
+    def _of_groups(self, name: str, key: str) -> float | None:
+        """What the last entry of optim.groups that matches and sets it says."""
+        found = [
+            getattr(group, key)
+            for group in self.optim.groups
+            if re.match(fnmatch.translate(group.pattern), name) and getattr(group, key) is not None
+        ]
+        return found[-1] if found else None
+
+    def _lr_factor(self, name: str) -> float:
+        factor = self._of_groups(name, "lr_scale")
+        return (1.0 if factor is None else factor) * self._width_factor(name)
+
+    def _width_factor(self, name: str) -> float:
+        """Yang and Hu et al. 2022, table 8, row "Adam LR": hidden weights 1 / fan_in, all else 1.
+
+        Muon's steps have a spectral norm of 0.2 sqrt(max(fan_out, fan_in)), which is to stay what it is at the base
+        (Yang, Simon and Bernstein 2023, arXiv 2310.17813, condition 1).
+        """
+        base = self.model.mup.base_width
+        if base is None or not name.startswith("blocks.") or self.weights[name].ndim < 2:
+            return 1.0
+        wider = self.model.hidden_size / base
+        return 1 / math.sqrt(wider) if self.optim.name == "muon" else 1 / wider
 
     def decays(self, name: str) -> bool:
-        """Biases and norms do not."""
-        return not name.endswith(".bias") and "norm" not in name
+        """Biases, norms and attention sinks do not."""
+        return not name.endswith(".bias") and "norm" not in name and "sinks" not in name
 
     def _decay(self, name: str) -> float:
-        return self.optim.weight_decay if self.decays(name) else 0.0
+        decay = self._of_groups(name, "weight_decay")
+        if decay is None:
+            decay = self.optim.weight_decay if self.decays(name) else 0.0
+        # Of each step a weight loses the same share whatever the width.
+        return decay / self._width_factor(name)
 
     def _remembered(self, name: str, kind: str) -> Array:
         return self._memory[name].setdefault(kind, np.zeros_like(self.weights[name]))
@@ -126,7 +157,7 @@ class ReferenceMuon(ReferenceAdamW):
         for rows in self._matrices(name, len(weight), options.qkv):
             matrix = direction[rows]
             step[rows] = 0.2 * math.sqrt(max(matrix.shape)) * orthogonalised(matrix, options.steps)
-        self.weights[name] = (1 - lr * self.optim.weight_decay) * weight - lr * step
+        self.weights[name] = (1 - lr * self._decay(name)) * weight - lr * step
 
     def _matrices(self, name: str, rows: int, split: QKVSplit) -> list[list[int]]:
         """The rows of every matrix of a parameter."""

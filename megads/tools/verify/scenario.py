@@ -389,8 +389,12 @@ def _scale_model(model: ModelConfig, tp: int, parallel: ParallelConfig) -> Model
     ffn = None
     if model.ffn_size is not None:
         ffn = parallel.tp * max(1, round(model.ffn_size / model.hidden_size * width / parallel.tp))
+    mup = model.mup
+    if mup.base_width is not None:  # as many times wider as the large one is
+        mup = replace(mup, base_width=max(1, round(mup.base_width * width / model.hidden_size)))
     return replace(
         model,
+        mup=mup,
         num_layers=min(model.num_layers, max(3, 2 * parallel.num_stages - 1)),
         hidden_size=width,
         num_heads=heads,

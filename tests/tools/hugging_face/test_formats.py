@@ -30,6 +30,7 @@ from megads.model.config import (
     BlockConfig,
     MLPKind,
     ModelConfig,
+    MupConfig,
     NormKind,
     NormPlacement,
     Position,
@@ -40,6 +41,7 @@ from megads.model.config import (
 from megads.model.gpt import GPT, parameter_generator
 from megads.tools.exchange import load
 from megads.tools.exchange.config import ImportConfig
+from megads.tools.exchange.universal_export import export_universal
 from megads.tools.hugging_face import export
 from megads.tools.hugging_face.config import ExportConfig, ExportFormat, ExportPrecision
 from tests.small_run import TOKENS, write_dataset
@@ -174,6 +176,29 @@ def test_logits_are_transformers_own(name: str, changes: dict[str, Any], tmp_pat
     # A model without biases comes back with biases of 0 where the architecture always has them.
     assert not any(weights[key].any() for key in weights.keys() - before)
     torch.testing.assert_close(our_logits(back), our_logits(model), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("bloom", {}),
+        ("llama", {**LLAMA_LIKE, "num_kv_heads": 2, "tie_embeddings": False}),
+        ("qwen3", {**LLAMA_LIKE, "bias": False, "qk_norm": True, "num_kv_heads": 3}),
+        ("olmo2", {**LLAMA_LIKE, **OLMO2_LIKE, "num_kv_heads": 2}),
+    ],
+)
+def test_multipliers_of_mup_are_in_the_weights(
+    name: str, changes: dict[str, Any], tmp_path: Path, tokenizer: Path
+) -> None:
+    """Catches an export without the multipliers of model.mup, which no architecture knows."""
+    mup = MupConfig(base_width=32, output_multiplier=1.7, base_head_size=20)
+    model = hot_model(ModelConfig(**(BASE | changes), mup=mup))
+    folder = exported(tmp_path, tokenizer, model)
+    assert json.loads((folder / "config.json").read_text())["model_type"] == name
+    torch.testing.assert_close(their_logits(folder), our_logits(model), atol=TOLERANCE, rtol=0)
+    universal = ExportConfig(run=str(tmp_path / "run"), output=str(tmp_path / "other"), format=ExportFormat.universal)
+    with pytest.raises(ConfigError, match=r"model\.mup\.base_width = 32"):
+        export_universal(universal)
 
 
 def their_model(name: str, **changes: Any) -> Any:

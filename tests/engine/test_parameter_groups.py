@@ -1,0 +1,105 @@
+"""Learning rates and decays by parameter: every optimizer takes the steps of its fp64 reference in every layout."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megads.model.config import MLPKind, Position
+from megads.optim.config import GroupConfig, OptimConfig
+from megads.parallel.config import ParallelConfig
+from tests.distributed import run_ranks
+from tests.engine.test_optimizers import _go_on, _state_bytes, _steps_and_save
+from tests.parity import (
+    EVERY_CHECK,
+    LAYOUTS,
+    MODEL,
+    Run,
+    Scenario,
+    assemble,
+    scenario_with,
+    train_layout,
+    train_reference,
+)
+from tests.plan.memory_meter import planned
+
+pytestmark = pytest.mark.distributed
+
+# An embedding that is tied, a bias that decays, one block of its own, a frozen norm, and an entry that another one
+# overrides in part.
+GROUPS = [
+    GroupConfig("blocks.*.weight", weight_decay=0.3),
+    GroupConfig("*.mlp.*", lr_scale=0.25),
+    GroupConfig("embedding.word.weight", lr_scale=3.0, weight_decay=0.0),
+    GroupConfig("blocks.1.*", lr_scale=2.0),
+    GroupConfig("*.attention.dense.bias", weight_decay=0.5),
+    GroupConfig("final_norm.weight", lr_scale=0.0),
+]
+SHAPE = replace(MODEL, num_kv_heads=2, mlp=MLPKind.swiglu, position=Position.learned)
+CASES = [
+    *("adamw-single", "adamw-tp2", "adamw-pp2", "adamw-tp2pp2", "adamw-zero2dp2", "adamw-zero3dp2"),
+    *("adamw-tp2pp2dp2", "adamw-hierarchical", "adamw-pp2dp2, ZeRO-0", "adamw-tp2dp2sp"),
+    *("muon-tp2dp2", "muon-zero3tp2dp2", "muon-pp2dp2, ZeRO-0", "lamb-tp2dp2", "lamb-zero3dp3", "lion-tp2pp2dp2"),
+    "lion-zero2dp2",
+]
+
+
+def scenario_of(optimizer: str) -> Scenario:
+    lr = 2e-2 if optimizer == "lamb" else 1e-3
+    return scenario_with(steps=6, masked=True, lr=lr, model=SHAPE, optimizer=OptimConfig(name=optimizer, groups=GROUPS))
+
+
+@functools.cache
+def reference(optimizer: str) -> Run:
+    return train_reference(scenario_of(optimizer))
+
+
+@pytest.mark.quick("adamw-tp2", "adamw-zero3dp2")
+@pytest.mark.parametrize("case", CASES)
+def test_every_layout_takes_the_reference_steps(case: str) -> None:
+    """Catches masters whose parameters have different rates, and rates that a stage, a slice or DeepSpeed loses."""
+    optimizer, layout = case.split("-", 1)
+    run = train_layout(scenario_of(optimizer), LAYOUTS[layout])
+    assert [fault for check in EVERY_CHECK for fault in check(run, reference(optimizer))] == []
+
+
+def test_groups_matter() -> None:
+    """Catches a reference that ignores the groups, beside which a product that ignores them would be right; and a rate
+    of zero that moves a weight."""
+    plain = train_reference(replace(scenario_of("adamw"), optimizer=OptimConfig()))
+    ours = reference("adamw")
+    assert np.array_equal(ours.weights["final_norm.weight"], ours.initial["final_norm.weight"])
+    for name in ("embedding.word.weight", "blocks.0.mlp.down.weight", "blocks.1.attention.qkv.weight"):
+        assert np.linalg.norm(ours.weights[name] - plain.weights[name]) > 1e-3 * np.linalg.norm(plain.weights[name])
+
+
+@pytest.mark.quick("adamw-tp2pp2-zero3dp2")
+@pytest.mark.parametrize("case", ["adamw-tp2pp2-zero3dp2", "muon-zero3dp2-tp2dp2"])
+def test_resume_is_exact_and_other_layouts_go_on(case: str, tmp_path: Path) -> None:
+    """Catches state of masters that groups cut otherwise, which is saved under, or read into, other parameters."""
+    optimizer, home, away = case.split("-")
+    scenario = scenario_of(optimizer)
+    saved = run_ranks(_steps_and_save, LAYOUTS[home].world_size, scenario, LAYOUTS[home], tmp_path)
+    for first, again in saved:
+        assert first[0] == again[0]
+        for (key, *_, ours), (_, *_, theirs) in zip(first[1], again[1], strict=True):
+            assert np.array_equal(ours, theirs), key
+    moved = run_ranks(_go_on, LAYOUTS[away].world_size, scenario, LAYOUTS[away], tmp_path)
+    stayed = assemble([piece for rank in saved for piece in rank[0][1]], "weight")
+    there = assemble([piece for rank in moved for piece in rank], "weight")
+    for name, values in stayed.items():
+        if not name.endswith("qkv.bias"):
+            assert np.linalg.norm(there[name] - values) <= np.linalg.norm(values) * 1e-5 + 1e-9, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_the_plan_knows_the_masters(zero_stage: int) -> None:
+    """Catches a plan of memory that pads masters of roles, where there are more of them, one of each rate."""
+    scenario, parallel = scenario_of("adamw"), ParallelConfig(tp=2, dp=2, zero_stage=zero_stage)
+    (stage,) = planned(scenario, parallel).stages
+    assert set(run_ranks(_state_bytes, 4, scenario, parallel)) == {stage.optimizer_state}
