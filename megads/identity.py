@@ -13,12 +13,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from megads.checkpoint.url import is_url
 from megads.config import RootConfig, batch_size_schedule, planned_steps, run_spans
 from megads.data.config import Order
 from megads.data.indexed.recorded import DataRecord
 from megads.data.sampling.sampler import require_same_past, skips_of
 from megads.errors import ConfigError, DataError
+from megads.runtime.url import is_url
 
 EffectiveValue = Callable[[RootConfig, int], Any]
 """Returns the value of a key of a config, for a run that is trained up to a sample; None where it does not count."""

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megads.checkpoint.url import is_url
 from megads.config import (
     RootConfig,
     batch_size_schedule,
@@ -40,6 +39,7 @@ from megads.runtime import environment
 from megads.runtime.config import ClusterKind
 from megads.runtime.run_dir import CONFIG_FILE
 from megads.runtime.stop import REQUESTED, read_stop, stop_path
+from megads.runtime.url import is_url
 
 if TYPE_CHECKING:
     from megads.checkpoint.initial import WeightSource
