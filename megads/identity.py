@@ -104,6 +104,7 @@ KEYS: Mapping[str, EffectiveValue | str] = {
     "data.valid": "validation; that data.split does not count beside it is seen there",
     "data.cache_dir": _WHERE,
     "data.stage_to": _WHERE,
+    "data.stream": _WHERE,
     "data.prefetch_steps": _WHERE,
     "tokenizer.path": "the tokenizer is known by its content",
     "tokenizer.vocab_size": _TEXT,
@@ -137,6 +138,7 @@ _SAFE_KEYS = (
     "optim.impl",
     "optim.ema_decay",
     "data.valid",
+    "data.stream",
     "tokenizer.engine",
 )
 
