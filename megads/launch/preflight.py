@@ -319,14 +319,15 @@ def locate_data(config: RootConfig) -> tuple[RootConfig, PlannedData]:
         DataError: no such text or dataset.
     """
     from megads.data.indexed.dataset import idx_path
-    from megads.data.indexed.stream import local_prefix
+    from megads.data.indexed.stream import local_prefix, streamed_text
     from megads.data.prepare.preparation import plan_preparation
 
     config = with_tokenizer_of_weights(config)
     if config.data.raw is None:
         config = _with_dataset_vocabulary(config)
         made = all(idx_path(local_prefix(path, config.data.stream)).exists() for path in config.data.paths)
-        return config, PlannedData(", ".join(item.path for item in config.data.train), made=made)
+        text = ", ".join(item.path for item in config.data.train) + streamed_text(config.data)
+        return config, PlannedData(text, made=made)
     preparation = plan_preparation(
         config.data, config.tokenizer, config.model.vocab_size, _cache_dir(config), remember=not config.run.dry_run
     )

@@ -69,6 +69,22 @@ def local_prefix(path: str, config: StreamConfig) -> str:
     return str(_mirrored(path, config)[0]) if is_url(path) else path
 
 
+def streamed_text(data: DataConfig) -> str:
+    """Says which bytes a run reads from stores, and where it keeps them; empty where all data is on this machine.
+
+    Raises:
+        ConfigError: the cache cannot be written to.
+        DataError: there is no dataset at a URL, or it cannot be read.
+    """
+    if not data.urls:
+        return ""
+    size = sum(_mirrored(url, data.stream)[1].num_bytes for url in data.urls)
+    return (
+        f" ({size / 1e9:,.2f} GB streamed from {len(data.urls)} URL{'s' if len(data.urls) > 1 else ''}, at most "
+        f"{data.stream.cache_gib:g} GiB kept in {cache_folder(data.stream)})"
+    )
+
+
 def open_indexed(
     path: str, config: StreamConfig, holds_the_same: Callable[[Path], bool] | None = None
 ) -> IndexedDataset:
