@@ -61,7 +61,7 @@ def computation_digest(config: RootConfig) -> str:
     if config.checkpoint.init_from is not None:
         content["init_from"] = os.path.normpath(config.checkpoint.init_from)
     # The path of what was prepared says what was read of which files.
-    for key in ("history", "extensions", "encoding", "cut_documents"):
+    for key in ("history", "extensions", "encoding", "cut_documents", "stream"):
         del content["data"][key]
     return _sha256(_differences(content, config_dict(RootConfig())))
 

@@ -13,12 +13,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from megads.checkpoint.url import is_url
 from megads.config import RootConfig, batch_size_schedule, planned_steps, run_spans
 from megads.data.config import Order
 from megads.data.indexed.recorded import DataRecord
 from megads.data.sampling.sampler import require_same_past, skips_of
 from megads.errors import ConfigError, DataError
+from megads.runtime.url import is_url
 
 EffectiveValue = Callable[[RootConfig, int], Any]
 """Returns the value of a key of a config, for a run that is trained up to a sample; None where it does not count."""
@@ -104,6 +104,7 @@ KEYS: Mapping[str, EffectiveValue | str] = {
     "data.valid": "validation; that data.split does not count beside it is seen there",
     "data.cache_dir": _WHERE,
     "data.stage_to": _WHERE,
+    "data.stream": _WHERE,
     "data.prefetch_steps": _WHERE,
     "tokenizer.path": "the tokenizer is known by its content",
     "tokenizer.vocab_size": _TEXT,
@@ -137,6 +138,7 @@ _SAFE_KEYS = (
     "optim.impl",
     "optim.ema_decay",
     "data.valid",
+    "data.stream",
     "tokenizer.engine",
 )
 

@@ -24,7 +24,7 @@ from megads.checkpoint.read import (
 )
 from megads.checkpoint.shared_read import read_shards
 from megads.checkpoint.store import on_first
-from megads.checkpoint.url import fetched_folder, is_url
+from megads.checkpoint.url import fetched_folder
 from megads.config import RootConfig, batch_size_schedule, config_at, run_spans
 from megads.data.config import DataConfig
 from megads.data.indexed.recorded import DataRecord, read_record, renamed_datasets
@@ -43,6 +43,7 @@ from megads.runtime.distributed import ControlPlane
 from megads.runtime.environment import rank_environment
 from megads.runtime.hooks import TrainState
 from megads.runtime.metrics import EventWriter, LedgerRecord, MetricsWriter
+from megads.runtime.url import is_url
 from megads.stages import parse_stages, stream_starts, with_mixes
 
 

@@ -33,8 +33,9 @@ from megads.config import (
     run_spans,
 )
 from megads.data.indexed.recorded import read_record, record_data, require_recorded
+from megads.data.indexed.stream import StreamMeter
 from megads.data.sampling.blend import BlendedSamples, ContinuedOrder
-from megads.data.sampling.loader import StepBatch, TrainLoader
+from megads.data.sampling.loader import NO_LOOK_AHEAD, LookAhead, StepBatch, TrainLoader
 from megads.data.sampling.packed import PackedSamples
 from megads.data.sampling.runs import TrainSource
 from megads.engine import build_train_engine
@@ -102,7 +103,8 @@ def train(config: RootConfig, run_dir: Path) -> int:
         kernels = load_kernels(config, device, control, beats)
         metrics, events = MetricsWriter(run_dir, grid.rank == 0), EventWriter(run_dir, grid.rank == 0)
         # It may measure the whole CPU, before this rank keeps to a part of it.
-        step_lines = metrics_hook(config, environment, device, metrics, events, control, beats)
+        meter = StreamMeter(config.data)
+        step_lines = metrics_hook(config, environment, device, metrics, events, control, beats, meter)
         if config.cluster.bind_cores:
             bind_to_share(environment.local_rank, environment.local_world_size)
         kernels, attention = tuned_kernels(config, run_dir, kernels, grid, device, events)
@@ -123,9 +125,9 @@ def train(config: RootConfig, run_dir: Path) -> int:
         record_start(config, digest, engine, device, kernels, state, events)
         record_samples(config, train_samples, state, events)
         stop = StopSignal(run_dir, control, fence, Path(switch) if (switch := config.run.kill_switch) else None)
-        with closing(train_loader(config, grid, train_samples, state)) as batches:
+        with closing(train_loader(config, grid, train_samples, state, environment.local_world_size)) as batches:
             reason = run_loop(config, engine, batches, state, hooks, stop, beats)
-        record_end(config, state, reason, events, run_dir)
+        record_end(config, state, reason, events, run_dir, meter)
     return exit_code(reason)
 
 
@@ -296,8 +298,13 @@ def require_data_of_launcher(config: RootConfig, run_dir: Path, environment: Ran
         require_recorded(run_dir, record_data(config.data))
 
 
-def train_loader(config: RootConfig, grid: ParallelGrid, samples: TrainSource, state: TrainState) -> TrainLoader:
-    """This rank's share of the training stream from where the state is."""
+def train_loader(
+    config: RootConfig, grid: ParallelGrid, samples: TrainSource, state: TrainState, local_ranks: int
+) -> TrainLoader:
+    """This rank's share of the training stream from where the state is; `local_ranks` of this node share a cache."""
+    stream = config.data.stream
+    # Half of the cache is for what comes, so that nothing is evicted before it was read.
+    share = int(stream.cache_gib * 2**30 / 2 / local_ranks)
     return TrainLoader(
         samples,
         batch_size_schedule(config),
@@ -310,6 +317,7 @@ def train_loader(config: RootConfig, grid: ParallelGrid, samples: TrainSource, s
         prefetch_steps=config.data.prefetch_steps,
         packing=packing(config),
         end_sample=end_sample(config, state),
+        look_ahead=LookAhead(stream.look_ahead_steps, share) if config.data.urls else NO_LOOK_AHEAD,
     )
 
 
@@ -321,6 +329,7 @@ def metrics_hook(
     events: EventWriter,
     control: ControlPlane,
     beats: Heartbeat,
+    meter: StreamMeter,
 ) -> MetricsHook:
     """Writes the step line. Rank 0 alone measures a CPU's peak, while the others wait, and takes its share of it."""
     peak_tflops = 1.0
@@ -332,7 +341,7 @@ def metrics_hook(
     control.barrier()
     flops = model_flops_per_token(config.model, config.train.seq_len)
     restarts = environment.lease - 1 if environment.lease else 0
-    return MetricsHook(metrics, flops, environment.world_size, peak_tflops, restarts, beats, events)
+    return MetricsHook(metrics, flops, environment.world_size, peak_tflops, restarts, beats, events, meter.since_last)
 
 
 def checkpoint_writer(config: RootConfig, environment: RankEnvironment, fence: Fence) -> CheckpointWriter | None:
@@ -463,14 +472,14 @@ def record_samples(config: RootConfig, samples: TrainSource, state: TrainState, 
     _record_stage(config, samples, state, events)
     for part in samples.parts if isinstance(samples, BlendedSamples) else [samples]:
         if isinstance(part, PackedSamples):
-            events.write("packed", dataset=part.dataset.prefix, **asdict(part.counts))
+            events.write("packed", dataset=part.dataset.name, **asdict(part.counts))
     if not isinstance(samples, BlendedSamples):
         return
     taken = samples.taken(end_sample(config, state))
     events.write(
         "blend",
         step=state.step,
-        datasets=[part.dataset.prefix for part in samples.parts],
+        datasets=[part.dataset.name for part in samples.parts],
         samples_per_epoch=[part.samples_per_epoch for part in samples.parts],
         planned_samples=taken.tolist(),
         order=config.data.order.value,
@@ -504,11 +513,15 @@ def _record_stage(config: RootConfig, samples: TrainSource, state: TrainState, e
     )
 
 
-def record_end(config: RootConfig, state: TrainState, reason: str, events: EventWriter, run_dir: Path) -> None:
+def record_end(
+    config: RootConfig, state: TrainState, reason: str, events: EventWriter, run_dir: Path, meter: StreamMeter
+) -> None:
     """Writes that this start trained as far as it was to, and which stage is to follow; forgets why it stops."""
     spans, more = run_spans(config), {}
     if spans and not reason and state.step < planned_steps(config):
         more = {NEXT_STAGE: span_at(spans, state.samples).place + 1}
+    if config.data.urls:
+        events.write("streamed", level="debug", step=state.step, datasets=config.data.urls, **meter.total())
     events.write("end", step=state.step, stopped=reason, **more)
     if reason and events.enabled:
         clear_stop(run_dir)

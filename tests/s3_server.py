@@ -83,7 +83,7 @@ class S3Server:
         self._process.send_signal(signal.SIGCONT)
 
     def requests(self) -> list[str]:
-        """Method and path of every request so far."""
+        """Method, path and range, if it has one, of every request so far."""
         return self._log.read_text().splitlines() if self._log.exists() else []
 
     def _client(self) -> Any:
@@ -143,11 +143,13 @@ def _serve(port: int, orders: Path, log: Path) -> None:
     def answer(environ: dict[str, Any], start: Callable[..., Any]) -> Sequence[bytes]:
         wanted = json.loads(orders.read_text())
         with log.open("a") as lines:
-            lines.write(f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}?{environ['QUERY_STRING']}\n")
+            words = (environ["REQUEST_METHOD"], f"{environ['PATH_INFO']}?{environ['QUERY_STRING']}")
+            lines.write(" ".join((*words, environ.get("HTTP_RANGE", ""))).strip() + "\n")
         time.sleep(wanted["delay_s"])
         if wanted["refuse"] == environ["REQUEST_METHOD"]:
             start("403 Forbidden", [("Content-Type", "application/xml")])
-            return [b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"]
+            denied = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
+            return [] if environ["REQUEST_METHOD"] == "HEAD" else [denied]
         if chance.random() < wanted["fail"]:
             # Read, as a server that fails after the body came.
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))

@@ -13,8 +13,8 @@ from typing import Any
 from omegaconf import MISSING
 
 from megads.checkpoint.retention import Retention
-from megads.checkpoint.url import check_url, is_url
 from megads.errors import ConfigError
+from megads.runtime.url import check_url, is_url
 
 LATEST_FILE = "latest"
 SMALLEST_COPY_BYTES = 64 * 2**20

@@ -14,7 +14,7 @@ from typing import Any
 
 from megads.checkpoint.manifest import read_manifest
 from megads.checkpoint.read import CheckpointHandle, differing_keys, open_checkpoint, read_into, readable_folders
-from megads.checkpoint.url import described_folder, is_url
+from megads.checkpoint.url import described_folder
 from megads.data.indexed.recorded import read_record
 from megads.data.indexed.run_tokenizer import TokenizerRecord
 from megads.engine.interface import Shard
@@ -23,6 +23,7 @@ from megads.model.config import ModelConfig, Position
 from megads.optim.groups import AVERAGE
 from megads.runtime.distributed import ControlPlane
 from megads.runtime.environment import user_cache_dir
+from megads.runtime.url import is_url
 
 _ADAPTED = ("rope_theta", "rope_scaling", "window")
 """Keys that no weight has the shape of, and that a run on longer texts changes."""

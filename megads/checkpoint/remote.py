@@ -24,9 +24,9 @@ import xxhash
 from fsspec.callbacks import Callback
 from fsspec.config import conf as settings
 
-from megads.checkpoint.url import LOCAL_SCHEMES as _LOCAL
 from megads.errors import CheckpointError
 from megads.runtime.files import atomic_writer, open_regular, temporary_path
+from megads.runtime.url import LOCAL_SCHEMES as _LOCAL
 
 T = TypeVar("T")
 

@@ -1,25 +1,9 @@
-"""What may be the URL of a store of checkpoints. Imports no torch."""
+"""Where a machine keeps what it fetches of checkpoints at a URL. Imports no torch."""
 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 from pathlib import Path
-from urllib.parse import urlsplit
-
-from megads.errors import ConfigError
-
-LOCAL_SCHEMES = ("file", "local")
-# They hold nothing beyond this process, take no files, or are views of other stores.
-_NO_STORES = (
-    *("memory", "http", "https", "data", "zip", "tar", "libarchive", "git", "github", "reference", "root", "dir"),
-    *("cached", "blockcache", "filecache", "simplecache", "generic", "asynclocal"),
-)
-
-
-def is_url(text: str) -> bool:
-    """Whether a text is a URL rather than a path."""
-    return "://" in text
 
 
 def fetched_folder(url: str, run_dir: Path) -> Path:
@@ -34,57 +18,3 @@ def described_folder(url: str, cache: Path) -> Path:
 
 def _name_of(url: str) -> str:
     return hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:12]
-
-
-def check_url(url: str, key: str) -> None:
-    """Refuses what cannot be a store that checkpoints are kept in; looks at the text and installed packages alone.
-
-    Args:
-        url: for example "s3://bucket/prefix".
-        key: of the config, for the message.
-
-    Raises:
-        ConfigError: it is malformed, holds credentials, is of a scheme that keeps no files, or its driver is missing.
-    """
-    try:
-        parts = urlsplit(url)
-    except ValueError as error:
-        raise ConfigError(f"{key} is no URL ({error}): give one like s3://bucket/prefix") from None
-    if parts.username is not None or parts.password is not None or "@" in parts.netloc:
-        raise ConfigError(
-            f"{key} holds credentials: leave them out of the URL, and give them as the driver reads them "
-            "(AWS_ACCESS_KEY_ID, AWS_PROFILE, GOOGLE_APPLICATION_CREDENTIALS)"
-        )
-    if not is_url(url):
-        path = Path(url).absolute() if url else "/path"
-        raise ConfigError(f"{key} = {url}: no URL; a folder is file://{path}, a bucket s3://bucket/prefix")
-    if "::" in url or parts.query or parts.fragment or any(ord(letter) < 33 for letter in url):
-        raise ConfigError(f"{key} = {url}: want scheme://bucket/prefix, with no space, '?', '#' or '::'")
-    if ".." in parts.path.split("/"):
-        raise ConfigError(f"{key} = {url}: leave '..' out")
-    scheme = parts.scheme
-    if scheme in LOCAL_SCHEMES and (parts.netloc or not parts.path.strip("/")):
-        raise ConfigError(f"{key} = {url}: want an absolute path, as in file:///shared/checkpoints")
-    if scheme not in LOCAL_SCHEMES and not parts.netloc:
-        raise ConfigError(f"{key} = {url}: the bucket is missing, as in {scheme}://bucket/prefix")
-    _require_driver(scheme, url, key)
-
-
-def _require_driver(scheme: str, url: str, key: str) -> None:
-    if scheme in _NO_STORES:
-        raise ConfigError(f"{key} = {url}: {scheme}:// keeps no checkpoints; take s3://, gs:// or file://")
-    # It pulls in asyncio, for which the tab key must not wait.
-    import fsspec
-    from fsspec.registry import known_implementations
-
-    known = known_implementations.get(scheme)
-    if known is not None:
-        package = str(known["class"]).partition(".")[0]
-        if importlib.util.find_spec(package) is None:
-            extra = {"s3fs": "megads[s3]", "gcsfs": "megads[gcs]"}.get(package, package)
-            raise ConfigError(f"{key} = {url}: {scheme}:// needs the package {package}: pip install '{extra}'")
-        return
-    try:
-        fsspec.get_filesystem_class(scheme)
-    except (ValueError, ImportError) as error:
-        raise ConfigError(f"{key} = {url}: {error}; take s3://, gs:// or file://") from None

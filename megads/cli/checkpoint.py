@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from megads.checkpoint.config import CheckpointAction, CheckpointActionConfig
-from megads.checkpoint.url import is_url
 from megads.cli.verb import Invocation, Verb
 from megads.errors import EXIT_OK
+from megads.runtime.url import is_url
 
 
 def run(config: CheckpointActionConfig, _invocation: Invocation) -> int:

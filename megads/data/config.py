@@ -14,6 +14,7 @@ from omegaconf import MISSING
 
 from megads.errors import ConfigError
 from megads.runtime.registry import READERS
+from megads.runtime.url import check_url, is_url
 
 _PROSE = ("txt", "text", "md", "markdown", "rst", "adoc", "org", "tex", "html", "htm", "xml")
 _RECORDS = ("jsonl", "ndjson", "json.gz", "json.zst", "parquet")
@@ -110,7 +111,7 @@ class DatasetConfig:
     """One dataset on disk."""
 
     path: str = MISSING
-    """Prefix of <path>.bin and <path>.idx."""
+    """Prefix of <path>.bin and <path>.idx, or the URL of one: s3://bucket/prefix."""
     weight: float | None = None
     """Share of the samples, relative to the other datasets' weights; null unless data.weights=explicit. In Megatron's
     order a weight matters for a lone dataset too: with one its samples are those of --data-path 1.0 <prefix>, with null
@@ -198,6 +199,39 @@ class ReaderConfig:
 
 
 @dataclass
+class StreamConfig:
+    """How datasets are read whose path is a URL (s3://bucket/prefix): block by block, ahead of the training."""
+
+    cache_dir: str | None = None
+    """Folder on a disk of each node for what was read, which the node's ranks share; null is megads-streams-<user id>
+    in the folder for temporary files ($TMPDIR)."""
+    cache_gib: float = 64.0
+    """Most that blocks take there; what was used longest ago goes first. A cache that holds the whole dataset reads it
+    once a node, however many epochs are trained."""
+    block_kib: int = 256
+    """What is fetched and kept together. A sample is a few KiB somewhere in a dataset: large blocks mean few requests
+    where the cache holds the dataset, small ones little waste where it does not."""
+    look_ahead_steps: int = 16
+    """Steps whose blocks are requested before they are needed, as far as they fit into half of the cache."""
+    connections: int = 8
+    """Requests that a rank makes at a time, for each dataset."""
+    retry_s: float = 300.0
+    """How long a request that fails is made again, before the run gives up."""
+
+    def check(self) -> None:
+        """Raises ConfigError on a value that is out of range."""
+        least = {"block_kib": 4, "look_ahead_steps": 1, "connections": 1, "retry_s": 0}
+        for key, value in least.items():
+            if not value <= getattr(self, key) < math.inf:
+                raise ConfigError(f"data.stream.{key} = {getattr(self, key)}: must be at least {value}")
+        if not 16 * self.block_kib * 2**10 <= self.cache_gib * 2**30 < math.inf:
+            raise ConfigError(
+                f"data.stream.cache_gib = {self.cache_gib:g}: must hold at least 16 blocks of data.stream.block_kib = "
+                f"{self.block_kib}"
+            )
+
+
+@dataclass
 class DataConfig:
     """Training and validation data: indexed datasets, or raw text that the launcher makes one of."""
 
@@ -260,6 +294,8 @@ class DataConfig:
     stage_to: str | None = None
     """Folder on a disk of each node, for data on a remote filesystem: the datasets are copied there once, checksummed,
     and read from there. An unchanged dataset is not copied again. A copy may take as long as cluster.timeout_s."""
+    stream: StreamConfig = field(default_factory=StreamConfig)
+    """How datasets at a URL are read."""
     prefetch_steps: int = 2
     """Steps that the loader thread prepares ahead."""
     packing: PackingMode = PackingMode.stream
@@ -313,6 +349,7 @@ class DataConfig:
         for item in self.skip:
             item.check()
         self._check_valid()
+        self._check_urls()
 
     @property
     def valid_paths(self) -> dict[str, str]:
@@ -331,6 +368,23 @@ class DataConfig:
     def share_name(self, item: DatasetConfig) -> str:
         """Name of the validation set that data.split makes of a training dataset."""
         return item.shown_name if len(self.train) > 1 else HELD_OUT
+
+    @property
+    def urls(self) -> list[str]:
+        """Those of `paths` that are URLs."""
+        return [path for path in self.paths if is_url(path)]
+
+    def _check_urls(self) -> None:
+        """Datasets in stores that can be read."""
+        self.stream.check()
+        for path in self.urls:
+            key = "data.train" if path in [item.path for item in self.train] else "data.valid"
+            check_url(path, key, "datasets", read_only=True)
+        if self.urls and self.stage_to is not None:
+            raise ConfigError(
+                f"data.stage_to = {self.stage_to} with {self.urls[0]}: a URL is read through data.stream.cache_dir; "
+                "leave data.stage_to out"
+            )
 
     def _check_blend(self) -> None:
         """Weights where they are wanted, and only there."""

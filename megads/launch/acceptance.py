@@ -154,12 +154,14 @@ def accept_start(resolved: ResolvedRun) -> AcceptedStart:
     """
     from megads.data.indexed.recorded import record_data, with_former
     from megads.data.indexed.run_tokenizer import kept_tokenizer, source_of_run, tokenizer_of_data
+    from megads.data.indexed.stream import local_prefix
     from megads.identity import with_first_weights
     from megads.launch.initial_weights import changed_tokenizer
     from megads.resume import changes_of_run, continue_data, find_past, find_past_in_memory
 
     config, run_dir = resolved.config, resolved.run_dir
-    source = tokenizer_of_data(config.data.paths, config.tokenizer.path)
+    prefixes = [local_prefix(path, config.data.stream) for path in config.data.paths]
+    source = tokenizer_of_data(prefixes, config.tokenizer.path)
     past = find_past(config.checkpoint.load, run_dir)
     if past is not None and past.tokenizer is not None and source is None:
         source = source_of_run(past.run_dir, past.tokenizer)

@@ -152,11 +152,13 @@ def _at(config: RootConfig, rate: LearningRate, step: int) -> float:
 
 def _tokenizer_tokens(resolved: ResolvedRun) -> int | None:
     from megads.data.indexed.sidecar import read_sidecar
+    from megads.data.indexed.stream import local_prefix
 
     if resolved.data.vocab_size is not None or not resolved.config.data.train:
         return resolved.data.vocab_size
     try:
-        sidecar = read_sidecar(resolved.config.data.train[0].path)
+        data = resolved.config.data
+        sidecar = read_sidecar(local_prefix(data.train[0].path, data.stream))
     except MegadsError:
         return None
     return sidecar.vocab_size if sidecar is not None else None

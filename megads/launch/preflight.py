@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megads.checkpoint.url import is_url
 from megads.config import (
     RootConfig,
     batch_size_schedule,
@@ -40,6 +39,7 @@ from megads.runtime import environment
 from megads.runtime.config import ClusterKind
 from megads.runtime.run_dir import CONFIG_FILE
 from megads.runtime.stop import REQUESTED, read_stop, stop_path
+from megads.runtime.url import is_url
 
 if TYPE_CHECKING:
     from megads.checkpoint.initial import WeightSource
@@ -319,13 +319,15 @@ def locate_data(config: RootConfig) -> tuple[RootConfig, PlannedData]:
         DataError: no such text or dataset.
     """
     from megads.data.indexed.dataset import idx_path
+    from megads.data.indexed.stream import local_prefix, streamed_text
     from megads.data.prepare.preparation import plan_preparation
 
     config = with_tokenizer_of_weights(config)
     if config.data.raw is None:
         config = _with_dataset_vocabulary(config)
-        made = all(idx_path(path).exists() for path in config.data.paths)
-        return config, PlannedData(", ".join(item.path for item in config.data.train), made=made)
+        made = all(idx_path(local_prefix(path, config.data.stream)).exists() for path in config.data.paths)
+        text = ", ".join(item.path for item in config.data.train) + streamed_text(config.data)
+        return config, PlannedData(text, made=made)
     preparation = plan_preparation(
         config.data, config.tokenizer, config.model.vocab_size, _cache_dir(config), remember=not config.run.dry_run
     )
@@ -475,8 +477,9 @@ def _with_dataset_vocabulary(config: RootConfig) -> RootConfig:
         return config
     from megads.data.indexed.dataset import IndexedDataset
     from megads.data.indexed.sidecar import read_sidecar, sidecar_path
+    from megads.data.indexed.stream import local_prefix
 
-    path = config.data.train[0].path
+    path = local_prefix(config.data.train[0].path, config.data.stream)
     sidecar = read_sidecar(path)
     if sidecar is None:
         if config.model.vocab_size is None and not config.run.dry_run:

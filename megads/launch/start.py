@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from megads.checkpoint.config import LATEST_FILE, checkpoints_folder, step_of
-from megads.checkpoint.url import is_url
 from megads.config import RootConfig, check_config, learning_rate, planned_steps
 from megads.errors import (
     EXIT_BUG,
@@ -64,6 +63,7 @@ from megads.runtime.metrics import EventWriter, read_json_lines
 from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE, refuse_unwritable
 from megads.runtime.slurm import time_left_s
 from megads.runtime.stop import PREEMPTED, TIME_LIMIT, read_stop
+from megads.runtime.url import is_url
 from megads.stages import NEXT_STAGE
 
 _HANG_MIN_S, _HANG_MIN_COMPILING_S = 20.0, 120.0

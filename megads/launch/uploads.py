@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from megads.checkpoint.config import LATEST_FILE, CheckpointConfig, checkpoints_folder, list_checkpoints
-from megads.checkpoint.url import fetched_folder, is_url
+from megads.checkpoint.url import fetched_folder
 from megads.config import RootConfig
 from megads.errors import CheckpointError, ConfigError, Preempted
 from megads.launch.launcher import EXIT_KILLED, SideProcess
@@ -28,6 +28,7 @@ from megads.runtime.metrics import EventWriter
 from megads.runtime.progress import Progress
 from megads.runtime.run_dir import upload_status_path, uploader_log_path
 from megads.runtime.slurm import Allocation, SlurmJob, slurmd_answers
+from megads.runtime.url import is_url
 
 if TYPE_CHECKING:
     from megads.checkpoint.download import Restored

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,7 @@ class MetricsHook:
         restarts: how often the run was started before.
         beats: of this rank, which know what its time went to; None: it sends none.
         events: where the time up to the first step is said, and what came after the last one; None says nothing.
+        more: values of a line that others measure.
     """
 
     def __init__(
@@ -78,8 +79,10 @@ class MetricsHook:
         restarts: int = 0,
         beats: Heartbeat | None = None,
         events: EventWriter | None = None,
+        more: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         self._metrics = metrics
+        self._more = more
         self._flops_per_token = flops_per_token
         self._world_size = world_size
         self._peak_tflops = peak_tflops
@@ -137,6 +140,7 @@ class MetricsHook:
                 "restarts": self._restarts,
                 "time": now,
                 **times,
+                **self._more(),
                 "effective_time": effective.after(StepTime.of({"time": now, "step_time_s": info.step_time_s, **times})),
             }
         )

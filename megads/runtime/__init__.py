@@ -28,5 +28,6 @@ __all__ = [
     "stop",
     "terminal_region",
     "terminal_text",
+    "url",
     "visible_console",
 ]

@@ -13,13 +13,13 @@ from megads.checkpoint.config import CheckpointActionConfig, list_checkpoints, s
 from megads.checkpoint.download import fetch_file, open_remote_run, remote_run, restore_newest
 from megads.checkpoint.remote import RemoteStore
 from megads.checkpoint.upload import RemoteCheckpoint, remote_checkpoints
-from megads.checkpoint.url import check_url
 from megads.errors import EXIT_OK, CheckpointError, ConfigError
 from megads.frozen_config import load_frozen
 from megads.launch.uploader import Uploader, run_url
 from megads.runtime.metrics import EventWriter
 from megads.runtime.progress import Progress
 from megads.runtime.run_dir import CONFIG_FILE
+from megads.runtime.url import check_url
 from megads.tools.checkpoints import manifest_cells, print_table
 from megads.tools.generate import run_path
 from megads.tools.output_folder import require_free, require_room, write_origin

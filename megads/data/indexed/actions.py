@@ -92,7 +92,7 @@ def split(prefix: str, output: str, parts: Mapping[str, float], overwrite: bool 
     bounds = np.round(np.cumsum([0.0, *parts.values()]) / sum(parts.values()) * dataset.num_documents).astype(int)
     ranges = {name: range(bounds[i], bounds[i + 1]) for i, name in enumerate(parts)}
     for name, documents in ranges.items():
-        if not documents or not dataset.stream(documents).size:
+        if not documents or not dataset.num_tokens_of(documents):
             raise ConfigError(
                 f"parts = {dict(parts)}: {name} gets {len(documents)} of {dataset.num_documents} documents and no "
                 "tokens; give it a larger share or leave it out"

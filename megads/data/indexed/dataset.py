@@ -13,7 +13,7 @@ import struct
 from bisect import bisect_right
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,28 @@ LARGE_INDEX_BYTES = 1 << 22
 """A smaller index is read faster than an answer is looked up."""
 Array = npt.NDArray[Any]
 IntArray = npt.NDArray[np.int64]
+
+
+class Tokens(Protocol):
+    """The tokens of a dataset: an array [size], or what is read like one."""
+
+    @property
+    def size(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> Array: ...
+
+
+class RemoteTokens(Tokens, Protocol):
+    """Tokens that are brought from elsewhere; a slice waits until they are there."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def read_bytes(self, begin: int, end: int) -> npt.NDArray[np.uint8]: ...
+
+    def fetch_ahead(self, starts: IntArray, ends: IntArray) -> int: ...
+
+    def fetch(self, starts: IntArray, ends: IntArray) -> None: ...
 
 
 def _refusal(path: Path, byte: int, found: str, remedy: str = _REMEDY) -> DataError:
@@ -190,25 +212,34 @@ class IndexedDataset:
         holds_the_same: tells whether a file that was written to after it was opened holds what it held; None: nobody
             knows.
         anew: check the index even if a process of this node has done so before.
+        name: as the user knows it; None is the prefix.
+        open_tokens: gives the tokens, of a dtype, where `.bin` is not beside `.idx`; None: it is.
 
     Raises:
         DataError: a file is missing, empty or corrupt; the message names file, byte offset, value and remedy.
     """
 
     def __init__(
-        self, prefix: str | Path, holds_the_same: Callable[[Path], bool] | None = None, anew: bool = False
+        self,
+        prefix: str | Path,
+        holds_the_same: Callable[[Path], bool] | None = None,
+        anew: bool = False,
+        name: str | None = None,
+        open_tokens: Callable[[np.dtype[Any]], RemoteTokens] | None = None,
     ) -> None:
         self.prefix = str(prefix)
+        self.name = name if name is not None else self.prefix
         self._holds_the_same = holds_the_same
         index, tokens = idx_path(prefix), bin_path(prefix)
-        for path in (index, tokens):
+        files = (index,) if open_tokens is not None else (index, tokens)
+        for path in files:
             if not path.is_file():
                 raise DataError(
                     f"{path}: no such file; make the dataset with `megads preprocess input=<files> output={prefix}`"
                 )
         self._path = index
         self._state, self._anew = file_state(index), anew
-        self._written = {path: _written(path) for path in (index, tokens)}
+        self._written = {path: _written(path) for path in files}
         self.dtype, self.num_sequences, num_entries = _read_header(index)
         self.num_documents = num_entries - 1
         self._token_bytes = self.dtype.itemsize
@@ -216,19 +247,24 @@ class IndexedDataset:
         self.sequence_sizes = np.frombuffer(raw, "<i4", self.num_sequences, HEADER.size)
         self._offsets = np.frombuffer(raw, "<i8", self.num_sequences, HEADER.size + 4 * self.num_sequences)
         self.document_index = np.frombuffer(raw, "<i8", num_entries, HEADER.size + 12 * self.num_sequences)
-        self._bin_bytes = tokens.stat().st_size
+        self._remote = None if open_tokens is None else open_tokens(self.dtype)
+        self._bin_bytes = tokens.stat().st_size if self._remote is None else self._remote.num_bytes
         end = int(self._once("where the sequences end", self._check_index))
         if end != self._bin_bytes:
             raise DataError(
-                f"{tokens}: has {self._bin_bytes} bytes, {index} describes {end}: "
+                f"{self.name}.bin: has {self._bin_bytes} bytes, {index} describes {end}: "
                 f"the two files do not belong together or one is truncated; {_REMEDY}"
             )
         if end == 0:
-            raise DataError(f"{tokens}: holds no tokens; give `megads preprocess` documents with text")
-        mapped = _map_bytes(tokens)
-        self._maps = {index: raw, tokens: mapped}
-        self.all_tokens: Array = np.frombuffer(mapped, self.dtype)
-        """[num_tokens], a read-only view of `.bin`."""
+            raise DataError(f"{self.name}.bin: holds no tokens; give `megads preprocess` documents with text")
+        self._maps = {index: raw}
+        self.all_tokens: Tokens
+        """[num_tokens], what `.bin` holds: a read-only view, unless it is somewhere else."""
+        if self._remote is not None:
+            self.all_tokens = self._remote
+        else:
+            self._maps[tokens] = _map_bytes(tokens)
+            self.all_tokens = np.frombuffer(self._maps[tokens], self.dtype)
 
     @property
     def num_tokens(self) -> int:
@@ -261,9 +297,46 @@ class IndexedDataset:
         return self._slice(self.document_start(document), self.document_start(document + 1), offset, length)
 
     def stream(self, documents: range) -> Array:
-        """Returns the tokens of consecutive documents as one read-only view of the file."""
+        """Returns the tokens of consecutive documents as one read-only view of the file; remote ones in memory."""
         assert documents.step == 1
         return self.all_tokens[self.document_start(documents.start) : self.document_start(documents.stop)]
+
+    def num_tokens_of(self, documents: range) -> int:
+        """Returns how many tokens consecutive documents have together."""
+        assert documents.step == 1
+        return max(self.document_start(documents.stop) - self.document_start(documents.start), 0)
+
+    def fetch_ahead(self, starts: IntArray, ends: IntArray) -> int:
+        """Begins to bring tokens that will be read soon.
+
+        Args:
+            starts: int64 [n], position in `.bin` of the first token of each of n spans.
+            ends: int64 [n], the same of their ends, exclusive.
+
+        Returns:
+            Bytes that this node keeps for them; 0 of a dataset that is on this machine.
+        """
+        return 0 if self._remote is None else self._remote.fetch_ahead(starts, ends)
+
+    def fetch(self, starts: IntArray, ends: IntArray) -> None:
+        """Waits until tokens are on this machine; arguments as in `fetch_ahead`.
+
+        Raises:
+            DataError: they cannot be had.
+        """
+        if self._remote is not None:
+            self._remote.fetch(starts, ends)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether its tokens are brought from elsewhere."""
+        return self._remote is not None
+
+    def bin_bytes(self, begin: int, end: int) -> npt.NDArray[np.uint8]:
+        """Returns bytes of `.bin`, uint8 [end - begin]; a view where it is on this machine."""
+        if self._remote is not None:
+            return self._remote.read_bytes(begin, end)
+        return np.frombuffer(self._maps[bin_path(self.prefix)], np.uint8, end - begin, begin)
 
     def document_start(self, document: int) -> int:
         """Returns the position of a document's first token in `.bin`; that of `num_documents` is the end."""

@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from megads.data.config import DataConfig
-from megads.data.indexed.dataset import IndexedDataset, bin_path
+from megads.data.config import DataConfig, StreamConfig
+from megads.data.indexed.dataset import IndexedDataset, IntArray, bin_path
 from megads.data.indexed.run_tokenizer import TokenizerRecord
 from megads.data.indexed.sidecar import read_sidecar
+from megads.data.indexed.stream import open_indexed
 from megads.errors import DataError
 from megads.runtime.files import atomic_writer, read_json
 from megads.runtime.run_dir import DATA_FILE, recorded_data_path
@@ -23,6 +24,9 @@ WHOLE_BYTES = 1 << 26
 """Of a file of tokens up to this size every byte counts."""
 PIECES, PIECE_BYTES = 256, 1 << 16
 """Of a larger one so many pieces, evenly spaced from its first byte to its last: a start cannot read terabytes."""
+
+_TOGETHER = 32
+"""Pieces that are requested together from a store."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,7 @@ def record_data(data: DataConfig, raw: Sequence[str] = (), tokenizer: TokenizerR
     Raises:
         DataError: one is missing or damaged.
     """
-    return DataRecord(tuple(_record(path) for path in data.paths), tuple(raw), tokenizer)
+    return DataRecord(tuple(_record(path, data.stream) for path in data.paths), tuple(raw), tokenizer)
 
 
 def with_former(record: DataRecord, data: DataConfig) -> DataRecord:
@@ -134,18 +138,19 @@ def with_former(record: DataRecord, data: DataConfig) -> DataRecord:
     """
     known = {item.path for item in record.datasets}
     # At the end: what data.raw gives stays the first.
-    return replace(record, datasets=record.datasets + tuple(_record(path) for path in data.paths if path not in known))
+    more = tuple(_record(path, data.stream) for path in data.paths if path not in known)
+    return replace(record, datasets=record.datasets + more)
 
 
-def _record(path: str) -> DatasetRecord:
-    dataset = IndexedDataset(path)
-    sidecar = read_sidecar(path)
+def _record(path: str, stream: StreamConfig) -> DatasetRecord:
+    dataset = open_indexed(path, stream)
+    sidecar = read_sidecar(dataset.prefix)
     return DatasetRecord(
         path,
         dataset.num_documents,
         dataset.num_tokens,
         dataset.fingerprint(),
-        content_digest(bin_path(path)),
+        _remote_digest(dataset) if dataset.is_remote else content_digest(bin_path(path)),
         None if sidecar is None else sidecar.tokenizer_sha256,
     )
 
@@ -159,15 +164,32 @@ def content_digest(path: Path) -> str:
     digest = xxhash.xxh3_128()
     try:
         with path.open("rb", buffering=0) as file:
-            size = path.stat().st_size
-            begins = np.linspace(0, max(size - PIECE_BYTES, 0), PIECES).astype(np.int64)
-            if size <= WHOLE_BYTES:
-                begins = np.arange(0, size, PIECE_BYTES)
-            for begin in begins.tolist():
+            for begin in _pieces(path.stat().st_size).tolist():
                 file.seek(begin)
                 digest.update(file.read(PIECE_BYTES))
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}; copy the dataset again") from error
+    return str(digest.hexdigest())
+
+
+def _pieces(size: int) -> IntArray:
+    """Where the pieces of a file begin that count."""
+    if size <= WHOLE_BYTES:
+        return np.arange(0, size, PIECE_BYTES)
+    return np.linspace(0, size - PIECE_BYTES, PIECES).astype(np.int64)
+
+
+def _remote_digest(dataset: IndexedDataset) -> str:
+    """The same as `content_digest` of tokens that are elsewhere, some pieces at a time."""
+    digest, width = xxhash.xxh3_128(), dataset.dtype.itemsize
+    size = dataset.num_tokens * width
+    begins = _pieces(size)
+    for first in range(0, begins.size, _TOGETHER):
+        some = begins[first : first + _TOGETHER]
+        ends = np.minimum(some + PIECE_BYTES, size)
+        dataset.fetch(some // width, -(-ends // width))
+        for begin, end in zip(some.tolist(), ends.tolist(), strict=True):
+            digest.update(dataset.bin_bytes(begin, end).data)
     return str(digest.hexdigest())
 
 

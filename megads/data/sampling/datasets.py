@@ -20,6 +20,7 @@ from megads.data.config import DataConfig, Order, PackingMode, Weighting
 from megads.data.indexed.dataset import IndexedDataset, bin_path, idx_path
 from megads.data.indexed.recorded import DataRecord, holds_the_same
 from megads.data.indexed.sidecar import Sidecar, carried_path, read_sidecar, sidecar_path
+from megads.data.indexed.stream import open_indexed
 from megads.data.indexed.verified_once import file_state, require_unchanged
 from megads.data.sampling.batch_size import BatchSizeSchedule
 from megads.data.sampling.blend import (
@@ -110,7 +111,7 @@ def train_weights(config: DataConfig) -> list[float]:
     """Opens data.train and returns each dataset's weight, see `blend_weights`; one alone is not opened."""
     if len(config.train) == 1:
         return [1.0]
-    datasets = [IndexedDataset(item.path) for item in config.train]
+    datasets = [open_indexed(item.path, config.stream) for item in config.train]
     whole = bool(config.valid_paths)
     documents = [range(some.num_documents) if whole else split_documents(some, config.split)[0] for some in datasets]
     return blend_weights(config, datasets, documents)
@@ -132,7 +133,7 @@ def blend_weights(config: DataConfig, datasets: Sequence[IndexedDataset], docume
         return [item.weight or 0.0 for item in config.train]
     if config.weights is Weighting.documents:
         return [float(len(part)) for part in documents]
-    tokens = [float(dataset.stream(part).size) for dataset, part in zip(datasets, documents, strict=True)]
+    tokens = [float(dataset.num_tokens_of(part)) for dataset, part in zip(datasets, documents, strict=True)]
     if config.weights is Weighting.tokens:
         return tokens
     # The last digits of a power are the C library's.
@@ -209,7 +210,7 @@ def _check_epochs(config: DataConfig, parts: Sequence[BlendPart], order: Interle
 
 
 def open_dataset(config: DataConfig, path: str, record: DataRecord | None = None) -> IndexedDataset:
-    """The dataset at a prefix, or its copy on this node where data.stage_to asks for one.
+    """The dataset at a prefix or URL, or its copy on this node where data.stage_to asks for one.
 
     Args:
         config: of the run's data.
@@ -218,7 +219,7 @@ def open_dataset(config: DataConfig, path: str, record: DataRecord | None = None
     """
     found = next((some for some in record.datasets if some.path == path), None) if record is not None else None
     prefix = path if config.stage_to is None else staged(path, config.stage_to)
-    return IndexedDataset(prefix, partial(holds_the_same, found) if found is not None else None)
+    return open_indexed(prefix, config.stream, partial(holds_the_same, found) if found is not None else None)
 
 
 def train_source(

@@ -207,7 +207,7 @@ class EpochMap:
 
 
 def _tokens(dataset: IndexedDataset, key: MapKey) -> int:
-    return dataset.stream(range(key.first_document, key.end_document)).size
+    return dataset.num_tokens_of(range(key.first_document, key.end_document))
 
 
 def _counts(dataset: IndexedDataset, key: MapKey) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -58,6 +59,23 @@ class Packing:
 
 PLAIN = Packing()
 """Samples without borders."""
+
+
+@dataclass(frozen=True)
+class LookAhead:
+    """How far ahead tokens are requested that are not on this machine.
+
+    Attributes:
+        steps: after the one that is read; 0 requests none.
+        most_bytes: of what is kept for them, for this rank; one step may take more.
+    """
+
+    steps: int = 0
+    most_bytes: int = 0
+
+
+NO_LOOK_AHEAD = LookAhead()
+"""All tokens are on this machine."""
 
 
 def assemble(
@@ -137,7 +155,7 @@ def _check_tokens(runs: Sequence[Runs], tokens_nt: Array, vocab_size: int) -> No
     row, place = (int(at) for at in np.argwhere((tokens_nt < 0) | (tokens_nt >= vocab_size))[0])
     dataset, document, offset = token_at(runs, row, place)
     raise DataError(
-        f"{dataset.prefix}: document {document} holds token {tokens_nt[row, place]}, model.vocab_size is "
+        f"{dataset.name}: document {document} holds token {tokens_nt[row, place]}, model.vocab_size is "
         f"{vocab_size} (at token {offset} of the document); use the vocabulary size of the tokenizer that made the "
         "dataset, or make the dataset anew with `megads preprocess`"
     )
@@ -177,6 +195,7 @@ class TrainLoader:
         prefetch_steps: steps that wait in the queue.
         packing: what every stage is told of document borders.
         end_sample: what is read from it on is read ahead only; None where that is not known.
+        look_ahead: how far ahead remote tokens are requested.
     """
 
     def __init__(
@@ -192,8 +211,12 @@ class TrainLoader:
         prefetch_steps: int = 2,
         packing: Packing = PLAIN,
         end_sample: int | None = None,
+        look_ahead: LookAhead = NO_LOOK_AHEAD,
     ) -> None:
         self._source = source
+        self._look_ahead = look_ahead
+        self._requested: deque[tuple[int, int]] = deque()
+        self._next_request = start_sample
         self._schedule = schedule
         self._micro_batch_size = micro_batch_size
         self._dp_rank, self._dp = dp_rank, dp
@@ -242,6 +265,8 @@ class TrainLoader:
     def _produce(self, first_sample: int) -> None:
         try:
             while not self._closed.is_set():
+                if self._needs_tokens and self._look_ahead.steps:
+                    self._fetch_ahead(first_sample)
                 batch = self._load(first_sample)
                 self._put(batch)
                 first_sample += batch.samples
@@ -267,6 +292,21 @@ class TrainLoader:
                 continue
             return
 
+    def _fetch_ahead(self, first_sample: int) -> None:
+        """Requests the tokens of the step that is read next, and of those after it."""
+        while self._requested and self._requested[0][0] < first_sample:
+            self._requested.popleft()
+        while len(self._requested) <= self._look_ahead.steps:
+            last_bytes = self._requested[-1][1] if self._requested else 0
+            if sum(size for _, size in self._requested) + last_bytes > self._look_ahead.most_bytes:
+                return
+            if self._end_sample is not None and self._next_request >= self._end_sample:
+                return
+            size = self._schedule.at(self._next_request)
+            ids = micro_batch_ids(self._next_request, size, self._micro_batch_size, self._dp_rank, self._dp)
+            self._requested.append((self._next_request, request(self._source, ids)))
+            self._next_request += size
+
     def _load(self, first_sample: int) -> StepBatch:
         size = self._schedule.at(first_sample)
         ids = micro_batch_ids(first_sample, size, self._micro_batch_size, self._dp_rank, self._dp)
@@ -277,6 +317,20 @@ class TrainLoader:
             batch_hash=batch_hash(order),
             first_sample=first_sample,
         )
+
+
+def request(source: SampleSource, ids_mb: IntArray) -> int:
+    """Begins to bring the tokens of samples where they are not on this machine.
+
+    Args:
+        source: where the samples come from.
+        ids_mb: int64 [m, b], their numbers.
+
+    Returns:
+        Bytes that this node keeps for them.
+    """
+    runs = source.runs(ids_mb.reshape(-1))
+    return sum(part.dataset.fetch_ahead(part.starts, part.starts + part.lengths) for part in runs)
 
 
 def validation_batches(
@@ -310,7 +364,11 @@ def validation_batches(
     """
     block = micro_batch_size * dp
     ids = micro_batch_ids(0, -(-len(valid) // block) * block, micro_batch_size, dp_rank, dp)
+    remote = needs_tokens and any(part.dataset.is_remote for part in valid.runs(ids[:1].reshape(-1)))
     for begin in range(0, len(ids), micro_batches_per_call):
+        following = ids[begin + micro_batches_per_call : begin + 2 * micro_batches_per_call]
+        if remote and following.size:
+            request(valid, following)
         yield assemble(valid, ids[begin : begin + micro_batches_per_call], vocab_size, needs_tokens, packing)
 
 

@@ -97,7 +97,7 @@ class MegatronMapKey:
 
     def _plan(self, dataset: IndexedDataset) -> _Plan:
         documents = range(self.first_document, self.end_document)
-        tokens = dataset.stream(documents).size
+        tokens = dataset.num_tokens_of(documents)
         epochs, apart_from = epochs_for(tokens, self.seq_len, self.samples, self.theta)
         return _Plan(epochs * len(documents), epochs * tokens, (epochs * tokens - 1) // self.seq_len, apart_from)
 
@@ -196,7 +196,7 @@ class MegatronSamples(TrainSamples):
         self._wanted = MegatronMapKey(
             self._fingerprint, documents.start, documents.stop, seq_len, seed, max(samples, 1), theta
         )
-        tokens = dataset.stream(documents).size
+        tokens = dataset.num_tokens_of(documents)
         epochs, _ = epochs_for(tokens, seq_len, max(samples, 1), theta)
         self.samples_per_map = (epochs * tokens - 1) // seq_len
 

@@ -166,7 +166,7 @@ class _PackedBins:
     """
 
     def __init__(self, dataset: IndexedDataset, documents: range, seq_len: int, cache_dir: str | None = None) -> None:
-        self._small = len(documents) + dataset.stream(documents).size // seq_len < SMALL_MAP_ENTRIES
+        self._small = len(documents) + dataset.num_tokens_of(documents) // seq_len < SMALL_MAP_ENTRIES
         self._cache = ArrayCache(dataset.prefix, cache_dir)
         self._key = {
             "fingerprint": dataset.fingerprint(),
@@ -449,7 +449,7 @@ def _packed(dataset: IndexedDataset, documents: range, seq_len: int, cache_dir: 
     bins = _PackedBins(dataset, documents, seq_len, cache_dir)
     if not len(bins):
         raise DataError(
-            f"{dataset.prefix}: none of documents {documents.start} to {documents.stop - 1} has a token to learn "
+            f"{dataset.name}: none of documents {documents.start} to {documents.stop - 1} has a token to learn "
             f"within train.seq_len + 1 = {seq_len + 1} tokens: give pairs with responses, or a longer train.seq_len"
         )
     return bins

@@ -215,6 +215,7 @@ def copy_tokens(runs: Sequence[Runs], out_bt: Array) -> None:
         if starts.size > _FEW_RUNS:
             order = np.argsort(starts)
             starts, lengths, targets = starts[order], lengths[order], targets[order]
+        part.dataset.fetch(starts, starts + lengths)
         tokens = part.dataset.all_tokens
         bounds = zip(
             starts.tolist(), (starts + lengths).tolist(), targets.tolist(), (targets + lengths).tolist(), strict=True

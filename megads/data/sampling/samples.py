@@ -65,14 +65,14 @@ class TrainSamples:
         self._cache = EpochMapCache(dataset.prefix, cache_dir)
         self._maps: OrderedDict[int, EpochMap] = OrderedDict()
         self._built_ahead: set[int] = set()
-        tokens = dataset.stream(documents).size
+        tokens = dataset.num_tokens_of(documents)
         self.samples_per_epoch = max(tokens - 1, 0) // seq_len
         """Samples in one pass over the documents."""
         self.samples_per_map = self.samples_per_epoch
         """Samples of one index map, after which the next one begins."""
         if self.samples_per_epoch == 0:
             raise DataError(
-                f"{dataset.prefix}: documents {documents.start} to {documents.stop - 1} have {tokens} tokens, one "
+                f"{dataset.name}: documents {documents.start} to {documents.stop - 1} have {tokens} tokens, one "
                 f"sample needs train.seq_len + 1 = {seq_len + 1}; give more text, a shorter train.seq_len, or a larger "
                 "training share in data.split"
             )
@@ -180,10 +180,10 @@ class ValidationSamples:
         self.dataset = dataset
         self.documents = documents
         self.seq_len = seq_len
-        self._stream = dataset.stream(documents)
-        if self._stream.size < 2:
+        self._tokens = dataset.num_tokens_of(documents)
+        if self._tokens < 2:
             raise DataError(
-                f"{dataset.prefix}: documents {documents.start} to {documents.stop - 1} have {self._stream.size} "
+                f"{dataset.name}: documents {documents.start} to {documents.stop - 1} have {self._tokens} "
                 "tokens, validation needs at least 2; give a larger share in data.split or another data.valid"
             )
 
@@ -193,7 +193,7 @@ class ValidationSamples:
     @property
     def num_predicted_tokens(self) -> int:
         """Unmasked labels over all windows."""
-        return self._stream.size - 1
+        return self._tokens - 1
 
     def runs(self, windows: IntArray) -> list[Runs]:
         """Where the tokens of windows are, see `SampleSource`; windows beyond the last have none."""
@@ -251,7 +251,7 @@ def split_documents(dataset: IndexedDataset, shares: Sequence[float]) -> list[ra
         counts[part] += 1
     if dataset.num_documents < len(by_remainder):
         raise DataError(
-            f"{dataset.prefix}: {dataset.num_documents} documents of {dataset.num_tokens} tokens cannot be split by "
+            f"{dataset.name}: {dataset.num_documents} documents of {dataset.num_tokens} tokens cannot be split by "
             f"{list(shares)}: every share above 0 needs one; give more text, or data.split=[1,0] for no validation"
         )
     for part in by_remainder:
@@ -296,6 +296,6 @@ def _impossible_token(runs: Sequence[Runs], tokens_bt: Array) -> DataError:
     row, place = (int(at) for at in np.argwhere((tokens_bt < 0) | (tokens_bt > _MAX_TOKEN_ID))[0])
     dataset, document, _ = token_at(runs, row, place)
     return DataError(
-        f"{dataset.prefix}: document {document} holds token {tokens_bt[row, place]}, which no vocabulary has; "
+        f"{dataset.name}: document {document} holds token {tokens_bt[row, place]}, which no vocabulary has; "
         "make the dataset anew with `megads preprocess`"
     )

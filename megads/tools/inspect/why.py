@@ -36,6 +36,7 @@ from megads.parallel.context import held_chunks
 from megads.parallel.rank_order import GridCoordinate, place_of
 from megads.runtime.metrics import read_json_lines
 from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE, METRICS_FILE, find_run
+from megads.runtime.url import is_url
 from megads.tools.inspect.why_config import LossChoice, WhyConfig
 
 
@@ -128,6 +129,8 @@ def _located(config: RootConfig, run_dir: Path) -> RootConfig:
 
     def find(path: str) -> str:
         home = run_dir.resolve().parent
+        if is_url(path):
+            return path
         # The last is text that a copy of the run prepared anew: the name of its folder is a hash of it.
         places = (path, str(home.parent / path), str(home.joinpath(*Path(path).parts[-3:])))
         return next((place for place in places if idx_path(place).exists()), path)
@@ -140,7 +143,7 @@ def _located(config: RootConfig, run_dir: Path) -> RootConfig:
     history = [MixConfig(mix.from_sample, {find(path): w for path, w in mix.weights.items()}) for mix in data.history]
     # Validation shares are named after the paths, which may differ in their folders only.
     data = dataclasses.replace(data, train=train, valid=valid, history=history, stage_to=None)
-    missing = [path for path in data.paths if not idx_path(path).exists()]
+    missing = [path for path in data.paths if not is_url(path) and not idx_path(path).exists()]
     if missing:
         raise DataError(
             f"the data that {run_dir} was trained on is not here ({', '.join(missing)}): run this where the run was "
