@@ -16,6 +16,7 @@ from tests.command import StartCommand, checkpoint_of, checksums, events_of, sma
 pytestmark = pytest.mark.distributed
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_and_goes_on(corpus: Path, megads: StartCommand) -> None:
     """Catches another checkpoint than a synchronous save's, in a layout with every kind of shard, and a resume from one
     that is not whole or not of its step."""

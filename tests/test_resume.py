@@ -243,6 +243,7 @@ def test_a_kill_between_the_last_save_and_validation(corpus: Path, finished: Pat
     assert validations_of(killed) == validations_of(finished)
 
 
+@pytest.mark.slow
 def test_a_decay_that_branches_off_a_run(corpus: Path, finished: Path, megads: StartCommand) -> None:
     """Catches a branch that decays from elsewhere, whose rate depends on when it was interrupted, or that cannot go on
     without the checkpoint that it has begun with."""

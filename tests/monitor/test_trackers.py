@@ -365,7 +365,7 @@ BAD_SERVERS: dict[str, Callable[[], tuple[int, Callable[[], None]]]] = {
 
 @pytest.mark.fault(17)
 @pytest.mark.distributed
-@pytest.mark.quick("never answers")
+@pytest.mark.quick("refuses")
 @pytest.mark.parametrize("server", BAD_SERVERS)
 def test_a_bad_server_costs_nothing(launch: Launch, tmp_path: Path, server: str) -> None:
     """Catches a step, the exit code or the end of a run that depends on wandb's server."""
@@ -391,7 +391,7 @@ def test_a_bad_server_costs_nothing(launch: Launch, tmp_path: Path, server: str)
 
 
 @pytest.mark.fault(17)
-@pytest.mark.quick("stopped")
+@pytest.mark.quick("dead")
 @pytest.mark.distributed
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dead", "stopped"])
 def test_a_dead_or_stopped_tracker_costs_nothing(

@@ -235,6 +235,7 @@ def test_bytes_of_tokens(folder: Path) -> None:
     assert sizes.of([tokenizer.token_to_id("<|endoftext|>")]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_ranks_of_a_layout(folder: Path, megads: Callable[..., Any]) -> None:
     """Catches ranks that do not come to an end, and results that stay on a rank."""
