@@ -79,6 +79,7 @@ def test_a_writer_that_is_stopped(corpus: Path, megads: StartCommand) -> None:
     assert checksums(checkpoint_of(run_dir, 60)) == checksums(checkpoint_of(reference, 60))
 
 
+@pytest.mark.slow
 @pytest.mark.fault(18)
 def test_two_starts_at_once(corpus: Path, megads: StartCommand) -> None:
     """Catches two starts of one command that both train: the ledger has every step once, and one of them is refused

@@ -125,6 +125,7 @@ def test_a_change_is_told_by_its_class(run_dir: Path, megads: StartCommand) -> N
     assert [line.endswith(differently) for line in told if "logging.every_steps" in line] == [False]
 
 
+@pytest.mark.slow
 def test_a_run_stands_alone(run_dir: Path, megads: StartCommand) -> None:
     """Catches a run that is lost with its data cache, a copy that writes like another model, a tokenizer that was
     replaced under a run and decodes its ids to other text, and a copy that does not go on with the same text made

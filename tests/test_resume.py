@@ -187,6 +187,7 @@ gpt.parameter_generator = counted
 """
 
 
+@pytest.mark.slow
 def test_weights_that_are_read_are_not_drawn(corpus: Path, megads: StartCommand) -> None:
     """Catches a restart that draws what it overwrites: a minute and 14 GB for BLOOM-176B."""
     (megads.folder / "count_draws.py").write_text(COUNT_DRAWS)

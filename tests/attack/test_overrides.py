@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from tests.attack.command_lines import EVERY_VERB, command_lines, copy_template, write_template
 from tests.fork_server import ForkServer
 
-QUICK_EXAMPLES = 4
+QUICK_EXAMPLES = 3
 """Of each verb, in `make test`."""
 
 # Fixed: what fails once fails again, and a run of the tests does not depend on the one before.
@@ -111,6 +111,7 @@ CONFIG_FILES = {
 }
 
 
+@pytest.mark.quick(*(f"{name}-one" for name in CONFIG_FILES), "depth without end-sweep", "a number-sweep")
 @pytest.mark.parametrize("sweep", [[], ["-m"]], ids=["one", "sweep"])
 @pytest.mark.parametrize("name", CONFIG_FILES)
 def test_config_files_of_ones_own(name: str, sweep: list[str], fork_server: ForkServer, template: Path) -> None:

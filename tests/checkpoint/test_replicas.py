@@ -114,6 +114,7 @@ def both_lost(run_dir: Path) -> tuple[int, list[str]]:
         return run.found(), run.passed_by
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_all_holders_lost(tmp_path: Path) -> None:
     """Catches a start that ends, or does not say why it takes the disk, when no node holds a state."""

@@ -88,7 +88,7 @@ def test_validation_is_the_token_mean(run: Run, expected: Run) -> None:
 
 
 DROPOUT = scenario_with(
-    masked=True, documents=True, steps=10, model=replace(MODEL, hidden_dropout=0.2, attention_dropout=0.2)
+    masked=True, documents=True, steps=5, model=replace(MODEL, hidden_dropout=0.2, attention_dropout=0.2)
 )
 DOCUMENTS = {
     position.value: scenario_with(masked=True, documents=True, model=replace(MODEL, position=position))
@@ -124,7 +124,7 @@ def test_packed_documents(position: str, layout: str) -> None:
 @pytest.mark.parametrize(("layout", "impl"), [("tp2dp2sp", "torch"), ("tp2cp2", "fused"), ("cp3", "torch")])
 def test_dropout(layout: str, impl: str) -> None:
     """Catches masks that depend on the part of the sample or of the heads that a rank holds, on the micro-batch, or on
-    what draws them: both dropouts equal the unsharded model's for ten steps."""
+    what draws them: both dropouts equal the unsharded model's for five steps."""
     scenario, expected = replace(DROPOUT, ops=OpsConfig(Implementation(impl))), dropout_reference()
     run = train_layout(scenario, LAYOUTS[layout])
     checks = (parity.check_first_step, parity.check_curve, parity.check_validation)

@@ -218,6 +218,7 @@ def test_a_stalled_terminal_holds_up_nothing(terminal: Callable[..., OnTerminal]
     assert steps_done(tmp_path) == 80
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_closed_terminal_ends_the_run_as_asked(terminal: Callable[..., OnTerminal], tmp_path: Path) -> None:
     """Catches a lost connection that kills the run without saving: its SIGHUP means save and stop."""

@@ -266,6 +266,7 @@ def test_a_wandb_folder_is_not_the_library(tmp_path: Path, monkeypatch: pytest.M
     assert wanted_trackers(LoggingConfig()) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_both_hold_everything_after_a_kill_and_a_resume(launch: Launch, tmp_path: Path) -> None:
     """Catches lost or doubled steps over a resume, another run id, lost config, events or final table."""

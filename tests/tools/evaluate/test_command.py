@@ -152,6 +152,7 @@ def test_refusals(folder: Path, changes: dict[str, Any], kind: type[MegadsError]
     assert not results(folder) and not list(folder.glob("run/evaluation/**/.partial"))
 
 
+@pytest.mark.slow
 def test_an_unknown_task_names_the_near_ones(folder: Path) -> None:
     """Catches a list of thousands of names, or none."""
     with pytest.raises(ConfigError, match="tasks = simple_sequence: there is no such task; there are simple_sequences"):
