@@ -141,6 +141,7 @@ _WORK: dict[str, Callable[..., Any]] = {
     "megads.tools.calibrate.measure:calibrate": lambda *_: {"name": "cpu x 2", **dict.fromkeys(_CALIBRATED, 1.0)},
     "megads.tools.doctor.examine:examine": lambda *_: [],
     "megads.tools.verify.compare:verify": lambda *_: (0, 0),
+    "megads.tools.watch.server:serve": lambda *_: None,
 }
 
 

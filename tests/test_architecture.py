@@ -63,6 +63,7 @@ TOOLS = {
     "report": set(),
     "sweep": {"report"},
     "verify": set(),
+    "watch": {"report"},
 }
 
 # The inner rooms of data, and which of them each may import; what lies beside them imports none.

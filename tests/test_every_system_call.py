@@ -105,8 +105,10 @@ def kill_at_each(runs: Runs, role: str, points: Sequence[Point]) -> None:
         if found is None:
             missed.append(point)
     assert not wrong, "\n".join(wrong)
-    # How often a label comes may differ by what other processes do; that it comes at all may not, but of messages.
-    assert not [point for point in missed if point.number == 1 and not point.label.endswith(("socket", "pipe"))]
+    # How often a label comes may differ by what other processes do; that it comes at all may not, but of messages. A
+    # busy machine may leave a writer one checkpoint only: then rank 0 deletes it, at the end.
+    by_chance = ("socket", "pipe", *((".removed",) if role == "writer 0" else ()))
+    assert not [point for point in missed if point.number == 1 and not any(word in point.label for word in by_chance)]
 
 
 @pytest.mark.fault(5)

@@ -40,6 +40,7 @@ VERBS = {
     "chaos": "inject real faults into real runs: is anything lost?",
     "check_nodes": "which nodes of a SLURM job are fit to train?",
     "report": "draw a run as one HTML page and pictures",
+    "watch": "runs as they train, on a page in the browser",
 }
 # What is no Hydra app.
 COMMANDS = {

@@ -3,4 +3,4 @@
 Reads only; training never waits for it.
 """
 
-__all__ = ["charts", "config", "page", "site", "site_page", "style", "summary", "timeline"]
+__all__ = ["charts", "config", "history", "page", "site", "site_page", "style", "summary", "timeline"]

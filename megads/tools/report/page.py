@@ -46,7 +46,12 @@ _MOST_EVENTS = 200
 
 
 def run_page(history: RunHistory, pictures: Sequence[str]) -> str:
-    """The report of one run.
+    """The report of one run as a whole page, see `run_body`."""
+    return document(history.run_id, [*run_body(history, pictures), footer(history.unreadable_lines)])
+
+
+def run_body(history: RunHistory, pictures: Sequence[str]) -> list[str]:
+    """The report of one run, without its footer.
 
     Args:
         history: what to show.
@@ -61,19 +66,24 @@ def run_page(history: RunHistory, pictures: Sequence[str]) -> str:
         ("Checkpoints on disk", _checkpoints(history.checkpoints)),
         ("Config", _config(history.config_text)),
     ]
-    body = [
+    return [
         f"<header><h1>{html.escape(history.run_id)}</h1>{badge}</header>",
         number_cards(key_numbers(history)),
         fact_list(facts(history)),
         f'<div class="charts">{"".join(pictures)}</div>',
         *(f"<h2>{title}</h2>{content}" for title, content in rest if content),
-        footer(history.unreadable_lines),
     ]
-    return document(history.run_id, body)
 
 
-def document(title: str, body: Iterable[str]) -> str:
-    """A whole page around the parts of a body."""
+def document(title: str, body: Iterable[str], policy: str = _POLICY, head: str = "") -> str:
+    """A whole page around the parts of a body.
+
+    Args:
+        title: of the page.
+        body: its parts, as HTML.
+        policy: the page's Content-Security-Policy.
+        head: more for the page's head, as HTML.
+    """
     css = resources.files(__package__).joinpath("page.css").read_text()
     colors = (
         f":root{{{palette_css(dark=False)}}}@media (prefers-color-scheme: dark){{:root{{{palette_css(dark=True)}}}}}"
@@ -82,11 +92,11 @@ def document(title: str, body: Iterable[str]) -> str:
         [
             "<!doctype html>",
             '<html lang="en"><head><meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             '<link rel="icon" href="data:,">',
             f"<title>{html.escape(title)} - megads report</title>",
-            f"<style>{css}{colors}</style></head>",
+            f"<style>{css}{colors}</style>{head}</head>",
             "<body><main>",
             *body,
             "</main></body></html>",
@@ -192,7 +202,7 @@ def _events(events: Sequence[Mapping[str, Any]]) -> str:
     shown = [event for event in events if event.get("event") not in ("launch", "exit") or event.get("exit_code")]
     if len(shown) > _MOST_EVENTS:
         shown = [event for event in shown if event.get("event") != "checkpoint_saved"]
-    rows = [_event_row(event) for event in shown]
+    rows = [event_row(event) for event in shown]
     if len(rows) > _MOST_EVENTS:
         rows[_MOST_EVENTS // 4 : -3 * _MOST_EVENTS // 4] = []
     hidden = len(events) - len(rows)
@@ -200,16 +210,28 @@ def _events(events: Sequence[Mapping[str, Any]]) -> str:
     return table(("time, UTC", "event", "details"), [*rows, note], "events") if rows else ""
 
 
-def _event_row(event: Mapping[str, Any]) -> str:
+def event_row(event: Mapping[str, Any], before: str = "") -> str:
+    """A row of the table of events.
+
+    Args:
+        event: as the run wrote it.
+        before: cells in front of it, as HTML.
+    """
     name = str(event.get("event", "event")).replace("_", " ")
     line = render_event(event)
     detail = line.removeprefix(name).removeprefix(": ")
-    level = str(event.get("level", "info"))
-    kind = "error" if level == "error" or "failed" in name else "warning" if level == "warning" else "info"
     return (
-        f'<tr class="{kind}"><td class="time">{_utc(number(event.get("time")))}</td>'
+        f'<tr class="{level_of(event)}">{before}<td class="time">{_utc(number(event.get("time")))}</td>'
         f'<td class="event">{html.escape(name)}</td><td class="detail">{html.escape(detail)}</td></tr>'
     )
+
+
+def level_of(event: Mapping[str, Any]) -> str:
+    """How much an event matters: "error", "warning" or "info"."""
+    level = str(event.get("level", "info"))
+    if level == "error" or "failed" in str(event.get("event")):
+        return "error"
+    return "warning" if level == "warning" else "info"
 
 
 def _utc(seconds: float) -> str:
@@ -238,7 +260,7 @@ _UNCOMPARED = ("run", "logging")
 """Sections of the config that say nothing of what a run computed."""
 
 
-def _comparison_charts(histories: Sequence[RunHistory]) -> list[Chart]:
+def comparison_charts(histories: Sequence[RunHistory]) -> list[Chart]:
     """The charts of a comparison in the order of its page."""
     return [
         Chart("loss", "Loss of every run over tokens", partial(_draw_losses, histories, "tokens"), wide=True),
@@ -252,7 +274,11 @@ def _draw_losses(histories: Sequence[RunHistory], key: str, wide: bool) -> Figur
     figure, axes = open_panel(f"Loss over {key}", wide)
     shown = []
     for name, history, color in zip(names(histories), histories, CYCLE, strict=False):
-        loss = smooth(history.columns["loss"], smoothing_width(len(history.step)))
+        loss = history.columns["loss"]
+        # Smoothing would only widen a spike.
+        if (top := axis_top(loss)) is not None:
+            loss = np.where(loss > top, np.nan, loss)
+        loss = smooth(loss, smoothing_width(len(history.step)))
         curve = envelope(_places(history, key), loss)
         axes.plot(curve.step, curve.mean, color=color, label=name, marker="o" if len(loss) == 1 else "", markersize=3.5)
         shown.append(loss)
@@ -284,7 +310,14 @@ def _draw_speeds(histories: Sequence[RunHistory], wide: bool) -> Figure:
 
 
 def _comparison_page(histories: Sequence[RunHistory], pictures: Sequence[str]) -> str:
-    """The report of several runs.
+    """The report of several runs as a whole page, see `comparison_body`."""
+    header = f"<header><h1>{html.escape(', '.join(names(histories)))}</h1></header>"
+    last = footer(sum(history.unreadable_lines for history in histories))
+    return document("comparison", [header, *comparison_body(histories, pictures), last])
+
+
+def comparison_body(histories: Sequence[RunHistory], pictures: Sequence[str]) -> list[str]:
+    """The report of several runs, without its header and footer.
 
     Args:
         histories: what to compare.
@@ -292,15 +325,13 @@ def _comparison_page(histories: Sequence[RunHistory], pictures: Sequence[str]) -
     """
     titles = names(histories)
     body = [
-        f"<header><h1>{html.escape(', '.join(titles))}</h1></header>",
         f'<div class="charts">{"".join(pictures)}</div>',
         f"<h2>Numbers</h2>{_grid(titles, _numbers(histories))}",
     ]
     differences = list(_config_differences(histories))
     if differences:
         body.append(f"<h2>Config where it differs</h2>{_grid(titles, differences)}")
-    body.append(footer(sum(history.unreadable_lines for history in histories)))
-    return document("comparison", body)
+    return body
 
 
 def names(histories: Sequence[RunHistory]) -> list[str]:
@@ -389,7 +420,7 @@ def write_report(config: ReportConfig) -> WrittenReport:
     if len(histories) == 1:
         trace = step_trace_json(histories[0].run_dir)
         return write_pages(folder, run_charts(histories[0]), partial(run_page, histories[0]), trace)
-    return write_pages(folder, _comparison_charts(histories), partial(_comparison_page, histories))
+    return write_pages(folder, comparison_charts(histories), partial(_comparison_page, histories))
 
 
 def write_pages(
@@ -408,8 +439,8 @@ def write_pages(
     """
     try:
         (folder / PICTURES_FOLDER).mkdir(parents=True, exist_ok=True)
-        with house_style():
-            parts, pngs = _draw(charts)
+        pngs = dict[str, bytes]()
+        parts = draw_charts(charts, pngs)
         return _write(folder, page(parts), pngs, trace)
     except OSError as error:
         raise ConfigError(
@@ -417,19 +448,27 @@ def write_pages(
         ) from error
 
 
-def _draw(charts: Sequence[Chart]) -> tuple[list[str], dict[str, bytes]]:
-    """Returns the charts as parts of the page, and as PNGs by name; wide ones are drawn again for narrow windows."""
-    parts, pngs = [], {}
-    for chart in charts:
-        figure = chart.draw(chart.wide)
-        if figure is None:
-            continue
-        description = html.escape(chart.description, quote=True)
-        pngs[chart.name] = png(figure)
-        narrow = chart.draw(False) if chart.wide else None
-        narrow_svg = svg(narrow, f"{chart.name}-narrow", "narrow", description) if narrow else None
-        parts.append(picture(svg(figure, chart.name, "page" if narrow else "", description), narrow_svg, chart.wide))
-    return parts, pngs
+def draw_charts(charts: Sequence[Chart], pngs: dict[str, bytes] | None = None) -> list[str]:
+    """Returns the charts as parts of a page; wide ones are drawn again for narrow windows. For one thread at a time.
+
+    Args:
+        charts: in the order of the page; one with nothing to draw is left out.
+        pngs: gets the charts as PNGs by name as well.
+    """
+    parts = []
+    with house_style():
+        for chart in charts:
+            figure = chart.draw(chart.wide)
+            if figure is None:
+                continue
+            description = html.escape(chart.description, quote=True)
+            if pngs is not None:
+                pngs[chart.name] = png(figure)
+            narrow = chart.draw(False) if chart.wide else None
+            narrow_svg = svg(narrow, f"{chart.name}-narrow", "narrow", description) if narrow else None
+            page_svg = svg(figure, chart.name, "page" if narrow else "", description)
+            parts.append(picture(page_svg, narrow_svg, chart.wide))
+    return parts
 
 
 def _write(folder: Path, page: str, pictures: dict[str, bytes], trace: bytes | None) -> WrittenReport:

@@ -19,12 +19,17 @@ DARK = "--blink-settings=preferredColorScheme=0"
 
 def browse(page: Path, width: int, *arguments: str, height: int = 1000) -> subprocess.CompletedProcess[str]:
     """Opens a page in a window of a size with a profile of its own; skips the test where there is no browser."""
+    return browse_address(page.as_uri(), width, *arguments, height=height)
+
+
+def browse_address(address: str, width: int, *arguments: str, height: int = 1000) -> subprocess.CompletedProcess[str]:
+    """The same with a page that a server has."""
     browser = next((found for found in map(shutil.which, NAMES) if found), None)
     if browser is None:
         pytest.skip(f"no browser found ({', '.join(NAMES)}): scripts/install_chromium.sh installs one")
     with tempfile.TemporaryDirectory(prefix="megads-browser-", ignore_cleanup_errors=True) as profile:
         size = f"--window-size={width},{height}"
         return subprocess.run(
-            [browser, *QUIET, f"--user-data-dir={profile}", size, *arguments, page.as_uri()],
+            [browser, *QUIET, f"--user-data-dir={profile}", size, *arguments, address],
             capture_output=True, text=True, timeout=120, check=True,
         )  # fmt: skip

@@ -1,0 +1,20 @@
+"""`megads watch`: serves a page on which runs are seen as they train."""
+
+from __future__ import annotations
+
+from megads.cli.verb import Invocation, Verb
+from megads.errors import EXIT_OK
+from megads.tools.watch.config import WatchConfig, require_packages
+
+
+def run(config: WatchConfig, _invocation: Invocation) -> int:
+    """Serves until it is interrupted."""
+    config.check()
+    require_packages()
+    from megads.tools.watch.server import serve
+
+    serve(config)
+    return EXIT_OK
+
+
+VERB = Verb("watch", WatchConfig, run)

@@ -1,0 +1,3 @@
+"""`megads watch`: runs as they train, on a page that one command serves to its own machine."""
+
+__all__ = ["config", "server"]

@@ -1,0 +1,172 @@
+"""Serves the pages of `megads watch` to the browsers of one user.
+
+It listens on 127.0.0.1 alone and reads runs only. Other users of the machine reach that address too: whoever comes must
+know a token, which the address that is printed holds and a cookie keeps afterwards. A web page of a stranger can make a
+browser ask any address, also under a name of its own that it lets mean 127.0.0.1 (DNS rebinding): the cookie is not
+sent along from other sites, and only requests to this machine by name are answered.
+"""
+
+from __future__ import annotations
+
+import getpass
+import hashlib
+import secrets
+import signal
+import socket
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from http import HTTPStatus
+from http.cookies import CookieError, SimpleCookie
+from importlib import resources
+from types import FrameType
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from waitress.server import create_server
+
+from megads.errors import ConfigError
+from megads.tools.watch.config import WatchConfig
+from megads.tools.watch.pages import POLICY, SCRIPT_PATH, of_run, overview, page
+from megads.tools.watch.watched import WatchedRuns
+
+HOST = "127.0.0.1"
+_HOSTS = (HOST, "localhost", "::1")
+_HTML, _TEXT = "text/html; charset=utf-8", "text/plain; charset=utf-8"
+_RUN_PATH = "/run/"
+_THREADS = 4
+_HEADERS = (
+    ("Cache-Control", "no-store"),
+    ("Content-Security-Policy", f"{POLICY}; frame-ancestors 'none'"),
+    ("Referrer-Policy", "no-referrer"),
+    ("X-Content-Type-Options", "nosniff"),
+)
+
+
+@dataclass(frozen=True)
+class Response:
+    """An answer to a request.
+
+    Attributes:
+        status: HTTP's.
+        text: the body.
+        kind: its content type.
+        headers: beside those of every answer.
+    """
+
+    status: HTTPStatus
+    text: str = ""
+    kind: str = _TEXT
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+class Application:
+    """Answers requests (WSGI, PEP 3333).
+
+    Args:
+        runs: to show.
+        token: that a browser must bring.
+        refresh_s: seconds after which a page asks again.
+        cookie: name of the cookie with the token; other servers on this machine have others.
+    """
+
+    def __init__(self, runs: WatchedRuns, token: str, refresh_s: float, cookie: str):
+        self._runs, self._token, self._refresh_s, self._cookie = runs, token, refresh_s, cookie
+        self._script = resources.files(__package__).joinpath("watch.js").read_text()
+
+    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        """Answers one request."""
+        answer = self._answer(environ)
+        body = answer.text.encode()
+        headers = [*_HEADERS, *answer.headers, ("Content-Type", answer.kind), ("Content-Length", str(len(body)))]
+        start_response(f"{answer.status.value} {answer.status.phrase}", headers)
+        return [] if environ["REQUEST_METHOD"] == "HEAD" else [body]
+
+    def _answer(self, environ: dict[str, Any]) -> Response:
+        if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
+            return Response(HTTPStatus.METHOD_NOT_ALLOWED, "runs are only read\n", headers=(("Allow", "GET, HEAD"),))
+        if _host_of(environ.get("HTTP_HOST", "")) not in _HOSTS:
+            return Response(HTTPStatus.FORBIDDEN, f"ask for {HOST} or localhost\n")
+        path = environ.get("PATH_INFO", "/")
+        query = parse_qs(environ.get("QUERY_STRING", ""), keep_blank_values=True)
+        if self._is_token(query.get("token", [""])[0]):
+            kept = f"{self._cookie}={self._token}; Path=/; HttpOnly; SameSite=Strict"
+            return Response(HTTPStatus.SEE_OTHER, headers=(("Set-Cookie", kept), ("Location", path)))
+        if not self._is_token(_cookie(environ, self._cookie)):
+            return Response(HTTPStatus.FORBIDDEN, "open the address that megads watch has printed, with its token\n")
+        if path == SCRIPT_PATH:
+            return Response(HTTPStatus.OK, self._script, "text/javascript; charset=utf-8")
+        return self._page(path, "body" in query, environ.get("HTTP_IF_NONE_MATCH", ""))
+
+    def _page(self, path: str, body_only: bool, known: str) -> Response:
+        """A page, or the new body of one that is open."""
+        if path == "/":
+            title, body = "runs", overview(self._runs)
+        else:
+            run = self._runs.with_key(path.removeprefix(_RUN_PATH)) if path.startswith(_RUN_PATH) else None
+            if run is None:
+                return Response(HTTPStatus.NOT_FOUND, "no such run\n")
+            title, body = run.run_dir.name, of_run(run)
+        if not body_only:
+            return Response(HTTPStatus.OK, page(title, body, self._refresh_s), _HTML)
+        text = "\n".join(body)
+        tag = f'"{hashlib.sha256(text.encode()).hexdigest()[:32]}"'
+        if tag == known:
+            return Response(HTTPStatus.NOT_MODIFIED, headers=(("ETag", tag),))
+        return Response(HTTPStatus.OK, text, _HTML, (("ETag", tag),))
+
+    def _is_token(self, given: str) -> bool:
+        return secrets.compare_digest(given.encode(errors="replace"), self._token.encode())
+
+
+def _host_of(header: str) -> str:
+    """The host of a Host header without its port, which is another one behind a tunnel."""
+    try:
+        return urlsplit(f"//{header}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _cookie(environ: dict[str, Any], name: str) -> str:
+    try:
+        found = SimpleCookie(environ.get("HTTP_COOKIE", "")).get(name)
+    except CookieError:
+        return ""
+    return found.value if found is not None else ""
+
+
+def serve(config: WatchConfig) -> None:
+    """Serves until Ctrl+C or SIGTERM; says first where.
+
+    Raises:
+        ConfigError: a run is not there, or the port is taken.
+    """
+    runs, token = WatchedRuns(config.names), secrets.token_urlsafe(18)
+    listener = _listen(config.port)
+    port = listener.getsockname()[1]
+    application = Application(runs, token, config.refresh_s, f"megads-watch-{port}")
+    server = create_server(application, sockets=[listener], threads=_THREADS, ident=None)
+    shown, hidden = runs.find()
+    signal.signal(signal.SIGTERM, _end)
+    print(f"watching {len(shown)} runs" + (f", the newest of {len(shown) + hidden}" if hidden else ""))
+    print(f"page:     http://{HOST}:{port}/?token={token}")
+    print(f"tunnel:   ssh -N -L {port}:{HOST}:{port} {getpass.getuser()}@{socket.gethostname()}")
+    print("Ctrl+C ends it; the runs are only read", flush=True)
+    # It returns at KeyboardInterrupt and SystemExit.
+    server.run()
+
+
+def _listen(port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((HOST, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"port = {port} cannot be used ({error.strerror}): take another one, or leave it out for a free one"
+        ) from error
+    return listener
+
+
+def _end(_number: int, _frame: FrameType | None) -> None:
+    raise SystemExit
