@@ -45,9 +45,10 @@ from megads.optim.masters import MasterLine
 from megads.optim.muon import FusedMatrices, MuonRule, WholeMatrices
 from megads.parallel import context, loss, norm, region_linear
 from megads.parallel.config import ParallelConfig, Recompute
-from megads.parallel.grid import Axis, own_rows, padded_rows
+from megads.parallel.grid import Axis, own_rows
 from megads.parallel.loss import TokenMeanLoss
 from megads.parallel.pipeline_actions import ActionKind
+from megads.parallel.rank_order import padded_rows
 from megads.parallel.region_linear import Region, reduce_from_tp_region
 from megads.parallel.schedule import ScheduleName
 from megads.parallel.sharding import PositionShardEmbedding, RowParallelLinear

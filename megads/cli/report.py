@@ -28,6 +28,8 @@ def run(config: ReportConfig, _invocation: Invocation) -> int:
     written = write_report(config)
     print(f"report:  {written.page}")
     print(f"picture: {written.pictures[0]}")
+    if written.said:
+        print(f"plan:    {written.said}")
     if written.trace is not None:
         print(f"trace:   {written.trace}, for ui.perfetto.dev")
     return EXIT_OK

@@ -40,7 +40,7 @@ def run(command: TrainCommandConfig, invocation: Invocation) -> int:
 def _describe(resolved: ResolvedRun) -> str:
     """What a dry run shows."""
     # It pulls in torch, for which the tab key must not wait.
-    from megads.tools.plan.output import describe_run
+    from megads.tools.plan.dry_run import describe_run
 
     return describe_run(resolved)
 

@@ -162,9 +162,10 @@ class Key:
     is_section: bool
 
 
-def keys(schema: type) -> list[Key]:
+@functools.cache
+def keys(schema: type) -> tuple[Key, ...]:
     """Returns every key of a config dataclass in the order of its fields, each section before what it holds."""
-    return list(_walk(schema, ""))
+    return tuple(_walk(schema, ""))
 
 
 def _walk(schema: type, prefix: str) -> Iterator[Key]:

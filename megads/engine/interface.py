@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from megads.batch import MicroBatch
-from megads.engine.timeline import Span
 from megads.model.config import ModelConfig
 from megads.model.gpt import InitialValue, initial_value
 from megads.ops.config import TORCH, Kernels
@@ -19,6 +18,7 @@ from megads.optim.config import OptimConfig
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import Axis, ParallelGrid
 from megads.parallel.token_scores import RowScores
+from megads.runtime.span import Span
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megads.engine.interface import Shard, TrainEngine
 from megads.model.config import ModelConfig
-from megads.model.gpt import EMBEDDING, HEAD, is_block
+from megads.model.stage_names import EMBEDDING, HEAD, is_block
 from megads.runtime.hooks import StepInfo, TrainState
 from megads.runtime.metrics import MetricsWriter
 

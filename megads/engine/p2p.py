@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megads.parallel.config import ParallelConfig
-from megads.parallel.grid import ParallelGrid, axis_lines
+from megads.parallel.grid import ParallelGrid
 from megads.parallel.pipeline_actions import (
     P2P_CTAS,
     Action,
@@ -23,6 +23,7 @@ from megads.parallel.pipeline_actions import (
     acknowledged_sends,
     sent_and_received,
 )
+from megads.parallel.rank_order import axis_lines
 
 Shape = tuple[int, ...]
 

@@ -18,7 +18,7 @@ from megads.engine.interface import Culprit, EngineSpec, Replica
 from megads.engine.optimizer import BucketAdamW, gradient_of
 from megads.engine.p2p import P2PCommunicator
 from megads.engine.stage_pipeline import StagePipeline, placement_of
-from megads.engine.timeline import Span, SpanRecorder
+from megads.engine.timeline import SpanRecorder
 from megads.engine.train_engine import (
     BaseTrainEngine,
     HeldTensors,
@@ -32,6 +32,7 @@ from megads.model.gpt import stage_specs
 from megads.parallel.pipeline_actions import Action, ActionKind, Schedule
 from megads.parallel.schedule import build_schedule
 from megads.parallel.weight_gradients import DeferredWgrads, WeightGradients, split_backward
+from megads.runtime.span import Span
 
 Key = tuple[int, int]
 """A micro-batch and a virtual stage."""

@@ -22,13 +22,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megads.engine.timeline import Span
 from megads.parallel.grid import ParallelGrid
 from megads.parallel.pipeline_actions import ActionKind
 from megads.runtime.environment import node_name
 from megads.runtime.hooks import StepInfo, TrainState
 from megads.runtime.metrics import EventWriter
 from megads.runtime.run_dir import slowdowns_path
+from megads.runtime.span import Span
 
 WINDOW = 9
 """Timed steps over which a rank is judged."""

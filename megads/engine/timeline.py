@@ -19,35 +19,10 @@ from megads.parallel.grid import ParallelGrid
 from megads.runtime.distributed import ControlPlane
 from megads.runtime.files import atomic_writer
 from megads.runtime.hooks import StepInfo, TrainState
+from megads.runtime.span import Span
 
 PINGS = 8
 """Round trips by which two clocks are compared; the fastest one counts."""
-
-
-@dataclass(frozen=True)
-class Span:
-    """Something that a rank did.
-
-    Attributes:
-        kind: an action of the pipeline's schedule, or what follows the schedule; a receive is the wait for it.
-        micro_batch: for which; None for what concerns all.
-        stage: of which virtual stage; None likewise.
-        start_s: when it began, in seconds: on the rank's monotonic clock where it was just measured, after the first
-            thing that any rank did in the step where ranks are put beside each other.
-        end_s: when it was over, likewise.
-    """
-
-    kind: str
-    micro_batch: int | None
-    stage: int | None
-    start_s: float
-    end_s: float
-
-    @property
-    def name(self) -> str:
-        """As in forward 3."""
-        words = self.kind.replace("_", " ")
-        return words if self.micro_batch is None else f"{words} {self.micro_batch}"
 
 
 @dataclass(frozen=True)

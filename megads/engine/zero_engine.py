@@ -17,7 +17,7 @@ from megads.batch import MicroBatch
 from megads.engine.deepspeed_adapter import ZeroExecutor, ZeroPiece, local_shape, shard_weights, zero_settings
 from megads.engine.interface import Culprit, EngineSpec, Replica
 from megads.engine.stage_pipeline import build_stage, placement_of, run_stages, wrap_blocks
-from megads.engine.timeline import Span, SpanRecorder
+from megads.engine.timeline import SpanRecorder
 from megads.engine.train_engine import (
     BaseTrainEngine,
     HeldTensors,
@@ -28,11 +28,13 @@ from megads.engine.train_engine import (
 )
 from megads.engine.zero_optimizer import ZeroMasterState, make_zero_optimizer, master_layouts
 from megads.model.config import sharding_of
-from megads.model.gpt import EMBEDDING, HEAD, TIED_PARAMETER, stage_specs
+from megads.model.gpt import stage_specs
+from megads.model.stage_names import EMBEDDING, HEAD, TIED_PARAMETER
 from megads.optim.groups import BUCKET_ELEMENTS, bucket_elements, parameter_groups
 from megads.parallel.grid import Axis, ParallelGrid
 from megads.parallel.loss import TokenMeanLoss
 from megads.parallel.weight_gradients import SplitLayer, TiedGradient
+from megads.runtime.span import Span
 
 
 def tie_weights(embedding: SplitLayer, head: SplitLayer, shape: tuple[int, ...]) -> None:

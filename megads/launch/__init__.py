@@ -21,5 +21,6 @@ __all__ = [
     "rank",
     "slurm_ranks",
     "start",
+    "step_plan",
     "uploader",
 ]

@@ -26,6 +26,7 @@ from megads.model.attention import Attention, AttentionCore
 from megads.model.config import CUSTOM, SHARDING, MLPKind, ModelConfig, NormPlacement, Position, sharding_of
 from megads.model.dropout import Dropout
 from megads.model.norm import Norm
+from megads.model.stage_names import EMBEDDING, FINAL_NORM, HEAD, TIED_COPY, TIED_PARAMETER, stage_weights
 from megads.ops.activation import gelu, swiglu
 from megads.ops.config import FUSED, TORCH, Kernels
 from megads.ops.softcap import softcap
@@ -34,9 +35,6 @@ from megads.runtime.registry import BLOCKS
 
 InitialValue = Callable[[str, tuple[int, ...]], Tensor]
 """(parameter name, unsharded shape) -> fp32 tensor on the CPU."""
-
-EMBEDDING, HEAD = "embedding", "head"
-TIED_PARAMETER, TIED_COPY = "embedding.word.weight", "head.weight"
 
 
 class Embedding(nn.Module):
@@ -316,11 +314,6 @@ def use_kernels(stage: nn.Module, kernels: Kernels = FUSED) -> None:
             module.kernels = kernels
 
 
-def is_block(name: str) -> bool:
-    """Whether the stage of this name is a transformer block."""
-    return name.startswith("blocks.")
-
-
 def stage_specs(config: ModelConfig, seed: int) -> list[StageSpec]:
     """The whole model in order, nothing allocated.
 
@@ -328,18 +321,19 @@ def stage_specs(config: ModelConfig, seed: int) -> list[StageSpec]:
         config: the model's shape.
         seed: the run's seed, for dropout.
     """
-
     table = sharding_of(config)
 
-    def block(index: int) -> StageSpec:
-        return StageSpec(f"blocks.{index}", 1.0, lambda: make_block(config, seed, index), table)
+    def spec(name: str, weight: float) -> StageSpec:
+        if name == EMBEDDING:
+            return StageSpec(name, weight, lambda: Embedding(config, seed))
+        if name == FINAL_NORM:
+            return StageSpec(name, weight, lambda: FinalNorm(config))
+        if name == HEAD:
+            return StageSpec(name, weight, lambda: Head(config))
+        index = int(name.rpartition(".")[2])
+        return StageSpec(name, weight, lambda: make_block(config, seed, index), table)
 
-    return [
-        StageSpec(EMBEDDING, 1.0, lambda: Embedding(config, seed)),
-        *(block(index) for index in range(config.num_layers)),
-        StageSpec("final_norm", 0.0, lambda: FinalNorm(config)),
-        StageSpec(HEAD, 1.0, lambda: Head(config)),
-    ]
+    return [spec(name, weight) for name, weight in stage_weights(config).items()]
 
 
 def parameter_generator(seed: int, name: str) -> torch.Generator:

@@ -17,6 +17,11 @@ TORCH_FLASH_WIDEST = 256
 """Features of a head that torch's FlashAttention takes on GPUs."""
 AUGMENTED_LONGEST = 256 * 256
 """Keys whose places augmented attention can say in bf16."""
+DRAWN_AT_ONCE = 2**22
+"""Elements of a dropout mask that plain torch draws together; a row is never cut."""
+CPU_CHUNK_BYTES, GPU_CHUNK_BYTES = 256 << 20, 1 << 30
+"""Of a rank's logits that are in memory at once where nothing else is asked for. Smaller chunks are slower: each reads
+the weight and its main_grad once more (docs/performance.md)."""
 KERNEL_DTYPES = {
     "cpu": ("torch.float32", "torch.bfloat16"),
     "cuda": ("torch.float32", "torch.bfloat16", "torch.float16"),
@@ -107,6 +112,21 @@ def shares_keys(*, low: bool, head_dim: int) -> bool:
         head_dim: features of a head.
     """
     return low and head_dim <= TORCH_FLASH_WIDEST
+
+
+def chunk_tokens(tokens: int, bytes_a_token: int, device: str, asked: int | None = None) -> int:
+    """Tokens of the largest chunk of a micro-batch; all of them where its logits need not be cut.
+
+    Args:
+        tokens: of the micro-batch.
+        bytes_a_token: of this rank's logits.
+        device: type of the device.
+        asked: at most so many tokens; None goes by the bytes of their logits.
+    """
+    room = CPU_CHUNK_BYTES if device == "cpu" else GPU_CHUNK_BYTES
+    most = asked if asked is not None else max(1, room // bytes_a_token)
+    chunks = -(-tokens // most)
+    return -(-tokens // max(1, chunks))
 
 
 def kernel_takes(x: Tensor) -> bool:

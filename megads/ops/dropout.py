@@ -23,14 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megads.ops.config import TORCH, KernelOp, Kernels
+from megads.ops.config import DRAWN_AT_ONCE, TORCH, KernelOp, Kernels
 
 RESOLUTION = 2**16
 """A probability is a multiple of 1 / RESOLUTION."""
 ELEMENTS = 8
 """Of one counter."""
-DRAWN_AT_ONCE = 2**22
-"""Elements that plain torch draws together; a row is never cut."""
 ROUNDS, MULTIPLIERS, WEYL = 10, (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
 WORD = 2**32 - 1
 

@@ -10,6 +10,9 @@ from megads.errors import ConfigError
 from megads.ops.config import Implementation
 from megads.runtime.registry import OPTIMIZERS
 
+MUON_BATCH_ELEMENTS = 2**26
+"""Muon multiplies matrices of one shape together up to so many elements: temporary memory is about four times that."""
+
 
 class OptimizerName(StrEnum):
     """The built-in optimizers; plugins register others."""

@@ -9,12 +9,13 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
-
-from torch.nn import Parameter
+from typing import TYPE_CHECKING, Any
 
 from megads.optim.config import OptimConfig, OptimizerName
 from megads.runtime.registry import OPTIMIZERS
+
+if TYPE_CHECKING:
+    from torch.nn import Parameter
 
 _MATRIX = re.compile(
     r"embedding\.(word|position)\.weight"

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megads.ops.config import TORCH, KernelOp, Kernels
 from megads.ops.linear import input_gradient, linear
-from megads.optim.config import MuonOptions, MuonPrecision, OptimConfig, QKVSplit
+from megads.optim.config import MUON_BATCH_ELEMENTS, MuonOptions, MuonPrecision, OptimConfig, QKVSplit
 from megads.optim.groups import Role
 from megads.optim.masters import AdamWRule, MasterLayout, MasterLine, MasterUpdate, ParameterRun
 from megads.parallel.grid import Axis
@@ -31,8 +31,6 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 RMS = 0.2
 """Root mean square of AdamW's steps, measured by Moonlight."""
 EPSILON = 1e-7
-BATCH_ELEMENTS = 2**26
-"""Matrices of one shape are multiplied together up to so many elements: temporary memory is about four times that."""
 
 GRAM_BLOCKS, SMALLEST_BLOCK = 4, 64
 """Rows of blocks of a Gram matrix on a CPU, and the fewest rows in one for which that is quicker than all of it."""
@@ -393,7 +391,7 @@ class MuonRule:
             for place, matrix in enumerate(matrices):
                 by_shape.setdefault(tuple(matrix.shape), []).append((number, place))
         for shape, places in by_shape.items():
-            together = max(1, BATCH_ELEMENTS // math.prod(shape))
+            together = max(1, MUON_BATCH_ELEMENTS // math.prod(shape))
             for start in range(0, len(places), together):
                 batch = places[start : start + together]
                 stacked_krc = torch.stack([parts[number][place] for number, place in batch])

@@ -1,8 +1,8 @@
 """How the model is split over ranks, in pure torch.distributed; knows no model.
 
-`grid` says which rank holds what, and makes the process groups. `sharding` cuts a stage by tensor and sequence
-parallelism, `context` cuts samples, `partition` cuts the model into pipeline stages, which run a `schedule`. `loss` is
-the cross entropy over a cut vocabulary, `norm` RMSNorm over cut features.
+`rank_order` says which rank stands where, `grid` makes the process groups. `sharding` cuts a stage by tensor and
+sequence parallelism, `context` cuts samples, `partition` cuts the model into pipeline stages, which run a `schedule`.
+`loss` is the cross entropy over a cut vocabulary, `norm` RMSNorm over cut features.
 """
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "norm",
     "partition",
     "pipeline_actions",
+    "rank_order",
     "recompute",
     "schedule",
     "schedule_simulation",

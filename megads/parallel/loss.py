@@ -28,15 +28,12 @@ from torch import Tensor, nn
 from megads.batch import BatchInfo, MicroBatch
 from megads.ops import cross_entropy
 from megads.ops import linear as products
-from megads.ops.config import FUSED, TORCH, KernelOp, Kernels
+from megads.ops.config import FUSED, TORCH, KernelOp, Kernels, chunk_tokens
 from megads.ops.softcap import softcap_
-from megads.parallel.grid import Axis, ParallelGrid, own_rows, padded_rows
+from megads.parallel.grid import Axis, ParallelGrid, own_rows
+from megads.parallel.rank_order import padded_rows
 from megads.parallel.region_linear import Region, even_parts, start_gather, start_scatter
 from megads.parallel.weight_gradients import MainGrads, TiedGradient, WeightGradient, WeightGradients
-
-CPU_CHUNK_BYTES, GPU_CHUNK_BYTES = 256 << 20, 1 << 30
-"""Of a rank's logits that are in memory at once where nothing else is asked for. Smaller chunks are slower: each reads
-the weight and its main_grad once more (docs/performance.md)."""
 
 
 def _all_reduce(x: Tensor, op: dist.ReduceOp.RedOpType, axis: Axis) -> None:
@@ -246,21 +243,6 @@ def vocab_parallel_token_losses(
     """
     losses_bs: Tensor = _VocabParallelTokenLosses.apply(logits_bsr, labels_bs, vocab_size, axis, z_loss)
     return losses_bs
-
-
-def chunk_tokens(tokens: int, bytes_a_token: int, device: str, asked: int | None = None) -> int:
-    """Tokens of the largest chunk of a micro-batch; all of them where its logits need not be cut.
-
-    Args:
-        tokens: of the micro-batch.
-        bytes_a_token: of this rank's logits.
-        device: type of the device.
-        asked: at most so many tokens; None goes by the bytes of their logits.
-    """
-    room = CPU_CHUNK_BYTES if device == "cpu" else GPU_CHUNK_BYTES
-    most = asked if asked is not None else max(1, room // bytes_a_token)
-    chunks = -(-tokens // most)
-    return -(-tokens // max(1, chunks))
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,18 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from fnmatch import fnmatchcase
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from math import lcm
+from typing import TypeVar
 
 from megads.errors import ConfigError
 from megads.parallel.config import ParallelConfig, Partition, Recompute
 from megads.parallel.pipeline_actions import StagePlacement
+from megads.parallel.rank_order import padded_rows
+
+T = TypeVar("T")
 
 
 def partition(weights: Sequence[float], num_stages: int) -> list[int]:
@@ -292,3 +297,34 @@ class ShardingTable:
     parameters: Mapping[str, Cut]
     dropouts: tuple[str, ...] = ()
     attention_cores: tuple[str, ...] = ()
+
+
+def first_match(patterns: Mapping[str, T], path: str) -> T | None:
+    """Value of the first pattern that matches a full module path."""
+    return next((value for pattern, value in patterns.items() if fnmatchcase(path, pattern)), None)
+
+
+def cut_dim(cut: Cut | None, num_dims: int) -> int | None:
+    """The dim along which a module's cut divides a parameter; None: each rank holds all of it.
+
+    Args:
+        cut: of the module; None where the table does not name it.
+        num_dims: of the parameter.
+    """
+    if cut is None or cut in (Cut.inside, Cut.sequence):
+        return None
+    dim = 1 if cut is Cut.row else 0
+    return dim if dim < num_dims else None  # the bias of a row-parallel layer is whole
+
+
+def local_shape(key: str, shape: tuple[int, ...], table: ShardingTable, size: int) -> tuple[int, ...]:
+    """Shape of one rank's tensor of a parameter, vocabulary padding included; nothing is built.
+
+    Args:
+        key: the parameter's name in the whole model.
+        shape: its unsharded shape.
+        table: how it may be cut.
+        size: tensor-parallel ranks.
+    """
+    dim = cut_dim(first_match(table.parameters, key.rpartition(".")[0]), len(shape))
+    return tuple(padded_rows(rows, size) if d == dim else rows for d, rows in enumerate(shape))

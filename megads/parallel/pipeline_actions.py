@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 
 P2P_CTAS = 8
 """Most blocks of NCCL's send and receive kernels, and so channels of their communicators. Each block holds a
@@ -205,17 +206,16 @@ def with_messages(
         All actions of each rank, in order.
     """
     arriving: dict[tuple[int, int], deque[Action]] = {}
-    for row in computations:
-        for computation in row:
-            message = message_from(placement, computation)
-            if message is not None:
-                arriving.setdefault((message.sender, message.receiver), deque()).append(message.receive)
+    carried = [[message_from(placement, computation) for computation in row] for row in computations]
+    for message in chain.from_iterable(carried):
+        if message is not None:
+            arriving.setdefault((message.sender, message.receiver), deque()).append(message.receive)
     rows = []
-    for row in computations:
+    for row, messages in zip(computations, carried, strict=True):
         listed: list[Action] = []
         received: set[Action] = set()
-        for computation in row:
-            needed, made = message_to(placement, computation), message_from(placement, computation)
+        for computation, made in zip(row, messages, strict=True):
+            needed = message_to(placement, computation)
             while needed is not None and needed.receive not in received:
                 listed.append(arriving[needed.sender, needed.receiver].popleft())
                 received.add(listed[-1])

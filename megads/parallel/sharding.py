@@ -10,10 +10,10 @@ s), i = local input features, o = local output features, h = hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,10 +23,11 @@ from megads.batch import BatchInfo
 from megads.errors import ConfigError
 from megads.ops.config import TORCH, KernelOp, Kernels
 from megads.ops.softcap import softcap
-from megads.parallel.grid import Axis, padded_rows
+from megads.parallel.grid import Axis
 from megads.parallel.loss import Targets, head_loss
 from megads.parallel.norm import cut_rms_norms
-from megads.parallel.partition import Cut, ShardingTable
+from megads.parallel.partition import Cut, ShardingTable, cut_dim, first_match
+from megads.parallel.rank_order import padded_rows
 from megads.parallel.region_linear import (
     Region,
     closing_linears,
@@ -36,8 +37,6 @@ from megads.parallel.region_linear import (
     reduce_scatter_to_sp_region,
 )
 from megads.parallel.weight_gradients import SplitLayer, TiedGradient, WeightGradients, add_whole, linear
-
-T = TypeVar("T")
 
 
 class RowGradient:
@@ -342,34 +341,14 @@ def _parallel_layer(layer: nn.Module, path: str, cut: Cut, region: Region) -> nn
 def _placement(
     key: str, shape: tuple[int, ...], cut: Cut | None, axis: Axis, sequence_parallel: bool = False
 ) -> ParameterPlacement:
-    dim = 1 if cut is Cut.row else 0
     if cut is Cut.inside:
         return ParameterPlacement(key, shape, partial=axis.size > 1)
-    if cut is None or cut is Cut.sequence or dim >= len(shape):  # the bias of a row-parallel layer is whole
+    dim = cut_dim(cut, len(shape))
+    if dim is None:
         return ParameterPlacement(key, shape, partial=sequence_parallel)
     rows = padded_rows(shape[dim], axis.size)
     start = min(axis.rank * rows, shape[dim])
     return ParameterPlacement(key, shape, dim, start, max(0, min(rows, shape[dim] - axis.rank * rows)))
-
-
-def _first_match(patterns: Mapping[str, T], path: str) -> T | None:
-    """Value of the first pattern that matches a full module path."""
-    return next((value for pattern, value in patterns.items() if fnmatchcase(path, pattern)), None)
-
-
-def local_shape(key: str, shape: tuple[int, ...], table: ShardingTable, size: int) -> tuple[int, ...]:
-    """Shape of one rank's tensor of a parameter, vocabulary padding included; nothing is built.
-
-    Args:
-        key: the parameter's name in the whole model.
-        shape: its unsharded shape.
-        table: how it may be cut.
-        size: tensor-parallel ranks.
-    """
-    place = _placement(
-        key, shape, _first_match(table.parameters, key.rpartition(".")[0]), Axis(0, tuple(range(size)), None)
-    )
-    return tuple(padded_rows(rows, size) if dim == place.dim else rows for dim, rows in enumerate(shape))
 
 
 def attention_cores(stage: nn.Module, name: str, table: ShardingTable) -> list[nn.Module]:
@@ -417,7 +396,7 @@ def shard_stage(
     placements = {}
     for path, parameter in stage.named_parameters():
         key = f"{name}.{path}"
-        cut = _first_match(table.parameters, key.rpartition(".")[0])
+        cut = first_match(table.parameters, key.rpartition(".")[0])
         placements[path] = _placement(key, tuple(parameter.shape), cut, axis, sequence_parallel)
 
     for core in attention_cores(stage, name, table):
@@ -426,7 +405,7 @@ def shard_stage(
         full_path = f"{name}.{path}".rstrip(".")
         if sequence_parallel and any(fnmatchcase(full_path, pattern) for pattern in table.dropouts):
             module.shard = (axis.rank, axis.size)
-        cut = _first_match(table.parameters, full_path)
+        cut = first_match(table.parameters, full_path)
         if cut is None or cut is Cut.inside:
             continue
         with torch.device("meta"):

@@ -25,15 +25,13 @@ from itertools import accumulate, chain, pairwise
 from math import prod
 
 from megads.model.config import ModelConfig, sharding_of
-from megads.model.gpt import EMBEDDING, TIED_COPY, TIED_PARAMETER, is_block, stage_specs
-from megads.optim.config import OptimConfig, OptimizerName
+from megads.model.stage_names import EMBEDDING, TIED_COPY, TIED_PARAMETER, is_block, stage_weights
+from megads.optim.config import MUON_BATCH_ELEMENTS, OptimConfig, OptimizerName
 from megads.optim.groups import BucketLayout, Member, Role, bucket_layouts, held_kinds, parameter_role
-from megads.optim.muon import BATCH_ELEMENTS
 from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Recompute
-from megads.parallel.grid import GridCoordinate, rank_at
-from megads.parallel.partition import block_modes, stage_bounds
+from megads.parallel.partition import block_modes, local_shape, stage_bounds
 from megads.parallel.pipeline_actions import P2P_CTAS, Schedule, StagePlacement
-from megads.parallel.sharding import local_shape
+from megads.parallel.rank_order import GridCoordinate, rank_at
 from megads.plan.activations import stage_ops
 from megads.plan.memory_timeline import (
     GradientSums,
@@ -191,9 +189,9 @@ def memory_plan(
     Raises:
         ConfigError: more pipeline stages than layers, or more recomputed blocks than there are.
     """
-    specs = stage_specs(model, seed=0)
-    bounds = stage_bounds([spec.weight for spec in specs], parallel)
-    layers = [tuple(spec.name for spec in specs[start:end]) for start, end in pairwise(bounds)]
+    weights = stage_weights(model)
+    names, bounds = list(weights), stage_bounds(list(weights.values()), parallel)
+    layers = [tuple(names[start:end]) for start, end in pairwise(bounds)]
     shapes = parameter_shapes(model)
     if model.tie_embeddings:
         shapes[TIED_COPY] = shapes[TIED_PARAMETER]
@@ -324,7 +322,7 @@ def _step_transient(buckets: Sequence[BucketLayout], parallel: ParallelConfig, w
     elements = sum(bucket.numel for bucket in hidden)
     share = _share(elements, parallel)
     owned = max(elements // parallel.data_size, max((_largest(bucket) for bucket in hidden), default=0))
-    return low * (share + 2 * owned) + low * 4 * min(owned, BATCH_ELEMENTS)
+    return low * (share + 2 * owned) + low * 4 * min(owned, MUON_BATCH_ELEMENTS)
 
 
 def _largest(bucket: BucketLayout) -> int:

@@ -53,6 +53,15 @@ from megads.plan.operators import (
 JITTER = 0.004
 """Standard deviation of a rank's time of a step, relative: a step ends with the slowest of n ranks, sqrt(2 ln n) of
 these later on average. Calibrated (docs/planning.md)."""
+PHASES = {
+    "forward passes": "what the rank computes forward, and waits for inside of it (tp, cp)",
+    "backward passes": "likewise backward, with what is recomputed",
+    "waits of the pipeline": "bubble, messages, uneven stages",
+    "gradient reduction": "what is left of it after the last backward pass",
+    "optimizer step": "norm, update, and the gather of new weights",
+    "everything else": "data, hooks, saves, the slowest rank",
+}
+"""Parts of a step that a timeline tells apart, of the rank that computes most."""
 _STEADY_ROUNDS = 2
 """Micro-batches for every virtual stage, after which a step repeats itself."""
 _SAVED_BYTES = 12
@@ -274,6 +283,26 @@ class StepModel:
         flops = model_flops_per_token(self.model, shape.seq_len)
         parts = {name: seconds for name, seconds in parts.items() if seconds > 1e-9}
         return StepEstimate(parts, tokens, flops, parallel.world_size, self.device.peak_tflops)
+
+    def phases(self) -> dict[str, float]:
+        """Seconds of the step as a timeline tells them apart (`PHASES`); their sum is the step's time.
+
+        Under ZeRO-2 and ZeRO-3 gradients and weights travel inside of the passes.
+        """
+        parts, parallel = self.estimate().parts, self.parallel
+        busiest = max(range(parallel.pp), key=lambda rank: total(self._busy(rank)))
+        held = [self.stages[stage] for stage in parallel.placement.stages_of(busiest)]
+        forward, of_input, of_weight = (sum(total(stage[part]) for stage in held) for part in range(3))
+        reduction, weights = (parts.get(name, 0.0) for name in ("reduction", "weights"))
+        inside = parallel.zero_stage in GRADIENT_STAGES
+        return {
+            "forward passes": self.shape.micro_batches * forward,
+            "backward passes": self.shape.micro_batches * (of_input + of_weight) + inside * (reduction + weights),
+            "waits of the pipeline": parts.get("pipeline", 0.0),
+            "gradient reduction": 0.0 if inside else reduction,
+            "optimizer step": parts.get("optimizer", 0.0) + parts.get("new weights", 0.0),
+            "everything else": parts.get("saves", 0.0) + parts.get("stragglers", 0.0),
+        }
 
     def _held(self, rank: int) -> float:
         """Elements of a pipeline rank."""

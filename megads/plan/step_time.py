@@ -9,15 +9,22 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-from megads.engine.timeline import Span
 from megads.model.config import ModelConfig
-from megads.model.gpt import HEAD, is_block, stage_specs
+from megads.model.stage_names import HEAD, is_block, stage_weights
 from megads.parallel.config import ParallelConfig, Partition, Recompute
 from megads.parallel.partition import block_modes, stage_bounds
 from megads.parallel.pipeline_actions import ActionKind, Schedule
-from megads.parallel.schedule_simulation import ScheduleCosts, Timeline, bubble_share, peak_waiting, run_clock
+from megads.parallel.schedule_simulation import (
+    ScheduleCosts,
+    Timeline,
+    bubble_share,
+    known_bubble_share,
+    peak_waiting,
+    run_clock,
+)
 from megads.plan.memory import Workload, one_pass
 from megads.plan.model_size import LayerFlops, block_flops, head_flops, recompute_flops
+from megads.runtime.span import Span
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,9 @@ def outlook(model: ModelConfig, parallel: ParallelConfig, workload: Workload, sp
     """Runs the layout's schedule on the clock; neither parallel.recompute nor parallel.partition is auto any more."""
     schedule = parallel.schedule_of(workload.micro_batches)
     timeline = run_clock(schedule, estimated_costs(model, parallel, workload, speed))
-    return Outlook(schedule, bubble_share(schedule), timeline, tuple(peak_waiting(schedule)))
+    known = known_bubble_share(schedule.name, parallel.pp, parallel.virtual_stages or 1, workload.micro_batches)
+    share = bubble_share(schedule) if known is None else known
+    return Outlook(schedule, share, timeline, tuple(peak_waiting(schedule)))
 
 
 def estimated_costs(model: ModelConfig, parallel: ParallelConfig, workload: Workload, speed: Speed) -> ScheduleCosts:
@@ -75,8 +84,8 @@ def estimated_costs(model: ModelConfig, parallel: ParallelConfig, workload: Work
 
     Norms, activations, the embedding and the messages inside of tensor and context parallelism are left out.
     """
-    names = [spec.name for spec in stage_specs(model, seed=0)]
-    bounds = stage_bounds([spec.weight for spec in stage_specs(model, seed=0)], parallel)
+    weights = stage_weights(model)
+    names, bounds = list(weights), stage_bounds(list(weights.values()), parallel)
     layers = [names[start:end] for start, end in pairwise(bounds)]
     modes = _modes(layers, parallel)
     block, head, again = (

@@ -1,8 +1,8 @@
 """What every process of a run stands on, whatever it computes.
 
 Environment variables, files and the run directory, the lease and the secret of a start, SLURM, process groups and the
-control plane, heartbeats, requests to stop, metrics and events, the hook protocol, the registries of plugins, and what
-a terminal shows.
+control plane, heartbeats, requests to stop, metrics, events and spans, the hook protocol, the registries of plugins,
+and what a terminal shows.
 """
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "run_dir",
     "run_secret",
     "slurm",
+    "span",
     "stop",
     "terminal_region",
     "terminal_text",

@@ -129,6 +129,28 @@ def test_the_planned_step_is_drawn(elsewhere: Path, capsys: pytest.CaptureFixtur
     assert "timeline = nowhere/step.json cannot be written (No such file" in capsys.readouterr().err
 
 
+def test_where_the_time_goes_is_drawn(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a picture without some part, of another step than the one that is printed, and a plot of nothing."""
+    asked = ["plan", "model=bloom_560m", "model.vocab_size=50304", "parallel.tp=2", "device=a100_80gb", "json=true"]
+    assert run([*asked, "plot=step.html"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert run([*asked, "plot=step.svg"]) == 0 and run([*asked, "plot=step.png"]) == 0
+    page, picture = (elsewhere / "step.html").read_text(), (elsewhere / "step.svg").read_text()
+    for name, seconds in plan["parts"].items():
+        assert f"<td>{name}</td>" in page and f">{name}</text>" in picture
+        assert f">{seconds / plan['step_time_s']:.1%}</td>" in page
+    assert f"seconds of {plan['step_time_s']:,.2f} s" in picture
+    assert (elsewhere / "step.png").read_bytes().startswith(b"\x89PNG")
+    capsys.readouterr()
+    for words, named in (
+        (["plot=step.pdf"], "must end in .png, .svg or .html"),
+        (["plot=step.png", "device=cpu"], "needs a device whose speed is known"),
+        (["plot=nowhere/step.png"], "plot = nowhere/step.png cannot be written (No such file"),
+    ):
+        assert run([*asked, *words]) == 2
+        assert named in capsys.readouterr().err
+
+
 def test_dry_run_compares_schedules(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a dry run that hides what the pipeline costs, and auto that is left to the ranks."""
     train = ["train", "train.steps=1", "model.num_layers=8", "model.vocab_size=4096", DATA, "run.dry_run=true"]

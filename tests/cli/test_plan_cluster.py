@@ -119,6 +119,27 @@ def test_planning_a_life_needs_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ["experiment=bloom_176b", "device=a100_80gb", "ranks=true"],
+        ["model=bloom_560m", "model.vocab_size=50304", "parallel.pp=2", "schedules=true"],
+        ["model=llama3_8b", "device=h100", "search=true", "gpus=8", "train.global_batch_size=64", "json=true"],
+    ],
+    ids=["step", "schedules", "search"],
+)
+def test_planning_needs_no_torch(asked: list[str]) -> None:
+    """Catches an import, anywhere on the way of a plan, that loads torch: it took half of the command's time."""
+    program = (
+        "import sys\nfrom megads.cli.main import run; code = run(sys.argv[1:])\n"
+        "assert not {'torch', 'deepspeed', 'numpy', 'matplotlib'} & set(sys.modules), 'heavy'\n"
+        "sys.exit(code)"
+    )
+    command = [sys.executable, "-c", program, "plan", *asked]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def budget(capsys: pytest.CaptureFixture[str], *overrides: str) -> dict[str, object]:
     assert run(["plan", "budget_hours=168", "gpus=64", "device_tflops=400", "json=true", *overrides]) == 0
     return dict(json.loads(capsys.readouterr().out))

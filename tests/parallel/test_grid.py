@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from megads.errors import ConfigError
 from megads.parallel.config import ParallelConfig
-from megads.parallel.grid import GridCoordinate, axis_lines, build_grid, place_of, rank_at, single_rank_grid
+from megads.parallel.grid import build_grid, single_rank_grid
+from megads.parallel.rank_order import GridCoordinate, axis_lines, place_of, rank_at
 from tests.distributed import run_ranks
 
 LAYOUTS = [

@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megads.ops.config import FUSED, TORCH, Implementation, OpsConfig
+from megads.ops.config import FUSED, TORCH, Implementation, OpsConfig, chunk_tokens
 from megads.ops.linear import linear
 from megads.ops.resolve import load
-from megads.parallel.grid import padded_rows, single_rank_grid
-from megads.parallel.loss import Targets, chunk_tokens, head_loss, loss_in_place, vocab_parallel_token_losses
+from megads.parallel.grid import single_rank_grid
+from megads.parallel.loss import Targets, head_loss, loss_in_place, vocab_parallel_token_losses
+from megads.parallel.rank_order import padded_rows
 from megads.parallel.region_linear import Region
 from megads.parallel.weight_gradients import WeightGradients
 from tests.distributed import run_ranks

@@ -18,8 +18,9 @@ from megads.model.dropout import Dropout
 from megads.model.gpt import stage_specs
 from megads.ops.config import FUSED, TORCH, Implementation, OpsConfig
 from megads.ops.resolve import load
-from megads.parallel.grid import Axis, padded_rows
+from megads.parallel.grid import Axis
 from megads.parallel.partition import Cut, ShardingTable
+from megads.parallel.rank_order import padded_rows
 from megads.parallel.region_linear import Region
 from megads.parallel.sharding import (
     ColumnParallelBranches,

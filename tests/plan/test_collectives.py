@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megads.parallel.config import ParallelConfig
-from megads.parallel.grid import axis_lines
+from megads.parallel.rank_order import axis_lines
 from megads.plan.collectives import CommunicationGroup, Network, all_gather, all_reduce, group_of, message
 from megads.plan.devices import DEVICES
 

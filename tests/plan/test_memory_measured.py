@@ -10,7 +10,7 @@ from megads.model.config import AttentionKind, MLPKind, ModelConfig, NormKind, N
 from megads.ops.config import Implementation, OpsConfig
 from megads.optim.config import OptimConfig
 from megads.parallel.config import ParallelConfig, Recompute
-from megads.parallel.grid import place_of
+from megads.parallel.rank_order import place_of
 from megads.parallel.schedule import ScheduleName
 from tests.distributed import run_ranks
 from tests.parity import Scenario

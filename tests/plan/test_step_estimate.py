@@ -18,7 +18,7 @@ from megads.parallel.schedule_simulation import run_clock
 from megads.plan.devices import DEVICES, find_device, read_device
 from megads.plan.model_size import block_flops, head_flops, model_flops_per_token
 from megads.plan.operators import MEGADS, Execution, RankOperators, matmul_seconds, total
-from megads.plan.step_estimate import StepEstimate, StepModel, StepShape, estimate_step
+from megads.plan.step_estimate import PHASES, StepEstimate, StepModel, StepShape, estimate_step
 from scripts.bench.plan_published import errors, published_steps
 
 GPT = ModelConfig(
@@ -96,6 +96,28 @@ def test_the_parts_are_the_step() -> None:
         idle = found.parts["pipeline"] / found.step_time_s
         share = {"1f1b": 3 / 67, "interleaved": 3 / 131, "zb_h1": 1 / 67}[schedule]
         assert idle == pytest.approx(share, abs=0.025)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {},
+        {"pp": 4, "tp": 2, "dp": 2},
+        {"dp": 8, "zero_stage": 2},
+        {"dp": 8, "zero_stage": 3},
+        {"pp": 2},
+    ],
+    ids=str,
+)
+def test_phases_are_the_parts_in_other_words(layout: dict[str, int]) -> None:
+    """Catches a part of the plan that no phase of a timeline has, or two have."""
+    parallel = ParallelConfig(**layout)  # type: ignore[arg-type]
+    model = StepModel(GPT, parallel, StepShape(2048, 1, 16, save_every_steps=100), A100)
+    phases, estimate = model.phases(), model.estimate()
+    assert list(phases) == list(PHASES)
+    assert sum(phases.values()) == pytest.approx(estimate.step_time_s, rel=1e-6)
+    assert (phases["gradient reduction"] > 0) is (parallel.dp > 1 and parallel.zero_stage < 2)
+    assert 1.5 < phases["backward passes"] / phases["forward passes"] < 3.5
 
 
 def test_long_steps_are_as_if_they_were_simulated_whole() -> None:

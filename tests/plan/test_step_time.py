@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from megads.engine.timeline import Span
 from megads.model.config import ModelConfig
 from megads.parallel.config import ParallelConfig, Partition, Recompute
 from megads.parallel.schedule import ScheduleName, build_schedule
@@ -26,6 +25,7 @@ from megads.plan.step_time import (
     simulated_step,
     with_estimated_partition,
 )
+from megads.runtime.span import Span
 
 MODEL = ModelConfig(num_layers=8, hidden_size=64, num_heads=4, vocab_size=4096)
 WORK = Workload(seq_len=32, micro_batch_size=2, micro_batches=6, weight_bytes=2)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
 from megads.errors import ConfigError
 
@@ -34,3 +36,15 @@ class CalibrateConfig:
             raise ConfigError(f"threads = {self.threads}: must be at least 1")
         if not 0 < self.seconds <= 60:
             raise ConfigError(f"seconds = {self.seconds}: must be above 0 and at most 60")
+        self._require_writable()
+
+    def _require_writable(self) -> None:
+        """Raises ConfigError where the file could not be written after minutes of measuring."""
+        path = Path(self.out)
+        if path.is_dir():
+            raise ConfigError(f"out = {path} is a folder: choose another file")
+        try:
+            with tempfile.TemporaryFile(dir=path.absolute().parent):
+                pass
+        except OSError as error:
+            raise ConfigError(f"out = {path} cannot be written ({error.strerror}): choose another file") from error

@@ -26,7 +26,7 @@ from megads.engine.interface import Shard
 from megads.errors import ConfigError
 from megads.frozen_config import config_of_start
 from megads.model.config import ModelConfig
-from megads.model.gpt import EMBEDDING, HEAD
+from megads.model.stage_names import EMBEDDING, HEAD
 from megads.optim.groups import AVERAGE
 from megads.plan.model_size import parameter_count, parameter_shapes
 from megads.tools.generate import checkpoint_tokenizer, run_path

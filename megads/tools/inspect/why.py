@@ -33,7 +33,7 @@ from megads.evaluate.generation import choose_device, choose_dtype
 from megads.frozen_config import config_dict, config_of_start, load_frozen
 from megads.model.gpt import GPT, token_losses
 from megads.parallel.context import held_chunks
-from megads.parallel.grid import GridCoordinate, place_of
+from megads.parallel.rank_order import GridCoordinate, place_of
 from megads.runtime.metrics import read_json_lines
 from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE, METRICS_FILE, find_run
 from megads.tools.inspect.why_config import LossChoice, WhyConfig

@@ -40,6 +40,8 @@ class PlanConfig(RootConfig):
     timeline: str | None = None
     """Draw the step that the schedule plans, all ranks over time, into this file: .svg or .png, or .json for Perfetto
     and chrome://tracing."""
+    plot: str | None = None
+    """Draw where the time of a step goes on the device that is named, into this file: .png, .svg or .html."""
     rank_tflops: float | None = None
     """TFLOPs that a rank achieves, for a schedule's times in seconds; null leaves times relative and messages free."""
     link_gigabytes_per_s: float | None = None
@@ -102,6 +104,13 @@ class PlanConfig(RootConfig):
             raise ConfigError(
                 "link_gigabytes_per_s and link_latency_us need rank_tflops, which says how long a pass takes beside a "
                 "message: set it, for example rank_tflops=150"
+            )
+        if self.plot is not None and not self.plot.endswith((".png", ".svg", ".html")):
+            raise ConfigError(f"plot = {self.plot}: must end in .png, .svg or .html")
+        if self.plot is not None and not (self.names_device and not self.search):
+            raise ConfigError(
+                f"plot = {self.plot} draws the time of a layout's step: needs a device whose speed is known, one of "
+                f"{', '.join(DEVICES)}, or a file that megads calibrate wrote, and no search=true"
             )
         if self.timeline is not None and not self.timeline.endswith((".svg", ".png", ".json")):
             raise ConfigError(f"timeline = {self.timeline}: must end in .svg, .png or .json")

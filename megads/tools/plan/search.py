@@ -13,13 +13,14 @@ from rich.table import Table
 from megads.config import RootConfig, check_shape
 from megads.errors import ConfigError
 from megads.launch.preflight_memory import gib, plan_of, settle_auto
+from megads.launch.step_plan import execution_of, machine_of, shape_of
 from megads.parallel.config import Partition
 from megads.plan.collectives import crosses_nodes, group_of
 from megads.plan.devices import Device
 from megads.plan.layout_search import Examined, Found, LayoutCandidate, Question, neighbours, search, step_model
 from megads.runtime.visible_console import VisibleConsole
 from megads.tools.plan.config import PlanConfig
-from megads.tools.plan.step import execution_of, machine_of, network_of, seconds_text, shape_of, step_json
+from megads.tools.plan.step import network_of, seconds_text, step_json
 
 _WORTH_A_WORD = 0.03
 """Share of a step from which a part is a reason."""

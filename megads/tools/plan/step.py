@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from megads.config import RootConfig
-from megads.launch.preflight_memory import Machine, micro_batches, settle_auto
-from megads.ops.resolve import plans_fused
+from megads.launch.preflight_memory import settle_auto
+from megads.launch.step_plan import connected_device, machine_of, step_of
 from megads.plan.collectives import Network
-from megads.plan.devices import Device, find_device
-from megads.plan.operators import MEGADS, Execution
-from megads.plan.step_estimate import StepEstimate, StepShape, estimate_step
-from megads.runtime.machine_memory import available_memory
+from megads.plan.devices import Device
+from megads.plan.step_estimate import StepEstimate
 from megads.tools.plan.config import PlanConfig
-from megads.train_config import Precision
 
 _BAR = 40
 """Characters of a bar as long as the step."""
-_MEANING = {
+MEANING = {
     "matmul": "matrix products",
     "attention": "attention cores",
     "elementwise": "norms, activations, residuals, dropouts, loss",
@@ -43,49 +38,12 @@ def device_of(asked: PlanConfig) -> Device | None:
     """The device that is asked for by name or file, as the cluster connects it; None for auto, cpu and cuda."""
     if not asked.names_device:
         return None
-    device = find_device(asked.device)
-    if asked.cluster.ranks_per_node is not None:
-        device = replace(device, ranks_per_node=asked.cluster.ranks_per_node)
-    if asked.nic_gigabytes_per_s is not None:
-        device = replace(device, nic_gigabytes_per_s=asked.nic_gigabytes_per_s)
-    return device if asked.train.precision is Precision.bf16 else device.in_fp32()
+    return connected_device(asked.device, asked, asked.nic_gigabytes_per_s)
 
 
 def network_of(asked: PlanConfig) -> Network:
     """What is beyond the nodes."""
     return Network(asked.pod_ranks, asked.oversubscription)
-
-
-def machine_of(device: Device) -> Machine:
-    """The memory of a device that was asked for by name."""
-    if device.on_cpu:
-        return Machine(available_memory(), per_gpu=False)
-    return Machine(int(device.memory_gib * 2**30), per_gpu=True)
-
-
-def execution_of(config: RootConfig, device: Device) -> Execution:
-    """How megads runs the config on a device: on CPUs its kernels add gradients inside of products."""
-    if not device.on_cpu:
-        return MEGADS
-    return replace(MEGADS, sums_in_product=plans_fused(config.ops, cuda=False))
-
-
-def shape_of(config: RootConfig) -> StepShape:
-    """What a step of the full batch size computes."""
-    checkpoint = config.checkpoint
-    return StepShape(
-        seq_len=config.train.seq_len,
-        micro_batch_size=config.train.micro_batch_size,
-        micro_batches=micro_batches(config),
-        width=2 if config.train.precision is Precision.bf16 else 4,
-        save_every_steps=checkpoint.every_steps,
-    )
-
-
-def step_of(config: RootConfig, device: Device, network: Network) -> StepEstimate:
-    """The time of a step; nothing in the layout is auto any more."""
-    execution = execution_of(config, device)
-    return estimate_step(config.model, config.parallel, shape_of(config), device, network, execution)
 
 
 def planned_step(asked: PlanConfig) -> StepEstimate | None:
@@ -129,7 +87,7 @@ def step_table(estimate: StepEstimate) -> Table:
     whole = estimate.step_time_s
     for name, seconds in sorted(estimate.parts.items(), key=lambda part: -part[1]):
         bar = "█" * round(_BAR * seconds / whole)
-        table.add_row(name, seconds_text(seconds), f"{seconds / whole:.1%}", bar, _MEANING[name])
+        table.add_row(name, seconds_text(seconds), f"{seconds / whole:.1%}", bar, MEANING[name])
     return table
 
 

@@ -15,10 +15,10 @@ from megads.config import RootConfig, check_shape
 from megads.errors import ConfigError
 from megads.launch.preflight_memory import Machine, gib, plan_of, workload_of
 from megads.model.config import ModelConfig
-from megads.model.gpt import EMBEDDING, HEAD, stage_specs
+from megads.model.stage_names import EMBEDDING, HEAD, stage_weights
 from megads.parallel.config import AXES, ParallelConfig
-from megads.parallel.grid import GridCoordinate, axis_lines, padded_rows, place_of
 from megads.parallel.partition import stage_bounds
+from megads.parallel.rank_order import GridCoordinate, axis_lines, padded_rows, place_of
 from megads.parallel.schedule import ScheduleName
 from megads.plan.step_time import Outlook, Speed, outlook
 from megads.runtime.visible_console import VisibleConsole
@@ -57,9 +57,9 @@ def rank_places(model: ModelConfig, parallel: ParallelConfig, ranks_per_node: in
     Raises:
         ConfigError: more pipeline stages than layers.
     """
-    specs = stage_specs(model, seed=0)
-    bounds = stage_bounds([spec.weight for spec in specs], parallel)
-    stages = [tuple(spec.name for spec in specs[start:end]) for start, end in pairwise(bounds)]
+    weights = stage_weights(model)
+    names, bounds = list(weights), stage_bounds(list(weights.values()), parallel)
+    stages = [tuple(names[start:end]) for start, end in pairwise(bounds)]
     share, placement = model.num_heads // parallel.tp, parallel.placement
     found = []
     for rank in range(parallel.world_size):

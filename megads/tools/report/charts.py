@@ -17,6 +17,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from megads.runtime.metrics import read_json_lines
 from megads.runtime.run_dir import slowdowns_path
 from megads.tools.report.history import FloatArray, RunHistory
+from megads.tools.report.planned_step import StepComparison, draw_comparison
 from megads.tools.report.style import BLUE, GREEN, INK, MUTED, ORANGE, RED, Chart, close_panel, count_axis, open_panel
 from megads.tools.report.timeline import draw_activities, draw_step_timeline, draw_timeline, read_steps
 
@@ -104,8 +105,13 @@ _TASK_LOOKS = tuple(product(("o", "s", "D", "^"), (BLUE, GREEN, ORANGE, RED, INK
 _VALIDATION_LOOKS = ((GREEN, "o"), (ORANGE, "s"), (INK, "D"))
 
 
-def run_charts(history: RunHistory) -> list[Chart]:
-    """The charts of a run in the order of its page."""
+def run_charts(history: RunHistory, compared: StepComparison | None = None) -> list[Chart]:
+    """The charts of a run in the order of its page.
+
+    Args:
+        history: of the run.
+        compared: a timed step beside its plan.
+    """
     steps = read_steps(history.run_dir)
     return [
         Chart(
@@ -123,6 +129,7 @@ def run_charts(history: RunHistory) -> list[Chart]:
             partial(draw_step_timeline, history, steps),
             wide=True,
         ),
+        Chart("planned_step", "Parts of a timed step, measured and planned", partial(draw_comparison, compared)),
         Chart(
             "stragglers",
             "How much longer than its peers each rank computed, over steps",

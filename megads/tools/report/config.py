@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megads.errors import ConfigError
+from megads.plan.devices import find_device
 
 MOST_RUNS = 8
 """Runs of one comparison; more curves than this cannot be told apart."""
@@ -20,6 +21,9 @@ class ReportConfig:
     output: str | None = None
     """Folder for report.html and report/*.png; null is the run's own. A comparison must name one. Of a site it is
     site-report unless given."""
+    device: str | None = None
+    """Plan a step of the run on this device, a name or the file that megads calibrate wrote on the run's machine, and
+    show it beside the timed steps (logging.timeline_every_steps)."""
     site: str | None = None
     """Instead of a run: what sacct --parsable2 printed, a file, or the command, as site="sacct --starttime=2026-01-01"
     (docs/site.md)."""
@@ -56,6 +60,10 @@ class ReportConfig:
             raise ConfigError(f"run names {', '.join(sorted(twice))} twice: give every run once")
         if len(runs) > MOST_RUNS:
             raise ConfigError(f"run names {len(runs)} runs: at most {MOST_RUNS} can be told apart in one picture")
+        if self.device is not None:
+            find_device(self.device)
+            if len(runs) > 1:
+                raise ConfigError(f"device = {self.device} plans a step of one run: give one run")
         if len(runs) > 1 and self.output is None:
             raise ConfigError(
                 "a comparison of several runs belongs to none of them: say where it goes, for example "
@@ -68,6 +76,8 @@ class ReportConfig:
             raise ConfigError(
                 f"run = {self.run} and site = {self.site}: a report is of a run or of a site, give one of them"
             )
+        if self.device is not None:
+            raise ConfigError(f"device = {self.device} plans a step of a run: it does not apply to site")
         if not str(self.site).strip():
             raise ConfigError("site is empty: give what sacct --parsable2 printed, or the command")
         if self.site_gpus is not None and self.site_gpus < 1:

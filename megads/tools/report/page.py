@@ -7,7 +7,7 @@ from __future__ import annotations
 import html
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import resources
 from pathlib import Path
@@ -21,11 +21,13 @@ from megads import __version__
 from megads.errors import ConfigError
 from megads.monitor.accounting import Accounting, Activity
 from megads.monitor.console import render_event
+from megads.plan.step_estimate import PHASES
 from megads.runtime.files import atomic_writer
 from megads.runtime.run_dir import find_run
 from megads.tools.report.charts import axis_top, envelope, finite, run_charts, smooth, smoothing_width
 from megads.tools.report.config import ReportConfig
 from megads.tools.report.history import FloatArray, RunHistory, StoredCheckpoint, number, read_history
+from megads.tools.report.planned_step import StepComparison, compare_step
 from megads.tools.report.style import (
     CYCLE,
     PALETTE,
@@ -45,22 +47,24 @@ _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 _MOST_EVENTS = 200
 
 
-def run_page(history: RunHistory, pictures: Sequence[str]) -> str:
+def run_page(history: RunHistory, pictures: Sequence[str], compared: StepComparison | None = None) -> str:
     """The report of one run as a whole page, see `run_body`."""
-    return document(history.run_id, [*run_body(history, pictures), footer(history.unreadable_lines)])
+    return document(history.run_id, [*run_body(history, pictures, compared), footer(history.unreadable_lines)])
 
 
-def run_body(history: RunHistory, pictures: Sequence[str]) -> list[str]:
+def run_body(history: RunHistory, pictures: Sequence[str], compared: StepComparison | None = None) -> list[str]:
     """The report of one run, without its footer.
 
     Args:
         history: what to show.
         pictures: its charts, as `picture` gives them.
+        compared: a timed step beside its plan; None where no step was timed.
     """
     words, kind = status(history)
     badge = f'<span class="status {kind}">{html.escape(words)}</span>'
     rest = [
         ("Where the time went", _activities(history.accounting)),
+        ("A step beside its plan", _compared(compared)),
         ("Evaluations", _evaluations(history.events)),
         ("Events", _events(history.events)),
         ("Checkpoints on disk", _checkpoints(history.checkpoints)),
@@ -195,6 +199,28 @@ def _activities(accounting: Accounting | None) -> str:
         for name, us, meaning in [*rows, ("wall time", accounting.wall_us, "from the first command on")]
     )
     return table(("activity", ">seconds", ">share", "what it is"), cells)
+
+
+def _compared(compared: StepComparison | None) -> str:
+    """The parts of a timed step, those of its plan where there is one, and which part makes the difference."""
+    if compared is None:
+        return ""
+
+    def cells(name: str, measured_s: float, planned_s: float | None, what: str) -> str:
+        planned = "" if planned_s is None else f"{planned_s:.4f}"
+        ratio = f"{measured_s / planned_s:.2f}" if planned_s else ""
+        figures = "".join(f'<td class="number">{one}</td>' for one in (planned, f"{measured_s:.4f}", ratio))
+        return f"<tr><td>{name}</td>{figures}<td>{what}</td></tr>"
+
+    planned = compared.planned_s
+    rows = [
+        cells(name, measured_s, None if planned is None else planned[name], PHASES[name])
+        for name, measured_s in compared.measured_s.items()
+    ]
+    whole = None if planned is None else sum(planned.values())
+    rows.append(cells("step", sum(compared.measured_s.values()), whole, f"step {compared.step:,}"))
+    said = html.escape(compared.sentence)
+    return f"<p>{said}</p>{table(('part', '>planned, s', '>measured, s', '>ratio', 'what'), rows)}"
 
 
 def _events(events: Sequence[Mapping[str, Any]]) -> str:
@@ -402,11 +428,13 @@ class WrittenReport:
         page: the HTML file.
         pictures: the PNG files, the most telling first.
         trace: timed steps for ui.perfetto.dev; None where the run has none.
+        said: what makes a step of the run slower than planned.
     """
 
     page: Path
     pictures: tuple[Path, ...]
     trace: Path | None = None
+    said: str = ""
 
 
 def write_report(config: ReportConfig) -> WrittenReport:
@@ -419,7 +447,11 @@ def write_report(config: ReportConfig) -> WrittenReport:
     folder = Path(config.output) if config.output else histories[0].run_dir
     if len(histories) == 1:
         trace = step_trace_json(histories[0].run_dir)
-        return write_pages(folder, run_charts(histories[0]), partial(run_page, histories[0]), trace)
+        compared = compare_step(histories[0], config.device)
+        written = write_pages(
+            folder, run_charts(histories[0], compared), partial(run_page, histories[0], compared=compared), trace
+        )
+        return replace(written, said=compared.sentence if compared is not None and config.device else "")
     return write_pages(folder, comparison_charts(histories), partial(_comparison_page, histories))
 
 

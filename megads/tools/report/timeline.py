@@ -17,7 +17,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from megads.engine.timeline import Span
 from megads.errors import ConfigError
 from megads.monitor.accounting import Activity
 from megads.parallel.pipeline_actions import ActionKind, Schedule
@@ -32,6 +31,7 @@ from megads.plan.step_time import (
     simulated_step,
 )
 from megads.runtime.files import read_json
+from megads.runtime.span import Span
 from megads.tools.report.history import RunHistory, number
 from megads.tools.report.style import (
     BLUE,

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megads.model.config import ModelConfig
-from megads.model.gpt import TIED_PARAMETER
+from megads.model.stage_names import TIED_PARAMETER
 from megads.parallel.config import ParallelConfig
 from megads.tools.verify.run import Run
 

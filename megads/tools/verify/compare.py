@@ -19,7 +19,8 @@ from torch import Tensor
 from megads.config import RootConfig
 from megads.errors import EXIT_OK, ConfigError
 from megads.launch.launcher import LaunchSpec, launch
-from megads.model.gpt import GPT, TIED_PARAMETER, token_losses
+from megads.model.gpt import GPT, token_losses
+from megads.model.stage_names import TIED_PARAMETER
 from megads.monitor.console import Console
 from megads.monitor.console import Console as RunConsole
 from megads.optim.config import OptimizerName

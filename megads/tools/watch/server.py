@@ -14,6 +14,7 @@ import secrets
 import signal
 import socket
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
@@ -147,12 +148,12 @@ def serve(config: WatchConfig) -> None:
     server = create_server(application, sockets=[listener], threads=_THREADS, ident=None)
     shown, hidden = runs.find()
     signal.signal(signal.SIGTERM, _end)
-    print(f"watching {len(shown)} runs" + (f", the newest of {len(shown) + hidden}" if hidden else ""))
-    print(f"page:     http://{HOST}:{port}/?token={token}")
-    print(f"tunnel:   ssh -N -L {port}:{HOST}:{port} {getpass.getuser()}@{socket.gethostname()}")
-    print("Ctrl+C ends it; the runs are only read", flush=True)
-    # It returns at KeyboardInterrupt and SystemExit.
-    server.run()
+    with suppress(KeyboardInterrupt, SystemExit):
+        print(f"watching {len(shown)} runs" + (f", the newest of {len(shown) + hidden}" if hidden else ""))
+        print(f"page:     http://{HOST}:{port}/?token={token}")
+        print(f"tunnel:   ssh -N -L {port}:{HOST}:{port} {getpass.getuser()}@{socket.gethostname()}")
+        print("Ctrl+C ends it; the runs are only read", flush=True)
+        server.run()
 
 
 def _listen(port: int) -> socket.socket:

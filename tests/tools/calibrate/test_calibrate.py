@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from megads.cli.main import run
+from megads.errors import ConfigError
 from megads.plan.devices import read_device
 from megads.plan.operators import matmul_seconds
+from megads.tools.calibrate.config import CalibrateConfig
 
 
 @pytest.mark.slow
@@ -37,3 +39,15 @@ def test_mistakes_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     for override, named in (("out=x.txt", "out"), ("ranks=1", "ranks"), ("threads=0", "threads"), ("seconds=0", "sec")):
         assert run(["calibrate", override]) == 2
         assert named in capsys.readouterr().err
+
+
+def test_the_file_is_tried_before_anything_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a measurement of minutes whose file cannot be written, and a trial that leaves something behind."""
+    (tmp_path / "folder.yaml").mkdir()
+    for out in (tmp_path / "missing" / "x.yaml", tmp_path / "folder.yaml"):
+        with pytest.raises(ConfigError, match=r"out = .*: choose another file"):
+            CalibrateConfig(out=str(out)).check()
+    CalibrateConfig(out=str(tmp_path / "new.yaml")).check()
+    assert [path.name for path in tmp_path.iterdir()] == ["folder.yaml"]
+    assert run(["calibrate", f"out={tmp_path}/missing/x.yaml"]) == 2
+    assert "cannot be written (No such file or directory)" in capsys.readouterr().err

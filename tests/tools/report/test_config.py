@@ -26,6 +26,9 @@ def test_one_run_and_several() -> None:
         (ReportConfig(run=["a", "a"], output="x"), "names a twice"),
         (ReportConfig(run=list("abcdefghi"), output="x"), "at most 8"),
         (ReportConfig(run=["a", "b"]), "output=runs/comparison"),
+        (ReportConfig(run=["a", "b"], output="c", device="h100"), "a step of one run"),
+        (ReportConfig(run="a", device="h9000"), "device = h9000"),
+        (ReportConfig(site="dump", device="h100"), "does not apply to site"),
     ],
 )
 def test_refusals(config: ReportConfig, expected: str) -> None:

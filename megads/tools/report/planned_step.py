@@ -1,0 +1,163 @@
+"""A timed step of a run beside the plan of the same step, part by part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median_low
+
+from matplotlib.figure import Figure
+
+from megads.errors import ConfigError
+from megads.frozen_config import load_frozen
+from megads.launch.preflight_memory import settle_auto
+from megads.launch.step_plan import connected_device, step_model_of
+from megads.parallel.pipeline_actions import ActionKind
+from megads.plan.step_estimate import PHASES
+from megads.plan.step_time import RankTrace
+from megads.runtime.run_dir import CONFIG_FILE
+from megads.tools.report.history import RunHistory
+from megads.tools.report.style import BLUE, INK, ORANGE, close_panel, open_panel
+from megads.tools.report.timeline import read_steps
+
+_BACKWARD = (ActionKind.backward, ActionKind.backward_input, ActionKind.backward_weight)
+_AFTER = {"reduce_gradients": "gradient reduction", "optimizer_step": "optimizer step"}
+"""Spans that follow the schedule."""
+_AS_PLANNED = 0.1
+"""Share of the plan by which a step may differ and still be as planned."""
+
+
+@dataclass(frozen=True)
+class StepComparison:
+    """A timed step, and its plan.
+
+    Attributes:
+        step: the timed step, of those that were timed the one of median time.
+        measured_s: seconds by the names of `PHASES`, of the rank that computed most; their sum is the step's time.
+        planned_s: likewise; None where there is no plan.
+        why_not: why there is none, with the remedy.
+    """
+
+    step: int
+    measured_s: Mapping[str, float]
+    planned_s: Mapping[str, float] | None
+    why_not: str = ""
+
+    @property
+    def sentence(self) -> str:
+        """Whether the step is slower than planned, and which part makes it so."""
+        if self.planned_s is None:
+            return self.why_not
+        measured, planned = sum(self.measured_s.values()), sum(self.planned_s.values())
+        share = measured / planned - 1
+        took = f"step {self.step:,} took {measured:.3g} s, {planned:.3g} s were planned"
+        longer = {name: seconds - self.planned_s[name] for name, seconds in self.measured_s.items()}
+        name = max(longer, key=lambda part: longer[part] if share > 0 else -longer[part])
+        of = f"{name}, {self.measured_s[name]:.3g} s instead of {self.planned_s[name]:.3g} s"
+        if abs(share) <= _AS_PLANNED:
+            return f"{took}: as planned ({share:+.0%}); the part that differs most is {of}"
+        return f"{took}: {abs(share):.0%} {'slower' if share > 0 else 'quicker'}, most of all by its {of}"
+
+
+def compare_step(history: RunHistory, device: str | None) -> StepComparison | None:
+    """The timed step of median time beside its plan; None where no step was timed.
+
+    Args:
+        history: of the run.
+        device: on which to plan, a name or a file; None: the comparison says how to get one.
+    """
+    times = dict(zip(map(int, history.step), history.columns["step_time_s"], strict=True))
+    timed = {step: traces for step, traces in read_steps(history.run_dir).items() if times.get(step, 0.0) > 0}
+    if not timed:
+        return None
+    settled = sorted(timed)[1:] or sorted(timed)  # the first one may have waited for caches
+    middle = median_low([times[step] for step in settled])
+    step = next(step for step in settled if times[step] == middle)
+    measured = measured_phases(timed[step], float(times[step]))
+    if device is None:
+        ranks = max(2, len(timed[step]))
+        how = (
+            f"no plan: measure this run's machine with megads calibrate out=device.yaml ranks={ranks}, and give "
+            "device=device.yaml, or the name of a GPU, to megads report"
+        )
+        return StepComparison(step, measured, None, how)
+    try:
+        planned = planned_phases(history, device, _micro_batches(timed[step]))
+    except ConfigError as error:
+        return StepComparison(step, measured, None, f"no plan: {error}")
+    return StepComparison(step, measured, planned)
+
+
+def _micro_batches(traces: Sequence[RankTrace]) -> int:
+    return 1 + max(
+        (bar.micro_batch for trace in traces for bar in trace.bars if bar.micro_batch is not None), default=0
+    )
+
+
+def planned_phases(history: RunHistory, device: str, micro_batches: int) -> dict[str, float]:
+    """The plan of a step of the run.
+
+    Args:
+        history: of the run.
+        device: on which, a name or a file.
+        micro_batches: of the step; fewer than the config's while the batch size grows.
+
+    Raises:
+        ConfigError: there is no such device, or the run's config cannot be read or planned.
+    """
+    config = load_frozen(history.run_dir / CONFIG_FILE, complete=False)
+    config, _ = settle_auto(config, None)
+    model = step_model_of(config, connected_device(device, config))
+    model.shape = replace(model.shape, micro_batches=micro_batches)
+    return model.phases()
+
+
+def measured_phases(traces: Sequence[RankTrace], step_time_s: float) -> dict[str, float]:
+    """A timed step by the names of `PHASES`, of the rank that computed most.
+
+    Args:
+        traces: of all ranks.
+        step_time_s: of the step, from its line in the metrics.
+    """
+    busiest = max(traces, key=lambda trace: sum(_passes(trace)))
+    forward_s, backward_s = _passes(busiest)
+    after = dict.fromkeys(_AFTER.values(), 0.0)
+    end_s = 0.0
+    for bar in busiest.bars:
+        if bar.kind in _AFTER:
+            after[_AFTER[bar.kind]] += bar.end_s - bar.start_s
+        else:
+            end_s = max(end_s, bar.end_s)
+    waits_s = max(0.0, end_s - forward_s - backward_s)
+    found = {"forward passes": forward_s, "backward passes": backward_s, "waits of the pipeline": waits_s, **after}
+    found["everything else"] = max(0.0, step_time_s - sum(found.values()))
+    return {name: found[name] for name in PHASES}
+
+
+def _passes(trace: RankTrace) -> tuple[float, float]:
+    """Seconds of forward and of backward passes."""
+    forward = sum(bar.end_s - bar.start_s for bar in trace.bars if bar.kind == ActionKind.forward)
+    return forward, sum(bar.end_s - bar.start_s for bar in trace.bars if bar.kind in _BACKWARD)
+
+
+def draw_comparison(compared: StepComparison | None, wide: bool = False) -> Figure | None:
+    """Two bars a part, planned and measured; None without a plan."""
+    if compared is None or compared.planned_s is None:
+        return None
+    figure, axes = open_panel(f"Step {compared.step:,} beside its plan", wide)
+    names = list(PHASES)
+    sides = ((-0.2, BLUE, "planned", compared.planned_s), (0.2, ORANGE, "measured", compared.measured_s))
+    for offset, color, label, seconds in sides:
+        axes.barh(
+            [row + offset for row in range(len(names))],
+            [seconds[name] for name in names],
+            0.38,
+            color=color,
+            label=label,
+        )
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", labelcolor=INK)
+    axes.grid(visible=False, axis="y")
+    close_panel(axes, "seconds", "")
+    return figure
