@@ -221,7 +221,8 @@ def _child(order: dict[str, Any]) -> None:
     sys.stdout = open(1, "w", encoding="utf-8", errors="strict", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
     _become(order["variables"])
-    rank_server.subprocess = _Subprocess(_ParkedServer())  # type: ignore[attr-defined]
+    if order["module"] != "tests.fork_server":  # whose commands are no children of the parked one's parent
+        rank_server.subprocess = _Subprocess(_ParkedServer())  # type: ignore[attr-defined]
     sys.argv = [order["module"], *order["arguments"]]
     importlib.import_module(order["module"]).main()
 

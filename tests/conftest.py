@@ -94,9 +94,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+def fork_server(tmp_path_factory: pytest.TempPathFactory, command_server: CommandServer) -> Iterator[ForkServer]:
     """Runs commands that end by themselves, without the seconds that each process would spend on imports."""
-    with run_fork_server(tmp_path_factory.mktemp("forked")) as server:
+    with run_fork_server(tmp_path_factory.mktemp("forked"), command_server.start) as server:
         yield server
 
 

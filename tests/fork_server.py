@@ -1,32 +1,33 @@
 """Runs many `megads` command lines, each in a process forked from one that has imported everything.
 
-The start of a process costs seconds, a fork milliseconds. Each command has its own folder, HOME, limits of processor
-time, memory and file size, and an audit hook that sees what it writes.
+The start of a process costs seconds, a fork milliseconds; this server is itself a fork of tests.command_server. Each
+command has its own folder, HOME, limits of processor time, memory and file size, and an audit hook that sees what it
+writes.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import gc
 import json
 import os
 import resource
 import select
 import signal
-import subprocess
+import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 REPOSITORY = Path(__file__).parents[1]
 # Of processor time: on a machine that others use too, seconds of the clock say little.
 CPU_LIMIT_S = 10
 # For what waits without computing; above the other, so that a busy machine is no hang.
 CLOCK_LIMIT_S = 40
+START_LIMIT_S = 240.0
 MEMORY_LIMIT_BYTES = 4 << 30
 FILE_LIMIT_BYTES = 64 << 20
 _STDOUT, _STDERR, _OUTSIDE = ".stdout", ".stderr", ".outside"
@@ -35,6 +36,15 @@ _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _CHANGING = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate", "os.chmod")
 # Devices, not their folders: /dev/shm is memory that outlives its writer.
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/tty", "/proc/self/fd", "/proc/self/task")
+
+
+class Started(Protocol):
+    """The process of the server."""
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
+StartServer = Callable[[Path, str, Sequence[str], Mapping[str, str], Path, Path], Started]
 
 
 @dataclass(frozen=True)
@@ -73,16 +83,17 @@ class Outcome:
 class ForkServer:
     """The process that forks; its folders lie in `root`."""
 
-    def __init__(self, root: Path) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.fork_server"],
-            cwd=root,
-            env=os.environ | {"PYTHONPATH": str(REPOSITORY), "HOME": str(root), "PATH": os.environ["PATH"]},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._read() == "ready"
+    def __init__(self, root: Path, start: StartServer) -> None:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind("")  # the kernel names it
+            listener.listen()
+            listener.settimeout(START_LIMIT_S)
+            name, log = listener.getsockname().hex(), root / "fork_server.log"
+            log.touch()
+            self._process = start(root, "tests.fork_server", [name], os.environ | {"HOME": str(root)}, log, log)
+            self._connection = listener.accept()[0]
+        self._connection.settimeout(None)
+        self._lines = self._connection.makefile("rw")
 
     def __call__(self, folder: Path, arguments: Sequence[str], stub: bool = False) -> Outcome:
         """Runs one command line in a folder.
@@ -93,25 +104,20 @@ class ForkServer:
             stub: do without the work that a valid config of some verbs would start, see `_WORK`.
         """
         order = {"folder": str(folder), "arguments": list(arguments), "stub": stub}
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        code, limit = json.loads(self._read())
+        self._lines.write(json.dumps(order) + "\n")
+        self._lines.flush()
+        answer = self._lines.readline()
+        assert answer, f"the fork server ended: {self._process.wait(timeout=30)}"
+        code, limit = json.loads(answer)
         texts = [(folder / name).read_text(errors="surrogateescape") for name in (_STDOUT, _STDERR)]
         outside = sorted(set((folder / _OUTSIDE).read_text(errors="surrogateescape").splitlines()))
         return Outcome(code, *texts, outside, limit)
 
     def close(self) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
+        """Ends the server."""
+        self._lines.close()
+        self._connection.close()
         self._process.wait(timeout=30)
-        self._process.stdout.close()
-
-    def _read(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, f"the fork server ended: {self._process.wait(timeout=30)}"
-        return line.strip()
 
 
 def left_by_commands(folder: Path) -> list[str]:
@@ -120,9 +126,9 @@ def left_by_commands(folder: Path) -> list[str]:
 
 
 @contextmanager
-def run_fork_server(root: Path) -> Iterator[ForkServer]:
-    """Yields a server; ends it."""
-    server = ForkServer(root)
+def run_fork_server(root: Path, start: StartServer) -> Iterator[ForkServer]:
+    """Yields a server, which `CommandServer.start` forks; ends it."""
+    server = ForkServer(root, start)
     try:
         yield server
     finally:
@@ -215,19 +221,16 @@ def _watch(folder: Path) -> Callable[[str, tuple[Any, ...]], None]:
     return hook
 
 
-def _serve() -> None:
-    """Forks for each line of the standard input."""
-    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
-    # Nobody but this loop reads or writes them; what the imports print goes to stderr.
-    os.dup2(2, 1)
-    sys.dont_write_bytecode = True
-    import_everything()
-    gc.collect()
-    gc.freeze()
-    print("ready", file=answers, flush=True)
-    # readline of a buffered file would take the next request away from nobody: there is one at a time.
-    while line := requests.readline():
-        print(json.dumps(_answer(json.loads(line))), file=answers, flush=True)
+def main() -> None:
+    """Forks for each line that comes over the socket of this name."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(bytes.fromhex(sys.argv[1]))
+        sys.dont_write_bytecode = True
+        with connection.makefile("rw") as lines:
+            # readline takes the next request away from nobody: there is one at a time.
+            while line := lines.readline():
+                lines.write(json.dumps(_answer(json.loads(line))) + "\n")
+                lines.flush()
 
 
 def _answer(order: dict[str, Any]) -> tuple[int, str]:
@@ -274,11 +277,6 @@ def import_everything() -> None:
         with suppress(ImportError):
             importlib.import_module(module.name)
     # Hydra reads its plugins once.
-    from megads.cli.main import VERBS, run
+    from megads.cli.main import run
 
-    for verb in VERBS:
-        run([verb, "no.such.key=1"])
-
-
-if __name__ == "__main__":
-    _serve()
+    run(["train", "no.such.key=1"])

@@ -16,6 +16,7 @@ from tests.command import StartCommand, checkpoint_of, checksums, events_of, sma
 pytestmark = pytest.mark.distributed
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_and_goes_on(corpus: Path, megads: StartCommand) -> None:
     """Catches another checkpoint than a synchronous save's, in a layout with every kind of shard, and a resume from one
     that is not whole or not of its step."""
@@ -78,6 +79,7 @@ def test_a_writer_that_is_stopped(corpus: Path, megads: StartCommand) -> None:
     assert checksums(checkpoint_of(run_dir, 60)) == checksums(checkpoint_of(reference, 60))
 
 
+@pytest.mark.slow
 @pytest.mark.fault(18)
 def test_two_starts_at_once(corpus: Path, megads: StartCommand) -> None:
     """Catches two starts of one command that both train: the ledger has every step once, and one of them is refused

@@ -129,7 +129,7 @@ def test_killed_at_every_call(role: str, stride: int, runs: Runs) -> None:
 @pytest.mark.parametrize(
     ("role", "label"),
     [
-        ("launcher", "rename .data_record.json.*.partial data_record.json"),
+        pytest.param("launcher", "rename .data_record.json.*.partial data_record.json", marks=pytest.mark.slow),
         ("rank 0", "rename checkpoints/.latest.*.partial checkpoints/latest"),
     ],
 )

@@ -79,6 +79,7 @@ def refused(ended: Ended, *texts: str) -> None:
         assert text in ended.err
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_the_page_trains_on_one_process(megads: StartCommand) -> None:
     """Catches a page whose code does not run, and a part that is registered but has no effect."""

@@ -86,6 +86,18 @@ def test_lasting_nan_ends_the_run(corpus: Path, megads: StartCommand) -> None:
     assert [skip["step"] for skip in skips] == [3, 4, 5]
     assert all(skip["culprit"] == "rank 1 in its weights (blocks.0.attention.qkv.weight)" for skip in skips)
     assert [line["skipped"] for line in steps_of(run_dir)] == [False, False, True, True, True]
+
+
+@pytest.mark.slow
+@pytest.mark.fault(10)
+def test_a_run_goes_on_from_before_lasting_nan(corpus: Path, megads: StartCommand) -> None:
+    """Catches a run that goes on from broken weights, and a checkpoint that the user names and that is passed by."""
+    run_dir = megads.folder / "run"
+    overrides = small_model(
+        corpus, train__steps=50, train__max_nonfinite_steps=2, parallel__tp=2, checkpoint__every_steps=1,
+        checkpoint__keep=0, run__dir=run_dir,
+    )  # fmt: skip
+    assert megads("train", *overrides, fault="poison_weight").end().code == 7
     # Nothing was saved meanwhile: the same command goes on from before.
     again = megads("train", *overrides, "train.steps=6").end()
     assert again.code == 0, again.err

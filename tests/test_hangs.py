@@ -28,7 +28,7 @@ def hanging_run(corpus: Path) -> list[str]:
 
 
 @pytest.mark.fault(2)
-@pytest.mark.quick("collective")
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["hook", "collective", "interpreter", "stop"])
 def test_a_hung_rank_is_named_and_started_again(
     way: str, corpus: Path, undisturbed: Path, megads: StartCommand

@@ -88,6 +88,7 @@ def test_a_refused_start_changes_nothing(run_dir: Path, megads: StartCommand) ->
     assert sorted(path.name for path in run_dir.parent.iterdir()) == ["data-cache", "one"]
 
 
+@pytest.mark.slow
 @distributed
 def test_a_change_that_is_named_is_made_and_recorded(run_dir: Path, megads: StartCommand) -> None:
     """Catches a name that allows more than itself, a change that no event tells of, and a tokenizer that later
@@ -124,6 +125,7 @@ def test_a_change_is_told_by_its_class(run_dir: Path, megads: StartCommand) -> N
     assert [line.endswith(differently) for line in told if "logging.every_steps" in line] == [False]
 
 
+@pytest.mark.slow
 def test_a_run_stands_alone(run_dir: Path, megads: StartCommand) -> None:
     """Catches a run that is lost with its data cache, a copy that writes like another model, a tokenizer that was
     replaced under a run and decodes its ids to other text, and a copy that does not go on with the same text made
@@ -157,6 +159,7 @@ def test_a_run_stands_alone(run_dir: Path, megads: StartCommand) -> None:
     assert (run_dir / "tokenizer.json").read_bytes() == content + b"\n"
 
 
+@pytest.mark.slow
 @distributed
 def test_the_end_says_what_follows(run_dir: Path, megads: StartCommand) -> None:
     """Catches a finished run that leaves open what to do, one that is trained on a length it has passed, and an

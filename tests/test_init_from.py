@@ -94,7 +94,7 @@ def wrong_in_start(
 
 
 @distributed
-@pytest.mark.quick("tp2-single-float32", "single-tp2-bfloat16")
+@pytest.mark.quick("tp2-single-float32")
 @pytest.mark.parametrize(
     ("source", "name", "precision"),
     [
@@ -312,6 +312,7 @@ def test_what_a_dry_run_says_and_refuses(source: Path, monkeypatch: pytest.Monke
     assert contents(source.parent) == before
 
 
+@pytest.mark.slow
 @distributed
 def test_what_the_start_refuses(source: Path, megads: StartCommand) -> None:
     """Catches ids that mean other text than the weights know, ranks that start for rows that the weights lack, and

@@ -11,6 +11,7 @@ from megads.runtime.metrics import MetricHistory
 from tests.command import StartCommand, small_model
 
 
+@pytest.mark.quick("True")
 @pytest.mark.distributed
 @pytest.mark.parametrize("behind", [False, True])
 def test_the_best_are_kept(behind: bool, corpus: Path, megads: StartCommand) -> None:

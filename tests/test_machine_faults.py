@@ -112,6 +112,7 @@ def overrides(corpus: Path) -> list[str]:
     return small_model(corpus, parallel__dp=2, train__steps=8, checkpoint__every_steps=2)
 
 
+@pytest.mark.slow
 @pytest.mark.fault(13)
 def test_a_rank_that_is_killed_for_want_of_memory(
     corpus: Path, megads: StartCommand, reference: Path, memory_group: MemoryGroup
@@ -131,6 +132,7 @@ def test_a_rank_that_is_killed_for_want_of_memory(
     assert checksums(checkpoint_of(run_dir, 8)) == checksums(checkpoint_of(reference, 8))
 
 
+@pytest.mark.slow
 @pytest.mark.fault(19)
 def test_a_clock_that_is_wrong_and_jumps(corpus: Path, megads: StartCommand, reference: Path) -> None:
     """Catches heartbeats, limits of phases and leases that compare clocks of different ranks, or trust one."""

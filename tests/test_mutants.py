@@ -859,22 +859,14 @@ def runs() -> Runs:
 
 OF_EVERY_AXIS = (
     "local_alibi_slopes-tp2",
-    "tied_sum_before_data_parallel_reduce-pp2dp3",
-    "no_sum_of_partial_gradients-tp2sp",
+    "clipping_skipped_on_higher_ranks-tp2",
     "averaged_replicas-dp2",
     "bf16_reduction-dp2",
-    "no_backward_all_reduce_of_column_layers-tp2",
-    "dropout_of_local_places-cp2",
-    "a_weight_part_dropped-pp2 zb_h1",
     "divided_by_the_shards_twice-zero3dp2",
     "padding_in_the_softmax-tp2",
     "messages_received_in_another_order-pp2 interleaved",
+    "key_and_value_gradients_not_summed_over_context-cp2",
     "embedding_norm_decays-single",
-    "owners_orthogonalise_their_own_piece-zero3dp2",
-    "matrices_of_one_parameter_as_one-single",
-    "trust_ratio_of_a_part-dp2",
-    "norm_of_the_own_heads-tp2",
-    "average_begins_at_zero-dp2",
 )
 """The others are slow only because they are many."""
 

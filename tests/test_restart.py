@@ -56,6 +56,7 @@ def test_killed_ranks_start_again_in_place(local_every_steps: int, corpus: Path,
     assert [event["start"] for event in events_of(run_dir, "launch")] == [1, 2, 3], "each start fences the last"
 
 
+@pytest.mark.slow
 @pytest.mark.fault(21)
 def test_a_changed_run_does_not_lose_what_only_memory_holds(corpus: Path, megads: StartCommand) -> None:
     """Catches another seed that is taken for a new run's, though steps were trained: none of them is on disk yet."""
@@ -103,11 +104,8 @@ def test_a_lost_node_continues_from_another_ones_memory(corpus: Path, megads: St
     assert [list(folder.iterdir()) for folder in memory.iterdir()] == [[], []], "the memory is free at the end"
 
 
-@pytest.mark.parametrize(
-    "key",
-    ["checkpoint.every_steps", pytest.param("checkpoint.local_every_steps", marks=pytest.mark.slow)],
-    ids=["disk", "memory"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("key", ["checkpoint.every_steps", "checkpoint.local_every_steps"], ids=["disk", "memory"])
 def test_a_run_that_loads_nothing_goes_on_from_its_own_saves(key: str, corpus: Path, megads: StartCommand) -> None:
     """Catches a run with checkpoint.load=none that begins again after each crash, or goes on from what it was to leave
     behind."""

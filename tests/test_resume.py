@@ -187,6 +187,7 @@ gpt.parameter_generator = counted
 """
 
 
+@pytest.mark.slow
 def test_weights_that_are_read_are_not_drawn(corpus: Path, megads: StartCommand) -> None:
     """Catches a restart that draws what it overwrites: a minute and 14 GB for BLOOM-176B."""
     (megads.folder / "count_draws.py").write_text(COUNT_DRAWS)
@@ -243,6 +244,7 @@ def test_a_kill_between_the_last_save_and_validation(corpus: Path, finished: Pat
     assert validations_of(killed) == validations_of(finished)
 
 
+@pytest.mark.slow
 def test_a_decay_that_branches_off_a_run(corpus: Path, finished: Path, megads: StartCommand) -> None:
     """Catches a branch that decays from elsewhere, whose rate depends on when it was interrupted, or that cannot go on
     without the checkpoint that it has begun with."""

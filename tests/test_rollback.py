@@ -72,6 +72,7 @@ def test_a_run_goes_back_before_a_spike_and_on_without_its_data(
     assert again.code == 0 and "finished at step" in again.out + again.err, again.out + again.err
 
 
+@pytest.mark.slow
 def test_a_rollback_leaves_local_checkpoints_behind(corpus: Path, noise: Path, megads: StartCommand) -> None:
     """Catches a start that goes on from memory within the spike, as the checkpoint before it is still on disk."""
     run_dir = megads.folder / "run"

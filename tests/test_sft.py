@@ -18,6 +18,7 @@ pytest.importorskip("transformers")
 COPIES = 30
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_fine_tuning_from_an_imported_model(tmp_path: Path, megads: StartCommand) -> None:
     """Catches prompts that are learnt, weights or a template that are lost on the way, and answers without an end."""

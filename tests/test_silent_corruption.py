@@ -46,6 +46,7 @@ def test_a_flipped_bit_of_a_moment_restarts_the_run_before_it(
     assert checksums(checkpoint_of(run_dir, 8)) == checksums(checkpoint_of(reference, 8))
 
 
+@pytest.mark.slow
 def test_without_restarts_corrupt_state_ends_the_run(corpus: Path, megads: StartCommand) -> None:
     """Catches a run that ends with another code than a faulty rank's."""
     arguments = [*overrides(corpus), "resilience.check_replicas_every_steps=1", "cluster.max_restarts=0"]
@@ -68,6 +69,7 @@ def test_a_transient_fault_costs_a_second_computation_only(corpus: Path, megads:
     assert checksums(checkpoint_of(run_dir, 8)) == checksums(checkpoint_of(reference, 8))
 
 
+@pytest.mark.slow
 @pytest.mark.fault(11)
 def test_a_persistent_fault_is_skipped_and_said_to_be_one(corpus: Path, megads: StartCommand) -> None:
     """Catches a rerun that hides a broken weight, and one that is tried for ever."""

@@ -113,6 +113,7 @@ def test_a_run_goes_through_its_stages(corpus: Path, reference: Path) -> None:
     assert [line["step"] for line in validations_of(reference)] == [3, 6, 9, 10]
 
 
+@pytest.mark.slow
 def test_a_kill_between_two_stages_changes_nothing(corpus: Path, reference: Path, megads: StartCommand) -> None:
     """Catches a stage that is trained again, or passed over, where a run is killed between the commit of its last
     checkpoint and the start of the next one."""

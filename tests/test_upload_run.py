@@ -64,6 +64,7 @@ def test_lost_damaged_and_continued_elsewhere(corpus: Path, megads: StartCommand
     assert not [key for key in s3.objects() if secret in s3.get(key)]
 
 
+@pytest.mark.slow
 def test_starts_that_are_refused(corpus: Path, megads: StartCommand, s3: S3Server) -> None:
     """Catches a run that trains for hours before it says that its checkpoints go nowhere."""
     overrides = small_model(corpus, train__steps=2, run__dir=megads.folder / "run")

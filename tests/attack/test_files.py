@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from tests.attack.command_lines import copy_template
 from tests.attack.damage import DAMAGES, READERS, TRAIN, damaged_copy, files_of, write_cut_off_run
 from tests.command import steps_of
-from tests.fork_server import ForkServer, Outcome, run_fork_server
+from tests.fork_server import ForkServer, Outcome
 
 pytestmark = pytest.mark.distributed
 
@@ -86,10 +85,8 @@ class Sound:
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sound]:
-    root = tmp_path_factory.mktemp("files")
-    with run_fork_server(root) as server:
-        yield Sound(root, server)
+def sound(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) -> Sound:
+    return Sound(tmp_path_factory.mktemp("files"), fork_server)
 
 
 @pytest.mark.slow

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from tests.attack.command_lines import EVERY_VERB, command_lines, copy_template, write_template
-from tests.fork_server import ForkServer, run_fork_server
+from tests.fork_server import ForkServer
 
-QUICK_EXAMPLES = 4
+QUICK_EXAMPLES = 3
 """Of each verb, in `make test`."""
 
 # Fixed: what fails once fails again, and a run of the tests does not depend on the one before.
@@ -35,12 +34,6 @@ def template(root: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def server(root: Path) -> Iterator[ForkServer]:
-    with run_fork_server(root) as started:
-        yield started
-
-
 def try_lines(verb: str, examples: int, server: ForkServer, template: Path) -> collections.Counter[int]:
     """Runs so many command lines of a verb; returns their exit codes."""
     codes: collections.Counter[int] = collections.Counter()
@@ -57,17 +50,17 @@ def try_lines(verb: str, examples: int, server: ForkServer, template: Path) -> c
 
 
 @pytest.mark.parametrize("verb", EVERY_VERB)
-def test_any_command_line(verb: str, server: ForkServer, template: Path) -> None:
+def test_any_command_line(verb: str, fork_server: ForkServer, template: Path) -> None:
     """Catches exit 1, a traceback, silence, a hang, memory without bound, or a file written elsewhere, for some value
     of some key that nobody thought of."""
-    try_lines(verb, QUICK_EXAMPLES, server, template)
+    try_lines(verb, QUICK_EXAMPLES, fork_server, template)
 
 
 @pytest.mark.attack
 @pytest.mark.parametrize("verb", EVERY_VERB)
-def test_many_command_lines(verb: str, server: ForkServer, template: Path, pytestconfig: pytest.Config) -> None:
+def test_many_command_lines(verb: str, fork_server: ForkServer, template: Path, pytestconfig: pytest.Config) -> None:
     """The same at length."""
-    codes = try_lines(verb, pytestconfig.getoption("--attack-examples"), server, template)
+    codes = try_lines(verb, pytestconfig.getoption("--attack-examples"), fork_server, template)
     print(f"{verb}: {dict(sorted(codes.items()))}")
 
 
@@ -88,11 +81,11 @@ def test_many_command_lines(verb: str, server: ForkServer, template: Path, pytes
     ],
     ids=" ".join,
 )
-def test_values_that_were_found(line: list[str], server: ForkServer, template: Path) -> None:
+def test_values_that_were_found(line: list[str], fork_server: ForkServer, template: Path) -> None:
     """Catches what Hypothesis found once: a section in the place of another, and numbers that pass a dry run and end
     the ranks in a traceback."""
     tail = ["train.steps=3", "data.train=[{path: corpus}]", "run.dry_run=true"] if line[0] == "train" else []
-    outcome = server(copy_template(template, template.parent / "folder"), [*line, *tail], stub=True)
+    outcome = fork_server(copy_template(template, template.parent / "folder"), [*line, *tail], stub=True)
     key = line[1].partition("=")[0] if line[0] != "generate" else "top_k"
     assert outcome.code == 2 and not outcome.defect() and key in outcome.err, outcome
 
@@ -118,9 +111,10 @@ CONFIG_FILES = {
 }
 
 
+@pytest.mark.quick(*(f"{name}-one" for name in CONFIG_FILES), "depth without end-sweep", "a number-sweep")
 @pytest.mark.parametrize("sweep", [[], ["-m"]], ids=["one", "sweep"])
 @pytest.mark.parametrize("name", CONFIG_FILES)
-def test_config_files_of_ones_own(name: str, sweep: list[str], server: ForkServer, template: Path) -> None:
+def test_config_files_of_ones_own(name: str, sweep: list[str], fork_server: ForkServer, template: Path) -> None:
     """Catches a file in --config-dir of which ten lines fill the memory, that is run as a program, or that ends in a
     traceback; the message names the file."""
     folder = copy_template(template, template.parent / "folder")
@@ -128,17 +122,17 @@ def test_config_files_of_ones_own(name: str, sweep: list[str], server: ForkServe
     content = CONFIG_FILES[name].encode(errors="surrogateescape")
     (folder / "mine" / "experiment" / "hostile.yaml").write_bytes(b"# @package _global_\n" + content)
     line = ["train", *sweep, "--config-dir", "mine", "experiment=hostile", "run.dry_run=true"]
-    outcome = server(folder, line)
+    outcome = fork_server(folder, line)
     assert outcome.code == 2 and not outcome.defect() and "hostile.yaml" in outcome.err, outcome
 
 
-def test_a_config_file_with_modest_aliases(server: ForkServer, template: Path) -> None:
+def test_a_config_file_with_modest_aliases(fork_server: ForkServer, template: Path) -> None:
     """Catches a bound that refuses what aliases are for."""
     folder = copy_template(template, template.parent / "folder")
     (folder / "mine" / "experiment").mkdir(parents=True)
     text = "# @package _global_\ntrain: {steps: &n 3, seed: *n}\ndata: {train: [{path: corpus}]}\n"
     (folder / "mine" / "experiment" / "sound.yaml").write_text(text)
-    outcome = server(folder, ["train", "--config-dir", "mine", "experiment=sound", "run.dry_run=true"])
+    outcome = fork_server(folder, ["train", "--config-dir", "mine", "experiment=sound", "run.dry_run=true"])
     assert outcome.code == 0 and "3 steps" in outcome.out, outcome
 
 
@@ -149,8 +143,8 @@ def test_the_strategy_draws_overrides(line: list[str]) -> None:
     assert len(line) > 2 and line[0] == "train" and line[-1] == "run.dry_run=true"
 
 
-def test_the_server_sees_what_is_wrong(server: ForkServer, template: Path) -> None:
+def test_the_server_sees_what_is_wrong(fork_server: ForkServer, template: Path) -> None:
     """Catches a server under which nothing is ever wrong."""
     folder = copy_template(template, template.parent / "folder")
-    outcome = server(folder, ["tokenizer", "input=[text.jsonl]", "output=../elsewhere", "vocab_size=300"])
+    outcome = fork_server(folder, ["tokenizer", "input=[text.jsonl]", "output=../elsewhere", "vocab_size=300"])
     assert outcome.outside and outcome.defect().startswith("wrote to"), outcome

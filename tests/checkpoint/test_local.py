@@ -116,7 +116,7 @@ def kill_at_lines(run_dir: Path, role: str, stride: int) -> list[tuple[bool, int
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("role", "stride"), [("rank", 7), ("writer", 3), pytest.param("rank", 1, marks=pytest.mark.slow),
+    ("role", "stride"), [("rank", 13), ("writer", 5), pytest.param("rank", 1, marks=pytest.mark.slow),
                          pytest.param("writer", 1, marks=pytest.mark.slow)]
 )  # fmt: skip
 def test_a_kill_at_every_line(role: str, stride: int, tmp_path: Path) -> None:

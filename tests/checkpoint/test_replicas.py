@@ -114,6 +114,7 @@ def both_lost(run_dir: Path) -> tuple[int, list[str]]:
         return run.found(), run.passed_by
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_all_holders_lost(tmp_path: Path) -> None:
     """Catches a start that ends, or does not say why it takes the disk, when no node holds a state."""
@@ -206,6 +207,7 @@ def beside_a_stopped_partner(run_dir: Path) -> tuple[list[str], list[int]]:
     return [line["event"] for line in events_of(run_dir)], kept
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_stopped_partner(tmp_path: Path) -> None:
     """Catches a run that ends, waits or makes no local checkpoints because another node does not answer, that does not
@@ -247,6 +249,7 @@ def beside_a_dead_partner(run_dir: Path) -> tuple[int, int, list[int]]:
         return copied, found, [step - found for step in steps_at_pace(run, 4)]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_dead_partner(tmp_path: Path) -> None:
     """Catches a process whose death ends copies for the rest of the run, one that is started again without end, copies
@@ -331,6 +334,7 @@ def slow_network(run_dir: Path) -> tuple[list[list[int]], list[int]]:
         return kept, [run.found(), *list_checkpoints(run_dir)]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_slow_network(tmp_path: Path) -> None:
     """Catches a step that waits for the network, or a state of which all ranks have copies that is copied over before

@@ -84,7 +84,7 @@ def load(handle: CheckpointHandle, engine: TrainEngine, how: CheckpointRead) -> 
     return reports[0]
 
 
-@pytest.mark.quick("tp2-tp2dp2", "dp4zero1-pp2dp2")
+@pytest.mark.quick("tp2-tp2dp2")
 @pytest.mark.parametrize(
     ("saved", "loaded", "replicas"),
     [

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -15,15 +14,23 @@ from megads.cli.composition_errors import schema_keys
 from megads.cli.main import VERBS
 from megads.cli.verb import config_dir, describe_keys, group_names, group_options, keys, own_config_dirs, summary
 from megads.config import RootConfig
+from tests.fork_server import ForkServer
+
+Help = Callable[..., str]
 
 
-def verb_help(verb: str, *arguments: str) -> str:
-    command = [sys.executable, "-m", "megads.cli.main", verb, *arguments, "--help"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+@pytest.fixture
+def verb_help(fork_server: ForkServer, tmp_path: Path) -> Help:
+    def help_of(verb: str, *arguments: str) -> str:
+        outcome = fork_server(tmp_path, [verb, *arguments, "--help"])
+        assert outcome.code == 0, outcome
+        return outcome.out
+
+    return help_of
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_help_lists_every_group_option_with_its_explanation(verb: str) -> None:
+def test_help_lists_every_group_option_with_its_explanation(verb: str, verb_help: Help) -> None:
     """Catches a verb whose help leaves a choice out, or words that Hydra took for its own placeholders."""
     text = verb_help(verb)
     for group in group_names(verb):
@@ -33,13 +40,13 @@ def test_help_lists_every_group_option_with_its_explanation(verb: str) -> None:
     assert "Exit codes: 0" in text and "${" not in text and "$$" not in text
 
 
-def test_help_lists_keys_from_their_docstrings() -> None:
+def test_help_lists_keys_from_their_docstrings(verb_help: Help) -> None:
     """Catches a second, hand-written truth about what a key does."""
     text = verb_help("tokenizer")
     assert "vocab_size=8192" in text and "Tokens to learn, the special ones included." in text
 
 
-def test_help_lists_own_configs(tmp_path: Path) -> None:
+def test_help_lists_own_configs(tmp_path: Path, verb_help: Help) -> None:
     """Catches a help that knows only the configs of the package."""
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\n# Costs $5.\ntrain: {steps: 1}\n")

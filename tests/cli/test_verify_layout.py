@@ -103,6 +103,7 @@ def test_a_defect_of_an_optimizer_is_named(
     assert "N3 every weight in the end in fp32" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_ctrl_c_ends_it(megads: StartCommand) -> None:
     """Catches ranks that are asked to save and stop, which they cannot, and go on."""

@@ -111,7 +111,7 @@ def _validated(engine: TrainEngine, scenario: Scenario) -> EvaluationResult:
 
 
 @pytest.mark.distributed
-@pytest.mark.quick("pp2dp2")
+@pytest.mark.quick("zero2dp2")
 @pytest.mark.parametrize("layout", ["zero3dp2", "pp2dp2", "zero2dp2", "tp2pp2", "pp2dp2, ZeRO-0"])
 def test_an_evaluation_leaves_no_trace(layout: str) -> None:
     """Catches an average that is not what is evaluated, tied or gathered weights that stay the old ones, weights that
@@ -211,6 +211,7 @@ def _load_with(folder: Path, resumes: bool) -> list[tuple[str, bool]]:
     return [(key, bool((held[key, at] == weights[key.partition("/")[2], at]).all())) for key, at in averages]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_an_average_may_begin_in_mid_run(tmp_path: Path) -> None:
     """Catches a run that cannot go on with optim.ema_decay from a checkpoint without, and an average that begins with

@@ -15,7 +15,7 @@ from megads.parallel.schedule import ScheduleName
 from tests import parity
 from tests.distributed import run_ranks
 from tests.engine.test_bf16_parity import check_curve, curve_scenario
-from tests.engine.test_parity import SCENARIO, reference
+from tests.engine.test_parity import FEW_STEPS, SCENARIO, reference
 from tests.parity import LAYOUTS, MODEL, Scenario, build_engine, scenario_with, step_batches, train_layout
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("kernels")]
@@ -31,14 +31,17 @@ CASES = [
 ]
 
 
-@pytest.mark.quick("pp2 zb_v-torch", "cp2dp2-fused")
-@pytest.mark.parametrize(("layout", "impl"), CASES)
-def test_fp32(layout: str, impl: Implementation) -> None:
+@pytest.mark.quick(f"pp2 zb_v-torch-{FEW_STEPS}", f"cp2dp2-fused-{FEW_STEPS}")
+@pytest.mark.parametrize(
+    ("layout", "impl", "steps"),
+    [*((*case, 50) for case in CASES), ("pp2 zb_v", TORCH, FEW_STEPS), ("cp2dp2", FUSED, FEW_STEPS)],
+)
+def test_fp32(layout: str, impl: Implementation, steps: int) -> None:
     """Catches sums that are reduced before the last chunk is in, a tied weight's second half that is lost, messages out
     of order beside the pipeline's, and validation that trains."""
-    run = train_layout(replace(SCENARIO, ops=CHUNKED[impl]), LAYOUTS[layout])
+    run = train_layout(replace(SCENARIO, ops=CHUNKED[impl], steps=steps), LAYOUTS[layout])
     for check in (parity.check_first_step, parity.check_curve, parity.check_replicas, parity.check_validation):
-        assert check(run, reference()) == []
+        assert check(run, reference(steps)) == []
 
 
 def _step(scenario: Scenario) -> tuple[int, list[str]]:

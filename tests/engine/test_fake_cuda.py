@@ -164,7 +164,7 @@ def fill(shards: list[Shard]) -> None:
         shard.tensor.copy_(torch.zeros(shard.tensor.shape))
 
 
-@pytest.mark.quick("tp2pp2dp2, sequence parallel-7", "zero3dp2, loss in chunks-1")
+@pytest.mark.quick("tp2cp2, dropout-3", "zero3dp2, loss in chunks-1")
 @pytest.mark.parametrize(("name", "rank"), [(name, rank) for name, case in CASES.items() for rank in case.ranks])
 @pytest.mark.usefixtures("kernels")
 def test_step(gpus: FakeGpus, name: str, rank: int) -> None:

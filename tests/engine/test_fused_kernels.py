@@ -12,20 +12,22 @@ from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.schedule import ScheduleName
 from tests import parity
 from tests.engine.test_bf16_parity import FIRST, FIRST_LOSS_BOUND, check_curve, curve_scenario, first_loss
-from tests.engine.test_parity import DOCUMENTS, SCENARIO, documents_reference, reference
+from tests.engine.test_parity import DOCUMENTS, FEW_STEPS, SCENARIO, documents_reference, reference
 from tests.parity import LAYOUTS, train_layout
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("kernels")]
 FUSED = OpsConfig(Implementation.fused)
 
 
-@pytest.mark.quick("tp2pp2")
-@pytest.mark.parametrize("layout", ["single", "tp2pp2", "cp2", "zero2dp2"])
-def test_fp32(layout: str) -> None:
+@pytest.mark.quick(f"tp2pp2-{FEW_STEPS}")
+@pytest.mark.parametrize(
+    ("layout", "steps"), [*((layout, 50) for layout in ("single", "tp2pp2", "cp2", "zero2dp2")), ("tp2pp2", FEW_STEPS)]
+)
+def test_fp32(layout: str, steps: int) -> None:
     """Catches slopes of the wrong heads, a part of the vocabulary that is lost, places of a context rank, and drift."""
-    run = train_layout(replace(SCENARIO, ops=FUSED), LAYOUTS[layout])
+    run = train_layout(replace(SCENARIO, ops=FUSED, steps=steps), LAYOUTS[layout])
     for check in (parity.check_first_step, parity.check_curve, parity.check_replicas, parity.check_validation):
-        assert check(run, reference()) == []
+        assert check(run, reference(steps)) == []
 
 
 @pytest.mark.quick("zb_h1, recomputed")
@@ -42,9 +44,9 @@ def test_scores_in_memory(parallel: ParallelConfig) -> None:
     """Catches slopes of the wrong heads in the softmax kernel, and kernels that a split backward pass, recomputation or
     sharded weights do not get through: N3."""
     model = replace(SCENARIO.model, attention=AttentionKind.fused_softmax)
-    run = train_layout(replace(SCENARIO, model=model, ops=FUSED), parallel)
+    run = train_layout(replace(SCENARIO, model=model, ops=FUSED, steps=FEW_STEPS), parallel)
     for check in (parity.check_first_step, parity.check_curve, parity.check_replicas):
-        assert check(run, reference()) == []
+        assert check(run, reference(FEW_STEPS)) == []
 
 
 @pytest.mark.quick("alibi-tp2", "rope-cp2")

@@ -116,6 +116,7 @@ CASES = {
 
 @pytest.mark.distributed
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.quick("tp2sp", "pp2, kernels", "single, kernels")
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_waits_once(case: str) -> None:
     """Catches a read added anywhere in a step: on a GPU each drains the queue of work, and the device idles."""

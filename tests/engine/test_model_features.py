@@ -97,7 +97,7 @@ def faults(run: Run, expected: Run) -> list[str]:
     return [fault for check in CHECKS for fault in check(run, expected)]
 
 
-@pytest.mark.quick("qwen-tp2", "windowed-cp2", "all-tp2pp2sp", "olmo2-tp2pp2sp", "capped-tp2pp2sp")
+@pytest.mark.quick("windowed-cp2", "all-tp2pp2sp", "olmo2-tp2pp2sp", "capped-tp2")
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_layouts(model: str, layout: str) -> None:
     """Catches rows that are cut between a head's queries and its keys, a gate on another rank than what it gates, a
@@ -135,7 +135,7 @@ def bf16(model: str, **changes: Any) -> Scenario:
     return replace(FIRST, model=replace(MODEL, **MODELS[model]), **changes)
 
 
-@pytest.mark.quick("llama-tp2-fused", "all-cp2-torch")
+@pytest.mark.quick("llama-tp2-fused")
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("ops", [OpsConfig(Implementation.torch), FUSED], ids=["torch", "fused"])
 @pytest.mark.parametrize(("model", "layout"), [("llama", "tp2"), ("all", "cp2")])
@@ -165,7 +165,7 @@ ONE_REGION = {
 }
 
 
-@pytest.mark.quick("shared, in parts, put off", "weights gathered")
+@pytest.mark.quick("shared, in parts, put off")
 @pytest.mark.parametrize("layout", ONE_REGION)
 def test_parallel_block_is_one_region(layout: str) -> None:
     """Catches an input that is gathered after its weights' gradients are put off, parts of two branches that are added

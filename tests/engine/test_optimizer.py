@@ -56,6 +56,7 @@ def _bytes_and_overlap(dp: int) -> dict[str, Any]:
     return {"ours": ours, "theirs": theirs, "owed": owed, "parameters": sum(p.numel() for p in optimizer.parameters)}
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("dp", [2, 3])
 def test_half_the_gradient_bytes_and_before_the_backward_pass_ends(dp: int) -> None:
     """Catches an all-reduce where a reduce-scatter is enough, a reduction in bf16, gradients sent once a micro-batch,
@@ -131,6 +132,7 @@ def _partial_gradients(zero_stage: int) -> dict[str, Any]:
     return {"gradients": gradients, "norm": optimizer.grad_norm, "tp": grid.tp.rank, "after": after}
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("zero_stage", [0, 1])
 def test_partial_gradients_are_summed_over_tensor_parallel_ranks(zero_stage: int) -> None:
     """Catches a replicated parameter that learns from one sequence shard only or is summed twice, a norm that counts it

@@ -99,7 +99,7 @@ def runs(layout: str) -> dict[tuple[str, str], list[Any]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("layout", ["single", pytest.param("tp2", marks=pytest.mark.slow), "pp2"])
+@pytest.mark.parametrize("layout", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("single", "tp2")), "pp2"])
 def test_no_bit_changes(layout: str, precision: str, kind: str) -> None:
     """Catches another micro-batch's samples at recomputation, a mask drawn anew, a collective left out or repeated."""
     plain, again = runs(layout)[precision, "none"], runs(layout)[precision, kind]
@@ -109,7 +109,7 @@ def test_no_bit_changes(layout: str, precision: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout", ["single", "pp2"])
+@pytest.mark.parametrize("layout", [pytest.param("single", marks=pytest.mark.slow), "pp2"])
 def test_the_chosen_blocks_run_twice(layout: str, kind: str) -> None:
     """Catches recomputation that never happens, of the wrong stage or number of blocks, or in validation."""
     parallel = recomputing(LAYOUTS[layout], kind)

@@ -64,7 +64,7 @@ BITWISE: dict[str, tuple[Scenario, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.quick("clipped", "tp2, sequence parallel")
+@pytest.mark.quick("clipped")
 @pytest.mark.parametrize("name", BITWISE)
 def test_a_split_backward_pass_changes_no_bit(name: str) -> None:
     """Catches weight parts that are lost, come twice or in another order, and what they are computed from being

@@ -77,6 +77,7 @@ def sends(traces: dict[int, Trace]) -> int:
     return sum(isinstance(item, Launch) and item.kind == "send" for trace in traces.values() for item in trace)
 
 
+@pytest.mark.quick("pp4 1f1b", "pp4 zb_v", "pp4 interleaved", "tp2pp2dp2sp", "tp2cp2", "ZeRO-3")
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_step_of_all_ranks_can_run_on_nccl(name: str) -> None:

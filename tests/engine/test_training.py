@@ -115,6 +115,7 @@ def _waits(scenario: Scenario, parallel: ParallelConfig) -> list[str]:
 
 
 @distributed
+@pytest.mark.quick("pp2dp2", "dp2zero3")
 @pytest.mark.parametrize("name", ["pp2dp2", "dp2zero2", "dp2zero3"])
 def test_what_reads_the_state_is_waited_for(name: str) -> None:
     """Catches an update that does not wait for a copy of the state, one that waits before the backward pass, where the

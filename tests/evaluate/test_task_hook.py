@@ -64,10 +64,11 @@ def lines_of(run_dir: Path) -> list[dict[str, Any]]:
     return [line for line in read_json_lines(run_dir / "metrics.jsonl") if any(key.startswith("eval/") for key in line)]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "layout",
-    [("parallel.pp=2",), pytest.param(("parallel.dp=2", "parallel.zero_stage=3"), marks=pytest.mark.slow)],
+    [("parallel.pp=2",), ("parallel.dp=2", "parallel.zero_stage=3")],
     ids=str,
 )
 def test_in_mid_run(

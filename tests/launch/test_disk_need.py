@@ -26,6 +26,7 @@ def files_in(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_run_writes_what_was_said(megads: StartCommand) -> None:
     """Catches optimizer state that is forgotten or counted twice, replicas that are counted, a vocabulary that is not

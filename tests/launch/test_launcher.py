@@ -73,6 +73,7 @@ def test_the_failing_ranks_code_wins(start: StartLauncher) -> None:
     assert "diagnosis:" not in err, "the message says it all"
 
 
+@pytest.mark.slow
 def test_a_stopped_peer_does_not_hold_up_the_end(start: StartLauncher) -> None:
     """Catches waiting 30 s for a process that cannot answer SIGTERM, and blaming it for the SIGKILL it then got."""
     launched = start("fail_with_a_bug_while_a_peer_is_stopped")
@@ -156,6 +157,7 @@ def test_a_run_that_cannot_be_asked_to_stop_is_killed(start: StartLauncher) -> N
     assert len(asked) == 1 and "it is killed" in asked[0]["cause"]
 
 
+@pytest.mark.slow
 def test_a_lost_terminal_changes_nothing(start: StartLauncher, tmp_path: Path) -> None:
     """Catches `megads train | head` or a dropped connection that ends the training or changes its exit code."""
     os.mkfifo(tmp_path / "pipe")

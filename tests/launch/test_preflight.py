@@ -60,6 +60,7 @@ def raw_config(raw: object, **changes: object) -> RootConfig:
     return config
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_one_command_from_text_to_a_model(megads: StartCommand, corpus: Path) -> None:
     """Catches text prepared twice, a run that does not find itself again, and new text that continues the old run.

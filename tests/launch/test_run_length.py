@@ -104,6 +104,7 @@ def test_a_dry_run_before_the_text_is_tokenized(tmp_path: Path, fork_server: For
             assert found.code == 0 and "length     not known before the data is there" in found.out, found.err
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_the_run_says_it_and_keeps_it(corpus: Path, megads: StartCommand) -> None:
     """Catches a frozen config or a second start that knows no length, and a dry run that leaves it open."""

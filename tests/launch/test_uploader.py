@@ -243,6 +243,7 @@ def test_one_in_a_hundred_requests_fails(tmp_path: Path, s3: S3Server) -> None:
     assert fetched_seeds(store, tmp_path) == {step: step for step in range(1, 9)}
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs_at_the_end(tmp_path: Path) -> None:
     """Catches an orphan that waits for its server for ever after the run."""
     with s3_server(tmp_path / "s3") as s3, pytest.MonkeyPatch.context() as patch:

@@ -101,13 +101,17 @@ class TerminalFile:
         self._master, slave = pty.openpty()
         set_size(self._master, columns, rows)
         self.out = os.fdopen(slave, "w", encoding=encoding)
+        self._unread = b""
+
+    def drain(self, wait_s: float = 0.002) -> None:
+        """Takes what was written, so that the terminal is not full."""
+        while select.select([self._master], [], [], wait_s)[0]:
+            self._unread += os.read(self._master, 65536)
 
     def read(self) -> str:
         """Returns what was written since the last call, and shows it on `screen`."""
-        data = b""
-        while select.select([self._master], [], [], 0.05)[0]:
-            data += os.read(self._master, 65536)
-        text = data.decode()
+        self.drain(0.05)
+        text, self._unread = self._unread.decode(), b""
         self.screen.feed(text)
         return text
 

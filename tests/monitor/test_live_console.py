@@ -47,7 +47,6 @@ def terminal(tmp_path: Path) -> Iterator[Callable[..., OnTerminal]]:
 def show_a_run(run_dir: Path, file: TerminalFile, kind: ConsoleKind = ConsoleKind.auto, steps: int = 40) -> str:
     """Shows a run from its start to its end, as the launcher does; returns all that was written."""
     metrics, events = MetricsWriter(run_dir, enabled=True), EventWriter(run_dir)
-    text = ""
     with open_console(run_dir, file.out, LoggingConfig(console=kind), "my-run", steps) as console:
         console.say("run my-run")
         events.write("start", step=0, total_steps=steps, layout="tp1 pp1 dp1")
@@ -60,13 +59,13 @@ def show_a_run(run_dir: Path, file: TerminalFile, kind: ConsoleKind = ConsoleKin
                 events.write("checkpoint_saved", step=step, folder=f"step_{step:08d}")
                 metrics.write({"step": step, "valid/held_out/loss": 8.5, "valid/held_out/ppl": 4914.8})
             console.poll()
-            text += file.read()
+            file.drain()
         events.write("step_skipped", level="warning", step=steps, cause="non-finite \x1b[2Jgradient")
         events.write("exit", exit_code=0, level="debug")
         console.poll()
         console.close()
         console.say("afterwards", "error")
-    return text + file.read()
+    return file.read()
 
 
 @pytest.fixture
@@ -190,6 +189,7 @@ def test_plain_quiet_and_dumb(file: TerminalFile, tmp_path: Path, monkeypatch: p
     assert "step 40/40 | loss 5.0000" in show_a_run(tmp_path, file)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_resize_and_ctrl_c_leave_a_clean_terminal(terminal: Callable[..., OnTerminal]) -> None:
     """Catches a panel of the old width, and a terminal without a cursor or prompt after Ctrl-C."""
@@ -218,6 +218,7 @@ def test_a_stalled_terminal_holds_up_nothing(terminal: Callable[..., OnTerminal]
     assert steps_done(tmp_path) == 80
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_closed_terminal_ends_the_run_as_asked(terminal: Callable[..., OnTerminal], tmp_path: Path) -> None:
     """Catches a lost connection that kills the run without saving: its SIGHUP means save and stop."""

@@ -266,6 +266,7 @@ def test_a_wandb_folder_is_not_the_library(tmp_path: Path, monkeypatch: pytest.M
     assert wanted_trackers(LoggingConfig()) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_both_hold_everything_after_a_kill_and_a_resume(launch: Launch, tmp_path: Path) -> None:
     """Catches lost or doubled steps over a resume, another run id, lost config, events or final table."""
@@ -365,7 +366,7 @@ BAD_SERVERS: dict[str, Callable[[], tuple[int, Callable[[], None]]]] = {
 
 @pytest.mark.fault(17)
 @pytest.mark.distributed
-@pytest.mark.quick("never answers")
+@pytest.mark.quick("refuses")
 @pytest.mark.parametrize("server", BAD_SERVERS)
 def test_a_bad_server_costs_nothing(launch: Launch, tmp_path: Path, server: str) -> None:
     """Catches a step, the exit code or the end of a run that depends on wandb's server."""
@@ -391,7 +392,7 @@ def test_a_bad_server_costs_nothing(launch: Launch, tmp_path: Path, server: str)
 
 
 @pytest.mark.fault(17)
-@pytest.mark.quick("stopped")
+@pytest.mark.quick("dead")
 @pytest.mark.distributed
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dead", "stopped"])
 def test_a_dead_or_stopped_tracker_costs_nothing(

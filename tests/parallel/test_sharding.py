@@ -210,6 +210,7 @@ def _pair(sequence_parallel: bool, chunks: int) -> list[Any]:
     ]
 
 
+@pytest.mark.quick("2-False-1", "2-True-2", "2-False-100", "3-True-1", "3-False-2", "3-True-100")
 @pytest.mark.distributed
 @pytest.mark.parametrize("chunks", [1, 2, 100])
 @pytest.mark.parametrize("sequence_parallel", [False, True])

@@ -21,6 +21,12 @@ def test_configured_figure_wins(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.fixture
+def quick_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peak, "_MEASURE_S", 0.1)
+
+
+@pytest.mark.usefixtures("quick_measurement")
 def test_measured_once_and_cached(tmp_path: Path) -> None:
     """Catches a new measurement at every start, a changed thread count, or a cache shared between dtypes."""
     threads = torch.get_num_threads()
@@ -37,6 +43,7 @@ def test_measured_once_and_cached(tmp_path: Path) -> None:
     assert path.read_text().endswith("}"), "the damaged entry was not replaced"
 
 
+@pytest.mark.slow
 def test_a_busy_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a peak that is low, and remembered, because other programs had the processor when it was measured: the
     model's share of it (MFU) would be more than 1."""
@@ -50,6 +57,7 @@ def test_a_busy_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert device_peak_tflops(CPU, torch.float32, 1, cache_dir=tmp_path / "busy") > 0.4 * quiet
 
 
+@pytest.mark.usefixtures("quick_measurement")
 def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
     """Catches a run that fails because a cache does."""
     (tmp_path / "file").touch()

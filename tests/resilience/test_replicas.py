@@ -104,7 +104,7 @@ def test_a_flipped_bit_is_found_and_its_rank_and_tensor_named(layout: str, tmp_p
     assert len(events) == len(wanted) and all(event["tensors"] and event["ranks"] for event in events)
 
 
-@pytest.mark.quick("tp2pp2dp2")
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", HEALTHY)
 def test_healthy_ranks_are_not_accused(layout: str, tmp_path: Path) -> None:
     """Catches copies that are not the same in some layout, and a deadlock of lines that not all ranks are in."""

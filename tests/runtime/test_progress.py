@@ -38,7 +38,7 @@ finally:
 PLAIN = """
 import math, time
 from megads.runtime import progress
-progress.SAID_AFTER_S, progress.SAID_AGAIN_S = 0.3, 1.0
+progress.SAID_AFTER_S, progress.SAID_AGAIN_S = 0.2, 0.4
 progress.enter("planning")
 with progress.Progress("a short phase"):
     pass
@@ -50,7 +50,7 @@ with progress.Progress("tokenizing", 4_000_000) as shown:
         time.sleep(0.01)
     # However slow the machine, a third line is not due.
     shown.say_at_s = math.inf
-    time.sleep(0.5)
+    time.sleep(0.1)
 progress.leave()
 """
 PHASES = """

@@ -156,6 +156,7 @@ def test_a_vandal_runs_nothing(start: StartLauncher, tmp_path: Path) -> None:
     assert not any(text.encode() in content for content in (*contents, out.encode(), err.encode()))
 
 
+@pytest.mark.slow
 def test_an_impostor_is_not_admitted(start: StartLauncher) -> None:
     """Catches a process that reads the store's keys, takes the place of a rank that is late, and is let in."""
     launched = start("meet_until_told")

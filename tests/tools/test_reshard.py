@@ -253,6 +253,7 @@ def reshard_killed_at(folder: Path, event_number: int) -> str:
     return "made"
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_kill(tmp_path: Path) -> None:
     """Catches half a folder under the name of the whole one, and litter of a killed command that stays for good."""

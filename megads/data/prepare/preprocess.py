@@ -70,6 +70,8 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 # Items that wait for each worker: enough to keep it busy, few enough for memory.
 _AHEAD = 2
+# Of all files: tokenized before processes have started.
+_SMALL_BYTES = 1 << 19
 # In the folder of shards: the dataset under the output's name is ours, unfinished, and may be replaced.
 _COMMITTING = "committing"
 
@@ -249,8 +251,9 @@ class Tokenizing:
         )
         with _parts_folder(self._output) as folder:
             make = functools.partial(BlockTokenizer, settings, folder)
-            # One block is not worth a process.
-            workers = 1 if len(first) < 2 else workers or available_cores()
+            # One block is not worth a process, nor are small ones.
+            small = workers is None and source is not None and source.total_bytes < _SMALL_BYTES
+            workers = 1 if small or len(first) < 2 else workers or available_cores()
             num_shards = self._tokenize(make, chain(first, blocks), progress, workers)
             for path, state in states.items():
                 require_unchanged(path, state)

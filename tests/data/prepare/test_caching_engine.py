@@ -119,7 +119,7 @@ ENGINES = {name: caching(tokenizer_of(steps)) for name, steps in SHAPES.items()}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(texts=st.lists(TEXTS, max_size=3))
 def test_the_ids_are_the_librarys(shape: str, texts: list[str]) -> None:
     """Catches a pattern that Python reads otherwise than Oniguruma, and a word whose ids depend on its neighbours."""

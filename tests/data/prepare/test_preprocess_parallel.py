@@ -134,6 +134,7 @@ def run(corpus: Path, output: Path, *more: str) -> subprocess.Popen[bytes]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_killed_start_is_continued(corpus: Path, tmp_path: Path) -> None:
     """Catches work lost to a kill, orphaned workers, and a damaged part in the dataset."""

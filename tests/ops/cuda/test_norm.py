@@ -120,6 +120,7 @@ def test_rows_read_in_chunks(dtype: torch.dtype) -> None:
     check(inputs(3, 16400, dtype, residual=True), order=5)
 
 
+@pytest.mark.slow
 def test_more_rows_than_blocks() -> None:
     """Catches rows beyond the grid of the backward pass, and sums whose bits depend on the order of blocks."""
     arguments = inputs(1060, 8, torch.float32)

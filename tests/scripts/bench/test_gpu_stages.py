@@ -45,6 +45,7 @@ def short(name: str, code: str, expected_s: float = 0.1, **fields: Any) -> Item:
     return Item("kernels", name, ("-c", code), expected_s, appends=False, **fields)
 
 
+@pytest.mark.slow
 def test_a_budget_is_kept_and_nothing_is_left_running(tmp_path: Path) -> None:
     """Catches a script that outruns its time, an item that lives on after it, one that is begun in vain, one without
     the kernels or GPUs that it needs, a failure whose cause the table does not have, and a hang without stacks."""

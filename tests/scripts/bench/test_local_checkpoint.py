@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from scripts.bench.local_checkpoint import measure, measure_replicas
 
 
@@ -16,6 +18,7 @@ def test_everything_is_measured(tmp_path: Path) -> None:
     assert list((tmp_path / "memory").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_copies_are_measured(tmp_path: Path) -> None:
     """Catches a start that does not fetch what was lost, a failure that leaves the benchmark waiting, and memory that
     it leaves taken."""

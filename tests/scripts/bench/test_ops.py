@@ -16,6 +16,7 @@ from scripts.bench.ops import CASES, DTYPES, verdicts_of
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("kernels")
 def test_every_case_is_timed_and_recorded(tmp_path: Path) -> None:
     """Catches a case that broke when an operator changed, and a result that is shown and not kept."""

@@ -276,6 +276,7 @@ def command(tmp_path: Path, *arguments: str) -> tuple[int, str, str]:
     return ended.code, ended.out, ended.err
 
 
+@pytest.mark.slow
 def test_as_a_command(tmp_path: Path) -> None:
     """Catches JSON that is not alone on standard output, or lacks a documented key, and wrong exit codes."""
     write(tmp_path / "a.log", OOM)

@@ -152,6 +152,7 @@ def test_refusals(folder: Path, changes: dict[str, Any], kind: type[MegadsError]
     assert not results(folder) and not list(folder.glob("run/evaluation/**/.partial"))
 
 
+@pytest.mark.slow
 def test_an_unknown_task_names_the_near_ones(folder: Path) -> None:
     """Catches a list of thousands of names, or none."""
     with pytest.raises(ConfigError, match="tasks = simple_sequence: there is no such task; there are simple_sequences"):
@@ -235,6 +236,7 @@ def test_bytes_of_tokens(folder: Path) -> None:
     assert sizes.of([tokenizer.token_to_id("<|endoftext|>")]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_ranks_of_a_layout(folder: Path, megads: Callable[..., Any]) -> None:
     """Catches ranks that do not come to an end, and results that stay on a rank."""

@@ -144,7 +144,7 @@ def ask_in_layout(runs: Sequence[Path], sizes: dict[str, int]) -> list[Said]:
     return found
 
 
-@pytest.mark.quick("tp", "cp")
+@pytest.mark.quick("tp")
 @pytest.mark.distributed
 @pytest.mark.parametrize("axis", ["tp", "pp", "dp", "cp"])
 def test_answers_are_the_same_in_every_layout(axis: str, theirs: Any) -> None:

@@ -50,6 +50,7 @@ def require_logits(folder: Path, output: Path, wanted: np.ndarray) -> None:
     np.testing.assert_allclose(got.numpy(), wanted, atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.slow
 def test_logits_are_megatrons_own(saved: tuple[Path, np.ndarray], tmp_path: Path) -> None:
     """Catches layers that are unstacked in another order, gates of another half, groups of queries, and norms that are
     named after the projection that follows them."""
