@@ -16,6 +16,7 @@ from megads.tools.verify import compare
 from tests.command import StartCommand
 
 REPOSITORY = Path(__file__).parents[2]
+RECIPES = sorted(path.stem for path in (REPOSITORY / "conf" / "experiment").glob("*_*.yaml"))
 SMALL = ("verify.steps=2", "train.precision=fp32", "verify.dir=here")
 
 
@@ -53,6 +54,30 @@ def test_a_good_layout_passes(elsewhere: Path, capsys: pytest.CaptureFixture[str
         *((name, "bf16") for name in ("N1", "N4", "N7", "N8")),
     }
     assert all(c["compared"] > 0 and c["passed"] and c["found"] <= c["bound"] for c in checks)
+
+
+@pytest.mark.distributed
+@pytest.mark.quick("llama3_8b", "olmo2_1b")
+@pytest.mark.parametrize("experiment", RECIPES)
+def test_a_recipe_trains_the_same_model_in_tp2_pp2(experiment: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a recipe whose optimizer, norms, heads or pipeline schedule do not survive another layout, or whose small
+    copy cannot be cut."""
+    layout = ("parallel.tp=2", "parallel.pp=2", "parallel.dp=1")
+    assert run(["verify_layout", f"experiment={experiment}", *layout, *SMALL]) == 0
+    assert "This layout trains the same model." in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_the_keys_of_a_stage_are_verified(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches verify.stage that is not read, or that leaves the keys of the config."""
+    layout = ("parallel.tp=2", "parallel.pp=2", "parallel.dp=1", "verify.stage=2")
+    stages = "train.stages=[{until_steps: 5}, {parallel: {recompute: full}, model: {rope_theta: 70000.0}}]"
+    assert run(["verify_layout", "model=tiny_llama", stages, *layout, *SMALL]) == 0
+    shown = capsys.readouterr().out
+    assert "the keys of stage 2 of 2" in shown
+    job = json.loads((elsewhere / "here" / "job.json").read_text())
+    assert job["parallel"]["recompute"] == "full" and job["scenarios"][0]["model"]["rope_theta"] == 70000.0
 
 
 @pytest.mark.slow
@@ -121,6 +146,9 @@ def test_ctrl_c_ends_it(megads: StartCommand) -> None:
         (["verify.steps=0"], "verify.steps = 0: must be at least 1"),
         (["parallel.tp=2", "parallel.pp=2", "verify.max_ranks=2"], "need at least 4 ranks; raise it"),
         (["verify.max_rank=2"], "verify.max_rank"),
+        (["verify.stage=0"], "verify.stage = 0: must be at least 1"),
+        (["verify.stage=2"], "verify.stage = 2: train.stages has none"),
+        (["experiment=llama3_8b", "verify.stage=4", "parallel.dp=1"], "verify.stage = 4: train.stages has 3"),
         (["optim.clip_grad=-1"], "optim.clip_grad"),
     ],
 )

@@ -16,7 +16,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
 
-from megads.config import RootConfig
+from megads.config import RootConfig, stage_config
 from megads.errors import EXIT_OK, ConfigError
 from megads.launch.launcher import LaunchSpec, launch
 from megads.model.gpt import GPT, token_losses
@@ -227,12 +227,13 @@ def verify(config: VerifyLayoutConfig, place: str, defect: str = "") -> tuple[in
         The exit code of the ranks' launcher, and how many checks failed.
     """
     folder = Path(place)
+    config = _of_stage(config)
     scaled = scale(wanted(config), config.verify.max_ranks, config.verify.steps)
     # JSON is for machines: what people read goes beside it.
     console = VisibleConsole(highlight=False, stderr=config.json, soft_wrap=True)
     console.width = max(console.width, _TABLE_WIDTH)
     console.print(f"{_layout_line(scaled.parallel)}, against one process of plain torch; folder {folder}")
-    notes = list(scaled.notes)
+    notes = [*_stage_notes(config), *scaled.notes]
     if not config.optim.is_built_in:
         notes.append(f"optimizer: adamw in place of optim.name={config.optim.name}, of which there is no reference")
     for note in notes:
@@ -248,6 +249,32 @@ def verify(config: VerifyLayoutConfig, place: str, defect: str = "") -> tuple[in
     else:
         show(console, found, cause)
     return code, sum(not row.passed for row in found)
+
+
+def _of_stage(config: VerifyLayoutConfig) -> VerifyLayoutConfig:
+    """The config with the keys of verify.stage.
+
+    Raises:
+        ConfigError: the run has no such stage.
+    """
+    stage, stages = config.verify.stage, len(config.train.stages)
+    if stage is None:
+        return config
+    if stage > stages:
+        raise ConfigError(f"verify.stage = {stage}: train.stages has {stages or 'none'}; leave it out, or lower it")
+    found = stage_config(config, stage - 1)
+    assert isinstance(found, VerifyLayoutConfig)
+    return found
+
+
+def _stage_notes(config: VerifyLayoutConfig) -> list[str]:
+    """Whose keys are verified, of a run that has training stages."""
+    stages = len(config.train.stages)
+    if not stages:
+        return []
+    if config.verify.stage is None:
+        return [f"training stages: the keys of the config itself; verify.stage=1 to {stages} takes those of a stage"]
+    return [f"training stages: the keys of stage {config.verify.stage} of {stages}"]
 
 
 def wanted(config: RootConfig) -> Wanted:
