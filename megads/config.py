@@ -222,7 +222,7 @@ def _check_optimizer(config: RootConfig) -> None:
     if stage in GRADIENT_STAGES and impl in (Implementation.fused, Implementation.apex):
         raise ConfigError(
             f"optim.impl = {impl} is for parallel.zero_stage = 0 and 1, but parallel.zero_stage = {stage}: there "
-            "DeepSpeed's optimizer calls torch's operators; use optim.impl=auto"
+            "DeepSpeed drives the optimizer, which is torch's or its own; use optim.impl=auto or deepspeed"
         )
     if config.optim.is_muon and config.model.block.is_custom:
         raise ConfigError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -128,6 +129,41 @@ def test_a_defect_of_an_optimizer_is_named(
     assert "N3 every weight in the end in fp32" in capsys.readouterr().out
 
 
+SEQUENCE_PARALLEL = ("parallel.tp=2", "parallel.sequence_parallel=true")
+SHARED_KEYS = ("parallel.tp=2", "model.num_kv_heads=2", "model.window=5")
+REPORTED = {
+    "no_sum_of_partial_gradients": (*SEQUENCE_PARALLEL, "model.qk_norm=true"),
+    "tokens_summed_over_data_parallel_only": ("parallel.cp=2",),
+    "key_and_value_gradients_not_summed_over_context": ("parallel.cp=2",),
+    "keys_and_values_in_rank_order": ("parallel.cp=2",),
+    "key_gradients_of_one_query_head": SHARED_KEYS,
+    "averaged_micro_batches": ("parallel.pp=2",),
+    "averaged_replicas": ("parallel.dp=2", "train.global_batch_size=8"),
+    "loss_of_gathered_logits": ("parallel.tp=2",),
+    "sinks_of_the_first_rank_in_the_norm": ("parallel.tp=2", "model.attention_sinks=true"),
+    "norm_of_the_own_stage": ("parallel.pp=2",),
+    "replicated_parameters_count_on_every_rank": ("parallel.pp=2",),
+    "missing_tensor_parallel_mark": ("parallel.tp=2", "parallel.dp=2", "parallel.zero_stage=2"),
+    "mean_of_the_ranks_own_means": ("parallel.cp=2",),
+    "blocks_numbered_from_the_stage": ("parallel.pp=2", "model.num_layers=3"),
+    "a_step_counted_before_the_first": ("parallel.dp=2", "train.global_batch_size=8"),
+    "divided_by_the_shards_twice": ("parallel.dp=2", "parallel.zero_stage=3", "train.global_batch_size=8"),
+}
+"""The defects of docs/numerics.md that were reported of other trainers, each in a layout in which it can be."""
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("defect", REPORTED)
+def test_what_was_reported_of_other_trainers_is_caught(
+    defect: str, plant: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a verification that lets a bug through that another trainer has had."""
+    plant(defect)
+    assert run(["verify_layout", *REPORTED[defect], "ops.impl=torch", *SMALL]) == 7
+    assert "DIFFERS" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_ctrl_c_ends_it(megads: StartCommand) -> None:
@@ -137,6 +173,14 @@ def test_ctrl_c_ends_it(megads: StartCommand) -> None:
     command.process.send_signal(signal.SIGINT)
     ended = command.end(30)
     assert ended.code == 130 and "killed by a signal" in ended.out
+
+
+def test_docs_name_the_defects_that_are_planted() -> None:
+    """Catches a row of the table of reported bugs whose mutant `megads verify_layout` has never been shown."""
+    page = (REPOSITORY / "docs" / "numerics.md").read_text()
+    table = page[page.index("Bugs that were reported of other trainers") : page.index("## How it is done")]
+    planted = set(REPORTED) | {"owners_orthogonalise_their_own_piece"}
+    assert planted == {name for name in re.findall(r"`([a-z]\w*_\w*)`", table) if name != "verify_layout"}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -17,12 +17,14 @@ from rich.table import Table
 from torch import Tensor
 
 from megads.config import RootConfig, stage_config
+from megads.engine.deepspeed_options import build_adam
 from megads.errors import EXIT_OK, ConfigError
 from megads.launch.launcher import LaunchSpec, launch
 from megads.model.gpt import GPT, token_losses
 from megads.model.stage_names import TIED_PARAMETER
 from megads.monitor.console import Console
 from megads.monitor.console import Console as RunConsole
+from megads.ops.config import Implementation
 from megads.optim.config import OptimizerName
 from megads.optim.groups import parameter_groups
 from megads.parallel.config import AXES, ParallelConfig
@@ -238,6 +240,8 @@ def verify(config: VerifyLayoutConfig, place: str, defect: str = "") -> tuple[in
         notes.append(f"optimizer: adamw in place of optim.name={config.optim.name}, of which there is no reference")
     for note in notes:
         console.print(f"  {note}", style="dim")
+    if config.optim.impl is Implementation.deepspeed:
+        build_adam(console.print, cuda=False)
     with claimed(folder):
         code, found, cause = _compare(config, scaled, folder, defect, console)
         if code != EXIT_OK:
@@ -262,9 +266,7 @@ def _of_stage(config: VerifyLayoutConfig) -> VerifyLayoutConfig:
         return config
     if stage > stages:
         raise ConfigError(f"verify.stage = {stage}: train.stages has {stages or 'none'}; leave it out, or lower it")
-    found = stage_config(config, stage - 1)
-    assert isinstance(found, VerifyLayoutConfig)
-    return found
+    return cast("VerifyLayoutConfig", stage_config(config, stage - 1))
 
 
 def _stage_notes(config: VerifyLayoutConfig) -> list[str]:
