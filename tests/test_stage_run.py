@@ -225,6 +225,21 @@ def test_a_mix_and_rope_that_change(corpus: Path, megads: StartCommand) -> None:
 
 
 @pytest.mark.slow
+def test_a_dataset_begins_with_a_later_stage(corpus: Path, megads: StartCommand) -> None:
+    """Catches a dataset of weight 0 that is drawn from before its stage, or is not there when it begins."""
+    other, run_dir = reversed_corpus(corpus, megads.folder / "other", 12), megads.folder / "run"
+    data = f"[{{path: {corpus}, weight: 1, max_epochs: 9}}, {{path: {other}, weight: 0, max_epochs: 9}}]"
+    stages = "[{until_steps: 2}, {weights: [0, 1]}]"
+    words = staged(corpus, data__train=data, train__stages=stages, train__steps=4, run__dir=run_dir)
+    ended = megads("train", *words, "evaluation.every_steps=0").end()
+    assert ended.code == 0, ended.err
+    for step, dataset in ((2, corpus), (3, other)):
+        ended = megads("why", f"run={run_dir}", f"step={step}", "loss=none", "json=true", "count=12").end()
+        assert ended.code == 0, ended.err
+        assert {name for name in (corpus, other) if str(name) in ended.out} == {dataset}
+
+
+@pytest.mark.slow
 def test_a_stop_at_a_boundary_is_a_stop(corpus: Path, megads: StartCommand) -> None:
     """Catches a run that goes on with its next stage although somebody asked it to stop."""
     run_dir = megads.folder / "run"
