@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megads.diagnosis.causes import FACTS, Cause, Domain
-from megads.diagnosis.evidence import LogFinding, Survey
+from megads.diagnosis.evidence import LogFinding, Survey, worded_findings
 from megads.diagnosis.signature import Strength
 
 _MOST_EVIDENCE = 8
@@ -93,6 +93,9 @@ def decide(surveys: Sequence[Survey]) -> Diagnosis:
         surveys: of all logs, in the order of ranks where that is known.
     """
     findings = [_after_progress(finding, survey) for survey in surveys for finding in survey.findings]
+    if all(finding.strength <= Strength.teardown for finding in findings):
+        worded = [finding for survey in surveys for finding in worded_findings(survey)]
+        findings += sorted(worded, key=lambda finding: -(finding.probability or 0.0))[:1]
     if not findings:
         return _unknown(surveys)
     order = {survey.file: place for place, survey in enumerate(surveys)}
@@ -107,7 +110,7 @@ def decide(surveys: Sequence[Survey]) -> Diagnosis:
         _culprit(top, ranked),
         tuple(Evidence(one.file, one.line, one.text[:_LONGEST_EVIDENCE]) for one in evidence[:_MOST_EVIDENCE]),
         signature.advice or facts.advice,
-        _CONFIDENCE[top.strength],
+        _CONFIDENCE[top.strength] if top.probability is None else min(_CONFIDENCE[top.strength], top.probability),
         tuple(cause for cause in dict.fromkeys(one.signature.cause for one in ranked) if cause != signature.cause),
     )
 

@@ -14,9 +14,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from megads.diagnosis.message_model import message_model
 from megads.diagnosis.signature import Signature, Strength, signature_table
 from megads.diagnosis.templates import template
 
+_SURE_WORDING = 0.6
+"""A line that no signature finds counts from this probability of its wording on."""
+_MOST_WORDED = 1000
+_HARMLESS = re.compile(r"\b(?:INFO|DEBUG|NOTICE)\b|(?:^|\[)I\d{4} ")
 _DIGITS = b"0123456789"
 _LONGEST_LINE = 4000
 _MOST_KINDS = 30_000
@@ -94,6 +99,7 @@ class LogFinding:
         named: the culprit that the message itself names.
         time_s: seconds since the year began, by the nearest time in the log before it; None where there is none.
         progress_after: the log shows training going on long after it.
+        probability: of the cause, where it was judged by its wording.
     """
 
     file: str
@@ -106,6 +112,7 @@ class LogFinding:
     named: str = ""
     time_s: float | None = None
     progress_after: bool = False
+    probability: float | None = None
 
 
 @dataclass
@@ -238,7 +245,9 @@ class _Surveyor:
         matched = self._table.match(_SPECULATION.split(text, 1)[0] or text, frames)
         if matched is None or _is_source_line(text, before):
             return
-        signature, groups = matched.signature, matched.found.groupdict()
+        signature, groups, probability = matched.signature, matched.found.groupdict(), None
+        if signature.fallback:
+            signature, probability = by_wording(signature, text, frames)
         survey = self._survey
         rank = _rank_of(text, before)
         named = f"rank {groups['rank']}" if groups.get("rank") else groups.get("node") or ""
@@ -253,6 +262,7 @@ class _Surveyor:
                 next((found[1] for pattern in _NODES if (found := pattern.search(text))), ""),
                 named,
                 self._time(text, near),
+                probability=probability,
             )
         )
 
@@ -275,6 +285,52 @@ class _Surveyor:
     def _time(self, text: str, near: list[bytes]) -> float | None:
         times = (time_of(line) for line in (text, *map(line_text, reversed(near))))
         return next((found for found in times if found is not None), None)
+
+
+def by_wording(general: Signature, text: str, frames: str = "") -> tuple[Signature, float | None]:
+    """Returns what the wording of a line says where only a general signature finds it, or that signature.
+
+    Args:
+        general: the signature.
+        text: the line.
+        frames: of the traceback that it ends, a line each.
+    """
+    verdict = message_model().judge(text, frames)
+    if verdict is None or (verdict.cause != general.cause and verdict.probability < general.overruled_at):
+        return general, None
+    if verdict.cause == general.cause:
+        return general, verdict.probability
+    return Signature(verdict.cause, general.strength, (), text, verdict.restartable), verdict.probability
+
+
+def worded_findings(survey: Survey) -> list[LogFinding]:
+    """Returns the lines that sound like a failure of which no signature tells, by their wording; for a log without any.
+
+    Args:
+        survey: of the log.
+    """
+    found = []
+    suspicious = (kind for kind in survey.kinds.values() if _is_suspicious(kind.text.encode()))
+    for kind in sorted(suspicious, key=lambda kind: kind.line)[-_MOST_WORDED:]:
+        verdict = None if _HARMLESS.search(kind.text) else message_model().judge(kind.text)
+        if verdict is None or verdict.probability < _SURE_WORDING:
+            continue
+        signature = Signature(verdict.cause, Strength.failure, (), kind.text, verdict.restartable)
+        rank = _rank_of(kind.text, [])
+        node = next((match[1] for pattern in _NODES if (match := pattern.search(kind.text))), "")
+        found.append(
+            LogFinding(
+                survey.file,
+                kind.line,
+                kind.text.strip(),
+                signature,
+                signature.strength,
+                survey.rank if rank is None else rank,
+                node,
+                probability=verdict.probability,
+            )
+        )
+    return found
 
 
 def _whole_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
