@@ -16,6 +16,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import yaml
@@ -31,7 +32,7 @@ _ENDINGS = re.compile(r"(?:ations?|ions?|ings?|ible|able|ed|es|s|e)$")
 _NO_TEXT = re.compile(r"\(\?<?[!=][^)]*\)|\(\?P<\w+>|\(\?:|\\[a-zA-Z]|[\\\[\](){}?*+.|^$]|\d+,?\d*")
 _SHORTEST_STEM = 3
 _SMOOTHING = 0.2
-_TEMPERATURE = 0.7
+_TEMPERATURE = 0.8
 _FRAME_WEIGHT = 0.5
 _FRAMES_READ = 3
 _STOP = frozenset(
@@ -91,7 +92,8 @@ def stems(text: str, frames: str = "") -> dict[str, float]:
 
 def _stems_of(text: str) -> list[str]:
     words = (word.lower() for word in _WORD.findall(re.sub(r"<\w+>", " ", text)))
-    return [_stem(word) for word in words if len(word) > 1 and word not in _STOP]
+    found = [_stem(word) for word in words if len(word) > 1 and word not in _STOP]
+    return found + [f"{first} {second}" for first, second in pairwise(found)]
 
 
 @functools.lru_cache(maxsize=1 << 14)

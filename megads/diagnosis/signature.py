@@ -73,7 +73,7 @@ class Signature:
     advice: str = ""
     within_error: bool = False
     fallback: bool = False
-    overruled_at: float = 0.4
+    overruled_at: float = 0.35
     frames: str = ""
 
 
