@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Any
 
 from megads.diagnosis.causes import FACTS, Cause, Domain
@@ -24,6 +25,15 @@ _CONFIDENCE = {
     Strength.teardown: 0.3,
     Strength.noise: 0.2,
 }
+
+
+class Basis(StrEnum):
+    """What a cause was found by."""
+
+    signature = "signature"
+    wording = "wording"
+    incident = "incident"
+    nothing = "nothing"
 
 
 @dataclass(frozen=True)
@@ -58,6 +68,7 @@ class Diagnosis:
         advice: what to do.
         confidence: from 0 to 1, by how definite the decisive line is.
         candidates: causes that other lines speak for, the likelier first.
+        basis: what the cause was found by.
     """
 
     cause: Cause
@@ -68,6 +79,7 @@ class Diagnosis:
     advice: str
     confidence: float
     candidates: tuple[Cause, ...] = field(default=())
+    basis: Basis = Basis.signature
 
     def as_json(self) -> dict[str, Any]:
         """As JSON can hold it."""
@@ -80,6 +92,7 @@ class Diagnosis:
             "advice": self.advice,
             "confidence": self.confidence,
             "candidates": [str(cause) for cause in self.candidates],
+            "basis": str(self.basis),
         }
 
 
@@ -112,6 +125,7 @@ def decide(surveys: Sequence[Survey]) -> Diagnosis:
         signature.advice or facts.advice,
         _CONFIDENCE[top.strength] if top.probability is None else min(_CONFIDENCE[top.strength], top.probability),
         tuple(cause for cause in dict.fromkeys(one.signature.cause for one in ranked) if cause != signature.cause),
+        Basis.signature if top.probability is None else Basis.wording,
     )
 
 
@@ -165,4 +179,4 @@ def _unknown(surveys: Sequence[Survey]) -> Diagnosis:
         for kind in sorted(survey.kinds.values(), key=lambda kind: kind.last)[-1:]
     ]
     facts = FACTS[cause]
-    return Diagnosis(cause, facts.domain, facts.restartable, "", tuple(last), facts.advice, 0.0)
+    return Diagnosis(cause, facts.domain, facts.restartable, "", tuple(last), facts.advice, 0.0, basis=Basis.nothing)

@@ -21,6 +21,8 @@ from megads.diagnosis.templates import template
 _SURE_WORDING = 0.6
 """A line that no signature finds counts from this probability of its wording on."""
 _MOST_WORDED = 1000
+_ENDING_KINDS = 20
+"""So many of the last kinds of line are looked at, whether suspicious or not."""
 _HARMLESS = re.compile(r"\b(?:INFO|DEBUG|NOTICE)\b|(?:^|\[)I\d{4} ")
 _DIGITS = b"0123456789"
 _LONGEST_LINE = 4000
@@ -41,11 +43,13 @@ _PROGRESS = re.compile(
     re.IGNORECASE,
 )
 _EXCEPTION = re.compile(
-    r"(?:^|[\s\]:|│])(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Failure)(?::\s|\s*$)|\b(?:ERROR|FATAL|CRITICAL|error:)"
+    r"(?:^|[\s\]:|│])(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Failure)(?::\s|\s*$)|\b(?:ERROR|FATAL|CRITICAL|error:)|"
+    r"Assertion .*failed|what\(\):"
 )
 _SPECULATION = re.compile(
     r"\b(?:(?:some|there are some|possible|potential|common|likely)(?: \w+)? (?:causes?|reasons?)\b|look for oom|"
-    r"this (?:is (?:usually|typically|most likely|often)|may|might|could|typically|usually)\b|it is possible that)",
+    r"(?:may|might|could) (?:potentially|also|possibly)\b|it is possible that|"
+    r"this (?:is (?:usually|typically|most likely|often)|may|might|could|typically|usually)\b)",
     re.IGNORECASE,
 )
 """What follows lists what such a failure may come from."""
@@ -59,8 +63,8 @@ _SERIOUS = re.compile(
     r"elastic"
 )
 _RETRIED = re.compile(
-    r"\bretry(?:ing)?\b|will (?:be )?retr|\battempt \d+|falling? ?back|\bignor(?:ed|ing)\b|\bskipp(?:ed|ing)\b|"
-    r"using default|\brecovered\b|non-fatal|\bcontinuing\b",
+    r"\bretry(?:ing)?\b(?! (?:count|limit|exc))|will (?:be )?retr|\battempt \d+|falling? ?back|\bignor(?:ed|ing)\b|"
+    r"\bskipp(?:ed|ing)\b|using default|\brecovered\b|non-fatal|\bcontinuing\b",
     re.IGNORECASE,
 )
 _RANKS = (
@@ -310,9 +314,11 @@ def worded_findings(survey: Survey) -> list[LogFinding]:
         survey: of the log.
     """
     found = []
-    suspicious = (kind for kind in survey.kinds.values() if _is_suspicious(kind.text.encode()))
-    for kind in sorted(suspicious, key=lambda kind: kind.line)[-_MOST_WORDED:]:
-        verdict = None if _HARMLESS.search(kind.text) else message_model().judge(kind.text)
+    kinds = sorted(survey.kinds.values(), key=lambda kind: kind.last)
+    suspicious = [kind for kind in kinds[:-_ENDING_KINDS] if _is_suspicious(kind.text.encode())]
+    for kind in suspicious[-_MOST_WORDED:] + kinds[-_ENDING_KINDS:]:
+        harmless = any(one.search(kind.text) for one in (_HARMLESS, _PROGRESS, _RETRIED))
+        verdict = None if harmless else message_model().judge(kind.text)
         if verdict is None or verdict.probability < _SURE_WORDING:
             continue
         signature = Signature(verdict.cause, Strength.failure, (), kind.text, verdict.restartable)

@@ -110,10 +110,11 @@ class MessageModel:
     """
 
     def __init__(self, messages: Sequence[KnownMessage]):
-        self.messages = tuple(messages)
         counts: dict[tuple[Cause, bool], Counter[str]] = defaultdict(Counter)
         for message in messages:
             counts[message.cause, message.restartable].update(stems(message.text).keys())
+        self._num_messages = len(messages)
+        self._frequency = sum(counts.values(), Counter[str]())
         self._vocabulary = {stem for counter in counts.values() for stem in counter}
         size = len(self._vocabulary)
         self._logs = {
@@ -124,6 +125,10 @@ class MessageModel:
             for kind, counter in counts.items()
         }
         self._unseen = math.log(_SMOOTHING)
+
+    def rarity(self, stem: str) -> float:
+        """Returns how much a stem tells: the logarithm of the share of messages that have it, inverted."""
+        return math.log(1 + self._num_messages / (1 + self._frequency[stem]))
 
     def judge(self, text: str, frames: str = "") -> Verdict | None:
         """Returns what a line says by its wording, None where it has no word that a known message has.

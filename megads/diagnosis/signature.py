@@ -73,7 +73,7 @@ class Signature:
     advice: str = ""
     within_error: bool = False
     fallback: bool = False
-    overruled_at: float = 0.35
+    overruled_at: float = 0.45
     frames: str = ""
 
 
@@ -141,7 +141,8 @@ def _precedes(new: Signature, old: Signature) -> bool:
         return old.fallback
     if bool(new.frames) != bool(old.frames):
         # What failed inside of what says more than a general message, and less than one that names the cause.
-        return new.strength >= old.strength if new.frames else new.strength > old.strength
+        closer = new.strength >= old.strength and new.cause != old.cause
+        return closer if new.frames else new.strength > old.strength
     return new.strength > old.strength
 
 
