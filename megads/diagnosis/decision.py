@@ -10,6 +10,7 @@ from typing import Any
 
 from megads.diagnosis.causes import FACTS, Cause, Domain
 from megads.diagnosis.evidence import LogFinding, Survey, worded_findings
+from megads.diagnosis.message_model import MessageModel, message_model
 from megads.diagnosis.signature import Strength
 
 _MOST_EVIDENCE = 8
@@ -96,7 +97,7 @@ class Diagnosis:
         }
 
 
-def decide(surveys: Sequence[Survey]) -> Diagnosis:
+def decide(surveys: Sequence[Survey], model: MessageModel | None = None) -> Diagnosis:
     """Returns the first cause over all logs.
 
     The strongest messages count; of equal ones the first does: by the times of their lines where all have one, else by
@@ -104,10 +105,12 @@ def decide(surveys: Sequence[Survey]) -> Diagnosis:
 
     Args:
         surveys: of all logs, in the order of ranks where that is known.
+        model: judges the wording where no signature decides; None takes the one that comes with megads.
     """
+    model = model or message_model()
     findings = [_after_progress(finding, survey) for survey in surveys for finding in survey.findings]
     if all(finding.strength <= Strength.teardown for finding in findings):
-        worded = [finding for survey in surveys for finding in worded_findings(survey)]
+        worded = [finding for survey in surveys for finding in worded_findings(survey, model)]
         findings += sorted(worded, key=lambda finding: -(finding.probability or 0.0))[:1]
     if not findings:
         return _unknown(surveys)

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from megads.diagnosis.message_model import message_model
-from megads.diagnosis.signature import Signature, Strength, signature_table
+from megads.diagnosis.message_model import Knowledge, MessageModel, knowledge
+from megads.diagnosis.signature import Signature, Strength
 from megads.diagnosis.templates import template
 
 _SURE_WORDING = 0.6
@@ -168,25 +168,27 @@ class Survey:
         return found
 
 
-def survey_log(file: str, blocks: Iterable[bytes], rank: int | None = None) -> Survey:
+def survey_log(file: str, blocks: Iterable[bytes], rank: int | None = None, known: Knowledge | None = None) -> Survey:
     """Reads a log.
 
     Args:
         file: its name, for the findings.
         blocks: its content in pieces of any size.
         rank: whose log it is.
+        known: signatures and model; None takes those that come with megads.
     """
-    return _Surveyor(Survey(file, rank)).read(blocks)
+    return _Surveyor(Survey(file, rank), known or knowledge()).read(blocks)
 
 
 class _Surveyor:
     """Reads one log, block by block."""
 
-    def __init__(self, survey: Survey):
+    def __init__(self, survey: Survey, known: Knowledge):
         self._survey = survey
+        self._model = known.model
         self._telling: dict[bytes, Counter[str]] = {}
         self._progressing: set[bytes] = set()
-        self._table = signature_table()
+        self._table = known.table
         self._before: list[bytes] = []
         self._in_table_rank: int | None = None
 
@@ -251,7 +253,7 @@ class _Surveyor:
             return
         signature, groups, probability = matched.signature, matched.found.groupdict(), None
         if signature.fallback:
-            signature, probability = by_wording(signature, text, frames)
+            signature, probability = by_wording(self._model, signature, text, frames)
         survey = self._survey
         rank = _rank_of(text, before)
         named = f"rank {groups['rank']}" if groups.get("rank") else groups.get("node") or ""
@@ -291,15 +293,16 @@ class _Surveyor:
         return next((found for found in times if found is not None), None)
 
 
-def by_wording(general: Signature, text: str, frames: str = "") -> tuple[Signature, float | None]:
+def by_wording(model: MessageModel, general: Signature, text: str, frames: str = "") -> tuple[Signature, float | None]:
     """Returns what the wording of a line says where only a general signature finds it, or that signature.
 
     Args:
+        model: judges the wording.
         general: the signature.
         text: the line.
         frames: of the traceback that it ends, a line each.
     """
-    verdict = message_model().judge(text, frames)
+    verdict = model.judge(text, frames)
     if verdict is None or (verdict.cause != general.cause and verdict.probability < general.overruled_at):
         return general, None
     if verdict.cause == general.cause:
@@ -307,18 +310,19 @@ def by_wording(general: Signature, text: str, frames: str = "") -> tuple[Signatu
     return Signature(verdict.cause, general.strength, (), text, verdict.restartable), verdict.probability
 
 
-def worded_findings(survey: Survey) -> list[LogFinding]:
+def worded_findings(survey: Survey, model: MessageModel) -> list[LogFinding]:
     """Returns the lines that sound like a failure of which no signature tells, by their wording; for a log without any.
 
     Args:
         survey: of the log.
+        model: judges the wording.
     """
     found = []
     kinds = sorted(survey.kinds.values(), key=lambda kind: kind.last)
     suspicious = [kind for kind in kinds[:-_ENDING_KINDS] if _is_suspicious(kind.text.encode())]
     for kind in suspicious[-_MOST_WORDED:] + kinds[-_ENDING_KINDS:]:
         harmless = any(one.search(kind.text) for one in (_HARMLESS, _PROGRESS, _RETRIED))
-        verdict = None if harmless else message_model().judge(kind.text)
+        verdict = None if harmless else model.judge(kind.text)
         if verdict is None or verdict.probability < _SURE_WORDING:
             continue
         signature = Signature(verdict.cause, Strength.failure, (), kind.text, verdict.restartable)

@@ -14,7 +14,7 @@ import functools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +22,7 @@ from pathlib import Path
 import yaml
 
 from megads.diagnosis.causes import FACTS, Cause
-from megads.diagnosis.signature import signature_table
+from megads.diagnosis.signature import Signature, SignatureTable, signature_table
 from megads.diagnosis.templates import template
 
 _FILE = "known_messages.yaml"
@@ -166,10 +166,10 @@ def known_messages() -> list[KnownMessage]:
     ]
 
 
-def signature_messages() -> list[KnownMessage]:
-    """Returns the examples of the signatures, and their patterns without what is not text."""
+def signature_messages(signatures: Iterable[Signature]) -> list[KnownMessage]:
+    """Returns the examples of signatures, and their patterns without what is not text."""
     found: list[KnownMessage] = []
-    for signature in signature_table().signatures:
+    for signature in signatures:
         default = FACTS[signature.cause].restartable
         restartable = default if signature.restartable is None else signature.restartable
         patterns = () if signature.frames else signature.patterns
@@ -181,4 +181,22 @@ def signature_messages() -> list[KnownMessage]:
 @functools.cache
 def message_model() -> MessageModel:
     """Returns the model that comes with megads."""
-    return MessageModel([*known_messages(), *signature_messages()])
+    return MessageModel([*known_messages(), *signature_messages(signature_table().signatures)])
+
+
+@dataclass(frozen=True)
+class Knowledge:
+    """What a diagnosis knows.
+
+    Attributes:
+        table: signatures.
+        model: for lines that no signature decides.
+    """
+
+    table: SignatureTable
+    model: MessageModel
+
+
+def knowledge() -> Knowledge:
+    """Returns what comes with megads."""
+    return Knowledge(signature_table(), message_model())
