@@ -119,6 +119,7 @@ def check_config(config: RootConfig) -> None:
         part.check()
     check_deepspeed_options(config.deepspeed, config.parallel.zero_stage)
     _check_optimizer(config)
+    config.resilience.check_repeatable(config.train.deterministic)
     _check_run_stages(config)
     for_each_stage(config, _check_across_rooms)
     check_schedule(config)
