@@ -157,8 +157,7 @@ def for_each_stage(config: RootConfig, check: Callable[[RootConfig], object]) ->
 
 def _check_run_stages(config: RootConfig) -> None:
     """Training stages must follow each other, and go with what else the config says."""
-    stages = parse_stages(config.train.stages)
-    if stages:
+    if stages := parse_stages(config.train.stages):
         # Before anything counts with them: their values have the right types.
         for_each_stage(config, lambda of_stage: of_stage.train.check_sizes())
         check_stages(stages, run_spans(config), config.train, config.data, config.parallel.recompute)

@@ -5,8 +5,7 @@ What DeepSpeed still does:
 - a pipeline: it builds the layers that a rank holds, one after the other (PipelineModule), casts their weights to the
   run's dtype and executes a rank's instructions in order (PipelineEngine);
 - ZeRO-2 and ZeRO-3, whole: it cuts gradients and weights over ranks, gathers and reduces them, clips, and steps
-  (DeepSpeedEngine);
-- AdamW's kernels, if optim.impl asks for them.
+  (DeepSpeedEngine). With optim.impl=deepspeed its kernels compute AdamW.
 
 Everything else is megads': the partition into stages, schedules, p2p messages, tied embeddings, the optimizer of ZeRO-0
 and ZeRO-1 with its fp32 gradients and their reduction, and the mean over tokens.
@@ -71,10 +70,8 @@ def load_adam(*, cuda: bool) -> Any:
     try:
         return builder().load(verbose=False)
     except (RuntimeError, ImportError, OSError, CalledProcessError) as error:
-        raise ConfigError(
-            f"optim.impl = deepspeed cannot run: DeepSpeed's {name} cannot be compiled or loaded ({error}); use "
-            "optim.impl=auto"
-        ) from error
+        message = f"optim.impl = deepspeed cannot run: DeepSpeed's {name} cannot be compiled or loaded ({error})"
+        raise ConfigError(f"{message}; use optim.impl=auto") from error
 
 
 def prepare_deepspeed() -> None:
