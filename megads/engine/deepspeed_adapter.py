@@ -1,4 +1,4 @@
-"""All that megads takes from DeepSpeed; no other file imports it.
+"""All that megads takes from DeepSpeed but the kernels of its AdamW (`deepspeed_adam`); no other file imports it.
 
 What DeepSpeed still does:
 

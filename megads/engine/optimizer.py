@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
+from megads.engine.deepspeed_adam import DeepSpeedAdamW
 from megads.ops.adamw import Pieces, square_sums
-from megads.ops.config import TORCH, Kernels
+from megads.ops.config import TORCH, Implementation, Kernels
 from megads.optim.config import OptimConfig
 from megads.optim.groups import (
     AVERAGE,
@@ -33,7 +34,7 @@ from megads.optim.groups import (
     parameter_role,
     unscaled,
 )
-from megads.optim.masters import MasterLayout, MasterLine, ParameterRun, update_average
+from megads.optim.masters import MasterLayout, MasterLine, ParameterRun, UpdateRule, update_average
 from megads.optim.muon import FusedRows
 from megads.optim.optimizers import MasterOptimizer, make_optimizer
 from megads.parallel.config import ParallelConfig
@@ -287,12 +288,18 @@ class BucketAdamW:
             for bucket in self.buckets
         ]
         line = MasterLine.of_zero1(grid, sharded=self.sharded)
-        self.adamw: MasterOptimizer = make_optimizer(groups, optim, line, kernels, fused)
+        self.adamw: MasterOptimizer = make_optimizer(groups, optim, line, kernels, fused, self._adamw_rule(optim))
         self.watch: Callable[[], None] | None = None
         self.before_update: Callable[[], None] | None = None
         self.norm = torch.zeros((), dtype=torch.float64, device=self.buckets[0].master.device)
         self.grad_norm, self.skipped = 0.0, False
         self.begin()
+
+    def _adamw_rule(self, optim: OptimConfig) -> UpdateRule | None:
+        """DeepSpeed's AdamW where it is asked for; None: the kernels' own."""
+        if optim.impl is not Implementation.deepspeed:
+            return None
+        return DeepSpeedAdamW(optim, self.buckets[0].master.device)
 
     def _make_buckets(
         self,
