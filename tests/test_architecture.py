@@ -50,7 +50,7 @@ TOOLS = {
     "checkpoints": {"generate", "output_folder"},
     "diagnose": {"exchange"},
     "doctor": set(),
-    "evaluate": {"generate"},
+    "evaluate": {"generate", "report"},
     "exchange": {"generate", "hugging_face", "output_folder"},
     "generate": set(),
     "hugging_face": {"generate", "output_folder"},

@@ -143,6 +143,9 @@ class HarnessModel(TemplateLM):
         continuation: makes what continues sequences, given how to choose tokens and the sequences' numbers.
         answers: of tasks that were finished before.
         progress: shows what is done.
+
+    Attributes:
+        answers: the same.
     """
 
     def __init__(
@@ -155,7 +158,7 @@ class HarnessModel(TemplateLM):
     ) -> None:
         super().__init__()
         self._scorer, self._found, self._continuation = scorer, found, continuation
-        self._answers = answers or Answers()
+        self.answers = answers or Answers()
         self._progress = progress or (lambda _what, _done, _of: None)
         self._task, self._share = "", BatchShare(0, 1)
 
@@ -208,7 +211,7 @@ class HarnessModel(TemplateLM):
         for task, own in places.items():
             some = [requests[place] for place in own]
             self._task = task
-            found |= zip(own, self._answers.of(task, kind, some, partial(ask, some)), strict=True)
+            found |= zip(own, self.answers.of(task, kind, some, partial(ask, some)), strict=True)
         return [found[place] for place in range(len(requests))]
 
     def _pairs(self, requests: list[Instance]) -> list[tuple[float, bool]]:

@@ -1,6 +1,6 @@
 """A checkpoint's weights in the memory of a node, read and verified by one process and mapped by all workers.
 
-/dev/shm/megads-evaluate-<user>-<hash of the evaluation's folder>/
+/dev/shm/megads-evaluate-<user>-<hash of the evaluation's folder and the node>/
   alive                       locked, shared, by every worker of the node
   <digest>-<dtype>.lock       locked by the process that reads a checkpoint
   <digest>-<dtype>.weights    a file of safetensors; locked, shared, by every worker that maps it
@@ -28,6 +28,7 @@ from megads.checkpoint.manifest import read_manifest
 from megads.checkpoint.read import CheckpointHandle, load_unsharded, model_config_of, open_checkpoint, read_into
 from megads.engine.interface import Shard
 from megads.model.gpt import GPT
+from megads.runtime.environment import node_name
 
 _PREFIX = "megads-evaluate-"
 _ALIGNMENT = 64
@@ -70,7 +71,8 @@ class Staging:
 
     def __init__(self, root: Path, evaluation: Path, most_bytes: int | None = None) -> None:
         remove_left_over(root)
-        name = hashlib.sha256(str(evaluation.absolute()).encode()).hexdigest()[:16]
+        # Nodes of a private SLURM share one memory.
+        name = hashlib.sha256(f"{evaluation.absolute()}\n{node_name()}".encode()).hexdigest()[:16]
         self.folder = root / f"{_PREFIX}{os.getuid()}-{name}"
         self._most_bytes = most_bytes
         self._alive = self._join()
