@@ -2,11 +2,11 @@
 
     python -m scripts.bench.evaluation_coordinator [--checkpoints 3] [--tasks 4] [--documents 300] [--workers 2]
 
-One job a task is `megads evaluate run=<checkpoint> tasks=[<task>]`, as many at once as the coordinator has workers, each
-on its share of the cores, in the order of checkpoints and tasks. The coordinator runs twice: without measured times,
-and in a fresh copy with those of the first. The model is small, so what a job costs beside its inference (the start of Python,
-torch and lm-eval) weighs more than on a GPU: the simulation (evaluation_packing) is about larger ones. Of use on an
-idle machine only.
+One job a task is `megads evaluate run=<checkpoint> tasks=[<task>]`, as many at once as the coordinator has workers,
+each on its share of the cores, in the order of checkpoints and tasks. The coordinator runs twice: without measured
+times, and in a fresh copy with those of the first. The model is small, so what a job costs beside its inference (the
+start of Python, torch and lm-eval) weighs more than on a GPU: the simulation (evaluation_packing) is about larger ones.
+Of use on an idle machine only.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from megads.checkpoint.manifest import RunRecord
 from megads.checkpoint.store import save_checkpoint
@@ -123,8 +121,8 @@ def one_job_a_task(folder: Path, names: Sequence[str], workers: int, environment
                 ",".join(map(str, own)),
                 *command(folder, [name], f"run={checkpoint}", output),
             ]
-            job = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            running.append((job, own))
+            process = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            running.append((process, own))
         time.sleep(0.05)
     return time.perf_counter() - begin
 
@@ -139,7 +137,7 @@ def coordinated(folder: Path, names: Sequence[str], workers: int, environment: d
 
 def results(files: Sequence[Path]) -> dict[str, Any]:
     """What lm-eval says of each task, by checkpoint and task."""
-    found = {}
+    found: dict[str, Any] = {}
     for path in files:
         content = json.loads(path.read_text())
         step = Path(content["config"]["model_args"]["pretrained"]).name
@@ -156,11 +154,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, default=2)
     add_results_option(parser)
     given = parser.parse_args(arguments)
-    # As torch would take of a share: neither side more.
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         environment = {**os.environ, "HF_HOME": str(folder / "cache")}
-        torch.set_num_threads(1)
         names = make(folder / "first", given.checkpoints, given.tasks, given.documents)
         first_s = coordinated(folder / "first", names, given.workers, environment)
         shutil.copytree(folder / "first", folder / "second")

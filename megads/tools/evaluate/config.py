@@ -35,7 +35,7 @@ class EvaluationLayoutConfig:
         return ParallelConfig(tp=self.tp, pp=self.pp, dp=self.dp, cp=self.cp, zero_stage=0)
 
 
-class EvaluationCluster(StrEnum):
+class EvaluationLauncher(StrEnum):
     """Where workers run."""
 
     local = "local"
@@ -97,14 +97,14 @@ class EvaluateConfig:
     staging_gib: float | None = None
     """Most memory of a node that checkpoints take there; null is half of what is free. What does not fit is read by
     each worker for itself."""
-    cluster: EvaluationCluster = EvaluationCluster.local
+    launcher: EvaluationLauncher = EvaluationLauncher.local
     """Where a coordinator's workers run: local, or slurm, as a job array of one task a node."""
     nodes: int = 1
-    """cluster=slurm: tasks of the array."""
+    """launcher=slurm: tasks of the array."""
     sbatch: str = "scripts/slurm/evaluate.sbatch"
-    """cluster=slurm: the script that is submitted."""
+    """launcher=slurm: the script that is submitted."""
     sbatch_options: str = ""
-    """cluster=slurm: options of sbatch before the script, as in a shell: '--partition=debug --gpus-per-node=4'."""
+    """launcher=slurm: options of sbatch before the script, as in a shell: '--partition=debug --gpus-per-node=4'."""
     dry_run: bool = False
     """Print what a coordinator would do, and how long it may take, and evaluate nothing."""
     plugins: list[str] = field(default_factory=list)
@@ -127,7 +127,7 @@ class EvaluateConfig:
             self.checkpoints is not None
             or isinstance(self.run, list)
             or self.workers is not None
-            or self.cluster is EvaluationCluster.slurm
+            or self.launcher is EvaluationLauncher.slurm
         )
 
     def check(self) -> None:
@@ -159,7 +159,7 @@ class EvaluateConfig:
                 raise ConfigError(f"priority.{name} = {value}: must be a whole number")
         if self.staging_gib is not None and self.staging_gib < 0:
             raise ConfigError(f"staging_gib = {self.staging_gib}: must not be negative")
-        self._check_cluster()
+        self._check_launcher()
         runs = self.runs
         twice = {name for name in runs if runs.count(name) > 1}
         if not runs or twice:
@@ -176,10 +176,10 @@ class EvaluateConfig:
                 "checkpoints and workers"
             )
 
-    def _check_cluster(self) -> None:
-        if self.cluster is EvaluationCluster.local:
+    def _check_launcher(self) -> None:
+        if self.launcher is EvaluationLauncher.local:
             for name in ("nodes", "sbatch_options"):
                 if getattr(self, name) != getattr(EvaluateConfig, name):
-                    raise ConfigError(f"{name} = {getattr(self, name)}: belongs to cluster=slurm")
+                    raise ConfigError(f"{name} = {getattr(self, name)}: belongs to launcher=slurm")
         elif not Path(self.sbatch).is_file():
             raise ConfigError(f"sbatch = {self.sbatch}: there is no such script; give the path of your site's own")

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from megads.errors import EXIT_OK, RankKilled
+from megads.errors import EXIT_OK, ConfigError, RankKilled
 from megads.evaluate.harness_tasks import LoadedTasks, join_results, metric_values, write_results
 from megads.runtime.lease import claimed
 from megads.runtime.metrics import EventWriter
 from megads.runtime.progress import Progress, render_duration
 from megads.runtime.run_dir import EVENTS_FILE, refuse_unwritable
-from megads.tools.evaluate.config import EvaluateConfig, EvaluationCluster
+from megads.tools.evaluate.config import EvaluateConfig, EvaluationLauncher
 from megads.tools.evaluate.coordinator_output import show_plan, write_table
 from megads.tools.evaluate.crew import Crew, WorkerJob, gpus_of, workers_of
 from megads.tools.evaluate.evaluation_plan import (
@@ -51,8 +51,11 @@ def coordinate(config: EvaluateConfig) -> int:
     checkpoints = find_checkpoints(config)
     tasks = tasks_of(config)
     assert tasks is not None
+    unknown = sorted(config.priority.keys() - tasks.tasks.keys())
+    if unknown:
+        raise ConfigError(f"priority: {', '.join(unknown)} is not evaluated: want {', '.join(tasks.tasks)}")
     folder = evaluation_folder(config)
-    on_gpus = config.device != "cpu" if config.cluster is EvaluationCluster.slurm else bool(gpus_of(config))
+    on_gpus = config.device != "cpu" if config.launcher is EvaluationLauncher.slurm else bool(gpus_of(config))
     device = "cuda" if on_gpus else "cpu"
     state_folder = folder / "coordinator" / identity_of(config, checkpoints, tasks)
     if config.dry_run:
@@ -98,7 +101,7 @@ def _plan(
 
 def _workers(config: EvaluateConfig) -> int:
     """Of each node."""
-    if config.cluster is EvaluationCluster.local:
+    if config.launcher is EvaluationLauncher.local:
         return workers_of(config)
     # How many GPUs a node has is seen there.
     return config.workers or (1 if config.device == "cpu" else _ASSUMED_GPUS)
@@ -106,7 +109,7 @@ def _workers(config: EvaluateConfig) -> int:
 
 def _work(config: EvaluateConfig, plan: EvaluationPlan, queue: WorkQueue, job: WorkerJob) -> None:
     """Waits until every task has its metrics or failed, or no worker is left."""
-    if config.cluster is EvaluationCluster.slurm:
+    if config.launcher is EvaluationLauncher.slurm:
         _work_on_slurm(config, plan, queue, job)
         return
     with ExitStack() as stack:

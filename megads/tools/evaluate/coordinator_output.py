@@ -14,6 +14,7 @@ from megads.runtime.files import atomic_writer
 from megads.runtime.progress import render_duration
 from megads.runtime.visible_console import VisibleConsole
 from megads.tools.evaluate.evaluation_plan import EvaluationPlan, PlannedCheckpoint
+from megads.tools.evaluate.packing import WorkUnit
 from megads.tools.evaluate.packing_simulation import (
     ONE_JOB_A_TASK,
     SimulatedCluster,
@@ -60,7 +61,7 @@ def show_plan(plan: EvaluationPlan, nodes: int, workers: int) -> None:
 def predicted_s(plan: EvaluationPlan, nodes: int, workers: int) -> tuple[float, float, float]:
     """Seconds of the coordinator, of one job a task, and of what no schedule undercuts, all by predicted times."""
     cost_s: dict[tuple[str, str], float] = {}
-    first = {}
+    first: dict[tuple[str, str], WorkUnit] = {}
     for unit in plan.units:
         cost_s[unit.key] = cost_s.get(unit.key, 0.0) + unit.cost_s
         first.setdefault(unit.key, unit)

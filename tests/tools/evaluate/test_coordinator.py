@@ -16,7 +16,7 @@ from megads.errors import EXIT_OK, CheckpointError, ConfigError, MegadsError, Ra
 from megads.evaluate.harness_tasks import load_tasks
 from megads.runtime.metrics import EventWriter, read_json_lines
 from megads.tools.evaluate.command import evaluate
-from megads.tools.evaluate.config import EvaluateConfig, EvaluationCluster, EvaluationLayoutConfig
+from megads.tools.evaluate.config import EvaluateConfig, EvaluationLauncher, EvaluationLayoutConfig
 from megads.tools.evaluate.coordinate import conclude
 from megads.tools.evaluate.evaluation_plan import EvaluationPlan, find_checkpoints, make_plan
 from megads.tools.evaluate.work_queue import WorkerRecord, WorkQueue
@@ -165,18 +165,20 @@ def test_results_are_those_of_plain_evaluations(megads: StartCommand, plain: dic
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_a_killed_worker(megads: StartCommand, plain: dict[str, Any]) -> None:
-    """Catches a unit that is lost with its worker, and others that are computed again."""
+def test_killed_workers(megads: StartCommand, plain: dict[str, Any]) -> None:
+    """Catches a unit that is lost with its worker, workers that nobody replaces, and units that are computed again."""
     folder = megads.folder
     make_run(folder)
     running = start_evaluation(megads)
     running.wait_for(lambda: parts_done(folder) >= 3)
-    os.kill(living(folder)[0].pid, signal.SIGKILL)
+    for worker in living(folder):
+        os.kill(worker.pid, signal.SIGKILL)
     ended = running.end()
     assert ended.code == EXIT_OK, ended
     assert "is started again" in ended.err
     assert results_in(folder / "run" / "evaluation") == plain
-    assert len(units_of(folder)) <= computed(folder) <= len(units_of(folder)) + 1
+    # A kill may come between the answers of a unit and the note of their time.
+    assert abs(computed(folder) - len(units_of(folder))) <= 2
 
 
 @pytest.mark.slow
@@ -218,8 +220,8 @@ def test_what_fails_is_named_and_the_rest_is_there(megads: StartCommand, plain: 
     for name in NAMES:
         assert f"failed: {name} on step_00000002" in ended.err
     assert "checksum" in ended.err and "Traceback" not in ended.err
-    del plain["step_00000002"]
-    assert results_in(folder / "run" / "evaluation") == plain
+    others = {name: found for name, found in plain.items() if name != "step_00000002"}
+    assert results_in(folder / "run" / "evaluation") == others
 
 
 def test_workers_in_one_process(folder: Path, plain: dict[str, Any]) -> None:
@@ -267,9 +269,9 @@ REFUSED: list[tuple[dict[str, Any], type[MegadsError], str]] = [
     ({"checkpoints": "all", "priority": {"chose": 1}}, ConfigError, "priority: chose is not evaluated"),
     ({"run": ["run", "run"]}, ConfigError, "give every run once"),
     ({"dry_run": True}, ConfigError, "belongs to a coordinator"),
-    ({"workers": 1, "nodes": 2}, ConfigError, "nodes = 2: belongs to cluster=slurm"),
+    ({"workers": 1, "nodes": 2}, ConfigError, "nodes = 2: belongs to launcher=slurm"),
     (
-        {"cluster": EvaluationCluster.slurm, "sbatch": "nowhere"},
+        {"launcher": EvaluationLauncher.slurm, "sbatch": "nowhere"},
         ConfigError,
         "sbatch = nowhere: there is no such script",
     ),
