@@ -34,7 +34,7 @@ def start_on_slurm(jobs: Jobs, megads: StartCommand) -> Command:
     """Two nodes of one worker."""
     script = f"sbatch={REPOSITORY / 'scripts' / 'slurm' / 'evaluate.sbatch'}"
     return start_evaluation(
-        megads, "workers=1", "launcher=slurm", "nodes=2", script, "sbatch_options='--time=60 --cpus-per-task=2'",
+        megads, "workers=1", "launcher=slurm", "nodes=2", script, "sbatch_options='--time=60 --exclusive'",
         variables=jobs.environment(),
     )  # fmt: skip
 

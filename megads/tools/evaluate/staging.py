@@ -46,7 +46,7 @@ def staged_name(digest: str, dtype: torch.dtype) -> str:
 
 
 @dataclass(frozen=True)
-class LoadedModel:
+class StagedModel:
     """A model and how it came here.
 
     Attributes:
@@ -93,7 +93,7 @@ class Staging:
         """Names of the checkpoints that are in memory."""
         return {path.stem for path in self.folder.glob("*.weights")}
 
-    def load(self, checkpoint: Path, name: str, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+    def load(self, checkpoint: Path, name: str, device: torch.device, dtype: torch.dtype) -> StagedModel:
         """A checkpoint's model; on a CPU its weights are those in memory, shared by all workers.
 
         Args:
@@ -111,7 +111,7 @@ class Staging:
             if not path.exists():
                 handle = open_checkpoint(checkpoint)
                 if not self._stage(handle, path, dtype):
-                    return LoadedModel(load_unsharded(handle, device, dtype), read=True, staged=False)
+                    return StagedModel(load_unsharded(handle, device, dtype), read=True, staged=False)
             try:
                 self._mapped = os.open(path, os.O_RDWR | os.O_CLOEXEC)
                 fcntl.flock(self._mapped, fcntl.LOCK_SH)
@@ -119,9 +119,9 @@ class Staging:
             except FileNotFoundError:
                 # Another worker made room between two of these lines.
                 self.let_go()
-                return LoadedModel(load_unsharded(open_checkpoint(checkpoint), device, dtype), read=True, staged=False)
+                return StagedModel(load_unsharded(open_checkpoint(checkpoint), device, dtype), read=True, staged=False)
         model = _mapped_model(self._mapped, checkpoint, device, dtype)
-        return LoadedModel(model, read=handle is not None, staged=True)
+        return StagedModel(model, read=handle is not None, staged=True)
 
     def let_go(self) -> None:
         """Lets others remove the checkpoint that was loaded last."""

@@ -76,7 +76,7 @@ def _leave(number: int, _frame: FrameType | None) -> None:
     sys.exit(128 + number)
 
 
-class _Worker:
+class _EvaluationWorker:
     """What both kinds do.
 
     Args:
@@ -141,7 +141,7 @@ class _Worker:
         writer.close()
 
 
-class ModelWorker(_Worker):
+class ModelWorker(_EvaluationWorker):
     """Answers parts of tasks."""
 
     def __init__(
@@ -258,7 +258,7 @@ def measured(
     }
 
 
-class MetricsWorker(_Worker):
+class MetricsWorker(_EvaluationWorker):
     """Puts parts together and computes metrics."""
 
     def work(self) -> None:
