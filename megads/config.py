@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from megads.checkpoint.config import CheckpointConfig
-from megads.data.config import DataConfig
+from megads.data.config import DataConfig, Weighting
 from megads.data.prepare.config import SMALLEST_VOCABULARY, SMALLEST_WANTED, Engine, TextTokenizerConfig
 from megads.data.sampling.batch_size import BatchSizeSchedule
 from megads.engine.deepspeed_options import check_deepspeed_options
@@ -26,6 +26,7 @@ from megads.resilience.config import ResilienceConfig
 from megads.runtime.config import ClusterConfig, LoggingConfig, RunConfig
 from megads.runtime.registry import BLOCKS, HOOKS, OPTIMIZERS, SCHEDULES, TRACKERS, import_plugins
 from megads.stages import (
+    WEIGHTS,
     StageSpan,
     carried,
     check_skips,
@@ -118,7 +119,9 @@ def check_config(config: RootConfig) -> None:
         part.check()
     check_deepspeed_options(config.deepspeed, config.parallel.zero_stage)
     _check_optimizer(config)
+    config.resilience.check_repeatable(config.train.deterministic)
     _check_run_stages(config)
+    _check_weights(config)
     for_each_stage(config, _check_across_rooms)
     check_schedule(config)
     _check_vocabulary(config)
@@ -161,6 +164,21 @@ def _check_run_stages(config: RootConfig) -> None:
         for_each_stage(config, lambda of_stage: of_stage.train.check_sizes())
         check_stages(stages, run_spans(config), config.train, config.data, config.parallel.recompute)
         learning_rate(config)
+
+
+def _check_weights(config: RootConfig) -> None:
+    """Raises ConfigError on a dataset of weight 0 that no later mix takes."""
+    data = config.data
+    if data.weights is not Weighting.explicit or len(data.train) < 2:
+        return
+    mixes = [phase.weights for phase in data.phases]
+    mixes += [stage.changes[WEIGHTS] for stage in parse_stages(config.train.stages) if WEIGHTS in stage.changes]
+    for place, item in enumerate(data.train):
+        if item.weight == 0 and not any(weights[place] > 0 for weights in mixes):
+            raise ConfigError(
+                f"data.train[{place}] ({item.path}): weight = {item.weight}, and no mix of data.phases or train.stages "
+                "gives it another: every dataset of a blend needs one above 0; leave it out, or give it one"
+            )
 
 
 def check_shape(config: RootConfig) -> None:
@@ -222,7 +240,7 @@ def _check_optimizer(config: RootConfig) -> None:
     if stage in GRADIENT_STAGES and impl in (Implementation.fused, Implementation.apex):
         raise ConfigError(
             f"optim.impl = {impl} is for parallel.zero_stage = 0 and 1, but parallel.zero_stage = {stage}: there "
-            "DeepSpeed's optimizer calls torch's operators; use optim.impl=auto"
+            "DeepSpeed drives the optimizer, which is torch's or its own; use optim.impl=auto or deepspeed"
         )
     if config.optim.is_muon and config.model.block.is_custom:
         raise ConfigError(

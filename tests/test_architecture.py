@@ -48,6 +48,7 @@ TOOLS = {
     "calibrate": set(),
     "chaos": set(),
     "checkpoints": {"generate", "output_folder"},
+    "datatrove": set(),
     "diagnose": {"exchange"},
     "doctor": set(),
     "evaluate": {"generate", "report"},

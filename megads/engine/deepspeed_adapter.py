@@ -1,4 +1,4 @@
-"""All that megads takes from DeepSpeed; no other file imports it.
+"""All that megads takes from DeepSpeed but the kernels of its AdamW (`deepspeed_adam`); no other file imports it.
 
 What DeepSpeed still does:
 
@@ -548,6 +548,16 @@ class ZeroExecutor(DeepSpeedEngine):  # type: ignore[misc]
             last: gradients are whole after its backward pass. The number of micro-batches may differ between steps.
         """
         self.set_gradient_accumulation_boundary(last)
+
+    def forget_gradients(self) -> None:
+        """Drops what the micro-batches since the last step have added up, as a step does that overflows."""
+        self.optimizer.zero_grad()
+        if self.zero_optimization_stage() == 3:
+            self.optimizer._pre_step()
+            return
+        self.optimizer._release_preflattened_grad_buffers()
+        for group in self.optimizer.averaged_gradients:
+            self.optimizer.averaged_gradients[group] = self.optimizer.all_grad_tensors[group] = None
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Of the next step."""
