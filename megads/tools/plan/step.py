@@ -20,6 +20,7 @@ MEANING = {
     "matmul": "matrix products",
     "attention": "attention cores",
     "elementwise": "norms, activations, residuals, dropouts, loss",
+    "host": "Python, autograd and launches, where calibrated",
     "recompute": "forward passes made again in backward",
     "gradient sums": "gradients added to fp32 sums",
     "tp": "tensor parallelism: what passes wait for",
