@@ -92,7 +92,7 @@ def group_of(parallel: ParallelConfig, axes: tuple[str, ...], node: int, network
 
 def placement(parallel: ParallelConfig, node: int, network: Network = FLAT) -> dict[str, CommunicationGroup]:
     """The group along each axis of two ranks or more, and of cp and dp together: what crosses nodes and pods."""
-    axes = [(axis,) for axis in parallel.rank_order if getattr(parallel, axis) > 1]
+    axes: list[tuple[str, ...]] = [(axis,) for axis in parallel.rank_order if getattr(parallel, axis) > 1]
     axes += [("cp", "dp")] if parallel.cp > 1 and parallel.dp > 1 else []
     return {" x ".join(of_group): group_of(parallel, of_group, node, network) for of_group in axes}
 

@@ -37,18 +37,18 @@ class PassCosts:
 
 
 @dataclass(frozen=True)
-class ShardingCosts:
-    """What DeepSpeed's ZeRO takes of a micro-batch beside its messages, as megads calibrate measures it.
+class LayoutCosts:
+    """What a block takes more of a micro-batch in a layout than its messages, as megads calibrate measures it.
 
     Attributes:
-        stage: 2 or 3.
-        block_us: of a block whatever its size: hooks, partitions.
-        parameter_ns: of a parameter: copies, casts.
+        layout: zero_2 and zero_3; tp, sp (with sequence_parallel), sp_chunks (in several tp_chunks) and cp.
+        block_us: of a block whatever its size: hooks, calls.
+        element_ns: of a parameter of the block under ZeRO, else of an element of its input: copies, casts.
     """
 
-    stage: int
+    layout: str
     block_us: float
-    parameter_ns: float
+    element_ns: float
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Device:
         update_ns: of a parameter in the optimizer's step; None: its traffic counts.
         step_us: of a step whatever it holds.
         collectives: measured ones, instead of `node_gigabytes_per_s` and `node_latency_us`.
-        sharding_costs: of ZeRO-2 and ZeRO-3.
+        layout_costs: of layouts, measured between the ranks of a node.
         hidden_cost: share of a collective's time that it takes from the work beside it.
     """
 
@@ -135,7 +135,7 @@ class Device:
     update_ns: float | None = None
     step_us: float = 0.0
     collectives: tuple[MeasuredCollective, ...] = ()
-    sharding_costs: tuple[ShardingCosts, ...] = ()
+    layout_costs: tuple[LayoutCosts, ...] = ()
     hidden_cost: float = 0.2
 
     def in_fp32(self) -> Device:
@@ -147,6 +147,14 @@ class Device:
         if self.fp32_tflops is None:
             raise ConfigError(f"device = {self.name}: its peak in fp32 is not known; set train.precision=bf16")
         return replace(self, peak_tflops=self.fp32_tflops)
+
+    def layout_seconds(self, layout: str, elements: float) -> float:
+        """What a block of so many elements takes more in a layout; 0 where that was not measured."""
+        return sum(
+            1e-6 * costs.block_us + 1e-9 * costs.element_ns * elements
+            for costs in self.layout_costs
+            if costs.layout == layout
+        )
 
     @property
     def peak_flops(self) -> float:
@@ -306,9 +314,11 @@ _ROWS = {
     "weight_products": "m, n, k and TFLOPs",
     "attention_rates": "tokens a sample, TFLOPs forward and backward",
     "collectives": "a name, bytes of an element, microseconds of latency and GB/s",
-    "sharding_costs": "a stage of ZeRO, microseconds of a block and nanoseconds of a parameter",
+    "layout_costs": "a layout, microseconds of a block and nanoseconds of an element",
 }
 """Attributes that are lists of rows, and what a row has."""
+_NAMED = ("collectives", "layout_costs")
+"""Those whose rows begin with a name."""
 _OPTIONAL = ("fp32_tflops", "update_ns", "forward_costs", "backward_costs")
 """Attributes that may be null."""
 _MAY_BE_ZERO = ("step_us", "hidden_cost")
@@ -361,10 +371,10 @@ def _rows(key: str, value: Any) -> tuple[Any, ...]:
     if not isinstance(value, list) or any(not isinstance(row, list) or len(row) != len(columns) for row in value):
         raise ConfigError(f"{key} = {value}: must be a list of rows of {_ROWS[key]}")
     for row in value:
-        for column in row[1:] if key == "collectives" else row:
-            _number(f"{key}, {row}", column, zero=key == "sharding_costs")
-    if key == "sharding_costs":
-        return tuple(ShardingCosts(*row) for row in value)
+        for column in row[1:] if key in _NAMED else row:
+            _number(f"{key}, {row}", column, zero=key == "layout_costs")
+    if key == "layout_costs":
+        return tuple(LayoutCosts(str(name), *rest) for name, *rest in value)
     if key == "collectives":
         return tuple(MeasuredCollective(str(name), *rest) for name, *rest in value)
     return tuple(tuple(row) for row in value)

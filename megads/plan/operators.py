@@ -340,6 +340,7 @@ class RankOperators:
         gathered = all_gather(self.device, self._cp, keys, self.width)
         scattered = reduce_scatter(self.device, self._cp, keys * FP32 / self.width, FP32)
         moved, moved_back = self.elementwise
+        beside = self._layout_costs()
         weight_sums = self._sum_gradient(sum(outputs * inputs for _, outputs, inputs in self._products()))
         launches = self.host(device.forward_costs, (matmul[0], core_forward, moved))
         launches_back = self.host(device.backward_costs, (matmul[1], matmul[2], core_backward, moved_back))
@@ -347,7 +348,7 @@ class RankOperators:
         if mode is Recompute.full:
             last, last_wait = products[-1][1][0], self._close(products[-1][1])[0]
             again = self.execution.whole_recompute or bool(self.model.hidden_dropout)
-            recompute = matmul[0] + core_forward + moved + launches + tp[0] + gathered
+            recompute = matmul[0] + core_forward + moved + launches + tp[0] + gathered + beside / 3
             recompute -= 0.0 if again else last + last_wait
         elif mode is Recompute.selective:
             recompute = core_forward + gathered
@@ -356,7 +357,7 @@ class RankOperators:
                 "matmul": matmul[0],
                 "attention": core_forward,
                 "elementwise": moved,
-                "host": launches,
+                "host": launches + beside / 3,
                 "tp": tp[0],
                 "cp": gathered,
             },
@@ -364,13 +365,22 @@ class RankOperators:
                 "matmul": matmul[1],
                 "attention": core_backward,
                 "elementwise": moved_back,
-                "host": launches_back,
+                "host": launches_back + 2 * beside / 3,
                 "recompute": recompute,
                 "tp": tp[1],
                 "cp": scattered,
             },
             {"matmul": matmul[2], "gradient sums": weight_sums, "tp": tp[2]},
         )
+
+    def _layout_costs(self) -> float:
+        """Seconds that a block takes more where tensor or context parallelism cuts it, where that was measured."""
+        parallel, elements = self.parallel, self.tokens * self.model.hidden_size
+        found = self.device.layout_seconds("cp", elements) if parallel.cp > 1 else 0.0
+        if parallel.tp > 1:
+            shared = "sp_chunks" if parallel.tp_chunks > 1 else "sp"
+            found += self.device.layout_seconds(shared if self._shared else "tp", elements)
+        return found
 
     def _tp_waits(self, products: list[tuple[bool, tuple[float, float, float]]]) -> list[float]:
         """Seconds of a block's passes in which it waits for tensor-parallel messages."""

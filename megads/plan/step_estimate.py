@@ -350,10 +350,8 @@ class StepModel:
 
     def _sharding(self, elements: float) -> float:
         """Seconds of a micro-batch that ZeRO-2 and ZeRO-3 take beside their messages, where that was measured."""
-        for costs in self.device.sharding_costs:
-            if costs.stage == self.parallel.zero_stage:
-                return 1e-6 * costs.block_us * self.model.num_layers + 1e-9 * costs.parameter_ns * elements
-        return 0.0
+        layers = self.model.num_layers
+        return layers * self.device.layout_seconds(f"zero_{self.parallel.zero_stage}", elements / layers)
 
     def _sharded_waits(self, busy: Parts) -> float:
         """Seconds that passes wait for weights under ZeRO-3, gathered one layer ahead, twice a micro-batch."""

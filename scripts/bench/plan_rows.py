@@ -77,7 +77,8 @@ class MeasuredRow:
     @property
     def parallel(self) -> ParallelConfig:
         """The layout."""
-        return ParallelConfig(**{key: _ENUMS.get(key, lambda v: v)(value) for key, value in self.layout.items()})
+        typed: dict[str, Any] = {key: _ENUMS[key](v) if key in _ENUMS else v for key, v in self.layout.items()}
+        return ParallelConfig(**typed)
 
     @property
     def shape(self) -> StepShape:

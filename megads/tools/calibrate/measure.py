@@ -24,7 +24,7 @@ from megads.errors import ConfigError
 from megads.ops.config import OpsConfig
 from megads.ops.linear import linear
 from megads.ops.resolve import load
-from megads.parallel.config import GRADIENT_STAGES
+from megads.parallel.config import ParallelConfig
 from megads.plan.devices import device_from
 from megads.plan.measured_rates import non_negative
 from megads.plan.operators import FP32
@@ -47,10 +47,12 @@ from megads.tools.calibrate.operators import (
     measured_products,
     smallest_s,
 )
-from megads.tools.calibrate.passes import SHARDED, TRIALS, pass_costs, sharding_costs, trained
+from megads.tools.calibrate.passes import IN_LAYOUTS, TRIALS, layout_costs, layouts, pass_costs, trained
 
 _SIZES = (2**14, 2**18, 2**21, 2**24)
 """Bytes of the collectives that are measured."""
+_PAIR = 2
+"""Ranks over which the trials' heads and tokens can be cut; more ranks are planned without the costs of layouts."""
 _TIMEOUT_S = 120.0
 
 
@@ -139,11 +141,15 @@ def _rank(config: CalibrateConfig, threads: int, result: str) -> None:
     bench = Bench(device, dtype, load(OpsConfig(), _quiet, cuda=cuda), config.seconds)
     found = _measured(config, bench, threads)
     if not cuda:
-        trials = [trained(trial, bench) for trial in TRIALS]
+        replicas = ParallelConfig(dp=config.ranks, zero_stage=0)
+        trials = [trained(trial, bench, replicas) for trial in TRIALS]
         found |= pass_costs(trials, device_from(found, "cpu"), dtype.itemsize)
-        if config.ranks > 1:
-            stages = {stage: [trained(trial, bench, stage) for trial in SHARDED] for stage in GRADIENT_STAGES}
-            found["sharding_costs"] = sharding_costs(stages, device_from(found, "cpu"), dtype.itemsize)
+        if config.ranks == _PAIR:
+            in_layouts = {
+                name: [trained(trial, bench, parallel) for trial in IN_LAYOUTS]
+                for name, parallel in layouts(config.ranks).items()
+            }
+            found["layout_costs"] = layout_costs(in_layouts, device_from(found, "cpu"), dtype.itemsize)
     if dist.get_rank() == 0:
         Path(result).write_text(yaml.safe_dump(found, sort_keys=False), encoding="utf-8")
 

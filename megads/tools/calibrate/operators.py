@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -71,22 +71,51 @@ class Bench:
         return median(once() for _ in range(repeats))
 
 
+@dataclass(frozen=True)
+class _ColdLayer:
+    """A linear layer whose weight is another one at every call.
+
+    Attributes:
+        x_mi: input.
+        grad_mo: gradient of the output.
+        weights: [o, i] each.
+        sums: fp32, likewise.
+        kernels: that compute.
+    """
+
+    x_mi: torch.Tensor
+    grad_mo: torch.Tensor
+    weights: Iterator[torch.Tensor]
+    sums: Iterator[torch.Tensor]
+    kernels: Kernels
+
+    def forward(self) -> None:
+        """The product of a forward pass."""
+        linear(self.x_mi, next(self.weights), None, self.kernels)
+
+    def of_input(self) -> None:
+        """The gradient of the input."""
+        input_gradient(self.grad_mo, next(self.weights), self.kernels)
+
+    def of_weight(self) -> None:
+        """The gradient of the weight, added to its sum."""
+        add_weight_gradient(next(self.sums), self.grad_mo, self.x_mi, first=False, kernels=self.kernels)
+
+
 def measured_products(bench: Bench) -> dict[str, list[Product]]:
     """TFLOPs by m, n, k of forward products, those of input gradients, and those of weight gradients with their sum."""
     found: dict[str, list[Product]] = {"products": [], "input_products": [], "weight_products": []}
     for tokens, (outputs, inputs) in itertools.product(_TOKENS, _FEATURES):
         copies = max(1, min(_MOST_COPIES, _COLD_BYTES // (outputs * inputs * bench.dtype.itemsize)))
         weight_oi = _random(bench, outputs, inputs)
-        weights = itertools.cycle([weight_oi.clone() for _ in range(copies)])
-        sums = itertools.cycle([weight_oi.float() for _ in range(max(1, copies // 2))])
-        x_mi, grad_mo = _random(bench, tokens, inputs), _random(bench, tokens, outputs)
-
-        def add(grad_mo: torch.Tensor = grad_mo, x_mi: torch.Tensor = x_mi, sums: itertools.cycle = sums) -> None:
-            add_weight_gradient(next(sums), grad_mo, x_mi, first=False, kernels=bench.kernels)
-
-        forward = bench.time_s(lambda x=x_mi, w=weights: linear(x, next(w), None, bench.kernels))
-        of_input = bench.time_s(lambda g=grad_mo, w=weights: input_gradient(g, next(w), bench.kernels))
-        of_weight = bench.time_s(add)
+        layer = _ColdLayer(
+            _random(bench, tokens, inputs),
+            _random(bench, tokens, outputs),
+            itertools.cycle([weight_oi.clone() for _ in range(copies)]),
+            itertools.cycle([weight_oi.float() for _ in range(max(1, copies // 2))]),
+            bench.kernels,
+        )
+        forward, of_input, of_weight = map(bench.time_s, (layer.forward, layer.of_input, layer.of_weight))
         flops = 2 * tokens * outputs * inputs / 1e12
         for name, shape, seconds in (
             ("products", (tokens, outputs, inputs), forward),

@@ -23,14 +23,14 @@ from megads.engine import build_train_engine
 from megads.engine.interface import EngineSpec
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.optim.config import OptimConfig
-from megads.parallel.config import ParallelConfig, Recompute
+from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Recompute
 from megads.parallel.grid import build_grid
 from megads.parallel.pipeline_actions import ActionKind
 from megads.plan.devices import Device
 from megads.plan.measured_rates import non_negative
 from megads.plan.model_size import parameter_count
 from megads.plan.operators import BACKWARD_TRAFFIC, RankOperators
-from megads.plan.step_estimate import StepShape, estimate_step
+from megads.plan.step_estimate import StepModel, StepShape
 from megads.runtime.span import Span
 from megads.tools.calibrate.operators import Bench
 
@@ -90,12 +90,24 @@ TRIALS = (
 )
 
 
-SHARDED = (
+IN_LAYOUTS = (
     Trial("bloom", 6, 64, 256, 64, 1),
     Trial("llama", 3, 384, 1024, 384, 2, 2),
     Trial("bloom", 2, 640, 1024, 128, 2, 2),
 )
-"""Those that are trained with ZeRO-2 and ZeRO-3, too."""
+"""Those that are trained in `layouts`."""
+
+
+def layouts(ranks: int) -> dict[str, ParallelConfig]:
+    """What `LayoutCosts` names, on so many ranks."""
+    return {
+        "zero_2": ParallelConfig(dp=ranks, zero_stage=2),
+        "zero_3": ParallelConfig(dp=ranks, zero_stage=3),
+        "tp": ParallelConfig(tp=ranks),
+        "sp": ParallelConfig(tp=ranks, sequence_parallel=True),
+        "sp_chunks": ParallelConfig(tp=ranks, sequence_parallel=True, tp_chunks=2),
+        "cp": ParallelConfig(cp=ranks),
+    }
 
 
 @dataclass(frozen=True)
@@ -120,9 +132,8 @@ class Trained:
     parameters: int
 
 
-def trained(trial: Trial, bench: Bench, zero_stage: int = 0) -> Trained:
-    """Trains a model for a few steps on every rank, the same on all; collective."""
-    parallel = ParallelConfig(dp=dist.get_world_size(), zero_stage=zero_stage)
+def trained(trial: Trial, bench: Bench, parallel: ParallelConfig) -> Trained:
+    """Trains a model for a few steps of the same tokens on every rank; collective."""
     spec = EngineSpec(
         trial.model,
         parallel,
@@ -208,25 +219,30 @@ def pass_costs(trials: Sequence[Trained], device: Device, width: int) -> dict[st
     return costs
 
 
-def sharding_costs(stages: Mapping[int, Sequence[Trained]], device: Device, width: int) -> list[list[float]]:
-    """Attribute of a device: stages of ZeRO, microseconds of a block and nanoseconds of a parameter a micro-batch.
+def layout_costs(trials: Mapping[str, Sequence[Trained]], device: Device, width: int) -> list[list[Any]]:
+    """Attribute of a device: layouts, microseconds of a block and nanoseconds of an element.
 
     Args:
-        stages: trials of each stage.
+        trials: by the names of `layouts`.
         device: with everything else.
         width: bytes of an element.
     """
-    found: list[list[float]] = []
-    for stage, trials in stages.items():
+    found: list[list[Any]] = []
+    for name, done in trials.items():
+        parallel = layouts(device.ranks_per_node)[name]
         rows, left, measured = [], [], []
-        for done in trials:
-            trial, parallel = done.trial, ParallelConfig(dp=device.ranks_per_node, zero_stage=stage)
+        for one in done:
+            trial, blocks = one.trial, one.trial.layers * one.trial.micro_batches
             shape = StepShape(trial.seq_len, trial.samples, trial.micro_batches, width)
-            rows.append([trial.layers * trial.micro_batches, done.parameters * trial.micro_batches])
-            left.append(done.step - estimate_step(trial.model, parallel, shape, device).step_time_s)
-            measured.append(done.step)
-        block, parameter = non_negative(np.array(rows, dtype=float), np.array(left), np.array(measured))
-        found.append([stage, round(1e6 * block, 2), round(1e9 * parameter, 4)])
+            plan = StepModel(trial.model, parallel, shape, device)
+            elements: float = plan.operators.tokens * trial.hidden
+            if parallel.zero_stage in GRADIENT_STAGES:
+                elements = one.parameters / trial.layers
+            rows.append([blocks, blocks * elements])
+            left.append(one.step - plan.estimate().step_time_s)
+            measured.append(one.step)
+        block, element = non_negative(np.array(rows, dtype=float), np.array(left), np.array(measured))
+        found.append([name, round(1e6 * block, 2), round(1e9 * element, 5)])
     return found
 
 
