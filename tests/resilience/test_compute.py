@@ -99,7 +99,7 @@ def bits(engine: Any) -> dict[str, str]:
 
 
 @pytest.mark.distributed
-@pytest.mark.quick("dp3", "tp2pp2sp")
+@pytest.mark.quick("dp3")
 @pytest.mark.parametrize("layout", dict.fromkeys(layout for layout, *_ in FAULTS))
 def test_a_wrong_product_is_found_and_its_rank_named(layout: str, tmp_path: Path) -> None:
     """Catches a fault that is not found or is applied, a rank blamed for what another one sent it, computations that
