@@ -9,9 +9,9 @@ from megads.errors import EXIT_OK
 
 def run(config: PreprocessConfig, _invocation: Invocation) -> int:
     """Writes the dataset and says what it holds."""
-    from megads.data.prepare.preprocess import preprocess
+    from megads.data.prepare.preprocess import preprocess, preprocess_together
 
-    print(preprocess(config))
+    print(preprocess_together(config) if config.distributed else preprocess(config))
     return EXIT_OK
 
 

@@ -93,6 +93,17 @@ def find_allocation() -> Allocation:
     )
 
 
+def array_place() -> tuple[int, int] | None:
+    """Returns which task of a job array this process belongs to, from 0, and how many there are; None for no array."""
+    variables = environment.slurm_variables()
+    try:
+        task = int(variables["SLURM_ARRAY_TASK_ID"]) - int(variables["SLURM_ARRAY_TASK_MIN"])
+        tasks = max(int(variables["SLURM_ARRAY_TASK_COUNT"]), 1)
+    except (KeyError, ValueError):
+        return None
+    return task % tasks, tasks
+
+
 def ask(*command: str) -> str:
     """Runs one of SLURM's commands and returns what it prints.
 

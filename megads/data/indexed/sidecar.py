@@ -64,6 +64,9 @@ class Sidecar:
     """How many of rejected_lines are whole files, which are in an encoding that is not known."""
     converted_files: dict[str, str] = field(default_factory=dict)
     """Encodings of the files that were not UTF-8 and were converted."""
+    input_identity: str | None = None
+    """Hash of the settings and of the names and sizes of the input files; None where they are not files, or an older
+    version made the dataset."""
     format_version: int = FORMAT_VERSION
     """Of this file."""
 

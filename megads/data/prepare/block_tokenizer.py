@@ -31,7 +31,7 @@ from megads.data.prepare.caching_engine import CachingEngine, UnknownPattern
 from megads.data.prepare.config import Engine
 from megads.data.prepare.engine import EngineMismatch, FastEngine, HuggingFaceEngine, TextEngine
 from megads.data.prepare.records import Fields
-from megads.data.prepare.text import PIECE_CHARACTERS, Document, RejectedLine, TextCutter, has_turns
+from megads.data.prepare.text import PIECE_CHARACTERS, Document, LastCut, RejectedLine, TextCutter, has_turns
 from megads.errors import DataError
 from megads.runtime.files import parse_json, temporary_path
 
@@ -113,7 +113,16 @@ class BlockTokenizer:
         else:
             self._engine = _cached(tokenizer, self._reference)
 
+    @property
+    def last_cut(self) -> LastCut:
+        """Where long texts may be cut."""
+        return self._cutter.last_cut
+
     def __call__(self, number: int, block: Block) -> Finished:
+        """Makes the shard of a block in the folder; see `make`."""
+        return self.make(shard_path(self._folder, number), block)
+
+    def make(self, path: Path, block: Block) -> Finished:
         """Makes the shard of a block, unless an earlier start did.
 
         Raises:
@@ -124,7 +133,6 @@ class BlockTokenizer:
         except OSError as error:
             raise DataError(f"{block}: reading failed: {error.strerror}; make it readable or leave it out") from error
         identity = f"{self._settings.identity}-{loaded.digest()}"
-        path = shard_path(self._folder, number)
         shard = _kept_shard(path, identity)
         if shard is not None:
             return Finished(shard.header.sequences, shard.header.tokens, loaded.input_bytes, kept=True)
@@ -307,9 +315,9 @@ class DatasetShard:
             )
 
 
-def shard_path(folder: Path, number: int) -> Path:
-    """Returns the file of the block with a number."""
-    return folder / f"{number:08d}.shard"
+def shard_path(folder: Path, number: int, piece: int | None = None) -> Path:
+    """Returns the file of the block with a number, or of one of several pieces of what has that number."""
+    return folder / (f"{number:08d}.shard" if piece is None else f"{number:08d}-{piece:06d}.shard")
 
 
 def _write_shard(

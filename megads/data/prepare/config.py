@@ -143,6 +143,9 @@ class PreprocessConfig:
     and on one in a thousand of them; auto takes fast where it is installed and gives the same ids."""
     workers: int | None = None
     """Processes that tokenize; null is as many as there are cores. The dataset does not depend on it."""
+    distributed: bool = False
+    """Share the work with all processes that are given the same command at the same time, on any nodes that see the
+    same folders: an array of SLURM jobs (scripts/slurm/preprocess.sbatch). The dataset does not depend on them."""
     reader: ReaderConfig = field(default_factory=ReaderConfig)
     """What reads the input."""
     plugins: list[str] = field(default_factory=list)
@@ -164,5 +167,7 @@ class PreprocessConfig:
                 f"encoding = {self.encoding}, but the standard input is read as UTF-8: convert it with iconv -f "
                 f"{self.encoding}, or give files"
             )
+        if self.input == ["-"] and self.distributed:
+            raise ConfigError("distributed = true, but the standard input cannot be shared: give files")
         if "-" in self.input and len(self.input) > 1:
             raise ConfigError(f"input = {self.input}: - is the standard input and must stand alone; leave the rest out")

@@ -7,13 +7,12 @@ fatal. Long documents come in pieces, cut where the pieces tokenize to what the 
 from __future__ import annotations
 
 import codecs
-import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from tokenizers import Tokenizer
 
@@ -154,7 +153,19 @@ def custom_reader(config: ReaderConfig) -> TextReader | None:
     if config.name == "auto":
         return None
     part = READERS.find(config.name, "reader.name")
-    return functools.partial(part.make, READERS.options_of(part, config.options))
+    return _PluginReader(config.name, READERS.options_of(part, config.options))
+
+
+@dataclass(frozen=True)
+class _PluginReader:
+    """A plugin's reader by its name and with its options, both of which determine what it reads."""
+
+    name: str
+    options: Any
+
+    def __call__(self, path: Path) -> Iterable[str]:
+        found: Iterable[str] = READERS.find(self.name, "reader.name").make(self.options, path)
+        return found
 
 
 class DocumentReader:
@@ -207,6 +218,11 @@ class DocumentReader:
         self.key = key
         self._encoding = encoding
         self._encodings: dict[Path, str] = {}
+
+    @property
+    def how(self) -> str:
+        """How files are read, beside what their kinds say."""
+        return f"{self._encoding} {self.custom or ''}"
 
     @property
     def section(self) -> str:

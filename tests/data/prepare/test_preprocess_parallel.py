@@ -10,7 +10,9 @@ import struct
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -19,9 +21,12 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer
 
+from megads.data.indexed.sidecar import Sidecar, read_sidecar
+from megads.data.prepare.claims import Claims
 from megads.data.prepare.config import PreprocessConfig, TokenizerConfig
-from megads.data.prepare.preprocess import parts_path, preprocess
+from megads.data.prepare.preprocess import PreprocessReport, TaskReport, parts_path, preprocess, preprocess_together
 from megads.data.prepare.tokenizer import train_tokenizer
+from megads.data.prepare.tokenizing import Tokenizing
 from megads.errors import ConfigError, DataError
 
 REPOSITORY = Path(__file__).parents[3]
@@ -122,6 +127,19 @@ def test_any_number_of_workers_gives_megatrons_bytes(corpus: Path, tmp_path: Pat
         sidecars.append(made)
     assert sidecars[0] == sidecars[1]
 
+    config = config_of(corpus, tmp_path / "together", workers=1, distributed=True)
+    with ThreadPoolExecutor(3) as tasks:
+        reports = list(tasks.map(preprocess_together, [config] * 3))
+    assert made_at(tmp_path / "together") == expected
+    assert read_sidecar(tmp_path / "together") == sidecars[0]
+    assert [path.name for path in tmp_path.iterdir() if "parts" in path.name] == []
+    assert [type(report) for report in reports].count(PreprocessReport) == 1
+    # A task of an array that comes late, or was requeued.
+    state = Path(f"{tmp_path}/together.bin").stat()
+    late = preprocess_together(config)
+    assert isinstance(late, TaskReport) and "nothing is left to do" in str(late)
+    assert Path(f"{tmp_path}/together.bin").stat() == state
+
 
 def run(corpus: Path, output: Path, *more: str) -> subprocess.Popen[bytes]:
     command = [
@@ -165,6 +183,56 @@ def test_a_killed_start_is_continued(corpus: Path, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if "parts" in path.name] == []
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_killed_task_is_made_up_for(corpus: Path, tmp_path: Path) -> None:
+    """Catches stretches that nobody makes because the task that had claimed them was killed."""
+    output = tmp_path / "corpus"
+    killed = run(corpus, output, "distributed=true", "workers=1")
+    deadline = time.monotonic() + 60
+    while not list(parts_path(str(output)).glob("tasks-*/finished/*.json")):
+        assert killed.poll() is None and time.monotonic() < deadline
+        time.sleep(0.002)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    assert list(parts_path(str(output)).glob("tasks-*/participants/*")), "it could not say that it ends"
+    report = preprocess_together(config_of(corpus, output, workers=1, distributed=True))
+    assert isinstance(report, PreprocessReport)
+    assert made_at(output) == megatron_bytes(documents_of(corpus / "text")[0], corpus / "tokenizer.json")
+    assert not parts_path(str(output)).exists()
+
+
+def test_a_damaged_part_is_made_again(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a finished part that the disk lost, which would end every later task, too."""
+    config = config_of(corpus, tmp_path / "out", input=[str(corpus / "text" / "a.jsonl")], workers=1, distributed=True)
+    join = Tokenizing.join
+
+    def damaging(self: Tokenizing, *arguments: Any) -> Sidecar:
+        shard = sorted(parts_path(config.output).glob("tasks-*/*.shard"))[1]
+        shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+        return join(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tokenizing, "join", damaging)
+        with pytest.raises(DataError, match="the disk lost bytes"):
+            preprocess_together(config)
+    assert not Path(f"{config.output}.bin").exists()
+    made = preprocess_together(config)
+    assert isinstance(made, PreprocessReport) and made.kept_shards == 0
+    assert preprocess(config_of(corpus, tmp_path / "one", input=config.input)).sidecar == made.sidecar
+
+
+def test_other_settings_do_not_mix(corpus: Path, tmp_path: Path) -> None:
+    """Catches tasks whose texts or settings differ and that make one dataset, and a start for itself beside them."""
+    config = config_of(corpus, tmp_path / "out", workers=1, distributed=True)
+    with Claims(parts_path(config.output) / "tasks-0123456789abcdef", ["0"]):
+        with pytest.raises(ConfigError, match="with other settings"):
+            preprocess_together(config)
+        with pytest.raises(ConfigError, match="with other settings"):
+            preprocess(config)
+    assert isinstance(preprocess_together(config), PreprocessReport)
+
+
 def test_parts_of_other_text_are_not_taken(corpus: Path, tmp_path: Path) -> None:
     """Catches a start that takes the parts of a text that has changed since."""
     text = tmp_path / "text"
@@ -197,7 +265,12 @@ def test_a_pipe_is_an_input(corpus: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"), [({"workers": 0}, "workers = 0"), ({"input": ["-", "a.jsonl"]}, "must stand alone")]
+    ("change", "message"),
+    [
+        ({"workers": 0}, "workers = 0"),
+        ({"input": ["-", "a.jsonl"]}, "must stand alone"),
+        ({"input": ["-"], "distributed": True}, "cannot be shared"),
+    ],
 )
 def test_bad_settings_are_refused(corpus: Path, tmp_path: Path, change: dict[str, object], message: str) -> None:
     """Catches settings that fail in the middle, or in a worker."""

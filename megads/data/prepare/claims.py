@@ -1,0 +1,267 @@
+"""Who works on which part of a preprocessing, in a folder that all its nodes see.
+
+A process takes a part by a hard link, which is atomic on network file systems too, and keeps a file of its own up to
+date for as long as it lives. The parts of a process that died are taken over. Nothing that is made depends on a claim:
+two processes that make the same part write the same bytes, each under a temporary name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from megads.errors import ConfigError, DataError
+from megads.runtime import environment
+from megads.runtime.files import atomic_writer, read_json
+from megads.runtime.lease import BEAT_S, machine_id, process_birth
+
+_SILENT_S = 3.5 * BEAT_S
+"""A process that is silent for so long is gone; a slow file system must not make it look so."""
+_PARTICIPANTS, _CLAIMS, _FINISHED = "participants", "claims", "finished"
+
+
+@dataclass(frozen=True)
+class Participant:
+    """A process that takes part.
+
+    Attributes:
+        node: where it runs.
+        pid: its number there.
+        machine: names the node's boot and process space; only there the pid means something.
+        born: when it started, in the kernel's ticks: a pid may be given out again.
+    """
+
+    node: str
+    pid: int
+    machine: str
+    born: int
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.node}"
+
+
+class Claims:
+    """What of a piece of work is taken, by whom, and what is finished. A context manager.
+
+    Args:
+        folder: holds them; made where missing.
+        parts: names of the parts.
+
+    Attributes:
+        identity: names this process among all that ever took part.
+
+    Raises:
+        DataError: the folder cannot be written to.
+    """
+
+    def __init__(self, folder: Path, parts: Sequence[str]) -> None:
+        self._folder = folder
+        self._parts = parts
+        self.identity = f"{environment.node_name()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._own: dict[str, int] = {}
+        self._records: dict[str, dict[str, Any]] = {}
+        self._dead: set[str] = set()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="claims", daemon=True)
+
+    def __enter__(self) -> Self:
+        me = Participant(
+            environment.node_name(), os.getpid(), machine_id(), process_birth(os.getpid()) or 0
+        )  # fmt: skip
+        try:
+            for name in (_PARTICIPANTS, _CLAIMS, _FINISHED):
+                (self._folder / name).mkdir(parents=True, exist_ok=True)
+            with atomic_writer(self._participant(self.identity)) as file:
+                file.write(json.dumps(asdict(me)).encode())
+        except OSError as error:
+            raise DataError(
+                f"{self._folder}: writing failed: {error.strerror}; free space or permissions there"
+            ) from error
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+        # It goes with the folder when the work is done.
+        with suppress(OSError):
+            self._participant(self.identity).unlink()
+
+    def take(self, part: str) -> bool:
+        """Takes a part that nobody works on; False where it is finished, or somebody does.
+
+        Raises:
+            FileNotFoundError: the folder is gone: all is done.
+        """
+        if part in self.finished():
+            return False
+        number, holder = self._holder(part)
+        if holder is not None and self._is_alive(holder):
+            return False
+        draft = self._folder / _CLAIMS / f".{self.identity}"
+        draft.write_text(self.identity)
+        try:
+            os.link(draft, self._claim(part, number + 1))
+        except FileExistsError:
+            # Somebody was quicker.
+            return False
+        finally:
+            draft.unlink()
+        self._own[part] = number + 1
+        return True
+
+    def take_any(self, first: int) -> str | None:
+        """Takes any part that nobody works on; None where there is none.
+
+        Args:
+            first: number of the part to begin with: processes that begin in different places read different files.
+
+        Raises:
+            FileNotFoundError: the folder is gone: all is done.
+        """
+        finished, taken = self.finished(), self._taken()
+        order = [*self._parts[first:], *self._parts[:first]]
+        free = [part for part in order if part not in finished and part not in taken]
+        left = [part for part in order if part not in finished and part in taken and part not in self._own]
+        return next((part for part in (*free, *left) if self.take(part)), None)
+
+    def holds(self, part: str) -> bool:
+        """Whether nobody has taken over a part that was taken here."""
+        return self._taken().get(part) == self._own[part]
+
+    def holder(self, part: str) -> str:
+        """Who took a part, for people."""
+        _, holder = self._holder(part)
+        participant = None if holder is None else self._read(holder)
+        return "another process" if participant is None else str(participant)
+
+    def finish(self, part: str, record: dict[str, Any]) -> None:
+        """Notes that a part is finished, and what is to be known of it.
+
+        Raises:
+            FileNotFoundError: the folder is gone: all is done.
+        """
+        with atomic_writer(self._record(part)) as file:
+            file.write(json.dumps(record).encode())
+
+    def finished(self) -> dict[str, dict[str, Any]]:
+        """Returns what was noted of the finished parts.
+
+        Raises:
+            FileNotFoundError: the folder is gone: all is done.
+        """
+        names = {path.stem for path in (self._folder / _FINISHED).iterdir() if path.suffix == ".json"}
+        for part in names - self._records.keys():
+            # A damaged one is as good as none.
+            with suppress(ValueError):
+                self._records[part] = read_json(self._record(part))
+        return {part: record for part, record in self._records.items() if part in names}
+
+    def forget(self, part: str) -> None:
+        """Makes a part unfinished, as what was made of it is damaged."""
+        self._record(part).unlink(missing_ok=True)
+        self._records.pop(part, None)
+
+    def _taken(self) -> dict[str, int]:
+        """The number of the last claim on every part that has one."""
+        taken: dict[str, int] = {}
+        for path in (self._folder / _CLAIMS).iterdir():
+            part, dot, number = path.name.rpartition(".")
+            if part and dot and number.isdecimal():
+                taken[part] = max(int(number), taken.get(part, 0))
+        return taken
+
+    def _holder(self, part: str) -> tuple[int, str | None]:
+        """The number of the last claim on a part, and who made it; 0 and None where nobody has."""
+        number = self._taken().get(part, 0)
+        return number, self._claim(part, number).read_text() if number else None
+
+    def _is_alive(self, participant: str) -> bool:
+        if participant == self.identity:
+            return True
+        if participant in self._dead:
+            return False
+        alive = _is_alive(self._participant(participant), self._participant(self.identity))
+        if not alive:
+            self._dead.add(participant)
+        return alive
+
+    def _read(self, participant: str) -> Participant | None:
+        return _read_participant(self._participant(participant))
+
+    def _participant(self, participant: str) -> Path:
+        return self._folder / _PARTICIPANTS / participant
+
+    def _claim(self, part: str, number: int) -> Path:
+        return self._folder / _CLAIMS / f"{part}.{number}"
+
+    def _record(self, part: str) -> Path:
+        return self._folder / _FINISHED / f"{part}.json"
+
+    def _beat(self) -> None:
+        """Body of the thread."""
+        while not self._over.wait(BEAT_S):
+            # A file system that does not answer now may do so at the next beat.
+            with suppress(OSError):
+                os.utime(self._participant(self.identity))
+
+
+def refuse_others(folders: Iterator[Path], output: str) -> None:
+    """Refuses to start beside processes that make the same dataset in other folders of claims.
+
+    Raises:
+        ConfigError: there are some.
+    """
+    for folder in folders:
+        for path in (folder / _PARTICIPANTS).glob("[!.]*"):
+            probe = path.with_name(f".now-{os.getpid()}")
+            with suppress(OSError):
+                probe.touch()
+            try:
+                alive = _is_alive(path, probe)
+            finally:
+                probe.unlink(missing_ok=True)
+            if alive:
+                raise ConfigError(
+                    f"output = {output}: {_read_participant(path) or 'another process'} is making it with distributed="
+                    "true, of other text, with other settings, or with other versions of tokenizers or gigatoken; wait "
+                    "for it, stop it, or choose another output"
+                )
+
+
+def _is_alive(path: Path, own: Path) -> bool:
+    """Tells whether a participant lives, by the best witness that there is.
+
+    Args:
+        path: the participant's file.
+        own: a file that was touched a moment ago; only times of the file server are compared, never two clocks.
+    """
+    try:
+        participant = _read_participant(path)
+        if participant is not None and participant.machine == machine_id():
+            return process_birth(participant.pid) == participant.born
+        # Opened, not looked up: over NFS only an open asks the server.
+        with path.open("rb") as file:
+            beat_s = os.fstat(file.fileno()).st_mtime
+        os.utime(own)
+        return own.stat().st_mtime - beat_s <= _SILENT_S
+    except FileNotFoundError:
+        return False
+
+
+def _read_participant(path: Path) -> Participant | None:
+    """What a participant's file says; None where it is gone or damaged."""
+    try:
+        return Participant(**read_json(path))
+    except (OSError, ValueError, TypeError):
+        return None

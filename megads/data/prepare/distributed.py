@@ -1,0 +1,399 @@
+"""Preprocessing by several processes at a time, on any nodes that see the same folders.
+
+All of them cut the input in the same way, claim stretches of it, and tokenize what they have claimed. Who is slow
+claims less, and the stretches of a process that died are claimed again. Whoever finds all of them finished joins the
+dataset.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+from megads.data.indexed.sidecar import Sidecar, read_sidecar
+from megads.data.indexed.verified_once import file_state, require_unchanged
+from megads.data.prepare.block_tokenizer import (
+    BlockTokenizer,
+    DatasetShard,
+    TokenizeSettings,
+    open_shard,
+    shard_path,
+)
+from megads.data.prepare.blocks import (
+    LARGEST_FED_BYTES,
+    Block,
+    LineRange,
+    block_bytes_of,
+    blocks_of,
+    first_texts,
+    texts_of_places,
+)
+from megads.data.prepare.claims import Claims, refuse_others
+from megads.data.prepare.config import Engine, PreprocessConfig
+from megads.data.prepare.records import Fields
+from megads.data.prepare.text import DocumentReader, custom_reader
+from megads.data.prepare.text_files import text_bytes_estimate
+from megads.data.prepare.tokenizing import (
+    Tokenizing,
+    finished_items,
+    input_identity,
+    parts_folder,
+    parts_path,
+    remove_parts,
+)
+from megads.errors import DataError
+from megads.runtime.environment import available_cores
+from megads.runtime.progress import Progress
+from megads.runtime.registry import import_plugins
+from megads.runtime.slurm import array_place
+
+TASKS_GLOB = "tasks-*"
+"""Folders of claims, in the folder of parts: one for every input and settings."""
+_MOST_STRETCHES = 4096
+"""Few enough that listing them is nothing, many enough that a slow node holds up little."""
+_POLL_S = 1.0
+_JOIN = "join"
+
+
+@dataclass(frozen=True)
+class FileGroup:
+    """Consecutive files that one process reads, because they cannot be entered in their middle.
+
+    Attributes:
+        paths: the files.
+        input_bytes: their size.
+    """
+
+    paths: tuple[str, ...]
+    input_bytes: int
+
+
+Unit = LineRange | FileGroup
+
+
+def units_of(reader: DocumentReader, block_bytes: int) -> list[Unit]:
+    """Cuts the files into what a process can read without the others, in order; a function of the files alone.
+
+    Args:
+        reader: names the files.
+        block_bytes: text in a block, about.
+    """
+    units: list[Unit] = []
+    group: list[str] = []
+    group_bytes = group_text_bytes = 0
+
+    def end_group() -> None:
+        nonlocal group, group_bytes, group_text_bytes
+        if group:
+            units.append(FileGroup(tuple(group), group_bytes))
+        group, group_bytes, group_text_bytes = [], 0, 0
+
+    for path in reader.files:
+        size = path.stat().st_size
+        if reader.is_line_file(path):
+            end_group()
+            units += (
+                LineRange(str(path), begin, min(begin + block_bytes, size)) for begin in range(0, size, block_bytes)
+            )
+            continue
+        group.append(str(path))
+        group_bytes += size
+        group_text_bytes += text_bytes_estimate([path])
+        if group_text_bytes >= min(block_bytes, LARGEST_FED_BYTES):
+            end_group()
+    end_group()
+    return units
+
+
+@dataclass(frozen=True)
+class FinishedUnit:
+    """One unit is done.
+
+    Attributes:
+        unit: its number.
+        shards: that it gave.
+        tokens: in them.
+        input_bytes: of input that it stands for.
+        kept: shards that were there already.
+        restarted: shards that the reference made.
+        converted: encodings of its files that are not UTF-8.
+    """
+
+    unit: int
+    shards: int
+    tokens: int
+    input_bytes: int
+    kept: int
+    restarted: int
+    converted: dict[str, str]
+
+
+class UnitTokenizer:
+    """Turns units into shards: what every worker process does.
+
+    Args:
+        settings: which tokens.
+        folder: where shards go.
+        fields: what of a record holds its text.
+        block_bytes: text in a block, about.
+        config: how files are read.
+    """
+
+    def __init__(
+        self, settings: TokenizeSettings, folder: Path, fields: Fields, block_bytes: int, config: PreprocessConfig
+    ) -> None:
+        import_plugins(config.plugins)
+        self._tokenizer = BlockTokenizer(settings, folder)
+        self._folder, self._fields, self._block_bytes, self._config = folder, fields, block_bytes, config
+
+    def __call__(self, _: int, numbered: tuple[int, Unit]) -> FinishedUnit:
+        """Makes the shards of a unit, but those that are there already."""
+        number, unit = numbered
+        converted: dict[str, str] = {}
+        blocks: Iterable[Block]
+        if isinstance(unit, LineRange):
+            blocks = [unit]
+        else:
+            reader = DocumentReader(
+                unit.paths, self._fields, custom=custom_reader(self._config.reader), encoding=self._config.encoding
+            )
+            # Filled as the files are read.
+            converted = reader.converted
+            blocks = blocks_of(reader, self._block_bytes, self._tokenizer.last_cut)
+        made = [
+            self._tokenizer.make(shard_path(self._folder, number, piece), block) for piece, block in enumerate(blocks)
+        ]
+        return FinishedUnit(
+            number,
+            len(made),
+            sum(one.tokens for one in made),
+            unit.input_bytes,
+            sum(one.kept for one in made),
+            sum(one.restarted for one in made),
+            converted,
+        )
+
+
+@dataclass
+class TaskReport:
+    """What one of several processes did.
+
+    Attributes:
+        output: prefix of the dataset.
+        stretches: of the input that it tokenized.
+        all_stretches: of the input.
+        tokens: that it made.
+        seconds: how long it took.
+        joined: it joined the dataset.
+        joined_by: who does, or did.
+    """
+
+    output: str
+    stretches: int = 0
+    all_stretches: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    joined: bool = False
+    joined_by: str = ""
+
+    def __str__(self) -> str:
+        if not self.joined_by:
+            return f"{self.output}: made already, of this input and with these settings: nothing is left to do"
+        return (
+            f"{self.output}: {self.stretches} of {self.all_stretches} stretches of the input, {self.tokens:,} tokens, "
+            f"in {self.seconds:.1f} s by this task; {self.joined_by} joins the dataset"
+        )
+
+
+@dataclass
+class _Stretch:
+    """Consecutive units that are claimed together, and what is known of those that are finished."""
+
+    name: str
+    units: list[tuple[int, Unit]]
+    finished: dict[int, FinishedUnit] = field(default_factory=dict)
+
+    def record(self) -> dict[str, Any]:
+        """What others and later starts are to know of it, with all units finished."""
+        ordered = [self.finished[number] for number, _ in self.units]
+        converted: dict[str, str] = {}
+        for one in ordered:
+            converted |= one.converted
+        return {
+            "shards": [one.shards for one in ordered],
+            "tokens": sum(one.tokens for one in ordered),
+            "input_bytes": sum(one.input_bytes for one in ordered),
+            "converted": converted,
+        }
+
+
+class DistributedTask:
+    """One of the processes that make a dataset together.
+
+    Args:
+        tokenizing: the tokenizer and the output.
+        source: the files.
+        fields: what of a record holds its text.
+        config: how files are read, and by how many workers here.
+
+    Attributes:
+        report: what this process did.
+    """
+
+    def __init__(
+        self, tokenizing: Tokenizing, source: DocumentReader, fields: Fields, config: PreprocessConfig
+    ) -> None:
+        self._tokenizing, self._source, self._config = tokenizing, source, config
+        self._states = {path: file_state(path) for path in source.files}
+        sample = []
+        if config.engine is not Engine.hf:
+            sample = texts_of_places(source, fields)
+            sample += first_texts(list(islice(tokenizing.blocks(source), 1)), fields)
+        self._settings = tokenizing.settings(fields, config.engine, sample)
+        self._identity = input_identity(self._settings, source)
+        # Sizes and times of change, which all nodes see alike.
+        changes = [state[:2] for state in self._states.values()]
+        digest = hashlib.sha256(repr((self._identity, changes)).encode()).hexdigest()[:16]
+        self._folder = parts_path(config.output) / TASKS_GLOB.replace("*", digest)
+        block_bytes = block_bytes_of(source)
+        units = list(enumerate(units_of(source, block_bytes)))
+        size = -(-len(units) // _MOST_STRETCHES)
+        self._stretches = {
+            f"{begin:08d}": _Stretch(f"{begin:08d}", units[begin : begin + size])
+            for begin in range(0, len(units), max(size, 1))
+        }
+        self._make = functools.partial(UnitTokenizer, self._settings, self._folder, fields, block_bytes, config)
+        self.report = TaskReport(config.output, all_stretches=len(self._stretches))
+
+    def made_already(self) -> Sidecar | None:
+        """Returns the sidecar of the dataset if it was made of this input with these settings, else None.
+
+        Raises:
+            DataError: what lies at the sidecar's place is none.
+        """
+        sidecar = read_sidecar(self._config.output)
+        if sidecar is None or sidecar.input_identity != self._identity:
+            return None
+        made_ns = file_state(Path(f"{self._config.output}.json"))[1]
+        return sidecar if all(state[1] < made_ns for state in self._states.values()) else None
+
+    def run(self) -> Sidecar | None:
+        """Tokenizes what nobody else does, and joins the dataset unless another process does.
+
+        Returns:
+            The sidecar where this process has joined the dataset; None where another does, or has done so.
+
+        Raises:
+            ConfigError: other processes make the same dataset of other text, or with other settings.
+            DataError: a damaged input or part, or a full disk.
+            UnhealthyNode: a worker process died.
+        """
+        start_s = time.monotonic()
+        parts = parts_path(self._config.output)
+        try:
+            with parts_folder(self._config.output, together=True), Claims(self._folder, [*self._stretches]) as claims:
+                refuse_others((other for other in parts.glob(TASKS_GLOB) if other != self._folder), self._config.output)
+                # Another process may have joined the dataset between the first look and the making of the folder.
+                if self.made_already() is not None:
+                    remove_parts(self._config.output)
+                    return None
+                self._work(claims)
+                self.report.seconds = time.monotonic() - start_s
+                if not claims.take(_JOIN):
+                    self.report.joined_by = claims.holder(_JOIN)
+                    return None
+                self.report.joined, self.report.joined_by = True, "this task"
+                return self._join(claims)
+        except (FileNotFoundError, DataError):
+            # The folder goes when the dataset has been joined, which happens without a process that was given up.
+            if parts.exists() or self.made_already() is None:
+                raise
+            self.report.joined, self.report.joined_by = False, "another task"
+            return None
+
+    def _work(self, claims: Claims) -> None:
+        """Returns when all stretches are finished, here or elsewhere."""
+        total = sum(path.stat().st_size for path in self._source.files)
+        restarted = shards = 0
+        with Progress("tokenizing", total) as progress:
+            while len(self._show(progress, claims)) < len(self._stretches):
+                items = self._claimed(claims)
+                first = next(items, None)
+                if first is None:
+                    time.sleep(_POLL_S)
+                    continue
+                workers = self._config.workers or available_cores()
+                workers = 1 if len(self._stretches) == 1 else workers
+                for one in finished_items(self._make, chain([first], items), workers):
+                    restarted, shards = restarted + one.restarted, shards + one.shards
+                    self._note(one, claims)
+                    self._show(progress, claims)
+        self._tokenizing.note_restarted(restarted, shards)
+
+    def _claimed(self, claims: Claims) -> Iterator[tuple[int, Unit]]:
+        """Yields units that nobody else works on, with their numbers."""
+        task, tasks = array_place() or (0, 1)
+        first = task * len(self._stretches) // max(tasks, 1)
+        while (name := claims.take_any(first)) is not None:
+            self._stretches[name].finished.clear()
+            yield from self._stretches[name].units
+
+    def _note(self, one: FinishedUnit, claims: Claims) -> None:
+        stretch = next(
+            stretch for stretch in self._stretches.values() if stretch.units[0][0] <= one.unit <= stretch.units[-1][0]
+        )
+        stretch.finished[one.unit] = one
+        self.report.tokens += one.tokens
+        self._tokenizing.kept_shards += one.kept
+        if len(stretch.finished) == len(stretch.units):
+            claims.finish(stretch.name, stretch.record())
+            self.report.stretches += 1
+
+    def _show(self, progress: Progress, claims: Claims) -> dict[str, dict[str, Any]]:
+        finished = claims.finished()
+        tokens = sum(record["tokens"] for record in finished.values())
+        here = f"{self.report.stretches} of {len(finished)} stretches by this task"
+        progress.update(sum(record["input_bytes"] for record in finished.values()), f"{tokens:,} tokens, {here}")
+        return finished
+
+    def _join(self, claims: Claims) -> Sidecar:
+        for path, state in self._states.items():
+            require_unchanged(path, state)
+        records = claims.finished()
+        converted: dict[str, str] = {}
+        for name in self._stretches:
+            converted |= records[name]["converted"]
+        num_tokens = sum(record["tokens"] for record in records.values())
+        paths = {name: self._shard_paths(name, records[name]["shards"]) for name in self._stretches}
+        try:
+            shards = self._shards(claims, list(chain.from_iterable(paths.values())))
+            return self._tokenizing.join(shards, num_tokens, self._source, self._settings, converted)
+        except DataError:
+            # Damaged shards are removed: what they belong to is to be made again.
+            for name, made in paths.items():
+                if not all(path.exists() for path in made):
+                    claims.forget(name)
+            raise
+
+    def _shard_paths(self, stretch: str, counts: Sequence[int]) -> list[Path]:
+        units = zip(self._stretches[stretch].units, counts, strict=True)
+        return [shard_path(self._folder, number, piece) for (number, _), count in units for piece in range(count)]
+
+    def _shards(self, claims: Claims, paths: Sequence[Path]) -> Iterator[DatasetShard]:
+        for path in paths:
+            try:
+                yield open_shard(path)
+            except (ValueError, OSError) as error:
+                path.unlink(missing_ok=True)
+                raise DataError(
+                    f"{path}: {error}: the disk lost what was written; give the same command again, which makes this "
+                    "part anew"
+                ) from error
+        if not claims.holds(_JOIN):
+            raise DataError(f"{claims.holder(_JOIN)} has taken over, as this process was silent for too long")

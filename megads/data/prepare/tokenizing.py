@@ -1,0 +1,453 @@
+"""One way from documents to a dataset: blocks of the input to shards in processes, and shards to the dataset."""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from itertools import chain, islice
+from multiprocessing.connection import wait as wait_for
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from megads.data.config import TextSpecialTokens
+from megads.data.indexed.dataset import idx_path, token_dtype
+from megads.data.indexed.sidecar import (
+    Sidecar,
+    carried_path,
+    embedding_rows,
+    file_checksum,
+    load_tokenizer,
+    sidecar_path,
+    write_carried,
+    write_sidecar,
+)
+from megads.data.indexed.verified_once import file_state, require_unchanged
+from megads.data.indexed.writer import IndexedDatasetAppender
+from megads.data.prepare.block_tokenizer import (
+    BlockTokenizer,
+    DatasetShard,
+    TokenizeSettings,
+    open_shard,
+    shard_path,
+)
+from megads.data.prepare.blocks import (
+    STDIN,
+    Block,
+    block_bytes_of,
+    blocks_of,
+    first_texts,
+    stdin_blocks,
+    texts_of_places,
+)
+from megads.data.prepare.chat import Conversations
+from megads.data.prepare.config import Engine
+from megads.data.prepare.engine import choose_engine
+from megads.data.prepare.records import Fields, NotText
+from megads.data.prepare.text import DocumentReader, RejectedLine, Rejections, TextCutter, no_documents
+from megads.errors import ConfigError, DataError, UnhealthyNode
+from megads.runtime.environment import available_cores, exported, tokenize_on_one_thread
+from megads.runtime.progress import Progress
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+# Items that wait for each worker: enough to keep it busy, few enough for memory.
+_AHEAD = 2
+# Of all files: tokenized before processes have started.
+_SMALL_BYTES = 1 << 19
+
+
+class Tokenizing:
+    """One way from documents to a dataset and its sidecar.
+
+    Args:
+        tokenizer_file: in the format of Hugging Face `tokenizers`.
+        output: prefix of the dataset; one that is there is replaced.
+        end_of_document: token appended to every document, or None.
+        end_key: the config key it comes from, for messages.
+        text_special_tokens: with ignore, only real ends of documents are marked, whatever a text spells.
+
+    Raises:
+        ConfigError: the end-of-document token is not in the tokenizer.
+        DataError: a damaged tokenizer file.
+    """
+
+    def __init__(
+        self,
+        tokenizer_file: str,
+        output: str,
+        end_of_document: str | None,
+        end_key: str,
+        text_special_tokens: TextSpecialTokens = TextSpecialTokens.ignore,
+    ) -> None:
+        tokenizer = load_tokenizer(tokenizer_file)
+        self._tokenizer = tokenizer
+        self._tokenizer.encode_special_tokens = text_special_tokens is TextSpecialTokens.ignore
+        self._text_special_tokens = text_special_tokens.value
+        self._tokenizer_file = tokenizer_file
+        self._tokenizer_text = Path(tokenizer_file).read_bytes()
+        self._end_id = end_of_document_id(tokenizer, tokenizer_file, end_of_document, end_key)
+        self._vocab_size = embedding_rows(tokenizer)
+        self._dtype = token_dtype(self._vocab_size)
+        self.output = output
+        # Beside tokenizer.end_of_document stands tokenizer.engine.
+        self._engine_key = f"{end_key.rpartition('end_of_document')[0]}engine"
+        self.kept_shards = 0
+        self.engine = ""
+
+    def run(
+        self, source: DocumentReader | None, fields: Fields, workers: int | None, engine: Engine = Engine.auto
+    ) -> Sidecar:
+        """Tokenizes documents.
+
+        Args:
+            source: the files; None is JSON lines from the standard input.
+            fields: what of a record holds its text. Conversations are taken with the special tokens that their
+                template writes, and nothing is appended to them.
+            workers: processes; None takes as many as there are cores.
+            engine: what tokenizes.
+
+        Returns:
+            The sidecar, as written.
+
+        Raises:
+            DataError: no documents, a damaged input, or a full disk. Finished parts are kept then, where there are any.
+            UnhealthyNode: a worker process died.
+        """
+        with Progress("tokenizing", source.total_bytes if source else 0) as progress:
+            return self._run(source, fields, workers, engine, progress)
+
+    def _run(
+        self, source: DocumentReader | None, fields: Fields, workers: int | None, engine: Engine, progress: Progress
+    ) -> Sidecar:
+        states = {path: file_state(path) for path in source.files} if source else {}
+        # Before the first block is read, whose reader keeps what it has decoded of a long row.
+        sample = texts_of_places(source, fields) if source and engine is not Engine.hf else []
+        blocks = self.blocks(source)
+        first = list(islice(blocks, 2))
+        if engine is not Engine.hf:
+            sample += first_texts(first, fields)
+        settings = self.settings(fields, engine, sample)
+        with parts_folder(self.output) as folder:
+            make = functools.partial(BlockTokenizer, settings, folder)
+            # One block is not worth a process, nor are small ones.
+            small = workers is None and source is not None and source.total_bytes < _SMALL_BYTES
+            workers = 1 if small or len(first) < 2 else workers or available_cores()
+            num_shards, num_tokens = self._tokenize(make, chain(first, blocks), progress, workers)
+            for path, state in states.items():
+                require_unchanged(path, state)
+            shards = (open_shard(shard_path(folder, number)) for number in range(num_shards))
+            return self.join(shards, num_tokens, source, settings, source.converted if source else {})
+
+    def blocks(self, source: DocumentReader | None) -> Iterator[Block]:
+        """Yields the blocks of files, or of the standard input."""
+        if source is None:
+            return stdin_blocks()
+        return blocks_of(source, block_bytes_of(source), TextCutter(self._tokenizer).last_cut)
+
+    def settings(self, fields: Fields, engine: Engine, sample: Sequence[str]) -> TokenizeSettings:
+        """Chooses the engine, and returns what decides which tokens come out.
+
+        Args:
+            fields: what of a record holds its text.
+            engine: what the user asked for.
+            sample: texts of the corpus, which the engine is tried on.
+
+        Raises:
+            ConfigError: `fast` was asked for and cannot be had.
+        """
+        if isinstance(fields, Conversations):
+            self._text_special_tokens = TextSpecialTokens.parse.value
+            self._tokenizer.encode_special_tokens = False
+        self.engine = choose_engine(engine, self._tokenizer_file, self._tokenizer, sample, self._engine_key).value
+        return TokenizeSettings(
+            os.path.realpath(self._tokenizer_file),
+            hashlib.sha256(self._tokenizer_text).hexdigest(),
+            fields,
+            None if isinstance(fields, Conversations) else self._end_id,
+            self._dtype.str,
+            self.engine,
+            self._text_special_tokens,
+        )
+
+    def _tokenize(
+        self, make: Callable[[], BlockTokenizer], blocks: Iterator[Block], progress: Progress, workers: int
+    ) -> tuple[int, int]:
+        """Makes all shards; returns their number and that of their tokens."""
+        shards = tokens = done_bytes = restarted = 0
+        for one in finished_items(make, blocks, workers):
+            shards += 1
+            self.kept_shards += one.kept
+            restarted += one.restarted
+            tokens += one.tokens
+            done_bytes += one.input_bytes
+            progress.update(done_bytes, f"{tokens:,} tokens")
+        self.note_restarted(restarted, shards)
+        return shards, tokens
+
+    def note_restarted(self, restarted: int, shards: int) -> None:
+        """Notes how many of the shards the reference made, after ids that differ."""
+        if restarted:
+            made = "by hf" if self.engine == Engine.fast.value else "without its cache of words,"
+            self.engine = f"{self.engine}, {restarted} of {shards} parts {made} after ids that differ"
+
+    def join(
+        self,
+        shards: Iterable[DatasetShard],
+        num_tokens: int,
+        source: DocumentReader | None,
+        settings: TokenizeSettings,
+        converted: dict[str, str],
+        input_files: Sequence[str] | None = None,
+    ) -> Sidecar:
+        """Copies shards into the dataset, which appears whole or not at all, and removes the folder of its parts.
+
+        Args:
+            shards: in the order of their documents.
+            num_tokens: in all of them.
+            source: the files; None is the standard input, or whoever brought documents.
+            settings: that the shards were made with.
+            converted: encodings of the files that are not UTF-8.
+            input_files: what was read, where there is no source.
+
+        Raises:
+            DataError: no documents, a damaged shard, or a full disk.
+        """
+        files = source.files if source else [Path(STDIN)]
+        rejected = Rejections()
+        progress = Progress("joining", num_tokens * self._dtype.itemsize)
+        with IndexedDatasetAppender(self.output, self._dtype) as writer, progress:
+            text_bytes, max_token_id = _copy(shards, writer, rejected, progress)
+            if not writer.num_documents:
+                # Nothing worth keeping for another start.
+                remove_parts(self.output)
+                raise no_documents(files, rejected, settings.fields, source.section if source else "")
+            self._give_way(settings)
+        sidecar = Sidecar(
+            tokenizer_sha256=settings.tokenizer_sha256,
+            vocab_size=self._vocab_size,
+            max_token_id=max_token_id,
+            end_of_document_id=self._end_id,
+            documents=writer.num_documents,
+            tokens=writer.num_tokens,
+            text_bytes=text_bytes,
+            rejected_lines=rejected.count,
+            rejected_reasons=dict(rejected.reasons),
+            rejected_examples=rejected.examples,
+            input_files=list(map(str, files)) if input_files is None else list(input_files),
+            bin_checksum=writer.bin_checksum,
+            idx_checksum=file_checksum(idx_path(self.output)),
+            text_special_tokens=settings.text_special_tokens,
+            rejected_files=rejected.files,
+            converted_files=converted,
+            input_identity=input_identity(settings, source) if source else None,
+        )
+        self._write_carried(settings)
+        write_sidecar(self.output, sidecar)
+        remove_parts(self.output)
+        return sidecar
+
+    def _give_way(self, settings: TokenizeSettings) -> None:
+        """Removes what belongs to a dataset that is about to be replaced.
+
+        A dataset without a sidecar is valid, one with another's is not: the old one goes before the new data come.
+        """
+        committing_path(self.output).touch()
+        sidecar_path(self.output).unlink(missing_ok=True)
+        if carried_path(self.output).resolve() != Path(settings.tokenizer_file).resolve():
+            carried_path(self.output).unlink(missing_ok=True)
+
+    def _write_carried(self, settings: TokenizeSettings) -> None:
+        chat = settings.fields
+        template = chat.template.source if isinstance(chat, Conversations) else None
+        write_carried(self.output, self._tokenizer_text, template)
+
+
+def _copy(
+    shards: Iterable[DatasetShard], writer: IndexedDatasetAppender, rejected: Rejections, progress: Progress
+) -> tuple[int, int]:
+    """Copies shards in their order; returns the bytes of text that they stand for, and their largest token."""
+    text_bytes, max_token_id, line_base = 0, 0, 0
+    for shard in shards:
+        header = shard.header
+        line_base = 0 if header.first else line_base
+        for where, line, reason, detail in header.rejected:
+            rejected.add(RejectedLine(where, line_base + line, NotText(reason, detail)))
+        line_base += header.lines
+        ends = None if shard.ends is None else shard.ends.astype(np.int64)
+        writer.extend(shard.sizes, shard.tokens(), documents=ends, continues=header.continues)
+        text_bytes += header.text_bytes
+        max_token_id = max(max_token_id, header.max_token_id)
+        progress.update(writer.num_tokens * writer.dtype.itemsize)
+    return text_bytes, max_token_id
+
+
+def input_identity(settings: TokenizeSettings, source: DocumentReader) -> str:
+    """Returns the hash of the settings and of the files' names and sizes: of equal ones comes an equal dataset."""
+    files = [(str(path), path.stat().st_size) for path in source.files]
+    return hashlib.sha256(repr((settings.identity, source.how, files)).encode()).hexdigest()[:16]
+
+
+def committing_path(output: str) -> Path:
+    """Returns the file by which a dataset under the output's name is ours, unfinished, and may be replaced."""
+    return parts_path(output) / "committing"
+
+
+def remove_parts(output: str) -> None:
+    """Removes the folder of parts: first under its name, so that nobody who comes now finds half of it."""
+    gone = Path(f"{output}.{uuid.uuid4().hex[:8]}.parts-done")
+    parts_path(output).rename(gone)
+    shutil.rmtree(gone)
+
+
+def parts_path(output: str) -> Path:
+    """Returns the folder of the finished parts of a dataset that is being made."""
+    return Path(f"{output}.parts")
+
+
+@contextmanager
+def parts_folder(output: str, together: bool = False) -> Iterator[Path]:
+    """Makes the folder of shards and keeps other processes out of it; an empty one goes again.
+
+    Args:
+        output: prefix of the dataset.
+        together: keep out only those that want it for themselves.
+
+    Raises:
+        ConfigError: another process makes the same dataset.
+        DataError: the folder cannot be made.
+    """
+    folder = parts_path(output)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise DataError(
+            f"{folder}: writing failed: {error.strerror}; free space or permissions there, or choose another output"
+        ) from error
+    try:
+        try:
+            fcntl.flock(descriptor, (fcntl.LOCK_SH if together else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"output = {output}: another process is making it; wait for it or choose another output"
+            ) from error
+        yield folder
+    finally:
+        os.close(descriptor)
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def end_of_document_id(tokenizer: Tokenizer, tokenizer_file: str, token: str | None, key: str) -> int | None:
+    """Returns the id of the token that ends documents, None where none does.
+
+    Raises:
+        ConfigError: the tokenizer does not have it.
+    """
+    if token is None:
+        return None
+    found: int | None = tokenizer.token_to_id(token)
+    if found is None:
+        special = [added.content for added in tokenizer.get_added_tokens_decoder().values() if added.special]
+        has = f"its special tokens are {', '.join(special[:8])}" if special else "it has no special tokens"
+        raise ConfigError(
+            f"{key} = {token}: not a token of {tokenizer_file} ({has}); give one that it has, or {key}=null to mark no "
+            "ends"
+        )
+    return found
+
+
+def finished_items(
+    make: Callable[[], Callable[[int, Item], Result]], items: Iterable[Item], workers: int
+) -> Iterator[Result]:
+    """The same as `_map_in_processes`, in this process where there is one worker."""
+    if workers > 1:
+        yield from _map_in_processes(make, items, workers)
+        return
+    function = make()
+    with exported({"TOKENIZERS_PARALLELISM": "false"}):
+        yield from (function(number, item) for number, item in enumerate(items))
+
+
+def _map_in_processes(
+    make: Callable[[], Callable[[int, Item], Result]], items: Iterable[Item], workers: int
+) -> Iterator[Result]:
+    """Calls a function with the number and the value of every item, in fresh processes.
+
+    Processes are spawned, not forked: threads of this process, such as torch's, are never copied in mid-work. They end
+    with this process, however it ends.
+
+    Args:
+        make: called once in each process; returns the function. It must be picklable, and so must items and results.
+        items: taken from the iterator only as fast as workers finish.
+        workers: processes.
+
+    Yields:
+        Results in the order in which they are finished.
+
+    Raises:
+        UnhealthyNode: a process died.
+        MegadsError: as the function raised it.
+    """
+    context = multiprocessing.get_context("spawn")
+    executor = ProcessPoolExecutor(workers, context, initializer=_start, initargs=(make,))
+    running: set[Future[Result]] = set()
+    try:
+        for number, item in enumerate(items):
+            running.add(executor.submit(_call, number, item))
+            if len(running) >= _AHEAD * workers:
+                finished, running = wait(running, return_when=FIRST_COMPLETED)
+                yield from (future.result() for future in finished)
+        while running:
+            finished, running = wait(running, return_when=FIRST_COMPLETED)
+            yield from (future.result() for future in finished)
+    except BrokenProcessPool as error:
+        raise UnhealthyNode(
+            f"one of {workers} tokenizing processes died, killed perhaps for want of memory: finished parts are kept, "
+            "give the same command again, with fewer workers if memory is short"
+        ) from error
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+class _Worker:
+    """What a worker process keeps between items."""
+
+    make: Callable[[], Callable[[int, Any], Any]]
+    function: Callable[[int, Any], Any] | None = None
+
+
+def _start(make: Callable[[], Callable[[int, Any], Any]]) -> None:
+    # The terminal sends Ctrl-C to all its processes; the parent alone answers it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    tokenize_on_one_thread()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _Worker.make = make
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait_for([parent.sentinel])
+    os._exit(1)
+
+
+def _call(number: int, item: Any) -> Any:
+    # Made here, not at the start: what it raises reaches the parent only from a call.
+    if _Worker.function is None:
+        _Worker.function = _Worker.make()
+    return _Worker.function(number, item)

@@ -1,0 +1,60 @@
+"""Who works on what, as files in a folder tell it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from megads.data.prepare.claims import Claims
+
+PARTS = ["a", "b", "c", "d"]
+
+
+def change(folder: Path, claims: Claims, *, silent_s: float = 0, **fields: object) -> None:
+    """Makes a participant look like another one, which was silent for a while."""
+    path = folder / "participants" / claims.identity
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    seconds = path.stat().st_mtime - silent_s
+    os.utime(path, (seconds, seconds))
+
+
+def test_every_part_is_taken_once(tmp_path: Path) -> None:
+    """Catches a part that two processes take, and one that nobody does."""
+    with Claims(tmp_path, PARTS) as first, Claims(tmp_path, PARTS) as second:
+        assert [first.take_any(0), second.take_any(1), first.take_any(0), second.take_any(3)] == ["a", "b", "c", "d"]
+        assert first.take_any(0) is None and not second.take("a") and not first.take("a")
+        first.finish("a", {"tokens": 3})
+        assert second.finished() == {"a": {"tokens": 3}}
+        assert first.holds("a") and first.holder("b") == second.holder("b") != "another process"
+
+
+def test_parts_of_the_dead_are_taken_over(tmp_path: Path) -> None:
+    """Catches parts that stay taken after a kill, on this machine or on another, and those taken from the living."""
+    with Claims(tmp_path, PARTS) as own:
+        here, there, slow, ended = (Claims(tmp_path, PARTS) for _ in range(4))
+        for claims, part in zip((here, there, slow, ended), PARTS, strict=True):
+            claims.__enter__()
+            assert claims.take(part)
+        change(tmp_path, here, born=1)
+        change(tmp_path, there, machine="another", silent_s=60)
+        # Its pid means nothing here.
+        change(tmp_path, slow, machine="another", pid=1 << 30, silent_s=20)
+        ended.__exit__(None, None, None)
+        assert [own.take_any(0) for _ in range(4)] == ["a", "b", "d", None]
+        assert slow.holds("c") and own.holds("a") and not here.holds("a")
+        assert not own.take("c")
+        for claims in (here, there, slow):
+            claims.__exit__(None, None, None)
+        assert own.take_any(2) == "c"
+
+
+def test_a_forgotten_part_is_taken_again(tmp_path: Path) -> None:
+    """Catches a damaged part that stays finished, for its own process and for others."""
+    with Claims(tmp_path, PARTS) as own:
+        assert own.take("a")
+        own.finish("a", {})
+    with Claims(tmp_path, PARTS) as later:
+        assert not later.take("a")
+        later.forget("a")
+        assert later.finished() == {} and later.take("a")
