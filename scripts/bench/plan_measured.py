@@ -86,6 +86,14 @@ def read_stored(path: Path = STORED) -> dict[str, Any]:
     return found
 
 
+def store(found: Mapping[str, Any], path: Path) -> None:
+    """Keeps a run for `read_stored`."""
+    head = "# yamllint disable\n# Written by scripts.bench.plan_measured --write: calibrations, and seconds of steps.\n"
+    text = yaml.safe_dump(dict(found), sort_keys=False, width=118, default_flow_style=None)
+    path.write_text(head + text, encoding="utf-8")
+    print(f"stored: {path}")
+
+
 def train_rows(rows: Sequence[MeasuredRow], steps: int, result: str) -> None:
     """One rank: trains every row for some steps; rank 0 writes the median seconds of each."""
     import torch.distributed as dist
@@ -248,9 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = read_stored(asked.store) if asked.replay else measured(chosen, asked.steps, asked.seconds)
     steps = [step for step in compared_steps(found) if step.row in chosen]
     if asked.write:
-        text = "# Written by python -m scripts.bench.plan_measured --write: calibrations, and seconds of steps.\n"
-        asked.store.write_text(text + yaml.safe_dump(found, sort_keys=False, width=118), encoding="utf-8")
-        print(f"stored: {asked.store}")
+        store(found, asked.store)
     print(f"\n{found['processor']}")
     numbers = report(steps, parts=asked.parts)
     if asked.picture:
