@@ -30,6 +30,7 @@ from megads.stages import (
     carried,
     check_skips,
     check_stages,
+    check_weights,
     parse_stages,
     sample_at_token,
     settled,
@@ -118,6 +119,7 @@ def check_config(config: RootConfig) -> None:
         part.check()
     check_deepspeed_options(config.deepspeed, config.parallel.zero_stage)
     _check_optimizer(config)
+    config.resilience.check_repeatable(config.train.deterministic)
     _check_run_stages(config)
     for_each_stage(config, _check_across_rooms)
     check_schedule(config)
@@ -155,12 +157,12 @@ def for_each_stage(config: RootConfig, check: Callable[[RootConfig], object]) ->
 
 def _check_run_stages(config: RootConfig) -> None:
     """Training stages must follow each other, and go with what else the config says."""
-    stages = parse_stages(config.train.stages)
-    if stages:
+    if stages := parse_stages(config.train.stages):
         # Before anything counts with them: their values have the right types.
         for_each_stage(config, lambda of_stage: of_stage.train.check_sizes())
         check_stages(stages, run_spans(config), config.train, config.data, config.parallel.recompute)
         learning_rate(config)
+    check_weights(config.data, stages)
 
 
 def check_shape(config: RootConfig) -> None:
@@ -222,7 +224,7 @@ def _check_optimizer(config: RootConfig) -> None:
     if stage in GRADIENT_STAGES and impl in (Implementation.fused, Implementation.apex):
         raise ConfigError(
             f"optim.impl = {impl} is for parallel.zero_stage = 0 and 1, but parallel.zero_stage = {stage}: there "
-            "DeepSpeed's optimizer calls torch's operators; use optim.impl=auto"
+            "DeepSpeed drives the optimizer, which is torch's or its own; use optim.impl=auto or deepspeed"
         )
     if config.optim.is_muon and config.model.block.is_custom:
         raise ConfigError(

@@ -21,6 +21,7 @@ from tests.system_calls import Point, trace_this_process
 # A rank imports this module for its fault only, and torch through megads.train; the launcher needs neither.
 FAULTY_RANK = 1
 FAULTY_STEP = 3
+SUSPICIOUS_STEP = 14
 
 
 class InjectedError(RuntimeError):
@@ -96,6 +97,33 @@ def flip_bit_once(config: Any, run_dir: Path) -> int:
             moment.view(torch.int32)[5] ^= 1 << 20
 
     return _train(config, run_dir, flip)
+
+
+def wrong_product_once(config: Any, run_dir: Path) -> int:
+    """One matrix product of the faulty rank has a few flipped bits."""
+    from tests.faulty_products import FaultyProducts, once
+
+    return _train(config, run_dir, lambda _: FaultyProducts(once(2)).install())
+
+
+def huge_product_once(config: Any, run_dir: Path) -> int:
+    """One gradient of the faulty rank's is huge, and finite, after the loss has been watched for a while."""
+    from tests.faulty_products import FaultyProducts, once
+
+    kinds = ("weight_gradient", "add_weight_gradient")
+    return _train(config, run_dir, lambda _: FaultyProducts(once(2, bit=30), *kinds).install(), SUSPICIOUS_STEP)
+
+
+def wrong_products(config: Any, run_dir: Path) -> int:
+    """Every matrix product of the faulty rank has flipped bits, others each time, in the first start only."""
+    from tests.faulty_products import FaultyProducts, at_random
+
+    def break_for_good(_: Any) -> None:
+        if not (run_dir / "broken").exists():
+            (run_dir / "broken").touch()
+            FaultyProducts(at_random).install()
+
+    return _train(config, run_dir, break_for_good)
 
 
 def die_in_validation(config: Any, run_dir: Path) -> int:

@@ -51,7 +51,7 @@ TOOLS = {
     "datatrove": set(),
     "diagnose": {"exchange"},
     "doctor": set(),
-    "evaluate": {"generate"},
+    "evaluate": {"generate", "report"},
     "exchange": {"generate", "hugging_face", "output_folder"},
     "generate": set(),
     "hugging_face": {"generate", "output_folder"},

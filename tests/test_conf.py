@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,10 +14,17 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from megads.cli.entry import config_dir
-from megads.cli.main import VERBS
+from megads.cli.main import VERBS, run
 from megads.cli.train import TrainCommandConfig
 from megads.cli.verb import summary
-from megads.config import RootConfig, batch_size_schedule, check_config, learning_rate, run_spans
+from megads.config import (
+    RootConfig,
+    batch_size_schedule,
+    check_config,
+    learning_rate,
+    planned_steps,
+    run_spans,
+)
 from megads.evaluate.config import GenerateConfig
 from megads.launch.dry_run_warnings import plan_warnings
 from megads.plan.model_size import parameter_count
@@ -118,6 +127,7 @@ def test_generate_composes() -> None:
     config.check()
 
 
+@pytest.mark.quick("demo-plan", "demo-verify_layout", "llama3_405b-plan")
 @pytest.mark.parametrize("verb", ["plan", "verify_layout"])
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_other_verbs_take_what_train_takes(experiment: str, verb: str) -> None:
@@ -185,6 +195,103 @@ def test_llama3_405b_is_the_published_run() -> None:
     assert config.parallel.world_size == 8192
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """What is published of a run.
+
+    Attributes:
+        gpus: of the layout, published or ours.
+        tokens: of the whole run.
+        batches: tokens a step, first and last; of every stage where the run has some.
+        lr: peak learning rate.
+        last_lr: of the last step.
+    """
+
+    gpus: int
+    tokens: float
+    batches: tuple[float, ...]
+    lr: float
+    last_lr: float
+
+
+M = 2**20
+RECIPES = {
+    "bloom_560m": Recipe(32, 450e9, (192 * 2048, M / 2), 3e-4, 1e-5),
+    "bloom_1b1": Recipe(32, 450e9, (192 * 2048, M / 2), 2.5e-4, 1e-5),
+    "bloom_1b7": Recipe(64, 450e9, (192 * 2048, M), 2e-4, 1e-5),
+    "bloom_3b": Recipe(128, 450e9, (192 * 2048, M), 1.6e-4, 1e-5),
+    "bloom_7b1": Recipe(128, 450e9, (192 * 2048, M), 1.2e-4, 1e-5),
+    "bloom_176b": Recipe(384, 450e9, (192 * 2048, 4 * M), 6e-5, 6e-6),
+    "gpt3_125m": Recipe(8, 300e9, (2**15, M / 2), 6e-4, 6e-5),
+    "gpt3_350m": Recipe(8, 300e9, (2**15, M / 2), 3e-4, 3e-5),
+    "gpt3_760m": Recipe(8, 300e9, (2**15, M / 2), 2.5e-4, 2.5e-5),
+    "gpt3_1b3": Recipe(8, 300e9, (2**15, M), 2e-4, 2e-5),
+    "gpt3_2b7": Recipe(16, 300e9, (2**15, M), 1.6e-4, 1.6e-5),
+    "gpt3_6b7": Recipe(32, 300e9, (2**15, 2 * M), 1.2e-4, 1.2e-5),
+    "gpt3_13b": Recipe(64, 300e9, (2**15, 2 * M), 1e-4, 1e-5),
+    "gpt3_175b": Recipe(1536, 300e9, (2**15, 3 * M), 6e-5, 6e-6),
+    "llama3_8b": Recipe(256, 15e12, (4 * M, 8 * M, 16 * M), 3e-4, 1.55e-5),
+    "llama3_70b": Recipe(1024, 15e12, (4 * M, 8 * M, 16 * M), 1.5e-4, 7.75e-6),
+    "llama3_405b": Recipe(8192, 15.6e12, (4 * M, 8 * M, 16 * M), 8e-5, 2.6e-6),
+    "megascale_175b": Recipe(12288, 300e9, (12 * M, 12 * M), 2.2e-3, 2.2e-4),
+    "olmo2_1b": Recipe(64, 4.05e12, (2 * M, 2 * M), 4e-4, 0.0),
+    "olmo2_7b": Recipe(128, 3.945e12, (4 * M, 4 * M), 3e-4, 0.0),
+    "qwen3_0_6b": Recipe(64, 36e12, (4 * M, 4 * M, 4 * M), 1e-3, 1e-4),
+    "qwen3_1_7b": Recipe(64, 36e12, (4 * M, 4 * M, 4 * M), 6e-4, 6e-5),
+    "qwen3_4b": Recipe(128, 36e12, (4 * M, 4 * M, 4 * M), 4e-4, 4e-5),
+    "qwen3_8b": Recipe(128, 36e12, (4 * M, 4 * M, 4 * M), 3e-4, 3e-5),
+    "qwen3_14b": Recipe(256, 36e12, (8 * M, 8 * M, 8 * M), 2e-4, 2e-5),
+    "qwen3_32b": Recipe(512, 36e12, (8 * M, 8 * M, 8 * M), 1.5e-4, 1.5e-5),
+}
+OWN = {"demo", "first", "sft"}
+"""Experiments that nobody published."""
+
+
+@pytest.mark.quick("bloom_3b", "gpt3_175b", "llama3_8b", "megascale_175b", "olmo2_7b", "qwen3_32b")
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_is_the_published_run(name: str) -> None:
+    """Catches a recipe of another length, batch, ramp, rate or layout, and a decay that ends elsewhere."""
+    recipe, config = RECIPES[name], compose_train(f"experiment={name}")
+    batches, spans, rate = batch_size_schedule(config), run_spans(config), learning_rate(config)
+    samples = batches.samples_after(planned_steps(config))
+    if spans:
+        found = [span.global_batch_size * span.seq_len for span in spans]
+        tokens = spans[-1].first_token + (samples - spans[-1].first_sample) * spans[-1].seq_len
+    else:
+        found = [batches.at(0) * config.train.seq_len, config.train.global_batch_size * config.train.seq_len]
+        tokens = samples * config.train.seq_len
+    assert found == list(recipe.batches)
+    assert tokens == pytest.approx(recipe.tokens, rel=2e-3)
+    assert config.optim.lr == recipe.lr
+    assert rate(samples) == pytest.approx(recipe.last_lr, rel=0.01, abs=1e-15)
+    assert config.parallel.world_size == recipe.gpus
+
+
+def test_every_published_preset_has_its_recipe() -> None:
+    """Catches a preset whose run nobody can name, and a recipe that is not compared with what is published."""
+    assert set(EXPERIMENTS) - OWN == set(RECIPES) == set(PUBLISHED) | set(EXACT)
+
+
+@pytest.mark.parametrize(("name", "published"), [("olmo2_1b", 7.4487e-5), ("olmo2_7b", 6.1499e-5)])
+def test_olmo2_anneals_from_where_its_first_stage_ends(name: str, published: float) -> None:
+    """Catches a cosine of another length: the rate that Ai2 gives for the second stage is that of the first's last
+    step, which follows from warmup, decay and tokens."""
+    config = compose_train(f"experiment={name}")
+    last = run_spans(config)[1].first_sample
+    assert learning_rate(config)(last) == pytest.approx(published, rel=3e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_fits_its_gpus(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a layout that no plan can be made of, or that its GPUs have no memory for, in any stage."""
+    device = "h100" if name.startswith(("llama3", "olmo2", "qwen3")) else "a100_80gb"
+    assert run(["plan", f"experiment={name}", f"device={device}", "json=true"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["machine"]["fits"] and 0.2 < plan["mfu"] < 0.7
+    assert len(plan.get("training_stages") or ()) == len(run_spans(compose_train(f"experiment={name}")))
+
+
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_experiment_is_a_small_delta_that_checks(experiment: str) -> None:
     """Catches an experiment that copies a whole config, and one that check_config would refuse on the cluster."""
@@ -198,7 +305,7 @@ def test_demo_is_small() -> None:
     """Catches a demo that outgrew a laptop."""
     config = compose_train("experiment=demo")
     assert 5e6 < parameter_count(config.model) < 7e6
-    assert (config.parallel.tp, config.parallel.pp, config.parallel.dp) == (2, 2, 1)
+    assert config.parallel.world_size == config.parallel.dp == 2
 
 
 def test_command_line_wins_over_experiment_and_model() -> None:

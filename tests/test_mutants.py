@@ -5,6 +5,8 @@ A parity test that lives through its mutant proves nothing.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -43,6 +45,7 @@ from megads.optim.config import OptimConfig
 from megads.optim.groups import BucketLayout, Role
 from megads.optim.masters import MasterLine
 from megads.optim.muon import FusedMatrices, MuonRule, WholeMatrices
+from megads.optim.optimizers import FusedAdamW
 from megads.parallel import context, loss, norm, region_linear
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.grid import Axis, own_rows
@@ -706,6 +709,77 @@ def momentum_without_nesterov() -> None:
     )
 
 
+def loss_of_gathered_logits() -> None:
+    """Every rank has all logits, and the sum over ranks counts each of them on every one: loss + log(tp)."""
+    inner = loss._probabilities_
+
+    def probabilities(logits: Tensor, labels: Tensor, vocab_size: int, axis: Any) -> tuple[Tensor, ...]:
+        losses, shares, local, foreign, log_z = inner(logits, labels, vocab_size, axis)
+        more = math.log(axis.size)
+        return losses + more, shares / axis.size, local, foreign, log_z + more
+
+    loss._probabilities_ = probabilities
+
+
+def sinks_of_the_first_rank_in_the_norm() -> None:
+    inner = BucketAdamW._pieces_of_norm
+
+    def pieces(self: BucketAdamW) -> dict[Bucket, Any]:
+        owned = self._owned
+        if not self._grid.tp.is_first:
+            self._owned = {name for name in owned if not name.endswith("attention.sinks.weight")}
+        found = inner(self)
+        self._owned = owned
+        return found
+
+    BucketAdamW._pieces_of_norm = pieces
+
+
+def norm_of_the_own_stage() -> None:
+    """Each stage of a pipeline without other axes clips by the norm of its own gradients."""
+
+    def norm(self: BucketAdamW) -> Tensor:
+        return torch.stack([self.norm * 0, *(bucket.gradient.double().norm() for bucket in self.buckets)]).norm()
+
+    BucketAdamW._norm = norm
+
+
+def mean_of_the_ranks_own_means() -> None:
+    """Every rank divides by its own tokens, and the ranks' losses are averaged as if all had as many."""
+
+    def own_tokens(batches: Any, grid: Any, device: Any, *where: int) -> Tensor:
+        alone = replace(grid, data=SimpleNamespace(size=1))
+        return inner(batches, alone, device, *where) * grid.data.size
+
+    inner = megads.engine.train_engine.global_tokens
+    megads.engine.train_engine.global_tokens = own_tokens
+
+
+def blocks_numbered_from_the_stage() -> None:
+    inner = megads.engine.stage_pipeline.materialise
+
+    def materialise(stage: Any, placements: Any, value: Any, device: Any) -> Any:
+        first = 0 if dist.get_rank() == 0 else 2  # of pp2, whose last stage has block 2 alone
+
+        def local(name: str, shape: tuple[int, ...]) -> Tensor:
+            return value(re.sub(r"blocks\.(\d+)", lambda found: f"blocks.{int(found[1]) - first}", name), shape)
+
+        return inner(stage, placements, local, device)
+
+    megads.engine.stage_pipeline.materialise = materialise
+
+
+def a_step_counted_before_the_first() -> None:
+    """As when zero gradients are stepped on to make the optimizer's state: other corrections of the moments."""
+    inner = FusedAdamW.__init__
+
+    def init(self: FusedAdamW, *args: Any, **kwargs: Any) -> None:
+        inner(self, *args, **kwargs)
+        self.set_steps(1)
+
+    FusedAdamW.__init__ = init
+
+
 PACKED = scenario_with(masked=True, documents=True)
 PACKED_LEARNED = replace(PACKED, model=replace(MODEL, position=Position.learned))
 ROPE = scenario_with(model=replace(MODEL, position=Position.rope))
@@ -747,6 +821,7 @@ CAPPED = scenario_with(
     ops=OpsConfig(Implementation.torch, loss_chunk=9),
     model=replace(MODEL, attention_logit_softcap=1.5, final_logit_softcap=2.0),
 )
+SINKS = scenario_with(model=replace(MODEL, attention_sinks=True))
 EMA = scenario_with(steps=3, optimizer=OptimConfig(ema_decay=0.6))
 GATED_MUON = replace(MUON, model=FEATURES.model)
 CHUNKS = scenario_with(ops=OpsConfig(Implementation.torch, loss_chunk=9))
@@ -824,6 +899,14 @@ CASES = [
     Case(trust_ratio_of_a_part, "zero3dp2", parity.check_curve, LAMB),
     Case(slope_of_the_cap_left_out_in_chunks, "tp2", parity.check_first_step, CAPPED),
     Case(cap_after_the_bias, "pp2", parity.check_first_step, CAPPED),
+    Case(loss_of_gathered_logits, "tp2", parity.check_first_step),
+    Case(sinks_of_the_first_rank_in_the_norm, "tp2", parity.check_first_step, SINKS),
+    Case(norm_of_the_own_stage, "pp2", parity.check_first_step),
+    Case(replicated_parameters_count_on_every_rank, "pp2", parity.check_first_step),
+    Case(mean_of_the_ranks_own_means, "cp2", parity.check_first_step, scenario_with(masked=True)),
+    Case(mean_of_the_ranks_own_means, "dp2", parity.check_first_step, scenario_with(masked=True)),
+    Case(blocks_numbered_from_the_stage, "pp2", parity.check_initial_weights),
+    Case(a_step_counted_before_the_first, "dp2", parity.check_curve),
     Case(average_begins_at_zero, "dp2", parity.check_curve, EMA),
     Case(average_begins_at_zero, "zero3dp2", parity.check_curve, EMA),
     Case(average_with_its_share_for_its_decay, "tp2", parity.check_curve, EMA),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.command import StartCommand, checkpoint_of, checksums, events_of, small_model, steps_of
-from tests.faults import FAULTY_RANK, FAULTY_STEP
+from tests.faults import FAULTY_RANK, FAULTY_STEP, SUSPICIOUS_STEP
 
 pytestmark = pytest.mark.distributed
 
@@ -79,3 +79,67 @@ def test_a_persistent_fault_is_skipped_and_said_to_be_one(corpus: Path, megads: 
     assert ended.code == 7, ended.err
     assert [event["fault"] for event in events_of(run_dir, "step_rerun")] == ["persistent"] * 2
     assert len(events_of(run_dir, "step_skipped")) == 2
+
+
+@pytest.fixture(scope="module")
+def pipeline(corpus: Path, module_megads: StartCommand) -> Path:
+    """A run of two stages of two tensor-parallel ranks without faults; read only."""
+    run_dir = module_megads.folder / "pipeline"
+    ended = module_megads("train", *pipeline_overrides(corpus), f"run.dir={run_dir}").end()
+    assert ended.code == 0, ended.err
+    return run_dir
+
+
+def pipeline_overrides(corpus: Path) -> list[str]:
+    layout = {"parallel__tp": 2, "parallel__pp": 2, "model__hidden_dropout": 0.1}
+    return small_model(corpus, train__steps=4, checkpoint__every_steps=2, **layout)
+
+
+@pytest.mark.fault(11)
+def test_a_wrong_product_is_computed_again(corpus: Path, megads: StartCommand, pipeline: Path) -> None:
+    """Catches a wrong value that is trained on, and a ledger that shows that steps were computed again."""
+    run_dir = megads.folder / "run"
+    arguments = [*pipeline_overrides(corpus), f"run.dir={run_dir}", "resilience.check_compute_every_steps=1"]
+    ended = megads("train", *arguments, fault="wrong_product_once").end()
+    assert ended.code == 0, ended.err
+    (event,) = events_of(run_dir, "compute_differs")
+    assert (event["step"], event["fault"], event["ranks"]) == (FAULTY_STEP, "transient", [FAULTY_RANK])
+    assert event["first"][0][1].startswith("a message (forward of micro-batch 0, stage 0"), event
+    assert steps_of(run_dir) == steps_of(pipeline)
+    assert checksums(checkpoint_of(run_dir, 4)) == checksums(checkpoint_of(pipeline, 4))
+
+
+@pytest.mark.slow
+@pytest.mark.fault(11)
+def test_a_rank_that_computes_wrongly_for_good_ends_the_start(
+    corpus: Path, megads: StartCommand, pipeline: Path
+) -> None:
+    """Catches a persistent fault that is taken for a transient one, and a restart that goes on from wrong weights."""
+    run_dir = megads.folder / "run"
+    arguments = [*pipeline_overrides(corpus), f"run.dir={run_dir}", "resilience.check_compute_every_steps=1"]
+    ended = megads("train", *arguments, "cluster.max_restarts=1", fault="wrong_products").end()
+    assert ended.code == 0, ended.err
+    (event,) = events_of(run_dir, "compute_differs")
+    assert (event["step"], event["fault"], event["ranks"]) == (FAULTY_STEP, "persistent", [FAULTY_RANK])
+    (restart,) = events_of(run_dir, "restart")
+    assert f"rank {FAULTY_RANK}: step {FAULTY_STEP} does not come out the same" in restart["cause"]
+    assert restart["from_step"] == 2
+    assert steps_of(run_dir) == steps_of(pipeline)
+    assert checksums(checkpoint_of(run_dir, 4)) == checksums(checkpoint_of(pipeline, 4))
+
+
+@pytest.mark.slow
+@pytest.mark.fault(11)
+def test_a_gradient_that_explodes_is_computed_again_before_it_is_applied(corpus: Path, megads: StartCommand) -> None:
+    """Catches a suspicious step whose update is made before anybody looks, and a data spike that is called a fault."""
+    watched = {"resilience__spikes__window_steps": 8, "resilience__spikes__patience_steps": 1}
+    arguments = small_model(corpus, parallel__dp=2, train__steps=16, optim__lr=1e-4, **watched)
+    reference, run_dir = megads.folder / "reference", megads.folder / "run"
+    assert megads("train", *arguments, f"run.dir={reference}").end().code == 0
+    checked = [*arguments, f"run.dir={run_dir}", "resilience.check_suspicious_steps=true"]
+    ended = megads("train", *checked, fault="huge_product_once").end()
+    assert ended.code == 0, ended.err
+    (event,) = events_of(run_dir, "compute_differs")
+    assert (event["step"], event["fault"], event["ranks"]) == (SUSPICIOUS_STEP, "transient", [FAULTY_RANK])
+    assert event["grad_norm"] > 100 * steps_of(reference)[SUSPICIOUS_STEP - 1]["grad_norm"]
+    assert steps_of(run_dir) == steps_of(reference)

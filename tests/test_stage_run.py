@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from megads.checkpoint.manifest import read_manifest
@@ -138,18 +141,41 @@ def test_a_kill_after_the_last_checkpoint_of_a_stage_changes_nothing(
     require_same(run_dir, reference)
 
 
+def kill_part(command: Command, victim: str, chance: random.Random) -> None:
+    """SIGKILL to a part of a run, or to all of it; returns when nothing of it is left.
+
+    Args:
+        command: the run; it may have ended by itself.
+        victim: everything, the launcher, or a rank (any process that the launcher started).
+        chance: chooses the rank.
+    """
+    if victim == "everything":
+        command.kill_everything()
+        return
+    with suppress(psutil.NoSuchProcess):
+        launcher, *started = command.processes()
+        target = launcher if victim == "launcher" or not started else chance.choice(started)
+        target.send_signal(signal.SIGKILL)
+        _, alive = psutil.wait_procs(started, timeout=60)
+        assert not alive, f"left behind by the death of {victim}: {alive}"
+    command.process.wait(timeout=60)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20))
-def test_a_kill_anywhere_changes_nothing(seed: int, corpus: Path, reference: Path, megads: StartCommand) -> None:
-    """Catches whatever of a stage does not follow from the counters of a checkpoint."""
+@pytest.mark.parametrize("seed", range(5))
+def test_twenty_kills_anywhere_change_nothing(seed: int, corpus: Path, reference: Path, megads: StartCommand) -> None:
+    """Catches whatever of a stage does not follow from the counters of a checkpoint, and parts of a run that outlive
+    it: four kills of each run, of all of it, its launcher or a rank, at random and around the ends of its stages."""
     run_dir, chance = megads.folder / "run", random.Random(seed)
     overrides = staged(corpus, run__dir=run_dir)
-    step = chance.randrange(STEPS)
-    command = megads("train", *overrides)
-    command.wait_for(lambda: step == 0 or any(line["step"] >= step for line in steps_of(run_dir)))
-    time.sleep(chance.uniform(0, 0.5))
-    command.kill_everything()
-    assert megads("train", *overrides).end().code == 0
+    moments = sorted([*chance.choices(range(STEPS), k=2), *chance.choices(BOUNDARIES, k=2)])
+    for kill, step in enumerate(moments):
+        command = megads("train", *overrides)
+        command.wait_for(lambda step=step: step == 0 or any(line["step"] >= step for line in steps_of(run_dir)))
+        time.sleep(chance.uniform(0, 1.0))
+        kill_part(command, ("everything", "launcher", "rank")[(seed + kill) % 3], chance)
+    ended = megads("train", *overrides).end()
+    assert ended.code == 0, ended.err
     require_same(run_dir, reference)
 
 
@@ -196,6 +222,21 @@ def test_a_mix_and_rope_that_change(corpus: Path, megads: StartCommand) -> None:
         assert ended.code == 0, ended.err
         assert {name for name in (corpus, other) if str(name) in ended.out} == datasets
     assert events_of(runs[0], "training_stage")[0]["left_out_tokens"] == 0
+
+
+@pytest.mark.slow
+def test_a_dataset_begins_with_a_later_stage(corpus: Path, megads: StartCommand) -> None:
+    """Catches a dataset of weight 0 that is drawn from before its stage, or is not there when it begins."""
+    other, run_dir = reversed_corpus(corpus, megads.folder / "other", 12), megads.folder / "run"
+    data = f"[{{path: {corpus}, weight: 1, max_epochs: 9}}, {{path: {other}, weight: 0, max_epochs: 9}}]"
+    stages = "[{until_steps: 2}, {weights: [0, 1]}]"
+    words = staged(corpus, data__train=data, train__stages=stages, train__steps=4, run__dir=run_dir)
+    ended = megads("train", *words, "evaluation.every_steps=0").end()
+    assert ended.code == 0, ended.err
+    for step, dataset in ((2, corpus), (3, other)):
+        ended = megads("why", f"run={run_dir}", f"step={step}", "loss=none", "json=true", "count=12").end()
+        assert ended.code == 0, ended.err
+        assert {name for name in (corpus, other) if str(name) in ended.out} == {dataset}
 
 
 @pytest.mark.slow

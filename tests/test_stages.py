@@ -162,6 +162,19 @@ def test_what_cannot_be_is_refused_with_the_stage_and_the_key(
     assert text in str(error.value)
 
 
+def test_a_dataset_may_begin_with_a_later_mix() -> None:
+    """Catches a dataset that a recipe's second stage takes and that is refused, and one that nobody ever reads."""
+    config = staged()
+    config.data.train = [DatasetConfig("a", 1.0), DatasetConfig("b", 0.0)]
+    check_config(config)
+    unread = [{**STAGES[3], "weights": [1, 0]}]
+    for stages in ([*STAGES[:3], *unread], []):
+        other = staged(stages)
+        other.data.train = config.data.train
+        with pytest.raises(ConfigError, match=r"data\.train\[1\] \(b\): weight = 0.0, and no mix"):
+            check_config(other)
+
+
 def test_text_is_read_on_only_with_the_same_past() -> None:
     """Catches a resume that takes other text because a length, a batch or an end of the past changed; what is still to
     come may."""

@@ -398,11 +398,15 @@ class DataConfig:
                     f"{where}: weight = {item.weight}, but data.weights = {self.weights.value} computes the weights: "
                     "leave one of them out"
                 )
-            if explicit and (item.weight is None or not 0 < item.weight < math.inf):
+            # 0 is that of a dataset whose time comes with a later mix: `check_config` looks for it.
+            least_taken = item.weight is not None and 0 <= item.weight < math.inf
+            if explicit and (not least_taken or (item.weight == 0 and self.order is Order.megatron)):
                 raise ConfigError(
                     f"{where}: weight = {item.weight}: every dataset of a blend needs one above 0; or set "
                     "data.weights=tokens, documents or temperature"
                 )
+        if explicit and not any(item.weight for item in self.train):
+            raise ConfigError("data.train: every weight is 0, so there is nothing to begin with: give one above 0")
         if not 0 < self.temperature < math.inf:
             raise ConfigError(f"data.temperature = {self.temperature}: must be above 0")
         if not 0 < self.megatron_theta <= 1:

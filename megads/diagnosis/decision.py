@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Any
 
 from megads.diagnosis.causes import FACTS, Cause, Domain
-from megads.diagnosis.evidence import LogFinding, Survey
+from megads.diagnosis.evidence import LogFinding, Survey, worded_findings
+from megads.diagnosis.message_model import MessageModel, message_model
 from megads.diagnosis.signature import Strength
 
 _MOST_EVIDENCE = 8
@@ -24,6 +26,15 @@ _CONFIDENCE = {
     Strength.teardown: 0.3,
     Strength.noise: 0.2,
 }
+
+
+class Basis(StrEnum):
+    """What a cause was found by."""
+
+    signature = "signature"
+    wording = "wording"
+    incident = "incident"
+    nothing = "nothing"
 
 
 @dataclass(frozen=True)
@@ -58,6 +69,7 @@ class Diagnosis:
         advice: what to do.
         confidence: from 0 to 1, by how definite the decisive line is.
         candidates: causes that other lines speak for, the likelier first.
+        basis: what the cause was found by.
     """
 
     cause: Cause
@@ -68,6 +80,7 @@ class Diagnosis:
     advice: str
     confidence: float
     candidates: tuple[Cause, ...] = field(default=())
+    basis: Basis = Basis.signature
 
     def as_json(self) -> dict[str, Any]:
         """As JSON can hold it."""
@@ -80,10 +93,11 @@ class Diagnosis:
             "advice": self.advice,
             "confidence": self.confidence,
             "candidates": [str(cause) for cause in self.candidates],
+            "basis": str(self.basis),
         }
 
 
-def decide(surveys: Sequence[Survey]) -> Diagnosis:
+def decide(surveys: Sequence[Survey], model: MessageModel | None = None) -> Diagnosis:
     """Returns the first cause over all logs.
 
     The strongest messages count; of equal ones the first does: by the times of their lines where all have one, else by
@@ -91,8 +105,13 @@ def decide(surveys: Sequence[Survey]) -> Diagnosis:
 
     Args:
         surveys: of all logs, in the order of ranks where that is known.
+        model: judges the wording where no signature decides; None takes the one that comes with megads.
     """
+    model = model or message_model()
     findings = [_after_progress(finding, survey) for survey in surveys for finding in survey.findings]
+    if all(finding.strength <= Strength.teardown for finding in findings):
+        worded = [finding for survey in surveys for finding in worded_findings(survey, model)]
+        findings += sorted(worded, key=lambda finding: -(finding.probability or 0.0))[:1]
     if not findings:
         return _unknown(surveys)
     order = {survey.file: place for place, survey in enumerate(surveys)}
@@ -107,8 +126,9 @@ def decide(surveys: Sequence[Survey]) -> Diagnosis:
         _culprit(top, ranked),
         tuple(Evidence(one.file, one.line, one.text[:_LONGEST_EVIDENCE]) for one in evidence[:_MOST_EVIDENCE]),
         signature.advice or facts.advice,
-        _CONFIDENCE[top.strength],
+        _CONFIDENCE[top.strength] if top.probability is None else min(_CONFIDENCE[top.strength], top.probability),
         tuple(cause for cause in dict.fromkeys(one.signature.cause for one in ranked) if cause != signature.cause),
+        Basis.signature if top.probability is None else Basis.wording,
     )
 
 
@@ -162,4 +182,4 @@ def _unknown(surveys: Sequence[Survey]) -> Diagnosis:
         for kind in sorted(survey.kinds.values(), key=lambda kind: kind.last)[-1:]
     ]
     facts = FACTS[cause]
-    return Diagnosis(cause, facts.domain, facts.restartable, "", tuple(last), facts.advice, 0.0)
+    return Diagnosis(cause, facts.domain, facts.restartable, "", tuple(last), facts.advice, 0.0, basis=Basis.nothing)

@@ -14,9 +14,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from megads.diagnosis.signature import Signature, Strength, signature_table
+from megads.diagnosis.message_model import Knowledge, MessageModel, knowledge
+from megads.diagnosis.signature import Signature, Strength
 from megads.diagnosis.templates import template
 
+_SURE_WORDING = 0.6
+"""A line that no signature finds counts from this probability of its wording on."""
+_MOST_WORDED = 1000
+_ENDING_KINDS = 20
+"""So many of the last kinds of line are looked at, whether suspicious or not."""
+_HARMLESS = re.compile(r"\b(?:INFO|DEBUG|NOTICE)\b|(?:^|\[)I\d{4} ")
 _DIGITS = b"0123456789"
 _LONGEST_LINE = 4000
 _MOST_KINDS = 30_000
@@ -36,11 +43,13 @@ _PROGRESS = re.compile(
     re.IGNORECASE,
 )
 _EXCEPTION = re.compile(
-    r"(?:^|[\s\]:|│])(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Failure)(?::\s|\s*$)|\b(?:ERROR|FATAL|CRITICAL|error:)"
+    r"(?:^|[\s\]:|│])(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Failure)(?::\s|\s*$)|\b(?:ERROR|FATAL|CRITICAL|error:)|"
+    r"Assertion .*failed|what\(\):"
 )
 _SPECULATION = re.compile(
     r"\b(?:(?:some|there are some|possible|potential|common|likely)(?: \w+)? (?:causes?|reasons?)\b|look for oom|"
-    r"this (?:is (?:usually|typically|most likely|often)|may|might|could|typically|usually)\b|it is possible that)",
+    r"(?:may|might|could) (?:potentially|also|possibly)\b|it is possible that|"
+    r"this (?:is (?:usually|typically|most likely|often)|may|might|could|typically|usually)\b)",
     re.IGNORECASE,
 )
 """What follows lists what such a failure may come from."""
@@ -54,8 +63,8 @@ _SERIOUS = re.compile(
     r"elastic"
 )
 _RETRIED = re.compile(
-    r"\bretry(?:ing)?\b|will (?:be )?retr|\battempt \d+|falling? ?back|\bignor(?:ed|ing)\b|\bskipp(?:ed|ing)\b|"
-    r"using default|\brecovered\b|non-fatal|\bcontinuing\b",
+    r"\bretry(?:ing)?\b(?! (?:count|limit|exc))|will (?:be )?retr|\battempt \d+|falling? ?back|\bignor(?:ed|ing)\b|"
+    r"\bskipp(?:ed|ing)\b|using default|\brecovered\b|non-fatal|\bcontinuing\b",
     re.IGNORECASE,
 )
 _RANKS = (
@@ -94,6 +103,7 @@ class LogFinding:
         named: the culprit that the message itself names.
         time_s: seconds since the year began, by the nearest time in the log before it; None where there is none.
         progress_after: the log shows training going on long after it.
+        probability: of the cause, where it was judged by its wording.
     """
 
     file: str
@@ -106,6 +116,7 @@ class LogFinding:
     named: str = ""
     time_s: float | None = None
     progress_after: bool = False
+    probability: float | None = None
 
 
 @dataclass
@@ -157,25 +168,27 @@ class Survey:
         return found
 
 
-def survey_log(file: str, blocks: Iterable[bytes], rank: int | None = None) -> Survey:
+def survey_log(file: str, blocks: Iterable[bytes], rank: int | None = None, known: Knowledge | None = None) -> Survey:
     """Reads a log.
 
     Args:
         file: its name, for the findings.
         blocks: its content in pieces of any size.
         rank: whose log it is.
+        known: signatures and model; None takes those that come with megads.
     """
-    return _Surveyor(Survey(file, rank)).read(blocks)
+    return _Surveyor(Survey(file, rank), known or knowledge()).read(blocks)
 
 
 class _Surveyor:
     """Reads one log, block by block."""
 
-    def __init__(self, survey: Survey):
+    def __init__(self, survey: Survey, known: Knowledge):
         self._survey = survey
+        self._model = known.model
         self._telling: dict[bytes, Counter[str]] = {}
         self._progressing: set[bytes] = set()
-        self._table = signature_table()
+        self._table = known.table
         self._before: list[bytes] = []
         self._in_table_rank: int | None = None
 
@@ -238,7 +251,9 @@ class _Surveyor:
         matched = self._table.match(_SPECULATION.split(text, 1)[0] or text, frames)
         if matched is None or _is_source_line(text, before):
             return
-        signature, groups = matched.signature, matched.found.groupdict()
+        signature, groups, probability = matched.signature, matched.found.groupdict(), None
+        if signature.fallback:
+            signature, probability = by_wording(self._model, signature, text, frames)
         survey = self._survey
         rank = _rank_of(text, before)
         named = f"rank {groups['rank']}" if groups.get("rank") else groups.get("node") or ""
@@ -253,6 +268,7 @@ class _Surveyor:
                 next((found[1] for pattern in _NODES if (found := pattern.search(text))), ""),
                 named,
                 self._time(text, near),
+                probability=probability,
             )
         )
 
@@ -275,6 +291,56 @@ class _Surveyor:
     def _time(self, text: str, near: list[bytes]) -> float | None:
         times = (time_of(line) for line in (text, *map(line_text, reversed(near))))
         return next((found for found in times if found is not None), None)
+
+
+def by_wording(model: MessageModel, general: Signature, text: str, frames: str = "") -> tuple[Signature, float | None]:
+    """Returns what the wording of a line says where only a general signature finds it, or that signature.
+
+    Args:
+        model: judges the wording.
+        general: the signature.
+        text: the line.
+        frames: of the traceback that it ends, a line each.
+    """
+    verdict = model.judge(text, frames)
+    if verdict is None or (verdict.cause != general.cause and verdict.probability < general.overruled_at):
+        return general, None
+    if verdict.cause == general.cause:
+        return general, verdict.probability
+    return Signature(verdict.cause, general.strength, (), text, verdict.restartable), verdict.probability
+
+
+def worded_findings(survey: Survey, model: MessageModel) -> list[LogFinding]:
+    """Returns the lines that sound like a failure of which no signature tells, by their wording; for a log without any.
+
+    Args:
+        survey: of the log.
+        model: judges the wording.
+    """
+    found = []
+    kinds = sorted(survey.kinds.values(), key=lambda kind: kind.last)
+    suspicious = [kind for kind in kinds[:-_ENDING_KINDS] if _is_suspicious(kind.text.encode())]
+    for kind in suspicious[-_MOST_WORDED:] + kinds[-_ENDING_KINDS:]:
+        harmless = any(one.search(kind.text) for one in (_HARMLESS, _PROGRESS, _RETRIED))
+        verdict = None if harmless else model.judge(kind.text)
+        if verdict is None or verdict.probability < _SURE_WORDING:
+            continue
+        signature = Signature(verdict.cause, Strength.failure, (), kind.text, verdict.restartable)
+        rank = _rank_of(kind.text, [])
+        node = next((match[1] for pattern in _NODES if (match := pattern.search(kind.text))), "")
+        found.append(
+            LogFinding(
+                survey.file,
+                kind.line,
+                kind.text.strip(),
+                signature,
+                signature.strength,
+                survey.rank if rank is None else rank,
+                node,
+                probability=verdict.probability,
+            )
+        )
+    return found
 
 
 def _whole_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:

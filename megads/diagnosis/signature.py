@@ -58,7 +58,8 @@ class Signature:
         domain: where it differs from the cause's own.
         advice: where there is better advice than the cause's own.
         within_error: counts in full only in a line that says that it is an error.
-        fallback: counts only where no other signature finds anything in the line.
+        fallback: counts only where no other signature finds anything in the line, and gives way to the line's wording.
+        overruled_at: probability from which the wording of a line counts more than this one, where it is a fallback.
         frames: counts only for an exception whose traceback has a frame ("File ..., in function") that this finds; and
             then before those that look at the line alone.
     """
@@ -72,6 +73,7 @@ class Signature:
     advice: str = ""
     within_error: bool = False
     fallback: bool = False
+    overruled_at: float = 0.45
     frames: str = ""
 
 
@@ -139,7 +141,8 @@ def _precedes(new: Signature, old: Signature) -> bool:
         return old.fallback
     if bool(new.frames) != bool(old.frames):
         # What failed inside of what says more than a general message, and less than one that names the cause.
-        return new.strength >= old.strength if new.frames else new.strength > old.strength
+        closer = new.strength >= old.strength and new.cause != old.cause
+        return closer if new.frames else new.strength > old.strength
     return new.strength > old.strength
 
 
@@ -175,6 +178,7 @@ def _signature(row: dict[str, Any]) -> Signature:
         row.get("advice", ""),
         row.get("within_error", False),
         row.get("fallback", False),
+        row.get("overruled_at", Signature.overruled_at),
         row.get("frames", ""),
     )
 

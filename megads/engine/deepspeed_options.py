@@ -1,9 +1,11 @@
-"""Extra DeepSpeed settings of a run: which are passed on, and why others are refused. Imports no DeepSpeed."""
+"""What a launcher asks of DeepSpeed without importing it: which settings are passed on, and to compile its AdamW."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megads.errors import ConfigError
@@ -121,3 +123,23 @@ def _check_keys(given: Mapping[str, Any], prefix: str, passed: tuple[str, ...]) 
             close = difflib.get_close_matches(name, passed, n=1, cutoff=0.7)
             hint = f": did you mean {close[0]}?" if close else ""
             raise ConfigError(f"deepspeed.{prefix}{name} is not passed on{hint} (megads passes on {', '.join(passed)})")
+
+
+def build_adam(say: Callable[[str], None], *, cuda: bool) -> None:
+    """Compiles DeepSpeed's AdamW where it is not yet, in a process of its own: once for all ranks, and before them.
+
+    Args:
+        say: told what is being waited for.
+        cuda: the model is on GPUs.
+
+    Raises:
+        ConfigError: it cannot be compiled or loaded here.
+    """
+    say(f"optim.impl=deepspeed: DeepSpeed's {'FusedAdam' if cuda else 'CPUAdam'}, compiled where it is not yet")
+    command = [sys.executable, "-m", "megads.engine.deepspeed_adam", "cuda" if cuda else "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = done.stderr.strip().splitlines()
+        raise ConfigError(
+            next((line for line in said if line.startswith("optim.impl")), said[-1] if said else "no message")
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from megads.model.config import ModelConfig
 from megads.model.gpt import InitialValue, initial_value
 from megads.ops.config import TORCH, Kernels
 from megads.optim.config import OptimConfig
+from megads.parallel.compute_trace import Difference
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import Axis, ParallelGrid
 from megads.parallel.token_scores import RowScores
@@ -99,6 +100,52 @@ class StepResult:
     grad_norm: float
     skipped: bool = False
     culprit: Culprit | None = None
+
+
+class Repeated(NamedTuple):
+    """What one rank saw of a step whose computations differ: two by itself, two by a peer, in turns.
+
+    Attributes:
+        rank: this rank, whose samples they are.
+        peer: that computed them, too; the rank itself where nobody else holds the same weights.
+        place: pipeline and data-parallel coordinates of the rank. Ranks of one place exchange messages in one order.
+        here: where the two computations of the rank part; None: they are equal.
+        elsewhere: likewise the two of the peer.
+        between: likewise the last of the peer and the last of the rank.
+    """
+
+    rank: int
+    peer: int
+    place: tuple[int, int]
+    here: Difference | None
+    elsewhere: Difference | None
+    between: Difference | None
+
+
+class ComputeCheck(Protocol):
+    """Decides which steps are computed twice, and what follows where the two differ; the same on every rank."""
+
+    def is_due(self) -> bool:
+        """Whether the next step is computed twice whatever comes out."""
+        ...
+
+    def suspects(self, loss: float, grad_norm: float) -> bool:
+        """Whether the step with this loss and gradient norm is computed again before it changes the weights."""
+        ...
+
+    def judge(self, seen: list[Repeated]) -> None:
+        """Is given what every rank saw where computations differ; raises where training must not go on."""
+        ...
+
+    def confirm(self, first: tuple[float, float], again: tuple[float, float], ranks: list[int]) -> None:
+        """Is told what came out of a suspicious step.
+
+        Args:
+            first: loss and gradient norm that were suspicious.
+            again: those that its later computations agree on.
+            ranks: whose own gradients differ between the two.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -247,6 +294,13 @@ class TrainEngine(Protocol):
 
         Args:
             note: is given both results. None ends it.
+        """
+        ...
+
+    def check_compute(self, check: ComputeCheck | None) -> None:
+        """Computes steps twice or more where the check says so, before the weights change, and compares bit for bit
+        what each rank computed. The step's result is that of the last computation, in which nothing differs from an
+        unchecked step's. None ends it.
         """
         ...
 

@@ -33,7 +33,7 @@ from megads.optim.groups import (
     parameter_role,
     unscaled,
 )
-from megads.optim.masters import MasterLayout, MasterLine, ParameterRun, update_average
+from megads.optim.masters import MasterLayout, MasterLine, ParameterRun, UpdateRule, update_average
 from megads.optim.muon import FusedRows
 from megads.optim.optimizers import MasterOptimizer, make_optimizer
 from megads.parallel.config import ParallelConfig
@@ -144,12 +144,17 @@ class Bucket:
                 self._main_grad[stop:start] = 0.0
         return self._main_grad
 
-    def launch(self) -> None:
-        """Starts the reduction over data parallel and returns at once."""
+    def main_grad(self) -> Tensor:
+        """This rank's own gradients, all that there will be; a parameter that got none has zeros."""
         main_grad = self._room()
         for slot in self._empty:
             main_grad[self.layout.slots[slot].start : self.layout.slots[slot].stop] = 0.0
         self._empty = set()
+        return main_grad
+
+    def launch(self) -> None:
+        """Starts the reduction over data parallel and returns at once."""
+        main_grad = self.main_grad()
         self.squares = square_sums(main_grad, self._slots, self._kernels)
         if self._data.size == 1 or not self._sharded:
             self.gradient = main_grad
@@ -259,6 +264,7 @@ class BucketAdamW:
         kernels: Kernels = TORCH,
         fused: FusedRows | None = None,
         width_scale: LrScale = unscaled,
+        adamw_rule: UpdateRule | None = None,
     ) -> None:
         self._grid, self._clip, self._ema_decay = grid, optim.clip_grad, optim.ema_decay
         self._kernels = kernels
@@ -282,7 +288,7 @@ class BucketAdamW:
             for bucket in self.buckets
         ]
         line = MasterLine.of_zero1(grid, sharded=self.sharded)
-        self.adamw: MasterOptimizer = make_optimizer(groups, optim, line, kernels, fused)
+        self.adamw: MasterOptimizer = make_optimizer(groups, optim, line, kernels, fused, adamw_rule)
         self.watch: Callable[[], None] | None = None
         self.before_update: Callable[[], None] | None = None
         self.norm = torch.zeros((), dtype=torch.float64, device=self.buckets[0].master.device)
@@ -336,9 +342,13 @@ class BucketAdamW:
             return self._grid.tp.group
         return pairs.get(layout.slots[0].member.name)
 
-    def begin(self) -> None:
-        """Before the first micro-batch of a step."""
-        self.last_backward, self._launched = False, 0
+    def begin(self, *, overlap: bool = True) -> None:
+        """Before the first micro-batch of a step.
+
+        Args:
+            overlap: buckets reduce as they complete; else in `reduce`, and `own_gradients` can be asked for before.
+        """
+        self.last_backward, self._launched, self._overlap = False, 0, overlap
         for bucket in self.buckets:
             bucket.begin()
 
@@ -362,7 +372,7 @@ class BucketAdamW:
 
     def _launch_complete(self) -> None:
         """Starts reductions in the order of the buckets, which is the same on all ranks that take part."""
-        while self._launched < len(self.buckets) and self.buckets[self._launched].missing <= 0:
+        while self._overlap and self._launched < len(self.buckets) and self.buckets[self._launched].missing <= 0:
             self.buckets[self._launched].launch()
             self._launched += 1
 
@@ -380,9 +390,19 @@ class BucketAdamW:
 
         To be settled before the next one.
         """
+        self.measure()
+        self.update(learning_rate)
+
+    @torch.no_grad()
+    def measure(self) -> None:
+        """The norm, before clipping."""
+        self.norm = self._norm()
+
+    @torch.no_grad()
+    def update(self, learning_rate: float) -> None:
+        """All of `step` but `measure`, which went before."""
         if self.watch is not None:
             self.watch()
-        self.norm = self._norm()
         if self.before_update is not None:
             self.before_update()
         self._update(learning_rate)
@@ -452,6 +472,13 @@ class BucketAdamW:
         """2-norm of this rank's own gradient of every parameter, before any reduction; after `reduce`."""
         squares = (bucket.squares for bucket in self.buckets if bucket.squares is not None)
         return [norm for of_slots in squares for norm in of_slots.sqrt()]
+
+    def own_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and main_grad of every parameter, before any reduction; after `begin` without overlap."""
+        for bucket in self.buckets:
+            main_grad = bucket.main_grad()
+            for slot in bucket.layout.slots:
+                yield slot.member.name, main_grad[slot.start : slot.stop]
 
     def state_ranges(self) -> Iterator[StateRange]:
         """Every part of a parameter of which this rank holds optimizer state."""

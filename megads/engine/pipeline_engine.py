@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megads.batch import BatchInfo, MicroBatch, copy_to
+from megads.engine.deepspeed_adam import deepspeed_adamw
 from megads.engine.deepspeed_adapter import PipelineExecutor
 from megads.engine.interface import Culprit, EngineSpec, Replica
 from megads.engine.optimizer import BucketAdamW, gradient_of
@@ -98,7 +99,8 @@ class StageEngine:
         def make_optimizer() -> BucketAdamW:
             named, fused = module.trained_parameters(), fused_rows(spec.model)
             width_scale = spec.model.width_scale(muon=spec.optim.is_muon)
-            return BucketAdamW(named, spec.optim, spec.parallel, spec.grid, spec.kernels, fused, width_scale)
+            rule = deepspeed_adamw(spec.optim, spec.device)
+            return BucketAdamW(named, spec.optim, spec.parallel, spec.grid, spec.kernels, fused, width_scale, rule)
 
         self.module, self.device, self._parallel = module, spec.device, spec.parallel
         self._executor = PipelineExecutor(module, make_optimizer, spec.precision, spec.grid.data.size)
@@ -112,7 +114,7 @@ class StageEngine:
         for part in (module,) if module.gradients_in_place else module.ends:
             split_backward(part, self._weight_gradients)
         self.watch_spans: Callable[[list[Span]], None] | None = None
-        self._spans = SpanRecorder(self.device)
+        self._spans, self._trace = SpanRecorder(self.device), spec.grid.trace
         self._begin([])
 
     @property
@@ -190,6 +192,42 @@ class StageEngine:
             self.watch_spans = None
         return self.total_loss
 
+    def compute(self, micro_batches: Sequence[MicroBatch], *, overlap: bool) -> Tensor | None:
+        """See StepEngine."""
+        if self.watch_spans is not None:
+            self._spans.begin()
+        self._begin(micro_batches)
+        self.optimizer.begin(overlap=overlap)
+        self.module.train()
+        self._run(self._schedule(len(micro_batches)), trains=False)
+        if self._trace.recording:
+            self._trace.place = "before any reduction"
+            for name, gradient in self.optimizer.own_gradients():
+                self._trace.note(f"the gradient of {name}", gradient)
+        return self.total_loss
+
+    def forget(self) -> None:
+        """See StepEngine: `compute` begins anew."""
+
+    def reduce(self) -> Tensor:
+        """See StepEngine."""
+        self.reduce_gradients()
+        self.optimizer.measure()
+        return self.optimizer.norm
+
+    def update(self, learning_rate: float) -> None:
+        """See StepEngine."""
+        with self._spans.span("optimizer_step"):
+            self.optimizer.update(learning_rate)
+        if self.watch_spans is not None:
+            self.watch_spans(self._spans.end())
+            self.watch_spans = None
+
+    @property
+    def own_norms(self) -> list[Tensor]:
+        """See StepEngine."""
+        return self.optimizer.gradient_norms
+
     def run_evaluation(self, micro_batches: Sequence[MicroBatch]) -> Tensor | None:
         """Forward only; returns the sum of the losses on the last stage's rank."""
         self._begin(micro_batches)
@@ -249,7 +287,14 @@ class StageEngine:
     def _take(self, receive: ActionKind, micro_batch: int, stage: int) -> Tensor:
         """Waits for a message; the wait is what its span shows."""
         with self._spans.span(receive, micro_batch, stage):
-            return self._p2p.take(Action(receive, micro_batch, stage))
+            buffer = self._p2p.take(Action(receive, micro_batch, stage))
+        self._note_place(receive, micro_batch, stage)
+        self._trace.note("a message received", buffer, received=True)
+        return buffer
+
+    def _note_place(self, kind: ActionKind, micro_batch: int, stage: int) -> None:
+        if self._trace.recording:
+            self._trace.place = f"{kind.value.replace('_', ' ')} of micro-batch {micro_batch}, stage {stage}"
 
     def _forward(self, micro_batch: int, stage: int) -> None:
         hidden, buffer = self._input(micro_batch, stage)
@@ -258,9 +303,11 @@ class StageEngine:
 
     def _run_forward(self, micro_batch: int, stage: int, hidden: Tensor, buffer: Tensor | None) -> None:
         info = self._info(micro_batch, stage)
+        self._note_place(ActionKind.forward, micro_batch, stage)
         root: Tensor | GradientEdge
         if self._is_last(stage):
             output = root = self.module.loss(hidden, info, self._targets.pop(micro_batch))
+            self._trace.note("the loss", output)
             self.total_loss = output.detach().clone() if self.total_loss is None else self.total_loss + output.detach()
         else:
             output = self.module(stage, hidden, info)
@@ -296,6 +343,7 @@ class StageEngine:
     def _backward_weight(self, micro_batch: int, stage: int) -> None:
         self._note_last(micro_batch)
         deferred = self._deferred.pop((micro_batch, stage))
+        self._note_place(ActionKind.backward_weight, micro_batch, stage)
         with torch.no_grad(), self._spans.span(ActionKind.backward_weight, micro_batch, stage):
             deferred.gradients.compute(self.optimizer)
         for buffer in deferred.buffers:
@@ -309,10 +357,12 @@ class StageEngine:
         self._note_last(micro_batch)
         passed = self._in_flight.pop((micro_batch, stage))
         gradient, buffer = self._output_gradient(micro_batch, stage)
+        self._note_place(kind, micro_batch, stage)
         with self._spans.span(kind, micro_batch, stage):
             torch.autograd.backward(passed.root, gradient)
         if not self._is_first(stage):
             assert passed.input.grad is not None
+            self._trace.note("the gradient of a stage's input", passed.input.grad)
             self._input_gradients[micro_batch, stage] = passed.input.grad
         return [used for used in (passed.buffer, buffer) if used is not None]
 

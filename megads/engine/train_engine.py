@@ -22,7 +22,8 @@ from torch.utils.hooks import RemovableHandle
 
 from megads.batch import MicroBatch
 from megads.engine.deepspeed_adapter import local_shape, prepare_deepspeed
-from megads.engine.interface import Culprit, EngineSpec, EvaluationResult, Replica, Shard, StepResult
+from megads.engine.interface import ComputeCheck, Culprit, EngineSpec, EvaluationResult, Replica, Shard, StepResult
+from megads.engine.repeated_step import RepeatedStep, own_norms
 from megads.engine.stage_pipeline import placement_of
 from megads.model.stage_names import HEAD
 from megads.parallel.context import cut_micro_batch
@@ -188,12 +189,41 @@ class StepEngine(Protocol):
         ...
 
     @property
+    def own_norms(self) -> list[Tensor]:
+        """2-norms of this rank's own gradients of the last step, before any reduction."""
+        ...
+
+    @property
     def norm(self) -> Tensor:
         """Global 2-norm of the last step before clipping, fp64 scalar on the device."""
         ...
 
     def run_training_step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> Tensor | None:
         """Forward, backward, reduction and optimizer step; returns the sum of the losses on the last stage's rank."""
+        ...
+
+    def compute(self, micro_batches: Sequence[MicroBatch], *, overlap: bool) -> Tensor | None:
+        """Forward and backward passes; `reduce` and `update` are to follow, or `forget`.
+
+        Args:
+            micro_batches: of the step.
+            overlap: gradients may be reduced as they come.
+
+        Returns:
+            The sum of the losses on the last stage's rank.
+        """
+        ...
+
+    def forget(self) -> None:
+        """Drops the gradients that `compute` has left."""
+        ...
+
+    def reduce(self) -> Tensor:
+        """Reduces what is not reduced yet; returns the global 2-norm, fp64 scalar on the device."""
+        ...
+
+    def update(self, learning_rate: float) -> None:
+        """Clipping and the optimizer's step."""
         ...
 
     def run_evaluation(self, micro_batches: Sequence[MicroBatch]) -> Tensor | None:
@@ -214,6 +244,7 @@ class BaseTrainEngine(ABC):
         prepare_deepspeed()
         self.device, self.grid = spec.device, spec.grid
         self._note_rerun: Callable[[StepResult, StepResult], None] | None = None
+        self._check: ComputeCheck | None = None
         self._watched: list[RemovableHandle] = []
         self._loss = TokenMeanLoss(spec.model.vocabulary, spec.grid, spec.kernels, spec.z_loss)
 
@@ -285,6 +316,10 @@ class BaseTrainEngine(ABC):
         """See TrainEngine.rerun_nonfinite."""
         self._note_rerun = note
 
+    def check_compute(self, check: ComputeCheck | None) -> None:
+        """See TrainEngine.check_compute."""
+        self._check = check
+
     def _step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
         # The one time that a step waits for the device.
         loss, tokens, norm = self.launch_step(micro_batches, learning_rate).tolist()
@@ -298,13 +333,57 @@ class BaseTrainEngine(ABC):
         Returns:
             fp64 [3] on the device: loss, tokens, and the norm.
         """
-        micro_batches, tokens = self._own_tokens(micro_batches)
+        own, tokens = self._own_tokens(micro_batches)
         # A step without a single unmasked token has nothing to learn: its loss and gradients are zero.
         self._loss.scale = self._engine.averaged_over / tokens.clamp(min=1.0)
-        loss_sum = self._engine.run_training_step(micro_batches, learning_rate)
+        if self._check is None:
+            loss_sum = self._engine.run_training_step(own, learning_rate)
+        else:
+            loss_sum = self._compute_checked(self._check, micro_batches, own, tokens)
+            self._engine.update(learning_rate)
+        return torch.cat((self._shared(loss_sum, tokens), self._engine.norm[None]))
+
+    def _shared(self, loss_sum: Tensor | None, tokens: Tensor) -> Tensor:
+        """fp64 [2] on every rank: loss and tokens of a training step."""
         scale = 1.0 / self._engine.averaged_over
-        shared = share_loss(loss_sum, tokens, self.grid, self._loss_rank, scale=scale)
-        return torch.cat((shared, self._engine.norm[None]))
+        return share_loss(loss_sum, tokens, self.grid, self._loss_rank, scale=scale)
+
+    def _compute_checked(
+        self, check: ComputeCheck, micro_batches: Sequence[MicroBatch], own: Sequence[MicroBatch], tokens: Tensor
+    ) -> Tensor | None:
+        """Forward and backward passes as often as a check wants them, and the reduction; waits for the device.
+
+        Args:
+            check: decides.
+            micro_batches: whole samples.
+            own: this context rank's share of them.
+            tokens: unmasked ones of all ranks.
+        """
+        repeated = RepeatedStep(self.grid, list(self._layers()), self._compute_alone, self._engine.forget, self.device)
+        if check.is_due():
+            loss_sum = repeated.run(micro_batches, check.judge)
+            self._engine.reduce()
+            return loss_sum
+        loss_sum = self._engine.compute(own, overlap=True)
+        first = self._outcome(loss_sum, tokens)
+        if not check.suspects(*first):
+            return loss_sum
+        norms = own_norms(self._engine.own_norms)
+        loss_sum = repeated.run(micro_batches, check.judge, known=True)
+        again = self._outcome(loss_sum, tokens)
+        differ = self.grid.control.gather(own_norms(self._engine.own_norms) != norms, bool)
+        check.confirm(first, again, [rank for rank, differs in enumerate(differ) if differs])
+        return loss_sum
+
+    def _compute_alone(self, micro_batches: Sequence[MicroBatch]) -> Tensor | None:
+        own = [cut_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches]
+        return self._engine.compute(own, overlap=False)
+
+    def _outcome(self, loss_sum: Tensor | None, tokens: Tensor) -> tuple[float, float]:
+        """Loss and gradient norm of a step that has not changed the weights yet; reduces the gradients."""
+        norm = self._engine.reduce()
+        loss, _, norm_value = torch.cat((self._shared(loss_sum, tokens), norm[None])).tolist()
+        return loss, norm_value
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvaluationResult:
         """See TrainEngine.evaluate."""

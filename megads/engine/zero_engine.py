@@ -89,7 +89,7 @@ class WholeModel(nn.Module):
 def summed_over(axis: Axis, grad: Tensor) -> Tensor:
     """The sum of a gradient over an axis, added up in fp32."""
     total = grad.float() if grad.dtype is not torch.float32 else grad.clone()
-    dist.all_reduce(total, group=axis.group)
+    dist.all_reduce(axis.sent(total), group=axis.group)
     return total.to(grad.dtype)
 
 
@@ -133,7 +133,7 @@ class ZeroEngine:
         self.watch_gradients: Callable[[], None] | None = None
         self.watch_spans: Callable[[list[Span]], None] | None = None
         self.before_update: Callable[[], None] | None = None
-        self._spans = SpanRecorder(spec.device)
+        self._spans, self._trace, self._grid = SpanRecorder(spec.device), spec.grid.trace, spec.grid
         self.gradient_norms: dict[Parameter, Tensor] = {}
         self.forward_finite = torch.ones((), dtype=torch.bool, device=spec.device)
         for parameter in module.parameters():
@@ -144,6 +144,7 @@ class ZeroEngine:
     def _note_gradient(self, parameter: Parameter, grad: Tensor) -> None:
         # This rank's own gradient, before the reduction spreads a non-finite one; stays on the device.
         norm = torch.linalg.vector_norm(grad, dtype=torch.float32)
+        self._trace.note(f"the gradient of {placement_of(parameter).key}", grad)
         known = self.gradient_norms.get(parameter)
         self.gradient_norms[parameter] = norm if known is None else known + norm
 
@@ -155,9 +156,38 @@ class ZeroEngine:
 
     def run_training_step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> Tensor:
         """See StepEngine."""
+        total = self.compute(micro_batches)
+        self.update(learning_rate)
+        return total
+
+    def compute(self, micro_batches: Sequence[MicroBatch], *, overlap: bool = True) -> Tensor:
+        """See StepEngine. Gradients are reduced as they come, whatever `overlap` says."""
         if self.watch_spans is not None:
             self._spans.begin()
-        total = self.accumulate(micro_batches)
+        return self.accumulate(micro_batches)
+
+    def forget(self) -> None:
+        """See StepEngine."""
+        self.deepspeed.forget_gradients()
+
+    @torch.no_grad()
+    def reduce(self) -> Tensor:
+        """See StepEngine. DeepSpeed takes the norm when it steps: this one may differ from it in the last digits."""
+        state, square = self.deepspeed.state, torch.zeros((), dtype=torch.float64, device=self.device)
+        for piece, gradient in zip(state.pieces(), state.gradients(), strict=True):
+            if owns(self._grid, piece):
+                square += gradient.double().square().sum()
+        if self._grid.world_size > 1:
+            dist.all_reduce(square)
+        return square.sqrt()
+
+    @property
+    def own_norms(self) -> list[Tensor]:
+        """See StepEngine."""
+        return list(self.gradient_norms.values())
+
+    def update(self, learning_rate: float) -> None:
+        """See StepEngine."""
         if self.watch_gradients is not None:
             self.watch_gradients()
         if self.before_update is not None:
@@ -170,7 +200,6 @@ class ZeroEngine:
         if self.watch_spans is not None:
             self.watch_spans(self._spans.end())
             self.watch_spans = None
-        return total
 
     def accumulate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Forward, backward and reduction of every micro-batch; returns the sum of the losses."""
@@ -179,10 +208,12 @@ class ZeroEngine:
         self.forward_finite.fill_(True)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for index, batch in enumerate(micro_batches):
+            self._trace.place = f"micro-batch {index}"
             self.deepspeed.begin_micro_batch(last=index == len(micro_batches) - 1)
             with self._spans.span("forward", index, 0):
                 loss = self.deepspeed(batch.to(self.device))
             self.forward_finite &= torch.isfinite(loss.detach())
+            self._trace.note("the loss", loss)
             with self._spans.span("backward", index, 0):
                 self.deepspeed.backward(loss)
             total += loss.detach()

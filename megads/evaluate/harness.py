@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -50,22 +51,87 @@ class Answers:
         """The answers to all requests of a task: those that are kept if the requests are the same, or new ones."""
         if self.folder is None:
             return ask()
+        known = self.known(task, kind, requests)
+        if known is not None:
+            return known
+        answers = ask()
+        self.keep(task, kind, requests, answers)
+        return answers
+
+    def digest(self, kind: str, requests: Sequence[Instance]) -> str:
+        """What the answers to requests of a kind depend on."""
         # Requests hold all that a task's config, version, limit and examples amount to.
         text = json.dumps([self.model, kind, [request.args for request in requests]], default=str)
-        digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-        path = self.folder / f"{hashlib.sha256(task.encode()).hexdigest()[:8]}_{kind}.json"
+        return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+    def known(self, task: str, kind: str, requests: Sequence[Instance]) -> list[Any] | None:
+        """The answers that are kept; None where there are none to the same requests."""
         try:
-            known = parse_json(read_regular(path))
+            known = parse_json(read_regular(self._path(task, kind)))
         except (OSError, ValueError, RecursionError):
-            known = None
-        if isinstance(known, dict) and known.get("requests") == digest:
-            self.kept.add(task)
-            return [tuple(answer) if isinstance(answer, list) else answer for answer in known["answers"]]
-        answers = ask()
+            return None
+        if not isinstance(known, dict) or known.get("requests") != self.digest(kind, requests):
+            return None
+        self.kept.add(task)
+        return [tuple(answer) if isinstance(answer, list) else answer for answer in known["answers"]]
+
+    def keep(self, task: str, kind: str, requests: Sequence[Instance], answers: Sequence[Any]) -> None:
+        """Writes answers to all requests of a task."""
+        path = self._path(task, kind)
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_writer(path) as file:
-            file.write(json.dumps({"task": task, "requests": digest, "answers": answers}).encode())
-        return answers
+            content = {"task": task, "requests": self.digest(kind, requests), "answers": answers}
+            file.write(json.dumps(content).encode())
+
+    def _path(self, task: str, kind: str) -> Path:
+        assert self.folder is not None
+        return self.folder / f"{hashlib.sha256(task.encode()).hexdigest()[:8]}_{kind}.json"
+
+
+@dataclass(frozen=True)
+class BatchShare:
+    """A part of a task's batches, which are the same whoever computes them: so an answer has the same bits.
+
+    Attributes:
+        part: from 0.
+        parts: of the task.
+    """
+
+    part: int
+    parts: int
+
+    def of(self, batches: Sequence[list[int]], costs: Sequence[int]) -> list[list[int]]:
+        """Successive batches whose costs are about one of the equal parts of the sum.
+
+        Args:
+            batches: of the whole task.
+            costs: of each batch, such as its tokens.
+        """
+        total, before, own = sum(costs), 0, []
+        for batch, cost in zip(batches, costs, strict=True):
+            # Every batch is in the part in which its middle lies.
+            if self.parts * (2 * before + cost) // (2 * total) == self.part:
+                own.append(batch)
+            before += cost
+        return own
+
+
+def join_parts(kind: str, parts: Sequence[Sequence[Any]]) -> list[Any]:
+    """The answers to all requests of a kind, of what `HarnessModel.answer_share` returned for every part of a task.
+
+    Raises:
+        ValueError: a part is missing.
+    """
+
+    def first(values: Sequence[Any]) -> Any:
+        found = next((value for value in values if value is not None), None)
+        if found is None:
+            raise ValueError("no part has an answer")
+        return tuple(found) if isinstance(found, list) else found
+
+    if kind == "loglikelihood_rolling":
+        return [sum(first(window) for window in zip(*windows, strict=True)) for windows in zip(*parts, strict=True)]
+    return [first(values) for values in zip(*parts, strict=True)]
 
 
 class HarnessModel(TemplateLM):
@@ -77,6 +143,9 @@ class HarnessModel(TemplateLM):
         continuation: makes what continues sequences, given how to choose tokens and the sequences' numbers.
         answers: of tasks that were finished before.
         progress: shows what is done.
+
+    Attributes:
+        answers: the same.
     """
 
     def __init__(
@@ -89,9 +158,9 @@ class HarnessModel(TemplateLM):
     ) -> None:
         super().__init__()
         self._scorer, self._found, self._continuation = scorer, found, continuation
-        self._answers = answers or Answers()
+        self.answers = answers or Answers()
         self._progress = progress or (lambda _what, _done, _of: None)
-        self._task = ""
+        self._task, self._share = "", BatchShare(0, 1)
 
     @property
     def max_length(self) -> int:
@@ -122,9 +191,7 @@ class HarnessModel(TemplateLM):
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """See lm_eval.api.model.LM."""
-        return self._by_task(
-            "loglikelihood", requests, lambda some: super(HarnessModel, self).loglikelihood(some, True)
-        )
+        return self._by_task("loglikelihood", requests, self._pairs)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
         """See lm_eval.api.model.LM."""
@@ -144,19 +211,49 @@ class HarnessModel(TemplateLM):
         for task, own in places.items():
             some = [requests[place] for place in own]
             self._task = task
-            found |= zip(own, self._answers.of(task, kind, some, partial(ask, some)), strict=True)
+            found |= zip(own, self.answers.of(task, kind, some, partial(ask, some)), strict=True)
         return [found[place] for place in range(len(requests))]
 
     def _pairs(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         empty = next((request for request in requests if not request.args[1]), None)
         if empty is not None:
             raise DataError(f"task {self._task}: document {empty.doc_id} has an empty answer, which has no likelihood")
-        return super().loglikelihood(requests)
+        return super().loglikelihood(requests, True)
 
-    def _score(self, what: str, rows: Sequence[TokenRow]) -> list[tuple[float, bool]]:
-        found = self._scorer.score(rows, lambda done: self._progress(what, done, len(rows)))
-        pairs = zip(rows, found, strict=True)
-        return [(one.log_likelihood, one.likeliest == row.ids[-row.counted :]) for row, one in pairs]
+    def answer_share(self, task: str, kind: str, requests: list[Instance], share: BatchShare) -> list[Any]:
+        """Answers the requests of a task that are in some of its batches.
+
+        Args:
+            task: its name.
+            kind: of the requests.
+            requests: all that the task has of this kind.
+            share: the batches.
+
+        Returns:
+            What `join_parts` puts together: the answer to each request, None where it is not in the share; of
+            loglikelihood_rolling a list of those of its windows.
+        """
+        self._task, self._share = task, share
+        try:
+            if kind == "loglikelihood_rolling":
+                rows, counts = self._windows(requests)
+                scores = iter(self._score(f"{task}, windows", rows))
+                return [[None if one is None else one[0] for one in islice(scores, count)] for count in counts]
+            ask = {"loglikelihood": self._pairs, "generate_until": self._generate}[kind]
+            return list(ask(requests))
+        finally:
+            self._share = BatchShare(0, 1)
+
+    def _score(self, what: str, rows: Sequence[TokenRow]) -> list[Any]:
+        """Log likelihood of each row, and whether it is what the model holds likeliest; None outside of the share."""
+        batches = self._scorer.batches(rows)
+        own = self._share.of(batches, [sum(len(rows[index].ids) for index in batch) for batch in batches])
+        count = sum(map(len, own))
+        found = self._scorer.score_batches(rows, own, lambda done: self._progress(what, done, count))
+        answers: list[Any] = [None] * len(rows)
+        for index, one in found.items():
+            answers[index] = one.log_likelihood, one.likeliest == rows[index].ids[-rows[index].counted :]
+        return answers
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], **_options: Any
@@ -174,30 +271,42 @@ class HarnessModel(TemplateLM):
         return TokenRow([*context, *continuation][-(self.max_length + 1) :], len(continuation))
 
     def _rolling(self, requests: Sequence[Instance]) -> list[float]:
+        rows, counts = self._windows(requests)
+        scores = iter(self._score(f"{self._task}, windows", rows))
+        return [sum(next(scores)[0] for _ in range(count)) for count in counts]
+
+    def _windows(self, requests: Sequence[Instance]) -> tuple[list[TokenRow], list[int]]:
+        """The windows of all texts, and how many each has."""
         rows, counts = list[TokenRow](), list[int]()
         for request in requests:
             windows = rolling_rows(self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length)
             counts.append(len(windows))
             rows += windows
-        scores = iter(self._score(f"{self._task}, windows", rows))
-        return [sum(next(scores)[0] for _ in range(count)) for count in counts]
+        return rows, counts
 
-    def _generate(self, requests: Sequence[Instance]) -> list[str]:
+    def _generate(self, requests: Sequence[Instance]) -> list[Any]:
+        """A text for each request, None outside of the share."""
         groups: dict[str, list[int]] = {}
         for place, request in enumerate(requests):
             groups.setdefault(json.dumps(request.args[1], sort_keys=True, default=str), []).append(place)
-        found: dict[int, str] = {}
+        prompts: dict[int, list[int]] = {}
+        batches: list[tuple[list[int], _Asked]] = []
         size = self._scorer.batching.micro_batch_size
         for places in groups.values():
             asked = _Asked.of(requests[places[0]].args[1], self._task, self._end_text(), self.max_length)
-            prompts = {place: self.tok_encode(requests[place].args[0])[-asked.longest_context :] for place in places}
+            prompts |= {place: self.tok_encode(requests[place].args[0])[-asked.longest_context :] for place in places}
             by_length = sorted(places, key=lambda place: len(prompts[place]), reverse=True)
-            for start in range(0, len(by_length), size):
-                batch = by_length[start : start + size]
+            batches += [(by_length[start : start + size], asked) for start in range(0, len(by_length), size)]
+        costs = [asked.max_new_tokens + max(len(prompts[place]) for place in batch) for batch, asked in batches]
+        own = {batch[0] for batch in self._share.of([batch for batch, _ in batches], costs)}
+        count = sum(len(batch) for batch, _ in batches if batch[0] in own)
+        found: dict[int, str] = {}
+        for batch, asked in batches:
+            if batch[0] in own:
                 texts = self._continue([prompts[place] or [self.eot_token_id] for place in batch], batch, asked)
                 found |= zip(batch, texts, strict=True)
-                self._progress(f"{self._task}, texts", len(found), len(requests))
-        return [found[place] for place in range(len(requests))]
+                self._progress(f"{self._task}, texts", len(found), count)
+        return [found.get(place) for place in range(len(requests))]
 
     def _continue(self, prompts: list[list[int]], numbers: Sequence[int], asked: _Asked) -> list[str]:
         """Continues a batch of prompts; a row that has come to its end leaves the batch."""

@@ -10,6 +10,7 @@ import contextlib
 import difflib
 import importlib.metadata
 import importlib.util
+import json
 import logging
 import re
 import shutil
@@ -241,13 +242,72 @@ def documents_within(
 
 def _tokens_of(model: HarnessModel, counter: TokenCounter, instances: Sequence[Any], documents: int) -> int:
     counter.tokens = 0
-    kinds: dict[str, list[Any]] = {}
-    for instance in instances:
-        if instance.doc_id < documents:
-            kinds.setdefault(instance.request_type, []).extend([instance] * (instance.repeats or 1))
-    for kind, some in kinds.items():
+    for kind, some in _by_kind([instance for instance in instances if instance.doc_id < documents]).items():
         getattr(model, kind)(some)
     return counter.tokens
+
+
+def _by_kind(instances: Sequence[Any]) -> dict[str, list[Any]]:
+    """Requests by their kind, each as often as it is repeated: those that lm-eval makes of a model."""
+    kinds: dict[str, list[Any]] = {}
+    for instance in instances:
+        kinds.setdefault(instance.request_type, []).extend([instance] * (instance.repeats or 1))
+    return kinds
+
+
+def requests_of(loaded: LoadedTasks, name: str, limit: int | None) -> dict[str, list[Any]]:
+    """What lm-eval asks a model in a task, by the kind of the requests.
+
+    Args:
+        loaded: tasks.
+        name: of one of them.
+        limit: documents; None is all.
+    """
+    task = loaded.tasks[name]
+    with _quiet():
+        task.build_all_requests(limit=limit, rank=0, world_size=1)
+        return _by_kind(task.instances)
+
+
+def measure_task(model: HarnessModel, loaded: LoadedTasks, name: str, limit: int | None, draws: int) -> str:
+    """The metrics of one task, computed and estimated by lm-eval, as JSON for `join_results`.
+
+    Args:
+        model: whose answers are kept.
+        loaded: tasks.
+        name: of one of them.
+        limit: documents; None is all.
+        draws: for errors of metrics that have no formula for one.
+    """
+    from lm_eval.utils import handle_non_serializable
+
+    with _quiet():
+        alone = LoadedTasks({name: loaded.tasks[name]}, {}, {})
+        results = _results(model, alone, limit, draws, log_samples=True)
+    return json.dumps(results, default=handle_non_serializable, ensure_ascii=False)
+
+
+def join_results(loaded: LoadedTasks, measured: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The results of all tasks together, of groups too, from those of each task.
+
+    Args:
+        loaded: the tasks.
+        measured: by task, what `measure_task` wrote.
+
+    Returns:
+        What lm-eval's `evaluate` returns for all of them.
+    """
+    from lm_eval.evaluator_utils import EvalAcc, aggregate_groups
+
+    found = EvalAcc(groups=dict(loaded.groups))
+    for name in loaded.tasks:
+        one = measured[name]
+        found.metrics[name], found.configs[name] = one["results"][name], one["configs"][name]
+        found.versions[name], found.num_fewshot[name] = one["versions"][name], one["n-shot"][name]
+        found.higher_is_better[name], found.n_samples[name] = one["higher_is_better"][name], one["n-samples"][name]
+        found.samples[name] = one["samples"][name]
+    with _quiet():
+        return dict(aggregate_groups(found)._to_eval_results(samples=found.samples))
 
 
 def _results(
@@ -293,6 +353,35 @@ def run_harness(
     Returns:
         The file of the results.
     """
+    begin = time.perf_counter()
+    with _quiet():
+        results = _results(model, loaded, limit, bootstrap_iters, log_samples=True)
+    config = {"batch_size": batch_size, "limit": limit, "bootstrap_iters": bootstrap_iters}
+    return write_results(results, output, about, config, time.perf_counter() - begin, log_samples=log_samples)
+
+
+def write_results(
+    results: dict[str, Any],
+    output: Path,
+    about: Mapping[str, Any],
+    config: Mapping[str, Any],
+    seconds: float,
+    *,
+    log_samples: bool,
+) -> Path:
+    """Writes lm-eval's files.
+
+    Args:
+        results: of lm-eval's `evaluate`, with samples.
+        output: folder of the files, which appear whole.
+        about: see `run_harness`.
+        config: of the evaluation, for the records.
+        seconds: that it took, for the records.
+        log_samples: write every document and answer, too.
+
+    Returns:
+        The file of the results.
+    """
     from lm_eval.loggers import EvaluationTracker
 
     partial = output / ".partial"
@@ -301,17 +390,12 @@ def run_harness(
     try:
         with _quiet():
             tracker = EvaluationTracker(output_path=str(partial / "results.json"))
+            tracker.general_config_tracker.start_time -= seconds
             tracker.general_config_tracker.log_experiment_args("megads", dict(about), None, None, False)
-            results = _results(model, loaded, limit, bootstrap_iters, log_samples=True)
             samples = results.pop("samples")
             results["config"] = {
-                "model": "megads",
-                "model_args": dict(about),
-                "batch_size": batch_size,
-                "limit": limit,
-                "bootstrap_iters": bootstrap_iters,
-                "fewshot_seed": _FEWSHOT_SEED,
-            }
+                "model": "megads", "model_args": dict(about), **config, "fewshot_seed": _FEWSHOT_SEED,
+            }  # fmt: skip
             results["date"], results["lm_eval_version"] = time.time(), importlib.metadata.version("lm_eval")
             # Hashes of all samples are in the results either way.
             tracker.save_results_aggregated(results=results, samples=samples)

@@ -228,16 +228,29 @@ class Scorer:
         Raises:
             NumericalError: the model computes NaN.
         """
+        found = self.score_batches(rows, self.batches(rows), progress)
+        return [found[index] for index in range(len(rows))]
+
+    def batches(self, rows: Sequence[TokenRow]) -> list[list[int]]:
+        """Indices of the rows that are scored together, the longest first."""
         order = sorted(range(len(rows)), key=lambda index: len(rows[index].ids), reverse=True)
+        batches, start = list[list[int]](), 0
+        while start < len(order):
+            length = self._length(rows[order[start]])
+            batches.append(order[start : start + self.batching.rows(length) * self._dp * self._micro_batches])
+            start += len(batches[-1])
+        return batches
+
+    def score_batches(
+        self, rows: Sequence[TokenRow], batches: Sequence[Sequence[int]], progress: Callable[[int], None] | None = None
+    ) -> dict[int, ScoredRow]:
+        """Scores some batches of rows; see `score`."""
         found: dict[int, ScoredRow] = {}
-        while len(found) < len(order):
-            length = self._length(rows[order[len(found)]])
-            rows_at_once = self.batching.rows(length) * self._dp * self._micro_batches
-            batch = order[len(found) : len(found) + rows_at_once]
+        for batch in batches:
             found |= zip(batch, self._ask([rows[index] for index in batch]), strict=True)
             if progress is not None:
                 progress(len(found))
-        return [found[index] for index in range(len(rows))]
+        return found
 
     def serve(self) -> None:
         """Computes with the first rank until it is done."""

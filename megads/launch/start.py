@@ -15,6 +15,7 @@ from typing import Any
 
 from megads.checkpoint.config import LATEST_FILE, checkpoints_folder, step_of
 from megads.config import RootConfig, check_config, learning_rate, planned_steps
+from megads.engine.deepspeed_options import build_adam
 from megads.errors import (
     EXIT_BUG,
     EXIT_OK,
@@ -51,7 +52,7 @@ from megads.launch.slurm_ranks import SlurmPlacement, find_placement
 from megads.launch.uploads import prepare_checkpoints, restore_lost, uploading
 from megads.monitor.console import Console
 from megads.monitor.trackers import wanted_trackers
-from megads.ops.config import Compile, Kernels
+from megads.ops.config import Compile, Implementation, Kernels
 from megads.ops.resolve import prepare
 from megads.resilience.restarts import Attempt, GiveUp, Means, Requeue, Restart, first_attempt, next_attempt
 from megads.runtime import environment, progress
@@ -171,6 +172,8 @@ def _run(resolved: ResolvedRun, server: RankServer | None) -> _Ended:
         for choice in resolved.choices:
             console.say(choice)
         _say_ops(prepare(config.ops, console.say, cuda=resolved.machine.per_gpu, optimizer=config.optim.impl), console)
+        if config.optim.impl is Implementation.deepspeed:
+            build_adam(console.say, cuda=resolved.machine.per_gpu)
         if not config.run.prepare_only:
             prepare_checkpoints(config, resolved.asked.checkpoint.load, console, job)
         progress.enter("checking the data")

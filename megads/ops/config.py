@@ -36,6 +36,7 @@ class Implementation(StrEnum):
     fused = "fused"
     torch = "torch"
     apex = "apex"
+    deepspeed = "deepspeed"
 
 
 class KernelOp(StrEnum):
@@ -95,7 +96,12 @@ class OpsConfig:
     of both are computed for so many at once. null: as many as have 256 MiB of logits on a rank (1 GiB on a GPU)."""
 
     def check(self) -> None:
-        """Raises ConfigError on a chunk without tokens."""
+        """Raises ConfigError on a chunk without tokens, and on an implementation of the optimizer alone."""
+        if self.impl is Implementation.deepspeed:
+            raise ConfigError(
+                "ops.impl = deepspeed: DeepSpeed has kernels of the optimizer only; use ops.impl=auto and "
+                "optim.impl=deepspeed"
+            )
         if self.loss_chunk is not None and self.loss_chunk < 1:
             raise ConfigError(
                 f"ops.loss_chunk = {self.loss_chunk}: must be at least 1 token, or null for as many as fit"

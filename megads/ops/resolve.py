@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from megads.ops.build import (
     build_cuda,
     cuda_library_path,
     find_compiler,
+    find_nvcc,
     library_path,
 )
 from megads.ops.config import Compile, Implementation, Kernels, OpsConfig
@@ -122,6 +124,9 @@ def _take(
         require_apex(key, cuda=cuda)
         get_apex(key)
         return impl, ""
+    if impl is Implementation.deepspeed:
+        _require_extension_compiler(key, cuda=cuda)
+        return impl, ""
     try:
         get()
     except KernelsUnavailable as error:
@@ -130,6 +135,29 @@ def _take(
         return Implementation.torch, str(error)
     # Which of them are exact and faster than torch's on this GPU is measured before training.
     return Implementation.auto if cuda and impl is Implementation.auto else Implementation.fused, ""
+
+
+def _require_extension_compiler(key: str, *, cuda: bool) -> None:
+    """Refuses DeepSpeed's kernels where torch could not compile them; `megads.engine.deepspeed_adam` compiles them.
+
+    Args:
+        key: of the config, which asks for them.
+        cuda: the model is on GPUs.
+
+    Raises:
+        ConfigError: a compiler is missing, or ninja, which drives it.
+    """
+    try:
+        find_compiler()
+        if cuda:
+            find_nvcc()
+    except KernelsUnavailable as error:
+        raise ConfigError(f"{key} = deepspeed cannot run: {error}; or use {key}=auto") from None
+    if shutil.which("ninja") is None:
+        raise ConfigError(
+            f"{key} = deepspeed cannot run: torch compiles DeepSpeed's kernels by ninja, which is not on the path: "
+            f"install it (pip install ninja), or activate the environment that has it; or use {key}=auto"
+        )
 
 
 def _require_compiler(compiled: Compile, *, cuda: bool) -> None:

@@ -143,8 +143,9 @@ class OptimConfig:
     Of several entries that match, the last one that sets a value counts (docs/optimizers.md)."""
     impl: Implementation = Implementation.auto
     """Whose kernels compute the gradient norm and AdamW; auto: as ops.impl. fused: megads' own. torch: torch's. apex:
-    NVIDIA apex', on GPUs. State and checkpoints are the same, so a run may go on with another. DeepSpeed's optimizer,
-    under parallel.zero_stage 2 and 3, is around torch's always."""
+    NVIDIA apex', on GPUs. deepspeed: its CPUAdam on CPUs, its FusedAdam on GPUs, for AdamW alone; torch's norm. State
+    and checkpoints are the same, so a run may go on with another. Under parallel.zero_stage 2 and 3, where DeepSpeed
+    drives the optimizer, there are torch's (auto) and deepspeed's."""
 
     def check(self) -> None:
         """Raises ConfigError on values that cannot train."""
@@ -160,6 +161,10 @@ class OptimConfig:
             )
         for place, group in enumerate(self.groups):
             self._check_group(f"optim.groups[{place}]", group)
+        if self.impl is Implementation.deepspeed and self.is_built_in and not self.is_adamw:
+            raise ConfigError(
+                f"optim.impl = deepspeed only applies to optim.name=adamw, but optim.name = {self.name}: remove it"
+            )
         self._check_unread()
 
     @staticmethod

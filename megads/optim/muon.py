@@ -45,13 +45,14 @@ def newton_schulz(x_krc: Tensor, steps: int, kernels: Kernels = TORCH) -> Tensor
     Args:
         x_krc: matrices of one shape, zeros allowed; undefined afterwards.
         steps: iterations.
-        kernels: whose kernel multiplies on CPUs.
+        kernels: whose kernel multiplies in fp32 on CPUs.
     """
     if x_krc.shape[1] > x_krc.shape[2]:
         return newton_schulz(x_krc.mT.contiguous(), steps, kernels).mT
     norms_k = torch.linalg.vector_norm(x_krc, dim=(1, 2), keepdim=True, dtype=torch.float32)
     x_krc = (x_krc / norms_k.clamp(min=EPSILON)).to(x_krc.dtype)
-    if kernels.fused(KernelOp.linear) and x_krc.device.type == "cpu":
+    # In bf16 torch's batched products are quicker at every size that was measured (docs/optimizers.md, Cost).
+    if kernels.fused(KernelOp.linear) and x_krc.device.type == "cpu" and x_krc.dtype == torch.float32:
         return torch.stack([_iterate_by_kernel(x_rc, steps, kernels) for x_rc in x_krc])
     a, b, c = COEFFICIENTS
     for _ in range(steps):

@@ -301,6 +301,7 @@ def make_optimizer(
     line: MasterLine,
     kernels: Kernels = TORCH,
     fused: FusedRows | None = None,
+    adamw_rule: UpdateRule | None = None,
 ) -> MasterOptimizer:
     """The optimizer of a rank under ZeRO-0 and 1.
 
@@ -311,6 +312,7 @@ def make_optimizer(
         line: the ranks that hold the parameters together.
         kernels: whose kernels compute.
         fused: parameters that are several matrices.
+        adamw_rule: updates what AdamW updates; None: the kernels' AdamW.
 
     Raises:
         ConfigError: no plugin registered it.
@@ -322,7 +324,10 @@ def make_optimizer(
         with_kinds = [group | {"kinds": state_kinds(optim, group["role"])} for group in ruled]
         dtype = ruled[0]["weights"][0].dtype
         parts.append(RuleOptimizer(with_kinds, make_rule(optim, line, kernels, fused, dtype), optim.lr))
-    if others:
+    if others and adamw_rule is not None:
+        with_kinds = [group | {"kinds": state_kinds(optim, group["role"])} for group in others]
+        parts.append(RuleOptimizer(with_kinds, adamw_rule, optim.lr))
+    elif others:
         beta1, beta2 = optim.betas
         parts.append(FusedAdamW(others, optim.lr, (beta1, beta2), optim.eps, kernels))
     return parts[0] if len(parts) == 1 else SeveralOptimizers(parts)

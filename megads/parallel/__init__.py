@@ -6,6 +6,7 @@ sequence parallelism, `context` cuts samples, `partition` cuts the model into pi
 """
 
 __all__ = [
+    "compute_trace",
     "config",
     "context",
     "grid",

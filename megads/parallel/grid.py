@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megads.errors import ConfigError
+from megads.parallel.compute_trace import ComputeTrace
 from megads.parallel.config import AXES, ParallelConfig
 from megads.parallel.rank_order import axis_lines, padded_rows
 from megads.runtime.distributed import ALONE, ControlPlane, open_control_plane
@@ -22,11 +25,13 @@ class Axis:
         rank: this rank's coordinate along the axis.
         ranks: global ranks of this rank's line along the axis, in order.
         group: their process group; None when the axis has size 1 or nothing is distributed.
+        trace: of this rank, the same for all axes of a grid.
     """
 
     rank: int
     ranks: tuple[int, ...]
     group: ProcessGroup | None
+    trace: ComputeTrace = field(default_factory=ComputeTrace, compare=False, repr=False)
 
     @property
     def size(self) -> int:
@@ -39,6 +44,16 @@ class Axis:
     @property
     def is_last(self) -> bool:
         return self.rank == self.size - 1
+
+    def sent(self, x: Tensor) -> Tensor:
+        """Says that this rank is about to give x to a collective of the axis; returns x.
+
+        What a rank computed is told from what it received by the messages. Compiled code records none: to record would
+        change what is fused in it.
+        """
+        if not torch.compiler.is_compiling():
+            self.trace.note("a message", x)
+        return x
 
 
 @dataclass(frozen=True)
@@ -54,6 +69,7 @@ class ParallelGrid:
         shard: this rank's subgroup of `data`, over which ZeRO shards; all of it unless parallel.zero_shard_size is set.
         replica: ranks of `data` with the same shard, one in each subgroup.
         control: of all ranks, for what is no tensor.
+        trace: of what this rank computes, where that is checked.
     """
 
     rank: int
@@ -66,6 +82,7 @@ class ParallelGrid:
     shard: Axis
     replica: Axis
     control: ControlPlane = ALONE
+    trace: ComputeTrace = field(default_factory=ComputeTrace, compare=False, repr=False)
 
 
 def build_grid(
@@ -90,19 +107,20 @@ def build_grid(
         )
     control = control or open_control_plane()
     known: dict[tuple[tuple[int, ...], ...], Axis] = {}
+    trace = ComputeTrace()
 
     def axis(name: str) -> Axis:
         lines = axis_lines(name, parallel)
         key = tuple(lines)
         if key not in known:  # data is dp, or cp, where the other has size 1
-            known[key] = _join(lines, rank, control.timeout)
+            known[key] = _join(lines, rank, control.timeout, trace)
         return known[key]
 
     axes = {name: axis(name) for name in (*AXES, "data", "shard", "replica")}
-    return ParallelGrid(rank, world_size, **axes, control=control)
+    return ParallelGrid(rank, world_size, **axes, control=control, trace=trace)
 
 
-def _join(lines: list[tuple[int, ...]], rank: int, timeout: timedelta | None) -> Axis:
+def _join(lines: list[tuple[int, ...]], rank: int, timeout: timedelta | None, trace: ComputeTrace) -> Axis:
     """Makes a group of every line, on all ranks in the same order; returns the axis along this rank's.
 
     Groups that only their members make (use_local_synchronization) are named by how many groups each member is in so
@@ -112,7 +130,7 @@ def _join(lines: list[tuple[int, ...]], rank: int, timeout: timedelta | None) ->
     for line in lines:
         group = dist.new_group(list(line), timeout=timeout) if len(line) > 1 else None
         if rank in line:
-            mine = Axis(line.index(rank), line, group)
+            mine = Axis(line.index(rank), line, group, trace)
     assert mine is not None
     return mine
 

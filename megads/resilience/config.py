@@ -59,6 +59,14 @@ class ResilienceConfig:
     """Steps between checks for flipped bits in weights and optimizer state: copies on several ranks must be equal, and
     what has no copy must not change before the next update. A divisor of checkpoint.every_steps lets no state be saved
     unchecked. 0: none."""
+    check_compute_every_steps: int = 0
+    """Steps from one that is computed twice to the next: each rank computes its own samples and those of another
+    data-parallel rank, or its own twice where there is none, and what it computes is compared bit for bit before the
+    weights change. Where computations differ, two more decide: a transient fault is left out, a persistent one ends the
+    run (exit 9). Both are events (compute_differs), with the rank. 0: none."""
+    check_suspicious_steps: bool = False
+    """Compute a step again before it changes the weights when its loss or gradient norm is as high as in a loss spike
+    (resilience.spikes), as check_compute_every_steps does. Costs one wait for the device in every step."""
     rerun_nonfinite: bool = False
     """Compute a step that was not finite once more, from the same weights and samples. If it is finite then, the fault
     was transient, and training goes on as if nothing had been; else it is persistent, and the step is skipped. Both are
@@ -67,7 +75,24 @@ class ResilienceConfig:
     def check(self) -> None:
         """Raises ConfigError where a setting makes no sense."""
         self.spikes.check()
-        if self.check_replicas_every_steps < 0:
+        for name in ("check_replicas_every_steps", "check_compute_every_steps"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"resilience.{name} = {getattr(self, name)}: must not be negative")
+        if self.check_suspicious_steps and self.spikes.action is SpikeAction.off:
             raise ConfigError(
-                f"resilience.check_replicas_every_steps = {self.check_replicas_every_steps}: must not be negative"
+                "resilience.check_suspicious_steps = true, but resilience.spikes.action = off, and so nobody watches "
+                "the loss: use resilience.spikes.action=warn"
             )
+
+    def check_repeatable(self, deterministic: bool) -> None:
+        """Raises ConfigError where steps are to be compared that need not come out the same (train.deterministic)."""
+        if self.checks_compute and not deterministic:
+            raise ConfigError(
+                "resilience.check_compute_every_steps and check_suspicious_steps compare computations bit for bit, but "
+                "train.deterministic = false: leave it true"
+            )
+
+    @property
+    def checks_compute(self) -> bool:
+        """Whether steps may be computed twice."""
+        return self.check_compute_every_steps > 0 or self.check_suspicious_steps

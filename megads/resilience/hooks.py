@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megads.engine.interface import StepResult, TrainEngine
 from megads.errors import NumericalError, RollBack
+from megads.resilience.compute import ComputeHook
 from megads.resilience.config import ResilienceConfig, SpikeAction, SpikeConfig
 from megads.resilience.replicas import ReplicaHook
 from megads.resilience.rollbacks import ROLL_BACK, RollbackRecord, recorded_rollbacks
@@ -174,6 +175,10 @@ class SpikeHook:
     def on_end(self, state: TrainState) -> None:
         pass
 
+    def suspects(self, step: int, loss: float, grad_norm: float) -> bool:
+        """Whether a step would count towards a spike, or its gradient norm is far above its median."""
+        return self._detector.suspects(StepLoss(step, 0, loss, grad_norm))
+
     def _roll_back(self, spike: Spike) -> None:
         """Raises RollBack, or NumericalError where there were too many; returns where there is no checkpoint before."""
         decided = self._control.first_decides(lambda: self._decide(spike), str)
@@ -224,11 +229,16 @@ def numerical_hooks(
         saved_up_to: the newest checkpoint of a run of at most a step; None: there is none.
     """
     found: list[Hook] = []
+    suspects = None
     if config.rerun_nonfinite:
         found.append(RerunHook(engine, events))
     if config.spikes.action is not SpikeAction.off:
         saved = partial(saved_up_to, run_dir)
-        found.append(SpikeHook(run_dir, config.spikes, events, engine.grid.control, num_skips, saved))
+        spikes = SpikeHook(run_dir, config.spikes, events, engine.grid.control, num_skips, saved)
+        found.append(spikes)
+        suspects = spikes.suspects if config.check_suspicious_steps else None
+    if config.checks_compute:
+        found.append(ComputeHook(engine, events, config.check_compute_every_steps, suspects))
     if config.check_replicas_every_steps:
         found.append(ReplicaHook(engine, events, config.check_replicas_every_steps))
     return found

@@ -21,7 +21,7 @@ from megads.runtime.metrics import EventWriter
 _LINES = ("data", "replica", "tp", "pair")
 """In the order in which every rank compares."""
 _NAMED = 8
-_HEAD_START_S = 2.0
+HEAD_START_S = 2.0
 """The ranks at fault end first: the launcher blames the earliest failure, and excludes its node if that goes on."""
 
 
@@ -198,7 +198,7 @@ class ReplicaHook:
             message=named + more,
         )
         if self._rank not in ranks:
-            time.sleep(_HEAD_START_S)
+            time.sleep(HEAD_START_S)
         raise UnhealthyNode(
             f"the state of the run is corrupt at step {step}: {named}{more}. A bit flipped in memory, or a device "
             "computed wrongly. The run goes on from the last checkpoint; leave the node out if this comes again"

@@ -128,6 +128,13 @@ class SpikeDetector:
         self._wild.append(judged is not None and judged.wild)
         return found
 
+    def suspects(self, step: StepLoss) -> bool:
+        """Whether the next step, not observed yet, has a high loss or a gradient norm far above its median."""
+        if not math.isfinite(step.loss) or not math.isfinite(step.grad_norm):
+            return False
+        judged = self._judge(step)
+        return judged is not None and (judged.rise > 1.0 or judged.wild)
+
     def _judge(self, step: StepLoss) -> _Judgement | None:
         """None while there are too few steps to compare with."""
         config = self._config

@@ -94,6 +94,10 @@ class Run:
             assert time.monotonic() < deadline
             time.sleep(0.001)
 
+    def wait_for_copy(self) -> None:
+        """Until all that the last step's hook copies in the background is in its image."""
+        self.engine.wait()
+
     def wait_for_disk(self) -> None:
         """Until the last checkpoint of this rank that is written behind the training is on disk."""
         deadline = time.monotonic() + 30

@@ -40,9 +40,13 @@ class SteppedEngine:
     def before_update(self, wait: Callable[[], None] | None) -> None:
         self._wait = wait
 
-    def step(self, number: int) -> None:
+    def wait(self) -> None:
+        """What an optimizer step waits for before it changes the tensors."""
         if self._wait is not None:
             self._wait()
+
+    def step(self, number: int) -> None:
+        self.wait()
         for shard, now in zip(self._shards, shards_of(self._layout, global_tensors(number)), strict=True):
             shard.tensor.copy_(now.tensor)
 

@@ -336,6 +336,8 @@ def test_a_lost_writer(end: Callable[[CheckpointWriter], None], tmp_path: Path) 
         end(run.local_writer)
         for _ in range(6):
             run.step()
+            run.wait_for_copy()
+            run.wait_for_disk()
             time.sleep(0.02)
         assert sorted(files_of(tmp_path)) == [6, 7]
     (event,) = [event for event in events_of(tmp_path) if event["event"] == "synchronous_local_checkpoints"]

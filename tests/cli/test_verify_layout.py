@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from megads.tools.verify import compare
 from tests.command import StartCommand
 
 REPOSITORY = Path(__file__).parents[2]
+RECIPES = sorted(path.stem for path in (REPOSITORY / "conf" / "experiment").glob("*_*.yaml"))
 SMALL = ("verify.steps=2", "train.precision=fp32", "verify.dir=here")
 
 
@@ -53,6 +55,30 @@ def test_a_good_layout_passes(elsewhere: Path, capsys: pytest.CaptureFixture[str
         *((name, "bf16") for name in ("N1", "N4", "N7", "N8")),
     }
     assert all(c["compared"] > 0 and c["passed"] and c["found"] <= c["bound"] for c in checks)
+
+
+@pytest.mark.distributed
+@pytest.mark.quick("llama3_8b", "olmo2_1b")
+@pytest.mark.parametrize("experiment", RECIPES)
+def test_a_recipe_trains_the_same_model_in_tp2_pp2(experiment: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a recipe whose optimizer, norms, heads or pipeline schedule do not survive another layout, or whose small
+    copy cannot be cut."""
+    layout = ("parallel.tp=2", "parallel.pp=2", "parallel.dp=1")
+    assert run(["verify_layout", f"experiment={experiment}", *layout, *SMALL]) == 0
+    assert "This layout trains the same model." in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_the_keys_of_a_stage_are_verified(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches verify.stage that is not read, or that leaves the keys of the config."""
+    layout = ("parallel.tp=2", "parallel.pp=2", "parallel.dp=1", "verify.stage=2")
+    stages = "train.stages=[{until_steps: 5}, {parallel: {recompute: full}, model: {rope_theta: 70000.0}}]"
+    assert run(["verify_layout", "model=tiny_llama", stages, *layout, *SMALL]) == 0
+    shown = capsys.readouterr().out
+    assert "the keys of stage 2 of 2" in shown
+    job = json.loads((elsewhere / "here" / "job.json").read_text())
+    assert job["parallel"]["recompute"] == "full" and job["scenarios"][0]["model"]["rope_theta"] == 70000.0
 
 
 @pytest.mark.slow
@@ -103,6 +129,41 @@ def test_a_defect_of_an_optimizer_is_named(
     assert "N3 every weight in the end in fp32" in capsys.readouterr().out
 
 
+SEQUENCE_PARALLEL = ("parallel.tp=2", "parallel.sequence_parallel=true")
+SHARED_KEYS = ("parallel.tp=2", "model.num_kv_heads=2", "model.window=5")
+REPORTED = {
+    "no_sum_of_partial_gradients": (*SEQUENCE_PARALLEL, "model.qk_norm=true"),
+    "tokens_summed_over_data_parallel_only": ("parallel.cp=2",),
+    "key_and_value_gradients_not_summed_over_context": ("parallel.cp=2",),
+    "keys_and_values_in_rank_order": ("parallel.cp=2",),
+    "key_gradients_of_one_query_head": SHARED_KEYS,
+    "averaged_micro_batches": ("parallel.pp=2",),
+    "averaged_replicas": ("parallel.dp=2", "train.global_batch_size=8"),
+    "loss_of_gathered_logits": ("parallel.tp=2",),
+    "sinks_of_the_first_rank_in_the_norm": ("parallel.tp=2", "model.attention_sinks=true"),
+    "norm_of_the_own_stage": ("parallel.pp=2",),
+    "replicated_parameters_count_on_every_rank": ("parallel.pp=2",),
+    "missing_tensor_parallel_mark": ("parallel.tp=2", "parallel.dp=2", "parallel.zero_stage=2"),
+    "mean_of_the_ranks_own_means": ("parallel.cp=2",),
+    "blocks_numbered_from_the_stage": ("parallel.pp=2", "model.num_layers=3"),
+    "a_step_counted_before_the_first": ("parallel.dp=2", "train.global_batch_size=8"),
+    "divided_by_the_shards_twice": ("parallel.dp=2", "parallel.zero_stage=3", "train.global_batch_size=8"),
+}
+"""The defects of docs/numerics.md that were reported of other trainers, each in a layout in which it can be."""
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("defect", REPORTED)
+def test_what_was_reported_of_other_trainers_is_caught(
+    defect: str, plant: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a verification that lets a bug through that another trainer has had."""
+    plant(defect)
+    assert run(["verify_layout", *REPORTED[defect], "ops.impl=torch", *SMALL]) == 7
+    assert "DIFFERS" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_ctrl_c_ends_it(megads: StartCommand) -> None:
@@ -114,6 +175,14 @@ def test_ctrl_c_ends_it(megads: StartCommand) -> None:
     assert ended.code == 130 and "killed by a signal" in ended.out
 
 
+def test_docs_name_the_defects_that_are_planted() -> None:
+    """Catches a row of the table of reported bugs whose mutant `megads verify_layout` has never been shown."""
+    page = (REPOSITORY / "docs" / "numerics.md").read_text()
+    table = page[page.index("Bugs that were reported of other trainers") : page.index("## How it is done")]
+    planted = set(REPORTED) | {"owners_orthogonalise_their_own_piece"}
+    assert planted == {name for name in re.findall(r"`([a-z]\w*_\w*)`", table) if name != "verify_layout"}
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
@@ -121,6 +190,9 @@ def test_ctrl_c_ends_it(megads: StartCommand) -> None:
         (["verify.steps=0"], "verify.steps = 0: must be at least 1"),
         (["parallel.tp=2", "parallel.pp=2", "verify.max_ranks=2"], "need at least 4 ranks; raise it"),
         (["verify.max_rank=2"], "verify.max_rank"),
+        (["verify.stage=0"], "verify.stage = 0: must be at least 1"),
+        (["verify.stage=2"], "verify.stage = 2: train.stages has none"),
+        (["experiment=llama3_8b", "verify.stage=4", "parallel.dp=1"], "verify.stage = 4: train.stages has 3"),
         (["optim.clip_grad=-1"], "optim.clip_grad"),
     ],
 )

@@ -44,7 +44,7 @@ HEALTHY = ["cp2dp2", "pp2dp3", "tp2pp2dp2", "tp2dp2sp", "pp2dp2, ZeRO-0", "hiera
 
 def watched_steps(layout: str, folder: Path, flips: list[tuple[str, str, int | None]]) -> list[str]:
     """Trains with a check at every step, each flip in a step of its own; returns what is said of them."""
-    megads.resilience.replicas._HEAD_START_S = 0.0
+    megads.resilience.replicas.HEAD_START_S = 0.0
     scenario = scenario_with(precision="bfloat16", steps=1, global_batch_size=24)
     engine = build_engine(scenario, (LAYOUTS | MORE)[layout])
     hook = ReplicaHook(engine, EventWriter(folder, enabled=engine.grid.rank == 0), 1)

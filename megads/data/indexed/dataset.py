@@ -235,7 +235,8 @@ class IndexedDataset:
         for path in files:
             if not path.is_file():
                 raise DataError(
-                    f"{path}: no such file; make the dataset with `megads preprocess input=<files> output={prefix}`"
+                    f"{path}: no such file; make the dataset with `megads preprocess input=<files> output={prefix}`, "
+                    "or name one that is there: data.train='[{path: <prefix>}]'"
                 )
         self._path = index
         self._state, self._anew = file_state(index), anew

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megads.diagnosis.causes import FACTS, Cause
-from megads.diagnosis.decision import Diagnosis, Evidence, decide
+from megads.diagnosis.decision import Basis, Diagnosis, Evidence, decide
 from megads.diagnosis.evidence import Survey
 from megads.diagnosis.flight_recorder import FlightVerdict, judge_traces
 from megads.errors import DataError
@@ -179,9 +179,9 @@ def with_stacks(diagnosis: Diagnosis, folders: Sequence[Path]) -> Diagnosis:
 
 
 def with_past(diagnosis: Diagnosis, recollections: Sequence[Recollection]) -> Diagnosis:
-    """Takes the cause of the likest incident where rules found nothing."""
+    """Takes the cause of the likest incident of the site where no signature decided."""
     cause = remembered_cause(recollections)
-    if diagnosis.confidence > 0 or cause is None:
+    if diagnosis.basis == Basis.signature or cause is None:
         return diagnosis
     facts, past = FACTS[cause], recollections[0].incident
     note = f" A person noted: {past.note}" if past.note else ""
@@ -192,4 +192,5 @@ def with_past(diagnosis: Diagnosis, recollections: Sequence[Recollection]) -> Di
         restartable=past.restartable,
         advice=f"{facts.advice}{note}",
         confidence=_RECALLED_CONFIDENCE,
+        basis=Basis.incident,
     )

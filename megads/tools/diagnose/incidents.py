@@ -6,7 +6,6 @@ import json
 import math
 import os
 import time
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,12 +14,13 @@ from typing import Any
 from megads.diagnosis.causes import Cause
 from megads.diagnosis.decision import Diagnosis
 from megads.diagnosis.evidence import Survey
+from megads.diagnosis.message_model import message_model, stems
 from megads.diagnosis.templates import template
 from megads.errors import DataError
 from megads.runtime.metrics import read_json_lines
 
-_LIKE = 0.35
-"""Incidents whose templates are less alike are not shown."""
+_LIKE = 0.5
+"""Incidents that are less alike are not shown."""
 _MOST_SHOWN = 3
 
 
@@ -53,7 +53,7 @@ class Recollection:
 
     Attributes:
         incident: the incident.
-        likeness: cosine of the two lists of templates, weighted by how rare each is; 1 is the same.
+        likeness: cosine of the word stems of the two, weighted by how rare each is; 1 is the same.
     """
 
     incident: Incident
@@ -94,11 +94,10 @@ def recall(templates: Sequence[str], incidents: Sequence[Incident]) -> list[Reco
         templates: of the failure.
         incidents: of the site.
     """
-    frequency = Counter(name for incident in incidents for name in set(incident.templates))
-    total = len(incidents) + 1
+    model = message_model()
 
-    def weights(names: Iterable[str]) -> dict[str, float]:
-        return {name: math.log(1 + total / (1 + frequency[name])) for name in set(names)}
+    def weights(lines: Iterable[str]) -> dict[str, float]:
+        return {stem: model.rarity(stem) for line in lines for stem in stems(line)}
 
     own, found = weights(templates), []
     for incident in incidents:

@@ -25,6 +25,7 @@ from megads.runtime.progress import Progress
 from megads.runtime.run_dir import EVENTS_FILE, refuse_unwritable
 from megads.runtime.visible_console import VisibleConsole
 from megads.tools.evaluate.config import EvaluateConfig
+from megads.tools.evaluate.coordinate import coordinate
 from megads.tools.evaluate.job import (
     Evaluated,
     check_layout,
@@ -76,7 +77,9 @@ class RankJob:
 def evaluate(config: EvaluateConfig) -> int:
     """Evaluates what the config names, prints the results and notes them in the run's events."""
     config.check()
-    handle = open_checkpoint(run_path(config.run))
+    if config.coordinated:
+        return coordinate(config)
+    handle = open_checkpoint(run_path(config.runs[0]))
     for reason in handle.passed_by:
         say(f"passed by: {reason}")
     model = model_config_of(handle)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,6 +34,9 @@ from megads.runtime.files import atomic_writer
 from megads.tools.evaluate.config import EvaluateConfig
 from megads.tools.evaluate.text_sets import VALID, SetResult, measure_texts, measure_validation
 from megads.train_config import TrainConfig
+
+if TYPE_CHECKING:
+    from megads.evaluate.harness import Answers
 
 Progress = Callable[[str, int, int], None]
 MakeContinuation = Callable[[Sampling, Sequence[int]], Continuation]
@@ -188,12 +191,10 @@ def _harness(
     progress: Progress,
 ) -> Evaluated:
     # lm-eval is there: the tasks are.
-    from megads.evaluate.harness import Answers, HarnessModel
+    from megads.evaluate.harness import HarnessModel
 
     dtype = str(loaded.dtype).removeprefix("torch.")
-    max_length = loaded.scorer.batching.max_length
-    about = f"{handle.manifest.digest()} {dtype} {max_length} {found.path.read_bytes().hex()}"
-    answers = Answers((output / "answers").absolute(), about)
+    answers = answers_of(handle, found, dtype, loaded.scorer.batching.max_length, output)
     model = HarnessModel(loaded.scorer, found, loaded.continuation, answers, progress)
     sizes = config.layout.parallel.sizes
     layout = " ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1)
@@ -203,6 +204,22 @@ def _harness(
     )
     metrics = metric_values(json.loads(path.read_text(encoding="utf-8")))
     return Evaluated(str(path), metrics=metrics, kept=sorted(answers.kept))
+
+
+def answers_of(handle: CheckpointHandle, found: FoundTokenizer, dtype: str, max_length: int, output: Path) -> Answers:
+    """The answers of a checkpoint that are kept.
+
+    Args:
+        handle: the checkpoint.
+        found: its tokenizer.
+        dtype: in which it computes.
+        max_length: most tokens that it reads.
+        output: folder of its results.
+    """
+    from megads.evaluate.harness import Answers
+
+    about = f"{handle.manifest.digest()} {dtype} {max_length} {found.path.read_bytes().hex()}"
+    return Answers((output / "answers").absolute(), about)
 
 
 def _write_sets(handle: CheckpointHandle, sets: dict[str, dict[str, Any]], output: Path) -> str:

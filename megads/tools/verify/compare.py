@@ -9,20 +9,22 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
 
-from megads.config import RootConfig
+from megads.config import RootConfig, stage_config
+from megads.engine.deepspeed_options import build_adam
 from megads.errors import EXIT_OK, ConfigError
 from megads.launch.launcher import LaunchSpec, launch
 from megads.model.gpt import GPT, token_losses
 from megads.model.stage_names import TIED_PARAMETER
 from megads.monitor.console import Console
 from megads.monitor.console import Console as RunConsole
+from megads.ops.config import Implementation
 from megads.optim.config import OptimizerName
 from megads.optim.groups import parameter_groups
 from megads.parallel.config import AXES, ParallelConfig
@@ -227,16 +229,19 @@ def verify(config: VerifyLayoutConfig, place: str, defect: str = "") -> tuple[in
         The exit code of the ranks' launcher, and how many checks failed.
     """
     folder = Path(place)
+    config = _of_stage(config)
     scaled = scale(wanted(config), config.verify.max_ranks, config.verify.steps)
     # JSON is for machines: what people read goes beside it.
     console = VisibleConsole(highlight=False, stderr=config.json, soft_wrap=True)
     console.width = max(console.width, _TABLE_WIDTH)
     console.print(f"{_layout_line(scaled.parallel)}, against one process of plain torch; folder {folder}")
-    notes = list(scaled.notes)
+    notes = [*_stage_notes(config), *scaled.notes]
     if not config.optim.is_built_in:
         notes.append(f"optimizer: adamw in place of optim.name={config.optim.name}, of which there is no reference")
     for note in notes:
         console.print(f"  {note}", style="dim")
+    if config.optim.impl is Implementation.deepspeed:
+        build_adam(console.print, cuda=False)
     with claimed(folder):
         code, found, cause = _compare(config, scaled, folder, defect, console)
         if code != EXIT_OK:
@@ -248,6 +253,30 @@ def verify(config: VerifyLayoutConfig, place: str, defect: str = "") -> tuple[in
     else:
         show(console, found, cause)
     return code, sum(not row.passed for row in found)
+
+
+def _of_stage(config: VerifyLayoutConfig) -> VerifyLayoutConfig:
+    """The config with the keys of verify.stage.
+
+    Raises:
+        ConfigError: the run has no such stage.
+    """
+    stage, stages = config.verify.stage, len(config.train.stages)
+    if stage is None:
+        return config
+    if stage > stages:
+        raise ConfigError(f"verify.stage = {stage}: train.stages has {stages or 'none'}; leave it out, or lower it")
+    return cast("VerifyLayoutConfig", stage_config(config, stage - 1))
+
+
+def _stage_notes(config: VerifyLayoutConfig) -> list[str]:
+    """Whose keys are verified, of a run that has training stages."""
+    stages = len(config.train.stages)
+    if not stages:
+        return []
+    if config.verify.stage is None:
+        return [f"training stages: the keys of the config itself; verify.stage=1 to {stages} takes those of a stage"]
+    return [f"training stages: the keys of stage {config.verify.stage} of {stages}"]
 
 
 def wanted(config: RootConfig) -> Wanted:

@@ -18,6 +18,8 @@ class VerifyConfig:
     shrinks first, then pipeline, context and tensor parallelism."""
     steps: int = 10
     """Steps of the curve that is compared."""
+    stage: int | None = None
+    """Training stage whose keys are verified, from 1 (train.stages); null takes those of the config itself."""
     dir: str | None = None
     """Folder of verify.json and the ranks' logs; null is runs/verify/<name>-<hash of the config>."""
     timeout_s: float = 120.0
@@ -29,6 +31,8 @@ class VerifyConfig:
             value = getattr(self, name)
             if value is not None and not value >= 1:
                 raise ConfigError(f"verify.{name} = {value}: must be at least 1")
+        if self.stage is not None and self.stage < 1:
+            raise ConfigError(f"verify.stage = {self.stage}: must be at least 1, the first of train.stages, or null")
         if self.timeout_s > LONGEST_WAIT_S:
             raise ConfigError(f"verify.timeout_s = {self.timeout_s}: must be at most {LONGEST_WAIT_S:.0f}")
 

@@ -1,0 +1,202 @@
+"""Judges a line by its wording where no signature decides: naive Bayes over word stems of messages with a known cause.
+
+The model is trained when it is first needed, in milliseconds, on known_messages.yaml and on the words of the
+signatures' patterns and examples, so that it also knows what the signatures know, in another wording.
+
+References:
+    Manning, Raghavan, Schuetze, Introduction to Information Retrieval (2008), 13.2: multinomial naive Bayes.
+    Guo et al., On Calibration of Modern Neural Networks (2017): temperature scaling.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import yaml
+
+from megads.diagnosis.causes import FACTS, Cause
+from megads.diagnosis.signature import Signature, SignatureTable, signature_table
+from megads.diagnosis.templates import template
+
+_FILE = "known_messages.yaml"
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+_FRAME = re.compile(r'File "([^"]+)", line \d+, in (\w+)')
+_ENDINGS = re.compile(r"(?:ations?|ions?|ings?|ible|able|ed|es|s|e)$")
+_NO_TEXT = re.compile(r"\(\?<?[!=][^)]*\)|\(\?P<\w+>|\(\?:|\\[a-zA-Z]|[\\\[\](){}?*+.|^$]|\d+,?\d*")
+_SHORTEST_STEM = 3
+_SMOOTHING = 0.2
+_TEMPERATURE = 0.8
+_FRAME_WEIGHT = 0.5
+_FRAMES_READ = 3
+_STOP = frozenset(
+    re.findall(
+        r"\w+",
+        "the a an of to in is was are were be been at on by for from with and or not it this that as has have had you "
+        "your if can could may might will would should which please see more most rank torch python lib site packages "
+        "file line error errors exception runtime traceback recent call last number time path address hex id",
+    )
+)
+
+
+@dataclass(frozen=True)
+class KnownMessage:
+    """A message whose cause is known.
+
+    Attributes:
+        text: the message.
+        cause: what it says.
+        restartable: a restart is enough.
+    """
+
+    text: str
+    cause: Cause
+    restartable: bool
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the wording of a line says.
+
+    Attributes:
+        cause: the likeliest.
+        restartable: whether a restart is likely to be enough.
+        probability: of the cause, calibrated by cross-validation.
+    """
+
+    cause: Cause
+    restartable: bool
+    probability: float
+
+
+def stems(text: str, frames: str = "") -> dict[str, float]:
+    """Returns the weights of the word stems of a line, names in it split at capitals and underscores.
+
+    Args:
+        text: the line; numbers, times and paths in it do not count.
+        frames: of the traceback that it ends, a line each; the names of the innermost files and functions count less.
+    """
+    found = dict.fromkeys(_stems_of(template(text)), 1.0)
+    for path, function in _FRAME.findall(frames)[-_FRAMES_READ:]:
+        names = " ".join(re.split(r"[\\/]", path)[-2:])
+        for stem in set(_stems_of(f"{names} {function}")) - found.keys():
+            found[stem] = _FRAME_WEIGHT
+    return found
+
+
+def _stems_of(text: str) -> list[str]:
+    words = (word.lower() for word in _WORD.findall(re.sub(r"<\w+>", " ", text)))
+    found = [_stem(word) for word in words if len(word) > 1 and word not in _STOP]
+    return found + [f"{first} {second}" for first, second in pairwise(found)]
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _stem(word: str) -> str:
+    shorter = _ENDINGS.sub("", word)
+    return shorter if len(shorter) >= _SHORTEST_STEM else word
+
+
+class MessageModel:
+    """Naive Bayes: every stem of a line speaks for the causes in whose messages it is frequent.
+
+    Args:
+        messages: to learn from.
+    """
+
+    def __init__(self, messages: Sequence[KnownMessage]):
+        counts: dict[tuple[Cause, bool], Counter[str]] = defaultdict(Counter)
+        for message in messages:
+            counts[message.cause, message.restartable].update(stems(message.text).keys())
+        self._num_messages = len(messages)
+        self._frequency = sum(counts.values(), Counter[str]())
+        self._vocabulary = {stem for counter in counts.values() for stem in counter}
+        size = len(self._vocabulary)
+        self._logs = {
+            kind: (
+                math.log(counter.total() + _SMOOTHING * size),
+                {stem: math.log(n + _SMOOTHING) for stem, n in counter.items()},
+            )
+            for kind, counter in counts.items()
+        }
+        self._unseen = math.log(_SMOOTHING)
+
+    def rarity(self, stem: str) -> float:
+        """Returns how much a stem tells: the logarithm of the share of messages that have it, inverted."""
+        return math.log(1 + self._num_messages / (1 + self._frequency[stem]))
+
+    def judge(self, text: str, frames: str = "") -> Verdict | None:
+        """Returns what a line says by its wording, None where it has no word that a known message has.
+
+        Args:
+            text: the line.
+            frames: of the traceback that it ends, a line each.
+        """
+        known = {stem: weight for stem, weight in stems(text, frames).items() if stem in self._vocabulary}
+        if not known:
+            return None
+        scale = _TEMPERATURE * math.sqrt(len(known))
+        scores = {
+            kind: sum(weight * (logs.get(stem, self._unseen) - total) for stem, weight in known.items()) / scale
+            for kind, (total, logs) in self._logs.items()
+        }
+        highest = max(scores.values())
+        shares: dict[Cause, dict[bool, float]] = defaultdict(lambda: {False: 0.0, True: 0.0})
+        for (cause, restartable), score in scores.items():
+            shares[cause][restartable] += math.exp(score - highest)
+        total = sum(sum(share.values()) for share in shares.values())
+        best = max(shares, key=lambda cause: sum(shares[cause].values()))
+        share = shares[best]
+        return Verdict(best, share[True] > share[False], sum(share.values()) / total)
+
+
+def known_messages() -> list[KnownMessage]:
+    """Returns the messages of known_messages.yaml."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    rows = yaml.load(Path(__file__).with_name(_FILE).read_bytes(), loader)
+    return [
+        KnownMessage(text, Cause(row["cause"]), row.get("restartable", FACTS[Cause(row["cause"])].restartable))
+        for row in rows
+        for text in row["messages"]
+    ]
+
+
+def signature_messages(signatures: Iterable[Signature]) -> list[KnownMessage]:
+    """Returns the examples of signatures, and their patterns without what is not text."""
+    found: list[KnownMessage] = []
+    for signature in signatures:
+        default = FACTS[signature.cause].restartable
+        restartable = default if signature.restartable is None else signature.restartable
+        patterns = () if signature.frames else signature.patterns
+        texts = (signature.example, *(_NO_TEXT.sub(" ", pattern) for pattern in patterns))
+        found += [KnownMessage(text, signature.cause, restartable) for text in texts]
+    return found
+
+
+@functools.cache
+def message_model() -> MessageModel:
+    """Returns the model that comes with megads."""
+    return MessageModel([*known_messages(), *signature_messages(signature_table().signatures)])
+
+
+@dataclass(frozen=True)
+class Knowledge:
+    """What a diagnosis knows.
+
+    Attributes:
+        table: signatures.
+        model: for lines that no signature decides.
+    """
+
+    table: SignatureTable
+    model: MessageModel
+
+
+def knowledge() -> Knowledge:
+    """Returns what comes with megads."""
+    return Knowledge(signature_table(), message_model())

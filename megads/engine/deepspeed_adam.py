@@ -1,0 +1,103 @@
+"""DeepSpeed's own AdamW (optim.impl=deepspeed): CPUAdam for masters on a CPU, FusedAdam for those on a GPU.
+
+Only the kernels: masters, moments and the number of steps are where every other optimizer has them, so checkpoints are
+the same and a run may go on with another optim.impl. torch compiles the kernels at first use and keeps them in its
+cache of extensions (TORCH_EXTENSIONS_DIR); `python -m megads.engine.deepspeed_adam cpu|cuda` does so before the ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from megads.engine.deepspeed_adapter import load_adam
+from megads.errors import EXIT_OK, ConfigError
+from megads.ops.config import Implementation
+from megads.optim.config import OptimConfig
+from megads.optim.masters import MasterUpdate, UpdateRule
+
+_CHUNK = 2**16
+"""Elements of a block of FusedAdam, as in DeepSpeed's optimizer."""
+_ADAMW_MODE = 1
+"""Of FusedAdam: decoupled weight decay; 0 is Adam with an L2 penalty."""
+_ids = itertools.count()
+
+
+def deepspeed_adamw(optim: OptimConfig, device: torch.device) -> UpdateRule | None:
+    """DeepSpeed's AdamW where optim.impl asks for it; None: another one's.
+
+    Raises:
+        ConfigError: it cannot be compiled or loaded here.
+    """
+    return DeepSpeedAdamW(optim, device) if optim.impl is Implementation.deepspeed else None
+
+
+class DeepSpeedAdamW:
+    """AdamW on flat fp32 masters; an `UpdateRule`.
+
+    Args:
+        optim: decay rates of the moments and eps.
+        device: of the masters.
+
+    Raises:
+        ConfigError: see `load_adam`.
+    """
+
+    def __init__(self, optim: OptimConfig, device: torch.device) -> None:
+        (self._beta1, self._beta2), self._eps = optim.betas, optim.eps
+        self._cuda = device.type == "cuda"
+        self._op, self._id = load_adam(cuda=self._cuda), next(_ids)
+
+    def __call__(self, updates: Sequence[MasterUpdate]) -> None:
+        """See UpdateRule."""
+        if self._cuda:
+            for update in updates:
+                self._on_gpu(update)
+            return
+        for update in updates:
+            self._on_cpu(update)
+
+    def _on_cpu(self, update: MasterUpdate) -> None:
+        """One master.
+
+        CPUAdam multiplies powers of the decay rates from step to step, but computes them by pow() in the first step
+        after a resume: other bits. An object that is new in every step always takes pow().
+        """
+        betas = (self._beta1, self._beta2)
+        self._op.create_adam(self._id, update.lr, *betas, self._eps, update.weight_decay, True, False)
+        bias_correction = True
+        self._op.adam_update(
+            self._id, update.step, update.lr, *betas, self._eps, update.weight_decay, bias_correction, update.master,
+            update.grad, update.state["exp_avg"], update.state["exp_avg_sq"],
+        )  # fmt: skip
+
+    def _on_gpu(self, update: MasterUpdate) -> None:
+        overflow = torch.zeros(1, dtype=torch.int32, device=update.master.device)  # wanted; the norm was finite
+        lists = [[update.grad], [update.master], [update.state["exp_avg"]], [update.state["exp_avg_sq"]]]
+        bias_correction = 1
+        self._op.multi_tensor_adam(
+            _CHUNK, overflow, lists, update.lr, self._beta1, self._beta2, self._eps, update.step, _ADAMW_MODE,
+            bias_correction, update.weight_decay,
+        )  # fmt: skip
+
+    def __del__(self) -> None:
+        op = getattr(self, "_op", None)
+        if op is not None and not self._cuda:
+            op.destroy_adam(self._id)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Compiles the kernels; returns the exit code."""
+    try:
+        load_adam(cuda=list(arguments) == ["cuda"])
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,211 @@
+"""The workers of one machine: started, started again where they die, and waited for.
+
+The coordinator has a crew of its own on this machine; on SLURM every task of the job array is one:
+`python -m megads.tools.evaluate.crew <folder>`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import NoReturn, Self
+
+from megads.errors import EXIT_OK, ConfigError
+from megads.runtime.environment import HIDDEN_GPUS, available_core_numbers
+from megads.runtime.files import atomic_writer
+from megads.runtime.machine_memory import visible_gpus
+from megads.runtime.process import signal_child, start_child
+from megads.runtime.slurm import ask
+from megads.tools.evaluate.config import EvaluateConfig
+from megads.tools.evaluate.evaluation_plan import EvaluationPlan
+from megads.tools.evaluate.work_queue import WorkQueue, is_over, read_note
+
+_POLL_S = 0.5
+_STOP_WITHIN_S = 10.0
+_JOB_FILE = "job.json"
+
+
+@dataclass
+class _Slot:
+    """Of one worker."""
+
+    name: str
+    role: str
+    cores: Sequence[int]
+    variables: dict[str, str]
+    starts: int = 0
+    process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+
+
+def gpus_of(config: EvaluateConfig) -> list[str]:
+    """The GPUs of this machine that workers take; none where the user wants the CPU."""
+    if config.device == "cpu":
+        return []
+    if config.device.startswith("cuda:"):
+        raise ConfigError(f"device = {config.device}: of several workers each takes its own; give auto, cpu or cuda")
+    return visible_gpus()
+
+
+def workers_of(config: EvaluateConfig) -> int:
+    """Model workers of this machine.
+
+    Raises:
+        ConfigError: there are more than GPUs.
+    """
+    gpus = gpus_of(config)
+    workers = config.workers or len(gpus) or 1
+    if gpus and workers > len(gpus):
+        raise ConfigError(f"workers = {workers}: there are {len(gpus)} GPUs, and each worker takes one")
+    return workers
+
+
+def _slots(config: EvaluateConfig, tag: str) -> list[_Slot]:
+    cores, gpus, workers = available_core_numbers(), gpus_of(config), workers_of(config)
+    width = max(len(cores) // workers, 1)
+    slots = []
+    for number in range(workers):
+        # With more workers than cores some share one: each has one thread all the same.
+        first = number * width % len(cores)
+        variables = {"CUDA_VISIBLE_DEVICES": gpus[number]} if gpus else HIDDEN_GPUS
+        slots.append(_Slot(f"{tag}model-{number}", "model", cores[first : first + width], dict(variables)))
+    numbers = range(config.metric_workers)
+    return slots + [_Slot(f"{tag}metrics-{number}", "metrics", (), dict(HIDDEN_GPUS)) for number in numbers]
+
+
+class Crew:
+    """Workers of this machine.
+
+    Args:
+        folder: of the evaluation.
+        config: says how many.
+        tag: begins the names of their logs.
+    """
+
+    def __init__(self, folder: Path, config: EvaluateConfig, tag: str = "") -> None:
+        self._folder, self._starts = folder, config.attempts
+        self._slots = _slots(config, tag)
+
+    def __enter__(self) -> Self:
+        self.keep_up()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Ends those that still work."""
+        left = [slot.process for slot in self._slots if slot.process is not None]
+        for process in left:
+            signal_child(process, signal.SIGTERM)
+        deadline = time.monotonic() + _STOP_WITHIN_S
+        for process in left:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(deadline - time.monotonic(), 0.1))
+            signal_child(process, signal.SIGKILL)
+            process.wait()
+
+    def keep_up(self) -> list[str]:
+        """Starts workers that are not there, those that died too; returns lines on what happened."""
+        said = []
+        for slot in self._slots:
+            code = None if slot.process is None else slot.process.poll()
+            if slot.process is not None and code is None:
+                continue
+            if code == EXIT_OK or slot.starts >= self._starts:
+                continue
+            if code is not None:
+                said.append(f"worker {slot.name} ended with {code}, see {self.log(slot.name)}; it is started again")
+            command = ("-m", "megads.tools.evaluate.worker", str(self._folder), slot.role)
+            slot.process = start_child(command, self.log(slot.name), slot.cores, slot.variables)
+            slot.starts += 1
+        return said
+
+    @property
+    def working(self) -> bool:
+        """Whether any worker is there."""
+        return any(slot.process is not None and slot.process.poll() is None for slot in self._slots)
+
+    def log(self, name: str) -> Path:
+        """Of a worker."""
+        return self._folder / "logs" / f"{name}.log"
+
+
+class WorkerJob:
+    """The SLURM job array whose tasks are crews.
+
+    Args:
+        folder: of the evaluation, which keeps the job's id for the next command.
+
+    Attributes:
+        id: of the job that was submitted last; empty before the first.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.id = str(read_note(folder / _JOB_FILE).get("job", ""))
+
+    def is_queued(self) -> bool:
+        """Whether any of its tasks runs or waits; as long as SLURM does not answer, they are taken to."""
+        if not self.id:
+            return False
+        try:
+            return bool(ask("squeue", "--noheader", "--jobs", self.id, "--format", "%i"))
+        except ConfigError as error:
+            # It forgets a job minutes after its end.
+            return "Invalid job id" not in str(error)
+
+    def submit(self, config: EvaluateConfig) -> str:
+        """Submits the array and returns its id.
+
+        Raises:
+            ConfigError: sbatch refuses it, or is not there.
+        """
+        answer = ask(
+            "sbatch",
+            "--parsable",
+            f"--array=0-{config.nodes - 1}",
+            f"--job-name=evaluate-{self._folder.name[:8]}",
+            f"--output={self._folder.absolute()}/logs/job-%A_%a.out",
+            *shlex.split(config.sbatch_options),
+            str(Path(config.sbatch).absolute()),
+            str(self._folder.absolute()),
+        )
+        # <id>, or <id>;<cluster> where several clusters are federated.
+        self.id = answer.partition(";")[0]
+        with atomic_writer(self._folder / _JOB_FILE) as file:
+            file.write(json.dumps({"job": self.id}).encode())
+        return self.id
+
+
+def main() -> NoReturn:
+    """Keeps up a crew until the evaluation is over, or no worker is left."""
+    parser = argparse.ArgumentParser(prog="python -m megads.tools.evaluate.crew")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--tag", default="", help="begins the names of logs")
+    given = parser.parse_args()
+    signal.signal(signal.SIGTERM, _leave)
+    plan = EvaluationPlan.read(given.folder)
+    queue = WorkQueue(given.folder, plan.config.attempts)
+    with Crew(given.folder, plan.config, given.tag) as crew:
+        while not is_over(plan.units, queue.look()) and crew.working:
+            for line in crew.keep_up():
+                print(line, flush=True)
+            time.sleep(_POLL_S)
+    sys.exit(EXIT_OK)
+
+
+def _leave(number: int, _frame: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
+if __name__ == "__main__":
+    main()

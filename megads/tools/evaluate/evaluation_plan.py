@@ -1,0 +1,236 @@
+"""What a coordinator is to do: which checkpoints, which units, at what predicted cost."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megads.checkpoint.config import list_checkpoints
+from megads.checkpoint.manifest import MANIFEST_FILE, Manifest, read_manifest
+from megads.checkpoint.read import CheckpointHandle, model_config_of
+from megads.errors import CheckpointError, ConfigError
+from megads.evaluate.harness_tasks import LoadedTasks
+from megads.runtime.files import atomic_writer, read_regular
+from megads.runtime.metrics import read_json_lines
+from megads.tools.evaluate.config import EvaluateConfig
+from megads.tools.evaluate.job import require_tokenizer_of
+from megads.tools.evaluate.packing import (
+    LoadCosts,
+    MeasuredTime,
+    TaskCost,
+    WorkUnit,
+    predict_metric_s,
+    predict_s,
+    split,
+)
+from megads.tools.generate import checkpoint_tokenizer, run_path
+
+FOLDER, TIMES_FILE, PLAN_FILE = "evaluation", "times.jsonl", "plan.json"
+_ASSUMED = LoadCosts(start_s=10.0, stage_s=5.0, load_s=0.5)
+"""Of a node, where nothing was measured."""
+
+
+@dataclass(frozen=True)
+class PlannedCheckpoint:
+    """A checkpoint that is evaluated.
+
+    Attributes:
+        id: for people, unlike any other's here.
+        run: name of its run.
+        folder: of the checkpoint.
+        digest: of its manifest.
+        step: at which it was saved.
+        parameters: of the model.
+        output: folder of its results.
+    """
+
+    id: str
+    run: str
+    folder: Path
+    digest: str
+    step: int
+    parameters: int
+    output: Path
+
+
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """All that workers know.
+
+    Attributes:
+        identity: of what is asked, whoever computes it and in which order.
+        config: the user's.
+        checkpoints: in order.
+        units: in the order of checkpoints and tasks.
+        costs: of another checkpoint.
+        times: file of measured times.
+    """
+
+    identity: str
+    config: EvaluateConfig
+    checkpoints: tuple[PlannedCheckpoint, ...]
+    units: tuple[WorkUnit, ...]
+    costs: LoadCosts
+    times: Path
+
+    def checkpoint(self, name: str) -> PlannedCheckpoint:
+        """The checkpoint of an id."""
+        return next(one for one in self.checkpoints if one.id == name)
+
+    def write(self, folder: Path) -> None:
+        """Writes it for workers."""
+        content = {
+            "identity": self.identity,
+            "config": asdict(self.config),
+            "checkpoints": [asdict(one) for one in self.checkpoints],
+            "units": [asdict(unit) for unit in self.units],
+            "costs": asdict(self.costs),
+            "times": self.times,
+        }
+        with atomic_writer(folder / PLAN_FILE) as file:
+            file.write(json.dumps(content, default=str).encode())
+
+    @classmethod
+    def read(cls, folder: Path) -> EvaluationPlan:
+        """Reads what `write` wrote."""
+        from megads.runtime.distributed import decode
+
+        plan: EvaluationPlan = decode(read_regular(folder / PLAN_FILE), EvaluationPlan, 0)
+        return plan
+
+
+def evaluation_folder(config: EvaluateConfig) -> Path:
+    """Where what concerns all checkpoints goes: the output, or the first run's folder of evaluations."""
+    if config.output is not None:
+        return Path(config.output).absolute()
+    folder = run_path(config.runs[0]).absolute()
+    run_dir = folder.parent.parent if (folder / MANIFEST_FILE).is_file() else folder
+    return run_dir / FOLDER
+
+
+def find_checkpoints(config: EvaluateConfig) -> list[PlannedCheckpoint]:
+    """The checkpoints that the config means.
+
+    Raises:
+        CheckpointError: there is none, or its manifest is damaged.
+        DataError: its tokenizer is not there or another model's.
+        ConfigError: `checkpoints` cannot be read.
+    """
+    found: list[PlannedCheckpoint] = []
+    for given in config.runs:
+        folder = run_path(given).absolute()
+        alone = (folder / MANIFEST_FILE).is_file()
+        run_dir = folder.parent.parent if alone else folder
+        for chosen in [folder] if alone else _chosen(folder, config.checkpoints):
+            handle = CheckpointHandle(chosen, read_manifest(chosen))
+            require_tokenizer_of(model_config_of(handle), checkpoint_tokenizer(handle, config.tokenizer))
+            name = f"{run_dir.name}/{chosen.name}" if len(config.runs) > 1 else chosen.name
+            output = run_dir / FOLDER / chosen.name if config.output is None else evaluation_folder(config) / name
+            manifest = handle.manifest
+            found.append(
+                PlannedCheckpoint(
+                    name, run_dir.name, chosen, manifest.digest(), handle.state["step"], _parameters(manifest), output
+                )
+            )
+    names = [one.id for one in found]
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise ConfigError(f"run = {config.run}: {', '.join(sorted(twice))} would be evaluated twice")
+    return found
+
+
+def _chosen(run_dir: Path, wanted: object) -> list[Path]:
+    """Folders of a run's checkpoints: all, last:<n>, or a list of steps; None is the last one."""
+    there = list_checkpoints(run_dir)
+    if not there:
+        raise CheckpointError(f"{run_dir} holds no checkpoint: checkpoints/step_* is empty")
+    if wanted is None or isinstance(wanted, str):
+        last = re.fullmatch(r"last:([1-9]\d*)", wanted or "last:1")
+        if last:
+            return list(there.values())[-int(last[1]) :]
+        if wanted == "all":
+            return list(there.values())
+    found = []
+    for one in wanted if isinstance(wanted, list) else [wanted]:
+        number = re.fullmatch(r"(?:step_)?(\d+)", str(one))
+        if number is None:
+            raise ConfigError(f"checkpoints = {wanted}: want all, last:<n>, or steps such as [100,200]")
+        if int(number[1]) not in there:
+            raise CheckpointError(
+                f"checkpoints = {wanted}: {run_dir} has no step {number[1]}; it has {', '.join(map(str, there))}"
+            )
+        found.append(there[int(number[1])])
+    return list(dict.fromkeys(found))
+
+
+def _parameters(manifest: Manifest) -> int:
+    return sum(math.prod(tensor.shape) for key, tensor in manifest.tensors.items() if key.startswith("weight/"))
+
+
+def identity_of(config: EvaluateConfig, checkpoints: Sequence[PlannedCheckpoint], tasks: LoadedTasks) -> str:
+    """A digest of all that the results, and the batches that they are made of, depend on."""
+    of_tasks = []
+    for name, task in tasks.tasks.items():
+        # Where its YAML file is says nothing of it.
+        metadata = {**(task.dump_config().get("metadata") or {}), "config_source": ""}
+        of_tasks.append((name, {**task.dump_config(), "metadata": metadata}, len(task.eval_docs)))
+    keys = ("limit", "num_fewshot", "batch_size", "tokenizer", "precision", "bootstrap_iters", "tasks")
+    about = [
+        [(one.id, one.digest) for one in checkpoints],
+        of_tasks,
+        {key: getattr(config, key) for key in keys},
+    ]
+    # Functions of a task's YAML file are objects, whose addresses say nothing.
+    text = re.sub(r" at 0x[0-9a-f]+", "", json.dumps(about, default=str))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def make_plan(
+    config: EvaluateConfig,
+    checkpoints: Sequence[PlannedCheckpoint],
+    tasks: LoadedTasks,
+    workers: int,
+    device: str,
+    known_parts: dict[tuple[str, str], int],
+) -> EvaluationPlan:
+    """Splits and prices the tasks.
+
+    Args:
+        config: the user's.
+        checkpoints: to evaluate.
+        tasks: loaded.
+        workers: on all nodes.
+        device: cpu or cuda, whose measured times count.
+        known_parts: by checkpoint and task, into how many parts an earlier start split it, of which some are done.
+    """
+    times = evaluation_folder(config) / TIMES_FILE
+    history, costs = read_times(times, device)
+    priced = []
+    for checkpoint in checkpoints:
+        for name, task in tasks.tasks.items():
+            documents = min(len(task.eval_docs), config.limit or len(task.eval_docs))
+            fewshot = int(task.get_config("num_fewshot") or 0)
+            cost_s = predict_s(name, task.OUTPUT_TYPE, documents, fewshot, checkpoint.parameters, history)
+            priority, tail_s = config.priority.get(name, 0), predict_metric_s(name, history)
+            parts = known_parts.get((checkpoint.id, name))
+            priced.append(TaskCost(checkpoint.id, name, cost_s, documents, priority, parts, tail_s))
+    units = tuple(split(priced, workers))
+    return EvaluationPlan(identity_of(config, checkpoints, tasks), config, tuple(checkpoints), units, costs, times)
+
+
+def read_times(path: Path, device: str) -> tuple[list[MeasuredTime], LoadCosts]:
+    """What was measured before on a kind of device: of tasks, the latest last, and of loads."""
+    history, load = [], asdict(_ASSUMED)
+    for line in read_json_lines(path) if path.is_file() else ():
+        if line.get("device") != device:
+            continue
+        if "task" in line:
+            history.append(MeasuredTime(**line))
+        else:
+            load |= {key: line[key] for key in load if key in line}
+    return history, LoadCosts(**load)

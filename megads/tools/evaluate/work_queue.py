@@ -1,0 +1,292 @@
+"""An evaluation's units and who computes them, as files that workers on any node share; nobody has to be asked.
+
+<folder>/
+  plan.json                       what there is to do
+  workers/<name>.json             who a worker is, and which checkpoint it holds; touched while it lives
+  claims/<unit>.<attempt>         a hard link, which is atomic on network file systems too, to a note of the worker
+  failures/<unit>.<attempt>.json  why an attempt failed
+  parts/<unit>.json               answers to a part of a task's batches
+  metrics/<task>.json             lm-eval's results of a task
+  logs/                           of the workers
+
+A unit is done when its file is there. A claim counts while its worker lives: a process of this machine by its pid, one
+elsewhere by the age of its file, by the file server's clock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from megads.errors import EXIT_BUG, RankKilled
+from megads.runtime import environment
+from megads.runtime.files import atomic_writer, parse_json, read_regular
+from megads.runtime.lease import machine_id, process_birth
+from megads.tools.evaluate.packing import WorkerView, WorkUnit
+
+_BEAT_S = 3.0
+_SILENT_S = 40.0
+"""A worker on another node is gone when its file is older."""
+
+
+@dataclass(frozen=True)
+class WorkerRecord:
+    """A worker.
+
+    Attributes:
+        name: unlike any other's.
+        node: its machine.
+        machine: names the machine's boot and process space; only there the pid means something.
+        pid: its process.
+        born: when that started, in the kernel's ticks.
+        role: "model" or "metrics".
+        loaded: the checkpoint that it holds.
+        unit: what it computes, for people.
+    """
+
+    name: str
+    node: str
+    machine: str
+    pid: int
+    born: int
+    role: str
+    loaded: str | None = None
+    unit: str = ""
+
+    @classmethod
+    def of_this_process(cls, role: str) -> WorkerRecord:
+        """A record of the process that calls it."""
+        node, born = environment.node_name(), process_birth(os.getpid()) or 0
+        return cls(f"{node}-{os.getpid()}-{born}", node, machine_id(), os.getpid(), born, role)
+
+
+def job_id(checkpoint: str, task: str) -> str:
+    """Names a task on a checkpoint in names of files."""
+    return hashlib.sha256(f"{checkpoint}\n{task}".encode()).hexdigest()[:12]
+
+
+def unit_id(unit: WorkUnit) -> str:
+    """Names a unit in names of files."""
+    return f"{job_id(*unit.key)}-{unit.part}of{unit.parts}"
+
+
+@dataclass(frozen=True)
+class QueueState:
+    """A look at the files.
+
+    Attributes:
+        done: ids of units and jobs whose files are there.
+        attempts: of each id, how many there were.
+        busy: ids at which a living worker is, with its name.
+        failed: ids of which no attempt is left, with the last reason and its exit code.
+        workers: those that live.
+    """
+
+    done: set[str] = field(default_factory=set)
+    attempts: dict[str, int] = field(default_factory=dict)
+    busy: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, tuple[str, int]] = field(default_factory=dict)
+    workers: list[WorkerRecord] = field(default_factory=list)
+
+    def is_open(self, name: str) -> bool:
+        """Whether something waits for a worker."""
+        return not (name in self.done or name in self.busy or name in self.failed)
+
+
+class WorkQueue:
+    """The files of an evaluation.
+
+    Args:
+        folder: with them.
+        attempts: at a unit, before it is given up.
+    """
+
+    def __init__(self, folder: Path, attempts: int) -> None:
+        self.folder, self._attempts = folder, attempts
+        for name in ("workers", "claims", "failures", "parts", "metrics", "logs"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+
+    def part_path(self, unit: WorkUnit) -> Path:
+        """Where the answers of a unit go."""
+        return self.folder / "parts" / f"{unit_id(unit)}.json"
+
+    def metrics_path(self, checkpoint: str, task: str) -> Path:
+        """Where lm-eval's results of a task go."""
+        return self.folder / "metrics" / f"{job_id(checkpoint, task)}.json"
+
+    def look(self) -> QueueState:
+        """Reads what is done and who is at what."""
+        state = QueueState(workers=self._living())
+        living = {worker.name for worker in state.workers}
+        claims = self._numbered("claims")
+        failures = self._numbered("failures")
+        # After the claims: what is done in between is seen as done.
+        for name in ("parts", "metrics"):
+            state.done.update(path.stem for path in (self.folder / name).glob("*.json"))
+        for unit, numbers in claims.items():
+            last = max(numbers)
+            state.attempts[unit] = last
+            if unit in state.done:
+                continue
+            owner = self._owner(unit, last)
+            if last not in failures.get(unit, ()) and owner in living:
+                state.busy[unit] = owner
+            elif last >= self._attempts:
+                state.failed[unit] = self._reason(unit, failures.get(unit, ()))
+        return state
+
+    def claim(self, unit: str, state: QueueState, worker: str) -> bool:
+        """Takes a unit; False where another worker was quicker."""
+        note = self.folder / "workers" / f".{worker}.claim"
+        if not note.exists():
+            with atomic_writer(note) as file:
+                file.write(worker.encode())
+        try:
+            os.link(note, self.folder / "claims" / f"{unit}.{state.attempts.get(unit, 0) + 1}")
+        except FileExistsError:
+            return False
+        return True
+
+    def fail(self, unit: str, attempt: int, reason: str, exit_code: int) -> None:
+        """Notes that an attempt failed, and the exit code that this means."""
+        with atomic_writer(self.folder / "failures" / f"{unit}.{attempt}.json") as file:
+            file.write(json.dumps({"reason": reason, "exit_code": exit_code}).encode())
+
+    def forget_attempts(self) -> None:
+        """Lets every unit that is not done be tried again; claims of living workers stay."""
+        state = self.look()
+        for name, numbers in self._numbered("claims").items():
+            if name not in state.busy:
+                for number in numbers:
+                    (self.folder / "claims" / f"{name}.{number}").unlink(missing_ok=True)
+                    (self.folder / "failures" / f"{name}.{number}.json").unlink(missing_ok=True)
+        living = {worker.name for worker in state.workers}
+        for path in (self.folder / "workers").iterdir():
+            # Whoever looks at the clock of the file system removes what it made for that.
+            if path.stem.removeprefix(".") not in living and not path.name.startswith(".now."):
+                path.unlink(missing_ok=True)
+
+    @contextmanager
+    def joined(self, record: WorkerRecord) -> Iterator[Callable[..., None]]:
+        """Makes a worker known as long as the block runs.
+
+        Yields:
+            What changes fields of its record.
+        """
+        path = self.folder / "workers" / f"{record.name}.json"
+        current = [record]
+
+        def change(**fields: Any) -> None:
+            current[0] = replace(current[0], **fields)
+            with atomic_writer(path) as file:
+                file.write(json.dumps(asdict(current[0])).encode())
+
+        over = threading.Event()
+
+        def beat() -> None:
+            while not over.wait(_BEAT_S):
+                # A file system that does not answer now may do so at the next beat.
+                with suppress(OSError):
+                    if path.exists():
+                        os.utime(path)
+                    else:
+                        # Somebody took this worker for dead.
+                        change()
+
+        change()
+        thread = threading.Thread(target=beat, name="worker-beat", daemon=True)
+        thread.start()
+        try:
+            yield change
+        finally:
+            over.set()
+            thread.join()
+            path.unlink(missing_ok=True)
+            (self.folder / "workers" / f".{record.name}.claim").unlink(missing_ok=True)
+
+    def _numbered(self, folder: str) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for path in (self.folder / folder).iterdir():
+            unit, _, number = path.name.removesuffix(".json").rpartition(".")
+            if number.isdigit():
+                found.setdefault(unit, []).append(int(number))
+        return found
+
+    def _owner(self, unit: str, attempt: int) -> str:
+        try:
+            return (self.folder / "claims" / f"{unit}.{attempt}").read_text()
+        except FileNotFoundError:
+            return ""
+
+    def _reason(self, unit: str, failures: Collection[int]) -> tuple[str, int]:
+        if not failures:
+            return "its worker was killed every time", RankKilled.exit_code
+        note = read_note(self.folder / "failures" / f"{unit}.{max(failures)}.json")
+        return str(note.get("reason", "")), int(note.get("exit_code", EXIT_BUG))
+
+    def _living(self) -> list[WorkerRecord]:
+        found, here = [], machine_id()
+        probe = self.folder / "workers" / f".now.{environment.node_name()}.{os.getpid()}"
+        probe.touch()
+        now = probe.stat().st_mtime
+        probe.unlink(missing_ok=True)
+        for path in (self.folder / "workers").glob("*.json"):
+            try:
+                record, age_s = WorkerRecord(**read_note(path)), now - path.stat().st_mtime
+            except (FileNotFoundError, TypeError):
+                continue
+            lives = process_birth(record.pid) == record.born if record.machine == here else age_s < _SILENT_S
+            if lives:
+                found.append(record)
+        return found
+
+
+def read_note(path: Path) -> dict[str, Any]:
+    """A JSON object of a file that was written whole; {} where there is none."""
+    try:
+        content = parse_json(read_regular(path))
+    except (FileNotFoundError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def open_units(units: Sequence[WorkUnit], state: QueueState) -> list[WorkUnit]:
+    """Units that wait for a worker; those of a task that failed elsewhere wait no longer."""
+    lost = {unit.key for unit in units if unit_id(unit) in state.failed}
+    return [unit for unit in units if unit.key not in lost and state.is_open(unit_id(unit))]
+
+
+def ready_jobs(units: Sequence[WorkUnit], state: QueueState) -> list[tuple[str, str]]:
+    """Checkpoints and tasks of which all parts are done and the metrics wait, in the order of the units."""
+    missing = {unit.key for unit in units if unit_id(unit) not in state.done}
+    keys = dict.fromkeys(unit.key for unit in units)
+    return [key for key in keys if key not in missing and state.is_open(job_id(*key))]
+
+
+def is_over(units: Sequence[WorkUnit], state: QueueState) -> bool:
+    """Whether every task has its metrics or failed."""
+    failed = {unit.key for unit in units if unit_id(unit) in state.failed}
+    keys = {unit.key for unit in units}
+    return all(key in failed or job_id(*key) in state.done or job_id(*key) in state.failed for key in keys)
+
+
+def views_of(state: QueueState, name: str) -> tuple[WorkerView, list[WorkerView]]:
+    """A worker, and the others that have models, as `packing` sees them."""
+    views = {one.name: WorkerView(one.name, one.loaded) for one in state.workers if one.role == "model"}
+    return views.pop(name, WorkerView(name)), list(views.values())
+
+
+def by_checkpoint(units: Sequence[WorkUnit], state: QueueState) -> Mapping[str, tuple[int, int]]:
+    """By checkpoint, how many of its units are done, and of how many."""
+    found: dict[str, tuple[int, int]] = {}
+    for unit in units:
+        done, of = found.get(unit.checkpoint, (0, 0))
+        found[unit.checkpoint] = done + (unit_id(unit) in state.done), of + 1
+    return found

@@ -1,0 +1,356 @@
+"""One worker of a coordinated evaluation: `python -m megads.tools.evaluate.worker <folder> model|metrics`.
+
+A model worker holds a checkpoint and answers parts of tasks; a metrics worker puts the parts together and has lm-eval
+compute metrics and errors, so that no model waits for that. Both take work from the folder until there is none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from megads.errors import EXIT_BUG, EXIT_OK, MegadsError
+from megads.runtime.environment import hide_progress_bars, wait_passively
+
+if TYPE_CHECKING:
+    import torch
+
+    from megads.evaluate.harness import HarnessModel
+    from megads.evaluate.harness_tasks import LoadedTasks
+    from megads.evaluate.scoring import Scorer
+    from megads.tools.evaluate.evaluation_plan import EvaluationPlan, PlannedCheckpoint
+    from megads.tools.evaluate.packing import WorkUnit
+    from megads.tools.evaluate.staging import Staging
+    from megads.tools.evaluate.work_queue import QueueState, WorkQueue
+
+MODEL, METRICS = "model", "metrics"
+_POLL_S = 0.3
+
+
+def main() -> NoReturn:
+    """Works until there is nothing left to do."""
+    parser = argparse.ArgumentParser(prog="python -m megads.tools.evaluate.worker")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("role", choices=(MODEL, METRICS))
+    given = parser.parse_args()
+    begin = time.perf_counter()
+    # So that what a worker holds is let go of.
+    signal.signal(signal.SIGTERM, _leave)
+    # Before torch and tqdm are imported.
+    wait_passively()
+    hide_progress_bars()
+    from megads.tools.evaluate.evaluation_plan import EvaluationPlan
+    from megads.tools.evaluate.job import tasks_of
+    from megads.tools.evaluate.work_queue import WorkerRecord, WorkQueue
+
+    plan = EvaluationPlan.read(given.folder)
+    plan.config.settle_plugins()
+    queue = WorkQueue(given.folder, plan.config.attempts)
+    record = WorkerRecord.of_this_process(given.role)
+    with queue.joined(record) as change:
+        tasks = tasks_of(plan.config)
+        assert tasks is not None
+        if given.role == MODEL:
+            model_worker = ModelWorker(plan, queue, tasks, record.name, change)
+            try:
+                model_worker.note_start(time.perf_counter() - begin)
+                model_worker.work()
+            finally:
+                model_worker.close()
+        else:
+            MetricsWorker(plan, queue, tasks, record.name, change).work()
+    sys.exit(EXIT_OK)
+
+
+def _leave(number: int, _frame: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
+class _EvaluationWorker:
+    """What both kinds do.
+
+    Args:
+        plan: of the evaluation.
+        queue: its files.
+        tasks: loaded.
+        name: of this worker.
+        change: tells others of it.
+    """
+
+    def __init__(
+        self, plan: EvaluationPlan, queue: WorkQueue, tasks: LoadedTasks, name: str, change: Callable[..., None]
+    ) -> None:
+        self.plan, self.queue, self.tasks, self.name, self.change = plan, queue, tasks, name, change
+        self._requests: tuple[str, Mapping[str, list[Any]]] = "", {}
+
+    def requests(self, task: str) -> Mapping[str, list[Any]]:
+        """What lm-eval asks in a task, by kind; those of the last task are kept."""
+        from megads.evaluate.harness_tasks import requests_of
+
+        if self._requests[0] != task:
+            self._requests = task, requests_of(self.tasks, task, self.plan.config.limit)
+        return self._requests[1]
+
+    def harness(self, checkpoint: PlannedCheckpoint, dtype: str, scorer: Scorer, continuation: Any) -> HarnessModel:
+        """The checkpoint as lm-eval asks it, with the answers that are kept."""
+        from megads.checkpoint.manifest import read_manifest
+        from megads.checkpoint.read import CheckpointHandle
+        from megads.evaluate.harness import HarnessModel
+        from megads.tools.evaluate.job import answers_of
+        from megads.tools.generate import checkpoint_tokenizer
+
+        handle = CheckpointHandle(checkpoint.folder, read_manifest(checkpoint.folder))
+        found = checkpoint_tokenizer(handle, self.plan.config.tokenizer)
+        answers = answers_of(handle, found, dtype, scorer.batching.max_length, checkpoint.output)
+        return HarnessModel(scorer, found, continuation, answers)
+
+    def attempt(self, name: str, state: QueueState, compute: Callable[[], None]) -> None:
+        """Does a piece of work that is claimed, and notes where it fails.
+
+        Raises:
+            Exception: what no message is made for; the process may be unfit for more.
+        """
+        attempt = state.attempts.get(name, 0) + 1
+        try:
+            compute()
+        except MegadsError as error:
+            self.queue.fail(name, attempt, str(error), error.exit_code)
+        except Exception as error:
+            traceback.print_exc()
+            self.queue.fail(name, attempt, f"{type(error).__name__}: {error}", EXIT_BUG)
+            raise
+        finally:
+            self.change(unit="")
+
+    def note(self, line: Mapping[str, Any]) -> None:
+        """Adds a measured time to those of earlier evaluations."""
+        from megads.runtime.metrics import JsonLinesWriter
+
+        writer = JsonLinesWriter(self.plan.times)
+        writer.write_line(line)
+        writer.close()
+
+
+class ModelWorker(_EvaluationWorker):
+    """Answers parts of tasks."""
+
+    def __init__(
+        self, plan: EvaluationPlan, queue: WorkQueue, tasks: LoadedTasks, name: str, change: Callable[..., None]
+    ) -> None:
+        super().__init__(plan, queue, tasks, name, change)
+        from megads.evaluate.generation import choose_device, choose_dtype
+        from megads.tools.evaluate.staging import Staging
+
+        config = plan.config
+        self._device = choose_device(config.device)
+        self._dtype: torch.dtype = choose_dtype(config.precision, self._device)
+        most = None if config.staging_gib is None else int(config.staging_gib * 2**30)
+        self._staging: Staging = Staging(Path(config.staging_folder), queue.folder, most)
+        self._harness: HarnessModel | None = None
+        self._loaded: str | None = None
+
+    def note_start(self, seconds: float) -> None:
+        """Notes what the start of a process took."""
+        self.note({"device": self._device.type, "start_s": seconds})
+
+    def work(self) -> None:
+        """Takes units until all are done or given up: those of a worker that dies wait again."""
+        from megads.tools.evaluate.packing import choose
+        from megads.tools.evaluate.staging import staged_name
+        from megads.tools.evaluate.work_queue import open_units, unit_id, views_of
+
+        units = self.plan.units
+        names = {staged_name(one.digest, self._dtype): one.id for one in self.plan.checkpoints}
+        while True:
+            state = self.queue.look()
+            waiting = open_units(units, state)
+            if not waiting and not any(unit_id(unit) in state.busy for unit in units):
+                return
+            me, others = views_of(state, self.name)
+            staged = {names[name] for name in self._staging.staged() if name in names}
+            unit = choose(waiting, me, others, staged, self.plan.costs)
+            if unit is None:
+                time.sleep(_POLL_S)
+            elif self.queue.claim(unit_id(unit), state, self.name):
+                self.change(loaded=unit.checkpoint, unit=unit.name)
+                self.attempt(unit_id(unit), state, partial(self._answer, unit))
+
+    def close(self) -> None:
+        """Lets go of the node's memory."""
+        self._staging.close()
+
+    def _answer(self, unit: WorkUnit) -> None:
+        from megads.evaluate.harness import BatchShare
+        from megads.runtime.files import atomic_writer
+
+        checkpoint = self.plan.checkpoint(unit.checkpoint)
+        model = self._load(checkpoint)
+        begin, kinds, asked = time.perf_counter(), {}, False
+        for kind, requests in self.requests(unit.task).items():
+            values = None
+            if model.answers.known(unit.task, kind, requests) is None:
+                values = model.answer_share(unit.task, kind, requests, BatchShare(unit.part, unit.parts))
+                asked = True
+            kinds[kind] = {"requests": model.answers.digest(kind, requests), "values": values}
+        seconds = time.perf_counter() - begin
+        content = {"unit": asdict(unit), "worker": self.name, "seconds": seconds, "asked": asked, "kinds": kinds}
+        content |= {"dtype": str(self._dtype).removeprefix("torch."), "device": self._device.type}
+        with atomic_writer(self.queue.part_path(unit)) as file:
+            file.write(json.dumps(content).encode())
+        if asked:
+            self.note(measured(self.tasks, unit.task, self.plan, checkpoint, self._device.type, seconds, unit.parts))
+
+    def _load(self, checkpoint: PlannedCheckpoint) -> HarnessModel:
+        if self._loaded == checkpoint.id and self._harness is not None:
+            return self._harness
+        from megads.evaluate.scoring import Batching, CachedContinuation, ModelScoringEngine, Scorer
+        from megads.tools.evaluate.staging import staged_name
+
+        # Two models need not fit.
+        self._loaded = self._harness = None
+        begin = time.perf_counter()
+        name = staged_name(checkpoint.digest, self._dtype)
+        loaded = self._staging.load(checkpoint.folder, name, self._device, self._dtype)
+        phase = "stage_s" if loaded.read else "load_s"
+        self.note({"device": self._device.type, phase: time.perf_counter() - begin})
+        print(f"{checkpoint.id}: {'read' if loaded.read else 'mapped'}", flush=True)
+        model = loaded.model
+        batching = Batching(self.plan.config.batch_size, model.config.max_seq_len)
+        scorer = Scorer(ModelScoringEngine(model), model.config, batching)
+        dtype = str(self._dtype).removeprefix("torch.")
+        self._harness = self.harness(checkpoint, dtype, scorer, partial(CachedContinuation, model))
+        self._loaded = checkpoint.id
+        return self._harness
+
+
+def measured(
+    tasks: LoadedTasks,
+    name: str,
+    plan: EvaluationPlan,
+    checkpoint: PlannedCheckpoint,
+    device: str,
+    seconds: float,
+    parts: int,
+    metric_s: float = 0.0,
+) -> dict[str, Any]:
+    """A line of measured times, see `packing.MeasuredTime`."""
+    task = tasks.tasks[name]
+    documents = min(len(task.eval_docs), plan.config.limit or len(task.eval_docs))
+    return {
+        "task": name,
+        "kind": task.OUTPUT_TYPE,
+        "documents": 0.0 if metric_s else documents / parts,
+        "seconds": seconds,
+        "metric_s": metric_s,
+        "parameters": checkpoint.parameters,
+        "device": device,
+        "fewshot": int(task.get_config("num_fewshot") or 0),
+    }
+
+
+class MetricsWorker(_EvaluationWorker):
+    """Puts parts together and computes metrics."""
+
+    def work(self) -> None:
+        """Takes tasks whose parts are done until every task has its metrics or failed."""
+        from megads.tools.evaluate.work_queue import is_over, job_id, ready_jobs
+
+        units = self.plan.units
+        tails = {unit.key: (unit.priority, unit.tail_s) for unit in units}
+        while True:
+            state = self.queue.look()
+            ready = ready_jobs(units, state)
+            if not ready:
+                if is_over(units, state):
+                    return
+                time.sleep(_POLL_S)
+                continue
+            key = max(ready, key=lambda key: tails[key])
+            if self.queue.claim(job_id(*key), state, self.name):
+                self.change(unit=f"metrics of {key[1]} on {key[0]}")
+                self.attempt(job_id(*key), state, partial(self._measure, *key))
+
+    def _measure(self, checkpoint_id: str, task: str) -> None:
+        from megads.evaluate.harness_tasks import measure_task
+        from megads.runtime.files import atomic_writer
+        from megads.tools.evaluate.work_queue import read_note
+
+        checkpoint = self.plan.checkpoint(checkpoint_id)
+        units = [unit for unit in self.plan.units if unit.key == (checkpoint_id, task)]
+        parts = [read_note(self.queue.part_path(unit)) for unit in units]
+        begin, dtype = time.perf_counter(), parts[0]["dtype"]
+        model = self.harness(checkpoint, dtype, without_model(checkpoint, self.plan.config.batch_size), None)
+        for kind, requests in self.requests(task).items():
+            if model.answers.known(task, kind, requests) is None:
+                self._join(model, task, kind, requests, units, parts)
+        config = self.plan.config
+        text = measure_task(model, self.tasks, task, config.limit, config.bootstrap_iters)
+        with atomic_writer(self.queue.metrics_path(checkpoint_id, task)) as file:
+            file.write(text.encode("utf-8", "surrogatepass"))
+        seconds = time.perf_counter() - begin
+        self.note(measured(self.tasks, task, self.plan, checkpoint, parts[0]["device"], 0.0, 1, metric_s=seconds))
+
+    def _join(
+        self,
+        model: HarnessModel,
+        task: str,
+        kind: str,
+        requests: list[Any],
+        units: Sequence[WorkUnit],
+        parts: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """Makes kept answers of a task's parts."""
+        from megads.errors import DataError
+        from megads.evaluate.harness import join_parts
+
+        digest = model.answers.digest(kind, requests)
+        own = [part["kinds"].get(kind, {}) for part in parts]
+        if any(one.get("requests") != digest or one.get("values") is None for one in own):
+            for unit in units:
+                self.queue.part_path(unit).unlink(missing_ok=True)
+            raise DataError(
+                f"task {task}: its requests changed during the evaluation; the same command asks them again"
+            )
+        model.answers.keep(task, kind, requests, join_parts(kind, [one["values"] for one in own]))
+
+
+class _NoModel:
+    """Stands for an engine where every answer is kept."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.device = torch.device("cpu")
+
+    def evaluate(self, micro_batches: Any) -> Any:
+        raise AssertionError("an answer is missing")
+
+    score = evaluate
+
+
+def without_model(checkpoint: PlannedCheckpoint, batch_size: int) -> Scorer:
+    """A scorer that has a model's shape and scores nothing."""
+    from megads.checkpoint.manifest import read_manifest
+    from megads.checkpoint.read import CheckpointHandle, model_config_of
+    from megads.evaluate.scoring import Batching, Scorer
+
+    shape = model_config_of(CheckpointHandle(checkpoint.folder, read_manifest(checkpoint.folder)))
+    return Scorer(_NoModel(), shape, Batching(batch_size, shape.max_seq_len))  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except MegadsError as error:
+        print(f"megads: {error}", file=sys.stderr)
+        sys.exit(error.exit_code or EXIT_BUG)

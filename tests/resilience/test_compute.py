@@ -1,0 +1,214 @@
+"""Finite but wrong values: found by real ranks in every kind of layout, told apart, and the training none the wiser."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megads.resilience.compute
+from megads.engine.interface import Repeated
+from megads.errors import UnhealthyNode
+from megads.parallel.compute_trace import ComputeTrace, Difference, checksum
+from megads.resilience.compute import ComputeFault, ComputeHook, compute_fault
+from megads.runtime.hooks import TrainState
+from megads.runtime.metrics import EventWriter, read_json_lines
+from megads.runtime.run_dir import EVENTS_FILE
+from megads.tools.verify.layout import rank_batches
+from tests.distributed import run_ranks
+from tests.engine.test_training import filling_from, state
+from tests.faulty_products import FaultyProducts, always_the_same, at_random, once
+from tests.parity import LAYOUTS, MODEL, ParallelConfig, build_engine, digest, scenario_with
+
+MORE = {"dp3": ParallelConfig(dp=3), "tp2dp3": ParallelConfig(tp=2, dp=3)}
+WRONG = {"same": always_the_same, "random": at_random}
+WGRAD = ("weight_gradient", "add_weight_gradient")
+
+# Layout, what goes wrong, products that are counted, the rank that computes wrongly, and the ranks that are named.
+FAULTS: list[tuple[str, Any, Sequence[str], int, list[int]]] = [
+    ("tp2pp2", 0, (), 1, [1]),
+    ("tp2pp2", 3, ("linear_into",), 2, [2]),
+    ("tp2pp2", 0, ("input_gradient",), 3, [3]),
+    ("tp2pp2", 2, WGRAD, 0, [0]),
+    ("tp2pp2", "random", (), 1, [1]),
+    ("tp2pp2", "random", ("input_gradient",), 2, [2]),
+    ("single", 2, (), 0, [0]),
+    ("dp2", 1, (), 1, [1]),
+    ("dp2", "same", (), 1, [0, 1]),
+    ("dp3", "same", (), 1, [1]),
+    ("dp3", "random", (), 2, [2]),
+    ("tp2dp3", "same", ("linear_into",), 3, [3]),
+    ("tp2pp2sp", 1, (), 3, [3]),
+    ("tp2dp2sp", 1, ("input_gradient",), 2, [2]),
+    ("pp2 interleaved", 4, (), 1, [1]),
+    ("pp2 zb_h1", 5, WGRAD, 0, [0]),
+    ("pp2 zb_v", 4, ("input_gradient",), 0, [0]),
+    ("pp2dp2 dualpipe_v", 4, (), 3, [3]),
+    ("pp2cp2", 1, (), 2, [2]),
+    ("cp2dp2", 1, (), 3, [3]),
+    ("pp2dp2, ZeRO-0", 1, (), 1, [1]),
+    ("zero2dp2", 1, (), 1, [1]),
+    ("zero2tp2dp2", 1, ("linear_into",), 1, [1]),
+    ("zero3dp3", "same", (), 1, [1]),
+    ("zero3tp2dp2", 1, (), 2, [2]),
+    ("hierarchical", 1, (), 3, [3]),
+]
+
+
+def checked_steps(
+    layout: str, folder: Path, precision: str, faults: Sequence[tuple[Any, Sequence[str], int]]
+) -> list[tuple[str, bool]]:
+    """Trains steps without checks, and again with a check and a fault in each; says what followed, and whether results
+    and state are the same bits."""
+    megads.resilience.compute.HEAD_START_S = 0.0
+    batch = 8 if layout == "hierarchical" else 12
+    model = replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1)
+    scenario = scenario_with(precision=precision, model=model, global_batch_size=batch)
+    engine = build_engine(scenario, (LAYOUTS | MORE)[layout])
+    rank, control = engine.grid.rank, engine.grid.control
+    hook, said = ComputeHook(engine, EventWriter(folder, enabled=rank == 0), 1), []
+    for number, (wrong, kinds, faulty) in enumerate([(None, (), 0), *faults]):
+        batches = rank_batches(scenario, number, engine.grid)
+        saved, steps = state(engine), engine.optimizer_steps
+        expected = engine.step(batches, scenario.lr), bits(engine)
+        engine.load_shards(filling_from(saved), steps)
+        hook.on_start(TrainState(step=number))
+        broken = FaultyProducts(once(wrong) if isinstance(wrong, int) else WRONG.get(wrong, lambda _: None), *kinds)
+        if rank == faulty:
+            broken.install()
+        try:
+            result, fault = engine.step(batches, scenario.lr), "none"
+            same = (result, bits(engine)) == expected
+        except UnhealthyNode as error:
+            fault, same = str(error), control.any(False)
+            engine.load_shards(filling_from(saved), steps)
+        finally:
+            broken.remove()
+            hook.on_end(TrainState())
+        said.append((fault, not control.any(not same)))
+    return said
+
+
+def bits(engine: Any) -> dict[str, str]:
+    """Of all that the optimizer holds."""
+    return {f"{shard.key} {shard.offset}": digest(shard.tensor) for shard in engine.named_shards(owned=False)}
+
+
+@pytest.mark.distributed
+@pytest.mark.quick("dp3", "tp2pp2sp")
+@pytest.mark.parametrize("layout", dict.fromkeys(layout for layout, *_ in FAULTS))
+def test_a_wrong_product_is_found_and_its_rank_named(layout: str, tmp_path: Path) -> None:
+    """Catches a fault that is not found or is applied, a rank blamed for what another one sent it, computations that
+    differ without a fault (dropout, buffers that keep something), and a checked step of other bits than unchecked."""
+    wanted = [fault for fault in FAULTS if fault[0] == layout]
+    given = [fault[1:4] for fault in wanted]
+    precision = "bfloat16" if layout in ("tp2pp2", "zero3dp3", "cp2dp2") else "float32"
+    world = (LAYOUTS | MORE)[layout].world_size
+    everyone = run_ranks(checked_steps, world, layout, tmp_path, precision, given)
+    assert all(said == everyone[0] for said in everyone)
+    healthy, *broken = everyone[0]
+    assert healthy == ("none", True)
+    events = [event for event in read_json_lines(tmp_path / EVENTS_FILE) if event["event"] == "compute_differs"]
+    assert len(events) == len(wanted)
+    for (_, wrong, _, _, named), event, (fault, same) in zip(wanted, events, broken, strict=True):
+        assert event["ranks"] == named, event
+        assert event["fault"] == ("transient" if isinstance(wrong, int) else "persistent")
+        assert (fault == "none" and same) if isinstance(wrong, int) else f"rank {named[0]}: " in fault, event
+
+
+def suspicious_steps(layout: str, folder: Path, faulty: int) -> list[bool]:
+    """Trains a step that is suspicious without a fault, and one with; says whether each is that of an unchecked run."""
+    engine, scenario = build_engine(scenario_with(), LAYOUTS[layout]), scenario_with()
+    rank, same = engine.grid.rank, []
+    events = EventWriter(folder, enabled=rank == 0)
+    for number in (0, 1):
+        hook = ComputeHook(engine, events, 0, lambda _step, _loss, _norm: True)
+        batches, saved, steps = rank_batches(scenario, number, engine.grid), state(engine), engine.optimizer_steps
+        expected = engine.step(batches, scenario.lr), bits(engine)
+        engine.load_shards(filling_from(saved), steps)
+        broken = FaultyProducts(once(0))
+        hook.on_start(TrainState(step=number))
+        if number and rank == faulty:
+            broken.install()
+        same.append((engine.step(batches, scenario.lr), bits(engine)) == expected)
+        broken.remove()
+        hook.on_end(TrainState())
+    return same
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", ["tp2pp2", "pp2dp2", "zero2dp2", "zero3dp2"])
+def test_a_suspicious_step_is_computed_again(layout: str, tmp_path: Path) -> None:
+    """Catches an update that is made before the step is computed again, and gradients that are added up twice."""
+    world, faulty = LAYOUTS[layout].world_size, 1
+    assert run_ranks(suspicious_steps, world, layout, tmp_path, faulty) == [[True, True]] * world
+    plain, wrong = read_json_lines(tmp_path / EVENTS_FILE)
+    assert (plain["event"], plain["step"]) == ("suspicious_step", 1)
+    assert (wrong["event"], wrong["step"], wrong["fault"]) == ("compute_differs", 2, "transient")
+    assert faulty in wrong["ranks"]
+
+
+def test_a_checksum_sees_any_flip_and_any_order() -> None:
+    """Catches a sum that errors vanish in: of two elements that change places, or of +1 and -1 at different places."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        x = torch.randn(70_001, generator=torch.Generator().manual_seed(0)).to(dtype)
+        words = x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+        known = checksum(x).item()
+        assert checksum(x.clone()).item() == known
+        for place in (0, 1, 65_535, 65_536, 70_000):
+            for bit in range(8 * x.element_size() - 1):
+                words[place] ^= 1 << bit
+                assert checksum(x).item() != known
+                words[place] ^= 1 << bit
+        for one, other in ((0, 1), (3, 65_540), (65_536, 4)):
+            assert words[one] != words[other]
+            words[[one, other]] = words[[other, one]]
+            assert checksum(x).item() != known
+            words[[one, other]] = words[[other, one]]
+        for change in ([1, -1], [1, -2, 1], [1, -3, 3, -1]):
+            words[10 : 10 + len(change)] += torch.tensor(change, dtype=words.dtype)
+            assert checksum(x).item() != known
+            words[10 : 10 + len(change)] -= torch.tensor(change, dtype=words.dtype)
+        assert checksum(x).item() == known
+    assert checksum(torch.zeros(3, 2).t()).item() == checksum(torch.zeros(2, 3)).item()
+
+
+def test_two_traces_part_where_the_first_entry_differs() -> None:
+    """Catches a comparison of totals, in which a difference has no place, and entries that are noted out of a check."""
+    trace, traces = ComputeTrace(), []
+    for wrong in (False, True):
+        trace.note("before", torch.ones(2))
+        trace.begin()
+        for number in range(3):
+            trace.note(f"entry {number}", torch.full((2,), float(wrong and number > 0)), received=number == 1)
+        traces.append(trace.end())
+    assert traces[0].first_difference(traces[0]) is None
+    assert traces[0].first_difference(traces[1]) == Difference(1, "entry 1", received=True)
+
+
+def seen(rank: int, peer: int, place: tuple[int, int], **parted: Difference) -> Repeated:
+    return Repeated(rank, peer, place, parted.get("here"), parted.get("elsewhere"), parted.get("between"))
+
+
+def test_who_computed_wrongly() -> None:
+    """Catches blame on the rank that a wrong value came to first in time, not in the order of computation."""
+    sent, later = Difference(4, "a message", received=False), Difference(9, "a gradient", received=False)
+    got = Difference(2, "a message received", received=True)
+    own = [seen(0, 0, (0, 0), here=later), seen(1, 1, (0, 0), here=sent), seen(2, 2, (1, 0), here=got)]
+    assert compute_fault(own) == ComputeFault(persistent=False, found=((1, "a message"),))
+    # The peer of rank 0 is rank 2, which computed rank 0's samples wrongly once.
+    pairs = [seen(0, 2, (0, 0), elsewhere=sent), seen(2, 0, (0, 1))]
+    assert compute_fault(pairs).ranks == [2]
+    assert compute_fault([seen(2, 2, (1, 0), here=got)]).found == ((2, "a message received"),)
+    # Each repeats itself: with three that compute the same, the one in both pairs; with two, both.
+    three = [
+        seen(0, 2, (0, 0)), seen(1, 0, (0, 1), between=sent), seen(2, 1, (0, 2), between=sent)
+    ]  # fmt: skip
+    assert compute_fault(three) == ComputeFault(persistent=True, found=((1, "a message"),))
+    two = [seen(0, 1, (0, 0), between=sent), seen(1, 0, (0, 1), between=sent)]
+    assert compute_fault(two).ranks == [0, 1]

@@ -1,0 +1,313 @@
+"""A coordinated evaluation of several checkpoints: equal results, whatever is killed, and nothing computed twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megads.errors import EXIT_OK, CheckpointError, ConfigError, MegadsError, RankKilled
+from megads.evaluate.harness_tasks import load_tasks
+from megads.runtime.metrics import EventWriter, read_json_lines
+from megads.tools.evaluate.command import evaluate
+from megads.tools.evaluate.config import EvaluateConfig, EvaluationLauncher, EvaluationLayoutConfig
+from megads.tools.evaluate.coordinate import conclude
+from megads.tools.evaluate.evaluation_plan import EvaluationPlan, find_checkpoints, make_plan
+from megads.tools.evaluate.work_queue import WorkerRecord, WorkQueue
+from megads.tools.evaluate.worker import MetricsWorker, ModelWorker
+from tests.command import Command, StartCommand
+from tests.small_run import hot_model, model_config, write_dataset, write_run
+from tests.tools.evaluate.test_command import COMMON, TASKS
+
+pytest.importorskip("lm_eval")
+
+DOCUMENTS, STEPS = 25, (1, 2, 3)
+NAMES = ("choose", "go_on", "read")
+ARGUMENTS = ("run=run", "tasks=[choose,both]", "tasks_folder=tasks", "device=cpu", "batch_size=3")
+
+
+def make_run(folder: Path) -> None:
+    """A run of three checkpoints, three tasks of texts of different lengths, and times that make each task long."""
+    prefix = write_dataset(folder / "data")
+    for step in STEPS:
+        model = hot_model(model_config())
+        with torch.no_grad():
+            next(iter(model.parameters())).mul_(1 + step / 4)
+        write_run(folder / "run", prefix, model, step)
+    EventWriter(folder / "run").write("start")
+    for name in NAMES:
+        task = folder / "tasks" / name
+        task.mkdir(parents=True)
+        (task / "task.yaml").write_text(f"task: {name}\n{COMMON}{TASKS[name]}")
+        questions = [f"def attention_{i}(query" + " key" * (i % 7) for i in range(DOCUMENTS)]
+        (task / "rows.jsonl").write_text(
+            "".join(json.dumps({"question": question, "answer": ", key)"}) + "\n" for question in questions)
+        )
+    (folder / "tasks" / "group.yaml").write_text(
+        "group: both\ntask: [go_on, read]\naggregate_metric_list: [{metric: bits_per_byte}, {metric: exact_match}]\n"
+    )
+    (folder / "run" / "evaluation").mkdir()
+    kinds = ("multiple_choice", "generate_until", "loglikelihood_rolling")
+    times = [
+        {"task": name, "kind": kind, "documents": 1.0, "seconds": 10.0, "metric_s": 0.0, "parameters": 10**5,
+         "device": "cpu", "fewshot": 0}
+        for name, kind in zip(NAMES, kinds, strict=True)
+    ]  # fmt: skip
+    (folder / "run" / "evaluation" / "times.jsonl").write_text("".join(json.dumps(line) + "\n" for line in times))
+
+
+def results_in(folder: Path) -> dict[str, Any]:
+    """What the newest results of each checkpoint say of tasks, without times and places."""
+    found = {}
+    for step in STEPS:
+        files = sorted(folder.glob(f"step_{step:08d}/results_*.json"))
+        if files:
+            content = json.loads(files[-1].read_text())
+            keys = ("results", "groups", "group_subtasks", "configs", "versions", "n-shot", "n-samples", "task_hashes",
+                    "higher_is_better")  # fmt: skip
+            for config in content["configs"].values():
+                del config["metadata"]["config_source"]
+            found[f"step_{step:08d}"] = {key: content.get(key) for key in keys}
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The results of an evaluation of one checkpoint after the other."""
+    folder = tmp_path_factory.mktemp("plain")
+    make_run(folder)
+    threads = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("HF_HOME", str(folder / "cache"))
+        # As a worker of two on two cores has.
+        torch.set_num_threads(1)
+        for step in STEPS:
+            run = f"run/checkpoints/step_{step:08d}"
+            config = EvaluateConfig(
+                run,
+                tasks=["choose", "both"],
+                tasks_folder="tasks",
+                device="cpu",
+                batch_size=3,
+                output=f"out/{run[-13:]}",
+            )
+            assert evaluate(config) == EXIT_OK
+        torch.set_num_threads(threads)
+    return results_in(folder / "out")
+
+
+def state_folder(folder: Path) -> Path:
+    """Where workers meet."""
+    (found,) = (path for path in (folder / "run/evaluation/coordinator").iterdir() if (path / "plan.json").is_file())
+    return found
+
+
+def parts_done(folder: Path) -> int:
+    return len(list(folder.glob("run/evaluation/coordinator/*/parts/*.json")))
+
+
+def units_of(folder: Path) -> list[dict[str, Any]]:
+    return json.loads((state_folder(folder) / "plan.json").read_text())["units"]  # type: ignore[no-any-return]
+
+
+def computed(folder: Path) -> int:
+    """Units that any worker answered, as often as it was done."""
+    lines = read_json_lines(folder / "run" / "evaluation" / "times.jsonl")
+    return sum(line.get("documents", 0) > 0 for line in lines) - len(NAMES)
+
+
+def living(folder: Path, role: str = "model") -> list[WorkerRecord]:
+    workers = WorkQueue(state_folder(folder), 3).look().workers
+    return [one for one in workers if one.role == role]
+
+
+def start_evaluation(megads: StartCommand, *more: str, variables: Mapping[str, str] = {}) -> Command:
+    """All checkpoints with two workers; their memory is a folder of the test."""
+    memory = megads.folder / "memory"
+    memory.mkdir(exist_ok=True)
+    return megads(
+        "evaluate", *ARGUMENTS, "checkpoints=all", "workers=2", f"staging_folder={memory}", *more,
+        variables={"HF_HOME": str(megads.folder / "cache"), **variables},
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_results_are_those_of_plain_evaluations(megads: StartCommand, plain: dict[str, Any]) -> None:
+    """Catches parts that are put together wrongly, an answer that depends on who gave it, a group without its mean, an
+    event, a table or memory that is forgotten, and a second command that asks anything again."""
+    folder = megads.folder
+    make_run(folder)
+    ended = start_evaluation(megads, "priority={read: 1}").end()
+    assert ended.code == EXIT_OK, ended
+    units = units_of(folder)
+    assert len(units) > 3 * len(STEPS), "long tasks are split"
+    assert results_in(folder / "run" / "evaluation") == plain
+    assert computed(folder) == len(units) and not list((folder / "memory").iterdir())
+    table = json.loads((folder / "run" / "evaluation" / "table.json").read_text())
+    assert [one["step"] for one in table["checkpoints"]] == list(STEPS)
+    found = plain["step_00000002"]["results"]["choose"]["acc,none"]
+    assert table["checkpoints"][1]["metrics"]["choose/acc"] == found and f"{found:.4f}" in ended.out
+    assert (folder / "run" / "evaluation" / "table.png").read_bytes().startswith(b"\x89PNG")
+    events = [event for event in read_json_lines(folder / "run" / "events.jsonl") if event["event"] == "evaluation"]
+    assert [event["step"] for event in events] == list(STEPS)
+
+    assert start_evaluation(megads, "priority={read: 1}").end().code == EXIT_OK
+    assert computed(folder) == len(units) and results_in(folder / "run" / "evaluation") == plain
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_killed_workers(megads: StartCommand, plain: dict[str, Any]) -> None:
+    """Catches a unit that is lost with its worker, workers that nobody replaces, and units that are computed again."""
+    folder = megads.folder
+    make_run(folder)
+    running = start_evaluation(megads)
+    running.wait_for(lambda: parts_done(folder) >= 3)
+    for worker in living(folder):
+        os.kill(worker.pid, signal.SIGKILL)
+    ended = running.end()
+    assert ended.code == EXIT_OK, ended
+    assert "is started again" in ended.err
+    assert results_in(folder / "run" / "evaluation") == plain
+    # A kill may come between the answers of a unit and the note of their time.
+    assert abs(computed(folder) - len(units_of(folder))) <= 2
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("everything", [False, True])
+def test_a_killed_coordinator(megads: StartCommand, plain: dict[str, Any], everything: bool) -> None:
+    """Catches workers that go on for nobody, a second command that begins anew, and memory that stays taken."""
+    folder = megads.folder
+    make_run(folder)
+    running = start_evaluation(megads)
+    running.wait_for(lambda: parts_done(folder) >= 3)
+    workers = living(folder)
+    if everything:
+        running.kill_everything()
+        assert list((folder / "memory").iterdir()), "nobody was left to clean up"
+    else:
+        os.kill(running.process.pid, signal.SIGKILL)
+        running.process.wait()
+    done = parts_done(folder)
+    ended = start_evaluation(megads).end()
+    assert ended.code == EXIT_OK, ended
+    assert results_in(folder / "run" / "evaluation") == plain
+    assert computed(folder) <= len(units_of(folder)) + len(workers) and done >= 3
+    assert not list((folder / "memory").iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_what_fails_is_named_and_the_rest_is_there(megads: StartCommand, plain: dict[str, Any]) -> None:
+    """Catches an evaluation that one damaged checkpoint ends, or that is silent about it."""
+    folder = megads.folder
+    make_run(folder)
+    (file,) = folder.glob("run/checkpoints/step_00000002/*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    ended = start_evaluation(megads, "attempts=2").end()
+    assert ended.code == CheckpointError.exit_code, ended
+    for name in NAMES:
+        assert f"failed: {name} on step_00000002" in ended.err
+    assert "checksum" in ended.err and "Traceback" not in ended.err
+    others = {name: found for name, found in plain.items() if name != "step_00000002"}
+    assert results_in(folder / "run" / "evaluation") == others
+
+
+def test_workers_in_one_process(folder: Path, plain: dict[str, Any]) -> None:
+    """Catches, without processes, parts that are joined wrongly, an answer that depends on its part, a group without
+    its mean."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    config = EvaluateConfig(
+        "run", checkpoints="all", tasks=["choose", "both"], tasks_folder="tasks", device="cpu", batch_size=3, workers=2,
+        staging_folder=str(folder),
+    )  # fmt: skip
+    checkpoints, tasks = find_checkpoints(config), load_tasks(config.tasks, Path("tasks"))
+    queue = WorkQueue(folder / "state", attempts=1)
+    plan = make_plan(config, checkpoints, tasks, 2, "cpu", {})
+    plan.write(queue.folder)
+    assert EvaluationPlan.read(queue.folder) == plan
+    record = WorkerRecord.of_this_process("model")
+    with queue.joined(record) as change:
+        worker = ModelWorker(plan, queue, tasks, record.name, change)
+        worker.work()
+        worker.close()
+        MetricsWorker(plan, queue, tasks, record.name, change).work()
+    torch.set_num_threads(threads)
+    assert conclude(config, plan, tasks, queue) == EXIT_OK
+    assert results_in(folder / "run" / "evaluation") == plain and computed(folder) == len(plan.units)
+    assert len(plan.units) > 3 * len(STEPS)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with a run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    make_run(tmp_path)
+    return tmp_path
+
+
+REFUSED: list[tuple[dict[str, Any], type[MegadsError], str]] = [
+    ({"checkpoints": "some"}, ConfigError, r"checkpoints = some: want all, last:<n>, or steps"),
+    ({"checkpoints": [7]}, CheckpointError, "has no step 7; it has 1, 2, 3"),
+    ({"workers": 0}, ConfigError, "workers = 0"),
+    ({"checkpoints": "all", "tasks": []}, ConfigError, "a coordinator evaluates tasks only"),
+    ({"checkpoints": "all", "data": ["valid"]}, ConfigError, "a coordinator evaluates tasks only"),
+    ({"checkpoints": "all", "layout": EvaluationLayoutConfig(tp=2)}, ConfigError, "hold a whole model each"),
+    ({"checkpoints": "all", "priority": {"chose": 1}}, ConfigError, "priority: chose is not evaluated"),
+    ({"run": ["run", "run"]}, ConfigError, "give every run once"),
+    ({"dry_run": True}, ConfigError, "belongs to a coordinator"),
+    ({"workers": 1, "nodes": 2}, ConfigError, "nodes = 2: belongs to launcher=slurm"),
+    (
+        {"launcher": EvaluationLauncher.slurm, "sbatch": "nowhere"},
+        ConfigError,
+        "sbatch = nowhere: there is no such script",
+    ),
+]
+
+
+def test_refusals_and_the_dry_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a traceback, a remedy that is not told, and a dry run that leaves something or says nothing."""
+    given: dict[str, Any] = {"run": "run", "tasks": ["choose", "both"], "tasks_folder": "tasks", "device": "cpu"}
+    for changes, kind, said in REFUSED:
+        with pytest.raises(kind, match=said):
+            evaluate(EvaluateConfig(**(given | changes)))
+    changes = {"checkpoints": "last:2", "workers": 2, "dry_run": True, "priority": {"choose": 3}}
+    assert evaluate(EvaluateConfig(**(given | changes))) == EXIT_OK
+    out = capsys.readouterr().out
+    assert "step_00000003" in out and "step_00000001" not in out and "one job a task would take" in out
+    assert out.index("choose") < out.index("read")
+    assert [path.name for path in (folder / "run" / "evaluation").iterdir()] == ["times.jsonl"]
+
+
+def test_attempts_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a unit that kills its worker for ever, two workers at one unit, and a dead worker's claim that counts."""
+    queue = WorkQueue(tmp_path, attempts=2)
+    alive = WorkerRecord.of_this_process("model")
+    dead = WorkerRecord("dead", alive.node, alive.machine, alive.pid, alive.born + 1, "model")
+    with queue.joined(alive), queue.joined(dead):
+        state = queue.look()
+        assert [worker.name for worker in state.workers] == [alive.name]
+        assert queue.claim("u", state, "dead") and not queue.claim("u", state, alive.name)
+        assert queue.look().is_open("u")
+        assert queue.claim("u", queue.look(), alive.name)
+        assert queue.look().busy == {"u": alive.name}
+        queue.fail("u", 2, "it is broken", 3)
+        assert queue.look().failed == {"u": ("it is broken", 3)}
+        queue.forget_attempts()
+        assert queue.look().is_open("u")
+        for _ in range(2):
+            assert queue.claim("u", queue.look(), "dead")
+        assert queue.look().failed["u"][1] == RankKilled.exit_code

@@ -1,0 +1,136 @@
+"""The rules of the evaluation coordinator, alone and on a clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from megads.tools.evaluate.packing import (
+    LoadCosts,
+    MeasuredTime,
+    TaskCost,
+    WorkerView,
+    WorkUnit,
+    choose,
+    predict_s,
+    split,
+)
+from megads.tools.evaluate.packing_simulation import (
+    ONE_JOB_A_TASK,
+    PackingRules,
+    SimulatedCluster,
+    SimulatedTask,
+    lower_bound_s,
+    simulate,
+)
+from scripts.bench.evaluation_packing import cluster, trace
+
+COSTS = LoadCosts(start_s=5.0, stage_s=20.0, load_s=2.0)
+A, B = WorkerView("w0", "a"), WorkerView("w1", "b")
+
+
+def unit(name: str, cost_s: float, priority: int = 0, tail_s: float = 0.0) -> WorkUnit:
+    checkpoint, task = name.split("/")
+    return WorkUnit(checkpoint, task, 0, 1, cost_s, priority, tail_s)
+
+
+def chosen(units: Sequence[WorkUnit], worker: WorkerView, *others: WorkerView, staged: str = "ab") -> str | None:
+    found = choose(units, worker, others, staged, COSTS)
+    return None if found is None else f"{found.checkpoint}/{found.task}"
+
+
+def test_which_unit_comes_next() -> None:
+    """Catches the shortest first, a model that is loaded anew for nothing, a critical task that waits behind its
+    checkpoint, a metric that nobody thought of, and a priority that does not count."""
+    many = [unit(f"{checkpoint}/{task}", 10.0 + task) for checkpoint in "ab" for task in range(8)]
+    assert chosen(many, A, B) == "a/7" and chosen(many, B, A) == "b/7"
+    assert chosen([*many, unit("b/long", 250.0)], A, B) == "b/long"
+    assert chosen([*many, unit("a/judged", 5.0, tail_s=60.0)], A, B) == "a/judged"
+    assert chosen([*many, unit("b/first", 1.0, priority=1)], A) == "b/first"
+
+
+def test_another_checkpoint_only_where_that_helps() -> None:
+    """Catches a worker that loads a model for what its holder ends sooner, one that never helps, and work that nobody
+    takes since its holder is gone."""
+    assert chosen([unit("b/1", 1.0)], A, B) is None
+    assert chosen([unit("b/1", 1.0)], A) == "b/1"
+    assert chosen([unit("b/1", 9.0), unit("b/2", 9.0)], A, B) == "b/1"
+    assert chosen([unit("b/1", 9.0), unit("b/2", 9.0)], A, B, staged="a") is None
+    assert chosen([unit("b/1", 1.0, priority=1), unit("a/1", 1.0)], A, B) == "a/1"
+    assert chosen([], A) is None
+
+
+def test_new_workers_spread_over_checkpoints() -> None:
+    """Catches all workers on one checkpoint, and a node that reads what another node could compute."""
+    units = [unit(f"{checkpoint}/{task}", 50.0) for checkpoint in "abcd" for task in range(20)]
+    crew: list[WorkerView] = []
+    for number in range(4):
+        new = WorkerView(f"n{number}")
+        idle = [WorkerView(f"n{later}") for later in range(number + 1, 4)]
+        found = choose(units, new, [*crew, *idle], [view.loaded or "" for view in crew], COSTS)
+        assert found is not None
+        units.remove(found)
+        crew.append(WorkerView(new.name, found.checkpoint))
+    assert sorted(view.loaded or "" for view in crew) == list("abcd")
+    assert choose(units, WorkerView("x"), [*crew, *(WorkerView(f"y{i}") for i in range(3))], "c", COSTS) is not None
+
+
+def test_long_tasks_are_split() -> None:
+    """Catches parts that are too long, too short or too many, and a restart that splits otherwise."""
+    tasks = [TaskCost("a", "long", 800.0, pieces=1000), TaskCost("a", "short", 10.0, pieces=1000)]
+    units = split(tasks, 2)
+    longest = 810.0 / 2 / 8
+    assert all(one.cost_s <= longest for one in units) and len(units) == 16 + 1
+    assert [one.part for one in units if one.task == "long"] == list(range(16))
+    assert len(split([TaskCost("a", "long", 800.0, pieces=3)], 2)) == 3
+    assert len(split([TaskCost("a", "long", 800.0, pieces=1000, parts=5)], 2)) == 5
+    assert len(split(tasks, 1)) == 2 and len(split(tasks, 2, parts_a_worker=None)) == 2
+    assert len(split([TaskCost("a", "tiny", 1.0, pieces=1000)], 8)) == 1
+
+
+def test_times_are_predicted_by_what_was_measured() -> None:
+    """Catches a prior of another task where there is one of the same, and a model whose size does not count."""
+
+    def line(task: str, documents: float, seconds: float, parameters: int = 100) -> MeasuredTime:
+        return MeasuredTime(task, "multiple_choice", documents, seconds, 0.0, parameters, "cpu", 0)
+
+    history = [line("known", 10, 20.0), line("known", 30, 60.0), line("other", 10, 1000.0)]
+    assert predict_s("known", "multiple_choice", 5, 0, 100, history) == pytest.approx(10.0)
+    assert predict_s("known", "multiple_choice", 5, 0, 200, history) == pytest.approx(20.0)
+    assert predict_s("new", "multiple_choice", 5, 0, 100, history) == pytest.approx(5 * 1080 / 50)
+    long, short = (predict_s("new", kind, 5, 0, 100, []) for kind in ("generate_until", "loglikelihood"))
+    assert long > short > 0
+
+
+def test_the_simulation_counts_every_phase() -> None:
+    """Catches a clock that forgets a phase, a shared link that is not shared, and a metric that nobody waits for."""
+    tasks = [SimulatedTask("a", f"{number}", 10.0, 3.0, 10.0) for number in range(2)]
+    where = SimulatedCluster(1, 2, 1, start_s=5.0, read_s=4.0, load_s=1.0, unit_s=0.5)
+    # Both read at once, each at half the speed.
+    assert simulate(tasks, where, ONE_JOB_A_TASK).seconds == pytest.approx(5 + 8 + 1 + 10.5 + 3)
+    # One reads; two metrics on one process.
+    found = simulate(tasks, where)
+    assert found.seconds == pytest.approx(5 + 4 + 1 + 10.5 + 3 + 3)
+    assert found.stagings == 1 and found.inference_s == pytest.approx(20)
+
+
+def test_the_rules_beat_one_job_a_task() -> None:
+    """Catches a rule that makes an evaluation longer, and units that are lost or computed twice."""
+    for seed in range(3):
+        tasks, where = trace(seed, 1, 0.3), cluster(4)
+        ours, theirs = simulate(tasks, where), simulate(tasks, where, ONE_JOB_A_TASK)
+        work = sum(task.inference_s for task in tasks)
+        assert ours.inference_s == pytest.approx(work) and theirs.inference_s == pytest.approx(work)
+        assert lower_bound_s(tasks, where) <= ours.seconds < theirs.seconds / 1.8
+    tasks, where = trace(0, 4, 0.3), cluster(2)
+    assert simulate(tasks, where).stagings <= 8
+    assert simulate(tasks, where).seconds < 1.1 * lower_bound_s(tasks, where)
+    assert simulate(tasks, where, PackingRules(split=False)).seconds < simulate(tasks, where, ONE_JOB_A_TASK).seconds
+
+
+def test_priorities_end_first() -> None:
+    """Catches a priority that comes too late."""
+    tasks = [SimulatedTask("a", f"{n}", 10.0, 0.0, 10.0, priority=int(n >= 8)) for n in range(10)]
+    found = simulate(tasks, SimulatedCluster(1, 2, 1, 0.0, 0.0, 0.0))
+    assert found.priority_s == {1: 10.0, 0: 50.0}

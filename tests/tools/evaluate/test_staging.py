@@ -1,0 +1,109 @@
+"""Checkpoints in a node's memory: read once, mapped by all, gone when nobody holds them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from megads.batch import BatchInfo
+from megads.checkpoint.manifest import read_manifest
+from megads.checkpoint.read import load_unsharded, open_checkpoint
+from megads.errors import CheckpointError
+from megads.tools.evaluate.staging import Staging, staged_name
+from tests.small_run import hot_model, model_config, write_dataset, write_run
+
+CPU, FP32 = torch.device("cpu"), torch.float32
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    prefix = write_dataset(folder / "data")
+    for step in (1, 2, 3):
+        model = hot_model(model_config())
+        with torch.no_grad():
+            next(iter(model.parameters())).mul_(step)
+        write_run(folder / "run", prefix, model, step)
+    return sorted((folder / "run" / "checkpoints").glob("step_*"))
+
+
+def name_of(checkpoint: Path) -> str:
+    return staged_name(read_manifest(checkpoint).digest(), FP32)
+
+
+def test_one_reads_and_all_map(checkpoints: list[Path], tmp_path: Path) -> None:
+    """Catches a second read of a checkpoint, weights that differ from those that are read alone, and a copy of them in
+    every worker."""
+    first, second = (Staging(tmp_path, Path("evaluation")) for _ in range(2))
+    name = name_of(checkpoints[1])
+    loaded = [staging.load(checkpoints[1], name, CPU, FP32) for staging in (first, second)]
+    assert [one.read for one in loaded] == [True, False] and all(one.staged for one in loaded)
+    assert first.staged() == {name}
+    alone = load_unsharded(open_checkpoint(checkpoints[1]), CPU, FP32)
+    tokens_bs = torch.arange(12).reshape(2, 6)
+    info = BatchInfo(torch.zeros(2, dtype=torch.int64))
+    for one in loaded:
+        assert torch.equal(one.model(tokens_bs, info), alone(tokens_bs, info))
+        mine, theirs = one.model.parameters_by_name(), alone.parameters_by_name()
+        assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if f"{name}.weights" in line]
+    assert len(mapped) == 2
+    for staging in (first, second):
+        staging.close()
+    assert not first.folder.exists()
+
+
+def test_memory_is_bounded(checkpoints: list[Path], tmp_path: Path) -> None:
+    """Catches a checkpoint that goes while a worker maps it, and memory that fills."""
+    staging = Staging(tmp_path, Path("evaluation"), most_bytes=1 << 40)
+    names = [name_of(checkpoint) for checkpoint in checkpoints]
+    staging.load(checkpoints[0], names[0], CPU, FP32)
+    size = (staging.folder / f"{names[0]}.weights").stat().st_size
+    first, second = (Staging(tmp_path, Path("evaluation"), most_bytes=2 * size) for _ in range(2))
+    staging.close()
+    first.load(checkpoints[1], names[1], CPU, FP32)
+    assert second.load(checkpoints[2], names[2], CPU, FP32).staged
+    assert first.staged() == set(names[1:]), "the one that nobody maps went"
+    third = Staging(tmp_path, Path("evaluation"), most_bytes=2 * size)
+    found = third.load(checkpoints[0], names[0], CPU, FP32)
+    assert found.read and not found.staged and first.staged() == set(names[1:])
+    for one in (first, second, third):
+        one.close()
+
+
+def test_what_was_killed_is_cleaned_up(checkpoints: list[Path], tmp_path: Path) -> None:
+    """Catches half a checkpoint that is taken for a whole one, and memory that a killed evaluation keeps for ever."""
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        staging = Staging(tmp_path, Path("killed"))
+        staging.load(checkpoints[0], name_of(checkpoints[0]), CPU, FP32)
+        (staging.folder / f"{name_of(checkpoints[1])}.partial").write_bytes(b"half")
+        os.write(write, b"x")
+        os._exit(9)
+    os.read(read, 1)
+    os.waitpid(child, 0)
+    (left,) = tmp_path.glob("megads-evaluate-*")
+    assert len(list(left.glob("*.weights"))) == 1
+    again = Staging(tmp_path, Path("another"))
+    assert not left.exists() and again.folder.exists()
+    (again.folder / f"{name_of(checkpoints[1])}.partial").write_bytes(b"half")
+    assert again.load(checkpoints[1], name_of(checkpoints[1]), CPU, FP32).staged
+    again.close()
+    assert not list(tmp_path.glob("megads-evaluate-*"))
+
+
+def test_a_damaged_checkpoint_is_not_staged(checkpoints: list[Path], tmp_path: Path) -> None:
+    """Catches weights that nobody verified."""
+    (file,) = checkpoints[2].glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    staging = Staging(tmp_path, Path("evaluation"))
+    with pytest.raises(CheckpointError, match="checksum"):
+        staging.load(checkpoints[2], name_of(checkpoints[2]), CPU, FP32)
+    assert staging.staged() == set()
+    staging.close()
