@@ -34,7 +34,6 @@ from megads.data.prepare.blocks import (
     first_texts,
     texts_of_places,
 )
-from megads.data.prepare.claims import Claims, refuse_others
 from megads.data.prepare.config import Engine, PreprocessConfig
 from megads.data.prepare.records import Fields
 from megads.data.prepare.text import DocumentReader, custom_reader
@@ -47,13 +46,14 @@ from megads.data.prepare.tokenizing import (
     parts_path,
     remove_parts,
 )
-from megads.errors import DataError
+from megads.errors import ConfigError, DataError
+from megads.runtime.claims import Claims, living
 from megads.runtime.environment import available_cores
 from megads.runtime.progress import Progress
 from megads.runtime.registry import import_plugins
 from megads.runtime.slurm import array_place
 
-TASKS_GLOB = "tasks-*"
+_TASKS = "tasks-*"
 """Folders of claims, in the folder of parts: one for every input and settings."""
 _MOST_STRETCHES = 4096
 """Few enough that listing them is nothing, many enough that a slow node holds up little."""
@@ -260,7 +260,7 @@ class DistributedTask:
         # Sizes and times of change, which all nodes see alike.
         changes = [state[:2] for state in self._states.values()]
         digest = hashlib.sha256(repr((self._identity, changes)).encode()).hexdigest()[:16]
-        self._folder = parts_path(config.output) / TASKS_GLOB.replace("*", digest)
+        self._folder = parts_path(config.output) / _TASKS.replace("*", digest)
         block_bytes = block_bytes_of(source)
         units = list(enumerate(units_of(source, block_bytes)))
         size = -(-len(units) // _MOST_STRETCHES)
@@ -298,7 +298,7 @@ class DistributedTask:
         parts = parts_path(self._config.output)
         try:
             with parts_folder(self._config.output, together=True), Claims(self._folder, [*self._stretches]) as claims:
-                refuse_others((other for other in parts.glob(TASKS_GLOB) if other != self._folder), self._config.output)
+                refuse_other_tasks(self._config.output, self._folder)
                 # Another process may have joined the dataset between the first look and the making of the folder.
                 if self.made_already() is not None:
                     remove_parts(self._config.output)
@@ -316,6 +316,8 @@ class DistributedTask:
                 raise
             self.report.joined, self.report.joined_by = False, "another task"
             return None
+        except OSError as error:
+            raise DataError(f"{parts}: writing failed: {error.strerror}; free space or permissions there") from error
 
     def _work(self, claims: Claims) -> None:
         """Returns when all stretches are finished, here or elsewhere."""
@@ -397,3 +399,21 @@ class DistributedTask:
                 ) from error
         if not claims.holds(_JOIN):
             raise DataError(f"{claims.holder(_JOIN)} has taken over, as this process was silent for too long")
+
+
+def refuse_other_tasks(output: str, own: Path | None = None) -> None:
+    """Refuses to start beside tasks that make the same dataset in another way.
+
+    Args:
+        output: prefix of the dataset.
+        own: folder of the claims of tasks that make it in this way.
+
+    Raises:
+        ConfigError: there are some.
+    """
+    for folder in parts_path(output).glob(_TASKS):
+        if folder != own and (other := living(folder)):
+            raise ConfigError(
+                f"output = {output}: {other} is making it with distributed=true, of other text, with other settings, "
+                "or with other versions of tokenizers or gigatoken; wait for it, stop it, or choose another output"
+            )

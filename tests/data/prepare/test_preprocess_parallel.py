@@ -22,12 +22,12 @@ import pytest
 from tokenizers import Tokenizer
 
 from megads.data.indexed.sidecar import Sidecar, read_sidecar
-from megads.data.prepare.claims import Claims
 from megads.data.prepare.config import PreprocessConfig, TokenizerConfig
-from megads.data.prepare.preprocess import PreprocessReport, TaskReport, parts_path, preprocess, preprocess_together
+from megads.data.prepare.preprocess import PreprocessReport, TaskReport, preprocess, preprocess_together
 from megads.data.prepare.tokenizer import train_tokenizer
-from megads.data.prepare.tokenizing import Tokenizing
+from megads.data.prepare.tokenizing import Tokenizing, parts_path
 from megads.errors import ConfigError, DataError
+from megads.runtime.claims import Claims
 
 REPOSITORY = Path(__file__).parents[3]
 
