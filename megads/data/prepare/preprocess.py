@@ -76,8 +76,9 @@ def preprocess(config: PreprocessConfig) -> PreprocessReport:
         UnhealthyNode: a worker process died.
     """
     start_s = time.monotonic()
-    source, fields, tokenizing = _prepared(config)
+    config.check()
     _refuse_to_overwrite(config)
+    source, fields, tokenizing = _prepared(config)
     refuse_other_tasks(config.output)
     sidecar = tokenizing.run(source, fields, config.workers, config.engine)
     return _report(config, sidecar, source, tokenizing, start_s)
@@ -98,6 +99,7 @@ def preprocess_together(config: PreprocessConfig) -> PreprocessReport | TaskRepo
             text or with other settings.
     """
     start_s = time.monotonic()
+    config.check()
     source, fields, tokenizing = _prepared(config)
     assert source is not None, "checked by the config"
     task = DistributedTask(tokenizing, source, fields, config)
@@ -126,7 +128,6 @@ def _report(
 
 def _prepared(config: PreprocessConfig) -> tuple[DocumentReader | None, Fields, Tokenizing]:
     """Returns the files, None for the standard input, what of a record makes a document, and what tokenizes."""
-    config.check()
     custom = custom_reader(config.reader)
     fields = document_fields(config, Path(config.tokenizer), config.end_of_document, config.text_special_tokens)
     source = None
