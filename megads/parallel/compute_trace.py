@@ -113,8 +113,8 @@ class ComputeTrace:
         """What was noted."""
         entries, self._entries = self._entries, None
         assert entries, "a step computes something"
-        whats, received, checksums = zip(*entries, strict=True)
-        return Trace(list(whats), list(received), torch.stack(checksums))
+        names, received, checksums = zip(*entries, strict=True)
+        return Trace(list(names), list(received), torch.stack(checksums))
 
     def note(self, what: str, tensor: Tensor, *, received: bool = False) -> None:
         """Notes a tensor as it is now.
