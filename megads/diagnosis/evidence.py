@@ -28,7 +28,7 @@ _BAD_NEWS = re.compile(
     r"timed out|"
     r"(?:fail|err|invalid|missing|kill|abort|refus|den(?:y|ied)|exceed|time-?out|stall|stuck|hang|hung|corrupt|"
     r"brok|fault|fatal|panic|crash|evict|preempt|interrupt|terminat|reset|unreach|unhealthy|unexpected|overflow|diverg|"
-    r"exhaust|conflict|mismatch|exception|cancel|reject|unavailable|unsupported|incompatible|damag|truncat)\w*)\b",
+    r"exhaust|conflict|mismatch|exception|cancel|reject|unavailable|unsupported|incompatible|damag|truncate)\w*)\b",
     re.IGNORECASE,
 )
 """Where no signature finds anything, a line must hold such a word to be judged: healthy lines name the same things."""

@@ -22,7 +22,7 @@ def test_frames_count_less_than_the_line() -> None:
     """Catches a traceback through a library that outvotes what the error itself says."""
     frames = '  File "/x/torch/serialization.py", line 3, in _legacy_load\n'
     found = stems("ValueError: bad value", frames)
-    assert found["valu"] == 1.0 and 0 < found["serialization" if "serialization" in found else "serializ"] < 1.0
+    assert found["bad"] == 1.0 and 0 < found["legacy"] < 1.0
 
 
 def test_a_model_of_two_causes() -> None:
@@ -57,4 +57,4 @@ def test_known_messages_cover_every_cause() -> None:
     messages = known_messages()
     assert {message.cause for message in messages} == {*Cause, None}
     assert len({message.text for message in messages}) == len(messages)
-    assert message_model().rarity("error-free") > message_model().rarity("devic")
+    assert message_model().rarity("xyzzy") > message_model().rarity("gpu")
