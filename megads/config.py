@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from megads.checkpoint.config import CheckpointConfig
-from megads.data.config import DataConfig, Weighting
+from megads.data.config import DataConfig
 from megads.data.prepare.config import SMALLEST_VOCABULARY, SMALLEST_WANTED, Engine, TextTokenizerConfig
 from megads.data.sampling.batch_size import BatchSizeSchedule
 from megads.engine.deepspeed_options import check_deepspeed_options
@@ -26,11 +26,11 @@ from megads.resilience.config import ResilienceConfig
 from megads.runtime.config import ClusterConfig, LoggingConfig, RunConfig
 from megads.runtime.registry import BLOCKS, HOOKS, OPTIMIZERS, SCHEDULES, TRACKERS, import_plugins
 from megads.stages import (
-    WEIGHTS,
     StageSpan,
     carried,
     check_skips,
     check_stages,
+    check_weights,
     parse_stages,
     sample_at_token,
     settled,
@@ -121,7 +121,6 @@ def check_config(config: RootConfig) -> None:
     _check_optimizer(config)
     config.resilience.check_repeatable(config.train.deterministic)
     _check_run_stages(config)
-    _check_weights(config)
     for_each_stage(config, _check_across_rooms)
     check_schedule(config)
     _check_vocabulary(config)
@@ -158,27 +157,12 @@ def for_each_stage(config: RootConfig, check: Callable[[RootConfig], object]) ->
 
 def _check_run_stages(config: RootConfig) -> None:
     """Training stages must follow each other, and go with what else the config says."""
-    stages = parse_stages(config.train.stages)
-    if stages:
+    if stages := parse_stages(config.train.stages):
         # Before anything counts with them: their values have the right types.
         for_each_stage(config, lambda of_stage: of_stage.train.check_sizes())
         check_stages(stages, run_spans(config), config.train, config.data, config.parallel.recompute)
         learning_rate(config)
-
-
-def _check_weights(config: RootConfig) -> None:
-    """Raises ConfigError on a dataset of weight 0 that no later mix takes."""
-    data = config.data
-    if data.weights is not Weighting.explicit or len(data.train) < 2:
-        return
-    mixes = [phase.weights for phase in data.phases]
-    mixes += [stage.changes[WEIGHTS] for stage in parse_stages(config.train.stages) if WEIGHTS in stage.changes]
-    for place, item in enumerate(data.train):
-        if item.weight == 0 and not any(weights[place] > 0 for weights in mixes):
-            raise ConfigError(
-                f"data.train[{place}] ({item.path}): weight = {item.weight}, and no mix of data.phases or train.stages "
-                "gives it another: every dataset of a blend needs one above 0; leave it out, or give it one"
-            )
+    check_weights(config.data, stages)
 
 
 def check_shape(config: RootConfig) -> None:

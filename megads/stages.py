@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megads.data.config import DataConfig, Order, PackingMode, PhaseConfig
+from megads.data.config import DataConfig, Order, PackingMode, PhaseConfig, Weighting
 from megads.errors import ConfigError
 from megads.optim.schedule import LearningRate, ScheduleConfig, ScheduleName
 from megads.parallel.config import Recompute
@@ -415,4 +415,26 @@ def check_stages(
             raise ConfigError(
                 f"{stage.name}.weights = {weights}: want {len(data.train)} numbers, one for each dataset of "
                 "data.train, none negative and one above 0"
+            )
+
+
+def check_weights(data: DataConfig, stages: Sequence[RunStage]) -> None:
+    """Refuses a dataset of weight 0 that no later mix takes.
+
+    Args:
+        data: of the run.
+        stages: of the run, checked.
+
+    Raises:
+        ConfigError: names the dataset.
+    """
+    if data.weights is not Weighting.explicit or len(data.train) < 2:
+        return
+    mixes = [phase.weights for phase in data.phases]
+    mixes += [stage.changes[WEIGHTS] for stage in stages if WEIGHTS in stage.changes]
+    for place, item in enumerate(data.train):
+        if item.weight == 0 and not any(weights[place] > 0 for weights in mixes):
+            raise ConfigError(
+                f"data.train[{place}] ({item.path}): weight = {item.weight}, and no mix of data.phases or train.stages "
+                "gives it another: every dataset of a blend needs one above 0; leave it out, or give it one"
             )

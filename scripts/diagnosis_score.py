@@ -1,26 +1,87 @@
-"""Scores the diagnosis on labelled logs: `python -m scripts.diagnosis_score <labels.csv> [<folder>] [--part odd]`.
+"""Scores the diagnosis on labelled logs: `python -m scripts.diagnosis_score <labels.csv or .yaml> [<folder>]`.
 
-The table has the columns file, cause, domain, restartable (yes or no) and culprit; the logs lie in its folder unless
-another is named. Prints what was wrong, the share of right answers for each column, and which causes were taken for
-which others.
+A CSV table has the columns file, cause, domain, restartable (yes or no) and culprit; the logs lie in its folder unless
+another is named. A YAML file is a list of messages with cause, restartable, lines, and the lot that they belong to
+(tests/diagnosis/lots.yaml). Prints what was wrong, the share of right answers for each column and lot, and which causes
+were taken for which others.
+
+`--cross-validate` says what to expect of messages that nobody has seen: first of the model alone, ten folds of its own
+messages; then of the whole, each message diagnosed without the patterns that find its decisive line.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import random
+import re
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from megads.diagnosis.decision import Diagnosis, decide
 from megads.diagnosis.evidence import survey_log
+from megads.diagnosis.message_model import Knowledge, MessageModel, knowledge, known_messages, signature_messages
+from megads.diagnosis.signature import SignatureTable, signature_table
 
 _COLUMNS = ("cause", "restartable", "domain", "culprit")
+_FOLDS = 10
 
 
-def diagnose_file(path: Path) -> Diagnosis:
-    """Returns what the log alone says."""
-    return decide([survey_log(path.name, [path.read_bytes()])])
+@dataclass(frozen=True)
+class Case:
+    """A labelled log.
+
+    Attributes:
+        name: of the file or message.
+        text: of the log.
+        labels: by column; a message has the first two only.
+        lot: that it belongs to.
+    """
+
+    name: str
+    text: bytes
+    labels: dict[str, str]
+    lot: str = ""
+
+
+def read_cases(labels: Path, folder: Path) -> list[Case]:
+    """Returns the labelled logs of a table or list.
+
+    Args:
+        labels: the table or list.
+        folder: holds the logs of a table.
+    """
+    if labels.suffix == ".csv":
+        with labels.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        return [
+            Case(row["file"], (folder / row["file"]).read_bytes(), {one: row[one] for one in _COLUMNS}) for row in rows
+        ]
+    content: list[dict[str, Any]] = yaml.safe_load(labels.read_text())
+    return [
+        Case(
+            row.get("name", row["source"]),
+            "\n".join(row["lines"]).encode(),
+            {"cause": row["cause"], "restartable": "yes" if row["restartable"] else "no"},
+            row.get("lot", ""),
+        )
+        for row in content
+    ]
+
+
+def diagnose_case(case: Case, known: Knowledge | None = None) -> Diagnosis:
+    """Returns what the log alone says.
+
+    Args:
+        case: the log.
+        known: signatures and model; None takes those that come with megads.
+    """
+    return decide([survey_log(case.name, [case.text], known=known)], known.model if known else None)
 
 
 def answers(found: Diagnosis) -> dict[str, str]:
@@ -29,34 +90,65 @@ def answers(found: Diagnosis) -> dict[str, str]:
     return {"cause": found.cause, "restartable": restartable, "domain": found.domain, "culprit": found.culprit}
 
 
-def score(labels: Path, folder: Path, part: str, quiet: bool) -> None:
+def score(cases: Sequence[Case], quiet: bool) -> None:
     """Prints the scores.
 
     Args:
-        labels: the table.
-        folder: holds the logs.
-        part: all, or the odd or the even rows, counted from 1.
-        quiet: leaves out which files were wrong.
+        cases: the labelled logs.
+        quiet: leaves out which logs were wrong.
     """
-    with labels.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    wanted = {"all": rows, "odd": rows[0::2], "even": rows[1::2]}[part]
-    right: Counter[str] = Counter()
+    right: Counter[tuple[str, str]] = Counter()
     confused: Counter[tuple[str, str]] = Counter()
-    for row in wanted:
-        found = answers(diagnose_file(folder / row["file"]))
-        right.update(column for column in _COLUMNS if found[column] == row[column])
-        wrong = [
-            f"{column} {found[column]!r}, not {row[column]!r}" for column in _COLUMNS if found[column] != row[column]
-        ]
-        if found["cause"] != row["cause"]:
-            confused[row["cause"], found["cause"]] += 1
+    for case in cases:
+        found = answers(diagnose_case(case))
+        good = [column for column, label in case.labels.items() if found[column] == label]
+        right.update((lot, column) for column in good for lot in {case.lot, ""})
+        wrong = [f"{one} {found[one]!r}, not {label!r}" for one, label in case.labels.items() if one not in good]
+        if "cause" not in good:
+            confused[case.labels["cause"], found["cause"]] += 1
         if wrong and not quiet:
-            print(f"{row['file']}: {'; '.join(wrong)}")
-    for column in _COLUMNS:
-        print(f"{column:<12} {right[column]:>4} of {len(wanted)}  {100 * right[column] / max(1, len(wanted)):5.1f}%")
+            print(f"{case.name}: {'; '.join(wrong)}")
+    for lot in dict.fromkeys([case.lot for case in cases] + [""]):
+        total = sum(not lot or case.lot == lot for case in cases)
+        for column in cases[0].labels:
+            share = 100 * right[lot, column] / total
+            print(f"{lot or 'all':<12} {column:<12} {right[lot, column]:>4} of {total}  {share:5.1f}%")
     for (label, taken), count in confused.most_common():
         print(f"{label} taken for {taken}: {count}")
+
+
+def cross_validate(cases: Sequence[Case]) -> None:
+    """Prints how often answers are right without what was written for them."""
+    messages, signatures = known_messages(), signature_table().signatures
+    order = random.Random(0).sample(range(len(messages)), len(messages))
+    right = 0
+    for fold in range(_FOLDS):
+        held = set(order[fold::_FOLDS])
+        kept = [message for place, message in enumerate(messages) if place not in held]
+        model = MessageModel([*kept, *signature_messages(signatures)])
+        verdicts = [(model.judge(messages[place].text), messages[place].cause) for place in held]
+        right += sum(verdict is not None and verdict.cause == cause for verdict, cause in verdicts)
+    print(f"model alone, {_FOLDS} folds: {right} of {len(messages)}  {100 * right / len(messages):.1f}%")
+    good: Counter[str] = Counter()
+    for case in cases:
+        found = answers(diagnose_case(case, _without_decisive_patterns(case)))
+        good.update(column for column, label in case.labels.items() if found[column] == label)
+    for column in cases[0].labels:
+        share = 100 * good[column] / len(cases)
+        print(f"whole without the decisive patterns: {column:<12} {good[column]:>4} of {len(cases)}  {share:5.1f}%")
+
+
+def _without_decisive_patterns(case: Case) -> Knowledge:
+    """Returns signatures and model without any pattern that finds the line which decides."""
+    decisive = diagnose_case(case).evidence
+    if not decisive:
+        return knowledge()
+    kept = []
+    for signature in signature_table().signatures:
+        patterns = tuple(one for one in signature.patterns if not re.search(one, decisive[0].text, re.IGNORECASE))
+        if patterns or signature.fallback:
+            kept.append(signature if signature.fallback else replace(signature, patterns=patterns))
+    return Knowledge(SignatureTable(tuple(kept)), MessageModel([*known_messages(), *signature_messages(kept)]))
 
 
 def main() -> None:
@@ -64,10 +156,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m scripts.diagnosis_score", description=__doc__)
     parser.add_argument("labels", type=Path)
     parser.add_argument("folder", type=Path, nargs="?")
-    parser.add_argument("--part", choices=("all", "odd", "even"), default="all")
+    parser.add_argument("--part", choices=("all", "odd", "even"), default="all", help="rows, counted from 1")
     parser.add_argument("--quiet", action="store_true", help="the shares only: for rows that one has not looked at")
+    parser.add_argument("--cross-validate", action="store_true", help="a minute for some hundred messages")
     arguments = parser.parse_args()
-    score(arguments.labels, arguments.folder or arguments.labels.parent, arguments.part, arguments.quiet)
+    cases = read_cases(arguments.labels, arguments.folder or arguments.labels.parent)
+    cases = {"all": cases, "odd": cases[0::2], "even": cases[1::2]}[arguments.part]
+    score(cases, arguments.quiet)
+    if arguments.cross_validate:
+        cross_validate(cases)
 
 
 if __name__ == "__main__":

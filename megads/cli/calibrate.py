@@ -15,10 +15,14 @@ def run(config: CalibrateConfig, _invocation: Invocation) -> int:
 
     found = calibrate(config)
     path = write(config, found)
+    collectives = ""
+    if found["collectives"]:
+        collectives = (
+            f", sums over ranks {found['node_gigabytes_per_s']:.3g} GB/s and {found['node_latency_us']:.0f} us a step"
+        )
     print(
         f"{path}: {found['name']}, products up to {found['peak_tflops']:.3g} TFLOPs a rank, copies "
-        f"{found['memory_gigabytes_per_s']:.3g} GB/s, collectives {found['node_gigabytes_per_s']:.3g} GB/s and "
-        f"{found['node_latency_us']:.0f} us a step"
+        f"{found['memory_gigabytes_per_s']:.3g} GB/s{collectives}"
     )
     print(f"megads plan device={path} ...")
     return EXIT_OK

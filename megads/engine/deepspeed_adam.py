@@ -8,17 +8,16 @@ cache of extensions (TORCH_EXTENSIONS_DIR); `python -m megads.engine.deepspeed_a
 from __future__ import annotations
 
 import itertools
-import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from deepspeed.ops.op_builder import CPUAdamBuilder, FusedAdamBuilder
 
+from megads.engine.deepspeed_adapter import load_adam
 from megads.errors import EXIT_OK, ConfigError
+from megads.ops.config import Implementation
 from megads.optim.config import OptimConfig
-from megads.optim.masters import MasterUpdate
+from megads.optim.masters import MasterUpdate, UpdateRule
 
 _CHUNK = 2**16
 """Elements of a block of FusedAdam, as in DeepSpeed's optimizer."""
@@ -27,20 +26,13 @@ _ADAMW_MODE = 1
 _ids = itertools.count()
 
 
-def load_adam(*, cuda: bool) -> Any:
-    """DeepSpeed's compiled module, which is compiled first where it has to be.
+def deepspeed_adamw(optim: OptimConfig, device: torch.device) -> UpdateRule | None:
+    """DeepSpeed's AdamW where optim.impl asks for it; None: another one's.
 
     Raises:
         ConfigError: it cannot be compiled or loaded here.
     """
-    name, builder = ("FusedAdam", FusedAdamBuilder) if cuda else ("CPUAdam", CPUAdamBuilder)
-    try:
-        return builder().load(verbose=False)
-    except (RuntimeError, ImportError, OSError, subprocess.CalledProcessError) as error:
-        raise ConfigError(
-            f"optim.impl = deepspeed cannot run: DeepSpeed's {name} cannot be compiled or loaded ({error}); use "
-            "optim.impl=auto"
-        ) from error
+    return DeepSpeedAdamW(optim, device) if optim.impl is Implementation.deepspeed else None
 
 
 class DeepSpeedAdamW:

@@ -1,11 +1,11 @@
-"""All that megads takes from DeepSpeed but the kernels of its AdamW (`deepspeed_adam`); no other file imports it.
+"""All that megads takes from DeepSpeed; no other file imports it.
 
 What DeepSpeed still does:
 
 - a pipeline: it builds the layers that a rank holds, one after the other (PipelineModule), casts their weights to the
   run's dtype and executes a rank's instructions in order (PipelineEngine);
 - ZeRO-2 and ZeRO-3, whole: it cuts gradients and weights over ranks, gathers and reduces them, clips, and steps
-  (DeepSpeedEngine).
+  (DeepSpeedEngine). With optim.impl=deepspeed its kernels compute AdamW.
 
 Everything else is megads': the partition into stages, schedules, p2p messages, tied embeddings, the optimizer of ZeRO-0
 and ZeRO-1 with its fp32 gradients and their reduction, and the mean over tokens.
@@ -17,11 +17,13 @@ import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
+from subprocess import CalledProcessError
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.ops.op_builder import CPUAdamBuilder, FusedAdamBuilder
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -56,6 +58,20 @@ def require_deepspeed(version: str = deepspeed.__version__) -> None:
     """
     if Version(version) < OLDEST:
         raise ConfigError(f"DeepSpeed {version} scales pipeline gradients wrongly: install deepspeed>={OLDEST}")
+
+
+def load_adam(*, cuda: bool) -> Any:
+    """The module of DeepSpeed's CPUAdam or FusedAdam, which is compiled first where it has to be.
+
+    Raises:
+        ConfigError: it cannot be compiled or loaded here.
+    """
+    name, builder = ("FusedAdam", FusedAdamBuilder) if cuda else ("CPUAdam", CPUAdamBuilder)
+    try:
+        return builder().load(verbose=False)
+    except (RuntimeError, ImportError, OSError, CalledProcessError) as error:
+        message = f"optim.impl = deepspeed cannot run: DeepSpeed's {name} cannot be compiled or loaded ({error})"
+        raise ConfigError(f"{message}; use optim.impl=auto") from error
 
 
 def prepare_deepspeed() -> None:

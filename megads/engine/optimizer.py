@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
-from megads.engine.deepspeed_adam import DeepSpeedAdamW
 from megads.ops.adamw import Pieces, square_sums
-from megads.ops.config import TORCH, Implementation, Kernels
+from megads.ops.config import TORCH, Kernels
 from megads.optim.config import OptimConfig
 from megads.optim.groups import (
     AVERAGE,
@@ -265,6 +264,7 @@ class BucketAdamW:
         kernels: Kernels = TORCH,
         fused: FusedRows | None = None,
         width_scale: LrScale = unscaled,
+        adamw_rule: UpdateRule | None = None,
     ) -> None:
         self._grid, self._clip, self._ema_decay = grid, optim.clip_grad, optim.ema_decay
         self._kernels = kernels
@@ -288,18 +288,12 @@ class BucketAdamW:
             for bucket in self.buckets
         ]
         line = MasterLine.of_zero1(grid, sharded=self.sharded)
-        self.adamw: MasterOptimizer = make_optimizer(groups, optim, line, kernels, fused, self._adamw_rule(optim))
+        self.adamw: MasterOptimizer = make_optimizer(groups, optim, line, kernels, fused, adamw_rule)
         self.watch: Callable[[], None] | None = None
         self.before_update: Callable[[], None] | None = None
         self.norm = torch.zeros((), dtype=torch.float64, device=self.buckets[0].master.device)
         self.grad_norm, self.skipped = 0.0, False
         self.begin()
-
-    def _adamw_rule(self, optim: OptimConfig) -> UpdateRule | None:
-        """DeepSpeed's AdamW where it is asked for; None: the kernels' own."""
-        if optim.impl is not Implementation.deepspeed:
-            return None
-        return DeepSpeedAdamW(optim, self.buckets[0].master.device)
 
     def _make_buckets(
         self,

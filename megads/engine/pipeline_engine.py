@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megads.batch import BatchInfo, MicroBatch, copy_to
+from megads.engine.deepspeed_adam import deepspeed_adamw
 from megads.engine.deepspeed_adapter import PipelineExecutor
 from megads.engine.interface import Culprit, EngineSpec, Replica
 from megads.engine.optimizer import BucketAdamW, gradient_of
@@ -98,7 +99,8 @@ class StageEngine:
         def make_optimizer() -> BucketAdamW:
             named, fused = module.trained_parameters(), fused_rows(spec.model)
             width_scale = spec.model.width_scale(muon=spec.optim.is_muon)
-            return BucketAdamW(named, spec.optim, spec.parallel, spec.grid, spec.kernels, fused, width_scale)
+            rule = deepspeed_adamw(spec.optim, spec.device)
+            return BucketAdamW(named, spec.optim, spec.parallel, spec.grid, spec.kernels, fused, width_scale, rule)
 
         self.module, self.device, self._parallel = module, spec.device, spec.parallel
         self._executor = PipelineExecutor(module, make_optimizer, spec.precision, spec.grid.data.size)

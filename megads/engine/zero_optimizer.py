@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from megads.engine.deepspeed_adam import DeepSpeedAdamW
+from megads.engine.deepspeed_adam import deepspeed_adamw
 from megads.engine.deepspeed_adapter import ZeroPiece, ZeroState, local_shape
 from megads.engine.interface import EngineSpec
 from megads.engine.stage_pipeline import placement_of
 from megads.model.config import fused_rows
-from megads.ops.config import Implementation
 from megads.optim.config import OptimConfig
 from megads.optim.groups import AVERAGE, parameter_role, state_kinds
 from megads.optim.masters import MasterLayout, MasterLine, MasterUpdate, ParameterRun, UpdateRule, update_average
@@ -64,8 +63,8 @@ def make_zero_optimizer(groups: list[dict[str, Any]], spec: EngineSpec) -> Optim
         spec: what the engine is built from.
     """
     optim = spec.optim
-    if optim.impl is Implementation.deepspeed:
-        return RuleDrivenByZero(groups, DeepSpeedAdamW(optim, spec.device), optim.lr)
+    if rule := deepspeed_adamw(optim, spec.device):
+        return RuleDrivenByZero(groups, rule, optim.lr)
     if optim.is_adamw:
         beta1, beta2 = optim.betas
         return torch.optim.AdamW(groups, lr=optim.lr, betas=(beta1, beta2), eps=optim.eps, fused=True)

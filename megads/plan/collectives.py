@@ -17,7 +17,7 @@ from itertools import product
 from math import ceil, log2
 
 from megads.parallel.config import ParallelConfig
-from megads.plan.devices import Device
+from megads.plan.devices import Device, MeasuredCollective
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,13 @@ def group_of(parallel: ParallelConfig, axes: tuple[str, ...], node: int, network
     return CommunicationGroup(size, max(1, min(per_node, size)), network.oversubscription if beyond else 1.0)
 
 
+def placement(parallel: ParallelConfig, node: int, network: Network = FLAT) -> dict[str, CommunicationGroup]:
+    """The group along each axis of two ranks or more, and of cp and dp together: what crosses nodes and pods."""
+    axes: list[tuple[str, ...]] = [(axis,) for axis in parallel.rank_order if getattr(parallel, axis) > 1]
+    axes += [("cp", "dp")] if parallel.cp > 1 and parallel.dp > 1 else []
+    return {" x ".join(of_group): group_of(parallel, of_group, node, network) for of_group in axes}
+
+
 def crosses_nodes(group: CommunicationGroup) -> bool:
     """Whether some of its ranks are on another node than others."""
     return group.nodes > 1
@@ -109,21 +116,38 @@ def _latency(device: Device, group: CommunicationGroup) -> float:
     return 1e-6 * (inside * device.node_latency_us + between * device.nic_latency_us)
 
 
-def all_gather(device: Device, group: CommunicationGroup, size: float) -> float:
-    """Seconds until every rank has all of `size` bytes; a reduce-scatter of so many takes the same."""
+def _around(device: Device, group: CommunicationGroup, size: float, name: str, width: int) -> float:
+    """Seconds of a ring, once around: by what was measured of the collective where all ranks share a node."""
     if group.size == 1:
         return 0.0
-    return (group.size - 1) / group.size * size / _bus(device, group) + _latency(device, group)
+    share = (group.size - 1) / group.size * size
+    found = measured_collective(device, name, width) if group.nodes == 1 else None
+    if found is None:
+        return share / _bus(device, group) + _latency(device, group)
+    return share / (found.gigabytes_per_s * 1e9) + 1e-6 * (group.size - 1) * found.latency_us
 
 
-reduce_scatter = all_gather
+def measured_collective(device: Device, name: str, width: int) -> MeasuredCollective | None:
+    """What was measured of a collective on elements of so many bytes, else on others; None: nothing was."""
+    found = [measured for measured in device.collectives if measured.name == name]
+    return min(found, key=lambda measured: abs(measured.width - width), default=None)
 
 
-def all_reduce(device: Device, group: CommunicationGroup, size: float) -> float:
+def all_gather(device: Device, group: CommunicationGroup, size: float, width: int = 2) -> float:
+    """Seconds until every rank has all of `size` bytes, of elements of `width` bytes."""
+    return _around(device, group, size, "all_gather", width)
+
+
+def reduce_scatter(device: Device, group: CommunicationGroup, size: float, width: int = 2) -> float:
+    """Seconds until every rank has its share of the sum of `size` bytes."""
+    return _around(device, group, size, "reduce_scatter", width)
+
+
+def all_reduce(device: Device, group: CommunicationGroup, size: float, width: int = 2) -> float:
     """Seconds of the sum of `size` bytes over a group, by the quickest algorithm."""
     if group.size == 1:
         return 0.0
-    ring = 2 * all_gather(device, group, size)
+    ring = 2 * _around(device, group, size, "all_reduce", width)
     inner = CommunicationGroup(group.per_node, group.per_node)
     outer = CommunicationGroup(group.nodes, 1, group.slowdown)
     if outer.size == 1:
@@ -134,8 +158,11 @@ def all_reduce(device: Device, group: CommunicationGroup, size: float) -> float:
     return min(ring, tree, 2 * all_gather(device, inner, size) + across)
 
 
-def message(device: Device, size: float, *, between_nodes: bool) -> tuple[float, float]:
+def message(device: Device, size: float, *, between_nodes: bool, width: int = 2) -> tuple[float, float]:
     """Seconds that a message occupies its way, and its latency."""
     if between_nodes:
         return size / device.nic_bytes_per_s, 1e-6 * device.nic_latency_us
+    found = measured_collective(device, "message", width)
+    if found is not None:
+        return size / (found.gigabytes_per_s * 1e9), 1e-6 * found.latency_us
     return size / device.node_bytes_per_s, 1e-6 * device.node_latency_us

@@ -9,12 +9,63 @@ others come from the measurements named beside them, or all of them from a file 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from megads.errors import ConfigError
+from megads.plan.measured_rates import MeasuredProduct
+
+
+@dataclass(frozen=True)
+class PassCosts:
+    """What a pass over layers takes beside its products and attention, as megads calibrate measures it.
+
+    Attributes:
+        block_us: of a block whatever its size: Python, autograd, launches.
+        pass_us: likewise of a pass.
+        gigabytes_per_s: of what elementwise kernels read and write.
+        logit_ns: of a logit of the loss.
+    """
+
+    block_us: float
+    pass_us: float
+    gigabytes_per_s: float
+    logit_ns: float
+
+
+@dataclass(frozen=True)
+class LayoutCosts:
+    """What a block takes more of a micro-batch in a layout than its messages, as megads calibrate measures it.
+
+    Attributes:
+        layout: zero_2 and zero_3; tp, sp (with sequence_parallel), sp_chunks (in several tp_chunks) and cp.
+        block_us: of a block whatever its size: hooks, calls.
+        element_ns: of a parameter of the block under ZeRO, else of an element of its input: copies, casts.
+    """
+
+    layout: str
+    block_us: float
+    element_ns: float
+
+
+@dataclass(frozen=True)
+class MeasuredCollective:
+    """A collective between the ranks of a node.
+
+    Attributes:
+        name: all_reduce, all_gather (a reduce_scatter likewise), message.
+        width: bytes of an element.
+        latency_us: of a step of its ring.
+        gigabytes_per_s: of its bus.
+    """
+
+    name: str
+    width: int
+    latency_us: float
+    gigabytes_per_s: float
 
 
 @dataclass(frozen=True)
@@ -43,6 +94,17 @@ class Device:
         fp32_tflops: peak in fp32.
         on_cpu: ranks share a machine's memory and compute on its cores.
         products: measured matrix products (m, n, k, TFLOPs); where there are some they replace `matmul_efficiency`.
+        input_products, weight_products: likewise of gradients of inputs, and of weights with their fp32 sum; without
+            any, `products` count.
+        attention_rates: measured attention (tokens a sample, TFLOPs forward, backward), hidden scores not counted;
+            instead of `attention_efficiency`.
+        forward_costs, backward_costs: what passes take beside both; None: elementwise kernels reach
+            `memory_efficiency`, and the host is never late.
+        update_ns: of a parameter in the optimizer's step; None: its traffic counts.
+        step_us: of a step whatever it holds.
+        collectives: measured ones, instead of `node_gigabytes_per_s` and `node_latency_us`.
+        layout_costs: of layouts, measured between the ranks of a node.
+        hidden_cost: share of a collective's time that it takes from the work beside it.
     """
 
     name: str
@@ -64,7 +126,17 @@ class Device:
     kernel_us: float = 5.0
     fp32_tflops: float | None = None
     on_cpu: bool = False
-    products: tuple[tuple[int, int, int, float], ...] = ()
+    products: tuple[MeasuredProduct, ...] = ()
+    input_products: tuple[MeasuredProduct, ...] = ()
+    weight_products: tuple[MeasuredProduct, ...] = ()
+    attention_rates: tuple[tuple[int, float, float], ...] = ()
+    forward_costs: PassCosts | None = None
+    backward_costs: PassCosts | None = None
+    update_ns: float | None = None
+    step_us: float = 0.0
+    collectives: tuple[MeasuredCollective, ...] = ()
+    layout_costs: tuple[LayoutCosts, ...] = ()
+    hidden_cost: float = 0.2
 
     def in_fp32(self) -> Device:
         """The same device for products in fp32.
@@ -75,6 +147,14 @@ class Device:
         if self.fp32_tflops is None:
             raise ConfigError(f"device = {self.name}: its peak in fp32 is not known; set train.precision=bf16")
         return replace(self, peak_tflops=self.fp32_tflops)
+
+    def layout_seconds(self, layout: str, elements: float) -> float:
+        """What a block of so many elements takes more in a layout; 0 where that was not measured."""
+        return sum(
+            1e-6 * costs.block_us + 1e-9 * costs.element_ns * elements
+            for costs in self.layout_costs
+            if costs.layout == layout
+        )
 
     @property
     def peak_flops(self) -> float:
@@ -127,7 +207,7 @@ _H100 = Device(
     nic_gigabytes_per_s=50.0,
     host_gigabytes_per_s=50.0,
     fp32_tflops=67.0,
-    matmul_efficiency=0.58,
+    matmul_efficiency=0.70,
     # FlashAttention-3 (Shah et al. 2024), figures 5 and 6: cuDNN and FA3 450 to 600 TFLOPs, FA2 about 350.
     attention_efficiency=0.45,
 )
@@ -196,42 +276,105 @@ def read_device(path: Path) -> Device:
         found: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"device = {path} cannot be read ({error}): give a device's name or a YAML file") from error
+    try:
+        return device_from(found, path.stem)
+    except ConfigError as error:
+        raise ConfigError(f"device = {path}: {error}") from error
+
+
+def device_from(found: Any, name: str) -> Device:
+    """A device from what a file holds.
+
+    Args:
+        found: attributes of `Device`, and `like`.
+        name: of the device, where it has none.
+
+    Raises:
+        ConfigError: an attribute is missing, unknown or none.
+    """
     if not isinstance(found, dict):
-        raise ConfigError(f"device = {path}: must hold the attributes of a device, as megads calibrate writes them")
+        raise ConfigError("must hold the attributes of a device, as megads calibrate writes them")
     known = {field.name for field in fields(Device)}
-    base: dict[str, Any] = {"name": path.stem}
+    base: dict[str, Any] = {"name": name}
     if "like" in found:
         like = find_device(str(found["like"]))
         base = {name: getattr(like, name) for name in known} | base
     own = {key: value for key, value in found.items() if key != "like"}
     unknown = sorted(str(key) for key in own if key not in known)
-    values = base | own
-    missing = sorted(field.name for field in fields(Device) if field.name not in values and field.name in _REQUIRED)
+    missing = sorted(_REQUIRED - (base | own).keys())
     if unknown or missing:
         what = f"unknown: {', '.join(unknown)}" if unknown else f"missing: {', '.join(missing)}"
-        raise ConfigError(f"device = {path}: {what}; megads calibrate writes such a file, like: h100 fills in the rest")
-    values["products"] = tuple((int(m), int(n), int(k), float(t)) for m, n, k, t in values.get("products", ()))
-    numbers = {key: value for key, value in values.items() if key not in _NOT_NUMBERS and value is not None}
-    wrong = [key for key, value in numbers.items() if not (_is_number(value) and value > 0)]
-    if wrong:
-        raise ConfigError(f"device = {path}: {wrong[0]} = {values[wrong[0]]}: must be a number above 0")
-    return Device(**values)
+        raise ConfigError(f"{what}; megads calibrate writes such a file, like: h100 fills in the rest")
+    return Device(**(base | {key: _attribute(key, value) for key, value in own.items()}))
 
 
-_NOT_NUMBERS = {"name", "products", "on_cpu"}
-_REQUIRED = {
-    "peak_tflops",
-    "memory_gib",
-    "memory_gigabytes_per_s",
-    "processors",
-    "ranks_per_node",
-    "node_gigabytes_per_s",
-    "nic_gigabytes_per_s",
-    "host_gigabytes_per_s",
-    "matmul_efficiency",
-    "attention_efficiency",
+_ROWS = {
+    "products": "m, n, k and TFLOPs",
+    "input_products": "m, n, k and TFLOPs",
+    "weight_products": "m, n, k and TFLOPs",
+    "attention_rates": "tokens a sample, TFLOPs forward and backward",
+    "collectives": "a name, bytes of an element, microseconds of latency and GB/s",
+    "layout_costs": "a layout, microseconds of a block and nanoseconds of an element",
 }
+"""Attributes that are lists of rows, and what a row has."""
+_NAMED = ("collectives", "layout_costs")
+"""Those whose rows begin with a name."""
+_OPTIONAL = ("fp32_tflops", "update_ns", "forward_costs", "backward_costs")
+"""Attributes that may be null."""
+_MAY_BE_ZERO = ("step_us", "hidden_cost")
+_COSTS = tuple(field.name for field in fields(PassCosts))
+_REQUIRED = frozenset(
+    (
+        *("peak_tflops", "memory_gib", "memory_gigabytes_per_s", "processors", "ranks_per_node"),
+        *("node_gigabytes_per_s", "nic_gigabytes_per_s", "host_gigabytes_per_s"),
+        *("matmul_efficiency", "attention_efficiency"),
+    )
+)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _attribute(key: str, value: Any) -> Any:
+    """A value as `Device` has it.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if value is None and key in _OPTIONAL:
+        return None
+    if key in _ROWS:
+        return _rows(key, value)
+    if key in ("forward_costs", "backward_costs"):
+        if not isinstance(value, dict) or value.keys() != set(_COSTS):
+            raise ConfigError(f"{key} = {value}: must have {', '.join(_COSTS)}")
+        return PassCosts(**{name: _number(f"{key}.{name}", part, zero=True) for name, part in value.items()})
+    if key == "name":
+        return str(value)
+    if key == "on_cpu":
+        if not isinstance(value, bool):
+            raise ConfigError(f"{key} = {value}: must be true or false")
+        return value
+    if key in ("processors", "ranks_per_node") and not isinstance(value, int):
+        raise ConfigError(f"{key} = {value}: must be a whole number above 0")
+    return _number(key, value, zero=key in _MAY_BE_ZERO)
+
+
+def _number(key: str, value: Any, *, zero: bool = False) -> Any:
+    """Raises ConfigError on what is no number above zero, or none from zero on."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+    if not is_number or value < 0 or (value == 0 and not zero):
+        raise ConfigError(f"{key} = {value}: must be a number {'from 0 on' if zero else 'above 0'}")
+    return value
+
+
+def _rows(key: str, value: Any) -> tuple[Any, ...]:
+    """A list of measurements; raises ConfigError on rows that are none."""
+    columns = _ROWS[key].replace(" and ", ", ").split(", ")
+    if not isinstance(value, list) or any(not isinstance(row, list) or len(row) != len(columns) for row in value):
+        raise ConfigError(f"{key} = {value}: must be a list of rows of {_ROWS[key]}")
+    for row in value:
+        for column in row[1:] if key in _NAMED else row:
+            _number(f"{key}, {row}", column, zero=key == "layout_costs")
+    if key == "layout_costs":
+        return tuple(LayoutCosts(str(name), *rest) for name, *rest in value)
+    if key == "collectives":
+        return tuple(MeasuredCollective(str(name), *rest) for name, *rest in value)
+    return tuple(tuple(row) for row in value)

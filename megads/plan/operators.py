@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cached_property
 from math import ceil
 
@@ -20,11 +21,12 @@ from megads.model.config import MLPKind, ModelConfig, Position
 from megads.ops.attention_kinds import AttentionKind
 from megads.parallel.config import SPLIT_SCHEDULES, ParallelConfig, Recompute
 from megads.plan.collectives import FLAT, CommunicationGroup, Network, all_gather, all_reduce, group_of, reduce_scatter
-from megads.plan.devices import Device
+from megads.plan.devices import Device, PassCosts
+from megads.plan.measured_rates import between, product_seconds
 
 FP32 = 4
 Parts = Mapping[str, float]
-"""Seconds by what takes them: matmul, attention, elementwise, recompute, gradient sums, tp, cp."""
+"""Seconds by what takes them: matmul, attention, elementwise, host, recompute, gradient sums, tp, cp."""
 
 _TILES = ((256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.75))
 """Rows and columns of cuBLAS' tiles, and their rates beside the largest's (NVIDIA's guide, figure 2: less reuse)."""
@@ -34,7 +36,7 @@ _ALIGNED = 64
 _UNALIGNED_RATE = 0.8
 """Of products whose dimensions are no multiples of 64 elements, 128 bytes (NVIDIA's guide). BLOOM's own trials: 94.4
 TFLOPs with 14400 / 8 = 1800 columns, 120.1 with 13824 / 8 = 1728 (bigscience, tr11-176B-ml, chronicles-prequel.md)."""
-_BACKWARD_TRAFFIC = 1.5
+BACKWARD_TRAFFIC = 1.5
 """Of elementwise kernels, beside forward: they read a gradient beside the input."""
 _FLASH_BACKWARD = 2.5
 """Products of a flash kernel backward beside forward: five instead of two (Dao 2023)."""
@@ -43,14 +45,12 @@ _LOSS_BYTES = 16
 fp32 in between."""
 
 
-HIDDEN_COST = 0.2
-"""Share of a collective's time that it takes from the work beside it: its kernels occupy processors and memory.
-Calculon (Isaev et al. 2023, systems/a100_80g.json) has 0.15 on NVLink."""
+def waits_beside(device: Device, message: float, work: float) -> float:
+    """Seconds that a message costs beside work: what work does not hide, and a share of what it does.
 
-
-def waits_beside(message: float, work: float) -> float:
-    """Seconds that a message costs beside work: what work does not hide, and a share of what it does."""
-    return max(0.0, message - work) + HIDDEN_COST * min(message, work)
+    The share is `Device.hidden_cost`: a collective's kernels occupy processors and memory.
+    """
+    return max(0.0, message - work) + device.hidden_cost * min(message, work)
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,7 @@ class Execution:
             (Narayanan et al. 2021, section 4.1).
         gradient_bytes: of an element of the reduction.
         whole_recompute: recomputation of a block makes its last product again, too.
+        product_rate: of its matrix products beside what the device's table has: older libraries, lower clocks.
     """
 
     scores_in_memory: bool | None = None
@@ -83,12 +84,29 @@ class Execution:
     scatter_messages: bool = False
     gradient_bytes: int = FP32
     whole_recompute: bool = False
+    product_rate: float = 1.0
 
 
 MEGADS = Execution()
 
 
-def matmul_seconds(device: Device, m: float, n: float, k: float, count: float = 1.0, width: int = 2) -> float:
+class Product(StrEnum):
+    """Which of a linear layer's products: they read, pack and write other operands."""
+
+    forward = "forward"
+    of_input = "of_input"
+    of_weight = "of_weight"
+
+
+def matmul_seconds(
+    device: Device,
+    m: float,
+    n: float,
+    k: float,
+    count: float = 1.0,
+    width: int = 2,
+    kind: Product = Product.forward,
+) -> float:
     """Seconds of `count` products [m, k] x [k, n] that run together.
 
     Args:
@@ -96,11 +114,13 @@ def matmul_seconds(device: Device, m: float, n: float, k: float, count: float = 
         m, n, k: the dimensions.
         count: of a batch.
         width: bytes of an element.
+        kind: where products were measured, those of which pass count.
     """
-    flops = 2 * m * n * k * count
-    traffic = width * (m * k + k * n + m * n) * count / device.memory_bytes_per_s
     if device.products:
-        return max(flops / _measured_rate(device, m * count, n, k), device.kernel_us * 1e-6)
+        measured = {Product.of_input: device.input_products, Product.of_weight: device.weight_products}.get(kind)
+        seconds = product_seconds(measured or device.products, m * count, n, k)
+        return max(seconds, device.kernel_us * 1e-6)
+    traffic = width * (m * k + k * n + m * n) * count / device.memory_bytes_per_s
     rate = device.peak_flops * device.matmul_efficiency * k / (k + _PROLOGUE)
     if m % _ALIGNED or n % _ALIGNED or k % _ALIGNED:
         rate *= _UNALIGNED_RATE
@@ -109,16 +129,6 @@ def matmul_seconds(device: Device, m: float, n: float, k: float, count: float = 
         for rows, columns, share in _TILES
     )
     return max(waves * device.processors * 2 * k / rate, traffic, device.kernel_us * 1e-6)
-
-
-def _measured_rate(device: Device, m: float, n: float, k: float) -> float:
-    """FLOPs a second of the measured products that are nearest, in the ratios of their dimensions."""
-    near = sorted(
-        (sum(max(a / b, b / a) for a, b in ((m, found[0]), (n, found[1]), (k, found[2]))), found[3])
-        for found in device.products
-    )[:3]
-    weights = [1 / (distance - 3 + 0.05) for distance, _ in near]
-    return 1e12 * sum(w * rate for w, (_, rate) in zip(weights, near, strict=True)) / sum(weights)
 
 
 @dataclass(frozen=True)
@@ -190,24 +200,34 @@ class RankOperators:
 
     def _matmul(self, outputs: float, inputs: float) -> tuple[float, float, float]:
         """Seconds of a layer's product: forward, gradient of the input, gradient of the weight."""
-        device, width = self.device, self.width
-        forward = matmul_seconds(device, self.tokens, outputs, inputs, width=width)
-        of_input = matmul_seconds(device, self.tokens, inputs, outputs, width=width)
-        return forward, of_input, matmul_seconds(device, outputs, inputs, self.tokens, width=width)
+        device, width, rate = self.device, self.width, self.execution.product_rate
+        # Parts of a region's product: as they were measured, each is a call. Tables of GPUs have no such costs.
+        parts = self.parallel.tp_chunks if self.parallel.tp > 1 and device.products else 1
+        forward = parts * matmul_seconds(device, self.tokens / parts, outputs, inputs, width=width)
+        of_input = matmul_seconds(device, self.tokens, inputs, outputs, width=width, kind=Product.of_input)
+        of_weight = matmul_seconds(device, outputs, inputs, self.tokens, width=width, kind=Product.of_weight)
+        return forward / rate, of_input / rate, of_weight / rate
 
     def _traffic(self, size: float) -> float:
         return size / self.device.memory_bytes_per_s
 
     def _sum_gradient(self, parameters: float) -> float:
         """Seconds to add a gradient of a weight to its fp32 sum: read it, read and write the sum."""
-        return 0.0 if self.execution.sums_in_product else self._traffic(parameters * (self.width + 2 * FP32))
+        if self.execution.sums_in_product or self.device.weight_products:
+            return 0.0
+        return self._traffic(parameters * (self.width + 2 * FP32))
+
+    @property
+    def _norms_and_residuals(self) -> int:
+        """Of each of them, in a block."""
+        return 1 if self.model.parallel_block else 2
 
     @cached_property
-    def elementwise(self) -> float:
-        """Seconds of norms, residuals, dropouts, activation and rotations of a block forward."""
+    def elementwise_bytes(self) -> float:
+        """Of norms, residuals, dropouts, activation and rotations of a block forward, read and written."""
         model, parallel = self.model, self.parallel
         outside = self.tokens * model.hidden_size / (parallel.tp if self._shared else 1)
-        norms, residuals = (1, 1) if model.parallel_block else (2, 2)
+        norms = residuals = self._norms_and_residuals
         passes = 3.0 if self.execution.fused or not model.hidden_dropout else 5.0
         dropped = 0.5 if model.hidden_dropout else 0.0
         size = outside * (2.0 * norms + (passes + dropped + model.parallel_block) * residuals)
@@ -215,8 +235,32 @@ class RankOperators:
         size += self.tokens * gates * model.ffn_width / parallel.tp
         turned = (model.position is Position.rope) + model.qk_norm
         size += turned * 2 * self.tokens * (model.attention_width + model.kv_heads * model.head_dim) / parallel.tp
-        kernels = norms + residuals + 1 + turned
-        return max(self._traffic(size * self.width), kernels * self.device.kernel_us * 1e-6)
+        return size * self.width
+
+    @cached_property
+    def elementwise(self) -> tuple[float, float]:
+        """Seconds of a block's elementwise kernels, forward and backward."""
+        forward = self._moved(self.elementwise_bytes, self.device.forward_costs)
+        backward = BACKWARD_TRAFFIC * self._moved(self.elementwise_bytes, self.device.backward_costs)
+        if self.device.forward_costs is None:
+            kernels = 2 * self._norms_and_residuals + 1 + (self.model.position is Position.rope) + self.model.qk_norm
+            least = kernels * self.device.kernel_us * 1e-6
+            return max(forward, least), max(backward, BACKWARD_TRAFFIC * least)
+        return forward, backward
+
+    def _moved(self, size: float, costs: PassCosts | None) -> float:
+        """Seconds of elementwise kernels that read and write so many bytes."""
+        return self._traffic(size) if costs is None else size / (costs.gigabytes_per_s * 1e9)
+
+    def host(self, costs: PassCosts | None, busy: Iterable[float]) -> float:
+        """Seconds that a block waits for its host, which launches what takes `busy` seconds in all.
+
+        On a CPU the host is the device; a GPU waits only where it is done before the host is.
+        """
+        if costs is None:
+            return 0.0
+        launches = costs.block_us * 1e-6
+        return launches if self.device.on_cpu else max(0.0, launches - sum(busy))
 
     @property
     def scores_in_memory(self) -> bool:
@@ -235,9 +279,13 @@ class RankOperators:
         if not self.scores_in_memory:
             seen = min(model.window or seq, seq)
             pairs = self.tokens * (seen - seen * seen / (2 * seq))
-            forward = 4 * pairs * features / (device.peak_flops * device.attention_efficiency)
-            forward = max(forward, device.kernel_us * 1e-6)
-            return forward, _FLASH_BACKWARD * forward
+            if device.attention_rates:
+                rates = [between([(row[0], row[way]) for row in device.attention_rates], seq) for way in (1, 2)]
+            else:
+                rates = [device.peak_tflops * device.attention_efficiency] * 2
+            forward, backward = (4 * pairs * features / (rate * 1e12) for rate in rates)
+            least = device.kernel_us * 1e-6
+            return max(forward, least), _FLASH_BACKWARD * max(backward, least)
         heads = model.num_heads / self.parallel.tp
         scores, queries = self.tokens * seq * heads, self.tokens * heads / seq
         inner = matmul_seconds(device, seq, seq, model.head_dim, queries, self.width)
@@ -250,7 +298,7 @@ class RankOperators:
     def _exposed(self, message: float, product: float) -> float:
         """Seconds of a message that waits for a product, or it for the message, cut into tp_chunks parts."""
         chunks = self.parallel.tp_chunks
-        return message / chunks + waits_beside(message, product) * (chunks - 1) / chunks
+        return message / chunks + waits_beside(self.device, message, product) * (chunks - 1) / chunks
 
     def _hidden_bytes(self) -> float:
         return self.tokens * self.model.hidden_size * self.width
@@ -261,61 +309,78 @@ class RankOperators:
         forward_product, input_product, weight_product = products
         beside = self.execution.overlap_tp and not self._splits
         if not self._shared:
-            summed = all_reduce(device, self._tp, size)
-            return 0.0, waits_beside(summed, weight_product) if beside else summed, 0.0
-        gather, scatter = all_gather(device, self._tp, size), reduce_scatter(device, self._tp, size)
+            summed = all_reduce(device, self._tp, size, self.width)
+            return 0.0, waits_beside(device, summed, weight_product) if beside else summed, 0.0
+        gather, scatter = (pass_on(device, self._tp, size, self.width) for pass_on in (all_gather, reduce_scatter))
         forward = self._exposed(gather, forward_product)
         if self._splits:
             return forward, scatter, gather
         if not beside:
             return forward, scatter + gather, 0.0
-        return forward, waits_beside(gather, input_product) + waits_beside(scatter, weight_product), 0.0
+        hidden = waits_beside(device, gather, input_product) + waits_beside(device, scatter, weight_product)
+        return forward, hidden, 0.0
 
     def _close(self, products: tuple[float, float, float]) -> tuple[float, float, float]:
         """Likewise where it closes one."""
         device, size = self.device, self._hidden_bytes()
         if not self._shared:
-            return self._exposed(all_reduce(device, self._tp, size), products[0]), 0.0, 0.0
-        forward = self._exposed(reduce_scatter(device, self._tp, size), products[0])
-        return forward, self._exposed(all_gather(device, self._tp, size), products[1]), 0.0
+            return self._exposed(all_reduce(device, self._tp, size, self.width), products[0]), 0.0, 0.0
+        forward = self._exposed(reduce_scatter(device, self._tp, size, self.width), products[0])
+        return forward, self._exposed(all_gather(device, self._tp, size, self.width), products[1]), 0.0
 
     def block(self, mode: Recompute) -> LayerSeconds:
         """One transformer block that recomputes `mode`."""
+        device = self.device
         products = [(opens, self._matmul(outputs, inputs)) for opens, outputs, inputs in self._products()]
         matmul = [sum(seconds[number] for _, seconds in products) for number in range(3)]
         tp = self._tp_waits([(opens, seconds) for opens, seconds in products])
         core_forward, core_backward = self.attention
         keys = 2 * self._hidden_bytes() * self.model.kv_heads * self.model.head_dim
         keys *= self.parallel.cp / self.parallel.tp / self.model.hidden_size
-        gathered = all_gather(self.device, self._cp, keys)
-        scattered = reduce_scatter(self.device, self._cp, keys * FP32 / self.width)
+        gathered = all_gather(self.device, self._cp, keys, self.width)
+        scattered = reduce_scatter(self.device, self._cp, keys * FP32 / self.width, FP32)
+        moved, moved_back = self.elementwise
+        beside = self._layout_costs()
+        weight_sums = self._sum_gradient(sum(outputs * inputs for _, outputs, inputs in self._products()))
+        launches = self.host(device.forward_costs, (matmul[0], core_forward, moved))
+        launches_back = self.host(device.backward_costs, (matmul[1], matmul[2], core_backward, moved_back))
         recompute = 0.0
         if mode is Recompute.full:
             last, last_wait = products[-1][1][0], self._close(products[-1][1])[0]
             again = self.execution.whole_recompute or bool(self.model.hidden_dropout)
-            recompute = matmul[0] + core_forward + self.elementwise + tp[0] + gathered
+            recompute = matmul[0] + core_forward + moved + launches + tp[0] + gathered + beside / 3
             recompute -= 0.0 if again else last + last_wait
         elif mode is Recompute.selective:
             recompute = core_forward + gathered
-        parameters = sum(outputs * inputs for _, outputs, inputs in self._products())
         return LayerSeconds(
             {
                 "matmul": matmul[0],
                 "attention": core_forward,
-                "elementwise": self.elementwise,
+                "elementwise": moved,
+                "host": launches + beside / 3,
                 "tp": tp[0],
                 "cp": gathered,
             },
             {
                 "matmul": matmul[1],
                 "attention": core_backward,
-                "elementwise": _BACKWARD_TRAFFIC * self.elementwise,
+                "elementwise": moved_back,
+                "host": launches_back + 2 * beside / 3,
                 "recompute": recompute,
                 "tp": tp[1],
                 "cp": scattered,
             },
-            {"matmul": matmul[2], "gradient sums": self._sum_gradient(parameters), "tp": tp[2]},
+            {"matmul": matmul[2], "gradient sums": weight_sums, "tp": tp[2]},
         )
+
+    def _layout_costs(self) -> float:
+        """Seconds that a block takes more where tensor or context parallelism cuts it, where that was measured."""
+        parallel, elements = self.parallel, self.tokens * self.model.hidden_size
+        found = self.device.layout_seconds("cp", elements) if parallel.cp > 1 else 0.0
+        if parallel.tp > 1:
+            shared = "sp_chunks" if parallel.tp_chunks > 1 else "sp"
+            found += self.device.layout_seconds(shared if self._shared else "tp", elements)
+        return found
 
     def _tp_waits(self, products: list[tuple[bool, tuple[float, float, float]]]) -> list[float]:
         """Seconds of a block's passes in which it waits for tensor-parallel messages."""
@@ -337,11 +402,16 @@ class RankOperators:
         rows = -(-rows // _ALIGNED) * _ALIGNED if self.parallel.tp > 1 or rows > _ALIGNED else rows
         products = self._matmul(rows, self.model.hidden_size)
         tp = self._open(products) if self.parallel.tp > 1 else (0.0, 0.0, 0.0)
-        loss = self._traffic(self.tokens * rows * _LOSS_BYTES) / 2
+        loss, loss_back = (
+            self._traffic(self.tokens * rows * _LOSS_BYTES) / 2
+            if costs is None
+            else self.tokens * rows * costs.logit_ns * 1e-9
+            for costs in (self.device.forward_costs, self.device.backward_costs)
+        )
         sums = self._sum_gradient(rows * self.model.hidden_size)
         return LayerSeconds(
             {"matmul": products[0], "elementwise": loss, "tp": tp[0]},
-            {"matmul": products[1], "elementwise": loss, "tp": tp[1]},
+            {"matmul": products[1], "elementwise": loss_back, "tp": tp[1]},
             {"matmul": products[2], "gradient sums": sums, "tp": tp[2]},
         )
 
@@ -352,8 +422,8 @@ class RankOperators:
         leave, enter = 0.0, 0.0
         if self.parallel.tp > 1:
             summed = reduce_scatter if self._shared else all_reduce
-            leave = summed(self.device, self._tp, size)
-            enter = all_gather(self.device, self._tp, size) if self._shared else 0.0
+            leave = summed(self.device, self._tp, size, self.width)
+            enter = all_gather(self.device, self._tp, size, self.width) if self._shared else 0.0
         return LayerSeconds(
             {"elementwise": moved, "tp": leave}, {"tp": enter}, {"gradient sums": self._traffic(size * 2 * FP32)}
         )

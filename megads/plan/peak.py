@@ -74,7 +74,7 @@ def device_peak_tflops(
         if known is not None and dtype is torch.bfloat16:
             return known
     else:
-        name = _cpu_model()
+        name = cpu_model()
     kernels = loaded_kernels()
     key = {"device": name, "threads": threads, "dtype": str(dtype), "torch": torch.__version__, "kernels": kernels}
     key |= {"clock": "processor time" if device.type == "cpu" else "time"}
@@ -105,7 +105,8 @@ def data_sheet_tflops(name: str) -> float | None:
     return next((tflops for known, tflops in KNOWN_BF16_TFLOPS if words.issuperset(known.upper().split())), None)
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
+    """The processor's name, as its maker has it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

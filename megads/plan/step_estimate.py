@@ -206,9 +206,11 @@ class StepModel:
         ]
         layers += [(self.operators.embedding(), 1)] if content.embedding else []
         layers += [(self.operators.head(), 1)] if content.head else []
+        costs = (self.device.forward_costs, self.device.backward_costs)
+        forward, backward = ({"host": 0.0 if cost is None else cost.pass_us * 1e-6} for cost in costs)
         return (
-            add_up([(layer.forward, count) for layer, count in layers]),
-            add_up([(layer.backward_input, count) for layer, count in layers]),
+            add_up([(layer.forward, count) for layer, count in layers] + [(forward, 1)]),
+            add_up([(layer.backward_input, count) for layer, count in layers] + [(backward, 1)]),
             add_up([(layer.backward_weight, count) for layer, count in layers]),
         )
 
@@ -218,7 +220,7 @@ class StepModel:
         size: float = self.operators.tokens * self.model.hidden_size * self.shape.width
         size /= parallel.tp if parallel.sequence_parallel or self.execution.scatter_messages else 1
         pipeline = group_of(parallel, ("pp",), device.ranks_per_node, self.network)
-        return message(device, size, between_nodes=crosses_nodes(pipeline))
+        return message(device, size, between_nodes=crosses_nodes(pipeline), width=self.shape.width)
 
     def costs(self) -> ScheduleCosts:
         """Of every virtual stage's passes and of a message, in seconds."""
@@ -274,7 +276,11 @@ class StepModel:
             parts["weights"] = self._sharded_waits(busy[slowest])
         heaviest = max(range(parallel.pp), key=self._held)
         share = self._held(heaviest) / (parallel.data_size if parallel.zero_stage else 1)
-        parts["optimizer"] = share * _UPDATE_BYTES / self.device.memory_bytes_per_s
+        update = _UPDATE_BYTES / self.device.memory_bytes_per_s
+        if self.device.update_ns is not None:
+            update = self.device.update_ns * 1e-9
+        parts["optimizer"] = share * update
+        parts["host"] = parts.get("host", 0.0) + self.device.step_us * 1e-6
         parts["new weights"] = self._new_weights(self._held(heaviest))
         if shape.save_every_steps:
             parts["saves"] = share * _SAVED_BYTES / (self.device.host_gigabytes_per_s * 1e9) / shape.save_every_steps
@@ -301,7 +307,7 @@ class StepModel:
             "waits of the pipeline": parts.get("pipeline", 0.0),
             "gradient reduction": 0.0 if inside else reduction,
             "optimizer step": parts.get("optimizer", 0.0) + parts.get("new weights", 0.0),
-            "everything else": parts.get("saves", 0.0) + parts.get("stragglers", 0.0),
+            "everything else": parts.get("saves", 0.0) + parts.get("stragglers", 0.0) + self.device.step_us * 1e-6,
         }
 
     def _held(self, rank: int) -> float:
@@ -320,23 +326,32 @@ class StepModel:
         reduce = reduce_scatter if parallel.zero_stage else all_reduce
         for rank, row in enumerate(timeline.spans):
             elements = self._held(rank)
-            seconds = reduce(device, group, elements * self.execution.gradient_bytes)
+            seconds = reduce(device, group, elements * self.execution.gradient_bytes, self.execution.gradient_bytes)
             if parallel.zero_stage in GRADIENT_STAGES:
                 # DeepSpeed's ZeRO reduces those of every micro-batch.
                 backward = total(self.stages[0][1]) + total(self.stages[0][2])
-                waits = waits_beside(seconds, backward) + seconds / layers if self.execution.overlap_zero else seconds
-                return waits * self.shape.micro_batches
+                waits = (
+                    waits_beside(device, seconds, backward) + seconds / layers
+                    if self.execution.overlap_zero
+                    else seconds
+                )
+                return (waits + self._sharding(elements)) * self.shape.micro_batches
             buckets = max(1, ceil(elements / parallel.bucket_elements))
             hidden = (
                 (row[-1].end - _last_backward(row)) * (1 - 1 / buckets) if self.execution.overlap_reduction else 0.0
             )
-            waits = waits_beside(seconds, hidden) if hidden else seconds
+            waits = waits_beside(device, seconds, hidden) if hidden else seconds
             latest = max(latest, row[-1].end + max(waits, seconds / buckets))
         tied = 0.0
         if self.model.tie_embeddings and parallel.pp > 1:
             rows = self.model.vocabulary * self.model.hidden_size / parallel.tp / group.size
             tied = sum(message(device, 2 * FP32 * rows, between_nodes=True))
         return max(0.0, latest - whole) + tied
+
+    def _sharding(self, elements: float) -> float:
+        """Seconds of a micro-batch that ZeRO-2 and ZeRO-3 take beside their messages, where that was measured."""
+        layers = self.model.num_layers
+        return layers * self.device.layout_seconds(f"zero_{self.parallel.zero_stage}", elements / layers)
 
     def _sharded_waits(self, busy: Parts) -> float:
         """Seconds that passes wait for weights under ZeRO-3, gathered one layer ahead, twice a micro-batch."""
@@ -347,18 +362,18 @@ class StepModel:
         size = parallel.shard_size
         group = CommunicationGroup(size, min(group.per_node, size), group.slowdown)
         held = self._held(0)
-        once = all_gather(self.device, group, held * self.shape.width)
+        once = all_gather(self.device, group, held * self.shape.width, self.shape.width)
         layers = len(self.contents[0].blocks) + 1
         forward = total(self.stages[0][0])
         backward = total(busy) - forward
-        waits = once / layers + waits_beside(once, forward) + waits_beside(once, backward)
+        waits = once / layers + sum(waits_beside(self.device, once, passed) for passed in (forward, backward))
         return self.shape.micro_batches * waits
 
     def _new_weights(self, elements: float) -> float:
         """Seconds to gather the new weights after the optimizer's step."""
         if self.parallel.zero_stage != 1 or self.execution.overlap_gather:
             return 0.0
-        return all_gather(self.device, self._data(), elements * self.shape.width)
+        return all_gather(self.device, self._data(), elements * self.shape.width, self.shape.width)
 
 
 def _last_backward(row: Sequence[TimedAction]) -> float:

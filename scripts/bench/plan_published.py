@@ -1,6 +1,7 @@
 """Plans every step of tests/plan/published_steps.yaml and prints it beside what was published.
 
-Half of the rows chose the constants of megads/plan, the other half judges them; both are printed. Run it with
+Half of the rows chose the constants of megads/plan, the other half judges them, and blind rows came when the model was
+done; all are printed. Run it with
 
     python -m scripts.bench.plan_published [--parts] [rows whose names contain this]
 """
@@ -42,7 +43,7 @@ class PublishedStep:
 
     Attributes:
         name: begins with its source.
-        half: fit or judge.
+        half: fit, judge or blind.
         seconds: of a step, converted from what was published.
         model: the model's shape.
         parallel: the layout.
@@ -121,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--parts", action="store_true", help="say what takes the planned time")
     parser.add_argument("name", nargs="?", default="", help="print rows whose names contain this")
     asked = parser.parse_args(arguments)
-    for half in ("fit", "judge"):
+    for half in ("fit", "judge", "blind"):
         print(f"\n| {half} | published | planned | error |\n|---|---:|---:|---:|")
         wrong = []
         for row in published_steps():

@@ -59,9 +59,9 @@ class Measured:
         memory_bytes: resident, of the launcher.
         connections: open files of the launcher.
         pace: share of their looks that the agents found time for.
-        faults: by fault, in seconds since it: detected (the launcher knows), ordered (it
-            orders the end), agreed (the last agent has the order to
-            end), ended (all agents have), restarted (the last agent has its new assignment).
+        faults: by fault, in seconds since it: detected (the launcher knows), ordered (it orders the end), agreed (the
+            last agent has the order to end), ended (all agents have), restarted (the last agent has its new
+            assignment); and the CPU seconds of the launcher and of the simulated agents until all agents had ended.
     """
 
     nodes: int
@@ -230,6 +230,7 @@ class Simulation:
         # Of the real agent, whose ranks are its children.
         family = _family(agent.pid)
         steps = self._slurm.steps
+        cpu_before = self._cpu_seconds()
         at = self._lockstep.stop(None if fault == "stuck" else culprit)
         if fault == "dead":
             next(process for process in family if process.environ().get("RANK") == str(culprit)).kill()
@@ -242,10 +243,14 @@ class Simulation:
             "agreed": None,
             "ended": None,
             "restarted": None,
+            "launcher_cpu_s": None,
+            "agents_cpu_s": None,
         }
         if not self._told.poll(_GIVEN_UP_S):
             return found
         _, times, code, rank, nodes, message = self._told.recv()
+        took = [now - before for now, before in zip(self._cpu_seconds(), cpu_before, strict=True)]
+        found["launcher_cpu_s"], found["agents_cpu_s"] = took
         ordered = self._slurm.tell()[2]
         print(f"  {fault}: exit {code}, rank {rank}, nodes {nodes[:3]}: {message.splitlines()[0][:150]}", flush=True)
         known = [times[name] for name in ("failed", "ordered") if times[name] is not None]
@@ -260,6 +265,11 @@ class Simulation:
         self._await_start()
         found["restarted"] = max(self._slurm.tell()[1]) - at
         return found
+
+    def _cpu_seconds(self) -> tuple[float, float]:
+        """Of the launcher, and of the processes that drive simulated agents."""
+        fleets = (psutil.Process(process.pid) for process in self._processes)
+        return _cpu_s(psutil.Process(self._launcher.pid)), sum(map(_cpu_s, fleets))
 
     def _await(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + _GIVEN_UP_S
@@ -333,7 +343,17 @@ def _show(found: list[Measured]) -> None:
             f"{one.pace:.0%}",
         )
     faults = Table(title="Seconds after a fault")
-    for name in ("nodes", "fault", "detected", "ordered", "all agreed", "all ended", "all restarted"):
+    for name in (
+        "nodes",
+        "fault",
+        "detected",
+        "ordered",
+        "all agreed",
+        "all ended",
+        "all restarted",
+        "launcher CPU",
+        "agents CPU",
+    ):
         faults.add_column(name, justify="right")
     for one in found:
         for fault, times in one.faults.items():

@@ -2,6 +2,7 @@
 # From raw text to a validated model, with nothing but this machine: collects text that every Python installation has,
 # trains a tokenizer, indexes the text, trains a small model on four processes and compares its loss with a unigram's.
 # Stages whose output is there are skipped; FRESH=1 redoes them all. Needs `megads` on the PATH (make demo sees to it).
+# `scripts/demo/run.sh data` ends when the dataset is made.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -42,6 +43,8 @@ stage "3/4 dataset: $DATASET.bin and $DATASET.idx"
 if have "$DATASET.idx" "$TOKENIZER" && [[ -s $DATASET.bin ]]; then echo "there already"; else
     megads preprocess input="[$CORPUS]" tokenizer="$TOKENIZER" output="$DATASET" overwrite=true
 fi
+
+if [[ ${1:-} == data ]]; then exit 0; fi
 
 stage "4/4 training: $run_dir"
 if python scripts/demo/verdict.py "$run_dir" --finished; then echo "there already"; else

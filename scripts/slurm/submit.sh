@@ -11,7 +11,7 @@ usage: scripts/slurm/submit.sh [--dry-run] [--chain=K] [--<option of sbatch>=<va
               before, and the rest is cancelled when the run is finished, stopped or refused
   Words that begin with -- are options of sbatch, in the form --nodes=4; all others are overrides.
 
-  scripts/slurm/submit.sh --dry-run --nodes=2 --gpus-per-node=4 experiment=demo parallel.tp=4 parallel.pp=2
+  scripts/slurm/submit.sh --dry-run --nodes=2 --gpus-per-node=4 experiment=demo parallel.tp=2 parallel.pp=2
   scripts/slurm/submit.sh --chain=5 --nodes=48 --gpus-per-node=8 experiment=bloom_176b
 TEXT
 }

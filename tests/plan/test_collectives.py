@@ -8,8 +8,18 @@ import pytest
 
 from megads.parallel.config import ParallelConfig
 from megads.parallel.rank_order import axis_lines
-from megads.plan.collectives import CommunicationGroup, Network, all_gather, all_reduce, group_of, message
+from megads.plan.collectives import (
+    CommunicationGroup,
+    Network,
+    all_gather,
+    all_reduce,
+    crosses_nodes,
+    group_of,
+    message,
+    placement,
+)
 from megads.plan.devices import DEVICES
+from megads.tools.plan.step import placement_line
 
 DEVICE = replace(
     DEVICES["h100"],
@@ -68,3 +78,16 @@ def test_messages_go_by_what_is_between() -> None:
     """Catches a message between nodes at the links' speed."""
     assert message(DEVICE, 1e9, between_nodes=True) == (pytest.approx(0.1), pytest.approx(10e-6))
     assert message(DEVICE, 1e9, between_nodes=False) == (pytest.approx(0.01), pytest.approx(1e-6))
+
+
+def test_placement_names_what_crosses_nodes_and_pods() -> None:
+    """Catches an axis that is said to stay in a node while its ranks are on several, and one that leaves its pod."""
+    layout = ParallelConfig(tp=4, cp=2, pp=4, dp=8)
+    found = placement(layout, 8, Network(pod_ranks=64, oversubscription=3.0))
+    assert list(found) == ["tp", "cp", "pp", "dp", "cp x dp"]
+    assert [crosses_nodes(group) for group in found.values()] == [False, False, True, True, True]
+    assert [group.slowdown for group in found.values()] == [1.0, 1.0, 1.0, 3.0, 3.0]
+    turned = placement(replace(layout, rank_order=["dp", "tp", "cp", "pp"]), 8)
+    assert not crosses_nodes(turned["dp"]) and turned["tp"].nodes == 4
+    asked = placement_line(layout, DEVICES["h100"], Network(pod_ranks=64, oversubscription=3.0))
+    assert "tp 4 inside a node" in asked and "dp 8 over 8 nodes, beyond pods of 64, 3 x slower" in asked

@@ -15,7 +15,8 @@ from megads.model.config import ModelConfig, Position
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.schedule import ScheduleName
 from megads.parallel.schedule_simulation import run_clock
-from megads.plan.devices import DEVICES, find_device, read_device
+from megads.plan.collectives import CommunicationGroup, all_reduce
+from megads.plan.devices import DEVICES, MeasuredCollective, PassCosts, find_device, read_device
 from megads.plan.model_size import block_flops, head_flops, model_flops_per_token
 from megads.plan.operators import MEGADS, Execution, RankOperators, matmul_seconds, total
 from megads.plan.step_estimate import PHASES, StepEstimate, StepModel, StepShape, estimate_step
@@ -182,6 +183,7 @@ QUICK = (
     "megascale Megatron-LM 1024",
     "foundry 7b H100",
     "llama3 405B 8192 GPUs",
+    "dgxc 70B 256 GPUs",
 )
 
 
@@ -200,6 +202,15 @@ def test_published_steps_are_planned(half: str) -> None:
     assert len(found) >= 30
     assert fmean(map(abs, found.values())) < 0.075, found
     assert sum(abs(error) <= 0.1 for error in found.values()) >= 0.8 * len(found), found
+
+
+@pytest.mark.slow
+def test_rows_that_came_last_are_planned() -> None:
+    """Catches the same on NeMo's steps on H100, which chose one constant after they had been planned blind; those of
+    torchtitan are of a card with less power."""
+    found = errors(row for row in published_steps() if row.half == "blind" and row.name.startswith("dgxc"))
+    assert len(found) >= 10
+    assert max(map(abs, found.values())) < 0.1, found
 
 
 def test_halves_are_about_equal_and_of_every_source() -> None:
@@ -226,6 +237,36 @@ def test_devices_come_from_files_too(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ConfigError, match=named):
             read_device(path)
-    path.write_text("like: h100\npeak_tflops: -3\n")
-    with pytest.raises(ConfigError, match="above 0"):
-        read_device(path)
+    for text, named in (
+        ("peak_tflops: -3", "peak_tflops = -3: must be a number above 0"),
+        ("peak_tflops: quick", "peak_tflops = quick: must be a number"),
+        ("peak_tflops: .nan", "peak_tflops = nan"),
+        ("ranks_per_node: 1.5", "ranks_per_node = 1.5: must be a whole number"),
+        ("on_cpu: 3", "on_cpu = 3: must be true or false"),
+        ("products: 3", "products = 3: must be a list of rows of m, n, k and TFLOPs"),
+        ("products: [[1, 2, 3]]", "must be a list of rows"),
+        ("products: [[1, 2, 3, x]]", "must be a number above 0"),
+        ("forward_costs: {block_us: 1}", "must have block_us, pass_us, gigabytes_per_s, logit_ns"),
+        ("collectives: [[all_reduce, 4, 0, 1]]", "must be a number above 0"),
+    ):
+        path.write_text(f"like: h100\n{text}\n")
+        with pytest.raises(ConfigError, match=named) as caught:
+            read_device(path)
+        assert str(path) in str(caught.value)
+
+
+def test_a_calibrated_host_and_collectives_are_counted() -> None:
+    """Catches launches that cost nothing on a CPU, or a GPU that waits for its host while it is busy."""
+    costs = PassCosts(block_us=1000.0, pass_us=500.0, gigabytes_per_s=10.0, logit_ns=1.0)
+    here = replace(A100, forward_costs=costs, backward_costs=costs, on_cpu=True, step_us=2000.0)
+    plan = estimate_step(GPT, ParallelConfig(), StepShape(2048, 1, 4), here)
+    assert plan.parts["host"] == pytest.approx(4 * (2 * 24 * 1e-3 + 2 * 5e-4) + 2e-3)
+    busy = estimate_step(GPT, ParallelConfig(), StepShape(2048, 1, 4), replace(here, on_cpu=False))
+    idle = estimate_step(GPT, ParallelConfig(), StepShape(16, 1, 4), replace(here, on_cpu=False))
+    assert busy.parts["host"] < 0.1 * plan.parts["host"] < idle.parts["host"] < plan.parts["host"]
+    measured = (MeasuredCollective("all_reduce", 4, 100.0, 2.0), MeasuredCollective("all_reduce", 2, 100.0, 1.0))
+    pair, nodes = CommunicationGroup(2, 2), CommunicationGroup(16, 8)
+    device = replace(A100, collectives=measured)
+    assert all_reduce(device, pair, 2e9, width=4) == pytest.approx(1.0 + 200e-6)
+    assert all_reduce(device, pair, 2e9, width=2) == pytest.approx(2.0 + 200e-6)
+    assert all_reduce(device, nodes, 2e9) == all_reduce(A100, nodes, 2e9)

@@ -18,20 +18,21 @@ class CalibrateConfig:
     out: str = "device.yaml"
     """File to write; must end in .yaml."""
     ranks: int = 2
-    """Ranks that compute at the same time, as in training: they share the machine's memory and cores."""
+    """Ranks that compute at the same time, as in training: they share the machine's memory and cores. With 1 nothing is
+    known of collectives."""
     threads: int | None = None
     """CPU threads of each rank; null shares the cores out evenly."""
     fp32: bool = False
     """Measure products in fp32, for train.precision=fp32; else in bf16."""
-    seconds: float = 0.2
+    seconds: float = 0.1
     """Seconds for which each measurement is repeated; the median counts."""
 
     def check(self) -> None:
         """Raises ConfigError on a file that is no device's, and on numbers that are none."""
         if not self.out.endswith(".yaml"):
             raise ConfigError(f"out = {self.out}: must end in .yaml")
-        if not 2 <= self.ranks <= _MOST_RANKS:
-            raise ConfigError(f"ranks = {self.ranks}: must be 2 to {_MOST_RANKS}, which send each other messages")
+        if not 1 <= self.ranks <= _MOST_RANKS:
+            raise ConfigError(f"ranks = {self.ranks}: must be 1 to {_MOST_RANKS}; a device file plans as many or fewer")
         if self.threads is not None and self.threads < 1:
             raise ConfigError(f"threads = {self.threads}: must be at least 1")
         if not 0 < self.seconds <= 60:

@@ -1,35 +1,58 @@
-"""Measures on all ranks at once: products by shape, copies, attention, and collectives between the ranks.
+"""Measures on all ranks at once what steps are made of, and writes the device file that planning takes.
 
-On GPUs each rank has one and NCCL connects them, else gloo does. All figures are medians of rank 0, taken while every
-rank does the same.
+Products, attention and copies are measured one by one (`operators`), everything else of a pass by training small models
+(`passes`), collectives between the ranks here. On GPUs each rank has one and NCCL connects them, else gloo does. All
+figures are medians of rank 0, taken while every rank does the same.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import tempfile
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 import yaml
 
 from megads.errors import ConfigError
-from megads.runtime.environment import share_of_cores
+from megads.ops.config import OpsConfig
+from megads.ops.linear import linear
+from megads.ops.resolve import load
+from megads.parallel.config import ParallelConfig
+from megads.plan.devices import device_from
+from megads.plan.measured_rates import non_negative
+from megads.plan.operators import FP32
+from megads.runtime.environment import (
+    available_cores,
+    exported,
+    loopback_variables,
+    rank_numbers,
+    rank_variables,
+    share_of_cores,
+)
 from megads.runtime.files import atomic_writer
 from megads.runtime.machine_memory import available_memory
+from megads.runtime.process import bind_to_share
 from megads.tools.calibrate.config import CalibrateConfig
+from megads.tools.calibrate.operators import (
+    Bench,
+    copied_bytes_per_s,
+    measured_attention,
+    measured_products,
+    smallest_s,
+)
+from megads.tools.calibrate.passes import IN_LAYOUTS, TRIALS, layout_costs, layouts, pass_costs, trained
 
-_TOKENS = (128, 512, 2048)
-_FEATURES = ((256, 256), (256, 1024), (1024, 256), (1024, 1024), (1024, 4096), (4096, 1024))
-_COPIED_BYTES = 256 * 2**20
-_REDUCED_BYTES = 32 * 2**20
+_SIZES = (2**14, 2**18, 2**21, 2**24)
+"""Bytes of the collectives that are measured."""
+_PAIR = 2
+"""Ranks over which the trials' heads and tokens can be cut; more ranks are planned without the costs of layouts."""
 _TIMEOUT_S = 120.0
 
 
@@ -42,20 +65,57 @@ def calibrate(config: CalibrateConfig) -> dict[str, Any]:
     gpus = torch.cuda.device_count()
     if 0 < gpus < config.ranks:
         raise ConfigError(f"ranks = {config.ranks}, but this machine has {gpus} GPUs: lower ranks")
-    context = multiprocessing.get_context("spawn")
     threads = config.threads or share_of_cores(config.ranks)
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.yaml"
-        arguments = (config, threads, f"file://{folder}/store", str(result))
-        processes = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(config.ranks)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-        if not result.is_file() or any(process.exitcode for process in processes):
-            raise ConfigError(f"a rank ended with exit code {max(p.exitcode or 0 for p in processes)}; see above")
+        run_on_ranks(config.ranks, threads, _rank, config, threads, str(result))
         found: dict[str, Any] = yaml.safe_load(result.read_text(encoding="utf-8"))
     return found
+
+
+def run_on_ranks(ranks: int, threads: int, work: Callable[..., None], *arguments: Any) -> None:
+    """Runs work(*arguments) on processes of this machine as a run would start them, in one process group.
+
+    Args:
+        ranks: how many.
+        threads: of each.
+        work: found by its name in a module.
+        arguments: that can be pickled.
+
+    Raises:
+        ConfigError: one of them did not come to a good end.
+    """
+    context = multiprocessing.get_context("spawn")
+    variables = rank_variables(threads, cuda=torch.cuda.is_available()) | loopback_variables()
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    with tempfile.TemporaryDirectory() as folder, exported(variables):
+        processes = []
+        for rank in range(ranks):
+            with exported(rank_numbers(rank, rank, ranks, ranks)):
+                arguments_of_rank = (rank, ranks, threads, f"file://{folder}/store", work, arguments)
+                processes.append(context.Process(target=_enter, args=arguments_of_rank))
+                processes[-1].start()
+        for process in processes:
+            process.join()
+    if any(process.exitcode for process in processes):
+        raise ConfigError(f"a rank ended with exit code {max(p.exitcode or 0 for p in processes)}; see above")
+
+
+def _enter(rank: int, ranks: int, threads: int, store: str, work: Callable[..., None], arguments: Any) -> None:
+    """One rank: its cores, its threads, its process group; it prints nothing, as DeepSpeed would about engines."""
+    with Path(os.devnull).open("w") as null:
+        os.dup2(null.fileno(), 1)
+    if ranks * threads <= available_cores():
+        bind_to_share(rank, ranks)
+    torch.set_num_threads(threads)
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(rank)
+    timeout = timedelta(seconds=_TIMEOUT_S)
+    dist.init_process_group("nccl" if cuda else "gloo", init_method=store, rank=rank, world_size=ranks, timeout=timeout)
+    work(*arguments)
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def write(config: CalibrateConfig, found: dict[str, Any]) -> Path:
@@ -73,64 +133,49 @@ def write(config: CalibrateConfig, found: dict[str, Any]) -> Path:
     return path
 
 
-def _rank(rank: int, config: CalibrateConfig, threads: int, store: str, result: str) -> None:
-    """One rank of the measurement; rank 0 writes what it found."""
-    torch.set_num_threads(threads)
+def _rank(config: CalibrateConfig, threads: int, result: str) -> None:
+    """What one rank measures; rank 0 writes what it found."""
     cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_device(rank)
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    backend = "nccl" if cuda else "gloo"
-    timeout = timedelta(seconds=_TIMEOUT_S)
-    dist.init_process_group(backend, init_method=store, rank=rank, world_size=config.ranks, timeout=timeout)
-    found = _measured(config, device, threads)
-    if rank == 0:
-        Path(result).write_text(yaml.safe_dump(found), encoding="utf-8")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _seconds(work: Callable[[], object], device: torch.device, budget_s: float) -> float:
-    """Median seconds of some work, begun on all ranks together; as often on each, as rank 0 says."""
-
-    def once() -> float:
-        start = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
-
-    once()
-    first = torch.tensor([once()], dtype=torch.float64, device=device)
-    dist.broadcast(first, 0)
-    repeats = max(5, min(2000, int(budget_s / max(first.item(), 1e-6))))
-    dist.barrier()
-    return median(once() for _ in range(repeats))
-
-
-def _measured(config: CalibrateConfig, device: torch.device, threads: int) -> dict[str, Any]:
-    """Everything of one rank."""
+    device = torch.device("cuda", dist.get_rank()) if cuda else torch.device("cpu")
     dtype = torch.float32 if config.fp32 else torch.bfloat16
-    products = []
-    for tokens in _TOKENS:
-        for outputs, inputs in _FEATURES:
-            x_mi = torch.randn(tokens, inputs, device=device).to(dtype)
-            w_oi = torch.randn(outputs, inputs, device=device).to(dtype)
-            seconds = _seconds(lambda x=x_mi, w=w_oi: F.linear(x, w), device, config.seconds)  # type: ignore[misc]
-            products.append([tokens, outputs, inputs, round(2 * tokens * outputs * inputs / seconds / 1e12, 5)])
-    peak = max(rate for *_, rate in products)
-    memory_bytes = available_memory() // config.ranks
-    if device.type == "cuda":
-        memory_bytes = torch.cuda.mem_get_info()[0]
-    latency_us, bytes_per_s = _collectives(config, device)
-    link = round(bytes_per_s / 1e9, 4)
+    bench = Bench(device, dtype, load(OpsConfig(), _quiet, cuda=cuda), config.seconds)
+    found = _measured(config, bench, threads)
+    if not cuda:
+        replicas = ParallelConfig(dp=config.ranks, zero_stage=0)
+        trials = [trained(trial, bench, replicas) for trial in TRIALS]
+        found |= pass_costs(trials, device_from(found, "cpu"), dtype.itemsize)
+        if config.ranks == _PAIR:
+            in_layouts = {
+                name: [trained(trial, bench, parallel) for trial in IN_LAYOUTS]
+                for name, parallel in layouts(config.ranks).items()
+            }
+            found["layout_costs"] = layout_costs(in_layouts, device_from(found, "cpu"), dtype.itemsize)
+    if dist.get_rank() == 0:
+        Path(result).write_text(yaml.safe_dump(found, sort_keys=False), encoding="utf-8")
+
+
+def _quiet(_message: str) -> None:
+    """Kernels are compiled without a word."""
+
+
+def _measured(config: CalibrateConfig, bench: Bench, threads: int) -> dict[str, Any]:
+    """Everything of one rank but passes."""
+    products = measured_products(bench)
+    attention = measured_attention(bench)
+    peak = max(rate for *_, rate in products["products"])
+    cuda = bench.device.type == "cuda"
+    memory_bytes = torch.cuda.mem_get_info()[0] if cuda else available_memory() // config.ranks
+    collectives = _collectives(bench) if config.ranks > 1 else []
+    sums = [rest for name, *rest in collectives if name == "all_reduce"]
+    copied = copied_bytes_per_s(bench) / 1e9
+    _, latency_us, link = sums[-1] if sums else (0, smallest_s(bench) * 1e6, copied)
     return {
-        "name": f"{torch.cuda.get_device_name() if device.type == 'cuda' else 'cpu'} x {config.ranks}",
-        "on_cpu": device.type == "cpu",
+        "name": f"{torch.cuda.get_device_name() if cuda else 'cpu'} x {config.ranks}",
+        "on_cpu": not cuda,
         "peak_tflops": peak,
         **({"fp32_tflops": peak} if config.fp32 else {}),
         "memory_gib": round(memory_bytes / 2**30, 2),
-        "memory_gigabytes_per_s": round(_copies(config, device) / 1e9, 3),
+        "memory_gigabytes_per_s": round(copied, 3),
         "memory_efficiency": 1.0,
         "processors": threads,
         "ranks_per_node": config.ranks,
@@ -138,46 +183,80 @@ def _measured(config: CalibrateConfig, device: torch.device, threads: int) -> di
         "nic_gigabytes_per_s": link,
         "link_efficiency": 1.0,
         "nic_efficiency": 1.0,
-        "node_latency_us": round(latency_us, 2),
-        "nic_latency_us": round(latency_us, 2),
-        "host_gigabytes_per_s": round(_copies(config, device) / 2e9, 3),
+        "node_latency_us": latency_us,
+        "nic_latency_us": latency_us,
+        "host_gigabytes_per_s": round(copied / 2, 3),
         "matmul_efficiency": 1.0,
-        "attention_efficiency": round(_attention(config, device, dtype) / (peak * 1e12), 4),
-        "kernel_us": round(1e6 * _small(config, device), 2),
-        "products": products,
+        "attention_efficiency": round(min(1.0, max(rate for _, rate, _ in attention) / peak), 4),
+        "kernel_us": round(1e6 * smallest_s(bench), 2),
+        "attention_rates": attention,
+        "collectives": collectives,
+        **({"hidden_cost": _hidden_cost(bench)} if config.ranks > 1 else {}),
+        **products,
     }
 
 
-def _copies(config: CalibrateConfig, device: torch.device) -> float:
-    """Bytes a second, read and written."""
-    source = torch.ones(_COPIED_BYTES // 4, device=device)
-    target = torch.empty_like(source)
-    return 2 * _COPIED_BYTES / _seconds(lambda: target.copy_(source), device, config.seconds)
+def _collectives(bench: Bench) -> list[list[Any]]:
+    """Names, bytes of an element, microseconds of a step of a ring, and GB/s of its bus."""
+    ranks, found = dist.get_world_size(), []
+    for dtype in (torch.bfloat16, torch.float32):
+        width = dtype.itemsize
+        for name, around in (("all_gather", 1), ("reduce_scatter", 1), ("message", 1), ("all_reduce", 2)):
+            features, times = [], []
+            for size in _SIZES:
+                call = _collective(name, size // width, dtype, bench.device)
+                steps = 1 if name == "message" else around * (ranks - 1)
+                share = 1.0 if name == "message" else around * (ranks - 1) / ranks
+                features.append([steps, share * size])
+                times.append(bench.time_s(call) / (2 if name == "message" else 1))
+            measured = np.array(times)
+            latency, byte = non_negative(np.array(features), measured, measured)
+            # A step of 0.1 us and a bus of 1 TB/s are as good as none.
+            found.append([name, width, round(max(1e6 * latency, 0.1), 2), round(1e-9 / max(byte, 1e-12), 4)])
+    return found
 
 
-def _small(config: CalibrateConfig, device: torch.device) -> float:
-    """Seconds of an operator on next to nothing."""
-    one = torch.ones(8, device=device)
-    return _seconds(lambda: one.add_(1.0), device, config.seconds)
+def _collective(name: str, elements: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+    """A call of a collective whose whole buffer has so many elements; a message goes there and back."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    whole, own = torch.zeros(elements, dtype=dtype, device=device), torch.zeros(elements // ranks, dtype=dtype)
+    own = own.to(device)
+    if name == "all_gather":
+        return lambda: dist.all_gather_into_tensor(whole, own)
+    if name == "reduce_scatter":
+        return lambda: dist.reduce_scatter_tensor(own, whole)
+    if name == "all_reduce":
+        return lambda: dist.all_reduce(whole)
+
+    def there_and_back() -> None:
+        if rank == 0:
+            dist.send(whole, 1)
+            dist.recv(whole, 1)
+        elif rank == 1:
+            dist.recv(whole, 0)
+            dist.send(whole, 0)
+
+    return there_and_back
 
 
-def _attention(config: CalibrateConfig, device: torch.device, dtype: torch.dtype) -> float:
-    """FLOPs a second of causal attention forward and backward, hidden scores not counted."""
-    batch, heads, tokens, dim = 1, 8, 512, 64
-    q, k, v = (torch.randn(batch, heads, tokens, dim, device=device).to(dtype).requires_grad_() for _ in range(3))
+def _hidden_cost(bench: Bench) -> float:
+    """Share of a sum's time by which the work beside it takes longer."""
+    whole = torch.zeros(_SIZES[-1] // FP32, device=bench.device)
+    x_mi, w_oi = (torch.randn(512, 512, device=bench.device).to(bench.dtype) for _ in range(2))
+    alone_s = bench.time_s(lambda: dist.all_reduce(whole))
+    count = max(1, int(1.5 * alone_s / bench.time_s(lambda: linear(x_mi, w_oi, None, bench.kernels))))
+    counts = torch.tensor([count], device=bench.device)
+    dist.broadcast(counts, 0)
+    count = int(counts.item())
+
+    def work() -> None:
+        for _ in range(count):
+            linear(x_mi, w_oi, None, bench.kernels)
 
     def both() -> None:
-        F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+        sums = dist.all_reduce(whole, async_op=True)
+        work()
+        sums.wait()
 
-    products = 2 + 5
-    return products * batch * heads * tokens**2 * dim / _seconds(both, device, config.seconds)
-
-
-def _collectives(config: CalibrateConfig, device: torch.device) -> tuple[float, float]:
-    """Microseconds of a step of a ring, and bytes a second of its bus."""
-    few = torch.zeros(1, device=device)
-    many = torch.zeros(_REDUCED_BYTES // 4, device=device)
-    steps = 2 * (config.ranks - 1)
-    latency = _seconds(lambda: dist.all_reduce(few), device, config.seconds) / steps
-    seconds = _seconds(lambda: dist.all_reduce(many), device, config.seconds) - steps * latency
-    return 1e6 * latency, steps / config.ranks * _REDUCED_BYTES / seconds
+    longer_s = bench.time_s(both) - bench.time_s(work)
+    return round(min(1.0, max(0.0, longer_s / alone_s)), 3)

@@ -37,7 +37,7 @@ from megads.tools.plan.config import PlanConfig
 from megads.tools.plan.parameter_groups import has_groups, parameter_group_table, parameter_groups_json
 from megads.tools.plan.plot import write_plot
 from megads.tools.plan.stages import stage_table, stages_json
-from megads.tools.plan.step import device_of, network_of, step_json, step_line, step_table
+from megads.tools.plan.step import device_of, network_of, placement_json, print_step, step_json
 from megads.tools.plan.tables import (
     candidates,
     outlook_json,
@@ -91,6 +91,8 @@ def show(asked: PlanConfig) -> None:
         held = {"places": places_json(config)} if asked.ranks else {}
         schedules = {"schedules": schedules_json(compared)} if compared else {}
         timed = step_json(step, _memory_of_a_device(plan, room)) if step else {}
+        if device is not None:
+            timed["placement"] = placement_json(config.parallel, device, network_of(asked))
         stages = {"training_stages": stages_json(run, cuda=cuda)} if run.train.stages else {}
         groups = {"parameter_groups": parameter_groups_json(run)} if has_groups(run) else {}
         print(json.dumps(as_json(config, plan, room, found) | timed | held | schedules | stages | groups, indent=2))
@@ -100,8 +102,7 @@ def show(asked: PlanConfig) -> None:
     _print_groups_and_stages(console, run, cuda=cuda)
     _print(console, config, plan, room, found, choices)
     if step is not None and device is not None:
-        console.print(step_line(step, device))
-        console.print(step_table(step))
+        print_step(console, step, config.parallel, device, network_of(asked))
     if compared:
         console.print(schedule_table(compared, in_seconds=asked.rank_tflops is not None))
         for reason in refusals(compared):

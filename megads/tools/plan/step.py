@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 
 from megads.launch.preflight_memory import settle_auto
 from megads.launch.step_plan import connected_device, machine_of, step_of
-from megads.plan.collectives import Network
+from megads.parallel.config import ParallelConfig
+from megads.plan.collectives import Network, crosses_nodes, placement
 from megads.plan.devices import Device
 from megads.plan.step_estimate import StepEstimate
 from megads.tools.plan.config import PlanConfig
@@ -20,6 +22,7 @@ MEANING = {
     "matmul": "matrix products",
     "attention": "attention cores",
     "elementwise": "norms, activations, residuals, dropouts, loss",
+    "host": "Python, autograd and launches, where calibrated",
     "recompute": "forward passes made again in backward",
     "gradient sums": "gradients added to fp32 sums",
     "tp": "tensor parallelism: what passes wait for",
@@ -74,6 +77,37 @@ def step_line(estimate: StepEstimate, device: Device) -> str:
         f"{estimate.tokens_per_s_per_device:,.0f} tokens/s and {estimate.tflops_per_device:.1f} model TFLOPs a device, "
         f"MFU {estimate.mfu:.1%} of {estimate.peak_tflops:g}"
     )
+
+
+def placement_json(parallel: ParallelConfig, device: Device, network: Network) -> dict[str, Any]:
+    """The groups of ranks as plain values."""
+    return {
+        axes: {"ranks": group.size, "nodes": group.nodes, "ranks_a_node": group.per_node, "slowdown": group.slowdown}
+        for axes, group in placement(parallel, device.ranks_per_node, network).items()
+    }
+
+
+def placement_line(parallel: ParallelConfig, device: Device, network: Network) -> str:
+    """One line about which axis crosses nodes and pods."""
+    said = []
+    for axes, group in placement(parallel, device.ranks_per_node, network).items():
+        where = "inside a node"
+        if crosses_nodes(group):
+            near = f", {group.per_node} ranks a node" if group.per_node > 1 else ""
+            beyond = f", beyond pods of {network.pod_ranks}, {group.slowdown:g} x slower" if group.slowdown > 1 else ""
+            where = f"over {group.nodes} nodes{near}{beyond}"
+        said.append(f"{axes} {group.size} {where}")
+    order = ", ".join(parallel.rank_order)
+    return f"nodes of {device.ranks_per_node}, rank_order {order}: {'; '.join(said) or 'a rank alone'}"
+
+
+def print_step(
+    console: Console, estimate: StepEstimate, parallel: ParallelConfig, device: Device, network: Network
+) -> None:
+    """Prints a step's time, what crosses nodes, and the parts."""
+    console.print(step_line(estimate, device))
+    console.print(placement_line(parallel, device, network))
+    console.print(step_table(estimate))
 
 
 def step_table(estimate: StepEstimate) -> Table:

@@ -25,6 +25,8 @@ def test_a_measured_device_is_planned_with(tmp_path: Path, capsys: pytest.Captur
     assert 0.002 < device.peak_tflops < 2.0 and device.on_cpu
     assert 0.5 < device.memory_gigabytes_per_s < 1000 and 0.01 < device.node_gigabytes_per_s < 100
     assert 1 < device.node_latency_us < 1e5 and 0 < device.attention_efficiency < 1.5
+    assert device.forward_costs is not None and 1 < device.forward_costs.block_us < 1e6
+    assert {costs.layout for costs in device.layout_costs} >= {"zero_2", "zero_3", "tp", "cp"}
     for m, n, k, rate in device.products:
         assert matmul_seconds(device, m, n, k) == pytest.approx(2 * m * n * k / rate / 1e12, rel=0.5)
     capsys.readouterr()
@@ -36,7 +38,7 @@ def test_a_measured_device_is_planned_with(tmp_path: Path, capsys: pytest.Captur
 
 def test_mistakes_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches numbers that reach the ranks."""
-    for override, named in (("out=x.txt", "out"), ("ranks=1", "ranks"), ("threads=0", "threads"), ("seconds=0", "sec")):
+    for override, named in (("out=x.txt", "out"), ("ranks=0", "ranks"), ("threads=0", "threads"), ("seconds=0", "sec")):
         assert run(["calibrate", override]) == 2
         assert named in capsys.readouterr().err
 

@@ -1,0 +1,250 @@
+"""What passes take beside products and attention: small models are trained, and their spans are explained.
+
+A pass is its products and its attention, as measured apart, and linear in what else it holds: blocks (Python, autograd,
+launches), the bytes of their elementwise kernels, logits of the loss. The four unknowns of forward and of backward
+passes are the least squares of relative errors over all models, none negative.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megads.batch import BatchInfo, MicroBatch
+from megads.engine import build_train_engine
+from megads.engine.interface import EngineSpec
+from megads.model.config import MLPKind, ModelConfig, NormKind, Position
+from megads.optim.config import OptimConfig
+from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Recompute
+from megads.parallel.grid import build_grid
+from megads.parallel.pipeline_actions import ActionKind
+from megads.plan.devices import Device
+from megads.plan.measured_rates import non_negative
+from megads.plan.model_size import parameter_count
+from megads.plan.operators import BACKWARD_TRAFFIC, RankOperators
+from megads.plan.step_estimate import StepModel, StepShape
+from megads.runtime.span import Span
+from megads.tools.calibrate.operators import Bench
+
+_STEPS = 7
+_LR = 1e-4
+_PASSES = {"forward": ("forward",), "backward": ("backward_input", "backward_weight")}
+_TRAFFIC = {"forward": 1.0, "backward": BACKWARD_TRAFFIC}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A model that is trained for a few steps.
+
+    Attributes:
+        like: bloom or llama.
+        layers, hidden, vocabulary: of the model.
+        seq_len, samples: of a micro-batch.
+    """
+
+    like: str
+    layers: int
+    hidden: int
+    vocabulary: int
+    seq_len: int
+    samples: int
+    micro_batches: int = 3
+
+    @property
+    def model(self) -> ModelConfig:
+        common: dict[str, Any] = {
+            "num_layers": self.layers,
+            "hidden_size": self.hidden,
+            "num_heads": max(2, self.hidden // 64),
+            "vocab_size": self.vocabulary,
+            "max_seq_len": self.seq_len,
+        }
+        if self.like == "bloom":
+            return ModelConfig(**common)
+        kinds: dict[str, Any] = {"position": Position.rope, "norm": NormKind.rmsnorm, "mlp": MLPKind.swiglu}
+        return ModelConfig(**common, **kinds, ffn_size=3 * self.hidden, embedding_norm=False, tie_embeddings=False)
+
+    @property
+    def tokens(self) -> int:
+        return self.samples * self.seq_len
+
+
+TRIALS = (
+    Trial("bloom", 1, 64, 256, 64, 1),
+    Trial("bloom", 8, 64, 256, 64, 1),
+    Trial("llama", 8, 64, 256, 64, 1),
+    Trial("bloom", 3, 384, 1024, 384, 2),
+    Trial("llama", 3, 384, 1024, 384, 2),
+    Trial("bloom", 4, 192, 1024, 256, 8),
+    Trial("llama", 4, 192, 1024, 256, 8),
+    Trial("bloom", 1, 256, 24576, 512, 1),
+    Trial("llama", 2, 768, 1024, 256, 4, 2),
+)
+
+
+IN_LAYOUTS = (
+    Trial("bloom", 6, 64, 256, 64, 1),
+    Trial("llama", 3, 384, 1024, 384, 2, 2),
+    Trial("bloom", 2, 640, 1024, 128, 2, 2),
+)
+"""Those that are trained in `layouts`."""
+
+
+def layouts(ranks: int) -> dict[str, ParallelConfig]:
+    """What `LayoutCosts` names, on so many ranks."""
+    return {
+        "zero_2": ParallelConfig(dp=ranks, zero_stage=2),
+        "zero_3": ParallelConfig(dp=ranks, zero_stage=3),
+        "tp": ParallelConfig(tp=ranks),
+        "sp": ParallelConfig(tp=ranks, sequence_parallel=True),
+        "sp_chunks": ParallelConfig(tp=ranks, sequence_parallel=True, tp_chunks=2),
+        "cp": ParallelConfig(cp=ranks),
+    }
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a trial took, medians in seconds.
+
+    Attributes:
+        trial: which.
+        forward, backward: of a pass.
+        optimizer: of the step's end.
+        rest: of the step beside the spans.
+        step: of all of it.
+        parameters: of the model.
+    """
+
+    trial: Trial
+    forward: float
+    backward: float
+    optimizer: float
+    rest: float
+    step: float
+    parameters: int
+
+
+def trained(trial: Trial, bench: Bench, parallel: ParallelConfig) -> Trained:
+    """Trains a model for a few steps of the same tokens on every rank; collective."""
+    spec = EngineSpec(
+        trial.model,
+        parallel,
+        OptimConfig(lr=_LR),
+        build_grid(parallel, dist.get_rank(), dist.get_world_size()),
+        precision=bench.dtype,
+        micro_batch_size=trial.samples,
+        seed=1,
+        device=bench.device,
+        kernels=bench.kernels,
+    )
+    engine = build_train_engine(spec)
+    batches = [_micro_batch(trial) for _ in range(trial.micro_batches)]
+    parameters = parameter_count(trial.model)
+    found: list[dict[str, float]] = []
+    gc.collect()
+    gc.disable()
+    for _ in range(_STEPS):
+        spans: list[Span] = []
+        engine.watch_spans(spans.extend)
+        dist.barrier()
+        begin = time.perf_counter()
+        engine.step(batches, _LR)
+        dist.barrier()
+        found.append(_by_kind(spans, time.perf_counter() - begin))
+    gc.enable()
+    middle = {name: median(step[name] for step in found[2:]) for name in found[0]}
+    return Trained(trial, **middle, parameters=parameters)
+
+
+def _by_kind(spans: Sequence[Span], step_s: float) -> dict[str, float]:
+    def mean_of(kind: str) -> float:
+        times = [span.end_s - span.start_s for span in spans if span.kind == kind]
+        return median(times) if times else 0.0
+
+    whole = sum(span.end_s - span.start_s for span in spans)
+    return {
+        "forward": mean_of(ActionKind.forward),
+        "backward": mean_of(ActionKind.backward),
+        "optimizer": mean_of("optimizer_step"),
+        "rest": max(0.0, step_s - whole),
+        "step": step_s,
+    }
+
+
+def _micro_batch(trial: Trial) -> MicroBatch:
+    tokens_bs = torch.randint(trial.vocabulary, (trial.samples, trial.seq_len))
+    info = BatchInfo(torch.arange(trial.samples), seq_len=trial.seq_len)
+    return MicroBatch(info, tokens_bs, tokens_bs.roll(-1, 1), torch.ones(tokens_bs.shape))
+
+
+def pass_costs(trials: Sequence[Trained], device: Device, width: int) -> dict[str, Any]:
+    """Attributes of a device: costs of forward and backward passes, of the optimizer, and of a step.
+
+    Args:
+        trials: as trained.
+        device: whose products and attention are known, and nothing else.
+        width: bytes of an element.
+    """
+    costs: dict[str, Any] = {}
+    for name, passes in _PASSES.items():
+        rows, left = [], []
+        for found in trials:
+            trial = found.trial
+            operators = RankOperators(trial.model, ParallelConfig(), trial.tokens, trial.seq_len, width, device)
+            block, head = operators.block(Recompute.none), operators.head()
+            known = sum(trial.layers * _known(getattr(block, part)) + _known(getattr(head, part)) for part in passes)
+            moved = (trial.layers * operators.elementwise_bytes) * _TRAFFIC[name]
+            rows.append([trial.layers, moved, trial.tokens * trial.vocabulary, 1.0])
+            left.append((getattr(found, name), known))
+        measured, known_s = np.array(left).T
+        each, byte, logit, once = non_negative(np.array(rows), measured - known_s, measured)
+        costs[f"{name}_costs"] = {
+            "block_us": round(1e6 * each, 2),
+            "pass_us": round(1e6 * once, 2),
+            "gigabytes_per_s": round(1e-9 / max(byte, 1e-13), 3),
+            "logit_ns": round(1e9 * logit, 5),
+        }
+    times = np.array([found.optimizer for found in trials])
+    each, once = non_negative(np.array([[found.parameters, 1.0] for found in trials]), times, times)
+    costs["update_ns"] = round(1e9 * each, 5)
+    costs["step_us"] = round(1e6 * (once + median(found.rest for found in trials)), 2)
+    return costs
+
+
+def layout_costs(trials: Mapping[str, Sequence[Trained]], device: Device, width: int) -> list[list[Any]]:
+    """Attribute of a device: layouts, microseconds of a block and nanoseconds of an element.
+
+    Args:
+        trials: by the names of `layouts`.
+        device: with everything else.
+        width: bytes of an element.
+    """
+    found: list[list[Any]] = []
+    for name, done in trials.items():
+        parallel = layouts(device.ranks_per_node)[name]
+        rows, left, measured = [], [], []
+        for one in done:
+            trial, blocks = one.trial, one.trial.layers * one.trial.micro_batches
+            shape = StepShape(trial.seq_len, trial.samples, trial.micro_batches, width)
+            plan = StepModel(trial.model, parallel, shape, device)
+            elements: float = plan.operators.tokens * trial.hidden
+            if parallel.zero_stage in GRADIENT_STAGES:
+                elements = one.parameters / trial.layers
+            rows.append([blocks, blocks * elements])
+            left.append(one.step - plan.estimate().step_time_s)
+            measured.append(one.step)
+        block, element = non_negative(np.array(rows, dtype=float), np.array(left), np.array(measured))
+        found.append([name, round(1e6 * block, 2), round(1e9 * element, 5)])
+    return found
+
+
+def _known(parts: Any) -> float:
+    return sum(parts.get(name, 0.0) for name in ("matmul", "attention"))

@@ -1,0 +1,44 @@
+"""Steps that were measured on a machine, planned from its calibration alone; both are stored."""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+from scripts.bench.plan_measured import ComparedStep, compared_steps, read_stored
+from scripts.bench.plan_rows import ROWS, half_of
+
+LEAST_WITHIN = 0.8
+"""Share of a half whose plans are within 10% of what was measured."""
+MEAN = 0.08
+
+
+def stored_steps() -> list[ComparedStep]:
+    return compared_steps(read_stored())
+
+
+def test_measured_steps_are_planned() -> None:
+    """Catches a change of the model that moves it away from what was measured."""
+    found = stored_steps()
+    assert len(found) >= 30
+    for half in ("fit", "judge"):
+        errors = {step.row.name: step.error for step in found if half_of(step.row) == half}
+        assert sum(abs(error) <= 0.1 for error in errors.values()) >= LEAST_WITHIN * len(errors), errors
+        assert fmean(map(abs, errors.values())) <= MEAN, errors
+
+
+def test_every_kind_of_layout_and_shape_is_measured() -> None:
+    """Catches a table of measurements that leaves out what is hard to plan."""
+    assert len({row.name for row in ROWS}) == len(ROWS) >= 30
+    layouts = [row.layout for row in ROWS]
+    assert {layout.get("zero_stage") for layout in layouts} >= {0, 2, 3}
+    assert {layout.get("schedule") for layout in layouts} >= {"interleaved", "zb_h1", "zb_v"}
+    assert {axis for layout in layouts for axis in ("tp", "cp", "pp", "dp") if axis in layout} == {
+        "tp",
+        "cp",
+        "pp",
+        "dp",
+    }
+    assert {layout.get("recompute") for layout in layouts} >= {"selective", "full"}
+    assert {row.like for row in ROWS} == {"bloom", "llama"} and {row.precision for row in ROWS} == {"bf16", "fp32"}
+    for row in ROWS:
+        row.parallel.check()
