@@ -211,6 +211,7 @@ def report(steps: Sequence[ComparedStep], *, parts: bool) -> dict[str, dict[str,
 def draw(steps: Sequence[ComparedStep], path: Path) -> None:
     """Planned against measured, both halves, with the bounds of 10%."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     from megads.tools.report.style import BLUE, MUTED, ORANGE, house_style, png
 
@@ -232,6 +233,10 @@ def draw(steps: Sequence[ComparedStep], path: Path) -> None:
                 label=half,
             )
         axes.set(xscale="log", yscale="log", xlabel="measured, ms a step", ylabel="planned, ms a step")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            axis.set_major_formatter(lambda value, _place: f"{value:g}")
+            axis.set_minor_formatter(NullFormatter())
         axes.legend(title="grey: within 10%")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(png(figure))
