@@ -57,7 +57,7 @@ _TASKS = "tasks-*"
 """Folders of claims, in the folder of parts: one for every input and settings."""
 _MOST_STRETCHES = 4096
 """Few enough that listing them is nothing, many enough that a slow node holds up little."""
-_POLL_S = 1.0
+_POLL_S = 2.0
 _JOIN = "join"
 
 
@@ -233,6 +233,10 @@ class _Stretch:
         }
 
 
+def _stretch_name(number: int) -> str:
+    return f"{number:06d}"
+
+
 class DistributedTask:
     """One of the processes that make a dataset together.
 
@@ -263,11 +267,10 @@ class DistributedTask:
         self._folder = parts_path(config.output) / _TASKS.replace("*", digest)
         block_bytes = block_bytes_of(source)
         units = list(enumerate(units_of(source, block_bytes)))
-        size = -(-len(units) // _MOST_STRETCHES)
-        self._stretches = {
-            f"{begin:08d}": _Stretch(f"{begin:08d}", units[begin : begin + size])
-            for begin in range(0, len(units), max(size, 1))
-        }
+        self._size = max(1, -(-len(units) // _MOST_STRETCHES))
+        pieces = (units[begin : begin + self._size] for begin in range(0, len(units), self._size))
+        stretches = (_Stretch(_stretch_name(number), piece) for number, piece in enumerate(pieces))
+        self._stretches = {stretch.name: stretch for stretch in stretches}
         self._make = functools.partial(UnitTokenizer, self._settings, self._folder, fields, block_bytes, config)
         self.report = TaskReport(config.output, all_stretches=len(self._stretches))
 
@@ -323,6 +326,7 @@ class DistributedTask:
         """Returns when all stretches are finished, here or elsewhere."""
         total = sum(path.stat().st_size for path in self._source.files)
         restarted = shards = 0
+        looked_s = 0.0
         with Progress("tokenizing", total) as progress:
             while len(self._show(progress, claims)) < len(self._stretches):
                 items = self._claimed(claims)
@@ -335,7 +339,10 @@ class DistributedTask:
                 for one in finished_items(self._make, chain([first], items), workers):
                     restarted, shards = restarted + one.restarted, shards + one.shards
                     self._note(one, claims)
-                    self._show(progress, claims)
+                    # A look lists folders that all nodes use.
+                    if time.monotonic() - looked_s > _POLL_S:
+                        self._show(progress, claims)
+                        looked_s = time.monotonic()
         self._tokenizing.note_restarted(restarted, shards)
 
     def _claimed(self, claims: Claims) -> Iterator[tuple[int, Unit]]:
@@ -347,9 +354,7 @@ class DistributedTask:
             yield from self._stretches[name].units
 
     def _note(self, one: FinishedUnit, claims: Claims) -> None:
-        stretch = next(
-            stretch for stretch in self._stretches.values() if stretch.units[0][0] <= one.unit <= stretch.units[-1][0]
-        )
+        stretch = self._stretches[_stretch_name(one.unit // self._size)]
         stretch.finished[one.unit] = one
         self.report.tokens += one.tokens
         self._tokenizing.kept_shards += one.kept
