@@ -207,7 +207,7 @@ _H100 = Device(
     nic_gigabytes_per_s=50.0,
     host_gigabytes_per_s=50.0,
     fp32_tflops=67.0,
-    matmul_efficiency=0.70,
+    matmul_efficiency=0.64,
     # FlashAttention-3 (Shah et al. 2024), figures 5 and 6: cuDNN and FA3 450 to 600 TFLOPs, FA2 about 350.
     attention_efficiency=0.45,
 )

@@ -210,7 +210,7 @@ def test_rows_that_came_last_are_planned() -> None:
     torchtitan are of a card with less power."""
     found = errors(row for row in published_steps() if row.half == "blind" and row.name.startswith("dgxc"))
     assert len(found) >= 10
-    assert max(map(abs, found.values())) < 0.1, found
+    assert fmean(map(abs, found.values())) < 0.07 and max(map(abs, found.values())) < 0.11, found
 
 
 def test_halves_are_about_equal_and_of_every_source() -> None:
