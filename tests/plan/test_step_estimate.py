@@ -215,7 +215,7 @@ def test_rows_that_came_last_are_planned() -> None:
 
 def test_halves_are_about_equal_and_of_every_source() -> None:
     """Catches a source whose rows all chose the constants."""
-    sources = {row.name.split(maxsplit=1)[0] for row in published_steps()}
+    sources = {row.name.split(maxsplit=1)[0] for row in published_steps() if row.half != "blind"}
     for half in ("fit", "judge"):
         assert {row.name.split(maxsplit=1)[0] for row in published_steps() if row.half == half} == sources
 
