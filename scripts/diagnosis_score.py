@@ -127,7 +127,7 @@ def cross_validate(cases: Sequence[Case]) -> None:
         kept = [message for place, message in enumerate(messages) if place not in held]
         model = MessageModel([*kept, *signature_messages(signatures)])
         verdicts = [(model.judge(messages[place].text), messages[place].cause) for place in held]
-        right += sum(verdict is not None and verdict.cause == cause for verdict, cause in verdicts)
+        right += sum((verdict and verdict.cause) == cause for verdict, cause in verdicts)
     print(f"model alone, {_FOLDS} folds: {right} of {len(messages)}  {100 * right / len(messages):.1f}%")
     good: Counter[str] = Counter()
     for case in cases:

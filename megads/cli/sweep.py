@@ -43,6 +43,7 @@ from megads.tools.sweep.config import (
 from megads.tools.sweep.driver import Driver, PlannedPoint, listed_points, make_study
 from megads.tools.sweep.launchers import Launcher, LocalLauncher, SlurmLauncher, shares_of
 from megads.tools.sweep.points import PointBook, read_points
+from megads.tools.sweep.ray_launcher import RayLauncher
 from megads.tools.sweep.results import SweepRecord, held, make_record, summary, write_record, write_results
 
 _SETTINGS_GROUP = "hparams_search"
@@ -357,20 +358,20 @@ class _Points:
 
     def launcher(self, folder: Path, base: RootConfig) -> Launcher:
         """What starts the points, and the machine they must fit."""
-        config = self.config
-        if config.launcher is LauncherName.slurm:
+        config, command = self.config, ("-m", "megads.cli.main", self._verb.name)
+        if config.launcher is not LauncherName.local:
             gib = base.cluster.gpu_memory_gib
             self._machine = None if gib is None else Machine(int(gib * 2**30), per_gpu=True)
             if gib is None:
                 _say("memory is not checked before submission: set cluster.gpu_memory_gib to that of a GPU there")
-            return SlurmLauncher(
-                folder,
-                _sbatch_script(config.sbatch),
-                shlex.split(config.sbatch_options),
-                # Proposed all at once, no point would know of another one.
-                config.parallel or (config.startup_trials if config.search is SearchName.bayes else None),
-                config.poll_s,
-            )
+            # Proposed all at once, no point would know of another one.
+            most = config.parallel or (config.startup_trials if config.search is SearchName.bayes else None)
+            if config.launcher is LauncherName.ray:
+                return RayLauncher(
+                    folder, command, config.ray_address, config.ray_cpus, config.ray_gpus, most, config.poll_s
+                )
+            options = shlex.split(config.sbatch_options)
+            return SlurmLauncher(folder, _sbatch_script(config.sbatch), options, most, config.poll_s)
         parallel = config.parallel or 1
         self._cores, self._gpus = available_core_numbers(), visible_gpus()
         have, what = (len(self._gpus), "GPUs") if self._gpus else (len(self._cores), "cores")
@@ -382,7 +383,7 @@ class _Points:
             machine if machine.per_gpu else dataclasses.replace(machine, available=machine.available // parallel)
         )
         shares = shares_of(self._cores, self._gpus, parallel)
-        return LocalLauncher(folder, ("-m", "megads.cli.main", self._verb.name), shares, config.poll_s)
+        return LocalLauncher(folder, command, shares, config.poll_s)
 
     def dry_run(self) -> int:
         """Shows what the points known beforehand would do, or the first drawn ones of search=bayes."""

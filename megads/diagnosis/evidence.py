@@ -18,11 +18,20 @@ from megads.diagnosis.message_model import Knowledge, MessageModel, knowledge
 from megads.diagnosis.signature import Signature, Strength
 from megads.diagnosis.templates import template
 
-_SURE_WORDING = 0.6
+_SURE_WORDING = 0.5
 """A line that no signature finds counts from this probability of its wording on."""
 _MOST_WORDED = 1000
 _ENDING_KINDS = 20
 """So many of the last kinds of line are looked at, whether suspicious or not."""
+_BAD_NEWS = re.compile(
+    r"\b(?:no|not|never|without|cannot|can't|couldn't|unable|giving up|dead|died|lost|down|full|bad|wrong|nan|infinite|"
+    r"timed out|"
+    r"(?:fail|err|invalid|missing|kill|abort|refus|den(?:y|ied)|exceed|time-?out|stall|stuck|hang|hung|corrupt|"
+    r"brok|fault|fatal|panic|crash|evict|preempt|interrupt|terminat|reset|unreach|unhealthy|unexpected|overflow|diverg|"
+    r"exhaust|conflict|mismatch|exception|cancel|reject|unavailable|unsupported|incompatible|damag|truncate)\w*)\b",
+    re.IGNORECASE,
+)
+"""Where no signature finds anything, a line must hold such a word to be judged: healthy lines name the same things."""
 _HARMLESS = re.compile(r"\b(?:INFO|DEBUG|NOTICE)\b|(?:^|\[)I\d{4} ")
 _DIGITS = b"0123456789"
 _LONGEST_LINE = 4000
@@ -321,7 +330,9 @@ def worded_findings(survey: Survey, model: MessageModel) -> list[LogFinding]:
     kinds = sorted(survey.kinds.values(), key=lambda kind: kind.last)
     suspicious = [kind for kind in kinds[:-_ENDING_KINDS] if _is_suspicious(kind.text.encode())]
     for kind in suspicious[-_MOST_WORDED:] + kinds[-_ENDING_KINDS:]:
-        harmless = any(one.search(kind.text) for one in (_HARMLESS, _PROGRESS, _RETRIED))
+        harmless = any(one.search(kind.text) for one in (_HARMLESS, _PROGRESS, _RETRIED)) or not _BAD_NEWS.search(
+            kind.text
+        )
         verdict = None if harmless else model.judge(kind.text)
         if verdict is None or verdict.probability < _SURE_WORDING:
             continue

@@ -51,12 +51,12 @@ class KnownMessage:
 
     Attributes:
         text: the message.
-        cause: what it says.
+        cause: what it says; None of what a healthy run says.
         restartable: a restart is enough.
     """
 
     text: str
-    cause: Cause
+    cause: Cause | None
     restartable: bool
 
 
@@ -110,7 +110,7 @@ class MessageModel:
     """
 
     def __init__(self, messages: Sequence[KnownMessage]):
-        counts: dict[tuple[Cause, bool], Counter[str]] = defaultdict(Counter)
+        counts: dict[tuple[Cause | None, bool], Counter[str]] = defaultdict(Counter)
         for message in messages:
             counts[message.cause, message.restartable].update(stems(message.text).keys())
         self._num_messages = len(messages)
@@ -131,7 +131,9 @@ class MessageModel:
         return math.log(1 + self._num_messages / (1 + self._frequency[stem]))
 
     def judge(self, text: str, frames: str = "") -> Verdict | None:
-        """Returns what a line says by its wording, None where it has no word that a known message has.
+        """Returns what a line says by its wording.
+
+        None where it has no word that a known message has, or is most like what a healthy run says.
 
         Args:
             text: the line.
@@ -146,11 +148,13 @@ class MessageModel:
             for kind, (total, logs) in self._logs.items()
         }
         highest = max(scores.values())
-        shares: dict[Cause, dict[bool, float]] = defaultdict(lambda: {False: 0.0, True: 0.0})
+        shares: dict[Cause | None, dict[bool, float]] = defaultdict(lambda: {False: 0.0, True: 0.0})
         for (cause, restartable), score in scores.items():
             shares[cause][restartable] += math.exp(score - highest)
         total = sum(sum(share.values()) for share in shares.values())
         best = max(shares, key=lambda cause: sum(shares[cause].values()))
+        if best is None:
+            return None
         share = shares[best]
         return Verdict(best, share[True] > share[False], sum(share.values()) / total)
 
@@ -159,11 +163,12 @@ def known_messages() -> list[KnownMessage]:
     """Returns the messages of known_messages.yaml."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     rows = yaml.load(Path(__file__).with_name(_FILE).read_bytes(), loader)
-    return [
-        KnownMessage(text, Cause(row["cause"]), row.get("restartable", FACTS[Cause(row["cause"])].restartable))
-        for row in rows
-        for text in row["messages"]
-    ]
+    found: list[KnownMessage] = []
+    for row in rows:
+        cause = Cause(row["cause"]) if row["cause"] else None
+        restartable = row.get("restartable", cause is not None and FACTS[cause].restartable)
+        found += [KnownMessage(text, cause, restartable) for text in row["messages"]]
+    return found
 
 
 def signature_messages(signatures: Iterable[Signature]) -> list[KnownMessage]:

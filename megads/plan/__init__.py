@@ -8,6 +8,7 @@ __all__ = [
     "failures",
     "layout_search",
     "life",
+    "measured_rates",
     "memory",
     "model_size",
     "operators",

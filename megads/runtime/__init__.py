@@ -6,6 +6,7 @@ and what a terminal shows.
 """
 
 __all__ = [
+    "claims",
     "config",
     "control_store",
     "distributed",

@@ -2,6 +2,7 @@
 """Benchmark 13: how long a rank takes to its first step's samples, and in how much memory of its own, by dataset size.
 
     python -m scripts.bench.data_start --documents 100000000 --tokens 1000000000000 --folder <disk with 13 GB>
+    python -m scripts.bench.data_start --nodes 4 ...     the first start of a job on so many nodes of a private SLURM
 
 The dataset is made up: documents of random lengths beside a .bin that is one hole. Processes of their own start after
 each other: the one that builds the index map, one on a node that has verified nothing yet, and two ranks at once on a
@@ -13,9 +14,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import multiprocessing
 import os
 import resource
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -30,6 +34,8 @@ from megads.data.config import DataConfig, DatasetConfig
 from megads.data.indexed.dataset import HEADER, MAGIC, bin_path, idx_path
 from megads.data.sampling.datasets import open_datasets
 from megads.data.sampling.loader import PLAIN, assemble
+from megads.runtime.environment import node_name
+from megads.tools.rehearse.private_slurm import ClusterSize, PrivateSlurm
 from scripts.bench.node_reads import disk_bytes
 from scripts.bench.results import Verdict, add_results_option, against_time, record
 
@@ -91,10 +97,16 @@ def peak_of_memory(found: list[float]) -> Iterator[None]:
 
 
 def start(prefix: str, temporary: str, ready: Any, results: Any) -> None:
-    """What a rank does before its first step: opens the data, and reads a step's samples."""
+    """What a rank does on its node, with others at once."""
     tempfile.tempdir = temporary
-    config = DataConfig(train=[DatasetConfig(prefix)], split=[1.0, 0.0])
     ready.wait()
+    results.put(first_samples(prefix)[0])
+
+
+def first_samples(prefix: str) -> tuple[dict[str, float], set[Path]]:
+    """What a rank does before its first step, opens the data and reads a step's samples; returns its figures, and the
+    files that it has mapped."""
+    config = DataConfig(train=[DatasetConfig(prefix)], split=[1.0, 0.0])
     before, read, processor, begin = anonymous_mb(), disk_bytes(), time.process_time(), time.perf_counter()
     peaks: list[float] = []
     with peak_of_memory(peaks):
@@ -103,17 +115,50 @@ def start(prefix: str, temporary: str, ready: Any, results: Any) -> None:
         ids = np.arange(STEP_SAMPLES).reshape(-1, 4)
         train.dataset_samples(ids.reshape(-1))
         assemble(train, ids, 1 << 16, True, PLAIN)
-    results.put(
-        {
-            "start_s": time.perf_counter() - begin,
-            "open_s": opened - begin,
-            "processor_s": time.process_time() - processor,
-            "own_mb": anonymous_mb() - before,
-            "peak_mb": peaks[0] - before,
-            "resident_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
-            "read_mb": (disk_bytes() - read) / 1e6,
-        }
-    )
+    figures = {
+        "start_s": time.perf_counter() - begin,
+        "open_s": opened - begin,
+        "processor_s": time.process_time() - processor,
+        "own_mb": anonymous_mb() - before,
+        "peak_mb": peaks[0] - before,
+        "resident_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
+        "read_mb": (disk_bytes() - read) / 1e6,
+    }
+    return figures, mapped_files()
+
+
+def rank_of_a_job(prefix: str) -> None:
+    """Prints one line of JSON: the figures of a rank of a SLURM job, its node, and what the cache of maps said."""
+    said: list[str] = []
+
+    class Said(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    logging.getLogger("megads.data.sampling").addHandler(Said())
+    logging.getLogger("megads.data.sampling").setLevel(logging.INFO)
+    figures, mapped = first_samples(prefix)
+    maps = sorted(str(path) for path in mapped if path.suffix == ".npy")
+    print(json.dumps(figures | {"node": node_name(), "said": said, "maps": maps}))
+
+
+def mapped_files() -> set[Path]:
+    """The files that this process has mapped."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {Path(words[5]) for words in (line.split(maxsplit=5) for line in lines) if len(words) == 6}
+
+
+def on_nodes(prefix: Path, nodes: int, ranks_per_node: int = 2) -> list[dict[str, Any]]:
+    """Figures of the ranks of a job on a private SLURM, which start at once."""
+    with PrivateSlurm(ClusterSize(num_nodes=nodes, cpus_per_node=8, gpus_per_node=0)) as cluster:
+        done = subprocess.run(
+            [
+                "srun", f"--nodes={nodes}", f"--ntasks-per-node={ranks_per_node}", sys.executable, "-m",
+                "scripts.bench.data_start", "--rank", str(prefix),
+            ],
+            env=cluster.environment(), stdout=subprocess.PIPE, text=True, check=True,
+        )  # fmt: skip
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def starts(prefix: Path, temporary: Path, ranks: int) -> list[dict[str, float]]:
@@ -152,13 +197,27 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=10_000_000)
     parser.add_argument("--tokens", type=int, default=100_000_000_000)
     parser.add_argument("--folder", help="on the disk to measure; a temporary one without it")
+    parser.add_argument("--nodes", type=int, help="of a private SLURM, whose ranks start at once and find no map")
+    parser.add_argument("--rank", metavar="PREFIX", help=argparse.SUPPRESS)
     add_results_option(parser)
     arguments = parser.parse_args()
+    if arguments.rank:
+        rank_of_a_job(arguments.rank)
+        return
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         folder = Path(name)
         prefix = folder / "corpus"
         fabricate(prefix, arguments.documents, arguments.tokens)
         os.sync()
+        if arguments.nodes:
+            time.sleep(SETTLE_S)
+            for rank in on_nodes(prefix, arguments.nodes):
+                print(
+                    json.dumps(
+                        {key: round(value, 3) if isinstance(value, float) else value for key, value in rank.items()}
+                    )
+                )
+            return
         figures = {}
         for who, node, ranks in (
             ("builds the map", "one", 1), ("later starts", "one", 2), ("first on a node", "other", 1),

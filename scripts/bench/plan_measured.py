@@ -32,7 +32,7 @@ from scripts.bench.plan_rows import ROWS, MeasuredRow, half_of
 from scripts.bench.results import add_results_option, record
 
 STORED = Path(__file__).parents[2] / "tests" / "plan" / "measured_steps.yaml"
-_WARM_UP = 3
+_WARM_UP = 2
 _WITHIN = 0.1
 
 
@@ -84,6 +84,14 @@ def read_stored(path: Path = STORED) -> dict[str, Any]:
     """What --write kept."""
     found: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
     return found
+
+
+def store(found: Mapping[str, Any], path: Path) -> None:
+    """Keeps a run for `read_stored`."""
+    head = "# yamllint disable\n# Written by scripts.bench.plan_measured --write: calibrations, and seconds of steps.\n"
+    text = yaml.safe_dump(dict(found), sort_keys=False, width=118, default_flow_style=None)
+    path.write_text(head + text, encoding="utf-8")
+    print(f"stored: {path}")
 
 
 def train_rows(rows: Sequence[MeasuredRow], steps: int, result: str) -> None:
@@ -203,6 +211,7 @@ def report(steps: Sequence[ComparedStep], *, parts: bool) -> dict[str, dict[str,
 def draw(steps: Sequence[ComparedStep], path: Path) -> None:
     """Planned against measured, both halves, with the bounds of 10%."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     from megads.tools.report.style import BLUE, MUTED, ORANGE, house_style, png
 
@@ -224,6 +233,10 @@ def draw(steps: Sequence[ComparedStep], path: Path) -> None:
                 label=half,
             )
         axes.set(xscale="log", yscale="log", xlabel="measured, ms a step", ylabel="planned, ms a step")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            axis.set_major_formatter(lambda value, _place: f"{value:g}")
+            axis.set_minor_formatter(NullFormatter())
         axes.legend(title="grey: within 10%")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(png(figure))
@@ -235,8 +248,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", nargs="?", default="", help="only rows whose names contain this")
     parser.add_argument("--half", choices=("fit", "judge"), help="only this half")
-    parser.add_argument("--steps", type=int, default=9, help="timed steps of a row, of which the median counts")
-    parser.add_argument("--seconds", type=float, default=0.06, help="for which each operator is measured")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps of a row, of which the median counts")
+    parser.add_argument("--seconds", type=float, default=0.05, help="for which each operator is measured")
     parser.add_argument("--parts", action="store_true", help="say what takes the planned time, in ms")
     parser.add_argument("--picture", type=Path, help="PNG to write")
     parser.add_argument("--replay", action="store_true", help="plan what is stored, and measure nothing")
@@ -248,9 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = read_stored(asked.store) if asked.replay else measured(chosen, asked.steps, asked.seconds)
     steps = [step for step in compared_steps(found) if step.row in chosen]
     if asked.write:
-        text = "# Written by python -m scripts.bench.plan_measured --write: calibrations, and seconds of steps.\n"
-        asked.store.write_text(text + yaml.safe_dump(found, sort_keys=False, width=118), encoding="utf-8")
-        print(f"stored: {asked.store}")
+        store(found, asked.store)
     print(f"\n{found['processor']}")
     numbers = report(steps, parts=asked.parts)
     if asked.picture:

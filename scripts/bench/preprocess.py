@@ -5,6 +5,10 @@ The peer is written here from the algorithm: lines through a pool of processes, 
 Face `tokenizers`, token lists back to one writer. datatrove's own steps are a second peer where it is installed. Sides
 alternate; their tokens are compared, byte for byte. What counts is CPU seconds, of child processes too. Run from the
 repository: python -m scripts.bench.preprocess --megabytes 24
+
+--scaling is another measurement: megads by number of workers up to all cores, and in two tasks that share the work, by
+the clock and in CPU seconds (those of one worker, if nothing is lost), and the join of the parts beside a plain copy of
+as many bytes on the same disk.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import hashlib
 import importlib.util
 import json
 import multiprocessing
+import os
 import random
 import resource
 import shutil
@@ -22,6 +27,8 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +38,9 @@ from tokenizers import Tokenizer
 
 from megads.data.indexed.dataset import HEADER, MAGIC, VERSION
 from megads.data.indexed.sidecar import load_tokenizer
+from megads.data.indexed.writer import COPY_BYTES
 from megads.data.prepare.config import Engine, PreprocessConfig, TokenizerConfig
-from megads.data.prepare.preprocess import preprocess
+from megads.data.prepare.preprocess import PreprocessReport, preprocess, preprocess_together
 from megads.data.prepare.tokenizer import train_tokenizer
 from megads.runtime.environment import available_cores, tokenize_on_one_thread
 from scripts.bench.results import Verdict, add_results_option, record
@@ -197,6 +205,96 @@ def measure(folder: Path, arguments: argparse.Namespace) -> tuple[dict[str, list
     return seconds, expected.stat().st_size // 2
 
 
+@dataclass(frozen=True)
+class Scaled:
+    """What so many workers took, medians of the rounds.
+
+    Attributes:
+        clock_s: seconds by the clock.
+        cpu_s: of all cores.
+        join_s: of those by the clock in which parts were joined.
+        copy_s: what a copy of the tokens took, written to the disk as they are.
+    """
+
+    clock_s: float
+    cpu_s: float
+    join_s: float
+    copy_s: float
+
+
+def joined(text: Path, tokenizer_file: str, output: Path, workers: int, tasks: int, seconds: list[float]) -> None:
+    """megads preprocess in so many tasks at once; appends how long the join took."""
+    config = PreprocessConfig(
+        input=[str(text)], tokenizer=tokenizer_file, output=str(output), workers=workers, engine=Engine.hf
+    )
+    if tasks == 1:
+        seconds.append(preprocess(config).join_seconds)
+        return
+    config.distributed = True
+    with ProcessPoolExecutor(tasks, multiprocessing.get_context("spawn")) as processes:
+        reports = list(processes.map(preprocess_together, [config] * tasks))
+    seconds += [report.join_seconds for report in reports if isinstance(report, PreprocessReport)]
+
+
+def copied_s(source: Path) -> float:
+    """Seconds to copy a file and have it on the disk."""
+    target = source.with_suffix(".copy")
+    start_s = time.perf_counter()
+    with source.open("rb") as read, target.open("wb") as write:
+        while piece := read.read(COPY_BYTES):
+            write.write(piece)
+        write.flush()
+        os.fsync(write.fileno())
+    took_s = time.perf_counter() - start_s
+    target.unlink()
+    return took_s
+
+
+def scaling(folder: Path, arguments: argparse.Namespace) -> dict[str, Scaled]:
+    """Figures by number of workers and tasks; all make the same bytes."""
+    text, tokenizer_file = folder / "text.jsonl", str(folder / "tokenizer.json")
+    TEXTS[arguments.text](text, arguments.megabytes * 10**6)
+    train_tokenizer(TokenizerConfig(input=[str(text)], output=tokenizer_file, vocab_size=arguments.vocab_size))
+    many = available_cores()
+    counts = [1 << power for power in range(many.bit_length()) if 1 << power < many] + [many]
+    sides = {f"{workers} workers": (workers, 1) for workers in counts}
+    sides |= {f"2 tasks of {many // 2} workers": (many // 2, 2)} if many > 1 else {}
+    rounds: dict[str, list[tuple[float, ...]]] = {name: [] for name in sides}
+    expected = b""
+    for _ in range(arguments.repeats):
+        for name, (workers, tasks) in sides.items():
+            output, join_s = folder / f"by{workers}-{tasks}", list[float]()
+            took = timed(joined, text, tokenizer_file, output, workers, tasks, join_s)
+            made = Path(f"{output}.bin")
+            expected = expected or made.read_bytes()
+            assert made.read_bytes() == expected, f"{name}: other bytes"
+            rounds[name].append((*took, *join_s, copied_s(made)))
+            for ending in (".bin", ".idx", ".json", ".tokenizer.json"):
+                Path(f"{output}{ending}").unlink()
+    return {name: Scaled(*map(statistics.median, zip(*found, strict=True))) for name, found in rounds.items()}
+
+
+def show_scaling(arguments: argparse.Namespace, found: dict[str, Scaled]) -> None:
+    """Prints the table and appends it to the results."""
+    first = next(iter(found.values()))
+    print(f"{arguments.megabytes} MB of {arguments.text} text, engine=hf, medians of {arguments.repeats}, load "
+          f"{psutil.getloadavg()[0]:.1f}:")  # fmt: skip
+    for name, one in found.items():
+        print(
+            f"  {name:<22} clock {one.clock_s:6.2f} s, {first.clock_s / one.clock_s:4.2f} x;  CPU {one.cpu_s:6.2f} s, "
+            f"{first.cpu_s / one.cpu_s:4.0%} of one worker's rate a core;  join {one.join_s:5.2f} s, "
+            f"{one.join_s / one.clock_s:4.0%}, a copy {one.copy_s:5.2f} s"
+        )
+    last = list(found.values())[-1]
+    verdict = Verdict(
+        ROW, f"{list(found)[-1]}, CPU seconds", f"{last.cpu_s:.3g} s", "one worker", f"{first.cpu_s:.3g} s",
+        first.cpu_s / last.cpu_s, 0.9,
+    )  # fmt: skip
+    figures = {"megabytes": arguments.megabytes, "text": arguments.text}
+    figures |= {"sides": {name: asdict(one) for name, one in found.items()}}
+    record(arguments.append, "preprocess_scaling", figures, [verdict])
+
+
 def ratio(theirs: list[tuple[float, float]], ours: list[tuple[float, float]]) -> float:
     """How many times the CPU seconds of ours theirs took in the same round; the median of the rounds."""
     return statistics.median(their_s / our_s for (_, their_s), (_, our_s) in zip(theirs, ours, strict=True))
@@ -226,10 +324,14 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, default=32000, help="of a tokenizer that is learnt from the text")
     parser.add_argument("--tokenizer", type=Path, help="a file to use in its place, of at most 65,536 tokens")
     parser.add_argument("--folder", type=Path, default=None, help="where to write; a temporary one unless given")
+    parser.add_argument("--scaling", action="store_true", help="by number of workers and tasks, without the peers")
     add_results_option(parser)
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(dir=arguments.folder))
     try:
+        if arguments.scaling:
+            show_scaling(arguments, scaling(folder, arguments))
+            return
         seconds, tokens = measure(folder, arguments)
     finally:
         shutil.rmtree(folder)

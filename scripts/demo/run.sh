@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From raw text to a validated model, with nothing but this machine: collects text that every Python installation has,
-# trains a tokenizer, indexes the text, trains a small model on four processes and compares its loss with a unigram's.
+# trains a tokenizer, indexes the text, trains a small model on two processes and compares its loss with a unigram's.
 # Stages whose output is there are skipped; FRESH=1 redoes them all. Needs `megads` on the PATH (make demo sees to it).
 # `scripts/demo/run.sh data` ends when the dataset is made.
 set -euo pipefail

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megads.diagnosis.causes import Cause, Domain
-from megads.diagnosis.decision import Diagnosis, decide
+from megads.diagnosis.decision import Basis, Diagnosis, decide
 from megads.diagnosis.evidence import Survey, survey_log
 from tests.diagnosis.failing import WAYS
 
@@ -111,6 +111,26 @@ def test_silence() -> None:
     found = decide([log("a", "step 1\nstep 2\nhello\n")])
     assert (found.cause, found.confidence) == (Cause.process_killed_unknown, 0.0)
     assert [evidence.text for evidence in found.evidence] == ["hello"]
+
+
+HEALTHY = """\
+Loading checkpoint shards: 100%
+optimizer state loaded
+tokenizer vocab size 50257
+moving model to cuda device
+Port 29500 chosen for rendezvous
+Waiting for all ranks at barrier
+compiling the model with inductor, this takes a while
+Saving model checkpoint to out/checkpoint-500
+"""
+
+
+def test_what_a_healthy_run_says_is_no_cause() -> None:
+    """Catches a run that was killed without a word and is diagnosed by the last thing that it did."""
+    lines = HEALTHY.splitlines(keepends=True)
+    for end in range(1, len(lines) + 1):
+        found = decide([log("a", "".join(lines[:end]))])
+        assert (found.cause, found.basis) == (Cause.process_killed_unknown, Basis.nothing)
 
 
 def test_json_has_the_documented_keys() -> None:

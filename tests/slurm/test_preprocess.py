@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from megads.data.prepare.config import Engine, PreprocessConfig, TokenizerConfig
-from megads.data.prepare.preprocess import parts_path, preprocess
+from megads.data.prepare.preprocess import preprocess
 from megads.data.prepare.tokenizer import train_tokenizer
+from megads.data.prepare.tokenizing import parts_path
 from tests.command import REPOSITORY
 from tests.data.prepare.test_preprocess_parallel import MEBIBYTE, lines_of, prose
 from tests.slurm.jobs import Jobs
@@ -121,3 +124,47 @@ def test_a_cancelled_array_is_continued(jobs: Jobs, text: Text, tmp_path: Path) 
         jobs.cluster.revive(lost)
     assert jobs.wait_for(f"{again}_1") == "COMPLETED"
     text.require_equal(output)
+
+
+PIPELINE = """
+import sys
+from datatrove.executor import SlurmPipelineExecutor
+from datatrove.pipeline.readers import JsonlReader
+from megads.tools.datatrove import MegadsJoin, MegadsWriter
+
+text, tokenizer, output = sys.argv[1:]
+writer = MegadsWriter(output, tokenizer)
+on = dict(time="10:00", partition="debug", qos="", mem_per_cpu_gb=1)
+write = SlurmPipelineExecutor([JsonlReader(text), writer], tasks=3, logging_dir="logs/write", **on)
+join = SlurmPipelineExecutor([MegadsJoin(writer)], tasks=1, logging_dir="logs/join", depends=write, **on)
+join.run()
+print(join.job_id)
+"""
+
+
+def test_a_pipeline_of_datatrove(jobs: Jobs, tmp_path: Path) -> None:
+    """Catches steps that datatrove cannot send to the nodes, or a join that does not wait for the tasks."""
+    pytest.importorskip("datatrove", reason="datatrove is not installed: pip install 'megads[datatrove]'")
+    (tmp_path / "text").mkdir()
+    for number in range(5):
+        (tmp_path / "text" / f"{number}.jsonl").write_bytes(lines_of(1000 * number, MEBIBYTE // 8))
+    (tmp_path / "words.txt").write_text(prose(1))
+    tokenizer = tmp_path / "tokenizer.json"
+    train_tokenizer(TokenizerConfig(input=[str(tmp_path / "words.txt")], output=str(tokenizer), vocab_size=300))
+    preprocess(
+        PreprocessConfig(input=[str(tmp_path / "text")], tokenizer=str(tokenizer), output=str(tmp_path / "one"))
+    )  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", PIPELINE, str(tmp_path / "text"), str(tokenizer), str(tmp_path / "out")],
+        cwd=tmp_path, env=jobs.environment(), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    job = done.stdout.split()[-1]
+    jobs.submitted.append(job)
+
+    def said() -> str:
+        return "\n".join(path.read_text() for path in (tmp_path / "logs").rglob("*.out"))
+
+    assert jobs.wait_for(f"{job}_0", timeout_s=400) == "COMPLETED", said()
+    for ending in (".bin", ".idx"):
+        assert Path(f"{tmp_path / 'out'}{ending}").read_bytes() == Path(f"{tmp_path / 'one'}{ending}").read_bytes()

@@ -34,7 +34,6 @@ from megads.data.prepare.blocks import (
     first_texts,
     texts_of_places,
 )
-from megads.data.prepare.claims import Claims, refuse_others
 from megads.data.prepare.config import Engine, PreprocessConfig
 from megads.data.prepare.records import Fields
 from megads.data.prepare.text import DocumentReader, custom_reader
@@ -47,17 +46,18 @@ from megads.data.prepare.tokenizing import (
     parts_path,
     remove_parts,
 )
-from megads.errors import DataError
+from megads.errors import ConfigError, DataError
+from megads.runtime.claims import Claims, living
 from megads.runtime.environment import available_cores
 from megads.runtime.progress import Progress
 from megads.runtime.registry import import_plugins
 from megads.runtime.slurm import array_place
 
-TASKS_GLOB = "tasks-*"
+_TASKS = "tasks-*"
 """Folders of claims, in the folder of parts: one for every input and settings."""
 _MOST_STRETCHES = 4096
 """Few enough that listing them is nothing, many enough that a slow node holds up little."""
-_POLL_S = 1.0
+_POLL_S = 2.0
 _JOIN = "join"
 
 
@@ -233,6 +233,10 @@ class _Stretch:
         }
 
 
+def _stretch_name(number: int) -> str:
+    return f"{number:06d}"
+
+
 class DistributedTask:
     """One of the processes that make a dataset together.
 
@@ -260,14 +264,13 @@ class DistributedTask:
         # Sizes and times of change, which all nodes see alike.
         changes = [state[:2] for state in self._states.values()]
         digest = hashlib.sha256(repr((self._identity, changes)).encode()).hexdigest()[:16]
-        self._folder = parts_path(config.output) / TASKS_GLOB.replace("*", digest)
+        self._folder = parts_path(config.output) / _TASKS.replace("*", digest)
         block_bytes = block_bytes_of(source)
         units = list(enumerate(units_of(source, block_bytes)))
-        size = -(-len(units) // _MOST_STRETCHES)
-        self._stretches = {
-            f"{begin:08d}": _Stretch(f"{begin:08d}", units[begin : begin + size])
-            for begin in range(0, len(units), max(size, 1))
-        }
+        self._size = max(1, -(-len(units) // _MOST_STRETCHES))
+        pieces = (units[begin : begin + self._size] for begin in range(0, len(units), self._size))
+        stretches = (_Stretch(_stretch_name(number), piece) for number, piece in enumerate(pieces))
+        self._stretches = {stretch.name: stretch for stretch in stretches}
         self._make = functools.partial(UnitTokenizer, self._settings, self._folder, fields, block_bytes, config)
         self.report = TaskReport(config.output, all_stretches=len(self._stretches))
 
@@ -298,7 +301,7 @@ class DistributedTask:
         parts = parts_path(self._config.output)
         try:
             with parts_folder(self._config.output, together=True), Claims(self._folder, [*self._stretches]) as claims:
-                refuse_others((other for other in parts.glob(TASKS_GLOB) if other != self._folder), self._config.output)
+                refuse_other_tasks(self._config.output, self._folder)
                 # Another process may have joined the dataset between the first look and the making of the folder.
                 if self.made_already() is not None:
                     remove_parts(self._config.output)
@@ -316,11 +319,14 @@ class DistributedTask:
                 raise
             self.report.joined, self.report.joined_by = False, "another task"
             return None
+        except OSError as error:
+            raise DataError(f"{parts}: writing failed: {error.strerror}; free space or permissions there") from error
 
     def _work(self, claims: Claims) -> None:
         """Returns when all stretches are finished, here or elsewhere."""
         total = sum(path.stat().st_size for path in self._source.files)
         restarted = shards = 0
+        looked_s = 0.0
         with Progress("tokenizing", total) as progress:
             while len(self._show(progress, claims)) < len(self._stretches):
                 items = self._claimed(claims)
@@ -333,7 +339,10 @@ class DistributedTask:
                 for one in finished_items(self._make, chain([first], items), workers):
                     restarted, shards = restarted + one.restarted, shards + one.shards
                     self._note(one, claims)
-                    self._show(progress, claims)
+                    # A look lists folders that all nodes use.
+                    if time.monotonic() - looked_s > _POLL_S:
+                        self._show(progress, claims)
+                        looked_s = time.monotonic()
         self._tokenizing.note_restarted(restarted, shards)
 
     def _claimed(self, claims: Claims) -> Iterator[tuple[int, Unit]]:
@@ -345,9 +354,7 @@ class DistributedTask:
             yield from self._stretches[name].units
 
     def _note(self, one: FinishedUnit, claims: Claims) -> None:
-        stretch = next(
-            stretch for stretch in self._stretches.values() if stretch.units[0][0] <= one.unit <= stretch.units[-1][0]
-        )
+        stretch = self._stretches[_stretch_name(one.unit // self._size)]
         stretch.finished[one.unit] = one
         self.report.tokens += one.tokens
         self._tokenizing.kept_shards += one.kept
@@ -397,3 +404,21 @@ class DistributedTask:
                 ) from error
         if not claims.holds(_JOIN):
             raise DataError(f"{claims.holder(_JOIN)} has taken over, as this process was silent for too long")
+
+
+def refuse_other_tasks(output: str, own: Path | None = None) -> None:
+    """Refuses to start beside tasks that make the same dataset in another way.
+
+    Args:
+        output: prefix of the dataset.
+        own: folder of the claims of tasks that make it in this way.
+
+    Raises:
+        ConfigError: there are some.
+    """
+    for folder in parts_path(output).glob(_TASKS):
+        if folder != own and (other := living(folder)):
+            raise ConfigError(
+                f"output = {output}: {other} is making it with distributed=true, of other text, with other settings, "
+                "or with other versions of tokenizers or gigatoken; wait for it, stop it, or choose another output"
+            )

@@ -11,12 +11,11 @@ from megads.data.indexed.dataset import bin_path, idx_path
 from megads.data.indexed.sidecar import Sidecar, carried_path, sidecar_path
 from megads.data.prepare.blocks import STDIN
 from megads.data.prepare.chat import conversations
-from megads.data.prepare.claims import refuse_others
 from megads.data.prepare.config import PreprocessConfig
-from megads.data.prepare.distributed import TASKS_GLOB, DistributedTask, TaskReport
+from megads.data.prepare.distributed import DistributedTask, TaskReport, refuse_other_tasks
 from megads.data.prepare.records import Fields
 from megads.data.prepare.text import DocumentReader, converted_text, custom_reader, rejected_count
-from megads.data.prepare.tokenizing import Tokenizing, committing_path, parts_path
+from megads.data.prepare.tokenizing import Tokenizing, committing_path
 from megads.errors import ConfigError
 
 
@@ -31,6 +30,7 @@ class PreprocessReport:
         kept_shards: parts that an earlier start had finished.
         engine: what tokenized.
         passed_over: files and folders that were not read, counted.
+        join_seconds: how long of it the copying of the parts took.
     """
 
     output: str
@@ -39,6 +39,7 @@ class PreprocessReport:
     kept_shards: int = 0
     engine: str = ""
     passed_over: str = ""
+    join_seconds: float = 0.0
 
     def __str__(self) -> str:
         made = self.sidecar
@@ -75,12 +76,12 @@ def preprocess(config: PreprocessConfig) -> PreprocessReport:
         UnhealthyNode: a worker process died.
     """
     start_s = time.monotonic()
-    source, fields, tokenizing = _prepared(config)
+    config.check()
     _refuse_to_overwrite(config)
-    refuse_others(parts_path(config.output).glob(TASKS_GLOB), config.output)
+    source, fields, tokenizing = _prepared(config)
+    refuse_other_tasks(config.output)
     sidecar = tokenizing.run(source, fields, config.workers, config.engine)
-    took_s, passed_over = time.monotonic() - start_s, source.passed_over if source else ""
-    return PreprocessReport(config.output, sidecar, took_s, tokenizing.kept_shards, tokenizing.engine, passed_over)
+    return _report(config, sidecar, source, tokenizing, start_s)
 
 
 def preprocess_together(config: PreprocessConfig) -> PreprocessReport | TaskReport:
@@ -98,6 +99,7 @@ def preprocess_together(config: PreprocessConfig) -> PreprocessReport | TaskRepo
             text or with other settings.
     """
     start_s = time.monotonic()
+    config.check()
     source, fields, tokenizing = _prepared(config)
     assert source is not None, "checked by the config"
     task = DistributedTask(tokenizing, source, fields, config)
@@ -106,16 +108,26 @@ def preprocess_together(config: PreprocessConfig) -> PreprocessReport | TaskRepo
         _refuse_to_overwrite(config)
         sidecar = task.run()
     if sidecar is not None and task.report.joined:
-        took_s = time.monotonic() - start_s
-        return PreprocessReport(
-            config.output, sidecar, took_s, tokenizing.kept_shards, tokenizing.engine, source.passed_over
-        )
+        return _report(config, sidecar, source, tokenizing, start_s)
     return task.report
+
+
+def _report(
+    config: PreprocessConfig, sidecar: Sidecar, source: DocumentReader | None, tokenizing: Tokenizing, start_s: float
+) -> PreprocessReport:
+    return PreprocessReport(
+        config.output,
+        sidecar,
+        time.monotonic() - start_s,
+        tokenizing.kept_shards,
+        tokenizing.engine,
+        source.passed_over if source else "",
+        tokenizing.join_seconds,
+    )
 
 
 def _prepared(config: PreprocessConfig) -> tuple[DocumentReader | None, Fields, Tokenizing]:
     """Returns the files, None for the standard input, what of a record makes a document, and what tokenizes."""
-    config.check()
     custom = custom_reader(config.reader)
     fields = document_fields(config, Path(config.tokenizer), config.end_of_document, config.text_special_tokens)
     source = None

@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -106,6 +107,7 @@ class Tokenizing:
         # Beside tokenizer.end_of_document stands tokenizer.engine.
         self._engine_key = f"{end_key.rpartition('end_of_document')[0]}engine"
         self.kept_shards = 0
+        self.join_seconds = 0.0
         self.engine = ""
 
     def run(
@@ -226,6 +228,7 @@ class Tokenizing:
         Raises:
             DataError: no documents, a damaged shard, or a full disk.
         """
+        start_s = time.monotonic()
         files = source.files if source else [Path(STDIN)]
         rejected = Rejections()
         progress = Progress("joining", num_tokens * self._dtype.itemsize)
@@ -258,6 +261,7 @@ class Tokenizing:
         self._write_carried(settings)
         write_sidecar(self.output, sidecar)
         remove_parts(self.output)
+        self.join_seconds = time.monotonic() - start_s
         return sidecar
 
     def _give_way(self, settings: TokenizeSettings) -> None:

@@ -16,7 +16,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,6 +28,7 @@ import xxhash
 from megads.data.indexed.dataset import Array
 from megads.data.indexed.verified_once import SETTLED_NS, verify_once
 from megads.errors import ConfigError, DataError
+from megads.runtime.claims import Claims
 from megads.runtime.environment import user_cache_dir
 from megads.runtime.files import atomic_writer, read_json
 
@@ -38,6 +39,7 @@ MOST_BYTES_IN_MEMORY = 1 << 30
 """Arrays that no folder takes are built in the memory of every rank up to this size."""
 MOST_BYTES_VERIFIED_BY_ALL = 1 << 30
 _ABANDONED_S = 3600.0
+_POLL_S = 2.0
 _HASH = "xxh3"
 """Of new records; those of earlier versions have sha256."""
 Append = Callable[[Array], None]
@@ -67,9 +69,9 @@ class CachedArrays:
 class ArrayCache:
     """Arrays on disk: memory-mapped, shared by the ranks of a node, rebuilt where damaged.
 
-    One process of a node builds, the others wait for it. Each array is a `.npy` file; a `.json` with their sizes and
-    checksums is written last, to which they are held once a node and boot. All are renamed into place and their content
-    is determined by the name, so builders on several nodes that share a disk do no harm.
+    One process of all nodes that see the folder builds, the others wait for it. Each array is a `.npy` file; a `.json`
+    with their sizes and checksums is written last, to which they are held once a node and boot. All are renamed into
+    place and their content is determined by the name, so a builder that was given up, and lives, does no harm.
 
     Args:
         prefix: a dataset's; the cache is `<prefix>.cache/`, or the user's cache where that is not writable.
@@ -98,21 +100,30 @@ class ArrayCache:
         refusals = []
         for directory in self._directories:
             try:
-                with _one_builder(directory, wanted, wait=True):
-                    # Another rank of this node may have built them while this one waited.
-                    found = _load(directory, wanted)
-                    if found is None:
-                        _save(directory, wanted, write)
+                return self._built(directory, wanted, write)
             except OSError as error:
                 refusals.append(self._refusal(directory, wanted, error))
-                continue
-            return found or _load(directory, wanted)
         if wanted.size_bytes > MOST_BYTES_IN_MEMORY:
             raise ConfigError(
                 f"no folder takes the {wanted.what} of {wanted.size_bytes / 1e9:.1f} GB: {'; '.join(refusals)}. Give "
                 "data.cache_dir=<a folder with room that all nodes see>"
             )
         return None
+
+    def _built(self, directory: Path, wanted: CachedArrays, write: Callable[[OpenArray], None]) -> Arrays | None:
+        """Returns the arrays once this process or another has written them into a folder."""
+        while True:
+            seen = _record_state(directory, wanted)
+            found = _load(directory, wanted)
+            if found is not None:
+                return found
+            with _one_builder(directory, wanted, wait=True) as chosen:
+                # What another has built meanwhile is read when the lock is released: many nodes may wait for it.
+                builds = chosen and _record_state(directory, wanted) == seen
+                if builds:
+                    _save(directory, wanted, write)
+            if builds:
+                return _load(directory, wanted)
 
     def build_ahead(self, wanted: CachedArrays, write: Callable[[OpenArray], None]) -> None:
         """Writes the arrays where nobody has written them and nobody else is at it; for the rest see `get`.
@@ -145,28 +156,65 @@ class ArrayCache:
 
 @contextmanager
 def _one_builder(directory: Path, wanted: CachedArrays, wait: bool) -> Iterator[bool]:
-    """Lets one process build while the others wait, or turn to something else; a killed builder's lock goes with it.
+    """Lets one process build while the others wait, or turn to something else.
 
-    They are those of a node, and of all nodes where the file system has locks that nodes share. Where it has none
-    several build the same thing, which does no harm.
+    A lock chooses one of the processes of a node, and of all nodes where the file system has locks that nodes share; a
+    claim chooses one of the nodes where it has not. Both go with a builder that is killed: the lock at once, the claim
+    when it has been silent for a while.
+
+    Args:
+        directory: of the arrays.
+        wanted: which.
+        wait: until the arrays are there, or nobody else builds.
+
+    Yields:
+        Whether this process is to build.
     """
+    seen = _record_state(directory, wanted)
+    with _one_of_a_node(directory, wanted, wait) as chosen:
+        if not chosen or _record_state(directory, wanted) != seen:
+            yield False
+            return
+        folder = directory / f"{wanted.name}.builders"
+        with ExitStack() as stack:
+            builds = False
+            # The folder goes with the build.
+            with suppress(FileNotFoundError):
+                claims = stack.enter_context(Claims(folder, [wanted.name]))
+                builds = claims.take(wanted.name)
+                if not builds and wait:
+                    _say_waiting(claims.holder(wanted.name), directory, wanted)
+                while not builds and wait and _record_state(directory, wanted) == seen:
+                    time.sleep(_POLL_S)
+                    builds = claims.take(wanted.name)
+            if builds:
+                stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            yield builds
+
+
+@contextmanager
+def _one_of_a_node(directory: Path, wanted: CachedArrays, wait: bool) -> Iterator[bool]:
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{wanted.name}.lock"
     with path.open("a+b") as file:
         if not (chosen := _lock(file, wait=False)) and wait:
             file.seek(0)
             holder = file.read().decode(errors="replace") or "another process"
-            log.info("waiting for %s, which builds the %s %s", holder, wanted.what, directory / wanted.name)
+            _say_waiting(holder, directory, wanted)
             chosen = _lock(file, wait=True)
         if chosen:
             file.truncate(0)
-            file.write(f"process {os.getpid()} of {socket.gethostname()}".encode())
+            file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
             file.flush()
             _remove_abandoned(directory, wanted)
         yield chosen
     if chosen:
         # A process that still waits holds the open file: it finds the arrays, or builds them once more.
         path.unlink(missing_ok=True)
+
+
+def _say_waiting(holder: str, directory: Path, wanted: CachedArrays) -> None:
+    log.info("waiting for %s, which builds the %s %s", holder, wanted.what, directory / wanted.name)
 
 
 def _lock(file: BinaryIO, wait: bool) -> bool:
@@ -198,11 +246,13 @@ def _save(directory: Path, wanted: CachedArrays, write: Callable[[OpenArray], No
             f"{os.strerror(errno.ENOSPC)}: {wanted.size_bytes / 1e9:.1f} GB wanted, {room.free / 1e9:.1f} GB free",
         )
     paths = _array_paths(directory, wanted)
+    start_s = time.monotonic()
     try:
         write(lambda name: atomic_writer(paths[name]))
         files = _file_records(paths, dict.fromkeys(paths, _HASH))
         with atomic_writer(_record_path(directory, wanted)) as file:
             file.write(json.dumps({"key": wanted.key, "files": files}, indent=1).encode())
+        log.info("built the %s %s in %.1f s", wanted.what, directory / wanted.name, time.monotonic() - start_s)
     except BaseException:
         # Arrays without a record are of use to nobody, and may be gigabytes.
         if not _record_path(directory, wanted).is_file():
@@ -256,6 +306,15 @@ def _file_records(paths: Mapping[str, Path], hashes: Mapping[str, str]) -> dict[
 
 def _array_paths(directory: Path, wanted: CachedArrays) -> dict[str, Path]:
     return {name: directory / f"{wanted.name}-{name}.npy" for name in wanted.arrays}
+
+
+def _record_state(directory: Path, wanted: CachedArrays) -> tuple[int, int] | None:
+    """What changes whenever the arrays are built; None where they never were."""
+    try:
+        status = _record_path(directory, wanted).stat()
+    except FileNotFoundError:
+        return None
+    return status.st_mtime_ns, status.st_ino
 
 
 def _record_path(directory: Path, wanted: CachedArrays) -> Path:

@@ -34,7 +34,7 @@ from megads.plan.step_estimate import StepModel, StepShape
 from megads.runtime.span import Span
 from megads.tools.calibrate.operators import Bench
 
-_STEPS = 7
+_STEPS = 5
 _LR = 1e-4
 _PASSES = {"forward": ("forward",), "backward": ("backward_input", "backward_weight")}
 _TRAFFIC = {"forward": 1.0, "backward": BACKWARD_TRAFFIC}

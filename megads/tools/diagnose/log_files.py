@@ -20,7 +20,8 @@ _BLOCK_BYTES = 8 << 20
 _PACKED_BLOCK_BYTES = 1 << 20
 _PROBE_BYTES = 4096
 _GZIP_WINDOW = 31
-_MOST_NUL_SHARE = 0.1
+_MOST_CONTROL_SHARE = 0.04
+_CONTROL = bytes(set(range(32)) - set(b"\b\t\n\f\r\x1b"))
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 _WIDE = {
     codecs.BOM_UTF32_LE: "utf-32",
@@ -99,7 +100,7 @@ def _blocks(file: BinaryIO, head: bytes, notes: list[str]) -> Iterator[bytes]:
         yield from _decompressed(file, head.startswith(_GZIP), notes)
     elif wide := next((name for mark, name in _WIDE.items() if head.startswith(mark)), ""):
         yield from _recoded(file, wide)
-    elif head.count(b"\0") > _MOST_NUL_SHARE * len(head):
+    elif len(head) - len(head.translate(None, _CONTROL)) > _MOST_CONTROL_SHARE * len(head):
         notes.append("is no text: passed over")
     else:
         yield from _to_present_end(file)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from megads.launch.preflight_memory import settle_auto
@@ -14,6 +13,7 @@ from megads.parallel.config import ParallelConfig
 from megads.plan.collectives import Network, crosses_nodes, placement
 from megads.plan.devices import Device
 from megads.plan.step_estimate import StepEstimate
+from megads.runtime.visible_console import VisibleConsole
 from megads.tools.plan.config import PlanConfig
 
 _BAR = 40
@@ -102,7 +102,7 @@ def placement_line(parallel: ParallelConfig, device: Device, network: Network) -
 
 
 def print_step(
-    console: Console, estimate: StepEstimate, parallel: ParallelConfig, device: Device, network: Network
+    console: VisibleConsole, estimate: StepEstimate, parallel: ParallelConfig, device: Device, network: Network
 ) -> None:
     """Prints a step's time, what crosses nodes, and the parts."""
     console.print(step_line(estimate, device))

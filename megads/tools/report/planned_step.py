@@ -75,7 +75,7 @@ def compare_step(history: RunHistory, device: str | None) -> StepComparison | No
     step = next(step for step in settled if times[step] == middle)
     measured = measured_phases(timed[step], float(times[step]))
     if device is None:
-        ranks = max(2, len(timed[step]))
+        ranks = len(timed[step])
         how = (
             f"no plan: measure this run's machine with megads calibrate out=device.yaml ranks={ranks}, and give "
             "device=device.yaml, or the name of a GPU, to megads report"

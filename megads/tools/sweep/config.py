@@ -49,6 +49,7 @@ class LauncherName(StrEnum):
 
     local = "local"
     slurm = "slurm"
+    ray = "ray"
 
 
 @dataclass
@@ -100,9 +101,9 @@ class SweepConfig:
     pruning: PruningConfig = field(default_factory=PruningConfig)
     """Which points are stopped early."""
     launcher: LauncherName = LauncherName.local
-    """local: processes of this machine; slurm: a job a point."""
+    """local: processes of this machine; slurm: a job a point; ray: a job a point on one node of a Ray cluster."""
     parallel: int | None = None
-    """Most points at once; null is 1 on this machine, whose cores or GPUs they share evenly, and on SLURM
+    """Most points at once; null is 1 on this machine, whose cores or GPUs they share evenly, and on SLURM and Ray
     startup_trials for search=bayes, else no limit."""
     point_limit_s: float | None = None
     """A point whose ranks run longer, over all its starts, is asked to save and stop, and counts as stopped early."""
@@ -110,8 +111,15 @@ class SweepConfig:
     """launcher=slurm: the script that is submitted, with the point's overrides as arguments."""
     sbatch_options: str = ""
     """launcher=slurm: options of sbatch before the script, as in a shell: '--partition=debug --nodes=2'."""
+    ray_address: str | None = None
+    """launcher=ray: address of the cluster's dashboard, http://<head node>:8265; null is RAY_ADDRESS, or the cluster of
+    this machine."""
+    ray_cpus: float = 1.0
+    """launcher=ray: cores that a point reserves."""
+    ray_gpus: float = 0.0
+    """launcher=ray: GPUs that a point reserves, and sees."""
     poll_s: float | None = None
-    """Seconds between looks at the points; null is 0.5 on this machine and 5 on SLURM."""
+    """Seconds between looks at the points; null is 0.5 on this machine, 5 on SLURM and 2 on Ray."""
     retry_failed: bool = False
     """A sweep that goes on trains its failed points again too."""
     name: str | None = None
@@ -126,6 +134,11 @@ class SweepConfig:
             value = getattr(self, key)
             if value is not None and value < least:
                 raise ConfigError(f"sweep.{key} = {value}: must be at least {least}")
+        if self.ray_cpus <= 0 or self.ray_gpus < 0:
+            raise ConfigError(
+                f"sweep.ray_cpus = {self.ray_cpus:g}, sweep.ray_gpus = {self.ray_gpus:g}: want a positive number of "
+                "cores, and no negative one of GPUs"
+            )
         for key in ("point_limit_s", "poll_s"):
             value = getattr(self, key)
             if value is not None and value <= 0:

@@ -1,4 +1,5 @@
-"""How the points of a sweep are started and watched: one interface, on this machine and on SLURM."""
+"""How the points of a sweep are started and watched: one interface, on this machine and on SLURM; `ray_launcher` is it
+on Ray."""
 
 from __future__ import annotations
 
@@ -318,10 +319,20 @@ def _outcome(point: Point) -> PointEnd:
     if re.fullmatch(r"\d+:\d+", code):
         status, number = map(int, code.split(":"))
         return PointEnd(point.number, -number if number else status, f"job {point.job} ended as {state}")
+    return ended_by_its_run(point, f"job {point.job}")
+
+
+def ended_by_its_run(point: Point, job: str) -> PointEnd:
+    """How a point ended whose job nobody remembers: by what the run itself wrote.
+
+    Args:
+        point: which.
+        job: its job, for people.
+    """
     last = _last_exit(point)
     if last is None:
-        return PointEnd(point.number, EXIT_BUG, f"job {point.job} is gone, and its run did not say how it ended")
-    return PointEnd(point.number, last, f"job {point.job} is gone; its run ended so")
+        return PointEnd(point.number, EXIT_BUG, f"{job} is gone, and its run did not say how it ended")
+    return PointEnd(point.number, last, f"{job} is gone; its run ended so")
 
 
 def _last_exit(point: Point) -> int | None:

@@ -32,7 +32,8 @@ from megads.tools.sweep.points import Point, PointState
 
 SWEEP_FILE = "sweep.yaml"
 _MAY_CHANGE = (
-    "trials", "parallel", "launcher", "point_limit_s", "sbatch", "sbatch_options", "poll_s", "retry_failed", "name",
+    "trials", "parallel", "launcher", "point_limit_s", "sbatch", "sbatch_options",
+    "ray_address", "ray_cpus", "ray_gpus", "poll_s", "retry_failed", "name",
     "dir", "repeat_best", "repeats",
 )  # fmt: skip
 """Settings that a sweep may go on with in another value: they decide how much of it is done and where."""

@@ -22,12 +22,13 @@ import pytest
 from tokenizers import Tokenizer
 
 from megads.data.indexed.sidecar import Sidecar, read_sidecar
-from megads.data.prepare.claims import Claims
+from megads.data.prepare import distributed
 from megads.data.prepare.config import PreprocessConfig, TokenizerConfig
-from megads.data.prepare.preprocess import PreprocessReport, TaskReport, parts_path, preprocess, preprocess_together
+from megads.data.prepare.preprocess import PreprocessReport, TaskReport, preprocess, preprocess_together
 from megads.data.prepare.tokenizer import train_tokenizer
-from megads.data.prepare.tokenizing import Tokenizing
+from megads.data.prepare.tokenizing import Tokenizing, parts_path
 from megads.errors import ConfigError, DataError
+from megads.runtime.claims import Claims
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -203,12 +204,17 @@ def test_a_killed_task_is_made_up_for(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_a_damaged_part_is_made_again(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a finished part that the disk lost, which would end every later task, too."""
+    """Catches a finished part that the disk lost, which would end every later task, too; and those of the same stretch
+    that are made again with it."""
+    monkeypatch.setattr(distributed, "_MOST_STRETCHES", 1)
+    count: list[int] = []
     config = config_of(corpus, tmp_path / "out", input=[str(corpus / "text" / "a.jsonl")], workers=1, distributed=True)
     join = Tokenizing.join
 
     def damaging(self: Tokenizing, *arguments: Any) -> Sidecar:
-        shard = sorted(parts_path(config.output).glob("tasks-*/*.shard"))[1]
+        shards = sorted(parts_path(config.output).glob("tasks-*/*.shard"))
+        count.append(len(shards))
+        shard = shards[1]
         shard.write_bytes(shard.read_bytes()[:-1] + b"x")
         return join(self, *arguments)
 
@@ -218,7 +224,7 @@ def test_a_damaged_part_is_made_again(corpus: Path, tmp_path: Path, monkeypatch:
             preprocess_together(config)
     assert not Path(f"{config.output}.bin").exists()
     made = preprocess_together(config)
-    assert isinstance(made, PreprocessReport) and made.kept_shards == 0
+    assert isinstance(made, PreprocessReport) and made.kept_shards == count[0] - 1 >= 1
     assert preprocess(config_of(corpus, tmp_path / "one", input=config.input)).sidecar == made.sidecar
 
 

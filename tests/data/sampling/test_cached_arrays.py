@@ -10,6 +10,7 @@ import resource
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import pytest
 from megads.data.sampling import cached_arrays
 from megads.data.sampling.cached_arrays import ArrayCache, CachedArrays, OpenArray
 from megads.errors import ConfigError
+from megads.runtime.claims import Claims
 
 WANTED = CachedArrays("abc", {"seed": 1}, ("first", "second"), "index map", 1 << 20)
 
@@ -126,8 +128,36 @@ def test_who_waits_says_for_whom(
     go_on.set()
     builder.join()
     waiting.join()
-    assert f"waiting for process {os.getpid()} of " in caplog.text
+    assert f"waiting for process {os.getpid()} on " in caplog.text
     assert cache.get(WANTED, forbidden) is not None
+
+
+def test_one_node_builds_where_nodes_share_no_locks(
+    cache: ArrayCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches maps that every node of a cluster builds, and nodes that wait for one that died."""
+    monkeypatch.setattr(cached_arrays, "_lock", lambda file, wait: True)
+    monkeypatch.setattr(cached_arrays, "_POLL_S", 0.01)
+    built: list[int] = []
+
+    def slowly(open_array: OpenArray) -> None:
+        built.append(threading.get_ident())
+        time.sleep(0.3)
+        write(open_array)
+
+    # A builder that was killed on a node of its own.
+    dead = Claims(tmp_path / "corpus.cache" / "abc.builders", ["abc"])
+    dead.__enter__()
+    assert dead.take("abc")
+    path = tmp_path / "corpus.cache" / "abc.builders" / "participants" / dead.identity
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"machine": "another"}))
+    os.utime(path, (1, 1))
+    with ThreadPoolExecutor(4) as nodes, caplog.at_level(logging.INFO):
+        found = list(nodes.map(lambda _: cache.get(WANTED, slowly), range(4)))
+    dead.__exit__(None, None, None)
+    assert len(built) == 1 and all(arrays is not None and arrays["second"][-1] == 1 for arrays in found)
+    assert caplog.text.count("waiting for process") == 3 and caplog.text.count("built the index map") == 1
+    assert {path.name for path in files(tmp_path)} == {"abc.json", "abc-first.npy", "abc-second.npy"}
 
 
 def test_what_killed_builders_left_is_removed(cache: ArrayCache, tmp_path: Path) -> None:

@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from megads.config import RootConfig
+from scripts.bench import small_machine
 from scripts.bench.small_machine import (
     NANOGPT,
     OURS,
     POINTS,
     Bench,
     Curve,
+    Peer,
     Point,
     points_of_ranks,
     shown,
@@ -74,6 +77,25 @@ def test_a_loss_that_is_never_reached() -> None:
     ours = curve(OURS, None, 7.0, 6.0)
     assert ours.reached_s(5.9, "clock") is None
     assert ours.reached_s(7.5, "clock") == 15.0
+
+
+def test_rates_first_then_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a search that tries other batches at a bad rate, or repeats another run than the best one."""
+    losses = {(1e-3, 8): 6.0, (2e-3, 8): 5.5, (4e-3, 8): 5.8, (2e-3, 4): 5.6}
+    tried = []
+
+    def train(_bench: Bench, _config: object, peer: Peer, lr: float, _name: str, _points: int) -> Curve:
+        tried.append((lr, peer.batch, peer.steps))
+        return Curve(peer.side, lr, peer.batch, 256 * peer.batch, 100, (Point(6, 1.0, 2.0, losses[lr, peer.batch]),))
+
+    def try_peer(_bench: Bench, _config: object, side: str, batch: int, _parameters: int) -> Peer:
+        return Peer(side, batch, 2400 // batch)
+
+    monkeypatch.setattr(small_machine, "train_peer", train)
+    monkeypatch.setattr(small_machine, "try_peer", try_peer)
+    curves, peer = small_machine.search_peer(BENCH, RootConfig(), NANOGPT, 100, [1e-3, 2e-3, 4e-3], [8, 4])
+    assert tried == [(1e-3, 8, 300), (2e-3, 8, 300), (4e-3, 8, 300), (2e-3, 4, 600)]
+    assert len(curves) == 4 and peer == Peer(NANOGPT, 8, 300)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from megads.data.prepare.claims import Claims
+from megads.runtime.claims import Claims
 
 PARTS = ["a", "b", "c", "d"]
 

@@ -1,4 +1,4 @@
-"""Who works on which part of a preprocessing, in a folder that all its nodes see.
+"""Who works on which part of a work that several nodes share, in a folder that all of them see.
 
 A process takes a part by a hard link, which is atomic on network file systems too, and keeps a file of its own up to
 date for as long as it lives. The parts of a process that died are taken over. Nothing that is made depends on a claim:
@@ -11,14 +11,13 @@ import json
 import os
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from megads.errors import ConfigError, DataError
 from megads.runtime import environment
 from megads.runtime.files import atomic_writer, read_json
 from megads.runtime.lease import BEAT_S, machine_id, process_birth
@@ -59,7 +58,7 @@ class Claims:
         identity: names this process among all that ever took part.
 
     Raises:
-        DataError: the folder cannot be written to.
+        OSError: as the system reports it; FileNotFoundError where the folder is removed at this moment.
     """
 
     def __init__(self, folder: Path, parts: Sequence[str]) -> None:
@@ -76,15 +75,10 @@ class Claims:
         me = Participant(
             environment.node_name(), os.getpid(), machine_id(), process_birth(os.getpid()) or 0
         )  # fmt: skip
-        try:
-            for name in (_PARTICIPANTS, _CLAIMS, _FINISHED):
-                (self._folder / name).mkdir(parents=True, exist_ok=True)
-            with atomic_writer(self._participant(self.identity)) as file:
-                file.write(json.dumps(asdict(me)).encode())
-        except OSError as error:
-            raise DataError(
-                f"{self._folder}: writing failed: {error.strerror}; free space or permissions there"
-            ) from error
+        for name in (_PARTICIPANTS, _CLAIMS, _FINISHED):
+            (self._folder / name).mkdir(parents=True, exist_ok=True)
+        with atomic_writer(self._participant(self.identity)) as file:
+            file.write(json.dumps(asdict(me)).encode())
         self._thread.start()
         return self
 
@@ -216,27 +210,20 @@ class Claims:
                 os.utime(self._participant(self.identity))
 
 
-def refuse_others(folders: Iterator[Path], output: str) -> None:
-    """Refuses to start beside processes that make the same dataset in other folders of claims.
-
-    Raises:
-        ConfigError: there are some.
-    """
-    for folder in folders:
-        for path in (folder / _PARTICIPANTS).glob("[!.]*"):
-            probe = path.with_name(f".now-{os.getpid()}")
-            with suppress(OSError):
-                probe.touch()
-            try:
-                alive = _is_alive(path, probe)
-            finally:
-                probe.unlink(missing_ok=True)
-            if alive:
-                raise ConfigError(
-                    f"output = {output}: {_read_participant(path) or 'another process'} is making it with distributed="
-                    "true, of other text, with other settings, or with other versions of tokenizers or gigatoken; wait "
-                    "for it, stop it, or choose another output"
-                )
+def living(folder: Path) -> str:
+    """Returns who takes part in the work of a folder and lives, for people; empty where nobody does."""
+    for path in (folder / _PARTICIPANTS).glob("[!.]*"):
+        probe = path.with_name(f".now-{environment.node_name()}-{os.getpid()}")
+        try:
+            probe.touch()
+            if _is_alive(path, probe):
+                return str(_read_participant(path) or "another process")
+        except OSError:
+            # It goes with its folder when the work is done.
+            continue
+        finally:
+            probe.unlink(missing_ok=True)
+    return ""
 
 
 def _is_alive(path: Path, own: Path) -> bool:
