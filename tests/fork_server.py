@@ -138,7 +138,11 @@ def run_fork_server(root: Path, start: StartServer) -> Iterator[ForkServer]:
 _CALIBRATED = ("peak_tflops", "memory_gigabytes_per_s", "node_gigabytes_per_s", "node_latency_us")
 # What takes minutes or starts processes where the config is sound, and what stands for it. Tests of their own run it.
 _WORK: dict[str, Callable[..., Any]] = {
-    "megads.tools.calibrate.measure:calibrate": lambda *_: {"name": "cpu x 2", **dict.fromkeys(_CALIBRATED, 1.0)},
+    "megads.tools.calibrate.measure:calibrate": lambda *_: {
+        "name": "cpu x 2",
+        "collectives": [[]],
+        **dict.fromkeys(_CALIBRATED, 1.0),
+    },
     "megads.tools.doctor.examine:examine": lambda *_: [],
     "megads.tools.verify.compare:verify": lambda *_: (0, 0),
     "megads.tools.watch.server:serve": lambda *_: None,

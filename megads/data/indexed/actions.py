@@ -147,6 +147,7 @@ def _write_part(
             rejected_lines=0,
             rejected_reasons={},
             rejected_examples=[],
+            input_identity=None,
         )
         _write_sidecar(output, writer, counted, part)
     carried = carried_path(dataset.prefix)
@@ -180,6 +181,7 @@ def _joined(sidecars: Sequence[Sidecar]) -> Sidecar:
         rejected_examples=examples[:KEPT_EXAMPLES],
         input_files=[name for sidecar in sidecars for name in sidecar.input_files],
         text_special_tokens=(TextSpecialTokens.parse if parsed else TextSpecialTokens.ignore).value,
+        input_identity=None,
     )
 
 

@@ -87,7 +87,8 @@ def test_sidecars_go_along(preprocessed: list[str], tmp_path: Path) -> None:
         )
     )
     assert bytes_of(tmp_path / "all") == bytes_of(tmp_path / "together")
-    assert read_sidecar(tmp_path / "all") == together.sidecar
+    # Nothing says that a merge is what preprocessing its input would give.
+    assert read_sidecar(tmp_path / "all") == replace(together.sidecar, input_identity=None)
     assert Path(f"{tmp_path}/all.tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
     parts = split(str(tmp_path / "all"), str(tmp_path / "all"), {"train": 0.7, "valid": 0.3})
     assert [part.num_documents for part in parts.values()] == [5, 2]
