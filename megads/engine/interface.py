@@ -265,12 +265,14 @@ class TrainEngine(Protocol):
         bit. Under ZeRO-3 none is looked at."""
         ...
 
-    def watch_gradients(self, watch: Callable[[list[Shard]], None] | None) -> None:
-        """Calls `watch` at every following step with this rank's reduced gradients, before clipping.
+    def watch_gradients(self, watch: Callable[[list[Shard]], None]) -> None:
+        """Calls `watch` once, in the next step, with this rank's reduced gradients: before their norm is computed and
+        they are clipped. If the step is computed several times (check_compute), these are the gradients that are
+        applied. Several callers may watch the same step.
 
         Args:
             watch: gets owned shards of kind "gradient", fp32; they are views that the step overwrites, so copy what is
-                to be kept. None ends the watch.
+                to be kept.
         """
         ...
 

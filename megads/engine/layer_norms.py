@@ -51,7 +51,6 @@ class LayerNormsHook:
 
     def on_step(self, info: StepInfo) -> None:
         if info.step % self._every_steps == 0:
-            self._engine.watch_gradients(None)
             self._engine.watch_activations(None)
             self._write(info)
         if not info.last:

@@ -390,19 +390,9 @@ class BucketAdamW:
 
         To be settled before the next one.
         """
-        self.measure()
-        self.update(learning_rate)
-
-    @torch.no_grad()
-    def measure(self) -> None:
-        """The norm, before clipping."""
-        self.norm = self._norm()
-
-    @torch.no_grad()
-    def update(self, learning_rate: float) -> None:
-        """All of `step` but `measure`, which went before."""
         if self.watch is not None:
             self.watch()
+        self.norm = self.global_norm()
         if self.before_update is not None:
             self.before_update()
         self._update(learning_rate)
@@ -441,8 +431,9 @@ class BucketAdamW:
                 bounds.setdefault(part.bucket, []).append((part.start, part.start + part.length))
         return {bucket: Pieces(of_bucket, bucket.master.device) for bucket, of_bucket in bounds.items()}
 
-    def _norm(self) -> Tensor:
-        """The global 2-norm, fp64 scalar on the device."""
+    @torch.no_grad()
+    def global_norm(self) -> Tensor:
+        """2-norm of the reduced gradients of all ranks, before clipping; fp64 scalar on the device. Collective."""
         square = torch.zeros_like(self.norm)
         for bucket, pieces in self._normed.items():
             square += square_sums(gradient_of(bucket), pieces, self._kernels).sum()

@@ -173,33 +173,19 @@ class StageEngine:
             self._forward_schedules[micro_batches] = forward_only(self._schedule(micro_batches))
         return self._forward_schedules[micro_batches]
 
-    def _run(self, schedule: Schedule, *, trains: bool) -> None:
+    def _run(self, schedule: Schedule) -> None:
         self._p2p.begin(schedule, self._message_shape)
-        self._executor.execute(schedule, self, trains=trains)
+        self._executor.execute(schedule, self._run_action)
         self._p2p.finish()
 
-    def run_training_step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> Tensor | None:
-        """Forward, backward, reduction and optimizer step; returns the sum of the losses on the last stage's rank."""
-        self._learning_rate = learning_rate
-        if self.watch_spans is not None:
-            self._spans.begin()
-        self._begin(micro_batches)
-        self.optimizer.begin()
-        self.module.train()
-        self._run(self._schedule(len(micro_batches)), trains=True)
-        if self.watch_spans is not None:
-            self.watch_spans(self._spans.end())
-            self.watch_spans = None
-        return self.total_loss
-
-    def compute(self, micro_batches: Sequence[MicroBatch], *, overlap: bool) -> Tensor | None:
+    def compute(self, micro_batches: Sequence[MicroBatch], *, overlap: bool = True) -> Tensor | None:
         """See StepEngine."""
         if self.watch_spans is not None:
             self._spans.begin()
         self._begin(micro_batches)
         self.optimizer.begin(overlap=overlap)
         self.module.train()
-        self._run(self._schedule(len(micro_batches)), trains=False)
+        self._run(self._schedule(len(micro_batches)))
         if self._trace.recording:
             self._trace.place = "before any reduction"
             for name, gradient in self.optimizer.own_gradients():
@@ -209,16 +195,19 @@ class StageEngine:
     def forget(self) -> None:
         """See StepEngine: `compute` begins anew."""
 
-    def reduce(self) -> Tensor:
+    def reduce(self) -> None:
         """See StepEngine."""
-        self.reduce_gradients()
-        self.optimizer.measure()
-        return self.optimizer.norm
+        with self._spans.span("reduce_gradients"):
+            self.optimizer.reduce()
+
+    def reduced_norm(self) -> Tensor:
+        """See StepEngine."""
+        return self.optimizer.global_norm()
 
     def update(self, learning_rate: float) -> None:
         """See StepEngine."""
         with self._spans.span("optimizer_step"):
-            self.optimizer.update(learning_rate)
+            self.optimizer.step(learning_rate)
         if self.watch_spans is not None:
             self.watch_spans(self._spans.end())
             self.watch_spans = None
@@ -233,7 +222,7 @@ class StageEngine:
         self._begin(micro_batches)
         self.module.eval()
         with torch.no_grad():
-            self._run(self._forward_schedule(len(micro_batches)), trains=False)
+            self._run(self._forward_schedule(len(micro_batches)))
         return self.total_loss
 
     def _message_shape(self, micro_batch: int) -> tuple[int, ...]:
@@ -382,18 +371,7 @@ class StageEngine:
     def _receive_gradient(self, micro_batch: int, stage: int) -> None:
         self._p2p.post(Action(ActionKind.receive_gradient, micro_batch, stage))
 
-    def reduce_gradients(self) -> None:
-        """See ActionRunner."""
-        with self._spans.span("reduce_gradients"):
-            self.optimizer.reduce()
-
-    def step_optimizer(self) -> None:
-        """See ActionRunner."""
-        with self._spans.span("optimizer_step"):
-            self.optimizer.step(self._learning_rate)
-
-    def run(self, action: Action) -> None:
-        """See ActionRunner."""
+    def _run_action(self, action: Action) -> None:
         self._HANDLERS[action.kind](self, action.micro_batch, action.stage)
 
     _HANDLERS: ClassVar[dict[ActionKind, Callable[[StageEngine, int, int], None]]] = {

@@ -174,7 +174,7 @@ class StepEngine(Protocol):
     """Runs forward and backward passes and the optimizer of one rank.
 
     Attributes:
-        watch_gradients: is called at every step after the reduction and before clipping.
+        watch_gradients: is called first in every `update`, with reduced gradients whose norm is not computed yet.
         watch_spans: is given what the rank did in the next step, once.
         before_update: is called at every step before the optimizer's state changes.
     """
@@ -198,16 +198,12 @@ class StepEngine(Protocol):
         """Global 2-norm of the last step before clipping, fp64 scalar on the device."""
         ...
 
-    def run_training_step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> Tensor | None:
-        """Forward, backward, reduction and optimizer step; returns the sum of the losses on the last stage's rank."""
-        ...
-
-    def compute(self, micro_batches: Sequence[MicroBatch], *, overlap: bool) -> Tensor | None:
+    def compute(self, micro_batches: Sequence[MicroBatch], *, overlap: bool = True) -> Tensor | None:
         """Forward and backward passes; `reduce` and `update` are to follow, or `forget`.
 
         Args:
             micro_batches: of the step.
-            overlap: gradients may be reduced as they come.
+            overlap: gradients may be reduced during the backward passes.
 
         Returns:
             The sum of the losses on the last stage's rank.
@@ -218,12 +214,19 @@ class StepEngine(Protocol):
         """Drops the gradients that `compute` has left."""
         ...
 
-    def reduce(self) -> Tensor:
-        """Reduces what is not reduced yet; returns the global 2-norm, fp64 scalar on the device."""
+    def reduce(self) -> None:
+        """Reduces the gradients that `compute` has not reduced."""
+        ...
+
+    def reduced_norm(self) -> Tensor:
+        """Global 2-norm of the reduced gradients before clipping, fp64 scalar on the device; collective over the world.
+
+        `update` computes it again: after `watch_gradients`.
+        """
         ...
 
     def update(self, learning_rate: float) -> None:
-        """Clipping and the optimizer's step."""
+        """Calls `watch_gradients`, computes the norm, clips, and steps the optimizer."""
         ...
 
     def run_evaluation(self, micro_batches: Sequence[MicroBatch]) -> Tensor | None:
@@ -245,6 +248,7 @@ class BaseTrainEngine(ABC):
         self.device, self.grid = spec.device, spec.grid
         self._note_rerun: Callable[[StepResult, StepResult], None] | None = None
         self._check: ComputeCheck | None = None
+        self._gradient_watches: list[Callable[[list[Shard]], None]] = []
         self._watched: list[RemovableHandle] = []
         self._loss = TokenMeanLoss(spec.model.vocabulary, spec.grid, spec.kernels, spec.z_loss)
 
@@ -337,10 +341,11 @@ class BaseTrainEngine(ABC):
         # A step without a single unmasked token has nothing to learn: its loss and gradients are zero.
         self._loss.scale = self._engine.averaged_over / tokens.clamp(min=1.0)
         if self._check is None:
-            loss_sum = self._engine.run_training_step(own, learning_rate)
+            loss_sum = self._engine.compute(own)
+            self._engine.reduce()
         else:
             loss_sum = self._compute_checked(self._check, micro_batches, own, tokens)
-            self._engine.update(learning_rate)
+        self._engine.update(learning_rate)
         return torch.cat((self._shared(loss_sum, tokens), self._engine.norm[None]))
 
     def _shared(self, loss_sum: Tensor | None, tokens: Tensor) -> Tensor:
@@ -364,7 +369,7 @@ class BaseTrainEngine(ABC):
             loss_sum = repeated.run(micro_batches, check.judge)
             self._engine.reduce()
             return loss_sum
-        loss_sum = self._engine.compute(own, overlap=True)
+        loss_sum = self._engine.compute(own)
         first = self._outcome(loss_sum, tokens)
         if not check.suspects(*first):
             return loss_sum
@@ -381,7 +386,8 @@ class BaseTrainEngine(ABC):
 
     def _outcome(self, loss_sum: Tensor | None, tokens: Tensor) -> tuple[float, float]:
         """Loss and gradient norm of a step that has not changed the weights yet; reduces the gradients."""
-        norm = self._engine.reduce()
+        self._engine.reduce()
+        norm = self._engine.reduced_norm()
         loss, _, norm_value = torch.cat((self._shared(loss_sum, tokens), norm[None])).tolist()
         return loss, norm_value
 
@@ -417,9 +423,17 @@ class BaseTrainEngine(ABC):
         own = [cut_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches]
         return own, global_tokens(own, self.grid, self.device, self._loss_rank)
 
-    def watch_gradients(self, watch: Callable[[list[Shard]], None] | None) -> None:
+    def watch_gradients(self, watch: Callable[[list[Shard]], None]) -> None:
         """See TrainEngine.watch_gradients."""
-        self._engine.watch_gradients = None if watch is None else lambda: watch(held_shards(self._gradients()))
+        self._gradient_watches.append(watch)
+        self._engine.watch_gradients = self._show_gradients
+
+    def _show_gradients(self) -> None:
+        watches, self._gradient_watches = self._gradient_watches, []
+        self._engine.watch_gradients = None
+        shards = held_shards(self._gradients())
+        for watch in watches:
+            watch(shards)
 
     def before_update(self, wait: Callable[[], None] | None) -> None:
         """See TrainEngine.before_update."""

@@ -154,25 +154,38 @@ class ZeroEngine:
         norm: Tensor = self.deepspeed.norm
         return norm
 
-    def run_training_step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> Tensor:
-        """See StepEngine."""
-        total = self.compute(micro_batches)
-        self.update(learning_rate)
-        return total
-
     def compute(self, micro_batches: Sequence[MicroBatch], *, overlap: bool = True) -> Tensor:
         """See StepEngine. Gradients are reduced as they come, whatever `overlap` says."""
         if self.watch_spans is not None:
             self._spans.begin()
-        return self.accumulate(micro_batches)
+        self.module.train()
+        self.gradient_norms = {}
+        self.forward_finite.fill_(True)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for index, batch in enumerate(micro_batches):
+            self._trace.place = f"micro-batch {index}"
+            self.deepspeed.begin_micro_batch(last=index == len(micro_batches) - 1)
+            with self._spans.span("forward", index, 0):
+                loss = self.deepspeed(batch.to(self.device))
+            self.forward_finite &= torch.isfinite(loss.detach())
+            self._trace.note("the loss", loss)
+            with self._spans.span("backward", index, 0):
+                self.deepspeed.backward(loss)
+            total += loss.detach()
+        if self._replica.size > 1:
+            dist.all_reduce(self.deepspeed.reduced_gradients, group=self._replica.group)
+        return total
 
     def forget(self) -> None:
         """See StepEngine."""
         self.deepspeed.forget_gradients()
 
+    def reduce(self) -> None:
+        """See StepEngine; nothing is left to do."""
+
     @torch.no_grad()
-    def reduce(self) -> Tensor:
-        """See StepEngine. DeepSpeed takes the norm when it steps: this one may differ from it in the last digits."""
+    def reduced_norm(self) -> Tensor:
+        """See StepEngine. `norm`, which DeepSpeed's step computes, may differ in the last digits."""
         state, square = self.deepspeed.state, torch.zeros((), dtype=torch.float64, device=self.device)
         for piece, gradient in zip(state.pieces(), state.gradients(), strict=True):
             if owns(self._grid, piece):
@@ -200,26 +213,6 @@ class ZeroEngine:
         if self.watch_spans is not None:
             self.watch_spans(self._spans.end())
             self.watch_spans = None
-
-    def accumulate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Forward, backward and reduction of every micro-batch; returns the sum of the losses."""
-        self.module.train()
-        self.gradient_norms = {}
-        self.forward_finite.fill_(True)
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for index, batch in enumerate(micro_batches):
-            self._trace.place = f"micro-batch {index}"
-            self.deepspeed.begin_micro_batch(last=index == len(micro_batches) - 1)
-            with self._spans.span("forward", index, 0):
-                loss = self.deepspeed(batch.to(self.device))
-            self.forward_finite &= torch.isfinite(loss.detach())
-            self._trace.note("the loss", loss)
-            with self._spans.span("backward", index, 0):
-                self.deepspeed.backward(loss)
-            total += loss.detach()
-        if self._replica.size > 1:
-            dist.all_reduce(self.deepspeed.reduced_gradients, group=self._replica.group)
-        return total
 
     @torch.no_grad()
     def run_evaluation(self, micro_batches: Sequence[MicroBatch]) -> Tensor:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import megads.resilience.compute
-from megads.engine.interface import Repeated
+from megads.engine.interface import Repeated, Shard
 from megads.errors import UnhealthyNode
 from megads.parallel.compute_trace import ComputeTrace, Difference, checksum
 from megads.resilience.compute import ComputeFault, ComputeHook, compute_fault
@@ -74,15 +74,14 @@ def checked_steps(
     for number, (wrong, kinds, faulty) in enumerate([(None, (), 0), *faults]):
         batches = rank_batches(scenario, number, engine.grid)
         saved, steps = state(engine), engine.optimizer_steps
-        expected = engine.step(batches, scenario.lr), bits(engine)
+        expected = step_bits(engine, batches, scenario.lr)
         engine.load_shards(filling_from(saved), steps)
         hook.on_start(TrainState(step=number))
         broken = FaultyProducts(once(wrong) if isinstance(wrong, int) else WRONG.get(wrong, lambda _: None), *kinds)
         if rank == faulty:
             broken.install()
         try:
-            result, fault = engine.step(batches, scenario.lr), "none"
-            same = (result, bits(engine)) == expected
+            same, fault = step_bits(engine, batches, scenario.lr) == expected, "none"
         except UnhealthyNode as error:
             fault, same = str(error), control.any(False)
             engine.load_shards(filling_from(saved), steps)
@@ -93,9 +92,15 @@ def checked_steps(
     return said
 
 
-def bits(engine: Any) -> dict[str, str]:
-    """Of all that the optimizer holds."""
-    return {f"{shard.key} {shard.offset}": digest(shard.tensor) for shard in engine.named_shards(owned=False)}
+def step_bits(engine: Any, batches: Any, lr: float) -> tuple[Any, dict[str, str], list[dict[str, str]]]:
+    """The result of a step, digests of the optimizer state after it, and of the gradients at each call of a watch."""
+    watched: list[dict[str, str]] = []
+    engine.watch_gradients(lambda shards: watched.append(digests(shards)))
+    return engine.step(batches, lr), digests(engine.named_shards(owned=False)), watched
+
+
+def digests(shards: Sequence[Shard]) -> dict[str, str]:
+    return {f"{shard.key} {shard.offset}": digest(shard.tensor) for shard in shards}
 
 
 @pytest.mark.distributed
@@ -128,13 +133,13 @@ def suspicious_steps(layout: str, folder: Path, faulty: int) -> list[bool]:
     for number in (0, 1):
         hook = ComputeHook(engine, events, 0, lambda _step, _loss, _norm: True)
         batches, saved, steps = rank_batches(scenario, number, engine.grid), state(engine), engine.optimizer_steps
-        expected = engine.step(batches, scenario.lr), bits(engine)
+        expected = step_bits(engine, batches, scenario.lr)
         engine.load_shards(filling_from(saved), steps)
         broken = FaultyProducts(once(0))
         hook.on_start(TrainState(step=number))
         if number and rank == faulty:
             broken.install()
-        same.append((engine.step(batches, scenario.lr), bits(engine)) == expected)
+        same.append(step_bits(engine, batches, scenario.lr) == expected)
         broken.remove()
         hook.on_end(TrainState())
     return same
