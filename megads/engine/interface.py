@@ -102,48 +102,49 @@ class StepResult:
     culprit: Culprit | None = None
 
 
-class Repeated(NamedTuple):
-    """What one rank saw of a step whose computations differ: two by itself, two by a peer, in turns.
+class ComputeComparison(NamedTuple):
+    """Four computations of one rank's samples in a step: by its peer, by itself, and both once more.
 
     Attributes:
-        rank: this rank, whose samples they are.
-        peer: that computed them, too; the rank itself where nobody else holds the same weights.
-        place: pipeline and data-parallel coordinates of the rank. Ranks of one place exchange messages in one order.
-        here: where the two computations of the rank part; None: they are equal.
-        elsewhere: likewise the two of the peer.
-        between: likewise the last of the peer and the last of the rank.
+        rank: whose samples they are.
+        peer: the other rank that computed them; the rank itself if no other one holds the same weights.
+        coordinates: pipeline and data-parallel rank. Ranks of the same coordinates run the same collectives in the same
+            order, so the indices of their traces are comparable.
+        by_rank: how the two computations of the rank differ; None: they do not.
+        by_peer: how the two computations of the peer differ.
+        across: how the last computations of the two differ.
     """
 
     rank: int
     peer: int
-    place: tuple[int, int]
-    here: Difference | None
-    elsewhere: Difference | None
-    between: Difference | None
+    coordinates: tuple[int, int]
+    by_rank: Difference | None
+    by_peer: Difference | None
+    across: Difference | None
 
 
 class ComputeCheck(Protocol):
-    """Decides which steps are computed twice, and what follows where the two differ; the same on every rank."""
+    """Decides which steps are computed twice, and what happens if the two differ; the same on every rank."""
 
     def is_due(self) -> bool:
-        """Whether the next step is computed twice whatever comes out."""
+        """Whether the next step is computed twice whatever its loss and gradient norm."""
         ...
 
     def suspects(self, loss: float, grad_norm: float) -> bool:
-        """Whether the step with this loss and gradient norm is computed again before it changes the weights."""
+        """Whether a step of this loss and gradient norm is computed again before it changes the weights."""
         ...
 
-    def judge(self, seen: list[Repeated]) -> None:
-        """Is given what every rank saw where computations differ; raises where training must not go on."""
+    def judge(self, comparisons: list[ComputeComparison]) -> None:
+        """Called with the comparisons of all ranks when computations differ; raises if training must end."""
         ...
 
-    def confirm(self, first: tuple[float, float], again: tuple[float, float], ranks: list[int]) -> None:
-        """Is told what came out of a suspicious step.
+    def report_suspicious(self, first: tuple[float, float], again: tuple[float, float], ranks: list[int]) -> None:
+        """Called when a suspicious step has been computed again.
 
         Args:
-            first: loss and gradient norm that were suspicious.
-            again: those that its later computations agree on.
-            ranks: whose own gradients differ between the two.
+            first: the suspicious loss and gradient norm.
+            again: loss and gradient norm of the last computation, which is applied.
+            ranks: whose own gradients, before any reduction, differ between the two.
         """
         ...
 
@@ -300,9 +301,9 @@ class TrainEngine(Protocol):
         ...
 
     def check_compute(self, check: ComputeCheck | None) -> None:
-        """Computes steps twice or more where the check says so, before the weights change, and compares bit for bit
-        what each rank computed. The step's result is that of the last computation, in which nothing differs from an
-        unchecked step's. None ends it.
+        """Computes the steps that the check chooses at least twice before the weights change, and compares bit for bit
+        what each rank computed. The last computation is applied; it equals that of an unchecked step bit for bit. None
+        ends the checks.
         """
         ...
 

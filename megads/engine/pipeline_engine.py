@@ -187,9 +187,9 @@ class StageEngine:
         self.module.train()
         self._run(self._schedule(len(micro_batches)))
         if self._trace.recording:
-            self._trace.place = "before any reduction"
+            self._trace.context = "before any reduction"
             for name, gradient in self.optimizer.own_gradients():
-                self._trace.note(f"the gradient of {name}", gradient)
+                self._trace.record(f"the gradient of {name}", gradient)
         return self.total_loss
 
     def forget(self) -> None:
@@ -277,13 +277,13 @@ class StageEngine:
         """Waits for a message; the wait is what its span shows."""
         with self._spans.span(receive, micro_batch, stage):
             buffer = self._p2p.take(Action(receive, micro_batch, stage))
-        self._note_place(receive, micro_batch, stage)
-        self._trace.note("a message received", buffer, received=True)
+        self._set_context(receive, micro_batch, stage)
+        self._trace.record("a message received", buffer, received=True)
         return buffer
 
-    def _note_place(self, kind: ActionKind, micro_batch: int, stage: int) -> None:
+    def _set_context(self, kind: ActionKind, micro_batch: int, stage: int) -> None:
         if self._trace.recording:
-            self._trace.place = f"{kind.value.replace('_', ' ')} of micro-batch {micro_batch}, stage {stage}"
+            self._trace.context = f"{kind.value.replace('_', ' ')} of micro-batch {micro_batch}, stage {stage}"
 
     def _forward(self, micro_batch: int, stage: int) -> None:
         hidden, buffer = self._input(micro_batch, stage)
@@ -292,11 +292,11 @@ class StageEngine:
 
     def _run_forward(self, micro_batch: int, stage: int, hidden: Tensor, buffer: Tensor | None) -> None:
         info = self._info(micro_batch, stage)
-        self._note_place(ActionKind.forward, micro_batch, stage)
+        self._set_context(ActionKind.forward, micro_batch, stage)
         root: Tensor | GradientEdge
         if self._is_last(stage):
             output = root = self.module.loss(hidden, info, self._targets.pop(micro_batch))
-            self._trace.note("the loss", output)
+            self._trace.record("the loss", output)
             self.total_loss = output.detach().clone() if self.total_loss is None else self.total_loss + output.detach()
         else:
             output = self.module(stage, hidden, info)
@@ -332,7 +332,7 @@ class StageEngine:
     def _backward_weight(self, micro_batch: int, stage: int) -> None:
         self._note_last(micro_batch)
         deferred = self._deferred.pop((micro_batch, stage))
-        self._note_place(ActionKind.backward_weight, micro_batch, stage)
+        self._set_context(ActionKind.backward_weight, micro_batch, stage)
         with torch.no_grad(), self._spans.span(ActionKind.backward_weight, micro_batch, stage):
             deferred.gradients.compute(self.optimizer)
         for buffer in deferred.buffers:
@@ -346,12 +346,12 @@ class StageEngine:
         self._note_last(micro_batch)
         passed = self._in_flight.pop((micro_batch, stage))
         gradient, buffer = self._output_gradient(micro_batch, stage)
-        self._note_place(kind, micro_batch, stage)
+        self._set_context(kind, micro_batch, stage)
         with self._spans.span(kind, micro_batch, stage):
             torch.autograd.backward(passed.root, gradient)
         if not self._is_first(stage):
             assert passed.input.grad is not None
-            self._trace.note("the gradient of a stage's input", passed.input.grad)
+            self._trace.record("the gradient of a stage's input", passed.input.grad)
             self._input_gradients[micro_batch, stage] = passed.input.grad
         return [used for used in (passed.buffer, buffer) if used is not None]
 

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from megads.batch import MicroBatch
 from megads.engine.deepspeed_adapter import local_shape, prepare_deepspeed
 from megads.engine.interface import ComputeCheck, Culprit, EngineSpec, EvaluationResult, Replica, Shard, StepResult
-from megads.engine.repeated_step import RepeatedStep, own_norms
+from megads.engine.repeated_step import RepeatedStep
 from megads.engine.stage_pipeline import placement_of
 from megads.model.stage_names import HEAD
 from megads.parallel.context import cut_micro_batch
@@ -57,6 +57,10 @@ class Symptoms(NamedTuple):
 def not_finite(finite: Sequence[Tensor]) -> list[bool]:
     """Which of some bool scalars on one device are False; waits for it once."""
     return torch.stack(list(finite)).logical_not().tolist() if finite else []
+
+
+def _to_host(scalars: Sequence[Tensor]) -> list[float]:
+    return torch.stack(list(scalars)).tolist() if scalars else []
 
 
 def find_culprit(ranks: Sequence[Symptoms]) -> Culprit:
@@ -211,7 +215,7 @@ class StepEngine(Protocol):
         ...
 
     def forget(self) -> None:
-        """Drops the gradients that `compute` has left."""
+        """Drops the gradients that `compute` has accumulated."""
         ...
 
     def reduce(self) -> None:
@@ -356,13 +360,16 @@ class BaseTrainEngine(ABC):
     def _compute_checked(
         self, check: ComputeCheck, micro_batches: Sequence[MicroBatch], own: Sequence[MicroBatch], tokens: Tensor
     ) -> Tensor | None:
-        """Forward and backward passes as often as a check wants them, and the reduction; waits for the device.
+        """Computes the step once or several times, and reduces the gradients; waits for the device.
 
         Args:
-            check: decides.
+            check: decides how often.
             micro_batches: whole samples.
             own: this context rank's share of them.
-            tokens: unmasked ones of all ranks.
+            tokens: unmasked tokens of all ranks.
+
+        Returns:
+            See StepEngine.compute.
         """
         repeated = RepeatedStep(self.grid, list(self._layers()), self._compute_alone, self._engine.forget, self.device)
         if check.is_due():
@@ -373,11 +380,12 @@ class BaseTrainEngine(ABC):
         first = self._outcome(loss_sum, tokens)
         if not check.suspects(*first):
             return loss_sum
-        norms = own_norms(self._engine.own_norms)
-        loss_sum = repeated.run(micro_batches, check.judge, known=True)
+        norms = _to_host(self._engine.own_norms)
+        self._engine.forget()
+        loss_sum = repeated.run(micro_batches, check.judge)
         again = self._outcome(loss_sum, tokens)
-        differ = self.grid.control.gather(own_norms(self._engine.own_norms) != norms, bool)
-        check.confirm(first, again, [rank for rank, differs in enumerate(differ) if differs])
+        differ = self.grid.control.gather(_to_host(self._engine.own_norms) != norms, bool)
+        check.report_suspicious(first, again, [rank for rank, differs in enumerate(differ) if differs])
         return loss_sum
 
     def _compute_alone(self, micro_batches: Sequence[MicroBatch]) -> Tensor | None:
@@ -385,7 +393,7 @@ class BaseTrainEngine(ABC):
         return self._engine.compute(own, overlap=False)
 
     def _outcome(self, loss_sum: Tensor | None, tokens: Tensor) -> tuple[float, float]:
-        """Loss and gradient norm of a step that has not changed the weights yet; reduces the gradients."""
+        """Reduces the gradients; returns loss and gradient norm of the step, which has not changed the weights yet."""
         self._engine.reduce()
         norm = self._engine.reduced_norm()
         loss, _, norm_value = torch.cat((self._shared(loss_sum, tokens), norm[None])).tolist()

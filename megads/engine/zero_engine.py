@@ -89,7 +89,7 @@ class WholeModel(nn.Module):
 def summed_over(axis: Axis, grad: Tensor) -> Tensor:
     """The sum of a gradient over an axis, added up in fp32."""
     total = grad.float() if grad.dtype is not torch.float32 else grad.clone()
-    dist.all_reduce(axis.sent(total), group=axis.group)
+    dist.all_reduce(axis.recorded(total), group=axis.group)
     return total.to(grad.dtype)
 
 
@@ -144,7 +144,7 @@ class ZeroEngine:
     def _note_gradient(self, parameter: Parameter, grad: Tensor) -> None:
         # This rank's own gradient, before the reduction spreads a non-finite one; stays on the device.
         norm = torch.linalg.vector_norm(grad, dtype=torch.float32)
-        self._trace.note(f"the gradient of {placement_of(parameter).key}", grad)
+        self._trace.record(f"the gradient of {placement_of(parameter).key}", grad)
         known = self.gradient_norms.get(parameter)
         self.gradient_norms[parameter] = norm if known is None else known + norm
 
@@ -163,12 +163,12 @@ class ZeroEngine:
         self.forward_finite.fill_(True)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for index, batch in enumerate(micro_batches):
-            self._trace.place = f"micro-batch {index}"
+            self._trace.context = f"micro-batch {index}"
             self.deepspeed.begin_micro_batch(last=index == len(micro_batches) - 1)
             with self._spans.span("forward", index, 0):
                 loss = self.deepspeed(batch.to(self.device))
             self.forward_finite &= torch.isfinite(loss.detach())
-            self._trace.note("the loss", loss)
+            self._trace.record("the loss", loss)
             with self._spans.span("backward", index, 0):
                 self.deepspeed.backward(loss)
             total += loss.detach()

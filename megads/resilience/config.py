@@ -66,7 +66,8 @@ class ResilienceConfig:
     run (exit 9). Both are events (compute_differs), with the rank. 0: none."""
     check_suspicious_steps: bool = False
     """Compute a step again before it changes the weights when its loss or gradient norm is as high as in a loss spike
-    (resilience.spikes), as check_compute_every_steps does. Costs one wait for the device in every step."""
+    (resilience.spikes), as check_compute_every_steps does. Every step then waits for the device once more, and computes
+    the gradient norm twice."""
     rerun_nonfinite: bool = False
     """Compute a step that was not finite once more, from the same weights and samples. If it is finite then, the fault
     was transient, and training goes on as if nothing had been; else it is persistent, and the step is skipped. Both are

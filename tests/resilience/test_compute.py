@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import megads.resilience.compute
-from megads.engine.interface import Repeated, Shard
+from megads.engine.interface import ComputeComparison, Shard
 from megads.errors import UnhealthyNode
 from megads.parallel.compute_trace import ComputeTrace, Difference, checksum
 from megads.resilience.compute import ComputeFault, ComputeHook, compute_fault
@@ -187,33 +187,37 @@ def test_two_traces_part_where_the_first_entry_differs() -> None:
     """Catches a comparison of totals, in which a difference has no place, and entries that are noted out of a check."""
     trace, traces = ComputeTrace(), []
     for wrong in (False, True):
-        trace.note("before", torch.ones(2))
+        trace.record("before", torch.ones(2))
         trace.begin()
         for number in range(3):
-            trace.note(f"entry {number}", torch.full((2,), float(wrong and number > 0)), received=number == 1)
+            trace.record(f"entry {number}", torch.full((2,), float(wrong and number > 0)), received=number == 1)
         traces.append(trace.end())
     assert traces[0].first_difference(traces[0]) is None
     assert traces[0].first_difference(traces[1]) == Difference(1, "entry 1", received=True)
 
 
-def seen(rank: int, peer: int, place: tuple[int, int], **parted: Difference) -> Repeated:
-    return Repeated(rank, peer, place, parted.get("here"), parted.get("elsewhere"), parted.get("between"))
+def compared(rank: int, peer: int, coordinates: tuple[int, int], **found: Difference) -> ComputeComparison:
+    return ComputeComparison(rank, peer, coordinates, found.get("by_rank"), found.get("by_peer"), found.get("across"))
 
 
 def test_who_computed_wrongly() -> None:
     """Catches blame on the rank that a wrong value came to first in time, not in the order of computation."""
     sent, later = Difference(4, "a message", received=False), Difference(9, "a gradient", received=False)
     got = Difference(2, "a message received", received=True)
-    own = [seen(0, 0, (0, 0), here=later), seen(1, 1, (0, 0), here=sent), seen(2, 2, (1, 0), here=got)]
+    own = [
+        compared(0, 0, (0, 0), by_rank=later),
+        compared(1, 1, (0, 0), by_rank=sent),
+        compared(2, 2, (1, 0), by_rank=got),
+    ]
     assert compute_fault(own) == ComputeFault(persistent=False, found=((1, "a message"),))
     # The peer of rank 0 is rank 2, which computed rank 0's samples wrongly once.
-    pairs = [seen(0, 2, (0, 0), elsewhere=sent), seen(2, 0, (0, 1))]
+    pairs = [compared(0, 2, (0, 0), by_peer=sent), compared(2, 0, (0, 1))]
     assert compute_fault(pairs).ranks == [2]
-    assert compute_fault([seen(2, 2, (1, 0), here=got)]).found == ((2, "a message received"),)
+    assert compute_fault([compared(2, 2, (1, 0), by_rank=got)]).found == ((2, "a message received"),)
     # Each repeats itself: with three that compute the same, the one in both pairs; with two, both.
     three = [
-        seen(0, 2, (0, 0)), seen(1, 0, (0, 1), between=sent), seen(2, 1, (0, 2), between=sent)
+        compared(0, 2, (0, 0)), compared(1, 0, (0, 1), across=sent), compared(2, 1, (0, 2), across=sent)
     ]  # fmt: skip
     assert compute_fault(three) == ComputeFault(persistent=True, found=((1, "a message"),))
-    two = [seen(0, 1, (0, 0), between=sent), seen(1, 0, (0, 1), between=sent)]
+    two = [compared(0, 1, (0, 0), across=sent), compared(1, 0, (0, 1), across=sent)]
     assert compute_fault(two).ranks == [0, 1]
