@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import megads.resilience.replicas
-from megads.engine.layer_norms import LayerNormsHook, layer_names
 from megads.errors import UnhealthyNode
+from megads.monitor.hooks import LayerNormsHook, layer_names
 from megads.resilience.replicas import BitFault, BitSymptom, ReplicaHook, bit_faults
 from megads.runtime.hooks import Hook, TrainState
 from megads.runtime.metrics import EventWriter, MetricsWriter, read_json_lines
