@@ -61,10 +61,10 @@ def require_deepspeed(version: str = deepspeed.__version__) -> None:
 
 
 def load_adam(*, cuda: bool) -> Any:
-    """The module of DeepSpeed's CPUAdam or FusedAdam, which is compiled first where it has to be.
+    """The extension module of DeepSpeed's CPUAdam or FusedAdam; compiles it if it is not in torch's cache.
 
     Raises:
-        ConfigError: it cannot be compiled or loaded here.
+        ConfigError: it cannot be compiled or loaded on this machine.
     """
     name, builder = ("FusedAdam", FusedAdamBuilder) if cuda else ("CPUAdam", CPUAdamBuilder)
     try:
@@ -539,7 +539,7 @@ class ZeroExecutor(DeepSpeedEngine):  # type: ignore[misc]
         self.set_gradient_accumulation_boundary(last)
 
     def forget_gradients(self) -> None:
-        """Drops what the micro-batches since the last step have added up, as a step does that overflows."""
+        """Drops the gradients accumulated since the last step, as DeepSpeed's step does after an overflow."""
         self.optimizer.zero_grad()
         if self.zero_optimization_stage() == 3:
             self.optimizer._pre_step()

@@ -219,11 +219,11 @@ class TrainEngine(Protocol):
         ...
 
     def losses_by_position(self, micro_batches: Sequence[MicroBatch], positions: int) -> Tensor:
-        """As `evaluate`, apart by the positions of tokens as the model counts them.
+        """Like `evaluate`, with a sum for each position id.
 
         Args:
             micro_batches: of this rank.
-            positions: more than any token has.
+            positions: number of position ids; larger than any that occurs.
 
         Returns:
             fp64 [2, positions] on the CPU, the same on every rank: the sum of the losses in nats, and the tokens.
@@ -234,9 +234,9 @@ class TrainEngine(Protocol):
         """Scores every unmasked label without dropout; every rank gets the scores of all ranks' rows.
 
         Args:
-            micro_batches: of this rank, as in `evaluate`, all rows of one length. Rows are numbered by their sample_ids
-                from 0 over all ranks.
-            num_rows: rows with a number from here on are filling.
+            micro_batches: of this rank, as in `evaluate`, all rows of one length. Their sample_ids number the rows of
+                all ranks from 0.
+            num_rows: rows of this number and above are padding.
         """
         ...
 
@@ -257,13 +257,13 @@ class TrainEngine(Protocol):
         ...
 
     def replicas(self) -> list[Replica]:
-        """Working weights and optimizer state of this rank, and who must hold the same (N8); in one order on all ranks
-        of a line. Under ZeRO-3 there are no working weights."""
+        """Working weights and optimizer state of this rank, and the ranks that must hold the same bits (N8). The order
+        is the same on all ranks of a line. Under ZeRO-3 there are no working weights."""
         ...
 
     def stale_weights(self) -> list[str]:
-        """Names of the parameters of which a working weight of this rank is not its own master weight, rounded, bit for
-        bit. Under ZeRO-3 none is looked at."""
+        """Names of the parameters whose working weights on this rank are not its master weights, rounded, bit for bit.
+        Empty under ZeRO-3, which has no working weights."""
         ...
 
     def watch_gradients(self, watch: Callable[[list[Shard]], None]) -> None:
@@ -278,25 +278,26 @@ class TrainEngine(Protocol):
         ...
 
     def before_update(self, wait: Callable[[], None] | None) -> None:
-        """Calls `wait` at every following step before the optimizer's state changes: somebody still reads it. None ends
-        that."""
+        """Calls `wait` in every following step before the optimizer's state changes; it returns when the state may
+        change. None ends the calls."""
         ...
 
     def watch_activations(self, watch: Callable[[str, Tensor], None] | None) -> None:
-        """Calls `watch` in every following training pass with the name and the output of each layer of this rank.
+        """Calls `watch` in every following training forward pass with the name and the output of each layer of this
+        rank, but the head.
 
         Args:
-            watch: gets [b, t, h], this rank's share of it, without a gradient; not to be kept, as memory is used again.
-                The head is left out. None ends the watch.
+            watch: gets this rank's share of the output, [b, t, h], detached; do not keep it: its memory is reused. None
+                ends the calls.
         """
         ...
 
     def rerun_nonfinite(self, note: Callable[[StepResult, StepResult], None] | None) -> None:
-        """Computes every step that is not finite once more, from the same weights and micro-batches, which it left as
-        they were; the second result is the step's.
+        """Computes every step that is not finite once more, from the same weights and micro-batches: its update was
+        skipped. The second result is that of the step. Finite steps do not wait for the device, unlike `check_compute`.
 
         Args:
-            note: is given both results. None ends it.
+            note: called with both results. None ends the reruns.
         """
         ...
 
@@ -308,7 +309,8 @@ class TrainEngine(Protocol):
         ...
 
     def watch_spans(self, watch: Callable[[list[Span]], None]) -> None:
-        """Times the next step, and calls `watch` at its end with what this rank did in it, beside others who asked."""
+        """Times the next step, and calls `watch` at its end with what this rank did in it. Several callers may watch
+        the same step."""
         ...
 
     @property

@@ -40,11 +40,11 @@ Key = tuple[int, int]
 
 
 FORWARD_KINDS = (ActionKind.load, ActionKind.forward, ActionKind.send_activation, ActionKind.receive_activation)
-"""What is left of a step when nothing is trained."""
+"""The actions of an evaluation."""
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The same schedule without its backward passes: what waits for less cannot wait for ever."""
+    """The same schedule without its backward passes: fewer actions add no dependency, so it cannot deadlock."""
     rows = tuple(tuple(action for action in row if action.kind in FORWARD_KINDS) for row in schedule.actions)
     return Schedule(schedule.name, schedule.placement, schedule.micro_batches, rows)
 
@@ -66,7 +66,7 @@ class InFlight:
 
 @dataclass
 class DeferredBackward:
-    """What a backward pass defers to its second part: gradients of weights, and the p2p buffers they need."""
+    """What a backward pass defers to its second part: weight gradients, and the p2p buffers that they read."""
 
     gradients: DeferredWgrads
     buffers: list[Tensor]
@@ -226,7 +226,7 @@ class StageEngine:
         return self.total_loss
 
     def _message_shape(self, micro_batch: int) -> tuple[int, ...]:
-        """[b, t, h] of what a micro-batch's stages pass on; every stage knows it, so that nobody has to say it."""
+        """[b, t, h] of the activations between stages; every rank computes it, so it need not be sent."""
         batch, parallel = self._micro_batches[micro_batch], self._parallel
         if batch.info.sequence_index is not None:
             tokens = len(batch.info.sequence_index)

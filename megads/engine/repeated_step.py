@@ -77,7 +77,6 @@ class RepeatedStep:
             first, second = self._compute_on_peer(next_batches), self._compute(micro_batches)
             if not self.grid.control.any(first.difference(second) is not None):
                 return second.loss_sum
-            self.forget()
             third, fourth = self._compute_on_peer(next_batches), self._compute(micro_batches)
             comparison = ComputeComparison(
                 self.grid.rank,
@@ -108,12 +107,12 @@ class RepeatedStep:
     def _compute_on_peer(self, next_batches: Sequence[MicroBatch]) -> _Computation:
         """Computes the samples of the next rank, and returns what the peer computed of this rank's."""
         trace, dp = self._compute(next_batches).trace, self.grid.dp
-        self.forget()
         if dp.size == 1:
             return _Computation(trace)
         return _Computation(trace._replace(checksums=ring_shift(trace.checksums, dp.ranks, -1, dp.group)))
 
     def _compute(self, micro_batches: Sequence[MicroBatch]) -> _Computation:
+        self.forget()
         trace = self.grid.trace
         trace.begin()
         loss_sum = self.compute(micro_batches)

@@ -164,7 +164,7 @@ class HeldTensors(NamedTuple):
     Attributes:
         parameter: the parameter.
         first: index of the run's first element in the flattened local parameter.
-        owned: no other rank speaks for these elements.
+        owned: no other rank owns these elements, see NamedParameter.
         tensors: flat views by kind, see `Shard`.
     """
 
@@ -178,9 +178,9 @@ class StepEngine(Protocol):
     """Runs forward and backward passes and the optimizer of one rank.
 
     Attributes:
-        watch_gradients: is called first in every `update`, with reduced gradients whose norm is not computed yet.
-        watch_spans: is given what the rank did in the next step, once.
-        before_update: is called at every step before the optimizer's state changes.
+        watch_gradients: called first in every `update`: gradients are reduced, their norm is not computed yet.
+        watch_spans: called once, at the end of the next step, with what the rank did in it.
+        before_update: called in every step before the optimizer's state changes.
     """
 
     watch_gradients: Callable[[], None] | None
@@ -381,7 +381,6 @@ class BaseTrainEngine(ABC):
         if not check.suspects(*first):
             return loss_sum
         norms = _to_host(self._engine.own_norms)
-        self._engine.forget()
         loss_sum = repeated.run(micro_batches, check.judge)
         again = self._outcome(loss_sum, tokens)
         differ = self.grid.control.gather(_to_host(self._engine.own_norms) != norms, bool)

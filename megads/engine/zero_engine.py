@@ -318,6 +318,6 @@ class ZeroTrainEngine(BaseTrainEngine):
 
 
 def owns(grid: ParallelGrid, piece: ZeroPiece) -> bool:
-    """Whether no other rank speaks for a piece: the first subgroup does, and of what is replicated the first rank."""
+    """Whether this rank owns a piece: of copies the first subgroup does, of replicated parameters the first TP rank."""
     replicated = placement_of(piece.parameter).dim is None
     return grid.replica.is_first and (grid.tp.is_first or not replicated)

@@ -23,6 +23,7 @@ from tests.distributed import run_ranks
 from tests.engine.test_training import filling_from, state
 from tests.faulty_products import FaultyProducts, always_the_same, at_random, once
 from tests.parity import LAYOUTS, MODEL, ParallelConfig, build_engine, digest, scenario_with
+from tests.resilience.test_spikes import StepLoss, info
 
 MORE = {"dp3": ParallelConfig(dp=3), "tp2dp3": ParallelConfig(tp=2, dp=3)}
 WRONG = {"same": always_the_same, "random": at_random}
@@ -158,6 +159,16 @@ def test_a_suspicious_step_is_computed_again(layout: str, tmp_path: Path) -> Non
     assert faulty in wrong["ranks"]
 
 
+def test_every_third_step_is_checked(tmp_path: Path) -> None:
+    """Catches a check in the step after, in which no checkpoint is saved, and one in every step."""
+    engine: Any = None
+    hook, due = ComputeHook(engine, EventWriter(tmp_path, enabled=False), 3), []
+    for step in range(1, 8):
+        due.append(hook.is_due())
+        hook.on_step(info(StepLoss(step, step, 1.0, 1.0)))
+    assert due == [False, False, True, False, False, True, False]
+
+
 def test_a_checksum_sees_any_flip_and_any_order() -> None:
     """Catches a sum that errors vanish in: of two elements that change places, or of +1 and -1 at different places."""
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
@@ -213,6 +224,8 @@ def test_who_computed_wrongly() -> None:
     # The peer of rank 0 is rank 2, which computed rank 0's samples wrongly once.
     pairs = [compared(0, 2, (0, 0), by_peer=sent), compared(2, 0, (0, 1))]
     assert compute_fault(pairs).ranks == [2]
+    # Two ranks at once: what rank 2 computed first does not excuse what rank 0 computes in another group.
+    assert compute_fault([compared(0, 2, (0, 0), by_rank=later, by_peer=sent), pairs[1]]).ranks == [0, 2]
     assert compute_fault([compared(2, 2, (1, 0), by_rank=got)]).found == ((2, "a message received"),)
     # Each repeats itself: with three that compute the same, the one in both pairs; with two, both.
     three = [
