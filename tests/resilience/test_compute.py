@@ -70,7 +70,7 @@ def checked_steps(
     model = replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1)
     scenario = scenario_with(precision=precision, model=model, global_batch_size=batch)
     engine = build_engine(scenario, (LAYOUTS | MORE)[layout])
-    rank, control = engine.grid.rank, engine.grid.control
+    rank, control, watched = engine.grid.rank, engine.grid.control, num_forward_hooks(engine)
     hook, said = ComputeHook(engine, EventWriter(folder, enabled=rank == 0), 1), []
     for number, (wrong, kinds, faulty) in enumerate([(None, (), 0), *faults]):
         batches = rank_batches(scenario, number, engine.grid)
@@ -90,7 +90,12 @@ def checked_steps(
             broken.remove()
             hook.on_end(TrainState())
         said.append((fault, not control.any(not same)))
+    assert num_forward_hooks(engine) == watched, "a check leaves its hooks behind"
     return said
+
+
+def num_forward_hooks(engine: Any) -> int:
+    return sum(len(layer._forward_hooks) for _, layer in engine._layers())
 
 
 def step_bits(engine: Any, batches: Any, lr: float) -> tuple[Any, dict[str, str], list[dict[str, str]]]:
