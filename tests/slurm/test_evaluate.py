@@ -53,7 +53,7 @@ def test_two_nodes_with_kills(jobs: Jobs, megads: StartCommand, plain: dict[str,
     # A login node that goes down, and a node: its crew and all its workers.
     first.kill_everything()
     crew = psutil.Process(other.pid).parent()
-    assert crew is not None and "megads.tools.evaluate.crew" in crew.cmdline()
+    assert crew is not None and "megads.tools.evaluate.worker_pool" in crew.cmdline()
     for process in [*crew.children(recursive=True), crew]:
         process.kill()
 

@@ -16,7 +16,6 @@ from megads.runtime.progress import Progress, render_duration
 from megads.runtime.run_dir import EVENTS_FILE, refuse_unwritable
 from megads.tools.evaluate.config import EvaluateConfig, EvaluationLauncher
 from megads.tools.evaluate.coordinator_output import show_plan, write_table
-from megads.tools.evaluate.crew import Crew, WorkerJob, gpus_of, workers_of
 from megads.tools.evaluate.evaluation_plan import (
     PLAN_FILE,
     EvaluationPlan,
@@ -29,14 +28,17 @@ from megads.tools.evaluate.evaluation_plan import (
 from megads.tools.evaluate.job import tasks_of
 from megads.tools.evaluate.packing import WorkUnit
 from megads.tools.evaluate.work_queue import (
+    MODEL,
     QueueState,
     WorkQueue,
+    can_go_on,
     is_over,
     job_id,
     open_units,
     read_note,
     unit_id,
 )
+from megads.tools.evaluate.worker_pool import WorkerJob, WorkerPool, gpus_of, workers_of
 from megads.tools.generate import say
 
 _POLL_S, _SLURM_POLL_S = 0.5, 2.0
@@ -45,8 +47,8 @@ _ASSUMED_GPUS = 8
 
 
 def coordinate(config: EvaluateConfig) -> int:
-    """Evaluates what the config names with a coordinator; the same command again does what is missing."""
-    config.check()
+    """Evaluates what the config, already checked, names with a coordinator; the same command again does what is
+    missing."""
     workers, nodes = _workers(config), config.nodes
     checkpoints = find_checkpoints(config)
     tasks = tasks_of(config)
@@ -67,7 +69,7 @@ def coordinate(config: EvaluateConfig) -> int:
     with claimed(folder / "coordinator"):
         queue = WorkQueue(state_folder, config.attempts)
         job = WorkerJob(queue.folder)
-        plan = _plan(config, checkpoints, tasks, nodes * workers, device, queue, job)
+        plan = planned(config, checkpoints, tasks, nodes * workers, device, queue, job)
         say(
             f"{len(checkpoints)} checkpoints, {len(tasks.tasks)} tasks in {len(plan.units)} units, "
             f"{nodes} x {workers} workers; {state_folder}"
@@ -76,7 +78,7 @@ def coordinate(config: EvaluateConfig) -> int:
         return conclude(config, plan, tasks, queue)
 
 
-def _plan(
+def planned(
     config: EvaluateConfig,
     checkpoints: Sequence[PlannedCheckpoint],
     tasks: LoadedTasks,
@@ -87,13 +89,14 @@ def _plan(
 ) -> EvaluationPlan:
     """The plan of workers that live or wait, or a new one that keeps the parts which are done."""
     state = queue.look()
-    if (state.workers or job.is_queued()) and (queue.folder / PLAN_FILE).is_file():
-        return EvaluationPlan.read(queue.folder)
-    queue.forget_attempts()
     parts: dict[tuple[str, str], int] = {}
     if (queue.folder / PLAN_FILE).is_file():
         before = EvaluationPlan.read(queue.folder)
+        # In a copy of a run the plan, the workers and the job are those of the original.
+        if before.checkpoints == tuple(checkpoints) and (state.workers or job.is_queued()):
+            return before
         parts = {unit.key: unit.parts for unit in before.units if unit_id(unit) in state.done}
+    queue.forget_attempts()
     plan = make_plan(config, checkpoints, tasks, workers, device, parts)
     plan.write(queue.folder)
     return plan
@@ -108,7 +111,7 @@ def _workers(config: EvaluateConfig) -> int:
 
 
 def _work(config: EvaluateConfig, plan: EvaluationPlan, queue: WorkQueue, job: WorkerJob) -> None:
-    """Waits until every task has its metrics or failed, or no worker is left."""
+    """Waits until every task has its metrics or failed, or no worker is left that could go on."""
     if config.launcher is EvaluationLauncher.slurm:
         _work_on_slurm(config, plan, queue, job)
         return
@@ -117,12 +120,12 @@ def _work(config: EvaluateConfig, plan: EvaluationPlan, queue: WorkQueue, job: W
         state = queue.look()
         if is_over(plan.units, state):
             return
-        crew = stack.enter_context(Crew(queue.folder, config))
+        pool = stack.enter_context(WorkerPool(queue.folder, config))
         while not is_over(plan.units, state):
             shown.update(note=_progress(plan, state))
-            for line in crew.keep_up():
+            for line in pool.start_missing():
                 say(line)
-            if not crew.working:
+            if not can_go_on(plan.units, state, pool.roles):
                 return
             time.sleep(_POLL_S)
             state = queue.look()
@@ -155,7 +158,7 @@ def _progress(plan: EvaluationPlan, state: QueueState) -> str:
     done = sum(unit_id(unit) in state.done for unit in plan.units)
     keys = {unit.key for unit in plan.units}
     metrics = sum(job_id(*key) in state.done for key in keys)
-    models = sum(worker.role == "model" for worker in state.workers)
+    models = sum(worker.role == MODEL for worker in state.workers)
     left_s = sum(unit.cost_s for unit in open_units(plan.units, state)) / max(models, 1)
     at = ", ".join(sorted(worker.unit for worker in state.workers if worker.unit)[:2])
     return (

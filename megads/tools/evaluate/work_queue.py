@@ -19,7 +19,7 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -31,6 +31,8 @@ from megads.runtime.files import atomic_writer, parse_json, read_regular
 from megads.runtime.lease import machine_id, process_birth
 from megads.tools.evaluate.packing import WorkerView, WorkUnit
 
+MODEL, METRICS = "model", "metrics"
+"""Roles of workers: those that hold a model, and those that compute metrics."""
 _BEAT_S = 3.0
 _SILENT_S = 40.0
 """A worker on another node is gone when its file is older."""
@@ -46,7 +48,7 @@ class WorkerRecord:
         machine: names the machine's boot and process space; only there the pid means something.
         pid: its process.
         born: when that started, in the kernel's ticks.
-        role: "model" or "metrics".
+        role: MODEL or METRICS.
         loaded: the checkpoint that it holds.
         unit: what it computes, for people.
     """
@@ -277,16 +279,21 @@ def is_over(units: Sequence[WorkUnit], state: QueueState) -> bool:
     return all(key in failed or job_id(*key) in state.done or job_id(*key) in state.failed for key in keys)
 
 
+def can_go_on(units: Sequence[WorkUnit], state: QueueState, roles: Collection[str]) -> bool:
+    """Whether any of the work that is left can be done: by workers of some roles, or by those that were seen alive.
+
+    Args:
+        units: of the evaluation.
+        state: a look at the queue.
+        roles: of workers that run, and may not have joined the queue yet.
+    """
+    present = {*roles, *(worker.role for worker in state.workers)}
+    inference = bool(open_units(units, state)) or any(unit_id(unit) in state.busy for unit in units)
+    metrics = bool(ready_jobs(units, state)) or any(job_id(*unit.key) in state.busy for unit in units)
+    return (inference and MODEL in present) or (metrics and METRICS in present)
+
+
 def views_of(state: QueueState, name: str) -> tuple[WorkerView, list[WorkerView]]:
     """A worker, and the others that have models, as `packing` sees them."""
-    views = {one.name: WorkerView(one.name, one.loaded) for one in state.workers if one.role == "model"}
+    views = {one.name: WorkerView(one.name, one.loaded) for one in state.workers if one.role == MODEL}
     return views.pop(name, WorkerView(name)), list(views.values())
-
-
-def by_checkpoint(units: Sequence[WorkUnit], state: QueueState) -> Mapping[str, tuple[int, int]]:
-    """By checkpoint, how many of its units are done, and of how many."""
-    found: dict[str, tuple[int, int]] = {}
-    for unit in units:
-        done, of = found.get(unit.checkpoint, (0, 0))
-        found[unit.checkpoint] = done + (unit_id(unit) in state.done), of + 1
-    return found

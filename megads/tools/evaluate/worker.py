@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from megads.errors import EXIT_BUG, EXIT_OK, MegadsError
 from megads.runtime.environment import hide_progress_bars, wait_passively
+from megads.tools.evaluate.work_queue import METRICS, MODEL
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from megads.tools.evaluate.staging import Staging
     from megads.tools.evaluate.work_queue import QueueState, WorkQueue
 
-MODEL, METRICS = "model", "metrics"
 _POLL_S = 0.3
 
 
@@ -278,9 +278,10 @@ class MetricsWorker(_EvaluationWorker):
             key = max(ready, key=lambda key: tails[key])
             if self.queue.claim(job_id(*key), state, self.name):
                 self.change(unit=f"metrics of {key[1]} on {key[0]}")
-                self.attempt(job_id(*key), state, partial(self._measure, *key))
+                self.attempt(job_id(*key), state, partial(self._measure, *key, state.attempts))
 
-    def _measure(self, checkpoint_id: str, task: str) -> None:
+    def _measure(self, checkpoint_id: str, task: str, attempts: Mapping[str, int]) -> None:
+        from megads.evaluate.harness import join_parts
         from megads.evaluate.harness_tasks import measure_task
         from megads.runtime.files import atomic_writer
         from megads.tools.evaluate.work_queue import read_note
@@ -288,11 +289,17 @@ class MetricsWorker(_EvaluationWorker):
         checkpoint = self.plan.checkpoint(checkpoint_id)
         units = [unit for unit in self.plan.units if unit.key == (checkpoint_id, task)]
         parts = [read_note(self.queue.part_path(unit)) for unit in units]
+        if not all(parts):
+            self._reject(task, "a part of its answers is damaged", units, attempts)
         begin, dtype = time.perf_counter(), parts[0]["dtype"]
         model = self.harness(checkpoint, dtype, without_model(checkpoint, self.plan.config.batch_size), None)
         for kind, requests in self.requests(task).items():
-            if model.answers.known(task, kind, requests) is None:
-                self._join(model, task, kind, requests, units, parts)
+            if model.answers.known(task, kind, requests) is not None:
+                continue
+            digest, own = model.answers.digest(kind, requests), [part["kinds"].get(kind, {}) for part in parts]
+            if any(one.get("requests") != digest or one.get("values") is None for one in own):
+                self._reject(task, "its requests changed during the evaluation", units, attempts)
+            model.answers.keep(task, kind, requests, join_parts(kind, [one["values"] for one in own]))
         config = self.plan.config
         text = measure_task(model, self.tasks, task, config.limit, config.bootstrap_iters)
         with atomic_writer(self.queue.metrics_path(checkpoint_id, task)) as file:
@@ -300,28 +307,18 @@ class MetricsWorker(_EvaluationWorker):
         seconds = time.perf_counter() - begin
         self.note(measured(self.tasks, task, self.plan, checkpoint, parts[0]["device"], 0.0, 1, metric_s=seconds))
 
-    def _join(
-        self,
-        model: HarnessModel,
-        task: str,
-        kind: str,
-        requests: list[Any],
-        units: Sequence[WorkUnit],
-        parts: Sequence[Mapping[str, Any]],
-    ) -> None:
-        """Makes kept answers of a task's parts."""
+    def _reject(self, task: str, why: str, units: Sequence[WorkUnit], attempts: Mapping[str, int]) -> NoReturn:
+        """Removes the parts of a task, each of which is tried again as long as it has attempts left."""
         from megads.errors import DataError
-        from megads.evaluate.harness import join_parts
+        from megads.tools.evaluate.work_queue import unit_id
 
-        digest = model.answers.digest(kind, requests)
-        own = [part["kinds"].get(kind, {}) for part in parts]
-        if any(one.get("requests") != digest or one.get("values") is None for one in own):
-            for unit in units:
-                self.queue.part_path(unit).unlink(missing_ok=True)
-            raise DataError(
-                f"task {task}: its requests changed during the evaluation; the same command asks them again"
-            )
-        model.answers.keep(task, kind, requests, join_parts(kind, [one["values"] for one in own]))
+        error = DataError(f"task {task}: {why}; the same command asks for all of it again")
+        for unit in units:
+            # First: a unit that is neither done nor failed would wait for the worker that made it.
+            if unit_id(unit) in attempts:
+                self.queue.fail(unit_id(unit), attempts[unit_id(unit)], str(error), error.exit_code)
+            self.queue.part_path(unit).unlink(missing_ok=True)
+        raise error
 
 
 class _NoModel:
