@@ -31,6 +31,8 @@ from megads.model.config import ModelConfig
 from megads.optim.config import OptimConfig
 from megads.parallel.grid import ParallelGrid
 from megads.runtime.files import atomic_writer
+from megads.runtime.metrics import EventWriter
+from megads.runtime.run_dir import EVENTS_FILE
 from megads.tools.evaluate.config import EvaluateConfig
 from megads.tools.evaluate.text_sets import VALID, SetResult, measure_texts, measure_validation
 from megads.train_config import TrainConfig
@@ -63,11 +65,11 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class LoadedScorer:
-    """A scorer of a checkpoint.
+    """A checkpoint that is ready to score.
 
     Attributes:
-        scorer: it.
-        continuation: what continues sequences by it.
+        scorer: computes log-likelihoods with its model.
+        continuation: makes what continues sequences with its model.
         dtype: of weights and activations.
         grid: the ranks; None for one process.
     """
@@ -229,6 +231,23 @@ def _write_sets(handle: CheckpointHandle, sets: dict[str, dict[str, Any]], outpu
     with atomic_writer(path) as file:
         file.write((json.dumps(content, indent=2) + "\n").encode())
     return str(path)
+
+
+def note_results(checkpoint: Path, step: int, files: Sequence[str], metrics: dict[str, float]) -> None:
+    """Writes an event of the run that a checkpoint lies in; none where it lies in no run.
+
+    Args:
+        checkpoint: its folder.
+        step: at which it was saved.
+        files: with the results.
+        metrics: of tasks and sets by their names.
+    """
+    run_dir = checkpoint.parent.parent
+    if not (run_dir / EVENTS_FILE).is_file():
+        return
+    events = EventWriter(run_dir)
+    events.write("evaluation", step=step, files=list(files), results=metrics)
+    events.close()
 
 
 def as_plain(result: Evaluated) -> str:
