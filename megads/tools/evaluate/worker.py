@@ -29,10 +29,11 @@ if TYPE_CHECKING:
     from megads.evaluate.harness import HarnessModel
     from megads.evaluate.harness_tasks import LoadedTasks
     from megads.evaluate.scoring import Scorer
+    from megads.runtime.claims import Presence
     from megads.tools.evaluate.evaluation_plan import EvaluationPlan, PlannedCheckpoint
     from megads.tools.evaluate.packing import WorkUnit
     from megads.tools.evaluate.staging import Staging
-    from megads.tools.evaluate.work_queue import QueueState, WorkQueue
+    from megads.tools.evaluate.work_queue import QueueState, WorkerRecord, WorkQueue
 
 _POLL_S = 0.3
 
@@ -56,19 +57,19 @@ def main() -> NoReturn:
     plan = EvaluationPlan.read(given.folder)
     plan.config.settle_plugins()
     queue = WorkQueue(given.folder, plan.config.attempts)
-    record = WorkerRecord.of_this_process(given.role)
-    with queue.joined(record) as change:
+    record = WorkerRecord.of_this_process(role=given.role)
+    with queue.joined(record) as presence:
         tasks = tasks_of(plan.config)
         assert tasks is not None
         if given.role == MODEL:
-            model_worker = ModelWorker(plan, queue, tasks, record.name, change)
+            model_worker = ModelWorker(plan, queue, tasks, presence)
             try:
                 model_worker.note_start(time.perf_counter() - begin)
                 model_worker.work()
             finally:
                 model_worker.close()
         else:
-            MetricsWorker(plan, queue, tasks, record.name, change).work()
+            MetricsWorker(plan, queue, tasks, presence).work()
     sys.exit(EXIT_OK)
 
 
@@ -83,14 +84,14 @@ class _EvaluationWorker:
         plan: of the evaluation.
         queue: its files.
         tasks: loaded.
-        name: of this worker.
-        change: tells others of it.
+        presence: tells the others of this worker.
     """
 
     def __init__(
-        self, plan: EvaluationPlan, queue: WorkQueue, tasks: LoadedTasks, name: str, change: Callable[..., None]
+        self, plan: EvaluationPlan, queue: WorkQueue, tasks: LoadedTasks, presence: Presence[WorkerRecord]
     ) -> None:
-        self.plan, self.queue, self.tasks, self.name, self.change = plan, queue, tasks, name, change
+        self.plan, self.queue, self.tasks, self.presence = plan, queue, tasks, presence
+        self.name = presence.participant.name
         self._requests: tuple[str, Mapping[str, list[Any]]] = "", {}
 
     def requests(self, task: str) -> Mapping[str, list[Any]]:
@@ -130,7 +131,7 @@ class _EvaluationWorker:
             self.queue.fail(name, attempt, f"{type(error).__name__}: {error}", EXIT_BUG)
             raise
         finally:
-            self.change(unit="")
+            self.presence.change(unit="")
 
     def note(self, line: Mapping[str, Any]) -> None:
         """Adds a measured time to those of earlier evaluations."""
@@ -145,9 +146,9 @@ class ModelWorker(_EvaluationWorker):
     """Answers parts of tasks."""
 
     def __init__(
-        self, plan: EvaluationPlan, queue: WorkQueue, tasks: LoadedTasks, name: str, change: Callable[..., None]
+        self, plan: EvaluationPlan, queue: WorkQueue, tasks: LoadedTasks, presence: Presence[WorkerRecord]
     ) -> None:
-        super().__init__(plan, queue, tasks, name, change)
+        super().__init__(plan, queue, tasks, presence)
         from megads.evaluate.generation import choose_device, choose_dtype
         from megads.tools.evaluate.staging import Staging
 
@@ -182,7 +183,7 @@ class ModelWorker(_EvaluationWorker):
             if unit is None:
                 time.sleep(_POLL_S)
             elif self.queue.claim(unit_id(unit), state, self.name):
-                self.change(loaded=unit.checkpoint, unit=unit.name)
+                self.presence.change(loaded=unit.checkpoint, unit=unit.name)
                 self.attempt(unit_id(unit), state, partial(self._answer, unit))
 
     def close(self) -> None:
@@ -277,7 +278,7 @@ class MetricsWorker(_EvaluationWorker):
                 continue
             key = max(ready, key=lambda key: tails[key])
             if self.queue.claim(job_id(*key), state, self.name):
-                self.change(unit=f"metrics of {key[1]} on {key[0]}")
+                self.presence.change(unit=f"metrics of {key[1]} on {key[0]}")
                 self.attempt(job_id(*key), state, partial(self._measure, *key, state.attempts))
 
     def _measure(self, checkpoint_id: str, task: str, attempts: Mapping[str, int]) -> None:

@@ -268,12 +268,12 @@ def test_workers_in_one_process(folder: Path, plain: dict[str, Any]) -> None:
     plan = make_plan(config, checkpoints, tasks, 2, "cpu", {})
     plan.write(queue.folder)
     assert EvaluationPlan.read(queue.folder) == plan
-    record = WorkerRecord.of_this_process("model")
-    with queue.joined(record) as change:
-        worker = ModelWorker(plan, queue, tasks, record.name, change)
+    record = WorkerRecord.of_this_process(role="model")
+    with queue.joined(record) as presence:
+        worker = ModelWorker(plan, queue, tasks, presence)
         worker.work()
         worker.close()
-        MetricsWorker(plan, queue, tasks, record.name, change).work()
+        MetricsWorker(plan, queue, tasks, presence).work()
     torch.set_num_threads(threads)
     assert conclude(config, plan, tasks, queue) == EXIT_OK
     assert results_in(folder / "run" / "evaluation") == plain and computed(folder) == len(plan.units)
@@ -290,9 +290,9 @@ def test_parts_that_do_not_fit_are_made_again(folder: Path) -> None:
     checkpoints, tasks = find_checkpoints(config), load_tasks(config.tasks, Path("tasks"))
     queue = WorkQueue(folder / "state", attempts=1)
     plan = make_plan(config, checkpoints, tasks, 2, "cpu", {})
-    record = WorkerRecord.of_this_process("model")
-    with queue.joined(record) as change:
-        worker = ModelWorker(plan, queue, tasks, record.name, change)
+    record = WorkerRecord.of_this_process(role="model")
+    with queue.joined(record) as presence:
+        worker = ModelWorker(plan, queue, tasks, presence)
         worker.work()
         first, last = (next(unit for unit in plan.units if unit.task == name) for name in ("choose", "read"))
         content = json.loads(queue.part_path(first).read_text())
@@ -300,7 +300,7 @@ def test_parts_that_do_not_fit_are_made_again(folder: Path) -> None:
             kind["requests"] = "of others"
         queue.part_path(first).write_text(json.dumps(content))
         queue.part_path(last).write_text("{")
-        MetricsWorker(plan, queue, tasks, record.name, change).work()
+        MetricsWorker(plan, queue, tasks, presence).work()
         state = queue.look()
         assert {unit_id(unit) for unit in plan.units} <= state.failed.keys() and not state.busy and not state.done
         assert "changed during the evaluation" in state.failed[unit_id(first)][0]
@@ -309,7 +309,7 @@ def test_parts_that_do_not_fit_are_made_again(folder: Path) -> None:
         assert len(open_units(plan.units, queue.look())) == len(plan.units)
         worker.work()
         worker.close()
-        MetricsWorker(plan, queue, tasks, record.name, change).work()
+        MetricsWorker(plan, queue, tasks, presence).work()
     assert conclude(config, plan, tasks, queue) == EXIT_OK
 
 
@@ -335,7 +335,7 @@ def test_a_copy_has_a_plan_of_its_own(folder: Path) -> None:
     queue = WorkQueue(folder / "state", attempts=1)
     plan = make_plan(config, checkpoints, tasks, 1, "cpu", {})
     plan.write(queue.folder)
-    with queue.joined(WorkerRecord.of_this_process("model")):
+    with queue.joined(WorkerRecord.of_this_process(role="model")):
         assert planned(replace(config, workers=2), checkpoints, tasks, 2, "cpu", queue, WorkerJob(queue.folder)) == plan
         shutil.copytree("run", "copy")
         config = replace(config, run="copy")
@@ -395,12 +395,12 @@ def test_refusals_and_the_dry_run(
 def test_attempts_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a unit that kills its worker for ever, two workers at one unit, and a dead worker's claim that counts."""
     queue = WorkQueue(tmp_path, attempts=2)
-    alive = WorkerRecord.of_this_process("model")
-    dead = WorkerRecord("dead", alive.node, alive.machine, alive.pid, alive.born + 1, "model")
+    alive = WorkerRecord.of_this_process(role="model")
+    dead = replace(alive, born=alive.born + 1)
     with queue.joined(alive), queue.joined(dead):
         state = queue.look()
         assert [worker.name for worker in state.workers] == [alive.name]
-        assert queue.claim("u", state, "dead") and not queue.claim("u", state, alive.name)
+        assert queue.claim("u", state, dead.name) and not queue.claim("u", state, alive.name)
         assert queue.look().is_open("u")
         assert queue.claim("u", queue.look(), alive.name)
         assert queue.look().busy == {"u": alive.name}
@@ -409,7 +409,7 @@ def test_attempts_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         queue.forget_attempts()
         assert queue.look().is_open("u")
         for _ in range(2):
-            assert queue.claim("u", queue.look(), "dead")
+            assert queue.claim("u", queue.look(), dead.name)
         assert queue.look().failed["u"][1] == RankKilled.exit_code
 
 
@@ -417,7 +417,7 @@ def test_when_an_evaluation_cannot_go_on() -> None:
     """Catches one that waits for workers that nobody starts, and one that ends while somebody is at work."""
     units = [WorkUnit("a", "t", 0, 2, 1.0), WorkUnit("a", "t", 1, 2, 1.0), WorkUnit("a", "u", 0, 1, 1.0)]
     first, second, other = map(unit_id, units)
-    elsewhere = replace(WorkerRecord.of_this_process("model"), name="elsewhere")
+    elsewhere = WorkerRecord.of_this_process(role="model")
     nothing = QueueState()
     assert can_go_on(units, nothing, {"model"}) and not can_go_on(units, nothing, {"metrics"})
     assert can_go_on(units, QueueState(workers=[elsewhere]), set())
