@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megads.runtime import claims as claims_module
-from megads.runtime.claims import Claims, Participant, Presence, living
+from megads.runtime.claims import Claims, Participant, Presence, link_claim, living
 
 PARTS = ["a", "b", "c", "d"]
 
@@ -30,6 +30,7 @@ def test_every_part_is_taken_once(tmp_path: Path) -> None:
         assert first.take_any(0) is None and not second.take("a") and not first.take("a")
         first.finish("a", {"tokens": 3})
         assert second.finished() == {"a": {"tokens": 3}}
+        assert not link_claim(tmp_path / "claims" / "a.1", second.identity), "it is there"
         assert first.holds("a") and first.holder("b") == second.holder("b") != "another process"
 
 

@@ -316,16 +316,20 @@ def test_parts_that_do_not_fit_are_made_again(folder: Path) -> None:
 def test_changed_documents_are_another_evaluation(folder: Path) -> None:
     """Catches results of documents that were there before, and an evaluation that begins anew for nothing."""
 
-    def identity(limit: int | None = None) -> str:
-        config = EvaluateConfig("run", checkpoints="all", tasks=["choose"], tasks_folder="tasks", limit=limit)
-        return identity_of(config, find_checkpoints(config), load_tasks(config.tasks, Path("tasks")))
+    def identity(limit: int | None = None, examples: int | None = None) -> str:
+        config = EvaluateConfig(
+            "run", checkpoints="all", tasks=["choose"], tasks_folder="tasks", limit=limit, num_fewshot=examples
+        )
+        return identity_of(config, find_checkpoints(config), load_tasks(config.tasks, Path("tasks"), examples))
 
-    before, of_three = identity(), identity(3)
+    before, of_three, with_examples = identity(), identity(3), identity(3, 1)
     assert identity() == before != of_three
     rows = folder / "tasks" / "choose" / "rows.jsonl"
     lines = rows.read_text().splitlines()
     rows.write_text("\n".join([*lines[:-1], lines[-1].replace("attention", "retention")]))
     assert identity() != before and identity(3) == of_three
+    # Examples may be any of the documents.
+    assert identity(3, 1) != with_examples
 
 
 def test_a_copy_has_a_plan_of_its_own(folder: Path) -> None:
@@ -358,6 +362,7 @@ REFUSED: list[tuple[dict[str, Any], type[MegadsError], str]] = [
     ({"checkpoints": []}, ConfigError, r"checkpoints = \[\]: want all"),
     ({"checkpoints": [7]}, CheckpointError, "has no step 7; it has 1, 2, 3"),
     ({"workers": 0}, ConfigError, "workers = 0"),
+    ({"workers": 1, "device": "cuda:1"}, ConfigError, "each takes its own"),
     ({"workers": 1, "device": "cuda"}, ConfigError, "device = cuda, but no GPU is visible"),
     ({"workers": 1, "staging_folder": "nowhere"}, ConfigError, "staging_folder = nowhere: no folder"),
     ({"checkpoints": "all", "tasks": []}, ConfigError, "a coordinator evaluates tasks only"),
@@ -403,6 +408,7 @@ def test_attempts_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert queue.claim("u", state, dead.name) and not queue.claim("u", state, alive.name)
         assert queue.look().is_open("u")
         assert queue.claim("u", queue.look(), alive.name)
+        queue.forget_attempts()
         assert queue.look().busy == {"u": alive.name}
         queue.fail("u", 2, "it is broken", 3)
         assert queue.look().failed == {"u": ("it is broken", 3)}
