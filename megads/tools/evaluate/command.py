@@ -1,4 +1,4 @@
-"""Evaluates a checkpoint, here or on ranks of its own, and shows what came out."""
+"""Evaluates a checkpoint, in this process or on ranks of its own, and shows the results."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _alone(
 
 
 def _on_ranks(config: EvaluateConfig, handle: CheckpointHandle, output: Path) -> tuple[int, Evaluated | None]:
-    """Starts the ranks and waits for them; returns the launcher's exit code, and where it is 0 what came out."""
+    """Starts the ranks and waits for them; returns the launcher's exit code, and where it is 0 the results."""
     folder = output / "ranks"
     with claimed(folder):
         result = folder / RESULT_FILE

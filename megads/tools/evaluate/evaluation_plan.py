@@ -1,4 +1,4 @@
-"""What a coordinator is to do: which checkpoints, which units, at what predicted cost."""
+"""The plan of a coordinated evaluation: its checkpoints and units, with their predicted costs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class PlannedCheckpoint:
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """All that workers know.
+    """What the coordinator hands to its workers.
 
     Attributes:
         identity: of what is asked, whoever computes it and in which order.

@@ -46,7 +46,7 @@ MakeContinuation = Callable[[Sampling, Sequence[int]], Continuation]
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What came out.
+    """The results of an evaluation.
 
     Attributes:
         harness_file: lm-eval's results; None without tasks.
@@ -154,7 +154,7 @@ def evaluate_checkpoint(
         progress: shows what is done.
 
     Returns:
-        What came out; None on other ranks than the first.
+        The results; None on other ranks than the first.
     """
     require_tokenizer_of(model_config_of(handle), found)
     sets: list[SetResult] = []

@@ -88,7 +88,7 @@ class PackingRules:
 
 @dataclass
 class Makespan:
-    """What came out.
+    """How long a simulated evaluation takes, and why.
 
     Attributes:
         seconds: until the last metric is there.

@@ -1,4 +1,4 @@
-"""An evaluation's units and who computes them, as files that workers on any node share; nobody has to be asked.
+"""The work queue of an evaluation: files that workers on any node share, without a server.
 
 <folder>/
   plan.json                       what there is to do
