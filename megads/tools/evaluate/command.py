@@ -31,6 +31,7 @@ from megads.tools.evaluate.job import (
     evaluate_checkpoint,
     load_alone,
     note_results,
+    refuse_concurrent,
     require_tokenizer_of,
     tasks_of,
 )
@@ -128,6 +129,7 @@ def _alone(
 def _on_ranks(config: EvaluateConfig, handle: CheckpointHandle, output: Path) -> tuple[int, Evaluated | None]:
     """Starts the ranks and waits for them; returns the launcher's exit code, and where it is 0 the results."""
     folder = output / "ranks"
+    refuse_concurrent(folder)
     with claimed(folder):
         result = folder / RESULT_FILE
         result.unlink(missing_ok=True)

@@ -30,7 +30,7 @@ from megads.tools.evaluate.evaluation_plan import (
     identity_of,
     make_plan,
 )
-from megads.tools.evaluate.job import note_results, tasks_of
+from megads.tools.evaluate.job import note_results, refuse_concurrent, tasks_of
 from megads.tools.evaluate.packing import WorkUnit
 from megads.tools.evaluate.packing_simulation import (
     ONE_JOB_A_TASK,
@@ -82,6 +82,7 @@ def coordinate(config: EvaluateConfig) -> int:
         return EXIT_OK
     for place in {folder, *(one.output for one in checkpoints)}:
         refuse_unwritable(place)
+    refuse_concurrent(folder / "coordinator")
     with claimed(folder / "coordinator"):
         queue = WorkQueue(state_folder, config.attempts)
         job = WorkerJob(queue.folder)

@@ -31,6 +31,7 @@ from megads.model.config import ModelConfig
 from megads.optim.config import OptimConfig
 from megads.parallel.grid import ParallelGrid
 from megads.runtime.files import atomic_writer
+from megads.runtime.lease import current_holder, in_use
 from megads.runtime.metrics import EventWriter
 from megads.runtime.run_dir import EVENTS_FILE
 from megads.tools.evaluate.config import EvaluateConfig
@@ -231,6 +232,16 @@ def _write_sets(handle: CheckpointHandle, sets: dict[str, dict[str, Any]], outpu
     with atomic_writer(path) as file:
         file.write((json.dumps(content, indent=2) + "\n").encode())
     return str(path)
+
+
+def refuse_concurrent(folder: Path) -> None:
+    """Raises ConfigError where another evaluation holds a folder of ranks or of a coordinator."""
+    holder = current_holder(folder)
+    if holder is not None and in_use(folder):
+        raise ConfigError(
+            f"{folder.parent}: {holder} evaluates there already: wait for it, stop it ({holder.remedy}), or give "
+            "another folder of results with output=<folder>"
+        )
 
 
 def note_results(checkpoint: Path, step: int, files: Sequence[str], metrics: dict[str, float]) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from megads.errors import EXIT_OK, CheckpointError, ConfigError, MegadsError, RankKilled
 from megads.evaluate.harness_tasks import load_tasks
+from megads.runtime.lease import claimed
 from megads.runtime.metrics import EventWriter, read_json_lines
 from megads.tools.evaluate.command import evaluate
 from megads.tools.evaluate.config import EvaluateConfig, EvaluationLauncher, EvaluationLayoutConfig
@@ -389,6 +390,8 @@ def test_refusals_and_the_dry_run(
     for changes, kind, said in REFUSED:
         with pytest.raises(kind, match=said):
             evaluate(EvaluateConfig(**(given | changes)))
+    with claimed(folder / "elsewhere" / "coordinator"), pytest.raises(ConfigError, match="evaluates there already"):
+        evaluate(EvaluateConfig(**(given | {"workers": 1, "output": "elsewhere"})))
     changes = {"checkpoints": "last:2", "workers": 2, "dry_run": True, "priority": {"choose": 3}}
     assert evaluate(EvaluateConfig(**(given | changes))) == EXIT_OK
     out = capsys.readouterr().out
