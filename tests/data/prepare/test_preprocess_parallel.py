@@ -244,6 +244,25 @@ def test_who_was_taken_over_joins_nothing(corpus: Path, tmp_path: Path, monkeypa
     assert not Path(f"{config.output}.bin").exists() and not Path(f"{config.output}.json").exists()
 
 
+def test_text_that_changes_meanwhile_is_not_joined(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a dataset of two states of a text."""
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"text": "over the lazy dog"}\n')
+    config = config_of(corpus, tmp_path / "out", input=[str(text)], workers=1, distributed=True)
+    work = distributed.DistributedTask._work
+
+    def changing(self: distributed.DistributedTask, claims: Claims) -> None:
+        work(self, claims)
+        text.write_text('{"text": "over the lazy fox"}\n')
+
+    monkeypatch.setattr(distributed.DistributedTask, "_work", changing)
+    with pytest.raises(DataError, match="changed"):
+        preprocess_together(config)
+    assert not Path(f"{config.output}.bin").exists()
+
+
 def test_a_dataset_of_changed_text_is_not_made_already(corpus: Path, tmp_path: Path) -> None:
     """Catches a text that changed after its dataset was made, with the size that it had, and is taken for done."""
     text = tmp_path / "text.jsonl"
