@@ -41,9 +41,8 @@ from megads.tools.sweep.config import (
     draw,
 )
 from megads.tools.sweep.driver import Driver, PlannedPoint, listed_points, make_study
-from megads.tools.sweep.launchers import Launcher, LocalLauncher, SlurmLauncher, shares_of
+from megads.tools.sweep.launchers import Launcher, LocalLauncher, RayLauncher, SlurmLauncher, shares_of
 from megads.tools.sweep.points import PointBook, read_points
-from megads.tools.sweep.ray_launcher import RayLauncher
 from megads.tools.sweep.results import SweepRecord, held, make_record, summary, write_record, write_results
 
 _SETTINGS_GROUP = "hparams_search"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import difflib
+import hashlib
 import importlib.metadata
 import importlib.util
 import json
@@ -18,6 +19,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -253,6 +255,21 @@ def _by_kind(instances: Sequence[Any]) -> dict[str, list[Any]]:
     for instance in instances:
         kinds.setdefault(instance.request_type, []).extend([instance] * (instance.repeats or 1))
     return kinds
+
+
+def documents_digest(task: Any, limit: int | None) -> str:
+    """A hash of the documents that a task's results depend on: those that are asked, and those that examples are of.
+
+    Args:
+        task: one of `LoadedTasks.tasks`.
+        limit: documents; None is all.
+    """
+    digest = hashlib.sha256()
+    with _quiet():
+        examples = task.fewshot_docs() if int(task.get_config("num_fewshot") or 0) else ()
+        for document in chain(islice(task.eval_docs, limit), examples):
+            digest.update(json.dumps(document, sort_keys=True, default=str).encode() + b"\n")
+    return digest.hexdigest()
 
 
 def requests_of(loaded: LoadedTasks, name: str, limit: int | None) -> dict[str, list[Any]]:

@@ -3,6 +3,9 @@
 A process claims a part by creating a hard link, which is atomic on network file systems too, and touches a file of its
 own for as long as it lives. The claims of a process that died are taken over. No result depends on a claim: two
 processes that make the same part write the same bytes, each under a temporary name.
+
+`Claims` knows parts that are finished or not. `Presence`, `living` and `link_claim`, of which it is made, also serve
+queues whose parts can fail and have a limited number of attempts.
 """
 
 from __future__ import annotations
@@ -11,12 +14,12 @@ import json
 import os
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 from megads.runtime import environment
 from megads.runtime.files import atomic_writer, read_json
@@ -43,8 +46,103 @@ class Participant:
     machine: str
     born: int
 
+    @classmethod
+    def of_this_process(cls, **more: Any) -> Self:
+        """This process, with the fields that a subclass adds."""
+        pid = os.getpid()
+        return cls(node=environment.node_name(), pid=pid, machine=machine_id(), born=process_birth(pid) or 0, **more)
+
     def __str__(self) -> str:
         return f"process {self.pid} on {self.node}"
+
+
+AnyParticipant = TypeVar("AnyParticipant", bound=Participant)
+
+
+class Presence(Generic[AnyParticipant]):
+    """A file by which others see that this process takes part and lives. A context manager.
+
+    Args:
+        path: of the file, in a folder that is there.
+        participant: what it says.
+
+    Attributes:
+        participant: what it says now.
+    """
+
+    def __init__(self, path: Path, participant: AnyParticipant) -> None:
+        self._path, self.participant = path, participant
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="presence", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._write()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+        # It may have gone with its folder.
+        with suppress(OSError):
+            self._path.unlink()
+
+    def change(self, **fields: Any) -> None:
+        """Changes fields of the participant."""
+        self.participant = replace(self.participant, **fields)
+        self._write()
+
+    def _write(self) -> None:
+        with atomic_writer(self._path) as file:
+            file.write(json.dumps(asdict(self.participant)).encode())
+
+    def _beat(self) -> None:
+        """Body of the thread."""
+        while not self._over.wait(BEAT_S):
+            # A file system that does not answer now may do so at the next beat.
+            with suppress(OSError):
+                try:
+                    os.utime(self._path)
+                except FileNotFoundError:
+                    # Somebody took this process for dead.
+                    self._write()
+
+
+def living(folder: Path, kind: type[AnyParticipant]) -> Iterator[AnyParticipant | None]:
+    """Yields those of a folder of presence files who live; None for one whose file is damaged.
+
+    Args:
+        folder: of the files of `Presence`.
+        kind: of participant.
+    """
+    clock = _ServerClock(folder)
+    for path in folder.glob("[!.]*"):
+        participant = _read_participant(path, kind)
+        if _is_alive(path, participant, clock):
+            yield participant
+
+
+def link_claim(path: Path, identity: str) -> bool:
+    """Makes a file, which names who made it; False where it is there already.
+
+    Args:
+        path: of the file.
+        identity: of this process, unlike that of any other.
+
+    Raises:
+        FileNotFoundError: its folder is gone.
+    """
+    draft = path.with_name(f".{identity}")
+    draft.write_text(identity)
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        return False
+    finally:
+        draft.unlink()
+    return True
 
 
 class Claims:
@@ -68,18 +166,12 @@ class Claims:
         self._own: dict[str, int] = {}
         self._records: dict[str, dict[str, Any]] = {}
         self._dead: set[str] = set()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="claims", daemon=True)
+        self._presence = Presence(self._participant(self.identity), Participant.of_this_process())
 
     def __enter__(self) -> Self:
-        me = Participant(
-            environment.node_name(), os.getpid(), machine_id(), process_birth(os.getpid()) or 0
-        )  # fmt: skip
         for name in (_PARTICIPANTS, _CLAIMS, _FINISHED):
             (self._folder / name).mkdir(parents=True, exist_ok=True)
-        with atomic_writer(self._participant(self.identity)) as file:
-            file.write(json.dumps(asdict(me)).encode())
-        self._thread.start()
+        self._presence.__enter__()
         return self
 
     def __exit__(
@@ -90,6 +182,9 @@ class Claims:
         # The folder is removed when the job is done.
         with suppress(OSError):
             self._participant(self.identity).unlink()
+
+`Claims` knows parts that are finished or not. `Presence`, `living` and `link_claim`, of which it is made, also serve
+queues whose parts can fail and have a limited number of attempts.
 
     def take(self, part: str) -> bool:
         """Claims a part; False if it is finished, or if another live process has claimed it.
@@ -102,15 +197,9 @@ class Claims:
         number, holder = self._holder(part)
         if holder is not None and self._is_alive(holder):
             return False
-        draft = self._folder / _CLAIMS / f".{self.identity}"
-        draft.write_text(self.identity)
-        try:
-            os.link(draft, self._claim(part, number + 1))
-        except FileExistsError:
+        if not link_claim(self._claim(part, number + 1), self.identity):
             # Somebody was quicker.
             return False
-        finally:
-            draft.unlink()
         self._own[part] = number + 1
         return True
 
@@ -136,7 +225,7 @@ class Claims:
     def holder(self, part: str) -> str:
         """The process that claimed a part, for messages."""
         _, holder = self._holder(part)
-        participant = None if holder is None else self._read(holder)
+        participant = None if holder is None else _read_participant(self._participant(holder), Participant)
         return "another process" if participant is None else str(participant)
 
     def finish(self, part: str, record: dict[str, Any]) -> None:
@@ -185,13 +274,11 @@ class Claims:
             return True
         if participant in self._dead:
             return False
-        alive = _is_alive(self._participant(participant), self._participant(self.identity))
+        path = self._participant(participant)
+        alive = _is_alive(path, _read_participant(path, Participant), _ServerClock(path.parent))
         if not alive:
             self._dead.add(participant)
         return alive
-
-    def _read(self, participant: str) -> Participant | None:
-        return _read_participant(self._participant(participant))
 
     def _participant(self, participant: str) -> Path:
         return self._folder / _PARTICIPANTS / participant
@@ -233,22 +320,25 @@ def _is_alive(path: Path, own: Path) -> bool:
         path: the participant's file.
         own: a file that is touched now; only times of the file server are compared, never those of two clocks.
     """
+
+`Claims` knows parts that are finished or not. `Presence`, `living` and `link_claim`, of which it is made, also serve
+queues whose parts can fail and have a limited number of attempts.
     try:
-        participant = _read_participant(path)
-        if participant is not None and participant.machine == machine_id():
-            return process_birth(participant.pid) == participant.born
         # Opened, not looked up: over NFS only an open asks the server.
         with path.open("rb") as file:
             beat_s = os.fstat(file.fileno()).st_mtime
-        os.utime(own)
-        return own.stat().st_mtime - beat_s <= _SILENT_S
+        return clock.now_s() - beat_s <= _SILENT_S
     except FileNotFoundError:
+        # It left, or its folder is gone: the work is done.
         return False
 
 
 def _read_participant(path: Path) -> Participant | None:
     """Reads a participant's file; None if it is missing or damaged."""
+
+`Claims` knows parts that are finished or not. `Presence`, `living` and `link_claim`, of which it is made, also serve
+queues whose parts can fail and have a limited number of attempts.
     try:
-        return Participant(**read_json(path))
+        return kind(**read_json(path))
     except (OSError, ValueError, TypeError):
         return None

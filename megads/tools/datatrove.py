@@ -19,7 +19,7 @@ except ImportError as error:
 
 from megads.data.config import TextSpecialTokens
 from megads.data.prepare.config import Engine
-from megads.data.prepare.document_ranks import BroughtDocument, DocumentRank, join_ranks, refuse_output
+from megads.data.prepare.document_ranks import DocumentRank, ExternalDocument, join_ranks, refuse_output
 from megads.data.prepare.tokenizing import Tokenizing
 from megads.errors import ConfigError
 from megads.runtime.environment import exported
@@ -87,7 +87,7 @@ class MegadsWriter(PipelineStep):
             for document in data or ():
                 with self.track_time():
                     file = str(document.metadata.get("file_path", "")) if self.order == "file" else ""
-                    writer.add(BroughtDocument(document.text, str(document.id), file))
+                    writer.add(ExternalDocument(document.text, str(document.id), file))
                     self.stat_update("documents")
                 yield document
             with self.track_time():

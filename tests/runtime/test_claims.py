@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 
-from megads.runtime.claims import Claims
+import pytest
+
+from megads.runtime import claims as claims_module
+from megads.runtime.claims import Claims, Participant, Presence, link_claim, living
 
 PARTS = ["a", "b", "c", "d"]
 
@@ -26,6 +30,7 @@ def test_every_part_is_taken_once(tmp_path: Path) -> None:
         assert first.take_any(0) is None and not second.take("a") and not first.take("a")
         first.finish("a", {"tokens": 3})
         assert second.finished() == {"a": {"tokens": 3}}
+        assert not link_claim(tmp_path / "claims" / "a.1", second.identity), "it is there"
         assert first.holds("a") and first.holder("b") == second.holder("b") != "another process"
 
 
@@ -58,3 +63,35 @@ def test_a_forgotten_part_is_taken_again(tmp_path: Path) -> None:
         assert not later.take("a")
         later.forget("a")
         assert later.finished() == {} and later.take("a")
+
+
+def test_who_lives(tmp_path: Path) -> None:
+    """Catches a worker of another node that is taken for dead or for alive, and one whose file nobody can read."""
+    own = Participant.of_this_process()
+    with Presence(tmp_path / "own", own), Presence(tmp_path / "there", own), Presence(tmp_path / "silent", own):
+        for name, silent_s in (("there", 20), ("silent", 60)):
+            path = tmp_path / name
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"machine": "another", "node": name}))
+            os.utime(path, (path.stat().st_mtime - silent_s,) * 2)
+        (tmp_path / "damaged").write_text("{")
+        (tmp_path / ".now.x").touch()
+        found = {None if one is None else one.node for one in living(tmp_path, Participant)}
+        assert found == {own.node, "there", None}
+    assert not list(living(tmp_path / "nowhere", Participant))
+    assert {path.name for path in tmp_path.iterdir()} == {"damaged", ".now.x"}
+
+
+def test_who_was_taken_for_dead_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a worker that others do not see any more, and one whose file gets old while it lives."""
+    monkeypatch.setattr(claims_module, "BEAT_S", 0.01)
+    path = tmp_path / "own"
+    with Presence(path, Participant.of_this_process()) as presence:
+        presence.change(node="renamed")
+        path.unlink()
+        while not path.exists():
+            time.sleep(0.01)
+        assert json.loads(path.read_text())["node"] == "renamed"
+        os.utime(path, (1, 1))
+        while path.stat().st_mtime < 2:
+            time.sleep(0.01)
+    assert not path.exists()

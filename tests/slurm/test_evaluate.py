@@ -50,11 +50,11 @@ def test_two_nodes_with_kills(jobs: Jobs, megads: StartCommand, plain: dict[str,
     worker, other = living(folder)
     assert worker.node != other.node
     os.kill(worker.pid, signal.SIGKILL)
-    # A login node that goes down, and a node: its crew and all its workers.
+    # A login node that goes down, and a node: its pool and all its workers.
     first.kill_everything()
-    crew = psutil.Process(other.pid).parent()
-    assert crew is not None and "megads.tools.evaluate.crew" in crew.cmdline()
-    for process in [*crew.children(recursive=True), crew]:
+    pool = psutil.Process(other.pid).parent()
+    assert pool is not None and "megads.tools.evaluate.worker_pool" in pool.cmdline()
+    for process in [*pool.children(recursive=True), pool]:
         process.kill()
 
     ended = start_on_slurm(jobs, megads).end(400)

@@ -9,10 +9,11 @@ import signal
 from pathlib import Path
 
 from megads.runtime.lease import current_holder
-from megads.tools.sweep.points import Point, read_points
+from megads.tools.sweep.points import read_points
 from tests.command import Command, StartCommand, events_of, small_model, steps_of
 from tests.slurm.jobs import Jobs
 from tests.slurm.training import TRAIN
+from tests.tools.sweep.test_local_sweep import saved_point
 
 STEPS = 60
 RATES = "1e-3,3e-3,1e30,-1,1e-2,3e-2"
@@ -36,28 +37,19 @@ def sweep_command(
     )  # fmt: skip
 
 
-def saved(folder: Path, number: int) -> Point | None:
-    """The point, once it has a checkpoint."""
-    points = read_points(folder)
-    if len(points) <= number or not points[number].run_dir:
-        return None
-    found = list((folder.parents[2] / points[number].run_dir / "checkpoints").glob("step_*/manifest.json"))
-    return points[number] if found else None
-
-
 def test_a_sweep_with_every_kind_of_end(jobs: Jobs, megads: StartCommand, corpus: Path) -> None:
     """Catches jobs that a sweep's second command submits again or loses, a killed one that starts anew, a dropped point
     that is submitted, and a summary that says otherwise."""
     folder = megads.folder / "runs" / "sweeps" / "mine"
     first = sweep_command(jobs, megads, corpus, "sweep.parallel=3")
-    first.wait_for(lambda: saved(folder, 0) is not None)
+    first.wait_for(lambda: saved_point(folder, 0) is not None)
     killed = megads.folder / read_points(folder)[0].run_dir
     holder = current_holder(killed)
     assert holder is not None
     os.kill(holder.pid, signal.SIGKILL)
     # Before that SLURM is still cleaning up, and the second sweep would see the point end as its own.
     first.wait_for(lambda: read_points(folder)[0].state == "killed")
-    first.wait_for(lambda: saved(folder, 1) is not None)
+    first.wait_for(lambda: saved_point(folder, 1) is not None)
     # A login node that goes down: the jobs go on without the command that submitted them.
     first.kill_everything()
     before = read_points(folder)
@@ -106,7 +98,7 @@ def test_ctrl_c_stops_and_cancels_jobs(jobs: Jobs, megads: StartCommand, corpus:
     """Catches jobs that a stopped sweep leaves in the queue, and one that trains and is cancelled without saving."""
     folder = megads.folder / "runs" / "sweeps" / "mine"
     sweep = sweep_command(jobs, megads, corpus, "train.steps=5000", "sweep.parallel=1")
-    sweep.wait_for(lambda: saved(folder, 0) is not None)
+    sweep.wait_for(lambda: saved_point(folder, 0) is not None)
     sweep.process.send_signal(signal.SIGINT)
     ended = sweep.end()
     assert ended.code == 5, ended

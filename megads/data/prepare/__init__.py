@@ -2,7 +2,7 @@
 
 `tokenizer` learns a tokenizer; `preprocess` tokenizes files into a dataset; `preparation` does both for data.raw, once,
 and finds the result again; `distributed` shares the work between nodes; `document_ranks` takes documents
-that another program brings; `config` is what users set of it. Underneath, in the order in which text passes them:
+that another program reads; `config` is what users set of it. Underneath, in the order in which text passes them:
 `text_files`, `chat`, `records`, `text`, `blocks`, `block_tokenizer` with its engines `engine` and `caching_engine`, and
 `tokenizing`, which joins their shards.
 """

@@ -47,7 +47,7 @@ from megads.data.prepare.tokenizing import (
     remove_parts,
 )
 from megads.errors import ConfigError, DataError
-from megads.runtime.claims import Claims, living
+from megads.runtime.claims import Claims, participants
 from megads.runtime.environment import available_cores
 from megads.runtime.progress import Progress
 from megads.runtime.registry import import_plugins
@@ -416,9 +416,10 @@ def refuse_other_tasks(output: str, own: Path | None = None) -> None:
     Raises:
         ConfigError: there are some.
     """
-    for folder in parts_path(output).glob(_TASKS):
-        if folder != own and (other := living(folder)):
-            raise ConfigError(
-                f"output = {output}: {other} is making it with distributed=true, of other text, with other settings, "
-                "or with other versions of tokenizers or gigatoken; wait for it, stop it, or choose another output"
-            )
+    folders = [folder for folder in parts_path(output).glob(_TASKS) if folder != own]
+    for other in chain.from_iterable(map(participants, folders)):
+        raise ConfigError(
+            f"output = {output}: {other or 'another process'} is making it with distributed=true, of other text, with "
+            "other settings, or with other versions of tokenizers or gigatoken; wait for it, stop it, or choose "
+            "another output"
+        )

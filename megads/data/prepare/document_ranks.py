@@ -1,7 +1,7 @@
-"""Documents that another program brings, in several ranks: each rank tokenizes its own, and one process joins them all.
+"""Documents that another program reads, in several ranks: each rank tokenizes its own, and one process joins them all.
 
-The dataset has the documents in the order of the names of their files, those of a file as its rank brought them. So it
-does not depend on the number of ranks where each file is read by one rank from its begin to its end.
+The dataset has the documents in the order of the names of their files, those of a file as its rank got them. So it does
+not depend on the number of ranks where each file is read by one rank from its begin to its end.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from megads.runtime.files import atomic_writer, read_json
 _FIELDS = ("text",)
 
 
-class BroughtDocument(NamedTuple):
-    """A document as it comes.
+class ExternalDocument(NamedTuple):
+    """A document as another program hands it over.
 
     Attributes:
         text: may be anything; what is no text is counted and left out.
@@ -80,7 +80,7 @@ class DocumentRank:
         self._left: set[str] = set()
         self._file = ""
 
-    def add(self, document: BroughtDocument) -> None:
+    def add(self, document: ExternalDocument) -> None:
         """Takes the next document.
 
         Raises:
@@ -117,7 +117,7 @@ class DocumentRank:
                 f"{self._folder}: writing failed: {error.strerror}; free space or permissions there"
             ) from error
 
-    def _row(self, document: BroughtDocument) -> Document | RejectedLine:
+    def _row(self, document: ExternalDocument) -> Document | RejectedLine:
         try:
             document.text.encode()
         except UnicodeEncodeError:

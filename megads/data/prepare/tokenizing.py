@@ -220,7 +220,7 @@ class Tokenizing:
         Args:
             shards: in the order of their documents.
             num_tokens: in all of them.
-            source: the files; None is the standard input, or whoever brought documents.
+            source: the files; None is the standard input, or documents of another program.
             settings: that the shards were made with.
             converted: encodings of the files that are not UTF-8.
             input_files: what was read, where there is no source.

@@ -1,4 +1,4 @@
-"""Evaluates a checkpoint, here or on ranks of its own, and shows what came out."""
+"""Evaluates a checkpoint, in this process or on ranks of its own, and shows the results."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from megads.launch.launcher import LaunchSpec, launch
 from megads.monitor.console import Console
 from megads.runtime.distributed import encode
 from megads.runtime.lease import claimed
-from megads.runtime.metrics import EventWriter
 from megads.runtime.progress import Progress
-from megads.runtime.run_dir import EVENTS_FILE, refuse_unwritable
+from megads.runtime.run_dir import refuse_unwritable
 from megads.runtime.visible_console import VisibleConsole
 from megads.tools.evaluate.config import EvaluateConfig
 from megads.tools.evaluate.coordinate import coordinate
@@ -31,6 +30,8 @@ from megads.tools.evaluate.job import (
     check_layout,
     evaluate_checkpoint,
     load_alone,
+    note_results,
+    refuse_concurrent,
     require_tokenizer_of,
     tasks_of,
 )
@@ -99,7 +100,8 @@ def evaluate(config: EvaluateConfig) -> int:
         if code != EXIT_OK:
             return code
     assert result is not None
-    _note(handle, result)
+    files = [path for path in (result.harness_file, result.sets_file) if path is not None]
+    note_results(handle.folder, handle.state["step"], files, result.metrics)
     show(result)
     return EXIT_OK
 
@@ -125,8 +127,9 @@ def _alone(
 
 
 def _on_ranks(config: EvaluateConfig, handle: CheckpointHandle, output: Path) -> tuple[int, Evaluated | None]:
-    """Starts the ranks and waits for them; returns the launcher's exit code, and where it is 0 what came out."""
+    """Starts the ranks and waits for them; returns the launcher's exit code, and where it is 0 the results."""
     folder = output / "ranks"
+    refuse_concurrent(folder)
     with claimed(folder):
         result = folder / RESULT_FILE
         result.unlink(missing_ok=True)
@@ -139,17 +142,6 @@ def _on_ranks(config: EvaluateConfig, handle: CheckpointHandle, output: Path) ->
         if outcome.exit_code != EXIT_OK:
             return outcome.exit_code, None
         return EXIT_OK, Evaluated(**json.loads(result.read_text()))
-
-
-def _note(handle: CheckpointHandle, result: Evaluated) -> None:
-    """One event, where there is a run to have it."""
-    run_dir = handle.folder.parent.parent
-    if not (run_dir / EVENTS_FILE).is_file():
-        return
-    events = EventWriter(run_dir)
-    files = [path for path in (result.harness_file, result.sets_file) if path is not None]
-    events.write("evaluation", step=handle.state["step"], files=files, results=result.metrics)
-    events.close()
 
 
 def show(result: Evaluated) -> None:

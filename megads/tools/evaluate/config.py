@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -181,5 +182,10 @@ class EvaluateConfig:
             for name in ("nodes", "sbatch_options"):
                 if getattr(self, name) != getattr(EvaluateConfig, name):
                     raise ConfigError(f"{name} = {getattr(self, name)}: belongs to launcher=slurm")
+            if not (Path(self.staging_folder).is_dir() and os.access(self.staging_folder, os.W_OK | os.X_OK)):
+                raise ConfigError(
+                    f"staging_folder = {self.staging_folder}: no folder that can be written to; give one in memory, "
+                    "such as /dev/shm"
+                )
         elif not Path(self.sbatch).is_file():
             raise ConfigError(f"sbatch = {self.sbatch}: there is no such script; give the path of your site's own")

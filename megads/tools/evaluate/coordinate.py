@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from itertools import cycle
+from pathlib import Path
 from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
 
 from megads.errors import EXIT_OK, ConfigError, RankKilled
 from megads.evaluate.harness_tasks import LoadedTasks, join_results, metric_values, write_results
+from megads.runtime.files import atomic_writer
 from megads.runtime.lease import claimed
-from megads.runtime.metrics import EventWriter
 from megads.runtime.progress import Progress, render_duration
-from megads.runtime.run_dir import EVENTS_FILE, refuse_unwritable
+from megads.runtime.run_dir import refuse_unwritable
+from megads.runtime.visible_console import VisibleConsole
 from megads.tools.evaluate.config import EvaluateConfig, EvaluationLauncher
-from megads.tools.evaluate.coordinator_output import show_plan, write_table
-from megads.tools.evaluate.crew import Crew, WorkerJob, gpus_of, workers_of
 from megads.tools.evaluate.evaluation_plan import (
     PLAN_FILE,
     EvaluationPlan,
@@ -26,27 +30,41 @@ from megads.tools.evaluate.evaluation_plan import (
     identity_of,
     make_plan,
 )
-from megads.tools.evaluate.job import tasks_of
+from megads.tools.evaluate.job import note_results, refuse_concurrent, tasks_of
 from megads.tools.evaluate.packing import WorkUnit
+from megads.tools.evaluate.packing_simulation import (
+    ONE_JOB_A_TASK,
+    SimulatedCluster,
+    SimulatedTask,
+    lower_bound_s,
+    simulate,
+)
 from megads.tools.evaluate.work_queue import (
+    MODEL,
     QueueState,
     WorkQueue,
+    can_go_on,
     is_over,
     job_id,
     open_units,
     read_note,
     unit_id,
 )
+from megads.tools.evaluate.worker_pool import WorkerJob, WorkerPool, gpus_of, workers_of
 from megads.tools.generate import say
 
 _POLL_S, _SLURM_POLL_S = 0.5, 2.0
 _ASSUMED_GPUS = 8
 """Of a SLURM node, for the sizes of parts."""
+TABLE_FILE, CHART_FILE = "table.json", "table.png"
+_LEAST_WIDTH = 100
+_MOST_UNITS = 40
+_MARKERS = "osD^v<>PX*"
 
 
 def coordinate(config: EvaluateConfig) -> int:
-    """Evaluates what the config names with a coordinator; the same command again does what is missing."""
-    config.check()
+    """Evaluates what the config, already checked, names with a coordinator; the same command again does what is
+    missing."""
     workers, nodes = _workers(config), config.nodes
     checkpoints = find_checkpoints(config)
     tasks = tasks_of(config)
@@ -64,10 +82,11 @@ def coordinate(config: EvaluateConfig) -> int:
         return EXIT_OK
     for place in {folder, *(one.output for one in checkpoints)}:
         refuse_unwritable(place)
+    refuse_concurrent(folder / "coordinator")
     with claimed(folder / "coordinator"):
         queue = WorkQueue(state_folder, config.attempts)
         job = WorkerJob(queue.folder)
-        plan = _plan(config, checkpoints, tasks, nodes * workers, device, queue, job)
+        plan = planned(config, checkpoints, tasks, nodes * workers, device, queue, job)
         say(
             f"{len(checkpoints)} checkpoints, {len(tasks.tasks)} tasks in {len(plan.units)} units, "
             f"{nodes} x {workers} workers; {state_folder}"
@@ -76,7 +95,7 @@ def coordinate(config: EvaluateConfig) -> int:
         return conclude(config, plan, tasks, queue)
 
 
-def _plan(
+def planned(
     config: EvaluateConfig,
     checkpoints: Sequence[PlannedCheckpoint],
     tasks: LoadedTasks,
@@ -87,13 +106,14 @@ def _plan(
 ) -> EvaluationPlan:
     """The plan of workers that live or wait, or a new one that keeps the parts which are done."""
     state = queue.look()
-    if (state.workers or job.is_queued()) and (queue.folder / PLAN_FILE).is_file():
-        return EvaluationPlan.read(queue.folder)
-    queue.forget_attempts()
     parts: dict[tuple[str, str], int] = {}
     if (queue.folder / PLAN_FILE).is_file():
         before = EvaluationPlan.read(queue.folder)
+        # In a copy of a run the plan, the workers and the job are those of the original.
+        if before.checkpoints == tuple(checkpoints) and (state.workers or job.is_queued()):
+            return before
         parts = {unit.key: unit.parts for unit in before.units if unit_id(unit) in state.done}
+    queue.forget_attempts()
     plan = make_plan(config, checkpoints, tasks, workers, device, parts)
     plan.write(queue.folder)
     return plan
@@ -108,7 +128,7 @@ def _workers(config: EvaluateConfig) -> int:
 
 
 def _work(config: EvaluateConfig, plan: EvaluationPlan, queue: WorkQueue, job: WorkerJob) -> None:
-    """Waits until every task has its metrics or failed, or no worker is left."""
+    """Waits until every task has its metrics or failed, or no worker is left that could go on."""
     if config.launcher is EvaluationLauncher.slurm:
         _work_on_slurm(config, plan, queue, job)
         return
@@ -117,12 +137,12 @@ def _work(config: EvaluateConfig, plan: EvaluationPlan, queue: WorkQueue, job: W
         state = queue.look()
         if is_over(plan.units, state):
             return
-        crew = stack.enter_context(Crew(queue.folder, config))
+        pool = stack.enter_context(WorkerPool(queue.folder, config))
         while not is_over(plan.units, state):
             shown.update(note=_progress(plan, state))
-            for line in crew.keep_up():
+            for line in pool.start_missing():
                 say(line)
-            if not crew.working:
+            if not can_go_on(plan.units, state, pool.roles):
                 return
             time.sleep(_POLL_S)
             state = queue.look()
@@ -155,7 +175,7 @@ def _progress(plan: EvaluationPlan, state: QueueState) -> str:
     done = sum(unit_id(unit) in state.done for unit in plan.units)
     keys = {unit.key for unit in plan.units}
     metrics = sum(job_id(*key) in state.done for key in keys)
-    models = sum(worker.role == "model" for worker in state.workers)
+    models = sum(worker.role == MODEL for worker in state.workers)
     left_s = sum(unit.cost_s for unit in open_units(plan.units, state)) / max(models, 1)
     at = ", ".join(sorted(worker.unit for worker in state.workers if worker.unit)[:2])
     return (
@@ -205,11 +225,7 @@ def _results_of(
     )
     say(path)
     metrics = metric_values(json.loads(path.read_text(encoding="utf-8")))
-    run_dir = checkpoint.folder.parent.parent
-    if (run_dir / EVENTS_FILE).is_file():
-        events = EventWriter(run_dir)
-        events.write("evaluation", step=checkpoint.step, files=[str(path)], results=metrics)
-        events.close()
+    note_results(checkpoint.folder, checkpoint.step, [str(path)], metrics)
     return metrics
 
 
@@ -231,3 +247,118 @@ def _failures(units: Sequence[WorkUnit], state: QueueState) -> list[tuple[str, i
                 (f"missing: {task} on {checkpoint}: no worker is left; the same command goes on", RankKilled.exit_code)
             )
     return lines
+
+
+def show_plan(plan: EvaluationPlan, nodes: int, workers: int) -> None:
+    """Prints the units in the order in which one worker would take them, and the predicted makespans.
+
+    Args:
+        plan: to show.
+        nodes: of the evaluation.
+        workers: of each node.
+    """
+    console = VisibleConsole(highlight=False)
+    console.width = max(console.width, _LEAST_WIDTH)
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for header in ("checkpoint", "task", "part", "priority", "seconds"):
+        table.add_column(header, justify="left" if header in ("checkpoint", "task") else "right", no_wrap=True)
+    ordered = sorted(plan.units, key=lambda unit: (-unit.priority, -unit.cost_s - unit.tail_s, unit.checkpoint))
+    for unit in ordered[:_MOST_UNITS]:
+        part = f"{unit.part + 1} of {unit.parts}" if unit.parts > 1 else ""
+        table.add_row(unit.checkpoint, unit.task, part, str(unit.priority or ""), f"{unit.cost_s:.1f}")
+    console.print(table)
+    if len(ordered) > _MOST_UNITS:
+        console.print(f"and {len(ordered) - _MOST_UNITS} shorter units")
+    ours, theirs, bound = predicted_s(plan, nodes, workers)
+    console.print(
+        f"{len(plan.checkpoints)} checkpoints, {len(plan.units)} units on {nodes} x {workers} workers: about "
+        f"{render_duration(ours)}; one job a task would take {render_duration(theirs)}, and nothing less than "
+        f"{render_duration(bound)}"
+    )
+
+
+def predicted_s(plan: EvaluationPlan, nodes: int, workers: int) -> tuple[float, float, float]:
+    """Seconds of the coordinator, of one job a task, and of what no schedule undercuts, all by predicted times."""
+    cost_s: dict[tuple[str, str], float] = {}
+    first: dict[tuple[str, str], WorkUnit] = {}
+    for unit in plan.units:
+        cost_s[unit.key] = cost_s.get(unit.key, 0.0) + unit.cost_s
+        first.setdefault(unit.key, unit)
+    tasks = [
+        SimulatedTask(*key, cost, first[key].tail_s, cost, first[key].parts, first[key].priority, first[key].tail_s)
+        for key, cost in cost_s.items()
+    ]
+    costs = plan.costs
+    cluster = SimulatedCluster(nodes, workers, plan.config.metric_workers, costs.start_s, costs.stage_s, costs.load_s)
+    seconds = (simulate(tasks, cluster, rules).seconds for rules in (None, ONE_JOB_A_TASK))
+    return next(seconds), next(seconds), lower_bound_s(tasks, cluster)
+
+
+def write_table(
+    folder: Path, checkpoints: Sequence[PlannedCheckpoint], found: Mapping[str, Mapping[str, float]]
+) -> None:
+    """Prints the metrics of tasks by checkpoint, and writes them to table.json and, drawn over steps, table.png.
+
+    Args:
+        folder: of the files.
+        checkpoints: in order.
+        found: metrics by the checkpoints' ids.
+    """
+    there = [one for one in checkpoints if one.id in found]
+    names = list(dict.fromkeys(name for one in there for name in found[one.id]))
+    shown = [name for name in names if "_stderr" not in name and not name.endswith("/sample_len")]
+    if not there:
+        return
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("metric", no_wrap=True)
+    for one in there:
+        table.add_column(one.id, justify="right")
+    for name in shown:
+        table.add_row(name, *(_cell(found[one.id].get(name)) for one in there))
+    console = VisibleConsole(highlight=False, soft_wrap=True)
+    console.width = max(console.width, _LEAST_WIDTH)
+    console.print(table)
+    content = {
+        "checkpoints": [
+            {"id": one.id, "run": one.run, "step": one.step, "folder": str(one.folder), "metrics": found[one.id]}
+            for one in there
+        ]
+    }
+    with atomic_writer(folder / TABLE_FILE) as file:
+        file.write((json.dumps(content, indent=2) + "\n").encode())
+    say(folder / TABLE_FILE)
+    if len({one.step for one in there}) > 1:
+        _draw(folder / CHART_FILE, there, shown, found)
+
+
+def _cell(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def _draw(
+    path: Path,
+    checkpoints: Sequence[PlannedCheckpoint],
+    names: Sequence[str],
+    found: Mapping[str, Mapping[str, float]],
+) -> None:
+    """Draws each metric over the steps, a line a run."""
+    try:
+        from megads.tools.report.style import close_panel, count_axis, house_style, open_panel, png
+    except ModuleNotFoundError as error:
+        say(f"no picture, as {error.name} is not installed: pip install 'megads[report]'")
+        return
+    with house_style():
+        figure, axes = open_panel("Tasks", wide=True)
+        runs = list(dict.fromkeys(one.run for one in checkpoints))
+        for (run, name), marker in zip(((run, name) for run in runs for name in names), cycle(_MARKERS), strict=False):
+            points = [
+                (one.step, found[one.id][name]) for one in checkpoints if one.run == run and name in found[one.id]
+            ]
+            if points:
+                label = f"{run} {name}" if len(runs) > 1 else name
+                axes.plot(*zip(*sorted(points), strict=True), marker=marker, markersize=4, linewidth=1, label=label)
+        count_axis(axes)
+        close_panel(axes, "step", "")
+        with atomic_writer(path) as file:
+            file.write(png(figure))
+    say(path)

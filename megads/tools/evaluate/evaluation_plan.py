@@ -1,4 +1,4 @@
-"""What a coordinator is to do: which checkpoints, which units, at what predicted cost."""
+"""The plan of a coordinated evaluation: its checkpoints and units, with their predicted costs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megads.checkpoint.config import list_checkpoints
 from megads.checkpoint.manifest import MANIFEST_FILE, Manifest, read_manifest
 from megads.checkpoint.read import CheckpointHandle, model_config_of
 from megads.errors import CheckpointError, ConfigError
-from megads.evaluate.harness_tasks import LoadedTasks
+from megads.evaluate.harness_tasks import LoadedTasks, documents_digest
 from megads.runtime.files import atomic_writer, read_regular
 from megads.runtime.metrics import read_json_lines
 from megads.tools.evaluate.config import EvaluateConfig
@@ -60,7 +60,7 @@ class PlannedCheckpoint:
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """All that workers know.
+    """What the coordinator hands to its workers.
 
     Attributes:
         identity: of what is asked, whoever computes it and in which order.
@@ -141,6 +141,8 @@ def find_checkpoints(config: EvaluateConfig) -> list[PlannedCheckpoint]:
     twice = {name for name in names if names.count(name) > 1}
     if twice:
         raise ConfigError(f"run = {config.run}: {', '.join(sorted(twice))} would be evaluated twice")
+    if not found:
+        raise ConfigError(f"checkpoints = {config.checkpoints}: want all, last:<n>, or steps such as [100,200]")
     return found
 
 
@@ -178,7 +180,8 @@ def identity_of(config: EvaluateConfig, checkpoints: Sequence[PlannedCheckpoint]
     for name, task in tasks.tasks.items():
         # Where its YAML file is says nothing of it.
         metadata = {**(task.dump_config().get("metadata") or {}), "config_source": ""}
-        of_tasks.append((name, {**task.dump_config(), "metadata": metadata}, len(task.eval_docs)))
+        documents = documents_digest(task, config.limit)
+        of_tasks.append((name, {**task.dump_config(), "metadata": metadata}, documents))
     keys = ("limit", "num_fewshot", "batch_size", "tokenizer", "precision", "bootstrap_iters", "tasks")
     about = [
         [(one.id, one.digest) for one in checkpoints],

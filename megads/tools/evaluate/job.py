@@ -31,6 +31,9 @@ from megads.model.config import ModelConfig
 from megads.optim.config import OptimConfig
 from megads.parallel.grid import ParallelGrid
 from megads.runtime.files import atomic_writer
+from megads.runtime.lease import current_holder, in_use
+from megads.runtime.metrics import EventWriter
+from megads.runtime.run_dir import EVENTS_FILE
 from megads.tools.evaluate.config import EvaluateConfig
 from megads.tools.evaluate.text_sets import VALID, SetResult, measure_texts, measure_validation
 from megads.train_config import TrainConfig
@@ -44,7 +47,7 @@ MakeContinuation = Callable[[Sampling, Sequence[int]], Continuation]
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What came out.
+    """The results of an evaluation.
 
     Attributes:
         harness_file: lm-eval's results; None without tasks.
@@ -63,11 +66,11 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class LoadedScorer:
-    """A scorer of a checkpoint.
+    """A checkpoint that is ready to score.
 
     Attributes:
-        scorer: it.
-        continuation: what continues sequences by it.
+        scorer: computes log-likelihoods with its model.
+        continuation: makes what continues sequences with its model.
         dtype: of weights and activations.
         grid: the ranks; None for one process.
     """
@@ -152,7 +155,7 @@ def evaluate_checkpoint(
         progress: shows what is done.
 
     Returns:
-        What came out; None on other ranks than the first.
+        The results; None on other ranks than the first.
     """
     require_tokenizer_of(model_config_of(handle), found)
     sets: list[SetResult] = []
@@ -229,6 +232,33 @@ def _write_sets(handle: CheckpointHandle, sets: dict[str, dict[str, Any]], outpu
     with atomic_writer(path) as file:
         file.write((json.dumps(content, indent=2) + "\n").encode())
     return str(path)
+
+
+def refuse_concurrent(folder: Path) -> None:
+    """Raises ConfigError where another evaluation holds a folder of ranks or of a coordinator."""
+    holder = current_holder(folder)
+    if holder is not None and in_use(folder):
+        raise ConfigError(
+            f"{folder.parent}: {holder} evaluates there already: wait for it, stop it ({holder.remedy}), or give "
+            "another folder of results with output=<folder>"
+        )
+
+
+def note_results(checkpoint: Path, step: int, files: Sequence[str], metrics: dict[str, float]) -> None:
+    """Writes an event of the run that a checkpoint lies in; none where it lies in no run.
+
+    Args:
+        checkpoint: its folder.
+        step: at which it was saved.
+        files: with the results.
+        metrics: of tasks and sets by their names.
+    """
+    run_dir = checkpoint.parent.parent
+    if not (run_dir / EVENTS_FILE).is_file():
+        return
+    events = EventWriter(run_dir)
+    events.write("evaluation", step=step, files=list(files), results=metrics)
+    events.close()
 
 
 def as_plain(result: Evaluated) -> str:

@@ -30,7 +30,7 @@ class TaskCost:
         pieces: most parts that it can be split into, such as its documents.
         priority: tasks of a higher one come first.
         parts: into which an earlier start split it; None for any number.
-        tail_s: predicted seconds of the metrics, which come after all of it.
+        tail_s: predicted seconds of the metrics, which can only be computed after all parts.
     """
 
     checkpoint: str
@@ -152,11 +152,11 @@ def choose(
     Returns:
         None where nothing waits, or others come to the end of it sooner than this worker could begin.
     """
-    crew = [worker, *others]
+    workers = [worker, *others]
     for priority in sorted({unit.priority for unit in waiting}, reverse=True):
         units = [unit for unit in waiting if unit.priority == priority]
-        for unit in _candidates(units, worker, crew, staged, costs):
-            if _helps(unit, units, worker, crew, staged, costs):
+        for unit in _candidates(units, worker, workers, staged, costs):
+            if _helps(unit, units, worker, workers, staged, costs):
                 return unit
     return None
 
@@ -164,7 +164,7 @@ def choose(
 def _candidates(
     units: Sequence[WorkUnit],
     worker: WorkerView,
-    crew: Sequence[WorkerView],
+    workers: Sequence[WorkerView],
     staged: Collection[str],
     costs: LoadCosts,
 ) -> Iterator[WorkUnit]:
@@ -174,14 +174,14 @@ def _candidates(
         # What comes after a unit counts as well; of equally long ones that of the worker's checkpoint comes first.
         return min(some, key=lambda unit: (-unit.cost_s - unit.tail_s, unit.checkpoint != worker.loaded, *_name(unit)))
 
-    share_s = math.fsum(unit.cost_s for unit in units) / len(crew)
+    share_s = math.fsum(unit.cost_s for unit in units) / len(workers)
     longest = longest_of(units)
     if longest.cost_s + longest.tail_s + switch_s(longest.checkpoint, worker, staged, costs) >= share_s:
         yield longest
     own = [unit for unit in units if unit.checkpoint == worker.loaded]
     if own:
         yield longest_of(own)
-    for checkpoint in _by_need(units, worker, crew, staged):
+    for checkpoint in _by_need(units, worker, workers, staged):
         yield longest_of(unit for unit in units if unit.checkpoint == checkpoint)
 
 
@@ -200,13 +200,13 @@ def _helps(
     unit: WorkUnit,
     units: Sequence[WorkUnit],
     worker: WorkerView,
-    crew: Sequence[WorkerView],
+    workers: Sequence[WorkerView],
     staged: Collection[str],
     costs: LoadCosts,
 ) -> bool:
     """Whether a unit ends sooner here than behind all that waits of its checkpoint, at the workers that hold it."""
     before_s = switch_s(unit.checkpoint, worker, staged, costs)
-    holders = sum(one.loaded == unit.checkpoint for one in crew)
+    holders = sum(one.loaded == unit.checkpoint for one in workers)
     if before_s == 0.0 or holders == 0:
         return True
     queue_s = math.fsum(other.cost_s for other in units if other.checkpoint == unit.checkpoint)
@@ -214,15 +214,15 @@ def _helps(
 
 
 def _by_need(
-    units: Sequence[WorkUnit], worker: WorkerView, crew: Sequence[WorkerView], staged: Collection[str]
+    units: Sequence[WorkUnit], worker: WorkerView, workers: Sequence[WorkerView], staged: Collection[str]
 ) -> list[str]:
     """Checkpoints in the order in which they want another worker."""
     work_s: dict[str, float] = defaultdict(float)
     for unit in units:
         work_s[unit.checkpoint] += unit.cost_s
     total_s = math.fsum(work_s.values()) or 1.0
-    holders = Counter(one.loaded for one in crew if one.name != worker.name)
-    lacking = {name: len(crew) * work_s[name] / total_s - holders[name] for name in work_s}
+    holders = Counter(one.loaded for one in workers if one.name != worker.name)
+    lacking = {name: len(workers) * work_s[name] / total_s - holders[name] for name in work_s}
 
     def order(name: str) -> tuple[bool, float, str]:
         # To read a checkpoint into one more node's memory pays only where the node has none that wants workers.

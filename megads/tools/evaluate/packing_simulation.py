@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -88,7 +88,7 @@ class PackingRules:
 
 @dataclass
 class Makespan:
-    """What came out.
+    """How long a simulated evaluation takes, and why.
 
     Attributes:
         seconds: until the last metric is there.
@@ -304,14 +304,3 @@ def simulate(tasks: Sequence[SimulatedTask], cluster: SimulatedCluster, rules: P
 
 ONE_JOB_A_TASK = PackingRules(staged=False, decoupled=False, ordered=False, split=False)
 """Every task loads the model for itself and computes its metrics on the worker."""
-
-
-def rule_by_rule() -> Mapping[str, PackingRules]:
-    """One job a task, and then one rule after the other, by what each adds."""
-    return {
-        "one job a task": ONE_JOB_A_TASK,
-        "+ staged once a node": PackingRules(decoupled=False, ordered=False, split=False),
-        "+ metrics on CPUs": PackingRules(ordered=False, split=False),
-        "+ longest first": PackingRules(split=False),
-        "+ long tasks split": PackingRules(),
-    }

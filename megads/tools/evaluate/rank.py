@@ -11,7 +11,7 @@ from megads.launch.rank import run_rank, start_rank
 
 
 def main() -> NoReturn:
-    """Reads the job, does it and writes what came out."""
+    """Reads the job, does it and writes the results."""
     parser = argparse.ArgumentParser(prog="python -m megads.tools.evaluate.rank")
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder

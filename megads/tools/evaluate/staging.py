@@ -27,6 +27,7 @@ from megads.checkpoint.image import ImageLayout, StateImage, allocate
 from megads.checkpoint.manifest import read_manifest
 from megads.checkpoint.read import CheckpointHandle, load_unsharded, model_config_of, open_checkpoint, read_into
 from megads.engine.interface import Shard
+from megads.errors import ConfigError
 from megads.model.gpt import GPT
 from megads.runtime.environment import node_name
 
@@ -67,6 +68,9 @@ class Staging:
         root: a folder in memory, /dev/shm for instance.
         evaluation: folder of the evaluation, which names the one in memory.
         most_bytes: that all checkpoints in memory may take; None is half of what is free and theirs.
+
+    Raises:
+        ConfigError: the root is no folder that can be written to.
     """
 
     def __init__(self, root: Path, evaluation: Path, most_bytes: int | None = None) -> None:
@@ -81,7 +85,13 @@ class Staging:
     def _join(self) -> int:
         """Locks `alive`; another worker that leaves may remove the folder meanwhile."""
         while True:
-            self.folder.mkdir(mode=0o700, exist_ok=True)
+            try:
+                self.folder.mkdir(mode=0o700, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(
+                    f"staging_folder = {self.folder.parent}: {error.strerror}; give a folder in memory that every node "
+                    "has, such as /dev/shm"
+                ) from error
             with suppress(FileNotFoundError):
                 descriptor = os.open(self.folder / "alive", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 fcntl.flock(descriptor, fcntl.LOCK_SH)

@@ -1,4 +1,4 @@
-"""An evaluation's units and who computes them, as files that workers on any node share; nobody has to be asked.
+"""The work queue of an evaluation: files that workers on any node share, without a server.
 
 <folder>/
   plan.json                       what there is to do
@@ -17,54 +17,38 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megads.errors import EXIT_BUG, RankKilled
-from megads.runtime import environment
+from megads.runtime.claims import Participant, Presence, link_claim, living
 from megads.runtime.files import atomic_writer, parse_json, read_regular
-from megads.runtime.lease import machine_id, process_birth
 from megads.tools.evaluate.packing import WorkerView, WorkUnit
 
-_BEAT_S = 3.0
-_SILENT_S = 40.0
-"""A worker on another node is gone when its file is older."""
+MODEL, METRICS = "model", "metrics"
+"""Roles of workers: those that hold a model, and those that compute metrics."""
 
 
 @dataclass(frozen=True)
-class WorkerRecord:
+class WorkerRecord(Participant):
     """A worker.
 
     Attributes:
-        name: unlike any other's.
-        node: its machine.
-        machine: names the machine's boot and process space; only there the pid means something.
-        pid: its process.
-        born: when that started, in the kernel's ticks.
-        role: "model" or "metrics".
+        role: MODEL or METRICS.
         loaded: the checkpoint that it holds.
         unit: what it computes, for people.
     """
 
-    name: str
-    node: str
-    machine: str
-    pid: int
-    born: int
     role: str
     loaded: str | None = None
     unit: str = ""
 
-    @classmethod
-    def of_this_process(cls, role: str) -> WorkerRecord:
-        """A record of the process that calls it."""
-        node, born = environment.node_name(), process_birth(os.getpid()) or 0
-        return cls(f"{node}-{os.getpid()}-{born}", node, machine_id(), os.getpid(), born, role)
+    @property
+    def name(self) -> str:
+        """Unlike any other worker's."""
+        return f"{self.node}-{self.pid}-{self.born}"
 
 
 def job_id(checkpoint: str, task: str) -> str:
@@ -123,8 +107,8 @@ class WorkQueue:
 
     def look(self) -> QueueState:
         """Reads what is done and who is at what."""
-        state = QueueState(workers=self._living())
-        living = {worker.name for worker in state.workers}
+        state = QueueState(workers=[one for one in living(self.folder / "workers", WorkerRecord) if one is not None])
+        names = {worker.name for worker in state.workers}
         claims = self._numbered("claims")
         failures = self._numbered("failures")
         # After the claims: what is done in between is seen as done.
@@ -136,7 +120,7 @@ class WorkQueue:
             if unit in state.done:
                 continue
             owner = self._owner(unit, last)
-            if last not in failures.get(unit, ()) and owner in living:
+            if last not in failures.get(unit, ()) and owner in names:
                 state.busy[unit] = owner
             elif last >= self._attempts:
                 state.failed[unit] = self._reason(unit, failures.get(unit, ()))
@@ -144,15 +128,7 @@ class WorkQueue:
 
     def claim(self, unit: str, state: QueueState, worker: str) -> bool:
         """Takes a unit; False where another worker was quicker."""
-        note = self.folder / "workers" / f".{worker}.claim"
-        if not note.exists():
-            with atomic_writer(note) as file:
-                file.write(worker.encode())
-        try:
-            os.link(note, self.folder / "claims" / f"{unit}.{state.attempts.get(unit, 0) + 1}")
-        except FileExistsError:
-            return False
-        return True
+        return link_claim(self.folder / "claims" / f"{unit}.{state.attempts.get(unit, 0) + 1}", worker)
 
     def fail(self, unit: str, attempt: int, reason: str, exit_code: int) -> None:
         """Notes that an attempt failed, and the exit code that this means."""
@@ -167,49 +143,14 @@ class WorkQueue:
                 for number in numbers:
                     (self.folder / "claims" / f"{name}.{number}").unlink(missing_ok=True)
                     (self.folder / "failures" / f"{name}.{number}.json").unlink(missing_ok=True)
-        living = {worker.name for worker in state.workers}
-        for path in (self.folder / "workers").iterdir():
-            # Whoever looks at the clock of the file system removes what it made for that.
-            if path.stem.removeprefix(".") not in living and not path.name.startswith(".now."):
+        names = {worker.name for worker in state.workers}
+        for path in (self.folder / "workers").glob("*.json"):
+            if path.stem not in names:
                 path.unlink(missing_ok=True)
 
-    @contextmanager
-    def joined(self, record: WorkerRecord) -> Iterator[Callable[..., None]]:
-        """Makes a worker known as long as the block runs.
-
-        Yields:
-            What changes fields of its record.
-        """
-        path = self.folder / "workers" / f"{record.name}.json"
-        current = [record]
-
-        def change(**fields: Any) -> None:
-            current[0] = replace(current[0], **fields)
-            with atomic_writer(path) as file:
-                file.write(json.dumps(asdict(current[0])).encode())
-
-        over = threading.Event()
-
-        def beat() -> None:
-            while not over.wait(_BEAT_S):
-                # A file system that does not answer now may do so at the next beat.
-                with suppress(OSError):
-                    if path.exists():
-                        os.utime(path)
-                    else:
-                        # Somebody took this worker for dead.
-                        change()
-
-        change()
-        thread = threading.Thread(target=beat, name="worker-beat", daemon=True)
-        thread.start()
-        try:
-            yield change
-        finally:
-            over.set()
-            thread.join()
-            path.unlink(missing_ok=True)
-            (self.folder / "workers" / f".{record.name}.claim").unlink(missing_ok=True)
+    def joined(self, record: WorkerRecord) -> Presence[WorkerRecord]:
+        """Makes a worker known as long as a block runs."""
+        return Presence(self.folder / "workers" / f"{record.name}.json", record)
 
     def _numbered(self, folder: str) -> dict[str, list[int]]:
         found: dict[str, list[int]] = {}
@@ -230,22 +171,6 @@ class WorkQueue:
             return "its worker was killed every time", RankKilled.exit_code
         note = read_note(self.folder / "failures" / f"{unit}.{max(failures)}.json")
         return str(note.get("reason", "")), int(note.get("exit_code", EXIT_BUG))
-
-    def _living(self) -> list[WorkerRecord]:
-        found, here = [], machine_id()
-        probe = self.folder / "workers" / f".now.{environment.node_name()}.{os.getpid()}"
-        probe.touch()
-        now = probe.stat().st_mtime
-        probe.unlink(missing_ok=True)
-        for path in (self.folder / "workers").glob("*.json"):
-            try:
-                record, age_s = WorkerRecord(**read_note(path)), now - path.stat().st_mtime
-            except (FileNotFoundError, TypeError):
-                continue
-            lives = process_birth(record.pid) == record.born if record.machine == here else age_s < _SILENT_S
-            if lives:
-                found.append(record)
-        return found
 
 
 def read_note(path: Path) -> dict[str, Any]:
@@ -277,16 +202,21 @@ def is_over(units: Sequence[WorkUnit], state: QueueState) -> bool:
     return all(key in failed or job_id(*key) in state.done or job_id(*key) in state.failed for key in keys)
 
 
+def can_go_on(units: Sequence[WorkUnit], state: QueueState, roles: Collection[str]) -> bool:
+    """Whether any of the work that is left can be done: by workers of some roles, or by those that were seen alive.
+
+    Args:
+        units: of the evaluation.
+        state: a look at the queue.
+        roles: of workers that run, and may not have joined the queue yet.
+    """
+    present = {*roles, *(worker.role for worker in state.workers)}
+    inference = bool(open_units(units, state)) or any(unit_id(unit) in state.busy for unit in units)
+    metrics = bool(ready_jobs(units, state)) or any(job_id(*unit.key) in state.busy for unit in units)
+    return (inference and MODEL in present) or (metrics and METRICS in present)
+
+
 def views_of(state: QueueState, name: str) -> tuple[WorkerView, list[WorkerView]]:
     """A worker, and the others that have models, as `packing` sees them."""
-    views = {one.name: WorkerView(one.name, one.loaded) for one in state.workers if one.role == "model"}
+    views = {one.name: WorkerView(one.name, one.loaded) for one in state.workers if one.role == MODEL}
     return views.pop(name, WorkerView(name)), list(views.values())
-
-
-def by_checkpoint(units: Sequence[WorkUnit], state: QueueState) -> Mapping[str, tuple[int, int]]:
-    """By checkpoint, how many of its units are done, and of how many."""
-    found: dict[str, tuple[int, int]] = {}
-    for unit in units:
-        done, of = found.get(unit.checkpoint, (0, 0))
-        found[unit.checkpoint] = done + (unit_id(unit) in state.done), of + 1
-    return found

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from megads.errors import EXIT_BUG, EXIT_OK, MegadsError
 from megads.runtime.environment import hide_progress_bars, wait_passively
+from megads.tools.evaluate.work_queue import METRICS, MODEL
 
 if TYPE_CHECKING:
     import torch
@@ -28,12 +29,12 @@ if TYPE_CHECKING:
     from megads.evaluate.harness import HarnessModel
     from megads.evaluate.harness_tasks import LoadedTasks
     from megads.evaluate.scoring import Scorer
+    from megads.runtime.claims import Presence
     from megads.tools.evaluate.evaluation_plan import EvaluationPlan, PlannedCheckpoint
     from megads.tools.evaluate.packing import WorkUnit
     from megads.tools.evaluate.staging import Staging
-    from megads.tools.evaluate.work_queue import QueueState, WorkQueue
+    from megads.tools.evaluate.work_queue import QueueState, WorkerRecord, WorkQueue
 
-MODEL, METRICS = "model", "metrics"
 _POLL_S = 0.3
 
 
@@ -56,19 +57,19 @@ def main() -> NoReturn:
     plan = EvaluationPlan.read(given.folder)
     plan.config.settle_plugins()
     queue = WorkQueue(given.folder, plan.config.attempts)
-    record = WorkerRecord.of_this_process(given.role)
-    with queue.joined(record) as change:
+    record = WorkerRecord.of_this_process(role=given.role)
+    with queue.joined(record) as presence:
         tasks = tasks_of(plan.config)
         assert tasks is not None
         if given.role == MODEL:
-            model_worker = ModelWorker(plan, queue, tasks, record.name, change)
+            model_worker = ModelWorker(plan, queue, tasks, presence)
             try:
                 model_worker.note_start(time.perf_counter() - begin)
                 model_worker.work()
             finally:
                 model_worker.close()
         else:
-            MetricsWorker(plan, queue, tasks, record.name, change).work()
+            MetricsWorker(plan, queue, tasks, presence).work()
     sys.exit(EXIT_OK)
 
 
@@ -83,14 +84,14 @@ class _EvaluationWorker:
         plan: of the evaluation.
         queue: its files.
         tasks: loaded.
-        name: of this worker.
-        change: tells others of it.
+        presence: tells the others of this worker.
     """
 
     def __init__(
-        self, plan: EvaluationPlan, queue: WorkQueue, tasks: LoadedTasks, name: str, change: Callable[..., None]
+        self, plan: EvaluationPlan, queue: WorkQueue, tasks: LoadedTasks, presence: Presence[WorkerRecord]
     ) -> None:
-        self.plan, self.queue, self.tasks, self.name, self.change = plan, queue, tasks, name, change
+        self.plan, self.queue, self.tasks, self.presence = plan, queue, tasks, presence
+        self.name = presence.participant.name
         self._requests: tuple[str, Mapping[str, list[Any]]] = "", {}
 
     def requests(self, task: str) -> Mapping[str, list[Any]]:
@@ -130,7 +131,7 @@ class _EvaluationWorker:
             self.queue.fail(name, attempt, f"{type(error).__name__}: {error}", EXIT_BUG)
             raise
         finally:
-            self.change(unit="")
+            self.presence.change(unit="")
 
     def note(self, line: Mapping[str, Any]) -> None:
         """Adds a measured time to those of earlier evaluations."""
@@ -145,9 +146,9 @@ class ModelWorker(_EvaluationWorker):
     """Answers parts of tasks."""
 
     def __init__(
-        self, plan: EvaluationPlan, queue: WorkQueue, tasks: LoadedTasks, name: str, change: Callable[..., None]
+        self, plan: EvaluationPlan, queue: WorkQueue, tasks: LoadedTasks, presence: Presence[WorkerRecord]
     ) -> None:
-        super().__init__(plan, queue, tasks, name, change)
+        super().__init__(plan, queue, tasks, presence)
         from megads.evaluate.generation import choose_device, choose_dtype
         from megads.tools.evaluate.staging import Staging
 
@@ -182,7 +183,7 @@ class ModelWorker(_EvaluationWorker):
             if unit is None:
                 time.sleep(_POLL_S)
             elif self.queue.claim(unit_id(unit), state, self.name):
-                self.change(loaded=unit.checkpoint, unit=unit.name)
+                self.presence.change(loaded=unit.checkpoint, unit=unit.name)
                 self.attempt(unit_id(unit), state, partial(self._answer, unit))
 
     def close(self) -> None:
@@ -277,10 +278,11 @@ class MetricsWorker(_EvaluationWorker):
                 continue
             key = max(ready, key=lambda key: tails[key])
             if self.queue.claim(job_id(*key), state, self.name):
-                self.change(unit=f"metrics of {key[1]} on {key[0]}")
-                self.attempt(job_id(*key), state, partial(self._measure, *key))
+                self.presence.change(unit=f"metrics of {key[1]} on {key[0]}")
+                self.attempt(job_id(*key), state, partial(self._measure, *key, state.attempts))
 
-    def _measure(self, checkpoint_id: str, task: str) -> None:
+    def _measure(self, checkpoint_id: str, task: str, attempts: Mapping[str, int]) -> None:
+        from megads.evaluate.harness import join_parts
         from megads.evaluate.harness_tasks import measure_task
         from megads.runtime.files import atomic_writer
         from megads.tools.evaluate.work_queue import read_note
@@ -288,11 +290,17 @@ class MetricsWorker(_EvaluationWorker):
         checkpoint = self.plan.checkpoint(checkpoint_id)
         units = [unit for unit in self.plan.units if unit.key == (checkpoint_id, task)]
         parts = [read_note(self.queue.part_path(unit)) for unit in units]
+        if not all(parts):
+            self._reject(task, "a part of its answers is damaged", units, attempts)
         begin, dtype = time.perf_counter(), parts[0]["dtype"]
         model = self.harness(checkpoint, dtype, without_model(checkpoint, self.plan.config.batch_size), None)
         for kind, requests in self.requests(task).items():
-            if model.answers.known(task, kind, requests) is None:
-                self._join(model, task, kind, requests, units, parts)
+            if model.answers.known(task, kind, requests) is not None:
+                continue
+            digest, own = model.answers.digest(kind, requests), [part["kinds"].get(kind, {}) for part in parts]
+            if any(one.get("requests") != digest or one.get("values") is None for one in own):
+                self._reject(task, "its requests changed during the evaluation", units, attempts)
+            model.answers.keep(task, kind, requests, join_parts(kind, [one["values"] for one in own]))
         config = self.plan.config
         text = measure_task(model, self.tasks, task, config.limit, config.bootstrap_iters)
         with atomic_writer(self.queue.metrics_path(checkpoint_id, task)) as file:
@@ -300,28 +308,18 @@ class MetricsWorker(_EvaluationWorker):
         seconds = time.perf_counter() - begin
         self.note(measured(self.tasks, task, self.plan, checkpoint, parts[0]["device"], 0.0, 1, metric_s=seconds))
 
-    def _join(
-        self,
-        model: HarnessModel,
-        task: str,
-        kind: str,
-        requests: list[Any],
-        units: Sequence[WorkUnit],
-        parts: Sequence[Mapping[str, Any]],
-    ) -> None:
-        """Makes kept answers of a task's parts."""
+    def _reject(self, task: str, why: str, units: Sequence[WorkUnit], attempts: Mapping[str, int]) -> NoReturn:
+        """Removes the parts of a task, each of which is tried again as long as it has attempts left."""
         from megads.errors import DataError
-        from megads.evaluate.harness import join_parts
+        from megads.tools.evaluate.work_queue import unit_id
 
-        digest = model.answers.digest(kind, requests)
-        own = [part["kinds"].get(kind, {}) for part in parts]
-        if any(one.get("requests") != digest or one.get("values") is None for one in own):
-            for unit in units:
-                self.queue.part_path(unit).unlink(missing_ok=True)
-            raise DataError(
-                f"task {task}: its requests changed during the evaluation; the same command asks them again"
-            )
-        model.answers.keep(task, kind, requests, join_parts(kind, [one["values"] for one in own]))
+        error = DataError(f"task {task}: {why}; the same command asks for all of it again")
+        for unit in units:
+            # First: a unit that is neither done nor failed would wait for the worker that made it.
+            if unit_id(unit) in attempts:
+                self.queue.fail(unit_id(unit), attempts[unit_id(unit)], str(error), error.exit_code)
+            self.queue.part_path(unit).unlink(missing_ok=True)
+        raise error
 
 
 class _NoModel:

@@ -4,4 +4,4 @@
 nothing itself. `points.jsonl` of the sweep's folder is the truth: whatever dies, the same command goes on from it.
 """
 
-__all__ = ["config", "driver", "launchers", "page", "points", "ray_launcher", "results"]
+__all__ = ["config", "driver", "launchers", "page", "points", "results"]

@@ -1,21 +1,25 @@
-"""How the points of a sweep are started and watched: one interface, on this machine and on SLURM; `ray_launcher` is it
-on Ray."""
+"""How the points of a sweep are started and watched: one interface, on this machine, on SLURM and on Ray."""
 
 from __future__ import annotations
 
 import getpass
 import re
+import shlex
 import signal
 import subprocess
+import sys
 import time
+from abc import abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from megads.errors import EXIT_BUG, ConfigError
 from megads.runtime.lease import in_use
 from megads.runtime.process import signal_child, start_child
+from megads.runtime.slurm import fields
 from megads.runtime.stop import INTERRUPTED, request_stop
 from megads.tools.sweep.points import Point, events_since, launched_at
 
@@ -177,13 +181,56 @@ def _last_words(log: Path) -> str:
     return said[-1].partition(": ")[2] if said else ""
 
 
+class _JobLauncher:
+    """What the launchers of jobs share.
+
+    Args:
+        folder: the sweep's; what point 3's job prints goes to points/0003.log.
+        parallel: most jobs at once; None for no limit.
+        poll_s: seconds between two looks.
+    """
+
+    def __init__(self, folder: Path, parallel: int | None, poll_s: float):
+        self.poll_s = poll_s
+        self._folder, self._parallel = folder.absolute(), parallel
+        self._running: dict[int, Point] = {}
+        self._asked: set[int] = set()
+
+    def has_room(self) -> bool:
+        """Whether one more job may be there."""
+        return self._parallel is None or len(self._running) < self._parallel
+
+    def stop(self, point: Point) -> None:
+        """Asks a run to save and end; a job that does not train yet, or was asked before, is cancelled."""
+        if point.number not in self._running:
+            return
+        if point.number in self._asked or launched_at(Path(point.run_dir), point.started_at) is None:
+            self._cancel(point.job)
+        else:
+            request_stop(Path(point.run_dir), INTERRUPTED)
+        self._asked.add(point.number)
+
+    @abstractmethod
+    def _cancel(self, job: str) -> None:
+        """Ends a job at once, if it can be reached."""
+
+    def _log(self, point: Point) -> Path:
+        path = self._folder / "points" / f"{point.number:04d}.log"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def _follow(self, point: Point) -> None:
+        self._running[point.number] = point
+        self._asked.discard(point.number)
+
+
 _SLURM_POLL_S = 5.0
 _TIMEOUT_S = 60.0
 _GONE = ("CANCELLED", "NODE_FAIL", "TIMEOUT", "PREEMPTED", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY")
 """States of a job that was ended from outside: its run goes on when it is submitted again."""
 
 
-class SlurmLauncher:
+class SlurmLauncher(_JobLauncher):
     """Submits every point as a job of its own and follows the jobs in the queue.
 
     Not one job array, and not hydra-submitit-launcher: the tasks of an array share one resource request, while points
@@ -200,17 +247,9 @@ class SlurmLauncher:
     """
 
     def __init__(self, folder: Path, script: Path, options: Sequence[str], parallel: int | None, poll_s: float | None):
-        self.poll_s = poll_s or _SLURM_POLL_S
-        self._folder = folder
+        super().__init__(folder, parallel, poll_s or _SLURM_POLL_S)
         self._script = script
         self._options = tuple(options)
-        self._parallel = parallel
-        self._running: dict[int, Point] = {}
-        self._asked: set[int] = set()
-
-    def has_room(self) -> bool:
-        """Whether one more job may be in the queue."""
-        return self._parallel is None or len(self._running) < self._parallel
 
     def start(self, point: Point) -> None:
         """Submits a point.
@@ -218,13 +257,11 @@ class SlurmLauncher:
         Raises:
             ConfigError: sbatch refuses it, or is not there.
         """
-        log = self._log(point)
-        log.parent.mkdir(parents=True, exist_ok=True)
         answer = _ask(
             "sbatch",
             "--parsable",
             f"--job-name={point.run_id}",
-            f"--output={log}",
+            f"--output={self._log(point)}",
             "--open-mode=append",
             *self._options,
             str(self._script),
@@ -234,8 +271,7 @@ class SlurmLauncher:
             raise ConfigError(f"sbatch refused point {point.number}: {answer.stderr.strip()}")
         # <id>, or <id>;<cluster> where several clusters are federated.
         point.job = answer.stdout.strip().partition(";")[0]
-        self._running[point.number] = point
-        self._asked.discard(point.number)
+        self._follow(point)
 
     def find(self, point: Point) -> bool:
         """Follows a job that an earlier sweep submitted, as long as SLURM knows how it stands or stood.
@@ -245,7 +281,7 @@ class SlurmLauncher:
         point.job = self._last_job(point) or point.job
         if not point.job or (point.job not in self._queued() and _job_fields(point.job) is None):
             return False
-        self._running[point.number] = point
+        self._follow(point)
         return True
 
     def _last_job(self, point: Point) -> str:
@@ -254,9 +290,6 @@ class SlurmLauncher:
         log = str(self._log(point))
         own = [job for job in answer.stdout.split() if (_job_fields(job) or {}).get("StdOut") == log]
         return max(own, key=int, default="")
-
-    def _log(self, point: Point) -> Path:
-        return (self._folder / "points" / f"{point.number:04d}.log").absolute()
 
     def ended(self) -> list[PointEnd]:
         """The jobs that left the queue since the last call."""
@@ -270,15 +303,8 @@ class SlurmLauncher:
                 found.append(_outcome(point))
         return found
 
-    def stop(self, point: Point) -> None:
-        """Asks a run to save and end; a job that does not train yet, or was asked before, is cancelled."""
-        if point.number not in self._running:
-            return
-        if point.number in self._asked or launched_at(Path(point.run_dir), point.started_at) is None:
-            _ask("scancel", point.job)
-        else:
-            request_stop(Path(point.run_dir), INTERRUPTED)
-        self._asked.add(point.number)
+    def _cancel(self, job: str) -> None:
+        _ask("scancel", job)
 
     def _queued(self) -> set[str]:
         """Ids of this user's jobs that have not ended."""
@@ -307,22 +333,22 @@ def _job_fields(job: str) -> dict[str, str] | None:
     answer = _ask("scontrol", "show", "job", "--oneliner", job)
     if answer.returncode:
         return None
-    return dict(re.findall(r"(\w+)=(\S+)", answer.stdout))
+    return fields(answer.stdout)
 
 
 def _outcome(point: Point) -> PointEnd:
     """How a job that left the queue ended: by SLURM's word, else by what the run itself wrote."""
-    fields = _job_fields(point.job) or {}
-    state, code = fields.get("JobState", ""), fields.get("ExitCode", "")
+    known = _job_fields(point.job) or {}
+    state, code = known.get("JobState", ""), known.get("ExitCode", "")
     if state in _GONE:
         return PointEnd(point.number, -signal.SIGKILL, f"job {point.job} ended as {state}")
     if re.fullmatch(r"\d+:\d+", code):
         status, number = map(int, code.split(":"))
         return PointEnd(point.number, -number if number else status, f"job {point.job} ended as {state}")
-    return ended_by_its_run(point, f"job {point.job}")
+    return _ended_by_its_run(point, f"job {point.job}")
 
 
-def ended_by_its_run(point: Point, job: str) -> PointEnd:
+def _ended_by_its_run(point: Point, job: str) -> PointEnd:
     """How a point ended whose job nobody remembers: by what the run itself wrote.
 
     Args:
@@ -340,3 +366,128 @@ def _last_exit(point: Point) -> int | None:
     events = events_since(Path(point.run_dir), point.started_at)
     codes = [event.get("exit_code") for event in events if event.get("event") == "exit"]
     return None if not codes or codes[-1] is None else int(codes[-1])
+
+
+_RAY_POLL_S = 2.0
+_SHELL_SIGNAL = 128
+"""What a shell adds to the number of the signal that ended its command."""
+
+
+class RayLauncher(_JobLauncher):
+    """Submits every point as a job of its own; Ray starts it on a node where its resources are free.
+
+    Not hydra-ray-launcher, which runs a Python function as a Ray task: its results come when all points of a batch have
+    ended, and with the process that asked for them, while jobs go on without the sweep and are found again.
+
+    Args:
+        folder: the sweep's; what point 3's job prints goes to points/0003.log.
+        command: arguments after the Python interpreter, before a point's overrides.
+        address: of Ray's dashboard, which takes jobs; None is RAY_ADDRESS, or the cluster of this machine.
+        cpus: that a job reserves.
+        gpus: that a job reserves and sees.
+        parallel: most jobs at once; None for no limit.
+        poll_s: seconds between two looks; None is two.
+
+    Raises:
+        ConfigError: Ray is not installed, or no cluster answers.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        command: Sequence[str],
+        address: str | None,
+        cpus: float,
+        gpus: float,
+        parallel: int | None,
+        poll_s: float | None,
+    ):
+        super().__init__(folder, parallel, poll_s or _RAY_POLL_S)
+        self._command, self._cpus, self._gpus = tuple(command), cpus, gpus
+        try:
+            from ray.job_submission import JobSubmissionClient
+        except ImportError as error:
+            raise ConfigError(f"sweep.launcher=ray needs Ray ({error}): pip install 'megads[ray]'") from error
+        try:
+            self._client: Any = JobSubmissionClient(address)
+        except Exception as error:  # of many kinds: no cluster, no token, another version
+            raise ConfigError(
+                f"sweep.ray_address = {address}: {error}; start a cluster (ray start --head), or give the address of "
+                "its dashboard, http://<head node>:8265"
+            ) from error
+
+    def start(self, point: Point) -> None:
+        """Submits a point.
+
+        Raises:
+            ConfigError: Ray refuses it.
+        """
+        log = self._log(point)
+        command = shlex.join([sys.executable, *self._command, *point.overrides])
+        try:
+            self._client.submit_job(
+                entrypoint=f"cd {shlex.quote(str(Path.cwd()))} && exec {command} >>{shlex.quote(str(log))} 2>&1",
+                submission_id=_job_name(point),
+                entrypoint_num_cpus=self._cpus,
+                entrypoint_num_gpus=self._gpus,
+            )
+        except (RuntimeError, OSError) as error:
+            raise ConfigError(f"Ray refused point {point.number}: {error}") from error
+        point.job = _job_name(point)
+        self._follow(point)
+
+    def find(self, point: Point) -> bool:
+        """Follows a job that an earlier sweep submitted, as long as the cluster knows it.
+
+        Its name follows from what that sweep noted before it submitted it.
+        """
+        point.job = _job_name(point)
+        if self._info(point) is None:
+            return False
+        self._follow(point)
+        return True
+
+    def ended(self) -> list[PointEnd]:
+        """The jobs that ended since the last call."""
+        found = []
+        for number, point in list(self._running.items()):
+            try:
+                info = self._info(point)
+            except OSError:
+                # The head node is away for a moment: nothing has ended as far as anybody knows.
+                continue
+            if info is None or info.status.is_terminal():
+                del self._running[number]
+                found.append(_ended_by_its_run(point, f"job {point.job}") if info is None else _end_of(point, info))
+        return found
+
+    def _cancel(self, job: str) -> None:
+        # A head node that is away is asked again when the user is.
+        with suppress(RuntimeError, OSError):
+            self._client.stop_job(job)
+
+    def _info(self, point: Point) -> Any:
+        """What Ray knows of a job; None where it knows none of that name. Raises OSError where it does not answer."""
+        try:
+            return self._client.get_job_info(point.job)
+        except RuntimeError as error:
+            if "404" in str(error):
+                return None
+            raise ConnectionError(str(error)) from error
+
+
+def _job_name(point: Point) -> str:
+    """The name of a start of a point, among all that a cluster ever had."""
+    return f"{point.run_id}-{int((point.started_at or 0) * 1000)}"
+
+
+def _end_of(point: Point, info: Any) -> PointEnd:
+    """How a job ended."""
+    state, code = info.status.value, info.driver_exit_code
+    if state == "SUCCEEDED":
+        return PointEnd(point.number, 0, f"job {point.job} ended as {state}")
+    if code is None or state == "STOPPED":
+        # Stopped, or its node was lost: its run goes on when it is submitted again.
+        return PointEnd(point.number, -signal.SIGKILL, f"job {point.job} ended as {state}")
+    code = _SHELL_SIGNAL - code if code > _SHELL_SIGNAL else code
+    return PointEnd(point.number, code, f"job {point.job} ended as {state}")

@@ -228,6 +228,54 @@ def test_a_damaged_part_is_made_again(corpus: Path, tmp_path: Path, monkeypatch:
     assert preprocess(config_of(corpus, tmp_path / "one", input=config.input)).sidecar == made.sidecar
 
 
+def test_who_was_taken_over_joins_nothing(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a task that was silent for too long and writes the dataset beside the one that took over."""
+    config = config_of(corpus, tmp_path / "out", input=[str(corpus / "text" / "d.txt")], workers=1, distributed=True)
+    join = Tokenizing.join
+
+    def taken_over(self: Tokenizing, *arguments: Any) -> Sidecar:
+        (folder,) = parts_path(config.output).glob("tasks-*")
+        (folder / "claims" / "join.2").write_text("another")
+        return join(self, *arguments)
+
+    monkeypatch.setattr(Tokenizing, "join", taken_over)
+    with pytest.raises(DataError, match="has taken over"):
+        preprocess_together(config)
+    assert not Path(f"{config.output}.bin").exists() and not Path(f"{config.output}.json").exists()
+
+
+def test_text_that_changes_meanwhile_is_not_joined(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a dataset of two states of a text."""
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"text": "over the lazy dog"}\n')
+    config = config_of(corpus, tmp_path / "out", input=[str(text)], workers=1, distributed=True)
+    work = distributed.DistributedTask._work
+
+    def changing(self: distributed.DistributedTask, claims: Claims) -> None:
+        work(self, claims)
+        text.write_text('{"text": "over the lazy fox"}\n')
+
+    monkeypatch.setattr(distributed.DistributedTask, "_work", changing)
+    with pytest.raises(DataError, match="changed"):
+        preprocess_together(config)
+    assert not Path(f"{config.output}.bin").exists()
+
+
+def test_a_dataset_of_changed_text_is_not_made_already(corpus: Path, tmp_path: Path) -> None:
+    """Catches a text that changed after its dataset was made, with the size that it had, and is taken for done."""
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"text": "over the lazy dog"}\n')
+    config = config_of(corpus, tmp_path / "out", input=[str(text)], workers=1, distributed=True)
+    assert isinstance(preprocess_together(config), PreprocessReport)
+    again = preprocess_together(config)
+    assert isinstance(again, TaskReport) and "made already" in str(again)
+    text.write_text('{"text": "over the lazy fox"}\n')
+    with pytest.raises(ConfigError, match="exists; choose another output"):
+        preprocess_together(config)
+
+
 def test_other_settings_do_not_mix(corpus: Path, tmp_path: Path) -> None:
     """Catches tasks whose texts or settings differ and that make one dataset, and a start for itself beside them."""
     config = config_of(corpus, tmp_path / "out", workers=1, distributed=True)

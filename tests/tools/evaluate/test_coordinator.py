@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,24 @@ import torch
 
 from megads.errors import EXIT_OK, CheckpointError, ConfigError, MegadsError, RankKilled
 from megads.evaluate.harness_tasks import load_tasks
+from megads.runtime.lease import claimed
 from megads.runtime.metrics import EventWriter, read_json_lines
 from megads.tools.evaluate.command import evaluate
 from megads.tools.evaluate.config import EvaluateConfig, EvaluationLauncher, EvaluationLayoutConfig
-from megads.tools.evaluate.coordinate import conclude
-from megads.tools.evaluate.evaluation_plan import EvaluationPlan, find_checkpoints, make_plan
-from megads.tools.evaluate.work_queue import WorkerRecord, WorkQueue
+from megads.tools.evaluate.coordinate import conclude, planned
+from megads.tools.evaluate.evaluation_plan import EvaluationPlan, find_checkpoints, identity_of, make_plan
+from megads.tools.evaluate.packing import WorkUnit
+from megads.tools.evaluate.work_queue import (
+    QueueState,
+    WorkerRecord,
+    WorkQueue,
+    can_go_on,
+    job_id,
+    open_units,
+    unit_id,
+)
 from megads.tools.evaluate.worker import MetricsWorker, ModelWorker
+from megads.tools.evaluate.worker_pool import WorkerJob
 from tests.command import Command, StartCommand
 from tests.small_run import hot_model, model_config, write_dataset, write_run
 from tests.tools.evaluate.test_command import COMMON, TASKS
@@ -183,6 +196,24 @@ def test_killed_workers(megads: StartCommand, plain: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
+def test_no_model_worker_is_left(megads: StartCommand) -> None:
+    """Catches an evaluation that waits for ever for model workers that have no start left, while others live."""
+    folder = megads.folder
+    make_run(folder)
+    running = start_evaluation(megads, "attempts=1")
+    running.wait_for(
+        lambda: len(list(folder.glob("run/evaluation/coordinator/*/workers/*.json"))) == 3 and len(living(folder)) == 2
+    )
+    for worker in living(folder):
+        os.kill(worker.pid, signal.SIGKILL)
+    ended = running.end(60)
+    assert ended.code == RankKilled.exit_code, ended
+    assert "model-0 ended with -9" in ended.err and "that was its last start" in ended.err
+    assert "no worker is left" in ended.err
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
 @pytest.mark.parametrize("everything", [False, True])
 def test_a_killed_coordinator(megads: StartCommand, plain: dict[str, Any], everything: bool) -> None:
     """Catches workers that go on for nobody, a second command that begins anew, and memory that stays taken."""
@@ -238,16 +269,84 @@ def test_workers_in_one_process(folder: Path, plain: dict[str, Any]) -> None:
     plan = make_plan(config, checkpoints, tasks, 2, "cpu", {})
     plan.write(queue.folder)
     assert EvaluationPlan.read(queue.folder) == plan
-    record = WorkerRecord.of_this_process("model")
-    with queue.joined(record) as change:
-        worker = ModelWorker(plan, queue, tasks, record.name, change)
+    record = WorkerRecord.of_this_process(role="model")
+    with queue.joined(record) as presence:
+        worker = ModelWorker(plan, queue, tasks, presence)
         worker.work()
         worker.close()
-        MetricsWorker(plan, queue, tasks, record.name, change).work()
+        MetricsWorker(plan, queue, tasks, presence).work()
     torch.set_num_threads(threads)
     assert conclude(config, plan, tasks, queue) == EXIT_OK
     assert results_in(folder / "run" / "evaluation") == plain and computed(folder) == len(plan.units)
     assert len(plan.units) > 3 * len(STEPS)
+
+
+def test_parts_that_do_not_fit_are_made_again(folder: Path) -> None:
+    """Catches a task whose documents changed under the workers, or whose part is damaged, that is waited for for ever,
+    and parts that the next start takes for good."""
+    config = EvaluateConfig(
+        "run", checkpoints="last:1", tasks=["choose", "read"], tasks_folder="tasks", device="cpu", batch_size=3,
+        workers=2, staging_folder=str(folder),
+    )  # fmt: skip
+    checkpoints, tasks = find_checkpoints(config), load_tasks(config.tasks, Path("tasks"))
+    queue = WorkQueue(folder / "state", attempts=1)
+    plan = make_plan(config, checkpoints, tasks, 2, "cpu", {})
+    record = WorkerRecord.of_this_process(role="model")
+    with queue.joined(record) as presence:
+        worker = ModelWorker(plan, queue, tasks, presence)
+        worker.work()
+        first, last = (next(unit for unit in plan.units if unit.task == name) for name in ("choose", "read"))
+        content = json.loads(queue.part_path(first).read_text())
+        for kind in content["kinds"].values():
+            kind["requests"] = "of others"
+        queue.part_path(first).write_text(json.dumps(content))
+        queue.part_path(last).write_text("{")
+        MetricsWorker(plan, queue, tasks, presence).work()
+        state = queue.look()
+        assert {unit_id(unit) for unit in plan.units} <= state.failed.keys() and not state.busy and not state.done
+        assert "changed during the evaluation" in state.failed[unit_id(first)][0]
+        assert "damaged" in state.failed[unit_id(last)][0]
+        queue.forget_attempts()
+        assert len(open_units(plan.units, queue.look())) == len(plan.units)
+        worker.work()
+        worker.close()
+        MetricsWorker(plan, queue, tasks, presence).work()
+    assert conclude(config, plan, tasks, queue) == EXIT_OK
+
+
+def test_changed_documents_are_another_evaluation(folder: Path) -> None:
+    """Catches results of documents that were there before, and an evaluation that begins anew for nothing."""
+
+    def identity(limit: int | None = None, examples: int | None = None) -> str:
+        config = EvaluateConfig(
+            "run", checkpoints="all", tasks=["choose"], tasks_folder="tasks", limit=limit, num_fewshot=examples
+        )
+        return identity_of(config, find_checkpoints(config), load_tasks(config.tasks, Path("tasks"), examples))
+
+    before, of_three, with_examples = identity(), identity(3), identity(3, 1)
+    assert identity() == before != of_three
+    rows = folder / "tasks" / "choose" / "rows.jsonl"
+    lines = rows.read_text().splitlines()
+    rows.write_text("\n".join([*lines[:-1], lines[-1].replace("attention", "retention")]))
+    assert identity() != before and identity(3) == of_three
+    # Examples may be any of the documents.
+    assert identity(3, 1) != with_examples
+
+
+def test_a_copy_has_a_plan_of_its_own(folder: Path) -> None:
+    """Catches a copy of a run whose results go to the original, as its workers seem to live."""
+    config = EvaluateConfig("run", checkpoints="all", tasks=["choose"], tasks_folder="tasks", device="cpu", workers=1)
+    checkpoints, tasks = find_checkpoints(config), load_tasks(config.tasks, Path("tasks"))
+    queue = WorkQueue(folder / "state", attempts=1)
+    plan = make_plan(config, checkpoints, tasks, 1, "cpu", {})
+    plan.write(queue.folder)
+    with queue.joined(WorkerRecord.of_this_process(role="model")):
+        assert planned(replace(config, workers=2), checkpoints, tasks, 2, "cpu", queue, WorkerJob(queue.folder)) == plan
+        shutil.copytree("run", "copy")
+        config = replace(config, run="copy")
+        copied = planned(config, find_checkpoints(config), tasks, 1, "cpu", queue, WorkerJob(queue.folder))
+    assert all(one.output.is_relative_to(folder / "copy") for one in copied.checkpoints)
+    assert EvaluationPlan.read(queue.folder) == copied
 
 
 @pytest.fixture
@@ -261,8 +360,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 REFUSED: list[tuple[dict[str, Any], type[MegadsError], str]] = [
     ({"checkpoints": "some"}, ConfigError, r"checkpoints = some: want all, last:<n>, or steps"),
+    ({"checkpoints": []}, ConfigError, r"checkpoints = \[\]: want all"),
     ({"checkpoints": [7]}, CheckpointError, "has no step 7; it has 1, 2, 3"),
     ({"workers": 0}, ConfigError, "workers = 0"),
+    ({"workers": 1, "device": "cuda:1"}, ConfigError, "each takes its own"),
+    ({"workers": 1, "device": "cuda"}, ConfigError, "device = cuda, but no GPU is visible"),
+    ({"workers": 1, "staging_folder": "nowhere"}, ConfigError, "staging_folder = nowhere: no folder"),
     ({"checkpoints": "all", "tasks": []}, ConfigError, "a coordinator evaluates tasks only"),
     ({"checkpoints": "all", "data": ["valid"]}, ConfigError, "a coordinator evaluates tasks only"),
     ({"checkpoints": "all", "layout": EvaluationLayoutConfig(tp=2)}, ConfigError, "hold a whole model each"),
@@ -278,12 +381,17 @@ REFUSED: list[tuple[dict[str, Any], type[MegadsError], str]] = [
 ]
 
 
-def test_refusals_and_the_dry_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refusals_and_the_dry_run(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches a traceback, a remedy that is not told, and a dry run that leaves something or says nothing."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     given: dict[str, Any] = {"run": "run", "tasks": ["choose", "both"], "tasks_folder": "tasks", "device": "cpu"}
     for changes, kind, said in REFUSED:
         with pytest.raises(kind, match=said):
             evaluate(EvaluateConfig(**(given | changes)))
+    with claimed(folder / "elsewhere" / "coordinator"), pytest.raises(ConfigError, match="evaluates there already"):
+        evaluate(EvaluateConfig(**(given | {"workers": 1, "output": "elsewhere"})))
     changes = {"checkpoints": "last:2", "workers": 2, "dry_run": True, "priority": {"choose": 3}}
     assert evaluate(EvaluateConfig(**(given | changes))) == EXIT_OK
     out = capsys.readouterr().out
@@ -295,19 +403,36 @@ def test_refusals_and_the_dry_run(folder: Path, capsys: pytest.CaptureFixture[st
 def test_attempts_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a unit that kills its worker for ever, two workers at one unit, and a dead worker's claim that counts."""
     queue = WorkQueue(tmp_path, attempts=2)
-    alive = WorkerRecord.of_this_process("model")
-    dead = WorkerRecord("dead", alive.node, alive.machine, alive.pid, alive.born + 1, "model")
+    alive = WorkerRecord.of_this_process(role="model")
+    dead = replace(alive, born=alive.born + 1)
     with queue.joined(alive), queue.joined(dead):
         state = queue.look()
         assert [worker.name for worker in state.workers] == [alive.name]
-        assert queue.claim("u", state, "dead") and not queue.claim("u", state, alive.name)
+        assert queue.claim("u", state, dead.name) and not queue.claim("u", state, alive.name)
         assert queue.look().is_open("u")
         assert queue.claim("u", queue.look(), alive.name)
+        queue.forget_attempts()
         assert queue.look().busy == {"u": alive.name}
         queue.fail("u", 2, "it is broken", 3)
         assert queue.look().failed == {"u": ("it is broken", 3)}
         queue.forget_attempts()
         assert queue.look().is_open("u")
         for _ in range(2):
-            assert queue.claim("u", queue.look(), "dead")
+            assert queue.claim("u", queue.look(), dead.name)
         assert queue.look().failed["u"][1] == RankKilled.exit_code
+
+
+def test_when_an_evaluation_cannot_go_on() -> None:
+    """Catches one that waits for workers that nobody starts, and one that ends while somebody is at work."""
+    units = [WorkUnit("a", "t", 0, 2, 1.0), WorkUnit("a", "t", 1, 2, 1.0), WorkUnit("a", "u", 0, 1, 1.0)]
+    first, second, other = map(unit_id, units)
+    elsewhere = WorkerRecord.of_this_process(role="model")
+    nothing = QueueState()
+    assert can_go_on(units, nothing, {"model"}) and not can_go_on(units, nothing, {"metrics"})
+    assert can_go_on(units, QueueState(workers=[elsewhere]), set())
+    half = QueueState(done={first, other})
+    assert can_go_on(units, half, {"metrics"}), "u waits for its metrics"
+    assert not can_go_on(units, QueueState(done={first, other, job_id("a", "u")}), {"metrics"})
+    assert can_go_on(units, QueueState(done={first, second}, busy={other: "somebody"}), {"model"})
+    measuring = QueueState(done={first, second, other}, busy={job_id("a", "t"): "x", job_id("a", "u"): "y"})
+    assert can_go_on(units, measuring, {"metrics"}) and not can_go_on(units, measuring, {"model"})

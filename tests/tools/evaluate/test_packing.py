@@ -64,16 +64,16 @@ def test_another_checkpoint_only_where_that_helps() -> None:
 def test_new_workers_spread_over_checkpoints() -> None:
     """Catches all workers on one checkpoint, and a node that reads what another node could compute."""
     units = [unit(f"{checkpoint}/{task}", 50.0) for checkpoint in "abcd" for task in range(20)]
-    crew: list[WorkerView] = []
+    workers: list[WorkerView] = []
     for number in range(4):
         new = WorkerView(f"n{number}")
         idle = [WorkerView(f"n{later}") for later in range(number + 1, 4)]
-        found = choose(units, new, [*crew, *idle], [view.loaded or "" for view in crew], COSTS)
+        found = choose(units, new, [*workers, *idle], [view.loaded or "" for view in workers], COSTS)
         assert found is not None
         units.remove(found)
-        crew.append(WorkerView(new.name, found.checkpoint))
-    assert sorted(view.loaded or "" for view in crew) == list("abcd")
-    assert choose(units, WorkerView("x"), [*crew, *(WorkerView(f"y{i}") for i in range(3))], "c", COSTS) is not None
+        workers.append(WorkerView(new.name, found.checkpoint))
+    assert sorted(view.loaded or "" for view in workers) == list("abcd")
+    assert choose(units, WorkerView("x"), [*workers, *(WorkerView(f"y{i}") for i in range(3))], "c", COSTS) is not None
 
 
 def test_long_tasks_are_split() -> None:

@@ -36,7 +36,7 @@ def states(folder: Path) -> dict[str, PointState]:
     return {point.assignment["optim.lr"]: point.state for point in read_points(folder)}
 
 
-def running(folder: Path, number: int) -> Point | None:
+def saved_point(folder: Path, number: int) -> Point | None:
     """The point, once it has saved a checkpoint."""
     points = read_points(folder)
     if len(points) <= number or not points[number].run_dir:
@@ -53,7 +53,7 @@ def test_a_sweep_with_every_kind_of_end(corpus: Path, megads: StartCommand) -> N
     folder = megads.folder / "runs" / "sweeps" / "mine"
     values = "optim.lr=1e-3,3e-3,1e30,-1,1e-2,3e-2"
     first = sweep_command(megads, corpus, values, "sweep.parallel=2")
-    first.wait_for(lambda: running(folder, 0) is not None)
+    first.wait_for(lambda: saved_point(folder, 0) is not None)
     killed = megads.folder / read_points(folder)[0].run_dir
     kill_run(killed)
     ended = first.end(600)
@@ -96,7 +96,7 @@ def test_ctrl_c_leaves_a_sweep_that_goes_on(corpus: Path, megads: StartCommand) 
     """Catches a signal that kills a point without saving, or starts the next one, and a sweep that then starts anew."""
     folder = megads.folder / "runs" / "sweeps" / "mine"
     first = sweep_command(megads, corpus, "optim.lr=1e-3,3e-3", train__steps=4000)
-    first.wait_for(lambda: running(folder, 0) is not None)
+    first.wait_for(lambda: saved_point(folder, 0) is not None)
     first.process.send_signal(signal.SIGINT)
     ended = first.end(600)
     assert ended.code == 5, ended

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from megads.tools.sweep.points import Point, read_points
+from megads.tools.sweep.points import read_points
 from tests.command import Command, StartCommand, events_of, small_model, steps_of
+from tests.tools.sweep.test_local_sweep import saved_point
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'megads[ray]'")
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
@@ -65,22 +66,13 @@ def sweep(cluster: dict[str, str], megads: StartCommand, corpus: Path, *override
     )  # fmt: skip
 
 
-def saved(folder: Path, number: int) -> Point | None:
-    """The point, once it has a checkpoint."""
-    points = read_points(folder)
-    if len(points) <= number or not points[number].run_dir:
-        return None
-    found = list((folder.parents[2] / points[number].run_dir / "checkpoints").glob("step_*/manifest.json"))
-    return points[number] if found else None
-
-
 def test_a_killed_sweep_finds_its_jobs(ray_cluster: dict[str, str], megads: StartCommand, corpus: Path) -> None:
     """Catches jobs that the same command submits again or loses, a dropped point that is submitted, and an exit code
     that Ray's is taken for."""
     folder = megads.folder / "runs" / "sweeps" / "mine"
     rates = "1e-3,3e-3,1e30,-1"
     first = sweep(ray_cluster, megads, corpus, rates=rates)
-    first.wait_for(lambda: saved(folder, 0) is not None, 400)
+    first.wait_for(lambda: saved_point(folder, 0) is not None, 400)
     # A login node that goes down: the jobs go on without the command that submitted them.
     first.kill_everything()
     before = read_points(folder)
@@ -102,7 +94,7 @@ def test_a_stopped_sweep_stops_its_jobs(ray_cluster: dict[str, str], megads: Sta
     """Catches jobs that go on after Ctrl-C, and one that trains and is killed without saving."""
     folder = megads.folder / "runs" / "sweeps" / "mine"
     started = sweep(ray_cluster, megads, corpus, "train.steps=5000", "sweep.parallel=1", rates="1e-3,3e-3")
-    started.wait_for(lambda: saved(folder, 0) is not None, 400)
+    started.wait_for(lambda: saved_point(folder, 0) is not None, 400)
     started.process.send_signal(signal.SIGINT)
     ended = started.end(400)
     assert ended.code == 5, ended

@@ -1,7 +1,7 @@
-"""The workers of one machine: started, started again where they die, and waited for.
+"""The worker processes of one machine, restarted where they die.
 
-The coordinator has a crew of its own on this machine; on SLURM every task of the job array is one:
-`python -m megads.tools.evaluate.crew <folder>`.
+The coordinator has a pool of its own on this machine; on SLURM every task of the job array runs one:
+`python -m megads.tools.evaluate.worker_pool <folder>`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn, Self
 
-from megads.errors import EXIT_OK, ConfigError
+from megads.errors import EXIT_BUG, EXIT_OK, ConfigError, MegadsError
 from megads.runtime.environment import HIDDEN_GPUS, available_core_numbers
 from megads.runtime.files import atomic_writer
 from megads.runtime.machine_memory import visible_gpus
@@ -28,7 +28,7 @@ from megads.runtime.process import signal_child, start_child
 from megads.runtime.slurm import ask
 from megads.tools.evaluate.config import EvaluateConfig
 from megads.tools.evaluate.evaluation_plan import EvaluationPlan
-from megads.tools.evaluate.work_queue import WorkQueue, is_over, read_note
+from megads.tools.evaluate.work_queue import METRICS, MODEL, WorkQueue, can_go_on, is_over, read_note
 
 _POLL_S = 0.5
 _STOP_WITHIN_S = 10.0
@@ -37,13 +37,14 @@ _JOB_FILE = "job.json"
 
 @dataclass
 class _Slot:
-    """Of one worker."""
+    """One worker of the pool, through all its starts."""
 
     name: str
     role: str
     cores: Sequence[int]
     variables: dict[str, str]
     starts: int = 0
+    gave_up: bool = False
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
 
@@ -53,14 +54,17 @@ def gpus_of(config: EvaluateConfig) -> list[str]:
         return []
     if config.device.startswith("cuda:"):
         raise ConfigError(f"device = {config.device}: of several workers each takes its own; give auto, cpu or cuda")
-    return visible_gpus()
+    gpus = visible_gpus()
+    if config.device == "cuda" and not gpus:
+        raise ConfigError("device = cuda, but no GPU is visible: give device=cpu, or auto")
+    return gpus
 
 
 def workers_of(config: EvaluateConfig) -> int:
     """Model workers of this machine.
 
     Raises:
-        ConfigError: there are more than GPUs.
+        ConfigError: there are fewer GPUs, or none where the config wants one.
     """
     gpus = gpus_of(config)
     workers = config.workers or len(gpus) or 1
@@ -77,13 +81,13 @@ def _slots(config: EvaluateConfig, tag: str) -> list[_Slot]:
         # With more workers than cores some share one: each has one thread all the same.
         first = number * width % len(cores)
         variables = {"CUDA_VISIBLE_DEVICES": gpus[number]} if gpus else HIDDEN_GPUS
-        slots.append(_Slot(f"{tag}model-{number}", "model", cores[first : first + width], dict(variables)))
+        slots.append(_Slot(f"{tag}model-{number}", MODEL, cores[first : first + width], dict(variables)))
     numbers = range(config.metric_workers)
-    return slots + [_Slot(f"{tag}metrics-{number}", "metrics", (), dict(HIDDEN_GPUS)) for number in numbers]
+    return slots + [_Slot(f"{tag}metrics-{number}", METRICS, (), dict(HIDDEN_GPUS)) for number in numbers]
 
 
-class Crew:
-    """Workers of this machine.
+class WorkerPool:
+    """The workers of this machine.
 
     Args:
         folder: of the evaluation.
@@ -96,7 +100,7 @@ class Crew:
         self._slots = _slots(config, tag)
 
     def __enter__(self) -> Self:
-        self.keep_up()
+        self.start_missing()
         return self
 
     def __exit__(
@@ -113,34 +117,38 @@ class Crew:
             signal_child(process, signal.SIGKILL)
             process.wait()
 
-    def keep_up(self) -> list[str]:
-        """Starts workers that are not there, those that died too; returns lines on what happened."""
+    def start_missing(self) -> list[str]:
+        """Starts the workers that do not run yet, and again those that died; returns a line for each death."""
         said = []
         for slot in self._slots:
             code = None if slot.process is None else slot.process.poll()
             if slot.process is not None and code is None:
                 continue
-            if code == EXIT_OK or slot.starts >= self._starts:
+            if code == EXIT_OK or slot.gave_up:
                 continue
             if code is not None:
-                said.append(f"worker {slot.name} ended with {code}, see {self.log(slot.name)}; it is started again")
+                slot.gave_up = slot.starts >= self._starts
+                end = "that was its last start" if slot.gave_up else "it is started again"
+                said.append(f"worker {slot.name} ended with {code}, see {self.log(slot.name)}; {end}")
+            if slot.gave_up:
+                continue
             command = ("-m", "megads.tools.evaluate.worker", str(self._folder), slot.role)
             slot.process = start_child(command, self.log(slot.name), slot.cores, slot.variables)
             slot.starts += 1
         return said
 
     @property
-    def working(self) -> bool:
-        """Whether any worker is there."""
-        return any(slot.process is not None and slot.process.poll() is None for slot in self._slots)
+    def roles(self) -> set[str]:
+        """Roles of the workers that run."""
+        return {slot.role for slot in self._slots if slot.process is not None and slot.process.poll() is None}
 
     def log(self, name: str) -> Path:
-        """Of a worker."""
+        """The log file of a worker."""
         return self._folder / "logs" / f"{name}.log"
 
 
 class WorkerJob:
-    """The SLURM job array whose tasks are crews.
+    """The SLURM job array whose tasks are worker pools.
 
     Args:
         folder: of the evaluation, which keeps the job's id for the next command.
@@ -187,18 +195,20 @@ class WorkerJob:
 
 
 def main() -> NoReturn:
-    """Keeps up a crew until the evaluation is over, or no worker is left."""
-    parser = argparse.ArgumentParser(prog="python -m megads.tools.evaluate.crew")
+    """Runs the workers of this node until the evaluation is over, or nothing of the rest can be done."""
+    parser = argparse.ArgumentParser(prog="python -m megads.tools.evaluate.worker_pool")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tag", default="", help="begins the names of logs")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, _leave)
     plan = EvaluationPlan.read(given.folder)
     queue = WorkQueue(given.folder, plan.config.attempts)
-    with Crew(given.folder, plan.config, given.tag) as crew:
-        while not is_over(plan.units, queue.look()) and crew.working:
-            for line in crew.keep_up():
+    with WorkerPool(given.folder, plan.config, given.tag) as pool:
+        while not is_over(plan.units, state := queue.look()):
+            for line in pool.start_missing():
                 print(line, flush=True)
+            if not can_go_on(plan.units, state, pool.roles):
+                break
             time.sleep(_POLL_S)
     sys.exit(EXIT_OK)
 
@@ -208,4 +218,8 @@ def _leave(number: int, _frame: FrameType | None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except MegadsError as error:
+        print(f"megads: {error}", file=sys.stderr)
+        sys.exit(error.exit_code or EXIT_BUG)
