@@ -53,7 +53,7 @@ _PROGRESS = re.compile(
 )
 _EXCEPTION = re.compile(
     r"(?:^|[\s\]:|│])(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Failure)(?::\s|\s*$)|"
-    r"(?:^|[\s\]:|│])(?:[a-z_]\w*\.)+[A-Z]\w+(?::\s|\s*$)|\b(?:ERROR|FATAL|CRITICAL|error:)|"
+    r"(?:^|[\s\]:|│])(?:[a-z_]\w*\.)+[A-Z]\w+(?::\s|\s*$)|\b(?:ERROR|FATAL|CRITICAL|(?:\w+_)?error:)|"
     r"Assertion .*failed|what\(\):"
 )
 _SPECULATION = re.compile(
@@ -68,7 +68,7 @@ _CONTINUED = re.compile(r"\s+\S")
 _MOST_CONTINUED = 3
 _IGNORED_COMMAND = re.compile(r"^(?:\S*/)?(?:rm|rmdir|ln|ls|chmod|chown|mkdir|ulimit|module|source|cd): ")
 """A command of a job script, after whose failure the script goes on."""
-_WRAPPER = re.compile(r"\b(?:raised|following (?:error|exception)\b.*):\s*$")
+_WRAPPER = re.compile(r"\b(?:raised|following (?:error|exception)\b.*|\w*Error: \S.*):\s*$")
 """An exception that only introduces the next line's."""
 _PASSING = re.compile(
     r"\b(?:WARNING|WARN|(?:User|Future|Deprecation|Runtime)Warning|INFO|DEBUG|NOTICE)\b|(?:^|\[)[WI](?:\d{3,4})? |"
@@ -76,7 +76,7 @@ _PASSING = re.compile(
 )
 _SERIOUS = re.compile(
     r"NCCL WARN|kernel:|NVRM|slurmstepd|srun:|Xid|\bnvidia-nvswitch|closing signal|death signal|got signal|NCCL EP|"
-    r"elastic|not compatible with the current PyTorch|loss scale to (?:0(?:\.0*)?\s*$|[\d.]+e-\d)"
+    r"elastic|not compatible with the current PyTorch|[Tt]ried to allocate|loss scale to (?:0(?:\.0*)?\s*$|[\d.]+e-\d)"
 )
 _RETRIED = re.compile(
     r"\bretry(?:ing)?\b(?! (?:count|limit|exc))|will (?:be )?retr|\battempt \d+|falling? ?back|\bignor(?:ed|ing)\b|"
@@ -92,13 +92,13 @@ _RANKS = (
 )
 _FRAME = re.compile(r'File "[^"]+", line \d+, in ')
 _OTHER_FRAME = re.compile(
-    r"(?:^|[\s│|])(?:File )?(?P<path>[\w~.<>/\\-]+\.py)(?::(?P<line>\d+))?,?\s+in\s+<?(?P<function>\w+)(?:>|\(|\s*│|\s*$)"
+    r"(?:^|[\s│|])(?:File )?(?P<path>[\w~.<>/\\-]+\.py)(?::(?P<line>\d+))?,?\s+in\s+<?(?:\w+\.)*(?P<function>\w+)(?:>|\(|\s*│|\s*$)"
 )
 """A frame as IPython and rich print it."""
 _QUOTED_SOURCE = re.compile(r"^(?:-+> ?|\s+|\s*[│|]\s+(?:[❱>]\s*)?)\d+(?:\s{2}|\s+[│|]|$)")
 """A line of source code behind its number, as IPython and rich quote it."""
 _NATIVE_FRAME = re.compile(r"^\s*(?:\[\w+\]:\s*)?(?:frame )?#\d+:? ")
-_RAISED = re.compile(r"^(?:\[\w+\]:)?[\s\d│|❱>-]*(?:raise (?:\w+\.)*(?P<kind>\w+)|assert\b.*,)")
+_RAISED = re.compile(r"^(?:\[\w+\]:)?[\s\d│|❱>-]*(?:raise (?:\w+\.)*(?P<kind>\w+)|assert\b.*(?:,|\b(?:args|cfg|config|hparams|options|settings)\b))")
 _TABLE_RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)")
 _NODES = (re.compile(r"(?:^|\s)([\w.-]+) kernel:"), re.compile(r"srun: error: ([\w.-]+): tasks?\b"))
 _MONTHS = {
