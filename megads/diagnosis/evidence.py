@@ -92,13 +92,18 @@ _RANKS = (
 )
 _FRAME = re.compile(r'File "[^"]+", line \d+, in ')
 _OTHER_FRAME = re.compile(
-    r"(?:^|[\s│|])(?:File )?(?P<path>[\w~.<>/\\-]+\.py)(?::(?P<line>\d+))?,?\s+in\s+<?(?:\w+\.)*(?P<function>\w+)(?:>|\(|\s*│|\s*$)"
+    r"(?:^|[\s│|])(?:File )?(?P<path>[\w~.<>/\\-]+\.py)(?::(?P<line>\d+))?,?\s+in\s+"
+    r"<?(?:\w+\.)*(?P<function>\w+)(?:>|\(|\s*│|\s*$)"
 )
 """A frame as IPython and rich print it."""
 _QUOTED_SOURCE = re.compile(r"^(?:-+> ?|\s+|\s*[│|]\s+(?:[❱>]\s*)?)\d+(?:\s{2}|\s+[│|]|$)")
 """A line of source code behind its number, as IPython and rich quote it."""
 _NATIVE_FRAME = re.compile(r"^\s*(?:\[\w+\]:\s*)?(?:frame )?#\d+:? ")
-_RAISED = re.compile(r"^(?:\[\w+\]:)?[\s\d│|❱>-]*(?:raise (?:\w+\.)*(?P<kind>\w+)|assert\b.*(?:,|\b(?:args|cfg|config|hparams|options|settings)\b))")
+_RAISED = re.compile(
+    r"^(?:\[\w+\]:)?[\s\d│|❱>-]*"
+    r"(?:raise (?:\w+\.)*(?P<kind>\w+)|assert\b.*(?:,|\b(?:args|cfg|config|hparams|options|settings)\b))"
+)
+"""Code that raises an error, or asserts with a message or something of a setting."""
 _TABLE_RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)")
 _NODES = (re.compile(r"(?:^|\s)([\w.-]+) kernel:"), re.compile(r"srun: error: ([\w.-]+): tasks?\b"))
 _MONTHS = {

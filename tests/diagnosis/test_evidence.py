@@ -145,7 +145,7 @@ def test_frames_of_python_ipython_and_rich(frame: str) -> None:
 
 
 def test_a_check_that_somebody_wrote_is_of_a_setting() -> None:
-    """Catches an error that the program raises itself judged like one that Python came upon, and the other way round."""
+    """Catches an error that the program raises itself judged like one of Python, and the other way round."""
 
     def cause(source: str, error: str) -> Cause:
         return only(f'  File "/data/mine/train.py", line 3, in build\n    {source}\n{error}\n').signature.cause
