@@ -159,9 +159,11 @@ def _ranked(findings: Sequence[LogFinding], order: dict[str, int]) -> list[LogFi
     strongest = max(finding.strength for finding in findings)
     timed = all(finding.time_s is not None for finding in findings if finding.strength == strongest)
 
-    def key(finding: LogFinding) -> tuple[float, float, int, int]:
+    def key(finding: LogFinding) -> tuple[float, bool, float, int, int]:
         time_s = finding.time_s if timed and finding.time_s is not None else 0.0
-        return -finding.strength, time_s, order[finding.file], finding.line
+        # That a program was aborted says less than what else is said around it, often in the next line.
+        only_ended = finding.strength == Strength.cascade and finding.signature.cause is Cause.process_killed_unknown
+        return -finding.strength, only_ended, time_s, order[finding.file], finding.line
 
     return sorted(findings, key=key)
 

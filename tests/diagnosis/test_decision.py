@@ -115,6 +115,16 @@ def test_an_exception_that_introduces_another() -> None:
     assert found.cause == Cause.import_or_build_error
 
 
+def test_that_a_program_was_aborted_says_less_than_what_it_threw() -> None:
+    """Catches the abort taken for the cause because it came first, and the cause lost where nothing else is said."""
+    aborted = "terminate called after throwing an instance of 'gloo::IoException'\nFatal Python error: Aborted\n"
+    thrown = "  what():  [gloo/transport/tcp/pair.cc:9] Connection closed by peer [10.0.0.1]:5\n"
+    assert decide([log("a", aborted + thrown)]).cause == Cause.nccl_remote_or_network
+    assert decide([log("a", aborted)]).cause == Cause.process_killed_unknown
+    crashed = decide([log("a", "Fatal Python error: Segmentation fault\n" + thrown)])
+    assert crashed.cause == Cause.process_killed_unknown
+
+
 def test_what_slurm_ends_because_a_task_left_is_no_preemption() -> None:
     """Catches the cancelled step taken for the cause, and one that was cancelled from outside taken for a failure."""
     cancelled = "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2024-05-01T10:00:00 ***\n"
