@@ -19,8 +19,7 @@ from megads.engine.interface import TrainEngine
 from megads.errors import ConfigError, DataError
 from megads.evaluate.harness_tasks import documents_within, load_tasks
 from megads.evaluate.scoring import Batching, RescoredContinuation, Scorer
-from megads.evaluate.task_hook import AskedTasks, TaskEvaluationHook
-from megads.evaluate.validation import ValidationHook
+from megads.evaluate.validation import AskedTasks, TaskEvaluationHook, ValidationHook
 from megads.ops.config import Compile
 from megads.parallel.grid import ParallelGrid
 from megads.runtime.heartbeat import VALIDATING, Heartbeat

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megads.checkpoint.config import EVERYTHING, History, list_checkpoints, step_folder
+from megads.checkpoint.config import EVERYTHING, History, fetched_folder, list_checkpoints, step_folder
 from megads.checkpoint.fresh_start import continues_fresh_start, leaves_a_ledger, own_history, recorded_history
 from megads.checkpoint.initial import WeightSource, open_source, read_weights
 from megads.checkpoint.local import LocalCheckpoint
@@ -24,7 +24,6 @@ from megads.checkpoint.read import (
 )
 from megads.checkpoint.shared_read import read_shards
 from megads.checkpoint.store import on_first
-from megads.checkpoint.url import fetched_folder
 from megads.config import RootConfig, batch_size_schedule, config_at, run_spans
 from megads.data.config import DataConfig
 from megads.data.indexed.recorded import DataRecord, read_record, renamed_datasets

@@ -41,14 +41,13 @@ from megads.data.sampling.runs import TrainSource
 from megads.engine import build_train_engine
 from megads.engine.autotune import autotune_attention, autotune_operators, record_tuning
 from megads.engine.interface import EngineSpec, TrainEngine
-from megads.engine.layer_norms import LayerNormsHook, layer_names
 from megads.engine.operator_trials import OperatorWork
 from megads.engine.stragglers import StragglerHook
 from megads.engine.timeline import TimelineHook
 from megads.errors import Preempted, StopRequested
 from megads.evaluation_hooks import evaluation_hooks, needs_tokens, packing
 from megads.frozen_config import computation_digest, config_digest
-from megads.monitor.hooks import HookContext, MetricsHook, plugin_hooks
+from megads.monitor.hooks import HookContext, LayerNormsHook, MetricsHook, layer_names, plugin_hooks
 from megads.ops.attention_kinds import AttentionKind
 from megads.ops.config import Kernels
 from megads.ops.resolve import load

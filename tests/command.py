@@ -154,6 +154,14 @@ class StartCommand(Protocol):
     ) -> Command: ...
 
 
+def finished_run(start: StartCommand, name: str, arguments: Sequence[str]) -> Path:
+    """Trains to the end in a folder of this name; returns it."""
+    run_dir = start.folder / name
+    ended = start("train", *arguments, f"run.dir={run_dir}").end()
+    assert ended.code == 0, ended.err
+    return run_dir
+
+
 class _Starter:
     def __init__(self, folder: Path, server: CommandServer | None):
         self.folder, self._server = folder, server

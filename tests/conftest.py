@@ -64,6 +64,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     counts = defaultdict[int, Counter[str]](Counter)
     for outcome in ("passed", "failed", "error", "skipped"):
         for report in terminalreporter.stats.get(outcome, []):
+            if not isinstance(report, pytest.TestReport):
+                continue  # a module that was skipped as a whole
             for name, number in report.user_properties:
                 if name == "fault":
                     counts[number][outcome] += 1

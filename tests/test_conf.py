@@ -197,10 +197,10 @@ def test_llama3_405b_is_the_published_run() -> None:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is published of a run.
+    """A published run, in the units of its paper; what that leaves open is assumed, as the recipe's first lines say.
 
     Attributes:
-        gpus: of the layout, published or ours.
+        gpus: of the layout.
         tokens: of the whole run.
         batches: tokens a step, first and last; of every stage where the run has some.
         lr: peak learning rate.

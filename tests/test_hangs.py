@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megads.launch.evidence import main_thread_stack
-from tests.command import StartCommand, events_of, small_model, steps_of
+from tests.command import StartCommand, events_of, finished_run, small_model, steps_of
 from tests.faults import HANG_STEP, HANG_WAY
 
 pytestmark = pytest.mark.distributed
@@ -17,9 +17,7 @@ SEEN_WITHIN_S = 30.0
 
 @pytest.fixture(scope="module")
 def undisturbed(corpus: Path, module_megads: StartCommand) -> Path:
-    run_dir = module_megads.folder / "undisturbed"
-    assert module_megads("train", *hanging_run(corpus), f"run.dir={run_dir}").end().code == 0
-    return run_dir
+    return finished_run(module_megads, "undisturbed", hanging_run(corpus))
 
 
 def hanging_run(corpus: Path) -> list[str]:

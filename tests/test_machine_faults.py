@@ -12,7 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.command import Command, StartCommand, checkpoint_of, checksums, events_of, small_model, steps_of
+from tests.command import (
+    Command,
+    StartCommand,
+    checkpoint_of,
+    checksums,
+    events_of,
+    finished_run,
+    small_model,
+    steps_of,
+)
 from tests.faults import CLOCK_JUMPED, FAULTY_RANK
 
 pytestmark = pytest.mark.distributed
@@ -102,10 +111,7 @@ def memory_group() -> Iterator[MemoryGroup]:
 @pytest.fixture(scope="module")
 def reference(corpus: Path, module_megads: StartCommand) -> Path:
     """A run without faults; read only."""
-    run_dir = module_megads.folder / "reference"
-    ended = module_megads("train", *overrides(corpus), f"run.dir={run_dir}").end()
-    assert ended.code == 0, ended.err
-    return run_dir
+    return finished_run(module_megads, "reference", overrides(corpus))
 
 
 def overrides(corpus: Path) -> list[str]:

@@ -27,7 +27,6 @@ import megads.engine.zero_optimizer
 import megads.model.attention
 import megads.model.gpt
 import megads.parallel.loss
-import megads.parallel.recompute
 import megads.parallel.sharding
 from megads.batch import BatchInfo, MicroBatch
 from megads.engine.optimizer import Bucket, BucketAdamW, NamedParameter
@@ -350,7 +349,7 @@ def positions_from_zero_on_every_shard() -> None:
 
 
 def recomputation_of_the_latest_micro_batch() -> None:
-    inner = megads.parallel.recompute.recompute_module
+    inner = megads.engine.stage_pipeline.recompute_module
 
     def recompute_module(block: Any) -> None:
         def forward(hidden: Tensor, _info: Any, *, original: Any = block.forward) -> Tensor:
@@ -366,7 +365,7 @@ def recomputation_of_the_latest_micro_batch() -> None:
         latest[:] = [self._micro_batches[micro_batch].info]
         begin(self, micro_batch, stage)
 
-    megads.parallel.recompute.recompute_module = recompute_module
+    megads.engine.stage_pipeline.recompute_module = recompute_module
     StageEngine._HANDLERS |= {ActionKind.forward: forward_pass}
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command import StartCommand, checkpoint_of, checksums, events_of, small_model, steps_of
+from tests.command import StartCommand, checkpoint_of, checksums, events_of, finished_run, small_model, steps_of
 from tests.faults import FAULTY_RANK, FAULTY_STEP, SUSPICIOUS_STEP
 
 pytestmark = pytest.mark.distributed
@@ -15,10 +15,7 @@ pytestmark = pytest.mark.distributed
 @pytest.fixture(scope="module")
 def reference(corpus: Path, module_megads: StartCommand) -> Path:
     """A run without faults; read only."""
-    run_dir = module_megads.folder / "reference"
-    ended = module_megads("train", *overrides(corpus), f"run.dir={run_dir}").end()
-    assert ended.code == 0, ended.err
-    return run_dir
+    return finished_run(module_megads, "reference", overrides(corpus))
 
 
 def overrides(corpus: Path) -> list[str]:
@@ -84,10 +81,7 @@ def test_a_persistent_fault_is_skipped_and_said_to_be_one(corpus: Path, megads: 
 @pytest.fixture(scope="module")
 def pipeline(corpus: Path, module_megads: StartCommand) -> Path:
     """A run of two stages of two tensor-parallel ranks without faults; read only."""
-    run_dir = module_megads.folder / "pipeline"
-    ended = module_megads("train", *pipeline_overrides(corpus), f"run.dir={run_dir}").end()
-    assert ended.code == 0, ended.err
-    return run_dir
+    return finished_run(module_megads, "pipeline", pipeline_overrides(corpus))
 
 
 def pipeline_overrides(corpus: Path) -> list[str]:
@@ -134,8 +128,7 @@ def test_a_gradient_that_explodes_is_computed_again_before_it_is_applied(corpus:
     """Catches a suspicious step whose update is made before anybody looks, and a data spike that is called a fault."""
     watched = {"resilience__spikes__window_steps": 8, "resilience__spikes__patience_steps": 1}
     arguments = small_model(corpus, parallel__dp=2, train__steps=16, optim__lr=1e-4, **watched)
-    reference, run_dir = megads.folder / "reference", megads.folder / "run"
-    assert megads("train", *arguments, f"run.dir={reference}").end().code == 0
+    reference, run_dir = finished_run(megads, "reference", arguments), megads.folder / "run"
     checked = [*arguments, f"run.dir={run_dir}", "resilience.check_suspicious_steps=true"]
     ended = megads("train", *checked, fault="huge_product_once").end()
     assert ended.code == 0, ended.err

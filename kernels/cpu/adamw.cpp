@@ -2,6 +2,8 @@
 
 #include <cmath>
 
+#include "denormals.h"
+
 namespace megads {
 namespace {
 
@@ -34,6 +36,7 @@ State updated(State old, Floats grad, const AdamWFactors& f) {
 template <typename T>
 void adamw(const float* grad, float* master, float* exp_avg, float* exp_avg_sq, T* weights, const AdamWFactors& factors,
            int64_t first, int64_t last) {
+  const FlushDenormals flush;
   int64_t i = first;
   for (; i + kLanes <= last; i += kLanes) {
     const State now = updated({load(master + i), load(exp_avg + i), load(exp_avg_sq + i)}, load(grad + i), factors);

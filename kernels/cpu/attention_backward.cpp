@@ -1,4 +1,5 @@
 #include "attention_blocks.h"
+#include "denormals.h"
 
 namespace megads {
 namespace {
@@ -309,6 +310,7 @@ template <typename T>
 void attention_backward(const Attention& shape, BackwardPart part, const AttentionBackward<T>& tensors, int64_t first,
                         int64_t last) {
   const auto run = shape.dropout.samples ? run_backward<true, T> : run_backward<false, T>;
+  const FlushDenormals flush;
   run(shape, part, tensors, first, last);
 }
 

@@ -1,4 +1,5 @@
 #include "attention_blocks.h"
+#include "denormals.h"
 
 namespace megads {
 namespace {
@@ -161,6 +162,7 @@ template <typename T>
 void attention_forward(const Attention& shape, Rows<const T> q, Rows<const T> k, Rows<const T> v, Rows<T> out,
                        float* statistics, int64_t first, int64_t last) {
   const auto run = shape.dropout.samples ? run_forward<true, T> : run_forward<false, T>;
+  const FlushDenormals flush;
   run(shape, q, k, v, out, statistics, first, last);
 }
 

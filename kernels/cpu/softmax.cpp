@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "denormals.h"
 #include "lanes.h"
 
 namespace megads {
@@ -137,6 +138,7 @@ void backward(const MaskedSoftmax& shape, const T* grad, const T* out, T* grad_s
 template <typename T>
 void softmax_forward(const MaskedSoftmax& shape, const T* scores, T* out, T* dropped, int64_t first, int64_t last) {
   const auto run = shape.dropout.samples ? forward<true, T> : forward<false, T>;
+  const FlushDenormals flush;
   run(shape, scores, out, dropped, first, last);
 }
 
@@ -144,6 +146,7 @@ template <typename T>
 void softmax_backward(const MaskedSoftmax& shape, const T* grad, const T* out, T* grad_scores, T* dropped,
                       int64_t first, int64_t last) {
   const auto run = shape.dropout.samples ? backward<true, T> : backward<false, T>;
+  const FlushDenormals flush;
   run(shape, grad, out, grad_scores, dropped, first, last);
 }
 

@@ -31,6 +31,5 @@ __all__ = [
     "store",
     "tensor_file",
     "upload",
-    "url",
     "writer",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Mapping
@@ -307,3 +308,17 @@ EVERYTHING = History()
 def newest_before(run_dir: Path, step: int) -> Path | None:
     """The checkpoint of the latest step before this one; None where there is none."""
     return next((folder for at, folder in reversed(list_checkpoints(run_dir).items()) if at < step), None)
+
+
+def fetched_folder(url: str, run_dir: Path) -> Path:
+    """Where a run keeps what it fetches of a URL; always the same for a URL."""
+    return run_dir / "downloads" / _folder_name_of(url)
+
+
+def described_folder(url: str, cache: Path) -> Path:
+    """Where a user's cache keeps what a run at a URL says of itself, without its tensors."""
+    return cache / "init_from" / _folder_name_of(url)
+
+
+def _folder_name_of(url: str) -> str:
+    return hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:12]

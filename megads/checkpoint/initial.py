@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megads.checkpoint.config import described_folder
 from megads.checkpoint.manifest import read_manifest
 from megads.checkpoint.read import CheckpointHandle, differing_keys, open_checkpoint, read_into, readable_folders
-from megads.checkpoint.url import described_folder
 from megads.data.indexed.recorded import read_record
 from megads.data.indexed.run_tokenizer import TokenizerRecord
 from megads.engine.interface import Shard

@@ -19,7 +19,6 @@ __all__ = [
     "deepspeed_adapter",
     "deepspeed_options",
     "interface",
-    "layer_norms",
     "operator_trials",
     "scoring_engine",
     "stragglers",

@@ -1,8 +1,8 @@
 """DeepSpeed's own AdamW (optim.impl=deepspeed): CPUAdam for masters on a CPU, FusedAdam for those on a GPU.
 
-Only the kernels: masters, moments and the number of steps are where every other optimizer has them, so checkpoints are
-the same and a run may go on with another optim.impl. torch compiles the kernels at first use and keeps them in its
-cache of extensions (TORCH_EXTENSIONS_DIR); `python -m megads.engine.deepspeed_adam cpu|cuda` does so before the ranks.
+Only the kernels are DeepSpeed's. Master weights, moments and step count are stored as for every other optimizer, so
+checkpoints are the same, and a run can continue with another optim.impl. torch compiles the kernels at first use and
+caches them (TORCH_EXTENSIONS_DIR); `python -m megads.engine.deepspeed_adam cpu|cuda` does so before the ranks start.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from megads.optim.config import OptimConfig
 from megads.optim.masters import MasterUpdate, UpdateRule
 
 _CHUNK = 2**16
-"""Elements of a block of FusedAdam, as in DeepSpeed's optimizer."""
+"""Chunk size of FusedAdam's multi-tensor kernel, in elements, as in DeepSpeed's optimizer."""
 _ADAMW_MODE = 1
-"""Of FusedAdam: decoupled weight decay; 0 is Adam with an L2 penalty."""
+"""Mode of FusedAdam: decoupled weight decay; 0 is Adam with an L2 penalty."""
 _ids = itertools.count()
 
 
 def deepspeed_adamw(optim: OptimConfig, device: torch.device) -> UpdateRule | None:
-    """DeepSpeed's AdamW where optim.impl asks for it; None: another one's.
+    """DeepSpeed's AdamW with optim.impl=deepspeed; None with any other.
 
     Raises:
-        ConfigError: it cannot be compiled or loaded here.
+        ConfigError: see `load_adam`.
     """
     return DeepSpeedAdamW(optim, device) if optim.impl is Implementation.deepspeed else None
 
@@ -61,10 +61,10 @@ class DeepSpeedAdamW:
             self._on_cpu(update)
 
     def _on_cpu(self, update: MasterUpdate) -> None:
-        """One master.
+        """Updates one master.
 
-        CPUAdam multiplies powers of the decay rates from step to step, but computes them by pow() in the first step
-        after a resume: other bits. An object that is new in every step always takes pow().
+        CPUAdam keeps the powers of the decay rates and multiplies them by the rates in every step, but computes them by
+        pow() in its first step: after a resume the bits would differ. So every step makes a new object.
         """
         betas = (self._beta1, self._beta2)
         self._op.create_adam(self._id, update.lr, *betas, self._eps, update.weight_decay, True, False)
@@ -75,7 +75,7 @@ class DeepSpeedAdamW:
         )  # fmt: skip
 
     def _on_gpu(self, update: MasterUpdate) -> None:
-        overflow = torch.zeros(1, dtype=torch.int32, device=update.master.device)  # wanted; the norm was finite
+        overflow = torch.zeros(1, dtype=torch.int32, device=update.master.device)  # required; never set here
         lists = [[update.grad], [update.master], [update.state["exp_avg"]], [update.state["exp_avg_sq"]]]
         bias_correction = 1
         self._op.multi_tensor_adam(

@@ -28,7 +28,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.pipe.schedule import OptimizerStep, PipeInstruction, PipeSchedule, ReduceGrads
+from deepspeed.runtime.pipe.schedule import PipeInstruction, PipeSchedule
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from packaging.version import Version
 from torch import Tensor, nn
@@ -61,10 +61,10 @@ def require_deepspeed(version: str = deepspeed.__version__) -> None:
 
 
 def load_adam(*, cuda: bool) -> Any:
-    """The module of DeepSpeed's CPUAdam or FusedAdam, which is compiled first where it has to be.
+    """The extension module of DeepSpeed's CPUAdam or FusedAdam; compiles it if it is not in torch's cache.
 
     Raises:
-        ConfigError: it cannot be compiled or loaded here.
+        ConfigError: it cannot be compiled or loaded on this machine.
     """
     name, builder = ("FusedAdam", FusedAdamBuilder) if cuda else ("CPUAdam", CPUAdamBuilder)
     try:
@@ -162,19 +162,6 @@ class PipelineStages(PipelineModule):  # type: ignore[misc]
         """Nothing to send: both copies of a tied weight are drawn from the same random stream."""
 
 
-class ActionRunner(Protocol):
-    """Does what a rank's instructions say."""
-
-    def run(self, action: Action) -> None:
-        """Runs one action of a schedule."""
-
-    def reduce_gradients(self) -> None:
-        """After the last backward pass of a step."""
-
-    def step_optimizer(self) -> None:
-        """After the reduction."""
-
-
 class RunAction(PipeInstruction):  # type: ignore[misc]
     """Runs one action of a schedule, its only argument."""
 
@@ -185,19 +172,16 @@ class RankInstructions(PipeSchedule):  # type: ignore[misc]
     Args:
         schedule: of all ranks.
         rank: the pipeline rank.
-        trains: gradients are reduced and the optimizer steps in the end.
     """
 
-    def __init__(self, schedule: Schedule, rank: int, *, trains: bool) -> None:
+    def __init__(self, schedule: Schedule, rank: int) -> None:
         super().__init__(schedule.micro_batches, schedule.placement.num_ranks, rank)
-        self._actions, self._trains = schedule.actions[rank], trains
+        self._actions = schedule.actions[rank]
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         """One list an action."""
         for action in self._actions:
             yield [RunAction(action=action)]
-        if self._trains:
-            yield [ReduceGrads(), OptimizerStep()]
 
     def num_pipe_buffers(self) -> int:
         """None of DeepSpeed's: what a micro-batch leaves on a stage is kept under their numbers."""
@@ -248,32 +232,21 @@ class PipelineExecutor(PipelineEngine):  # type: ignore[misc]
         self.optimizer = make_optimizer()
         self.basic_optimizer = self.optimizer.adamw
 
-    def execute(self, schedule: Schedule, runner: ActionRunner, *, trains: bool) -> None:
-        """Has this rank's part of a schedule done.
+    def execute(self, schedule: Schedule, run: Callable[[Action], None]) -> None:
+        """Executes this rank's actions of a schedule, in order.
 
         Args:
             schedule: of all ranks.
-            runner: does it.
-            trains: gradients are reduced and the optimizer steps in the end.
+            run: executes one action.
         """
-        self._runner = runner
-        self._exec_schedule(RankInstructions(schedule, self.stage_id, trains=trains))
+        self._run = run
+        self._exec_schedule(RankInstructions(schedule, self.stage_id))
 
     def _run_action(self, action: Action) -> None:
-        self._runner.run(action)
-
-    def _reduce_gradients(self) -> None:
-        self._runner.reduce_gradients()
-
-    def _step_optimizer(self) -> None:
-        self._runner.step_optimizer()
+        self._run(action)
 
     # The stock map holds function objects, so overriding methods alone would change nothing.
-    _INSTRUCTION_MAP: ClassVar[dict[type, Any]] = {
-        RunAction: _run_action,
-        ReduceGrads: _reduce_gradients,
-        OptimizerStep: _step_optimizer,
-    }
+    _INSTRUCTION_MAP: ClassVar[dict[type, Any]] = {RunAction: _run_action}
 
 
 def zero_settings(spec: EngineSpec, bucket_elements: int) -> dict[str, Any]:
@@ -566,7 +539,7 @@ class ZeroExecutor(DeepSpeedEngine):  # type: ignore[misc]
         self.set_gradient_accumulation_boundary(last)
 
     def forget_gradients(self) -> None:
-        """Drops what the micro-batches since the last step have added up, as a step does that overflows."""
+        """Drops the gradients accumulated since the last step, as DeepSpeed's step does after an overflow."""
         self.optimizer.zero_grad()
         if self.zero_optimization_stage() == 3:
             self.optimizer._pre_step()

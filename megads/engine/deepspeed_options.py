@@ -1,4 +1,4 @@
-"""What a launcher asks of DeepSpeed without importing it: which settings are passed on, and to compile its AdamW."""
+"""What the launcher does about DeepSpeed without importing it: checks extra settings, and compiles its AdamW."""
 
 from __future__ import annotations
 
@@ -126,16 +126,16 @@ def _check_keys(given: Mapping[str, Any], prefix: str, passed: tuple[str, ...]) 
 
 
 def build_adam(say: Callable[[str], None], *, cuda: bool) -> None:
-    """Compiles DeepSpeed's AdamW where it is not yet, in a process of its own: once for all ranks, and before them.
+    """Compiles DeepSpeed's AdamW before the ranks start, unless it is in torch's cache; in a subprocess.
 
     Args:
-        say: told what is being waited for.
+        say: prints a line.
         cuda: the model is on GPUs.
 
     Raises:
-        ConfigError: it cannot be compiled or loaded here.
+        ConfigError: it cannot be compiled or loaded on this machine.
     """
-    say(f"optim.impl=deepspeed: DeepSpeed's {'FusedAdam' if cuda else 'CPUAdam'}, compiled where it is not yet")
+    say(f"optim.impl=deepspeed: compiling DeepSpeed's {'FusedAdam' if cuda else 'CPUAdam'} unless it is cached")
     command = [sys.executable, "-m", "megads.engine.deepspeed_adam", "cuda" if cuda else "cpu"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -102,48 +102,49 @@ class StepResult:
     culprit: Culprit | None = None
 
 
-class Repeated(NamedTuple):
-    """What one rank saw of a step whose computations differ: two by itself, two by a peer, in turns.
+class ComputeComparison(NamedTuple):
+    """Four computations of one rank's samples in a step: by its peer, by itself, and both once more.
 
     Attributes:
-        rank: this rank, whose samples they are.
-        peer: that computed them, too; the rank itself where nobody else holds the same weights.
-        place: pipeline and data-parallel coordinates of the rank. Ranks of one place exchange messages in one order.
-        here: where the two computations of the rank part; None: they are equal.
-        elsewhere: likewise the two of the peer.
-        between: likewise the last of the peer and the last of the rank.
+        rank: whose samples they are.
+        peer: the other rank that computed them; the rank itself if no other one holds the same weights.
+        coordinates: pipeline and data-parallel rank. Ranks of the same coordinates run the same collectives in the same
+            order, so the indices of their traces are comparable.
+        by_rank: how the two computations of the rank differ; None: they do not.
+        by_peer: how the two computations of the peer differ.
+        across: how the last computations of the two differ.
     """
 
     rank: int
     peer: int
-    place: tuple[int, int]
-    here: Difference | None
-    elsewhere: Difference | None
-    between: Difference | None
+    coordinates: tuple[int, int]
+    by_rank: Difference | None
+    by_peer: Difference | None
+    across: Difference | None
 
 
 class ComputeCheck(Protocol):
-    """Decides which steps are computed twice, and what follows where the two differ; the same on every rank."""
+    """Decides which steps are computed twice, and what happens if the two differ; the same on every rank."""
 
     def is_due(self) -> bool:
-        """Whether the next step is computed twice whatever comes out."""
+        """Whether the next step is computed twice whatever its loss and gradient norm."""
         ...
 
     def suspects(self, loss: float, grad_norm: float) -> bool:
-        """Whether the step with this loss and gradient norm is computed again before it changes the weights."""
+        """Whether a step of this loss and gradient norm is computed again before it changes the weights."""
         ...
 
-    def judge(self, seen: list[Repeated]) -> None:
-        """Is given what every rank saw where computations differ; raises where training must not go on."""
+    def judge(self, comparisons: list[ComputeComparison]) -> None:
+        """Called with the comparisons of all ranks when computations differ; raises if training must end."""
         ...
 
-    def confirm(self, first: tuple[float, float], again: tuple[float, float], ranks: list[int]) -> None:
-        """Is told what came out of a suspicious step.
+    def report_suspicious(self, first: tuple[float, float], again: tuple[float, float], ranks: list[int]) -> None:
+        """Called when a suspicious step has been computed again.
 
         Args:
-            first: loss and gradient norm that were suspicious.
-            again: those that its later computations agree on.
-            ranks: whose own gradients differ between the two.
+            first: the suspicious loss and gradient norm.
+            again: loss and gradient norm of the last computation, which is applied.
+            ranks: whose own gradients, before any reduction, differ between the two.
         """
         ...
 
@@ -218,11 +219,11 @@ class TrainEngine(Protocol):
         ...
 
     def losses_by_position(self, micro_batches: Sequence[MicroBatch], positions: int) -> Tensor:
-        """As `evaluate`, apart by the positions of tokens as the model counts them.
+        """Like `evaluate`, with a sum for each position id.
 
         Args:
             micro_batches: of this rank.
-            positions: more than any token has.
+            positions: number of position ids; larger than any that occurs.
 
         Returns:
             fp64 [2, positions] on the CPU, the same on every rank: the sum of the losses in nats, and the tokens.
@@ -233,9 +234,9 @@ class TrainEngine(Protocol):
         """Scores every unmasked label without dropout; every rank gets the scores of all ranks' rows.
 
         Args:
-            micro_batches: of this rank, as in `evaluate`, all rows of one length. Rows are numbered by their sample_ids
-                from 0 over all ranks.
-            num_rows: rows with a number from here on are filling.
+            micro_batches: of this rank, as in `evaluate`, all rows of one length. Their sample_ids number the rows of
+                all ranks from 0.
+            num_rows: rows of this number and above are padding.
         """
         ...
 
@@ -256,56 +257,60 @@ class TrainEngine(Protocol):
         ...
 
     def replicas(self) -> list[Replica]:
-        """Working weights and optimizer state of this rank, and who must hold the same (N8); in one order on all ranks
-        of a line. Under ZeRO-3 there are no working weights."""
+        """Working weights and optimizer state of this rank, and the ranks that must hold the same bits (N8). The order
+        is the same on all ranks of a line. Under ZeRO-3 there are no working weights."""
         ...
 
     def stale_weights(self) -> list[str]:
-        """Names of the parameters of which a working weight of this rank is not its own master weight, rounded, bit for
-        bit. Under ZeRO-3 none is looked at."""
+        """Names of the parameters whose working weights on this rank are not its master weights, rounded, bit for bit.
+        Empty under ZeRO-3, which has no working weights."""
         ...
 
-    def watch_gradients(self, watch: Callable[[list[Shard]], None] | None) -> None:
-        """Calls `watch` at every following step with this rank's reduced gradients, before clipping.
+    def watch_gradients(self, watch: Callable[[list[Shard]], None]) -> None:
+        """Calls `watch` once, in the next step, with this rank's reduced gradients: before their norm is computed and
+        they are clipped. If the step is computed several times (check_compute), these are the gradients that are
+        applied. Several callers may watch the same step.
 
         Args:
             watch: gets owned shards of kind "gradient", fp32; they are views that the step overwrites, so copy what is
-                to be kept. None ends the watch.
+                to be kept.
         """
         ...
 
     def before_update(self, wait: Callable[[], None] | None) -> None:
-        """Calls `wait` at every following step before the optimizer's state changes: somebody still reads it. None ends
-        that."""
+        """Calls `wait` in every following step before the optimizer's state changes; it returns when the state may
+        change. None ends the calls."""
         ...
 
     def watch_activations(self, watch: Callable[[str, Tensor], None] | None) -> None:
-        """Calls `watch` in every following training pass with the name and the output of each layer of this rank.
+        """Calls `watch` in every following training forward pass with the name and the output of each layer of this
+        rank, but the head.
 
         Args:
-            watch: gets [b, t, h], this rank's share of it, without a gradient; not to be kept, as memory is used again.
-                The head is left out. None ends the watch.
+            watch: gets this rank's share of the output, [b, t, h], detached; do not keep it: its memory is reused. None
+                ends the calls.
         """
         ...
 
     def rerun_nonfinite(self, note: Callable[[StepResult, StepResult], None] | None) -> None:
-        """Computes every step that is not finite once more, from the same weights and micro-batches, which it left as
-        they were; the second result is the step's.
+        """Computes every step that is not finite once more, from the same weights and micro-batches: its update was
+        skipped. The second result is that of the step. Finite steps do not wait for the device, unlike `check_compute`.
 
         Args:
-            note: is given both results. None ends it.
+            note: called with both results. None ends the reruns.
         """
         ...
 
     def check_compute(self, check: ComputeCheck | None) -> None:
-        """Computes steps twice or more where the check says so, before the weights change, and compares bit for bit
-        what each rank computed. The step's result is that of the last computation, in which nothing differs from an
-        unchecked step's. None ends it.
+        """Computes the steps that the check chooses at least twice before the weights change, and compares bit for bit
+        what each rank computed. The last computation is applied; it equals that of an unchecked step bit for bit. None
+        ends the checks.
         """
         ...
 
     def watch_spans(self, watch: Callable[[list[Span]], None]) -> None:
-        """Times the next step, and calls `watch` at its end with what this rank did in it, beside others who asked."""
+        """Times the next step, and calls `watch` at its end with what this rank did in it. Several callers may watch
+        the same step."""
         ...
 
     @property

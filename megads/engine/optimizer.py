@@ -45,15 +45,15 @@ CLIP_EPSILON = 1e-6
 
 
 class Bucket:
-    """Parameters whose gradients travel together.
+    """Parameters whose gradients are reduced in one collective.
 
     Attributes:
         layout: where each parameter lies.
         copies: the parameters of every slot: one, or the embedding and the head that share it on one stage.
         master: fp32 weights of this rank's slice, which the optimizer updates.
         gradient: fp32, this rank's slice of the sum over all ranks; from the reduction to the end of the step.
-        missing: gradients that the running backward pass still owes.
-        squares: of every slot's own sum, the sum of squares before the reduction mixes it with other ranks'; fp64.
+        missing: gradients that the current backward pass has not computed yet.
+        squares: by slot, the sum of squares of this rank's own gradient, before the reduction; fp64.
         own_weights: this rank's slice of the working weights.
         pair: the ranks that hold the copies of a tied embedding; None for anything else.
         average: fp32, this rank's slice of the running average of the weights; None: none is kept.
@@ -145,7 +145,7 @@ class Bucket:
         return self._main_grad
 
     def main_grad(self) -> Tensor:
-        """This rank's own gradients, all that there will be; a parameter that got none has zeros."""
+        """This rank's own gradients of the whole step, fp32; zeros for parameters that got none."""
         main_grad = self._room()
         for slot in self._empty:
             main_grad[self.layout.slots[slot].start : self.layout.slots[slot].stop] = 0.0
@@ -239,9 +239,9 @@ class StateRange(NamedTuple):
 class BucketAdamW:
     """The optimizer of one rank, AdamW or another.
 
-    With AdamW the host waits for nothing in a step: that a norm is not finite, and the step therefore none, is seen by
-    the device. Other optimizers wait for the factor of clipping. Whoever reads `norm` after a step, with whatever else
-    he wants to know of it, says so by `settle`.
+    With AdamW the host does not wait for the device in a step: the device itself skips a step whose norm is not finite.
+    Other optimizers wait for the clipping factor. The caller reads `norm` after a step and passes its value to
+    `settle`.
 
     Attributes:
         buckets: in the order in which a backward pass completes them.
@@ -251,8 +251,8 @@ class BucketAdamW:
         sharded: data-parallel ranks hold the state of a slice each (ZeRO-1).
         last_backward: set by the engine before the last backward pass of a stage in a step, and the last part of it
             where it has two: buckets reduce as they complete.
-        watch: is called at every step after the reduction and before clipping, while buckets hold their gradients.
-        before_update: is called at every step before masters and the optimizer's state change.
+        watch: called first in every `step`, while buckets hold the reduced gradients.
+        before_update: called in every step before masters and the optimizer's state change.
     """
 
     def __init__(
@@ -346,7 +346,7 @@ class BucketAdamW:
         """Before the first micro-batch of a step.
 
         Args:
-            overlap: buckets reduce as they complete; else in `reduce`, and `own_gradients` can be asked for before.
+            overlap: buckets reduce as they complete; else only in `reduce`, before which `own_gradients` is valid.
         """
         self.last_backward, self._launched, self._overlap = False, 0, overlap
         for bucket in self.buckets:
@@ -386,23 +386,12 @@ class BucketAdamW:
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
-        """Norm, clipping, the update and the new weights; a step whose norm is not finite leaves everything as it was.
-
-        To be settled before the next one.
+        """Computes the norm, clips, updates the masters and gathers the new weights; a step whose norm is not finite
+        changes nothing. Call `settle` before the next step.
         """
-        self.measure()
-        self.update(learning_rate)
-
-    @torch.no_grad()
-    def measure(self) -> None:
-        """The norm, before clipping."""
-        self.norm = self._norm()
-
-    @torch.no_grad()
-    def update(self, learning_rate: float) -> None:
-        """All of `step` but `measure`, which went before."""
         if self.watch is not None:
             self.watch()
+        self.norm = self.global_norm()
         if self.before_update is not None:
             self.before_update()
         self._update(learning_rate)
@@ -410,10 +399,10 @@ class BucketAdamW:
             bucket.master.grad = bucket.gradient = None
 
     def settle(self, norm: float) -> None:
-        """Takes note of what the last step was.
+        """Sets `grad_norm` and `skipped` of the last step.
 
         Args:
-            norm: the value of `norm`.
+            norm: the value of `norm`, on the host.
         """
         self.skipped = not norm < math.inf
         self.grad_norm = math.inf if self.skipped else norm
@@ -441,8 +430,9 @@ class BucketAdamW:
                 bounds.setdefault(part.bucket, []).append((part.start, part.start + part.length))
         return {bucket: Pieces(of_bucket, bucket.master.device) for bucket, of_bucket in bounds.items()}
 
-    def _norm(self) -> Tensor:
-        """The global 2-norm, fp64 scalar on the device."""
+    @torch.no_grad()
+    def global_norm(self) -> Tensor:
+        """2-norm of the reduced gradients of all ranks, before clipping; fp64 scalar on the device. Collective."""
         square = torch.zeros_like(self.norm)
         for bucket, pieces in self._normed.items():
             square += square_sums(gradient_of(bucket), pieces, self._kernels).sum()

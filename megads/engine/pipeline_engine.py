@@ -40,11 +40,11 @@ Key = tuple[int, int]
 
 
 FORWARD_KINDS = (ActionKind.load, ActionKind.forward, ActionKind.send_activation, ActionKind.receive_activation)
-"""What is left of a step when nothing is trained."""
+"""The actions of an evaluation."""
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The same schedule without its backward passes: what waits for less cannot wait for ever."""
+    """The same schedule without its backward passes: fewer actions add no dependency, so it cannot deadlock."""
     rows = tuple(tuple(action for action in row if action.kind in FORWARD_KINDS) for row in schedule.actions)
     return Schedule(schedule.name, schedule.placement, schedule.micro_batches, rows)
 
@@ -66,7 +66,7 @@ class InFlight:
 
 @dataclass
 class DeferredBackward:
-    """What a backward pass defers to its second part: gradients of weights, and the p2p buffers they need."""
+    """What a backward pass defers to its second part: weight gradients, and the p2p buffers that they read."""
 
     gradients: DeferredWgrads
     buffers: list[Tensor]
@@ -173,52 +173,41 @@ class StageEngine:
             self._forward_schedules[micro_batches] = forward_only(self._schedule(micro_batches))
         return self._forward_schedules[micro_batches]
 
-    def _run(self, schedule: Schedule, *, trains: bool) -> None:
+    def _run(self, schedule: Schedule) -> None:
         self._p2p.begin(schedule, self._message_shape)
-        self._executor.execute(schedule, self, trains=trains)
+        self._executor.execute(schedule, self._run_action)
         self._p2p.finish()
 
-    def run_training_step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> Tensor | None:
-        """Forward, backward, reduction and optimizer step; returns the sum of the losses on the last stage's rank."""
-        self._learning_rate = learning_rate
-        if self.watch_spans is not None:
-            self._spans.begin()
-        self._begin(micro_batches)
-        self.optimizer.begin()
-        self.module.train()
-        self._run(self._schedule(len(micro_batches)), trains=True)
-        if self.watch_spans is not None:
-            self.watch_spans(self._spans.end())
-            self.watch_spans = None
-        return self.total_loss
-
-    def compute(self, micro_batches: Sequence[MicroBatch], *, overlap: bool) -> Tensor | None:
+    def compute(self, micro_batches: Sequence[MicroBatch], *, overlap: bool = True) -> Tensor | None:
         """See StepEngine."""
         if self.watch_spans is not None:
             self._spans.begin()
         self._begin(micro_batches)
         self.optimizer.begin(overlap=overlap)
         self.module.train()
-        self._run(self._schedule(len(micro_batches)), trains=False)
+        self._run(self._schedule(len(micro_batches)))
         if self._trace.recording:
-            self._trace.place = "before any reduction"
+            self._trace.context = "before any reduction"
             for name, gradient in self.optimizer.own_gradients():
-                self._trace.note(f"the gradient of {name}", gradient)
+                self._trace.record(f"the gradient of {name}", gradient)
         return self.total_loss
 
     def forget(self) -> None:
         """See StepEngine: `compute` begins anew."""
 
-    def reduce(self) -> Tensor:
+    def reduce(self) -> None:
         """See StepEngine."""
-        self.reduce_gradients()
-        self.optimizer.measure()
-        return self.optimizer.norm
+        with self._spans.span("reduce_gradients"):
+            self.optimizer.reduce()
+
+    def reduced_norm(self) -> Tensor:
+        """See StepEngine."""
+        return self.optimizer.global_norm()
 
     def update(self, learning_rate: float) -> None:
         """See StepEngine."""
         with self._spans.span("optimizer_step"):
-            self.optimizer.update(learning_rate)
+            self.optimizer.step(learning_rate)
         if self.watch_spans is not None:
             self.watch_spans(self._spans.end())
             self.watch_spans = None
@@ -233,11 +222,11 @@ class StageEngine:
         self._begin(micro_batches)
         self.module.eval()
         with torch.no_grad():
-            self._run(self._forward_schedule(len(micro_batches)), trains=False)
+            self._run(self._forward_schedule(len(micro_batches)))
         return self.total_loss
 
     def _message_shape(self, micro_batch: int) -> tuple[int, ...]:
-        """[b, t, h] of what a micro-batch's stages pass on; every stage knows it, so that nobody has to say it."""
+        """[b, t, h] of the activations between stages; every rank computes it, so it need not be sent."""
         batch, parallel = self._micro_batches[micro_batch], self._parallel
         if batch.info.sequence_index is not None:
             tokens = len(batch.info.sequence_index)
@@ -288,13 +277,13 @@ class StageEngine:
         """Waits for a message; the wait is what its span shows."""
         with self._spans.span(receive, micro_batch, stage):
             buffer = self._p2p.take(Action(receive, micro_batch, stage))
-        self._note_place(receive, micro_batch, stage)
-        self._trace.note("a message received", buffer, received=True)
+        self._set_context(receive, micro_batch, stage)
+        self._trace.record("a message received", buffer, received=True)
         return buffer
 
-    def _note_place(self, kind: ActionKind, micro_batch: int, stage: int) -> None:
+    def _set_context(self, kind: ActionKind, micro_batch: int, stage: int) -> None:
         if self._trace.recording:
-            self._trace.place = f"{kind.value.replace('_', ' ')} of micro-batch {micro_batch}, stage {stage}"
+            self._trace.context = f"{kind.value.replace('_', ' ')} of micro-batch {micro_batch}, stage {stage}"
 
     def _forward(self, micro_batch: int, stage: int) -> None:
         hidden, buffer = self._input(micro_batch, stage)
@@ -303,11 +292,11 @@ class StageEngine:
 
     def _run_forward(self, micro_batch: int, stage: int, hidden: Tensor, buffer: Tensor | None) -> None:
         info = self._info(micro_batch, stage)
-        self._note_place(ActionKind.forward, micro_batch, stage)
+        self._set_context(ActionKind.forward, micro_batch, stage)
         root: Tensor | GradientEdge
         if self._is_last(stage):
             output = root = self.module.loss(hidden, info, self._targets.pop(micro_batch))
-            self._trace.note("the loss", output)
+            self._trace.record("the loss", output)
             self.total_loss = output.detach().clone() if self.total_loss is None else self.total_loss + output.detach()
         else:
             output = self.module(stage, hidden, info)
@@ -343,7 +332,7 @@ class StageEngine:
     def _backward_weight(self, micro_batch: int, stage: int) -> None:
         self._note_last(micro_batch)
         deferred = self._deferred.pop((micro_batch, stage))
-        self._note_place(ActionKind.backward_weight, micro_batch, stage)
+        self._set_context(ActionKind.backward_weight, micro_batch, stage)
         with torch.no_grad(), self._spans.span(ActionKind.backward_weight, micro_batch, stage):
             deferred.gradients.compute(self.optimizer)
         for buffer in deferred.buffers:
@@ -357,12 +346,12 @@ class StageEngine:
         self._note_last(micro_batch)
         passed = self._in_flight.pop((micro_batch, stage))
         gradient, buffer = self._output_gradient(micro_batch, stage)
-        self._note_place(kind, micro_batch, stage)
+        self._set_context(kind, micro_batch, stage)
         with self._spans.span(kind, micro_batch, stage):
             torch.autograd.backward(passed.root, gradient)
         if not self._is_first(stage):
             assert passed.input.grad is not None
-            self._trace.note("the gradient of a stage's input", passed.input.grad)
+            self._trace.record("the gradient of a stage's input", passed.input.grad)
             self._input_gradients[micro_batch, stage] = passed.input.grad
         return [used for used in (passed.buffer, buffer) if used is not None]
 
@@ -382,18 +371,7 @@ class StageEngine:
     def _receive_gradient(self, micro_batch: int, stage: int) -> None:
         self._p2p.post(Action(ActionKind.receive_gradient, micro_batch, stage))
 
-    def reduce_gradients(self) -> None:
-        """See ActionRunner."""
-        with self._spans.span("reduce_gradients"):
-            self.optimizer.reduce()
-
-    def step_optimizer(self) -> None:
-        """See ActionRunner."""
-        with self._spans.span("optimizer_step"):
-            self.optimizer.step(self._learning_rate)
-
-    def run(self, action: Action) -> None:
-        """See ActionRunner."""
+    def _run_action(self, action: Action) -> None:
         self._HANDLERS[action.kind](self, action.micro_batch, action.stage)
 
     _HANDLERS: ClassVar[dict[ActionKind, Callable[[StageEngine, int, int], None]]] = {

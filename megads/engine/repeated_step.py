@@ -1,33 +1,40 @@
 """Computes the forward and backward passes of a step again, from the same weights, and compares them bit for bit.
 
-The second computation runs on other processors where there are any: data-parallel ranks hold the same weights, so each
-computes the samples of the next one. Then a processor that always makes the same mistake is found, too. The last
-computation is each rank's own, and it is the one whose gradients are reduced and applied.
+Data-parallel ranks hold the same weights, so each of them also computes the samples of the next one: a processor that
+makes the same mistake every time is found, too. The last computation of a rank is that of its own samples, whose
+gradients are reduced and applied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from megads.batch import MicroBatch
-from megads.engine.interface import Repeated
+from megads.engine.interface import ComputeComparison
 from megads.model.stage_names import HEAD
-from megads.parallel.compute_trace import Difference, Trace, rotated, rotated_batches
+from megads.parallel.compute_trace import Difference, Trace, next_rank_batches, ring_shift
 from megads.parallel.grid import ParallelGrid
 
 
-class _Computed(NamedTuple):
-    """A computation of this rank's samples, and its loss where it was made here on the last stage."""
+class _Computation(NamedTuple):
+    """One computation of this rank's samples.
+
+    Attributes:
+        trace: of the rank that made it.
+        loss_sum: of the samples, if this rank made it and holds the last stage.
+    """
 
     trace: Trace
     loss_sum: Tensor | None = None
+
+    def difference(self, other: _Computation) -> Difference | None:
+        return self.trace.first_difference(other.trace)
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,7 @@ class RepeatedStep:
         grid: the ranks.
         layers: of this rank, by their names in the whole model.
         compute: one forward and backward pass over micro-batches of whole samples, no gradient reduced or applied.
-        forget: drops the gradients that `compute` has left.
+        forget: drops the gradients that `compute` has accumulated.
         device: where this rank computes.
     """
 
@@ -49,37 +56,37 @@ class RepeatedStep:
     device: torch.device
 
     def run(
-        self, micro_batches: Sequence[MicroBatch], judge: Callable[[list[Repeated]], None], *, known: bool = False
+        self, micro_batches: Sequence[MicroBatch], judge: Callable[[list[ComputeComparison]], None]
     ) -> Tensor | None:
-        """Computes the step twice, and twice more where the two differ; collective over the world.
+        """Computes the step twice, and twice more if the two differ; collective over the world.
 
         Args:
             micro_batches: of this rank, whole samples.
-            judge: is given what all ranks saw when computations differed, and raises where training must not go on.
-            known: the step was computed before, and its gradients are still there.
+            judge: called with the comparisons of all ranks if computations differ; raises if training must end.
 
         Returns:
-            The sum of the losses where the last stage is; the gradients are those of this rank's own samples.
+            The sum of the losses on ranks of the last stage. The gradients are those of this rank's own samples.
         """
-        handles = self._watch_layers()
+        handles = [
+            layer.register_forward_hook(partial(self._record_output, name))
+            for name, layer in self.layers
+            if name != HEAD
+        ]
         try:
-            if known:
-                self.forget()
-            theirs = self._of_next_rank(micro_batches)
-            first, second = self._elsewhere(theirs), self._here(micro_batches)
-            if not self.grid.control.any(_parted(first, second) is not None):
+            next_batches = self._next_rank_batches(micro_batches)
+            first, second = self._compute_on_peer(next_batches), self._compute(micro_batches)
+            if not self.grid.control.any(first.difference(second) is not None):
                 return second.loss_sum
-            self.forget()
-            third, fourth = self._elsewhere(theirs), self._here(micro_batches)
-            mine = Repeated(
+            third, fourth = self._compute_on_peer(next_batches), self._compute(micro_batches)
+            comparison = ComputeComparison(
                 self.grid.rank,
                 self._peer,
                 (self.grid.pp.rank, self.grid.dp.rank),
-                here=_parted(second, fourth),
-                elsewhere=_parted(first, third),
-                between=_parted(third, fourth),
+                by_rank=second.difference(fourth),
+                by_peer=first.difference(third),
+                across=third.difference(fourth),
             )
-            judge(self.grid.control.gather(mine, Repeated))
+            judge(self.grid.control.gather(comparison, ComputeComparison))
             return fourth.loss_sum
         finally:
             for handle in handles:
@@ -87,46 +94,29 @@ class RepeatedStep:
 
     @property
     def _peer(self) -> int:
-        """The rank that computes this rank's samples, too: this one itself where no other holds the same weights."""
+        """The rank that also computes this rank's samples; this rank itself if no other one holds the same weights."""
         dp = self.grid.dp
         return dp.ranks[(dp.rank - 1) % dp.size]
 
-    def _of_next_rank(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+    def _next_rank_batches(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         dp = self.grid.dp
         if dp.size == 1:
             return micro_batches
-        return rotated_batches(micro_batches, dp.ranks, dp.group, self.device)
+        return next_rank_batches(micro_batches, dp.ranks, dp.group, self.device)
 
-    def _elsewhere(self, theirs: Sequence[MicroBatch]) -> _Computed:
-        """This rank computes the samples of the next one, and returns what the one before computed of its own."""
-        trace, dp = self._here(theirs).trace, self.grid.dp
-        self.forget()
+    def _compute_on_peer(self, next_batches: Sequence[MicroBatch]) -> _Computation:
+        """Computes the samples of the next rank, and returns what the peer computed of this rank's."""
+        trace, dp = self._compute(next_batches).trace, self.grid.dp
         if dp.size == 1:
-            return _Computed(trace)
-        return _Computed(trace._replace(checksums=rotated(trace.checksums, dp.ranks, -1, dp.group)))
+            return _Computation(trace)
+        return _Computation(trace._replace(checksums=ring_shift(trace.checksums, dp.ranks, -1, dp.group)))
 
-    def _here(self, micro_batches: Sequence[MicroBatch]) -> _Computed:
+    def _compute(self, micro_batches: Sequence[MicroBatch]) -> _Computation:
+        self.forget()
         trace = self.grid.trace
         trace.begin()
         loss_sum = self.compute(micro_batches)
-        return _Computed(trace.end(), loss_sum)
+        return _Computation(trace.end(), loss_sum)
 
-    def _watch_layers(self) -> list[RemovableHandle]:
-        handles = []
-        for name, layer in self.layers:
-            if name != HEAD:
-                handles.append(layer.register_forward_hook(partial(self._note_output, name)))
-        return handles
-
-    def _note_output(self, name: str, layer: nn.Module, _inputs: Any, output: Tensor) -> None:
-        self.grid.trace.note(f"the output of {name}", output)
-
-
-def _parted(one: _Computed, other: _Computed) -> Difference | None:
-    return one.trace.first_difference(other.trace)
-
-
-def own_norms(norms: Iterable[Tensor]) -> list[float]:
-    """2-norms of a rank's own gradients, on the host."""
-    held = list(norms)
-    return torch.stack(held).tolist() if held else []
+    def _record_output(self, name: str, layer: nn.Module, _inputs: Any, output: Tensor) -> None:
+        self.grid.trace.record(f"the output of {name}", output)

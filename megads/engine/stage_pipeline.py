@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.utils.checkpoint import checkpoint
 
 from megads.batch import BatchInfo
 from megads.engine.deepspeed_adapter import PipelineStages
@@ -20,13 +21,12 @@ from megads.model.config import sharding_of
 from megads.model.gpt import StageSpec, stage_specs, use_kernels
 from megads.model.stage_names import EMBEDDING, HEAD, TIED_COPY, TIED_PARAMETER, is_block
 from megads.ops.config import Compile, KernelOp
-from megads.parallel.config import SPLIT_SCHEDULES, ParallelConfig
+from megads.parallel.config import SPLIT_SCHEDULES, ParallelConfig, Recompute
 from megads.parallel.context import gather_in_cores
 from megads.parallel.loss import TokenMeanLoss
 from megads.parallel.partition import ShardingTable, block_modes, stage_bounds
 from megads.parallel.rank_order import axis_lines
-from megads.parallel.recompute import recompute_cores, recompute_whole
-from megads.parallel.sharding import ParameterPlacement, materialise, shard_stage
+from megads.parallel.sharding import ParameterPlacement, attention_cores, materialise, shard_stage
 from megads.parallel.weight_gradients import SplitLayer
 
 
@@ -91,6 +91,9 @@ def wrap_blocks(
 ) -> None:
     """Makes the blocks among stages recompute what the config says, compiled if it says so.
 
+    `full` recomputes whole blocks; `selective` the attention cores alone, which hold many activations and few FLOPs
+    (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models").
+
     Args:
         stages: by their names in the whole model, cut already; all that the rank holds.
         parallel: the layout.
@@ -101,9 +104,38 @@ def wrap_blocks(
     """
     blocks = {name: stage for name, stage in stages.items() if is_block(name)}
     modes = block_modes(parallel, pipeline_rank, len(blocks))
-    recompute_cores(blocks, modes, table)
+    for (name, block), mode in zip(blocks.items(), modes, strict=True):
+        if mode is Recompute.selective:
+            for core in attention_cores(block, name, table):
+                recompute_module(core)
     compile_blocks(list(blocks.values()), compiled, splits=gradients_in_place or parallel.schedule in SPLIT_SCHEDULES)
-    recompute_whole(blocks.values(), modes)
+    for block, mode in zip(blocks.values(), modes, strict=True):
+        if mode is Recompute.full:
+            recompute_module(block)
+
+
+def recomputed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The same function with activation checkpointing: autograd keeps its arguments only, and backward calls it again
+    (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost").
+
+    All that the function depends on and that may have changed until backward must be among its arguments: under 1F1B
+    other micro-batches run forward in between. It must be pure; random generators are not restored, as dropout draws
+    from the sample's own stream. Without gradients nothing is kept and nothing runs twice.
+
+    Collectives inside run again too, in the same order on all ranks of a tensor-parallel group, which run the same
+    schedule.
+    """
+
+    def call(*args: Any) -> Tensor:
+        output: Tensor = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+        return output
+
+    return call
+
+
+def recompute_module(module: nn.Module) -> None:
+    """Makes a module's own forward a recomputed one, wherever it is called."""
+    module.forward = recomputed(module.forward)  # type: ignore[method-assign]
 
 
 def alias_of(parameter: nn.Parameter) -> nn.Parameter:

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from megads.batch import MicroBatch
 from megads.engine.deepspeed_adapter import local_shape, prepare_deepspeed
 from megads.engine.interface import ComputeCheck, Culprit, EngineSpec, EvaluationResult, Replica, Shard, StepResult
-from megads.engine.repeated_step import RepeatedStep, own_norms
+from megads.engine.repeated_step import RepeatedStep
 from megads.engine.stage_pipeline import placement_of
 from megads.model.stage_names import HEAD
 from megads.parallel.context import cut_micro_batch
@@ -57,6 +57,10 @@ class Symptoms(NamedTuple):
 def not_finite(finite: Sequence[Tensor]) -> list[bool]:
     """Which of some bool scalars on one device are False; waits for it once."""
     return torch.stack(list(finite)).logical_not().tolist() if finite else []
+
+
+def _to_host(scalars: Sequence[Tensor]) -> list[float]:
+    return torch.stack(list(scalars)).tolist() if scalars else []
 
 
 def find_culprit(ranks: Sequence[Symptoms]) -> Culprit:
@@ -160,7 +164,7 @@ class HeldTensors(NamedTuple):
     Attributes:
         parameter: the parameter.
         first: index of the run's first element in the flattened local parameter.
-        owned: no other rank speaks for these elements.
+        owned: no other rank owns these elements, see NamedParameter.
         tensors: flat views by kind, see `Shard`.
     """
 
@@ -174,9 +178,9 @@ class StepEngine(Protocol):
     """Runs forward and backward passes and the optimizer of one rank.
 
     Attributes:
-        watch_gradients: is called at every step after the reduction and before clipping.
-        watch_spans: is given what the rank did in the next step, once.
-        before_update: is called at every step before the optimizer's state changes.
+        watch_gradients: called first in every `update`: gradients are reduced, their norm is not computed yet.
+        watch_spans: called once, at the end of the next step, with what the rank did in it.
+        before_update: called in every step before the optimizer's state changes.
     """
 
     watch_gradients: Callable[[], None] | None
@@ -198,16 +202,12 @@ class StepEngine(Protocol):
         """Global 2-norm of the last step before clipping, fp64 scalar on the device."""
         ...
 
-    def run_training_step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> Tensor | None:
-        """Forward, backward, reduction and optimizer step; returns the sum of the losses on the last stage's rank."""
-        ...
-
-    def compute(self, micro_batches: Sequence[MicroBatch], *, overlap: bool) -> Tensor | None:
+    def compute(self, micro_batches: Sequence[MicroBatch], *, overlap: bool = True) -> Tensor | None:
         """Forward and backward passes; `reduce` and `update` are to follow, or `forget`.
 
         Args:
             micro_batches: of the step.
-            overlap: gradients may be reduced as they come.
+            overlap: gradients may be reduced during the backward passes.
 
         Returns:
             The sum of the losses on the last stage's rank.
@@ -215,15 +215,22 @@ class StepEngine(Protocol):
         ...
 
     def forget(self) -> None:
-        """Drops the gradients that `compute` has left."""
+        """Drops the gradients that `compute` has accumulated."""
         ...
 
-    def reduce(self) -> Tensor:
-        """Reduces what is not reduced yet; returns the global 2-norm, fp64 scalar on the device."""
+    def reduce(self) -> None:
+        """Reduces the gradients that `compute` has not reduced."""
+        ...
+
+    def reduced_norm(self) -> Tensor:
+        """Global 2-norm of the reduced gradients before clipping, fp64 scalar on the device; collective over the world.
+
+        `update` computes it again: after `watch_gradients`.
+        """
         ...
 
     def update(self, learning_rate: float) -> None:
-        """Clipping and the optimizer's step."""
+        """Calls `watch_gradients`, computes the norm, clips, and steps the optimizer."""
         ...
 
     def run_evaluation(self, micro_batches: Sequence[MicroBatch]) -> Tensor | None:
@@ -245,6 +252,7 @@ class BaseTrainEngine(ABC):
         self.device, self.grid = spec.device, spec.grid
         self._note_rerun: Callable[[StepResult, StepResult], None] | None = None
         self._check: ComputeCheck | None = None
+        self._gradient_watches: list[Callable[[list[Shard]], None]] = []
         self._watched: list[RemovableHandle] = []
         self._loss = TokenMeanLoss(spec.model.vocabulary, spec.grid, spec.kernels, spec.z_loss)
 
@@ -337,10 +345,11 @@ class BaseTrainEngine(ABC):
         # A step without a single unmasked token has nothing to learn: its loss and gradients are zero.
         self._loss.scale = self._engine.averaged_over / tokens.clamp(min=1.0)
         if self._check is None:
-            loss_sum = self._engine.run_training_step(own, learning_rate)
+            loss_sum = self._engine.compute(own)
+            self._engine.reduce()
         else:
             loss_sum = self._compute_checked(self._check, micro_batches, own, tokens)
-            self._engine.update(learning_rate)
+        self._engine.update(learning_rate)
         return torch.cat((self._shared(loss_sum, tokens), self._engine.norm[None]))
 
     def _shared(self, loss_sum: Tensor | None, tokens: Tensor) -> Tensor:
@@ -351,28 +360,31 @@ class BaseTrainEngine(ABC):
     def _compute_checked(
         self, check: ComputeCheck, micro_batches: Sequence[MicroBatch], own: Sequence[MicroBatch], tokens: Tensor
     ) -> Tensor | None:
-        """Forward and backward passes as often as a check wants them, and the reduction; waits for the device.
+        """Computes the step once or several times, and reduces the gradients; waits for the device.
 
         Args:
-            check: decides.
+            check: decides how often.
             micro_batches: whole samples.
             own: this context rank's share of them.
-            tokens: unmasked ones of all ranks.
+            tokens: unmasked tokens of all ranks.
+
+        Returns:
+            See StepEngine.compute.
         """
         repeated = RepeatedStep(self.grid, list(self._layers()), self._compute_alone, self._engine.forget, self.device)
         if check.is_due():
             loss_sum = repeated.run(micro_batches, check.judge)
             self._engine.reduce()
             return loss_sum
-        loss_sum = self._engine.compute(own, overlap=True)
+        loss_sum = self._engine.compute(own)
         first = self._outcome(loss_sum, tokens)
         if not check.suspects(*first):
             return loss_sum
-        norms = own_norms(self._engine.own_norms)
-        loss_sum = repeated.run(micro_batches, check.judge, known=True)
+        norms = _to_host(self._engine.own_norms)
+        loss_sum = repeated.run(micro_batches, check.judge)
         again = self._outcome(loss_sum, tokens)
-        differ = self.grid.control.gather(own_norms(self._engine.own_norms) != norms, bool)
-        check.confirm(first, again, [rank for rank, differs in enumerate(differ) if differs])
+        differ = self.grid.control.gather(_to_host(self._engine.own_norms) != norms, bool)
+        check.report_suspicious(first, again, [rank for rank, differs in enumerate(differ) if differs])
         return loss_sum
 
     def _compute_alone(self, micro_batches: Sequence[MicroBatch]) -> Tensor | None:
@@ -380,8 +392,9 @@ class BaseTrainEngine(ABC):
         return self._engine.compute(own, overlap=False)
 
     def _outcome(self, loss_sum: Tensor | None, tokens: Tensor) -> tuple[float, float]:
-        """Loss and gradient norm of a step that has not changed the weights yet; reduces the gradients."""
-        norm = self._engine.reduce()
+        """Reduces the gradients; returns loss and gradient norm of the step, which has not changed the weights yet."""
+        self._engine.reduce()
+        norm = self._engine.reduced_norm()
         loss, _, norm_value = torch.cat((self._shared(loss_sum, tokens), norm[None])).tolist()
         return loss, norm_value
 
@@ -417,9 +430,17 @@ class BaseTrainEngine(ABC):
         own = [cut_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches]
         return own, global_tokens(own, self.grid, self.device, self._loss_rank)
 
-    def watch_gradients(self, watch: Callable[[list[Shard]], None] | None) -> None:
+    def watch_gradients(self, watch: Callable[[list[Shard]], None]) -> None:
         """See TrainEngine.watch_gradients."""
-        self._engine.watch_gradients = None if watch is None else lambda: watch(held_shards(self._gradients()))
+        self._gradient_watches.append(watch)
+        self._engine.watch_gradients = self._show_gradients
+
+    def _show_gradients(self) -> None:
+        watches, self._gradient_watches = self._gradient_watches, []
+        self._engine.watch_gradients = None
+        shards = held_shards(self._gradients())
+        for watch in watches:
+            watch(shards)
 
     def before_update(self, wait: Callable[[], None] | None) -> None:
         """See TrainEngine.before_update."""

@@ -89,7 +89,7 @@ class WholeModel(nn.Module):
 def summed_over(axis: Axis, grad: Tensor) -> Tensor:
     """The sum of a gradient over an axis, added up in fp32."""
     total = grad.float() if grad.dtype is not torch.float32 else grad.clone()
-    dist.all_reduce(axis.sent(total), group=axis.group)
+    dist.all_reduce(axis.recorded(total), group=axis.group)
     return total.to(grad.dtype)
 
 
@@ -144,7 +144,7 @@ class ZeroEngine:
     def _note_gradient(self, parameter: Parameter, grad: Tensor) -> None:
         # This rank's own gradient, before the reduction spreads a non-finite one; stays on the device.
         norm = torch.linalg.vector_norm(grad, dtype=torch.float32)
-        self._trace.note(f"the gradient of {placement_of(parameter).key}", grad)
+        self._trace.record(f"the gradient of {placement_of(parameter).key}", grad)
         known = self.gradient_norms.get(parameter)
         self.gradient_norms[parameter] = norm if known is None else known + norm
 
@@ -154,25 +154,38 @@ class ZeroEngine:
         norm: Tensor = self.deepspeed.norm
         return norm
 
-    def run_training_step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> Tensor:
-        """See StepEngine."""
-        total = self.compute(micro_batches)
-        self.update(learning_rate)
-        return total
-
     def compute(self, micro_batches: Sequence[MicroBatch], *, overlap: bool = True) -> Tensor:
         """See StepEngine. Gradients are reduced as they come, whatever `overlap` says."""
         if self.watch_spans is not None:
             self._spans.begin()
-        return self.accumulate(micro_batches)
+        self.module.train()
+        self.gradient_norms = {}
+        self.forward_finite.fill_(True)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for index, batch in enumerate(micro_batches):
+            self._trace.context = f"micro-batch {index}"
+            self.deepspeed.begin_micro_batch(last=index == len(micro_batches) - 1)
+            with self._spans.span("forward", index, 0):
+                loss = self.deepspeed(batch.to(self.device))
+            self.forward_finite &= torch.isfinite(loss.detach())
+            self._trace.record("the loss", loss)
+            with self._spans.span("backward", index, 0):
+                self.deepspeed.backward(loss)
+            total += loss.detach()
+        if self._replica.size > 1:
+            dist.all_reduce(self.deepspeed.reduced_gradients, group=self._replica.group)
+        return total
 
     def forget(self) -> None:
         """See StepEngine."""
         self.deepspeed.forget_gradients()
 
+    def reduce(self) -> None:
+        """See StepEngine; nothing is left to do."""
+
     @torch.no_grad()
-    def reduce(self) -> Tensor:
-        """See StepEngine. DeepSpeed takes the norm when it steps: this one may differ from it in the last digits."""
+    def reduced_norm(self) -> Tensor:
+        """See StepEngine. `norm`, which DeepSpeed's step computes, may differ in the last digits."""
         state, square = self.deepspeed.state, torch.zeros((), dtype=torch.float64, device=self.device)
         for piece, gradient in zip(state.pieces(), state.gradients(), strict=True):
             if owns(self._grid, piece):
@@ -200,26 +213,6 @@ class ZeroEngine:
         if self.watch_spans is not None:
             self.watch_spans(self._spans.end())
             self.watch_spans = None
-
-    def accumulate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Forward, backward and reduction of every micro-batch; returns the sum of the losses."""
-        self.module.train()
-        self.gradient_norms = {}
-        self.forward_finite.fill_(True)
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for index, batch in enumerate(micro_batches):
-            self._trace.place = f"micro-batch {index}"
-            self.deepspeed.begin_micro_batch(last=index == len(micro_batches) - 1)
-            with self._spans.span("forward", index, 0):
-                loss = self.deepspeed(batch.to(self.device))
-            self.forward_finite &= torch.isfinite(loss.detach())
-            self._trace.note("the loss", loss)
-            with self._spans.span("backward", index, 0):
-                self.deepspeed.backward(loss)
-            total += loss.detach()
-        if self._replica.size > 1:
-            dist.all_reduce(self.deepspeed.reduced_gradients, group=self._replica.group)
-        return total
 
     @torch.no_grad()
     def run_evaluation(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
@@ -325,6 +318,6 @@ class ZeroTrainEngine(BaseTrainEngine):
 
 
 def owns(grid: ParallelGrid, piece: ZeroPiece) -> bool:
-    """Whether no other rank speaks for a piece: the first subgroup does, and of what is replicated the first rank."""
+    """Whether this rank owns a piece: of copies the first subgroup does, of replicated parameters the first TP rank."""
     replicated = placement_of(piece.parameter).dim is None
     return grid.replica.is_first and (grid.tp.is_first or not replicated)

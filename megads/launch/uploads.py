@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from megads.checkpoint.config import LATEST_FILE, CheckpointConfig, checkpoints_folder, list_checkpoints
-from megads.checkpoint.url import fetched_folder
+from megads.checkpoint.config import LATEST_FILE, CheckpointConfig, checkpoints_folder, fetched_folder, list_checkpoints
 from megads.config import RootConfig
 from megads.errors import CheckpointError, ConfigError, Preempted
 from megads.launch.launcher import EXIT_KILLED, SideProcess

@@ -15,7 +15,6 @@ __all__ = [
     "partition",
     "pipeline_actions",
     "rank_order",
-    "recompute",
     "schedule",
     "schedule_simulation",
     "sharding",

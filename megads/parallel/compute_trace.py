@@ -1,9 +1,9 @@
 """Checksums of what a rank computes in a step, so that two computations of the same step can be compared bit for bit.
 
 A wrong value spreads: through a collective to every tensor-parallel rank, through the pipeline to the next stage,
-through the loss to all gradients. So a trace is in the order of the computation, and notes what the rank gives to
-collectives before they mix it with other ranks'. Of two traces of the same samples the first difference lies where the
-computation went wrong, unless it is in a message that the rank received.
+through the loss to all gradients. So a trace is in the order of the computation, and records the inputs of collectives,
+which other ranks have not contributed to yet. The first entry in which two traces of the same samples differ is where
+the computation went wrong, unless the rank received it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MIX = 0x1E3779B97F4A7C15
 
 @functools.lru_cache(maxsize=8)
 def _weights(count: int, device: torch.device) -> Tensor:
-    """Odd numbers of 64 bits, int64 [count], without a pattern that an error could share."""
+    """Pseudorandom odd numbers of 64 bits, int64 [count]."""
     x = torch.arange(1, count + 1, dtype=torch.int64, device=device) * _MIX
     for shift in (30, 27, 31):
         x = (x ^ (x >> shift)) * _MIX
@@ -34,10 +34,11 @@ def _weights(count: int, device: torch.device) -> Tensor:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Sum of a tensor's words, each times an odd number of its place, modulo 2**64; int64 scalar on its device.
+    """Sum of a tensor's words modulo 2**64, each times an odd number that depends on its index; int64 scalar on the
+    tensor's device.
 
-    Any single wrong element changes it, as do two that change places; the sum of other errors vanishes by chance only
-    (2**-64). The same bits give the same sum on devices of one type.
+    One wrong element always changes the checksum, other errors all but 2**-64 of the time; the order of the elements
+    counts. The same bits give the same checksum on all devices of a type.
 
     Args:
         tensor: of elements of 2, 4 or 8 bytes.
@@ -53,16 +54,16 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 class Difference(NamedTuple):
-    """Where two traces of the same samples part.
+    """The first entry in which two traces of the same samples differ.
 
     Attributes:
-        place: of the entry in the trace.
-        what: it is, and where in the step.
-        received: the rank received it; else it computed it.
+        entry: its index in the trace.
+        name: the tensor, and where in the step it was recorded.
+        received: the rank received the tensor from another one; it did not compute it.
     """
 
-    place: int
-    what: str
+    entry: int
+    name: str
     received: bool
 
 
@@ -70,111 +71,110 @@ class Trace(NamedTuple):
     """What a rank computed in a step, in order.
 
     Attributes:
-        what: each entry is.
-        received: whether the rank received it.
+        names: of the entries.
+        received: by entry, whether the rank received it from another one.
         checksums: int64 [entries], on the device.
     """
 
-    what: list[str]
+    names: list[str]
     received: list[bool]
     checksums: Tensor
 
     def first_difference(self, other: Trace) -> Difference | None:
         """Compares with another computation of the same samples; waits for the device."""
-        assert self.what == other.what, "two computations of a step are not alike"
+        assert self.names == other.names, "two computations of a step record different tensors"
         different = (self.checksums != other.checksums).nonzero()
         if not len(different):
             return None
-        place = int(different[0].item())
-        return Difference(place, self.what[place], self.received[place])
+        entry = int(different[0].item())
+        return Difference(entry, self.names[entry], self.received[entry])
 
 
 class ComputeTrace:
-    """Notes checksums between `begin` and `end`, and does nothing otherwise.
+    """Records checksums between `begin` and `end`, and does nothing otherwise.
 
     Attributes:
-        place: what the rank does now, for the names of entries.
+        context: what the rank is computing; part of the names of entries.
     """
 
     def __init__(self) -> None:
         self._entries: list[tuple[str, bool, Tensor]] | None = None
-        self.place = ""
+        self.context = ""
 
     @property
     def recording(self) -> bool:
-        """Whether entries are noted."""
+        """Whether entries are recorded."""
         return self._entries is not None
 
     def begin(self) -> None:
-        """Notes what comes."""
-        self._entries, self.place = [], ""
+        """Starts a trace."""
+        self._entries, self.context = [], ""
 
     def end(self) -> Trace:
-        """What was noted."""
+        """Ends the trace, and returns it."""
         entries, self._entries = self._entries, None
         assert entries, "a step computes something"
         names, received, checksums = zip(*entries, strict=True)
         return Trace(list(names), list(received), torch.stack(checksums))
 
-    def note(self, what: str, tensor: Tensor, *, received: bool = False) -> None:
-        """Notes a tensor as it is now.
+    def record(self, name: str, tensor: Tensor, *, received: bool = False) -> None:
+        """Adds an entry: the checksum of a tensor's present values.
 
         Args:
-            what: it is.
+            name: of the tensor.
             tensor: of this rank.
             received: another rank computed it.
         """
         if self._entries is not None:
-            where = f"{what} ({self.place})" if self.place else what
+            where = f"{name} ({self.context})" if self.context else name
             self._entries.append((where, received, checksum(tensor)))
 
 
-def rotated(tensor: Tensor, ranks: Sequence[int], by: int, group: dist.ProcessGroup | None) -> Tensor:
-    """What another rank of a line holds in the place of a tensor.
+def ring_shift(tensor: Tensor, ranks: Sequence[int], shift: int, group: dist.ProcessGroup | None) -> Tensor:
+    """Returns the tensor of the rank `shift` places after this one in a ring; collective over the group.
 
     Args:
-        tensor: of equal shape on all ranks of the line, on the device that the group communicates from.
-        ranks: of the line.
-        by: places from this rank to the one whose tensor is returned.
-        group: of the line.
+        tensor: of the same shape on all ranks of the group, on the device that it communicates from.
+        ranks: of the group, in the order of the ring.
+        shift: may be negative.
+        group: of the ranks.
     """
-    place, size, received = ranks.index(dist.get_rank()), len(ranks), torch.empty_like(tensor)
+    own, size, received = ranks.index(dist.get_rank()), len(ranks), torch.empty_like(tensor)
     messages = [
-        dist.P2POp(dist.isend, tensor, ranks[(place - by) % size], group),
-        dist.P2POp(dist.irecv, received, ranks[(place + by) % size], group),
+        dist.P2POp(dist.isend, tensor, ranks[(own - shift) % size], group),
+        dist.P2POp(dist.irecv, received, ranks[(own + shift) % size], group),
     ]
     for work in dist.batch_isend_irecv(messages):
         work.wait()
     return received
 
 
-def rotated_batches(
+def next_rank_batches(
     batches: Sequence[MicroBatch], ranks: Sequence[int], group: dist.ProcessGroup | None, device: torch.device
 ) -> list[MicroBatch]:
-    """The micro-batches of the next rank of a data-parallel line.
+    """Returns the micro-batches of the next data-parallel rank; collective over the group.
 
     Args:
         batches: of this rank, whole samples.
-        ranks: of the line.
-        group: of the line.
+        ranks: of the group, in the order of the ring.
+        group: of the ranks.
         device: that it communicates from, and of the result.
     """
 
-    def of_next(tensor: Tensor) -> Tensor:
-        return rotated(tensor.to(device).contiguous(), ranks, 1, group)
+    def shifted(tensor: Tensor) -> Tensor:
+        return ring_shift(tensor.to(device).contiguous(), ranks, 1, group)
 
-    def next_one(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else of_next(tensor)
+    def shifted_or_none(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else shifted(tensor)
 
     found = []
     for batch in batches:
         info = replace(
             batch.info,
-            sample_ids=of_next(batch.info.sample_ids),
-            position_ids_bs=next_one(batch.info.position_ids_bs),
-            document_starts=next_one(batch.info.document_starts),
+            sample_ids=shifted(batch.info.sample_ids),
+            position_ids_bs=shifted_or_none(batch.info.position_ids_bs),
+            document_starts=shifted_or_none(batch.info.document_starts),
         )
-        found.append(
-            MicroBatch(info, next_one(batch.tokens_bs), next_one(batch.labels_bs), next_one(batch.loss_mask_bs))
-        )
+        samples = (shifted_or_none(x_bs) for x_bs in (batch.tokens_bs, batch.labels_bs, batch.loss_mask_bs))
+        found.append(MicroBatch(info, *samples))
     return found

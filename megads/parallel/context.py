@@ -107,7 +107,7 @@ class _GatherSequence(torch.autograd.Function):
         ctx.axis = axis
         held = torch.stack((k_bnsd, v_bnsd))
         by_rank = held.new_empty(axis.size, *held.shape)
-        dist.all_gather_into_tensor(by_rank.flatten(0, 1), axis.sent(held), group=axis.group)
+        dist.all_gather_into_tensor(by_rank.flatten(0, 1), axis.recorded(held), group=axis.group)
         k_bntd, v_bntd = _in_sample_order(by_rank).unbind()
         return k_bntd, v_bntd
 
@@ -118,7 +118,7 @@ class _GatherSequence(torch.autograd.Function):
         dtype = torch.promote_types(grad_k_bntd.dtype, torch.float32)
         by_rank = _by_rank((grad_k_bntd, grad_v_bntd), ctx.axis.size, dtype)
         held = torch.empty_like(by_rank[0])
-        dist.reduce_scatter_tensor(held, ctx.axis.sent(by_rank.flatten(0, 1)), group=ctx.axis.group)
+        dist.reduce_scatter_tensor(held, ctx.axis.recorded(by_rank.flatten(0, 1)), group=ctx.axis.group)
         grad_k_bnsd, grad_v_bnsd = held.to(grad_k_bntd.dtype).unbind()
         return grad_k_bnsd, grad_v_bnsd, None
 

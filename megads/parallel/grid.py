@@ -25,7 +25,7 @@ class Axis:
         rank: this rank's coordinate along the axis.
         ranks: global ranks of this rank's line along the axis, in order.
         group: their process group; None when the axis has size 1 or nothing is distributed.
-        trace: of this rank, the same for all axes of a grid.
+        trace: compute trace of this rank, the same for all axes of a grid.
     """
 
     rank: int
@@ -45,14 +45,13 @@ class Axis:
     def is_last(self) -> bool:
         return self.rank == self.size - 1
 
-    def sent(self, x: Tensor) -> Tensor:
-        """Says that this rank is about to give x to a collective of the axis; returns x.
+    def recorded(self, x: Tensor) -> Tensor:
+        """Records x, which is to be the input of a collective of the axis, in the compute trace; returns x.
 
-        What a rank computed is told from what it received by the messages. Compiled code records none: to record would
-        change what is fused in it.
+        Compiled code records nothing: recording would change what the compiler fuses.
         """
         if not torch.compiler.is_compiling():
-            self.trace.note("a message", x)
+            self.trace.record("a message", x)
         return x
 
 
@@ -69,7 +68,7 @@ class ParallelGrid:
         shard: this rank's subgroup of `data`, over which ZeRO shards; all of it unless parallel.zero_shard_size is set.
         replica: ranks of `data` with the same shard, one in each subgroup.
         control: of all ranks, for what is no tensor.
-        trace: of what this rank computes, where that is checked.
+        trace: compute trace of this rank; records only while a step is checked (TrainEngine.check_compute).
     """
 
     rank: int

@@ -38,7 +38,7 @@ from megads.parallel.weight_gradients import MainGrads, TiedGradient, WeightGrad
 
 def _all_reduce(x: Tensor, op: dist.ReduceOp.RedOpType, axis: Axis) -> None:
     if axis.size > 1:
-        dist.all_reduce(axis.sent(x), op=op, group=axis.group)
+        dist.all_reduce(axis.recorded(x), op=op, group=axis.group)
 
 
 class _VocabParallelTokenLosses(torch.autograd.Function):
@@ -367,7 +367,7 @@ def _chunked(
             logits_cr *= slope_cr
         products.linear_into(grad_mh[part], logits_cr, weight.t(), kernels)
         if region.axis.size > 1 and not region.sequence_parallel:
-            leaving.append(dist.all_reduce(region.axis.sent(grad_mh[part]), group=region.axis.group, async_op=True))
+            leaving.append(dist.all_reduce(region.axis.recorded(grad_mh[part]), group=region.axis.group, async_op=True))
         # Beside the message.
         main_grads.add(weight, WeightGradient(logits_cr, x_mh[part], kernels))
     for message in leaving:

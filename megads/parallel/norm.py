@@ -21,7 +21,7 @@ from megads.parallel.grid import Axis
 def _sums_over_ranks(parts: Sequence[Tensor], axis: Axis) -> Tensor:
     """The sums of each [b, s] over ranks, in one message: [k, b, s]."""
     sums_kbs = torch.stack(list(parts))
-    dist.all_reduce(axis.sent(sums_kbs), group=axis.group)
+    dist.all_reduce(axis.recorded(sums_kbs), group=axis.group)
     return sums_kbs
 
 

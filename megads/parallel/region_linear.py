@@ -48,7 +48,7 @@ def _start_gather_parts(x: Tensor, axis: Axis) -> Pending:
     """
     # Gloo wants pieces of the input's shape along dim 0.
     parts = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
-    work = dist.all_gather_into_tensor(parts, axis.sent(x.contiguous()), group=axis.group, async_op=True)
+    work = dist.all_gather_into_tensor(parts, axis.recorded(x.contiguous()), group=axis.group, async_op=True)
 
     def finish() -> Tensor:
         work.wait()
@@ -84,7 +84,7 @@ def _start_scatter_parts(parts: Tensor, axis: Axis) -> Pending:
         What waits for the sum of this rank's share, [b, t, ...].
     """
     share = torch.empty_like(parts[0])
-    work = dist.reduce_scatter_tensor(share, axis.sent(parts.flatten(0, 1)), group=axis.group, async_op=True)
+    work = dist.reduce_scatter_tensor(share, axis.recorded(parts.flatten(0, 1)), group=axis.group, async_op=True)
 
     def finish() -> Tensor:
         work.wait()
@@ -112,7 +112,7 @@ class _ReduceFromTPRegion(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         assert x.is_contiguous()
         # The sum is written into the producer's output, which nothing else reads.
-        dist.all_reduce(axis.sent(x), group=axis.group)
+        dist.all_reduce(axis.recorded(x), group=axis.group)
         ctx.mark_dirty(x)
         return x
 
@@ -237,7 +237,7 @@ class _OpenWhole(torch.autograd.Function):
         x_bsi, *weights = ctx.saved_tensors
         grad_x_bsi = _input_gradient(grads, weights, ctx.region.kernels)
         axis = ctx.region.axis
-        work = dist.all_reduce(axis.sent(grad_x_bsi), group=axis.group, async_op=True)
+        work = dist.all_reduce(axis.recorded(grad_x_bsi), group=axis.group, async_op=True)
         of_weights = _weight_gradients(ctx, ctx.parameters, grads, lambda _: x_bsi)
         of_biases = _bias_gradients(grads, ctx.has_bias)
         work.wait()
@@ -332,7 +332,7 @@ class _CloseWhole(torch.autograd.Function):
         for part in region.parts(len(out_mo)):
             for number, (x_mi, weight) in enumerate(zip(flat, weights, strict=True)):
                 products.linear_into(out_mo[part], x_mi[part], weight, region.kernels, add=number > 0)
-            leaving.append(dist.all_reduce(region.axis.sent(out_mo[part]), group=region.axis.group, async_op=True))
+            leaving.append(dist.all_reduce(region.axis.recorded(out_mo[part]), group=region.axis.group, async_op=True))
         for work in leaving:
             work.wait()
         return out_mo.view(*inputs[0].shape[:-1], -1)

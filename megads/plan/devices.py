@@ -41,7 +41,9 @@ class LayoutCosts:
     """What a block takes more of a micro-batch in a layout than its messages, as megads calibrate measures it.
 
     Attributes:
-        layout: zero_2 and zero_3; tp, sp (with sequence_parallel), sp_chunks (in several tp_chunks) and cp.
+        layout: zero_2 and zero_3; tp, sp (with sequence_parallel), sp_chunks (in several tp_chunks) and cp;
+            recompute_selective and recompute_full: more than the forward pass again; pp: of a stage, for each neighbour
+            on another rank.
         block_us: of a block whatever its size: hooks, calls.
         element_ns: of a parameter of the block under ZeRO, else of an element of its input: copies, casts.
     """

@@ -352,6 +352,8 @@ class RankOperators:
             recompute -= 0.0 if again else last + last_wait
         elif mode is Recompute.selective:
             recompute = core_forward + gathered
+        if recompute:
+            recompute += device.layout_seconds(f"recompute_{mode}", self.tokens * self.model.hidden_size)
         return LayerSeconds(
             {
                 "matmul": matmul[0],

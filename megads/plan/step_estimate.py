@@ -192,27 +192,36 @@ class StepModel:
         self.operators = RankOperators(model, parallel, tokens, shape.seq_len, shape.width, device, network, execution)
         self.contents = stage_contents(model, parallel)
         self._blocks: dict[Recompute, LayerSeconds] = {}
-        self.stages = [self._stage(content) for content in self.contents]
+        self.stages = [self._stage(stage) for stage in range(len(self.contents))]
 
     def _block(self, mode: Recompute) -> LayerSeconds:
         if mode not in self._blocks:
             self._blocks[mode] = self.operators.block(mode)
         return self._blocks[mode]
 
-    def _stage(self, content: StageContent) -> tuple[Parts, Parts, Parts]:
+    def _stage(self, stage: int) -> tuple[Parts, Parts, Parts]:
         """Seconds of a virtual stage's forward pass and of the two parts of its backward pass, by parts."""
+        content = self.contents[stage]
         layers: list[tuple[LayerSeconds, int]] = [
             (self._block(mode), count) for mode, count in Counter(content.blocks).items()
         ]
         layers += [(self.operators.embedding(), 1)] if content.embedding else []
         layers += [(self.operators.head(), 1)] if content.head else []
         costs = (self.device.forward_costs, self.device.backward_costs)
-        forward, backward = ({"host": 0.0 if cost is None else cost.pass_us * 1e-6} for cost in costs)
+        messages = self._message_costs(stage) / 2
+        forward, backward = ({"host": messages + (0.0 if cost is None else cost.pass_us * 1e-6)} for cost in costs)
         return (
             add_up([(layer.forward, count) for layer, count in layers] + [(forward, 1)]),
             add_up([(layer.backward_input, count) for layer, count in layers] + [(backward, 1)]),
             add_up([(layer.backward_weight, count) for layer, count in layers]),
         )
+
+    def _message_costs(self, stage: int) -> float:
+        """Seconds that a stage takes beside its messages to other ranks, where that was measured; of both passes."""
+        rank_of = self.parallel.placement.rank_of
+        beside = [other for other in (stage - 1, stage + 1) if 0 <= other < len(self.contents)]
+        others = sum(rank_of(other) != rank_of(stage) for other in beside)
+        return others * self.device.layout_seconds("pp", self.operators.tokens * self.model.hidden_size)
 
     def _message(self) -> tuple[float, float]:
         """Seconds that a pipeline message occupies its way, and its latency."""

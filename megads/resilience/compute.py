@@ -1,4 +1,4 @@
-"""Finds finite but wrong values: computations of one step must agree bit for bit, whoever makes them."""
+"""Finds finite but wrong values: all computations of a step must agree bit for bit, whichever rank makes them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from megads.engine.interface import Repeated, TrainEngine
+from megads.engine.interface import ComputeComparison, TrainEngine
 from megads.errors import UnhealthyNode
 from megads.parallel.compute_trace import Difference
 from megads.resilience.replicas import HEAD_START_S
@@ -17,11 +18,11 @@ from megads.runtime.metrics import EventWriter
 
 @dataclass(frozen=True)
 class ComputeFault:
-    """What computations of one step that differ say.
+    """Which ranks computed a step wrongly.
 
     Attributes:
-        persistent: two more computations differed, too.
-        found: ranks that may be at fault, each with what it computed wrongly first.
+        persistent: the last two computations of the step differ, too.
+        found: ranks that may be at fault, each with the name of the first tensor that it computed wrongly.
     """
 
     persistent: bool
@@ -29,65 +30,81 @@ class ComputeFault:
 
     @property
     def ranks(self) -> list[int]:
-        """At fault; where it may be one of two, both."""
+        """Ranks at fault; both of two if it may be either."""
         return sorted({rank for rank, _ in self.found})
 
     def __str__(self) -> str:
-        return "; ".join(f"rank {rank}: {what}" for rank, what in self.found)
+        return "; ".join(f"rank {rank}: {name}" for rank, name in self.found)
 
 
-_Seen = tuple[int, tuple[int, int], Difference]
-"""A rank, its place, and where its computations part."""
+class _Deviation(NamedTuple):
+    """A rank whose computations differ.
 
-
-def _first_of_each_place(seen: Sequence[_Seen]) -> list[tuple[int, str]]:
-    """The ranks that went wrong themselves: what others received, or computed later from that, is a consequence.
-
-    Where nobody computed anything wrong first, a message changed on its way, and who received it is named.
+    Attributes:
+        rank: global rank.
+        coordinates: see ComputeComparison.
+        difference: the first one.
     """
-    own = [one for one in seen if not one[2].received] or list(seen)
+
+    rank: int
+    coordinates: tuple[int, int]
+    difference: Difference
+
+
+def _origins(deviations: Sequence[_Deviation]) -> list[tuple[int, str]]:
+    """Ranks that computed a wrong value themselves, not from one that they received, and the name of its tensor.
+
+    If all deviations were received, a message was corrupted in transit; then its receivers are returned.
+    """
+    computed = [deviation for deviation in deviations if not deviation.difference.received] or list(deviations)
     first: dict[tuple[int, int], int] = {}
-    for _, place, difference in own:
-        first[place] = min(difference.place, first.get(place, difference.place))
-    return [(rank, difference.what) for rank, place, difference in own if difference.place == first[place]]
+    for _, coordinates, difference in computed:
+        first[coordinates] = min(difference.entry, first.get(coordinates, difference.entry))
+    return [
+        (rank, difference.name) for rank, coordinates, difference in computed if difference.entry == first[coordinates]
+    ]
 
 
-def compute_fault(seen: Sequence[Repeated]) -> ComputeFault:
-    """Who went wrong in a step that every rank and its peer computed twice, in turns.
+def compute_fault(comparisons: Sequence[ComputeComparison]) -> ComputeFault:
+    """Finds the ranks that computed a step wrongly.
 
-    A rank whose own two computations differ is at fault: the last ones agree with each other when it was once, and do
-    not when it computes at random. Where every rank repeats itself and peers disagree all the same, one of them makes
-    the same mistake each time: the one that disagrees with both of its peers, as far as there are three.
+    A rank whose own two computations differ is at fault. The fault is transient if the last computations of rank and
+    peer agree, else persistent. If every rank reproduces its own result but peers disagree, one of the two makes the
+    same mistake every time: with three peers or more, the one that disagrees with both of its neighbours.
 
     Args:
-        seen: by all ranks.
+        comparisons: of all ranks; computations differ in at least one.
     """
-    between = {one.rank: one.between for one in seen if one.between is not None}
-    pipelines = {one.rank: one.place[0] for one in seen}
-    data = {one.rank: one.place[1] for one in seen}
-    unstable: list[_Seen] = []
-    for one in seen:
-        for rank, difference in ((one.rank, one.here), (one.peer, one.elsewhere)):
-            if difference is not None:
-                unstable.append((rank, (pipelines[rank], data[rank]), difference))
+    coordinates = {comparison.rank: comparison.coordinates for comparison in comparisons}
+    unstable = [
+        _Deviation(rank, coordinates[rank], difference)
+        for comparison in comparisons
+        for rank, difference in ((comparison.rank, comparison.by_rank), (comparison.peer, comparison.by_peer))
+        if difference is not None
+    ]
+    across = [
+        _Deviation(comparison.rank, comparison.coordinates, comparison.across)
+        for comparison in comparisons
+        if comparison.across is not None
+    ]
     if unstable:
-        return ComputeFault(bool(between), tuple(dict.fromkeys(_first_of_each_place(unstable))))
-    named = dict(_first_of_each_place([(one.rank, one.place, one.between) for one in seen if one.between is not None]))
-    pairs = [(one.rank, one.peer) for one in seen if one.rank in named]
+        return ComputeFault(bool(across), tuple(dict.fromkeys(_origins(unstable))))
+    names = dict(_origins(across))
+    pairs = [(comparison.rank, comparison.peer) for comparison in comparisons if comparison.rank in names]
     votes = Counter(rank for pair in pairs for rank in pair)
     most = max(votes.values())
-    what = {rank: named[owner] for owner, peer in pairs for rank in (owner, peer)}
-    return ComputeFault(True, tuple((rank, what[rank]) for rank in sorted(votes) if votes[rank] == most))
+    name_of = {rank: names[owner] for owner, peer in pairs for rank in (owner, peer)}
+    return ComputeFault(True, tuple((rank, name_of[rank]) for rank in sorted(votes) if votes[rank] == most))
 
 
 class ComputeHook:
-    """Has steps computed again, and ends the run with exit 9 where a processor cannot be trusted.
+    """Computes steps again and compares the results; a persistent fault ends the run with exit 9. A ComputeCheck.
 
     Args:
         engine: that computes.
         events: where faults are recorded.
-        every_steps: steps from one check to the next; 0: only suspicious steps are checked.
-        suspects: whether a loss and a gradient norm are suspicious; None: no step is.
+        every_steps: interval of the checks; 0: only suspicious steps are checked.
+        suspects: whether the loss and the gradient norm of a step are suspicious; None: no step is.
     """
 
     def __init__(
@@ -118,13 +135,13 @@ class ComputeHook:
         """See ComputeCheck."""
         return self._suspects is not None and self._suspects(self._step + 1, loss, grad_norm)
 
-    def judge(self, seen: list[Repeated]) -> None:
+    def judge(self, comparisons: list[ComputeComparison]) -> None:
         """See ComputeCheck.
 
         Raises:
             UnhealthyNode: the fault is persistent.
         """
-        fault = compute_fault(seen)
+        fault = compute_fault(comparisons)
         kind = "persistent" if fault.persistent else "transient"
         self._events.write(
             "compute_differs",
@@ -132,7 +149,7 @@ class ComputeHook:
             step=self._step + 1,
             fault=kind,
             ranks=fault.ranks,
-            first=[[rank, what] for rank, what in fault.found],
+            first=[[rank, name] for rank, name in fault.found],
             message=f"computations of step {self._step + 1} from the same weights and samples differ ({kind}): {fault}",
         )
         if not fault.persistent:
@@ -144,7 +161,7 @@ class ComputeHook:
             f"samples: {fault}. The run goes on from the last checkpoint; leave the node out if this comes again"
         )
 
-    def confirm(self, first: tuple[float, float], again: tuple[float, float], ranks: list[int]) -> None:
+    def report_suspicious(self, first: tuple[float, float], again: tuple[float, float], ranks: list[int]) -> None:
         """See ComputeCheck."""
         named = {"step": self._step + 1, "loss": first[0], "grad_norm": first[1]}
         if not ranks and first[0] == again[0]:

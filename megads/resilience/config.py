@@ -60,13 +60,14 @@ class ResilienceConfig:
     what has no copy must not change before the next update. A divisor of checkpoint.every_steps lets no state be saved
     unchecked. 0: none."""
     check_compute_every_steps: int = 0
-    """Steps from one that is computed twice to the next: each rank computes its own samples and those of another
-    data-parallel rank, or its own twice where there is none, and what it computes is compared bit for bit before the
-    weights change. Where computations differ, two more decide: a transient fault is left out, a persistent one ends the
-    run (exit 9). Both are events (compute_differs), with the rank. 0: none."""
+    """Interval, in steps, at which a step is computed twice before it changes the weights: each rank computes its own
+    samples and those of another data-parallel rank, or its own twice if there is none, and the results are compared bit
+    for bit. If they differ, two more computations decide: a transient fault is not applied, a persistent one ends the
+    run (exit 9). Both are events (compute_differs) that name the rank. 0: never."""
     check_suspicious_steps: bool = False
     """Compute a step again before it changes the weights when its loss or gradient norm is as high as in a loss spike
-    (resilience.spikes), as check_compute_every_steps does. Costs one wait for the device in every step."""
+    (resilience.spikes), as check_compute_every_steps does. Every step then waits for the device once more, and computes
+    the gradient norm twice."""
     rerun_nonfinite: bool = False
     """Compute a step that was not finite once more, from the same weights and samples. If it is finite then, the fault
     was transient, and training goes on as if nothing had been; else it is persistent, and the step is skipped. Both are
@@ -85,7 +86,7 @@ class ResilienceConfig:
             )
 
     def check_repeatable(self, deterministic: bool) -> None:
-        """Raises ConfigError where steps are to be compared that need not come out the same (train.deterministic)."""
+        """Raises ConfigError if computations are compared that need not be reproducible (train.deterministic)."""
         if self.checks_compute and not deterministic:
             raise ConfigError(
                 "resilience.check_compute_every_steps and check_suspicious_steps compare computations bit for bit, but "

@@ -66,7 +66,7 @@ class NonFiniteHook:
 
 
 class RerunHook:
-    """Has the engine compute a step that was not finite once more, and records whether the fault was transient.
+    """Computes every non-finite step once more, and records whether the fault was transient or persistent.
 
     Args:
         engine: that computes.
@@ -218,7 +218,7 @@ def numerical_hooks(
     num_skips: int,
     saved_up_to: Callable[[Path, int], SavedState | None],
 ) -> list[Hook]:
-    """Watches for loss spikes and flipped bits, and computes again what was not finite, as far as that is asked for.
+    """Makes the hooks that the config asks for: reruns, loss spikes, repeated computations, and flipped bits.
 
     Args:
         config: what is asked for.

@@ -176,7 +176,6 @@ class ReplicaHook:
 
     def _compare_with_before(self, _gradients: list[Shard]) -> None:
         """Right before the update of the next step."""
-        self._engine.watch_gradients(None)
         self._watched = True
         assert self._before is not None
         replicas = self._engine.replicas()

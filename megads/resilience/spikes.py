@@ -89,10 +89,10 @@ class SpikeDetector:
     """Watches the losses of a run, step after step.
 
     Each step is compared with a window of the finite steps before it that ends `patience_steps` earlier, so that the
-    first steps of a spike do not count as what is usual. A falling loss widens the spread of nothing: deviations are
-    taken from a line through the medians of both halves of the window, and the loss is compared with the median of the
-    later half. What is found at a step depends on the last `memory_steps` steps only, so a restart that reads these
-    from the ledger finds the same.
+    first steps of a spike are not part of it. A falling loss does not widen the standard deviation: that is taken about
+    a line through the medians of both halves of the window, and the loss is compared with the median of the later half.
+    The result at a step depends on the last `memory_steps` steps only, so a restart that reads these from the ledger
+    finds the same.
 
     Args:
         config: when a loss is high.

@@ -1,8 +1,8 @@
-"""Who works on which part of a work that several nodes share, in a folder that all of them see.
+"""Divides the parts of a job among processes of several nodes, through a folder that all of them share.
 
-A process takes a part by a hard link, which is atomic on network file systems too, and keeps a file of its own up to
-date for as long as it lives. The parts of a process that died are taken over. Nothing that is made depends on a claim:
-two processes that make the same part write the same bytes, each under a temporary name.
+A process claims a part by creating a hard link, which is atomic on network file systems too, and touches a file of its
+own for as long as it lives. The claims of a process that died are taken over. No result depends on a claim: two
+processes that make the same part write the same bytes, each under a temporary name.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from megads.runtime.files import atomic_writer, read_json
 from megads.runtime.lease import BEAT_S, machine_id, process_birth
 
 _SILENT_S = 3.5 * BEAT_S
-"""A process that is silent for so long is gone; a slow file system must not make it look so."""
+"""A process whose file is older than this is dead; long enough for a slow file system."""
 _PARTICIPANTS, _CLAIMS, _FINISHED = "participants", "claims", "finished"
 
 
 @dataclass(frozen=True)
 class Participant:
-    """A process that takes part.
+    """A process that works on the job.
 
     Attributes:
         node: where it runs.
-        pid: its number there.
-        machine: names the node's boot and process space; only there the pid means something.
-        born: when it started, in the kernel's ticks: a pid may be given out again.
+        pid: its process id there.
+        machine: identifies the node's boot and PID namespace, in which the pid is unique.
+        born: start time in the kernel's ticks: a pid may be reused.
     """
 
     node: str
@@ -48,17 +48,17 @@ class Participant:
 
 
 class Claims:
-    """What of a piece of work is taken, by whom, and what is finished. A context manager.
+    """Which parts of a job are claimed, by whom, and which are finished. A context manager.
 
     Args:
-        folder: holds them; made where missing.
+        folder: holds the claims; created if missing.
         parts: names of the parts.
 
     Attributes:
-        identity: names this process among all that ever took part.
+        identity: of this process, unique among all that ever worked on the job.
 
     Raises:
-        OSError: as the system reports it; FileNotFoundError where the folder is removed at this moment.
+        OSError: as the system reports it; FileNotFoundError if the folder is removed at this moment.
     """
 
     def __init__(self, folder: Path, parts: Sequence[str]) -> None:
@@ -87,15 +87,15 @@ class Claims:
     ) -> None:
         self._over.set()
         self._thread.join()
-        # It goes with the folder when the work is done.
+        # The folder is removed when the job is done.
         with suppress(OSError):
             self._participant(self.identity).unlink()
 
     def take(self, part: str) -> bool:
-        """Takes a part that nobody works on; False where it is finished, or somebody does.
+        """Claims a part; False if it is finished, or if another live process has claimed it.
 
         Raises:
-            FileNotFoundError: the folder is gone: all is done.
+            FileNotFoundError: the folder is gone: the job is done.
         """
         if part in self.finished():
             return False
@@ -115,13 +115,13 @@ class Claims:
         return True
 
     def take_any(self, first: int) -> str | None:
-        """Takes any part that nobody works on; None where there is none.
+        """Claims any part that is not finished and that no live process has claimed; None if there is none.
 
         Args:
-            first: number of the part to begin with: processes that begin in different places read different files.
+            first: index of the part to try first: processes that start at different parts read different files.
 
         Raises:
-            FileNotFoundError: the folder is gone: all is done.
+            FileNotFoundError: the folder is gone: the job is done.
         """
         finished, taken = self.finished(), self._taken()
         order = [*self._parts[first:], *self._parts[:first]]
@@ -130,44 +130,44 @@ class Claims:
         return next((part for part in (*free, *left) if self.take(part)), None)
 
     def holds(self, part: str) -> bool:
-        """Whether nobody has taken over a part that was taken here."""
+        """Whether a part that this process claimed has not been taken over."""
         return self._taken().get(part) == self._own[part]
 
     def holder(self, part: str) -> str:
-        """Who took a part, for people."""
+        """The process that claimed a part, for messages."""
         _, holder = self._holder(part)
         participant = None if holder is None else self._read(holder)
         return "another process" if participant is None else str(participant)
 
     def finish(self, part: str, record: dict[str, Any]) -> None:
-        """Notes that a part is finished, and what is to be known of it.
+        """Marks a part as finished, with a record of it.
 
         Raises:
-            FileNotFoundError: the folder is gone: all is done.
+            FileNotFoundError: the folder is gone: the job is done.
         """
         with atomic_writer(self._record(part)) as file:
             file.write(json.dumps(record).encode())
 
     def finished(self) -> dict[str, dict[str, Any]]:
-        """Returns what was noted of the finished parts.
+        """Returns the records of the finished parts.
 
         Raises:
-            FileNotFoundError: the folder is gone: all is done.
+            FileNotFoundError: the folder is gone: the job is done.
         """
         names = {path.stem for path in (self._folder / _FINISHED).iterdir() if path.suffix == ".json"}
         for part in names - self._records.keys():
-            # A damaged one is as good as none.
+            # A damaged record counts as none.
             with suppress(ValueError):
                 self._records[part] = read_json(self._record(part))
         return {part: record for part, record in self._records.items() if part in names}
 
     def forget(self, part: str) -> None:
-        """Makes a part unfinished, as what was made of it is damaged."""
+        """Marks a part as unfinished: its result is damaged."""
         self._record(part).unlink(missing_ok=True)
         self._records.pop(part, None)
 
     def _taken(self) -> dict[str, int]:
-        """The number of the last claim on every part that has one."""
+        """The number of the latest claim on each claimed part."""
         taken: dict[str, int] = {}
         for path in (self._folder / _CLAIMS).iterdir():
             part, dot, number = path.name.rpartition(".")
@@ -176,7 +176,7 @@ class Claims:
         return taken
 
     def _holder(self, part: str) -> tuple[int, str | None]:
-        """The number of the last claim on a part, and who made it; 0 and None where nobody has."""
+        """The number of the latest claim on a part, and the identity that made it; 0 and None if there is none."""
         number = self._taken().get(part, 0)
         return number, self._claim(part, number).read_text() if number else None
 
@@ -203,15 +203,15 @@ class Claims:
         return self._folder / _FINISHED / f"{part}.json"
 
     def _beat(self) -> None:
-        """Body of the thread."""
+        """Touches this process's file until the end; runs in a thread."""
         while not self._over.wait(BEAT_S):
-            # A file system that does not answer now may do so at the next beat.
+            # A file system that does not respond now may do so at the next beat.
             with suppress(OSError):
                 os.utime(self._participant(self.identity))
 
 
 def living(folder: Path) -> str:
-    """Returns who takes part in the work of a folder and lives, for people; empty where nobody does."""
+    """Names a live process that works on the job of a folder, for messages; empty if there is none."""
     for path in (folder / _PARTICIPANTS).glob("[!.]*"):
         probe = path.with_name(f".now-{environment.node_name()}-{os.getpid()}")
         try:
@@ -219,7 +219,7 @@ def living(folder: Path) -> str:
             if _is_alive(path, probe):
                 return str(_read_participant(path) or "another process")
         except OSError:
-            # It goes with its folder when the work is done.
+            # The folder is removed when the job is done.
             continue
         finally:
             probe.unlink(missing_ok=True)
@@ -227,11 +227,11 @@ def living(folder: Path) -> str:
 
 
 def _is_alive(path: Path, own: Path) -> bool:
-    """Tells whether a participant lives, by the best witness that there is.
+    """Whether a participant is alive: by its process on this machine, else by the age of its file.
 
     Args:
         path: the participant's file.
-        own: a file that was touched a moment ago; only times of the file server are compared, never two clocks.
+        own: a file that is touched now; only times of the file server are compared, never those of two clocks.
     """
     try:
         participant = _read_participant(path)
@@ -247,7 +247,7 @@ def _is_alive(path: Path, own: Path) -> bool:
 
 
 def _read_participant(path: Path) -> Participant | None:
-    """What a participant's file says; None where it is gone or damaged."""
+    """Reads a participant's file; None if it is missing or damaged."""
     try:
         return Participant(**read_json(path))
     except (OSError, ValueError, TypeError):

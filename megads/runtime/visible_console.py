@@ -1,4 +1,4 @@
-"""Rich's console, for text of ranks, files and users."""
+"""Rich's console, for text of ranks, files and users. Apart from `terminal_text`: rich takes longer to import."""
 
 from __future__ import annotations
 

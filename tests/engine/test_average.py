@@ -146,12 +146,13 @@ def _skip_a_step(layout: str) -> list[bool]:
     scenario = parity.fitted(AVERAGED, LAYOUTS[layout])
     engine = build_engine(scenario, LAYOUTS[layout])
 
-    def spoil(_: str, hidden: torch.Tensor) -> None:
-        hidden.data.fill_(math.nan)
+    def spoil(shards: list[Shard]) -> None:
+        for shard in shards:
+            shard.tensor.fill_(math.nan)
 
     engine.step(rank_batches(scenario, 0, engine.grid), scenario.lr)
     before = pieces(engine.named_shards())
-    engine.watch_activations(spoil)
+    engine.watch_gradients(spoil)
     skipped = engine.step(rank_batches(scenario, 1, engine.grid), scenario.lr).skipped
     after = pieces(engine.named_shards())
     same = all(a.values.tobytes() == b.values.tobytes() for a, b in zip(before, after, strict=True))

@@ -10,7 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from megads.engine.stage_pipeline import recomputed
 from megads.model.attention import AttentionCore
 from megads.model.gpt import Block
 from megads.parallel.config import ParallelConfig, Recompute
@@ -122,3 +125,23 @@ def test_the_chosen_blocks_run_twice(layout: str, kind: str) -> None:
         expected["Block"] += passes * modes.count(Recompute.full)
         expected["AttentionCore"] += passes * (num_blocks - modes.count(Recompute.none))
         assert again[stage][1] == expected and expected["validation Block"] > 0
+
+
+def test_runs_again_for_backward_only() -> None:
+    """Catches a function that is kept whole, run again in validation, or called with what came later."""
+    calls = []
+
+    def scaled(x: Tensor, factor: float) -> Tensor:
+        calls.append(factor)
+        return (x * factor).exp()
+
+    twice = recomputed(scaled)
+    with torch.no_grad():
+        twice(torch.ones(2, requires_grad=True), 1.0)
+    assert calls == [1.0]
+    inputs = [torch.full((2,), float(i), requires_grad=True) for i in (1, 2)]
+    outputs = [twice(x, x[0].item()) for x in inputs]
+    for x, y in zip(inputs, outputs, strict=True):
+        y.sum().backward()
+        assert torch.equal(x.grad, x[0].item() * y)
+    assert calls == [1.0, 1.0, 2.0, 1.0, 2.0]

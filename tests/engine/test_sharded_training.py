@@ -146,13 +146,13 @@ def _accumulated(scenario: Scenario, layout: str) -> dict[str, Any]:
         dtypes.update(str(shard.tensor.dtype) for shard in shards)
         seen.append({(s.key, s.offset): s.tensor.double().numpy() for s in shards})
 
-    engine.watch_gradients(watch)
     for group in (batches, *([batch] for batch in batches)):
+        engine.watch_gradients(watch)
         engine.step(group, 0.0)
     reductions: set[tuple[str, int]] = set()
     with RecordedReductions(engine.grid, reductions):
         engine.step(batches, 0.0)
-    together, *alone = seen[:5]
+    together, *alone = seen
     # The same number of tokens in each, so that a step of one weighs its micro-batch four times as much: no rounding.
     off = max(parity.relative(together[place], sum(one[place] for one in alone) / 4) for place in together)
     return {"off": off, "dtypes": dtypes, "reductions": {dtype for dtype, numel in reductions if numel > SCALARS}}

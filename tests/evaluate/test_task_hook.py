@@ -14,7 +14,7 @@ from megads.errors import ConfigError
 from megads.evaluate.config import EvaluationConfig
 from megads.evaluate.harness_tasks import documents_within, load_tasks, metric_values
 from megads.evaluate.scoring import Batching, ModelScoringEngine, RescoredContinuation, Scorer
-from megads.evaluate.task_hook import AskedTasks, TaskEvaluationHook
+from megads.evaluate.validation import AskedTasks, TaskEvaluationHook
 from megads.monitor.console import render_validation
 from megads.monitor.trackers import numbers
 from megads.parallel.grid import single_rank_grid

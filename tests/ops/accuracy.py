@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -20,3 +21,8 @@ def check_error(found: Tensor, eager: Tensor, exact: Tensor) -> None:
     """
     assert found.dtype == eager.dtype and found.shape == eager.shape
     assert relative_error(found, exact) <= 2 * relative_error(eager, exact)
+
+
+def denormals(x: Tensor) -> int:
+    """How many elements are no zeros, but below the normal numbers."""
+    return int(((x != 0) & (x.abs() < torch.finfo(x.dtype).tiny)).sum())

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megads.ops.config import FUSED, TORCH, Kernels
 from megads.ops.softmax import masked_softmax
-from tests.ops.accuracy import check_error
+from tests.ops.accuracy import check_error, denormals
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -82,6 +82,12 @@ def test_rows_that_see_nothing(fused: bool) -> None:
     for found in both(scores, grad, (SLOPES, None, starts), FUSED if fused else TORCH):
         assert (found[1, :, 3:39] == 0).all() and found.isfinite().all()
         assert (found[0, :, 5, :6] != 0).all()
+
+
+def test_far_keys_under_alibi_have_no_denormal_probabilities() -> None:
+    """Catches denormal probabilities, with which the products around the softmax take many times as long."""
+    scores, grad = inputs(600, 600, torch.float32)
+    assert [denormals(x) for x in both(scores, grad, (SLOPES, None, None), FUSED)] == [0, 0]
 
 
 def test_large_scores_and_infinities() -> None:

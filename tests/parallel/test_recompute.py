@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from torch import Tensor
 
 from megads.errors import ConfigError
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.partition import block_modes
-from megads.parallel.recompute import recomputed
 
 FULL, SELECTIVE, NONE = Recompute.full, Recompute.selective, Recompute.none
 
@@ -46,23 +43,3 @@ def test_more_blocks_than_there_are() -> None:
     parallel.check()
     with pytest.raises(ConfigError, match="asks for 4 blocks of stage 1, whose number of blocks is 3"):
         block_modes(parallel, 1, 3)
-
-
-def test_runs_again_for_backward_only() -> None:
-    """Catches a function that is kept whole, run again in validation, or called with what came later."""
-    calls = []
-
-    def scaled(x: Tensor, factor: float) -> Tensor:
-        calls.append(factor)
-        return (x * factor).exp()
-
-    twice = recomputed(scaled)
-    with torch.no_grad():
-        twice(torch.ones(2, requires_grad=True), 1.0)
-    assert calls == [1.0]
-    inputs = [torch.full((2,), float(i), requires_grad=True) for i in (1, 2)]
-    outputs = [twice(x, x[0].item()) for x in inputs]
-    for x, y in zip(inputs, outputs, strict=True):
-        y.sum().backward()
-        assert torch.equal(x.grad, x[0].item() * y)
-    assert calls == [1.0, 1.0, 2.0, 1.0, 2.0]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megads.batch import BatchInfo, MicroBatch
+from megads.engine.stage_pipeline import recompute_module
 from megads.model.config import (
     SHARDING,
     AttentionKind,
@@ -26,7 +27,6 @@ from megads.model.gpt import Block, Embedding, FinalNorm, initial_value, make_bl
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.context import cut_micro_batch, gather_in_cores
 from megads.parallel.grid import Axis, build_grid
-from megads.parallel.recompute import recompute_module
 from megads.parallel.region_linear import Region
 from megads.parallel.sharding import materialise, shard_stage
 from megads.plan.activations import block_ops, embedding_ops, final_norm_ops, stage_ops

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from megads.batch import BatchInfo
+from megads.engine.stage_pipeline import recompute_module
 from megads.model.config import BlockConfig, MLPKind, ModelConfig, NormKind, Position
 from megads.model.gpt import GPT, Block, ParallelBlock
 from megads.ops.attention_kinds import AttentionKind
 from megads.parallel.config import Recompute
-from megads.parallel.recompute import recompute_module
 from megads.parallel.sharding import ShardingTable
 from megads.plan.model_size import (
     block_flops,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import megads.resilience.compute
-from megads.engine.interface import Repeated
+from megads.engine.interface import ComputeComparison, Shard
 from megads.errors import UnhealthyNode
 from megads.parallel.compute_trace import ComputeTrace, Difference, checksum
 from megads.resilience.compute import ComputeFault, ComputeHook, compute_fault
@@ -23,6 +23,7 @@ from tests.distributed import run_ranks
 from tests.engine.test_training import filling_from, state
 from tests.faulty_products import FaultyProducts, always_the_same, at_random, once
 from tests.parity import LAYOUTS, MODEL, ParallelConfig, build_engine, digest, scenario_with
+from tests.resilience.test_spikes import StepLoss, info
 
 MORE = {"dp3": ParallelConfig(dp=3), "tp2dp3": ParallelConfig(tp=2, dp=3)}
 WRONG = {"same": always_the_same, "random": at_random}
@@ -69,20 +70,19 @@ def checked_steps(
     model = replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1)
     scenario = scenario_with(precision=precision, model=model, global_batch_size=batch)
     engine = build_engine(scenario, (LAYOUTS | MORE)[layout])
-    rank, control = engine.grid.rank, engine.grid.control
+    rank, control, watched = engine.grid.rank, engine.grid.control, num_forward_hooks(engine)
     hook, said = ComputeHook(engine, EventWriter(folder, enabled=rank == 0), 1), []
     for number, (wrong, kinds, faulty) in enumerate([(None, (), 0), *faults]):
         batches = rank_batches(scenario, number, engine.grid)
         saved, steps = state(engine), engine.optimizer_steps
-        expected = engine.step(batches, scenario.lr), bits(engine)
+        expected = step_bits(engine, batches, scenario.lr)
         engine.load_shards(filling_from(saved), steps)
         hook.on_start(TrainState(step=number))
         broken = FaultyProducts(once(wrong) if isinstance(wrong, int) else WRONG.get(wrong, lambda _: None), *kinds)
         if rank == faulty:
             broken.install()
         try:
-            result, fault = engine.step(batches, scenario.lr), "none"
-            same = (result, bits(engine)) == expected
+            same, fault = step_bits(engine, batches, scenario.lr) == expected, "none"
         except UnhealthyNode as error:
             fault, same = str(error), control.any(False)
             engine.load_shards(filling_from(saved), steps)
@@ -90,12 +90,23 @@ def checked_steps(
             broken.remove()
             hook.on_end(TrainState())
         said.append((fault, not control.any(not same)))
+    assert num_forward_hooks(engine) == watched, "a check leaves its hooks behind"
     return said
 
 
-def bits(engine: Any) -> dict[str, str]:
-    """Of all that the optimizer holds."""
-    return {f"{shard.key} {shard.offset}": digest(shard.tensor) for shard in engine.named_shards(owned=False)}
+def num_forward_hooks(engine: Any) -> int:
+    return sum(len(layer._forward_hooks) for _, layer in engine._layers())
+
+
+def step_bits(engine: Any, batches: Any, lr: float) -> tuple[Any, dict[str, str], list[dict[str, str]]]:
+    """The result of a step, digests of the optimizer state after it, and of the gradients at each call of a watch."""
+    watched: list[dict[str, str]] = []
+    engine.watch_gradients(lambda shards: watched.append(digests(shards)))
+    return engine.step(batches, lr), digests(engine.named_shards(owned=False)), watched
+
+
+def digests(shards: Sequence[Shard]) -> dict[str, str]:
+    return {f"{shard.key} {shard.offset}": digest(shard.tensor) for shard in shards}
 
 
 @pytest.mark.distributed
@@ -128,13 +139,13 @@ def suspicious_steps(layout: str, folder: Path, faulty: int) -> list[bool]:
     for number in (0, 1):
         hook = ComputeHook(engine, events, 0, lambda _step, _loss, _norm: True)
         batches, saved, steps = rank_batches(scenario, number, engine.grid), state(engine), engine.optimizer_steps
-        expected = engine.step(batches, scenario.lr), bits(engine)
+        expected = step_bits(engine, batches, scenario.lr)
         engine.load_shards(filling_from(saved), steps)
         broken = FaultyProducts(once(0))
         hook.on_start(TrainState(step=number))
         if number and rank == faulty:
             broken.install()
-        same.append((engine.step(batches, scenario.lr), bits(engine)) == expected)
+        same.append(step_bits(engine, batches, scenario.lr) == expected)
         broken.remove()
         hook.on_end(TrainState())
     return same
@@ -151,6 +162,16 @@ def test_a_suspicious_step_is_computed_again(layout: str, tmp_path: Path) -> Non
     assert (plain["event"], plain["step"]) == ("suspicious_step", 1)
     assert (wrong["event"], wrong["step"], wrong["fault"]) == ("compute_differs", 2, "transient")
     assert faulty in wrong["ranks"]
+
+
+def test_every_third_step_is_checked(tmp_path: Path) -> None:
+    """Catches a check in the step after, in which no checkpoint is saved, and one in every step."""
+    engine: Any = None
+    hook, due = ComputeHook(engine, EventWriter(tmp_path, enabled=False), 3), []
+    for step in range(1, 8):
+        due.append(hook.is_due())
+        hook.on_step(info(StepLoss(step, step, 1.0, 1.0)))
+    assert due == [False, False, True, False, False, True, False]
 
 
 def test_a_checksum_sees_any_flip_and_any_order() -> None:
@@ -182,33 +203,39 @@ def test_two_traces_part_where_the_first_entry_differs() -> None:
     """Catches a comparison of totals, in which a difference has no place, and entries that are noted out of a check."""
     trace, traces = ComputeTrace(), []
     for wrong in (False, True):
-        trace.note("before", torch.ones(2))
+        trace.record("before", torch.ones(2))
         trace.begin()
         for number in range(3):
-            trace.note(f"entry {number}", torch.full((2,), float(wrong and number > 0)), received=number == 1)
+            trace.record(f"entry {number}", torch.full((2,), float(wrong and number > 0)), received=number == 1)
         traces.append(trace.end())
     assert traces[0].first_difference(traces[0]) is None
     assert traces[0].first_difference(traces[1]) == Difference(1, "entry 1", received=True)
 
 
-def seen(rank: int, peer: int, place: tuple[int, int], **parted: Difference) -> Repeated:
-    return Repeated(rank, peer, place, parted.get("here"), parted.get("elsewhere"), parted.get("between"))
+def compared(rank: int, peer: int, coordinates: tuple[int, int], **found: Difference) -> ComputeComparison:
+    return ComputeComparison(rank, peer, coordinates, found.get("by_rank"), found.get("by_peer"), found.get("across"))
 
 
 def test_who_computed_wrongly() -> None:
     """Catches blame on the rank that a wrong value came to first in time, not in the order of computation."""
     sent, later = Difference(4, "a message", received=False), Difference(9, "a gradient", received=False)
     got = Difference(2, "a message received", received=True)
-    own = [seen(0, 0, (0, 0), here=later), seen(1, 1, (0, 0), here=sent), seen(2, 2, (1, 0), here=got)]
+    own = [
+        compared(0, 0, (0, 0), by_rank=later),
+        compared(1, 1, (0, 0), by_rank=sent),
+        compared(2, 2, (1, 0), by_rank=got),
+    ]
     assert compute_fault(own) == ComputeFault(persistent=False, found=((1, "a message"),))
     # The peer of rank 0 is rank 2, which computed rank 0's samples wrongly once.
-    pairs = [seen(0, 2, (0, 0), elsewhere=sent), seen(2, 0, (0, 1))]
+    pairs = [compared(0, 2, (0, 0), by_peer=sent), compared(2, 0, (0, 1))]
     assert compute_fault(pairs).ranks == [2]
-    assert compute_fault([seen(2, 2, (1, 0), here=got)]).found == ((2, "a message received"),)
+    # Two ranks at once: what rank 2 computed first does not excuse what rank 0 computes in another group.
+    assert compute_fault([compared(0, 2, (0, 0), by_rank=later, by_peer=sent), pairs[1]]).ranks == [0, 2]
+    assert compute_fault([compared(2, 2, (1, 0), by_rank=got)]).found == ((2, "a message received"),)
     # Each repeats itself: with three that compute the same, the one in both pairs; with two, both.
     three = [
-        seen(0, 2, (0, 0)), seen(1, 0, (0, 1), between=sent), seen(2, 1, (0, 2), between=sent)
+        compared(0, 2, (0, 0)), compared(1, 0, (0, 1), across=sent), compared(2, 1, (0, 2), across=sent)
     ]  # fmt: skip
     assert compute_fault(three) == ComputeFault(persistent=True, found=((1, "a message"),))
-    two = [seen(0, 1, (0, 0), between=sent), seen(1, 0, (0, 1), between=sent)]
+    two = [compared(0, 1, (0, 0), across=sent), compared(1, 0, (0, 1), across=sent)]
     assert compute_fault(two).ranks == [0, 1]

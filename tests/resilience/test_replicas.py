@@ -10,9 +10,10 @@ import torch
 
 import megads.resilience.replicas
 from megads.errors import UnhealthyNode
+from megads.monitor.hooks import LayerNormsHook, layer_names
 from megads.resilience.replicas import BitFault, BitSymptom, ReplicaHook, bit_faults
-from megads.runtime.hooks import TrainState
-from megads.runtime.metrics import EventWriter, read_json_lines
+from megads.runtime.hooks import Hook, TrainState
+from megads.runtime.metrics import EventWriter, MetricsWriter, read_json_lines
 from megads.runtime.run_dir import EVENTS_FILE
 from megads.tools.verify.layout import rank_batches
 from tests.distributed import run_ranks
@@ -47,9 +48,16 @@ def watched_steps(layout: str, folder: Path, flips: list[tuple[str, str, int | N
     megads.resilience.replicas.HEAD_START_S = 0.0
     scenario = scenario_with(precision="bfloat16", steps=1, global_batch_size=24)
     engine = build_engine(scenario, (LAYOUTS | MORE)[layout])
-    hook = ReplicaHook(engine, EventWriter(folder, enabled=engine.grid.rank == 0), 1)
-    hook.on_start(TrainState())
+    hooks: list[Hook] = [
+        ReplicaHook(engine, EventWriter(folder, enabled=engine.grid.rank == 0), 1),
+        # It watches the gradients of every step, too.
+        LayerNormsHook(engine, layer_names(scenario.model), 1, MetricsWriter(folder, enabled=False)),
+    ]
     number, said = 0, []
+
+    def start() -> None:
+        for hook in hooks:
+            hook.on_start(TrainState())
 
     def step(after: str = "", rank: int | None = None) -> None:
         nonlocal number
@@ -57,7 +65,8 @@ def watched_steps(layout: str, folder: Path, flips: list[tuple[str, str, int | N
         engine.step(rank_batches(scenario, number, engine.grid), scenario.lr)
         if after:
             flip(after, rank)
-        hook.on_step(info(StepLoss(number, number, 1.0, 1.0)))
+        for hook in hooks:
+            hook.on_step(info(StepLoss(number, number, 1.0, 1.0)))
 
     def flip(key: str, rank: int | None) -> None:
         """One bit of the first element of the tensor; of the last rank that holds it where none is named."""
@@ -68,6 +77,7 @@ def watched_steps(layout: str, folder: Path, flips: list[tuple[str, str, int | N
             words = held[0].detach().view(torch.int16 if held[0].element_size() == 2 else torch.int32)
             words[0] ^= 8
 
+    start()
     for _ in range(2):
         step()
     for moment, key, rank in flips:
@@ -82,8 +92,7 @@ def watched_steps(layout: str, folder: Path, flips: list[tuple[str, str, int | N
         except UnhealthyNode as error:
             said.append(str(error))
         engine.load_shards(filling_from(saved), steps)
-        engine.watch_gradients(None)
-        hook.on_start(TrainState())
+        start()
         step()
     return said
 

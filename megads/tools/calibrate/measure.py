@@ -51,8 +51,6 @@ from megads.tools.calibrate.passes import IN_LAYOUTS, TRIALS, layout_costs, layo
 
 _SIZES = (2**14, 2**18, 2**21, 2**24)
 """Bytes of the collectives that are measured."""
-_PAIR = 2
-"""Ranks over which the trials' heads and tokens can be cut; more ranks are planned without the costs of layouts."""
 _TIMEOUT_S = 120.0
 
 
@@ -144,12 +142,11 @@ def _rank(config: CalibrateConfig, threads: int, result: str) -> None:
         replicas = ParallelConfig(dp=config.ranks, zero_stage=0)
         trials = [trained(trial, bench, replicas) for trial in TRIALS]
         found |= pass_costs(trials, device_from(found, "cpu"), dtype.itemsize)
-        if config.ranks == _PAIR:
-            in_layouts = {
-                name: [trained(trial, bench, parallel) for trial in IN_LAYOUTS]
-                for name, parallel in layouts(config.ranks).items()
-            }
-            found["layout_costs"] = layout_costs(in_layouts, device_from(found, "cpu"), dtype.itemsize)
+        in_layouts = {
+            name: [trained(trial, bench, parallel) for trial in IN_LAYOUTS]
+            for name, parallel in layouts(config.ranks).items()
+        }
+        found["layout_costs"] = layout_costs(in_layouts, device_from(found, "cpu"), dtype.itemsize)
     if dist.get_rank() == 0:
         Path(result).write_text(yaml.safe_dump(found, sort_keys=False), encoding="utf-8")
 

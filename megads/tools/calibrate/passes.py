@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -23,18 +23,19 @@ from megads.engine import build_train_engine
 from megads.engine.interface import EngineSpec
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.optim.config import OptimConfig
-from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Recompute
+from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.grid import build_grid
 from megads.parallel.pipeline_actions import ActionKind
-from megads.plan.devices import Device
+from megads.plan.devices import Device, LayoutCosts
 from megads.plan.measured_rates import non_negative
 from megads.plan.model_size import parameter_count
 from megads.plan.operators import BACKWARD_TRAFFIC, RankOperators
-from megads.plan.step_estimate import StepModel, StepShape
+from megads.plan.step_estimate import StepShape, estimate_step
 from megads.runtime.span import Span
 from megads.tools.calibrate.operators import Bench
 
-_STEPS = 5
+_STEPS = 9
+_UNIT_US, _UNIT_NS = 100.0, 1.0
 _LR = 1e-4
 _PASSES = {"forward": ("forward",), "backward": ("backward_input", "backward_weight")}
 _TRAFFIC = {"forward": 1.0, "backward": BACKWARD_TRAFFIC}
@@ -96,17 +97,26 @@ IN_LAYOUTS = (
     Trial("bloom", 2, 640, 1024, 128, 2, 2),
 )
 """Those that are trained in `layouts`."""
+_PAIR = 2
+"""Ranks over which the trials' layers, heads and tokens can be cut."""
 
 
 def layouts(ranks: int) -> dict[str, ParallelConfig]:
-    """What `LayoutCosts` names, on so many ranks."""
-    return {
+    """What `LayoutCosts` names, as far as the trials can be trained so on so many ranks."""
+    alone = {
+        f"recompute_{mode}": ParallelConfig(dp=ranks, zero_stage=0, recompute=mode)
+        for mode in (Recompute.selective, Recompute.full)
+    }
+    if ranks != _PAIR:
+        return alone
+    return alone | {
         "zero_2": ParallelConfig(dp=ranks, zero_stage=2),
         "zero_3": ParallelConfig(dp=ranks, zero_stage=3),
         "tp": ParallelConfig(tp=ranks),
         "sp": ParallelConfig(tp=ranks, sequence_parallel=True),
         "sp_chunks": ParallelConfig(tp=ranks, sequence_parallel=True, tp_chunks=2),
         "cp": ParallelConfig(cp=ranks),
+        "pp": ParallelConfig(pp=ranks),
     }
 
 
@@ -232,18 +242,22 @@ def layout_costs(trials: Mapping[str, Sequence[Trained]], device: Device, width:
         parallel = layouts(device.ranks_per_node)[name]
         rows, left, measured = [], [], []
         for one in done:
-            trial, blocks = one.trial, one.trial.layers * one.trial.micro_batches
-            shape = StepShape(trial.seq_len, trial.samples, trial.micro_batches, width)
-            plan = StepModel(trial.model, parallel, shape, device)
-            elements: float = plan.operators.tokens * trial.hidden
-            if parallel.zero_stage in GRADIENT_STAGES:
-                elements = one.parameters / trial.layers
-            rows.append([blocks, blocks * elements])
-            left.append(one.step - plan.estimate().step_time_s)
+            planned_s, per_block_s, per_element_s = (
+                _planned_s(one.trial, parallel, replace(device, layout_costs=(LayoutCosts(name, *unit),)), width)
+                for unit in ((0.0, 0.0), (_UNIT_US, 0.0), (0.0, _UNIT_NS))
+            )
+            # What a unit of either cost adds to the step: as often as it occurs, less what is hidden.
+            rows.append([per_block_s - planned_s, per_element_s - planned_s])
+            left.append(one.step - planned_s)
             measured.append(one.step)
-        block, element = non_negative(np.array(rows, dtype=float), np.array(left), np.array(measured))
-        found.append([name, round(1e6 * block, 2), round(1e9 * element, 5)])
+        block, element = non_negative(np.array(rows), np.array(left), np.array(measured))
+        found.append([name, round(_UNIT_US * block, 2), round(_UNIT_NS * element, 5)])
     return found
+
+
+def _planned_s(trial: Trial, parallel: ParallelConfig, device: Device, width: int) -> float:
+    shape = StepShape(trial.seq_len, trial.samples, trial.micro_batches, width)
+    return estimate_step(trial.model, parallel, shape, device).step_time_s
 
 
 def _known(parts: Any) -> float:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megads.batch import MicroBatch
 from megads.engine import build_train_engine
-from megads.engine.interface import EngineSpec, Shard, TrainEngine
+from megads.engine.interface import EngineSpec, TrainEngine
 from megads.model.gpt import InitialValue
 from megads.ops.resolve import load
 from megads.parallel.config import ParallelConfig
@@ -140,10 +140,5 @@ def evaluate(engine: TrainEngine, scenario: Scenario) -> tuple[float, int]:
 def first_gradients(engine: TrainEngine) -> list[TensorPart]:
     """A list that fills with this rank's reduced gradients of the next step."""
     found: list[TensorPart] = []
-
-    def keep(shards: list[Shard]) -> None:
-        found.extend(pieces(shards))
-        engine.watch_gradients(None)
-
-    engine.watch_gradients(keep)
+    engine.watch_gradients(lambda shards: found.extend(pieces(shards)))
     return found

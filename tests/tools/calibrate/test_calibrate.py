@@ -26,7 +26,7 @@ def test_a_measured_device_is_planned_with(tmp_path: Path, capsys: pytest.Captur
     assert 0.5 < device.memory_gigabytes_per_s < 1000 and 0.01 < device.node_gigabytes_per_s < 100
     assert 1 < device.node_latency_us < 1e5 and 0 < device.attention_efficiency < 1.5
     assert device.forward_costs is not None and 1 < device.forward_costs.block_us < 1e6
-    assert {costs.layout for costs in device.layout_costs} >= {"zero_2", "zero_3", "tp", "cp"}
+    assert {costs.layout for costs in device.layout_costs} >= {"zero_2", "zero_3", "tp", "cp", "pp", "recompute_full"}
     for m, n, k, rate in device.products:
         assert matmul_seconds(device, m, n, k) == pytest.approx(2 * m * n * k / rate / 1e12, rel=0.5)
     capsys.readouterr()

@@ -1,0 +1,36 @@
+"""The costs of layouts that `megads calibrate` finds in steps that it trained."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megads.plan.devices import LayoutCosts, device_from
+from megads.plan.model_size import parameter_count
+from megads.plan.step_estimate import StepShape, estimate_step
+from megads.tools.calibrate.passes import IN_LAYOUTS, Trained, layout_costs, layouts
+from scripts.bench.plan_measured import read_stored
+
+
+@pytest.mark.parametrize("layout", layouts(2))
+def test_costs_of_a_layout_are_found_again(layout: str) -> None:
+    """Catches costs that the plan of a step counts more or less often than the calibration, or not at all."""
+    device = replace(device_from(read_stored()["machines"]["2x1 bf16"], "measured"), layout_costs=())
+    slower = replace(device, layout_costs=(LayoutCosts(layout, 700.0, 3.0),))
+    steps = []
+    for trial in IN_LAYOUTS:
+        shape = StepShape(trial.seq_len, trial.samples, trial.micro_batches)
+        step_s = estimate_step(trial.model, layouts(2)[layout], shape, slower).step_time_s
+        steps.append(Trained(trial, 0.0, 0.0, 0.0, 0.0, step_s, parameter_count(trial.model)))
+    ((found, block_us, element_ns),) = layout_costs({layout: steps}, device, width=2)
+    assert found == layout
+    assert block_us == pytest.approx(700.0, rel=0.02)
+    assert element_ns == pytest.approx(3.0, rel=0.02)
+
+
+def test_other_numbers_of_ranks_train_what_they_can() -> None:
+    """Catches layouts whose trials have too few heads, layers or tokens for the ranks."""
+    for ranks in (1, 4):
+        assert set(layouts(ranks)) == {"recompute_selective", "recompute_full"}
+        assert all(parallel.world_size == ranks for parallel in layouts(ranks).values())
