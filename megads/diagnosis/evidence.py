@@ -54,7 +54,7 @@ _PROGRESS = re.compile(
 _EXCEPTION = re.compile(
     r"(?:^|[\s\]:|│])(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Failure)(?::\s|\s*$)|"
     r"(?:^|[\s\]:|│])(?:[a-z_]\w*\.)+[A-Z]\w+(?::\s|\s*$)|\b(?:ERROR|FATAL|CRITICAL|(?:\w+_)?error:)|"
-    r"Assertion .*failed|what\(\):"
+    r"Assertion .*failed|what\(\):|^[A-Z]\w*(?:Error|Exception)\(['\"]"
 )
 _SPECULATION = re.compile(
     r"\b(?:(?:some|there are some|possible|potential|common|likely)(?: \w+)? (?:causes?|reasons?)\b|look for oom|"
