@@ -131,7 +131,11 @@ def test_where_it_was_raised(frame: str, error: str, cause: str) -> None:
         ("Of this, 1.2 GiB is reserved by PyTorch but unallocated.", Cause.cuda_oom, False),
         ("[Rank 3] ProcessGroupNCCL preparing to dump debug info.", Cause.nccl_timeout_hang, False),
         ("Error merging override data.path", Cause.config_or_shape_error, False),
-        ("HIP error: operation not permitted", Cause.cuda_illegal_access, False),
+        (
+            "watchdog thread terminated with exception:\nHIP error: invalid event",
+            Cause.cuda_illegal_access,
+            False,
+        ),
         ("The detected CUDA version (12.8) mismatches that of PyTorch", Cause.import_or_build_error, False),
         ("Unable to determine the device handle for GPU1: 999", Cause.cuda_ecc_or_xid, True),
         ("TypeError: expected Tensor as element 2 in argument 1, but got int", Cause.user_code_exception, False),
