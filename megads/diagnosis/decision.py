@@ -17,6 +17,9 @@ _MOST_EVIDENCE = 8
 _LONGEST_EVIDENCE = 600
 _PROGRESS_REACH = 50
 """Training that goes on for more lines than this has survived what was said before."""
+_TASK_EXITED = re.compile(r"MPI_Abort|Exited with exit code [1-9]|Terminating (?:StepId|job step)", re.IGNORECASE)
+_SLURM_ENDS = re.compile(r"^(?:slurmstepd|srun): (?!.*(?:DUE TO|out of memory|oom))", re.IGNORECASE)
+"""What SLURM says while it ends the other tasks."""
 _FIRST_OF_TABLE = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
 _CONFIDENCE = {
     Strength.fact: 0.95,
@@ -108,7 +111,7 @@ def decide(surveys: Sequence[Survey], model: MessageModel | None = None) -> Diag
         model: judges the wording where no signature decides; None takes the one that comes with megads.
     """
     model = model or message_model()
-    findings = [_after_progress(finding, survey) for survey in surveys for finding in survey.findings]
+    findings = [_after_progress(one, survey) for survey in surveys for one in _after_exit(survey.findings)]
     if all(finding.strength <= Strength.teardown for finding in findings):
         worded = [finding for survey in surveys for finding in worded_findings(survey, model)]
         findings += sorted(worded, key=lambda finding: -(finding.probability or 0.0))[:1]
@@ -132,6 +135,17 @@ def decide(surveys: Sequence[Survey], model: MessageModel | None = None) -> Diag
     )
 
 
+def _after_exit(findings: Sequence[LogFinding]) -> list[LogFinding]:
+    """Weakens what SLURM says of the tasks that it ends because another one has left."""
+    left = next((one.line for one in findings if _TASK_EXITED.search(one.text)), None)
+    return [
+        replace(one, strength=min(one.strength, Strength.teardown))
+        if left is not None and one.line > left and _SLURM_ENDS.match(one.text)
+        else one
+        for one in findings
+    ]
+
+
 def _after_progress(finding: LogFinding, survey: Survey) -> LogFinding:
     """Weakens a finding after which the training went on."""
     if survey.last_progress <= finding.line + _PROGRESS_REACH:
@@ -145,9 +159,11 @@ def _ranked(findings: Sequence[LogFinding], order: dict[str, int]) -> list[LogFi
     strongest = max(finding.strength for finding in findings)
     timed = all(finding.time_s is not None for finding in findings if finding.strength == strongest)
 
-    def key(finding: LogFinding) -> tuple[float, float, int, int]:
+    def key(finding: LogFinding) -> tuple[float, bool, float, int, int]:
         time_s = finding.time_s if timed and finding.time_s is not None else 0.0
-        return -finding.strength, time_s, order[finding.file], finding.line
+        # That a program was aborted says less than what else is said around it, often in the next line.
+        only_ended = finding.strength == Strength.cascade and finding.signature.cause is Cause.process_killed_unknown
+        return -finding.strength, only_ended, time_s, order[finding.file], finding.line
 
     return sorted(findings, key=key)
 

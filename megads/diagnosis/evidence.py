@@ -52,8 +52,9 @@ _PROGRESS = re.compile(
     re.IGNORECASE,
 )
 _EXCEPTION = re.compile(
-    r"(?:^|[\s\]:|│])(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Failure)(?::\s|\s*$)|\b(?:ERROR|FATAL|CRITICAL|error:)|"
-    r"Assertion .*failed|what\(\):"
+    r"(?:^|[\s\]:|│])(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Failure)(?::\s|\s*$)|"
+    r"(?:^|[\s\]:|│])(?:[a-z_]\w*\.)+[A-Z]\w+(?::\s|\s*$)|\b(?:ERROR|FATAL|CRITICAL|(?:\w+_)?error:)|"
+    r"Assertion .*failed|what\(\):|^[A-Z]\w*(?:Error|Exception)\(['\"]"
 )
 _SPECULATION = re.compile(
     r"\b(?:(?:some|there are some|possible|potential|common|likely)(?: \w+)? (?:causes?|reasons?)\b|look for oom|"
@@ -63,13 +64,19 @@ _SPECULATION = re.compile(
 )
 """What follows lists what such a failure may come from."""
 _ENDS_TRACEBACK = re.compile(r"[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Failure|Timeout|Empty)\b")
+_CONTINUED = re.compile(r"\s+\S")
+_MOST_CONTINUED = 3
+_IGNORED_COMMAND = re.compile(r"^(?:\S*/)?(?:rm|rmdir|ln|ls|chmod|chown|mkdir|ulimit|module|source|cd): ")
+"""A command of a job script, after whose failure the script goes on."""
+_WRAPPER = re.compile(r"\b(?:raised|following (?:error|exception)\b.*|\w*Error: \S.*):\s*$")
+"""An exception that only introduces the next line's."""
 _PASSING = re.compile(
     r"\b(?:WARNING|WARN|(?:User|Future|Deprecation|Runtime)Warning|INFO|DEBUG|NOTICE)\b|(?:^|\[)[WI](?:\d{3,4})? |"
     r"warnings?\.warn|\bwarning:",
 )
 _SERIOUS = re.compile(
     r"NCCL WARN|kernel:|NVRM|slurmstepd|srun:|Xid|\bnvidia-nvswitch|closing signal|death signal|got signal|NCCL EP|"
-    r"elastic"
+    r"elastic|not compatible with the current PyTorch|[Tt]ried to allocate|loss scale to (?:0(?:\.0*)?\s*$|[\d.]+e-\d)"
 )
 _RETRIED = re.compile(
     r"\bretry(?:ing)?\b(?! (?:count|limit|exc))|will (?:be )?retr|\battempt \d+|falling? ?back|\bignor(?:ed|ing)\b|"
@@ -84,6 +91,19 @@ _RANKS = (
     re.compile(r"\blocal_rank[ :=]+(\d+)\b"),
 )
 _FRAME = re.compile(r'File "[^"]+", line \d+, in ')
+_OTHER_FRAME = re.compile(
+    r"(?:^|[\s│|])(?:File )?(?P<path>[\w~.<>/\\-]+\.py)(?::(?P<line>\d+))?,?\s+in\s+"
+    r"<?(?:\w+\.)*(?P<function>\w+)(?:>|\(|\s*│|\s*$)"
+)
+"""A frame as IPython and rich print it."""
+_QUOTED_SOURCE = re.compile(r"^(?:-+> ?|\s+|\s*[│|]\s+(?:[❱>]\s*)?)\d+(?:\s{2}|\s+[│|]|$)")
+"""A line of source code behind its number, as IPython and rich quote it."""
+_NATIVE_FRAME = re.compile(r"^\s*(?:\[\w+\]:\s*)?(?:frame )?#\d+:? ")
+_RAISED = re.compile(
+    r"^(?:\[\w+\]:)?[\s\d│|❱>-]*"
+    r"(?:raise (?:\w+\.)*(?P<kind>\w+)|assert\b.*(?:,|\b(?:args|cfg|config|hparams|options|settings)\b))"
+)
+"""Code that raises an error, or asserts with a message or something of a setting."""
 _TABLE_RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)")
 _NODES = (re.compile(r"(?:^|\s)([\w.-]+) kernel:"), re.compile(r"srun: error: ([\w.-]+): tasks?\b"))
 _MONTHS = {
@@ -256,13 +276,17 @@ class _Surveyor:
             return
         near = self._near(lines, index)
         before = [line_text(line) for line in near[-_CONTEXT:]]
-        frames = self._frames(near) if _ENDS_TRACEBACK.search(text) else ""
+        frames = self._frames(text, near) if _ENDS_TRACEBACK.search(text) else ""
         matched = self._table.match(_SPECULATION.split(text, 1)[0] or text, frames)
         if matched is None or _is_source_line(text, before):
             return
+        whole = text
+        if matched.signature.fallback and (rest := _continuation(lines, index)):
+            whole = f"{text} {rest}"
+            matched = self._table.match(whole, frames) or matched
         signature, groups, probability = matched.signature, matched.found.groupdict(), None
         if signature.fallback:
-            signature, probability = by_wording(self._model, signature, text, frames)
+            signature, probability = by_wording(self._model, signature, whole, frames)
         survey = self._survey
         rank = _rank_of(text, before)
         named = f"rank {groups['rank']}" if groups.get("rank") else groups.get("node") or ""
@@ -287,15 +311,26 @@ class _Surveyor:
             return lines[index - _TIME_REACH : index]
         return (self._before + lines[:index])[-_TIME_REACH:]
 
-    def _frames(self, near: list[bytes]) -> str:
-        """Returns the frames of the traceback that these lines end with, a line each."""
+    def _frames(self, text: str, near: list[bytes]) -> str:
+        """Returns the frames of the traceback that an error ends, a line each.
+
+        The first line is "raised" where the program itself raises that error, or asserts with a message: that is a
+        check which somebody wrote, and not something that Python came upon.
+
+        Args:
+            text: the error.
+            near: the lines before it, the nearest last.
+        """
         found: list[str] = []
+        raised = False
         for raw in reversed(near):
             if b"Traceback (most recent" in raw:
                 break
-            if b'File "' in raw:
-                found.append(line_text(raw))
-        return "\n".join(reversed(found))
+            if (frame := _frame_of(raw)) is not None:
+                found.append(frame)
+            elif not found and (source := _RAISED.search(line_text(raw))) is not None:
+                raised = (source["kind"] or "AssertionError") in text
+        return "\n".join([*(["raised"] if raised else []), *reversed(found)])
 
     def _time(self, text: str, near: list[bytes]) -> float | None:
         times = (time_of(line) for line in (text, *map(line_text, reversed(near))))
@@ -329,7 +364,10 @@ def worded_findings(survey: Survey, model: MessageModel) -> list[LogFinding]:
     found = []
     kinds = sorted(survey.kinds.values(), key=lambda kind: kind.last)
     suspicious = [kind for kind in kinds[:-_ENDING_KINDS] if _is_suspicious(kind.text.encode())]
+    signed = {finding.line for finding in survey.findings}
     for kind in suspicious[-_MOST_WORDED:] + kinds[-_ENDING_KINDS:]:
+        if kind.line in signed:
+            continue
         harmless = any(one.search(kind.text) for one in (_HARMLESS, _PROGRESS, _RETRIED)) or not _BAD_NEWS.search(
             kind.text
         )
@@ -404,11 +442,43 @@ def _strength(signature: Signature, text: str, before: list[str]) -> Strength:
         strength -= 2 * bool(_PASSING.search(text)) + 2 * bool(_RETRIED.search(text))
     if any("Exception ignored in" in line or "atexit" in line for line in before):
         strength -= 3
+    strength -= 2 * bool(_IGNORED_COMMAND.match(text)) + bool(_WRAPPER.search(text))
     return Strength(max(strength, Strength.noise))
 
 
+def _continuation(lines: list[bytes], index: int) -> str:
+    """Returns the lines in which a message of several lines goes on, further in than its first."""
+    found = []
+    first = _unprefixed(line_text(lines[index]))
+    for raw in lines[index + 1 : index + 1 + _MOST_CONTINUED]:
+        text = _unprefixed(line_text(raw))
+        if first[:1].isspace() or not _CONTINUED.match(text) or _FRAME.search(text):
+            break
+        found.append(text.strip())
+    return " ".join(found)
+
+
+def _unprefixed(text: str) -> str:
+    """A line without the rank that torchrun puts before it."""
+    return re.sub(r"^(?:\[\w+\]:)+ ?", "", text)
+
+
+def _frame_of(raw: bytes) -> str | None:
+    """Returns a frame of a traceback in the form of Python's own, None for a line that is none."""
+    if b'File "' in raw:
+        return line_text(raw)
+    if b".py" in raw and (found := _OTHER_FRAME.search(line_text(raw))) is not None:
+        return f'  File "{found["path"]}", line {found["line"] or 0}, in {found["function"]}'
+    return None
+
+
 def _is_source_line(text: str, before: list[str]) -> bool:
-    """Whether a line is the source code that a traceback quotes: it stands further in than the line of its file."""
+    """Whether a line is no message but part of a traceback.
+
+    Source code stands further in than the line of its file, or behind its number; frames of C++ are numbered.
+    """
+    if _QUOTED_SOURCE.match(text) or _NATIVE_FRAME.match(text):
+        return True
     found = _FRAME.search(before[-1]) if before else None
     return found is not None and text[found.start() : found.start() + 2].isspace()
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megads.diagnosis.causes import Cause
 from megads.diagnosis.decision import decide
-from megads.tools.diagnose.log_files import survey_file
+from megads.tools.diagnose.inputs import survey_file
 
 _ERROR = b"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB\n"
 _WORDS = ["".join(random.Random(seed).choices("abcdefghijklmnopqrstuvwxyz", k=seed % 8 + 2)) for seed in range(5000)]

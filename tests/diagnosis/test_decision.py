@@ -106,6 +106,36 @@ def test_a_tracker_that_fails_at_the_end_is_not_the_cause() -> None:
     assert decide([log("a", text)]).cause == Cause.user_code_exception
 
 
+def test_an_exception_that_introduces_another() -> None:
+    """Catches the wrapper taken for the cause where the next line names it, and the wrapper lost where none does."""
+    wrapper = "torch._dynamo.exc.BackendCompilerFailed: backend='inductor' raised:\n"
+    inner = "RuntimeError: Triton Error [CUDA]: device kernel image is invalid\n"
+    assert decide([log("a", wrapper + inner)]).cause == Cause.driver_mismatch_or_no_gpu
+    found = decide([log("a", wrapper + "AttributeError: 'int' object has no attribute 'meta'\n")])
+    assert found.cause == Cause.import_or_build_error
+
+
+def test_that_a_program_was_aborted_says_less_than_what_it_threw() -> None:
+    """Catches the abort taken for the cause because it came first, and the cause lost where nothing else is said."""
+    aborted = "terminate called after throwing an instance of 'gloo::IoException'\nFatal Python error: Aborted\n"
+    thrown = "  what():  [gloo/transport/tcp/pair.cc:9] Connection closed by peer [10.0.0.1]:5\n"
+    assert decide([log("a", aborted + thrown)]).cause == Cause.nccl_remote_or_network
+    assert decide([log("a", aborted)]).cause == Cause.process_killed_unknown
+    crashed = decide([log("a", "Fatal Python error: Segmentation fault\n" + thrown)])
+    assert crashed.cause == Cause.process_killed_unknown
+
+
+def test_what_slurm_ends_because_a_task_left_is_no_preemption() -> None:
+    """Catches the cancelled step taken for the cause, and one that was cancelled from outside taken for a failure."""
+    cancelled = "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2024-05-01T10:00:00 ***\n"
+    killed = "srun: error: n1: tasks 1-35: Killed\n"
+    left = "srun: error: n1: task 0: Exited with exit code 1\n"
+    assert decide([log("a", cancelled + killed)]).cause == Cause.preempted_or_time_limit
+    found = decide([log("a", left + cancelled + killed)])
+    assert (found.cause, found.restartable) == (Cause.process_killed_unknown, False)
+    assert decide([log("a", left + cancelled.replace(" ***\n", " DUE TO TIME LIMIT ***\n"))]).restartable
+
+
 def test_silence() -> None:
     """Catches a log that ends without a word given a cause, or none of its last lines shown."""
     found = decide([log("a", "step 1\nstep 2\nhello\n")])

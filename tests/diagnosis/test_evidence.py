@@ -7,7 +7,8 @@ import time
 import pytest
 
 from megads.diagnosis.causes import Cause
-from megads.diagnosis.evidence import LogFinding, Survey, survey_log, time_of
+from megads.diagnosis.evidence import LogFinding, Survey, survey_log, time_of, worded_findings
+from megads.diagnosis.message_model import message_model
 from megads.diagnosis.signature import Strength
 from megads.diagnosis.templates import template
 
@@ -112,6 +113,71 @@ def test_quoted_source_is_no_message() -> None:
     assert survey(prefixed).findings == []
     direct = '  File "a.py", line 3, in f\nRuntimeError: CUDA out of memory\n'
     assert [one.signature.cause for one in survey(direct).findings] == [Cause.cuda_oom]
+
+
+def test_source_behind_its_number_is_no_message() -> None:
+    """Catches the code that IPython and rich quote, and the frames of C++, taken for the error."""
+    for quoted in (
+        "--> 733         raise RuntimeError('CUDA out of memory')",
+        "    732             raise RuntimeError('CUDA out of memory')",
+        "│ ❱ 301 │   │   raise HfHubHTTPError(str(e), response=response) from e",
+        "frame #1: c10d::TCPStore::wait(timeout) + 0x1e1 (0x7f in /usr/lib/libtorch_cpu.so)",
+    ):
+        assert survey(f"{quoted}\n").findings == []
+
+
+READER = "site-packages/streaming/base/format/mds/reader.py"
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        f'  File "/x/{READER}", line 145, in get_sample_data\n    return at[index]\n',
+        f"/x/{READER} in get_sample_data(self, idx)\n    144   ok\n--> 145   return at[index]\n",
+        f"File ~/x/{READER}:145, in MDSReader.get_sample_data(self, idx)\n--> 145   return at[index]\n",
+        f"│ /x/{READER}:145 in get_sample_data │\n│ ❱ 145 │   return at[index] │\n",
+    ],
+    ids=["python", "ipython 7", "ipython 8", "rich"],
+)
+def test_frames_of_python_ipython_and_rich(frame: str) -> None:
+    """Catches a traceback of a notebook that is not read, so that the reader of the data is not blamed."""
+    assert only(f"{frame}\nIndexError: 7\n").signature.cause == Cause.data_corrupt
+
+
+def test_a_check_that_somebody_wrote_is_of_a_setting() -> None:
+    """Catches an error that the program raises itself judged like one of Python, and the other way round."""
+
+    def cause(source: str, error: str) -> Cause:
+        return only(f'  File "/data/mine/train.py", line 3, in build\n    {source}\n{error}\n').signature.cause
+
+    assert cause('raise TypeError("these two differ")', "TypeError: these two differ") == Cause.config_or_shape_error
+    assert cause("assert args.kind in kinds", "AssertionError") == Cause.config_or_shape_error
+    assert cause("assert found, 'nothing'", "AssertionError: nothing") == Cause.config_or_shape_error
+    assert cause("return found + 1", "TypeError: these two differ") == Cause.user_code_exception
+    assert cause("raise ValueError(1) from error", "TypeError: these two differ") == Cause.user_code_exception
+
+
+def test_a_message_of_several_lines() -> None:
+    """Catches an error whose next lines say what it is about, and the line before the error that does."""
+    text = (
+        "[rank0]: OSError: The archive that was passed at\n"
+        "[rank0]:     /models/a.safetensors\n[rank0]:     does not contain valid metadata\n"
+    )
+    assert only(text).signature.cause == Cause.checkpoint_corrupt_or_mismatch
+    assert only("OSError: The archive that was passed at\n").signature.cause == Cause.user_code_exception
+
+
+def test_wording_judges_only_what_no_signature_knows() -> None:
+    """Catches a signature's line judged a second time, by its words."""
+    known = "Traceback: the process was killed, exited with exit code 1\n"
+    unknown = "the disk of the node is full, quota reached, giving up\n"
+    assert [one.text for one in worded_findings(survey(known + unknown), message_model())] == [unknown.strip()]
+
+
+def test_commands_that_a_script_goes_on_after() -> None:
+    """Catches a directory that could not be removed at the start taken for the end."""
+    assert only("rm: cannot remove '/usr/compat': Read-only file system\n").strength == Strength.cascade
+    assert only("cp: cannot create '/out/a': Read-only file system\n").strength == Strength.root
 
 
 def test_training_that_goes_on_weakens() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megads.diagnosis.flight_recorder import FlightTrace, judge_traces, parse_trace
-from megads.tools.diagnose.dumps import read_dumps
+from megads.tools.diagnose.inputs import read_dumps
 
 
 def entry(record: int, group: str, sequence: int, name: str = "nccl:all_reduce", **changes: Any) -> dict[str, Any]:

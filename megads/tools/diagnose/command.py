@@ -16,7 +16,6 @@ from megads.diagnosis.flight_recorder import FlightVerdict, judge_traces
 from megads.errors import DataError
 from megads.launch.evidence import flight_verdict, main_thread_stack
 from megads.tools.diagnose.config import DiagnoseConfig
-from megads.tools.diagnose.dumps import read_dumps
 from megads.tools.diagnose.incidents import (
     Recollection,
     read_incidents,
@@ -25,9 +24,8 @@ from megads.tools.diagnose.incidents import (
     store_incident,
     telling_templates,
 )
+from megads.tools.diagnose.inputs import find_logs, read_dumps, read_run, survey_file
 from megads.tools.diagnose.language_model import ask
-from megads.tools.diagnose.log_files import find_logs, survey_file
-from megads.tools.diagnose.run_folder import read_run
 
 _RECALLED_CONFIDENCE = 0.4
 _RANK = re.compile(r"\d+")

@@ -16,7 +16,7 @@ from megads.diagnosis.causes import Cause
 from megads.errors import ConfigError, DataError
 from megads.tools.diagnose.command import FinishedRun, Report, diagnose
 from megads.tools.diagnose.config import DiagnoseConfig, IncidentsConfig, LanguageModelConfig
-from megads.tools.diagnose.log_files import rank_of_name
+from megads.tools.diagnose.inputs import rank_of_name
 from tests.command import REPOSITORY, Command
 
 OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB\n"

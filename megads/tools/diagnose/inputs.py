@@ -1,0 +1,280 @@
+"""Reads what a diagnosis is made from: log files, the records of a run of megads, dumps of torch's flight recorder.
+
+Logs may be plain, compressed, in other encodings, still growing, huge, or no logs at all. Nothing that is in a dump is
+run.
+"""
+
+from __future__ import annotations
+
+import codecs
+import mmap
+import os
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import zstandard
+
+from megads.diagnosis.evidence import Survey, survey_log
+from megads.diagnosis.flight_recorder import FlightTrace, parse_trace
+from megads.diagnosis.run_record import START_HEADER, recorded_findings
+from megads.errors import EXIT_OK, DataError
+from megads.launch.evidence import evidence_folders
+from megads.runtime.files import open_regular, parse_json, read_regular
+from megads.runtime.metrics import read_json_lines
+from megads.runtime.run_dir import EVENTS_FILE, find_run, is_run_dir, rank_log_path, srun_log_path
+
+_BLOCK_BYTES = 8 << 20
+_PACKED_BLOCK_BYTES = 1 << 20
+_PROBE_BYTES = 4096
+_GZIP_WINDOW = 31
+_MOST_CONTROL_SHARE = 0.04
+_CONTROL = bytes(set(range(32)) - set(b"\b\t\n\f\r\x1b"))
+_GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+_WIDE = {
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+_LOG_NAME = re.compile(
+    r"\.(?:log|out|err|txt|stdout|stderr|jsonl)(?:\.\d+)?(?:\.(?:gz|zst))?$|^(?:std(?:out|err)|dmesg|messages|syslog)",
+    re.IGNORECASE,
+)
+_RANK_NAME = re.compile(r"rank[_.-]?0*(\d+)", re.IGNORECASE)
+_FAILURE_EVENTS = ("failure", "killed")
+_DUMP_RANK = re.compile(r"(\d+)(?:\.(?:json|pkl|pickle))?$")
+_PICKLE = b"\x80"
+
+
+def find_logs(names: Sequence[str]) -> list[Path]:
+    """Returns the files that are named, and the logs in folders that are.
+
+    Raises:
+        DataError: one is not there, or a folder holds no log.
+    """
+    found: list[Path] = []
+    for name in names:
+        path = Path(name).expanduser()
+        if path.is_dir():
+            inside = sorted(file for file in path.rglob("*") if file.is_file() and _LOG_NAME.search(file.name))
+            if not inside:
+                raise DataError(
+                    f"logs: the folder {path} holds no log (*.log, *.out, *.err, *.txt, .gz, .zst): name the files"
+                )
+            found += inside
+        elif path.exists():
+            found.append(path)
+        else:
+            raise DataError(f"logs: there is no file {path}: name log files or folders that hold them")
+    return list(dict.fromkeys(found))
+
+
+def rank_of_name(path: Path) -> int | None:
+    """Returns the rank in a log's name, as in rank_00003.log or torchrun's 0/3/stderr.log."""
+    if found := _RANK_NAME.search(path.name):
+        return int(found[1])
+    return int(path.parent.name) if path.stem in ("stdout", "stderr") and path.parent.name.isdigit() else None
+
+
+def survey_file(path: Path, name: str, offset: int = 0) -> Survey:
+    """Reads a log as far as it is written now.
+
+    Args:
+        path: the file.
+        name: as the evidence is to call it.
+        offset: bytes to leave out; only of a file that is not compressed.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    rank = rank_of_name(path)
+    notes: list[str] = []
+    try:
+        with open_regular(path) as file:
+            head = file.read(_PROBE_BYTES)
+            file.seek(offset)
+            survey = survey_log(name, _blocks(file, head, notes), rank)
+    except OSError as error:
+        raise DataError(
+            f"logs: {path} cannot be read ({error.strerror or error}): check its permissions and its disk"
+        ) from error
+    survey.notes = notes
+    return survey
+
+
+def _blocks(file: BinaryIO, head: bytes, notes: list[str]) -> Iterator[bytes]:
+    """Yields a file's text as UTF-8, or what can be taken for it."""
+    if not head:
+        notes.append("is empty")
+    elif head.startswith((_GZIP, _ZSTD)):
+        yield from _decompressed(file, head.startswith(_GZIP), notes)
+    elif wide := next((name for mark, name in _WIDE.items() if head.startswith(mark)), ""):
+        yield from _recoded(file, wide)
+    elif len(head) - len(head.translate(None, _CONTROL)) > _MOST_CONTROL_SHARE * len(head):
+        notes.append("is no text: passed over")
+    else:
+        yield from _to_present_end(file)
+
+
+def _to_present_end(file: BinaryIO, block_bytes: int = _BLOCK_BYTES) -> Iterator[bytes]:
+    """Yields a file up to where it ends now: one that is written to faster than it is read would never end."""
+    left = os.fstat(file.fileno()).st_size - file.tell()
+    while left > 0 and (block := file.read(min(block_bytes, left))):
+        left -= len(block)
+        yield block
+
+
+def _decompressed(file: BinaryIO, gzipped: bool, notes: list[str]) -> Iterator[bytes]:
+    """Yields what a compressed file holds, members or frames one after another, as far as it goes."""
+
+    def fresh() -> Any:
+        return zlib.decompressobj(_GZIP_WINDOW) if gzipped else zstandard.ZstdDecompressor().decompressobj()
+
+    decoder, ended = fresh(), False
+    try:
+        for block in _to_present_end(file, _PACKED_BLOCK_BYTES):
+            rest = block
+            while rest:
+                decoder = fresh() if ended else decoder
+                yield decoder.decompress(rest)
+                ended = decoder.eof
+                rest = decoder.unused_data if ended else b""
+    except (zlib.error, zstandard.ZstdError) as error:
+        notes.append(f"is damaged, and read up to there ({error})")
+        return
+    if not ended:
+        notes.append("is cut off or still written to, and read up to there")
+
+
+def _recoded(file: BinaryIO, encoding: str) -> Iterator[bytes]:
+    decoder = codecs.getincrementaldecoder(encoding)(errors="replace")
+    for block in _to_present_end(file):
+        yield decoder.decode(block).encode()
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """How a run's last start ended.
+
+    Attributes:
+        folder: the run directory.
+        surveys: of its records and logs; the first is of what it recorded.
+        finished: it ended well, so there is nothing to diagnose.
+        nodes: to blame, as the launcher found.
+        evidence: folders of what was collected of the ranks of that start while they ran, in the order of time.
+    """
+
+    folder: Path
+    surveys: tuple[Survey, ...]
+    finished: bool
+    nodes: tuple[str, ...] = ()
+    evidence: tuple[Path, ...] = ()
+
+
+def read_run(name: str) -> RunEnd:
+    """Reads how a run ended.
+
+    Raises:
+        ConfigError: there is no such run.
+        DataError: it recorded nothing, and has no log.
+    """
+    folder = find_run(name)
+    if not is_run_dir(folder):
+        raise DataError(f"run = {name}: {folder} is no run directory: it has neither {EVENTS_FILE} nor logs of ranks")
+    events = list(enumerate(read_json_lines(folder / EVENTS_FILE), 1))
+    last_launch = max((place for place, (_, event) in enumerate(events) if event.get("event") == "launch"), default=0)
+    events = events[last_launch:]
+    failures = [(line, event) for line, event in events if event.get("event") in _FAILURE_EVENTS]
+    ends = [event for _, event in events if event.get("event") == "exit"]
+    if not failures and ends and ends[-1].get("exit_code") == EXIT_OK:
+        return RunEnd(folder, (), True)
+    recorded = Survey(EVENTS_FILE)
+    recorded.lines = len(events)
+    for line, event in failures:
+        recorded.findings += recorded_findings(line, event)
+    blamed = failures[-1][1].get("rank") if failures else None
+    logs = _logs(folder, blamed if isinstance(blamed, int) else None)
+    surveys = [recorded, *(survey_file(path, str(path.relative_to(folder)), _last_start(path)) for path in logs)]
+    if not failures and not any(survey.lines for survey in surveys[1:]):
+        raise DataError(f"run = {name}: {folder} holds no failure and no log of a rank: was it started at all?")
+    nodes = failures[-1][1].get("nodes") if failures else None
+    starts = [event.get("start") for _, event in events if event.get("event") == "launch"]
+    evidence = evidence_folders(folder, starts[-1]) if starts else []
+    named = tuple(map(str, nodes)) if isinstance(nodes, list) else ()
+    return RunEnd(folder, tuple(surveys), False, named, tuple(evidence))
+
+
+def _logs(folder: Path, blamed: int | None) -> list[Path]:
+    """Returns the logs of a run: that of the rank to blame, the other ranks', the agents' and srun's."""
+    ranks = sorted((folder / "logs").glob("rank_*.log"))
+    first = rank_log_path(folder, blamed) if blamed is not None else None
+    ordered = [path for path in ranks if path == first] + [path for path in ranks if path != first]
+    others = [*sorted((folder / "logs").glob("agent_*.log")), srun_log_path(folder)]
+    return [path for path in (*ordered, *others) if path.is_file() and path.stat().st_size]
+
+
+def _last_start(path: Path) -> int:
+    """Returns where a rank's log of its last start begins."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        at = content.rfind(b"\n" + START_HEADER)
+        return at + 1 if at >= 0 else 0
+
+
+def read_dumps(names: Sequence[str]) -> list[FlightTrace]:
+    """Returns the traces of all ranks whose dumps are named or lie in folders that are.
+
+    Raises:
+        DataError: one is not there, is no dump, or two are of the same rank.
+    """
+    files: list[Path] = []
+    for name in names:
+        path = Path(name).expanduser()
+        if path.is_dir():
+            files += sorted(
+                file
+                for file in path.iterdir()
+                if file.is_file() and _DUMP_RANK.search(file.name) and _looks_like_dump(file)
+            )
+        elif path.exists():
+            files.append(path)
+        else:
+            raise DataError(f"flight_recorder: there is no file {path}")
+    if not files:
+        raise DataError(f"flight_recorder: no dumps in {', '.join(names)}: want files whose names end in their rank")
+    traces: dict[int, FlightTrace] = {}
+    for path in files:
+        found = _DUMP_RANK.search(path.name)
+        if found is None:
+            raise DataError(
+                f"flight_recorder: {path}: the name of a dump must end in its rank, as in nccl_trace_rank_3"
+            )
+        rank = int(found[1])
+        if rank in traces:
+            raise DataError(
+                f"flight_recorder: {path} is a second dump of rank {rank}: give the dumps of one failure only"
+            )
+        traces[rank] = _read_dump(path, rank)
+    return [traces[rank] for rank in sorted(traces)]
+
+
+def _looks_like_dump(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(1) in (_PICKLE, b"{")
+
+
+def _read_dump(path: Path, rank: int) -> FlightTrace:
+    # It pulls in torch.
+    from megads.tools.exchange.inert_pickle import read_inert
+
+    try:
+        content = read_regular(path)
+        dump = read_inert(content) if content.startswith(_PICKLE) else parse_json(content)
+        if not isinstance(dump, dict):
+            raise ValueError("holds no entries of a flight recorder")
+        return parse_trace(rank, dump)
+    except (OSError, ValueError) as error:
+        raise DataError(f"flight_recorder: {path} {error}") from error
