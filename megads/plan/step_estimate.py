@@ -218,10 +218,11 @@ class StepModel:
 
     def _message_costs(self, stage: int) -> float:
         """Seconds that a stage takes beside its messages to other ranks, where that was measured; of both passes."""
-        rank_of = self.parallel.placement.rank_of
-        beside = [other for other in (stage - 1, stage + 1) if 0 <= other < len(self.contents)]
-        others = sum(rank_of(other) != rank_of(stage) for other in beside)
-        return others * self.device.layout_seconds("pp", self.operators.tokens * self.model.hidden_size)
+        if self.parallel.pp == 1:
+            return 0.0
+        placement = self.parallel.placement
+        held = len(placement.stages_of(placement.rank_of(stage)))
+        return self.device.layout_seconds("pp", self.operators.tokens * self.model.hidden_size) / held
 
     def _message(self) -> tuple[float, float]:
         """Seconds that a pipeline message occupies its way, and its latency."""

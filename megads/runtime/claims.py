@@ -177,14 +177,7 @@ class Claims:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._over.set()
-        self._thread.join()
-        # The folder is removed when the job is done.
-        with suppress(OSError):
-            self._participant(self.identity).unlink()
-
-`Claims` knows parts that are finished or not. `Presence`, `living` and `link_claim`, of which it is made, also serve
-queues whose parts can fail and have a limited number of attempts.
+        self._presence.__exit__(kind, error, trace)
 
     def take(self, part: str) -> bool:
         """Claims a part; False if it is finished, or if another live process has claimed it.
@@ -289,40 +282,34 @@ queues whose parts can fail and have a limited number of attempts.
     def _record(self, part: str) -> Path:
         return self._folder / _FINISHED / f"{part}.json"
 
-    def _beat(self) -> None:
-        """Touches this process's file until the end; runs in a thread."""
-        while not self._over.wait(BEAT_S):
-            # A file system that does not respond now may do so at the next beat.
-            with suppress(OSError):
-                os.utime(self._participant(self.identity))
+
+def participants(folder: Path) -> Iterator[Participant | None]:
+    """Yields who takes part in the work of a folder of `Claims`, and lives; see `living`."""
+    return living(folder / _PARTICIPANTS, Participant)
 
 
-def living(folder: Path) -> str:
-    """Names a live process that works on the job of a folder, for messages; empty if there is none."""
-    for path in (folder / _PARTICIPANTS).glob("[!.]*"):
-        probe = path.with_name(f".now-{environment.node_name()}-{os.getpid()}")
-        try:
-            probe.touch()
-            if _is_alive(path, probe):
-                return str(_read_participant(path) or "another process")
-        except OSError:
-            # The folder is removed when the job is done.
-            continue
-        finally:
-            probe.unlink(missing_ok=True)
-    return ""
+class _ServerClock:
+    """The clock of the file server, read once: only times that it gives are compared, never two clocks."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._now_s: float | None = None
+
+    def now_s(self) -> float:
+        if self._now_s is None:
+            probe = self._folder / f".now.{uuid.uuid4().hex}"
+            try:
+                probe.touch()
+                self._now_s = probe.stat().st_mtime
+            finally:
+                probe.unlink(missing_ok=True)
+        return self._now_s
 
 
-def _is_alive(path: Path, own: Path) -> bool:
-    """Whether a participant is alive: by its process on this machine, else by the age of its file.
-
-    Args:
-        path: the participant's file.
-        own: a file that is touched now; only times of the file server are compared, never those of two clocks.
-    """
-
-`Claims` knows parts that are finished or not. `Presence`, `living` and `link_claim`, of which it is made, also serve
-queues whose parts can fail and have a limited number of attempts.
+def _is_alive(path: Path, participant: Participant | None, clock: _ServerClock) -> bool:
+    """Tells whether a participant lives: a process of this machine by its pid, any other by the age of its file."""
+    if participant is not None and participant.machine == machine_id():
+        return process_birth(participant.pid) == participant.born
     try:
         # Opened, not looked up: over NFS only an open asks the server.
         with path.open("rb") as file:
@@ -333,11 +320,8 @@ queues whose parts can fail and have a limited number of attempts.
         return False
 
 
-def _read_participant(path: Path) -> Participant | None:
-    """Reads a participant's file; None if it is missing or damaged."""
-
-`Claims` knows parts that are finished or not. `Presence`, `living` and `link_claim`, of which it is made, also serve
-queues whose parts can fail and have a limited number of attempts.
+def _read_participant(path: Path, kind: type[AnyParticipant]) -> AnyParticipant | None:
+    """What a participant's file says; None where it is gone or damaged."""
     try:
         return kind(**read_json(path))
     except (OSError, ValueError, TypeError):
