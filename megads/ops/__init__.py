@@ -1,7 +1,8 @@
 """Operators: the Python side of kernels/, each beside its reference in plain torch.
 
 `config` says which implementation computes each operator, `resolve` decides it for this machine and loads the kernels,
-`build` compiles them, `autotune` compares implementations on a device. The other modules are the operators themselves.
+`build` compiles them, `autotune` compares implementations on a device, `processor` says where torch multiplies slowly.
+The other modules are the operators themselves.
 """
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "dropout",
     "linear",
     "norm",
+    "processor",
     "resolve",
     "rotary",
     "softcap",

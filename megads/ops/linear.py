@@ -13,14 +13,13 @@ Shape suffixes: m = tokens (any leading dims in `...`), i = input features, o = 
 from __future__ import annotations
 
 import functools
-import platform
 from math import prod
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megads.ops import processor
 from megads.ops.config import KernelOp, Kernels
 
 THINNEST = 16
@@ -111,19 +110,15 @@ def register() -> None:
             return None
 
 
-def multiplies(dtype: torch.dtype) -> bool:
-    """Whether our kernels multiply matrices of this dtype on this processor, if they are not too thin."""
-    if dtype is torch.float32:
-        return mkl_is_slow()
-    return dtype is torch.bfloat16 and (torch_loops_over_bf16() or pairs_are_fast())
-
-
 def _gemm_takes(left: Tensor, right: Tensor, rows: int, columns: int) -> bool:
     if left.device.type != "cpu" or left.dtype is not right.dtype or not (left.numel() and right.numel()):
         return False
-    if min(rows, columns) < THINNEST or not multiplies(left.dtype):
+    if left.dtype not in (torch.float32, torch.bfloat16) or min(rows, columns) < THINNEST:
         return False
-    return left.dtype is torch.float32 or torch_loops_over_bf16() or columns < WIDEST * rows
+    low = left.dtype is torch.bfloat16
+    if not processor.multiplies(low=low):
+        return False
+    return not low or processor.torch_loops_over_bf16() or columns < WIDEST * rows
 
 
 def _gemm(a_mk: Tensor, b_nk: Tensor, bias_n: Tensor | None) -> Tensor:
@@ -159,32 +154,3 @@ def _has_inner_product() -> bool:
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
         and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     )
-
-
-@functools.cache
-def mkl_is_slow() -> bool:
-    """Whether this is an AMD processor with AVX-512; elsewhere torch's choice stands."""
-    return "AuthenticAMD" in _processor() and torch.backends.cpu.get_cpu_capability() == "AVX512"
-
-
-@functools.cache
-def pairs_are_fast() -> bool:
-    """Whether this is a Zen 4 or 5, the only processors on which our bf16 kernel has been compared with oneDNN.
-
-    By name, not by a measurement: ranks must agree, and so must a run and the one that resumes it.
-    """
-    return mkl_is_slow() and "avx512_bf16" in _processor()
-
-
-@functools.cache
-def torch_loops_over_bf16() -> bool:
-    """Whether this is an x86 processor on which torch has no bf16 product of its own; by its instructions, as above."""
-    return platform.machine() == "x86_64" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-
-@functools.cache
-def _processor() -> str:
-    try:
-        return Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return ""

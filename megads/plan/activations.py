@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from megads.model.config import MLPKind, NormPlacement, Position, QKNormWidth
 from megads.model.stage_names import EMBEDDING, HEAD
+from megads.ops import processor
 from megads.ops.config import AUGMENTED_FEATURES, DRAWN_AT_ONCE
 from megads.parallel.config import Recompute
 from megads.plan.memory_timeline import Op, recomputed
@@ -452,7 +453,7 @@ def _chunked_head_op(p: Pass) -> Op:
     loss = 12 * FP32 * p.chunk if p.fused else wide + 6 * FP32 * p.chunk
     # Our own products add to the sums; torch's are made first and, on a CPU, cast.
     cast = FP32 * matrix // p.weight_bytes if p.weight_bytes < FP32 and not p.cuda else 0
-    in_sums = p.fused and not p.cuda and _kernels_multiply(p.weight_bytes)
+    in_sums = p.fused and not p.cuda and processor.multiplies(low=p.weight_bytes < FP32)
     working = logits + max(loss, 0 if in_sums else matrix + cast)
     if p.model.final_logit_softcap is not None:
         working += logits + 2 * FP32 * p.chunk * p.vocab_rows
@@ -467,15 +468,6 @@ def _chunked_head_op(p: Pass) -> Op:
         early=matrix if p.step_sums else 0,
         is_loss=True,
     )
-
-
-def _kernels_multiply(weight_bytes: int) -> bool:
-    """Whether our kernels multiply matrices of this width on this processor, of which torch knows."""
-    import torch
-
-    from megads.ops.linear import multiplies
-
-    return multiplies(torch.bfloat16 if weight_bytes < FP32 else torch.float32)
 
 
 def _received_ops(p: Pass) -> list[Op]:

@@ -26,6 +26,7 @@ from math import prod
 
 from megads.model.config import ModelConfig, sharding_of
 from megads.model.stage_names import EMBEDDING, TIED_COPY, TIED_PARAMETER, is_block, stage_weights
+from megads.ops import processor
 from megads.optim.config import MUON_BATCH_ELEMENTS, OptimConfig, OptimizerName
 from megads.optim.groups import (
     BucketLayout,
@@ -350,9 +351,8 @@ def _pipeline_phases(
     low, flat = workload.weight_bytes, sum(bucket.numel for bucket in buckets)
     full, share = FP32 * flat, _share(flat, parallel)
     on_cpu = not workload.cuda
-    sums = GradientSums(
-        _sums_begun(buckets), full, FP32 // low, cast=low < FP32 and on_cpu, straight=workload.fused and on_cpu
-    )
+    straight = workload.fused and on_cpu and processor.multiplies(low=low < FP32)
+    sums = GradientSums(_sums_begun(buckets), full, FP32 // low, cast=low < FP32 and on_cpu, straight=straight)
     step = Moment("optimizer step", FP32 * share, transient=_step_transient(buckets, parallel, workload))
     phases = [*pipeline_phases(schedule, rank, ops, sums), step]
     if parallel.data_size > 1 and parallel.zero_stage:

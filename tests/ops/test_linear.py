@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megads.ops import linear as products
+from megads.ops import processor
 from megads.ops.config import FUSED, TORCH
 from tests.ops.accuracy import check_error
 
@@ -19,8 +20,8 @@ BF16 = torch.bfloat16
 @pytest.fixture(autouse=True)
 def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a processor on which torch is slow."""
-    monkeypatch.setattr(products, "mkl_is_slow", lambda: True)
-    monkeypatch.setattr(products, "pairs_are_fast", lambda: True)
+    monkeypatch.setattr(processor, "mkl_is_slow", lambda: True)
+    monkeypatch.setattr(processor, "pairs_are_fast", lambda: True)
 
 
 def tensors(dtype: torch.dtype, tokens: tuple[int, ...], out: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -91,16 +92,15 @@ def test_thin_products_go_to_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("machine", "onednn", "ours"), [("x86_64", False, True), ("x86_64", True, False), ("aarch64", False, False)]
+    ("machine", "avx512", "ours"), [("x86_64", False, True), ("x86_64", True, False), ("aarch64", False, False)]
 )
 def test_bf16_where_torch_has_no_product(
-    monkeypatch: pytest.MonkeyPatch, machine: str, onednn: bool, ours: bool
+    monkeypatch: pytest.MonkeyPatch, machine: str, avx512: bool, ours: bool
 ) -> None:
     """Catches bf16 left to torch's loops on AVX2, where the gradient of an input takes 80 times as long."""
-    monkeypatch.setattr(products, "pairs_are_fast", lambda: False)
-    monkeypatch.setattr(products.platform, "machine", lambda: machine)
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: onednn)
-    monkeypatch.setattr(products, "torch_loops_over_bf16", products.torch_loops_over_bf16.__wrapped__)
+    monkeypatch.setattr(processor, "pairs_are_fast", lambda: False)
+    monkeypatch.setattr(processor.platform, "machine", lambda: machine)
+    monkeypatch.setattr(processor, "has_avx512", lambda: avx512)
     x, _, _, grad = tensors(BF16, (3, 40), 70, 50)
     assert products.fuses_accumulation(grad, x) is ours
 
@@ -212,24 +212,31 @@ def test_weight_gradients_are_added_up_in_fp32(dtype: torch.dtype, fused: bool) 
     assert (sums - exact).norm() <= 4e-3 * exact.norm()
 
 
+AVX512 = "avx512f avx512bw avx512dq avx512vl"
+
+
 @pytest.mark.parametrize(
-    ("processor", "capability", "slow", "fast"),
+    ("words", "slow", "fast"),
     [
-        ("AuthenticAMD avx512_bf16", "AVX512", True, True),
-        ("AuthenticAMD avx512f", "AVX512", True, False),
-        ("AuthenticAMD avx512_bf16", "AVX2", False, False),
-        ("GenuineIntel avx512_bf16", "AVX512", False, False),
-        ("", "DEFAULT", False, False),
+        (f"AuthenticAMD {AVX512} avx512_bf16", True, True),
+        (f"AuthenticAMD {AVX512}", True, False),
+        ("AuthenticAMD avx2 avx512_bf16", False, False),
+        (f"GenuineIntel {AVX512} avx512_bf16", False, False),
+        ("", False, False),
     ],
 )
-def test_processors(monkeypatch: pytest.MonkeyPatch, processor: str, capability: str, slow: bool, fast: bool) -> None:
+def test_processors(monkeypatch: pytest.MonkeyPatch, words: str, slow: bool, fast: bool) -> None:
     """Catches a kernel of ours on a processor on which nobody compared it, or torch's on one where it is slow."""
     monkeypatch.undo()
-    monkeypatch.setattr(products, "_processor", lambda: processor)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    assert products.mkl_is_slow.__wrapped__() is slow
-    monkeypatch.setattr(products, "mkl_is_slow", lambda: slow)
-    assert products.pairs_are_fast.__wrapped__() is fast
+    monkeypatch.setattr(processor, "_words", lambda: frozenset(words.split()))
+    assert (processor.mkl_is_slow(), processor.pairs_are_fast()) == (slow, fast)
+    assert processor.multiplies(low=False) is slow
+
+
+def test_torch_sees_the_same_instructions() -> None:
+    """Catches instructions that torch wants besides, or no longer: it would loop over bf16 where we leave it to it."""
+    assert processor.has_avx512() is (torch.backends.cpu.get_cpu_capability() == "AVX512")
+    assert processor.has_avx512() is bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def test_whether_it_fuses_goes_by_the_weight() -> None:

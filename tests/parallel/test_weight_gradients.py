@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megads.ops import linear as products
+from megads.ops import processor
 from megads.ops.config import FUSED
 from megads.parallel.weight_gradients import WeightGradient, WeightGradients, linear
 
@@ -83,7 +83,7 @@ def test_what_a_gradient_is_computed_from_goes_with_it() -> None:
 @pytest.mark.parametrize("later", [False, True])
 def test_gradients_that_go_straight_to_their_sums(later: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a weight's gradient that autograd gets as well, one that is taken twice, and a hook that sees it."""
-    monkeypatch.setattr(products, "mkl_is_slow", lambda: True)
+    monkeypatch.setattr(processor, "mkl_is_slow", lambda: True)
     x, weight, bias, grad = inputs(torch.float32)
     sums, seen = torch.zeros_like(weight), []
     weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad))

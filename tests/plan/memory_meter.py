@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megads.model.attention import causal_bias
-from megads.ops.linear import torch_loops_over_bf16
+from megads.ops.processor import torch_loops_over_bf16
 from megads.ops.resolve import plans_fused
 from megads.parallel.config import ParallelConfig
 from megads.plan.memory import MemoryPlan, Workload, memory_plan

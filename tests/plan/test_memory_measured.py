@@ -204,6 +204,7 @@ def by_stage(name: str, ranks: list[int]) -> list[tuple[int, int]]:
     "zero 3, dp2",
     "cp2 fp32, packed documents, fused",
     "single, loss in chunks, fused",
+    "single, logits outweigh blocks, fused",
 )
 @pytest.mark.parametrize("name", CASES)
 def test_plan_equals_allocator(name: str, measured: dict[str, list[int]]) -> None:
