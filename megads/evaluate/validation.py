@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -26,11 +27,54 @@ if TYPE_CHECKING:
     from megads.evaluate.harness import HarnessModel
 
 
-class ValidationHook:
-    """Validates every evaluation.every_steps steps and after the last one.
+class PeriodicEvaluation(ABC):
+    """Evaluates every so many steps and after the last one; what a kill kept a run from is made up for at its start.
 
     A run that is stopped or preempted has not had its last step: the resumed run's metrics shall equal those of an
     uninterrupted one. Register it after the checkpoint's hook, so that a preempted run saves first.
+
+    Args:
+        grid: the ranks.
+        metrics: where the lines go.
+        every_steps: 0 for never.
+        last_step: after which it evaluates in any case; None: it does not.
+    """
+
+    def __init__(self, grid: ParallelGrid, metrics: MetricsWriter, every_steps: int, last_step: int | None) -> None:
+        self._grid, self._metrics = grid, metrics
+        self._every_steps, self._last_step = every_steps, last_step
+
+    def on_start(self, state: TrainState) -> None:
+        # A checkpoint is saved before its step is evaluated: a kill in between left the evaluation owing.
+        if state.step == 0 or not self._due(state.step):
+            return
+        if self._grid.control.any(self._metrics.lacks(state.step, self._key)):
+            self._record(state.step, state.samples, state.tokens)
+
+    def on_step(self, info: StepInfo) -> None:
+        # After the last step of a training stage the next one evaluates, as it does after a kill in between.
+        if self._due(info.step) and not info.ends_stage:
+            self._record(info.step, info.samples, info.tokens)
+
+    def on_end(self, state: TrainState) -> None:  # noqa: B027
+        pass
+
+    def _due(self, step: int) -> bool:
+        every = self._every_steps
+        return (every > 0 and step % every == 0) or (self._last_step is not None and step >= self._last_step)
+
+    @property
+    @abstractmethod
+    def _key(self) -> str:
+        """Of the metrics: a line that has it has been evaluated."""
+
+    @abstractmethod
+    def _record(self, step: int, samples: int, tokens: int) -> None:
+        """Evaluates and writes the line; collective."""
+
+
+class ValidationHook(PeriodicEvaluation):
+    """Validates every evaluation.every_steps steps and after the last one.
 
     Args:
         engine: computes the loss.
@@ -60,39 +104,19 @@ class ValidationHook:
         beats: Heartbeat | None = None,
         seq_len: int = 0,
     ) -> None:
+        super().__init__(engine.grid, metrics, config.every_steps, total_steps if config.at_end else None)
         self._engine = engine
         self._batches = batches
         self._name = name
         self._unigram_loss = functools.cache(unigram_loss)
         self._config = config
-        self._total_steps = total_steps
-        self._metrics = metrics
         self._num_batches = num_batches
         self._beats = beats or Heartbeat()
         self._seq_len, self._by_position = seq_len, dict[str, float]()
 
-    def on_start(self, state: TrainState) -> None:
-        # A checkpoint is saved before its step is validated: a kill in between left the validation owing.
-        if state.step == 0 or not self._due(state.step):
-            return
-        if self._engine.grid.control.any(self._metrics.lacks(state.step, self._loss_key)):
-            self._record(state.step, state.samples, state.tokens)
-
-    def on_step(self, info: StepInfo) -> None:
-        # After the last step of a training stage the next one validates, as it does after a kill in between.
-        if self._due(info.step) and not info.ends_stage:
-            self._record(info.step, info.samples, info.tokens)
-
-    def on_end(self, state: TrainState) -> None:
-        pass
-
     @property
-    def _loss_key(self) -> str:
+    def _key(self) -> str:
         return loss_key(self._name)
-
-    def _due(self, step: int) -> bool:
-        every = self._config.every_steps
-        return (every > 0 and step % every == 0) or (self._config.at_end and step >= self._total_steps)
 
     def _record(self, step: int, samples: int, tokens: int) -> None:
         """Validates and writes the line; collective."""
@@ -109,7 +133,7 @@ class ValidationHook:
                 "step": step,
                 "samples": samples,
                 "tokens": tokens,
-                self._loss_key: loss,
+                self._key: loss,
                 **averaged,
                 **by_position,
                 f"valid/{self._name}/ppl": perplexity(loss),
@@ -185,11 +209,10 @@ class AskedTasks:
     documents: dict[str, int]
 
 
-class TaskEvaluationHook:
+class TaskEvaluationHook(PeriodicEvaluation):
     """Evaluates tasks every evaluation.tasks_every_steps steps and after the last one.
 
-    As with validations, a resumed run's metrics equal those of an uninterrupted one. Register it after the validations'
-    hooks.
+    Register it after the validations' hooks.
 
     Args:
         scorer: of this rank.
@@ -213,9 +236,9 @@ class TaskEvaluationHook:
         events: EventWriter,
         beats: Heartbeat,
     ) -> None:
-        self._scorer, self._grid, self._open_tasks = scorer, grid, open_tasks
-        self._config, self._total_steps = config, total_steps
-        self._metrics, self._events, self._beats = metrics, events, beats
+        super().__init__(grid, metrics, config.tasks_every_steps, total_steps if config.at_end else None)
+        self._scorer, self._open_tasks = scorer, open_tasks
+        self._events, self._beats = events, beats
         self._asked: AskedTasks | None = None
         self._first_key = ""
 
@@ -226,23 +249,11 @@ class TaskEvaluationHook:
 
         # All ranks hear of what is wrong with a task.
         self._first_key = self._grid.control.first_decides(open_first, str)
-        # A checkpoint is saved before its step is evaluated: a kill in between left the evaluation owing.
-        if state.step == 0 or not self._due(state.step):
-            return
-        if self._grid.control.any(self._metrics.lacks(state.step, self._first_key)):
-            self._record(state.step, state.samples, state.tokens)
+        super().on_start(state)
 
-    def on_step(self, info: StepInfo) -> None:
-        # After the last step of a training stage the next one evaluates, as it does after a kill in between.
-        if self._due(info.step) and not info.ends_stage:
-            self._record(info.step, info.samples, info.tokens)
-
-    def on_end(self, state: TrainState) -> None:
-        pass
-
-    def _due(self, step: int) -> bool:
-        every = self._config.tasks_every_steps
-        return (every > 0 and step % every == 0) or (self._config.at_end and step >= self._total_steps)
+    @property
+    def _key(self) -> str:
+        return self._first_key
 
     def _record(self, step: int, samples: int, tokens: int) -> None:
         """Evaluates and writes the line; collective."""

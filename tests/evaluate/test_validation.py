@@ -136,6 +136,13 @@ def test_when(every_steps: int, at_end: bool, total_steps: int, steps: list[int]
 
 
 @pytest.mark.distributed
+def test_the_next_stage_validates_where_one_ends(tmp_path: Path) -> None:
+    """Catches a step that is validated twice: by the stage that ends with it, and by the next one at its start."""
+    validation = hook(tmp_path, every_steps=2)
+    validation.on_step(replace(info(2), ends_stage=True))
+    assert validated_steps(tmp_path) == []
+
+
 def test_a_validation_that_a_kill_prevented_is_made_up_for(tmp_path: Path) -> None:
     """Catches a line that is missing for ever, one that is written twice, and ranks that disagree: only one knows."""
     assert run_ranks(_resume_at_steps, 2, tmp_path) == [[], []]

@@ -16,7 +16,7 @@ from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.schedule import ScheduleName
 from megads.parallel.schedule_simulation import run_clock
 from megads.plan.collectives import CommunicationGroup, all_reduce
-from megads.plan.devices import DEVICES, MeasuredCollective, PassCosts, find_device, read_device
+from megads.plan.devices import DEVICES, LayoutCosts, MeasuredCollective, PassCosts, find_device, read_device
 from megads.plan.model_size import block_flops, head_flops, model_flops_per_token
 from megads.plan.operators import MEGADS, Execution, RankOperators, matmul_seconds, total
 from megads.plan.step_estimate import PHASES, StepEstimate, StepModel, StepShape, estimate_step
@@ -270,3 +270,25 @@ def test_a_calibrated_host_and_collectives_are_counted() -> None:
     assert all_reduce(device, pair, 2e9, width=4) == pytest.approx(1.0 + 200e-6)
     assert all_reduce(device, pair, 2e9, width=2) == pytest.approx(2.0 + 200e-6)
     assert all_reduce(device, nodes, 2e9) == all_reduce(A100, nodes, 2e9)
+
+
+@pytest.mark.parametrize(
+    ("costs", "layout", "times"),
+    [
+        ("pp", ParallelConfig(pp=2), SHAPE.micro_batches),
+        ("pp", ParallelConfig(pp=2, schedule=ScheduleName.interleaved), SHAPE.micro_batches),
+        ("pp", ParallelConfig(dp=2), 0),
+        ("recompute_full", ParallelConfig(recompute=Recompute.full), SHAPE.micro_batches * GPT.num_layers),
+        ("recompute_full", ParallelConfig(recompute=Recompute.selective), 0),
+        ("recompute_selective", ParallelConfig(recompute=Recompute.selective), SHAPE.micro_batches * GPT.num_layers),
+        ("recompute_full", ParallelConfig(), 0),
+        ("tp", ParallelConfig(tp=2), SHAPE.micro_batches * GPT.num_layers),
+    ],
+)
+def test_costs_of_a_layout_are_counted_as_often_as_they_occur(costs: str, layout: ParallelConfig, times: int) -> None:
+    """Catches a cost of a pipeline that is counted for every virtual stage, or one of a block in other layouts."""
+    slower = replace(FREE, layout_costs=(LayoutCosts(costs, 1000.0, 0.0),))
+    plain, found = (estimate_step(GPT, layout, SHAPE, device) for device in (FREE, slower))
+    outside = ("pipeline", "stragglers")
+    busy = [sum(seconds for name, seconds in one.parts.items() if name not in outside) for one in (plain, found)]
+    assert busy[1] - busy[0] == pytest.approx(1e-3 * times, abs=1e-9)

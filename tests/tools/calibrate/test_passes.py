@@ -15,7 +15,7 @@ from scripts.bench.plan_measured import read_stored
 
 @pytest.mark.parametrize("layout", layouts(2))
 def test_costs_of_a_layout_are_found_again(layout: str) -> None:
-    """Catches costs that the plan of a step counts more or less often than the calibration, or not at all."""
+    """Catches units that are mixed up, costs that are fitted to another layout, and some that no plan counts."""
     device = replace(device_from(read_stored()["machines"]["2x1 bf16"], "measured"), layout_costs=())
     slower = replace(device, layout_costs=(LayoutCosts(layout, 700.0, 3.0),))
     steps = []
