@@ -243,7 +243,7 @@ class ReplicaProcess:
         self._status: int | None = None
         parent = os.getpid()
         if not fork:
-            command = f"import os; os.nice({_PRIORITY}); from {__name__} import main; main({parent})"
+            command = f"from {__name__} import main; main({parent})"
             try:
                 # In the rank's process group: who kills that kills this process, too.
                 self._new = subprocess.Popen([sys.executable, "-c", command], stdin=theirs.fileno())
@@ -257,7 +257,6 @@ class ReplicaProcess:
         self.pid = os.fork()
         if self.pid == 0:
             self.connection.close()
-            os.nice(_PRIORITY)
             run_replica_process(parent, theirs)
         theirs.close()
 
@@ -295,6 +294,8 @@ def run_replica_process(parent: int, connection: Connection) -> NoReturn:
         connection: to it.
     """
     die_with_parent(parent, signal.SIGKILL)
+    # Not before the imports of a new interpreter: on a node whose cores are all in use they would take a minute.
+    os.nice(_PRIORITY)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     server: ReplicaServer | None = None

@@ -229,15 +229,20 @@ def kill_process_for_copies(run: Run) -> None:
     control.barrier()
 
 
-def beside_a_dead_partner(run_dir: Path) -> tuple[int, int, list[int]]:
+def train_until(run: Run, is_reached: Callable[[], bool]) -> None:
+    """Steps at pace; collective: all ranks see the same."""
+    deadline = time.monotonic() + 90
+    while not is_reached():
+        assert time.monotonic() < deadline
+        steps_at_pace(run, 1)
+
+
+def beside_a_dead_partner(run_dir: Path) -> tuple[int, int]:
     """Rank 1's process for copies is killed, then rank 0's node is lost; in the next start it is killed for good."""
     with started(run_dir, **TWO_NODES) as run:
         train_on(run, 1)
         kill_process_for_copies(run)
-        deadline = time.monotonic() + 60
-        while not any(line["event"] == "replicas_complete_again" for line in events_of(run_dir)):
-            assert time.monotonic() < deadline
-            steps_at_pace(run, 1)
+        train_until(run, lambda: any(line["event"] == "replicas_complete_again" for line in events_of(run_dir)))
         train_on(run, 2)
         copied = run.state.step
     lose_node(run_dir, 0)
@@ -246,7 +251,11 @@ def beside_a_dead_partner(run_dir: Path) -> tuple[int, int, list[int]]:
         found = run.found()
         train_on(run, 1)
         kill_process_for_copies(run)
-        return copied, found, [step - found for step in steps_at_pace(run, 4)]
+        steps_at_pace(run, 1)
+        # An attempt that is under way may put one off; from the failure on each step has its own.
+        train_until(run, lambda: any(line["event"] == "replica_failed" for line in events_of(run_dir)))
+        assert steps_at_pace(run, 3) == [run.state.step - behind for behind in (2, 1, 0)]
+        return copied, found
 
 
 @pytest.mark.slow
@@ -254,9 +263,8 @@ def beside_a_dead_partner(run_dir: Path) -> tuple[int, int, list[int]]:
 def test_a_dead_partner(tmp_path: Path) -> None:
     """Catches a process whose death ends copies for the rest of the run, one that is started again without end, copies
     that nobody can use then, and a run that waits for copies that will not come."""
-    copied, found, kept = run_ranks(beside_a_dead_partner, 2, tmp_path)[0]
+    copied, found = run_ranks(beside_a_dead_partner, 2, tmp_path)[0]
     assert found == copied, "what rank 1 kept of rank 0 after its process was started again"
-    assert kept == [2, 3, 4, 5]
     told = [line for line in events_of(tmp_path) if line["event"].startswith("replica")]
     assert [line["event"] for line in told] == ["replica_restarted", "replicas_complete_again", "replica_failed"]
     reasons = [line.get("reason", "") for line in told]
