@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import tempfile
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 import yaml
@@ -24,7 +27,6 @@ from megads.errors import ConfigError
 from megads.ops.config import OpsConfig
 from megads.ops.linear import linear
 from megads.ops.resolve import load
-from megads.parallel.config import ParallelConfig
 from megads.plan.devices import device_from
 from megads.plan.measured_rates import non_negative
 from megads.plan.operators import FP32
@@ -47,11 +49,13 @@ from megads.tools.calibrate.operators import (
     measured_products,
     smallest_s,
 )
-from megads.tools.calibrate.passes import IN_LAYOUTS, TRIALS, layout_costs, layouts, pass_costs, trained
+from megads.tools.calibrate.passes import IN_LAYOUTS, PLAIN, TRIALS, layout_costs, layouts, pass_costs, trained
 
 _SIZES = (2**14, 2**18, 2**21, 2**24)
 """Bytes of the collectives that are measured."""
 _TIMEOUT_S = 120.0
+_OTHERS_CORES = 0.03
+"""Of all cores, that other programs may keep busy before it is said."""
 
 
 def calibrate(config: CalibrateConfig) -> dict[str, Any]:
@@ -64,11 +68,27 @@ def calibrate(config: CalibrateConfig) -> dict[str, Any]:
     if 0 < gpus < config.ranks:
         raise ConfigError(f"ranks = {config.ranks}, but this machine has {gpus} GPUs: lower ranks")
     threads = config.threads or share_of_cores(config.ranks)
+    before, begin = _processor_times(), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.yaml"
         run_on_ranks(config.ranks, threads, _rank, config, threads, str(result))
         found: dict[str, Any] = yaml.safe_load(result.read_text(encoding="utf-8"))
+    busy_s, own_s = (after - earlier for after, earlier in zip(_processor_times(), before, strict=True))
+    others = (busy_s - own_s) / (time.monotonic() - begin)
+    if others > _OTHERS_CORES * available_cores():
+        print(
+            f"warning: other programs kept {others:.1f} of {available_cores()} cores busy meanwhile, and plans "
+            "from these figures will be too slow: calibrate again on an idle machine",
+            file=sys.stderr,
+        )
     return found
+
+
+def _processor_times() -> tuple[float, float]:
+    """CPU seconds of the machine so far, and of this process with its children that have ended."""
+    machine, own = psutil.cpu_times(), psutil.Process().cpu_times()
+    busy_s = sum(machine) - machine.idle - getattr(machine, "iowait", 0.0) - getattr(machine, "guest", 0.0)
+    return busy_s, own.user + own.system + own.children_user + own.children_system
 
 
 def run_on_ranks(ranks: int, threads: int, work: Callable[..., None], *arguments: Any) -> None:
@@ -139,13 +159,10 @@ def _rank(config: CalibrateConfig, threads: int, result: str) -> None:
     bench = Bench(device, dtype, load(OpsConfig(), _quiet, cuda=cuda), config.seconds)
     found = _measured(config, bench, threads)
     if not cuda:
-        replicas = ParallelConfig(dp=config.ranks, zero_stage=0)
-        trials = [trained(trial, bench, replicas) for trial in TRIALS]
+        parallel = layouts(config.ranks)
+        trials = trained(TRIALS, bench, {PLAIN: parallel[PLAIN]})[PLAIN]
         found |= pass_costs(trials, device_from(found, "cpu"), dtype.itemsize)
-        in_layouts = {
-            name: [trained(trial, bench, parallel) for trial in IN_LAYOUTS]
-            for name, parallel in layouts(config.ranks).items()
-        }
+        in_layouts = trained(IN_LAYOUTS, bench, parallel)
         found["layout_costs"] = layout_costs(in_layouts, device_from(found, "cpu"), dtype.itemsize)
     if dist.get_rank() == 0:
         Path(result).write_text(yaml.safe_dump(found, sort_keys=False), encoding="utf-8")

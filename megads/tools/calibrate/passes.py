@@ -34,7 +34,11 @@ from megads.plan.step_estimate import StepShape, estimate_step
 from megads.runtime.span import Span
 from megads.tools.calibrate.operators import Bench
 
-_STEPS = 9
+_WARM_UP = 2
+_FEWEST, _MOST = 3, 12
+"""Timed steps of a trial in one round."""
+_STEPS_SECONDS = 15.0
+"""Seconds for all of them, beside those for an operator: a step is as much work as so many."""
 _UNIT_US, _UNIT_NS = 100.0, 1.0
 _LR = 1e-4
 _PASSES = {"forward": ("forward",), "backward": ("backward_input", "backward_weight")}
@@ -94,16 +98,21 @@ TRIALS = (
 IN_LAYOUTS = (
     Trial("bloom", 6, 64, 256, 64, 1),
     Trial("llama", 3, 384, 1024, 384, 2, 2),
+    Trial("bloom", 2, 256, 1024, 1024, 1, 2),
     Trial("bloom", 2, 640, 1024, 128, 2, 2),
 )
 """Those that are trained in `layouts`."""
+PLAIN = "plain"
+"""The name, among layouts, of replicas that do nothing else."""
+_ROUNDS = 2
+"""How often each trial is trained: what else a machine does for a second slows one of them down."""
 _PAIR = 2
 """Ranks over which the trials' layers, heads and tokens can be cut."""
 
 
 def layouts(ranks: int) -> dict[str, ParallelConfig]:
-    """What `LayoutCosts` names, as far as the trials can be trained so on so many ranks."""
-    alone = {
+    """`PLAIN`, and what `LayoutCosts` names as far as the trials can be trained so on so many ranks."""
+    alone = {PLAIN: ParallelConfig(dp=ranks, zero_stage=0)} | {
         f"recompute_{mode}": ParallelConfig(dp=ranks, zero_stage=0, recompute=mode)
         for mode in (Recompute.selective, Recompute.full)
     }
@@ -142,7 +151,17 @@ class Trained:
     parameters: int
 
 
-def trained(trial: Trial, bench: Bench, parallel: ParallelConfig) -> Trained:
+def trained(trials: Sequence[Trial], bench: Bench, parallel: Mapping[str, ParallelConfig]) -> dict[str, list[Trained]]:
+    """Trains every model in every layout, in rounds, of which the quickest step counts; collective."""
+    found: dict[str, list[Trained]] = {}
+    for trial in trials:
+        rounds = [{name: _trained(trial, bench, layout) for name, layout in parallel.items()} for _ in range(_ROUNDS)]
+        for name in parallel:
+            found.setdefault(name, []).append(min((once[name] for once in rounds), key=lambda once: once.step))
+    return found
+
+
+def _trained(trial: Trial, bench: Bench, parallel: ParallelConfig) -> Trained:
     """Trains a model for a few steps of the same tokens on every rank; collective."""
     spec = EngineSpec(
         trial.model,
@@ -161,7 +180,8 @@ def trained(trial: Trial, bench: Bench, parallel: ParallelConfig) -> Trained:
     found: list[dict[str, float]] = []
     gc.collect()
     gc.disable()
-    for _ in range(_STEPS):
+    steps = torch.tensor([_WARM_UP])
+    while len(found) < steps.item():
         spans: list[Span] = []
         engine.watch_spans(spans.extend)
         dist.barrier()
@@ -169,8 +189,12 @@ def trained(trial: Trial, bench: Bench, parallel: ParallelConfig) -> Trained:
         engine.step(batches, _LR)
         dist.barrier()
         found.append(_by_kind(spans, time.perf_counter() - begin))
+        if len(found) == _WARM_UP:
+            timed = _STEPS_SECONDS * bench.seconds / found[-1]["step"]
+            steps += min(_MOST, max(_FEWEST, int(timed)))
+            dist.broadcast(steps, 0)
     gc.enable()
-    middle = {name: median(step[name] for step in found[2:]) for name in found[0]}
+    middle = {name: median(step[name] for step in found[_WARM_UP:]) for name in found[0]}
     return Trained(trial, **middle, parameters=parameters)
 
 
@@ -232,23 +256,26 @@ def pass_costs(trials: Sequence[Trained], device: Device, width: int) -> dict[st
 def layout_costs(trials: Mapping[str, Sequence[Trained]], device: Device, width: int) -> list[list[Any]]:
     """Attribute of a device: layouts, microseconds of a block and nanoseconds of an element.
 
+    How far the plan of a plain step is off, a layout has nothing to do with: plans of its steps are off as far.
+
     Args:
         trials: by the names of `layouts`.
         device: with everything else.
         width: bytes of an element.
     """
     found: list[list[Any]] = []
-    for name, done in trials.items():
-        parallel = layouts(device.ranks_per_node)[name]
+    parallel = layouts(device.ranks_per_node)
+    off = [one.step / _planned_s(one.trial, parallel[PLAIN], device, width) for one in trials[PLAIN]]
+    for name in (name for name in parallel if name != PLAIN):
         rows, left, measured = [], [], []
-        for one in done:
+        for one, ratio in zip(trials[name], off, strict=True):
             planned_s, per_block_s, per_element_s = (
-                _planned_s(one.trial, parallel, replace(device, layout_costs=(LayoutCosts(name, *unit),)), width)
+                _planned_s(one.trial, parallel[name], replace(device, layout_costs=(LayoutCosts(name, *unit),)), width)
                 for unit in ((0.0, 0.0), (_UNIT_US, 0.0), (0.0, _UNIT_NS))
             )
             # What a unit of either cost adds to the step: as often as it occurs, less what is hidden.
             rows.append([per_block_s - planned_s, per_element_s - planned_s])
-            left.append(one.step - planned_s)
+            left.append(one.step - ratio * planned_s)
             measured.append(one.step)
         block, element = non_negative(np.array(rows), np.array(left), np.array(measured))
         found.append([name, round(_UNIT_US * block, 2), round(_UNIT_NS * element, 5)])
