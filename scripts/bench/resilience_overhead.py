@@ -6,18 +6,27 @@
 stragglers, loss spikes. `checked` compares replicas every 100 steps as well. `plain` has nothing of it but the
 heartbeat, a thread that counts twice a second in a file. Ratios are taken pair by pair, of the median step and
 of the processor time of all processes of the run, which says more where other work takes a part of the machine.
+
+    python -m scripts.bench.resilience_overhead --parts
+
+Runs of minutes differ by more than watching costs, so this times each of its parts by itself, on two ranks: what a
+rank does in a step because of it, in microseconds.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import random
 import resource
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from megads.runtime.metrics import read_json_lines
@@ -33,6 +42,8 @@ _PLAIN = (
 )
 _SIDES = {"plain": _PLAIN, "watched": (), "checked": ("resilience.check_replicas_every_steps=100",)}
 _WARM_UP_STEPS = 10
+_PHASES, _SPANS = 11, 16
+"""Of a step: what a rank does one after the other, and what an engine times."""
 
 
 def train(side: str, folder: Path, steps: int, hidden: int, layout: list[str]) -> tuple[float, float]:
@@ -57,6 +68,78 @@ def train(side: str, folder: Path, steps: int, hidden: int, layout: list[str]) -
     return statistics.median(times[_WARM_UP_STEPS:]), 1e3 * processor_s / steps
 
 
+def microseconds(work: Callable[[], object], repeats: int) -> float:
+    """Mean of many calls."""
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        work()
+    return 1e6 * (time.perf_counter() - begin) / repeats
+
+
+def time_parts(result: str) -> None:
+    """One rank of two: times what a rank does because it is watched; rank 0 writes it."""
+    import torch
+    import torch.distributed as dist
+
+    from megads.engine.stragglers import StragglerHook
+    from megads.parallel.config import ParallelConfig
+    from megads.parallel.grid import build_grid
+    from megads.resilience.config import SpikeConfig
+    from megads.resilience.spikes import SpikeDetector, StepLoss
+    from megads.runtime.config import LoggingConfig
+    from megads.runtime.heartbeat import heartbeat
+    from megads.runtime.hooks import StepInfo, TrainState
+    from megads.runtime.metrics import EventWriter
+    from megads.runtime.span import Span
+
+    folder, rank = Path(result).parent, dist.get_rank()
+    found = {}
+    with heartbeat(folder, rank) as beats:
+        found["phases of the heartbeat"] = _PHASES * microseconds(lambda: beats.enter("engine step", 1), 100_000)
+    detector, draw = SpikeDetector(SpikeConfig()), random.Random(1)
+    losses = iter([StepLoss(step, step, 3.0 + draw.gauss(0, 0.05), draw.gauss(1, 0.1)) for step in range(20_001)])
+    found["loss spikes"] = microseconds(lambda: detector.observe(next(losses)), 20_000)
+
+    grid = build_grid(ParallelConfig(dp=2), rank, 2)
+    watched: list[Callable[[list[Span]], None]] = []
+    hook = StragglerHook(watched.append, folder, 1, grid, EventWriter(folder, rank == 0))
+    hook.on_start(TrainState())
+    info = StepInfo(1, 8, 2048, 3.0, 1.0, 1e-3, 8, 256, 0.4, 0.0, skipped=False, culprit="", batch_hash="")
+    every_steps = LoggingConfig().straggler_every_steps
+    assert every_steps is not None
+
+    def compare() -> None:
+        begin = time.perf_counter()
+        spans = [Span("forward", n, 0, begin, time.perf_counter()) for n in range(_SPANS)]
+        watched.pop()(spans)
+        hook.on_step(info)
+
+    found["stragglers"] = microseconds(compare, 2000) / every_steps
+    number = torch.zeros(1)
+    found["a collective"] = microseconds(lambda: dist.all_reduce(number), 5000)
+    if rank == 0:
+        Path(result).write_text(json.dumps(found), encoding="utf-8")
+
+
+def print_parts(rounds: int = 5) -> None:
+    """Medians of some rounds, each with the flight recorder and without it."""
+    from megads.runtime.environment import exported
+    from megads.tools.calibrate.measure import run_on_ranks
+
+    times: dict[str, list[float]] = {}
+    for number in range(2 * rounds):
+        recorded = number % 2
+        with tempfile.TemporaryDirectory() as folder, exported({"TORCH_FR_BUFFER_SIZE": "500" if recorded else "0"}):
+            run_on_ranks(2, 1, time_parts, f"{folder}/parts.json")
+            found = json.loads((Path(folder) / "parts.json").read_text(encoding="utf-8"))
+        found[f"a collective, {'recorded' if recorded else 'not recorded'}"] = found.pop("a collective")
+        for name, microseconds_ in found.items():
+            times.setdefault(name, []).append(microseconds_)
+    for name, of_rounds in times.items():
+        shown = f"{statistics.median(of_rounds):.1f} us (from {min(of_rounds):.1f} to {max(of_rounds):.1f})"
+        print(f"{name}: {shown}")
+
+
 def main() -> int:
     """Prints every pair, and the medians of their ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -64,7 +147,11 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layout", default="parallel.dp=2", help="overrides, separated by commas")
+    parser.add_argument("--parts", action="store_true", help="time the parts of watching, and train nothing")
     arguments = parser.parse_args()
+    if arguments.parts:
+        print_parts()
+        return 0
     ratios: dict[str, list[tuple[float, float]]] = {"watched": [], "checked": []}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 STEP_S = 1.0
 _LOADING_S = 0.1
 _STACK_BYTES = 256 << 10
+_SWITCH_S = 0.2
 SRUN = """#!{python} -IS
 import json, socket, sys
 with socket.socket(socket.AF_UNIX) as slurm:
@@ -223,6 +224,9 @@ def run_fleet(main: Connection, lockstep: Path, poll_s: float) -> None:
     import megads.runtime.control_store  # noqa: F401
 
     threading.stack_size(_STACK_BYTES)
+    # Each thread that waits for Python's lock wakes once in this interval, 5 ms by default: after a fault a thousand of
+    # them kept both cores busy with nothing else.
+    sys.setswitchinterval(_SWITCH_S)
     main.send(("ready",))
     Fleet(main, lockstep, poll_s).serve()
 
