@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -115,8 +116,9 @@ def run_on_ranks(ranks: int, threads: int, work: Callable[..., None], *arguments
                 processes[-1].start()
         for process in processes:
             process.join()
-    if any(process.exitcode for process in processes):
-        raise ConfigError(f"a rank ended with exit code {max(p.exitcode or 0 for p in processes)}; see above")
+    if code := next((process.exitcode for process in processes if process.exitcode), 0):
+        how = f"ended with exit code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
+        raise ConfigError(f"a rank {how}; see above")
 
 
 def _enter(rank: int, ranks: int, threads: int, store: str, work: Callable[..., None], arguments: Any) -> None:
