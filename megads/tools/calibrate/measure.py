@@ -136,6 +136,9 @@ def _enter(rank: int, ranks: int, threads: int, store: str, work: Callable[..., 
     work(*arguments)
     dist.barrier()
     dist.destroy_process_group()
+    # Threads of gloo's groups now and then abort an interpreter that ends as usual, after minutes of measuring.
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def write(config: CalibrateConfig, found: dict[str, Any]) -> Path:
