@@ -116,9 +116,13 @@ class TerminalFile:
         return text
 
     def read_frame(self, console: Console) -> None:
-        """Has the console draw its next frame, and reads it."""
+        """Has the console draw its next frame, and reads it once the console's thread has written all of it."""
         time.sleep(0.3)
         console.poll()
+        text, deadline = "", time.monotonic() + 10
+        while not text or not console._outlet.idle:
+            assert time.monotonic() < deadline, "no frame"
+            text += self.read()
         self.read()
 
     def close(self) -> None:
