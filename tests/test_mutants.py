@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -157,14 +159,14 @@ def micro_batches_overwrite_each_other() -> None:
 
 
 def subgroups_average_their_gradients() -> None:
-    inner = ZeroEngine.accumulate
+    inner = ZeroEngine.compute
 
-    def accumulate(self: ZeroEngine, micro_batches: Any) -> Tensor:
-        total = inner(self, micro_batches)
+    def compute(self: ZeroEngine, micro_batches: Any, **overlap: bool) -> Tensor:
+        total = inner(self, micro_batches, **overlap)
         self.deepspeed.reduced_gradients.div_(self._replica.size)
         return total
 
-    ZeroEngine.accumulate = accumulate
+    ZeroEngine.compute = compute
 
 
 def tied_sum_before_data_parallel_reduce() -> None:
@@ -172,9 +174,9 @@ def tied_sum_before_data_parallel_reduce() -> None:
     make, reduce = BucketAdamW._make_buckets, BucketAdamW.reduce
     pairs: dict[int, Any] = {}
 
-    def make_buckets(self: BucketAdamW, parameters: list[NamedParameter], parallel: Any) -> list[Bucket]:
+    def make_buckets(self: BucketAdamW, parameters: list[NamedParameter], *settings: Any) -> list[Bucket]:
         pairs.update({id(p.parameter): p.pair for p in parameters if p.pair is not None})
-        return make(self, [replace(p, pair=None) for p in parameters], parallel)
+        return make(self, [replace(p, pair=None) for p in parameters], *settings)
 
     def reduce_all(self: BucketAdamW) -> None:
         for bucket in self.buckets:
@@ -740,7 +742,7 @@ def norm_of_the_own_stage() -> None:
     def norm(self: BucketAdamW) -> Tensor:
         return torch.stack([self.norm * 0, *(bucket.gradient.double().norm() for bucket in self.buckets)]).norm()
 
-    BucketAdamW._norm = norm
+    BucketAdamW.global_norm = norm
 
 
 def mean_of_the_ranks_own_means() -> None:
@@ -961,3 +963,23 @@ def test_defect_is_caught(case: Case, runs: Runs) -> None:
     assert case.check(runs.layout(case.scenario, case.layout), reference) == [], "the check fails without the defect"
     mutant = train_layout(case.scenario, LAYOUTS[case.layout], case.defect)
     assert case.check(mutant, reference) != [], f"{case.check.__name__} does not see {case.defect.__name__}"
+
+
+def apply_all() -> None:
+    """Applies every defect to this process."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("megads")]
+    classes = {found for module in modules for found in vars(module).values() if isinstance(found, type)}
+    names = {place: set(dir(place)) for place in [*modules, *classes]}
+    for case in CASES:
+        case.defect()
+        made = [
+            f"{place}: {sorted(set(dir(place)) - known)}" for place, known in names.items() if set(dir(place)) - known
+        ]
+        assert not made, f"{case.defect.__name__} makes what nobody calls: {made}"
+
+
+def test_every_defect_finds_its_place() -> None:
+    """Catches a defect of code that is called otherwise by now, before its slow case is due."""
+    command = [sys.executable, "-c", f"from {__name__} import apply_all; apply_all()"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
