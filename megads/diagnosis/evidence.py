@@ -104,8 +104,6 @@ _RAISED = re.compile(
     r"assert\b.*(?:,|%|\.(?:shape|size|dtype|ndim)\b|\b(?:args|cfg|config|hparams|options|settings)\b))"
 )
 """Code that raises an error, or that asserts with a message or something of a setting, a division or a shape."""
-_SAYS_NOTHING = re.compile(r"(?:^|[\s\]:|│])(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Exit|Failure)\s*$")
-"""An exception without a message."""
 _TABLE_RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)")
 _NODES = (re.compile(r"(?:^|\s)([\w.-]+) kernel:"), re.compile(r"srun: error: ([\w.-]+): tasks?\b"))
 _MONTHS = {
@@ -287,7 +285,7 @@ class _Surveyor:
             whole = f"{text} {rest}"
             matched = self._table.match(whole, frames) or matched
         signature, groups, probability = matched.signature, matched.found.groupdict(), None
-        if signature.fallback and not _SAYS_NOTHING.search(whole):
+        if signature.fallback:
             signature, probability = by_wording(self._model, signature, whole, frames)
         survey = self._survey
         rank = _rank_of(text, before)

@@ -107,12 +107,9 @@ def _seconds(measured: dict[str, float], model: ModelConfig, devices: int, batch
     if kind == "narayanan_tflops":
         shares = 1 + seq_len / (6 * hidden) + model.vocabulary / (16 * layers * hidden)
         return 96 * tokens * layers * hidden**2 * shares / (value * 1e12 * devices)
-    flops = model_flops_per_token(model, seq_len)
-    if kind == "causal_tflops":
-        flops -= 6 * layers * model.attention_width * seq_len
-    else:
-        assert kind == "palm_tflops", kind
-    return tokens * flops / (value * 1e12 * devices)
+    assert kind in ("palm_tflops", "causal_tflops"), kind
+    hidden_by_causality = 6 * layers * model.attention_width * seq_len if kind == "causal_tflops" else 0
+    return tokens * (model_flops_per_token(model, seq_len) - hidden_by_causality) / (value * 1e12 * devices)
 
 
 def errors(rows: Iterable[PublishedStep]) -> dict[str, float]:

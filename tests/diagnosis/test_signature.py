@@ -128,6 +128,7 @@ def test_where_it_was_raised(frame: str, error: str, cause: str) -> None:
 
 UNKNOWN, NETWORK = Cause.process_killed_unknown, Cause.nccl_remote_or_network
 SETTING, BUILD = Cause.config_or_shape_error, Cause.import_or_build_error
+NO_GPU, HANG = Cause.driver_mismatch_or_no_gpu, Cause.nccl_timeout_hang
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,7 @@ SETTING, BUILD = Cause.config_or_shape_error, Cause.import_or_build_error
     ],
 )
 def test_an_assertion_without_a_message(source: str, cause: Cause) -> None:
-    """Catches a bare AssertionError that is judged by the names of files, where its source line says what it checks."""
+    """Catches a source line that is not looked at where it says what is checked: a division, a shape, a setting."""
     log = f'Traceback (most recent call last):\n  File "train.py", line 3, in check\n    {source}\nAssertionError\n'
     assert decide([survey_log("job.log", [log.encode()])]).cause == cause
 
@@ -172,11 +173,32 @@ def test_an_assertion_without_a_message(source: str, cause: Cause) -> None:
         ("User defined signal 2", Cause.preempted_or_time_limit, True),
         ("srun: error: Task launch failed on node n1: Unable to satisfy cpu bind request", SETTING, False),
         ("RuntimeError: NCCL error in: NCCLUtils.hpp:82, invalid argument, NCCL version 2.4.8", SETTING, False),
-        ("NotImplementedError: tied embeddings are not supported in a pipeline", SETTING, False),
+        ("NotImplementedError: Pipeline parallelism with tied embeddings is not supported", SETTING, False),
         ("aclrtSynchronizeDevice, error code is 507046", Cause.nccl_timeout_hang, False),
-        ("MPI_Init_thread failed: PMI2_Job_GetId failed", Cause.port_or_rendezvous, False),
+        ("MPI_Init_thread failed", Cause.port_or_rendezvous, False),
+        ("PMIX ERROR: ERROR in file gds_lock.c at line 169", Cause.port_or_rendezvous, False),
         ("CalledProcessError: Command '['ninja', '-v']' returned non-zero exit status 1.", BUILD, False),
-        ("AttributeError: module 'torch.library' has no attribute 'custom'", BUILD, False),
+        ("AttributeError: module 'torch.distributed' has no attribute 'device_mesh'", BUILD, False),
+        ("node1:8:21 [2] include/alloc.h:48 NCCL WARN Cuda failure 'out of memory'", Cause.cuda_oom, False),
+        ("HSA_STATUS_ERROR_EXCEPTION: a hardware exception. code: 0x1016", Cause.cuda_illegal_access, False),
+        ("DeferredCudaCallError: device >= 0 && device < num_gpus ASSERT FAILED", NO_GPU, False),
+        ("google.api_core.exceptions.Forbidden: no storage.objects.get access", Cause.aux_service_network, False),
+        ("error: devices Does not validate against any of the Union subtypes", SETTING, False),
+        ("ValueError: Default process group has not been initialized, please call init_process_group.", SETTING, False),
+        ("OSError: Incorrect path_or_model_id: 'runs/a'", SETTING, False),
+        ("RuntimeError: torch.nn.functional.binary_cross_entropy and BCELoss are unsafe to autocast.", SETTING, False),
+        ("ValueError: too many values to unpack (expected 2)", Cause.user_code_exception, False),
+        ("due to ProcessGroupNCCL watchdog hang.\nprocess 1 terminated with signal SIGABRT", HANG, False),
+        ("RuntimeError: NPU function error, code 7\nEE1002: Stream synchronize timeout.", HANG, False),
+        ("RuntimeError: NCCL Error 5: invalid usage", SETTING, False),
+        ("ImportError: numpy.core.multiarray failed to import", BUILD, False),
+        ("numpy.core.multiarray failed to import", BUILD, False),
+        ("signal 10: the job is requeuing itself", Cause.preempted_or_time_limit, True),
+        ("EI0002: the wait of the Notify register times out", Cause.nccl_timeout_hang, False),
+        ("ray.exceptions.RaySystemError: Could not connect to GCS at 10.0.0.1:6379", Cause.port_or_rendezvous, False),
+        ("pdsh@n1: n2: ssh exited with exit code 255", Cause.port_or_rendezvous, False),
+        ("Killing subprocess 190\npdsh@n1: n2: ssh exited with exit code 247", UNKNOWN, False),
+        ("srun: error: CPU binding outside of job step allocation", SETTING, False),
         ("store->get('0') got error: failed to recv, got 0 bytes\nRank 3 crashed with exit code 1", NETWORK, True),
     ],
 )

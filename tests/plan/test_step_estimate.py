@@ -213,6 +213,14 @@ def test_rows_that_came_last_are_planned() -> None:
     assert fmean(map(abs, found.values())) < 0.07 and max(map(abs, found.values())) < 0.11, found
 
 
+def test_a_published_rate_becomes_seconds_by_its_own_convention() -> None:
+    """Catches attention that is counted in full where a source counts what causality leaves, or the other way round."""
+    (row,) = (row for row in published_steps() if row.name == "llama3 405B 131072 tokens")
+    projections = 126 * 16384 * (2 * 16384 + 2 * 8 * 128 + 3 * 53248) + 16384 * 128256
+    causal = 6 * projections + 6 * 126 * 131072 * 16384
+    assert row.seconds == pytest.approx(128 * 131072 * causal / (16384 * 380e12), rel=0.005)
+
+
 def test_halves_are_about_equal_and_of_every_source() -> None:
     """Catches a source whose rows all chose the constants."""
     sources = {row.name.split(maxsplit=1)[0] for row in published_steps() if row.half != "blind"}
