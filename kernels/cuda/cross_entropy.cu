@@ -23,34 +23,42 @@ __device__ __forceinline__ int column_of(int64_t label, const Vocabulary& part) 
   return column >= 0 && column < part.valid ? int(column) : -1;
 }
 
-template <typename T>
+// Gives elements of a pack at column `at` that do not count another value.
+template <bool kWhole, int kCount>
+__device__ __forceinline__ void replace_others(float (&values)[kCount], int at, int valid, float other) {
+  if (at + kCount <= valid && (kWhole || at >= 0)) return;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i)
+    if (at + i < 0 || at + i >= valid) values[i] = other;
+}
+
+template <typename T, bool kWhole>
 __global__ void __launch_bounds__(kForwardThreads)
     cross_entropy_forward(Vocabulary part, const T* __restrict__ logits, const int64_t* __restrict__ labels,
                           float* __restrict__ statistics) {
   constexpr int kStep = kForwardThreads * kWidth<T>;
   const T* row = logits + int64_t(blockIdx.x) * part.columns;
   float largest = -kInfinity, total = 0.0f;
-  for (int at = int(threadIdx.x) * kWidth<T> - shift_of(row); at < part.valid; at += kPacks * kStep) {
+  for (int at = int(threadIdx.x) * kWidth<T> - shift_of<kWhole>(row); at < part.valid; at += kPacks * kStep) {
     Pack<T, kWidth<T>> packs[kPacks];
-    load_packs(packs, row, at, kStep, part.columns, 0, part.valid);
+    load_packs<kWhole>(packs, row, at, kStep, part.columns, 0, part.valid);
     float values[kPacks][kWidth<T>];
     float now = largest;
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p)
+    for (int p = 0; p < kPacks; ++p) {
+      widen_pack(packs[p], values[p]);
+      replace_others<kWhole>(values[p], at + p * kStep, part.valid, -kInfinity);
 #pragma unroll
-      for (int i = 0; i < kWidth<T>; ++i) {
-        const int column = at + p * kStep + i;
-        values[p][i] = column >= 0 && column < part.valid ? widen(packs[p].elements[i]) : -kInfinity;
-        now = fmaxf(now, values[p][i]);
-      }
-    if (now != largest) total *= expf(largest - now);
+      for (int i = 0; i < kWidth<T>; ++i) now = fmaxf(now, values[p][i]);
+    }
+    if (now != largest) total *= exp_for<T>(largest - now);
     largest = now;
     // Nothing but -inf so far adds nothing; a NaN must come through.
     const float base = largest == -kInfinity ? 0.0f : largest;
 #pragma unroll
     for (int p = 0; p < kPacks; ++p)
 #pragma unroll
-      for (int i = 0; i < kWidth<T>; ++i) total += expf(values[p][i] - base);
+      for (int i = 0; i < kWidth<T>; ++i) total += exp_for<T>(values[p][i] - base);
   }
   RowReduction<kForwardThreads> over_row;
   const float peak = over_row.template operator()<Largest>(largest);
@@ -64,7 +72,7 @@ __global__ void __launch_bounds__(kForwardThreads)
   to[2] = column < 0 ? 0.0f : widen(row[column]);
 }
 
-template <typename T>
+template <typename T, bool kWhole>
 __global__ void __launch_bounds__(kBackwardThreads)
     cross_entropy_backward(Vocabulary part, const T* logits, const int64_t* __restrict__ labels,
                            const float* __restrict__ largest, const float* __restrict__ total,
@@ -72,22 +80,26 @@ __global__ void __launch_bounds__(kBackwardThreads)
   constexpr int kStep = kBackwardThreads * kWidth<T>;
   const T* row = logits + int64_t(blockIdx.x) * part.columns;
   T* to = grad_logits + int64_t(blockIdx.x) * part.columns;
-  const int first = int(blockIdx.y * kPacks * kBackwardThreads + threadIdx.x) * kWidth<T> - shift_of(row);
-  const float peak = largest[blockIdx.x], sum = total[blockIdx.x], factor = grad[blockIdx.x];
+  const int first = int(blockIdx.y * kPacks * kBackwardThreads + threadIdx.x) * kWidth<T> - shift_of<kWhole>(row);
+  const float peak = largest[blockIdx.x], factor = grad[blockIdx.x], share = factor / total[blockIdx.x];
   const int label = column_of(labels[blockIdx.x], part);
   Pack<T, kWidth<T>> packs[kPacks];
-  load_packs(packs, row, first, kStep, part.columns, 0, part.valid);
+  load_packs<kWhole>(packs, row, first, kStep, part.columns, 0, part.valid);
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
     const int at = first + p * kStep;
     if (at >= part.columns) continue;
     float values[kWidth<T>];
+    widen_pack(packs[p], values);
 #pragma unroll
-    for (int i = 0; i < kWidth<T>; ++i) {
-      const float probability = expf(widen(packs[p].elements[i]) - peak) / sum;
-      values[i] = at + i < part.valid ? (probability - (at + i == label ? 1.0f : 0.0f)) * factor : 0.0f;
+    for (int i = 0; i < kWidth<T>; ++i) values[i] = exp_for<T>(values[i] - peak) * share;
+    if (label >= at && label < at + kWidth<T>) {
+#pragma unroll
+      for (int i = 0; i < kWidth<T>; ++i)
+        if (at + i == label) values[i] -= factor;
     }
-    store_pack(to, at, part.columns, values);
+    replace_others<kWhole>(values, at, part.valid, 0.0f);
+    store_pack<kWhole>(to, at, part.columns, values);
   }
 }
 
@@ -108,9 +120,10 @@ extern "C" int megads_cuda_cross_entropy_forward(int64_t dtype, int64_t rows, in
   if (!is_part(valid, columns)) return int(cudaErrorInvalidValue);
   return with_dtype(dtype, [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
-    return launch(cross_entropy_forward<T>, dim3(unsigned(rows)), kForwardThreads,
-                  RowReduction<kForwardThreads>::kSharedBytes, stream, Vocabulary{int(columns), int(valid), start},
-                  static_cast<const T*>(logits), labels, statistics);
+    const bool whole = are_whole<T>(columns, {logits});
+    return launch(whole ? cross_entropy_forward<T, true> : cross_entropy_forward<T, false>, dim3(unsigned(rows)),
+                  kForwardThreads, RowReduction<kForwardThreads>::kSharedBytes, stream,
+                  Vocabulary{int(columns), int(valid), start}, static_cast<const T*>(logits), labels, statistics);
   });
 }
 
@@ -124,8 +137,10 @@ extern "C" int megads_cuda_cross_entropy_backward(int64_t dtype, int64_t rows, i
   return with_dtype(dtype, [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
     const int64_t chunk = kBackwardThreads * kPacks * kWidth<T>;
-    return launch(cross_entropy_backward<T>, dim3(unsigned(rows), unsigned(shares_for(columns, chunk))),
-                  kBackwardThreads, 0, stream, Vocabulary{int(columns), int(valid), start},
-                  static_cast<const T*>(logits), labels, largest, total, grad, static_cast<T*>(grad_logits));
+    const bool whole = are_whole<T>(columns, {logits, grad_logits});
+    return launch(whole ? cross_entropy_backward<T, true> : cross_entropy_backward<T, false>,
+                  dim3(unsigned(rows), unsigned(shares_for(columns, chunk))), kBackwardThreads, 0, stream,
+                  Vocabulary{int(columns), int(valid), start}, static_cast<const T*>(logits), labels, largest, total,
+                  grad, static_cast<T*>(grad_logits));
   });
 }

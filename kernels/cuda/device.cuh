@@ -3,7 +3,9 @@
 // Everything is computed in fp32; bf16 and fp16 are ways to store. Nothing here knows torch. A row is worked on by
 // kThreads threads of one block, 32 (a warp, several rows a block) or the whole block, and cut into packs of kWidth
 // elements, one 16-byte access each. Packs start at 16-byte borders of the row's own memory, so that of a row of odd
-// length, or one that starts anywhere, only the first and last pack are read element by element.
+// length, or one that starts anywhere, only the first and last pack are read element by element. Where all rows begin
+// and end at such borders (kWhole), as nearly all do, there is no code for parts of packs: on an H200 these kernels
+// would else wait for instructions, not for memory.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -12,6 +14,8 @@
 
 #include <cmath>
 #include <cstdint>
+#include <cstring>
+#include <initializer_list>
 #include <type_traits>
 
 #include "launchers.h"
@@ -41,27 +45,101 @@ __device__ __forceinline__ T narrow(float x) {
   }
 }
 
-// kCount elements that are one access of at most 16 bytes, or several of 16.
+// exp and x / y of what is stored with fewer digits than the hardware's approximations have, or with all of fp32's.
+template <typename T>
+__device__ __forceinline__ float exp_for(float x) {
+  return sizeof(T) < sizeof(float) ? __expf(x) : expf(x);
+}
+template <typename T>
+__device__ __forceinline__ float quotient_for(float x, float y) {
+  return sizeof(T) < sizeof(float) ? __fdividef(x, y) : x / y;
+}
+
+// kCount elements that are one access of at most 16 bytes, or several of 16. They are held as words: a compiler that sees
+// elements takes words apart and puts them together again.
 template <typename T, int kCount>
 struct alignas(sizeof(T) * kCount < 16 ? sizeof(T) * kCount : 16) Pack {
-  T elements[kCount];
+  static constexpr int kPerWord = 4 / int(sizeof(T));
+  uint32_t words[kCount / kPerWord];
+
+  __device__ __forceinline__ T operator[](int i) const {
+    const uint32_t bits = words[i / kPerWord] >> (i % kPerWord * 8 * int(sizeof(T)));
+    T element;
+    memcpy(&element, &bits, sizeof element);
+    return element;
+  }
+
+  // Of a pack that is zero there.
+  __device__ __forceinline__ void set(int i, T element) {
+    uint32_t bits = 0;
+    memcpy(&bits, &element, sizeof element);
+    words[i / kPerWord] |= bits << (i % kPerWord * 8 * int(sizeof(T)));
+  }
 };
 
 // Elements of one 16-byte access.
 template <typename T>
 constexpr int kWidth = 16 / int(sizeof(T));
 
-// How many elements the row's first pack lacks: it starts at the 16-byte border at or below the row.
+// All elements of a pack in fp32: of bf16, which is the upper half of fp32, by one instruction each.
+template <typename T, int kCount>
+__device__ __forceinline__ void widen_pack(const Pack<T, kCount>& pack, float (&values)[kCount]) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+#pragma unroll
+    for (int i = 0; i < kCount / 2; ++i) {
+      values[2 * i] = __uint_as_float(pack.words[i] << 16);
+      values[2 * i + 1] = __uint_as_float(pack.words[i] & 0xffff0000u);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) values[i] = widen(pack[i]);
+  }
+}
+
+// Rounds fp32 numbers to a pack, two by one instruction.
+template <typename T, int kCount>
+__device__ __forceinline__ Pack<T, kCount> narrow_pack(const float (&values)[kCount]) {
+  Pack<T, kCount> pack{};
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+#pragma unroll
+    for (int i = 0; i < kCount / 2; ++i) {
+      const __nv_bfloat162 pair = __floats2bfloat162_rn(values[2 * i], values[2 * i + 1]);
+      memcpy(&pack.words[i], &pair, sizeof pair);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) pack.set(i, narrow<T>(values[i]));
+  }
+  return pack;
+}
+
+// Whether rows of so many elements begin and end at borders of packs, in each of these tensors; null is none.
 template <typename T>
+bool are_whole(int64_t width, std::initializer_list<const void*> tensors) {
+  if (width % kWidth<T> != 0) return false;
+  for (const void* tensor : tensors)
+    if (reinterpret_cast<uintptr_t>(tensor) % 16 != 0) return false;
+  return true;
+}
+
+// How many elements the row's first pack lacks: it starts at the 16-byte border at or below the row.
+template <bool kWhole = false, typename T>
 __device__ __forceinline__ int shift_of(const T* row) {
-  return int(reinterpret_cast<uintptr_t>(row) % 16 / sizeof(T));
+  return kWhole ? 0 : int(reinterpret_cast<uintptr_t>(row) % 16 / sizeof(T));
 }
 
 // Whether elements first..first + kCount - 1 all lie in the row, at an address that a whole access takes.
-template <int kCount, typename T>
+template <int kCount, bool kWhole = false, typename T>
 __device__ __forceinline__ bool is_whole(const T* row, int first, int count) {
-  return first >= 0 && first <= count - kCount &&
-         reinterpret_cast<uintptr_t>(row + first) % alignof(Pack<T, kCount>) == 0;
+  return kWhole ? first < count
+                : first >= 0 && first <= count - kCount &&
+                      reinterpret_cast<uintptr_t>(row + first) % alignof(Pack<T, kCount>) == 0;
+}
+
+// Whether an element of a pack that holds some of the row's is one of them.
+template <bool kWhole>
+__device__ __forceinline__ bool is_inside(int column, int count) {
+  return kWhole || (column >= 0 && column < count);
 }
 
 template <int kCount, typename T>
@@ -69,50 +147,50 @@ __device__ __forceinline__ Pack<T, kCount> load_elements(const T* row, int first
   Pack<T, kCount> pack{};
 #pragma unroll
   for (int i = 0; i < kCount; ++i)
-    if (first + i >= 0 && first + i < count) pack.elements[i] = row[first + i];
+    if (first + i >= 0 && first + i < count) pack.set(i, row[first + i]);
   return pack;
 }
 
 // Elements first..first + kCount - 1 of a row of `count`; 0 where it has none.
-template <int kCount, typename T>
+template <int kCount, bool kWhole = false, typename T>
 __device__ __forceinline__ Pack<T, kCount> load_pack(const T* row, int first, int count) {
-  if (is_whole<kCount>(row, first, count)) return *reinterpret_cast<const Pack<T, kCount>*>(row + first);
-  return load_elements<kCount>(row, first, count);
+  if (is_whole<kCount, kWhole>(row, first, count)) return *reinterpret_cast<const Pack<T, kCount>*>(row + first);
+  return kWhole ? Pack<T, kCount>{} : load_elements<kCount>(row, first, count);
 }
 
 // Packs at first, first + step, ...: all whole ones are asked for before any of them is used. Those that hold nothing
 // of elements begin..end - 1 are not read, and are 0.
-template <int kCount, int kPacks, typename T>
+template <bool kWhole = false, int kCount, int kPacks, typename T>
 __device__ __forceinline__ void load_packs(Pack<T, kCount> (&packs)[kPacks], const T* row, int first, int step,
                                            int count, int begin, int end) {
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
     const int at = first + p * step;
     packs[p] = Pack<T, kCount>{};
-    if (at < end && at + kCount > begin && is_whole<kCount>(row, at, count))
+    if (at < end && at + kCount > begin && is_whole<kCount, kWhole>(row, at, count))
       packs[p] = *reinterpret_cast<const Pack<T, kCount>*>(row + at);
   }
+  if constexpr (!kWhole) {
 #pragma unroll
-  for (int p = 0; p < kPacks; ++p) {
-    const int at = first + p * step;
-    if (at < end && at + kCount > begin && !is_whole<kCount>(row, at, count))
-      packs[p] = load_elements<kCount>(row, at, count);
+    for (int p = 0; p < kPacks; ++p) {
+      const int at = first + p * step;
+      if (at < end && at + kCount > begin && !is_whole<kCount>(row, at, count))
+        packs[p] = load_elements<kCount>(row, at, count);
+    }
   }
 }
 
 // Stores what of elements first..first + kCount - 1 the row has.
-template <typename T, int kCount>
+template <bool kWhole = false, typename T, int kCount>
 __device__ __forceinline__ void store_pack(T* row, int first, int count, const float (&values)[kCount]) {
-  Pack<T, kCount> pack;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) pack.elements[i] = narrow<T>(values[i]);
-  if (is_whole<kCount>(row, first, count)) {
+  const Pack<T, kCount> pack = narrow_pack<T>(values);
+  if (is_whole<kCount, kWhole>(row, first, count)) {
     *reinterpret_cast<Pack<T, kCount>*>(row + first) = pack;
-    return;
-  }
+  } else if constexpr (!kWhole) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i)
-    if (first + i >= 0 && first + i < count) row[first + i] = pack.elements[i];
+    for (int i = 0; i < kCount; ++i)
+      if (first + i >= 0 && first + i < count) row[first + i] = pack[i];
+  }
 }
 
 struct Sum {
@@ -184,9 +262,9 @@ struct Share {
   int count;      // up to the end of the memory, as far as the share can reach
 };
 
-template <typename T>
+template <bool kWhole = false, typename T>
 __device__ __forceinline__ Share share_of(const T* anchor, int64_t count, int chunk) {
-  const int64_t origin = int64_t(blockIdx.x) * chunk - shift_of(anchor);
+  const int64_t origin = int64_t(blockIdx.x) * chunk - shift_of<kWhole>(anchor);
   const int64_t lower = origin > 0 ? origin : 0;
   const int64_t left = count - lower, reach = int64_t(chunk) + 16;
   return {lower, int(origin - lower), int(left < reach ? left : reach)};
@@ -202,6 +280,11 @@ inline int64_t shares_for(int64_t count, int64_t chunk) { return blocks_for(coun
 template <typename... Parameters, typename... Arguments>
 int launch(void (*kernel)(Parameters...), dim3 grid, int threads, int shared_bytes, int64_t stream,
            Arguments... arguments) {
+  constexpr int kWithoutAsking = 48 << 10;
+  if (shared_bytes > kWithoutAsking) {
+    const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    if (error != cudaSuccess) return int(error);
+  }
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = dim3(threads);

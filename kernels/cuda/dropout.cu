@@ -16,8 +16,9 @@ struct HiddenDropout {
   DropoutMask mask;
 };
 
-// Bit i: element first + i of the tensor stays; those before it or behind its end mean nothing.
-template <int kCount>
+// Bit i: element first + i of the tensor stays; those before it or behind its end mean nothing. Of whole rows a pack
+// lies in one.
+template <int kCount, bool kWhole>
 __device__ __forceinline__ uint32_t draw_flat(const HiddenDropout& shape, int64_t first) {
   uint32_t kept = 0;
   for (int done = 0; done < kCount;) {
@@ -27,10 +28,13 @@ __device__ __forceinline__ uint32_t draw_flat(const HiddenDropout& shape, int64_
       ++done;
       continue;
     }
-    const uint32_t row = uint32_t(at / shape.width), column = uint32_t(at - int64_t(row) * shape.width);
+    // A division of 64 bits takes as long as drawing the mask.
+    const uint32_t row = shape.count >> 32 ? uint32_t(at / shape.width) : uint32_t(at) / shape.width;
+    const uint32_t column = uint32_t(at - int64_t(row) * shape.width);
     const uint32_t token = row % shape.tokens;
     const MaskRow drawn(shape.mask, row / shape.tokens, 0, shape.places ? shape.places[token] : int64_t(token));
     kept |= drawn.draw_pack<kCount>(shape.mask, int(column)) << done;
+    if constexpr (kWhole) break;
     const uint32_t left = shape.width - column;  // bits behind the row's end are drawn anew
     if (left >= uint32_t(kCount - done)) break;
     done += int(left);
@@ -39,23 +43,22 @@ __device__ __forceinline__ uint32_t draw_flat(const HiddenDropout& shape, int64_
   return kept;
 }
 
-template <typename T>
+template <typename T, bool kWhole>
 __global__ void __launch_bounds__(kThreads) dropout(HiddenDropout shape, const T* x, const T* residual, T* out) {
-  const Share share = share_of(x, shape.count, kThreads * kWidth<T>);
+  const Share share = share_of<kWhole>(x, shape.count, kThreads * kWidth<T>);
   const int first = share.first + int(threadIdx.x) * kWidth<T>;
   if (first >= share.count) return;
-  const auto of_x = load_pack<kWidth<T>>(x + share.lower, first, share.count);
-  Pack<T, kWidth<T>> of_residual{};
-  if (residual) of_residual = load_pack<kWidth<T>>(residual + share.lower, first, share.count);
-  const uint32_t kept = draw_flat<kWidth<T>>(shape, share.lower + first);
-  float values[kWidth<T>];
+  float values[kWidth<T>], more[kWidth<T>] = {};
+  widen_pack(load_pack<kWidth<T>, kWhole>(x + share.lower, first, share.count), values);
+  if (residual) widen_pack(load_pack<kWidth<T>, kWhole>(residual + share.lower, first, share.count), more);
+  const uint32_t kept = draw_flat<kWidth<T>, kWhole>(shape, share.lower + first);
 #pragma unroll
   for (int i = 0; i < kWidth<T>; ++i) {
     // Multiplied, not chosen: what is not finite is not to vanish.
-    values[i] = widen(of_x.elements[i]) * (kept >> i & 1 ? shape.mask.scale : 0.0f);
-    if (residual) values[i] += widen(of_residual.elements[i]);
+    values[i] *= kept >> i & 1 ? shape.mask.scale : 0.0f;
+    if (residual) values[i] += more[i];
   }
-  store_pack(out + share.lower, first, share.count, values);
+  store_pack<kWhole>(out + share.lower, first, share.count, values);
 }
 
 }  // namespace
@@ -74,7 +77,8 @@ extern "C" int megads_cuda_dropout(int64_t dtype, int64_t batch, int64_t tokens,
     using T = std::remove_pointer_t<decltype(null)>;
     const int64_t blocks = shares_for(count, kThreads * kWidth<T>);
     if (blocks > kMostBlocks) return int(MEGADS_TOO_LARGE);
-    return launch(dropout<T>, dim3(unsigned(blocks)), kThreads, 0, stream, shape, static_cast<const T*>(x),
-                  static_cast<const T*>(residual), static_cast<T*>(out));
+    const bool whole = are_whole<T>(width, {x, residual, out});
+    return launch(whole ? dropout<T, true> : dropout<T, false>, dim3(unsigned(blocks)), kThreads, 0, stream, shape,
+                  static_cast<const T*>(x), static_cast<const T*>(residual), static_cast<T*>(out));
   });
 }

@@ -17,38 +17,40 @@ constexpr float kFar = 10.0f;
 
 constexpr int kThreads = 256, kPacks = 2, kWarps = kThreads / kWarp;
 
+template <typename T>
 __device__ __forceinline__ float gelu_of(float x) {
-  return x / (1.0f + expf(x * (-kTwiceRoot) * (1.0f + kCubic * x * x)));
+  return quotient_for<T>(x, 1.0f + exp_for<T>(x * (-kTwiceRoot - kTwiceRoot * kCubic * (x * x))));
 }
 
+template <typename T>
 __device__ __forceinline__ float slope_of(float x) {
   x = x > kFar ? kFar : x < -kFar ? -kFar : x;  // a NaN stays one
   const float square = x * x;
-  const float away = expf(x * (-kTwiceRoot) * (1.0f + kCubic * square));
-  const float sigmoid = 1.0f / (1.0f + away);
+  const float away = exp_for<T>(x * (-kTwiceRoot - kTwiceRoot * kCubic * square));
+  const float sigmoid = quotient_for<T>(1.0f, 1.0f + away);
   // 1 - sigmoid without the cancellation where it is small.
   const float rest = away * sigmoid;
-  return sigmoid + x * sigmoid * rest * (kTwiceRoot * (1.0f + 3.0f * kCubic * square));
+  return sigmoid + x * sigmoid * rest * (kTwiceRoot + 3.0f * kTwiceRoot * kCubic * square);
 }
 
-// grad null: the forward pass.
-template <typename T, bool kBackward>
+// grad null: the forward pass. kWhole: the memory begins and ends at borders of packs.
+template <typename T, bool kBackward, bool kWhole>
 __global__ void __launch_bounds__(kThreads) gelu_flat(int64_t count, const T* grad, const T* x, T* out) {
   constexpr int kStep = kThreads * kWidth<T>;
-  const Share share = share_of(x, count, kStep * kPacks);
+  const Share share = share_of<kWhole>(x, count, kStep * kPacks);
   const int first = share.first + int(threadIdx.x) * kWidth<T>;
   Pack<T, kWidth<T>> x_packs[kPacks], grad_packs[kPacks];
-  load_packs(x_packs, x + share.lower, first, kStep, share.count, 0, share.count);
-  if (kBackward) load_packs(grad_packs, grad + share.lower, first, kStep, share.count, 0, share.count);
+  load_packs<kWhole>(x_packs, x + share.lower, first, kStep, share.count, 0, share.count);
+  if (kBackward) load_packs<kWhole>(grad_packs, grad + share.lower, first, kStep, share.count, 0, share.count);
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
-    float values[kWidth<T>];
+    float values[kWidth<T>], grads[kWidth<T>];
+    widen_pack(x_packs[p], values);
+    if (kBackward) widen_pack(grad_packs[p], grads);
 #pragma unroll
-    for (int i = 0; i < kWidth<T>; ++i) {
-      const float at = widen(x_packs[p].elements[i]);
-      values[i] = kBackward ? widen(grad_packs[p].elements[i]) * slope_of(at) : gelu_of(at);
-    }
-    store_pack(out + share.lower, first + p * kStep, share.count, values);
+    for (int i = 0; i < kWidth<T>; ++i)
+      values[i] = kBackward ? grads[i] * slope_of<T>(values[i]) : gelu_of<T>(values[i]);
+    store_pack<kWhole>(out + share.lower, first + p * kStep, share.count, values);
   }
 }
 
@@ -58,18 +60,17 @@ __global__ void __launch_bounds__(kThreads)
               float* __restrict__ partial) {
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int column = (int(blockIdx.x) * kWarp + lane) * kWidth<T>;
-  const auto of_bias = load_pack<kWidth<T>>(bias, column, width);
-  float sums[kWidth<T>] = {};
+  float biases[kWidth<T>], sums[kWidth<T>] = {};
+  widen_pack(load_pack<kWidth<T>>(bias, column, width), biases);
   for (int row = int(blockIdx.y) * kWarps + warp; row < rows; row += int(gridDim.y) * kWarps) {
     const int64_t offset = int64_t(row) * width;
-    const auto of_x = load_pack<kWidth<T>>(x + offset, column, width);
-    Pack<T, kWidth<T>> of_grad{};
-    if (kBackward) of_grad = load_pack<kWidth<T>>(grad + offset, column, width);
-    float values[kWidth<T>];
+    float values[kWidth<T>], grads[kWidth<T>];
+    widen_pack(load_pack<kWidth<T>>(x + offset, column, width), values);
+    if (kBackward) widen_pack(load_pack<kWidth<T>>(grad + offset, column, width), grads);
 #pragma unroll
     for (int i = 0; i < kWidth<T>; ++i) {
-      const float at = widen(of_x.elements[i]) + widen(of_bias.elements[i]);
-      values[i] = kBackward ? widen(of_grad.elements[i]) * slope_of(at) : gelu_of(at);
+      const float at = values[i] + biases[i];
+      values[i] = kBackward ? grads[i] * slope_of<T>(at) : gelu_of<T>(at);
       sums[i] += values[i];
     }
     store_pack(out + offset, column, width, values);
@@ -103,8 +104,9 @@ int pass(int64_t dtype, int64_t rows, int64_t width, const void* grad, const voi
     if (!bias) {
       const int64_t blocks = shares_for(rows * width, kThreads * kPacks * kWidth<T>);
       if (blocks > kMostBlocks) return int(MEGADS_TOO_LARGE);
-      return launch(gelu_flat<T, kBackward>, dim3(unsigned(blocks)), kThreads, 0, stream, rows * width, of_grad, of_x,
-                    static_cast<T*>(out));
+      const bool whole = are_whole<T>(rows * width, {grad, x, out});
+      return launch(whole ? gelu_flat<T, kBackward, true> : gelu_flat<T, kBackward, false>, dim3(unsigned(blocks)),
+                    kThreads, 0, stream, rows * width, of_grad, of_x, static_cast<T*>(out));
     }
     if (rows > kMostBlocks / 2 || width > kMostBlocks / 2) return int(MEGADS_TOO_LARGE);
     const dim3 grid(unsigned(blocks_for(width, kWarp * kWidth<T>)), unsigned(row_blocks(rows, width)));

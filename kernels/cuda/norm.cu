@@ -9,7 +9,10 @@
 // own 8 columns in registers over all rows of its block, and stores them in `partial` at the end; columns.cuh sums
 // those. Reads gradient and normed input once and writes one gradient, 3 * elements * size bytes, and what is optional.
 //
-// Longer rows are read in chunks, once a pass, mostly from the L2 cache.
+// Longer rows are read in chunks, once a pass, mostly from the L2 cache; so are rows that are not whole (device.cuh), for
+// which there are two sizes of blocks.
+#include <cuda_pipeline_primitives.h>
+
 #include "columns.cuh"
 
 namespace megads::cuda {
@@ -20,6 +23,13 @@ template <typename T, int kThreads>
 constexpr int kElements = sizeof(T) < 4 || kThreads > 256 ? 16 : 8;
 template <typename T>
 constexpr int kMostThreads = sizeof(T) < 4 ? 1024 : 512;
+
+// Threads of rows that are not whole and too long for a warp.
+constexpr int kThreadsOfOthers = 256;
+
+// Blocks that a multiprocessor is to hold: what follows is how many registers a thread may have.
+template <int kThreads, bool kWhole>
+constexpr int kResident = !kWhole || kThreads == 1024 ? 1 : 1280 / kBlock<kThreads>;
 
 struct Norm {
   int rows, width;
@@ -37,7 +47,7 @@ struct Entrance {
 };
 
 // One thread's part of a row: pack p starts at element first + p * kStep.
-template <typename T, int kThreads, int kPacks>
+template <typename T, int kThreads, int kPacks, bool kWhole>
 struct Part {
   static constexpr int kStep = kThreads * kWidth<T>;
   static constexpr int kChunk = kStep * kPacks;
@@ -46,39 +56,39 @@ struct Part {
 
   __device__ __forceinline__ void load(const T* row, int first, int width) {
     Pack<T, kWidth<T>> packs[kPacks];
-    load_packs(packs, row, first, kStep, width, 0, width);
+    load_packs<kWhole>(packs, row, first, kStep, width, 0, width);
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p)
-#pragma unroll
-      for (int i = 0; i < kWidth<T>; ++i) values[p][i] = widen(packs[p].elements[i]);
+    for (int p = 0; p < kPacks; ++p) widen_pack(packs[p], values[p]);
   }
 
   // Applies mask and residual, stores the sum, and goes on with it as it was rounded.
   __device__ __forceinline__ void enter(const Entrance<T>& entrance, int64_t offset, int first, int width) {
     if (entrance.kept) {
       Pack<uint8_t, kWidth<T>> packs[kPacks];
-      load_packs(packs, entrance.kept + offset, first, kStep, width, 0, width);
+      load_packs<kWhole>(packs, entrance.kept + offset, first, kStep, width, 0, width);
 #pragma unroll
       for (int p = 0; p < kPacks; ++p)
 #pragma unroll
         for (int i = 0; i < kWidth<T>; ++i)
-          values[p][i] = packs[p].elements[i] ? values[p][i] * entrance.kept_scale : 0.0f;
+          values[p][i] = packs[p][i] ? values[p][i] * entrance.kept_scale : 0.0f;
     }
     if (entrance.residual) {
       Pack<T, kWidth<T>> packs[kPacks];
-      load_packs(packs, entrance.residual + offset, first, kStep, width, 0, width);
+      load_packs<kWhole>(packs, entrance.residual + offset, first, kStep, width, 0, width);
 #pragma unroll
-      for (int p = 0; p < kPacks; ++p)
+      for (int p = 0; p < kPacks; ++p) {
+        float more[kWidth<T>];
+        widen_pack(packs[p], more);
 #pragma unroll
-        for (int i = 0; i < kWidth<T>; ++i) values[p][i] += widen(packs[p].elements[i]);
+        for (int i = 0; i < kWidth<T>; ++i) values[p][i] += more[i];
+      }
     }
     if (!entrance.added) return;
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
       if (first + p * kStep >= width) continue;
-      store_pack(entrance.added + offset, first + p * kStep, width, values[p]);
-#pragma unroll
-      for (int i = 0; i < kWidth<T>; ++i) values[p][i] = widen(narrow<T>(values[p][i]));
+      store_pack<kWhole>(entrance.added + offset, first + p * kStep, width, values[p]);
+      widen_pack(narrow_pack<T>(values[p]), values[p]);
     }
   }
 
@@ -94,30 +104,31 @@ struct Part {
   __device__ __forceinline__ float squares(float mean, int first, int width) const {
     float total = 0.0f;
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p)
+    for (int p = 0; p < kPacks; ++p) {
+      if (first + p * kStep >= width) continue;
 #pragma unroll
       for (int i = 0; i < kWidth<T>; ++i) {
-        const int column = first + p * kStep + i;
-        const float centred = column >= 0 && column < width ? values[p][i] - mean : 0.0f;
+        const float centred = is_inside<kWhole>(first + p * kStep + i, width) ? values[p][i] - mean : 0.0f;
         total += centred * centred;
       }
+    }
     return total;
   }
 };
 
-template <typename T, int kThreads>
-__global__ void __launch_bounds__(kBlock<kThreads>, 1)
+template <typename T, int kThreads, bool kWhole>
+__global__ void __launch_bounds__(kBlock<kThreads>, kResident<kThreads, kWhole>)
     norm_forward(Norm shape, const T* x, Entrance<T> entrance, const T* __restrict__ weight,
                  const T* __restrict__ bias, T* out, float* __restrict__ statistics) {
   constexpr int kPacks = kElements<T, kThreads> / kWidth<T>;
   constexpr int kRows = kBlock<kThreads> / kThreads;
-  using RowPart = Part<T, kThreads, kPacks>;
+  using RowPart = Part<T, kThreads, kPacks, kWhole>;
   const unsigned row = blockIdx.x * kRows + threadIdx.x / kThreads;
   if (kRows > 1 && row >= unsigned(shape.rows)) return;  // a whole warp, and no barrier follows
   const int width = shape.width, thread = threadIdx.x % kThreads;
   const int64_t offset = int64_t(row) * width;
-  const int first = thread * kWidth<T> - shift_of(x + offset);
-  const int chunks = (width + shift_of(x + offset) + RowPart::kChunk - 1) / RowPart::kChunk;
+  const int shift = shift_of<kWhole>(x + offset), first = thread * kWidth<T> - shift;
+  const int chunks = (width + shift + RowPart::kChunk - 1) / RowPart::kChunk;
   RowReduction<kThreads> over_row;
   RowPart part;
 
@@ -147,14 +158,13 @@ __global__ void __launch_bounds__(kBlock<kThreads>, 1)
     for (int p = 0; p < kPacks; ++p) {
       const int column = at + p * RowPart::kStep;
       if (column >= width) continue;
-      const auto of_weight = load_pack<kWidth<T>>(weight, column, width);
-      Pack<T, kWidth<T>> of_bias{};
-      if (bias) of_bias = load_pack<kWidth<T>>(bias, column, width);
+      float weights[kWidth<T>], biases[kWidth<T>] = {};
+      widen_pack(load_pack<kWidth<T>, kWhole>(weight, column, width), weights);
+      if (bias) widen_pack(load_pack<kWidth<T>, kWhole>(bias, column, width), biases);
 #pragma unroll
       for (int i = 0; i < kWidth<T>; ++i)
-        part.values[p][i] = (part.values[p][i] - mean) * reciprocal * widen(of_weight.elements[i]) +
-                            (bias ? widen(of_bias.elements[i]) : 0.0f);
-      store_pack(out + offset, column, width, part.values[p]);
+        part.values[p][i] = (part.values[p][i] - mean) * reciprocal * weights[i] + biases[i];
+      store_pack<kWhole>(out + offset, column, width, part.values[p]);
     }
   }
 }
@@ -176,100 +186,155 @@ struct Gradients {
 
 constexpr int kColumnsOfThread = 8;
 
-// One thread's columns of one chunk of one row.
-template <typename T, int kPacks>
-struct Pair {
-  Pack<T, kWidth<T>> grad[kPacks], normed[kPacks];
+// A pack of columns of a row in fp32: gradient times weight, and normed input.
+template <typename T>
+struct Columns {
+  float scaled[kWidth<T>], normal[kWidth<T>];
+
+  Columns() = default;
+
+  // Adds what the row gives of the gradients of weight and bias.
+  __device__ __forceinline__ Columns(const Pack<T, kWidth<T>>& grad, const Pack<T, kWidth<T>>& normed,
+                                     const Pack<T, kWidth<T>>& weight, float mean, float reciprocal,
+                                     float (&weight_sums)[kWidth<T>], float (&bias_sums)[kWidth<T>]) {
+    float weights[kWidth<T>];
+    widen_pack(grad, scaled);
+    widen_pack(normed, normal);
+    widen_pack(weight, weights);
+#pragma unroll
+    for (int i = 0; i < kWidth<T>; ++i) {
+      normal[i] = (normal[i] - mean) * reciprocal;
+      weight_sums[i] += scaled[i] * normal[i];
+      bias_sums[i] += scaled[i];
+      scaled[i] *= weights[i];
+    }
+  }
 
   // Adds sum(g w) and sum(g w xhat).
-  __device__ __forceinline__ void products(const T* weight, int first, int step, int width, float mean,
-                                           float reciprocal, float& plain, float& with_normed) const {
+  __device__ __forceinline__ void add(float& plain, float& with_normed) const {
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
-      const auto of_weight = load_pack<kWidth<T>>(weight, first + p * step, width);
-#pragma unroll
-      for (int i = 0; i < kWidth<T>; ++i) {
-        const float scaled = widen(grad[p].elements[i]) * widen(of_weight.elements[i]);
-        plain += scaled;
-        with_normed += scaled * (widen(normed[p].elements[i]) - mean) * reciprocal;
-      }
+    for (int i = 0; i < kWidth<T>; ++i) {
+      plain += scaled[i];
+      with_normed += scaled[i] * normal[i];
     }
+  }
+
+  // The gradient of what was normed, from the row's means of both sums; stored, and once more behind the mask.
+  template <bool kWhole>
+  __device__ __forceinline__ void store(const Gradients<T>& of, int64_t offset, int column, int width, float plain,
+                                        float with_normed, float reciprocal) const {
+    float values[kWidth<T>], more[kWidth<T>] = {};
+    if (of.added) widen_pack(load_pack<kWidth<T>, kWhole>(of.added + offset, column, width), more);
+#pragma unroll
+    for (int i = 0; i < kWidth<T>; ++i)
+      values[i] = (scaled[i] - plain - normal[i] * with_normed) * reciprocal + more[i];
+    store_pack<kWhole>(of.of_residual + offset, column, width, values);
+    if (!of.kept) return;
+    const auto kept = load_pack<kWidth<T>, kWhole>(of.kept + offset, column, width);
+#pragma unroll
+    for (int i = 0; i < kWidth<T>; ++i) values[i] = kept[i] ? values[i] * of.kept_scale : 0.0f;
+    store_pack<kWhole>(of.of_x + offset, column, width, values);
   }
 };
 
+// Of whole rows that the block's threads hold. The next row is on its way to shared memory while this one's sums are
+// waited for, to the place of the row before: the barrier within the sums shows that that was read. A thread reads what
+// it has itself asked for.
 template <typename T, int kThreads>
-__global__ void __launch_bounds__(kThreads) norm_backward(Norm shape, Gradients<T> of) {
+__global__ void __launch_bounds__(kThreads, 1024 / kThreads) norm_backward(Norm shape, Gradients<T> of) {
   constexpr int kPacks = kColumnsOfThread / kWidth<T>;
   constexpr int kStep = kThreads * kWidth<T>;
-  constexpr int kChunk = kStep * kPacks;
-  const int width = shape.width;
+  using Columns = Columns<T>;
+  using OnePack = Pack<T, kWidth<T>>;
+  const int width = shape.width, first = int(threadIdx.x) * kWidth<T>;
+  RowReduction<kThreads> over_row;
+  OnePack* arriving = reinterpret_cast<OnePack*>(megads_shared + RowReduction<kThreads>::kSharedBytes) + threadIdx.x;
+  OnePack weights[kPacks];
+  float weight_sums[kPacks][kWidth<T>] = {}, bias_sums[kPacks][kWidth<T>] = {};
+  load_packs<true>(weights, of.weight, first, kStep, width, 0, width);
+  const auto ask_for = [&](int row, OnePack* to) {
+    const int64_t offset = int64_t(row) * width + first;
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      if (first + p * kStep >= width) continue;
+      __pipeline_memcpy_async(to + 2 * p * kThreads, of.grad + offset + p * kStep, sizeof(OnePack));
+      __pipeline_memcpy_async(to + (2 * p + 1) * kThreads, of.normed + offset + p * kStep, sizeof(OnePack));
+    }
+    __pipeline_commit();
+  };
+
+  OnePack* here = arriving;
+  ask_for(int(blockIdx.x), here);
+  for (int row = blockIdx.x; row < shape.rows; row += gridDim.x) {
+    const float mean = of.statistics[2 * int64_t(row)], reciprocal = of.statistics[2 * int64_t(row) + 1];
+    OnePack* there = here == arriving ? arriving + 2 * kPacks * kThreads : arriving;
+    Columns columns[kPacks];
+    float plain = 0.0f, with_normed = 0.0f;
+    __pipeline_wait_prior(0);
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      if (first + p * kStep >= width) continue;
+      columns[p] = Columns(here[2 * p * kThreads], here[(2 * p + 1) * kThreads], weights[p], mean, reciprocal,
+                           weight_sums[p], bias_sums[p]);
+      columns[p].add(plain, with_normed);
+    }
+    if (row + int(gridDim.x) < shape.rows) ask_for(row + int(gridDim.x), there);
+    here = there;
+    over_row.template both<Sum>(plain, with_normed);
+    plain = shape.centred ? plain / width : 0.0f;
+    with_normed /= width;
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      const int column = first + p * kStep;
+      if (column >= width) continue;
+      columns[p].template store<true>(of, int64_t(row) * width, column, width, plain, with_normed, reciprocal);
+    }
+  }
+  float* of_weight = of.partial + int64_t(blockIdx.x) * 2 * width;
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) {
+    store_pack(of_weight, first + p * kStep, width, weight_sums[p]);
+    store_pack(of_weight + width, first + p * kStep, width, bias_sums[p]);
+  }
+}
+
+// Of all other rows, a pack at a time, read twice.
+template <typename T>
+__global__ void __launch_bounds__(kThreadsOfOthers) norm_backward_others(Norm shape, Gradients<T> of) {
+  constexpr int kStep = kThreadsOfOthers * kWidth<T>;
   // Columns are cut alike in all rows, whatever their addresses: a thread sums its own ones up.
-  const int first = threadIdx.x * kWidth<T>;
-  const int chunks = (width + kChunk - 1) / kChunk;
+  const int width = shape.width, first = int(threadIdx.x) * kWidth<T>;
   float* of_weight = of.partial + int64_t(blockIdx.x) * 2 * width;
   float* of_bias = of_weight + width;
-  RowReduction<kThreads> over_row;
-  Pair<T, kPacks> pair;
-  float weight_sums[kPacks][kWidth<T>] = {}, bias_sums[kPacks][kWidth<T>] = {};
-
+  RowReduction<kThreadsOfOthers> over_row;
   for (int row = blockIdx.x; row < shape.rows; row += gridDim.x) {
     const int64_t offset = int64_t(row) * width;
     const float mean = of.statistics[2 * int64_t(row)], reciprocal = of.statistics[2 * int64_t(row) + 1];
+    const auto columns_at = [&](int column, float(&weight_sums)[kWidth<T>], float(&bias_sums)[kWidth<T>]) {
+      return Columns<T>(load_pack<kWidth<T>>(of.grad + offset, column, width),
+                        load_pack<kWidth<T>>(of.normed + offset, column, width),
+                        load_pack<kWidth<T>>(of.weight, column, width), mean, reciprocal, weight_sums, bias_sums);
+    };
     float plain = 0.0f, with_normed = 0.0f;
-    for (int chunk = 0; chunk < chunks; ++chunk) {
-      const int at = first + chunk * kChunk;
-      load_packs(pair.grad, of.grad + offset, at, kStep, width, 0, width);
-      load_packs(pair.normed, of.normed + offset, at, kStep, width, 0, width);
-      pair.products(of.weight, at, kStep, width, mean, reciprocal, plain, with_normed);
+    for (int column = first; column < width; column += kStep) {
+      float unused[kWidth<T>] = {};
+      columns_at(column, unused, unused).add(plain, with_normed);
     }
     over_row.template both<Sum>(plain, with_normed);
     plain = shape.centred ? plain / width : 0.0f;
     with_normed /= width;
-    for (int chunk = 0; chunk < chunks; ++chunk) {
-      const int at = first + chunk * kChunk;
-      if (chunks > 1) {
-        load_packs(pair.grad, of.grad + offset, at, kStep, width, 0, width);
-        load_packs(pair.normed, of.normed + offset, at, kStep, width, 0, width);
+    for (int column = first; column < width; column += kStep) {
+      // Places in `partial` that nobody else reads or writes.
+      float weight_sums[kWidth<T>] = {}, bias_sums[kWidth<T>] = {};
+      if (row != int(blockIdx.x)) {
+        widen_pack(load_pack<kWidth<T>>(of_weight, column, width), weight_sums);
+        widen_pack(load_pack<kWidth<T>>(of_bias, column, width), bias_sums);
       }
-#pragma unroll
-      for (int p = 0; p < kPacks; ++p) {
-        const int column = at + p * kStep;
-        if (column >= width) continue;
-        const auto weights = load_pack<kWidth<T>>(of.weight, column, width);
-        Pack<T, kWidth<T>> more{};
-        if (of.added) more = load_pack<kWidth<T>>(of.added + offset, column, width);
-        float values[kWidth<T>];
-#pragma unroll
-        for (int i = 0; i < kWidth<T>; ++i) {
-          const float grad = widen(pair.grad[p].elements[i]);
-          const float normal = (widen(pair.normed[p].elements[i]) - mean) * reciprocal;
-          values[i] = (grad * widen(weights.elements[i]) - plain - normal * with_normed) * reciprocal +
-                      widen(more.elements[i]);
-          if (chunks == 1) {
-            weight_sums[p][i] += grad * normal;
-            bias_sums[p][i] += grad;
-          } else if (column + i < width) {
-            // Its own places: nobody else reads or writes them.
-            const bool begins = row == int(blockIdx.x);
-            of_weight[column + i] = (begins ? 0.0f : of_weight[column + i]) + grad * normal;
-            of_bias[column + i] = (begins ? 0.0f : of_bias[column + i]) + grad;
-          }
-        }
-        store_pack(of.of_residual + offset, column, width, values);
-        if (of.kept) {
-          const auto kept = load_pack<kWidth<T>>(of.kept + offset, column, width);
-#pragma unroll
-          for (int i = 0; i < kWidth<T>; ++i) values[i] = kept.elements[i] ? values[i] * of.kept_scale : 0.0f;
-          store_pack(of.of_x + offset, column, width, values);
-        }
-      }
+      const Columns<T> columns = columns_at(column, weight_sums, bias_sums);
+      store_pack(of_weight, column, width, weight_sums);
+      store_pack(of_bias, column, width, bias_sums);
+      columns.template store<false>(of, offset, column, width, plain, with_normed, reciprocal);
     }
-  }
-  if (chunks > 1) return;
-#pragma unroll
-  for (int p = 0; p < kPacks; ++p) {
-    store_pack(of_weight, first + p * kStep, width, weight_sums[p]);
-    store_pack(of_bias, first + p * kStep, width, bias_sums[p]);
   }
 }
 
@@ -297,13 +362,18 @@ extern "C" int megads_cuda_norm_forward(int64_t dtype, int64_t rows, int64_t wid
   return with_dtype(dtype, [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
     const Entrance<T> entrance{static_cast<const T*>(residual), kept, float(kept_scale), static_cast<T*>(added)};
-    return with_threads<kMostThreads<T>>(width, kElements<T, 32>, [&](auto threads) {
+    const auto pass = [&](auto threads, auto whole) {
       constexpr int kThreads = decltype(threads)::value;
       const dim3 grid(unsigned(blocks_for(rows, kBlock<kThreads> / kThreads)));
-      return launch(norm_forward<T, kThreads>, grid, kBlock<kThreads>, RowReduction<kThreads>::kSharedBytes, stream,
-                    shape, static_cast<const T*>(x), entrance, static_cast<const T*>(weight),
-                    static_cast<const T*>(bias), static_cast<T*>(out), statistics);
-    });
+      return launch(norm_forward<T, kThreads, decltype(whole)::value>, grid, kBlock<kThreads>,
+                    RowReduction<kThreads>::kSharedBytes, stream, shape, static_cast<const T*>(x), entrance,
+                    static_cast<const T*>(weight), static_cast<const T*>(bias), static_cast<T*>(out), statistics);
+    };
+    if (are_whole<T>(width, {x, residual, kept, weight, bias, added, out}))
+      return with_threads<kMostThreads<T>>(width, kElements<T, 32>,
+                                           [&](auto threads) { return pass(threads, std::true_type{}); });
+    if (width <= 32 * kElements<T, 32>) return pass(Constant<32>{}, std::false_type{});
+    return pass(Constant<kThreadsOfOthers>{}, std::false_type{});
   });
 }
 
@@ -328,19 +398,24 @@ extern "C" int megads_cuda_norm_backward(int64_t dtype, int64_t rows, int64_t wi
     const Gradients<T> of{static_cast<const T*>(grad), static_cast<const T*>(grad_added),
                           static_cast<const T*>(normed), static_cast<const T*>(weight), statistics, kept,
                           float(kept_scale), static_cast<T*>(grad_residual), static_cast<T*>(grad_x), partial};
-    const auto pass = [&](auto threads) {
-      constexpr int kThreads = decltype(threads)::value;
-      return launch(norm_backward<T, kThreads>, dim3(unsigned(blocks)), kThreads,
-                    RowReduction<kThreads>::kSharedBytes, stream, shape, of);
+    const auto pass = [&](auto* kernel, int threads, int arriving) {
+      const int shared_bytes = RowReduction<1024>::kSharedBytes + threads * arriving;
+      return launch(kernel, dim3(unsigned(blocks)), threads, shared_bytes, stream, shape, of);
     };
+    // Of gradient and normed input, a thread's columns of two rows.
+    constexpr int kArriving = 2 * 2 * kColumnsOfThread * int(sizeof(T));
+    const int threads = threads_of_backward(width);
     int error = 0;
-    if (blocks) {
-      switch (threads_of_backward(width)) {
-        case 128: error = pass(Constant<128>{}); break;
-        case 256: error = pass(Constant<256>{}); break;
-        case 512: error = pass(Constant<512>{}); break;
-        default: error = pass(Constant<1024>{});
+    if (blocks && width <= threads * kColumnsOfThread &&
+        are_whole<T>(width, {grad, grad_added, normed, weight, kept, grad_residual, grad_x})) {
+      switch (threads) {
+        case 128: error = pass(norm_backward<T, 128>, 128, kArriving); break;
+        case 256: error = pass(norm_backward<T, 256>, 256, kArriving); break;
+        case 512: error = pass(norm_backward<T, 512>, 512, kArriving); break;
+        default: error = pass(norm_backward<T, 1024>, 1024, kArriving);
       }
+    } else if (blocks) {
+      error = pass(norm_backward_others<T>, kThreadsOfOthers, 0);
     }
     if (!error) error = launch_sum_columns<T>(partial, blocks, 2 * width, width, grad_weight, stream);
     if (!error && grad_bias)

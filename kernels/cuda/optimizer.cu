@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int p = 0; p < kPacks; ++p)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) sum += double(packs[p].elements[i]) * double(packs[p].elements[i]);
+      for (int i = 0; i < 4; ++i) sum += double(packs[p][i]) * double(packs[p][i]);
   }
   double* shared = reinterpret_cast<double*>(megads_shared);
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
@@ -78,11 +78,11 @@ __global__ void __launch_bounds__(kThreads)
   float new_master[4], new_avg[4], new_avg_sq[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float g = of_grad.elements[i] * scale;
-    new_avg[i] = of_avg.elements[i] + factors.rest1 * (g - of_avg.elements[i]);
-    new_avg_sq[i] = factors.beta2 * of_avg_sq.elements[i] + factors.rest2 * g * g;
+    const float g = of_grad[i] * scale;
+    new_avg[i] = of_avg[i] + factors.rest1 * (g - of_avg[i]);
+    new_avg_sq[i] = factors.beta2 * of_avg_sq[i] + factors.rest2 * g * g;
     const float root = sqrtf(new_avg_sq[i]) / factors.root_correction + factors.eps;
-    const float kept = of_master.elements[i] - factors.decay * of_master.elements[i];
+    const float kept = of_master[i] - factors.decay * of_master[i];
     new_master[i] = kept - factors.step_size * new_avg[i] / root;
   }
   store_pack(master + share.lower, first, share.count, new_master);

@@ -35,10 +35,10 @@ __global__ void __launch_bounds__(kThreads)
   float left_turned[kWidth<T>], right_turned[kWidth<T>];
 #pragma unroll
   for (int i = 0; i < kWidth<T>; ++i) {
-    const float along = widen(left.elements[i]), across = widen(right.elements[i]);
-    const float turn = shape.direction * sine.elements[i];
-    left_turned[i] = along * cosine.elements[i] - across * turn;
-    right_turned[i] = across * cosine.elements[i] + along * turn;
+    const float along = widen(left[i]), across = widen(right[i]);
+    const float turn = shape.direction * sine[i];
+    left_turned[i] = along * cosine[i] - across * turn;
+    right_turned[i] = across * cosine[i] + along * turn;
   }
   store_pack(to, first, shape.pairs, left_turned);
   store_pack(to + pairs, first, shape.pairs, right_turned);

@@ -1,10 +1,10 @@
 // Softmax of scaled attention scores with ALiBi, causality, documents, padding and dropout; see launchers.h.
 //
-// A row of scores belongs to one query of one head. Its threads hold all of it in registers, 32 elements each, so that
-// it is read once: 32 threads up to 1024 keys (a warp a row, four rows a block), a block of 128 to 512 threads up to
-// 16384, and of 1024, whose registers hold 24, up to 24576. Longer rows are read in chunks, once for each of three
-// passes, the later two mostly from the L2 cache. Packs of which nothing is seen are never read: half of all under a
-// causal mask.
+// A row of scores belongs to one query of one head. Its threads hold all of it in registers, 16 elements each, so that
+// it is read once: 32 threads up to 512 keys (a warp a row, four rows a block), a block of 128 to 1024 threads up to
+// 16384. Longer rows, and those that are not whole (device.cuh), are read in chunks, once for each of three passes, the
+// later two mostly from the L2 cache. Packs of which nothing is seen are neither read nor computed: half of all under a
+// causal mask. What is hidden is looked for in those packs alone that a border of what is seen runs through.
 #include "philox.cuh"
 
 namespace megads::cuda {
@@ -45,48 +45,80 @@ __device__ __forceinline__ MaskRow mask_row(const MaskedSoftmax& shape, uint32_t
   return MaskRow(shape.mask, of_head / shape.heads, of_head % shape.heads, place);
 }
 
+constexpr int kElements = 16;  // of a row, that a thread holds
+
+// Threads of rows that are not whole and too long for a warp.
+constexpr int kThreadsOfOthers = 256;
+
+// Blocks that a multiprocessor is to hold: what follows is how many registers a thread may have.
+template <typename T, int kThreads, bool kWhole>
+constexpr int kResident = !kWhole || kThreads == 1024 ? 1 : (sizeof(T) < 4 ? 1280 : 768) / kBlock<kThreads>;
+
+// Whether a query sees anything of the pack at element `at`.
+template <int kCount>
+__device__ __forceinline__ bool sees(const Sight& sight, int at) {
+  return at < sight.end && at + kCount > sight.begin;
+}
+
+// Whether it sees all of it.
+template <int kCount>
+__device__ __forceinline__ bool sees_all(const Sight& sight, int at) {
+  return at >= sight.begin && at + kCount <= sight.end && !sight.hidden;
+}
+
+__device__ __forceinline__ bool is_seen(const Sight& sight, int key) {
+  return key >= sight.begin && key < sight.end && !(sight.hidden && sight.hidden[key]);
+}
+
 // One thread's part of a row: pack p starts at element first + p * kStep.
-template <typename T, int kThreads, int kPacks>
+template <typename T, int kThreads, bool kWhole>
 struct Part {
+  static constexpr int kPacks = kElements / kWidth<T>;
   static constexpr int kStep = kThreads * kWidth<T>;
   static constexpr int kChunk = kStep * kPacks;
 
   float values[kPacks][kWidth<T>];
 
-  // Biased scores of what the query sees, -inf elsewhere.
-  __device__ __forceinline__ void load_scores(const T* row, int first, int keys, float scale, const Sight& sight) {
+  // Biased scores of what the query sees, -inf elsewhere; returns the largest of them and of what was met before.
+  __device__ __forceinline__ float load_scores(const T* row, int first, int keys, float scale, const Sight& sight,
+                                               float largest) {
     Pack<T, kWidth<T>> packs[kPacks];
-    load_packs(packs, row, first, kStep, keys, sight.begin, sight.end);
+    load_packs<kWhole>(packs, row, first, kStep, keys, sight.begin, sight.end);
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
+      const int at = first + p * kStep;
+      widen_pack(packs[p], values[p]);
+      if (!sees<kWidth<T>>(sight, at)) continue;
+      const float away = float(at) - sight.place;
 #pragma unroll
-      for (int i = 0; i < kWidth<T>; ++i) {
-        const int key = first + p * kStep + i;
-        const bool seen = key >= sight.begin && key < sight.end && !(sight.hidden && sight.hidden[key]);
-        const float biased = widen(packs[p].elements[i]) * scale + sight.slope * (float(key) - sight.place);
-        values[p][i] = seen ? biased : -kInfinity;
+      for (int i = 0; i < kWidth<T>; ++i) values[p][i] = values[p][i] * scale + sight.slope * (away + float(i));
+      if (!sees_all<kWidth<T>>(sight, at)) {
+#pragma unroll
+        for (int i = 0; i < kWidth<T>; ++i)
+          if (!is_seen(sight, at + i)) values[p][i] = -kInfinity;
       }
+#pragma unroll
+      for (int i = 0; i < kWidth<T>; ++i) largest = fmaxf(largest, values[p][i]);
     }
+    return largest;
   }
 
-  __device__ __forceinline__ float largest(float so_far) const {
-#pragma unroll
-    for (int p = 0; p < kPacks; ++p)
-#pragma unroll
-      for (int i = 0; i < kWidth<T>; ++i) so_far = fmaxf(so_far, values[p][i]);
-    return so_far;
-  }
-
-  // Turns the scores to exp(score - base), and returns their sum.
-  __device__ __forceinline__ float exponentials(float base) {
+  // Turns the scores to exp(score - base), 0 where nothing is seen, and returns their sum.
+  __device__ __forceinline__ float exponentials(int first, const Sight& sight, float base) {
     float total = 0.0f;
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p)
+    for (int p = 0; p < kPacks; ++p) {
+      if (!sees<kWidth<T>>(sight, first + p * kStep)) {
+#pragma unroll
+        for (int i = 0; i < kWidth<T>; ++i) values[p][i] = 0.0f;
+        continue;
+      }
 #pragma unroll
       for (int i = 0; i < kWidth<T>; ++i) {
-        values[p][i] = expf(values[p][i] - base);
+        values[p][i] = exp_for<T>(values[p][i] - base);
         total += values[p][i];
       }
+    }
     return total;
   }
 
@@ -97,7 +129,7 @@ struct Part {
       if (at >= keys) continue;
 #pragma unroll
       for (int i = 0; i < kWidth<T>; ++i) values[p][i] *= factor;
-      store_pack(row, at, keys, values[p]);
+      store_pack<kWhole>(row, at, keys, values[p]);
     }
   }
 
@@ -111,48 +143,47 @@ struct Part {
       if (at >= keys) continue;
 #pragma unroll
       for (int i = 0; i < kWidth<T>; ++i) values[p][i] *= kept >> (p * kWidth<T> + i) & 1 ? mask.scale : 0.0f;
-      store_pack(row, at, keys, values[p]);
+      store_pack<kWhole>(row, at, keys, values[p]);
     }
   }
 };
 
-template <typename T, int kThreads, bool kDropped>
+template <typename T, int kThreads, bool kWhole, bool kDropped>
 __device__ __forceinline__ void forward_row(const MaskedSoftmax& shape, const T* __restrict__ scores,
                                             T* __restrict__ out, T* __restrict__ dropped) {
-  constexpr int kPacks = (kThreads < 1024 ? 32 : 24) / kWidth<T>;
   constexpr int kRows = kBlock<kThreads> / kThreads;
-  using RowPart = Part<T, kThreads, kPacks>;
+  using RowPart = Part<T, kThreads, kWhole>;
   const uint32_t row = blockIdx.x * kRows + threadIdx.x / kThreads;
   if (kRows > 1 && row >= shape.rows) return;  // a whole warp, and no barrier follows
   const T* from = scores + int64_t(row) * shape.keys;
   T* to = out + int64_t(row) * shape.keys;
   const Sight sight = sight_of(shape, row);
-  const int thread = threadIdx.x % kThreads;
-  const int first = thread * kWidth<T> - shift_of(from);
-  const int chunks = (shape.keys + shift_of(from) + RowPart::kChunk - 1) / RowPart::kChunk;
+  const int shift = shift_of<kWhole>(from), first = int(threadIdx.x % kThreads) * kWidth<T> - shift;
+  const int chunks = (shape.keys + shift + RowPart::kChunk - 1) / RowPart::kChunk;
   RowReduction<kThreads> over_row;
   RowPart part;
+  const auto load = [&](int at, float largest) {
+    return part.load_scores(from, at, shape.keys, shape.scale, sight, largest);
+  };
 
   float largest = -kInfinity;
-  for (int chunk = 0; chunk < chunks; ++chunk) {
-    part.load_scores(from, first + chunk * RowPart::kChunk, shape.keys, shape.scale, sight);
-    largest = part.largest(largest);
-  }
+  for (int chunk = 0; chunk < chunks; ++chunk) largest = load(first + chunk * RowPart::kChunk, largest);
   largest = over_row.template operator()<Largest>(largest);
   // Where nothing but -inf is seen, -inf - -inf would be NaN.
   const float base = largest == -kInfinity ? 0.0f : largest;
   float total = 0.0f;
   for (int chunk = 0; chunk < chunks; ++chunk) {
-    if (chunks > 1) part.load_scores(from, first + chunk * RowPart::kChunk, shape.keys, shape.scale, sight);
-    total += part.exponentials(base);
+    const int at = first + chunk * RowPart::kChunk;
+    if (chunks > 1) load(at, 0.0f);
+    total += part.exponentials(at, sight, base);
   }
   total = over_row.template operator()<Sum>(total);
   const float factor = total == 0.0f ? 0.0f : 1.0f / total;
   for (int chunk = 0; chunk < chunks; ++chunk) {
     const int at = first + chunk * RowPart::kChunk;
     if (chunks > 1) {
-      part.load_scores(from, at, shape.keys, shape.scale, sight);
-      part.exponentials(base);
+      load(at, 0.0f);
+      part.exponentials(at, sight, base);
     }
     part.store(to, at, shape.keys, factor);
     if constexpr (kDropped)
@@ -160,12 +191,12 @@ __device__ __forceinline__ void forward_row(const MaskedSoftmax& shape, const T*
   }
 }
 
-// Gradient and probability of an element are held together, 16 of each a thread: rows up to 16384 are read once.
+// Gradient and probability of an element are held together: rows up to 16384 are read once.
 // With dropout `grad` is that of `dropped`, which is made again: a bit of `kept` for each element that stays.
-template <typename T, int kThreads, bool kDropped>
+template <typename T, int kThreads, bool kWhole, bool kDropped>
 __device__ __forceinline__ void backward_row(const MaskedSoftmax& shape, const T* grad, const T* __restrict__ out,
                                              T* grad_scores, T* dropped) {
-  constexpr int kPacks = 16 / kWidth<T>;
+  constexpr int kPacks = kElements / kWidth<T>;
   constexpr int kRows = kBlock<kThreads> / kThreads;
   constexpr int kStep = kThreads * kWidth<T>;
   const uint32_t row = blockIdx.x * kRows + threadIdx.x / kThreads;
@@ -175,104 +206,119 @@ __device__ __forceinline__ void backward_row(const MaskedSoftmax& shape, const T
   const T* grad_row = grad + int64_t(row) * keys;
   T* to = grad_scores + int64_t(row) * keys;
   const Sight sight = sight_of(shape, row);
-  const int thread = threadIdx.x % kThreads;
-  const int first = thread * kWidth<T> - shift_of(probabilities);
-  const int chunks = (keys + shift_of(probabilities) + kStep * kPacks - 1) / (kStep * kPacks);
+  const int shift = shift_of<kWhole>(probabilities), first = int(threadIdx.x % kThreads) * kWidth<T> - shift;
+  const int chunks = (keys + shift + kStep * kPacks - 1) / (kStep * kPacks);
   RowReduction<kThreads> over_row;
   Pack<T, kWidth<T>> p_packs[kPacks], g_packs[kPacks];
   uint32_t kept = ~0u;
-  const auto draw = [&](int at) {
-    kept = mask_row(shape, row).draw_packs<kWidth<T>, kPacks>(shape.mask, at, kStep, sight.begin, sight.end);
+  const auto load = [&](int at) {
+    load_packs<kWhole>(p_packs, probabilities, at, kStep, keys, sight.begin, sight.end);
+    load_packs<kWhole>(g_packs, grad_row, at, kStep, keys, sight.begin, sight.end);
+    if constexpr (kDropped)
+      kept = mask_row(shape, row).draw_packs<kWidth<T>, kPacks>(shape.mask, at, kStep, sight.begin, sight.end);
   };
-  const auto factor_of = [&](int p, int i) {
-    return kDropped ? (kept >> (p * kWidth<T> + i) & 1 ? shape.mask.scale : 0.0f) : 1.0f;
+  // What there is where nothing is seen means nothing, and may be NaN.
+  const auto hide = [&](int at, float(&values)[kWidth<T>]) {
+    if (at >= sight.begin && at + kWidth<T> <= sight.end) return;
+#pragma unroll
+    for (int i = 0; i < kWidth<T>; ++i)
+      if (at + i < sight.begin || at + i >= sight.end) values[i] = 0.0f;
+  };
+  // Probabilities of a pack and their gradients.
+  const auto read = [&](int p, int at, float(&values)[kWidth<T>], float(&grads)[kWidth<T>]) {
+    widen_pack(p_packs[p], values);
+    widen_pack(g_packs[p], grads);
+    if constexpr (kDropped) {
+#pragma unroll
+      for (int i = 0; i < kWidth<T>; ++i) grads[i] *= kept >> (p * kWidth<T> + i) & 1 ? shape.mask.scale : 0.0f;
+    }
+    hide(at, values);
   };
 
   float product = 0.0f;
   for (int chunk = 0; chunk < chunks; ++chunk) {
-    const int at = first + chunk * kStep * kPacks;
-    load_packs(p_packs, probabilities, at, kStep, keys, sight.begin, sight.end);
-    load_packs(g_packs, grad_row, at, kStep, keys, sight.begin, sight.end);
-    if constexpr (kDropped) draw(at);
+    const int from = first + chunk * kStep * kPacks;
+    load(from);
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p)
+    for (int p = 0; p < kPacks; ++p) {
+      if (!sees<kWidth<T>>(sight, from + p * kStep)) continue;
+      float values[kWidth<T>], grads[kWidth<T>];
+      read(p, from + p * kStep, values, grads);
 #pragma unroll
-      for (int i = 0; i < kWidth<T>; ++i) {
-        const int key = at + p * kStep + i;
-        // The gradient of what is not seen means nothing, and may be NaN.
-        if (key >= sight.begin && key < sight.end)
-          product += widen(p_packs[p].elements[i]) * (widen(g_packs[p].elements[i]) * factor_of(p, i));
-      }
+      for (int i = 0; i < kWidth<T>; ++i) grads[i] *= values[i];
+      hide(from + p * kStep, grads);
+#pragma unroll
+      for (int i = 0; i < kWidth<T>; ++i) product += grads[i];
+    }
   }
   product = over_row.template operator()<Sum>(product);
   for (int chunk = 0; chunk < chunks; ++chunk) {
-    const int at = first + chunk * kStep * kPacks;
-    if (chunks > 1) {
-      load_packs(p_packs, probabilities, at, kStep, keys, sight.begin, sight.end);
-      load_packs(g_packs, grad_row, at, kStep, keys, sight.begin, sight.end);
-      if constexpr (kDropped) draw(at);
-    }
+    const int from = first + chunk * kStep * kPacks;
+    if (chunks > 1) load(from);
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
-      float values[kWidth<T>];
-      if (at + p * kStep >= keys) continue;
+      const int at = from + p * kStep;
+      if (at >= keys) continue;
+      float values[kWidth<T>] = {}, grads[kWidth<T>], slopes[kWidth<T>] = {};
+      if (sees<kWidth<T>>(sight, at)) {
+        read(p, at, values, grads);
 #pragma unroll
-      for (int i = 0; i < kWidth<T>; ++i) {
-        const int key = at + p * kStep + i;
-        const float slope =
-            widen(p_packs[p].elements[i]) * (widen(g_packs[p].elements[i]) * factor_of(p, i) - product);
-        values[i] = key >= sight.begin && key < sight.end ? slope * shape.scale : 0.0f;
+        for (int i = 0; i < kWidth<T>; ++i) slopes[i] = values[i] * (grads[i] - product) * shape.scale;
+        hide(at, slopes);
       }
-      store_pack(to, at + p * kStep, keys, values);
+      store_pack<kWhole>(to, at, keys, slopes);
       if constexpr (kDropped) {
-        // Of what is not seen no probability was read: it is 0.
 #pragma unroll
-        for (int i = 0; i < kWidth<T>; ++i) values[i] = widen(p_packs[p].elements[i]) * factor_of(p, i);
-        store_pack(dropped + int64_t(row) * keys, at + p * kStep, keys, values);
+        for (int i = 0; i < kWidth<T>; ++i) values[i] *= kept >> (p * kWidth<T> + i) & 1 ? shape.mask.scale : 0.0f;
+        store_pack<kWhole>(dropped + int64_t(row) * keys, at, keys, values);
       }
     }
   }
 }
 
-template <typename T, int kThreads>
-__global__ void __launch_bounds__(kBlock<kThreads>)
+template <typename T, int kThreads, bool kWhole>
+__global__ void __launch_bounds__(kBlock<kThreads>, kResident<T, kThreads, kWhole>)
     softmax_forward(MaskedSoftmax shape, const T* __restrict__ scores, T* __restrict__ out) {
-  forward_row<T, kThreads, false>(shape, scores, out, nullptr);
+  forward_row<T, kThreads, kWhole, false>(shape, scores, out, nullptr);
 }
 
-template <typename T, int kThreads>
-__global__ void __launch_bounds__(kBlock<kThreads>)
+template <typename T, int kThreads, bool kWhole>
+__global__ void __launch_bounds__(kBlock<kThreads>, kResident<T, kThreads, kWhole>)
     softmax_backward(MaskedSoftmax shape, const T* grad, const T* __restrict__ out, T* grad_scores) {
-  backward_row<T, kThreads, false>(shape, grad, out, grad_scores, nullptr);
+  backward_row<T, kThreads, kWhole, false>(shape, grad, out, grad_scores, nullptr);
 }
 
 // The generator wants registers: blocks have at most kMostDropping threads, for which there are 128 each.
 constexpr int kMostDropping = 512;
 
-template <typename T, int kThreads>
+template <typename T, int kThreads, bool kWhole>
 __global__ void __launch_bounds__(kBlock<kThreads>, kMostDropping / kBlock<kThreads>)
     softmax_dropout_forward(MaskedSoftmax shape, const T* __restrict__ scores, T* __restrict__ out,
                             T* __restrict__ dropped) {
-  forward_row<T, kThreads, true>(shape, scores, out, dropped);
+  forward_row<T, kThreads, kWhole, true>(shape, scores, out, dropped);
 }
 
-template <typename T, int kThreads>
+template <typename T, int kThreads, bool kWhole>
 __global__ void __launch_bounds__(kBlock<kThreads>, kMostDropping / kBlock<kThreads>)
     softmax_dropout_backward(MaskedSoftmax shape, const T* grad, const T* __restrict__ out, T* grad_scores,
                              T* dropped) {
-  backward_row<T, kThreads, true>(shape, grad, out, grad_scores, dropped);
+  backward_row<T, kThreads, kWhole, true>(shape, grad, out, grad_scores, dropped);
 }
 
 bool fits(int64_t rows, int64_t keys) { return rows <= kMostBlocks && keys < kMostBlocks - 65536; }
 
-// Calls body with the row's number of threads, and the launch's sizes.
+// Calls body with the row's number of threads, whether it is whole, and the launch's sizes.
 template <int kMost, typename Body>
-int with_rows(const MaskedSoftmax& shape, int64_t values, Body body) {
-  return with_threads<kMost>(shape.keys, values, [&](auto threads) {
+int with_rows(const MaskedSoftmax& shape, bool whole, Body body) {
+  const auto with = [&](auto threads, auto of_whole) {
     constexpr int kThreads = decltype(threads)::value;
     const dim3 grid(unsigned(blocks_for(shape.rows, kBlock<kThreads> / kThreads)));
-    return body(threads, grid, kBlock<kThreads>, RowReduction<kThreads>::kSharedBytes);
-  });
+    return body(threads, of_whole, grid, kBlock<kThreads>, RowReduction<kThreads>::kSharedBytes);
+  };
+  if (whole)
+    return with_threads<kMost>(shape.keys, kElements, [&](auto threads) { return with(threads, std::true_type{}); });
+  if (shape.keys <= 32 * kElements) return with(Constant<32>{}, std::false_type{});
+  return with(Constant<kThreadsOfOthers>{}, std::false_type{});
 }
 
 }  // namespace
@@ -294,12 +340,15 @@ extern "C" int megads_cuda_softmax_forward(int64_t dtype, int64_t batch, int64_t
     using T = std::remove_pointer_t<decltype(null)>;
     const auto* from = static_cast<const T*>(scores);
     auto *to = static_cast<T*>(out), *left = static_cast<T*>(dropped);
+    const bool whole = are_whole<T>(keys, {scores, out, samples ? dropped : nullptr});
     if (samples)
-      return with_rows<kMostDropping>(shape, 32, [&](auto threads, auto... sizes) {
-        return launch(softmax_dropout_forward<T, decltype(threads)::value>, sizes..., stream, shape, from, to, left);
+      return with_rows<kMostDropping>(shape, whole, [&](auto threads, auto of_whole, auto... sizes) {
+        return launch(softmax_dropout_forward<T, decltype(threads)::value, decltype(of_whole)::value>, sizes...,
+                      stream, shape, from, to, left);
       });
-    return with_rows<1024>(shape, 32, [&](auto threads, auto... sizes) {
-      return launch(softmax_forward<T, decltype(threads)::value>, sizes..., stream, shape, from, to);
+    return with_rows<1024>(shape, whole, [&](auto threads, auto of_whole, auto... sizes) {
+      return launch(softmax_forward<T, decltype(threads)::value, decltype(of_whole)::value>, sizes..., stream, shape,
+                    from, to);
     });
   });
 }
@@ -318,14 +367,15 @@ extern "C" int megads_cuda_softmax_backward(int64_t dtype, int64_t batch, int64_
     using T = std::remove_pointer_t<decltype(null)>;
     const auto *arriving = static_cast<const T*>(grad), *probabilities = static_cast<const T*>(out);
     auto *to = static_cast<T*>(grad_scores), *left = static_cast<T*>(dropped);
+    const bool whole = are_whole<T>(keys, {grad, out, grad_scores, samples ? dropped : nullptr});
     if (samples)
-      return with_rows<kMostDropping>(shape, 16, [&](auto threads, auto... sizes) {
-        return launch(softmax_dropout_backward<T, decltype(threads)::value>, sizes..., stream, shape, arriving,
-                      probabilities, to, left);
+      return with_rows<kMostDropping>(shape, whole, [&](auto threads, auto of_whole, auto... sizes) {
+        return launch(softmax_dropout_backward<T, decltype(threads)::value, decltype(of_whole)::value>, sizes...,
+                      stream, shape, arriving, probabilities, to, left);
       });
-    return with_rows<1024>(shape, 16, [&](auto threads, auto... sizes) {
-      return launch(softmax_backward<T, decltype(threads)::value>, sizes..., stream, shape, arriving, probabilities,
-                    to);
+    return with_rows<1024>(shape, whole, [&](auto threads, auto of_whole, auto... sizes) {
+      return launch(softmax_backward<T, decltype(threads)::value, decltype(of_whole)::value>, sizes..., stream, shape,
+                    arriving, probabilities, to);
     });
   });
 }

@@ -9,39 +9,39 @@ namespace {
 
 constexpr int kThreads = 256;
 
-__device__ __forceinline__ float sigmoid_of(float x) { return 1.0f / (1.0f + expf(-x)); }
-
 template <typename T>
-__global__ void __launch_bounds__(kThreads) swiglu_forward(int64_t count, const T* gate_up, T* out) {
-  const Share share = share_of(out, count, kThreads * kWidth<T>);
-  const int first = share.first + int(threadIdx.x) * kWidth<T>;
-  const auto pairs = load_pack<2 * kWidth<T>>(gate_up + 2 * share.lower, 2 * first, 2 * share.count);
-  float values[kWidth<T>];
-#pragma unroll
-  for (int i = 0; i < kWidth<T>; ++i) {
-    const float gate = widen(pairs.elements[2 * i]);
-    values[i] = gate * sigmoid_of(gate) * widen(pairs.elements[2 * i + 1]);
-  }
-  store_pack(out + share.lower, first, share.count, values);
+__device__ __forceinline__ float sigmoid_of(float x) {
+  return quotient_for<T>(1.0f, 1.0f + exp_for<T>(-x));
 }
 
-template <typename T>
+// kWhole: the memory begins and ends at borders of packs.
+template <typename T, bool kWhole>
+__global__ void __launch_bounds__(kThreads) swiglu_forward(int64_t count, const T* gate_up, T* out) {
+  const Share share = share_of<kWhole>(out, count, kThreads * kWidth<T>);
+  const int first = share.first + int(threadIdx.x) * kWidth<T>;
+  float pairs[2 * kWidth<T>], values[kWidth<T>];
+  widen_pack(load_pack<2 * kWidth<T>, kWhole>(gate_up + 2 * share.lower, 2 * first, 2 * share.count), pairs);
+#pragma unroll
+  for (int i = 0; i < kWidth<T>; ++i) values[i] = pairs[2 * i] * sigmoid_of<T>(pairs[2 * i]) * pairs[2 * i + 1];
+  store_pack<kWhole>(out + share.lower, first, share.count, values);
+}
+
+template <typename T, bool kWhole>
 __global__ void __launch_bounds__(kThreads)
     swiglu_backward(int64_t count, const T* grad, const T* gate_up, T* grad_gate_up) {
-  const Share share = share_of(grad, count, kThreads * kWidth<T>);
+  const Share share = share_of<kWhole>(grad, count, kThreads * kWidth<T>);
   const int first = share.first + int(threadIdx.x) * kWidth<T>;
-  const auto of_grad = load_pack<kWidth<T>>(grad + share.lower, first, share.count);
-  const auto pairs = load_pack<2 * kWidth<T>>(gate_up + 2 * share.lower, 2 * first, 2 * share.count);
-  float values[2 * kWidth<T>];
+  float slopes[kWidth<T>], pairs[2 * kWidth<T>];
+  widen_pack(load_pack<kWidth<T>, kWhole>(grad + share.lower, first, share.count), slopes);
+  widen_pack(load_pack<2 * kWidth<T>, kWhole>(gate_up + 2 * share.lower, 2 * first, 2 * share.count), pairs);
 #pragma unroll
   for (int i = 0; i < kWidth<T>; ++i) {
-    const float gate = widen(pairs.elements[2 * i]), up = widen(pairs.elements[2 * i + 1]);
-    const float slope = widen(of_grad.elements[i]), sigmoid = sigmoid_of(gate);
+    const float gate = pairs[2 * i], up = pairs[2 * i + 1], sigmoid = sigmoid_of<T>(gate);
     // sigmoid_of(-gate) is 1 - sigmoid without the cancellation where it is small.
-    values[2 * i] = slope * up * sigmoid * (1.0f + gate * sigmoid_of(-gate));
-    values[2 * i + 1] = slope * gate * sigmoid;
+    pairs[2 * i] = slopes[i] * up * sigmoid * (1.0f + gate * sigmoid_of<T>(-gate));
+    pairs[2 * i + 1] = slopes[i] * gate * sigmoid;
   }
-  store_pack(grad_gate_up + 2 * share.lower, 2 * first, 2 * share.count, values);
+  store_pack<kWhole>(grad_gate_up + 2 * share.lower, 2 * first, 2 * share.count, pairs);
 }
 
 template <typename T>
@@ -60,8 +60,9 @@ extern "C" int megads_cuda_swiglu_forward(int64_t dtype, int64_t count, const vo
   return with_dtype(dtype, [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
     if (blocks_of<T>(count) > kMostBlocks) return int(MEGADS_TOO_LARGE);
-    return launch(swiglu_forward<T>, dim3(unsigned(blocks_of<T>(count))), kThreads, 0, stream, count,
-                  static_cast<const T*>(gate_up), static_cast<T*>(out));
+    const bool whole = are_whole<T>(count, {gate_up, out});
+    return launch(whole ? swiglu_forward<T, true> : swiglu_forward<T, false>, dim3(unsigned(blocks_of<T>(count))),
+                  kThreads, 0, stream, count, static_cast<const T*>(gate_up), static_cast<T*>(out));
   });
 }
 
@@ -71,7 +72,9 @@ extern "C" int megads_cuda_swiglu_backward(int64_t dtype, int64_t count, const v
   return with_dtype(dtype, [&](auto* null) {
     using T = std::remove_pointer_t<decltype(null)>;
     if (blocks_of<T>(count) > kMostBlocks) return int(MEGADS_TOO_LARGE);
-    return launch(swiglu_backward<T>, dim3(unsigned(blocks_of<T>(count))), kThreads, 0, stream, count,
-                  static_cast<const T*>(grad), static_cast<const T*>(gate_up), static_cast<T*>(grad_gate_up));
+    const bool whole = are_whole<T>(count, {grad, gate_up, grad_gate_up});
+    return launch(whole ? swiglu_backward<T, true> : swiglu_backward<T, false>, dim3(unsigned(blocks_of<T>(count))),
+                  kThreads, 0, stream, count, static_cast<const T*>(grad), static_cast<const T*>(gate_up),
+                  static_cast<T*>(grad_gate_up));
   });
 }

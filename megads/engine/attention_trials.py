@@ -313,7 +313,7 @@ def measure(
     inputs = sum(x.nbytes for x in (problem.q_bnsd, problem.k_bmtd, problem.v_bmtd))
     outcomes = {kind.value: tried.get(kind.value, TuningResult(reasons[kind])) for kind in kinds}
     outcomes = within_plan(outcomes, inputs)
-    best = fastest(outcomes)
+    best = fastest(outcomes, deterministic=work.deterministic is not False)
     if best is None:
         found = "; ".join(f"{name}: {outcome.reason}" for name, outcome in outcomes.items())
         raise ConfigError(f"model.attention = auto finds nothing that computes attention here: {found}")

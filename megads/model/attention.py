@@ -8,7 +8,8 @@ their positions. The paper pairs neighbouring features; halves, as Llama and GPT
 order of a head's features.
 
 Shape suffixes: b = batch, s = query position, t = key position, n = heads, m = heads of keys and values, g = heads of
-queries that share one of them (n / m), d = head dim, r = d/2 pairs of features, h = hidden size.
+queries that share one of them (n / m), p = parts of a group of heads (its g queries, k, v), d = head dim, r = d/2 pairs
+of features, h = hidden size, u = tokens of all samples (b s).
 """
 
 from __future__ import annotations
@@ -373,8 +374,11 @@ class Attention(nn.Module):
         batch, seq_len, width = qkv.shape
         parts = self.queries_per_kv + 2
         groups = width // (parts * self.head_dim)
-        qkv_bsmpd = qkv.view(batch, seq_len, groups, parts, self.head_dim)
-        q_bsnd, k_bsmd, v_bsmd = (x.flatten(2, 3) for x in qkv_bsmpd.split((parts - 2, 1, 1), dim=3))
+        # Batch and sequence are one dimension: of more than four torch's cat, by which the split's gradient is put
+        # together on a GPU, copies input by input, three times as slowly.
+        qkv_umpd = qkv.view(batch * seq_len, groups, parts, self.head_dim)
+        q_und, k_umd, v_umd = (x.flatten(1, 2) for x in qkv_umpd.split((parts - 2, 1, 1), dim=2))
+        q_bsnd, k_bsmd, v_bsmd = (x.unflatten(0, (batch, seq_len)) for x in (q_und, k_umd, v_umd))
         apart = groups > 1 and self.queries_per_kv > 1  # the queries of several groups: flatten has copied them
         if self.query_norm is not None and self.key_norm is not None:
             q_bsnd, k_bsmd = q_bsnd.contiguous(), k_bsmd.contiguous()

@@ -119,13 +119,16 @@ def compare(candidates: Mapping[str, T], trial: TuningTask[T], rounds: int = ROU
     return outcomes
 
 
-def fastest(outcomes: Mapping[str, TuningResult]) -> str | None:
-    """The name of the fastest candidate whose bits are the same on every run, else of the fastest; None: none runs.
+def fastest(outcomes: Mapping[str, TuningResult], *, deterministic: bool = True) -> str | None:
+    """The name of the fastest candidate; None: none runs.
 
-    A resume continues bit for bit only with gradients that repeat.
+    Args:
+        outcomes: of all candidates.
+        deterministic: those whose bits are the same on every run come first: a resume continues bit for bit only with
+            gradients that repeat.
     """
     timed = {name: found for name, found in outcomes.items() if found.time_ms is not None}
-    repeating = {name: found for name, found in timed.items() if found.repeats} or timed
+    repeating = {name: found for name, found in timed.items() if found.repeats or not deterministic} or timed
     return min(repeating, key=lambda name: repeating[name].time_ms or 0.0, default=None)
 
 

@@ -169,7 +169,7 @@ def megads_side(work: TrainingWork, implementation: str, compiled: str = "none",
         make_deterministic(device)
     asked = replace(
         work.model.attention_work(), bf16=work.precision == "bf16", cuda=cuda, impl=ops.model, seq_len=work.seq_len,
-        micro_batch_size=work.micro_batch_size,
+        micro_batch_size=work.micro_batch_size, deterministic=deterministic,
     )  # fmt: skip
     attention = tune_attention(work.model, asked, device).kind
     spec = EngineSpec(

@@ -21,3 +21,9 @@ inline __nv_bfloat16 __float2bfloat16_rn(float x) {
   std::memcpy(&bits, &x, sizeof bits);
   return {x == x ? uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16) : uint16_t(0x7fff)};
 }
+
+struct __nv_bfloat162 {
+  __nv_bfloat16 x, y;
+};
+
+inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) { return {__float2bfloat16_rn(x), __float2bfloat16_rn(y)}; }

@@ -37,6 +37,8 @@ enum cudaError_t {
   cudaErrorLaunchFailure = 719,
 };
 
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
+
 typedef struct CUstream_st* cudaStream_t;
 
 struct cudaLaunchConfig_t {
@@ -53,6 +55,8 @@ using Where = std::source_location;
 cudaError_t run(const cudaLaunchConfig_t& config, const std::function<void()>& thread);
 
 const char* message();
+
+cudaError_t ask_for_shared(int bytes);
 
 void barrier(unsigned line);
 
@@ -90,6 +94,12 @@ inline void __syncwarp(unsigned mask = 0xffffffffu, shim::Where where = shim::Wh
   shim::from_lane(mask, 0, shim::lane(), where.line());
 }
 
+// Of a kernel, for all its launches; here for the next launch.
+template <typename Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int bytes) {
+  return shim::ask_for_shared(bytes);
+}
+
 inline const char* cudaGetErrorString(cudaError_t) { return shim::message(); }
 
 template <typename... Parameters, typename... Arguments>
@@ -101,3 +111,10 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
 
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline float __fdividef(float x, float y) { return x / y; }
+inline float __expf(float x) { return expf(x); }
+
+inline float __uint_as_float(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}

@@ -12,15 +12,17 @@
 #include <map>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <sys/mman.h>
 #include <ucontext.h>
 #include <unistd.h>
 
+#include "cuda_pipeline_primitives.h"
 #include "cuda_runtime.h"
 
-constexpr size_t kSharedBytes = 48 * 1024;  // what a block may have without asking for more
+constexpr size_t kWithoutAsking = 48 * 1024, kSharedBytes = 227 * 1024;  // what a block may have
 constexpr size_t kMarginBytes = 4096;
 alignas(16) unsigned char megads_shared[kSharedBytes + kMarginBytes];
 
@@ -39,6 +41,7 @@ struct Fiber {
   State state;
   unsigned number, line, mask, source;
   uint64_t value;
+  Pipeline pipeline;
 };
 
 std::vector<Fiber> fibers;
@@ -46,6 +49,7 @@ Fiber* current = nullptr;
 ucontext_t scheduler;
 const std::function<void()>* body = nullptr;
 std::string problem;
+size_t asked_for = 0;  // shared memory of the next launch
 int order = 0;  // 0 forwards, 1 backwards, else the seed of a shuffle
 unsigned last_blocks = 0;  // how many are run, the last ones of a grid; 0: all
 sigjmp_buf escape;
@@ -166,6 +170,7 @@ bool run_block(const cudaLaunchConfig_t& config, std::mt19937& shuffle) {
     fiber.number = number;
     fiber.line = 0;
     fiber.state = State::ready;
+    fiber.pipeline = {};
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack.data();
     fiber.context.uc_stack.ss_size = fiber.stack.size();
@@ -255,10 +260,18 @@ unsigned lane() { return current->number % kWarp; }
 
 const char* message() { return problem.c_str(); }
 
+Pipeline& pipeline() { return current->pipeline; }
+
+cudaError_t ask_for_shared(int bytes) {
+  if (bytes < 0 || size_t(bytes) > kSharedBytes) return cudaErrorInvalidValue;
+  asked_for = size_t(bytes);
+  return cudaSuccess;
+}
+
 cudaError_t run(const cudaLaunchConfig_t& config, const std::function<void()>& thread) {
   const dim3 grid = config.gridDim, block = config.blockDim;
   if (grid.x == 0 || grid.y == 0 || grid.y > 65535 || grid.z != 1 || block.x == 0 || block.x > 1024 || block.y != 1 ||
-      block.z != 1 || config.dynamicSmemBytes > kSharedBytes) {
+      block.z != 1 || config.dynamicSmemBytes > std::max(kWithoutAsking, std::exchange(asked_for, 0))) {
     problem = "invalid configuration of a launch";
     return cudaErrorInvalidConfiguration;
   }
