@@ -77,7 +77,7 @@ def gpu_kernels() -> Kernels:
 
 
 def chosen_attention(bench: Bench) -> dict[bool, AttentionKind]:
-    """The kinds that a run would take, with ALiBi and without; all ranks take rank 0's."""
+    """The kinds that a run would take, with ALiBi and without; all ranks of a process group take rank 0's."""
     if bench.device.type == "cuda":
         import torch._dynamo.config as dynamo  # nobody else needs the compiler
 
@@ -96,7 +96,8 @@ def chosen_attention(bench: Bench) -> dict[bool, AttentionKind]:
             deterministic=True,
         )
         found.append(tune_attention(model, work, bench.device, rounds=_TUNING_ROUNDS).kind)
-    dist.broadcast_object_list(found, 0, device=bench.device)
+    if dist.is_initialized():
+        dist.broadcast_object_list(found, 0, device=bench.device)
     return {False: found[0], True: found[1]}
 
 
@@ -137,8 +138,8 @@ def measured_gpu(
         "memory_efficiency": 1.0,
         "processors": gpu.processors,
         "host_gigabytes_per_s": round(host_bytes_per_s(bench) / 1e9, 3),
-        "matmul_efficiency": round(best / peak, 4),
-        "attention_efficiency": round(min(1.0, max(rate for _, *rates in plain for rate in rates) / peak), 4),
+        "matmul_efficiency": round(best / peak, 9),
+        "attention_efficiency": round(min(1.0, max(rate for _, *rates in plain for rate in rates) / peak), 9),
         "kernel_us": round(1e6 * kernel_s, 3),
         "attention_rates": plain,
         "alibi_attention_rates": alibi,
