@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from megads.engine.attention_trials import tune_attention
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.ops.attention_kinds import AttentionKind
 from megads.parallel.config import ParallelConfig, Recompute
@@ -32,7 +33,7 @@ from megads.plan.step_estimate import StepEstimate, StepShape, estimate_step
 from megads.runtime.environment import exported
 from megads.runtime.process import make_deterministic, sum_in_fp32
 from megads.tools.calibrate.config import CalibrateConfig
-from megads.tools.calibrate.gpu import chosen_attention, gpu_kernels
+from megads.tools.calibrate.gpu import attention_asked, gpu_kernels
 from megads.tools.calibrate.measure import calibrate, write
 from megads.tools.calibrate.operators import GPU_SHAPES, Bench
 from scripts.bench.device_clock import step_seconds
@@ -135,6 +136,7 @@ def measured_s(row: PlannedRow, device: str, attention: str) -> float:
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
+        torch.compiler.reset()  # after eight shapes it would compile no more
     turn = megads_side(row.work(device, attention), "auto" if device == "cpu" else gpu_kernels().model.value)
     for _ in range(WARM_UP):
         turn()
@@ -146,7 +148,9 @@ def attention_of(device: str) -> dict[bool, str]:
     if device == "cpu":
         return dict.fromkeys((False, True), AttentionKind.auto.value)
     bench = Bench(torch.device("cuda", 0), torch.bfloat16, gpu_kernels(), 0.0, GPU_SHAPES)
-    return {alibi: kind.value for alibi, kind in chosen_attention(bench).items()}
+    positions = {False: Position.learned, True: Position.alibi}
+    asked = {alibi: attention_asked(bench, position) for alibi, position in positions.items()}
+    return {alibi: tune_attention(*of, bench.device).kind.value for alibi, of in asked.items()}
 
 
 def line_of(row: PlannedRow, measured: float, calibrated: Device, shipped: Device | None) -> Line:
@@ -198,7 +202,7 @@ def main() -> int:
     """Calibrates, trains, plans, prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_line_options(parser)
-    parser.add_argument("--seconds", type=float, default=0.1, help="for which each operator is measured")
+    parser.add_argument("--seconds", type=float, default=0.05, help="for which each operator is measured")
     parser.add_argument("--file", type=Path, help="keep the calibration here, or take it from there if it exists")
     arguments = parser.parse_args()
     append, begin = appender(arguments, "gpu_plan"), time.perf_counter()

@@ -6,19 +6,22 @@ that launches count only where they take longer than what they launch (`RankOper
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megads.engine.attention_trials import tune_attention
-from megads.model.config import Position
-from megads.ops.attention_kinds import AttentionKind
+from megads.engine.autotune import autotune_attention
+from megads.model.config import ModelConfig, Position
+from megads.ops.attention_kinds import AttentionKind, AttentionWork
 from megads.ops.config import Implementation, Kernels, OpsConfig
 from megads.ops.resolve import load
 from megads.parallel.config import ParallelConfig
+from megads.parallel.grid import build_grid
 from megads.plan.devices import device_from, shipped_device
 from megads.plan.peak import data_sheet_tflops
 from megads.runtime.progress import Progress
@@ -35,7 +38,6 @@ from megads.tools.calibrate.passes import GPU_TRIALS, LAUNCH_TRIALS, PLAIN, Trai
 
 _TUNED_LENGTH = 2048
 """Tokens a sample for which kinds of attention are tried; the quickest is taken for all lengths."""
-_TUNING_ROUNDS = 5
 _RECOMPILED = 64
 """Shapes for which torch may compile FlexAttention before it falls back to plain operators; runs have one."""
 _OF_NODE = frozenset(
@@ -76,29 +78,39 @@ def gpu_kernels() -> Kernels:
     return replace(found, model=Implementation.fused, optimizer=Implementation.fused)
 
 
-def chosen_attention(bench: Bench) -> dict[bool, AttentionKind]:
-    """The kinds that a run would take, with ALiBi and without; all ranks of a process group take rank 0's."""
+def attention_asked(bench: Bench, position: Position) -> tuple[ModelConfig, AttentionWork]:
+    """The model and the work for which kinds of attention are tried."""
+    model = attention_model(bench.shapes, position)
+    work = replace(
+        model.attention_work(),
+        bf16=bench.dtype is torch.bfloat16,
+        cuda=bench.device.type == "cuda",
+        impl=bench.kernels.model,
+        seq_len=_TUNED_LENGTH,
+        micro_batch_size=max(1, bench.shapes.attended // _TUNED_LENGTH),
+        deterministic=True,
+    )
+    return model, work
+
+
+def _chosen_attention(bench: Bench) -> dict[bool, AttentionKind]:
+    """The kinds that a run would take, with ALiBi and without; all ranks take rank 0's."""
     if bench.device.type == "cuda":
         import torch._dynamo.config as dynamo  # nobody else needs the compiler
 
         dynamo.recompile_limit = _RECOMPILED
-    shapes = bench.shapes
-    found = []
-    for position in (Position.learned, Position.alibi):
-        model = attention_model(shapes, position)
-        work = replace(
-            model.attention_work(),
-            bf16=bench.dtype is torch.bfloat16,
-            cuda=bench.device.type == "cuda",
-            impl=bench.kernels.model,
-            seq_len=_TUNED_LENGTH,
-            micro_batch_size=max(1, shapes.attended // _TUNED_LENGTH),
-            deterministic=True,
-        )
-        found.append(tune_attention(model, work, bench.device, rounds=_TUNING_ROUNDS).kind)
-    if dist.is_initialized():
-        dist.broadcast_object_list(found, 0, device=bench.device)
-    return {False: found[0], True: found[1]}
+    grid = build_grid(_replicas(), dist.get_rank(), dist.get_world_size())
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for position in (Position.learned, Position.alibi):
+            tuned = autotune_attention(*attention_asked(bench, position), grid, bench.device, Path(folder))
+            found[position is Position.alibi] = tuned.kind
+    return found
+
+
+def _replicas() -> ParallelConfig:
+    """Ranks that do nothing else."""
+    return ParallelConfig(dp=dist.get_world_size(), zero_stage=0)
 
 
 def measured_gpu(
@@ -119,7 +131,7 @@ def measured_gpu(
     """
     ranks = dist.get_world_size()
     with Progress("trying kinds of attention"):
-        bench = replace(bench, attention=chosen_attention(bench))
+        bench = replace(bench, attention=_chosen_attention(bench))
     with Progress("measuring matrix products"):
         products = measured_products(bench)
     with Progress("measuring attention"):
@@ -168,10 +180,9 @@ def _links(gpu: str, measured: Mapping[str, Any], copied: float, kernel_s: float
 
 
 def _trained(trials: Sequence[Trial], bench: Bench) -> list[Trained]:
-    """Trained as replicas that do nothing else, once."""
-    replicas = {PLAIN: ParallelConfig(dp=dist.get_world_size(), zero_stage=0)}
+    """Trained as replicas, once."""
     found = []
     for number, trial in enumerate(trials, 1):
         with Progress(f"training model {number} of {len(trials)}"):
-            found += trained([trial], bench, replicas, rounds=1)[PLAIN]
+            found += trained([trial], bench, {PLAIN: _replicas()}, rounds=1)[PLAIN]
     return found

@@ -8,9 +8,10 @@ import pytest
 
 from megads.plan.devices import DEVICES
 from megads.plan.model_size import parameter_count
+from megads.runtime.environment import exported
 from megads.tools.calibrate.passes import GPU_TRIALS
 from scripts.bench.gpu_plan import ROWS, line_of, measured_s, rows_for, summary, table
-from scripts.bench.processes import SideProcess, Turn
+from scripts.bench.processes import ONE_RANK, SideProcess, Turn
 
 
 def test_rows_are_not_those_of_the_calibration() -> None:
@@ -39,7 +40,8 @@ def test_errors_are_of_the_plan() -> None:
 
 
 def _side() -> Turn:
-    seconds = [measured_s(row, "cpu", "auto") for row in rows_for("cpu")]
+    with exported(ONE_RANK):
+        seconds = [measured_s(row, "cpu", "auto") for row in rows_for("cpu")]
     return lambda: dict(zip("abcd", seconds, strict=True))
 
 
