@@ -126,7 +126,7 @@ def rows_for(device: str) -> list[PlannedRow]:
     """What is trained; on a CPU one model of each kind."""
     if device == "cuda":
         return list(ROWS)
-    llama = {"kv_heads": 2, "ffn": 128}
+    llama: dict[str, Any] = {"kv_heads": 2, "ffn": 128}
     return [replace(row, **SMALL, **(llama if row.like == "llama" else {})) for row in ROWS[1::2]]
 
 
