@@ -141,6 +141,8 @@ _WORK: dict[str, Callable[..., Any]] = {
     "megads.tools.calibrate.measure:calibrate": lambda *_: {
         "name": "cpu x 2",
         "collectives": [[]],
+        "products": [[1, 1, 1, 1.0]],
+        "attention_rates": [[1, 1.0, 1.0]],
         **dict.fromkeys(_CALIBRATED, 1.0),
     },
     "megads.tools.doctor.examine:examine": lambda *_: [],

@@ -15,14 +15,19 @@ def run(config: CalibrateConfig, _invocation: Invocation) -> int:
 
     found = calibrate(config)
     path = write(config, found)
-    collectives = ""
+    links = ""
     if found["collectives"]:
-        collectives = (
+        links = (
             f", sums over ranks {found['node_gigabytes_per_s']:.3g} GB/s and {found['node_latency_us']:.0f} us a step"
         )
+    elif "like" in found:
+        links = f"; links to other GPUs, which one alone cannot measure, are those of {found['like']}"
+    best = max(rate for *_, rate in found["products"])
+    rates = {"attention": found["attention_rates"], "with ALiBi": found.get("alibi_attention_rates", [])}
+    attention = ", ".join(f"{name} {max(row[1] for row in rows):.3g}" for name, rows in rates.items() if rows)
     print(
-        f"{path}: {found['name']}, products up to {found['peak_tflops']:.3g} TFLOPs a rank, copies "
-        f"{found['memory_gigabytes_per_s']:.3g} GB/s{collectives}"
+        f"{path}: {found['name']}, products up to {best:.3g} TFLOPs a rank, {attention}, copies "
+        f"{found['memory_gigabytes_per_s']:.4g} GB/s{links}"
     )
     print(f"megads plan device={path} ...")
     return EXIT_OK

@@ -100,6 +100,7 @@ class Device:
             any, `products` count.
         attention_rates: measured attention (tokens a sample, TFLOPs forward, backward), hidden scores not counted;
             instead of `attention_efficiency`.
+        alibi_attention_rates: likewise of attention with ALiBi, where another kernel computes it.
         forward_costs, backward_costs: what passes take beside both; None: elementwise kernels reach
             `memory_efficiency`, and the host is never late.
         update_ns: of a parameter in the optimizer's step; None: its traffic counts.
@@ -132,6 +133,7 @@ class Device:
     input_products: tuple[MeasuredProduct, ...] = ()
     weight_products: tuple[MeasuredProduct, ...] = ()
     attention_rates: tuple[tuple[int, float, float], ...] = ()
+    alibi_attention_rates: tuple[tuple[int, float, float], ...] = ()
     forward_costs: PassCosts | None = None
     backward_costs: PassCosts | None = None
     update_ns: float | None = None
@@ -268,6 +270,21 @@ def find_device(name: str) -> Device:
     return DEVICES[name]
 
 
+def shipped_device(gpu: str) -> str | None:
+    """The name in `DEVICES` of a GPU.
+
+    Args:
+        gpu: as the driver names it: "NVIDIA H100 80GB HBM3".
+
+    Returns:
+        None for one that is not among them, such as a PCIe card, which has other links, or a MIG slice.
+    """
+    words = set(gpu.lower().replace("-", " ").split())
+    if words & {"mig", "pcie", "nvl"}:
+        return None
+    return next((name for name in DEVICES if words.issuperset(name.split("_"))), None)
+
+
 def read_device(path: Path) -> Device:
     """Reads a device from YAML: the attributes of `Device`, those of `like: <name>` where they are left out.
 
@@ -315,6 +332,7 @@ _ROWS = {
     "input_products": "m, n, k and TFLOPs",
     "weight_products": "m, n, k and TFLOPs",
     "attention_rates": "tokens a sample, TFLOPs forward and backward",
+    "alibi_attention_rates": "tokens a sample, TFLOPs forward and backward",
     "collectives": "a name, bytes of an element, microseconds of latency and GB/s",
     "layout_costs": "a layout, microseconds of a block and nanoseconds of an element",
 }

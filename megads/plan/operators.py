@@ -279,8 +279,9 @@ class RankOperators:
         if not self.scores_in_memory:
             seen = min(model.window or seq, seq)
             pairs = self.tokens * (seen - seen * seen / (2 * seq))
-            if device.attention_rates:
-                rates = [between([(row[0], row[way]) for row in device.attention_rates], seq) for way in (1, 2)]
+            biased = model.position is Position.alibi and device.alibi_attention_rates
+            if measured := biased or device.attention_rates:
+                rates = [between([(row[0], row[way]) for row in measured], seq) for way in (1, 2)]
             else:
                 rates = [device.peak_tflops * device.attention_efficiency] * 2
             forward, backward = (4 * pairs * features / (rate * 1e12) for rate in rates)

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # For whatever machine with a GPU comes by, without network: one command, within nine minutes, a short table last.
-#   scripts/bench/gpu.sh [--stage kernels|attention|train|resume|tests|layouts|... ...] [key=value ...]
+#   scripts/bench/gpu.sh [--stage kernels|attention|train|resume|tests|plan|layouts|... ...] [key=value ...]
 #   scripts/bench/gpu.sh --check            all stages on a CPU, with tiny shapes: does it work?
 #   python -m scripts.bench.gpu_table bench.jsonl      the table again
 # In the order of their worth: the build, timed; compute-sanitizer, the tests marked gpu, killed and resumed runs, and
 # what a process takes of the GPU; kernels against fp64, a copy, torch eager and apex; every kind of attention; training
 # steps of 1.3B, Llama-3-8B, BLOOM-1B1 and a Llama of 1B, beside Hugging Face's and torchtitan's, and without
-# train.deterministic; an ncu profile of the three slowest kernels; torch.compile; `megads train` over NCCL in each
-# layout that the GPUs have room for, to which key=value go. The plan is printed first; what does not fit into BUDGET_S
-# is reported as not run; results are appended to BENCH as they come; each item's output is in a log under WORK/logs.
+# train.deterministic; an ncu profile of the three slowest kernels; `megads calibrate`, and its plans beside measured
+# steps; torch.compile; `megads train` over NCCL in each layout that the GPUs have room for, to which key=value go. The
+# plan is printed first; what does not fit into BUDGET_S is reported as not run; results are appended to BENCH as they
+# come; each item's output is in a log under WORK/logs.
 #   BUDGET_S=540    seconds for all of it, installing wheels included (3600 with --check)
 #   WHEELS=<dir>    installs the wheels of this folder first, into a folder of their own; gather_wheels.sh fills it
 #   RESULTS=<dir>   keeps what is worth carrying home: bench.jsonl, output.txt, logs.tar.gz

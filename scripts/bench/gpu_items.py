@@ -10,7 +10,7 @@ from pathlib import Path
 from megads.ops.apex import ApexState, find_apex
 from scripts.bench.gpu_layouts import LAYOUTS
 
-STAGES = ("sanitizer", "tests", "resume", "memory", "kernels", "attention", "train", "profile", "layouts")
+STAGES = ("sanitizer", "tests", "resume", "memory", "kernels", "attention", "train", "profile", "plan", "layouts")
 ALWAYS = "start"
 """The stage of what every other one needs."""
 BUILD = "build"
@@ -83,6 +83,7 @@ def items(check: bool, work: Path, overrides: list[str]) -> list[Item]:
         training("llama_1b", "fused", 25.0),
         training("llama_1b", "torchtitan", 45.0, 100.0),
         Item("profile", "slowest kernels", bench("gpu_profile", "--work", str(work)), 40.0, 90.0, kernels=True),
+        Item("plan", "calibration and steps", bench("gpu_plan"), 120.0, 240.0, kernels=True),
         Item("memory", "process and communicators", bench("gpu_communicators"), 20.0),
         training("1.3b", "torch", 25.0),
         training("1.3b", "fused_compiled", 45.0, 120.0),
@@ -113,6 +114,7 @@ def checked(work: Path, overrides: list[str]) -> list[Item]:
         *(training("bloom_1b1", side) for side in ("torch", "hf")),
         *(training("llama_1b", side) for side in ("torch", "torchtitan")),
         Item("profile", "slowest kernels", bench("gpu_profile", "--work", str(work), "--kernels", "1"), kernels=True),
+        Item("plan", "calibration and steps", bench("gpu_plan", "--seconds", "0.001")),
         Item("kernels", "torch.compile", (*kernels, "--compiled", "--only", "RMSNorm")),
         Item("layouts", "configs", bench("gpu_layouts", "--work", str(work), *overrides, "--configs")),
         *started,

@@ -262,6 +262,7 @@ SECTIONS: dict[str, Callable[[Rows], list[str]]] = {
     "profile": verdict_rows,
     "attention": attention_rows,
     "train": train_rows,
+    "plan": verdict_rows,
     "layouts": verdict_rows,
 }
 

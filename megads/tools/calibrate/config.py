@@ -18,14 +18,16 @@ class CalibrateConfig:
     out: str = "device.yaml"
     """File to write; must end in .yaml."""
     ranks: int = 2
-    """Ranks that compute at the same time, as in training: they share the machine's memory and cores. With 1 nothing is
-    known of collectives."""
+    """Ranks that compute at the same time, as in training: they share the machine's memory and cores; each has a GPU of
+    its own where there are some. With 1 nothing is known of collectives: on a GPU whose name megads plan knows links
+    are taken from its table (like: h200 in the file)."""
     threads: int | None = None
     """CPU threads of each rank; null shares the cores out evenly."""
     fp32: bool = False
     """Measure products in fp32, for train.precision=fp32; else in bf16."""
     seconds: float = 0.1
-    """Seconds for which each measurement is repeated; the median counts."""
+    """Seconds for which each measurement is repeated; the median counts. Steps of the models that are trained are as
+    many as this allows, at least 3."""
 
     def check(self) -> None:
         """Raises ConfigError on a file that is no device's, and on numbers that are none."""

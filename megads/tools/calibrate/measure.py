@@ -1,8 +1,8 @@
 """Measures on all ranks at once what steps are made of, and writes the device file that planning takes.
 
-Products, attention and copies are measured one by one (`operators`), everything else of a pass by training small models
-(`passes`), collectives between the ranks here. On GPUs each rank has one and NCCL connects them, else gloo does. All
-figures are medians of rank 0, taken while every rank does the same.
+Products, attention and copies are measured one by one (`operators`), everything else of a pass by training models
+(`passes`), collectives between the ranks here. On GPUs each rank has one and NCCL connects them (`gpu`), else gloo
+does. All figures are medians of rank 0, taken while every rank does the same.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from megads.ops.resolve import load
 from megads.plan.devices import device_from
 from megads.plan.measured_rates import non_negative
 from megads.plan.operators import FP32
+from megads.runtime import progress
 from megads.runtime.environment import (
     available_cores,
     exported,
@@ -41,9 +42,13 @@ from megads.runtime.environment import (
 )
 from megads.runtime.files import atomic_writer
 from megads.runtime.machine_memory import available_memory
-from megads.runtime.process import bind_to_share
+from megads.runtime.process import bind_to_share, make_deterministic, sum_in_fp32
+from megads.runtime.progress import Progress
 from megads.tools.calibrate.config import CalibrateConfig
+from megads.tools.calibrate.gpu import Gpu, gpu_kernels, measured_gpu
 from megads.tools.calibrate.operators import (
+    CPU_SHAPES,
+    GPU_SHAPES,
     Bench,
     copied_bytes_per_s,
     measured_attention,
@@ -74,6 +79,8 @@ def calibrate(config: CalibrateConfig) -> dict[str, Any]:
         result = Path(folder) / "result.yaml"
         run_on_ranks(config.ranks, threads, _rank, config, threads, str(result))
         found: dict[str, Any] = yaml.safe_load(result.read_text(encoding="utf-8"))
+    if gpus:  # what other programs do to its cores, a GPU hardly notices
+        return found
     busy_s, own_s = (after - earlier for after, earlier in zip(_processor_times(), before, strict=True))
     others = (busy_s - own_s) / (time.monotonic() - begin)
     if others > _OTHERS_CORES * available_cores():
@@ -129,10 +136,20 @@ def _enter(rank: int, ranks: int, threads: int, store: str, work: Callable[..., 
         bind_to_share(rank, ranks)
     torch.set_num_threads(threads)
     cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_device(rank)
-    timeout = timedelta(seconds=_TIMEOUT_S)
-    dist.init_process_group("nccl" if cuda else "gloo", init_method=store, rank=rank, world_size=ranks, timeout=timeout)
+    device = torch.device("cuda", rank) if cuda else None
+    if device is not None:
+        torch.cuda.set_device(device)
+        sum_in_fp32()
+        make_deterministic(device)  # as runs do
+    dist.init_process_group(
+        "nccl" if cuda else "gloo",
+        init_method=store,
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=_TIMEOUT_S),
+        device_id=device,
+    )
+    progress.configure(quiet=rank > 0, plain_on_stdout=False)
     work(*arguments)
     dist.barrier()
     dist.destroy_process_group()
@@ -158,17 +175,17 @@ def write(config: CalibrateConfig, found: dict[str, Any]) -> Path:
 
 def _rank(config: CalibrateConfig, threads: int, result: str) -> None:
     """What one rank measures; rank 0 writes what it found."""
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", dist.get_rank()) if cuda else torch.device("cpu")
     dtype = torch.float32 if config.fp32 else torch.bfloat16
-    bench = Bench(device, dtype, load(OpsConfig(), _quiet, cuda=cuda), config.seconds)
-    found = _measured(config, bench, threads)
-    if not cuda:
-        parallel = layouts(config.ranks)
-        trials = trained(TRIALS, bench, {PLAIN: parallel[PLAIN]})[PLAIN]
-        found |= pass_costs(trials, device_from(found, "cpu"), dtype.itemsize)
-        in_layouts = trained(IN_LAYOUTS, bench, parallel)
-        found["layout_costs"] = layout_costs(in_layouts, device_from(found, "cpu"), dtype.itemsize)
+    if torch.cuda.is_available():
+        device = torch.device("cuda", dist.get_rank())
+        with Progress("loading kernels"):
+            kernels = gpu_kernels()
+        bench = Bench(device, dtype, kernels, config.seconds, GPU_SHAPES)
+        found = measured_gpu(bench, Gpu.of(device), _links(bench))
+    else:
+        kernels = load(OpsConfig(), _quiet, cuda=False)
+        bench = Bench(torch.device("cpu"), dtype, kernels, config.seconds, CPU_SHAPES)
+        found = _measured_cpu(config, bench, threads)
     if dist.get_rank() == 0:
         Path(result).write_text(yaml.safe_dump(found, sort_keys=False), encoding="utf-8")
 
@@ -177,41 +194,68 @@ def _quiet(_message: str) -> None:
     """Kernels are compiled without a word."""
 
 
-def _measured(config: CalibrateConfig, bench: Bench, threads: int) -> dict[str, Any]:
-    """Everything of one rank but passes."""
+def _measured_cpu(config: CalibrateConfig, bench: Bench, threads: int) -> dict[str, Any]:
+    """Attributes of a machine without GPUs."""
+    with Progress("measuring matrix products, attention and copies"):
+        found = _operators_of_cpu(config, bench, threads)
+    parallel, width = layouts(config.ranks), bench.dtype.itemsize
+    with Progress("training small models"):
+        trials = trained(TRIALS, bench, {PLAIN: parallel[PLAIN]})[PLAIN]
+    found |= pass_costs(trials, device_from(found, "cpu"), width)
+    with Progress("training small models in several layouts"):
+        in_layouts = trained(IN_LAYOUTS, bench, parallel)
+    return found | {"layout_costs": layout_costs(in_layouts, device_from(found, "cpu"), width)}
+
+
+def _operators_of_cpu(config: CalibrateConfig, bench: Bench, threads: int) -> dict[str, Any]:
+    """Everything but passes."""
     products = measured_products(bench)
     attention = measured_attention(bench)
     peak = max(rate for *_, rate in products["products"])
-    cuda = bench.device.type == "cuda"
-    memory_bytes = torch.cuda.mem_get_info()[0] if cuda else available_memory() // config.ranks
-    collectives = _collectives(bench) if config.ranks > 1 else []
-    sums = [rest for name, *rest in collectives if name == "all_reduce"]
-    copied = copied_bytes_per_s(bench) / 1e9
-    _, latency_us, link = sums[-1] if sums else (0, smallest_s(bench) * 1e6, copied)
+    links = _links(bench)
+    smallest, copied = smallest_s(bench), copied_bytes_per_s(bench) / 1e9
+    if not links:
+        sides = {"gigabytes_per_s": copied, "latency_us": smallest * 1e6}
+        links = {f"{of}_{what}": value for what, value in sides.items() for of in ("node", "nic")}
+        links |= {"ranks_per_node": config.ranks, "collectives": []}
     return {
-        "name": f"{torch.cuda.get_device_name() if cuda else 'cpu'} x {config.ranks}",
-        "on_cpu": not cuda,
+        "name": f"cpu x {config.ranks}",
+        "on_cpu": True,
         "peak_tflops": peak,
         **({"fp32_tflops": peak} if config.fp32 else {}),
-        "memory_gib": round(memory_bytes / 2**30, 2),
+        "memory_gib": round((available_memory() // config.ranks) / 2**30, 2),
         "memory_gigabytes_per_s": round(copied, 3),
         "memory_efficiency": 1.0,
         "processors": threads,
-        "ranks_per_node": config.ranks,
+        "link_efficiency": 1.0,
+        "nic_efficiency": 1.0,
+        **links,
+        "host_gigabytes_per_s": round(copied / 2, 3),
+        "matmul_efficiency": 1.0,
+        "attention_efficiency": round(min(1.0, max(rate for _, rate, _ in attention) / peak), 4),
+        "kernel_us": round(1e6 * smallest, 2),
+        "attention_rates": attention,
+        **products,
+    }
+
+
+def _links(bench: Bench) -> dict[str, Any]:
+    """Attributes of what connects the ranks; nothing of one rank."""
+    ranks = dist.get_world_size()
+    if ranks == 1:
+        return {}
+    collectives = _collectives(bench)
+    *_, (latency_us, link) = [rest[1:] for name, *rest in collectives if name == "all_reduce"]
+    return {
+        "ranks_per_node": ranks,
         "node_gigabytes_per_s": link,
         "nic_gigabytes_per_s": link,
         "link_efficiency": 1.0,
         "nic_efficiency": 1.0,
         "node_latency_us": latency_us,
         "nic_latency_us": latency_us,
-        "host_gigabytes_per_s": round(copied / 2, 3),
-        "matmul_efficiency": 1.0,
-        "attention_efficiency": round(min(1.0, max(rate for _, rate, _ in attention) / peak), 4),
-        "kernel_us": round(1e6 * smallest_s(bench), 2),
-        "attention_rates": attention,
         "collectives": collectives,
-        **({"hidden_cost": _hidden_cost(bench)} if config.ranks > 1 else {}),
-        **products,
+        "hidden_cost": _hidden_cost(bench),
     }
 
 

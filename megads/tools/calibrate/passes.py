@@ -2,7 +2,8 @@
 
 A pass is its products and its attention, as measured apart, and linear in what else it holds: blocks (Python, autograd,
 launches), the bytes of their elementwise kernels, logits of the loss. The four unknowns of forward and of backward
-passes are the least squares of relative errors over all models, none negative.
+passes are the least squares of relative errors over all models, none negative. On a GPU what a block takes whatever its
+size is its launches, which a busy GPU hides: models that are nothing but launches say what they take, others the rest.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import gc
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -50,9 +52,11 @@ class Trial:
     """A model that is trained for a few steps.
 
     Attributes:
-        like: bloom or llama.
+        like: bloom, llama or gpt, which is like bloom but for learned positions.
         layers, hidden, vocabulary: of the model.
         seq_len, samples: of a micro-batch.
+        micro_batches: of a step.
+        head_dim: features of a head.
     """
 
     like: str
@@ -62,18 +66,21 @@ class Trial:
     seq_len: int
     samples: int
     micro_batches: int = 3
+    head_dim: int = 64
 
     @property
     def model(self) -> ModelConfig:
         common: dict[str, Any] = {
             "num_layers": self.layers,
             "hidden_size": self.hidden,
-            "num_heads": max(2, self.hidden // 64),
+            "num_heads": max(2, self.hidden // self.head_dim),
             "vocab_size": self.vocabulary,
             "max_seq_len": self.seq_len,
         }
         if self.like == "bloom":
             return ModelConfig(**common)
+        if self.like == "gpt":
+            return ModelConfig(**common, position=Position.learned, embedding_norm=False)
         kinds: dict[str, Any] = {"position": Position.rope, "norm": NormKind.rmsnorm, "mlp": MLPKind.swiglu}
         return ModelConfig(**common, **kinds, ffn_size=3 * self.hidden, embedding_norm=False, tie_embeddings=False)
 
@@ -93,8 +100,23 @@ TRIALS = (
     Trial("bloom", 1, 256, 24576, 512, 1),
     Trial("llama", 2, 768, 1024, 256, 4, 2),
 )
-
-
+GPU_TRIALS = (
+    Trial("bloom", 4, 2048, 8192, 2048, 4, head_dim=128),
+    Trial("bloom", 2, 4096, 8192, 2048, 2, head_dim=128),
+    Trial("llama", 4, 2048, 8192, 2048, 4, head_dim=128),
+    Trial("llama", 2, 4096, 8192, 2048, 2, head_dim=128),
+    Trial("gpt", 6, 1024, 8192, 2048, 8, head_dim=128),
+    Trial("llama", 2, 2048, 50304, 2048, 4, head_dim=128),
+    Trial("gpt", 1, 1024, 250880, 2048, 1, head_dim=128),
+)
+"""Passes that keep a GPU busy, with as few logits as the loss takes at once: else their backward pass is in the forward
+pass (`megads.parallel.loss`)."""
+LAUNCH_TRIALS = (
+    Trial("gpt", 1, 256, 256, 128, 1, head_dim=128),
+    Trial("gpt", 9, 256, 256, 128, 1, head_dim=128),
+    Trial("llama", 9, 256, 256, 128, 1, head_dim=128),
+)
+"""Passes that are shorter on a GPU than on its host."""
 IN_LAYOUTS = (
     Trial("bloom", 6, 64, 256, 64, 1),
     Trial("llama", 3, 384, 1024, 384, 2, 2),
@@ -151,20 +173,28 @@ class Trained:
     parameters: int
 
 
-def trained(trials: Sequence[Trial], bench: Bench, parallel: Mapping[str, ParallelConfig]) -> dict[str, list[Trained]]:
+def trained(
+    trials: Sequence[Trial], bench: Bench, parallel: Mapping[str, ParallelConfig], rounds: int = _ROUNDS
+) -> dict[str, list[Trained]]:
     """Trains every model in every layout, in rounds, of which the quickest step counts; collective."""
     found: dict[str, list[Trained]] = {}
     for trial in trials:
-        rounds = [{name: _trained(trial, bench, layout) for name, layout in parallel.items()} for _ in range(_ROUNDS)]
+        taken = [{name: _trained(trial, bench, layout) for name, layout in parallel.items()} for _ in range(rounds)]
         for name in parallel:
-            found.setdefault(name, []).append(min((once[name] for once in rounds), key=lambda once: once.step))
+            found.setdefault(name, []).append(min((once[name] for once in taken), key=lambda once: once.step))
     return found
 
 
 def _trained(trial: Trial, bench: Bench, parallel: ParallelConfig) -> Trained:
     """Trains a model for a few steps of the same tokens on every rank; collective."""
+    model = trial.model
+    if bench.device.type == "cuda":
+        # The engine before this one is in cycles, which the collector was told to leave alone.
+        gc.unfreeze()
+        gc.collect()
+        torch.cuda.empty_cache()
     spec = EngineSpec(
-        trial.model,
+        replace(model, attention=bench.kind_of(model)),
         parallel,
         OptimConfig(lr=_LR),
         build_grid(parallel, dist.get_rank(), dist.get_world_size()),
@@ -172,22 +202,23 @@ def _trained(trial: Trial, bench: Bench, parallel: ParallelConfig) -> Trained:
         micro_batch_size=trial.samples,
         seed=1,
         device=bench.device,
+        value=partial(_drawn, bench.device, model.weight_std) if bench.device.type == "cuda" else None,
         kernels=bench.kernels,
     )
     engine = build_train_engine(spec)
     batches = [_micro_batch(trial) for _ in range(trial.micro_batches)]
-    parameters = parameter_count(trial.model)
     found: list[dict[str, float]] = []
     gc.collect()
     gc.disable()
-    steps = torch.tensor([_WARM_UP])
+    steps = torch.tensor([_WARM_UP], device=bench.device)
     while len(found) < steps.item():
         spans: list[Span] = []
         engine.watch_spans(spans.extend)
         dist.barrier()
         begin = time.perf_counter()
         engine.step(batches, _LR)
-        dist.barrier()
+        if bench.device.type != "cuda":  # else it has waited for its device
+            dist.barrier()
         found.append(_by_kind(spans, time.perf_counter() - begin))
         if len(found) == _WARM_UP:
             timed = _STEPS_SECONDS * bench.seconds / found[-1]["step"]
@@ -195,7 +226,14 @@ def _trained(trial: Trial, bench: Bench, parallel: ParallelConfig) -> Trained:
             dist.broadcast(steps, 0)
     gc.enable()
     middle = {name: median(step[name] for step in found[_WARM_UP:]) for name in found[0]}
-    return Trained(trial, **middle, parameters=parameters)
+    return Trained(trial, **middle, parameters=parameter_count(model))
+
+
+def _drawn(device: torch.device, std: float, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Initial weights without the time that a CPU takes to draw them."""
+    if len(shape) == 1:
+        return torch.full(shape, 0.0 if name.endswith(".bias") else 1.0, device=device)
+    return torch.empty(shape, device=device).normal_(0.0, std)
 
 
 def _by_kind(spans: Sequence[Span], step_s: float) -> dict[str, float]:
@@ -219,13 +257,17 @@ def _micro_batch(trial: Trial) -> MicroBatch:
     return MicroBatch(info, tokens_bs, tokens_bs.roll(-1, 1), torch.ones(tokens_bs.shape))
 
 
-def pass_costs(trials: Sequence[Trained], device: Device, width: int) -> dict[str, Any]:
+def pass_costs(
+    trials: Sequence[Trained], device: Device, width: int, launches: Sequence[Trained] = ()
+) -> dict[str, Any]:
     """Attributes of a device: costs of forward and backward passes, of the optimizer, and of a step.
 
     Args:
         trials: as trained.
         device: whose products and attention are known, and nothing else.
         width: bytes of an element.
+        launches: on a GPU, trials whose passes wait for the host: they say what a block's launches take, which busy
+            ones hide.
     """
     costs: dict[str, Any] = {}
     for name, passes in _PASSES.items():
@@ -236,19 +278,23 @@ def pass_costs(trials: Sequence[Trained], device: Device, width: int) -> dict[st
             block, head = operators.block(Recompute.none), operators.head()
             known = sum(trial.layers * _known(getattr(block, part)) + _known(getattr(head, part)) for part in passes)
             moved = (trial.layers * operators.elementwise_bytes) * _TRAFFIC[name]
-            rows.append([trial.layers, moved, trial.tokens * trial.vocabulary, 1.0])
+            rows.append([0 if launches else trial.layers, moved, trial.tokens * trial.vocabulary, 1.0])
             left.append((getattr(found, name), known))
         measured, known_s = np.array(left).T
         each, byte, logit, once = non_negative(np.array(rows), measured - known_s, measured)
+        if launches:
+            times = np.array([getattr(found, name) for found in launches])
+            each, _ = non_negative(np.array([[found.trial.layers, 1.0] for found in launches]), times, times)
         costs[f"{name}_costs"] = {
             "block_us": round(1e6 * each, 2),
             "pass_us": round(1e6 * once, 2),
             "gigabytes_per_s": round(1e-9 / max(byte, 1e-13), 3),
-            "logit_ns": round(1e9 * logit, 5),
+            "logit_ns": round(1e9 * logit, 7),
         }
-    times = np.array([found.optimizer for found in trials])
-    each, once = non_negative(np.array([[found.parameters, 1.0] for found in trials]), times, times)
-    costs["update_ns"] = round(1e9 * each, 5)
+    updated = [*trials, *launches]
+    times = np.array([found.optimizer for found in updated])
+    each, once = non_negative(np.array([[found.parameters, 1.0] for found in updated]), times, times)
+    costs["update_ns"] = round(max(1e9 * each, 1e-6), 6)
     costs["step_us"] = round(1e6 * (once + median(found.rest for found in trials)), 2)
     return costs
 

@@ -1,0 +1,188 @@
+"""What a rank measures on a GPU, with kernels and attention as a run would choose them.
+
+Shapes are those of models that are worth a GPU, and times are the GPU's own: while it is busy its host is ahead, so
+that launches count only where they take longer than what they launch (`RankOperators.host`).
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megads.engine.autotune import autotune_attention
+from megads.model.config import ModelConfig, Position
+from megads.ops.attention_kinds import AttentionKind, AttentionWork
+from megads.ops.config import Implementation, Kernels, OpsConfig
+from megads.ops.resolve import load
+from megads.parallel.config import ParallelConfig
+from megads.parallel.grid import build_grid
+from megads.plan.devices import device_from, shipped_device
+from megads.plan.peak import data_sheet_tflops
+from megads.runtime.progress import Progress
+from megads.tools.calibrate.operators import (
+    Bench,
+    attention_model,
+    copied_bytes_per_s,
+    host_bytes_per_s,
+    measured_attention,
+    measured_products,
+    smallest_s,
+)
+from megads.tools.calibrate.passes import GPU_TRIALS, LAUNCH_TRIALS, PLAIN, Trained, Trial, pass_costs, trained
+
+_TUNED_LENGTH = 2048
+"""Tokens a sample for which kinds of attention are tried; the quickest is taken for all lengths."""
+_RECOMPILED = 64
+"""Shapes for which torch may compile FlexAttention before it falls back to plain operators; runs have one."""
+_OF_NODE = frozenset(
+    ("ranks_per_node", "node_gigabytes_per_s", "node_latency_us", "link_efficiency", "collectives", "hidden_cost")
+)
+"""What ranks of one node measure of their links."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What does not have to be measured.
+
+    Attributes:
+        name: as the driver has it.
+        processors: streaming multiprocessors.
+        memory_bytes: that programs can allocate.
+    """
+
+    name: str
+    processors: int
+    memory_bytes: int
+
+    @classmethod
+    def of(cls, device: torch.device) -> Gpu:
+        """This rank's."""
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        return cls(torch.cuda.get_device_name(device), processors, torch.cuda.mem_get_info(device)[1])
+
+
+def gpu_kernels() -> Kernels:
+    """megads' kernels where they can be had, else torch's.
+
+    A run tries each of them on its own shapes (ops.impl=auto); here all of them are taken, as it mostly does.
+    """
+    found = load(OpsConfig(), lambda _message: None, cuda=True)
+    if found.model is not Implementation.auto:
+        return found
+    return replace(found, model=Implementation.fused, optimizer=Implementation.fused)
+
+
+def attention_asked(bench: Bench, position: Position) -> tuple[ModelConfig, AttentionWork]:
+    """The model and the work for which kinds of attention are tried."""
+    model = attention_model(bench.shapes, position)
+    work = replace(
+        model.attention_work(),
+        bf16=bench.dtype is torch.bfloat16,
+        cuda=bench.device.type == "cuda",
+        impl=bench.kernels.model,
+        seq_len=_TUNED_LENGTH,
+        micro_batch_size=max(1, bench.shapes.attended // _TUNED_LENGTH),
+        deterministic=True,
+    )
+    return model, work
+
+
+def _chosen_attention(bench: Bench) -> dict[bool, AttentionKind]:
+    """The kinds that a run would take, with ALiBi and without; all ranks take rank 0's."""
+    if bench.device.type == "cuda":
+        import torch._dynamo.config as dynamo  # nobody else needs the compiler
+
+        dynamo.recompile_limit = _RECOMPILED
+    grid = build_grid(_replicas(), dist.get_rank(), dist.get_world_size())
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for position in (Position.learned, Position.alibi):
+            tuned = autotune_attention(*attention_asked(bench, position), grid, bench.device, Path(folder))
+            found[position is Position.alibi] = tuned.kind
+    return found
+
+
+def _replicas() -> ParallelConfig:
+    """Ranks that do nothing else."""
+    return ParallelConfig(dp=dist.get_world_size(), zero_stage=0)
+
+
+def measured_gpu(
+    bench: Bench,
+    gpu: Gpu,
+    links: Mapping[str, Any],
+    trials: Sequence[Trial] = GPU_TRIALS,
+    launches: Sequence[Trial] = LAUNCH_TRIALS,
+) -> dict[str, Any]:
+    """Attributes of a device; those of links that one GPU cannot measure are left to the shipped one, `like`.
+
+    Args:
+        bench: of this rank; its attention is chosen here.
+        gpu: that computes.
+        links: attributes that were measured between ranks.
+        trials: that keep the GPU busy.
+        launches: that wait for the host.
+    """
+    ranks = dist.get_world_size()
+    with Progress("trying kinds of attention"):
+        bench = replace(bench, attention=_chosen_attention(bench))
+    with Progress("measuring matrix products"):
+        products = measured_products(bench)
+    with Progress("measuring attention"):
+        plain, alibi = (measured_attention(bench, position) for position in (Position.learned, Position.alibi))
+    best = max(rate for *_, rate in products["products"])
+    sheet = data_sheet_tflops(gpu.name) if bench.dtype is torch.bfloat16 else None
+    peak = max(best, sheet or best)
+    copied, kernel_s = copied_bytes_per_s(bench) / 1e9, smallest_s(bench)
+    found = {
+        "name": f"{gpu.name} x {ranks}",
+        **_links(gpu.name, links, copied, kernel_s),
+        "peak_tflops": peak,
+        **({"fp32_tflops": best} if bench.dtype is torch.float32 else {}),
+        "memory_gib": round(gpu.memory_bytes / 2**30, 2),
+        "memory_gigabytes_per_s": round(copied, 3),
+        "memory_efficiency": 1.0,
+        "processors": gpu.processors,
+        "host_gigabytes_per_s": round(host_bytes_per_s(bench) / 1e9, 3),
+        "matmul_efficiency": round(best / peak, 9),
+        "attention_efficiency": round(min(1.0, max(rate for _, *rates in plain for rate in rates) / peak), 9),
+        "kernel_us": round(1e6 * kernel_s, 3),
+        "attention_rates": plain,
+        "alibi_attention_rates": alibi,
+        **products,
+    }
+    device, width = device_from(found, "gpu"), bench.dtype.itemsize
+    return found | pass_costs(_trained(trials, bench), device, width, _trained(launches, bench))
+
+
+def _links(gpu: str, measured: Mapping[str, Any], copied: float, kernel_s: float) -> dict[str, Any]:
+    """Attributes of the links; without any known ones, those of the GPU's own memory stand in for them."""
+    like = shipped_device(gpu)
+    known: dict[str, Any] = {} if like is None else {"like": like}
+    if measured:
+        return known | {key: value for key, value in measured.items() if like is None or key in _OF_NODE}
+    if known:
+        return known | {"collectives": []}
+    return {
+        "ranks_per_node": 1,
+        "node_gigabytes_per_s": copied,
+        "nic_gigabytes_per_s": copied,
+        "node_latency_us": round(1e6 * kernel_s, 2),
+        "nic_latency_us": round(1e6 * kernel_s, 2),
+        "collectives": [],
+    }
+
+
+def _trained(trials: Sequence[Trial], bench: Bench) -> list[Trained]:
+    """Trained as replicas, once."""
+    found = []
+    for number, trial in enumerate(trials, 1):
+        with Progress(f"training model {number} of {len(trials)}"):
+            found += trained([trial], bench, {PLAIN: _replicas()}, rounds=1)[PLAIN]
+    return found

@@ -1,0 +1,244 @@
+#!/usr/bin/env python3
+"""Plans of training steps on one GPU, from a calibration of the minute before, beside the steps themselves.
+
+    python -m scripts.bench.gpu_plan [--device cuda] [--append bench.jsonl]
+
+`megads calibrate ranks=1` measures the GPU, then the real engine trains models that it did not train: 124M to 1.4
+billion parameters, like BLOOM, GPT-3 and Llama, 1,024 to 8,192 tokens a sample, with and without recomputation. Each
+is planned from the calibration and, where megads.plan.devices has the GPU, from its table. Nothing is fitted to these
+steps. Attention is of the kind that the calibration found quickest, as model.attention=auto would mostly choose.
+A step is timed by the device's events, waiting for the device before and after; median.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megads.engine.attention_trials import tune_attention
+from megads.model.config import MLPKind, ModelConfig, NormKind, Position
+from megads.ops.attention_kinds import AttentionKind
+from megads.parallel.config import ParallelConfig, Recompute
+from megads.plan.devices import DEVICES, Device, read_device, shipped_device
+from megads.plan.model_size import parameter_count
+from megads.plan.step_estimate import StepEstimate, StepShape, estimate_step
+from megads.runtime.environment import exported
+from megads.runtime.process import make_deterministic, sum_in_fp32
+from megads.tools.calibrate.config import CalibrateConfig
+from megads.tools.calibrate.gpu import attention_asked, gpu_kernels
+from megads.tools.calibrate.measure import calibrate, write
+from megads.tools.calibrate.operators import GPU_SHAPES, Bench
+from scripts.bench.device_clock import step_seconds
+from scripts.bench.gpu_lines import Line, add_line_options, appender
+from scripts.bench.processes import ONE_RANK
+from scripts.bench.training_sides import TrainingWork, megads_side
+
+WARM_UP, TIMED = 2, 4
+"""Steps."""
+WITHIN = 0.1
+"""Relative error of a good plan."""
+
+
+@dataclass(frozen=True)
+class PlannedRow:
+    """A step that is planned and measured.
+
+    Attributes:
+        like: bloom, gpt (learned positions) or llama.
+        layers, hidden, heads, vocabulary: of the model.
+        seq_len, micro_batch, micro_batches: of the step.
+        recompute: parallel.recompute.
+        kv_heads, ffn: of Llama's.
+    """
+
+    like: str
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    seq_len: int
+    micro_batch: int
+    micro_batches: int
+    recompute: str = "none"
+    kv_heads: int | None = None
+    ffn: int | None = None
+
+    @property
+    def name(self) -> str:
+        recompute = "" if self.recompute == "none" else f" {self.recompute}"
+        return (
+            f"{self.like} L{self.layers} h{self.hidden} V{self.vocabulary} S{self.seq_len} "
+            f"b{self.micro_batch}x{self.micro_batches}{recompute}"
+        )
+
+    @property
+    def model(self) -> ModelConfig:
+        """The model's shape."""
+        found = ModelConfig(
+            num_layers=self.layers, hidden_size=self.hidden, num_heads=self.heads, vocab_size=self.vocabulary,
+            max_seq_len=self.seq_len,
+        )  # fmt: skip
+        if self.like == "bloom":
+            return found
+        if self.like == "gpt":
+            return replace(found, position=Position.learned, embedding_norm=False)
+        return replace(
+            found, num_kv_heads=self.kv_heads, ffn_size=self.ffn, position=Position.rope, norm=NormKind.rmsnorm,
+            mlp=MLPKind.swiglu, bias=False, embedding_norm=False, tie_embeddings=False,
+        )  # fmt: skip
+
+    def work(self, device: str, attention: str) -> TrainingWork:
+        """What the engine trains."""
+        return TrainingWork(
+            self.layers, self.hidden, self.heads, self.vocabulary, self.micro_batch * self.micro_batches, self.seq_len,
+            "bf16", device, self.micro_batch, self.recompute, 1e-4, attention, shape=self.model,
+        )  # fmt: skip
+
+    def planned(self, device: Device) -> StepEstimate:
+        """The step by a device's table."""
+        shape = StepShape(self.seq_len, self.micro_batch, self.micro_batches)
+        return estimate_step(self.model, ParallelConfig(recompute=Recompute(self.recompute)), shape, device)
+
+
+ROWS = (
+    PlannedRow("gpt", 12, 768, 12, 50304, 1024, 8, 2),
+    PlannedRow("gpt", 24, 1024, 16, 50304, 2048, 1, 8, "selective"),
+    PlannedRow("gpt", 24, 2048, 16, 50368, 2048, 8, 2),
+    PlannedRow("bloom", 24, 1024, 16, 250880, 2048, 4, 2),
+    PlannedRow("bloom", 24, 1536, 12, 50304, 2048, 4, 4, "full"),
+    PlannedRow("llama", 16, 2048, 32, 128256, 2048, 4, 2, kv_heads=8, ffn=8192),
+    PlannedRow("llama", 12, 2048, 16, 32000, 8192, 1, 4, ffn=5632),
+    PlannedRow("llama", 5, 4096, 32, 32000, 4096, 1, 4, "full", 8, 14336),
+)
+SMALL: dict[str, Any] = {"layers": 2, "hidden": 64, "heads": 4, "vocabulary": 512, "seq_len": 64, "micro_batch": 2}
+"""Does it run? On a CPU."""
+
+
+def rows_for(device: str) -> list[PlannedRow]:
+    """What is trained; on a CPU one model of each kind."""
+    if device == "cuda":
+        return list(ROWS)
+    llama: dict[str, Any] = {"kv_heads": 2, "ffn": 128}
+    return [replace(row, **SMALL, **(llama if row.like == "llama" else {})) for row in ROWS[1::2]]
+
+
+def measured_s(row: PlannedRow, device: str, attention: str) -> float:
+    """Median seconds of a step."""
+    gc.unfreeze()  # the engine before it froze what it found
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.compiler.reset()  # after eight shapes it would compile no more
+    turn = megads_side(row.work(device, attention), "auto" if device == "cpu" else gpu_kernels().model.value)
+    for _ in range(WARM_UP):
+        turn()
+    return statistics.median(step_seconds(turn, device) for _ in range(TIMED))
+
+
+def attention_of(device: str) -> dict[bool, str]:
+    """Kinds of attention that the calibration has found, which the user's cache remembers; with ALiBi and without."""
+    if device == "cpu":
+        return dict.fromkeys((False, True), AttentionKind.auto.value)
+    bench = Bench(torch.device("cuda", 0), torch.bfloat16, gpu_kernels(), 0.0, GPU_SHAPES)
+    positions = {False: Position.learned, True: Position.alibi}
+    asked = {alibi: attention_asked(bench, position) for alibi, position in positions.items()}
+    return {alibi: tune_attention(*of, bench.device).kind.value for alibi, of in asked.items()}
+
+
+def line_of(row: PlannedRow, measured: float, calibrated: Device, shipped: Device | None) -> Line:
+    """What is kept of a row."""
+    planned = row.planned(calibrated)
+    line: Line = {
+        "name": f"plan, {row.name}", "row": row.name, "parameters": parameter_count(row.model), "step_s": measured,
+        "calibrated_s": planned.step_time_s, "parts": planned.parts, "shipped": shipped.name if shipped else None,
+        "shipped_s": row.planned(shipped).step_time_s if shipped else None,
+    }  # fmt: skip
+    said = f"{1e3 * measured:.1f} ms, calibrated {error(line, 'calibrated_s')}"
+    return line | {"verdict": said + (f", {shipped.name} {error(line, 'shipped_s')}" if shipped else "")}
+
+
+def error(line: Line, plan: str) -> str:
+    """Relative, of a plan; for people."""
+    return "-" if line[plan] is None else f"{line[plan] / line['step_s'] - 1:+.1%}"
+
+
+def table(lines: list[Line]) -> str:
+    """All rows."""
+    rows = [f"{'step':52}{'M params':>9}{'measured':>11}{'calibrated':>12}{'error':>8}{'shipped':>11}{'error':>8}"]
+    for line in lines:
+        times = [
+            f"{1e3 * line[plan]:.1f} ms" if line[plan] else "-" for plan in ("step_s", "calibrated_s", "shipped_s")
+        ]
+        rows.append(
+            f"{line['row']:52}{line['parameters'] / 1e6:9.0f}{times[0]:>11}{times[1]:>12}"
+            f"{error(line, 'calibrated_s'):>8}{times[2]:>11}{error(line, 'shipped_s'):>8}"
+        )
+    return "\n".join([*rows, summary(lines)])
+
+
+def summary(lines: list[Line]) -> str:
+    """How far both plans are off."""
+    said = []
+    for name, plan in (("calibrated", "calibrated_s"), ("shipped", "shipped_s")):
+        errors = [abs(line[plan] / line["step_s"] - 1) for line in lines if line[plan]]
+        if errors:
+            within = sum(one <= WITHIN for one in errors)
+            mean = statistics.fmean(errors)
+            said.append(
+                f"{name}: {within} of {len(errors)} within {WITHIN:.0%}, mean {mean:.1%}, worst {max(errors):.1%}"
+            )
+    return "; ".join(said)
+
+
+def main() -> int:
+    """Calibrates, trains, plans, prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_line_options(parser)
+    parser.add_argument("--seconds", type=float, default=0.05, help="for which each operator is measured")
+    parser.add_argument("--file", type=Path, help="keep the calibration here, or take it from there if it exists")
+    arguments = parser.parse_args()
+    append, begin = appender(arguments, "gpu_plan"), time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        path = arguments.file or Path(folder) / "device.yaml"
+        if not path.exists():
+            asked = CalibrateConfig(out=str(path), ranks=1, seconds=arguments.seconds)
+            asked.check()
+            write(asked, calibrate(asked))
+            print(f"calibrated in {time.perf_counter() - begin:.0f} s", flush=True)
+        if arguments.file:
+            print(path.read_text(encoding="utf-8"), flush=True)
+        calibrated = read_device(path)
+    known = shipped_device(torch.cuda.get_device_name()) if arguments.device == "cuda" else None
+    lines: list[Line] = []
+    with exported(ONE_RANK):
+        sum_in_fp32()
+        make_deterministic(torch.device(arguments.device))
+        kinds = attention_of(arguments.device)
+        print(f"attention: {kinds[False]}, with ALiBi {kinds[True]}", flush=True)
+        for row in rows_for(arguments.device):
+            alibi = row.model.position is Position.alibi
+            try:
+                seconds = measured_s(row, arguments.device, kinds[alibi])
+            except torch.OutOfMemoryError as reason:
+                print(f"{row.name}: out of memory ({str(reason).splitlines()[0]})", flush=True)
+                continue
+            lines.append(line_of(row, seconds, calibrated, DEVICES[known] if known else None))
+            append(lines[-1])
+            print(f"{time.perf_counter() - begin:5.0f} s: {lines[-1]['name']}: {lines[-1]['verdict']}", flush=True)
+            parts = sorted(lines[-1]["parts"].items(), key=lambda part: -part[1])
+            print("         " + ", ".join(f"{name} {1e3 * part_s:.1f}" for name, part_s in parts), flush=True)
+    append({"name": "plan, all", "verdict": summary(lines)})
+    print(table(lines))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,57 @@
+"""Plans beside measured steps of a GPU, scripts/bench/gpu_plan.py, on a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megads.plan.devices import DEVICES
+from megads.plan.model_size import parameter_count
+from megads.runtime.environment import exported
+from megads.tools.calibrate.passes import GPU_TRIALS
+from scripts.bench.gpu_plan import ROWS, line_of, measured_s, rows_for, summary, table
+from scripts.bench.processes import ONE_RANK, SideProcess, Turn
+
+
+def test_rows_are_not_those_of_the_calibration() -> None:
+    """Catches plans that are judged by what they were fitted to, sizes that are left out, and batches that no GPU with
+    80 GiB has room for."""
+    shapes = {(trial.like, trial.layers, trial.hidden, trial.seq_len) for trial in GPU_TRIALS}
+    assert not shapes & {(row.like, row.layers, row.hidden, row.seq_len) for row in ROWS}
+    sizes = [parameter_count(row.model) for row in ROWS]
+    assert min(sizes) < 1.3e8 and 1.3e9 < max(sizes) < 1.6e9
+    assert {row.recompute for row in ROWS} == {"none", "selective", "full"} and len(ROWS) == 8
+    assert {row.like for row in rows_for("cpu")} == {row.like for row in ROWS}
+
+
+def test_errors_are_of_the_plan() -> None:
+    """Catches a plan called too slow that is too quick, and a shipped device in the place of the calibrated one."""
+    row, h200 = ROWS[2], DEVICES["h200"]
+    slower = replace(h200, matmul_efficiency=h200.matmul_efficiency / 2)
+    planned = row.planned(h200).step_time_s
+    line = line_of(row, planned / 1.05, slower, h200)
+    assert line["verdict"].endswith("h200 +5.0%") and line["calibrated_s"] > 1.3 * planned
+    unknown = line_of(row, planned, h200, None)
+    assert unknown["verdict"].endswith("calibrated +0.0%")
+    assert summary([line, unknown]).startswith("calibrated: 1 of 2 within 10%")
+    assert "shipped: 1 of 1 within 10%, mean 5.0%" in summary([line, unknown])
+    assert all(len(text) <= 120 for text in table([line, unknown]).splitlines())
+
+
+def _side() -> Turn:
+    with exported(ONE_RANK):
+        seconds = [measured_s(row, "cpu", "auto") for row in rows_for("cpu")]
+    return lambda: dict(zip("abcd", seconds, strict=True))
+
+
+@pytest.mark.distributed
+def test_models_are_trained() -> None:
+    """Catches a row whose config no engine takes."""
+    side = SideProcess("rows", _side, ())
+    try:
+        side.wait_until_ready()
+        found = side.take_turn().found
+    finally:
+        side.close()
+    assert all(0 < seconds < 60 for seconds in found.values()) and len(found) == 4
