@@ -186,6 +186,13 @@ struct Gradients {
 
 constexpr int kColumnsOfThread = 8;
 
+// Threads of the backward pass that a multiprocessor is to hold; for an A100 the same code takes a few registers more.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kThreadsHeld = 768;
+#else
+constexpr int kThreadsHeld = 1024;
+#endif
+
 // A pack of columns of a row in fp32: gradient times weight, and normed input.
 template <typename T>
 struct Columns {
@@ -237,49 +244,51 @@ struct Columns {
   }
 };
 
-// Of whole rows that the block's threads hold. The next row is on its way to shared memory while this one's sums are
-// waited for, to the place of the row before: the barrier within the sums shows that that was read. A thread reads what
-// it has itself asked for.
+// Of whole rows that the block's threads hold. The next row is on its way to shared memory while this one is worked on,
+// to the place of the row before: the barrier within the sums shows that that was read. A thread reads what it has
+// itself asked for.
 template <typename T, int kThreads>
-__global__ void __launch_bounds__(kThreads, 1024 / kThreads) norm_backward(Norm shape, Gradients<T> of) {
+__global__ void __launch_bounds__(kThreads, kThreads < kThreadsHeld ? kThreadsHeld / kThreads : 1)
+    norm_backward(Norm shape, Gradients<T> of) {
   constexpr int kPacks = kColumnsOfThread / kWidth<T>;
   constexpr int kStep = kThreads * kWidth<T>;
   using Columns = Columns<T>;
   using OnePack = Pack<T, kWidth<T>>;
   const int width = shape.width, first = int(threadIdx.x) * kWidth<T>;
   RowReduction<kThreads> over_row;
-  OnePack* arriving = reinterpret_cast<OnePack*>(megads_shared + RowReduction<kThreads>::kSharedBytes) + threadIdx.x;
+  OnePack* arriving = reinterpret_cast<OnePack*>(megads_shared + RowReduction<kThreads>::kSharedBytes);
   OnePack weights[kPacks];
   float weight_sums[kPacks][kWidth<T>] = {}, bias_sums[kPacks][kWidth<T>] = {};
   load_packs<true>(weights, of.weight, first, kStep, width, 0, width);
-  const auto ask_for = [&](int row, OnePack* to) {
+  // Where the thread's gradients of a row arrive; its normed inputs follow behind those of all threads.
+  const auto place = [&](int turn, int p) { return (turn * kPacks + p) * 2 * kThreads + int(threadIdx.x); };
+  const auto ask_for = [&](int row, int turn) {
     const int64_t offset = int64_t(row) * width + first;
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
-      if (first + p * kStep >= width) continue;
-      __pipeline_memcpy_async(to + 2 * p * kThreads, of.grad + offset + p * kStep, sizeof(OnePack));
-      __pipeline_memcpy_async(to + (2 * p + 1) * kThreads, of.normed + offset + p * kStep, sizeof(OnePack));
+      if (row >= shape.rows || first + p * kStep >= width) continue;
+      OnePack* to = arriving + place(turn, p);
+      __pipeline_memcpy_async(to, of.grad + offset + p * kStep, sizeof(OnePack));
+      __pipeline_memcpy_async(to + kThreads, of.normed + offset + p * kStep, sizeof(OnePack));
     }
     __pipeline_commit();
   };
 
-  OnePack* here = arriving;
-  ask_for(int(blockIdx.x), here);
+  int turn = 0;
+  ask_for(int(blockIdx.x), turn);
   for (int row = blockIdx.x; row < shape.rows; row += gridDim.x) {
     const float mean = of.statistics[2 * int64_t(row)], reciprocal = of.statistics[2 * int64_t(row) + 1];
-    OnePack* there = here == arriving ? arriving + 2 * kPacks * kThreads : arriving;
     Columns columns[kPacks];
     float plain = 0.0f, with_normed = 0.0f;
-    __pipeline_wait_prior(0);
+    ask_for(row + int(gridDim.x), turn ^ 1);
+    __pipeline_wait_prior(1);
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
       if (first + p * kStep >= width) continue;
-      columns[p] = Columns(here[2 * p * kThreads], here[(2 * p + 1) * kThreads], weights[p], mean, reciprocal,
-                           weight_sums[p], bias_sums[p]);
+      const OnePack* from = arriving + place(turn, p);
+      columns[p] = Columns(from[0], from[kThreads], weights[p], mean, reciprocal, weight_sums[p], bias_sums[p]);
       columns[p].add(plain, with_normed);
     }
-    if (row + int(gridDim.x) < shape.rows) ask_for(row + int(gridDim.x), there);
-    here = there;
     over_row.template both<Sum>(plain, with_normed);
     plain = shape.centred ? plain / width : 0.0f;
     with_normed /= width;
@@ -289,6 +298,7 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads) norm_backward(Norm 
       if (column >= width) continue;
       columns[p].template store<true>(of, int64_t(row) * width, column, width, plain, with_normed, reciprocal);
     }
+    turn ^= 1;
   }
   float* of_weight = of.partial + int64_t(blockIdx.x) * 2 * width;
 #pragma unroll

@@ -1,8 +1,8 @@
 // Softmax of scaled attention scores with ALiBi, causality, documents, padding and dropout; see launchers.h.
 //
 // A row of scores belongs to one query of one head. Its threads hold all of it in registers, 16 elements each, so that
-// it is read once: 32 threads up to 512 keys (a warp a row, four rows a block), a block of 128 to 1024 threads up to
-// 16384. Longer rows, and those that are not whole (device.cuh), are read in chunks, once for each of three passes, the
+// it is read once: a warp up to 1024 keys forward and 512 backward (four rows a block), a block of 128 to 1024 threads
+// up to 16384. Longer rows, and those that are not whole (device.cuh), are read in chunks, once for each of three passes, the
 // later two mostly from the L2 cache. Packs of which nothing is seen are neither read nor computed: half of all under a
 // causal mask. What is hidden is looked for in those packs alone that a border of what is seen runs through.
 #include "philox.cuh"
@@ -45,14 +45,17 @@ __device__ __forceinline__ MaskRow mask_row(const MaskedSoftmax& shape, uint32_t
   return MaskRow(shape.mask, of_head / shape.heads, of_head % shape.heads, place);
 }
 
-constexpr int kElements = 16;  // of a row, that a thread holds
+// Elements of a row that a thread holds; in the forward pass a thread of a warp, which waits at no barrier, holds more.
+constexpr int kElements = 16, kElementsOfWarp = 32;
 
 // Threads of rows that are not whole and too long for a warp.
 constexpr int kThreadsOfOthers = 256;
 
 // Blocks that a multiprocessor is to hold: what follows is how many registers a thread may have.
-template <typename T, int kThreads, bool kWhole>
-constexpr int kResident = !kWhole || kThreads == 1024 ? 1 : (sizeof(T) < 4 ? 1280 : 768) / kBlock<kThreads>;
+template <typename T, int kThreads, bool kWhole, bool kBackward>
+constexpr int kResident = !kWhole || kThreads == 1024 ? 1
+                          : sizeof(T) < 4 && (kBackward || kThreads > kWarp) ? 1280 / kBlock<kThreads>
+                                                                             : 768 / kBlock<kThreads>;
 
 // Whether a query sees anything of the pack at element `at`.
 template <int kCount>
@@ -73,7 +76,7 @@ __device__ __forceinline__ bool is_seen(const Sight& sight, int key) {
 // One thread's part of a row: pack p starts at element first + p * kStep.
 template <typename T, int kThreads, bool kWhole>
 struct Part {
-  static constexpr int kPacks = kElements / kWidth<T>;
+  static constexpr int kPacks = (kThreads > kWarp ? kElements : kElementsOfWarp) / kWidth<T>;
   static constexpr int kStep = kThreads * kWidth<T>;
   static constexpr int kChunk = kStep * kPacks;
 
@@ -277,13 +280,13 @@ __device__ __forceinline__ void backward_row(const MaskedSoftmax& shape, const T
 }
 
 template <typename T, int kThreads, bool kWhole>
-__global__ void __launch_bounds__(kBlock<kThreads>, kResident<T, kThreads, kWhole>)
+__global__ void __launch_bounds__(kBlock<kThreads>, kResident<T, kThreads, kWhole, false>)
     softmax_forward(MaskedSoftmax shape, const T* __restrict__ scores, T* __restrict__ out) {
   forward_row<T, kThreads, kWhole, false>(shape, scores, out, nullptr);
 }
 
 template <typename T, int kThreads, bool kWhole>
-__global__ void __launch_bounds__(kBlock<kThreads>, kResident<T, kThreads, kWhole>)
+__global__ void __launch_bounds__(kBlock<kThreads>, kResident<T, kThreads, kWhole, true>)
     softmax_backward(MaskedSoftmax shape, const T* grad, const T* __restrict__ out, T* grad_scores) {
   backward_row<T, kThreads, kWhole, false>(shape, grad, out, grad_scores, nullptr);
 }
@@ -308,17 +311,21 @@ __global__ void __launch_bounds__(kBlock<kThreads>, kMostDropping / kBlock<kThre
 bool fits(int64_t rows, int64_t keys) { return rows <= kMostBlocks && keys < kMostBlocks - 65536; }
 
 // Calls body with the row's number of threads, whether it is whole, and the launch's sizes.
-template <int kMost, typename Body>
+template <int kMost, int kOfWarp, typename Body>
 int with_rows(const MaskedSoftmax& shape, bool whole, Body body) {
   const auto with = [&](auto threads, auto of_whole) {
     constexpr int kThreads = decltype(threads)::value;
     const dim3 grid(unsigned(blocks_for(shape.rows, kBlock<kThreads> / kThreads)));
     return body(threads, of_whole, grid, kBlock<kThreads>, RowReduction<kThreads>::kSharedBytes);
   };
-  if (whole)
-    return with_threads<kMost>(shape.keys, kElements, [&](auto threads) { return with(threads, std::true_type{}); });
-  if (shape.keys <= 32 * kElements) return with(Constant<32>{}, std::false_type{});
-  return with(Constant<kThreadsOfOthers>{}, std::false_type{});
+  const bool for_a_warp = shape.keys <= kWarp * kOfWarp;
+  if (!whole && for_a_warp) return with(Constant<kWarp>{}, std::false_type{});
+  if (!whole) return with(Constant<kThreadsOfOthers>{}, std::false_type{});
+  if (for_a_warp) return with(Constant<kWarp>{}, std::true_type{});
+  return with_threads<kMost>(shape.keys, kElements, [&](auto threads) {
+    constexpr int kThreads = decltype(threads)::value > kWarp ? decltype(threads)::value : 128;
+    return with(Constant<kThreads>{}, std::true_type{});
+  });
 }
 
 }  // namespace
@@ -342,11 +349,11 @@ extern "C" int megads_cuda_softmax_forward(int64_t dtype, int64_t batch, int64_t
     auto *to = static_cast<T*>(out), *left = static_cast<T*>(dropped);
     const bool whole = are_whole<T>(keys, {scores, out, samples ? dropped : nullptr});
     if (samples)
-      return with_rows<kMostDropping>(shape, whole, [&](auto threads, auto of_whole, auto... sizes) {
+      return with_rows<kMostDropping, kElementsOfWarp>(shape, whole, [&](auto threads, auto of_whole, auto... sizes) {
         return launch(softmax_dropout_forward<T, decltype(threads)::value, decltype(of_whole)::value>, sizes...,
                       stream, shape, from, to, left);
       });
-    return with_rows<1024>(shape, whole, [&](auto threads, auto of_whole, auto... sizes) {
+    return with_rows<1024, kElementsOfWarp>(shape, whole, [&](auto threads, auto of_whole, auto... sizes) {
       return launch(softmax_forward<T, decltype(threads)::value, decltype(of_whole)::value>, sizes..., stream, shape,
                     from, to);
     });
@@ -369,11 +376,11 @@ extern "C" int megads_cuda_softmax_backward(int64_t dtype, int64_t batch, int64_
     auto *to = static_cast<T*>(grad_scores), *left = static_cast<T*>(dropped);
     const bool whole = are_whole<T>(keys, {grad, out, grad_scores, samples ? dropped : nullptr});
     if (samples)
-      return with_rows<kMostDropping>(shape, whole, [&](auto threads, auto of_whole, auto... sizes) {
+      return with_rows<kMostDropping, kElements>(shape, whole, [&](auto threads, auto of_whole, auto... sizes) {
         return launch(softmax_dropout_backward<T, decltype(threads)::value, decltype(of_whole)::value>, sizes...,
                       stream, shape, arriving, probabilities, to, left);
       });
-    return with_rows<1024>(shape, whole, [&](auto threads, auto of_whole, auto... sizes) {
+    return with_rows<1024, kElements>(shape, whole, [&](auto threads, auto of_whole, auto... sizes) {
       return launch(softmax_backward<T, decltype(threads)::value, decltype(of_whole)::value>, sizes..., stream, shape,
                     arriving, probabilities, to);
     });

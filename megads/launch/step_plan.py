@@ -42,9 +42,10 @@ def machine_of(device: Device) -> Machine:
 
 
 def execution_of(config: RootConfig, device: Device) -> Execution:
-    """How megads runs the config on a device: on CPUs its kernels add gradients inside of products."""
+    """How megads runs the config on a device: on CPUs its kernels add gradients inside of products, on GPUs determinism
+    takes another kernel for attention."""
     if not device.on_cpu:
-        return MEGADS
+        return replace(MEGADS, repeatable=config.train.deterministic)
     return replace(MEGADS, sums_in_product=plans_fused(config.ops, cuda=False))
 
 

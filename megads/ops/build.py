@@ -52,7 +52,8 @@ BINDING_FLAGS = ("-std=c++20", "-O3", "-fPIC")
 LINK_FLAGS = ("-Wl,--no-undefined", "-Wl,--no-as-needed")
 """The second: what the bindings take of libtorch_cuda is weak, so a linker would leave that library out, and the loader
 the symbol null."""
-NVCC_FLAGS = ("-std=c++20", "-O3", "-Xptxas=-v", "-Xcompiler=-fPIC", *TARGETS)
+NVCC_FLAGS = ("-std=c++20", "-O3", "-Xptxas=-v", "-Xcompiler=-fPIC", "--threads=2", *TARGETS)
+"""Each target is compiled by a thread of its own: the largest source takes half as long."""
 
 
 class KernelsUnavailable(Exception):

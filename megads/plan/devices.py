@@ -101,6 +101,8 @@ class Device:
         attention_rates: measured attention (tokens a sample, TFLOPs forward, backward), hidden scores not counted;
             instead of `attention_efficiency`.
         alibi_attention_rates: likewise of attention with ALiBi, where another kernel computes it.
+        repeatable_attention_rates: of a kernel that gives the same bits on every run, and knows ALiBi: features of a
+            head, TFLOPs forward, backward. Without any, the other rates count.
         forward_costs, backward_costs: what passes take beside both; None: elementwise kernels reach
             `memory_efficiency`, and the host is never late.
         update_ns: of a parameter in the optimizer's step; None: its traffic counts.
@@ -134,6 +136,7 @@ class Device:
     weight_products: tuple[MeasuredProduct, ...] = ()
     attention_rates: tuple[tuple[int, float, float], ...] = ()
     alibi_attention_rates: tuple[tuple[int, float, float], ...] = ()
+    repeatable_attention_rates: tuple[tuple[int, float, float], ...] = ()
     forward_costs: PassCosts | None = None
     backward_costs: PassCosts | None = None
     update_ns: float | None = None
@@ -214,6 +217,8 @@ _H100 = Device(
     matmul_efficiency=0.64,
     # FlashAttention-3 (Shah et al. 2024), figures 5 and 6: cuDNN and FA3 450 to 600 TFLOPs, FA2 about 350.
     attention_efficiency=0.45,
+    # FlexAttention of torch 2.11 on one H200, 2048 tokens a sample, in profiles of steps (docs/performance.md).
+    repeatable_attention_rates=((64, 267.0, 192.0), (128, 284.0, 254.0)),
 )
 DEVICES = {
     device.name: device
@@ -333,6 +338,7 @@ _ROWS = {
     "weight_products": "m, n, k and TFLOPs",
     "attention_rates": "tokens a sample, TFLOPs forward and backward",
     "alibi_attention_rates": "tokens a sample, TFLOPs forward and backward",
+    "repeatable_attention_rates": "features of a head, TFLOPs forward and backward",
     "collectives": "a name, bytes of an element, microseconds of latency and GB/s",
     "layout_costs": "a layout, microseconds of a block and nanoseconds of an element",
 }

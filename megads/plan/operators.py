@@ -70,6 +70,7 @@ class Execution:
             (Narayanan et al. 2021, section 4.1).
         gradient_bytes: of an element of the reduction.
         whole_recompute: recomputation of a block makes its last product again, too.
+        repeatable: gradients of attention are the same bits on every run, which the quickest kernels' are not.
         product_rate: of its matrix products beside what the device's table has: older libraries, lower clocks.
     """
 
@@ -84,6 +85,7 @@ class Execution:
     scatter_messages: bool = False
     gradient_bytes: int = FP32
     whole_recompute: bool = False
+    repeatable: bool = False
     product_rate: float = 1.0
 
 
@@ -279,9 +281,11 @@ class RankOperators:
         if not self.scores_in_memory:
             seen = min(model.window or seq, seq)
             pairs = self.tokens * (seen - seen * seen / (2 * seq))
-            biased = model.position is Position.alibi and device.alibi_attention_rates
-            if measured := biased or device.attention_rates:
+            alibi = model.position is Position.alibi
+            if measured := (alibi and device.alibi_attention_rates) or device.attention_rates:
                 rates = [between([(row[0], row[way]) for row in measured], seq) for way in (1, 2)]
+            elif (alibi or self.execution.repeatable) and (measured := device.repeatable_attention_rates):
+                rates = [between([(row[0], row[way]) for row in measured], model.head_dim) for way in (1, 2)]
             else:
                 rates = [device.peak_tflops * device.attention_efficiency] * 2
             forward, backward = (4 * pairs * features / (rate * 1e12) for rate in rates)

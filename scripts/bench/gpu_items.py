@@ -66,18 +66,18 @@ def items(check: bool, work: Path, overrides: list[str]) -> list[Item]:
     if check:
         return checked(work, overrides)
     return [
-        Item(ALWAYS, "device", bench("gpu_device"), 15.0),
-        Item(ALWAYS, BUILD, bench("gpu_build"), 60.0, 200.0),
+        Item(ALWAYS, "device", bench("gpu_device"), 5.0),
+        Item(ALWAYS, BUILD, bench("gpu_build"), 40.0, 200.0),
         # Nothing of these is timed, so they share the GPU.
         *(sanitizer(tool) for tool in SANITIZERS),
-        Item("tests", "GPU tests", bench("gpu_tests"), 80.0, 130.0, alone=False),
+        Item("tests", "GPU tests", bench("gpu_tests"), 130.0, 185.0, alone=False),
         resume("fused", work),
         resume("torch", work),
-        Item("kernels", "kernels", bench("gpu_kernels"), 25.0, kernels=True),
+        Item("kernels", "kernels", bench("gpu_kernels"), 10.0, kernels=True),
         Item("attention", "kinds", bench("gpu_attention"), 25.0, kernels=True),
-        training("1.3b", "fused", 30.0),
+        training("1.3b", "fused", 40.0),
         training("8b", "fused", 55.0, 120.0),
-        training("1.3b", "fused_free", 25.0),
+        training("1.3b", "fused_free", 40.0),
         training("bloom_1b1", "fused", 25.0),
         training("bloom_1b1", "hf", 25.0),
         training("llama_1b", "fused", 25.0),
@@ -125,7 +125,7 @@ def checked(work: Path, overrides: list[str]) -> list[Item]:
 
 def sanitizer(tool: str) -> Item:
     """A tool of compute-sanitizer over all kernels."""
-    return Item("sanitizer", tool, bench("gpu_sanitizer", "--tool", tool), 60.0, 100.0, alone=False, kernels=True)
+    return Item("sanitizer", tool, bench("gpu_sanitizer", "--tool", tool), 15.0, 100.0, alone=False, kernels=True)
 
 
 def training(size: str, side: str, expected_s: float = 30.0, most_s: float = 75.0) -> Item:
@@ -137,7 +137,7 @@ def training(size: str, side: str, expected_s: float = 30.0, most_s: float = 75.
 def resume(impl: str, work: Path) -> Item:
     """A killed run with these operators."""
     arguments = bench("gpu_resume", "--impl", impl, "--work", str(work))
-    return Item("resume", impl, arguments, 70.0, 130.0, alone=False, kernels=impl == "fused")
+    return Item("resume", impl, arguments, 100.0, 185.0, alone=False, kernels=impl == "fused")
 
 
 def layouts(work: Path, overrides: list[str]) -> list[Item]:

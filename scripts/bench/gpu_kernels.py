@@ -110,7 +110,7 @@ def cases(sizes: Sizes, dtype: torch.dtype, device: str) -> list[Case]:
     mask = DropoutMask(site_key(0, "dropout"), threshold_of(0.1), torch.zeros(1, dtype=torch.int64, device=device))
 
     def dropped(kernels: Kernels, x: Tensor, residual: Tensor) -> Tensor:
-        return dropout(x[None], mask, None, residual[None], kernels)[0]
+        return dropout(x[None], mask, None, residual[None], kernels).squeeze(0)
 
     def loss(kernels: Kernels, x: Tensor) -> Tensor:
         if kernels is FUSED:

@@ -1,14 +1,22 @@
 #!/usr/bin/env python3
 """The tests that need a GPU, and how many of them passed; on a CPU they say that they skip.
 
-python -m scripts.bench.gpu_tests [--device cuda] [--append bench.jsonl]
+    python -m scripts.bench.gpu_tests [--device cuda] [--limit-s 170] [--append bench.jsonl]
+
+Each file runs in a pytest of its own, beside the others: most of their time goes into starting processes and compiling
+FlexAttention, not into the GPU. Every test is named as it begins, and what has ended counts where the time is over.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
+import signal
 import subprocess
 import sys
+import threading
+import time
+from collections import Counter
 from pathlib import Path
 
 from scripts.bench.gpu_lines import add_line_options, appender
@@ -16,6 +24,9 @@ from scripts.bench.gpu_lines import add_line_options, appender
 TESTS = Path(__file__).parents[2] / "tests"
 NOTHING_SELECTED = 5
 """Pytest's exit code where there is no test."""
+STACKS_S = 5.0
+"""For a pytest that is ended to print where it was."""
+_OUTCOME = re.compile(r"(tests/\S.*?) (PASSED|FAILED|ERROR|SKIPPED)\b")
 
 
 def files() -> list[Path]:
@@ -23,20 +34,75 @@ def files() -> list[Path]:
     return sorted(path for path in TESTS.rglob("test_*.py") if "mark.gpu" in path.read_text())
 
 
+class Run:
+    """Pytest on one file; its output is shown as it comes.
+
+    Attributes:
+        outcomes: of the tests that have ended, by name.
+        begun: the line of a test that has not ended.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.relative_to(TESTS.parent)
+        options = ["-v", "-m", "gpu", "--durations=5", "-p", "no:cacheprovider"]
+        self.process = subprocess.Popen(
+            [sys.executable, "-X", "faulthandler", "-m", "pytest", *options, str(self.path)],
+            cwd=TESTS.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1,
+        )  # fmt: skip
+        self.outcomes: dict[str, str] = {}
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            print(f"{self.path.stem}: {line.rstrip()[:300]}", flush=True)
+            if found := _OUTCOME.match(line):
+                self.outcomes[found[1]] = found[2]
+
+    def end(self, left_s: float) -> int | None:
+        """Waits for it, no longer than that; its exit code, None where it was ended."""
+        code: int | None = None
+        try:
+            code = self.process.wait(max(left_s, 0.1))
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGABRT)
+            try:
+                self.process.wait(STACKS_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        self._reader.join(STACKS_S)
+        return code
+
+
+def verdict(outcomes: dict[str, str], unfinished: list[str]) -> str:
+    """What is shown of all tests.
+
+    Args:
+        outcomes: of those that ended, by name.
+        unfinished: files of which some did not.
+    """
+    counts = Counter(outcomes.values())
+    said = ", ".join(f"{count} {outcome.lower()}" for outcome, count in sorted(counts.items())) or "no test ended"
+    failed = [name for name, outcome in outcomes.items() if outcome in ("FAILED", "ERROR")]
+    said += f"; failed: {', '.join(failed)}" if failed else ""
+    return said + (f"; not finished: {', '.join(unfinished)}" if unfinished else "")
+
+
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--limit-s", type=float, default=170.0, help="tests that have not ended by then are ended")
     add_line_options(parser)
     arguments = parser.parse_args()
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--durations=5", "-p", "no:cacheprovider"]
-    command += [str(path.relative_to(TESTS.parent)) for path in files()]
-    done = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True, check=False)
-    print(done.stdout[-20000:], done.stderr[-4000:])
-    summary = (done.stdout.strip().splitlines() or ["pytest said nothing"])[-1].strip("= ")
-    names = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    failed = f"; failed: {', '.join(names)}" if names else ""
-    appender(arguments, "gpu_tests")({"name": "GPU tests", "verdict": summary + failed, "exit_code": done.returncode})
-    return 0 if done.returncode in (0, NOTHING_SELECTED) else 1
+    end_s = time.monotonic() + arguments.limit_s
+    runs = [Run(path) for path in files()]
+    codes = [run.end(end_s - time.monotonic()) for run in runs]
+    outcomes = {name: outcome for run in runs for name, outcome in run.outcomes.items()}
+    text = verdict(outcomes, [run.path.stem for run, code in zip(runs, codes, strict=True) if code is None])
+    print(text)
+    appender(arguments, "gpu_tests")({"name": "GPU tests", "verdict": text, "exit_codes": codes})
+    return int(any(code not in (0, NOTHING_SELECTED, None) for code in codes))
 
 
 if __name__ == "__main__":

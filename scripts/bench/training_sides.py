@@ -171,9 +171,10 @@ def megads_side(work: TrainingWork, implementation: str, compiled: str = "none",
         work.model.attention_work(), bf16=work.precision == "bf16", cuda=cuda, impl=ops.model, seq_len=work.seq_len,
         micro_batch_size=work.micro_batch_size, deterministic=deterministic,
     )  # fmt: skip
-    attention = tune_attention(work.model, asked, device).kind
+    attention = tune_attention(work.model, asked, device)
+    print(f"attention: {attention.text}", flush=True)
     spec = EngineSpec(
-        replace(work.model, attention=attention), layout, OPTIM, build_grid(layout, 0, 1), precision=work.dtype,
+        replace(work.model, attention=attention.kind), layout, OPTIM, build_grid(layout, 0, 1), precision=work.dtype,
         micro_batch_size=work.micro_batch_size, seed=SEED, device=device,
         value=first_weights(work), kernels=ops,
     )  # fmt: skip

@@ -67,6 +67,25 @@ def test_arithmetic_is_that_of_the_model() -> None:
     assert total(head.forward) == pytest.approx(prologue * 2048 * head_flops(GPT).forward / A100.peak_flops, rel=1e-3)
 
 
+def test_attention_that_must_repeat() -> None:
+    """Catches determinism and ALiBi that cost nothing on GPUs whose quickest kernels know neither, and rates of heads
+    of another width."""
+
+    def attention(model: ModelConfig, device: str = "h100", **how: bool) -> tuple[float, float]:
+        execution = replace(MEGADS, **how)
+        return RankOperators(model, ParallelConfig(), 2048, 2048, 2, DEVICES[device], execution=execution).attention
+
+    rates, quick = {row[0]: row[1:] for row in DEVICES["h100"].repeatable_attention_rates}, attention(GPT)
+    assert quick[0] == pytest.approx(2 * 2048**2 * 4096 / (989.4e12 * 0.45))
+    narrow = replace(GPT, num_heads=64)
+    for model, width in ((GPT, 128), (narrow, 64)):
+        forward, backward = attention(model, repeatable=True)
+        assert forward == pytest.approx(2 * 2048**2 * 4096 / (rates[width][0] * 1e12))
+        assert backward == pytest.approx(2.5 * 2 * 2048**2 * 4096 / (rates[width][1] * 1e12))
+        assert attention(replace(model, position=Position.alibi)) == (forward, backward)
+    assert attention(GPT, "a100_80gb", repeatable=True) == attention(GPT, "a100_80gb")
+
+
 def test_a_product_runs_in_waves_and_wants_whole_lines() -> None:
     """Catches a product of one tile more than the processors that takes no longer, and one that is not aligned."""
     waves = [matmul_seconds(A100, 256 * rows, 128 * 108, 8192) for rows in (1, 2)]

@@ -77,7 +77,7 @@ def test_faults_are_named(change: Callable[[str], str], keys: int, how: dict[str
 @pytest.mark.parametrize(
     ("change", "keys"),
     [
-        pytest.param(CHUNK_TOO_FEW, 511, id="the end of a row that starts behind a border is left out"),
+        pytest.param(CHUNK_TOO_FEW, 1023, id="the end of a row that starts behind a border is left out"),
         pytest.param(NO_BARRIER, 1500, id="a missing barrier"),
         pytest.param(WARP_TOO_MANY, 1500, id="shared memory that nobody wrote"),
         pytest.param(OTHER_LANE, 100, id="lanes left out of a sum"),

@@ -26,6 +26,7 @@ from scripts.bench.gpu_profile import profile_command, read_report, slowest
 from scripts.bench.gpu_resume import EQUAL, Training, verdict
 from scripts.bench.gpu_sanitizer import findings, sanitizer_command
 from scripts.bench.gpu_stages import RESERVE_S, Clock, Runner, first_error, plan
+from scripts.bench.gpu_tests import verdict as verdict_of_tests
 from scripts.bench.gpu_train import SIZES, fit_of, quickest_attention
 from scripts.bench.torchtitan_side import torchtitan_weights
 from tests.checkpoint.random_layouts import run_record
@@ -157,6 +158,13 @@ def test_trainings_take_the_quickest_attention() -> None:
     assert quickest_attention(measured, kernels=True, repeats=False) == "flash"
     assert quickest_attention(measured, kernels=False) == "flex"
     assert quickest_attention([{"bench": "gpu_train", "kind": "flex"}], kernels=True) == "auto"
+
+
+def test_gpu_tests_that_were_cut_short_still_count() -> None:
+    """Catches failures that nobody is told, and a file that was ended and looks as if all of it had passed."""
+    outcomes = {"tests/a.py::one": "PASSED", "tests/a.py::two": "FAILED", "tests/b.py::three": "PASSED"}
+    assert verdict_of_tests(outcomes, ["b"]) == "1 failed, 2 passed; failed: tests/a.py::two; not finished: b"
+    assert verdict_of_tests({}, []) == "no test ended"
 
 
 def test_torchtitan_gets_our_weights() -> None:
