@@ -83,7 +83,7 @@ def items(check: bool, work: Path, overrides: list[str]) -> list[Item]:
         training("llama_1b", "fused", 25.0),
         training("llama_1b", "torchtitan", 45.0, 100.0),
         Item("profile", "slowest kernels", bench("gpu_profile", "--work", str(work)), 40.0, 90.0, kernels=True),
-        Item("plan", "calibration and steps", bench("gpu_plan"), 120.0, 240.0, kernels=True),
+        Item("plan", "calibration and steps", bench("gpu_plan"), 180.0, 300.0, kernels=True),
         Item("memory", "process and communicators", bench("gpu_communicators"), 20.0),
         training("1.3b", "torch", 25.0),
         training("1.3b", "fused_compiled", 45.0, 120.0),

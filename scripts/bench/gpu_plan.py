@@ -29,6 +29,7 @@ from megads.ops.attention_kinds import AttentionKind
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.plan.devices import DEVICES, Device, read_device, shipped_device
 from megads.plan.model_size import parameter_count
+from megads.plan.operators import MEGADS
 from megads.plan.step_estimate import StepEstimate, StepShape, estimate_step
 from megads.runtime.environment import exported
 from megads.runtime.process import make_deterministic, sum_in_fp32
@@ -105,7 +106,8 @@ class PlannedRow:
     def planned(self, device: Device) -> StepEstimate:
         """The step by a device's table."""
         shape = StepShape(self.seq_len, self.micro_batch, self.micro_batches)
-        return estimate_step(self.model, ParallelConfig(recompute=Recompute(self.recompute)), shape, device)
+        layout, execution = ParallelConfig(recompute=Recompute(self.recompute)), replace(MEGADS, repeatable=True)
+        return estimate_step(self.model, layout, shape, device, execution=execution)
 
 
 ROWS = (

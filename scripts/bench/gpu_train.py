@@ -39,9 +39,12 @@ from megads.model.config import ModelConfig, Position
 from megads.monitor.hooks import throughput
 from megads.ops.attention_kinds import AttentionKind
 from megads.parallel.config import ParallelConfig, Recompute
+from megads.plan.devices import DEVICES, shipped_device
 from megads.plan.memory import Workload, memory_plan
 from megads.plan.model_size import parameter_count
+from megads.plan.operators import MEGADS
 from megads.plan.peak import device_peak_tflops
+from megads.plan.step_estimate import StepShape, estimate_step
 from megads.runtime.environment import available_cores, exported
 from scripts.bench.device_clock import step_seconds
 from scripts.bench.gpu_lines import Line, add_line_options, appender, lines_of_runs
@@ -125,6 +128,8 @@ SIDES: dict[str, Callable[[TrainingWork], Turn]] = {
 }
 OF_KERNELS = {AttentionKind.fused.value, AttentionKind.fused_softmax.value}
 """Kinds of attention that need megads' own kernels."""
+FREE = "fused_free"
+"""The side without train.deterministic."""
 WARM_UP = 3
 ROUNDS, FEWEST_ROUNDS, TIMED_S = 10, 3, 8.0
 """Timed steps, and after how many seconds of them no further one begins, but for the fewest."""
@@ -237,6 +242,16 @@ def work_of(size: str, side: str, device: str, attention: str) -> tuple[Training
     return replace(work, micro_batch=fit.micro_batch, recompute=fit.recompute), fit
 
 
+def planned_step_s(work: TrainingWork, side: str) -> float | None:
+    """Seconds of megads' step by the table of this GPU's kind; None for a peer's, and for a GPU that has no table."""
+    name = shipped_device(torch.cuda.get_device_name()) if work.device == "cuda" and side not in PEERS else None
+    if name is None:
+        return None
+    shape = StepShape(work.seq_len, work.micro_batch_size, work.batch // work.micro_batch_size, work.dtype.itemsize)
+    layout, execution = ParallelConfig(recompute=Recompute(work.recompute)), replace(MEGADS, repeatable=side != FREE)
+    return estimate_step(work.model, layout, shape, DEVICES[name], execution=execution).step_time_s
+
+
 def warm_turn(work: TrainingWork, side: str) -> tuple[TrainingWork, Turn, list[dict[str, float]]]:
     """Builds a side and warms it up; with half the micro-batch where memory runs out.
 
@@ -294,7 +309,7 @@ def measured(size: str, side: str, device: str, attention: str) -> Line:
     return about | asdict(work) | asdict(speed) | {
         "outcome": "done", "step_s": step_s, "seconds": seconds, "flops_per_step": work.flops, "peak_tflops": peak,
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if cuda else peak_resident_bytes(),
-        "planned_bytes": fit.planned_bytes,
+        "planned_bytes": fit.planned_bytes, "planned_step_s": planned_step_s(work, side),
         "losses": [step["loss"] for step in steps], "grad_norms": [step["grad_norm"] for step in steps],
     }  # fmt: skip
 
@@ -310,7 +325,7 @@ def main() -> int:
     alibi = SIZES[arguments.size].model.position is Position.alibi
     if arguments.run and alibi and arguments.side not in PEERS:
         earlier = [line for line in lines_of_runs(arguments.append) if line["run"] == arguments.run]
-        fused, free = arguments.side.startswith("fused"), arguments.side == "fused_free"
+        fused, free = arguments.side.startswith("fused"), arguments.side == FREE
         attention = quickest_attention(earlier, fused, repeats=not free)
     with exported(ONE_RANK):
         line = measured(arguments.size, arguments.side, arguments.device, attention)
@@ -318,8 +333,9 @@ def main() -> int:
     if line["outcome"] != "done":
         print(f"{line['outcome']}: {line['reason']}")
         return int(line["outcome"] == "out of memory")
-    print(f"{line['step_s'] * 1e3:.1f} ms a step, {line['tokens_per_s']:,.0f} tokens/s, MFU {line['mfu']:.1%}, "
-          f"{line['peak_memory_bytes'] / 2**30:.1f} GiB, micro-batch {line['micro_batch']}")  # fmt: skip
+    planned = "" if line["planned_step_s"] is None else f" (planned {line['planned_step_s'] * 1e3:.1f})"
+    print(f"{line['step_s'] * 1e3:.1f} ms a step{planned}, {line['tokens_per_s']:,.0f} tokens/s, "
+          f"MFU {line['mfu']:.1%}, {line['peak_memory_bytes'] / 2**30:.1f} GiB, micro-batch {line['micro_batch']}")  # fmt: skip
     return 0
 
 
