@@ -334,8 +334,9 @@ def main() -> int:
         print(f"{line['outcome']}: {line['reason']}")
         return int(line["outcome"] == "out of memory")
     planned = "" if line["planned_step_s"] is None else f" (planned {line['planned_step_s'] * 1e3:.1f})"
-    print(f"{line['step_s'] * 1e3:.1f} ms a step{planned}, {line['tokens_per_s']:,.0f} tokens/s, "
-          f"MFU {line['mfu']:.1%}, {line['peak_memory_bytes'] / 2**30:.1f} GiB, micro-batch {line['micro_batch']}")  # fmt: skip
+    memory = f"{line['peak_memory_bytes'] / 2**30:.1f} GiB, micro-batch {line['micro_batch']}"
+    speed = f"{line['tokens_per_s']:,.0f} tokens/s, MFU {line['mfu']:.1%}"
+    print(f"{line['step_s'] * 1e3:.1f} ms a step{planned}, {speed}, {memory}")
     return 0
 
 
