@@ -136,19 +136,13 @@ def _enter(rank: int, ranks: int, threads: int, store: str, work: Callable[..., 
         bind_to_share(rank, ranks)
     torch.set_num_threads(threads)
     cuda = torch.cuda.is_available()
-    device = torch.device("cuda", rank) if cuda else None
-    if device is not None:
+    if cuda:
+        device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
         sum_in_fp32()
         make_deterministic(device)  # as runs do
-    dist.init_process_group(
-        "nccl" if cuda else "gloo",
-        init_method=store,
-        rank=rank,
-        world_size=ranks,
-        timeout=timedelta(seconds=_TIMEOUT_S),
-        device_id=device,
-    )
+    timeout = timedelta(seconds=_TIMEOUT_S)
+    dist.init_process_group("nccl" if cuda else "gloo", init_method=store, rank=rank, world_size=ranks, timeout=timeout)
     progress.configure(quiet=rank > 0, plain_on_stdout=False)
     work(*arguments)
     dist.barrier()
