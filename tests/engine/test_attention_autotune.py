@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megads.engine import attention_trials
 from megads.engine.attention_trials import (
     FOLDER,
     TunedAttention,
@@ -137,6 +138,21 @@ def test_what_was_asked_for_must_run() -> None:
             untried == TunedAttention(model.attention, "nothing is measured")
             and not cache_file(FOLDER, "").parent.exists()
         )
+
+
+@pytest.mark.parametrize(("deterministic", "taken"), [(True, "augmented"), (None, "augmented"), (False, "sdpa")])
+def test_bits_count_where_determinism_is_asked(
+    deterministic: bool | None, taken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a run without train.deterministic that pays for a kind which repeats its bits, and one that does not get
+    one; where nothing is said it is asked for. The times stand for a GPU's."""
+    found = {
+        "sdpa": TuningResult(repeats=False, time_ms=1.0, kept_bytes=100),
+        "augmented": TuningResult(repeats=True, time_ms=2.0, kept_bytes=100),
+    }
+    monkeypatch.setattr(attention_trials, "compare", lambda ways, trial, rounds: found)
+    work = work_of(MODEL, deterministic=deterministic)
+    assert measure(MODEL, work, CPU, (AttentionKind.sdpa, AttentionKind.augmented)).kind.value == taken
 
 
 def test_memory_beyond_the_plan() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megads.batch import BatchInfo
 from megads.model.attention import Attention, AttentionCore, Rotary, rotary_tables
@@ -224,3 +225,21 @@ def test_heads_are_all_views_or_all_copies(changes: dict[str, Any], views: tuple
     parts = attention.heads(projection, INFO)
     here = projection.untyped_storage().data_ptr()
     assert tuple(part.untyped_storage().data_ptr() == here for part in parts) == views
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_kv_heads": 2}, {"position": Position.rope}])
+def test_the_projections_gradient_is_one_cat_on_gpus(changes: dict[str, Any]) -> None:
+    """Catches parts of more than four dimensions: on GPUs torch's cat copies those one by one, taking much longer."""
+    attention = hot_attention(**changes)
+    dims: list[int] = []
+
+    class Cats(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.cat.default:
+                dims.extend(x.dim() for x in args[0])
+            return func(*args, **(kwargs or {}))
+
+    parts = attention.heads(attention.qkv(hidden()), INFO)
+    with Cats():
+        torch.autograd.backward(parts, [torch.randn_like(part) for part in parts])
+    assert len(dims) >= 3 and max(dims) <= 4

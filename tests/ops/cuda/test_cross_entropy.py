@@ -33,8 +33,10 @@ def reference(logits: Tensor, labels: Tensor, valid: int, start: int, grad: Tens
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("columns", "valid"), [(1, 1), (37, 37), (1024, 1000), (8203, 8203)])
-def test_error_is_that_of_the_dtype(columns: int, valid: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("columns", "valid", "residue"), [(1, 1, 1), (37, 37, 5), (1024, 1000, 0), (1024, 1003, 3), (8203, 8203, 3)]
+)
+def test_error_is_that_of_the_dtype(columns: int, valid: int, residue: int, dtype: torch.dtype) -> None:
     """Catches wrong tails, padding that takes probability, sums that are not corrected for a larger logit."""
     generator = torch.Generator().manual_seed(columns)
     logits = (4 * torch.randn(24, columns, generator=generator, dtype=torch.float64)).to(dtype)
@@ -44,7 +46,7 @@ def test_error_is_that_of_the_dtype(columns: int, valid: int, dtype: torch.dtype
     grad = torch.linspace(0.5, 2.0, 24)
     exact = reference(logits.double(), labels, valid, 0, grad.double())
     eager = reference(logits, labels, valid, 0, grad)
-    statistics, gradient = ours(logits, labels + 7, valid, 7, grad, order=columns, residue=columns)
+    statistics, gradient = ours(logits, labels + 7, valid, 7, grad, order=columns, residue=residue)
     assert torch.equal(statistics[:, [0, 2]].double(), exact[0][:, [0, 2]])
     torch.testing.assert_close(statistics[:, 1].double(), exact[0][:, 1], rtol=1e-6, atol=0)
     if columns > 1:

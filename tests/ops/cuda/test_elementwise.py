@@ -67,11 +67,11 @@ def test_gelu_far_out() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("count", [61, 333, 4099])
-def test_swiglu(count: int, dtype: torch.dtype) -> None:
-    """Catches gates taken for ups, wrong tails, and a slope that cancels."""
+@pytest.mark.parametrize(("count", "residue"), [(61, 5), (333, 5), (4099, 3), (4096, 0), (4096, 3)])
+def test_swiglu(count: int, residue: int, dtype: torch.dtype) -> None:
+    """Catches gates taken for ups, wrong tails, whole packs that lie across borders, and a slope that cancels."""
     gate_up, grad = draw(2 * count, dtype=dtype), draw(count, dtype=dtype)
-    with Lanes("swiglu", order=count, residue=count % 8, at_end=count % 2) as lanes:
+    with Lanes("swiglu", order=count, residue=residue, at_end=count % 2) as lanes:
         found = [lanes.empty((count,), dtype), lanes.empty((2 * count,), dtype)]
         lanes.call("swiglu_forward", dtype, count, gate_up, found[0])
         lanes.call("swiglu_backward", dtype, count, grad, gate_up, found[1])
@@ -107,6 +107,7 @@ def test_dropout(added: bool, shape: tuple[int, ...], dtype: torch.dtype) -> Non
     out = dropped(x, mask, places, residual, order=count, residue=count % 8, at_end=count % 2)
     exact = dropout(x.double(), mask, places, None if residual is None else residual.double())
     check_error(out, dropout(x, mask, places, residual), exact)
+    assert torch.equal(out, dropped(x, mask, places, residual, residue=3))
     assert torch.equal(dropped(torch.ones_like(x), mask, places, None) != 0, dropout(x * 0 + 1, mask, places) != 0)
 
 

@@ -112,6 +112,7 @@ def test_residual_and_dropout(kept: bool, dtype: torch.dtype) -> None:
     """Catches a mask that is not scaled or read as another's, and a gradient that leaves out the second path."""
     check(inputs(5, 130, dtype, kept=kept, residual=True, grad_added=True), order=3, residue=1)
     check(inputs(4, 48, dtype, kept=kept, residual=not kept, centred=False, bias=None))
+    check(inputs(4, 48, dtype, kept=kept, residual=True, grad_added=True), order=1, residue=1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
