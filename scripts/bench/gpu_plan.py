@@ -215,8 +215,7 @@ def main() -> int:
             asked.check()
             write(asked, calibrate(asked))
             print(f"calibrated in {time.perf_counter() - begin:.0f} s", flush=True)
-        if arguments.file:
-            print(path.read_text(encoding="utf-8"), flush=True)
+        print(path.read_text(encoding="utf-8"), flush=True)
         calibrated = read_device(path)
     known = shipped_device(torch.cuda.get_device_name()) if arguments.device == "cuda" else None
     lines: list[Line] = []
