@@ -16,9 +16,16 @@ from torch import Tensor
 
 def copy_to(x: Tensor, device: torch.device) -> Tensor:
     """The tensor on a device; the host does not wait for a GPU, for which memory is pinned."""
-    if device.type != "cuda" or x.device.type != "cpu":
-        return x.to(device)
-    return x.contiguous().pin_memory().to(device, non_blocking=True)
+    return _pinned(x, device).to(device, non_blocking=device.type == "cuda")
+
+
+def copy_into(place: Tensor, x: Tensor) -> None:
+    """Copies a tensor to where another one of its shape is; the host does not wait for a GPU."""
+    place.copy_(_pinned(x, place.device), non_blocking=place.is_cuda)
+
+
+def _pinned(x: Tensor, device: torch.device) -> Tensor:
+    return x.contiguous().pin_memory() if device.type == "cuda" and x.device.type == "cpu" else x
 
 
 @dataclass(frozen=True, eq=False)

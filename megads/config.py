@@ -19,7 +19,7 @@ from megads.ops.attention_kinds import AttentionWork, why_not
 from megads.ops.config import Compile, Implementation, OpsConfig
 from megads.optim.config import OptimConfig
 from megads.optim.schedule import LearningRate, ScheduleConfig, ScheduleName
-from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Partition, Recompute
+from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Partition
 from megads.parallel.partition import stage_bounds
 from megads.plan.model_size import check_parameter_groups
 from megads.resilience.config import ResilienceConfig
@@ -134,6 +134,7 @@ def _check_across_rooms(config: RootConfig) -> None:
     config.parallel.check()
     check_attention(config)
     _check_compile(config)
+    _check_cuda_graphs(config)
     _check_layout(config)
     _check_batches(config)
     _check_positions(config)
@@ -247,35 +248,30 @@ def _check_optimizer(config: RootConfig) -> None:
 
 
 def _check_compile(config: RootConfig) -> None:
-    """Compiled blocks want their weights in place, CUDA graphs each micro-batch's backward pass after its forward."""
-    compiled, parallel = config.ops.compile, config.parallel
-    if compiled is Compile.none:
+    """Compiled blocks want their weights in place."""
+    if config.ops.compile is not Compile.none and config.parallel.zero_stage == 3:
+        raise ConfigError(
+            f"ops.compile = {config.ops.compile} cannot be had with parallel.zero_stage = 3: weights that are gathered "
+            "when a layer is called, of which a compiler knows nothing; set parallel.zero_stage=1 or 2, or "
+            "ops.compile=none"
+        )
+
+
+def _check_cuda_graphs(config: RootConfig) -> None:
+    """What is captured is all of a micro-batch, on one rank, with gradients that add up in one place."""
+    parallel = config.parallel
+    if not config.ops.cuda_graphs:
         return
-    graphs = compiled is Compile.graphs
-    for wrong, found, reason, wanted in (
-        (
-            parallel.zero_stage == 3,
-            "parallel.zero_stage = 3",
-            "weights that are gathered when a layer is called, of which a compiler knows nothing",
-            "parallel.zero_stage=1 or 2",
-        ),
-        (
-            graphs and parallel.pp > 1,
-            f"parallel.pp = {parallel.pp}",
-            "several micro-batches between their forward and backward pass, whose memory a graph would reuse",
-            "parallel.pp=1",
-        ),
-        (
-            graphs and parallel.recompute is not Recompute.none,
-            f"parallel.recompute = {parallel.recompute}",
-            "forward passes inside of the backward pass, whose memory a graph would reuse",
-            "parallel.recompute=none",
-        ),
+    for name, value, most in (
+        ("pp", parallel.pp, 1),
+        ("tp", parallel.tp, 1),
+        ("cp", parallel.cp, 1),
+        ("zero_stage", parallel.zero_stage, 1),
     ):
-        if wrong:
-            other = "blocks or none" if graphs and "zero_stage" not in found else "none"
+        if value > most:
             raise ConfigError(
-                f"ops.compile = {compiled} cannot be had with {found}: {reason}; set {wanted}, or ops.compile={other}"
+                f"ops.cuda_graphs = true cannot be had with parallel.{name} = {value}: a micro-batch is captured as a "
+                f"whole, on one rank; set parallel.{name}={most}, or ops.cuda_graphs=false"
             )
 
 

@@ -26,7 +26,6 @@ from megads.frozen_config import (
 )
 from megads.model.config import AttentionKind, Position, RopeScaling
 from megads.ops.config import Compile, Implementation, OpsConfig
-from megads.parallel.config import Recompute
 from megads.runtime.run_dir import recorded_config_path
 
 
@@ -133,12 +132,16 @@ def test_good_config_passes() -> None:
             [change("ops.compile", Compile.blocks), change("parallel.zero_stage", 3), change("parallel.dp", 2)],
             "ops.compile = blocks cannot be had with parallel.zero_stage = 3",
         ),
-        ([change("ops.compile", Compile.graphs), change("parallel.pp", 2)], "parallel.pp = 2"),
-        ([change("ops.loss_chunk", 0)], "ops.loss_chunk = 0: must be at least 1 token"),
         (
-            [change("ops.compile", Compile.graphs), change("parallel.recompute", Recompute.full)],
-            "parallel.recompute = full",
+            [change("ops.cuda_graphs", True), change("parallel.pp", 2)],
+            "cannot be had with parallel.pp = 2: a micro-batch is captured",
         ),
+        ([change("ops.cuda_graphs", True), change("parallel.tp", 2)], "set parallel.tp=1, or ops.cuda_graphs=false"),
+        (
+            [change("ops.cuda_graphs", True), change("parallel.zero_stage", 2), change("parallel.dp", 2)],
+            "parallel.zero_stage = 2",
+        ),
+        ([change("ops.loss_chunk", 0)], "ops.loss_chunk = 0: must be at least 1 token"),
         ([change("model.rope_theta", 0.0)], "model.rope_theta = 0.0"),
         ([change("run.id", "../elsewhere")], "run.id"),
         ([change("logging.every_steps", 0)], "logging.every_steps = 0"),

@@ -96,6 +96,7 @@ class Bucket:
         self.own_weights = self.weights[self.slice.start : self.slice.stop]
         self.master = self.own_weights.to(torch.float32, copy=True)
         self.average: Tensor | None = None
+        self._keeps = False
         self._slots = Pieces(((slot.start, slot.stop) for slot in layout.slots), first.device)
         self.gradient: Tensor | None = None
         self._main_grad: Tensor | None = None
@@ -105,7 +106,8 @@ class Bucket:
     def begin(self) -> None:
         """Forgets everything about the last step."""
         self.missing = sum(len(parameters) for parameters in self.copies)
-        self.gradient = self._main_grad = self._reduction = None
+        self.gradient = self._reduction = None
+        self._release()
         self._empty = set(range(len(self.copies)))
         self.squares: Tensor | None = None
 
@@ -144,6 +146,24 @@ class Bucket:
                 self._main_grad[stop:start] = 0.0
         return self._main_grad
 
+    def keep_main_grad(self) -> None:
+        """Leaves main_grad where it is from now on, from step to step."""
+        self._keeps = True
+        self._room()
+
+    def _release(self) -> None:
+        if not self._keeps:
+            self._main_grad = None
+
+    @property
+    def unwritten(self) -> set[int]:
+        """Slots of main_grad that have got no gradient in this step; a copy."""
+        return set(self._empty)
+
+    @unwritten.setter
+    def unwritten(self, slots: set[int]) -> None:
+        self._empty = set(slots)
+
     def main_grad(self) -> Tensor:
         """This rank's own gradients of the whole step, fp32; zeros for parameters that got none."""
         main_grad = self._room()
@@ -174,7 +194,8 @@ class Bucket:
         """
         if self._reduction is not None:
             self._reduction.wait()
-        self._main_grad = self._reduction = None
+        self._reduction = None
+        self._release()
         if self._also_over is not None:
             dist.all_reduce(self.gradient, group=self._also_over)
 
@@ -351,6 +372,20 @@ class BucketAdamW:
         self.last_backward, self._launched, self._overlap = False, 0, overlap
         for bucket in self.buckets:
             bucket.begin()
+
+    def keep_main_grads(self) -> None:
+        """Gradients are added up in the same memory in all steps from now on, as CUDA graphs need it."""
+        for bucket in self.buckets:
+            bucket.keep_main_grad()
+
+    def unwritten(self) -> list[set[int]]:
+        """Of every bucket, the slots of main_grad that have got no gradient in this step."""
+        return [bucket.unwritten for bucket in self.buckets]
+
+    def set_unwritten(self, slots: list[set[int]]) -> None:
+        """Takes note of gradients that a graph has added, of which the host has seen nothing."""
+        for bucket, of_bucket in zip(self.buckets, slots, strict=True):
+            bucket.unwritten = of_bucket
 
     def add(self, weight: Parameter, gradient: Addend) -> None:
         """See MainGrads; of products that were deferred, or are computed in main_grad itself."""

@@ -16,6 +16,7 @@ from megads.batch import BatchInfo, MicroBatch, copy_to
 from megads.engine.deepspeed_adam import deepspeed_adamw
 from megads.engine.deepspeed_adapter import PipelineExecutor
 from megads.engine.interface import Culprit, EngineSpec, Replica
+from megads.engine.micro_batch_graphs import MicroBatchGraphs, leave_default_stream
 from megads.engine.optimizer import BucketAdamW, gradient_of
 from megads.engine.p2p import P2PCommunicator
 from megads.engine.stage_pipeline import StagePipeline, placement_of
@@ -116,6 +117,9 @@ class StageEngine:
         self.watch_spans: Callable[[list[Span]], None] | None = None
         self._spans, self._trace = SpanRecorder(self.device), spec.grid.trace
         self._begin([])
+        self._graphs = (
+            MicroBatchGraphs(self, self.optimizer, module.token_loss, self.device) if spec.kernels.cuda_graphs else None
+        )
 
     @property
     def watch_gradients(self) -> Callable[[], None] | None:
@@ -183,14 +187,30 @@ class StageEngine:
         if self.watch_spans is not None:
             self._spans.begin()
         self._begin(micro_batches)
-        self.optimizer.begin(overlap=overlap)
         self.module.train()
+        if self._graphs is not None and self._graphs.is_due() and not self._trace.recording:
+            self.optimizer.begin(overlap=False)
+            self.total_loss, self.forward_finite[0] = self._graphs.run(micro_batches, self._spans)
+            return self.total_loss
+        self.optimizer.begin(overlap=overlap)
         self._run(self._schedule(len(micro_batches)))
         if self._trace.recording:
             self._trace.context = "before any reduction"
             for name, gradient in self.optimizer.own_gradients():
                 self._trace.record(f"the gradient of {name}", gradient)
         return self.total_loss
+
+    def forward_alone(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """See `micro_batch_graphs.Passes`."""
+        self._begin([batch])
+        self._load(0, 0)
+        self._run_forward(0, 0, *self._input(0, 0))
+        assert self.total_loss is not None
+        return self.total_loss, self.forward_finite[0]
+
+    def backward_alone(self) -> None:
+        """See `micro_batch_graphs.Passes`."""
+        torch.autograd.backward(self._in_flight.pop((0, 0)).root)
 
     def forget(self) -> None:
         """See StepEngine: `compute` begins anew."""
@@ -393,6 +413,8 @@ class PipelineTrainEngine(BaseTrainEngine):
     _engine: StageEngine
 
     def __init__(self, spec: EngineSpec) -> None:
+        if spec.kernels.cuda_graphs and spec.device.type == "cuda":
+            leave_default_stream(spec.device)
         super().__init__(spec)
         self._engine = StageEngine(spec, StagePipeline(spec, self._loss))
 

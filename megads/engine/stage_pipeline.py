@@ -255,23 +255,10 @@ def compile_blocks(blocks: Sequence[nn.Module], compiled: Compile, *, splits: bo
     """
     if compiled is Compile.none:
         return
-    mode = "reduce-overhead" if compiled is Compile.graphs else None
     for block in blocks:
         for module in block.modules():
             untraced = ("forward",) if splits and isinstance(module, SplitLayer) else getattr(module, "untraced", ())
             for name in untraced:
                 # On the object, as what recomputes a core is: other objects of its class are left alone.
                 setattr(module, name, torch.compiler.disable(getattr(module, name)))
-        block.forward = torch.compile(block.forward, dynamic=False, mode=mode)  # type: ignore[method-assign]
-    if compiled is Compile.graphs and blocks:
-        blocks[0].forward = _new_iteration(blocks[0].forward)  # type: ignore[method-assign]
-
-
-def _new_iteration(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Tells CUDA graphs that a micro-batch begins: what the last one left in their memory may be overwritten."""
-
-    def call(*args: Any) -> Tensor:
-        torch.compiler.cudagraph_mark_step_begin()
-        return forward(*args)
-
-    return call
+        block.forward = torch.compile(block.forward, dynamic=False)  # type: ignore[method-assign]

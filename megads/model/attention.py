@@ -41,6 +41,7 @@ from megads.ops.attention import (
 )
 from megads.ops.attention_kinds import AttentionKind
 from megads.ops.config import TORCH, KernelOp, Kernels
+from megads.ops.device_cache import device_cache
 from megads.ops.dropout import DropoutMask
 from megads.ops.rotary import rotate
 from megads.ops.softmax import MaskedSoftmax, explicit_attention
@@ -61,13 +62,13 @@ def alibi_slopes(num_heads: int) -> Tensor:
     return torch.tensor(slopes, dtype=torch.float32)
 
 
-@functools.lru_cache(maxsize=8)
+@device_cache(8)
 def _slopes_of(num_heads: int, first_head: int, last_head: int, device: torch.device) -> Tensor:
     """Slopes of heads first_head..last_head - 1 of a model with `num_heads`, fp32; the same tensor every time."""
     return alibi_slopes(num_heads)[first_head:last_head].to(device, copy=True)
 
 
-@functools.lru_cache(maxsize=4)
+@device_cache(4)
 def causal_bias(
     num_heads: int,
     first_head: int,
@@ -153,7 +154,7 @@ _DOCUMENT_BIASES: PerBatch[Tensor] = PerBatch()
 _DOCUMENTS: PerBatch[Documents] = PerBatch()
 _DOCUMENT_BLOCKS: PerBatch[BlockMask] = PerBatch()
 _WINDOW_STARTS: PerBatch[Tensor] = PerBatch()
-_blocks_of = functools.lru_cache(maxsize=8)(visible_blocks)
+_blocks_of = device_cache(8)(visible_blocks)
 
 
 class AttentionCore(nn.Module):
@@ -452,7 +453,7 @@ def scaled_frequencies(frequencies_r: Tensor, theta: float, scaling: RopeScaling
     return kept_r * frequencies_r + (1.0 - kept_r) * slowed_r
 
 
-@functools.lru_cache(maxsize=4)
+@device_cache(4)
 def _place_tables(
     seq_len: int,
     head_dim: int,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import ClassVar
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 
 from megads.batch import BatchInfo, copy_to
 from megads.ops.config import TORCH
+from megads.ops.device_cache import device_cache
 from megads.ops.dropout import DropoutMask, dropout, site_key, threshold_of
 
 
@@ -76,6 +76,6 @@ class Dropout(nn.Module):
         return _range(rank * x_bsh.shape[1], x_bsh.shape[1], x_bsh.device) if size > 1 else None
 
 
-@functools.lru_cache(maxsize=8)
+@device_cache(8)
 def _range(start: int, count: int, device: torch.device) -> Tensor:
     return torch.arange(start, start + count, device=device)

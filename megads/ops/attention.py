@@ -42,6 +42,7 @@ from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask
 
 from megads.ops.config import AUGMENTED_FEATURES, AUGMENTED_LONGEST, shares_keys
+from megads.ops.device_cache import device_cache
 from megads.ops.dropout import DropoutMask
 
 NOTHING_DROPPED = (None, 0, 0, 0)
@@ -242,7 +243,7 @@ def augmented_attention(q_bnsd: Tensor, k_bmsd: Tensor, v_bmsd: Tensor, slopes_n
     return out_bnse[..., :dim]
 
 
-@functools.lru_cache(maxsize=16)
+@device_cache(16)
 def _query_features(slopes_n: Tensor, dim: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """[n, 8]: slope * sqrt(d), as the kernel divides by that, in two parts for each of the keys' two."""
     wanted_n = slopes_n.double() * dim**0.5
@@ -252,7 +253,7 @@ def _query_features(slopes_n: Tensor, dim: int, device: torch.device, dtype: tor
     return torch.stack([rounded_n, rounded_n, rest_n, rest_n, *[zero_n] * (AUGMENTED_FEATURES - 4)], dim=-1).to(device)
 
 
-@functools.lru_cache(maxsize=4)
+@device_cache(4)
 def _key_features(count: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """[t, 8]: each place as a multiple of 256 and the rest, twice."""
     places_t = torch.arange(count, device=device)

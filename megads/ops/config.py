@@ -62,19 +62,19 @@ OPTIMIZER_OPS = frozenset({KernelOp.square_sums, KernelOp.adamw})
 
 
 class Compile(StrEnum):
-    """What torch.compile compiles.
-
-    graphs: blocks, whose pieces a GPU then replays as CUDA graphs.
-    """
+    """What torch.compile compiles."""
 
     none = "none"
     blocks = "blocks"
-    graphs = "graphs"
 
     @classmethod
     def refused(cls) -> dict[str, str]:
         """Values that people ask for, and why they are not offered."""
-        return {"True": "say what is to be compiled: blocks, or graphs", "False": "use none"}
+        return {
+            "True": "say what is to be compiled: blocks",
+            "False": "use none",
+            "graphs": "CUDA graphs of whole micro-batches have taken its place: ops.cuda_graphs=true",
+        }
 
 
 @dataclass
@@ -89,8 +89,11 @@ class OpsConfig:
     GPUs, where its compiled extensions are installed; everything else is torch's then."""
     compile: Compile = Compile.none
     """blocks: each block's forward and backward pass by torch.compile, once for every shape, some ten seconds at the
-    start. graphs: the same, and on a GPU its pieces are replayed as CUDA graphs, for small models whose kernels are
-    shorter than their launches; neither has run on a GPU yet (docs/kernels.md). none: as it is written."""
+    start. none: as it is written."""
+    cuda_graphs: bool = False
+    """Captures the forward and the backward pass of a micro-batch as CUDA graphs and replays them: for small models and
+    micro-batches, which a GPU computes faster than its host launches them (docs/kernels.md). On one pipeline stage
+    without tensor or context parallelism; the gradients of data-parallel ranks are reduced after the last pass."""
     loss_chunk: int | None = None
     """Tokens of a micro-batch whose logits are in memory at a time: the output projection, the loss and the gradients
     of both are computed for so many at once. null: as many as have 256 MiB of logits on a rank (1 GiB on a GPU)."""
@@ -149,6 +152,7 @@ class Kernels:
         optimizer: of gradient norms and AdamW, likewise.
         reason: why not others; empty where nothing had to be decided.
         compiled: what torch.compile compiles.
+        cuda_graphs: passes of micro-batches are captured and replayed.
         loss_chunk: tokens whose logits are in memory at a time; None goes by their size.
         tuned: under auto the operators that megads' kernels compute, as measured on the GPU (`megads.engine.autotune`);
             torch computes the others. None: not measured yet.
@@ -158,6 +162,7 @@ class Kernels:
     optimizer: Implementation
     reason: str = ""
     compiled: Compile = Compile.none
+    cuda_graphs: bool = False
     loss_chunk: int | None = None
     tuned: frozenset[KernelOp] | None = None
 

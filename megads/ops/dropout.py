@@ -14,7 +14,6 @@ Shape suffixes: b = batch, n = heads, s = places (queries or tokens), e = elemen
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import struct
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 
 from megads.ops.config import DRAWN_AT_ONCE, TORCH, KernelOp, Kernels
+from megads.ops.device_cache import device_cache
 
 RESOLUTION = 2**16
 """A probability is a multiple of 1 / RESOLUTION."""
@@ -105,7 +105,7 @@ class DropoutMask:
         return kept[:, :elements].reshape(*sizes, elements)
 
 
-@functools.lru_cache(maxsize=8)
+@device_cache(8)
 def _multipliers(device: torch.device) -> tuple[Tensor, Tensor]:
     """Philox's factors [2, 1, 1], and the same in the other order; made on the device, so that no host waits for it."""
     first, second = (torch.full((1, 1, 1), factor, dtype=torch.int64, device=device) for factor in MULTIPLIERS)

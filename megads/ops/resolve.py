@@ -38,7 +38,7 @@ def choose(config: OpsConfig, *, cuda: bool, optimizer: Implementation = Impleme
         optimizer: what the user asked for there; auto: what the model takes.
 
     Raises:
-        ConfigError: fused or apex was asked for and cannot be had.
+        ConfigError: fused, apex or CUDA graphs were asked for and cannot be had.
     """
     return _choose(config, optimizer, cuda, lambda: (library_path(), cuda and cuda_library_path()), _nothing)
 
@@ -107,11 +107,13 @@ def _choose(
     config: OpsConfig, optimizer: Implementation, cuda: bool, get: Prepare, get_apex: Callable[[str], object]
 ) -> Kernels:
     _require_compiler(config.compile, cuda=cuda)
+    if config.cuda_graphs and not cuda:
+        raise ConfigError("ops.cuda_graphs = true, but the model is on a CPU: use ops.cuda_graphs=false")
     model, reason = _take("ops.impl", config.impl, cuda, get, get_apex)
     own = model
     if optimizer is not Implementation.auto:
         own, _ = _take("optim.impl", optimizer, cuda, get, get_apex)
-    return Kernels(model, own, reason, config.compile, config.loss_chunk)
+    return Kernels(model, own, reason, config.compile, config.cuda_graphs, config.loss_chunk)
 
 
 def _take(
@@ -168,14 +170,10 @@ def _require_compiler(compiled: Compile, *, cuda: bool) -> None:
         cuda: the model is on GPUs.
 
     Raises:
-        ConfigError: the compiler's own compiler is missing, or there are no GPUs for CUDA graphs.
+        ConfigError: the compiler's own compiler is missing.
     """
     if compiled is Compile.none:
         return
-    if compiled is Compile.graphs and not cuda:
-        raise ConfigError(
-            "ops.compile = graphs captures CUDA graphs, but the model is on a CPU: use ops.compile=blocks or none"
-        )
     try:
         find_compiler()
     except KernelsUnavailable as error:

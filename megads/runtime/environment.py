@@ -266,13 +266,26 @@ def wait_passively() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def fix_cublas_workspace() -> None:
+_CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+
+
+def fix_cublas_workspace() -> bool:
     """Gives cuBLAS memory of a fixed size, without which it may sum a product in another order in another run.
 
     To be called before its first product. Eight buffers of 4 MiB are as much as torch gives it on an H100; a user's own
     setting stays.
+
+    Returns:
+        Whether the size is ours.
     """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    ours = _CUBLAS_WORKSPACE not in os.environ
+    os.environ.setdefault(_CUBLAS_WORKSPACE, ":4096:8")
+    return ours
+
+
+def forget_cublas_workspace() -> None:
+    """Takes the size of the workspace out of the environment; see `megads.runtime.process.make_deterministic`."""
+    os.environ.pop(_CUBLAS_WORKSPACE, None)
 
 
 NCCL_ALGORITHMS = "^NVLS,NVLSTree"

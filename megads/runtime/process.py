@@ -17,7 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megads.errors import EXIT_BUG
-from megads.runtime.environment import available_core_numbers, fix_cublas_workspace, fix_nccl_algorithms
+from megads.runtime.environment import (
+    available_core_numbers,
+    fix_cublas_workspace,
+    fix_nccl_algorithms,
+    forget_cublas_workspace,
+)
 from megads.runtime.hooks import StepInfo, TrainState
 
 if TYPE_CHECKING:
@@ -161,11 +166,18 @@ def make_deterministic(device: torch.device) -> None:
         return
     import torch  # here, as whoever starts child processes need not wait for it
 
-    fix_cublas_workspace()
+    fixed = fix_cublas_workspace()
     fix_nccl_algorithms()
     torch.use_deterministic_algorithms(True)
     # Else every tensor that is made empty would be filled first; nothing here reads what nobody wrote.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    if fixed and torch.cuda.is_available():
+        # torch looks for the setting at its first product, and remembers that it was there. But up to 2.12 it also
+        # parses it at every product, by a regular expression, up to three times: 50 to 140 us on a host that launches
+        # a kernel in 6. Without it torch takes the size that it has for this GPU, as fixed as ours.
+        square = torch.ones(16, 16, device=device)
+        torch.mm(square, square)
+        forget_cublas_workspace()
 
 
 def sum_in_fp32() -> None:

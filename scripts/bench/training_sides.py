@@ -133,7 +133,14 @@ def first_weights(work: TrainingWork) -> InitialValue:
     return value
 
 
-def megads_side(work: TrainingWork, implementation: str, compiled: str = "none", *, deterministic: bool = True) -> Turn:
+def megads_side(
+    work: TrainingWork,
+    implementation: str,
+    compiled: str = "none",
+    *,
+    deterministic: bool = True,
+    cuda_graphs: bool = False,
+) -> Turn:
     """The real engine, one rank; bf16 keeps fp32 masters and fp32 gradients.
 
     Args:
@@ -141,6 +148,7 @@ def megads_side(work: TrainingWork, implementation: str, compiled: str = "none",
         implementation: ops.impl.
         compiled: ops.compile.
         deterministic: train.deterministic.
+        cuda_graphs: ops.cuda_graphs.
 
     Raises:
         UnavailableError: the kernels cannot be had.
@@ -158,7 +166,8 @@ def megads_side(work: TrainingWork, implementation: str, compiled: str = "none",
 
     cuda = work.device == "cuda"
     try:
-        ops = load(OpsConfig(Implementation(implementation), Compile(compiled), work.loss_chunk), print, cuda=cuda)
+        asked_ops = OpsConfig(Implementation(implementation), Compile(compiled), cuda_graphs, work.loss_chunk)
+        ops = load(asked_ops, print, cuda=cuda)
     except ConfigError as error:
         raise UnavailableError(str(error)) from None
     if not dist.is_initialized():

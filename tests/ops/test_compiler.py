@@ -23,5 +23,5 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 def test_graphs_want_a_gpu() -> None:
     """Catches CUDA graphs that are asked for on a CPU and silently not there."""
-    with pytest.raises(ConfigError, match=r"ops\.compile = graphs .* on a CPU"):
-        choose(OpsConfig(Implementation.torch, Compile.graphs), cuda=False)
+    with pytest.raises(ConfigError, match=r"ops\.cuda_graphs = true, but the model is on a CPU"):
+        choose(OpsConfig(Implementation.torch, cuda_graphs=True), cuda=False)

@@ -1,0 +1,109 @@
+"""Steps by captured micro-batches are those of the same engine without; on a CPU a replay calls what was captured.
+
+What only CUDA can do wrong, memory that a graph reads after others got it, is for tests/engine/test_gpu.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megads.engine import micro_batch_graphs
+from megads.engine.micro_batch_graphs import EAGER_STEPS, MicroBatchGraphs
+from megads.errors import ConfigError
+from megads.ops.device_cache import device_cache, keep_cached
+from megads.runtime.span import Span
+from tests import parity
+from tests.distributed import run_ranks
+from tests.parity import LAYOUTS, MODEL, build_engine, digest, scenario_with, step_batches
+
+pytestmark = pytest.mark.distributed
+
+DROPOUT = replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1)
+
+
+def _trained(layout: str, captures: bool) -> dict[str, Any]:
+    """Results of the steps, what became of the batches, and the state; the spans of the last step."""
+    parallel = LAYOUTS[layout]
+    scenario = parity.fitted(scenario_with(model=DROPOUT, masked=True, documents=True), parallel)
+    engine = build_engine(scenario, parallel)
+    calls: list[str] = []
+    if captures:
+
+        def capture(run: Any, _pool: object) -> Any:
+            calls.append("capture")
+            return run
+
+        micro_batch_graphs.capture = capture  # type: ignore[assignment]
+        inner: Any = engine._engine  # type: ignore[attr-defined]
+        inner._graphs = MicroBatchGraphs(inner, inner.optimizer, inner.module.token_loss, torch.device("cpu"))
+    results, spans, batches = [], list[Span](), []
+    for step in range(EAGER_STEPS + 3):
+        batches.append(step_batches(scenario, step, engine.grid.dp.rank, parallel.dp))
+        if step == EAGER_STEPS + 2:
+            engine.watch_spans(spans.extend)
+        results.append(engine.step(batches[-1], scenario.lr))
+    again = [step_batches(scenario, step, engine.grid.dp.rank, parallel.dp) for step in range(len(batches))]
+    kept = all(
+        torch.equal(one.tokens_bs, other.tokens_bs)  # type: ignore[arg-type]
+        for left, right in zip(batches, again, strict=True)
+        for one, other in zip(left, right, strict=True)
+    )
+    state = {(shard.key, shard.offset): digest(shard.tensor) for shard in engine.named_shards(owned=False)}
+    passes = [(span.kind, span.micro_batch) for span in spans if span.micro_batch is not None]
+    return {"results": results, "state": state, "passes": passes, "captures": len(calls), "kept": kept}
+
+
+@pytest.mark.parametrize("layout", ["single", "dp2"])
+def test_the_same_bits(layout: str) -> None:
+    """Catches a micro-batch that is not copied or copied over its caller's, a gradient that is added to the last
+    step's or written over another micro-batch's, a stale scale of the loss, and masks of the first documents."""
+    size = LAYOUTS[layout].world_size
+    plain, captured = (run_ranks(_trained, size, layout, captures) for captures in (False, True))
+    for one, other in zip(plain, captured, strict=True):
+        assert one["results"] == other["results"] and one["state"] == other["state"]
+        assert [kind for kind in one["passes"] if kind[0] in ("forward", "backward")] == other["passes"]
+        assert other["kept"] and other["captures"] == 4 and one["captures"] == 0
+
+
+def _refused() -> str:
+    scenario = scenario_with()
+    engine = build_engine(scenario, LAYOUTS["single"])
+
+    def capture(_run: Any, _pool: object) -> Any:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nand more")
+
+    micro_batch_graphs.capture = capture  # type: ignore[assignment]
+    inner: Any = engine._engine  # type: ignore[attr-defined]
+    inner._graphs = MicroBatchGraphs(inner, inner.optimizer, inner.module.token_loss, torch.device("cpu"))
+    for step in range(EAGER_STEPS):
+        engine.step(step_batches(scenario, step), scenario.lr)
+    with pytest.raises(ConfigError) as caught:
+        engine.step(step_batches(scenario, EAGER_STEPS), scenario.lr)
+    return str(caught.value)
+
+
+def test_what_cannot_be_captured_is_said() -> None:
+    """Catches CUDA's own words alone, of which nobody learns what to set."""
+    (said,) = run_ranks(_refused, 1)
+    assert "not permitted when stream is capturing)" in said and said.endswith("set ops.cuda_graphs=false")
+
+
+def test_caches_tell_what_they_gave() -> None:
+    """Catches a mask that a cache drops while a graph reads it."""
+    made: list[int] = []
+
+    @device_cache(1)
+    def table(size: int) -> torch.Tensor:
+        made.append(size)
+        return torch.arange(size)
+
+    before = table(3)
+    with keep_cached() as kept:
+        assert table(3) is before
+        table(4)
+    table(5)
+    assert made == [3, 4, 5] and kept[0] is before and kept[1].tolist() == [0, 1, 2, 3]
