@@ -45,7 +45,7 @@ def execution_of(config: RootConfig, device: Device) -> Execution:
     """How megads runs the config on a device: on CPUs its kernels add gradients inside of products, on GPUs determinism
     takes another kernel for attention."""
     if not device.on_cpu:
-        return replace(MEGADS, repeatable=config.train.deterministic)
+        return replace(MEGADS, repeatable=config.train.deterministic, cuda_graphs=config.ops.cuda_graphs)
     return replace(MEGADS, sums_in_product=plans_fused(config.ops, cuda=False))
 
 

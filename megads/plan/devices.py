@@ -42,8 +42,8 @@ class LayoutCosts:
 
     Attributes:
         layout: zero_2 and zero_3; tp, sp (with sequence_parallel), sp_chunks (in several tp_chunks) and cp;
-            recompute_selective and recompute_full: more than the forward pass again; pp: of a rank, whatever its
-            stages.
+            recompute_selective and recompute_full: more than the forward pass again, on a GPU of its host alone; pp: of
+            a rank, whatever its stages.
         block_us: of a block whatever its size: hooks, calls.
         element_ns: of a parameter of the block under ZeRO, else of an element of its input: copies, casts.
     """

@@ -71,6 +71,7 @@ class Execution:
         gradient_bytes: of an element of the reduction.
         whole_recompute: recomputation of a block makes its last product again, too.
         repeatable: gradients of attention are the same bits on every run, which the quickest kernels' are not.
+        cuda_graphs: passes are captured and replayed, so that no GPU waits for its host.
         product_rate: of its matrix products beside what the device's table has: older libraries, lower clocks.
     """
 
@@ -86,6 +87,7 @@ class Execution:
     gradient_bytes: int = FP32
     whole_recompute: bool = False
     repeatable: bool = False
+    cuda_graphs: bool = False
     product_rate: float = 1.0
 
 
@@ -254,14 +256,19 @@ class RankOperators:
         """Seconds of elementwise kernels that read and write so many bytes."""
         return self._traffic(size) if costs is None else size / (costs.gigabytes_per_s * 1e9)
 
-    def host(self, costs: PassCosts | None, busy: Iterable[float]) -> float:
+    def host(self, costs: PassCosts | None, busy: Iterable[float], again_s: float = 0.0) -> float:
         """Seconds that a block waits for its host, which launches what takes `busy` seconds in all.
 
         On a CPU the host is the device; a GPU waits only where it is done before the host is.
+
+        Args:
+            costs: of the pass; None: the host is never late.
+            busy: seconds of the device.
+            again_s: of the host, for what is launched again.
         """
-        if costs is None:
+        if costs is None or self.execution.cuda_graphs:
             return 0.0
-        launches = costs.block_us * 1e-6
+        launches = costs.block_us * 1e-6 + again_s
         return launches if self.device.on_cpu else max(0.0, launches - sum(busy))
 
     @property
@@ -348,17 +355,21 @@ class RankOperators:
         beside = self._layout_costs()
         weight_sums = self._sum_gradient(sum(outputs * inputs for _, outputs, inputs in self._products()))
         launches = self.host(device.forward_costs, (matmul[0], core_forward, moved))
-        launches_back = self.host(device.backward_costs, (matmul[1], matmul[2], core_backward, moved_back))
-        recompute = 0.0
+        recompute = launches_again = 0.0
         if mode is Recompute.full:
             last, last_wait = products[-1][1][0], self._close(products[-1][1])[0]
             again = self.execution.whole_recompute or bool(self.model.hidden_dropout)
-            recompute = matmul[0] + core_forward + moved + launches + tp[0] + gathered + beside / 3
+            recompute = matmul[0] + core_forward + moved + tp[0] + gathered + beside / 3
             recompute -= 0.0 if again else last + last_wait
+            launches_again = 0.0 if device.forward_costs is None else device.forward_costs.block_us * 1e-6
         elif mode is Recompute.selective:
             recompute = core_forward + gathered
         if recompute:
-            recompute += device.layout_seconds(f"recompute_{mode}", self.tokens * self.model.hidden_size)
+            launches_again += device.layout_seconds(f"recompute_{mode}", self.tokens * self.model.hidden_size)
+        if device.on_cpu:
+            recompute, launches_again = recompute + launches_again, 0.0
+        busy_back = (matmul[1], matmul[2], core_backward, moved_back, recompute)
+        launches_back = self.host(device.backward_costs, busy_back, launches_again)
         return LayerSeconds(
             {
                 "matmul": matmul[0],

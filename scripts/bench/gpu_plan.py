@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from megads.engine.attention_trials import tune_attention
+from megads.engine.micro_batch_graphs import EAGER_STEPS
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.ops.attention_kinds import AttentionKind
 from megads.parallel.config import ParallelConfig, Recompute
@@ -42,7 +43,7 @@ from scripts.bench.gpu_lines import Line, add_line_options, appender
 from scripts.bench.processes import ONE_RANK
 from scripts.bench.training_sides import TrainingWork, megads_side
 
-WARM_UP, TIMED = 2, 4
+WARM_UP, TIMED = EAGER_STEPS + 1, 4
 """Steps."""
 WITHIN = 0.1
 """Relative error of a good plan."""
@@ -58,6 +59,7 @@ class PlannedRow:
         seq_len, micro_batch, micro_batches: of the step.
         recompute: parallel.recompute.
         kv_heads, ffn: of Llama's.
+        cuda_graphs: ops.cuda_graphs.
     """
 
     like: str
@@ -71,10 +73,12 @@ class PlannedRow:
     recompute: str = "none"
     kv_heads: int | None = None
     ffn: int | None = None
+    cuda_graphs: bool = False
 
     @property
     def name(self) -> str:
         recompute = "" if self.recompute == "none" else f" {self.recompute}"
+        recompute += " graphs" if self.cuda_graphs else ""
         return (
             f"{self.like} L{self.layers} h{self.hidden} V{self.vocabulary} S{self.seq_len} "
             f"b{self.micro_batch}x{self.micro_batches}{recompute}"
@@ -106,11 +110,12 @@ class PlannedRow:
     def planned(self, device: Device) -> StepEstimate:
         """The step by a device's table."""
         shape = StepShape(self.seq_len, self.micro_batch, self.micro_batches)
-        layout, execution = ParallelConfig(recompute=Recompute(self.recompute)), replace(MEGADS, repeatable=True)
+        layout = ParallelConfig(recompute=Recompute(self.recompute))
+        execution = replace(MEGADS, repeatable=True, cuda_graphs=self.cuda_graphs)
         return estimate_step(self.model, layout, shape, device, execution=execution)
 
 
-ROWS = (
+BUSY_OR_NOT = (
     PlannedRow("gpt", 12, 768, 12, 50304, 1024, 8, 2),
     PlannedRow("gpt", 24, 1024, 16, 50304, 2048, 1, 8, "selective"),
     PlannedRow("gpt", 24, 2048, 16, 50368, 2048, 8, 2),
@@ -120,6 +125,8 @@ ROWS = (
     PlannedRow("llama", 12, 2048, 16, 32000, 8192, 1, 4, ffn=5632),
     PlannedRow("llama", 5, 4096, 32, 32000, 4096, 1, 4, "full", 8, 14336),
 )
+ROWS = (*BUSY_OR_NOT, *(replace(row, cuda_graphs=True) for row in BUSY_OR_NOT[:2] + BUSY_OR_NOT[3:5]))
+"""Those that wait for their host once more, by CUDA graphs."""
 SMALL: dict[str, Any] = {"layers": 2, "hidden": 64, "heads": 4, "vocabulary": 512, "seq_len": 64, "micro_batch": 2}
 """Does it run? On a CPU."""
 
@@ -129,7 +136,7 @@ def rows_for(device: str) -> list[PlannedRow]:
     if device == "cuda":
         return list(ROWS)
     llama: dict[str, Any] = {"kv_heads": 2, "ffn": 128}
-    return [replace(row, **SMALL, **(llama if row.like == "llama" else {})) for row in ROWS[1::2]]
+    return [replace(row, **SMALL, **(llama if row.like == "llama" else {})) for row in BUSY_OR_NOT[1::2]]
 
 
 def measured_s(row: PlannedRow, device: str, attention: str) -> float:
@@ -139,7 +146,8 @@ def measured_s(row: PlannedRow, device: str, attention: str) -> float:
     if device == "cuda":
         torch.cuda.empty_cache()
         torch.compiler.reset()  # after eight shapes it would compile no more
-    turn = megads_side(row.work(device, attention), "auto" if device == "cpu" else gpu_kernels().model.value)
+    implementation = "auto" if device == "cpu" else gpu_kernels().model.value
+    turn = megads_side(row.work(device, attention), implementation, cuda_graphs=row.cuda_graphs)
     for _ in range(WARM_UP):
         turn()
     return statistics.median(step_seconds(turn, device) for _ in range(TIMED))

@@ -291,6 +291,14 @@ def test_a_calibrated_host_and_collectives_are_counted() -> None:
     busy = estimate_step(GPT, ParallelConfig(), StepShape(2048, 1, 4), replace(here, on_cpu=False))
     idle = estimate_step(GPT, ParallelConfig(), StepShape(16, 1, 4), replace(here, on_cpu=False))
     assert busy.parts["host"] < 0.1 * plan.parts["host"] < idle.parts["host"] < plan.parts["host"]
+    # 24 blocks of four micro-batches are launched forward and backward, and forward again.
+    again = LayoutCosts("recompute_full", 500.0, 0.0)
+    quick, full = replace(costs, gigabytes_per_s=1000.0), ParallelConfig(recompute=Recompute.full)
+    gpu = replace(here, forward_costs=quick, backward_costs=quick, on_cpu=False, layout_costs=(again,))
+    once, twice = (estimate_step(GPT, layout, StepShape(16, 1, 4), gpu) for layout in (ParallelConfig(), full))
+    assert twice.step_time_s - once.step_time_s == pytest.approx(4 * 24 * 1.5e-3, rel=0.02)
+    captured = estimate_step(GPT, full, StepShape(16, 1, 4), gpu, execution=replace(MEGADS, cuda_graphs=True))
+    assert captured.parts["host"] == pytest.approx(4 * 2 * 5e-4 + 2e-3)
     measured = (MeasuredCollective("all_reduce", 4, 100.0, 2.0), MeasuredCollective("all_reduce", 2, 100.0, 1.0))
     pair, nodes = CommunicationGroup(2, 2), CommunicationGroup(16, 8)
     device = replace(A100, collectives=measured)
@@ -314,8 +322,9 @@ def test_a_calibrated_host_and_collectives_are_counted() -> None:
 )
 def test_costs_of_a_layout_are_counted_as_often_as_they_occur(costs: str, layout: ParallelConfig, times: int) -> None:
     """Catches a cost of a pipeline that is counted for every virtual stage, or one of a block in other layouts."""
-    slower = replace(FREE, layout_costs=(LayoutCosts(costs, 1000.0, 0.0),))
-    plain, found = (estimate_step(GPT, layout, SHAPE, device) for device in (FREE, slower))
+    free = replace(FREE, on_cpu=True)
+    slower = replace(free, layout_costs=(LayoutCosts(costs, 1000.0, 0.0),))
+    plain, found = (estimate_step(GPT, layout, SHAPE, device) for device in (free, slower))
     outside = ("pipeline", "stragglers")
     busy = [sum(seconds for name, seconds in one.parts.items() if name not in outside) for one in (plain, found)]
     assert busy[1] - busy[0] == pytest.approx(1e-3 * times, abs=1e-9)

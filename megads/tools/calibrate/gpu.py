@@ -20,7 +20,7 @@ from megads.model.config import ModelConfig, Position
 from megads.ops.attention_kinds import AttentionKind, AttentionWork
 from megads.ops.config import Implementation, Kernels, OpsConfig
 from megads.ops.resolve import load
-from megads.parallel.config import ParallelConfig
+from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.grid import build_grid
 from megads.plan.devices import device_from, shipped_device
 from megads.plan.peak import data_sheet_tflops
@@ -34,7 +34,16 @@ from megads.tools.calibrate.operators import (
     measured_products,
     smallest_s,
 )
-from megads.tools.calibrate.passes import GPU_TRIALS, LAUNCH_TRIALS, PLAIN, Trained, Trial, pass_costs, trained
+from megads.tools.calibrate.passes import (
+    GPU_TRIALS,
+    LAUNCH_TRIALS,
+    PLAIN,
+    Trained,
+    Trial,
+    launches_again,
+    pass_costs,
+    trained,
+)
 
 _TUNED_LENGTH = 2048
 """Tokens a sample for which kinds of attention are tried; the quickest is taken for all lengths."""
@@ -108,9 +117,9 @@ def _chosen_attention(bench: Bench) -> dict[bool, AttentionKind]:
     return found
 
 
-def _replicas() -> ParallelConfig:
+def _replicas(recompute: Recompute = Recompute.none) -> ParallelConfig:
     """Ranks that do nothing else."""
-    return ParallelConfig(dp=dist.get_world_size(), zero_stage=0)
+    return ParallelConfig(dp=dist.get_world_size(), zero_stage=0, recompute=recompute)
 
 
 def measured_gpu(
@@ -158,7 +167,10 @@ def measured_gpu(
         **products,
     }
     device, width = device_from(found, "gpu"), bench.dtype.itemsize
-    return found | pass_costs(_trained(trials, bench), device, width, _trained(launches, bench))
+    busy, waiting = _trained(trials, bench), _trained(launches, bench)
+    found |= pass_costs(busy, device, width, waiting)
+    again = {mode: _trained(launches[-1:], bench, mode)[0] for mode in (Recompute.selective, Recompute.full)}
+    return found | {"layout_costs": launches_again(waiting[-1], again)}
 
 
 def _links(gpu: str, measured: Mapping[str, Any], copied: float, kernel_s: float) -> dict[str, Any]:
@@ -179,10 +191,10 @@ def _links(gpu: str, measured: Mapping[str, Any], copied: float, kernel_s: float
     }
 
 
-def _trained(trials: Sequence[Trial], bench: Bench) -> list[Trained]:
+def _trained(trials: Sequence[Trial], bench: Bench, recompute: Recompute = Recompute.none) -> list[Trained]:
     """Trained as replicas, once."""
     found = []
     for number, trial in enumerate(trials, 1):
         with Progress(f"training model {number} of {len(trials)}"):
-            found += trained([trial], bench, {PLAIN: _replicas()}, rounds=1)[PLAIN]
+            found += trained([trial], bench, {PLAIN: _replicas(recompute)}, rounds=1)[PLAIN]
     return found

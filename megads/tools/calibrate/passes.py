@@ -113,10 +113,10 @@ GPU_TRIALS = (
 pass (`megads.parallel.loss`)."""
 LAUNCH_TRIALS = (
     Trial("gpt", 1, 256, 256, 128, 1, head_dim=128),
-    Trial("gpt", 9, 256, 256, 128, 1, head_dim=128),
     Trial("llama", 9, 256, 256, 128, 1, head_dim=128),
+    Trial("gpt", 9, 256, 256, 128, 1, head_dim=128),
 )
-"""Passes that are shorter on a GPU than on its host."""
+"""Passes that are shorter on a GPU than on its host; the last one is recomputed, too."""
 IN_LAYOUTS = (
     Trial("bloom", 6, 64, 256, 64, 1),
     Trial("llama", 3, 384, 1024, 384, 2, 2),
@@ -297,6 +297,20 @@ def pass_costs(
     costs["update_ns"] = round(max(1e9 * each, 1e-6), 6)
     costs["step_us"] = round(1e6 * (once + median(found.rest for found in trials)), 2)
     return costs
+
+
+def launches_again(plain: Trained, recomputing: Mapping[Recompute, Trained]) -> list[list[Any]]:
+    """Attribute of a GPU, `layout_costs`: what its host takes for a block that is recomputed, more than for another.
+
+    Args:
+        plain: a trial whose passes wait for the host.
+        recomputing: the same trial, with its blocks recomputed.
+    """
+    found: list[list[Any]] = []
+    for mode, one in recomputing.items():
+        again = one.backward - plain.backward - (plain.forward if mode is Recompute.full else 0.0)
+        found.append([f"recompute_{mode}", round(1e6 * max(0.0, again) / plain.trial.layers, 2), 0.0])
+    return found
 
 
 def layout_costs(trials: Mapping[str, Sequence[Trained]], device: Device, width: int) -> list[list[Any]]:

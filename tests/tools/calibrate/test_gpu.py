@@ -21,7 +21,7 @@ from megads.plan.operators import RankOperators
 from megads.plan.step_estimate import StepShape, estimate_step
 from megads.tools.calibrate.gpu import Gpu, measured_gpu
 from megads.tools.calibrate.operators import GPU_SHAPES, Bench
-from megads.tools.calibrate.passes import GPU_TRIALS, LAUNCH_TRIALS, Trained, Trial, pass_costs
+from megads.tools.calibrate.passes import GPU_TRIALS, LAUNCH_TRIALS, Trained, Trial, launches_again, pass_costs
 from tests.distributed import run_ranks
 
 SHAPES = replace(
@@ -96,6 +96,14 @@ def test_costs_of_a_gpu_are_found_again() -> None:
         assert side.logit_ns == pytest.approx(0.004, rel=0.05)
         assert side.block_us == pytest.approx(300.0, rel=0.01) and side.pass_us < 20.0
     assert found.update_ns == pytest.approx(0.009, rel=0.01)
+    again = {
+        Recompute.selective: replace(small[-1], backward=small[-1].backward + 9 * 40e-6),
+        Recompute.full: replace(small[-1], backward=small[-1].backward + 9 * 430e-6),
+    }
+    assert launches_again(small[-1], again) == [
+        ["recompute_selective", pytest.approx(40.0), 0.0],
+        ["recompute_full", pytest.approx(130.0), 0.0],
+    ]
 
 
 def test_trials_keep_a_gpu_busy_and_fit_one() -> None:
