@@ -19,6 +19,7 @@ NEEDS = "needs"
 """How the reason begins why an item has too few GPUs."""
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 """Tools of compute-sanitizer."""
+CUDA_GRAPHS = "ops.cuda_graphs=true"
 CHECKED = ("one device", "parallel.dp=2")
 """Layouts that a check starts."""
 
@@ -72,6 +73,7 @@ def items(check: bool, work: Path, overrides: list[str]) -> list[Item]:
         *(sanitizer(tool) for tool in SANITIZERS),
         Item("tests", "GPU tests", bench("gpu_tests"), 130.0, 185.0, alone=False),
         resume("fused", work),
+        resume("fused", work, CUDA_GRAPHS),
         resume("torch", work),
         Item("kernels", "kernels", bench("gpu_kernels"), 10.0, kernels=True),
         Item("attention", "kinds", bench("gpu_attention"), 25.0, kernels=True),
@@ -134,10 +136,10 @@ def training(size: str, side: str, expected_s: float = 30.0, most_s: float = 75.
     return Item("train", f"{size} {side}", arguments, expected_s, most_s, kernels=side.startswith("fused"))
 
 
-def resume(impl: str, work: Path) -> Item:
+def resume(impl: str, work: Path, *overrides: str) -> Item:
     """A killed run with these operators."""
-    arguments = bench("gpu_resume", "--impl", impl, "--work", str(work))
-    return Item("resume", impl, arguments, 100.0, 185.0, alone=False, kernels=impl == "fused")
+    arguments = bench("gpu_resume", "--impl", impl, "--work", str(work), *overrides)
+    return Item("resume", " ".join((impl, *overrides)), arguments, 100.0, 185.0, alone=False, kernels=impl == "fused")
 
 
 def layouts(work: Path, overrides: list[str]) -> list[Item]:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Does a killed run continue bit for bit on this device? The real command, a real kill -9.
 
-    python -m scripts.bench.gpu_resume --impl torch|fused --work runs/bench [--device cuda] [--append bench.jsonl]
+    python -m scripts.bench.gpu_resume --impl torch|fused --work runs/bench [--device cuda] [key=value ...]
 
 Two runs of the same command start, in bf16 with dropout, the second once the first has chosen what a first start
 chooses by measurement. It is killed, launcher and rank, after a checkpoint and a few steps more, and started again.
@@ -131,14 +131,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--impl", choices=("torch", "fused"), required=True)
     parser.add_argument("--work", type=Path, default=Path("runs/bench"))
+    parser.add_argument("overrides", nargs="*", help="of megads train, beside ops.impl")
     add_line_options(parser)
     arguments = parser.parse_args()
     training = ON_GPU if arguments.device == "cuda" else ON_CPU
     arguments.work.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f"resume_{arguments.impl}_", dir=arguments.work.resolve()))
     write(folder / "data", 2 * 10**6 if arguments.device == "cuda" else 10**5, training.vocabulary)
+    asked = (f"ops.impl={arguments.impl}", *arguments.overrides)
     overrides = (
-        *training.overrides, *SHARED, f"ops.impl={arguments.impl}", f"data.train=[{{path: {folder / 'data'}}}]",
+        *training.overrides, *SHARED, *asked, f"data.train=[{{path: {folder / 'data'}}}]",
         f"train.steps={training.steps}", f"checkpoint.every_steps={training.every}",
     )  # fmt: skip
     try:
@@ -146,7 +148,7 @@ def main() -> int:
             found = trained(megads, training, overrides)
     finally:
         shutil.rmtree(folder)
-    appender(arguments, "gpu_resume")({"name": f"resume, ops.impl={arguments.impl}", "verdict": found})
+    appender(arguments, "gpu_resume")({"name": f"resume, {' '.join(asked)}", "verdict": found})
     print(found)
     return 0 if found.startswith(EQUAL) else 1
 
