@@ -258,21 +258,8 @@ def _check_compile(config: RootConfig) -> None:
 
 
 def _check_cuda_graphs(config: RootConfig) -> None:
-    """What is captured is all of a micro-batch, on one rank, with gradients that add up in one place."""
-    parallel = config.parallel
-    if not config.ops.cuda_graphs:
-        return
-    for name, value, most in (
-        ("pp", parallel.pp, 1),
-        ("tp", parallel.tp, 1),
-        ("cp", parallel.cp, 1),
-        ("zero_stage", parallel.zero_stage, 1),
-    ):
-        if value > most:
-            raise ConfigError(
-                f"ops.cuda_graphs = true cannot be had with parallel.{name} = {value}: a micro-batch is captured as a "
-                f"whole, on one rank; set parallel.{name}={most}, or ops.cuda_graphs=false"
-            )
+    if config.ops.cuda_graphs and (reason := config.parallel.why_no_cuda_graphs()):
+        raise ConfigError(f"ops.cuda_graphs = true cannot be had with {reason}, or ops.cuda_graphs=false")
 
 
 def _check_layout(config: RootConfig) -> None:

@@ -154,6 +154,19 @@ class ParallelConfig:
         """Ranks over which ZeRO shards."""
         return self.zero_shard_size or self.data_size
 
+    def why_no_cuda_graphs(self) -> str:
+        """What keeps a micro-batch from being captured as a whole, on one rank, and what to set; empty: nothing."""
+        for name, value, most in (
+            ("pp", self.pp, 1),
+            ("tp", self.tp, 1),
+            ("cp", self.cp, 1),
+            ("zero_stage", self.zero_stage, 1),
+        ):
+            if value > most:
+                what = "a micro-batch is captured as a whole, on one rank"
+                return f"parallel.{name} = {value}: {what}; set parallel.{name}={most}"
+        return ""
+
     def check(self) -> None:
         """Raises ConfigError on sizes below one, an order that is none, and ZeRO or recomputation that cannot be."""
         for name in AXES:

@@ -104,7 +104,9 @@ class Device:
         repeatable_attention_rates: of a kernel that gives the same bits on every run, and knows ALiBi: features of a
             head, TFLOPs forward, backward. Without any, the other rates count.
         forward_costs, backward_costs: what passes take beside both; None: elementwise kernels reach
-            `memory_efficiency`, and the host is never late.
+            `memory_efficiency`.
+        forward_launch_us, backward_launch_us: what the host takes to launch a block's passes, where those costs are
+            None.
         update_ns: of a parameter in the optimizer's step; None: its traffic counts.
         step_us: of a step whatever it holds.
         collectives: measured ones, instead of `node_gigabytes_per_s` and `node_latency_us`.
@@ -139,6 +141,8 @@ class Device:
     repeatable_attention_rates: tuple[tuple[int, float, float], ...] = ()
     forward_costs: PassCosts | None = None
     backward_costs: PassCosts | None = None
+    forward_launch_us: float = 0.0
+    backward_launch_us: float = 0.0
     update_ns: float | None = None
     step_us: float = 0.0
     collectives: tuple[MeasuredCollective, ...] = ()
@@ -183,6 +187,9 @@ class Device:
         return self.nic_gigabytes_per_s * 1e9 * self.nic_efficiency
 
 
+_FORWARD_LAUNCH_US, _BACKWARD_LAUNCH_US = 570.0, 760.0
+"""Of a host beside one H200: 24 blocks of 1,024 features and 8 micro-batches of one sample took 238 to 300 ms a step,
+for which the GPU needs 150 (docs/performance.md); shared out as `megads calibrate` found it there."""
 _A100 = Device(
     # NVIDIA A100 datasheet (2021): 312 TFLOPS bf16, 600 GB/s NVLink both ways together; 108 SMs (Ampere whitepaper).
     # DGX A100: one HDR InfiniBand port of 200 Gb/s a GPU; PCIe 4.0 x16 to the host, 31.5 GB/s.
@@ -196,6 +203,8 @@ _A100 = Device(
     node_gigabytes_per_s=300.0,
     nic_gigabytes_per_s=25.0,
     host_gigabytes_per_s=25.0,
+    forward_launch_us=_FORWARD_LAUNCH_US,
+    backward_launch_us=_BACKWARD_LAUNCH_US,
     fp32_tflops=19.5,
     matmul_efficiency=0.79,
     # FlashAttention-2 (Dao 2023), figures 4 to 6: 175 to 225 TFLOPs forward and backward, heads of 128, causal.
@@ -213,6 +222,8 @@ _H100 = Device(
     node_gigabytes_per_s=450.0,
     nic_gigabytes_per_s=50.0,
     host_gigabytes_per_s=50.0,
+    forward_launch_us=_FORWARD_LAUNCH_US,
+    backward_launch_us=_BACKWARD_LAUNCH_US,
     fp32_tflops=67.0,
     matmul_efficiency=0.64,
     # FlashAttention-3 (Shah et al. 2024), figures 5 and 6: cuDNN and FA3 450 to 600 TFLOPs, FA2 about 350.
@@ -243,6 +254,8 @@ DEVICES = {
             node_gigabytes_per_s=448.0,
             nic_gigabytes_per_s=50.0,
             host_gigabytes_per_s=50.0,
+            forward_launch_us=_FORWARD_LAUNCH_US,
+            backward_launch_us=_BACKWARD_LAUNCH_US,
             fp32_tflops=163.4,
             matmul_efficiency=0.50,
             attention_efficiency=0.30,
@@ -347,7 +360,7 @@ _NAMED = ("collectives", "layout_costs")
 """Those whose rows begin with a name."""
 _OPTIONAL = ("fp32_tflops", "update_ns", "forward_costs", "backward_costs")
 """Attributes that may be null."""
-_MAY_BE_ZERO = ("step_us", "hidden_cost")
+_MAY_BE_ZERO = ("step_us", "hidden_cost", "forward_launch_us", "backward_launch_us")
 _COSTS = tuple(field.name for field in fields(PassCosts))
 _REQUIRED = frozenset(
     (

@@ -256,19 +256,25 @@ class RankOperators:
         """Seconds of elementwise kernels that read and write so many bytes."""
         return self._traffic(size) if costs is None else size / (costs.gigabytes_per_s * 1e9)
 
-    def host(self, costs: PassCosts | None, busy: Iterable[float], again_s: float = 0.0) -> float:
-        """Seconds that a block waits for its host, which launches what takes `busy` seconds in all.
+    @property
+    def launches(self) -> tuple[float, float]:
+        """Seconds that the host takes to launch a block's passes, forward and backward."""
+        device = self.device
+        forward, backward = (
+            None if costs is None else costs.block_us for costs in (device.forward_costs, device.backward_costs)
+        )
+        return (
+            1e-6 * (device.forward_launch_us if forward is None else forward),
+            1e-6 * (device.backward_launch_us if backward is None else backward),
+        )
+
+    def host(self, launches: float, busy: Iterable[float]) -> float:
+        """Seconds that a block waits for its host, which launches for so long what takes `busy` seconds in all.
 
         On a CPU the host is the device; a GPU waits only where it is done before the host is.
-
-        Args:
-            costs: of the pass; None: the host is never late.
-            busy: seconds of the device.
-            again_s: of the host, for what is launched again.
         """
-        if costs is None or self.execution.cuda_graphs:
+        if self.execution.cuda_graphs:
             return 0.0
-        launches = costs.block_us * 1e-6 + again_s
         return launches if self.device.on_cpu else max(0.0, launches - sum(busy))
 
     @property
@@ -354,22 +360,23 @@ class RankOperators:
         moved, moved_back = self.elementwise
         beside = self._layout_costs()
         weight_sums = self._sum_gradient(sum(outputs * inputs for _, outputs, inputs in self._products()))
-        launches = self.host(device.forward_costs, (matmul[0], core_forward, moved))
-        recompute = launches_again = 0.0
+        launching, launching_back = self.launches
+        launches = self.host(launching, (matmul[0], core_forward, moved))
+        recompute = launching_again = 0.0
         if mode is Recompute.full:
             last, last_wait = products[-1][1][0], self._close(products[-1][1])[0]
             again = self.execution.whole_recompute or bool(self.model.hidden_dropout)
             recompute = matmul[0] + core_forward + moved + tp[0] + gathered + beside / 3
             recompute -= 0.0 if again else last + last_wait
-            launches_again = 0.0 if device.forward_costs is None else device.forward_costs.block_us * 1e-6
+            launching_again = launching
         elif mode is Recompute.selective:
             recompute = core_forward + gathered
         if recompute:
-            launches_again += device.layout_seconds(f"recompute_{mode}", self.tokens * self.model.hidden_size)
+            launching_again += device.layout_seconds(f"recompute_{mode}", self.tokens * self.model.hidden_size)
         if device.on_cpu:
-            recompute, launches_again = recompute + launches_again, 0.0
+            recompute, launching_again = recompute + launching_again, 0.0
         busy_back = (matmul[1], matmul[2], core_backward, moved_back, recompute)
-        launches_back = self.host(device.backward_costs, busy_back, launches_again)
+        launches_back = self.host(launching_back + launching_again, busy_back)
         return LayerSeconds(
             {
                 "matmul": matmul[0],

@@ -292,6 +292,24 @@ def test_the_time_of_a_step_is_planned(capsys: pytest.CaptureFixture[str]) -> No
     assert "a step on 384 x a100_80gb" in text and "gradients added to fp32 sums" in text
 
 
+def test_a_host_that_is_too_slow_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches launches that cost a GPU nothing, and advice that the layout forbids or that is followed already."""
+    small = ["plan", "model=gpt3_350m", "train.seq_len=2048", "train.micro_batch_size=1", "device=h200"]
+    advice = "with ops.cuda_graphs=true a step is"
+    seconds = []
+    for overrides, advised in (
+        ([], True),
+        (["ops.cuda_graphs=true"], False),
+        (["parallel.tp=2"], False),
+        (["train.micro_batch_size=8"], False),
+    ):
+        assert run([*small, "train.global_batch_size=8", *overrides]) == 0
+        assert (advice in capsys.readouterr().out) is advised
+        assert run([*small, "train.global_batch_size=8", *overrides, "json=true"]) == 0
+        seconds.append(json.loads(capsys.readouterr().out)["parts"].get("host", 0.0))
+    assert seconds[0] > 0.1 and seconds[1] == 0.0 and seconds[2] > 0.1 > seconds[3]
+
+
 def test_the_best_layouts_are_searched(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a winner whose overrides are not its layout, and a search that ignores the number of devices."""
     bloom = ["plan", "model=bloom_1b1", "train.seq_len=2048", "train.global_batch_size=8", "device=h100", "json=true"]

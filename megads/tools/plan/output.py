@@ -102,7 +102,7 @@ def show(asked: PlanConfig) -> None:
     _print_groups_and_stages(console, run, cuda=cuda)
     _print(console, config, plan, room, found, choices)
     if step is not None and device is not None:
-        print_step(console, step, config.parallel, device, network_of(asked))
+        print_step(console, step, config, device, network_of(asked))
     if compared:
         console.print(schedule_table(compared, in_seconds=asked.rank_tflops is not None))
         for reason in refusals(compared):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from megads.config import RootConfig
 from megads.launch.preflight_memory import settle_auto
 from megads.launch.step_plan import connected_device, machine_of, step_of
 from megads.parallel.config import ParallelConfig
@@ -18,11 +20,13 @@ from megads.tools.plan.config import PlanConfig
 
 _BAR = 40
 """Characters of a bar as long as the step."""
+_WORTH_SAYING = 0.03
+"""Share of a step that CUDA graphs would save."""
 MEANING = {
     "matmul": "matrix products",
     "attention": "attention cores",
     "elementwise": "norms, activations, residuals, dropouts, loss",
-    "host": "Python, autograd and launches, where calibrated",
+    "host": "Python, autograd and launches, for which the device waits",
     "recompute": "forward passes made again in backward",
     "gradient sums": "gradients added to fp32 sums",
     "tp": "tensor parallelism: what passes wait for",
@@ -101,12 +105,28 @@ def placement_line(parallel: ParallelConfig, device: Device, network: Network) -
     return f"nodes of {device.ranks_per_node}, rank_order {order}: {'; '.join(said) or 'a rank alone'}"
 
 
+def graphs_line(estimate: StepEstimate, config: RootConfig, device: Device, network: Network) -> str:
+    """What CUDA graphs would save, where that is worth a line; else empty."""
+    graphs = replace(config, ops=replace(config.ops, cuda_graphs=True))
+    if device.on_cpu or config.ops.cuda_graphs or config.parallel.why_no_cuda_graphs():
+        return ""
+    without, captured = estimate.step_time_s, step_of(graphs, device, network).step_time_s
+    if captured > (1 - _WORTH_SAYING) * without:
+        return ""
+    return (
+        f"the host launches more slowly than the device computes: with ops.cuda_graphs=true a step is "
+        f"{seconds_text(captured)} ({captured / without - 1:+.0%})"
+    )
+
+
 def print_step(
-    console: VisibleConsole, estimate: StepEstimate, parallel: ParallelConfig, device: Device, network: Network
+    console: VisibleConsole, estimate: StepEstimate, config: RootConfig, device: Device, network: Network
 ) -> None:
     """Prints a step's time, what crosses nodes, and the parts."""
     console.print(step_line(estimate, device))
-    console.print(placement_line(parallel, device, network))
+    console.print(placement_line(config.parallel, device, network))
+    if said := graphs_line(estimate, config, device, network):
+        console.print(said)
     console.print(step_table(estimate))
 
 
