@@ -188,7 +188,7 @@ class StageEngine:
             self._spans.begin()
         self._begin(micro_batches)
         self.module.train()
-        if self._graphs is not None and self._graphs.is_due() and not self._trace.recording:
+        if self._graphs is not None and self._graphs.is_due() and not self._is_watched():
             self.optimizer.begin(overlap=False)
             self.total_loss, self.forward_finite[0] = self._graphs.run(micro_batches, self._spans)
             return self.total_loss
@@ -199,6 +199,11 @@ class StageEngine:
             for name, gradient in self.optimizer.own_gradients():
                 self._trace.record(f"the gradient of {name}", gradient)
         return self.total_loss
+
+    def _is_watched(self) -> bool:
+        """Whether somebody looks into the passes, of which a graph calls nobody."""
+        layers = (layer for chunk in self.module.chunks.values() for layer in chunk)
+        return self._trace.recording or any(layer._forward_hooks for layer in layers)
 
     def forward_alone(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """See `micro_batch_graphs.Passes`."""

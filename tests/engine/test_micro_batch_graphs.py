@@ -1,10 +1,11 @@
-"""Steps by captured micro-batches are those of the same engine without; on a CPU a replay calls what was captured.
+"""Steps by captured micro-batches are those of the same engine without; on a CPU a replay calls what was captured, as it was then.
 
 What only CUDA can do wrong, memory that a graph reads after others got it, is for tests/engine/test_gpu.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -25,27 +26,64 @@ pytestmark = pytest.mark.distributed
 DROPOUT = replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1)
 
 
+class Replays:
+    """Stands in for CUDA graphs on a CPU: what the host has changed since the capture does not count in a replay.
+
+    Args:
+        inner: the stage engine whose passes are captured.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self._inner, self.captured = inner, 0
+        micro_batch_graphs.capture = self.capture  # type: ignore[assignment]
+        inner._graphs = MicroBatchGraphs(inner, inner.optimizer, inner.module.token_loss, torch.device("cpu"))
+
+    def capture(self, run: Callable[[], Any], _pool: object) -> Callable[[], Any]:
+        """Runs it for what the host notes, and undoes what it computed."""
+        self.captured += 1
+        loss, optimizer = self._inner.module.token_loss, self._inner.optimizer
+        main_grads = [bucket._room() for bucket in optimizer.buckets]
+        values = [main_grad.clone() for main_grad in main_grads]
+        scale, unwritten = loss.scale, optimizer.unwritten()
+        run()
+        for main_grad, value in zip(main_grads, values, strict=True):
+            main_grad.copy_(value)
+
+        def replay() -> Any:
+            layers = [layer for chunk in self._inner.module.chunks.values() for layer in chunk]
+            hooks = [layer._forward_hooks.copy() for layer in layers]
+            now = loss.scale, optimizer.unwritten()
+            loss.scale = scale
+            optimizer.set_unwritten(unwritten)
+            for layer in layers:
+                layer._forward_hooks.clear()
+            outputs = run()
+            for layer, known in zip(layers, hooks, strict=True):
+                layer._forward_hooks.update(known)
+            loss.scale = now[0]
+            optimizer.set_unwritten(now[1])
+            return outputs
+
+        return replay
+
+
 def _trained(layout: str, captures: bool) -> dict[str, Any]:
     """Results of the steps, what became of the batches, and the state; the spans of the last step."""
     parallel = LAYOUTS[layout]
     scenario = parity.fitted(scenario_with(model=DROPOUT, masked=True, documents=True), parallel)
     engine = build_engine(scenario, parallel)
-    calls: list[str] = []
-    if captures:
-
-        def capture(run: Any, _pool: object) -> Any:
-            calls.append("capture")
-            return run
-
-        micro_batch_graphs.capture = capture  # type: ignore[assignment]
-        inner: Any = engine._engine  # type: ignore[attr-defined]
-        inner._graphs = MicroBatchGraphs(inner, inner.optimizer, inner.module.token_loss, torch.device("cpu"))
+    replays = Replays(engine._engine) if captures else None  # type: ignore[attr-defined]
     results, spans, batches = [], list[Span](), []
     for step in range(EAGER_STEPS + 3):
         batches.append(step_batches(scenario, step, engine.grid.dp.rank, parallel.dp))
         if step == EAGER_STEPS + 2:
             engine.watch_spans(spans.extend)
         results.append(engine.step(batches[-1], scenario.lr))
+    seen: list[str] = []
+    engine.watch_activations(lambda name, _output: seen.append(name))
+    results.append(engine.step(batches[0], scenario.lr))
+    engine.watch_activations(None)
+    results.append(engine.step(batches[1], scenario.lr))
     again = [step_batches(scenario, step, engine.grid.dp.rank, parallel.dp) for step in range(len(batches))]
     kept = all(
         torch.equal(one.tokens_bs, other.tokens_bs)  # type: ignore[arg-type]
@@ -54,18 +92,27 @@ def _trained(layout: str, captures: bool) -> dict[str, Any]:
     )
     state = {(shard.key, shard.offset): digest(shard.tensor) for shard in engine.named_shards(owned=False)}
     passes = [(span.kind, span.micro_batch) for span in spans if span.micro_batch is not None]
-    return {"results": results, "state": state, "passes": passes, "captures": len(calls), "kept": kept}
+    return {
+        "results": results,
+        "state": state,
+        "passes": passes,
+        "captures": replays.captured if replays else 0,
+        "kept": kept,
+        "seen": seen,
+    }
 
 
 @pytest.mark.parametrize("layout", ["single", "dp2"])
 def test_the_same_bits(layout: str) -> None:
     """Catches a micro-batch that is not copied or copied over its caller's, a gradient that is added to the last
-    step's or written over another micro-batch's, a stale scale of the loss, and masks of the first documents."""
+    step's or written over another micro-batch's, a stale scale of the loss, masks of the first documents, and layers
+    that are watched while a graph runs, which calls nobody."""
     size = LAYOUTS[layout].world_size
     plain, captured = (run_ranks(_trained, size, layout, captures) for captures in (False, True))
     for one, other in zip(plain, captured, strict=True):
         assert one["results"] == other["results"] and one["state"] == other["state"]
         assert [kind for kind in one["passes"] if kind[0] in ("forward", "backward")] == other["passes"]
+        assert one["seen"] == other["seen"] and one["seen"]
         assert other["kept"] and other["captures"] == 4 and one["captures"] == 0
 
 
