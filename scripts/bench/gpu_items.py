@@ -19,6 +19,8 @@ NEEDS = "needs"
 """How the reason begins why an item has too few GPUs."""
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 """Tools of compute-sanitizer."""
+ENDING_S = 10.0
+"""What an item with a limit of its own takes to end."""
 CUDA_GRAPHS = "ops.cuda_graphs=true"
 CHECKED = ("one device", "parallel.dp=2")
 """Layouts that a check starts."""
@@ -38,6 +40,7 @@ class Item:
         appends: takes --device, --append and --run.
         alone: nothing else may run beside it, because it measures time; the others run beside their neighbours.
         kernels: needs the compiled kernels.
+        limited: takes --limit-s, by which it ends on its own.
     """
 
     stage: str
@@ -49,6 +52,7 @@ class Item:
     appends: bool = True
     alone: bool = True
     kernels: bool = False
+    limited: bool = False
 
 
 def bench(module: str, *arguments: str) -> tuple[str, ...]:
@@ -71,7 +75,7 @@ def items(check: bool, work: Path, overrides: list[str]) -> list[Item]:
         Item(ALWAYS, BUILD, bench("gpu_build"), 40.0, 200.0),
         # Nothing of these is timed, so they share the GPU.
         *(sanitizer(tool) for tool in SANITIZERS),
-        Item("tests", "GPU tests", bench("gpu_tests"), 130.0, 185.0, alone=False),
+        Item("tests", "GPU tests", bench("gpu_tests"), 130.0, 240.0, alone=False, limited=True),
         resume("fused", work),
         resume("fused", work, CUDA_GRAPHS),
         resume("torch", work),
@@ -107,7 +111,7 @@ def checked(work: Path, overrides: list[str]) -> list[Item]:
         Item(ALWAYS, "device", bench("gpu_device")),
         Item(ALWAYS, BUILD, bench("gpu_build")),
         sanitizer(SANITIZERS[0]),
-        Item("tests", "GPU tests", bench("gpu_tests"), alone=False),
+        Item("tests", "GPU tests", bench("gpu_tests"), alone=False, limited=True),
         resume("fused", work),
         Item("memory", "process and communicators", bench("gpu_communicators")),
         Item("kernels", "kernels", kernels, kernels=True),
@@ -163,7 +167,8 @@ def rounds(found: list[Item]) -> list[list[Item]]:
     return [[item for _, item in group] for _, group in together]
 
 
-def command(item: Item, device: str, append: Path, run: str) -> list[str]:
-    """Its command line."""
+def command(item: Item, device: str, append: Path, run: str, limit_s: float) -> list[str]:
+    """Its command line; it is ended after the limit."""
     results = ["--device", device, "--append", str(append), "--run", run] if item.appends else []
-    return [sys.executable, *item.arguments, *results]
+    limit = ["--limit-s", f"{max(1.0, limit_s - ENDING_S):.0f}"] if item.limited else []
+    return [sys.executable, *item.arguments, *results, *limit]

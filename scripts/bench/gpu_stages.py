@@ -137,7 +137,7 @@ class Runner:
     def _wait_for(self, item: Item, extra: Mapping[str, str] | None = None) -> tuple[str, str]:
         log = self.logs / f"{item.stage}_{item.name}.txt".replace(" ", "_").replace("/", "_")
         limit_s = min(item.most_s, self.clock.left_s)
-        line = command(item, self.arguments.device, self.arguments.append, self.arguments.run)
+        line = command(item, self.arguments.device, self.arguments.append, self.arguments.run, limit_s)
         cuda = self.arguments.device == "cuda"
         # Tiny tensors on a busy machine: threads would wait for each other.
         variables = rank_variables(available_cores() if cuda else 1, cuda) | {"PYTHONFAULTHANDLER": "1"}

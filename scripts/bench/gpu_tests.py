@@ -3,9 +3,9 @@
 
     python -m scripts.bench.gpu_tests [--device cuda] [--limit-s 170] [--append bench.jsonl]
 
-Each file runs in a pytest of its own, beside the others: most of their time goes into starting processes and compiling
-FlexAttention, not into the GPU. Tests are shown as they end, and those that have ended count where the time is over;
-that is exit 1, too.
+Each function runs in a pytest of its own, beside the others: most of their time goes into starting processes and
+compiling FlexAttention, not into the GPU. Tests are shown as they end, and those that have ended count where the time
+is over; that is exit 1, too.
 """
 
 from __future__ import annotations
@@ -30,23 +30,33 @@ STACKS_S = 5.0
 _OUTCOME = re.compile(r"(tests/\S.*?) (PASSED|FAILED|ERROR|SKIPPED)\b")
 
 
-def files() -> list[Path]:
-    """Those with tests for GPUs: to collect all of the others takes longer than these take."""
-    return sorted(path for path in TESTS.rglob("test_*.py") if "mark.gpu" in path.read_text())
+def parts(device: str) -> list[str]:
+    """Functions of files with tests for GPUs: to collect all of the others takes longer than these take.
+
+    On a CPU whole files: what skips need not run beside anything.
+    """
+    files = sorted(path for path in TESTS.rglob("test_*.py") if "mark.gpu" in path.read_text())
+    if device == "cpu":
+        return [str(path.relative_to(TESTS.parent)) for path in files]
+    return [
+        f"{path.relative_to(TESTS.parent)}::{name}"
+        for path in files
+        for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)
+    ]
 
 
 class Run:
-    """Pytest on one file; its output is shown as it comes.
+    """Pytest on one part; its output is shown as it comes.
 
     Attributes:
         outcomes: of the tests that have ended, by name.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path.relative_to(TESTS.parent)
+    def __init__(self, part: str) -> None:
+        self.name = part.rpartition("::")[2]
         options = ["-v", "-m", "gpu", "--durations=5", "-p", "no:cacheprovider"]
         self.process = subprocess.Popen(
-            [sys.executable, "-X", "faulthandler", "-m", "pytest", *options, str(self.path)],
+            [sys.executable, "-X", "faulthandler", "-m", "pytest", *options, part],
             cwd=TESTS.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1,
         )  # fmt: skip
         self.outcomes: dict[str, str] = {}
@@ -56,7 +66,7 @@ class Run:
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            print(f"{self.path.stem}: {line.rstrip()[:300]}", flush=True)
+            sys.stdout.write(f"{self.name}: {line.rstrip()[:300]}\n")  # in one piece, beside the other readers
             if found := _OUTCOME.match(line):
                 self.outcomes[found[1]] = found[2]
 
@@ -80,7 +90,7 @@ def verdict(outcomes: dict[str, str], unfinished: list[str]) -> str:
 
     Args:
         outcomes: of those that ended, by name.
-        unfinished: files of which some did not.
+        unfinished: parts of which some did not.
     """
     counts = Counter(outcomes.values())
     said = ", ".join(f"{count} {outcome.lower()}" for outcome, count in sorted(counts.items())) or "no test ended"
@@ -96,10 +106,10 @@ def main() -> int:
     add_line_options(parser)
     arguments = parser.parse_args()
     end_s = time.monotonic() + arguments.limit_s
-    runs = [Run(path) for path in files()]
+    runs = [Run(part) for part in parts(arguments.device)]
     codes = [run.end(end_s - time.monotonic()) for run in runs]
     outcomes = {name: outcome for run in runs for name, outcome in run.outcomes.items()}
-    text = verdict(outcomes, [run.path.stem for run, code in zip(runs, codes, strict=True) if code is None])
+    text = verdict(outcomes, [run.name for run, code in zip(runs, codes, strict=True) if code is None])
     print(text)
     appender(arguments, "gpu_tests")({"name": "GPU tests", "verdict": text, "exit_codes": codes})
     return int(any(code not in (0, NOTHING_SELECTED) for code in codes))

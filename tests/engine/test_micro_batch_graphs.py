@@ -1,4 +1,6 @@
-"""Steps by captured micro-batches are those of the same engine without; on a CPU a replay calls what was captured, as it was then.
+"""Steps by captured micro-batches are those of the same engine without.
+
+On a CPU a replay calls what was captured, as it was then.
 
 What only CUDA can do wrong, memory that a graph reads after others got it, is for tests/engine/test_gpu.py.
 """
