@@ -84,6 +84,8 @@ def items(check: bool, work: Path, overrides: list[str]) -> list[Item]:
         training("1.3b", "fused", 40.0),
         training("8b", "fused", 55.0, 120.0),
         training("1.3b", "fused_free", 40.0),
+        training("350m", "fused", 25.0),
+        training("350m", "fused_graphs", 25.0),
         training("bloom_1b1", "fused", 25.0),
         training("bloom_1b1", "hf", 25.0),
         training("llama_1b", "fused", 25.0),

@@ -40,6 +40,7 @@ SIDE_NAMES = {
     "fused": "megads fused",
     "fused_compiled": "fused, compile=blocks",
     "fused_free": "fused, nondeterm.",
+    "fused_graphs": "fused, CUDA graphs",
     "torch": "megads torch",
     "apex": "megads apex",
     "hf": "Hugging Face",

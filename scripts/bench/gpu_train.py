@@ -4,11 +4,12 @@
     python -m scripts.bench.gpu_train --size 1.3b --side fused [--device cuda] [--append bench.jsonl]
 
 Models: llm-foundry's 1.3B (learned positions, V 50,368, S 2,048), Llama-3-8B (S 4,096, every block recomputed),
-BLOOM-1B1 (V 250,880) and Llama-3.2-1B (S 2,048, V 128,256), in bf16 with fp32 masters, moments and gradients: 18 bytes
-a parameter, so that 8.03 billion take 134.6 of the 139 GiB of an H200. Sides: megads' engine with ops.impl=fused,
-torch, apex, with ops.compile, and with train.deterministic=false; Hugging Face's BloomForCausalLM, eager and compiled;
-torchtitan's Llama, its blocks compiled. Both peers run under autocast with torch's fused AdamW, which keeps weights and
-moments in fp32. All sides of a size begin with the same weights and see the same tokens.
+BLOOM-1B1 (V 250,880), Llama-3.2-1B (S 2,048, V 128,256) and GPT-3 350M in micro-batches of one sample, in bf16 with
+fp32 masters, moments and gradients: 18 bytes a parameter, so that 8.03 billion take 134.6 of the 139 GiB of an H200.
+Sides: megads' engine with ops.impl=fused, torch, apex, with ops.compile, with ops.cuda_graphs, and with
+train.deterministic=false; Hugging Face's BloomForCausalLM, eager and compiled; torchtitan's Llama, its blocks compiled.
+Both peers run under autocast with torch's fused AdamW, which keeps weights and moments in fp32. All sides of a size
+begin with the same weights and see the same tokens.
 
 megads' attention in models with ALiBi is the quickest that gpu_attention found in the same run of gpu.sh, else what
 model.attention=auto chooses. Its micro-batch is the largest that the memory plan says fits, recomputing only where none
@@ -35,6 +36,7 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
+from megads.engine.micro_batch_graphs import EAGER_STEPS
 from megads.model.config import ModelConfig, Position
 from megads.monitor.hooks import throughput
 from megads.ops.attention_kinds import AttentionKind
@@ -113,6 +115,7 @@ SIZES = {
     "8b": Size("llama3_8b", batch=8, seq_len=4096, recompute="full", micro_batch=1, loss_chunk=512),
     "bloom_1b1": Size("bloom_1b1", batch=16),
     "llama_1b": Size("llama3_8b", batch=16, layers=16, hidden=2048, ffn=8192),
+    "350m": Size("gpt3_350m", batch=8, micro_batch=1),
 }
 SMALL: dict[str, Any] = {"layers": 2, "hidden": 48, "heads": 6, "vocabulary": 512, "batch": 4, "seq_len": 32}
 """Does it run? On a CPU, with the positions, norms and MLP of the size."""
@@ -121,6 +124,7 @@ SIDES: dict[str, Callable[[TrainingWork], Turn]] = {
     "fused_free": lambda work: megads_side(work, "fused", deterministic=False),
     "torch": lambda work: megads_side(work, "torch"),
     "fused_compiled": lambda work: megads_side(work, "fused", "blocks"),
+    "fused_graphs": lambda work: megads_side(work, "fused", cuda_graphs=True),
     "apex": lambda work: megads_side(work, "apex"),
     "hf": lambda work: hugging_face_side(work, compiled=False, autocast=True),
     "hf_compiled": lambda work: hugging_face_side(work, compiled=True, autocast=True),
@@ -130,7 +134,7 @@ OF_KERNELS = {AttentionKind.fused.value, AttentionKind.fused_softmax.value}
 """Kinds of attention that need megads' own kernels."""
 FREE = "fused_free"
 """The side without train.deterministic."""
-WARM_UP = 3
+WARM_UP = EAGER_STEPS + 1
 ROUNDS, FEWEST_ROUNDS, TIMED_S = 10, 3, 8.0
 """Timed steps, and after how many seconds of them no further one begins, but for the fewest."""
 SPARE = 0.95
@@ -248,7 +252,8 @@ def planned_step_s(work: TrainingWork, side: str) -> float | None:
     if name is None:
         return None
     shape = StepShape(work.seq_len, work.micro_batch_size, work.batch // work.micro_batch_size, work.dtype.itemsize)
-    layout, execution = ParallelConfig(recompute=Recompute(work.recompute)), replace(MEGADS, repeatable=side != FREE)
+    layout = ParallelConfig(recompute=Recompute(work.recompute))
+    execution = replace(MEGADS, repeatable=side != FREE, cuda_graphs=side == "fused_graphs")
     return estimate_step(work.model, layout, shape, DEVICES[name], execution=execution).step_time_s
 
 
