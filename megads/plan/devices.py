@@ -43,7 +43,7 @@ class LayoutCosts:
     Attributes:
         layout: zero_2 and zero_3; tp, sp (with sequence_parallel), sp_chunks (in several tp_chunks) and cp;
             recompute_selective and recompute_full: more than the forward pass again, on a GPU of its host alone; pp: of
-            a rank, whatever its stages.
+            a rank, whatever its stages; split: of schedules that split backward passes, beside that.
         block_us: of a block whatever its size: hooks, calls.
         element_ns: of a parameter of the block under ZeRO, else of an element of its input: copies, casts.
     """

@@ -395,8 +395,13 @@ class RankOperators:
                 "tp": tp[1],
                 "cp": scattered,
             },
-            {"matmul": matmul[2], "gradient sums": weight_sums, "tp": tp[2]},
+            {"matmul": matmul[2], "gradient sums": weight_sums, "tp": tp[2], "host": self._split_costs()},
         )
+
+    def _split_costs(self) -> float:
+        """Seconds that a block takes more where the gradients of its weights are put off, where that was measured."""
+        splits = self.parallel.pp > 1 and self._splits
+        return self.device.layout_seconds("split", self.tokens * self.model.hidden_size) if splits else 0.0
 
     def _layout_costs(self) -> float:
         """Seconds that a block takes more where tensor or context parallelism cuts it, where that was measured."""

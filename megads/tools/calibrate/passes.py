@@ -28,6 +28,7 @@ from megads.optim.config import OptimConfig
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.grid import build_grid
 from megads.parallel.pipeline_actions import ActionKind
+from megads.parallel.schedule import ScheduleName
 from megads.plan.devices import Device, LayoutCosts
 from megads.plan.measured_rates import non_negative
 from megads.plan.model_size import parameter_count
@@ -148,6 +149,7 @@ def layouts(ranks: int) -> dict[str, ParallelConfig]:
         "sp_chunks": ParallelConfig(tp=ranks, sequence_parallel=True, tp_chunks=2),
         "cp": ParallelConfig(cp=ranks),
         "pp": ParallelConfig(pp=ranks),
+        "split": ParallelConfig(pp=ranks, schedule=ScheduleName.zb_h1),
     }
 
 
@@ -328,18 +330,25 @@ def layout_costs(trials: Mapping[str, Sequence[Trained]], device: Device, width:
     off = [one.step / _planned_s(one.trial, parallel[PLAIN], device, width) for one in trials[PLAIN]]
     for name in (name for name in parallel if name != PLAIN):
         rows, left, measured = [], [], []
+        known = tuple(LayoutCosts(*costs) for costs in found)  # a pipeline's are those of split passes, too
         for one, ratio in zip(trials[name], off, strict=True):
-            planned_s, per_block_s, per_element_s = (
-                _planned_s(one.trial, parallel[name], replace(device, layout_costs=(LayoutCosts(name, *unit),)), width)
-                for unit in ((0.0, 0.0), (_UNIT_US, 0.0), (0.0, _UNIT_NS))
-            )
+            plan = partial(_with_costs_s, one.trial, parallel[name], device, width)
+            free_s, planned_s = plan(()), plan(known)
+            per_block_s = plan((*known, LayoutCosts(name, _UNIT_US, 0.0)))
+            per_element_s = plan((*known, LayoutCosts(name, 0.0, _UNIT_NS)))
             # What a unit of either cost adds to the step: as often as it occurs, less what is hidden.
             rows.append([per_block_s - planned_s, per_element_s - planned_s])
-            left.append(one.step - ratio * planned_s)
+            left.append(one.step - ratio * free_s - (planned_s - free_s))
             measured.append(one.step)
         block, element = non_negative(np.array(rows), np.array(left), np.array(measured))
         found.append([name, round(_UNIT_US * block, 2), round(_UNIT_NS * element, 5)])
     return found
+
+
+def _with_costs_s(
+    trial: Trial, parallel: ParallelConfig, device: Device, width: int, costs: tuple[LayoutCosts, ...]
+) -> float:
+    return _planned_s(trial, parallel, replace(device, layout_costs=costs), width)
 
 
 def _planned_s(trial: Trial, parallel: ParallelConfig, device: Device, width: int) -> float:
