@@ -2,7 +2,7 @@
 
 For each number of ranks and threads and each precision `megads calibrate` measures the machine, then real engines train
 real steps, and `megads.plan` plans them from the calibration alone: no step that is planned was looked at. Half of the
-rows (fit) guided the work on the model of costs, the other half (judge) did not. On an idle machine, twenty minutes:
+rows (fit) guided the work on the model of costs, the other half (judge) did not. On an idle machine, half an hour:
 
     python -m scripts.bench.plan_measured --append bench.jsonl --picture docs/pictures/plan_measured.png --write
 
