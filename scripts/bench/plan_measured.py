@@ -120,6 +120,8 @@ def _timed(row: MeasuredRow, steps: int) -> float:
     from megads.parallel.grid import build_grid
     from megads.tools.verify.scenario import Scenario, step_batches
 
+    gc.unfreeze()  # the engine before this one, which its own start has frozen
+    gc.collect()
     parallel = row.parallel
     grid = build_grid(parallel, dist.get_rank(), dist.get_world_size())
     spec = EngineSpec(

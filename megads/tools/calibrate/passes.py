@@ -191,10 +191,10 @@ def trained(
 def _trained(trial: Trial, bench: Bench, parallel: ParallelConfig) -> Trained:
     """Trains a model for a few steps of the same tokens on every rank; collective."""
     model = trial.model
+    # The engine before this one is in cycles, which the collector was told to leave alone.
+    gc.unfreeze()
+    gc.collect()
     if bench.device.type == "cuda":
-        # The engine before this one is in cycles, which the collector was told to leave alone.
-        gc.unfreeze()
-        gc.collect()
         torch.cuda.empty_cache()
     spec = EngineSpec(
         replace(model, attention=bench.kind_of(model)),
