@@ -169,7 +169,7 @@ def test_bf16_error_is_that_of_bf16() -> None:
 def test_a_process_trains_after_it_has_generated(position: Position) -> None:
     """Catches slopes or angles that are cached while a text is made, and that backward then cannot save."""
     for cached in (attention._slopes_of, attention._place_tables, attention.causal_bias):
-        cached.cache_clear()
+        cached.__wrapped__.cache_clear()  # type: ignore[attr-defined]
     model = GPT(config(position), 0, hot_value)
     use_kernels(model)
     sequence = torch.tensor([tokens(8)])

@@ -10,7 +10,7 @@ from megads.plan.devices import DEVICES
 from megads.plan.model_size import parameter_count
 from megads.runtime.environment import exported
 from megads.tools.calibrate.passes import GPU_TRIALS
-from scripts.bench.gpu_plan import ROWS, line_of, measured_s, rows_for, summary, table
+from scripts.bench.gpu_plan import BUSY_OR_NOT, ROWS, line_of, measured_s, rows_for, summary, table
 from scripts.bench.processes import ONE_RANK, SideProcess, Turn
 
 
@@ -21,7 +21,9 @@ def test_rows_are_not_those_of_the_calibration() -> None:
     assert not shapes & {(row.like, row.layers, row.hidden, row.seq_len) for row in ROWS}
     sizes = [parameter_count(row.model) for row in ROWS]
     assert min(sizes) < 1.3e8 and 1.3e9 < max(sizes) < 1.6e9
-    assert {row.recompute for row in ROWS} == {"none", "selective", "full"} and len(ROWS) == 8
+    assert {row.recompute for row in ROWS} == {"none", "selective", "full"}
+    assert len(BUSY_OR_NOT) == 8 and {replace(row, cuda_graphs=False) for row in ROWS} == set(BUSY_OR_NOT)
+    assert not any(row.cuda_graphs for row in rows_for("cpu"))
     assert {row.like for row in rows_for("cpu")} == {row.like for row in ROWS}
 
 
