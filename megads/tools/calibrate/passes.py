@@ -123,9 +123,8 @@ IN_LAYOUTS = (
     Trial("llama", 3, 384, 1024, 384, 2, 2),
     Trial("bloom", 2, 256, 1024, 1024, 1, 2),
     Trial("bloom", 2, 640, 1024, 128, 2, 2),
-    Trial("llama", 2, 512, 1024, 512, 4, 2),
 )
-"""Those that are trained in `layouts`: what costs of elements are found from must have as many as real blocks."""
+"""Those that are trained in `layouts`."""
 PLAIN = "plain"
 """The name, among layouts, of replicas that do nothing else."""
 _ROUNDS = 2
