@@ -146,6 +146,28 @@ def test_gpus_only(theirs: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
+@pytest.mark.parametrize("theirs", [None, ":16:8"])
+def test_a_workspace_is_read_at_one_product(theirs: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a setting that torch parses at every product, one that is gone before the first, and a user's own that is
+    taken away."""
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", theirs or "")
+    if theirs is None:
+        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    seen: list[str | None] = []
+    ones, fills = torch.ones, torch.utils.deterministic.fill_uninitialized_memory
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "ones", lambda *sizes, **_: ones(*sizes))  # there is no GPU here
+    monkeypatch.setattr(torch, "mm", lambda left, right: seen.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG")))
+    try:
+        make_deterministic(torch.device("cuda"))
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
+    assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == theirs
+    assert seen == ([":4096:8"] if theirs is None else [])
+
+
 @pytest.mark.parametrize(
     ("theirs", "allowed"),
     [(None, True), ("^NVLS", True), ("Ring,Tree", True), ("^Tree", False), ("Ring,NVLSTree", False)],
