@@ -125,6 +125,15 @@ def test_that_a_program_was_aborted_says_less_than_what_it_threw() -> None:
     assert crashed.cause == Cause.process_killed_unknown
 
 
+@pytest.mark.parametrize("error", ["ConnectionResetError(104, 'Connection reset by peer')", "EOFError()"])
+def test_a_traceback_cut_short_by_the_handler_of_dead_workers(error: str) -> None:
+    """Catches a worker's death taken for an error of the user's code where a signal interrupted the traceback."""
+    name = error.split("(")[0]
+    printed = f"object refcount : 2\nobject type name: {name}\nobject repr     : {error}\nlost sys.stderr\n"
+    found = decide([log("a", "Traceback (most recent call last):\n" + printed)])
+    assert found.cause == Cause.dataloader_worker_killed
+
+
 def test_what_slurm_ends_because_a_task_left_is_no_preemption() -> None:
     """Catches the cancelled step taken for the cause, and one that was cancelled from outside taken for a failure."""
     cancelled = "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2024-05-01T10:00:00 ***\n"
