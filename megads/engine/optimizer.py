@@ -9,6 +9,7 @@ slices; and the new weights are gathered.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -257,6 +258,24 @@ class StateRange(NamedTuple):
         return slice_of_bucket.narrow(0, self.start, self.length)
 
 
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """A method for hooks of parameters, which does nothing once its object is gone.
+
+    Python's collector does not see what hooks on accumulated gradients hold. An object that is held by them, and holds
+    their parameters, is never freed, with all the memory that it has.
+
+    Args:
+        method: of an object that something else holds as long as it is needed.
+    """
+    of_object = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        if (bound := of_object()) is not None:
+            bound(*arguments)
+
+    return call
+
+
 class BucketAdamW:
     """The optimizer of one rank, AdamW or another.
 
@@ -333,6 +352,7 @@ class BucketAdamW:
             rates = parameter_rates(name, role, optim, width_scale)
             members.append(Member(name, same[0].numel(), role, _is_partial(same[0]), rates))
         ranks = self._grid.data.size if self.sharded else 1
+        on_gradient = _weakly(self._on_gradient)
         buckets = []
         for layout in bucket_layouts(members, ranks, parallel.bucket_elements):
             of_slots = [copies[slot.member.name] for slot in layout.slots]
@@ -341,7 +361,7 @@ class BucketAdamW:
             for slot, same in enumerate(of_slots):
                 for parameter in same:
                     self._places[parameter] = bucket, slot
-                    parameter.register_post_accumulate_grad_hook(self._on_gradient)
+                    parameter.register_post_accumulate_grad_hook(on_gradient)
             buckets.append(bucket)
         return buckets
 

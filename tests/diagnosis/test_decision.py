@@ -128,7 +128,7 @@ def test_that_a_program_was_aborted_says_less_than_what_it_threw() -> None:
 @pytest.mark.parametrize("error", ["ConnectionResetError(104, 'Connection reset by peer')", "EOFError()"])
 def test_a_traceback_cut_short_by_the_handler_of_dead_workers(error: str) -> None:
     """Catches a worker's death taken for an error of the user's code where a signal interrupted the traceback."""
-    name = error.split("(")[0]
+    name = error.split("(", maxsplit=1)[0]
     printed = f"object refcount : 2\nobject type name: {name}\nobject repr     : {error}\nlost sys.stderr\n"
     found = decide([log("a", "Traceback (most recent call last):\n" + printed)])
     assert found.cause == Cause.dataloader_worker_killed

@@ -26,7 +26,7 @@ from megads.engine.interface import EngineSpec
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.optim.config import OptimConfig
 from megads.parallel.config import ParallelConfig, Recompute
-from megads.parallel.grid import build_grid
+from megads.parallel.grid import ParallelGrid, build_grid
 from megads.parallel.pipeline_actions import ActionKind
 from megads.parallel.schedule import ScheduleName
 from megads.plan.devices import Device, LayoutCosts
@@ -180,14 +180,19 @@ def trained(
 ) -> dict[str, list[Trained]]:
     """Trains every model in every layout, in rounds, of which the quickest step counts; collective."""
     found: dict[str, list[Trained]] = {}
+    # Process groups keep threads and buffers until the process ends: each layout has its own, once.
+    grids = {name: build_grid(layout, dist.get_rank(), dist.get_world_size()) for name, layout in parallel.items()}
     for trial in trials:
-        taken = [{name: _trained(trial, bench, layout) for name, layout in parallel.items()} for _ in range(rounds)]
+        taken = [
+            {name: _trained(trial, bench, layout, grids[name]) for name, layout in parallel.items()}
+            for _ in range(rounds)
+        ]
         for name in parallel:
             found.setdefault(name, []).append(min((once[name] for once in taken), key=lambda once: once.step))
     return found
 
 
-def _trained(trial: Trial, bench: Bench, parallel: ParallelConfig) -> Trained:
+def _trained(trial: Trial, bench: Bench, parallel: ParallelConfig, grid: ParallelGrid) -> Trained:
     """Trains a model for a few steps of the same tokens on every rank; collective."""
     model = trial.model
     # The engine before this one is in cycles, which the collector was told to leave alone.
@@ -199,7 +204,7 @@ def _trained(trial: Trial, bench: Bench, parallel: ParallelConfig) -> Trained:
         replace(model, attention=bench.kind_of(model)),
         parallel,
         OptimConfig(lr=_LR),
-        build_grid(parallel, dist.get_rank(), dist.get_world_size()),
+        grid,
         precision=bench.dtype,
         micro_batch_size=trial.samples,
         seed=1,
