@@ -102,6 +102,7 @@ def workload_of(config: RootConfig, *, cuda: bool) -> Workload:
         fused=plans_fused(config.ops, cuda=cuda),
         loss_chunk=config.ops.loss_chunk,
         optim=config.optim,
+        cuda_graphs=config.ops.cuda_graphs,
     )
 
 

@@ -75,6 +75,7 @@ class Workload:
         fused: megads' own kernels compute attention, GELU and the loss.
         loss_chunk: ops.loss_chunk.
         optim: the optimizer, of whose state and steps the memory is.
+        cuda_graphs: passes are captured and replayed.
     """
 
     seq_len: int
@@ -87,6 +88,7 @@ class Workload:
     fused: bool = False
     loss_chunk: int | None = None
     optim: OptimConfig = field(default_factory=OptimConfig)
+    cuda_graphs: bool = False
 
 
 @dataclass(frozen=True)
@@ -352,15 +354,22 @@ def _pipeline_phases(
     full, share = FP32 * flat, _share(flat, parallel)
     on_cpu = not workload.cuda
     straight = workload.fused and on_cpu and processor.multiplies(low=low < FP32)
-    sums = GradientSums(_sums_begun(buckets), full, FP32 // low, cast=low < FP32 and on_cpu, straight=straight)
-    step = Moment("optimizer step", FP32 * share, transient=_step_transient(buckets, parallel, workload))
-    phases = [*pipeline_phases(schedule, rank, ops, sums), step]
+    begun = (lambda _made: full) if workload.cuda_graphs else _sums_begun(buckets)
+    sums = GradientSums(begun, full, FP32 // low, cast=low < FP32 and on_cpu, straight=straight)
+    passes = pipeline_phases(schedule, rank, ops, sums)
+    reduced, between = FP32 * share, Moment("")
+    if workload.cuda_graphs:  # main_grad stays beside its reduced slice, and the graphs keep their memory
+        reduced = full + (FP32 * share if share < flat else 0)
+        between = max(passes, key=lambda moment: moment.total - moment.gradients)
+    transient = _step_transient(buckets, parallel, workload)
+    phases = [*passes, replace(between, name="optimizer step", gradients=reduced, transient=transient)]
     if parallel.data_size > 1 and parallel.zero_stage:
         # gloo copies what it reduces and what it gathers; NCCL does not.
         copied = 0 if workload.cuda else 1
+        gathered = copied * low * max(bucket.numel for bucket in buckets)
         phases += [
-            Moment("gradient reduction", full + FP32 * share, transient=copied * full),
-            Moment("weight all-gather", FP32 * share, transient=copied * low * max(b.numel for b in buckets)),
+            replace(between, name="gradient reduction", gradients=full + FP32 * share, transient=copied * full),
+            replace(between, name="weight all-gather", gradients=reduced, transient=gathered),
         ]
     return phases
 

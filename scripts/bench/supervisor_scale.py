@@ -23,6 +23,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -201,7 +202,7 @@ class Simulation:
         return max(self._slurm.tell()[1]) - began
 
     def _has_ranks(self, agent: subprocess.Popen[bytes]) -> bool:
-        return agent.poll() is not None or len(_family(agent.pid)) > self._ranks
+        return agent.poll() is not None or len(_ranks_of(agent.pid)) >= self._ranks
 
     def _steady(self, seconds: float) -> None:
         """Of a healthy run."""
@@ -228,12 +229,12 @@ class Simulation:
         culprit = self._nodes * self._ranks - 1
         agent = self._slurm.agents[self._victim]
         # Of the real agent, whose ranks are its children.
-        family = _family(agent.pid)
+        family, ranks = _family(agent.pid), _ranks_of(agent.pid)
         steps = self._slurm.steps
         cpu_before = self._cpu_seconds()
         at = self._lockstep.stop(None if fault == "stuck" else culprit)
         if fault == "dead":
-            next(process for process in family if process.environ().get("RANK") == str(culprit)).kill()
+            ranks[str(culprit)].kill()
         elif fault == "silent":
             for process in family:
                 process.suspend()
@@ -286,6 +287,16 @@ def _family(pid: int) -> list[psutil.Process]:
         return [process, *process.children(recursive=True)]
     except psutil.NoSuchProcess:
         return []
+
+
+def _ranks_of(agent: int) -> dict[str, psutil.Process]:
+    """The processes of ranks that an agent has started so far, by their global numbers."""
+    found: dict[str, psutil.Process] = {}
+    for process in _family(agent)[1:]:
+        with suppress(psutil.Error):  # it has ended meanwhile
+            if (rank := process.environ().get("RANK")) is not None:
+                found.setdefault(rank, process)
+    return found
 
 
 def _cpu_s(process: psutil.Process) -> float:

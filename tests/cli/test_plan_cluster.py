@@ -124,7 +124,7 @@ def test_planning_a_life_needs_no_torch() -> None:
     [
         ["experiment=bloom_176b", "device=a100_80gb", "ranks=true"],
         ["model=bloom_560m", "model.vocab_size=50304", "parallel.pp=2", "schedules=true"],
-        ["model=llama3_8b", "device=h100", "search=true", "gpus=8", "train.global_batch_size=64", "json=true"],
+        ["model=llama3_8b", "device=h100", "search=true", "gpus=2", "train.global_batch_size=8", "json=true"],
     ],
     ids=["step", "schedules", "search"],
 )

@@ -15,6 +15,7 @@ from megads.parallel.config import ParallelConfig
 from megads.parallel.schedule import ScheduleName
 from megads.plan import memory
 from megads.plan.memory import (
+    BIAS_PHASE,
     CONTEXT_BYTES,
     CUBLAS_BYTES,
     RECEIVE_BYTES,
@@ -100,6 +101,22 @@ def test_gradients_are_not_there_all_the_time() -> None:
     assert phases["later micro-batch"].gradients == shared.fp32_gradients
     assert phases["gradient reduction"].gradients == shared.fp32_gradients + shared.reduced_gradients
     assert phases["optimizer step"].total == shared.reduced_gradients == shared.fp32_gradients / 4
+
+
+@pytest.mark.parametrize("parallel", [ParallelConfig(), ParallelConfig(dp=4), ParallelConfig(dp=4, zero_stage=0)])
+def test_graphs_keep_their_memory_from_step_to_step(parallel: ParallelConfig) -> None:
+    """Catches main_grad that is planned as freed with ops.cuda_graphs, and activations that are: GPUs run out of memory
+    that the plan has found to be enough."""
+    work = replace(WORK, cuda=True)
+    plain = memory_plan(SMALL, parallel, work).stages[0]
+    (later,) = (phase for phase in plain.phases if phase.name.startswith("later micro-batch"))
+    for micro_batches in (1, work.micro_batches):
+        captured = replace(work, micro_batches=micro_batches, cuda_graphs=True)
+        graphs = memory_plan(SMALL, parallel, captured).stages[0]
+        beside = graphs.reduced_gradients if graphs.masters < graphs.fp32_gradients else 0
+        between = [phase for phase in graphs.phases if "micro-batch" not in phase.name and phase.name != BIAS_PHASE]
+        assert {phase.total for phase in between} == {later.total + beside}
+        assert graphs.fullest.total == later.total + beside
 
 
 def test_without_zero_every_replica_holds_everything() -> None:

@@ -148,6 +148,33 @@ class Bench:
         return time.perf_counter() - start
 
 
+@dataclass(frozen=True)
+class RepeatedBench(Bench):
+    """Measures the same at several moments, always in the same order: the quickest time counts.
+
+    Whatever else a machine does for some seconds makes everything slower that is measured meanwhile.
+
+    Attributes:
+        before: seconds of what was measured at the moments before; nothing at the first one.
+        times: of what is measured now, or before where that was quicker.
+    """
+
+    before: Sequence[float] = ()
+    times: list[float] = field(default_factory=list)
+
+    def time_s(self, work: Callable[[], object], least: int = 3) -> float:
+        """See Bench."""
+        taken = super().time_s(work, least)
+        if self.before:
+            taken = min(taken, self.before[len(self.times)])
+        self.times.append(taken)
+        return taken
+
+    def again(self) -> RepeatedBench:
+        """For the next moment."""
+        return replace(self, before=tuple(self.times), times=[])
+
+
 def _queued_s(work: Callable[[], object], calls: int) -> float:
     """Median seconds of a call among blocks of them, by the GPU's clock."""
     begin = time.perf_counter()

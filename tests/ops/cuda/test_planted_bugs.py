@@ -53,6 +53,7 @@ def test_the_kernels_as_they_are() -> None:
     assert softmax(None, 100, order=3) and softmax(None, 1500, order=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "keys", "how", "found"),
     [
@@ -74,6 +75,7 @@ def test_faults_are_named(change: Callable[[str], str], keys: int, how: dict[str
         softmax(change, keys, **how)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "keys"),
     [
