@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,8 @@ _SIZES = (2**14, 2**18, 2**21, 2**24)
 _TIMEOUT_S = 120.0
 _OTHERS_CORES = 0.03
 """Of all cores, that other programs may keep busy before it is said."""
+_UNSTEADY = 0.1
+"""As far may operators differ from one moment to another before it is said: plans are to be within 10%."""
 
 
 def calibrate(config: CalibrateConfig) -> dict[str, Any]:
@@ -198,7 +201,15 @@ def _measured_cpu(config: CalibrateConfig, bench: Bench, threads: int) -> dict[s
     with Progress("training small models"):
         trials = trained(TRIALS, bench, {PLAIN: parallel[PLAIN]})[PLAIN]
     with Progress("measuring matrix products, attention and copies again"):
-        found = _operators_of_cpu(config, repeated.again(), threads) | _hidden_cost(bench)
+        again = repeated.again()
+        found = _operators_of_cpu(config, again, threads) | _hidden_cost(bench)
+    if dist.get_rank() == 0 and (slower := median(again.slower)) > _UNSTEADY:
+        print(
+            f"warning: the same operators took {slower:.0%} longer at one moment than at another (the median of "
+            f"{len(again.slower)}): this machine's cores change their speed, as those of a virtual machine do whose "
+            "neighbours compute; plans from these figures may be as far off: calibrate again at a quieter time",
+            file=sys.stderr,
+        )
     found |= pass_costs(trials, device_from(found, "cpu"), width)
     with Progress("training small models in several layouts"):
         in_layouts = trained(IN_LAYOUTS, bench, parallel)

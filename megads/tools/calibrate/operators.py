@@ -157,22 +157,26 @@ class RepeatedBench(Bench):
     Attributes:
         before: seconds of what was measured at the moments before; nothing at the first one.
         times: of what is measured now, or before where that was quicker.
+        slower: how much longer each took at the slower moment than at the quicker one, as a share.
     """
 
     before: Sequence[float] = ()
     times: list[float] = field(default_factory=list)
+    slower: list[float] = field(default_factory=list)
 
     def time_s(self, work: Callable[[], object], least: int = 3) -> float:
         """See Bench."""
         taken = super().time_s(work, least)
         if self.before:
-            taken = min(taken, self.before[len(self.times)])
+            earlier = self.before[len(self.times)]
+            self.slower.append(max(taken, earlier) / min(taken, earlier) - 1)
+            taken = min(taken, earlier)
         self.times.append(taken)
         return taken
 
     def again(self) -> RepeatedBench:
         """For the next moment."""
-        return replace(self, before=tuple(self.times), times=[])
+        return replace(self, before=tuple(self.times), times=[], slower=[])
 
 
 def _queued_s(work: Callable[[], object], calls: int) -> float:

@@ -110,6 +110,7 @@ def test_of_several_moments_the_quickest_counts(monkeypatch: pytest.MonkeyPatch)
     assert [first.time_s(print) for _ in range(2)] == [3.0, 5.0]
     second = first.again()
     assert [second.time_s(print) for _ in range(2)] == [3.0, 2.0]
+    assert second.slower == [pytest.approx(1 / 3), 1.5] and not first.slower
     third = second.again()
     assert [third.time_s(print) for _ in range(2)] == [3.0, 1.0]
 
