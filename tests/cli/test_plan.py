@@ -304,10 +304,14 @@ def test_a_host_that_is_too_slow_is_named(capsys: pytest.CaptureFixture[str]) ->
         (["train.micro_batch_size=8"], False),
     ):
         assert run([*small, "train.global_batch_size=8", *overrides]) == 0
-        assert (advice in capsys.readouterr().out) is advised
+        said = capsys.readouterr().out
+        assert (advice in said) is advised and "more on a GPU" not in said
         assert run([*small, "train.global_batch_size=8", *overrides, "json=true"]) == 0
         seconds.append(json.loads(capsys.readouterr().out)["parts"].get("host", 0.0))
     assert seconds[0] > 0.1 and seconds[1] == 0.0 and seconds[2] > 0.1 > seconds[3]
+    assert run([*small, "train.global_batch_size=2", "parallel.dp=2"]) == 0
+    # The sums of 354 million gradients, which one micro-batch has at its end only, and a rank's half of them reduced.
+    assert " GiB more on a GPU" in capsys.readouterr().out
 
 
 def test_the_best_layouts_are_searched(capsys: pytest.CaptureFixture[str]) -> None:

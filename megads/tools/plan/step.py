@@ -9,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from megads.config import RootConfig
-from megads.launch.preflight_memory import settle_auto
+from megads.launch.preflight_memory import gib, plan_of, settle_auto
 from megads.launch.step_plan import connected_device, machine_of, step_of
 from megads.parallel.config import ParallelConfig
 from megads.plan.collectives import Network, crosses_nodes, placement
@@ -106,16 +106,21 @@ def placement_line(parallel: ParallelConfig, device: Device, network: Network) -
 
 
 def graphs_line(estimate: StepEstimate, config: RootConfig, device: Device, network: Network) -> str:
-    """What CUDA graphs would save, where that is worth a line; else empty."""
+    """What CUDA graphs would save and need, where that is worth a line and the device has room; else empty."""
     graphs = replace(config, ops=replace(config.ops, cuda_graphs=True))
     if device.on_cpu or config.ops.cuda_graphs or config.parallel.why_no_cuda_graphs():
         return ""
     without, captured = estimate.step_time_s, step_of(graphs, device, network).step_time_s
     if captured > (1 - _WORTH_SAYING) * without:
         return ""
+    machine = machine_of(device)
+    plain, room = (machine.room(plan_of(one, cuda=True)) for one in (config, graphs))
+    if not room.fits:
+        return ""
+    more = f", with {gib(room.needed - plain.needed)} more on a GPU" if room.needed > plain.needed else ""
     return (
         f"the host launches more slowly than the device computes: with ops.cuda_graphs=true a step is "
-        f"{seconds_text(captured)} ({captured / without - 1:+.0%})"
+        f"{seconds_text(captured)} ({captured / without - 1:+.0%}){more}"
     )
 
 
