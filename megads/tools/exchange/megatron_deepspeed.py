@@ -142,7 +142,8 @@ def _position(arguments: Arguments) -> Position:
     """Of BigScience's fork an enum, of Microsoft's two switches."""
     given = arguments.values.get("position_embedding_type")
     if isinstance(given, Record):
-        given = _POSITIONS.get(next(iter(given.arguments), 0), given.arguments)
+        *_, member = given.arguments or (None,)
+        given = _POSITIONS.get(member, member)
     if arguments.flag("use_rotary_position_embeddings") or given in ("rotary", "rope"):
         return Position.rope
     if given == "alibi":

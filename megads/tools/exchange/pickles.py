@@ -21,7 +21,8 @@ from megads.errors import CheckpointError
 
 _KNOWN = ("argparse", "megatron", "deepspeed", "nanotron", "numpy", "_codecs", "types", "pathlib", "collections")
 """Packages whose objects are beside tensors in checkpoints. Their code is not run."""
-
+_MEMBER = "builtins.getattr"
+"""Early releases of Python 3.11 pickle a member of an enum so, with its class and name. It becomes a `Record`, too."""
 
 _BLOCK = 1 << 20
 
@@ -30,7 +31,7 @@ class Record:
     """Stands for an object of another program.
 
     Attributes:
-        arguments: that it was made of, such as the value of an enum.
+        arguments: that it was made of, such as the value of an enum, or its class and its name.
         values: its attributes.
     """
 
@@ -70,7 +71,7 @@ def load_inert(source: Path | BinaryIO, where: str = "") -> Any:
             return torch.load(_rewound(source), map_location="cpu", weights_only=True)
         _require_checksums(source)
         names = get_unsafe_globals_in_checkpoint(cast(Any, _rewound(source)))
-        unknown = sorted(name for name in names if name.partition(".")[0] not in _KNOWN)
+        unknown = sorted(name for name in names if name != _MEMBER and name.partition(".")[0] not in _KNOWN)
         if unknown:
             raise UnpicklingError(unknown[0])
         with safe_globals([(cast(Any, type("Record", (Record,), {})), name) for name in names]):

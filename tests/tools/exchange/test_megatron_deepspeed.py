@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import itertools
 import os
 import shutil
@@ -71,6 +72,23 @@ def test_bloom(tp: int, pp: int, tmp_path: Path) -> None:
     torch.testing.assert_close(our_logits(run), their_logits(model)[..., :TOKENS], atol=TOLERANCE, rtol=0)
     whole = imported(folder / "global_step10", tmp_path / "whole", vocab_size=PADDED)
     torch.testing.assert_close(our_logits(whole), their_logits(model), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_enums_however_python_pickles_them(by_name: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches checkpoints of Python 3.11's early releases, which pickle a member of an enum as its class' attribute,
+    taken for code that would have to run."""
+
+    def reduced(member: enum.Enum, _protocol: int) -> tuple[Any, ...]:
+        return (getattr, (type(member), member.name)) if by_name else (type(member), (member.value,))
+
+    monkeypatch.setattr(enum.Enum, "__reduce_ex__", reduced)
+    model = files.bloom(PADDED)
+    folder = write_bloom(tmp_path / "theirs", model)
+    state = next(folder.glob("global_step10/mp_rank_00*"))
+    assert (b"getattr" in state.read_bytes()) is by_name
+    run = imported(folder, tmp_path / "run")
+    torch.testing.assert_close(our_logits(run), their_logits(model)[..., :TOKENS], atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize(("tp", "kv"), [(1, 12), (2, 6), (3, 3), (12, 12)])
