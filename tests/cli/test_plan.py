@@ -292,7 +292,7 @@ def test_the_time_of_a_step_is_planned(capsys: pytest.CaptureFixture[str]) -> No
     assert "a step on 384 x a100_80gb" in text and "gradients added to fp32 sums" in text
 
 
-def test_a_host_that_is_too_slow_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_host_that_is_too_slow_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches launches that cost a GPU nothing, and advice that the layout forbids or that is followed already."""
     small = ["plan", "model=gpt3_350m", "train.seq_len=2048", "train.micro_batch_size=1", "device=h200"]
     advice = "with ops.cuda_graphs=true a step is"
@@ -309,9 +309,15 @@ def test_a_host_that_is_too_slow_is_named(capsys: pytest.CaptureFixture[str]) ->
         assert run([*small, "train.global_batch_size=8", *overrides, "json=true"]) == 0
         seconds.append(json.loads(capsys.readouterr().out)["parts"].get("host", 0.0))
     assert seconds[0] > 0.1 and seconds[1] == 0.0 and seconds[2] > 0.1 > seconds[3]
-    assert run([*small, "train.global_batch_size=2", "parallel.dp=2"]) == 0
     # The sums of 354 million gradients, which one micro-batch has at its end only, and a rank's half of them reduced.
-    assert " GiB more on a GPU" in capsys.readouterr().out
+    two = [*small, "train.global_batch_size=2", "parallel.dp=2"]
+    assert run(two) == 0
+    assert ", with 2.0 GiB more on a GPU" in capsys.readouterr().out
+    assert run([*two, "json=true"]) == 0
+    room_gib = json.loads(capsys.readouterr().out)["machine"]["needed"] / 2**30 + 1.9
+    (tmp_path / "smaller.yaml").write_text(f"name: smaller\nlike: h200\nmemory_gib: {room_gib}\n")
+    assert run([*two, f"device={tmp_path / 'smaller.yaml'}"]) == 0
+    assert advice not in capsys.readouterr().out
 
 
 def test_the_best_layouts_are_searched(capsys: pytest.CaptureFixture[str]) -> None:

@@ -131,7 +131,7 @@ def test_a_traceback_cut_short_by_the_handler_of_dead_workers(error: str) -> Non
     name = error.split("(", maxsplit=1)[0]
     printed = f"object refcount : 2\nobject type name: {name}\nobject repr     : {error}\nlost sys.stderr\n"
     found = decide([log("a", "Traceback (most recent call last):\n" + printed)])
-    assert found.cause == Cause.dataloader_worker_killed
+    assert (found.cause, found.basis) == (Cause.dataloader_worker_killed, Basis.signature)
 
 
 def test_what_slurm_ends_because_a_task_left_is_no_preemption() -> None:

@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -65,7 +65,7 @@ _TIMEOUT_S = 120.0
 _OTHERS_CORES = 0.03
 """Of all cores, that other programs may keep busy before it is said."""
 _UNSTEADY = 0.1
-"""As far may operators differ from one moment to another before it is said: plans are to be within 10%."""
+"""How much longer operators may take at one moment than at another before it is said: plans are to be within 10%."""
 
 
 def calibrate(config: CalibrateConfig) -> dict[str, Any]:
@@ -182,8 +182,8 @@ def _rank(config: CalibrateConfig, threads: int, result: str) -> None:
         found = measured_gpu(bench, Gpu.of(device), _links(bench) | _hidden_cost(bench))
     else:
         kernels = load(OpsConfig(), _quiet, cuda=False)
-        bench = Bench(torch.device("cpu"), dtype, kernels, config.seconds, CPU_SHAPES)
-        found = _measured_cpu(config, bench, threads)
+        moment = RepeatedBench(torch.device("cpu"), dtype, kernels, config.seconds, CPU_SHAPES)
+        found = _measured_cpu(config, moment, threads)
     if dist.get_rank() == 0:
         Path(result).write_text(yaml.safe_dump(found, sort_keys=False), encoding="utf-8")
 
@@ -192,28 +192,37 @@ def _quiet(_message: str) -> None:
     """Kernels are compiled without a word."""
 
 
-def _measured_cpu(config: CalibrateConfig, bench: Bench, threads: int) -> dict[str, Any]:
+def _measured_cpu(config: CalibrateConfig, bench: RepeatedBench, threads: int) -> dict[str, Any]:
     """Attributes of a machine without GPUs."""
-    repeated = RepeatedBench(bench.device, bench.dtype, bench.kernels, bench.seconds, bench.shapes)
     with Progress("measuring matrix products, attention and copies"):
-        _operators_of_cpu(config, repeated, threads)
+        _operators_of_cpu(config, bench, threads)
     parallel, width = layouts(config.ranks), bench.dtype.itemsize
     with Progress("training small models"):
         trials = trained(TRIALS, bench, {PLAIN: parallel[PLAIN]})[PLAIN]
     with Progress("measuring matrix products, attention and copies again"):
-        again = repeated.again()
+        again = bench.again()
         found = _operators_of_cpu(config, again, threads) | _hidden_cost(bench)
-    if dist.get_rank() == 0 and (slower := median(again.slower)) > _UNSTEADY:
-        print(
-            f"warning: the same operators took {slower:.0%} longer at one moment than at another (the median of "
-            f"{len(again.slower)}): this machine's cores change their speed, as those of a virtual machine do whose "
-            "neighbours compute; plans from these figures may be as far off: calibrate again at a quieter time",
-            file=sys.stderr,
-        )
+    if dist.get_rank() == 0:
+        tell_of_changes(again.slower)
     found |= pass_costs(trials, device_from(found, "cpu"), width)
     with Progress("training small models in several layouts"):
         in_layouts = trained(IN_LAYOUTS, bench, parallel)
     return found | {"layout_costs": layout_costs(in_layouts, device_from(found, "cpu"), width)}
+
+
+def tell_of_changes(slower: Sequence[float]) -> None:
+    """Warns where operators took longer at one moment than at another.
+
+    Args:
+        slower: how much longer each took, as a share.
+    """
+    if (middle := median(slower)) > _UNSTEADY:
+        print(
+            f"warning: the same operators took {middle:.0%} longer at one moment than at another (median of "
+            f"{len(slower)}): the speed of this machine's cores changes, as in a virtual machine beside busy ones, and "
+            "plans from these figures may be as far off: calibrate again at a quieter time",
+            file=sys.stderr,
+        )
 
 
 def _operators_of_cpu(config: CalibrateConfig, bench: Bench, threads: int) -> dict[str, Any]:

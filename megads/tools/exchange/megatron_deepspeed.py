@@ -142,8 +142,8 @@ def _position(arguments: Arguments) -> Position:
     """Of BigScience's fork an enum, of Microsoft's two switches."""
     given = arguments.values.get("position_embedding_type")
     if isinstance(given, Record):
-        *_, member = given.arguments or (None,)
-        given = _POSITIONS.get(member, member)
+        *_, member = given.arguments or (None,)  # its value, or its class and its name
+        given = _POSITIONS.get(member, member) if isinstance(member, int) else member
     if arguments.flag("use_rotary_position_embeddings") or given in ("rotary", "rope"):
         return Position.rope
     if given == "alibi":

@@ -6,12 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from megads.cli.main import run
 from megads.errors import ConfigError
+from megads.ops.config import TORCH
 from megads.plan.devices import read_device
 from megads.plan.operators import matmul_seconds
 from megads.tools.calibrate.config import CalibrateConfig
+from megads.tools.calibrate.measure import tell_of_changes
+from megads.tools.calibrate.operators import CPU_SHAPES, Bench, RepeatedBench
 
 
 @pytest.mark.slow
@@ -53,3 +57,25 @@ def test_the_file_is_tried_before_anything_is_measured(tmp_path: Path, capsys: p
     assert [path.name for path in tmp_path.iterdir()] == ["folder.yaml"]
     assert run(["calibrate", f"out={tmp_path}/missing/x.yaml"]) == 2
     assert "cannot be written (No such file or directory)" in capsys.readouterr().err
+
+
+def test_of_several_moments_the_quickest_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a slow moment of the machine that is taken for the machine, and times of two measurements mixed up."""
+    taken = iter([3.0, 5.0, 4.0, 2.0, 6.0, 1.0])
+    monkeypatch.setattr(Bench, "time_s", lambda *_: next(taken))
+    first = RepeatedBench(torch.device("cpu"), torch.bfloat16, TORCH, 0.0, CPU_SHAPES)
+    assert [first.time_s(print) for _ in range(2)] == [3.0, 5.0]
+    second = first.again()
+    assert [second.time_s(print) for _ in range(2)] == [3.0, 2.0]
+    assert second.slower == [pytest.approx(1 / 3), 1.5] and not first.slower
+    third = second.again()
+    assert [third.time_s(print) for _ in range(2)] == [3.0, 1.0]
+
+
+@pytest.mark.parametrize(("slower", "told"), [((0.02, 0.24, 0.3), True), ((0.01, 0.04, 0.9), False)])
+def test_a_machine_that_changes_its_speed_is_told(
+    slower: tuple[float, ...], told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches figures of a busy machine that nobody is warned of, and a warning for one slow operator."""
+    tell_of_changes(slower)
+    assert ("took 24% longer at one moment than at another" in capsys.readouterr().err) is told

@@ -14,7 +14,7 @@ import yaml
 
 from megads.engine import build_train_engine
 from megads.model.config import Position
-from megads.ops.config import TORCH, OpsConfig
+from megads.ops.config import OpsConfig
 from megads.ops.resolve import load
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.plan.devices import DEVICES, PassCosts, device_from, read_device, shipped_device
@@ -23,7 +23,7 @@ from megads.plan.operators import RankOperators
 from megads.plan.step_estimate import StepShape, estimate_step
 from megads.tools.calibrate import passes
 from megads.tools.calibrate.gpu import Gpu, measured_gpu
-from megads.tools.calibrate.operators import GPU_SHAPES, Bench, RepeatedBench
+from megads.tools.calibrate.operators import GPU_SHAPES, Bench
 from megads.tools.calibrate.passes import (
     GPU_TRIALS,
     LAUNCH_TRIALS,
@@ -100,19 +100,6 @@ def test_an_engine_is_gone_before_the_next() -> None:
     """Catches engines that are all kept, as they are in cycles which the collector was told to leave alone: calibrating
     two ranks took 17 GB."""
     assert run_ranks(_alive, 1) == [1]
-
-
-def test_of_several_moments_the_quickest_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a slow moment of the machine that is taken for the machine, and times of two measurements mixed up."""
-    taken = iter([3.0, 5.0, 4.0, 2.0, 6.0, 1.0])
-    monkeypatch.setattr(Bench, "time_s", lambda *_: next(taken))
-    first = RepeatedBench(torch.device("cpu"), torch.bfloat16, TORCH, 0.0, SHAPES)
-    assert [first.time_s(print) for _ in range(2)] == [3.0, 5.0]
-    second = first.again()
-    assert [second.time_s(print) for _ in range(2)] == [3.0, 2.0]
-    assert second.slower == [pytest.approx(1 / 3), 1.5] and not first.slower
-    third = second.again()
-    assert [third.time_s(print) for _ in range(2)] == [3.0, 1.0]
 
 
 def _passes(trial: Trial, device: Any, launch_us: float) -> Trained:
