@@ -2,6 +2,9 @@ VENV ?= .venv
 PYTHON_BIN := $(VENV)/bin
 export VENV
 
+# Hundreds of processes import what they test: where no bytecode is written, each of them compiles it.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(PYTHON_BIN)/python -m pytest
+
 # Tests that start processes wait for half of their time. A file stays with one worker: its tests share what they start.
 SEVERAL_AT_A_TIME := --numprocesses=3 --dist=loadfile
 
@@ -21,27 +24,27 @@ demo: setup ## train a small model on text found on this machine, from raw text 
 	@PATH="$(abspath $(PYTHON_BIN)):$$PATH" scripts/demo/run.sh
 
 test: setup ## all tests but the slow ones; GPU tests skip themselves where there is no GPU
-	$(PYTHON_BIN)/python -m pytest -m "not slow and not slurm and not attack" $(SEVERAL_AT_A_TIME)
+	$(PYTEST) -m "not slow and not slurm and not attack" $(SEVERAL_AT_A_TIME)
 
 test-fast: setup ## tests in one process only: some seven minutes
-	$(PYTHON_BIN)/python -m pytest -m "not slow and not distributed and not slurm and not attack"
+	$(PYTEST) -m "not slow and not distributed and not slurm and not attack"
 
 test-slow: setup ## the slow tests only; finding none is no failure (SHARE=1/3: the first third of them)
-	$(PYTHON_BIN)/python -m pytest -m "slow and not slurm and not attack" $(if $(SHARE),--share $(SHARE)) $(SEVERAL_AT_A_TIME) || [ $$? -eq 5 ]
+	$(PYTEST) -m "slow and not slurm and not attack" $(if $(SHARE),--share $(SHARE)) $(SEVERAL_AT_A_TIME) || [ $$? -eq 5 ]
 
 test-gpu-build: setup ## build and load the CUDA kernels under CUDA builds of torch 2.11 and 2.13; needs no GPU, but 4.8 GiB of the user's cache
 	$(PYTHON_BIN)/python -m scripts.cuda_torch --nvcc -- -m pytest -q tests/ops/cuda/test_compile.py
 
 test-slurm: setup ## on a private SLURM of several nodes on this machine; installs SLURM with apt where it may (SHARE=1/3)
 	@scripts/install_slurm.sh
-	$(PYTHON_BIN)/python -m pytest -m slurm $(if $(SHARE),--share $(SHARE)) tests/slurm
+	$(PYTEST) -m slurm $(if $(SHARE),--share $(SHARE)) tests/slurm
 
 test-faults: setup ## inject every fault of docs/reliability.md and list what held; SLURM's where it can be installed
 	@scripts/install_slurm.sh
-	$(PYTHON_BIN)/python -m pytest -m "fault and not attack" tests
+	$(PYTEST) -m "fault and not attack" tests
 
 test-attack: setup ## kills at random and at every system call, damage to every file, made-up command lines: some three hours (ROUNDS=20: so many kills)
-	$(PYTHON_BIN)/python -m pytest -m attack -s tests $(if $(ROUNDS),--attack-rounds $(ROUNDS)) --attack-table attack.md
+	$(PYTEST) -m attack -s tests $(if $(ROUNDS),--attack-rounds $(ROUNDS)) --attack-table attack.md
 
 mutation: setup ## change 200 places of megads/, one at a time, and list the changes that no test notices (COUNT=, SEED=): an hour
 	$(PYTHON_BIN)/python -m pip install --quiet --constraint constraints.txt cosmic-ray
@@ -53,7 +56,7 @@ check: setup ## lint, format, types, spelling, YAML, the walls between the rooms
 	$(PYTHON_BIN)/mypy
 	$(PYTHON_BIN)/codespell
 	$(PYTHON_BIN)/yamllint --strict .
-	$(PYTHON_BIN)/python -m pytest -q --durations=0 tests/test_architecture.py
+	$(PYTEST) -q --durations=0 tests/test_architecture.py
 
 bench: setup ## compare speed and memory with peers and the machine's limits (QUICK=1: five minutes); see bench.png
 	$(PYTHON_BIN)/python -m scripts.bench.suite $(if $(QUICK),--quick)
