@@ -94,7 +94,7 @@ def test_a_run_goes_on_with_its_own_choice() -> None:
         return before
 
     found = tune_attention(MODEL, work, CPU, earlier=earlier)
-    assert asked == [key] and found == replace(before, source="as at the run's earlier start")
+    assert asked == [key] and found == replace(before, source="as in the run's earlier start")
     assert TunedAttention.from_dict(json.loads(json.dumps(before.to_dict()))) == replace(before, outcomes={})
 
 
@@ -164,7 +164,7 @@ def test_memory_beyond_the_plan() -> None:
         "flex": TuningResult(reason="too old"),
     }
     judged = within_plan(found, inputs=300)
-    assert "by which the run is planned" in judged["fused_softmax"].reason and fastest(judged) == "augmented"
+    assert "by which memory is planned" in judged["fused_softmax"].reason and fastest(judged) == "augmented"
     assert {name: judged[name] for name in ("sdpa", "augmented", "flex")} == {
         name: found[name] for name in ("sdpa", "augmented", "flex")
     }

@@ -111,7 +111,7 @@ MISTAKES: list[tuple[tuple[str, ...], int, str]] = [
     (("data.raw=my/*.csv",), 3, "data.raw my/*.csv: matches no file in"),
     (("data.raw=my", "data.train=[{path: x}]"), 2, "are both set"),
     (("data.raw=[]",), 2, "data.raw = []: want a file, folder or glob"),
-    (("data.raw=my", "model.vocab_size=100"), 2, "model.vocab_size = 100 has no room for a tokenizer"),
+    (("data.raw=my", "model.vocab_size=100"), 2, "model.vocab_size = 100 is too small for a tokenizer"),
     (("data.raw=short.txt",), 3, "documents of 7 tokens cannot be split"),
     (("data.raw=short.txt", "data.split=[1,0]"), 3, "have 7 tokens, one sample needs train.seq_len + 1 = 129"),
     (("data.raw=my", "data.text_field=body"), 3, "no column 'body'; it has text"),

@@ -202,7 +202,7 @@ def test_a_stop_does_not_wait_for_a_stopped_rank(start: StartLauncher) -> None:
     launched.process.send_signal(signal.SIGTERM)
     code, _, err = launched.end()
     assert code == 6
-    assert "rank 1 cannot: stopped by SIGSTOP: killed, the last checkpoint counts" in err
+    assert "rank 1 cannot: stopped by SIGSTOP: killed; the last checkpoint remains" in err
     assert "rank 1: hung: sends no heartbeat" in err
 
 
@@ -213,7 +213,7 @@ def test_a_stop_that_does_not_come(start: StartLauncher) -> None:
     pid_of(launched, 1)
     launched.process.send_signal(signal.SIGINT)
     code, _, err = launched.end()
-    assert code == 9 and "run.stop_timeout_s is over: killed, the last checkpoint counts" in err
+    assert code == 9 and "run.stop_timeout_s has passed: killed; the last checkpoint remains" in err
     assert "ranks 0, 1: in step " in err or "rank 0: in step " in err
 
 

@@ -162,7 +162,7 @@ def test_a_damaged_cache_is_made_anew(folder: Path, name: str, damage: str) -> N
     said: list[str] = []
     assert plan().make(said.append) == prepared
     assert {path.name: path.read_bytes() for path in prepared.prefix.parent.iterdir()} == whole
-    assert len(said) == 1 and "damaged and made anew" in said[0]
+    assert len(said) == 1 and "damaged and is prepared again" in said[0]
 
 
 def test_text_that_changes_meanwhile_is_refused(folder: Path) -> None:
@@ -200,7 +200,7 @@ def test_a_kill_in_the_middle_leaves_nothing_taken_for_whole(folder: Path) -> No
     made = preparation.make(said.append)
     whole = {path.name: path.read_bytes() for path in made.prefix.parent.iterdir()}
     assert not list(Path("cache").glob(".*"))
-    assert said[0] == "going on from what an earlier start had finished"
+    assert said[0] == "continuing from the finished parts of an earlier start"
     assert said[1].endswith("parts kept from an earlier start")
     shutil.rmtree(made.prefix.parent)
     preparation.make(lambda _: None)

@@ -156,7 +156,7 @@ def test_where_the_time_went(tmp_path: Path) -> None:
         '<td>lost work</td><td class="number">0.5</td><td class="number">5.00%</td>',
         '<td>stopped</td><td class="number">0.0</td>',
         '<td>wall time</td><td class="number">10.0</td><td class="number">100.00%</td>',
-        "noticed in 0.5 s, not trained since, on average",
+        "detected in 0.5 s, not recovered since, on average",
     ):
         assert row in page, row
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0, "step_time_s": 1.0}\n')
