@@ -250,4 +250,4 @@ def test_memory_beyond_the_plan() -> None:
     theirs = replace(ours, time_ms=2.0)
     assert not TunedOperator(KernelOp.norm, "9", ours, theirs).why_torch
     assert "keeps 1,100 bytes" in TunedOperator(KernelOp.norm, "9", replace(ours, kept_bytes=1100), theirs).why_torch
-    assert "nothing to compare" in TunedOperator(KernelOp.norm, "9", ours, TuningResult("no memory")).why_torch
+    assert "torch's operator not timed" in TunedOperator(KernelOp.norm, "9", ours, TuningResult("no memory")).why_torch

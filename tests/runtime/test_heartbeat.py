@@ -224,5 +224,5 @@ def test_native_code_that_holds_the_interpreter_is_named(start: StartLauncher) -
     launched = start("hold_the_interpreter", cluster__heartbeat_timeout_s=LOST_AFTER_S)
     code, _, err = launched.end()
     assert code == 9
-    assert "megads: rank 1: hung: sends no heartbeat for" in err and "native code holds its interpreter" in err
+    assert "megads: rank 1: hung: sends no heartbeat for" in err and "native code holds the GIL" in err
     assert "last in step 7, native code" in err

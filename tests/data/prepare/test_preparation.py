@@ -360,10 +360,10 @@ def test_what_was_converted_rejected_and_passed_over_is_said(folder: Path) -> No
     (folder / "text" / "d.txt").write_text(prose(4), encoding="utf-16")
     (folder / "text" / "e.txt").write_bytes("schön".encode("cp1252"))
     (folder / "text" / "f.png").touch()
-    assert str(plan()).endswith("; passed over: 1 .png")
+    assert str(plan()).endswith("; skipped: 1 .png")
     for _ in range(2):
         assert (
-            "; passed over: 1 .png; converted: 1 from utf-16-le (text/d.txt); 1 file rejected, the first: text/e.txt: "
+            "; skipped: 1 .png; converted: 1 from utf-16-le (text/d.txt); 1 file rejected, the first: text/e.txt: "
             "not UTF-8 (byte 0xf6 in line 1; where it is Western European text, data.encoding=cp1252 or latin-1 reads "
         ) in str(make())
     said = str(make(encoding="cp1252"))

@@ -270,7 +270,7 @@ def test_a_dataset_of_changed_text_is_not_made_already(corpus: Path, tmp_path: P
     config = config_of(corpus, tmp_path / "out", input=[str(text)], workers=1, distributed=True)
     assert isinstance(preprocess_together(config), PreprocessReport)
     again = preprocess_together(config)
-    assert isinstance(again, TaskReport) and "made already" in str(again)
+    assert isinstance(again, TaskReport) and "already made from this input" in str(again)
     text.write_text('{"text": "over the lazy fox"}\n')
     with pytest.raises(ConfigError, match="exists; choose another output"):
         preprocess_together(config)

@@ -95,7 +95,7 @@ def _flip(step: Path) -> None:
         ("truncated", CheckpointError, "the file is too short|is damaged|cannot be read"),
         ("a bit", CheckpointError, "is damaged: Bad CRC-32"),
         ("no part", CheckpointError, "__0_0.distcp is missing, which .metadata names"),
-        ("damaged metadata", CheckpointError, ".metadata: is no metadata of a distributed checkpoint"),
+        ("damaged metadata", CheckpointError, ".metadata: is not the metadata of a distributed checkpoint"),
         ("metadata that runs", CheckpointError, ".metadata: is no metadata"),
         ("settings that run", CheckpointError, r"common.pt: .*nothing was run \(posix.mkdir"),
         ("no format", CheckpointError, "metadata.json cannot be read"),

@@ -145,7 +145,7 @@ def test_a_run_without_moments(tmp_path: Path, tokenizer: Path) -> None:
         ("truncated", r"fp32.pt cannot be read"),
         ("no tensor", "fp32.pt: holds no tensor param"),
         ("other steps", r"say different numbers of steps \(\[5, 6\]\)"),
-        ("no steps", "have no step.pt, .* optimizer=false takes the weights alone"),
+        ("no steps", "have no step.pt, .* optimizer=false imports only the weights"),
         ("steps in words", "step.pt: holds no number of steps"),
     ],
 )

@@ -28,7 +28,7 @@ def test_a_machine_without_slurm_is_told_what_to_install(
         ([], "an empty command"),
         (["--", "srun", "x"], "srun x"),
         (["--", "sbatch"], "without a script"),
-        (["--ranks", "3", "--", "sbatch", "x"], "must be 2, 4 or 8"),
+        (["--ranks", "3", "--", "sbatch", "x"], "want 2, 4 or 8"),
     ],
 )
 def test_what_is_no_command_to_rehearse_is_refused(

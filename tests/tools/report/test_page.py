@@ -126,7 +126,7 @@ def test_a_run_is_found_by_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ConfigError, match=r"run = mine-0: there is no such .* runs here: runs/mine-01234567"):
         find_run("mine-0")
     shutil.rmtree("runs")
-    with pytest.raises(ConfigError, match="as megads train names it"):
+    with pytest.raises(ConfigError, match="megads train prints the id"):
         find_run("mine-0")
 
 
