@@ -184,7 +184,7 @@ def test_outputs_that_are_taken(tmp_path: Path) -> None:
         (run, "is .*/run, which is only read"),
         (tmp_path / "link", "is .*/run, which is only read"),
         (run / "checkpoints" / "other", "is inside .*/run"),
-        (tmp_path, "holds .*/run"),
+        (tmp_path, "contains .*/run"),
     ):
         with pytest.raises(ConfigError, match=told):
             do(run, output, overwrite=True)

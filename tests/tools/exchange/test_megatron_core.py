@@ -96,7 +96,7 @@ def _flip(step: Path) -> None:
         ("a bit", CheckpointError, "is damaged: Bad CRC-32"),
         ("no part", CheckpointError, "__0_0.distcp is missing, which .metadata names"),
         ("damaged metadata", CheckpointError, ".metadata: is not the metadata of a distributed checkpoint"),
-        ("metadata that runs", CheckpointError, ".metadata: is no metadata"),
+        ("metadata that runs", CheckpointError, ".metadata: is not the metadata"),
         ("settings that run", CheckpointError, r"common.pt: .*nothing was run \(posix.mkdir"),
         ("no format", CheckpointError, "metadata.json cannot be read"),
         ("another format", ConfigError, "sharded_backend = 'zarr': megads reads torch_dist"),

@@ -175,5 +175,5 @@ def test_nothing_says_what_it_is(tmp_path: Path, tokenizer: Path) -> None:
     """Catches a guess at the model where config.json is not there."""
     folder = exported(write_run(tmp_path / "run", tokenizer), tmp_path / "out")
     (folder / "global_step7" / "config.json").unlink()
-    with pytest.raises(ConfigError, match=r"put its config.json there"):
+    with pytest.raises(ConfigError, match=r"model's config.json is missing: put it there"):
         import_folder(ImportConfig(str(folder), str(tmp_path / "in")))
