@@ -403,7 +403,7 @@ def on_first(control: ControlPlane, action: Callable[[], T], kind: Any) -> T:
     Args:
         control: control plane of all ranks.
         action: action that must not communicate.
-        kind: type of its result, see json_message.encode.
+        kind: type of its result, see megads.runtime.distributed.encode.
 
     Raises:
         RanksFailed: on every rank, if the action failed.

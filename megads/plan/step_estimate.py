@@ -292,7 +292,8 @@ class StepModel:
         parts["host"] = parts.get("host", 0.0) + self.device.step_us * 1e-6
         parts["param_gather"] = self._weight_gather(self._rank_elements(heaviest))
         if shape.save_every_steps:
-            parts["checkpoint"] = share * _SAVED_BYTES / (self.device.host_gigabytes_per_s * 1e9) / shape.save_every_steps
+            copy_s = share * _SAVED_BYTES / (self.device.host_gigabytes_per_s * 1e9)
+            parts["checkpoint"] = copy_s / shape.save_every_steps
         parts["stragglers"] = sum(parts.values()) * JITTER * sqrt(2 * log(parallel.world_size))
         tokens = shape.seq_len * shape.micro_batch_size * shape.micro_batches * parallel.dp
         flops = model_flops_per_token(self.model, shape.seq_len)

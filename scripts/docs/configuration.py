@@ -54,7 +54,7 @@ def _verb_lines(name: str) -> Iterator[str]:
     yield f"## megads {name}\n"
     yield f"{summary(config_dir() / f'{name}.yaml')}\n"
     for group, default in group_names(name).items():
-        yield f"`{group}=` takes one of these{f'; `{default}` unless given' if default else ', or none'}:\n"
+        yield f"`{group}=` takes one of these{f'; `{default}` by default' if default else ', or none'}:\n"
         yield from _table(("option", "what it is"), [(f"`{o}`", text) for o, text in group_options(group).items()])
     composed = _composed(verb)
     root: list[Key] = []

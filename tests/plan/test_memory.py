@@ -20,9 +20,9 @@ from megads.plan.memory import (
     CUBLAS_BYTES,
     RECEIVE_BYTES,
     Workload,
-    non_tensor_memory,
     communicators,
     memory_plan,
+    non_tensor_memory,
 )
 
 BLOOM = ModelConfig(num_layers=70, hidden_size=14336, num_heads=112, vocab_size=250_880)
