@@ -69,13 +69,13 @@ class Execution:
         overlap_p2p: whether pipeline p2p communication overlaps with passes.
         overlap_zero: whether ZeRO-2 and ZeRO-3 overlap gradient reduction with the backward pass; megads does not
             (overlap_comm: false).
-        scatter_messages: whether each tensor-parallel rank sends a slice of a pipeline activation, which the receivers
+        scatter_gather_p2p: whether each tensor-parallel rank sends a slice of a pipeline activation, which the receivers
             all-gather (Narayanan et al. 2021, section 4.1).
         gradient_bytes: bytes per element of the gradient reduction.
         whole_recompute: whether full recomputation repeats the block's last GEMM.
         repeatable: whether attention's backward pass is deterministic; the fastest kernels are not.
         cuda_graphs: whether passes are captured in CUDA graphs and replayed, so that the GPU never waits for the host.
-        product_rate: GEMM rate relative to the device's: older libraries, lower clocks.
+        gemm_rate: GEMM rate relative to the device's: older libraries, lower clocks.
     """
 
     scores_in_memory: bool | None = None
@@ -86,12 +86,12 @@ class Execution:
     overlap_param_gather: bool = False
     overlap_p2p: bool = True
     overlap_zero: bool = False
-    scatter_messages: bool = False
+    scatter_gather_p2p: bool = False
     gradient_bytes: int = FP32
     whole_recompute: bool = False
     repeatable: bool = False
     cuda_graphs: bool = False
-    product_rate: float = 1.0
+    gemm_rate: float = 1.0
 
 
 MEGADS = Execution()
@@ -207,7 +207,7 @@ class RankOperators:
 
     def _matmul(self, outputs: float, inputs: float) -> tuple[float, float, float]:
         """Seconds of a linear layer's GEMMs: forward, dgrad, wgrad."""
-        device, width, rate = self.device, self.width, self.execution.product_rate
+        device, width, rate = self.device, self.width, self.execution.gemm_rate
         # With measured GEMMs each of the tp_chunks is a separate call; the built-in GPU tables have no call overhead.
         parts = self.parallel.tp_chunks if self.parallel.tp > 1 and device.products else 1
         forward = parts * matmul_seconds(device, self.tokens / parts, outputs, inputs, width=width)

@@ -227,7 +227,7 @@ class StepModel:
         """Transfer time and latency of a pipeline p2p transfer, in seconds."""
         parallel, device = self.parallel, self.device
         size: float = self.operators.tokens * self.model.hidden_size * self.shape.width
-        size /= parallel.tp if parallel.sequence_parallel or self.execution.scatter_messages else 1
+        size /= parallel.tp if parallel.sequence_parallel or self.execution.scatter_gather_p2p else 1
         pipeline = group_of(parallel, ("pp",), device.ranks_per_node, self.network)
         return p2p(device, size, between_nodes=crosses_nodes(pipeline), width=self.shape.width)
 
