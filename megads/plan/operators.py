@@ -69,8 +69,8 @@ class Execution:
         overlap_p2p: whether pipeline p2p communication overlaps with passes.
         overlap_zero: whether ZeRO-2 and ZeRO-3 overlap gradient reduction with the backward pass; megads does not
             (overlap_comm: false).
-        scatter_gather_p2p: whether each tensor-parallel rank sends a slice of a pipeline activation, which the receivers
-            all-gather (Narayanan et al. 2021, section 4.1).
+        scatter_gather_p2p: whether each tensor-parallel rank sends a slice of a pipeline activation, which the
+            receivers all-gather (Narayanan et al. 2021, section 4.1).
         gradient_bytes: bytes per element of the gradient reduction.
         whole_recompute: whether full recomputation repeats the block's last GEMM.
         repeatable: whether attention's backward pass is deterministic; the fastest kernels are not.
