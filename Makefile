@@ -2,10 +2,10 @@ VENV ?= .venv
 PYTHON_BIN := $(VENV)/bin
 export VENV
 
-# Hundreds of processes import what they test: where no bytecode is written, each of them compiles it.
+# Hundreds of test processes import the same modules; without cached bytecode each of them compiles these again.
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(PYTHON_BIN)/python -m pytest
 
-# Tests that start processes wait for half of their time. A file stays with one worker: its tests share what they start.
+# Tests that start processes are idle half of the time. A file stays with one worker: its tests share what they start.
 SEVERAL_AT_A_TIME := --numprocesses=3 --dist=loadfile
 
 .DEFAULT_GOAL := help
@@ -17,40 +17,40 @@ help: ## list the targets
 setup: ## create .venv with the pinned dependencies (a second run does nothing)
 	@scripts/setup.sh
 
-browser: ## install a headless browser for the tests that open reports in one (Debian, as root; otherwise they skip)
+browser: ## install a headless browser (Debian, as root); without it the tests that open reports in one are skipped
 	@scripts/install_chromium.sh
 
-demo: setup ## train a small model on text found on this machine, from raw text to validation loss
+demo: setup ## train a small model on text of this machine, from raw text to validation loss
 	@PATH="$(abspath $(PYTHON_BIN)):$$PATH" scripts/demo/run.sh
 
-test: setup ## all tests but the slow ones; GPU tests skip themselves where there is no GPU
+test: setup ## run all tests except the slow ones; GPU tests are skipped without a GPU
 	$(PYTEST) -m "not slow and not slurm and not attack" $(SEVERAL_AT_A_TIME)
 
-test-fast: setup ## tests in one process only: some seven minutes
+test-fast: setup ## run the tests in one process only, without those that start several: about seven minutes
 	$(PYTEST) -m "not slow and not distributed and not slurm and not attack"
 
-test-slow: setup ## the slow tests only; finding none is no failure (SHARE=1/3: the first third of them)
+test-slow: setup ## run only the slow tests; selecting none is no failure (SHARE=1/3: the first third of them)
 	$(PYTEST) -m "slow and not slurm and not attack" $(if $(SHARE),--share $(SHARE)) $(SEVERAL_AT_A_TIME) || [ $$? -eq 5 ]
 
-test-gpu-build: setup ## build and load the CUDA kernels under CUDA builds of torch 2.11 and 2.13; needs no GPU, but 4.8 GiB of the user's cache
+test-gpu-build: setup ## build and load the CUDA kernels under CUDA builds of torch 2.11 and 2.13; needs no GPU, but 4.8 GiB in the user's cache
 	$(PYTHON_BIN)/python -m scripts.cuda_torch --nvcc -- -m pytest -q tests/ops/cuda/test_compile.py
 
-test-slurm: setup ## on a private SLURM of several nodes on this machine; installs SLURM with apt where it may (SHARE=1/3)
+test-slurm: setup ## run tests on a private SLURM of several nodes on this machine; installs SLURM with apt if permitted (SHARE=1/3)
 	@scripts/install_slurm.sh
 	$(PYTEST) -m slurm $(if $(SHARE),--share $(SHARE)) tests/slurm
 
-test-faults: setup ## inject every fault of docs/reliability.md and list what held; SLURM's where it can be installed
+test-faults: setup ## inject every fault of docs/reliability.md and list which guarantees held; SLURM's if it can be installed
 	@scripts/install_slurm.sh
 	$(PYTEST) -m "fault and not attack" tests
 
-test-attack: setup ## kills at random and at every system call, damage to every file, made-up command lines: some three hours (ROUNDS=20: so many kills)
+test-attack: setup ## kill at random and at every system call, damage every file, fuzz command lines: about three hours (ROUNDS=20: number of kills)
 	$(PYTEST) -m attack -s tests $(if $(ROUNDS),--attack-rounds $(ROUNDS)) --attack-table attack.md
 
-mutation: setup ## change 200 places of megads/, one at a time, and list the changes that no test notices (COUNT=, SEED=): an hour
+mutation: setup ## mutation testing: apply 200 mutations to megads/, one at a time, and list those that no test detects (COUNT=, SEED=): an hour
 	$(PYTHON_BIN)/python -m pip install --quiet --constraint constraints.txt cosmic-ray
 	$(PYTHON_BIN)/python -m scripts.mutation_sample --count $(or $(COUNT),200) --seed $(or $(SEED),1)
 
-check: setup ## lint, format, types, spelling, YAML, the walls between the rooms
+check: setup ## check lint, format, types, spelling, YAML and import order
 	$(PYTHON_BIN)/ruff check .
 	$(PYTHON_BIN)/ruff format --check .
 	$(PYTHON_BIN)/mypy
@@ -58,10 +58,10 @@ check: setup ## lint, format, types, spelling, YAML, the walls between the rooms
 	$(PYTHON_BIN)/yamllint --strict .
 	$(PYTEST) -q --durations=0 tests/test_architecture.py
 
-bench: setup ## compare speed and memory with peers and the machine's limits (QUICK=1: five minutes); see bench.png
+bench: setup ## compare speed and memory with peers and hardware limits (QUICK=1: five minutes); see bench.png
 	$(PYTHON_BIN)/python -m scripts.bench.suite $(if $(QUICK),--quick)
 
-docs: setup ## write docs/configuration.md from the config dataclasses and conf/
+docs: setup ## generate docs/configuration.md from the config dataclasses and conf/
 	$(PYTHON_BIN)/python scripts/docs/configuration.py
 
 clean: ## remove caches and build output; keeps .venv and runs

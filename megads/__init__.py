@@ -1,7 +1,7 @@
 """megads: a Megatron-DeepSpeed style, Hydra-driven trainer for GPT/BLOOM-like language models.
 
-What a notebook or a plugin may use are the attributes below. Each is imported when it is first asked for, so that
-`import megads` is light: neither torch nor DeepSpeed comes with it.
+The attributes below are the public API for notebooks and plugins. They are imported lazily, so that `import megads`
+imports neither torch nor DeepSpeed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What travels from the sampler to the model, the same types in every room.
+"""Data types of a micro-batch, from the sampler to the model.
 
 Shape suffixes: b = micro-batch size, s = sequence length.
 """
@@ -15,12 +15,12 @@ from torch import Tensor
 
 
 def copy_to(x: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device; the host does not wait for a GPU, for which memory is pinned."""
+    """Copies a tensor to a device; to a GPU asynchronously, through pinned memory."""
     return _pinned(x, device).to(device, non_blocking=device.type == "cuda")
 
 
 def copy_into(place: Tensor, x: Tensor) -> None:
-    """Copies a tensor to where another one of its shape is; the host does not wait for a GPU."""
+    """Copies a tensor into another one of the same shape; to a GPU asynchronously, through pinned memory."""
     place.copy_(_pinned(x, place.device), non_blocking=place.is_cuda)
 
 
@@ -30,23 +30,22 @@ def _pinned(x: Tensor, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class BatchInfo:
-    """What every pipeline stage must know of a micro-batch; made by the sampler, never sent through the pipeline.
+    """Metadata of a micro-batch for every pipeline stage; created by the sampler, not sent through the pipeline.
 
-    Two of them are equal only if they are the same object: what layers share for a micro-batch is kept by it.
+    Two objects are equal only if they are identical: values cached for a micro-batch are keyed by the object.
 
-    A place is an index into the whole sample. Where context parallelism cuts samples, s counts the tokens that this
-    rank holds.
+    A place is an index into the whole sample. With context parallelism, s is the number of tokens on this rank.
 
     Attributes:
-        sample_ids: int64 [b], the number of each sample in the run's global order. Unique over the run, so
-            dropout is the same in every layout. Read on the device only.
-        position_ids_bs: int64 [b, s], position of each token where positions restart with every document, or None
-            where positions are places.
-        document_starts: int64 [b, s], place at which each token's document starts (0 for one that started before the
-            sample), or None when attention crosses document boundaries. The token that ends a document belongs to it.
-        sequence_index: int64 [s], place of each token that this rank holds, the same in every row; None for 0..s-1.
-        seq_len: tokens of a whole sample. Must be given with sequence_index, and where a sample is to be cut on a
-            stage that has no tokens.
+        sample_ids: int64 [b], number of each sample in the run's global order. Unique over the run, so that dropout is
+            the same in every layout. Only read on the device.
+        position_ids_bs: int64 [b, s], position of each token, if positions restart with every document; None if
+            positions are places.
+        document_starts: int64 [b, s], place where each token's document starts (0 if before the sample); None if
+            attention crosses document boundaries. The token that ends a document belongs to it.
+        sequence_index: int64 [s], place of each token on this rank, the same in every row; None for 0..s-1.
+        seq_len: tokens of a whole sample. Required with sequence_index, and to split a sample on a stage that has no
+            tokens.
     """
 
     sample_ids: Tensor
@@ -56,7 +55,7 @@ class BatchInfo:
     seq_len: int | None = None
 
     def to(self, device: torch.device) -> BatchInfo:
-        """A copy on another device; does not wait for it."""
+        """Copies to another device, asynchronously."""
         return BatchInfo(
             copy_to(self.sample_ids, device),
             None if self.position_ids_bs is None else copy_to(self.position_ids_bs, device),
@@ -66,7 +65,7 @@ class BatchInfo:
         )
 
     def positions(self, count: int, device: torch.device) -> Tensor:
-        """Position of each of this rank's `count` tokens, int64 [b, s], or [s] where all rows have the same."""
+        """Returns the positions of this rank's `count` tokens, int64 [b, s], or [s] if all rows have the same."""
         if self.position_ids_bs is not None:
             return self.position_ids_bs
         return torch.arange(count, device=device) if self.sequence_index is None else self.sequence_index
@@ -74,13 +73,13 @@ class BatchInfo:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The share of one data-parallel rank in one forward and backward pass.
+    """The samples of one data-parallel rank for one forward and backward pass.
 
     Attributes:
         tokens_bs: int64 [b, s] input tokens; None on stages that are neither first nor last.
-        labels_bs: int64 [b, s] next tokens; None likewise.
-        loss_mask_bs: float32 [b, s], 1 where the loss counts, 0 elsewhere; None likewise.
-        info: what every stage gets.
+        labels_bs: int64 [b, s] next tokens; None on the same stages.
+        loss_mask_bs: float32 [b, s], 1 for tokens that count in the loss, else 0; None on the same stages.
+        info: metadata for every stage.
     """
 
     info: BatchInfo
@@ -89,7 +88,7 @@ class MicroBatch:
     loss_mask_bs: Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
-        """A copy on another device; does not wait for it."""
+        """Copies to another device, asynchronously."""
         whole = (self.tokens_bs, self.labels_bs, self.loss_mask_bs)
         return MicroBatch(self.info.to(device), *(None if x is None else copy_to(x, device) for x in whole))
 
@@ -98,17 +97,17 @@ T = TypeVar("T")
 
 
 class PerBatch(Generic[T]):
-    """Makes a value when the first layer asks for it and forgets it with the micro-batch.
+    """Cache of values per micro-batch: computed at the first request, freed with the micro-batch.
 
-    Held weakly by the BatchInfo object itself: a recomputed forward pass, which is given the same object, finds the
-    value again.
+    Keyed weakly by the BatchInfo object itself, so that a recomputed forward pass, which gets the same object, reuses
+    the value.
     """
 
     def __init__(self) -> None:
         self._values: WeakKeyDictionary[BatchInfo, dict[Hashable, T]] = WeakKeyDictionary()
 
     def get(self, info: BatchInfo, key: Hashable, make: Callable[[], T]) -> T:
-        """The value of this micro-batch under `key`, which says all that `make` depends on beside the micro-batch."""
+        """Returns the cached value of a micro-batch; `make` may depend on the micro-batch and `key` only."""
         values = self._values.setdefault(info, {})
         if key not in values:
             values[key] = make()

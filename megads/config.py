@@ -1,4 +1,4 @@
-"""The root schema of `megads train`: composes every room's config, checks what spans rooms."""
+"""The root schema of `megads train`: composes the config of every package, and checks settings across sections."""
 
 from __future__ import annotations
 
@@ -51,51 +51,51 @@ if TYPE_CHECKING:
 
 @dataclass
 class RootConfig:
-    """Everything `megads train` can be told."""
+    """All settings of `megads train`."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
-    """The model's shape."""
+    """Model architecture."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """The layout over processes."""
+    """Parallel layout."""
     ops: OpsConfig = field(default_factory=OpsConfig)
-    """Which implementation computes."""
+    """Kernel implementations."""
     train: TrainConfig = field(default_factory=TrainConfig)
-    """Length and batches."""
+    """Length and batch sizes of training."""
     optim: OptimConfig = field(default_factory=OptimConfig)
-    """The optimizer."""
+    """Optimizer."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    """The learning rate."""
+    """Learning-rate schedule."""
     data: DataConfig = field(default_factory=DataConfig)
-    """The data."""
+    """Training and validation data."""
     tokenizer: TextTokenizerConfig = field(default_factory=TextTokenizerConfig)
-    """The tokenizer."""
+    """Tokenizer."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    """Saving and resuming."""
+    """Saving and loading checkpoints."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     """Validation."""
     run: RunConfig = field(default_factory=RunConfig)
-    """Name and place."""
+    """Run id and run directory."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
-    """Console."""
+    """Logging and trackers."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    """The machine."""
+    """Nodes, devices, restarts and timeouts."""
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
-    """Numerical faults."""
+    """Detection of numerical faults."""
     plugins: list[str] = field(default_factory=list)
-    """Modules of your own to import, which register hooks, model blocks, optimizers, schedules, readers or trackers
+    """Your own modules to import; they register hooks, model blocks, optimizers, schedules, readers or trackers
     (docs/extending.md)."""
     hooks: dict[str, Any] = field(default_factory=dict)
-    """Hooks of your plugins to run, each with its settings: hooks.<name>.<setting>=<value>, or hooks.<name>={}."""
+    """Hooks to run from your plugins, with their settings: hooks.<name>.<setting>=<value>, or hooks.<name>={}."""
 
     deepspeed: dict[str, Any] = field(default_factory=dict)
-    """Extra DeepSpeed settings for parallel.zero_stage=2 and 3, where DeepSpeed's own ZeRO engine trains, for example
-    deepspeed.zero_optimization.overlap_comm=true; those that would change what is computed are refused."""
+    """Extra DeepSpeed settings for parallel.zero_stage=2 and 3, which use DeepSpeed's own ZeRO engine, for example
+    deepspeed.zero_optimization.overlap_comm=true. Settings that would change the computed result are rejected."""
 
     def settle_plugins(self) -> None:
-        """Imports the plugins, and checks and completes the settings of every part that the config names.
+        """Imports the plugins; validates and completes the options of every registered component in the config.
 
         Raises:
-            ConfigError: a plugin cannot be imported, there is no such part, or a setting does not fit it.
+            ConfigError: a plugin cannot be imported, a component is not registered, or one of its options is invalid.
         """
         import_plugins(self.plugins)
         optim, schedule, block = self.optim, self.schedule, self.model.block
@@ -108,10 +108,10 @@ class RootConfig:
 
 
 def check_config(config: RootConfig) -> None:
-    """Checks every room's config, then what spans rooms.
+    """Checks every section of the config, then constraints across sections.
 
     Raises:
-        ConfigError: the config cannot be run; says the value, why, and what to change.
+        ConfigError: the config cannot be run; gives the value, the reason and the remedy.
     """
     computed = (config.model, config.parallel, config.ops, config.train, config.optim, config.schedule)
     read_and_kept = (config.data, config.tokenizer, config.checkpoint, config.evaluation, config.run, config.logging)
@@ -128,7 +128,7 @@ def check_config(config: RootConfig) -> None:
 
 
 def _check_across_rooms(config: RootConfig) -> None:
-    """What spans rooms and may differ from training stage to training stage."""
+    """Checks constraints across sections whose values may differ between training stages."""
     config.train.check_sizes()
     config.model.check()
     config.parallel.check()
@@ -141,10 +141,10 @@ def _check_across_rooms(config: RootConfig) -> None:
 
 
 def for_each_stage(config: RootConfig, check: Callable[[RootConfig], object]) -> None:
-    """Calls a check with the config of every training stage; of the whole run where it has no stages.
+    """Calls a check with the config of every training stage, or with the run's config if it has no stages.
 
     Raises:
-        ConfigError: what the check raises, with the name of the stage.
+        ConfigError: the check failed; the message starts with the name of the stage.
     """
     if not config.train.stages:
         check(config)
@@ -157,9 +157,9 @@ def for_each_stage(config: RootConfig, check: Callable[[RootConfig], object]) ->
 
 
 def _check_run_stages(config: RootConfig) -> None:
-    """Training stages must follow each other, and go with what else the config says."""
+    """Checks the order of the training stages and their compatibility with the rest of the config."""
     if stages := parse_stages(config.train.stages):
-        # Before anything counts with them: their values have the right types.
+        # First of all, as the checks below compute with these values.
         for_each_stage(config, lambda of_stage: of_stage.train.check_sizes())
         check_stages(stages, run_spans(config), config.train, config.data, config.parallel.recompute)
         learning_rate(config)
@@ -167,10 +167,10 @@ def _check_run_stages(config: RootConfig) -> None:
 
 
 def check_shape(config: RootConfig) -> None:
-    """Checks what a plan needs: model, layout, batches and machine; neither data nor a length.
+    """Checks what a plan needs: model, layout, batch sizes and cluster, but not data or run length.
 
     Raises:
-        ConfigError: the shape cannot be built.
+        ConfigError: the model cannot be built in this layout.
     """
     config.model.check()
     config.parallel.check()
@@ -190,12 +190,12 @@ def _check_shape_of_stage(config: RootConfig) -> None:
 
 
 def attention_work(config: RootConfig, *, cuda: bool | None = None, fused: bool | None = None) -> AttentionWork:
-    """What a rank of a run asks of attention.
+    """Returns the requirements of a run on its attention kernel, per rank.
 
     Args:
-        config: the run.
-        cuda: ranks compute on GPUs; None where that is not known.
-        fused: megads' own kernels are loaded, or not; None goes by ops.impl.
+        config: config of the run.
+        cuda: whether ranks compute on GPUs; None if unknown.
+        fused: whether megads' own kernels are loaded; None follows ops.impl.
     """
     loaded = config.ops.impl if fused is None else Implementation.fused if fused else Implementation.torch
     return replace(
@@ -212,58 +212,59 @@ def attention_work(config: RootConfig, *, cuda: bool | None = None, fused: bool 
 
 
 def check_attention(config: RootConfig, *, cuda: bool | None = None) -> None:
-    """Raises ConfigError where the attention that was asked for cannot do the run's work; see `attention_work`."""
+    """Raises ConfigError if the requested attention kernel does not support the run; see `attention_work`."""
     reason = why_not(config.model.attention, attention_work(config, cuda=cuda))
     if reason:
         raise ConfigError(f"model.attention = {config.model.attention} {reason}")
 
 
 def _check_optimizer(config: RootConfig) -> None:
-    """DeepSpeed's optimizer is around torch's; Muon must know its matrices; groups match; there is an average."""
+    """Checks the optimizer against ZeRO stage, model block and muP, its parameter groups, and weight averaging."""
     check_parameter_groups(config.model, config.optim)
     impl, stage = config.optim.impl, config.parallel.zero_stage
     if stage in GRADIENT_STAGES and impl in (Implementation.fused, Implementation.apex):
         raise ConfigError(
-            f"optim.impl = {impl} is for parallel.zero_stage = 0 and 1, but parallel.zero_stage = {stage}: there "
-            "DeepSpeed drives the optimizer, which is torch's or its own; use optim.impl=auto or deepspeed"
+            f"optim.impl = {impl} requires parallel.zero_stage = 0 or 1, but parallel.zero_stage = {stage}: with "
+            "ZeRO-2 and 3 the optimizer is PyTorch's or DeepSpeed's; use optim.impl=auto or deepspeed"
         )
     if config.optim.is_muon and config.model.block.is_custom:
         raise ConfigError(
-            f"optim.name = muon cannot be had with model.block.name = {config.model.block.name}: which of a plugin's "
-            "parameters are matrices, and how many of them are in one, is not known; use optim.name=adamw, lamb or lion"
+            f"optim.name = muon is not supported with model.block.name = {config.model.block.name}: it is unknown "
+            "which parameters of a plugin's block are matrices, and how many matrices each one fuses; use "
+            "optim.name=adamw, lamb or lion"
         )
     if config.model.mup.base_width is not None:
         is_known = config.optim.name in ("adamw", "lion", "muon")
         if not is_known or config.optim.options.get("qkv") == "head":
             given = "options.qkv = head" if is_known else f"name = {config.optim.name}"
             raise ConfigError(
-                f"optim.{given} cannot be had with model.mup.base_width: how its steps grow with the width is not "
-                "settled; use optim.name=adamw, lion or muon (qkv=projection)"
+                f"optim.{given} is not supported with model.mup.base_width: the scaling of its updates with the width "
+                "is not established; use optim.name=adamw, lion or muon (qkv=projection)"
             )
     if config.evaluation.average and config.optim.ema_decay is None:
         raise ConfigError(
             "evaluation.average = true validates a running average of the weights, but optim.ema_decay = null keeps "
-            "none: set optim.ema_decay, as 0.9999, or leave evaluation.average out"
+            "none: set optim.ema_decay, for example 0.9999, or remove evaluation.average"
         )
 
 
 def _check_compile(config: RootConfig) -> None:
-    """Compiled blocks want their weights in place."""
+    """Compiled blocks need their weights in memory, which ZeRO-3 does not provide."""
     if config.ops.compile is not Compile.none and config.parallel.zero_stage == 3:
         raise ConfigError(
-            f"ops.compile = {config.ops.compile} cannot be had with parallel.zero_stage = 3: weights that are gathered "
-            "when a layer is called, of which a compiler knows nothing; set parallel.zero_stage=1 or 2, or "
+            f"ops.compile = {config.ops.compile} is not supported with parallel.zero_stage = 3: torch.compile cannot "
+            "trace the all-gather of a layer's weights when it is called; set parallel.zero_stage=1 or 2, or "
             "ops.compile=none"
         )
 
 
 def _check_cuda_graphs(config: RootConfig) -> None:
     if config.ops.cuda_graphs and (reason := config.parallel.why_no_cuda_graphs()):
-        raise ConfigError(f"ops.cuda_graphs = true cannot be had with {reason}, or ops.cuda_graphs=false")
+        raise ConfigError(f"ops.cuda_graphs = true is not supported with {reason}, or ops.cuda_graphs=false")
 
 
 def _check_layout(config: RootConfig) -> None:
-    """The model must divide over tensor parallel ranks and pipeline stages, samples over context parallel ranks."""
+    """Checks that the model divides over tensor-parallel ranks and stages, and samples over context-parallel ranks."""
     model, tp = config.model, config.parallel.tp
     for name, value in (
         ("num_heads", model.num_heads),
@@ -282,7 +283,7 @@ def _check_layout(config: RootConfig) -> None:
 
 
 def _check_stages(config: RootConfig) -> None:
-    """Every stage needs a block, but for a first and a last one that are told to do without."""
+    """Checks that every pipeline stage gets a block, except a first or last stage configured to have none."""
     model, parallel = config.model, config.parallel
     alone = (parallel.first_stage_blocks, parallel.last_stage_blocks).count(0)
     if model.num_layers < parallel.num_stages - alone:
@@ -301,7 +302,7 @@ def _check_stages(config: RootConfig) -> None:
 
 
 def _check_sequence_parallel(config: RootConfig) -> None:
-    """Every tensor parallel rank must get an equal share of the tokens."""
+    """Checks that sequence parallelism gives every tensor-parallel rank an equal share of the tokens."""
     parallel, seq_len = config.parallel, config.train.seq_len
     cuts = parallel.cp * parallel.tp
     if not parallel.sequence_parallel or parallel.tp == 1 or seq_len % cuts == 0:
@@ -317,11 +318,11 @@ def _check_sequence_parallel(config: RootConfig) -> None:
 
 
 def _check_context_parallel(config: RootConfig) -> None:
-    """Every context parallel rank takes two equal chunks of a sample; keys and values meet in attention cores."""
+    """Checks that a sample divides into two equal chunks per context-parallel rank, and that blocks name their core."""
     if config.parallel.cp > 1 and not has_attention_core(config.model):
         raise ConfigError(
-            f"parallel.cp = {config.parallel.cp} needs a block that names its attention core, where keys and values of "
-            f"all ranks meet, but the sharding table of model.block.name = {config.model.block.name} names none; set "
+            f"parallel.cp = {config.parallel.cp} needs a block that names its attention core, which all-gathers keys "
+            f"and values, but the sharding table of model.block.name = {config.model.block.name} names none; set "
             "parallel.cp=1"
         )
     chunks = 2 * config.parallel.cp
@@ -336,23 +337,23 @@ def _check_context_parallel(config: RootConfig) -> None:
 def _check_batches(config: RootConfig) -> None:
     """Every global batch, those of the ramp included, must split evenly into micro-batches of every replica."""
     schedule = batch_size_schedule(config)
-    # Of a run with training stages, that of one of them is checked.
+    # With training stages, only the batch size of this stage is checked.
     schedule = BatchSizeSchedule(config.train.global_batch_size) if schedule.changes else schedule
     schedule.check(config.train.micro_batch_size, config.parallel.dp)
 
 
 def check_schedule(config: RootConfig) -> None:
-    """Checks the learning rate's course in samples, whichever units it is given in.
+    """Checks the learning-rate schedule in samples, whichever units it is given in.
 
     Raises:
-        ConfigError: the decay does not end after the warmup, or does not start between the two, or there is no warmup
-            where the schedule needs one.
+        ConfigError: the decay does not end after the warmup, does not start between the warmup's end and its own, or a
+            warmup that the schedule needs is missing.
     """
     warmup, end = _samples_of(config, "warmup") or 0, _samples_of(config, "decay")
     if config.schedule.name == ScheduleName.inverse_sqrt and warmup == 0:
         raise ConfigError(
-            "schedule.name = inverse_sqrt without a warmup: the rate is optim.lr * sqrt(warmup / samples), which needs "
-            "one; set schedule.warmup_samples, warmup_tokens or warmup_steps"
+            "schedule.name = inverse_sqrt without a warmup: the rate optim.lr * sqrt(warmup / samples) needs one; set "
+            "schedule.warmup_samples, warmup_tokens or warmup_steps"
         )
     if end is not None and end <= warmup:
         raise ConfigError(
@@ -371,14 +372,14 @@ def check_schedule(config: RootConfig) -> None:
 
 
 def _setting_of(config: RootConfig, what: str) -> str:
-    """The schedule's key that gives the warmup or the decay, with its value."""
+    """The schedule's key that sets the warmup or the decay, with its value."""
     names = [f"{what}_{unit}" for unit in ("steps", "tokens", "samples")]
     name = next((name for name in names if getattr(config.schedule, name) is not None), names[-1])
     return f"schedule.{name} = {getattr(config.schedule, name)}"
 
 
 def _check_positions(config: RootConfig) -> None:
-    """Sequences must fit the positions."""
+    """Checks that sequences are not longer than the number of learned positions."""
     train, model = config.train, config.model
     if model.position == Position.learned and train.seq_len > model.max_seq_len:
         raise ConfigError(
@@ -388,33 +389,33 @@ def _check_positions(config: RootConfig) -> None:
 
 
 def _check_vocabulary(config: RootConfig) -> None:
-    """A tokenizer is learnt from raw text only, and its tokens must fit the model."""
+    """Checks that tokenizer training has raw text, and that its vocabulary fits the model."""
     size, rows = config.tokenizer.vocab_size, config.model.vocab_size
     if size is not None and config.data.raw is None:
         raise ConfigError(
-            f"tokenizer.vocab_size = {size} is for a tokenizer to learn from data.raw, but data.train is set, whose "
-            "tokenizer is made: leave it out"
+            f"tokenizer.vocab_size = {size} only applies to a tokenizer trained on data.raw, but data.train is set, "
+            "which is already tokenized: remove it"
         )
     if config.tokenizer.engine is not Engine.auto and config.data.raw is None:
         raise ConfigError(
-            f"tokenizer.engine = {config.tokenizer.engine.value} is for the text of data.raw, but data.train is set, "
-            "which is tokenized: leave it out"
+            f"tokenizer.engine = {config.tokenizer.engine.value} only applies to data.raw, but data.train is set, "
+            "which is already tokenized: remove it"
         )
     if size is not None and rows is not None and rows < size:
         raise ConfigError(
-            f"model.vocab_size = {rows} is below tokenizer.vocab_size = {size}: set model.vocab_size=null, which takes "
+            f"model.vocab_size = {rows} is below tokenizer.vocab_size = {size}: set model.vocab_size=null, which uses "
             "the tokenizer's, or lower tokenizer.vocab_size"
         )
     learns = config.data.raw is not None and config.tokenizer.path is None
     if learns and rows is not None and rows < SMALLEST_VOCABULARY:
         raise ConfigError(
-            f"model.vocab_size = {rows} has no room for a tokenizer: it {SMALLEST_WANTED}; set model.vocab_size=null, "
-            "which takes the tokenizer's"
+            f"model.vocab_size = {rows} is too small for a tokenizer: it {SMALLEST_WANTED}; set model.vocab_size=null, "
+            "which uses the tokenizer's"
         )
 
 
 def _check_best(config: RootConfig) -> None:
-    """Checkpoints can be compared by their validation loss only if such steps are validated."""
+    """Checks that checkpoint.keep_best has a validation loss at the steps that are saved."""
     kept, every, validated = config.checkpoint.keep_best, config.checkpoint.every_steps, config.evaluation.every_steps
     if not kept:
         return
@@ -422,12 +423,12 @@ def _check_best(config: RootConfig) -> None:
     names = config.data.valid_names
     if not names:
         raise ConfigError(
-            f"{begin}data.split = {config.data.split} sets no validation set aside and data.valid is null: set one of "
+            f"{begin}data.split = {config.data.split} holds out no validation set and data.valid is null: set one of "
             "them, or checkpoint.keep_best=0"
         )
     if config.checkpoint.best_by is not None and config.checkpoint.best_by not in names:
         raise ConfigError(
-            f"checkpoint.best_by = {config.checkpoint.best_by} is no validation set of this run, which has "
+            f"checkpoint.best_by = {config.checkpoint.best_by} is not a validation set of this run, which has "
             f"{', '.join(names)}: choose one of them, or null for the first one"
         )
     if not every:
@@ -451,7 +452,7 @@ def _check_best(config: RootConfig) -> None:
 
 
 def best_loss_key(config: RootConfig) -> str | None:
-    """Metric by which checkpoint.keep_best compares checkpoints; None where it keeps none."""
+    """Returns the metric by which checkpoint.keep_best ranks checkpoints; None if it keeps none."""
     given = config.checkpoint.best_by
     names = config.data.valid_names if given is None else [given]
     return loss_key(names[0]) if config.checkpoint.keep_best and names else None
@@ -469,7 +470,7 @@ def batch_size_schedule(config: RootConfig) -> BatchSizeSchedule:
 
 
 def run_spans(config: RootConfig) -> tuple[StageSpan, ...]:
-    """Returns where the training stages of a run lie, from the config of the run or of any of its stages."""
+    """Returns the spans of a run's training stages, from the config of the run or of any of its stages."""
     stages = parse_stages(config.train.stages)
     if not stages:
         return ()
@@ -480,14 +481,14 @@ def run_spans(config: RootConfig) -> tuple[StageSpan, ...]:
 
 
 def stage_config(config: RootConfig, place: int) -> RootConfig:
-    """Returns the config with which one training stage of a run trains.
+    """Returns the config of one training stage of a run.
 
-    Keys that stages change have the values of this stage; learning rate, batch size and mix remain functions of the
-    whole run. Its train.stages say the same as before. A run without stages has one, which is its config.
+    Keys that stages change have the values of this stage; learning rate, batch size and data mix remain functions of
+    the whole run. The stages that train.stages describes stay the same. A run without stages returns its own config.
 
     Args:
-        config: of the run, or of any of its stages.
-        place: of the stage, from 0.
+        config: config of the run, or of any of its stages.
+        place: index of the stage, from 0.
 
     Raises:
         ConfigError: a value has the wrong type.
@@ -505,16 +506,16 @@ def stage_config(config: RootConfig, place: int) -> RootConfig:
 
 
 def config_at(config: RootConfig, samples: int) -> RootConfig:
-    """Returns the config with which a run trains after so many samples, see `stage_config`."""
+    """Returns the config of the training stage after a number of samples, see `stage_config`."""
     spans = run_spans(config)
     return stage_config(config, span_at(spans, samples).place) if spans else config
 
 
 def planned_steps(config: RootConfig) -> int:
-    """Returns the length of training in whole steps, whichever way it was given.
+    """Returns the length of training in whole steps, whichever unit it is given in.
 
     Raises:
-        ValueError: it is not known before the data is, see `megads.launch.run_length`.
+        ValueError: the length depends on data that is not resolved yet, see `megads.launch.run_length`.
     """
     train = config.train
     if not train.length_is_known:
@@ -529,10 +530,10 @@ def planned_steps(config: RootConfig) -> int:
 
 
 def learning_rate(config: RootConfig) -> LearningRate:
-    """Returns the learning rate over the run, whose length is known.
+    """Returns the learning rate over a run of known length.
 
     Raises:
-        ConfigError: the schedule of a training stage cannot be.
+        ConfigError: the schedule of a training stage is invalid.
     """
     schedule, spans, stages = config.schedule, run_spans(config), parse_stages(config.train.stages)
     warmup, end = _samples_of(config, "warmup"), _samples_of(config, "decay")
@@ -542,7 +543,7 @@ def learning_rate(config: RootConfig) -> LearningRate:
 
 
 def _samples_of(config: RootConfig, what: str) -> int | None:
-    """Samples of the schedule's warmup or decay, in whichever unit they are given; None where they are not."""
+    """The schedule's warmup or decay in samples, whichever unit it is given in; None if it is not set."""
     schedule, spans = config.schedule, run_spans(config)
     steps, tokens = getattr(schedule, f"{what}_steps"), getattr(schedule, f"{what}_tokens")
     if steps is not None:
@@ -559,16 +560,16 @@ def open_run_data(
     """Opens a run's training and validation data, see `megads.data.sampling.datasets.open_datasets`.
 
     Args:
-        config: of the run, or of one of its training stages.
-        record: what the run's data held; None where nobody recorded it.
-        at_sample: samples consumed, which decides on the training stage: of its samples and windows is the data.
+        config: config of the run, or of one of its training stages.
+        record: record of the run's data; None if there is none.
+        at_sample: samples consumed so far; selects the training stage whose data is opened.
     """
     from megads.data.sampling.datasets import open_datasets
     from megads.data.sampling.lengths import SampleLengths
     from megads.data.sampling.sampler import skips_of
 
     train, schedule, spans = config.train, batch_size_schedule(config), run_spans(config)
-    # No dataset is too small for a length that is not known yet.
+    # 0 if the length is unknown yet, so that no dataset counts as too small.
     samples = schedule.samples_after(planned_steps(config)) if train.length_is_known else 0
     data, seq_len, lengths = config.data, train.seq_len, None
     if spans:

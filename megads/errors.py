@@ -1,6 +1,6 @@
-"""The failures a user can meet, one class per documented exit code.
+"""User-facing errors, one class per documented exit code.
 
-A message says what was wrong, the value, where it came from and what to do about it.
+A message gives the error, the value, where it came from, and the remedy.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import errno
 import signal
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What the system says where there is no room: on the disk, in the quota, under the limit of a file's size."""
+"""Error numbers for no space left: the disk is full, the quota is used up, or the file size limit is reached."""
 EXIT_OK = 0
 EXIT_BUG = 1
 EXIT_INTERRUPTED = 130
@@ -27,7 +27,7 @@ EXIT_CODES = {
     EXIT_BUG: "a bug",
     EXIT_INTERRUPTED: "interrupted, or killed by a second signal",
 }
-"""What each exit code means: the one list, which the help, the README and docs/troubleshooting.md show."""
+"""Meaning of each exit code; the source of the list in the help, the README and docs/troubleshooting.md."""
 
 
 def exit_codes_text() -> str:
@@ -36,13 +36,13 @@ def exit_codes_text() -> str:
 
 
 class MegadsError(Exception):
-    """A failure with a message meant for the user and a documented exit code."""
+    """Base class of errors with a message for the user and a documented exit code."""
 
     exit_code = EXIT_BUG
 
 
 class ConfigError(MegadsError):
-    """The configuration cannot be run as it stands."""
+    """The configuration is invalid."""
 
     exit_code = 2
 
@@ -54,35 +54,35 @@ class DataError(MegadsError):
 
 
 class CheckpointError(MegadsError):
-    """No usable checkpoint where one was asked for, or one of another model."""
+    """The requested checkpoint is missing or not usable, or is of another model."""
 
     exit_code = 4
 
 
 class StopRequested(MegadsError):
-    """Somebody asked the run to stop; it saved first."""
+    """The run stopped on request, after saving."""
 
     exit_code = 5
 
 
 class Preempted(MegadsError):
-    """The scheduler takes the machine back; the run saved first and wants to be requeued."""
+    """The run was preempted or reached its time limit; it saved before and can be requeued."""
 
     exit_code = 6
 
 
 class NumericalError(MegadsError):
-    """Training cannot go on: too many non-finite steps in a row, or loss spikes."""
+    """Training cannot continue: too many consecutive non-finite steps, or too many loss spikes."""
 
     exit_code = 7
 
 
 class RollBack(NumericalError):
-    """The run goes back to a checkpoint before a loss spike: the launcher starts the ranks again."""
+    """The run rolls back to a checkpoint before a loss spike; the launcher restarts the ranks."""
 
 
 class RestartsExhausted(MegadsError):
-    """The run failed more often than it may restart."""
+    """The run failed more often than the allowed number of restarts."""
 
     exit_code = 8
 
@@ -94,7 +94,7 @@ class UnhealthyNode(MegadsError):
 
 
 class RankKilled(MegadsError):
-    """A signal from outside killed a rank: the kernel for want of memory, the system, a person."""
+    """A rank was killed by a signal from outside: by the kernel (out of memory), the system or a user."""
 
     exit_code = 10
 
@@ -103,13 +103,13 @@ _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal
 
 
 def exit_code_of_signal(number: int) -> int:
-    """Returns the documented code for a process that a signal killed.
+    """Returns the documented exit code for a process that a signal killed.
 
-    A process draws SIGSEGV, SIGABRT and their like on itself: a bug. SIGBUS does not count among them: it is sent for
-    what became of a mapped file, of its disk or of /dev/shm.
+    SIGSEGV, SIGABRT and similar signals indicate a bug in the process. SIGBUS does not: it is caused by changes of a
+    mapped file, its disk or /dev/shm.
     """
     return EXIT_BUG if number in _CRASHES else RankKilled.exit_code
 
 
 class Fenced(UnhealthyNode):
-    """Another start of the same run took the run directory over; this one is an orphan and must not write."""
+    """Another start of the same run has taken over the run directory; this start must not write to it anymore."""

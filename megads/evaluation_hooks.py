@@ -1,4 +1,4 @@
-"""What a run validates and evaluates while it trains: the hooks, built from its config."""
+"""Hooks for validation and lm-eval tasks during training, built from the config."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from megads.runtime.hooks import Hook
 from megads.runtime.metrics import EventWriter, MetricsWriter
 
 VALIDATION_MICRO_BATCHES = 8
-"""Micro-batches of one evaluation call: enough to fill a pipeline, few enough to hold."""
+"""Micro-batches per evaluation call: enough to fill a pipeline, few enough to hold in memory."""
 TASK_SHARE = 0.75
-"""Of the tokens of a validation, how many the tasks may read together: lm-eval takes time of its own."""
+"""Tokens that all tasks together may read, as a share of those of a validation, as lm-eval adds its own overhead."""
 _SHORTEST_ROWS = 16
-"""Tokens to which rows of a task are padded at least."""
+"""Minimum length in tokens that rows of a task are padded to."""
 
 
 def needs_tokens(config: RootConfig, grid: ParallelGrid) -> bool:
-    """Only the ranks of the first and the last stage read tokens and labels; the others get BatchInfo."""
+    """Whether this rank reads tokens and labels; ranks without the first or last stage only get BatchInfo."""
     return grid.pp.rank in config.parallel.placement.ends
 
 
 def packing(config: RootConfig) -> Packing:
-    """What training and validation batches say of document borders."""
+    """Returns how batches treat document boundaries."""
     return Packing(config.data.document_mask, config.data.reset_positions, config.data.mask_eod)
 
 
@@ -53,7 +53,7 @@ def evaluation_hooks(
     events: EventWriter,
     beats: Heartbeat,
 ) -> list[Hook]:
-    """Validations of every set, then lm-eval's tasks."""
+    """Returns the hooks for validation on every set, followed by that for lm-eval tasks."""
     validations = [
         validation_hook(config, engine.grid, engine, name, valid, metrics, beats) for name, valid in valid_sets.items()
     ]
@@ -69,7 +69,7 @@ def validation_hook(
     metrics: MetricsWriter,
     beats: Heartbeat,
 ) -> ValidationHook:
-    """Validates on one set, or a fixed part of it."""
+    """Returns the hook for validation on one set, or a fixed part of it."""
     shown = validated(config, valid)
 
     def batches() -> Iterator[list[MicroBatch]]:
@@ -92,7 +92,7 @@ def validation_hook(
 
 
 def validated(config: RootConfig, valid: ValidationSource) -> ValidationSource:
-    """What of a set a validation reads."""
+    """Returns the part of a set that a validation reads."""
     most = config.evaluation.max_tokens
     return valid if most is None else WindowSubset(valid, most)
 
@@ -106,7 +106,7 @@ def task_hooks(
     events: EventWriter,
     beats: Heartbeat,
 ) -> list[Hook]:
-    """Evaluates lm-eval's tasks, where that is asked for."""
+    """Returns the hook that evaluates lm-eval tasks, if any are configured."""
     evaluation, grid = config.evaluation, engine.grid
     if not evaluation.tasks:
         return []
@@ -115,7 +115,7 @@ def task_hooks(
     scorer = Scorer(engine, config.model, batching, grid)
 
     def open_tasks() -> AskedTasks:
-        # lm-eval is imported where it is asked, by the first rank.
+        # lm-eval is imported only where it is used, on the first rank.
         from megads.evaluate.harness import HarnessModel
 
         found = run_tokenizer(run_dir, config)
@@ -133,8 +133,8 @@ def task_hooks(
         windows = [validated(config, valid) for valid in valid_sets.values()]
         if not windows and evaluation.tasks_limit is None:
             raise ConfigError(
-                "evaluation.tasks_limit = null with evaluation.tasks: takes as many documents as a validation reads "
-                "tokens, but there is no validation set; give a number, or data.valid or data.split"
+                "evaluation.tasks_limit = null with evaluation.tasks: limits documents by the tokens of a validation, "
+                "but there is no validation set; set a number, or data.valid or data.split"
             )
         most_tokens = int(TASK_SHARE * sum(len(valid) * valid.seq_len for valid in windows)) if windows else None
         alone, counter = scorer.counting()
@@ -145,11 +145,11 @@ def task_hooks(
 
 
 def row_lengths(config: RootConfig) -> tuple[int, ...]:
-    """Lengths that rows of a task are padded to: few of them, each of which the layout can cut."""
+    """Returns the few lengths that rows of a task are padded to, each divisible as the layout requires."""
     parallel, length = config.parallel, config.train.seq_len
     unit = (2 * parallel.cp if parallel.cp > 1 else 1) * (parallel.tp if parallel.sequence_parallel else 1)
     found = [length]
-    # What is compiled is compiled for one length.
+    # Compiled blocks are compiled for one length.
     while config.ops.compile is Compile.none and length >= 2 * _SHORTEST_ROWS and not length % (2 * unit):
         length //= 2
         found.append(length)
@@ -157,11 +157,11 @@ def row_lengths(config: RootConfig) -> tuple[int, ...]:
 
 
 def run_tokenizer(run_dir: Path, config: RootConfig) -> FoundTokenizer:
-    """The tokenizer of a run that trains; raises DataError where nobody knows it."""
+    """Returns the tokenizer of the run; raises DataError if it is unknown."""
     data = read_record(run_dir)
     if data is None or data.tokenizer is None:
         raise DataError(
-            f"evaluation.tasks = {', '.join(config.evaluation.tasks)}: texts need the tokenizer of the run's data, "
-            "which carries none; make the data with `megads preprocess`, or give tokenizer.path"
+            f"evaluation.tasks = {', '.join(config.evaluation.tasks)}: tasks need the tokenizer of the run's data, "
+            "which has none; prepare the data with `megads preprocess`, or set tokenizer.path"
         )
     return open_run_tokenizer(run_dir, data.tokenizer, None, [Path(path) for path in config.data.paths])

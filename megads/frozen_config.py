@@ -1,4 +1,4 @@
-"""The config of a run as it is written down: its digest, the run's name, and the frozen file that the ranks read."""
+"""Serialization of a run's config: its digest, the run id derived from it, and the frozen file that the ranks read."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def config_digest(config: RootConfig) -> str:
 
 
 def derive_run_id(config: RootConfig, name: str) -> str:
-    """Names a run after what it computes, so that the same command again continues the run.
+    """Derives a run id from what the run computes, so that repeating the command continues the run.
 
-    How long it trains, where and how it writes, what watches it and which kernels compute it are left out: a longer
-    training continues the shorter one. Of its checkpoints only the place of its first weights counts.
+    Length, output location and format, monitoring and kernels are excluded, so a longer training continues a shorter
+    one. Of the section `checkpoint` only init_from is included.
 
     Args:
-        config: the run's config.
+        config: config of the run.
         name: first part of the id.
 
     Returns:
@@ -48,7 +48,8 @@ def derive_run_id(config: RootConfig, name: str) -> str:
 
 
 def computation_digest(config: RootConfig) -> str:
-    """Returns a sha256, as 64 hex digits, of what a run computes in which layout; see `derive_run_id`."""
+    """Returns a sha256, as 64 hex digits, of the settings that determine the computation and the layout; see
+    `derive_run_id`."""
     content = config_dict(config)
     for room in ("run", "logging", "cluster", "checkpoint", "ops", "plugins", "hooks", "deepspeed", "resilience"):
         del content[room]
@@ -60,14 +61,14 @@ def computation_digest(config: RootConfig) -> str:
     del content["optim"]["impl"]
     if config.checkpoint.init_from is not None:
         content["init_from"] = os.path.normpath(config.checkpoint.init_from)
-    # The path of what was prepared says what was read of which files.
+    # The path of the prepared data already depends on the files and how they were read.
     for key in ("history", "extensions", "encoding", "cut_documents", "stream"):
         del content["data"][key]
     return _sha256(_differences(content, config_dict(RootConfig())))
 
 
 def _differences(content: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
-    """What differs from the defaults, so that a key which a later version adds renames no run that does not set it."""
+    """Values that differ from the defaults, so that a key added by a later version does not change existing run ids."""
     found = {}
     for key, value in content.items():
         usual = default.get(key)
@@ -84,7 +85,7 @@ def _sha256(content: dict[str, Any]) -> str:
 
 
 def freeze(config: RootConfig, path: Path) -> None:
-    """Writes the resolved config as YAML; the file appears whole or not at all."""
+    """Writes the resolved config as YAML, atomically."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     with partial.open("w") as file:
         file.write(f"# sha256 {config_digest(config)}\n")
@@ -95,7 +96,7 @@ def freeze(config: RootConfig, path: Path) -> None:
 
 
 def record_config(config: RootConfig, run_dir: Path) -> None:
-    """Freezes a start's config as the run's config.yaml, and keeps a copy for those who ask about its steps later."""
+    """Freezes a start's config as the run's config.yaml, and keeps a copy by digest for later lookups."""
     kept = recorded_config_path(run_dir, config_digest(config))
     if not kept.exists():
         kept.parent.mkdir(exist_ok=True)
@@ -104,9 +105,9 @@ def record_config(config: RootConfig, run_dir: Path) -> None:
 
 
 def config_of_start(run_dir: Path, digest: str) -> RootConfig | None:
-    """Returns the config with which a run was once started, by its sha256; None where it was not kept.
+    """Returns the config of an earlier start of a run, by its sha256; None if it was not kept.
 
-    Keys that the version of that start did not have take their defaults.
+    Keys that did not exist in the version of that start get their defaults.
     """
     for path in (recorded_config_path(run_dir, digest), run_dir / CONFIG_FILE):
         with suppress(OSError, ValueError, ConfigError):
@@ -120,10 +121,10 @@ def load_frozen(path: Path, *, complete: bool = True) -> RootConfig:
 
     Args:
         path: the file.
-        complete: refuse one that lacks keys, as those of earlier versions do; else they take their defaults.
+        complete: whether to reject a config with missing keys, as earlier versions wrote; else they get their defaults.
 
     Raises:
-        ConfigError: there is no such file, or it does not fit this version's schema.
+        ConfigError: the file does not exist, or does not match this version's schema.
     """
     try:
         text = recorded_config(path)
@@ -136,9 +137,9 @@ def load_frozen(path: Path, *, complete: bool = True) -> RootConfig:
             raise ValueError("keys are missing")
         return config
     except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist: it is written by megads train at its start") from None
+        raise ConfigError(f"{path} does not exist: megads train writes it when it starts") from None
     except (OmegaConfBaseException, yaml.YAMLError, ValueError, OSError, RecursionError) as error:
         raise ConfigError(
             f"{path} is not a config of this version of megads ({str(error).splitlines()[0]}): "
-            "start the run again with its command line, which writes the file anew"
+            "start the run again with its command line, which rewrites the file"
         ) from error

@@ -1,7 +1,7 @@
-"""What makes a run the same run: the keys that say what its samples are, its first weights, its data, its tokenizer.
+"""Identity of a run: the keys that determine its samples, its initial weights, its data and its tokenizer.
 
-A start that goes on from a checkpoint may change anything else. What is here it may change only where run.allow_changes
-names it.
+A start that resumes from a checkpoint may change any other key. It may change these only if run.allow_changes lists
+them.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from megads.errors import ConfigError, DataError
 from megads.runtime.url import is_url
 
 EffectiveValue = Callable[[RootConfig, int], Any]
-"""Returns the value of a key of a config, for a run that is trained up to a sample; None where it does not count."""
+"""Returns the effective value of a config's key for a run trained up to a sample; None if it has no effect."""
 
 DATA, TOKENIZER = "data", "tokenizer"
-"""Names in run.allow_changes of what no key tells."""
+"""Names in run.allow_changes for changes that are not config keys."""
 _SKIP, INIT_FROM = "data.skip", "checkpoint.init_from"
-_TEXT = "makes another dataset of data.raw, which is known by its content"
-_MIX = "changes the mix, which counts from the sample where it changes"
-_LENGTH = "how long, not what; in Megatron's order see train.steps"
-_BATCH = "how many samples a step takes, not which come next"
-_WHERE = "where and how data is read, not which"
-_COMPUTED = "how samples are computed, not which"
+_TEXT = "prepares another dataset from data.raw, which is identified by its content"
+_MIX = "changes the mix from the current sample on"
+_LENGTH = "sets the length of the run, not its samples; for data.order = megatron see train.steps"
+_BATCH = "sets the number of samples per step, not which samples follow"
+_WHERE = "sets where and how data is read, not which"
+_COMPUTED = "sets how samples are computed, not which"
 
 
 def _in_megatrons_order(value: Callable[[RootConfig], Any]) -> EffectiveValue:
-    """What counts there only; the default order depends on nothing of the kind."""
+    """An effective value for data.order = megatron only; the default order does not depend on it."""
     return lambda config, _: value(config) if config.data.order is Order.megatron else None
 
 
@@ -44,7 +44,7 @@ def _left_out(config: RootConfig, samples: int) -> list[tuple[int, int]]:
 
 
 def _lengths(config: RootConfig, samples: int) -> int | str:
-    """The length of samples; with training stages that change it, what decides on which tokens they have had."""
+    """Sequence length; if stages change it, a description of everything that determines the tokens trained so far."""
     spans = run_spans(config)
     lengths = {span.seq_len for span in spans} or {config.train.seq_len}
     if len(lengths) == 1:
@@ -71,7 +71,7 @@ KEYS: Mapping[str, EffectiveValue | str] = {
     "train.global_batch_size": _BATCH,
     "train.micro_batch_size": _BATCH,
     "train.batch_ramp": _BATCH,
-    "train.stages": "what is still to come; what they have changed of lengths counts as train.seq_len",
+    "train.stages": "affects later samples only; changes of the sequence length so far count as train.seq_len",
     "train.precision": _COMPUTED,
     "train.deterministic": _COMPUTED,
     "train.z_loss": _COMPUTED,
@@ -101,12 +101,12 @@ KEYS: Mapping[str, EffectiveValue | str] = {
     "data.encoding": _TEXT,
     "data.extensions": _TEXT,
     "data.reader": _TEXT,
-    "data.valid": "validation; that data.split does not count beside it is seen there",
+    "data.valid": "affects validation only; that it disables data.split counts as a change of data.split",
     "data.cache_dir": _WHERE,
     "data.stage_to": _WHERE,
     "data.stream": _WHERE,
     "data.prefetch_steps": _WHERE,
-    "tokenizer.path": "the tokenizer is known by its content",
+    "tokenizer.path": "the tokenizer is identified by its content",
     "tokenizer.vocab_size": _TEXT,
     "tokenizer.min_frequency": _TEXT,
     "tokenizer.end_of_document": _TEXT,
@@ -114,22 +114,22 @@ KEYS: Mapping[str, EffectiveValue | str] = {
     "tokenizer.engine": _COMPUTED,
     INIT_FROM: _first_weights,
 }
-"""Every key of train, data and tokenizer: its value in force where it says what the samples are or which come next;
-else the reason why it does not. And where the first weights came from."""
+"""Every key of train, data and tokenizer, and checkpoint.init_from: a function that returns the effective value if the
+key determines the samples, their order or the initial weights; else the reason why it does not."""
 
 
 class ChangeClass(StrEnum):
-    """What a change between two starts of a run means for it."""
+    """Effect of a config change between two starts of a run."""
 
     safe = "safe"
-    """The losses to come are the same, within what layouts and kernels may differ by."""
+    """Later losses stay the same, up to numerical differences between layouts and kernels."""
     warn = "warn"
     """The run trains differently from here on."""
     refuse = "refuse"
-    """The samples to come would not continue those that were trained; run.allow_changes allows it by name."""
+    """Later samples would not continue those already trained; run.allow_changes permits it by name."""
 
 
-_SAFE_ROOMS = ("parallel", "ops", "deepspeed", "checkpoint", "evaluation", "logging", "cluster", "run")
+_SAFE_SECTIONS = ("parallel", "ops", "deepspeed", "checkpoint", "evaluation", "logging", "cluster", "run")
 _SAFE_KEYS = (
     "train.micro_batch_size",
     "train.deterministic",
@@ -144,21 +144,21 @@ _SAFE_KEYS = (
 
 
 def change_class(key: str) -> ChangeClass:
-    """Returns the class of a change of a key that `changed_keys` does not refuse, as in optim.lr."""
-    room = key.partition(".")[0]
-    if room in _SAFE_ROOMS or KEYS.get(key) == _WHERE or key.startswith(_SAFE_KEYS):
+    """Returns the change class of a key that `changed_keys` does not reject, for example optim.lr."""
+    section = key.partition(".")[0]
+    if section in _SAFE_SECTIONS or KEYS.get(key) == _WHERE or key.startswith(_SAFE_KEYS):
         return ChangeClass.safe
     return ChangeClass.warn
 
 
 @dataclass(frozen=True)
 class Change:
-    """What differs from how the run was trained.
+    """A change of a run's identity since it was trained.
 
     Attributes:
-        key: of the config, or DATA or TOKENIZER.
-        before: how it was.
-        after: how it would be.
+        key: config key, DATA or TOKENIZER.
+        before: old value.
+        after: new value.
     """
 
     key: str
@@ -170,31 +170,31 @@ class Change:
 
 
 def check_allowed(names: Sequence[str]) -> None:
-    """Raises ConfigError where run.allow_changes names what need not, or cannot, be allowed."""
+    """Raises ConfigError if run.allow_changes lists a name that is unknown or needs no permission."""
     known = [DATA, TOKENIZER, *(key for key, entry in KEYS.items() if callable(entry))]
     for name in names:
         if name not in known:
             reason = KEYS.get(name)
             nearest = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {nearest[0]}?" if nearest else ""
-            why = f"this key may change without it: {reason}" if reason else f"names are {', '.join(known)}{hint}"
+            why = f"this key may change anyway ({reason})" if reason else f"names are {', '.join(known)}{hint}"
             raise ConfigError(f"run.allow_changes has {name}: {why}")
 
 
 def changed_keys(before: RootConfig, now: RootConfig, samples: int, allowed: Collection[str]) -> list[Change]:
-    """Lists the changes of keys that say what the samples are.
+    """Returns the permitted changes of keys in KEYS that determine a run's identity.
 
     Args:
-        before: of the start whose checkpoint the run goes on from.
-        now: of this start.
-        samples: consumed so far.
-        allowed: run.allow_changes.
+        before: config of the start whose checkpoint the run resumes from.
+        now: config of this start.
+        samples: samples consumed so far.
+        allowed: value of run.allow_changes.
 
     Raises:
-        ConfigError: one that is not allowed; names all of them with both values.
+        ConfigError: changes that are not permitted; the message gives all of them with both values.
     """
     values = {key: (entry(before, samples), entry(now, samples)) for key, entry in KEYS.items() if callable(entry)}
-    # What is in force on one side only changes with what puts it in force.
+    # A key that has an effect on one side only changes with the key that enables it.
     changes = [Change(key, *pair) for key, pair in values.items() if pair[0] != pair[1] and None not in pair]
     refused = [change for change in changes if change.key not in allowed]
     if any(change.key == _SKIP for change in refused):
@@ -203,9 +203,9 @@ def changed_keys(before: RootConfig, now: RootConfig, samples: int, allowed: Col
     if refused:
         names = ",".join(change.key for change in refused)
         found = "; ".join(f"{c.key} = {c.after}, but the run was trained with {c.before}" for c in refused)
-        why, back = "the samples to come would not continue those that were trained", "Go back to that"
+        why, back = "later samples would not continue those already trained", "Restore the old value"
         if names == INIT_FROM:
-            why, back = "weights are taken once, and this run would keep its own", "Leave it out to go on with those"
+            why, back = "initial weights are loaded once, and this run would keep its own", "Remove it to continue"
         raise ConfigError(
             f"{found} up to sample {samples}: {why}. {back}, start a new run with another run.id, or allow it with "
             f"run.allow_changes=[{names}]"
@@ -214,11 +214,11 @@ def changed_keys(before: RootConfig, now: RootConfig, samples: int, allowed: Col
 
 
 def with_first_weights(config: RootConfig, before: RootConfig | None) -> RootConfig:
-    """Returns the config of a start that goes on, which need not say again where the run's first weights came from.
+    """Returns the config with checkpoint.init_from of the earlier start, which a resumed run need not repeat.
 
     Args:
-        config: of this start.
-        before: of the start whose checkpoint it goes on from; None where that was not kept.
+        config: config of this start.
+        before: config of the start whose checkpoint it resumes from; None if it was not kept.
     """
     if before is None or config.checkpoint.init_from is not None:
         return config
@@ -226,11 +226,11 @@ def with_first_weights(config: RootConfig, before: RootConfig | None) -> RootCon
 
 
 def changed_data(before: DataRecord, now: DataRecord) -> list[Change]:
-    """Lists what changed of the data under its name, and whether its tokenizer is another one.
+    """Returns the changes of data with unchanged names, and of the tokenizer.
 
     Args:
-        before: what the data held when the run was trained.
-        now: what it holds.
+        before: record of the data when the run was trained.
+        now: record of the data now.
     """
     texts = before.changes(now)
     changes = [Change(DATA, "as recorded", "; ".join(texts))] if texts else []
@@ -241,29 +241,29 @@ def changed_data(before: DataRecord, now: DataRecord) -> list[Change]:
 
 
 def require_allowed_data(changes: Sequence[Change], run: str, allowed: Collection[str]) -> None:
-    """Refuses changes of data and tokenizer that are not allowed.
+    """Rejects changes of data and tokenizer that run.allow_changes does not permit.
 
     Args:
         changes: see `changed_data`.
-        run: the folder of the run that was trained.
-        allowed: run.allow_changes.
+        run: directory of the trained run.
+        allowed: value of run.allow_changes.
 
     Raises:
-        DataError: names what differs, with both values.
+        DataError: a change is not permitted; the message gives both values.
     """
     refused = {change.key: change for change in changes if change.key not in allowed}
     if not refused:
         return
-    wrong, remedy = "", "Put the data back"
+    wrong, remedy = "", "Restore the data"
     if found := refused.get(DATA):
         wrong = f"the data of {run} changed since it was trained: {found.after}. "
     if found := refused.get(TOKENIZER):
         wrong += (
             f"the data was made with another tokenizer ({found.after}) than {run} was trained with ({found.before}): "
-            "its ids mean other text. "
+            "its token ids stand for other text. "
         )
-        remedy = f"Make the data with tokenizer.path={run}/tokenizer.json" if DATA not in refused else remedy
+        remedy = f"Prepare the data with tokenizer.path={run}/tokenizer.json" if DATA not in refused else remedy
     raise DataError(
-        f"{wrong}The steps to come would not continue those that were trained. {remedy}, start a new run with another "
+        f"{wrong}Later steps would not continue those already trained. {remedy}, start a new run with another "
         f"run.id, or allow it with run.allow_changes=[{','.join(refused)}]"
     )

@@ -1,4 +1,4 @@
-"""Where a start of a run goes on: which checkpoint, and what of the ledger."""
+"""Resuming a run: selects the checkpoint, loads weights and state, and truncates the ledger."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ from megads.stages import parse_stages, stream_starts, with_mixes
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a start takes its weights from.
+    """The source of a start's weights.
 
     Attributes:
-        checkpoint: that it continues, verified; None for a start at step 0.
-        weights: of another run, for a start at step 0; None draws them.
-        from_path: the checkpoint is the one that checkpoint.load names.
-        passed_by: later checkpoints that are not used, each with its reason.
+        checkpoint: verified checkpoint to resume from; None for a start at step 0.
+        weights: weights of another run for a start at step 0; None for random initialization.
+        from_path: whether the checkpoint is the path in checkpoint.load.
+        passed_by: later checkpoints that are not used, each with the reason.
     """
 
     checkpoint: CheckpointHandle | None
@@ -64,31 +64,32 @@ class Origin:
 
     @property
     def gives_weights(self) -> bool:
-        """Whether every weight is read, so that none need be drawn."""
+        """Whether all weights are loaded, so that none need to be initialized."""
         return self.checkpoint is not None or self.weights is not None
 
     @property
     def samples(self) -> int:
-        """Consumed so far."""
+        """Samples consumed so far."""
         return self.checkpoint.state["samples"] if self.checkpoint is not None else 0
 
 
 def find_origin(config: RootConfig, run_dir: Path, control: ControlPlane, local: LocalSaves | None = None) -> Origin:
-    """Finds the checkpoint that the config names, else the newest usable one of this run, else weights; collective.
+    """Finds the source of the weights: the configured checkpoint, else the newest usable one of this run, else
+    checkpoint.init_from. Collective.
 
-    A path in checkpoint.load goes first, once: the same command after a crash or a requeue must not throw away what
-    came after. With checkpoint.load=none only what came after that start counts.
+    A path in checkpoint.load has precedence only once: the same command after a crash or a requeue must not discard the
+    training since. With checkpoint.load=none only checkpoints saved after that start are used.
 
     Args:
-        config: of this start.
-        run_dir: the run's folder.
-        control: of all ranks.
-        local: this rank's local checkpoints; None: it has none.
+        config: config of this start.
+        run_dir: the run directory.
+        control: control plane of all ranks.
+        local: this rank's local checkpoints; None if there are none.
 
     Raises:
-        CheckpointError: a checkpoint is there but cannot be used, or is of another model.
-        ConfigError: its samples are not those that this config goes on with, or weights are of another model.
-        DataError: its data or its tokenizer is another one.
+        CheckpointError: a checkpoint exists but is not usable, or is of another model.
+        ConfigError: this config would not continue with the checkpoint's samples, or the weights are of another model.
+        DataError: data or tokenizer differ from those of the checkpoint.
     """
     load = config.checkpoint.load
     from_path = on_first(control, lambda: goes_to_path(load, run_dir), bool)
@@ -110,7 +111,7 @@ def find_origin(config: RootConfig, run_dir: Path, control: ControlPlane, local:
     check_model(handle, asdict(trained_model(config, handle.state["samples"])))
     now = read_record(run_dir)
     if now is not None:
-        # The launcher has looked at the newest one; this one may be older.
+        # The launcher has checked the newest checkpoint; this one may be older.
         changes_of_run(_past(handle.home, handle.folder, handle.manifest), config, now)
     return Origin(handle, None, from_path, passed_by=(*not_used, *handle.passed_by))
 
@@ -124,11 +125,11 @@ def resume(
     events: EventWriter,
     metrics: MetricsWriter,
 ) -> None:
-    """Reads weights and state from where they come from; the ledger goes on from the same step.
+    """Loads weights and state from the origin, and truncates the ledger to the same step.
 
     Raises:
-        CheckpointError: a tensor is missing, or was damaged meanwhile.
-        ConfigError: weights are of another model.
+        CheckpointError: a tensor is missing, or was damaged in the meantime.
+        ConfigError: the weights are of another model.
     """
     load, handle = config.checkpoint.load, origin.checkpoint
     if handle is None:
@@ -163,20 +164,20 @@ def resume(
 
 
 def note_of_path(origin: Origin, load: str, run_dir: Path) -> str:
-    """What a user who gave checkpoint.load might not expect."""
+    """Returns a note on an effect of checkpoint.load that the user may not expect; empty if there is none."""
     assert origin.checkpoint is not None
     if origin.from_path:
         last = max(list_checkpoints(run_dir), default=0)
         if last > origin.checkpoint.state["step"]:
-            return f"checkpoint.load={load}: what the run has saved itself, up to step {last}, is left behind"
+            return f"checkpoint.load={load}: the run's own later checkpoints, up to step {last}, are not used"
     elif load != "auto":
-        return f"an earlier start went on from checkpoint.load={load}: this one takes what came after it"
+        return f"an earlier start loaded checkpoint.load={load}: this one resumes from a checkpoint saved after it"
     return ""
 
 
 def take_weights(source: WeightSource, config: RootConfig, engine: TrainEngine, events: EventWriter) -> None:
-    """Puts the weights of another run into a new one; optimizer and counters stay."""
-    # The launcher has looked at the newest one; this one may be older, or newer.
+    """Loads the weights of another run into a new run; optimizer state and counters are not loaded."""
+    # The launcher has checked the newest checkpoint; this one may be older or newer.
     adapted = source.check_model(config.model)
     engine.load_shards(lambda shards: read_weights(source, shards), optimizer_steps=0)
     events.write(
@@ -193,14 +194,14 @@ def take_weights(source: WeightSource, config: RootConfig, engine: TrainEngine, 
 
 @dataclass(frozen=True)
 class Past:
-    """What a start goes on from, as far as a manifest tells: its tensors are for the ranks to verify.
+    """The checkpoint that a start resumes from, by its manifest; the ranks verify its tensors.
 
     Attributes:
-        run_dir: of the run that wrote the checkpoint.
-        folder: the checkpoint.
-        manifest: what it holds.
-        config: of the start that wrote it; None where that was not kept.
-        data: what the data of that start held; None where that was not recorded.
+        run_dir: directory of the run that wrote the checkpoint.
+        folder: folder of the checkpoint.
+        manifest: manifest of the checkpoint.
+        config: config of the start that wrote it; None if it was not kept.
+        data: record of that start's data; None if there is none.
     """
 
     run_dir: Path
@@ -211,36 +212,36 @@ class Past:
 
     @property
     def samples(self) -> int:
-        """Consumed so far."""
+        """Samples consumed so far."""
         return self.manifest.run.state["samples"]
 
     @property
     def tokenizer(self) -> TokenizerRecord | None:
-        """Of the run; None where an earlier version wrote the checkpoint, see `DataRecord.tokenizer_sha256`."""
+        """Tokenizer of the run; None if an earlier version wrote the checkpoint, see `DataRecord.tokenizer_sha256`."""
         return self.manifest.run.tokenizer or (self.data.tokenizer if self.data is not None else None)
 
     def check_model(self, config: RootConfig) -> None:
-        """Raises CheckpointError where the checkpoint is of another model."""
+        """Raises CheckpointError if the checkpoint is of another model."""
         check_model(CheckpointHandle(self.folder, self.manifest), asdict(trained_model(config, self.samples)))
 
 
 def trained_model(config: RootConfig, samples: int) -> ModelConfig:
-    """Returns the model of the training stage that trained the last of so many samples."""
+    """Returns the model config of the training stage that trained the last of the first `samples` samples."""
     return config_at(config, max(samples - 1, 0)).model
 
 
 def find_past(load: str, run_dir: Path) -> Past | None:
-    """Finds the checkpoint that a start will most likely go on from; the ranks pass by one that is damaged.
+    """Finds the checkpoint that a start most likely resumes from; the ranks skip it if it is damaged.
 
     Args:
-        load: checkpoint.load.
-        run_dir: the run's folder, which need not exist.
+        load: value of checkpoint.load.
+        run_dir: the run directory, which need not exist.
 
     Returns:
-        None for a start from nothing.
+        The checkpoint; None for a start at step 0.
 
     Raises:
-        CheckpointError: checkpoint.load is a path that names none.
+        CheckpointError: the path in checkpoint.load is not a checkpoint.
         DataError: the record of its data is damaged.
     """
     if load == "none" and not continues_fresh_start(run_dir):
@@ -254,14 +255,14 @@ def find_past(load: str, run_dir: Path) -> Past | None:
 
 
 def find_past_in_memory(root: Path, run_dir: Path) -> Past | None:
-    """Finds what a run without a checkpoint on disk has trained, as local checkpoints on this node tell.
+    """Finds the newest local checkpoint on this node, for a run without a checkpoint on disk.
 
     Args:
-        root: checkpoint.local_folder.
-        run_dir: the run's folder.
+        root: value of checkpoint.local_folder.
+        run_dir: the run directory.
 
     Returns:
-        None where there is nothing, or what is there is of a run directory that is gone.
+        The checkpoint; None if there is none, or if it belongs to a run directory that no longer exists.
     """
     newest = newest_in_memory(root, run_dir)
     past = None if newest is None else _past(run_dir, node_folder(root, run_dir), newest)
@@ -274,15 +275,15 @@ def _past(home: Path, folder: Path, manifest: Manifest) -> Past:
 
 
 def continue_data(config: RootConfig, past: Past, now: DataRecord) -> RootConfig:
-    """Returns the config with the mixes of datasets that the run had before.
+    """Returns the config with the data mixes of earlier starts added.
 
     Args:
-        config: of this start; its samples continue those that were trained.
-        past: what it goes on from.
-        now: what its data holds.
+        config: config of this start; its samples continue those already trained.
+        past: checkpoint that the start resumes from.
+        now: record of this start's data.
 
     Raises:
-        ConfigError: the mix changes, and a dataset is there twice.
+        ConfigError: the mix changes, and a dataset occurs twice.
     """
     before = past.config
     if before is None or past.samples == 0:
@@ -296,7 +297,7 @@ def continue_data(config: RootConfig, past: Past, now: DataRecord) -> RootConfig
 
 
 def _with_mixes(config: RootConfig) -> DataConfig:
-    """The section `data` with the mixes of the run's training stages."""
+    """The config section `data` with the mixes of the run's training stages."""
     starts = stream_starts(run_spans(config), skips_of(config.data.skip, batch_size_schedule(config)))
     return with_mixes(config.data, parse_stages(config.train.stages), starts)
 
@@ -304,11 +305,11 @@ def _with_mixes(config: RootConfig) -> DataConfig:
 def goes_to_path(load: str, run_dir: Path) -> bool:
     """Whether checkpoint.load is a path that the run's newest checkpoint was not trained from.
 
-    The config of the start that wrote it says so: it had the same path.
+    The newest checkpoint was trained from it if the config of the start that wrote it has the same path.
 
     Args:
-        load: checkpoint.load.
-        run_dir: the run's folder.
+        load: value of checkpoint.load.
+        run_dir: the run directory.
     """
     if load in ("auto", "none"):
         return False
@@ -318,11 +319,11 @@ def goes_to_path(load: str, run_dir: Path) -> bool:
 
 
 def saved_up_to(run_dir: Path, step: int) -> SavedState | None:
-    """Returns the newest checkpoint of the run of at most this step, for a rollback; the start verifies it.
+    """Returns the newest checkpoint of the run up to a step, for a rollback; the next start verifies it.
 
     Args:
-        run_dir: the run's folder.
-        step: the last one that may be in it.
+        run_dir: the run directory.
+        step: last step that the checkpoint may include.
     """
     history = recorded_history(run_dir) or EVERYTHING
     for at, folder in reversed(list_checkpoints(run_dir).items()):
@@ -335,7 +336,7 @@ def saved_up_to(run_dir: Path, step: int) -> SavedState | None:
 def continue_ledger(
     metrics: MetricsWriter, events: EventWriter, step: int, known: LedgerRecord | None = None, *, keep_copy: bool
 ) -> None:
-    """Cuts the ledger back to a step, see `MetricsWriter.drop_after`; what is damaged or put aside becomes an event."""
+    """Truncates the ledger to a step, see `MetricsWriter.drop_after`; reports damaged or moved parts as an event."""
     if dropped := metrics.steps_after(step):
         first, last = dropped[0], dropped[-1]
         events.write(
@@ -344,7 +345,7 @@ def continue_ledger(
             step=step,
             last_step=last["step"],
             last_time=last.get("time"),
-            # What came between the last step that is kept and the first that is not.
+            # Time spent between the last step that is kept and the first that is dropped.
             validate_s=first.get("validate_time_s", 0.0) if first["step"] == step + 1 else 0.0,
             save_s=first.get("save_time_s", 0.0) if first["step"] == step + 1 else 0.0,
         )
@@ -354,16 +355,17 @@ def continue_ledger(
 
 
 def changes_of_run(past: Past, config: RootConfig, now: DataRecord) -> list[Change]:
-    """Lists what changes of that by which a run is the same run; run.allow_changes allows all of it.
+    """Returns the changes of a run's identity (samples, initial weights, data, tokenizer) that run.allow_changes
+    permits.
 
     Args:
-        past: what the run goes on from.
-        config: of this start.
-        now: what its data holds.
+        past: checkpoint that the run resumes from.
+        config: config of this start.
+        now: record of this start's data.
 
     Raises:
-        ConfigError: a key that may not change does.
-        DataError: the tokenizer or the data does.
+        ConfigError: a key that must not change has changed.
+        DataError: the tokenizer or the data has changed.
     """
     allowed = config.run.allow_changes
     changes = [] if past.config is None else changed_keys(past.config, config, past.samples, allowed)

@@ -1,8 +1,8 @@
-"""The training stages of a run, `train.stages`: until when each lasts, and what it changes.
+"""The training stages of a run, `train.stages`: where each ends, and which settings it changes.
 
-Everything here is a pure function of the config: a start trains the stage in which its counters are, so that a run
-which is killed anywhere goes on with the same one. What a stage changes of batches, lengths and memory holds until a
-later stage changes it again.
+Everything here is a pure function of the config. A start trains the stage that its counters lie in, so a run that is
+killed at any point resumes in the same stage. A change of batch size, sequence length or recomputation stays in force
+until a later stage changes it again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 UNITS = ("steps", "samples", "tokens")
-"""In which the end of a stage is told."""
+"""Units of a stage's end."""
 SHAPE_KEYS = (
     "train.seq_len",
     "train.global_batch_size",
@@ -41,18 +41,18 @@ SHAPE_KEYS = (
     "parallel.recompute_interval",
     "parallel.recompute_blocks",
 )
-"""Keys that hold until a later stage changes them."""
+"""Keys whose value stays in force until a later stage changes it."""
 _NOT_OF_A_STAGE = ("decay_from", "decay_start_samples")
 RATE_KEYS = (
     "optim.lr",
     "optim.min_lr",
     *(f"schedule.{field.name}" for field in fields(ScheduleConfig) if field.name not in _NOT_OF_A_STAGE),
 )
-"""Keys that give a stage, and those after it, a learning-rate schedule of its own."""
+"""Keys that start a new learning-rate schedule, for this stage and those after it."""
 NEXT_STAGE = "next_stage"
-"""In the event `end` of a start: the number of the stage that the launcher is to start next."""
+"""Field of a start's `end` event: number of the stage that the launcher starts next."""
 WEIGHTS = "weights"
-"""Key of an entry: the mix of data.train from there on."""
+"""Key of an entry: mixing weights of data.train from this stage on."""
 _LEAVES = ("schedule.options",)
 
 
@@ -61,10 +61,10 @@ class RunStage:
     """One entry of train.stages.
 
     Attributes:
-        place: in the list, from 0.
-        unit: of its end, one of UNITS; empty for the last stage, which lasts to the end of the run.
-        until: where in the run it ends, in that unit.
-        changes: what it says itself, by dotted key.
+        place: index in the list, from 0.
+        unit: unit of its end, one of UNITS; empty for the last stage, which ends with the run.
+        until: its end, counted in that unit from the start of the run.
+        changes: the settings that the entry changes, by dotted key.
     """
 
     place: int
@@ -74,12 +74,12 @@ class RunStage:
 
     @property
     def name(self) -> str:
-        """As in messages."""
+        """Name of the stage in messages."""
         return f"train.stages[{self.place}]"
 
     @property
     def has_own_rate(self) -> bool:
-        """Whether a learning-rate schedule begins with it."""
+        """Whether the stage starts a learning-rate schedule of its own."""
         return any(key in RATE_KEYS for key in self.changes)
 
 
@@ -87,7 +87,7 @@ def parse_stages(entries: Sequence[Any]) -> tuple[RunStage, ...]:
     """Reads train.stages.
 
     Raises:
-        ConfigError: an entry is none, lacks its end or has several, or changes what a stage may not.
+        ConfigError: an entry is malformed, has no end or several, or changes a key that a stage may not change.
     """
     return tuple(_parse(entry, place, place + 1 == len(entries)) for place, entry in enumerate(entries))
 
@@ -96,14 +96,14 @@ def _parse(entry: Any, place: int, is_last: bool) -> RunStage:
     name = f"train.stages[{place}]"
     if not isinstance(entry, Mapping):
         raise ConfigError(
-            f"{name} = {entry!r}: want an entry as in {{until_steps: 1000, train: {{global_batch_size: 512}}}}"
+            f"{name} = {entry!r}: want an entry like {{until_steps: 1000, train: {{global_batch_size: 512}}}}"
         )
     changes = dict(_flat(entry))
     ends = {unit: changes.pop(f"until_{unit}") for unit in UNITS if changes.get(f"until_{unit}") is not None}
     if is_last and ends:
         raise ConfigError(
-            f"{name} is the last stage and gives until_{next(iter(ends))}: it lasts to the end of the run, "
-            "train.steps, samples or tokens; leave it out"
+            f"{name} is the last stage and sets until_{next(iter(ends))}: the last stage ends with the run, at "
+            "train.steps, samples or tokens; remove it"
         )
     if not is_last and len(ends) != 1:
         found = " and ".join(f"until_{unit} = {end}" for unit, end in ends.items()) or "it has no end"
@@ -131,12 +131,12 @@ def _flat(content: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def with_values(part: T, values: Mapping[str, Any], where: str) -> T:
-    """Returns a section of a config with other values, checked by their types.
+    """Returns a copy of a config section with some values replaced; their types are checked.
 
     Args:
         part: the section, a dataclass.
-        values: by key within the section, dotted for a section of it.
-        where: names the origin of the values in messages.
+        values: new values by key within the section, dotted for nested sections.
+        where: origin of the values, for messages.
 
     Raises:
         ConfigError: a key does not exist, or a value has the wrong type.
@@ -154,8 +154,8 @@ def carried(stages: Sequence[RunStage], config: object) -> list[dict[str, Any]]:
     """Returns, for each stage, the values in force of every key of SHAPE_KEYS that any stage sets.
 
     Args:
-        stages: of the run.
-        config: of the run.
+        stages: stages of the run.
+        config: config of the run.
     """
     keys = dict.fromkeys(key for stage in stages for key in stage.changes if key.startswith(SHAPE_KEYS))
     now, found = {key: _value(config, key) for key in keys}, []
@@ -166,7 +166,7 @@ def carried(stages: Sequence[RunStage], config: object) -> list[dict[str, Any]]:
 
 
 def _value(config: object, key: str) -> Any:
-    """None for a key that does not exist, which `with_values` refuses."""
+    """Value of a dotted key; None for a key that does not exist, which `with_values` rejects."""
     value: Any = config
     for name in key.split("."):
         value = getattr(value, name, None)
@@ -174,7 +174,7 @@ def _value(config: object, key: str) -> Any:
 
 
 def settled(stages: Sequence[RunStage], values: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Returns train.stages with `carried` values spelled out in every entry: it no longer rests on the other keys."""
+    """Returns train.stages with the `carried` values written out in every entry, so that it needs no other keys."""
     return [
         ({f"until_{stage.unit}": stage.until} if stage.unit else {}) | dict(stage.changes) | dict(of_stage)
         for stage, of_stage in zip(stages, values, strict=True)
@@ -183,16 +183,16 @@ def settled(stages: Sequence[RunStage], values: Sequence[Mapping[str, Any]]) -> 
 
 @dataclass(frozen=True)
 class StageSpan:
-    """Where in a run a stage lies.
+    """The span of a run that a stage covers.
 
     Attributes:
-        place: of the stage, from 0.
+        place: index of the stage, from 0.
         first_step: steps done when it begins.
         first_sample: samples consumed when it begins.
         first_token: tokens consumed when it begins, padding included.
-        global_batch_size: samples a step.
-        seq_len: tokens a sample.
-        steps: that it has; None for the last stage, which ends with the run.
+        global_batch_size: samples per step.
+        seq_len: tokens per sample.
+        steps: number of steps in the stage; None for the last stage, which ends with the run.
     """
 
     place: int
@@ -204,7 +204,7 @@ class StageSpan:
     steps: int | None
 
     def steps_until(self, unit: str, end: int) -> int:
-        """Whole steps of this stage up to a place in the run; negative where it lies before the stage."""
+        """Whole steps of this stage up to a position in the run; negative if that lies before the stage."""
         if unit == "steps":
             return end - self.first_step
         if unit == "samples":
@@ -212,7 +212,7 @@ class StageSpan:
         return (end - self.first_token) // (self.global_batch_size * self.seq_len)
 
     def sample_after(self, steps: int) -> int:
-        """Samples consumed by the run after so many of the stage's steps."""
+        """Samples consumed by the run after `steps` steps of this stage."""
         return self.first_sample + steps * self.global_batch_size
 
     @property
@@ -222,14 +222,14 @@ class StageSpan:
 
 
 def stage_spans(stages: Sequence[RunStage], batches: Sequence[tuple[int, int]]) -> tuple[StageSpan, ...]:
-    """Lays the stages of a run end to end, each in whole steps.
+    """Returns the consecutive spans of a run's stages, each of whole steps.
 
     Args:
-        stages: of the run.
-        batches: (global batch size, sequence length) of each.
+        stages: stages of the run.
+        batches: (global batch size, sequence length) of each stage.
 
     Raises:
-        ConfigError: a stage ends before its first step does.
+        ConfigError: a stage has no whole step.
     """
     found: list[StageSpan] = []
     step = sample = token = 0
@@ -250,12 +250,12 @@ def stage_spans(stages: Sequence[RunStage], batches: Sequence[tuple[int, int]]) 
 
 
 def span_at(spans: Sequence[StageSpan], samples: int) -> StageSpan:
-    """The stage that trains next after so many samples."""
+    """Returns the stage that trains the next step after `samples` samples."""
     return spans[bisect_right(spans, samples, key=lambda span: span.first_sample) - 1]
 
 
 def steps_of_length(spans: Sequence[StageSpan], unit: str, length: int) -> int:
-    """Whole steps of a run of a length in steps, samples or tokens; it may end before its last stage."""
+    """Returns the whole steps of a run whose length is given in `unit`; the run may end before its last stage."""
     for span in spans:
         steps = span.steps_until(unit, length)
         if span.steps is None or steps <= span.steps:
@@ -264,7 +264,7 @@ def steps_of_length(spans: Sequence[StageSpan], unit: str, length: int) -> int:
 
 
 def sample_at_token(spans: Sequence[StageSpan], token: int) -> int:
-    """Samples of a run that hold so many tokens, rounded up."""
+    """Returns the samples of a run that hold `token` tokens, rounded up."""
     span = spans[bisect_right(spans, token, key=lambda span: span.first_token) - 1]
     return span.first_sample - (span.first_token - token) // span.seq_len
 
@@ -272,19 +272,19 @@ def sample_at_token(spans: Sequence[StageSpan], token: int) -> int:
 def with_stage_rates(
     rate: LearningRate, stages: Sequence[RunStage], spans: Sequence[StageSpan], end: int
 ) -> LearningRate:
-    """Returns the learning rate with the schedules of those stages that have one.
+    """Returns the learning rate of a run whose stages may have schedules of their own.
 
-    Each counts from the begin of its stage, and by default starts at the rate at which the one before ended and decays
-    until the run ends: what a later stage does changes nothing of the rates before it.
+    Such a schedule counts from the start of its stage. By default it starts at the final rate of the previous schedule
+    and decays until the end of the run. A later stage does not change the rates before it.
 
     Args:
-        rate: of the first stages.
-        stages: of the run.
-        spans: theirs.
-        end: samples of the run.
+        rate: learning rate of the first stages.
+        stages: stages of the run.
+        spans: spans of the stages.
+        end: length of the run in samples.
 
     Raises:
-        ConfigError: such a schedule cannot be.
+        ConfigError: the schedule of a stage is invalid.
     """
     for stage in stages:
         first = spans[stage.place].first_sample
@@ -303,12 +303,12 @@ def _rate_of_stage(before: LearningRate, stage: RunStage, spans: Sequence[StageS
     given = {key: value for key, value in stage.changes.items() if key in RATE_KEYS}
     if "schedule.name" not in given:
         raise ConfigError(
-            f"sets {next(iter(given))} without schedule.name: a schedule of its own begins with the stage, so say which"
+            f"sets {next(iter(given))} without schedule.name: this starts a new schedule with the stage; set its name"
         )
     at = before(span.first_sample) if span.first_sample else before.optim.lr
     of_optim = {"lr": at} | {key[6:]: value for key, value in given.items() if key.startswith("optim.")}
     if of_optim["lr"] == 0:
-        raise ConfigError("the rate is 0 where the stage begins: set its optim.lr")
+        raise ConfigError("the learning rate is 0 where the stage begins: set its optim.lr")
     optim = with_values(before.optim, of_optim, "optim")
     optim.check()
     keys = {key[9:]: value for key, value in given.items() if key.startswith("schedule.")}
@@ -326,7 +326,7 @@ def _rate_of_stage(before: LearningRate, stage: RunStage, spans: Sequence[StageS
 
 
 def _samples_from(span: StageSpan, spans: Sequence[StageSpan], schedule: ScheduleConfig, what: str) -> int | None:
-    """Samples of a stage's warmup or decay, counted from its begin, in whichever unit they are given."""
+    """A stage's warmup or decay in samples from its start, whichever unit it is given in; None if it is not set."""
     steps, tokens = getattr(schedule, f"{what}_steps"), getattr(schedule, f"{what}_tokens")
     if steps is not None:
         return sample_after_step(spans, span.first_step + steps) - span.first_sample
@@ -337,36 +337,36 @@ def _samples_from(span: StageSpan, spans: Sequence[StageSpan], schedule: Schedul
 
 
 def sample_after_step(spans: Sequence[StageSpan], step: int) -> int:
-    """Samples that the first steps of a run consume."""
+    """Returns the samples consumed by the first `step` steps of a run."""
     span = spans[bisect_right(spans, step, key=lambda span: span.first_step) - 1]
     return span.sample_after(step - span.first_step)
 
 
 def stream_starts(spans: Sequence[StageSpan], skips: Skips) -> list[int]:
-    """Numbers in the whole training stream, what is left out included, of the first samples of all stages."""
-    # Which the tab key need not wait for.
+    """Returns the index of every stage's first sample in the training stream, skipped samples included."""
+    # Imported here, as it would delay shell completion.
     import numpy as np
 
     return [int(skips.apply(np.array([span.first_sample - 1]))[0]) + 1 if span.first_sample else 0 for span in spans]
 
 
 def check_skips(spans: Sequence[StageSpan], skips: Skips) -> None:
-    """Raises ConfigError where a range that is left out reaches into a stage whose samples have another length."""
+    """Raises ConfigError if a skipped range extends into a stage with another sequence length."""
     for begin, end in skips.ranges:
         for before, span in pairwise(spans):
             if begin < span.first_sample < end and before.seq_len != span.seq_len:
                 raise ConfigError(
-                    f"data.skip leaves out samples {begin:,} to {end:,}, among which train.stages[{span.place}] begins "
-                    f"with samples of another length, at {span.first_sample:,}: give a range on each side of it"
+                    f"data.skip leaves out samples {begin:,} to {end:,}, but train.stages[{span.place}] begins within "
+                    f"this range, at {span.first_sample:,}, with another train.seq_len: give a range on each side of it"
                 )
 
 
 def with_mixes(data: DataConfig, stages: Sequence[RunStage], starts: Sequence[int]) -> DataConfig:
-    """Returns the section `data` with the mixes of the stages as phases.
+    """Returns the config section `data` with the stages' mixing weights as data.phases.
 
     Args:
-        data: of the run.
-        stages: of the run.
+        data: config section of the run.
+        stages: stages of the run.
         starts: see `stream_starts`.
     """
     phases = [
@@ -380,10 +380,10 @@ def with_mixes(data: DataConfig, stages: Sequence[RunStage], starts: Sequence[in
 def check_stages(
     stages: Sequence[RunStage], spans: Sequence[StageSpan], train: TrainConfig, data: DataConfig, recompute: Recompute
 ) -> None:
-    """Checks that stages go with what else the config says of length, batches and data.
+    """Checks that stages are compatible with the run's length, batch size, recomputation and data.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: they are not compatible.
     """
     lengths = {span.seq_len for span in spans}
     modes = [key for stage in stages for key in stage.changes if key.startswith("parallel.recompute")]
@@ -400,7 +400,7 @@ def check_stages(
         (len(lengths) > 1 and data.packing is PackingMode.best_fit, "data.packing = best_fit", "it has one length"),
     ):
         if wrong:
-            raise ConfigError(f"train.stages cannot be had with {found}: {why}")
+            raise ConfigError(f"train.stages is not supported with {found}: {why}")
     for span in spans:
         if max(lengths) % span.seq_len:
             raise ConfigError(
@@ -419,14 +419,14 @@ def check_stages(
 
 
 def check_weights(data: DataConfig, stages: Sequence[RunStage]) -> None:
-    """Refuses a dataset of weight 0 that no later mix takes.
+    """Rejects a dataset of weight 0 that no later mix gives a weight.
 
     Args:
-        data: of the run.
-        stages: of the run, checked.
+        data: config section of the run.
+        stages: stages of the run, checked.
 
     Raises:
-        ConfigError: names the dataset.
+        ConfigError: there is such a dataset; the message names it.
     """
     if data.weights is not Weighting.explicit or len(data.train) < 2:
         return
@@ -436,5 +436,5 @@ def check_weights(data: DataConfig, stages: Sequence[RunStage]) -> None:
         if item.weight == 0 and not any(weights[place] > 0 for weights in mixes):
             raise ConfigError(
                 f"data.train[{place}] ({item.path}): weight = {item.weight}, and no mix of data.phases or train.stages "
-                "gives it another: every dataset of a blend needs one above 0; leave it out, or give it one"
+                "gives it another: every dataset of a blend needs a weight above 0; remove the dataset, or set a weight"
             )

@@ -1,4 +1,4 @@
-"""One rank of a run: builds the parts, joins them, runs the loop."""
+"""The training process of one rank: builds data, engine and hooks, and runs the training loop."""
 
 from __future__ import annotations
 
@@ -69,21 +69,21 @@ from megads.train_config import Precision
 
 
 def train(config: RootConfig, run_dir: Path) -> int:
-    """Trains to the planned end, to that of a training stage, or until somebody asks to stop.
+    """Trains to the end of the run or of the training stage, or until a stop is requested.
 
     Args:
-        config: checked and frozen by the launcher.
-        run_dir: the run's folder.
+        config: config that the launcher has checked and frozen.
+        run_dir: the run directory.
 
     Returns:
         The exit code.
 
     Raises:
-        MegadsError: a failure for the user; the rank's process turns it into an exit code.
+        MegadsError: a failure to report to the user; the rank's process converts it to an exit code.
     """
     environment = rank_environment()
     fence = Fence(run_dir, environment.lease)
-    # Forked before this process has threads, connections or a GPU.
+    # Forked before this process has threads, connections or a CUDA context.
     writer, local = checkpoint_writer(config, environment, fence), local_saves(config, run_dir, environment)
     device = rank_device(environment, deterministic=config.train.deterministic)
     with (
@@ -101,7 +101,7 @@ def train(config: RootConfig, run_dir: Path) -> int:
         train_samples, valid_sets = open_run_data(config, read_record(run_dir), origin.samples)
         kernels = load_kernels(config, device, control, beats)
         metrics, events = MetricsWriter(run_dir, grid.rank == 0), EventWriter(run_dir, grid.rank == 0)
-        # It may measure the whole CPU, before this rank keeps to a part of it.
+        # May measure the peak of the whole CPU, so it runs before this rank is bound to a share of the cores.
         meter = StreamMeter(config.data)
         step_lines = metrics_hook(config, environment, device, metrics, events, control, beats, meter)
         if config.cluster.bind_cores:
@@ -139,10 +139,10 @@ def run_loop(
     stop: StopSignal,
     beats: Heartbeat,
 ) -> str:
-    """Steps until the planned end, the end of a training stage or a request to stop.
+    """Runs steps until the end of the run, the end of a training stage or a stop request.
 
     Returns:
-        The request's reason, empty at the planned end and without one.
+        The reason of the stop request; empty at the end of the run or if there was no request.
     """
     total_steps, end_sample = planned_steps(config), stage_end(config, state.samples)
     rate = learning_rate(config)
@@ -193,20 +193,25 @@ def run_loop(
 
 
 def stage_end(config: RootConfig, samples: int) -> float:
-    """Samples of the run at which the training stage ends that trains next; infinite for the last one."""
+    """Returns the sample of the run at which the current training stage ends; infinity for the last stage.
+
+    Args:
+        config: config of the run.
+        samples: samples consumed so far; selects the stage.
+    """
     spans = run_spans(config)
     end = span_at(spans, samples).end_sample if spans else None
     return math.inf if end is None else end
 
 
 def end_sample(config: RootConfig, state: TrainState) -> int:
-    """Samples of the run at which this start has nothing more to train."""
+    """Returns the sample of the run at which this start ends: the end of the run or of the training stage."""
     planned = batch_size_schedule(config).samples_after(planned_steps(config))
     return int(min(planned, stage_end(config, state.samples)))
 
 
 def rank_device(environment: RankEnvironment, *, deterministic: bool) -> torch.device:
-    """This rank's GPU, or the CPU where there is none, set to compute as every run does."""
+    """Returns this rank's GPU, or the CPU if there is none, after setting PyTorch's numerical modes."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", environment.local_rank)
@@ -218,15 +223,15 @@ def rank_device(environment: RankEnvironment, *, deterministic: bool) -> torch.d
 
 
 def weight_dtype(precision: Precision) -> torch.dtype:
-    """Dtype of weights and activations."""
+    """Returns the dtype of weights and activations."""
     return torch.bfloat16 if precision is Precision.bf16 else torch.float32
 
 
 def load_kernels(config: RootConfig, device: torch.device, control: ControlPlane, beats: Heartbeat) -> Kernels:
-    """Loads the kernels that this run takes; all ranks take the same, or replicas would drift apart.
+    """Loads the kernels of the run, which must be the same on all ranks, or replicas would diverge.
 
     Raises:
-        ConfigError: kernels were asked for and cannot be had, or some ranks have them and others do not.
+        ConfigError: requested kernels are not available, or are available on some ranks only.
     """
     beats.enter("preparing kernels")
     kernels = load(config.ops, print, cuda=device.type == "cuda", optimizer=config.optim.impl)
@@ -239,7 +244,7 @@ def load_kernels(config: RootConfig, device: torch.device, control: ControlPlane
 def tuned_kernels(
     config: RootConfig, run_dir: Path, kernels: Kernels, grid: ParallelGrid, device: torch.device, events: EventWriter
 ) -> tuple[Kernels, AttentionKind]:
-    """What computes each operator, and attention: on a GPU what is quickest there, measured once."""
+    """Returns the implementation of each operator and of attention; on a GPU autotuning selects the fastest."""
     work = attention_work(config, cuda=device.type == "cuda", fused=kernels.loaded)
     attention = autotune_attention(config.model, work, grid, device, run_dir)
     kernels, operators = autotune_operators(kernels, operator_work(config), attention.kind, grid, device, run_dir)
@@ -248,7 +253,7 @@ def tuned_kernels(
 
 
 def operator_work(config: RootConfig) -> OperatorWork:
-    """What a rank asks of its operators."""
+    """Returns the shapes and dtypes of a rank's operators, for autotuning."""
     return OperatorWork(
         config.model,
         config.parallel,
@@ -269,7 +274,7 @@ def build_engine(
     *,
     draws: bool = True,
 ) -> TrainEngine:
-    """The engine with its initial weights, or with zeros for weights that are going to be read."""
+    """Builds the engine, with initial weights, or with zeros if the weights will be loaded (`draws=False`)."""
     spec = EngineSpec(
         replace(config.model, attention=attention),
         config.parallel,
@@ -288,10 +293,10 @@ def build_engine(
 
 
 def require_data_of_launcher(config: RootConfig, run_dir: Path, environment: RankEnvironment) -> None:
-    """One rank of each node looks at the data that it sees.
+    """Verifies on one rank of each node that the data visible there is the data that the launcher recorded.
 
     Raises:
-        DataError: it is not what the launcher recorded: a node whose own disk holds another copy.
+        DataError: the data differs, for example because a node's local disk holds another copy.
     """
     if environment.local_rank == 0:
         require_recorded(run_dir, record_data(config.data))
@@ -300,9 +305,17 @@ def require_data_of_launcher(config: RootConfig, run_dir: Path, environment: Ran
 def train_loader(
     config: RootConfig, grid: ParallelGrid, samples: TrainSource, state: TrainState, local_ranks: int
 ) -> TrainLoader:
-    """This rank's share of the training stream from where the state is; `local_ranks` of this node share a cache."""
+    """Returns the dataloader of this rank, which starts at the samples in `state`.
+
+    Args:
+        config: config of the run.
+        grid: ranks of the layout.
+        samples: training data.
+        state: training progress.
+        local_ranks: ranks on this node, which share the cache of streamed data.
+    """
     stream = config.data.stream
-    # Half of the cache is for what comes, so that nothing is evicted before it was read.
+    # Half of the cache is reserved for look-ahead, so that nothing is evicted before it is read.
     share = int(stream.cache_gib * 2**30 / 2 / local_ranks)
     return TrainLoader(
         samples,
@@ -330,7 +343,7 @@ def metrics_hook(
     beats: Heartbeat,
     meter: StreamMeter,
 ) -> MetricsHook:
-    """Writes the step line. Rank 0 alone measures a CPU's peak, while the others wait, and takes its share of it."""
+    """Returns the hook that writes metrics. For the peak of a CPU, rank 0 measures it while the other ranks wait."""
     peak_tflops = 1.0
     if environment.rank == 0:
         dtype, cores = weight_dtype(config.train.precision), available_cores()
@@ -344,7 +357,10 @@ def metrics_hook(
 
 
 def checkpoint_writer(config: RootConfig, environment: RankEnvironment, fence: Fence) -> CheckpointWriter | None:
-    """The process that saves beside the training, if one may be of use: the rank's size is not known yet."""
+    """Returns the process that writes checkpoints asynchronously; None if the config excludes one for any state size.
+
+    The state size of this rank is not known yet.
+    """
     if not config.checkpoint.copies(sys.maxsize):
         return None
     return CheckpointWriter(environment.rank, environment.world_size, fence)
@@ -352,7 +368,7 @@ def checkpoint_writer(config: RootConfig, environment: RankEnvironment, fence: F
 
 @contextmanager
 def ended(writer: CheckpointWriter | None, local: LocalSaves | None) -> Iterator[None]:
-    """Ends the processes that save when the rank ends."""
+    """Closes the checkpoint processes when the rank ends."""
     with (
         closing(writer) if writer is not None else nullcontext(),
         closing(local) if local is not None else nullcontext(),
@@ -361,7 +377,7 @@ def ended(writer: CheckpointWriter | None, local: LocalSaves | None) -> Iterator
 
 
 def local_saves(config: RootConfig, run_dir: Path, environment: RankEnvironment) -> LocalSaves | None:
-    """Keeps local checkpoints; None where nobody wants them, and those of an earlier start are gone then."""
+    """Returns the store of local checkpoints; if they are disabled, None, and those of an earlier start are deleted."""
     if config.checkpoint.local_every_steps:
         return LocalSaves(config.checkpoint, environment, computation_digest(config), config.cluster.timeout_s)
     if environment.rank == 0:
@@ -384,7 +400,7 @@ def checkpoint_hook(
     writer: CheckpointWriter | None,
     local: LocalSaves | None,
 ) -> CheckpointHook:
-    """Saves."""
+    """Returns the hook that saves checkpoints."""
     data = read_record(run_dir)
     about = RunRecord(
         state.state_dict(),
@@ -416,9 +432,9 @@ def checkpoint_hook(
 def watching_hooks(
     config: RootConfig, run_dir: Path, engine: TrainEngine, events: EventWriter, metrics: MetricsWriter
 ) -> list[Hook]:
-    """Measures layers and times actions where that is asked for, and finds stragglers where there are several ranks.
+    """Returns the monitoring hooks that the config enables: layer norms, timelines and straggler detection.
 
-    Garbage is collected after they have looked, on all ranks at the same step.
+    Garbage collection is the last of them and runs on all ranks at the same step.
     """
     hooks: list[Hook] = []
     if (every_steps := config.logging.layer_norms_every_steps) is not None:
@@ -431,7 +447,7 @@ def watching_hooks(
 
 
 def exit_code(stop_reason: str) -> int:
-    """0 at the planned end, else what the documented table says of the reason."""
+    """Returns 0 at the end of the run or stage, else the documented exit code of the stop reason."""
     if not stop_reason:
         return 0
     return Preempted.exit_code if stop_reason in (PREEMPTED, TIME_LIMIT) else StopRequested.exit_code
@@ -446,7 +462,7 @@ def record_start(
     state: TrainState,
     events: EventWriter,
 ) -> None:
-    """Writes what starts: sizes, layout, device, operators."""
+    """Writes the `start` event: model size, layout, device, operators."""
     events.write(
         "start",
         step=state.step,
@@ -464,10 +480,7 @@ def record_start(
 
 
 def record_samples(config: RootConfig, samples: TrainSource, state: TrainState, events: EventWriter) -> None:
-    """Writes how documents were packed, which datasets are blended and which samples of the stream are left out.
-
-    And which training stage begins, if one does.
-    """
+    """Writes the events about packed documents, blended datasets, skipped samples and a training stage that begins."""
     _record_stage(config, samples, state, events)
     for part in samples.parts if isinstance(samples, BlendedSamples) else [samples]:
         if isinstance(part, PackedSamples):
@@ -490,7 +503,7 @@ def record_samples(config: RootConfig, samples: TrainSource, state: TrainState, 
 
 
 def _record_stage(config: RootConfig, samples: TrainSource, state: TrainState, events: EventWriter) -> None:
-    """Writes which training stage begins, and how many tokens lie between its samples and those before it."""
+    """Writes the `training_stage` event if a stage begins, with the tokens skipped between it and the one before."""
     spans = run_spans(config)
     span = span_at(spans, state.samples) if spans else None
     if span is None or span.first_sample != state.samples:
@@ -515,7 +528,7 @@ def _record_stage(config: RootConfig, samples: TrainSource, state: TrainState, e
 def record_end(
     config: RootConfig, state: TrainState, reason: str, events: EventWriter, run_dir: Path, meter: StreamMeter
 ) -> None:
-    """Writes that this start trained as far as it was to, and which stage is to follow; forgets why it stops."""
+    """Writes the `end` event of this start, with the next training stage if there is one, and clears a stop request."""
     spans, more = run_spans(config), {}
     if spans and not reason and state.step < planned_steps(config):
         more = {NEXT_STAGE: span_at(spans, state.samples).place + 1}

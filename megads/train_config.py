@@ -1,4 +1,4 @@
-"""The section `train` of a run's config: how long and on what batches it trains."""
+"""Config section `train`: length, batch sizes, precision and training stages of a run."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ AUTO = "auto"
 
 
 class Precision(StrEnum):
-    """Dtype of weights and activations; gradients accumulate and reduce in fp32 in both."""
+    """Dtype of weights and activations; gradients are accumulated and reduced in fp32 with either."""
 
     bf16 = "bf16"
     fp32 = "fp32"
 
     @classmethod
     def refused(cls) -> dict[str, str]:
-        """Values that people ask for, and why they are not offered."""
+        """Other common values, and why they are not supported."""
         reason = (
             "fp16 is not supported: its gradients underflow without loss scaling, which megads does not have; use bf16"
         )
@@ -30,57 +30,58 @@ class Precision(StrEnum):
 
 @dataclass
 class BatchRampConfig:
-    """Grows the global batch from `start` by `increment` in equal shares of `samples` up to train.global_batch_size."""
+    """Linear ramp of the global batch size: from `start` to train.global_batch_size in steps of `increment`, each held
+    for an equal share of `samples`."""
 
     start: int = 0
-    """Global batch size at the first step; 0 switches the ramp off."""
+    """Global batch size at the first step; 0 disables the ramp."""
     increment: int = 1
-    """Samples added at each rise."""
+    """Samples added to the global batch size at each increase."""
     samples: int = 0
-    """Samples over which the batch grows."""
+    """Samples over which the batch size grows."""
 
 
 @dataclass
 class TrainConfig:
-    """How long and on what batches a run trains. Exactly one of steps, samples, tokens and epochs is set."""
+    """Length and batch sizes of training. Exactly one of steps, samples, tokens and epochs is set."""
 
     global_batch_size: int = 8
-    """Samples a step, over all ranks."""
+    """Samples per step, over all ranks."""
     micro_batch_size: int = 1
-    """Samples in one forward pass of one data-parallel rank."""
+    """Samples per forward pass on one data-parallel rank."""
     seq_len: int = 128
-    """Tokens a sample."""
+    """Tokens per sample."""
     steps: int | str | None = field(default=None, metadata={"choices": (AUTO,)})
-    """Length of training in steps. auto goes by the amount of text: four passes, at most 20 tokens for each parameter
-    of the blocks, at least 200 steps."""
+    """Length of training in steps. auto depends on the amount of text: four epochs, at most 20 tokens per parameter of
+    the blocks, at least 200 steps."""
     samples: int | None = None
     """Length of training in samples."""
     tokens: int | None = None
     """Length of training in tokens, padding included."""
     epochs: float | None = None
-    """Length of training in passes over the training data, 0.5 for half of it."""
+    """Length of training in passes over the training data; may be fractional, for example 0.5."""
     batch_ramp: BatchRampConfig = field(default_factory=BatchRampConfig)
-    """Growth of the global batch size."""
+    """Ramp of the global batch size."""
     stages: list[Any] = field(default_factory=list)
-    """Training stages that follow each other, for example
-    [{until_steps: 1000, train: {global_batch_size: 512}}, {train: {global_batch_size: 1024}}]: each says where in the
-    run it ends (until_steps, until_samples or until_tokens; the last one ends with the run) and what it changes
-    (docs/stages.md)."""
+    """Consecutive training stages, for example
+    [{until_steps: 1000, train: {global_batch_size: 512}}, {train: {global_batch_size: 1024}}]. Each gives its end
+    (until_steps, until_samples or until_tokens, counted from the start of the run; the last one ends with the run) and
+    the keys it changes (docs/stages.md)."""
     precision: Precision = Precision.bf16
-    """bf16 or fp32."""
+    """Dtype of weights and activations: bf16 or fp32."""
     seed: int = 1234
     """Seed of weights, data order and dropout."""
     deterministic: bool = True
-    """On a GPU: take torch's deterministic algorithms, so that a resumed run goes on bit for bit. false lets it choose,
-    for attention's backward pass above all. A CPU computes the same bits either way."""
+    """Use PyTorch's deterministic algorithms on GPUs, so that a resumed run is bitwise identical to an uninterrupted
+    one. false allows faster ones, mainly in attention's backward pass. On CPUs results are deterministic either way."""
     z_loss: float = 0.0
-    """Weight of log(Z)^2, Z the sum of exp(logit), in every token's loss, which keeps logits from drifting (PaLM:
-    1e-4); 0 switches it off. Losses in metrics are the cross entropy alone."""
+    """Weight of the z-loss log(Z)^2 per token, with Z the sum of exp(logit), which keeps logits from drifting (PaLM:
+    1e-4); 0 disables it. Losses in metrics are the cross entropy without it."""
     max_nonfinite_steps: int = 5
-    """Non-finite steps in a row that a run survives, skipping each; one more ends it (exit 7)."""
+    """Maximum number of consecutive non-finite steps, each of which is skipped; one more ends the run (exit 7)."""
 
     def check(self) -> None:
-        """Raises ConfigError on a length given twice or never, and on sizes below one."""
+        """Raises ConfigError if not exactly one length is set, or a value is out of range."""
         given = {name: getattr(self, name) for name in LENGTHS if getattr(self, name) is not None}
         if len(given) != 1:
             found = ", ".join(f"train.{name} = {value}" for name, value in given.items()) or "none of them is set"
@@ -101,11 +102,11 @@ class TrainConfig:
 
     @property
     def length_is_known(self) -> bool:
-        """Whether the length is a number of steps, samples or tokens, and does not wait for the data."""
+        """Whether the length is given in steps, samples or tokens, and so does not depend on the data."""
         return self.steps != AUTO and self.epochs is None
 
     def check_sizes(self, *others: str) -> None:
-        """Raises ConfigError on batch and sequence sizes, and other fields, below one."""
+        """Raises ConfigError if a batch size, the sequence length or another given field is below 1."""
         for name in ("global_batch_size", "micro_batch_size", "seq_len", *others):
             if getattr(self, name) < 1:
                 raise ConfigError(f"train.{name} = {getattr(self, name)}: must be at least 1")

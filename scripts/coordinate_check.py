@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Coordinate check of model.mup: how much activations change over a few steps, at several widths.
 
-After Yang and Hu et al. 2022 (Tensor Programs V, arXiv 2203.03466, appendix D.1): under maximal update parametrisation
+After Yang and Hu et al. 2022 (Tensor Programs V, arXiv 2203.03466, appendix D.1): under maximal update parametrization
 the change of every activation since the first step is about the same at all widths; without it some grow with the
-width. Each model is trained by the real engine in one process, fp32, on random tokens. The exponent is that of the
-width in a fit of a power law to the change.
+width. The real engine trains each model in one process, fp32, on random tokens. The printed exponent is that of the
+width in a power law fitted to the change.
 
 Run from the repository: python -m scripts.coordinate_check [--optimizer muon] [--plot coordinates.png]
 """
@@ -35,16 +35,16 @@ RATES = {"adamw": 1e-2, "lion": 3e-3, "muon": 1e-2}
 WATCHED = ("embedding", "blocks.0", f"blocks.{LAYERS - 1}", "head")
 
 Change = dict[str, float]
-"""Root mean square of the change of a stage's activations, by the stage's name; those of `head` are the logits."""
+"""RMS of the change of a stage's activations, by stage name; those of `head` are the logits."""
 
 
 def model_of(width: int, *, mup: bool, wider_heads: bool = False) -> ModelConfig:
-    """A model of a width.
+    """Returns a model of this width.
 
     Args:
         width: hidden size; a multiple of BASE_WIDTH.
-        mup: parametrised for it.
-        wider_heads: heads get wider with it, in place of more.
+        mup: use muP's parametrization.
+        wider_heads: wider heads with the width, instead of more heads.
     """
     of_base = MupConfig(BASE_WIDTH, base_head_size=HEAD_DIM if wider_heads else None)
     return ModelConfig(
@@ -59,12 +59,12 @@ def model_of(width: int, *, mup: bool, wider_heads: bool = False) -> ModelConfig
 
 
 def change_of_activations(model: ModelConfig, optimizer: str, steps: int) -> Change:
-    """Trains in a process of its own.
+    """Trains in a separate process; returns the change of activations.
 
     Args:
-        model: to train.
+        model: model to train.
         optimizer: optim.name.
-        steps: of training.
+        steps: training steps.
     """
     (change,) = run_ranks(_train, 1, model, optimizer, steps)
     return change
@@ -98,17 +98,17 @@ def _activations(
 
 
 def exponents(changes: dict[int, Change]) -> dict[str, float]:
-    """Exponent of the width in the change, by the stage's name.
+    """Exponent of the change as a power of the width, by stage name.
 
     Args:
-        changes: by width; two widths at least.
+        changes: changes by width; at least two widths.
     """
     widths = np.log(list(changes))
     return {name: float(np.polyfit(widths, [math.log(c[name]) for c in changes.values()], 1)[0]) for name in WATCHED}
 
 
 def check(optimizer: str, widths: Sequence[int], steps: int, *, mup: bool, wider_heads: bool) -> dict[int, Change]:
-    """The change at every width."""
+    """Returns the change at every width."""
     return {
         width: change_of_activations(model_of(width, mup=mup, wider_heads=wider_heads), optimizer, steps)
         for width in widths
@@ -116,7 +116,7 @@ def check(optimizer: str, widths: Sequence[int], steps: int, *, mup: bool, wider
 
 
 def draw(results: dict[str, dict[int, Change]], path: Path) -> None:
-    """One panel for each parametrisation."""
+    """Draws one panel per parametrization."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), layout="constrained")
@@ -130,13 +130,13 @@ def draw(results: dict[str, dict[int, Change]], path: Path) -> None:
 
 
 def main() -> None:
-    """Prints a table for each parametrisation."""
+    """Prints a table for each parametrization."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--optimizer", choices=tuple(RATES), default="adamw")
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS, help=f"multiples of {BASE_WIDTH}")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--wider-heads", action="store_true", help="heads get wider, not more; attention by 1/d")
-    parser.add_argument("--plot", type=Path, help="a picture to write")
+    parser.add_argument("--plot", type=Path, help="figure to write")
     asked = parser.parse_args()
     results = {}
     for title, mup in (("with model.mup", True), ("without", False)):

@@ -3,13 +3,13 @@
 
 python -m scripts.cuda_torch [--torch 2.11.0 ...] [--nvcc] -- -m pytest tests/ops/cuda/test_compile.py
 
-Each torch is installed beside this environment, not into it: into a folder of the user's cache that comes first on
-PYTHONPATH. NVIDIA's libraries are installed once, those that the newest torch names, and shared by all. triton and
-cuda-bindings are left out, as importing torch needs neither. A folder is used once `import torch` has succeeded with
-it; after that nothing is downloaded. With --nvcc CUDA's compiler is installed there too, where there is none.
+Each torch is installed outside this environment, into a folder of the user's cache that comes first on PYTHONPATH.
+NVIDIA's libraries, in the versions required by the newest torch, are installed once and shared by all. triton and
+cuda-bindings are omitted, because importing torch needs neither. A folder is used once `import torch` has succeeded
+with it; after that nothing is downloaded. With --nvcc CUDA's compiler is installed there too, if there is none.
 
-Exit status: the command's first failure; 69 where something cannot be installed (no network, no such wheel), or where
-with --nvcc there is no C++ compiler.
+Exit status: the command's first failure; 69 if something cannot be installed (no network, no such wheel), or if there
+is no C++ compiler with --nvcc.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from megads.ops.build import KernelsUnavailable, find_compiler, find_nvcc
 from megads.runtime.environment import user_cache_dir
 
 TORCHES = ("2.11.0", "2.13.0")
-"""The GPU machine's, and the one that constraints.txt pins."""
+"""The version on the GPU machine, and the one that constraints.txt pins."""
 NVCC = [f"nvidia-{name}==13.0.*" for name in ("cuda-nvcc", "cuda-crt", "nvvm", "cuda-runtime", "cuda-cccl")]
-"""CUDA's compiler as wheels, the headers that it wants, and the static runtime."""
+"""Wheels of CUDA's compiler, the headers it needs, and the static runtime."""
 UNAVAILABLE = 69
 """EX_UNAVAILABLE of sysexits.h."""
 PYTHON = f"{platform.python_implementation()}-{sys.version_info.major}.{sys.version_info.minor}-{platform.machine()}"
@@ -39,16 +39,16 @@ IMPORT = "import torch; assert torch.version.cuda, f'torch {torch.__version__} i
 
 
 class Unavailable(Exception):
-    """A torch cannot be had on this machine; the message says why."""
+    """No usable torch can be installed on this machine; the message gives the reason."""
 
 
 def root() -> Path:
-    """The folder of all that is installed here, for this Python."""
+    """Folder of all installations of this script, for this Python version."""
     return user_cache_dir() / "cuda_torch" / PYTHON
 
 
 def install(versions: list[str]) -> dict[str, Path]:
-    """Installs what is missing, and returns each torch's folder for PYTHONPATH; others that want it wait.
+    """Installs what is missing, and returns each torch's folder for PYTHONPATH; concurrent callers wait.
 
     Raises:
         Unavailable: pip fails, or torch cannot be imported.
@@ -60,7 +60,7 @@ def install(versions: list[str]) -> dict[str, Path]:
 
 
 def install_alone(versions: list[str]) -> dict[str, Path]:
-    """What `install` does, while no other process does it."""
+    """`install` under the lock."""
     folders = {version: root() / f"torch-{version}" for version in versions}
     if all((folder / "imported").exists() for folder in folders.values()):
         return folders
@@ -87,7 +87,7 @@ def install_alone(versions: list[str]) -> dict[str, Path]:
 
 
 def pip_install(folder: Path, *requirements: str, dependencies: bool = False) -> None:
-    """Installs into a folder, which is there once that is complete.
+    """Installs into a folder, which exists only once the installation is complete.
 
     Raises:
         Unavailable: pip says why.
@@ -106,14 +106,14 @@ def pip_install(folder: Path, *requirements: str, dependencies: bool = False) ->
 
 
 def library_requirements(folder: Path) -> list[str]:
-    """NVIDIA's packages that the torch in a folder names."""
+    """NVIDIA's packages required by the torch in a folder."""
     (torch,) = (found for found in importlib.metadata.distributions(path=[str(folder)]) if found.name == "torch")
     wanted = [text.split(";")[0].strip() for text in torch.requires or ()]
     return [text for text in wanted if text.startswith(("nvidia-", "cuda-toolkit"))]
 
 
 def install_nvcc() -> None:
-    """Makes sure of an nvcc, which `megads.ops.build` finds by CUDA_HOME, and of a C++ compiler under it.
+    """Ensures that there are an nvcc, which `megads.ops.build` finds by CUDA_HOME, and a C++ compiler for it.
 
     Raises:
         Unavailable: there is none and none can be installed.

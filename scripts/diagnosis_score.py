@@ -1,12 +1,12 @@
 """Scores the diagnosis on labelled logs: `python -m scripts.diagnosis_score <labels.csv or .yaml> [<folder>]`.
 
-A CSV table has the columns file, cause, domain, restartable (yes or no) and culprit; the logs lie in its folder unless
-another is named. A YAML file is a list of messages with cause, restartable, lines, and the lot that they belong to
-(tests/diagnosis/lots.yaml). Prints what was wrong, the share of right answers for each column and lot, and which causes
-were taken for which others.
+A CSV table has the columns file, cause, domain, restartable (yes or no) and culprit; the logs are in its folder unless
+another is given. A YAML file is a list of messages with cause, restartable, lines, and the lot to which they belong
+(tests/diagnosis/lots.yaml). Prints the wrong answers, the accuracy for each column and lot, and which causes were
+confused with which others.
 
-`--cross-validate` says what to expect of messages that nobody has seen: first of the model alone, ten folds of its own
-messages; then of the whole, each message diagnosed without the patterns that find its decisive line.
+`--cross-validate` estimates the accuracy on unseen messages: of the model alone, by ten-fold cross-validation over its
+own messages; and of the whole, each message diagnosed without the patterns that match its decisive line.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Case:
     """A labelled log.
 
     Attributes:
-        name: of the file or message.
-        text: of the log.
-        labels: by column; a message has the first two only.
-        lot: that it belongs to.
+        name: name of the file or message.
+        text: text of the log.
+        labels: labels by column; a message has only the first two.
+        lot: lot to which it belongs.
     """
 
     name: str
@@ -54,7 +54,7 @@ def read_cases(labels: Path, folder: Path) -> list[Case]:
 
     Args:
         labels: the table or list.
-        folder: holds the logs of a table.
+        folder: folder of a table's logs.
     """
     if labels.suffix == ".csv":
         with labels.open(newline="") as file:
@@ -75,17 +75,17 @@ def read_cases(labels: Path, folder: Path) -> list[Case]:
 
 
 def diagnose_case(case: Case, known: Knowledge | None = None) -> Diagnosis:
-    """Returns what the log alone says.
+    """Returns the diagnosis from the log alone.
 
     Args:
         case: the log.
-        known: signatures and model; None takes those that come with megads.
+        known: signatures and model; None: those of megads.
     """
     return decide([survey_log(case.name, [case.text], known=known)], known.model if known else None)
 
 
 def answers(found: Diagnosis) -> dict[str, str]:
-    """Returns a diagnosis in the words of the table."""
+    """Returns a diagnosis in the terms of the table."""
     restartable = "yes" if found.restartable else "no"
     return {"cause": found.cause, "restartable": restartable, "domain": found.domain, "culprit": found.culprit}
 
@@ -95,7 +95,7 @@ def score(cases: Sequence[Case], quiet: bool) -> None:
 
     Args:
         cases: the labelled logs.
-        quiet: leaves out which logs were wrong.
+        quiet: do not print which logs were wrong.
     """
     right: Counter[tuple[str, str]] = Counter()
     confused: Counter[tuple[str, str]] = Counter()
@@ -118,7 +118,7 @@ def score(cases: Sequence[Case], quiet: bool) -> None:
 
 
 def cross_validate(cases: Sequence[Case]) -> None:
-    """Prints how often answers are right without what was written for them."""
+    """Prints the accuracy without the patterns that were written for each log."""
     messages, signatures = known_messages(), signature_table().signatures
     order = random.Random(0).sample(range(len(messages)), len(messages))
     right = 0
@@ -139,7 +139,7 @@ def cross_validate(cases: Sequence[Case]) -> None:
 
 
 def _without_decisive_patterns(case: Case) -> Knowledge:
-    """Returns signatures and model without any pattern that finds the line which decides."""
+    """Returns signatures and model without any pattern that matches the decisive line."""
     decisive = diagnose_case(case).evidence
     if not decisive:
         return knowledge()
@@ -152,7 +152,7 @@ def _without_decisive_patterns(case: Case) -> Knowledge:
 
 
 def main() -> None:
-    """Reads the command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(prog="python -m scripts.diagnosis_score", description=__doc__)
     parser.add_argument("labels", type=Path)
     parser.add_argument("folder", type=Path, nargs="?")

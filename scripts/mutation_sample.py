@@ -1,21 +1,21 @@
-"""Changes one place of megads/ at a time and says which changes no test notices.
+"""Mutation testing: changes one place of megads/ at a time and reports the changes that no test detects.
 
     make mutation [COUNT=200] [SEED=1]
     python -m scripts.mutation_sample [--count 200] [--seed 1] [--jobs 2] [--files megads/data ...] [--append FILE]
 
-cosmic-ray knows the small defects: another operator, a number off by one, a negated condition, an exception that is
-not caught, a loop that does not run. This draws places with equal chance, applies one defect each to a copy of the
-committed tree, and runs the tests beside the file: the six nearest of those that import it or have its name, else all
-tests of its room and those with the name of its room; tests in one process first, never the slow ones, and none that
-would start after 45 s. A test that fails or hangs has killed the mutation. Every tenth draw changes nothing: its tests
-must pass, or the share of killed mutations means nothing. A second call with the same --append file goes on where the
-first ended.
+cosmic-ray provides the mutations: another operator, a number off by one, a negated condition, an exception that is not
+caught, a loop that does not run. This script draws places uniformly, applies one mutation each to a copy of the
+committed tree, and runs the nearest tests: the six nearest of those that import the file or are named after it, else
+all tests of its package and those with the package's name; tests in one process first, never the slow ones, and none
+that would start after 45 s. A test that fails or hangs kills the mutation. Every tenth draw changes nothing: its tests
+must pass, otherwise the share of killed mutations is meaningless. A second call with the same --append file continues
+where the first ended.
 
-Not drawn, for no run can tell: annotations, `if TYPE_CHECKING`, the type of a cast, abstractmethod and other marks for
-mypy, frozen= of a dataclass (mypy refuses the assignment), what a logger is given, and `if __name__ == "__main__"`.
-cosmic-ray changes no texts, so docstrings, `__all__` and `__slots__` stay as they are. Numbers that only tune, such as
-timeouts, are drawn and survive. Survivors that a person has found to be equivalent stand with the reason in
-scripts/equivalent_mutations.json; they are counted apart, not as killed.
+Not drawn, because they cannot affect a run: annotations, `if TYPE_CHECKING`, the type of a cast, abstractmethod and
+other marks for mypy, frozen= of a dataclass (mypy rejects the assignment), arguments of loggers, and
+`if __name__ == "__main__"`. cosmic-ray does not change strings, so docstrings, `__all__` and `__slots__` are not
+mutated. Numbers that only tune, such as timeouts, are drawn and survive. Survivors that a reviewer found to be
+equivalent are listed with the reason in scripts/equivalent_mutations.json; they are counted separately, not as killed.
 """
 
 from __future__ import annotations
@@ -51,23 +51,23 @@ from rich.table import Table
 ROOT = Path(__file__).parent.parent
 EQUIVALENTS = ROOT / "scripts/equivalent_mutations.json"
 NEAREST = 6
-"""So many files of tests, at most."""
+"""Maximum number of test files."""
 CONTROL = "no change"
-"""Operator of a draw that checks the tests."""
+"""Operator of a control draw, which changes nothing."""
 NEEDS_A_GPU = ("megads/ops/apex.py",)
-"""Without a GPU no test calls it."""
+"""Files that no test calls without a GPU."""
 FOR_MYPY = {"abstractmethod", "runtime_checkable", "override", "final", "overload"}
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """One defect.
+    """One mutation.
 
     Attributes:
-        file: what is changed, relative to the repository.
-        operator: cosmic-ray's name of the change.
-        occurrence: which of the places in the file that the operator could change.
-        line: where it is.
+        file: mutated file, relative to the repository.
+        operator: cosmic-ray's name of the operator.
+        occurrence: index of the place among those in the file to which the operator applies.
+        line: line number.
     """
 
     file: str
@@ -78,7 +78,7 @@ class Mutation:
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a mutation: `outcome` is killed, hung, survived or untested, `by` the test that failed."""
+    """Result of a mutation: `outcome` is killed, hung, survived or untested, `by` the test that failed."""
 
     mutation: Mutation
     outcome: str
@@ -90,13 +90,13 @@ class Result:
 
 @cache
 def operators() -> dict[str, Operator]:
-    """cosmic-ray's operators that need no arguments, by name."""
+    """cosmic-ray's operators without arguments, by name."""
     classes = {name: get_operator(name) for name in operator_names()}
     return {name: kind() for name, kind in classes.items() if not kind.arguments()}
 
 
 def mutations_of(file: Path) -> list[list[Mutation]]:
-    """Every mutation of a file, those of one place together."""
+    """All mutations of a file, grouped by place."""
     nodes = list(ast_nodes(get_ast(file.read_text())))
     places: dict[tuple[int, int], list[Mutation]] = {}
     for name, operator in operators().items():
@@ -108,7 +108,7 @@ def mutations_of(file: Path) -> list[list[Mutation]]:
 
 
 class _WhatRuns(ast.NodeTransformer):
-    """Drops what no run depends on."""
+    """Removes code on which no run depends."""
 
     def visit_arg(self, node: ast.arg) -> ast.arg:
         node.annotation = None
@@ -154,13 +154,13 @@ def _name(node: ast.expr) -> str:
 
 
 def runs_alike(before: str, after: str) -> bool:
-    """Whether no run can tell the change."""
+    """Whether the mutation cannot affect any run."""
     first, second = (ast.dump(_WhatRuns().visit(ast.parse(source))) for source in (before, after))
     return first == second
 
 
 def draw(files: Sequence[Path], count: int, seed: int) -> list[tuple[Mutation, str]]:
-    """So many mutations, places with equal chance, and a control a ten; each with the source that it makes."""
+    """Draws this many mutations, uniformly over places, and a control per ten; each with its mutated source."""
     places = [place for file in files for place in mutations_of(file)]
     choice = random.Random(seed)
     choice.shuffle(places)
@@ -183,7 +183,7 @@ def draw(files: Sequence[Path], count: int, seed: int) -> list[tuple[Mutation, s
 
 @cache
 def imports_of_tests() -> dict[str, frozenset[str]]:
-    """The modules and names that each file of tests imports, and the modules that it starts."""
+    """The modules and names that each test file imports, and the modules that it starts."""
     found = {}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         if path.parent.name in ("slurm", "attack"):
@@ -201,7 +201,7 @@ def imports_of_tests() -> dict[str, frozenset[str]]:
 
 
 def tests_beside(file: str) -> list[str]:
-    """The nearest tests that import a file or have its name; all of its room, or with the name of it, else."""
+    """The nearest tests that import a file or are named after it; else all tests of its package or with its name."""
     path = Path(file).with_suffix("")
     module = ".".join(path.parts)
     room = (Path("tests") / path.parent.relative_to("megads")).as_posix()
@@ -213,7 +213,7 @@ def tests_beside(file: str) -> list[str]:
         return test != namesake, not test.startswith(f"{room}/"), imported
 
     nearest = sorted(found, key=distance)[:NEAREST]
-    # A tool's own test of its command may be in another room: tests/cli/test_plan.py of megads/tools/plan.
+    # A tool's own test of its command may be in another package: tests/cli/test_plan.py of megads/tools/plan.
     named = f"test_{path.parent.name}.py"
     return nearest or [test for test in imports_of_tests() if Path(test).parent == Path(room) or test.endswith(named)]
 
@@ -234,13 +234,13 @@ class Tester:
         )  # fmt: skip
 
     def write(self, file: str, source: str) -> None:
-        """Changes a file. Its time is another one each time, or Python would run the compiled file of the last."""
+        """Writes a file with a new mtime each time, because Python would otherwise run the previous bytecode."""
         (self.folder / file).write_text(source)
         self._time_s += 1
         os.utime(self.folder / file, (self._time_s, self._time_s))
 
     def run(self, tests: Sequence[str]) -> dict[str, str]:
-        """What the tests make of the copy as it is: outcome and the test that failed."""
+        """Runs the tests in the current copy: returns outcome and the failed test."""
         assert self._process.stdin and self._process.stdout
         print(json.dumps(tests), file=self._process.stdin, flush=True)
         line = self._process.stdout.readline()
@@ -249,14 +249,14 @@ class Tester:
         return json.loads(line)  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """Ends the process, which kills the tests that run."""
+        """Ends the process, which kills the running tests."""
         assert self._process.stdin
         self._process.stdin.close()
         self._process.wait()
 
 
 def try_mutation(mutation: Mutation, source: str, testers: SimpleQueue[Tester]) -> Result:
-    """Applies a mutation to a free copy of the tree, and takes it back."""
+    """Applies a mutation to a free copy of the tree, tests it, and reverts it."""
     before = (ROOT / mutation.file).read_text()
     diff = difflib.unified_diff(before.splitlines(), source.splitlines(), mutation.file, "changed", n=0, lineterm="")
     tests = tests_beside(mutation.file)
@@ -274,7 +274,7 @@ def try_mutation(mutation: Mutation, source: str, testers: SimpleQueue[Tester]) 
 
 
 def try_all(drawn: Sequence[tuple[Mutation, str]], jobs: int, budget_s: float) -> Iterator[Result]:
-    """The results in the order of the draws."""
+    """Returns the results in the order of the draws."""
     parent = Path(tempfile.mkdtemp(prefix="megads-mutations-"))
     testers: list[Tester] = []
     try:
@@ -297,12 +297,12 @@ def try_all(drawn: Sequence[tuple[Mutation, str]], jobs: int, budget_s: float) -
 
 @cache
 def equivalents() -> list[dict[str, str]]:
-    """Reviewed mutations under which megads behaves the same: file, the lines before and after, why."""
+    """Reviewed mutations that do not change megads' behavior: file, the lines before and after, reason."""
     return json.loads(EQUIVALENTS.read_text())  # type: ignore[no-any-return]
 
 
 def is_equivalent(result: Result) -> bool:
-    """Whether a survivor stands in the reviewed list."""
+    """Whether a survivor is in the reviewed list."""
     lines = [line for line in result.diff.splitlines() if not line.startswith(("---", "+++", "@@"))]
     before, after = ("\n".join(line[1:].strip() for line in lines if line[0] == sign) for sign in "-+")
     return any(
@@ -311,7 +311,7 @@ def is_equivalent(result: Result) -> bool:
 
 
 def show(results: Sequence[Result]) -> None:
-    """Prints the survivors and the counts by room."""
+    """Prints the survivors and the counts by package."""
     console = Console()
     by_room: dict[str, Counter[str]] = {}
     controls = Counter(result.outcome for result in results if result.mutation.operator == CONTROL)

@@ -1,9 +1,8 @@
 """Runs the tests of one mutation after another, each time in a process forked from one that has imported torch.
 
 Started by scripts.mutation_sample in a copy of the tree, with the seconds after which no further test of a mutation
-starts, which has then survived those that ran: each line of the input is a JSON list of test files, each line of the
-output says what they made of the tree. The end of the input, even while tests run, kills them and whatever they
-started.
+starts; the mutation has then survived the tests that ran. Each line of the input is a JSON list of test files, each
+line of the output their outcome. The end of the input, even while tests run, kills them and their child processes.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ import psutil
 import pytest
 
 HANGS_S = 200
-"""A test that still runs so long after that hangs."""
+"""A test that still runs this many seconds after that counts as hung."""
 IMPORTED = ("deepspeed.runtime.pipe.engine", "hydra", "hypothesis", "matplotlib.figure")
-"""What most tests import."""
+"""Modules that most tests import."""
 PR_SET_CHILD_SUBREAPER = 36
 NO_TESTS_COLLECTED = 5
 # Fixtures that start a megads command or compile the kernels.
@@ -34,7 +33,7 @@ SLOW_FIXTURES = {"megads", "module_megads", "command_server", "fork_server", "ke
 
 
 class _Tests:
-    """Orders the tests, quick ones first, and notes which one failed."""
+    """Orders the tests, fast ones first, and records which one failed."""
 
     def __init__(self, files: Sequence[str], budget_s: float) -> None:
         self.files, self.budget_s = list(files), budget_s
@@ -72,7 +71,7 @@ class _Tests:
 
 
 def _run(files: Sequence[str], budget_s: float, output: int) -> None:
-    """The forked process: runs the tests and writes what they made of the tree."""
+    """The forked process: runs the tests and writes the outcome."""
     os.setsid()
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
@@ -85,7 +84,7 @@ def _run(files: Sequence[str], budget_s: float, output: int) -> None:
 
 
 def _kill_children() -> None:
-    """Kills the tests and what they left behind: as a subreaper, this process is the parent of orphans."""
+    """Kills the tests and their orphans: as a subreaper, this process is their parent."""
     while children := psutil.Process().children(recursive=True):
         for child in children:
             with suppress(psutil.NoSuchProcess):
@@ -94,7 +93,7 @@ def _kill_children() -> None:
 
 
 def _try(files: Sequence[str], budget_s: float) -> dict[str, Any] | None:
-    """What the tests made of the tree; None where the input ended first."""
+    """Returns the outcome of the tests; None if the input ended first."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -116,7 +115,7 @@ def _try(files: Sequence[str], budget_s: float) -> dict[str, Any] | None:
 
 
 def main() -> None:
-    """Answers until the input ends."""
+    """Serves requests until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     # DeepSpeed prints to the standard output when it is imported.

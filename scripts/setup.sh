@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Creates .venv with the pinned dependencies and megads itself, editable. A second call does nothing unless
-# pyproject.toml or constraints.txt changed. Needs Python >= 3.11. With a C++ compiler it also
-# builds megads' own kernels; without one torch's operators take their place.
-#   PYTHON=/path/to/python scripts/setup.sh     chooses the interpreter
-#   VENV=/path/to/venv scripts/setup.sh         puts the environment elsewhere
+# Creates .venv with the pinned dependencies and an editable install of megads. A second call does nothing unless
+# pyproject.toml or constraints.txt changed. Needs Python >= 3.11. If there is a C++ compiler, it also builds megads'
+# kernels; without one PyTorch's operators are used.
+#   PYTHON=/path/to/python scripts/setup.sh     selects the interpreter
+#   VENV=/path/to/venv scripts/setup.sh         creates the environment elsewhere
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -40,19 +40,19 @@ elif ! "$VENV/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))';
     fail "$VENV was made with a Python older than 3.11: remove it and run make setup again"
 fi
 
-# DeepSpeed must not try to compile its kernels: none is used here.
+# megads uses none of DeepSpeed's kernels: do not compile them.
 export DS_BUILD_OPS=0 PIP_DISABLE_PIP_VERSION_CHECK=1
 install() {
     "$VENV/bin/python" -m pip install --quiet --constraint constraints.txt "$@" ||
         fail "'pip install $*' failed (see above). Without network, point pip at a mirror or a wheel folder" \
             "(PIP_INDEX_URL, PIP_FIND_LINKS) and run make setup again"
 }
-# torch first: DeepSpeed's setup looks at the installed torch.
+# torch first: DeepSpeed's setup inspects the installed torch.
 echo "setup: installing torch"
 install torch
 echo "setup: installing the other dependencies and megads"
 install --editable '.[dev]'
-echo "setup: the kernels"
+echo "setup: building the kernels"
 "$VENV/bin/python" -m megads.ops.build || fail "the kernels' build is broken (see above)"
 printf '%s' "$want" >"$STAMP"
 echo "setup: done, in $VENV"

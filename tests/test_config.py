@@ -126,15 +126,15 @@ def test_good_config_passes() -> None:
         ),
         (
             [change("optim.impl", Implementation.apex), change("parallel.zero_stage", 3), change("parallel.dp", 2)],
-            "optim.impl = apex is for parallel.zero_stage = 0 and 1",
+            "optim.impl = apex requires parallel.zero_stage = 0 or 1",
         ),
         (
             [change("ops.compile", Compile.blocks), change("parallel.zero_stage", 3), change("parallel.dp", 2)],
-            "ops.compile = blocks cannot be had with parallel.zero_stage = 3",
+            "ops.compile = blocks is not supported with parallel.zero_stage = 3",
         ),
         (
             [change("ops.cuda_graphs", True), change("parallel.pp", 2)],
-            "cannot be had with parallel.pp = 2: a micro-batch is captured",
+            "is not supported with parallel.pp = 2: a micro-batch is captured",
         ),
         ([change("ops.cuda_graphs", True), change("parallel.tp", 2)], "set parallel.tp=1, or ops.cuda_graphs=false"),
         (
@@ -162,7 +162,7 @@ def test_good_config_passes() -> None:
         ([*best(), change("data.split", [1.0, 0.0])], "data.split = "),
         (
             [*best(), change("checkpoint.best_by", "web")],
-            "is no validation set of this run, which has held_out: choose",
+            "is not a validation set of this run, which has held_out: choose",
         ),
         (
             [*best(), change("data.valid", {"code": "a", "web": "b"}), change("checkpoint.best_by", "held_out")],

@@ -106,8 +106,8 @@ def test_a_run_goes_on_from_before_lasting_nan(corpus: Path, megads: StartComman
     # A checkpoint that the user names goes before the run's newest, but only once.
     older = [*overrides, "train.steps=3", f"checkpoint.load={checkpoint_of(run_dir, 1)}"]
     for resumed, said in (
-        (1, "what the run has saved itself, up to step 6, is left behind"),
-        (3, "takes what came after it"),
+        (1, "the run's own later checkpoints, up to step 6, are not used"),
+        (3, "resumes from a checkpoint saved after it"),
     ):
         assert megads("train", *older).end().code == 0
         assert events_of(run_dir, "resume")[-1]["step"] == resumed

@@ -237,7 +237,7 @@ def test_a_run_starts_from_weights_once(source: Path, megads: StartCommand) -> N
     shutil.copytree(source, source.parent / "twin")
     for arguments, code, message in (
         (("checkpoint.init_from=runs/twin",), 2, "runs/twin, but the run was trained with "),
-        (("checkpoint.init_from=runs/twin", "run.allow_changes=[checkpoint.init_from]"), 0, "goes on from its own"),
+        (("checkpoint.init_from=runs/twin", "run.allow_changes=[checkpoint.init_from]"), 0, "resumes from its own"),
         (("checkpoint.init_from=null", "tokenizer.path=runs/next/tokenizer.json"), 0, "nothing was started"),
     ):
         ended = train(megads, *command, *arguments, "train.steps=2", "run.dry_run=true", raw="other")
@@ -245,7 +245,7 @@ def test_a_run_starts_from_weights_once(source: Path, megads: StartCommand) -> N
     shutil.rmtree(source)
     ended = train(megads, *command, "train.steps=2", raw="other")
     assert ended.code == 0, ended.err
-    assert "goes on from its own checkpoint of step 1" in ended.out
+    assert "resumes from its own checkpoint of step 1" in ended.out
     assert [event["step"] for event in events_of(next_run, "resume")] == [1]
     assert len(events_of(next_run, "init_from")) == 1 and [line["step"] for line in steps_of(next_run)] == [1, 2]
 
@@ -280,7 +280,7 @@ def test_weights_of_a_url(source: Path, megads: StartCommand) -> None:
     shutil.rmtree(store)
     shutil.rmtree(far / "downloads")
     ended = train(megads, *url, "train.steps=2", raw="other")
-    assert ended.code == 0 and "goes on from its own checkpoint of step 1" in ended.out, ended.err
+    assert ended.code == 0 and "resumes from its own checkpoint of step 1" in ended.out, ended.err
 
 
 def dry_run(*overrides: str) -> str:
@@ -298,7 +298,7 @@ def test_what_a_dry_run_says_and_refuses(source: Path, monkeypatch: pytest.Monke
     before = contents(source.parent)
     given, learnt = "data.raw=other", ("checkpoint.load=runs/pre", "data.raw=notes", "tokenizer.vocab_size=262")
     assert "starts from the weights of step_00000002, all else is fresh" in dry_run(given)
-    assert "goes on with its weights, step, optimizer" in dry_run("checkpoint.init_from=null", *learnt)
+    assert "continues with its weights, step, optimizer" in dry_run("checkpoint.init_from=null", *learnt)
     for arguments, code, message in (
         (("model.hidden_size=96", "model.num_layers=3"), 2, "give model.hidden_size=64 model.num_layers=2, or leave"),
         (("model.vocab_size=300",), 2, "model.vocab_size: 262 there, 300 here"),

@@ -215,10 +215,10 @@ def slice_of_the_wrong_rank() -> None:
 
 
 def no_backward_all_reduce_of_column_layers() -> None:
-    def opening_linear(x: Tensor, weight: Any, bias: Any, _region: Any, gradients: Any) -> Tensor:
+    def column_parallel_linear(x: Tensor, weight: Any, bias: Any, _region: Any, gradients: Any) -> Tensor:
         return linear(x, weight, bias, gradients)
 
-    megads.parallel.sharding.opening_linear = opening_linear
+    megads.parallel.sharding.column_parallel_linear = column_parallel_linear
 
 
 def row_bias_on_every_rank() -> None:

@@ -54,9 +54,9 @@ def test_what_is_said_of_a_path(tmp_path: Path) -> None:
     handle = CheckpointHandle(folder, read_manifest(folder))
     goes_to, went_to = Origin(handle, None, from_path=True), Origin(handle, None, from_path=False)
     assert note_of_path(goes_to, str(folder), run) == "" and note_of_path(went_to, "auto", run) == ""
-    assert "an earlier start went on from" in note_of_path(went_to, str(folder), run)
+    assert "an earlier start loaded checkpoint.load=" in note_of_path(went_to, str(folder), run)
     started(run, str(folder), saves=5)
-    assert "up to step 5, is left behind" in note_of_path(goes_to, str(folder), run)
+    assert "up to step 5, are not used" in note_of_path(goes_to, str(folder), run)
 
 
 def test_a_run_of_which_nobody_knows_how_it_was_started(tmp_path: Path) -> None:

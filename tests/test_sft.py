@@ -62,4 +62,4 @@ def test_a_run_without_conversations_cannot_chat(tmp_path: Path, megads: StartCo
     folder = their_folder(tmp_path / "theirs", tokenizer, model)
     assert megads("import", f"input={folder}", "output=runs/base").end().code == 0
     ended = megads("generate", "run=base", "chat=true", "prompt=a").end()
-    assert ended.code == 2 and "there is no chat template beside runs/base/tokenizer.json" in ended.err
+    assert ended.code == 2 and "there is no chat template next to runs/base/tokenizer.json" in ended.err

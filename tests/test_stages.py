@@ -137,7 +137,7 @@ def test_warmups_and_decays_in_tokens_count_all_stages() -> None:
         ([{"until_steps": 5, "model": {"num_layers": 3}}, {}], {}, "sets model.num_layers"),
         ([{"until_steps": 5, "parallel": {"tp": 2}}, {}], {}, "A stage may change train.seq_len"),
         ([{"train": {"seq_len": 16}}, {}], {}, "stages[0]: it has no end"),
-        ([{"until_steps": 5}, {"until_steps": 9}], {}, "stages[1] is the last stage and gives until_steps"),
+        ([{"until_steps": 5}, {"until_steps": 9}], {}, "stages[1] is the last stage and sets until_steps"),
         ([{"until_steps": 5, "until_tokens": 90}, {}], {}, "until_steps = 5 and until_tokens = 90"),
         ([{"until_steps": 2.5}, {}], {}, "until_steps = 2.5"),
         ([{"until_steps": 5}, {"until_steps": 5}, {}], {}, "stages[1].until_steps = 5: the stage begins at step 5"),
@@ -203,5 +203,5 @@ def test_mixes_of_stages_begin_with_their_stage_whatever_is_left_out() -> None:
     assert [(phase.from_sample, phase.weights) for phase in phases] == [(310, [1.0, 3.0])]
     check_skips(run_spans(config), skips)
     across = skips_of([SkipConfig(samples=[70, 90])], batch_size_schedule(config))
-    with pytest.raises(ConfigError, match=r"among which train\.stages"):
+    with pytest.raises(ConfigError, match=r"but train\.stages\[1\] begins within"):
         check_skips(run_spans(config), across)

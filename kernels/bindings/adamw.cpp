@@ -1,4 +1,4 @@
-// AdamW: schema, checks and threads.
+// AdamW: operator schema, argument checks and threading.
 #include "../cpu/adamw.h"
 
 #include <cmath>

@@ -1,4 +1,4 @@
-// Attention: schema, checks and threads.
+// Attention: operator schema, argument checks and threading.
 #include "../cpu/attention.h"
 
 #include "dropout_mask.h"
@@ -32,7 +32,7 @@ Attention attention_of(const Tensor& q, const Tensor& k, const Tensor& v, const 
           mask_of(samples, batch, key, threshold, first_head)};
 }
 
-// Shaped [batch, heads, rows, dim] as x, in memory [batch, rows, heads, dim]: what a projection reads.
+// Has the shape of x, [batch, heads, rows, dim], in memory [batch, rows, heads, dim], the layout that projections read.
 Tensor rows_like(const Tensor& x) {
   Tensor flat = torch::stable::new_empty(x, std::vector<int64_t>{x.size(0), x.size(2), x.size(1), x.size(3)});
   return torch::stable::transpose(flat, 1, 2);

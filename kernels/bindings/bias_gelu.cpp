@@ -1,4 +1,4 @@
-// GELU with a bias: schema, checks and threads.
+// GELU with a bias: operator schema, argument checks and threading.
 #include "../cpu/bias_gelu.h"
 
 #include "sums.h"

@@ -1,4 +1,4 @@
-// Cross entropy over a part of the vocabulary: schema, checks and threads.
+// Cross entropy over a vocabulary shard: operator schema, argument checks and threading.
 #include "../cpu/cross_entropy.h"
 
 #include "tensors.h"
@@ -18,7 +18,7 @@ void require_row_values(const Tensor& logits, const Tensor& x) {
           "largest, total and grad must be contiguous fp32 [rows]");
 }
 
-// Calls body with the rows and a range of them, on all threads.
+// Calls body(rows, first, last) for ranges of rows, on all threads.
 template <typename Body>
 void over_rows(const Tensor& logits, const Tensor& labels, int64_t valid, int64_t start, Body body) {
   const int64_t columns = logits.size(1), grain = kElementsOfOneThread / std::max<int64_t>(1, columns);

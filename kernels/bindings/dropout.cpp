@@ -1,4 +1,4 @@
-// Dropout of hidden states: schema, checks and threads.
+// Dropout of hidden states: operator schema, argument checks and threading.
 #include "../cpu/dropout.h"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// What a dropout mask follows from: the check that attention, softmax and dropout share.
+// Argument checks of dropout masks, shared by attention, softmax and dropout.
 #pragma once
 
 #include "../cpu/philox.h"
@@ -6,7 +6,7 @@
 
 namespace megads::bindings {
 
-// samples: int64 [batch], the number of each sample; none: nothing is dropped.
+// samples: sample IDs, int64 [batch]; none: no dropout.
 inline DropoutMask mask_of(const std::optional<Tensor>& samples, int64_t batch, int64_t key, int64_t threshold,
                            int64_t first_head) {
   if (samples)

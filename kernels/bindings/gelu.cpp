@@ -1,4 +1,4 @@
-// GELU: schema, checks and threads.
+// GELU: operator schema, argument checks and threading.
 #include "../cpu/gelu.h"
 
 #include "tensors.h"

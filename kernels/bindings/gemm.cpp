@@ -1,4 +1,4 @@
-// The matrix product of linear layers: schema, checks and threads.
+// fp32 GEMM of linear layers: operator schema, argument checks and threading.
 #include "../cpu/gemm.h"
 
 #include <algorithm>
@@ -16,7 +16,7 @@ struct Product {
   bool add;
 };
 
-// Rows of a that one thread packs and multiplies at a time; such that threads get as many.
+// Rows of a that one thread packs and multiplies at a time, chosen to balance the threads.
 int64_t row_block(int64_t rows) {
   const int64_t threads = torch::stable::get_num_threads();
   const int64_t blocks = megads::padded(rows, megads::kRowBlock) / megads::kRowBlock;
@@ -24,8 +24,8 @@ int64_t row_block(int64_t rows) {
                         megads::kPanelRows);
 }
 
-// All of c's columns from..to-1 by the inner elements begin..end-1. Which thread computes an element does not matter: its
-// sum is always over the same blocks in the same order.
+// Columns from..to-1 of c over inner elements begin..end-1. Which thread computes an element does not matter: its sum
+// is always over the same blocks in the same order.
 void pass(const Product& p, int64_t from, int64_t to, int64_t begin, int64_t end, float* packed_b) {
   const int64_t wide = to - from, inner = end - begin, width = megads::kPanelColumns;
   torch::stable::parallel_for(0, megads::padded(wide, width) / width, 1, [&](int64_t first, int64_t last) {

@@ -1,4 +1,4 @@
-// The matrix product of linear layers in bf16: schema, checks and threads.
+// bf16 GEMM of linear layers: operator schema, argument checks and threading.
 #include "../cpu/gemm_bf16.h"
 
 #include <algorithm>
@@ -32,16 +32,16 @@ void round_row(BFloat16* to, const float* from, int64_t count) {
 
 using bf16::Pair;
 
-constexpr int64_t kPackedPairs = 1 << 21;  // of b at a time, 8 MiB
-constexpr int64_t kRowsAtOnce = 256;       // of a at a time, of each thread
-constexpr int64_t kPackedInner = 2048;     // inner elements of a pass where a is packed
+constexpr int64_t kPackedPairs = 1 << 21;  // of b at a time: 8 MiB
+constexpr int64_t kRowsAtOnce = 256;       // of a at a time, per thread
+constexpr int64_t kPackedInner = 2048;     // inner elements per pass if a is packed
 constexpr int64_t kLongestInner = bf16::kLongestInner;
 
 struct Free {
   void operator()(Pair* room) const { std::free(room); }
 };
 
-// Not set to zero, and on a cache line of its own.
+// Uninitialized memory, aligned to a cache line.
 std::unique_ptr<Pair, Free> room_for(int64_t pairs) {
   constexpr int64_t kLine = 64;
   auto* room = static_cast<Pair*>(std::aligned_alloc(kLine, megads::padded(pairs * int64_t(sizeof(Pair)), kLine)));
@@ -49,13 +49,13 @@ std::unique_ptr<Pair, Free> room_for(int64_t pairs) {
   return std::unique_ptr<Pair, Free>(room);
 }
 
-// Inner elements of one pass over c.
+// Inner elements per pass over c.
 int64_t longest_pass(const megads::Matrix<BFloat16>& a, int64_t inner) {
   return bf16::read_in_place(a, inner) ? kLongestInner : kPackedInner;
 }
 
-// c's columns from..to-1 by the inner elements begin..end-1. Which thread computes an element does not matter: its sum is
-// always over the same elements in the same order.
+// Columns from..to-1 of c over inner elements begin..end-1. Which thread computes an element does not matter: its sum
+// is always over the same elements in the same order.
 template <typename T>
 void pass(const Product<T>& p, int64_t from, int64_t to, int64_t begin, int64_t end, Pair* packed_b) {
   const int64_t wide = to - from, inner = end - begin, width = bf16::kPanelColumns, height = bf16::kPanelRows;
@@ -81,7 +81,7 @@ void pass(const Product<T>& p, int64_t from, int64_t to, int64_t begin, int64_t 
 
 template <typename T>
 void multiply(const Product<T>& p, int64_t longest) {
-  // Passes of the same length, of whole pairs.
+  // Passes of equal length, in whole pairs.
   const int64_t passes = megads::padded(p.inner, longest) / longest;
   const int64_t inner = megads::padded(megads::padded(p.inner, passes) / passes, 2);
   const int64_t most = std::max(kPackedPairs / bf16::pairs_of(inner) / bf16::kPanelColumns, int64_t(1));
@@ -99,8 +99,8 @@ constexpr int64_t kColumns = 512;  // of b, packed at a time: 8 MiB with kLonges
 
 int64_t longest_pass(const megads::Matrix<BFloat16>&, int64_t) { return kLongestInner; }
 
-// c's columns from..to-1 by the inner elements begin..end-1, in fp32. Which thread computes an element does not matter: its
-// sum is always over the same blocks in the same order.
+// Columns from..to-1 of c over inner elements begin..end-1, in fp32. Which thread computes an element does not matter:
+// its sum is always over the same blocks in the same order.
 template <typename T>
 void pass(const Product<T>& p, const float* bias, int64_t from, int64_t to, int64_t begin, int64_t end,
           float* packed_b) {
@@ -135,7 +135,7 @@ void pass(const Product<T>& p, const float* bias, int64_t from, int64_t to, int6
   });
 }
 
-// By widening the operands to fp32 as they are packed, for processors without an instruction that multiplies bf16.
+// For processors without bf16 multiplication: converts the operands to fp32 while packing.
 template <typename T>
 void multiply(const Product<T>& p, int64_t longest) {
   std::vector<float> bias(p.bias ? p.columns : 0);
@@ -166,7 +166,7 @@ void run(const Tensor& c, const Tensor& a, const Tensor& b, const std::optional<
     return multiply<float>({of_a, of_b, of_bias, data_of<float>(c), rows, columns, inner, add}, longest);
   if (inner <= kLongestInner)
     return multiply<BFloat16>({of_a, of_b, of_bias, data_of<BFloat16>(c), rows, columns, inner, false}, kLongestInner);
-  // Several passes over c; between them it is not to be rounded.
+  // Several passes over c, which must not be rounded between them.
   const Tensor wide = fp32_like(c, {rows, columns});
   multiply<float>({of_a, of_b, of_bias, data_of<float>(wide), rows, columns, inner, false}, longest);
   round_to(data_of<BFloat16>(c), data_of<float>(wide), rows * columns);

@@ -1,4 +1,4 @@
-// LayerNorm and RMSNorm: schema, checks and threads.
+// LayerNorm and RMSNorm: operator schema, argument checks and threading.
 #include "../cpu/norm.h"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Rotary positions: schema, checks and threads.
+// Rotary position embedding: operator schema, argument checks and threading.
 #include "../cpu/rotary.h"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Softmax of attention scores: schema, checks and threads.
+// Softmax of attention scores: operator schema, argument checks and threading.
 #include "../cpu/softmax.h"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Sums of squares of pieces of a flat tensor: schema, checks and threads.
+// Sums of squares of pieces of a flat tensor: operator schema, argument checks and threading.
 #include <algorithm>
 
 #include "../cpu/square_sum.h"
@@ -7,7 +7,7 @@
 namespace megads::bindings {
 namespace {
 
-// Every block is summed by itself and the blocks in their order: how many threads share them out does not matter.
+// Each block is summed separately, then the blocks in order: the result does not depend on the number of threads.
 constexpr int64_t kBlock = kElementsOfOneThread;
 
 struct Block {

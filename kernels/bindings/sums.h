@@ -1,4 +1,4 @@
-// Adds up what blocks of rows have summed up each by itself.
+// Sums the partial results of row blocks.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 
 namespace megads::bindings {
 
-// sums [width] = the sum over blocks of partial [blocks, kinds, width] at one kind.
+// sums [width] = sum over blocks of partial [blocks, kinds, width] at one kind.
 template <typename T>
 void add_blocks_of(const Tensor& partial, int64_t kind, const Tensor& sums) {
   const int64_t blocks = partial.size(0), kinds = partial.size(1), width = partial.size(2);

@@ -1,4 +1,4 @@
-// SwiGLU: schema, checks and threads.
+// SwiGLU: operator schema, argument checks and threading.
 #include "../cpu/swiglu.h"
 
 #include "tensors.h"

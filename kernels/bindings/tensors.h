@@ -1,4 +1,4 @@
-// What every binding needs: torch's stable ABI, checks of tensors, and their data as the kernels want it.
+// Shared by all bindings: torch's stable ABI, tensor checks, and typed data pointers.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -21,7 +21,7 @@ constexpr int64_t kElementsOfOneThread = 16384;
 
 inline void require(bool holds, const char* message) { STD_TORCH_CHECK(holds, "megads: ", message); }
 
-// Calls body with a null pointer of the element type: float or bf16.
+// Calls body with a null pointer to the element type: float or bf16.
 template <typename Body>
 void with_type_of(const Tensor& x, Body body) {
   if (x.scalar_type() == ScalarType::Float) {

@@ -1,11 +1,12 @@
-// What says which keys a query sees, and their bias: checks that attention and softmax share.
+// Checks of mask and bias arguments, shared by attention and softmax.
 #pragma once
 
 #include "tensors.h"
 
 namespace megads::bindings {
 
-// slopes: ALiBi slope of every head; places: of every query among the keys; starts: first key that each query sees.
+// slopes: ALiBi slope of every head; places: position of every query among the keys; starts: first visible key of every
+// query.
 inline void require_visible(int64_t batch, int64_t heads, int64_t queries, const std::optional<Tensor>& slopes,
                             const std::optional<Tensor>& places, const std::optional<Tensor>& starts) {
   if (slopes)

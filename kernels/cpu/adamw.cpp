@@ -20,7 +20,7 @@ struct State {
   Floats master, exp_avg, exp_avg_sq;
 };
 
-// The operations and their order are those of torch.optim.AdamW(fused=True).
+// Same operations in the same order as torch.optim.AdamW(fused=True).
 State updated(State old, Floats grad, const AdamWFactors& f) {
   grad = grad * f.clip;
   State now;

@@ -4,7 +4,7 @@
 namespace megads {
 namespace {
 
-// One thread's work. Queries of one head lie packed at a time, keys of one block.
+// State of one thread. The queries of one head and the keys of one block are packed at a time.
 template <typename T, bool kDropped>
 class Backward {
   using Unit = typename Operand<T>::Unit;
@@ -40,7 +40,7 @@ class Backward {
     }
   }
 
-  // All gradients of a head of keys.
+  // All gradients of one key head.
   void of_head(int64_t b, int64_t key_head) {
     clear(grad_keys_, rounded_up(shape_.keys, kKeyBlock));
     clear(grad_values_, rounded_up(shape_.keys, kKeyBlock));
@@ -58,12 +58,12 @@ class Backward {
     write_keys(b, key_head, 0, shape_.keys);
   }
 
-  // The gradient of a block of queries.
+  // Gradient of one block of queries.
   void of_queries(int64_t b, int64_t h, int64_t query) {
     const int64_t rows = std::min(kQueryBlock, shape_.queries - query);
     pack_queries(b, h, query, rows);
     clear(grad_queries_, kQueryBlock);
-    // Blocks of keys start where they do everywhere, or their sums had other bits.
+    // Key blocks must start at the same keys as in the other partitions: the sums would otherwise round differently.
     const Visible all = of_blocks_[0];
     for (int64_t key = all.first / kKeyBlock * kKeyBlock; key <= all.last; key += kKeyBlock) {
       pack_keys(b, h / shape_.group(), key);
@@ -72,7 +72,7 @@ class Backward {
     write_queries(b, h, query, rows);
   }
 
-  // The gradients of a block of keys and values.
+  // Gradients of one block of keys and values.
   void of_keys(int64_t b, int64_t key_head, int64_t key) {
     clear(grad_keys_, kKeyBlock);
     clear(grad_values_, kKeyBlock);
@@ -98,7 +98,7 @@ class Backward {
       pack_interleaved(q, x.q.row, rows, all, dim, interleaved_queries_);
       pack_interleaved(grad, x.grad.row, rows, all, dim, interleaved_grads_);
     }
-    // The product of output and its gradient is the sum of score gradients that softmax takes off.
+    // Dot product of an output row and its gradient, which the backward pass of softmax subtracts.
     for (int64_t r = 0; r < rows; ++r) {
       Floats sum{};
       for (int64_t d = 0; d < dim; d += kLanes)
@@ -139,7 +139,7 @@ class Backward {
     unpack(grad_values_, width_.numbers, rows, shape_.dim, masks_.scale(), v.at(b, key_head, key), v.row);
   }
 
-  // Adds what a block of packed queries and a block of keys give to the gradients that are wanted.
+  // Adds the contribution of a block of packed queries and a block of keys to the requested gradients (not null).
   void add(int64_t h, int64_t block, int64_t key, float* grad_queries, float* grad_keys, float* grad_values) {
     const Visible& seen = of_blocks_[size_t(block)];
     if (seen.none() || seen.first >= key + kKeyBlock || seen.last < key) return;
@@ -159,7 +159,7 @@ class Backward {
     if (grad_keys) add_to_keys(block, grad_keys, grad_values);
   }
 
-  // Weights and their gradients are zero where no query of the tile sees the key.
+  // Zeroes weights and score gradients of keys that no query of the tile attends to.
   void hide(int64_t tile, const Columns& columns) {
     for (int64_t r = tile * kQueryRows / kValues; r < (tile + 1) * kQueryRows / kValues; ++r)
       for (Unit* row : {weights_ + r * kKeyBlock, grad_scores_ + r * kKeyBlock}) {
@@ -168,8 +168,8 @@ class Backward {
       }
   }
 
-  // Weights and gradients of the scores of a tile.
-  // Values meet the probabilities that stay, unscaled; `write_keys` scales.
+  // Computes the weights and score gradients of a tile. Dropped weights are zero and the others unscaled; `write_keys`
+  // scales.
   void weigh(int64_t h, int64_t packed_tile, int64_t key, const Columns& columns, int64_t tile, bool for_keys) {
     const int64_t row = packed_tile * kQueryRows, count = columns.last - columns.first;
     rows_product<kQueryRows>(count, width_.units, queries_ + row * width_.row, width_.row, 1,
@@ -197,14 +197,14 @@ class Backward {
     }
   }
 
-  // From products of a query with keys and of its gradient with values to weights and gradients of the scores.
+  // Computes weights and score gradients of one query from its q k^T and grad v^T.
   struct SoftenedRow {
     ScoreRow row;
     const float* scores;
     float largest, inverse, product, scale;
     bool all;
 
-    // grad_weights: the products, those of dropped probabilities 0.
+    // grad_weights: grad v^T, 0 for dropped probabilities.
     void at(int64_t c, Floats grad_weights, Floats& weight, Floats& grad) const {
       weight = exp2<T>(row.biased(load(scores + c), c) - largest) * inverse;
       grad = weight * (grad_weights * scale - product);
@@ -259,7 +259,7 @@ class Backward {
   float *grad_queries_ = nullptr, *grad_keys_ = nullptr, *grad_values_ = nullptr;
   int64_t columns_[kTiles][2];
 
-  // Of the queries that are packed: whose they are, the first one, and the keys that tiles and blocks of them see.
+  // Packed queries: their batch and head, the first one, and the visible keys of their tiles and blocks.
   int64_t packed_ = -1, b_ = 0, query_ = 0;
   const float* statistics_ = nullptr;
   std::vector<Visible> of_tiles_, of_blocks_;
@@ -268,7 +268,7 @@ class Backward {
 }  // namespace
 
 bool backward_by_heads(const Attention& shape, int64_t threads) {
-  // Blocks apart take half as long again: two of seven products, and the weights, are computed twice.
+  // Separate query and key tasks take half as long again: two of seven GEMMs, and the weights, are computed twice.
   const int64_t heads = shape.batch * shape.key_heads;
   return 2 * blocks_of(heads, threads) * threads <= 3 * heads;
 }

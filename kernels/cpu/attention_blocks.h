@@ -1,4 +1,4 @@
-// Blocks of queries and of keys: which keys a query sees, and operands laid out for matrix products.
+// Blocks of queries and of keys: visible keys of a query, and packing of operands for the GEMMs.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 
 namespace megads {
 
-// Blocks are cut into tiles, of queries where a row is a query's and of keys where it is a key's.
+// Blocks are split into tiles: of queries if output rows are queries, of keys if they are keys.
 constexpr int64_t kQueryBlock = 96, kKeyBlock = 128;
 constexpr int kQueryRows = 6, kKeyRows = 4;
 static_assert(kQueryBlock % kQueryRows == 0 && kKeyBlock % kKeyRows == 0 && kKeyBlock % kLanes == 0);
@@ -21,11 +21,11 @@ constexpr int64_t blocks_of(int64_t rows, int64_t block) { return (rows + block 
 
 constexpr int64_t rounded_up(int64_t count, int64_t multiple) { return blocks_of(count, multiple) * multiple; }
 
-// Work grows or shrinks from block to block: the first is paired with the last, so that neighbours in this order have
-// equal shares.
+// Load balancing: work grows or shrinks from block to block, so the first is paired with the last, and neighbouring
+// pairs in this order have equal work.
 constexpr int64_t balanced(int64_t index, int64_t count) { return index % 2 ? count - 1 - index / 2 : index / 2; }
 
-// Keys that a query sees: first..last, both included.
+// Keys visible to a query: first..last, inclusive.
 struct Visible {
   int64_t first, last;
 
@@ -43,14 +43,14 @@ inline Visible visible_keys(const Attention& shape, int64_t b, int64_t query) {
   return {std::max<int64_t>(start, 0), std::min(place, shape.keys - 1)};
 }
 
-// From the first to the last key that any of the queries sees.
+// Range from the first to the last key visible to any of the queries.
 inline Visible visible_to(const Attention& shape, int64_t b, int64_t query, int64_t count) {
   Visible all{shape.keys, -1};
   for (int64_t r = 0; r < count; ++r) all.add(visible_keys(shape, b, query + r));
   return all;
 }
 
-// Columns first..last-1 of a block of keys, in whole vectors: those that any query of a tile sees.
+// Columns first..last-1 of a block of keys, in whole vectors, that are visible to any query of a tile.
 struct Columns {
   int64_t first, last;
 
@@ -63,7 +63,7 @@ struct Columns {
   bool none() const { return first == last; }
 };
 
-// What one query sees of a block of keys, and how it is biased.
+// Mask and ALiBi bias of one query for a block of keys.
 class ScoreRow {
  public:
   ScoreRow(const Attention& shape, int64_t b, int64_t h, int64_t query, int64_t key) {
@@ -78,16 +78,16 @@ class ScoreRow {
     if (!inside) distance_ = 0.0f;
   }
 
-  // Whether it sees all of these columns.
+  // Whether all of these columns are visible.
   bool sees(int64_t first, int64_t last) const { return first_ <= first && last - 1 <= last_; }
 
-  // All ones in the lanes that it sees.
+  // Lane mask: all ones in visible lanes.
   Ints seen(int64_t column) const {
     const Ints columns = lane_numbers() + int32_t(column);
     return (columns >= first_) & (columns <= last_);
   }
 
-  // Products of query and keys as scores times log2(e): weights are powers of two, which cost less than those of e.
+  // Biased scores times log2(e), from q k^T: exp2 is cheaper than exp.
   Floats biased(Floats products, int64_t column) const {
     const Floats distance = __builtin_convertvector(lane_numbers() + int32_t(column), Floats) + distance_;
     return products * scale_ + slope_ * distance;
@@ -98,10 +98,10 @@ class ScoreRow {
 
   float scale_, slope_;
   float distance_;        // from the query to the block's first key, exact in fp32 up to 2^24
-  int32_t first_, last_;  // columns it sees, both included
+  int32_t first_, last_;  // visible columns, inclusive
 };
 
-// Masks of dropout for a tile of queries and a block of keys; without dropout nothing is drawn, and nothing multiplied.
+// Dropout masks of a tile of queries and a block of keys; without dropout nothing is generated or multiplied.
 template <bool kDropped>
 class TileMasks {
  public:
@@ -109,14 +109,14 @@ class TileMasks {
 
   float scale() const { return rows_.scale(); }
 
-  // Draws what a query has in columns of a block; a query beyond the last one has the mask of none.
+  // Generates a query's mask for columns of a block. Padding queries past the last one reuse its position.
   void draw(int r, int64_t b, int64_t h, int64_t query, int64_t key, const Columns& columns) {
     const int64_t place = shape_.place(std::min(query, shape_.queries - 1));
     drawn_[r] = rows_.draw(b, h, place, key + columns.first, key + columns.last, room_[r]);
     first_ = columns.first;
   }
 
-  // x where the probability stays, 0 where it is dropped.
+  // x where the probability is kept, 0 where it is dropped.
   Floats of(int r, int64_t column, Floats x) const { return rows_.stays(drawn_[r] + (column - first_)) ? x : Floats{}; }
 
  private:
@@ -137,7 +137,7 @@ class TileMasks<false> {
   Floats of(int, int64_t, Floats x) const { return x; }
 };
 
-// Scratch of one thread; every piece starts at a cache line.
+// Scratch memory of one thread; allocations are aligned to cache lines.
 class Scratch {
  public:
   template <typename U>
@@ -149,7 +149,7 @@ class Scratch {
 
  private:
   static constexpr std::align_val_t kLine{64};
-  static constexpr size_t kMore = 64;  // vectors may reach past the end
+  static constexpr size_t kMore = 64;  // vector accesses may run past the end
 
   struct Delete {
     void operator()(void* piece) const { ::operator delete(piece, kLine); }
@@ -158,7 +158,7 @@ class Scratch {
   std::vector<std::unique_ptr<void, Delete>> pieces_;
 };
 
-// Sizes of a row of `dim` numbers as operand: units that count, units with padding, and numbers with padding.
+// Sizes of a packed row of `dim` elements: units without padding, units with padding, and elements with padding.
 template <typename T>
 struct Width {
   static constexpr int kValues = Operand<T>::kValues;
@@ -169,14 +169,14 @@ struct Width {
   int64_t units, row, numbers;
 };
 
-// The vector of a row that starts at column d; zeros beyond its end.
+// Vector of a row starting at column d; zeros past the end.
 template <typename T>
 inline Floats load_within(const T* row, int64_t d, int64_t dim) {
   if (d + kLanes <= dim) return load(row + d);
   return d < dim ? load_some(row + d, dim - d, 0.0f) : Floats{};
 }
 
-// A vector of units that start at `from`, each with the numbers below it; zeros where `count` ends.
+// Packs one vector of units. Each unit holds one column of kValues rows; zeros from column `count` on.
 template <typename T, typename Unit>
 inline void interleave(Unit* to, const T* from, int64_t stride, int64_t count) {
 #if defined(__AVX512BF16__)
@@ -192,7 +192,7 @@ inline void interleave(Unit* to, const T* from, int64_t stride, int64_t count) {
   store_interleaved(to, together);
 }
 
-// Rows as left operand, units along dim: [padded_rows, width.row]; those from `rows` on are zero.
+// Packs rows as the left GEMM operand, units along dim: [padded_rows, width.row]; rows from `rows` on are zero.
 template <typename T, typename Unit>
 void pack_rows(const T* from, int64_t stride, int64_t rows, int64_t padded_rows, int64_t dim, Unit* to) {
   constexpr int kValues = Operand<T>::kValues;
@@ -208,7 +208,7 @@ void pack_rows(const T* from, int64_t stride, int64_t rows, int64_t padded_rows,
   }
 }
 
-// Rows as right operand, units along rows: [padded_rows / kValues, width.numbers].
+// Packs rows as the right GEMM operand, units along rows: [padded_rows / kValues, width.numbers].
 template <typename T, typename Unit>
 void pack_interleaved(const T* from, int64_t stride, int64_t rows, int64_t padded_rows, int64_t dim, Unit* to) {
   constexpr int kValues = Operand<T>::kValues;
@@ -218,7 +218,7 @@ void pack_interleaved(const T* from, int64_t stride, int64_t rows, int64_t padde
       for (int64_t d = 0; d < dim; d += kLanes) interleave(to + d, from + d, stride, dim - d);
     } else {
       std::fill(to, to + numbers, Unit{});
-      if (r < rows)  // one row of two
+      if (r < rows)  // the last row of an odd number
         for (int64_t d = 0; d < dim; d += kLanes) {
           const Floats together[] = {load_within(from, d, dim), Floats{}};
           store_interleaved(to + d, together);
@@ -227,8 +227,8 @@ void pack_interleaved(const T* from, int64_t stride, int64_t rows, int64_t padde
   }
 }
 
-// One step of a transposition: swaps the lanes of `low` whose number has the bit kStep with those of `high` that have
-// not.
+// One step of a transposition: swaps the lanes of `low` whose index has bit kStep set with those of `high` whose index
+// has not.
 template <int kStep, typename Vector, int... kLane>
 inline void exchange(Vector& low, Vector& high, std::integer_sequence<int, kLane...>) {
   const Vector before = low;
@@ -251,7 +251,8 @@ inline void transpose_square(Vector* square) {
   }
 }
 
-// Packed rows of a block of keys [kKeyBlock, width.row] as right operand, units along dim: [width.row, kKeyBlock].
+// Transposes packed rows of a block of keys, [kKeyBlock, width.row], to the right GEMM operand, units along dim:
+// [width.row, kKeyBlock].
 template <typename Unit>
 void transpose(const Unit* from, int64_t row, Unit* to) {
   for (int64_t unit = 0; unit < row; unit += kLanes)

@@ -4,7 +4,7 @@
 namespace megads {
 namespace {
 
-// The softmax of a tile of queries as far as its keys have been seen.
+// Online softmax state of a tile of queries.
 struct RunningTile {
   static constexpr int kRows = int(rounded_up(kQueryRows, kLanes));
 
@@ -16,7 +16,7 @@ struct RunningTile {
   }
 };
 
-// One thread's work on blocks of queries.
+// State of one thread, for blocks of queries.
 template <typename T, bool kDropped>
 class Forward {
   using Unit = typename Operand<T>::Unit;
@@ -68,7 +68,7 @@ class Forward {
     pack_interleaved(v_.at(b, key_head, key), v_.row, count, kKeyBlock, shape_.dim, values_);
   }
 
-  // Adds what a tile of queries sees of a block of keys.
+  // Adds the contribution of a block of keys to a tile of queries.
   void add(int64_t b, int64_t h, int64_t query, int64_t tile, int64_t key, Columns columns, RunningTile& running) {
     if (columns.none()) return;
     rows_product<kQueryRows>(columns.last - columns.first, width_.units, queries_ + tile * kQueryRows * width_.row,
@@ -89,7 +89,7 @@ class Forward {
                              true);
   }
 
-  // Turns scores into weights relative to the largest so far.
+  // Computes unnormalized weights from scores, relative to the running maximum.
   void soften(int64_t b, int64_t h, int64_t query, int64_t key, Columns columns, RunningTile& running) {
     float largest[RunningTile::kRows];
     std::copy(running.largest, running.largest + RunningTile::kRows, largest);
@@ -106,7 +106,7 @@ class Forward {
       }
       largest[r] = largest_of(peak);
     }
-    float base[RunningTile::kRows];  // a row that has seen none has only -inf: 2^(-inf - 0) is 0, and no NaN
+    float base[RunningTile::kRows];  // rows without visible keys so far are all -inf: 2^(-inf - 0) is 0, not NaN
     for (int r = 0; r < RunningTile::kRows; r += kLanes) {
       const Floats now = load(largest + r), from = now == -kInfinity ? Floats{} : now;
       store(base + r, from);

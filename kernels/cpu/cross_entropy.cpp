@@ -5,7 +5,7 @@
 namespace megads {
 namespace {
 
-constexpr int64_t kBlock = 1024;  // logits of a row that stay in the first cache between the two looks at them
+constexpr int64_t kBlock = 1024;  // logits of a row that stay in the L1 cache between the two passes over them
 constexpr float kLog2E = 1.44269504088896341f;
 
 template <typename T>
@@ -47,7 +47,7 @@ void statistics_of(const T* row, int64_t label, int64_t valid, float* statistics
   for (int64_t begin = 0; begin < valid; begin += kBlock) {
     const int64_t stop = std::min(begin + kBlock, valid);
     const float now = largest_of_block(row, begin, stop, largest);
-    // Nothing but -inf so far adds nothing; a NaN among it must come through.
+    // If all logits so far are -inf, they add 0; a NaN must propagate.
     const float base = now == -kInfinity ? 0.0f : now;
     if (now != largest) total *= exp_of(largest - now);
     total += sum_of_block(row, begin, stop, base);
@@ -58,7 +58,7 @@ void statistics_of(const T* row, int64_t label, int64_t valid, float* statistics
   statistics[2] = label >= 0 && label < valid ? widen(row[label]) : 0.0f;
 }
 
-// ahead: what is needed next, as far away as this row is long; or the row itself.
+// ahead: the next row, to prefetch, or the row itself.
 template <typename T>
 void gradient_of(T* row, const T* ahead, int64_t label, int64_t columns, int64_t valid, float largest, float total,
                  float grad) {

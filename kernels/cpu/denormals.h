@@ -1,5 +1,5 @@
-// x86 computes with denormal numbers up to a hundred times slower than with others. They are no rarity: ALiBi makes them
-// of the weights of far keys, and Adam's moments decay to them where a parameter has no gradient any more.
+// On x86, arithmetic with denormals is up to a hundred times slower. They are not rare: ALiBi makes the weights of
+// distant keys denormal, and Adam's moments decay to denormals once a parameter no longer receives a gradient.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace megads {
 
-// While it lives, denormal operands and results of this thread count as zero.
+// RAII guard: denormal operands and results of this thread are flushed to zero.
 class FlushDenormals {
  public:
 #if defined(__SSE__)

@@ -14,7 +14,7 @@ void dropout(const HiddenDropout& shape, const T* x, const T* residual, T* out, 
     const uint16_t* drawn = masks.draw(row / shape.tokens, 0, place, 0, shape.width, room.data());
     const int64_t at = row * shape.width;
     for_vectors(0, shape.width, [&](int64_t i, int count) {
-      // Multiplied, not chosen: what is not finite is not to vanish.
+      // Multiplied, not selected, so that non-finite values propagate.
       Floats found = load_lanes(x + at + i, count) * (masks.stays(drawn + i) ? scale : Floats{});
       if (residual) found += load_lanes(residual + at + i, count);
       store_lanes(out + at + i, found, count);

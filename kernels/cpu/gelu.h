@@ -5,11 +5,11 @@
 
 namespace megads {
 
-// out = gelu(x), elements first..last-1.
+// out = gelu(x) for elements first..last-1.
 template <typename T>
 void gelu_forward(const T* x, T* out, int64_t first, int64_t last);
 
-// grad_x = grad * gelu'(x), elements first..last-1.
+// grad_x = grad * gelu'(x) for elements first..last-1.
 template <typename T>
 void gelu_backward(const T* grad, const T* x, T* grad_x, int64_t first, int64_t last);
 

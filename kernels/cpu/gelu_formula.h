@@ -8,7 +8,7 @@ namespace megads {
 constexpr float kGeluTwiceRoot = 1.5957691216057308f;  // 2 sqrt(2 / pi)
 constexpr float kGeluCubic = 0.044715f;
 
-// Beyond it GELU is 0 or x in fp32, and its slope 0 or 1; up to it the exponentials below are finite.
+// Beyond +-kGeluFar GELU is 0 or x in fp32 and its derivative 0 or 1; within it the exponentials below are finite.
 constexpr float kGeluFar = 10.0f;
 
 inline Floats gelu(Floats x) {
@@ -22,7 +22,7 @@ inline Floats gelu_slope(Floats x) {
   const Floats square = x * x;
   const Floats away = exp(x * (-kGeluTwiceRoot) * (1.0f + kGeluCubic * square));
   const Floats sigmoid = 1.0f / (1.0f + away);
-  // 1 - sigmoid without the cancellation where it is small.
+  // 1 - sigmoid, without cancellation where it is small.
   const Floats rest = away * sigmoid;
   return sigmoid + x * sigmoid * rest * (kGeluTwiceRoot * (1.0f + 3.0f * kGeluCubic * square));
 }

@@ -5,7 +5,7 @@
 namespace megads::bf16 {
 namespace {
 
-// Pairs of b, 128 KiB, that are multiplied by all rows of a before the next ones.
+// Pairs per cache block of b, 128 KiB: all rows of a are multiplied by one block before the next.
 constexpr int64_t kCached = 1 << 15;
 constexpr int64_t kAtOnce = 2 * kLanes;
 constexpr int64_t kTogether = 4;
@@ -14,7 +14,7 @@ inline Pair paired(const BFloat16* even, const BFloat16* odd) {
   return Pair(even->bits) | (odd ? Pair(odd->bits) << 16 : 0);
 }
 
-// The pairs of 32 numbers of two rows, without the second one where it is null; `some` masks those that are there.
+// Pairs of 32 elements of two rows. A null second row is zero; `some` masks the valid elements.
 struct Interleaved {
   __m512i low, high;
 };
@@ -32,8 +32,8 @@ inline __mmask32 first_of(int64_t count) {
   return __mmask32((uint64_t(1) << std::clamp<int64_t>(count, 0, kAtOnce)) - 1u);
 }
 
-// Panels of rows that lie beside each other: kTogether pairs of all panels before the next ones, so that few rows of
-// `from`, which may lie pages apart, are read at a time.
+// Packs row panels if rows are adjacent in memory (from.row == 1): kTogether pairs of all panels before the next ones,
+// so that few memory rows of `from`, which may be pages apart, are read at a time.
 void pack_beside_rows(const Matrix<BFloat16>& from, int64_t rows, int64_t inner, Pair* to) {
   const int64_t pairs = pairs_of(inner), panel = row_panel(inner);
   for (int64_t begin = 0; begin < pairs; begin += kTogether)
@@ -76,7 +76,7 @@ void pack_beside_columns(const Matrix<BFloat16>& from, int64_t columns, int64_t 
       }
 }
 
-// One panel of a matrix of any strides.
+// Packs one panel of a matrix with any strides.
 template <int kWidth>
 void pack_panel(const Matrix<BFloat16>& from, int64_t rows, int64_t inner, Pair* to) {
   int64_t k = 0;
@@ -91,19 +91,19 @@ void pack_panel(const Matrix<BFloat16>& from, int64_t rows, int64_t inner, Pair*
     }
 }
 
-// A panel of rows, in place or packed, and how far it is to the next one, in numbers or pairs.
+// A row panel, in place or packed, and the distance to the next one, in elements or pairs.
 struct RowPanel {
   const BFloat16* rows[kPanelRows];
   const Pair* packed;
   int64_t next;
 };
 
-// kVectors vectors of a tile of c: the product of one panel of rows and one of columns.
+// Register tile of c, kVectors vectors wide: the product of a row panel and a column panel.
 template <bool kPacked, int kVectors>
 struct Tile {
   Floats sums[kPanelRows][kVectors];
 
-  // Fetches the next panel of rows on the way, which lies in a slower cache.
+  // Also prefetches the next row panel, which is in a slower cache.
   inline __attribute__((always_inline)) void multiply(int64_t pairs, const RowPanel& a, const Pair* b) {
     constexpr int64_t kLine = 16;
     const Pair* packed = a.packed;
@@ -150,7 +150,7 @@ struct Tile {
       }
   }
 
-  // At the edge of c.
+  // For tiles at the edge of c.
   template <typename T>
   void put_some(const Result<T>& c, const Floats* bias, T* to, int64_t high, int64_t wide) const {
     for (int64_t r = 0; r < high; ++r)
@@ -165,7 +165,7 @@ struct Tile {
   }
 };
 
-// Where a tile of c goes: the bias of its columns or null, and how much of it there is.
+// Destination of a tile of c, the bias of its columns or null, and its valid rows and columns.
 template <typename T>
 struct Place {
   T* to;

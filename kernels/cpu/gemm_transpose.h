@@ -1,4 +1,4 @@
-// Panels of a matrix's rows, in which the rows' words of one place lie beside each other: what products read.
+// Packs matrix rows into the panels that the GEMMs read: the words of all rows at one inner position are adjacent.
 #pragma once
 
 #include <type_traits>
@@ -7,7 +7,7 @@
 
 namespace megads {
 
-// A matrix anywhere in memory: element (i, k) is at data[i * row + k * inner].
+// Strided view of a matrix: element (i, k) is at data[i * row + k * inner].
 template <typename T>
 struct Matrix {
   const T* data;
@@ -37,7 +37,8 @@ inline Eight interleaved_high(Eight x, Eight y) {
 #endif
 }
 
-// Transposes eight rows. A round turns the bits of an element's place (row, column) by one; three exchange the two.
+// Transposes an 8x8 block. Each round rotates the bits of an element's index (row, column) by one; three rounds swap
+// row and column.
 inline void transpose(Eight (&x)[kBlock]) {
 #pragma GCC unroll 3
   for (int round = 0; round < 3; ++round) {
@@ -52,7 +53,7 @@ inline void transpose(Eight (&x)[kBlock]) {
   }
 }
 
-// Numbers of type T in a word of a panel: one where the word is fp32, to which bf16 is widened, else what fits.
+// Elements of type T per panel word: one if the word is fp32 (bf16 is converted to it), else as many as fit.
 template <typename T, typename Word>
 constexpr int64_t kValuesOf = std::is_same_v<Word, float> ? 1 : sizeof(Word) / sizeof(T);
 
@@ -80,9 +81,9 @@ inline Word one_word(const T* from) {
   return word;
 }
 
-// One panel of rows that are contiguous: `words` words of 32 bits each, an fp32 number or two of bf16; rows that it
-// lacks are zero. A panel's width that is no multiple of eight is written over its end, in the order in which what
-// follows is written.
+// Packs one panel of contiguous rows: `words` 32-bit words per row, each one fp32 or two bf16 elements; missing rows
+// are zero. If the panel width is not a multiple of eight, stores run past the end of a word position; the next
+// position, which is written later, overwrites them.
 template <int kWidth, typename T, typename Word>
 void pack_transposed(const T* data, int64_t row, int64_t rows, int64_t words, Word* to) {
   static_assert(sizeof(Word) == 4);

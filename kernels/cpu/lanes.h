@@ -1,4 +1,4 @@
-// Runs over rows whose length need not be a whole number of vectors.
+// Vector loops over rows of any length.
 #pragma once
 
 #include "vector.h"
@@ -13,7 +13,7 @@ inline __attribute__((always_inline)) void for_vectors(int64_t first, int64_t la
   if (i < last) body(i, int(last - i));
 }
 
-// The first `count` lanes; the others are zero.
+// Loads the first `count` lanes; the others are zero.
 template <typename T>
 inline __attribute__((always_inline)) Floats load_lanes(const T* from, int count) {
   return count == kLanes ? load(from) : load_some(from, count, 0.0f);

@@ -1,12 +1,12 @@
-// c (+)= a b with sums in fp32, for blocks that lie in the cache.
+// GEMM c (+)= a b with fp32 accumulators, for blocks that fit the cache.
 #pragma once
 
 #include "vector.h"
 
 namespace megads {
 
-// What products read: an fp32 number or, where the processor multiplies bf16, a pair of numbers beside each other along
-// the inner dimension. Elsewhere bf16 is widened first.
+// GEMM operand unit: an fp32 element or, if the processor multiplies bf16, a pair of consecutive bf16 elements along
+// the inner dimension. Otherwise bf16 is converted to fp32 first.
 template <typename T>
 struct Operand {
   using Unit = float;
@@ -39,15 +39,15 @@ inline Words load(const Pair* from) {
 
 inline void store(Pair* to, Words x) { std::memcpy(to, &x, sizeof x); }
 
-// Denormal numbers count as zero.
+// Treats denormals as zero.
 inline Floats multiply_add(Floats sum, Pair a, Words b) {
   return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(int(a.bits)), (__m512bh)b);
 }
 
-// Numbers beside each other in x are a pair.
+// Consecutive elements of x form a pair.
 inline void store_beside(Pair* to, Floats x) { store(reinterpret_cast<BFloat16*>(to), x); }
 
-// A number of the first row and the one below it are a pair.
+// An element of the first row and the one below it form a pair.
 inline void store_interleaved(Pair* to, const Floats* rows) {
   const auto even = (__m256i)_mm512_cvtneps_pbh((__m512)rows[0]), odd = (__m256i)_mm512_cvtneps_pbh((__m512)rows[1]);
   store(to, (Words)_mm512_or_si512(_mm512_cvtepu16_epi32(even), _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd), 16)));
@@ -56,7 +56,7 @@ inline void store_interleaved(Pair* to, const Floats* rows) {
 #endif
 
 #if defined(__AVX512F__)
-constexpr int kTileVectors = 4;  // 24 of 32 registers hold six rows of it
+constexpr int kTileVectors = 4;  // six rows take 24 of 32 registers
 #else
 constexpr int kTileVectors = 2;  // 12 of 16
 #endif
@@ -87,8 +87,8 @@ inline __attribute__((always_inline)) void tile_product(int64_t inner, const Uni
     for (int j = 0; j < kVectors; ++j) store(c + r * c_row + j * kLanes, sums[r][j]);
 }
 
-// c [kRows, columns] = a [kRows, inner] b [inner, columns], plus c itself where `add`. columns is a multiple of kLanes;
-// rows of b and c are contiguous; element (r, i) of a is at a[r * a_row + i * a_inner]. inner counts units.
+// c [kRows, columns] = a [kRows, inner] b [inner, columns], plus c if `add`. columns is a multiple of kLanes; rows of b
+// and c are contiguous; element (r, i) of a is at a[r * a_row + i * a_inner]. inner counts units.
 template <int kRows, typename Unit>
 inline void rows_product(int64_t columns, int64_t inner, const Unit* a, int64_t a_row, int64_t a_inner, const Unit* b,
                          int64_t b_row, float* c, int64_t c_row, bool add) {

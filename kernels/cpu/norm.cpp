@@ -8,7 +8,7 @@
 namespace megads {
 namespace {
 
-// The sum of x, in four strands.
+// Sum of x, in four independent accumulators.
 template <typename T>
 float sum_of_row(const T* x, int64_t width) {
   Floats sums[4] = {};
@@ -23,7 +23,7 @@ float sum_of_row(const T* x, int64_t width) {
   return sum_of((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
-// The sum of (x - mean)^2, likewise.
+// Sum of (x - mean)^2, likewise.
 template <typename T>
 float squares_of_row(const T* x, int64_t width, float mean) {
   Floats sums[4] = {};
@@ -44,8 +44,8 @@ float squares_of_row(const T* x, int64_t width, float mean) {
   return sum_of((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
-// Rows of one block that go through the backward pass together, so that the shares of the gradients of weight and bias
-// are read and written once for all of them.
+// Backward pass of kRows rows of one block at once, so that the partial gradients of weight and bias are read and
+// written once for all of them.
 template <typename T, int kRows>
 void backward_rows(const Norm& shape, const T* grad, const T* grad_added, const T* x, const T* weight,
                    const float* statistics, T* grad_x, float* of_weight, float* of_bias) {
@@ -60,7 +60,7 @@ void backward_rows(const Norm& shape, const T* grad, const T* grad_added, const 
     Floats share_of_weight = load_lanes(of_weight + c, count), share_of_bias = load_lanes(of_bias + c, count);
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
-      // Of so many rows at once the processor follows some only.
+      // The hardware prefetcher tracks only some of this many rows.
       __builtin_prefetch(grad + (r + kRows) * width + c);
       __builtin_prefetch(x + (r + kRows) * width + c);
       const Floats g = load_lanes(grad + r * width + c, count);

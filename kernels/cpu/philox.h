@@ -1,6 +1,6 @@
-// Dropout masks as a pure function of place, by Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as
-// 1, 2, 3"). Nothing is stored: whoever needs the mask draws it again. megads/ops/dropout.py says what is drawn from
-// which counter, and has the same in plain torch.
+// Dropout masks as a pure function of the position, by Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as
+// easy as 1, 2, 3"). Masks are not stored but regenerated when needed. megads/ops/dropout.py defines which counter
+// gives what, and implements the same in plain torch.
 #pragma once
 
 #include "lanes.h"
@@ -11,24 +11,24 @@
 
 namespace megads {
 
-// What a mask follows from, beside the place in it.
-//   key: of the run's seed and the place in the model.
+// Parameters of a mask, besides the position in it.
+//   key: from the run's seed and the position in the model.
 //   threshold: an element is dropped if its 16 random bits are below it.
-//   samples: number of each sample, [batch]; null: nothing is dropped.
-//   first_head: number of head 0 in the whole model.
+//   samples: sample IDs, [batch]; null: no dropout.
+//   first_head: index of head 0 in the whole model.
 struct DropoutMask {
   uint64_t key;
   uint32_t threshold;
   const int64_t* samples;
   int64_t first_head;
 
-  // Factor of what stays, by which the expectation is what it is without dropout.
+  // Scale of kept elements, which preserves the expectation.
   float scale() const { return float(65536.0 / double(65536 - threshold)); }
 };
 
-constexpr int64_t kPhiloxElements = 8;  // that one counter gives, 16 bits each
+constexpr int64_t kPhiloxElements = 8;  // elements per counter, 16 bits each
 
-// One number of 64 bits a lane. Philox works on the lower halves; the upper ones may hold anything.
+// One 64-bit integer per lane. Philox works on the lower halves; the upper ones are undefined.
 typedef uint64_t Longs __attribute__((vector_size(kLanes * 4)));
 
 // Products of the lower halves.
@@ -45,12 +45,12 @@ inline Longs multiply_halves(Longs x, uint32_t factor) {
 #endif
 }
 
-// Draws the masks of rows: of a query among its keys, or of a token among its features.
+// Generates masks of rows: of a query over its keys, or of a token over its features.
 class MaskRows {
   static constexpr int kRounds = 10, kCounters = kLanes / 2;
 
  public:
-  // Room that `draw` needs beside that of the elements.
+  // Elements that `draw` needs in `room` beyond those requested.
   static constexpr int64_t kMore = kPhiloxElements + kCounters * kPhiloxElements + kLanes;
 
   explicit MaskRows(const DropoutMask& mask) : mask_(mask), scale_(mask.scale()) {
@@ -62,7 +62,8 @@ class MaskRows {
     for (int lane = 0; lane < kCounters; ++lane) lanes_[lane] = uint64_t(lane);
   }
 
-  // Draws elements first..last-1 of a row into room of last - first + kMore; returns where the first one is.
+  // Generates elements first..last-1 of a row into `room`, of last - first + kMore; returns the address of the first
+  // one.
   const uint16_t* draw(int64_t sample, int64_t head, int64_t place, int64_t first, int64_t last, uint16_t* room) const {
     const uint64_t number = uint64_t(mask_.samples[sample]);
     const Longs of_place = Longs{} + uint64_t(uint32_t(place)), of_sample = Longs{} + uint64_t(uint32_t(number));
@@ -85,7 +86,7 @@ class MaskRows {
     return room + (first - start * kPhiloxElements);
   }
 
-  // All ones in the lanes that stay, of what starts at `drawn`.
+  // Lane mask of the elements at `drawn`: all ones in kept lanes.
   Ints stays(const uint16_t* drawn) const {
     return (Ints)(load_halves(reinterpret_cast<const BFloat16*>(drawn)) >= mask_.threshold);
   }
@@ -93,7 +94,7 @@ class MaskRows {
   float scale() const { return scale_; }
 
  private:
-  // Numbers of one lane beside each other.
+  // Stores both integers of a lane next to each other.
   static void store_pairs(uint16_t* to, Longs low, Longs high) {
     uint64_t both[kLanes];
 #pragma GCC unroll 8

@@ -1,5 +1,5 @@
-// Sums over rows whose bits do not depend on the number of threads: each block of rows is summed up by itself, and then
-// the blocks in order. The blocks follow from the number of rows alone.
+// Reductions over rows that are bitwise independent of the number of threads: each block of rows is summed separately,
+// then the blocks in order. The blocks depend on the number of rows alone.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@ inline int64_t rows_of_block(int64_t rows) {
 
 inline int64_t row_blocks(int64_t rows) { return (rows + rows_of_block(rows) - 1) / rows_of_block(rows); }
 
-// sums = the sum over blocks of partial, whose blocks are `block_stride` apart; columns first..last-1.
+// sums = sum over blocks of partial, whose blocks are `block_stride` apart, for columns first..last-1.
 template <typename T>
 inline void add_blocks(int64_t blocks, int64_t block_stride, const float* partial, T* sums, int64_t first,
                        int64_t last) {

@@ -9,11 +9,11 @@
 namespace megads {
 namespace {
 
-// What one row sees, keys first..last-1, and how it is biased.
+// Visible keys first..last-1 of one row, and its ALiBi bias.
 struct Row {
   int64_t sample, head, place;
   int64_t first, last;
-  float slope, distance;  // the distance is that from the query to key 0
+  float slope, distance;  // distance: from the query to key 0
 
   Row(const MaskedSoftmax& shape, int64_t row) {
     const int64_t query = row % shape.queries;
@@ -28,8 +28,8 @@ struct Row {
   }
 };
 
-// Rows ahead of the one at work whose numbers are asked for: a row ends before its neighbour begins, so the processor's
-// own guess of what is read next is wrong at every row.
+// Prefetch distance in rows. Visible keys end before the next row starts, so the hardware prefetcher is wrong at every
+// row.
 constexpr int64_t kRowsAhead = 2;
 
 template <typename T>
@@ -38,7 +38,7 @@ void clear_hidden(const Row& row, int64_t keys, T* to) {
   std::memset(to + row.last, 0, (keys - row.last) * sizeof(T));
 }
 
-// Factors by which dropout multiplies a row; 1 where there is none.
+// Dropout factors of a row; 1 without dropout.
 template <bool kDropped>
 class Factors {
  public:

@@ -5,11 +5,11 @@
 
 namespace megads {
 
-// Scores are [batch, heads, queries, keys], next to each other.
+// Scores are contiguous, [batch, heads, queries, keys].
 //   slopes: ALiBi slope of every head, or null.
-//   places: place of every query among the keys, [queries]; null: its own number.
-//   starts: first key that a query sees, [batch, queries]; null: 0.
-//   dropout: of the probabilities; its rows are those of places, its elements keys.
+//   places: position of every query among the keys, [queries]; null: the query's index.
+//   starts: first visible key of every query, [batch, queries]; null: 0.
+//   dropout: of the probabilities; mask rows are indexed by place, elements by key.
 struct MaskedSoftmax {
   int64_t batch, heads, queries, keys;
   float scale;
@@ -19,13 +19,13 @@ struct MaskedSoftmax {
   DropoutMask dropout;
 };
 
-// out = softmax(scale * score + slope * (key - place)) over what a query sees, else 0; rows first..last-1 of the
-// batch * heads * queries there are. dropped: out with dropout; null where there is none.
+// out = softmax(scale * score + slope * (key - place)) over visible keys, 0 elsewhere, for rows first..last-1 of
+// batch * heads * queries. dropped: out after dropout; null without dropout.
 template <typename T>
 void softmax_forward(const MaskedSoftmax& shape, const T* scores, T* out, T* dropped, int64_t first, int64_t last);
 
-// grad_scores = scale * out * (grad - sum of out * grad), likewise. With dropout grad is that of `dropped`, which is made
-// again.
+// grad_scores = scale * out * (grad - sum of out * grad), likewise. With dropout grad is the gradient of `dropped`,
+// which is recomputed.
 template <typename T>
 void softmax_backward(const MaskedSoftmax& shape, const T* grad, const T* out, T* grad_scores, T* dropped,
                       int64_t first, int64_t last);

@@ -10,7 +10,7 @@ struct Pairs {
   Floats gate, up;
 };
 
-// Lane i of the result is lane numbers[i] of x and y, one behind the other.
+// Lane i of the result is lane numbers[i] of x and y concatenated.
 inline Floats pick(Floats x, Floats y, Ints numbers) {
 #if defined(__clang__)
   Floats picked;
@@ -38,7 +38,7 @@ inline __attribute__((always_inline)) void store_pairs(T* to, Pairs pairs, int c
   store_lanes(to + first, pick(pairs.gate, pairs.up, lanes / 2 + kLanes / 2 + sides), 2 * count - first);
 }
 
-// Finite where -x is too large for the exponential.
+// x is clamped so that exp(-x) stays finite.
 inline Floats sigmoid(Floats x) {
   x = x < -87.0f ? broadcast(-87.0f) : x;
   return 1.0f / (1.0f + exp(-x));

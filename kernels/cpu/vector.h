@@ -1,5 +1,5 @@
-// Vectors of fp32 as wide as the machine's registers, by the compiler's vector extension (GCC, Clang): one source for
-// AVX-512, AVX2, SSE and NEON. Everything is computed in fp32; bf16 is a way to store.
+// fp32 vectors of the machine's register width, by the compiler's vector extension (GCC, Clang): one source for
+// AVX-512, AVX2, SSE and NEON. All arithmetic is in fp32; bf16 is a storage type only.
 #pragma once
 
 #if defined(__AVX512F__)
@@ -26,7 +26,7 @@ typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
 typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t Halves __attribute__((vector_size(kLanes * 2)));
 
-// The upper half of an fp32 number.
+// bf16: the upper half of an fp32 number.
 struct BFloat16 {
   uint16_t bits;
 };
@@ -43,7 +43,7 @@ inline Words load_halves(const BFloat16* from) {
   Halves bits;
   std::memcpy(&bits, from, sizeof bits);
 #if defined(__AVX512F__)
-  return (Words)_mm512_cvtepu16_epi32((__m256i)bits);  // GCC 12 widens each half of the vector on its own
+  return (Words)_mm512_cvtepu16_epi32((__m256i)bits);  // GCC 12 widens each half of the vector separately
 #endif
   return __builtin_convertvector(bits, Words);
 }
@@ -52,7 +52,7 @@ inline Floats load(const BFloat16* from) { return (Floats)(load_halves(from) << 
 
 inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
 
-// Rounds to nearest, ties to even, as torch does; a NaN stays one.
+// Rounds to nearest, ties to even, as torch does; NaN stays NaN.
 inline void store(BFloat16* to, Floats x) {
 #if defined(__AVX512BF16__)
   const __m256bh rounded_bits = _mm512_cvtneps_pbh((__m512)x);
@@ -83,7 +83,7 @@ inline void narrow(BFloat16* to, float x) {
   to->bits = x == x ? uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16) : uint16_t(0x7fc0);
 }
 
-// The first `count` lanes; the others are `rest`.
+// Loads the first `count` lanes; the others are `rest`.
 template <typename T>
 inline Floats load_some(const T* from, int64_t count, float rest) {
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
@@ -131,7 +131,7 @@ inline float sum_of(Floats x) {
   return sum;
 }
 
-// y where either is NaN.
+// Lane-wise maximum; y where either is NaN.
 inline Floats larger(Floats x, Floats y) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_max_ps((__m512)x, (__m512)y);
@@ -140,7 +140,7 @@ inline Floats larger(Floats x, Floats y) {
 #endif
 }
 
-// Without those that are NaN, or NaN.
+// Maximum over lanes. NaN lanes are ignored, or the result is NaN.
 inline float largest_of(Floats x) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_ps((__m512)x);
@@ -150,8 +150,8 @@ inline float largest_of(Floats x) {
   return largest;
 }
 
-// e^x within two units in the last place; NaN stays NaN. Below the normal numbers it may be zero, above 88 it may stay
-// e^88. x = n ln 2 + r with |r| <= ln 2 / 2; the polynomial of e^r is that of the Cephes library (Moshier 1989).
+// e^x within 2 ulp; NaN stays NaN. Denormal results may be zero, and above 88 the result may stay e^88. x = n ln 2 + r
+// with |r| <= ln 2 / 2; the polynomial for e^r is that of the Cephes library (Moshier 1989).
 inline Floats exp(Floats x) {
   const Floats lowest = broadcast(-110.0f), highest = broadcast(88.0f), magic = broadcast(12582912.0f);
   Floats within = larger(lowest, x);
@@ -178,9 +178,9 @@ inline Floats exp(Floats x) {
   return x < -87.33f ? Floats{} : result;
 }
 
-// 2^x within one unit in the last place, or within 3e-6 for what is rounded to bf16; NaN stays NaN, below the normal
-// numbers it may be zero. x = n + r with 0 <= r < 1; the polynomials of 2^r are 1 at 0 and have the least largest
-// relative error (fitted by weighted least squares).
+// 2^x within 1 ulp, or within 3e-6 if the result is rounded to bf16; NaN stays NaN, denormal results may be zero.
+// x = n + r with 0 <= r < 1; the polynomials for 2^r are 1 at 0 and minimize the maximum relative error (fitted by
+// weighted least squares).
 template <typename RoundedTo = float>
 inline Floats exp2(Floats x) {
   const Floats within = larger(broadcast(-150.0f), x);

@@ -1,14 +1,15 @@
-// Sums of columns in two steps of a fixed order: no atomics, so that the same input gives the same bits.
+// Column reductions in two steps of fixed order and without atomics: the same input gives bitwise identical results.
 #pragma once
 
 #include "device.cuh"
 
 namespace megads::cuda {
 
-constexpr int kColumnGroups = 8;  // of threads that share the rows of `partial` among them
+constexpr int kColumnGroups = 8;  // warps that split the rows of `partial` among them
 
-// Second step: sums[c] = sum over r of partial[r * stride + c], columns c < width, in the element type of the gradient.
-// A block takes 32 columns: lane l of warp g sums column l of rows g, g + 8, ..., and warp 0 the 8 sums, in order.
+// Second step: sums[c] = sum over r of partial[r * stride + c] for columns c < width, in the gradient's element type. A
+// block processes 32 columns: lane l of warp g sums column l of rows g, g + 8, ..., then warp 0 adds the 8 partial sums
+// in order.
 template <typename T>
 __global__ void __launch_bounds__(kWarp* kColumnGroups)
     sum_columns(const float* __restrict__ partial, int rows, int64_t stride, int width, T* __restrict__ sums) {

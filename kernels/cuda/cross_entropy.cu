@@ -1,9 +1,11 @@
-// Cross entropy over a part of the vocabulary; see launchers.h.
+// Cross entropy over a vocabulary shard; see launchers.h.
 //
-// Forward: a block reads a row once. Every thread keeps the largest logit that it has met and the sum of exponentials
-// above it, and corrects the sum when a larger one comes (Milakov and Gimelshein 2018): elements * size bytes.
-// Backward: a block computes a chunk of a row from logits and row statistics: 2 * elements * size bytes. The logits are
-// never there in fp32.
+// Forward: one block per row reads the row once with an online softmax (Milakov and Gimelshein 2018): each thread keeps
+// a running maximum and a running sum of exponentials, which it rescales when the maximum grows. Traffic:
+// elements * size bytes.
+//
+// Backward: a block computes a chunk of a row from the logits and row statistics. Traffic: 2 * elements * size bytes.
+// The logits are never materialized in fp32.
 #include "device.cuh"
 
 namespace megads::cuda {
@@ -17,13 +19,13 @@ struct Vocabulary {
   int64_t start;
 };
 
-// Column of a label, or -1 where it is not among those that count.
+// Column of a label, or -1 if the label is outside the valid columns of this shard.
 __device__ __forceinline__ int column_of(int64_t label, const Vocabulary& part) {
   const int64_t column = label - part.start;
   return column >= 0 && column < part.valid ? int(column) : -1;
 }
 
-// Gives elements of a pack at column `at` that do not count another value.
+// Sets elements of a pack at column `at` that are outside the valid columns to `other`.
 template <bool kWhole, int kCount>
 __device__ __forceinline__ void replace_others(float (&values)[kCount], int at, int valid, float other) {
   if (at + kCount <= valid && (kWhole || at >= 0)) return;
@@ -53,7 +55,7 @@ __global__ void __launch_bounds__(kForwardThreads)
     }
     if (now != largest) total *= exp_for<T>(largest - now);
     largest = now;
-    // Nothing but -inf so far adds nothing; a NaN must come through.
+    // If all logits so far are -inf, they add 0; a NaN must propagate.
     const float base = largest == -kInfinity ? 0.0f : largest;
 #pragma unroll
     for (int p = 0; p < kPacks; ++p)

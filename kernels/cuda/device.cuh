@@ -1,11 +1,11 @@
-// What all CUDA kernels share: element types, 16-byte accesses, reductions over the threads of a row, launches.
+// Shared by all CUDA kernels: element types, 16-byte vectorized loads and stores, row reductions and kernel launches.
 //
-// Everything is computed in fp32; bf16 and fp16 are ways to store. Nothing here knows torch. A row is worked on by
-// kThreads threads of one block, 32 (a warp, several rows a block) or the whole block, and cut into packs of kWidth
-// elements, one 16-byte access each. Packs start at 16-byte borders of the row's own memory, so that of a row of odd
-// length, or one that starts anywhere, only the first and last pack are read element by element. Where all rows begin
-// and end at such borders (kWhole), as nearly all do, there is no code for parts of packs: on an H200 these kernels
-// would else wait for instructions, not for memory.
+// All arithmetic is in fp32; bf16 and fp16 are storage types only. Nothing here depends on torch. A row is processed by
+// kThreads threads of one block: one warp (32 threads, several rows per block) or the whole block. It is split into
+// packs of kWidth elements, one 16-byte access each. Packs are aligned to 16 bytes in the row's own memory, so that
+// rows of any length and start address need element-wise access for their first and last pack only. If all rows start
+// and end on 16-byte boundaries (kWhole), as nearly all do, the code for partial packs is compiled out: on an H200 it
+// would make these kernels instruction-bound instead of memory-bound.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -45,7 +45,8 @@ __device__ __forceinline__ T narrow(float x) {
   }
 }
 
-// exp and x / y of what is stored with fewer digits than the hardware's approximations have, or with all of fp32's.
+// exp and x / y: fast hardware approximations if the result is stored in bf16 or fp16, which are less precise than the
+// approximations; full fp32 precision otherwise.
 template <typename T>
 __device__ __forceinline__ float exp_for(float x) {
   return sizeof(T) < sizeof(float) ? __expf(x) : expf(x);
@@ -55,8 +56,8 @@ __device__ __forceinline__ float quotient_for(float x, float y) {
   return sizeof(T) < sizeof(float) ? __fdividef(x, y) : x / y;
 }
 
-// kCount elements that are one access of at most 16 bytes, or several of 16. They are held as words: a compiler that sees
-// elements takes words apart and puts them together again.
+// kCount elements, accessed at once if they take at most 16 bytes, else 16 bytes at a time. They are stored as 32-bit
+// words: given single elements, the compiler unpacks and repacks the words.
 template <typename T, int kCount>
 struct alignas(sizeof(T) * kCount < 16 ? sizeof(T) * kCount : 16) Pack {
   static constexpr int kPerWord = 4 / int(sizeof(T));
@@ -69,7 +70,7 @@ struct alignas(sizeof(T) * kCount < 16 ? sizeof(T) * kCount : 16) Pack {
     return element;
   }
 
-  // Of a pack that is zero there.
+  // Element i must be zero before the call.
   __device__ __forceinline__ void set(int i, T element) {
     uint32_t bits = 0;
     memcpy(&bits, &element, sizeof element);
@@ -81,7 +82,7 @@ struct alignas(sizeof(T) * kCount < 16 ? sizeof(T) * kCount : 16) Pack {
 template <typename T>
 constexpr int kWidth = 16 / int(sizeof(T));
 
-// All elements of a pack in fp32: of bf16, which is the upper half of fp32, by one instruction each.
+// Converts a pack to fp32. bf16 is the upper half of fp32 and takes one instruction per element.
 template <typename T, int kCount>
 __device__ __forceinline__ void widen_pack(const Pack<T, kCount>& pack, float (&values)[kCount]) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
@@ -96,7 +97,7 @@ __device__ __forceinline__ void widen_pack(const Pack<T, kCount>& pack, float (&
   }
 }
 
-// Rounds fp32 numbers to a pack, two by one instruction.
+// Rounds fp32 values to a pack; bf16 takes one instruction per two elements.
 template <typename T, int kCount>
 __device__ __forceinline__ Pack<T, kCount> narrow_pack(const float (&values)[kCount]) {
   Pack<T, kCount> pack{};
@@ -113,7 +114,8 @@ __device__ __forceinline__ Pack<T, kCount> narrow_pack(const float (&values)[kCo
   return pack;
 }
 
-// Whether rows of so many elements begin and end at borders of packs, in each of these tensors; null is none.
+// Whether rows of `width` elements start and end on pack boundaries in each of these tensors; null pointers are
+// ignored.
 template <typename T>
 bool are_whole(int64_t width, std::initializer_list<const void*> tensors) {
   if (width % kWidth<T> != 0) return false;
@@ -122,13 +124,14 @@ bool are_whole(int64_t width, std::initializer_list<const void*> tensors) {
   return true;
 }
 
-// How many elements the row's first pack lacks: it starts at the 16-byte border at or below the row.
+// Elements of the row's first pack that lie before the row: the pack starts at the 16-byte boundary at or below the
+// row.
 template <bool kWhole = false, typename T>
 __device__ __forceinline__ int shift_of(const T* row) {
   return kWhole ? 0 : int(reinterpret_cast<uintptr_t>(row) % 16 / sizeof(T));
 }
 
-// Whether elements first..first + kCount - 1 all lie in the row, at an address that a whole access takes.
+// Whether elements first..first + kCount - 1 all lie in the row and are aligned for vectorized access.
 template <int kCount, bool kWhole = false, typename T>
 __device__ __forceinline__ bool is_whole(const T* row, int first, int count) {
   return kWhole ? first < count
@@ -136,7 +139,7 @@ __device__ __forceinline__ bool is_whole(const T* row, int first, int count) {
                       reinterpret_cast<uintptr_t>(row + first) % alignof(Pack<T, kCount>) == 0;
 }
 
-// Whether an element of a pack that holds some of the row's is one of them.
+// Whether `column`, an element of a pack that overlaps the row, lies in the row.
 template <bool kWhole>
 __device__ __forceinline__ bool is_inside(int column, int count) {
   return kWhole || (column >= 0 && column < count);
@@ -151,15 +154,15 @@ __device__ __forceinline__ Pack<T, kCount> load_elements(const T* row, int first
   return pack;
 }
 
-// Elements first..first + kCount - 1 of a row of `count`; 0 where it has none.
+// Loads elements first..first + kCount - 1 of a row of `count` elements; 0 outside the row.
 template <int kCount, bool kWhole = false, typename T>
 __device__ __forceinline__ Pack<T, kCount> load_pack(const T* row, int first, int count) {
   if (is_whole<kCount, kWhole>(row, first, count)) return *reinterpret_cast<const Pack<T, kCount>*>(row + first);
   return kWhole ? Pack<T, kCount>{} : load_elements<kCount>(row, first, count);
 }
 
-// Packs at first, first + step, ...: all whole ones are asked for before any of them is used. Those that hold nothing
-// of elements begin..end - 1 are not read, and are 0.
+// Loads the packs at first, first + step, ...; all vectorized loads are issued before any result is used. Packs that do
+// not overlap elements begin..end - 1 are not read and are 0.
 template <bool kWhole = false, int kCount, int kPacks, typename T>
 __device__ __forceinline__ void load_packs(Pack<T, kCount> (&packs)[kPacks], const T* row, int first, int step,
                                            int count, int begin, int end) {
@@ -180,7 +183,7 @@ __device__ __forceinline__ void load_packs(Pack<T, kCount> (&packs)[kPacks], con
   }
 }
 
-// Stores what of elements first..first + kCount - 1 the row has.
+// Stores those of elements first..first + kCount - 1 that lie in the row.
 template <bool kWhole = false, typename T, int kCount>
 __device__ __forceinline__ void store_pack(T* row, int first, int count, const float (&values)[kCount]) {
   const Pack<T, kCount> pack = narrow_pack<T>(values);
@@ -198,7 +201,7 @@ struct Sum {
   static __device__ __forceinline__ float of(float x, float y) { return x + y; }
 };
 
-// Of NaN and a number it is the number: kernels let a NaN through by the sum that follows.
+// fmaxf ignores a NaN operand; kernels propagate NaNs through the sum that follows.
 struct Largest {
   static constexpr float kNothing = -kInfinity;
   static __device__ __forceinline__ float of(float x, float y) { return fmaxf(x, y); }
@@ -212,9 +215,9 @@ __device__ __forceinline__ float over_warp(float x) {
   return x;
 }
 
-// Reduces over the kThreads threads of a row; every one of them gets the result, the same bits on every run.
-// One barrier a call: calls take turns with two places in shared memory, and nobody comes to the second next call
-// before all have read the results of this one.
+// Reduction over the kThreads threads of a row. All of them get the result, which is bitwise reproducible. One barrier
+// per call: calls alternate between two shared-memory buffers, and no thread reaches the call after the next before all
+// have read the results of this one.
 template <int kThreads>
 class RowReduction {
  public:
@@ -227,7 +230,7 @@ class RowReduction {
     return x;
   }
 
-  // Two at once, behind the same barrier.
+  // Two reductions with one barrier.
   template <typename Reduction, bool kBoth = true>
   __device__ __forceinline__ void both(float& x, float& y) {
     x = over_warp<Reduction>(x);
@@ -251,15 +254,15 @@ class RowReduction {
   int turn_ = 0;
 };
 
-// Threads of a block whose rows take kThreads threads each.
+// Threads per block if a row takes kThreads threads.
 template <int kThreads>
 constexpr int kBlock = kThreads > 128 ? kThreads : 128;
 
-// What one block does of flat memory: a chunk that starts at a 16-byte border of `anchor`.
+// One block's share of flat memory: a chunk that starts at a 16-byte boundary of `anchor`.
 struct Share {
-  int64_t lower;  // the share's first element that there is; what follows is counted from it
-  int first;      // of the chunk: below 0 where the memory starts behind a border
-  int count;      // up to the end of the memory, as far as the share can reach
+  int64_t lower;  // first element of the share; the other fields are relative to it
+  int first;      // start of the chunk; negative if the memory starts past a 16-byte boundary
+  int count;      // elements up to the end of the memory, limited to what the share can reach
 };
 
 template <bool kWhole = false, typename T>
@@ -274,7 +277,7 @@ constexpr int64_t kMostBlocks = 2147483647;
 
 inline int64_t blocks_for(int64_t count, int64_t of_one) { return (count + of_one - 1) / of_one; }
 
-// Blocks that share `count` elements, wherever they start.
+// Number of blocks for `count` elements, whatever their alignment.
 inline int64_t shares_for(int64_t count, int64_t chunk) { return blocks_for(count + 15, chunk); }
 
 template <typename... Parameters, typename... Arguments>
@@ -293,7 +296,7 @@ int launch(void (*kernel)(Parameters...), dim3 grid, int threads, int shared_byt
   return int(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...));
 }
 
-// Calls body with a null pointer of the element type that `dtype` numbers.
+// Calls body with a null pointer to the element type with code `dtype`.
 template <typename Body>
 int with_dtype(int64_t dtype, Body body) {
   switch (dtype) {
@@ -309,8 +312,8 @@ struct Constant {
   static constexpr int value = kValue;
 };
 
-// Calls body with the smallest number of threads, of those that there are kernels for, that hold a row of `columns`
-// with `values` elements each; with kMost where none does, and the row is then read in chunks.
+// Calls body with the smallest supported number of threads that holds a row of `columns` at `values` elements per
+// thread; if none does, with kMost, and the row is then read in chunks.
 template <int kMost = 1024, typename Body>
 int with_threads(int64_t columns, int64_t values, Body body) {
   if (columns <= 32 * values) return body(Constant<32>{});

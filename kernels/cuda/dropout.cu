@@ -1,7 +1,8 @@
-// Dropout of hidden states (Srivastava et al. 2014), and what its result is added to; see launchers.h.
+// Dropout of hidden states (Srivastava et al. 2014) with an optional fused residual addition; see launchers.h.
 //
-// A thread computes a pack: 2 * count * size bytes, with a residual another count * size. The mask is drawn, not read:
-// one counter of Philox for eight features; for a pack that lies across the end of a row, one for each row's part.
+// A thread computes one pack. Traffic: 2 * count * size bytes, plus count * size with a residual. The mask is
+// generated, not read: one Philox counter for eight features; a pack that spans the end of a row takes one for each
+// row's part.
 #include "philox.cuh"
 
 namespace megads::cuda {
@@ -16,8 +17,8 @@ struct HiddenDropout {
   DropoutMask mask;
 };
 
-// Bit i: element first + i of the tensor stays; those before it or behind its end mean nothing. Of whole rows a pack
-// lies in one.
+// Bit i is set if element first + i of the tensor is kept; bits outside the tensor are undefined. With kWhole a pack
+// lies within one row.
 template <int kCount, bool kWhole>
 __device__ __forceinline__ uint32_t draw_flat(const HiddenDropout& shape, int64_t first) {
   uint32_t kept = 0;
@@ -28,14 +29,14 @@ __device__ __forceinline__ uint32_t draw_flat(const HiddenDropout& shape, int64_
       ++done;
       continue;
     }
-    // A division of 64 bits takes as long as drawing the mask.
+    // A 64-bit division takes as long as generating the mask.
     const uint32_t row = shape.count >> 32 ? uint32_t(at / shape.width) : uint32_t(at) / shape.width;
     const uint32_t column = uint32_t(at - int64_t(row) * shape.width);
     const uint32_t token = row % shape.tokens;
     const MaskRow drawn(shape.mask, row / shape.tokens, 0, shape.places ? shape.places[token] : int64_t(token));
     kept |= drawn.draw_pack<kCount>(shape.mask, int(column)) << done;
     if constexpr (kWhole) break;
-    const uint32_t left = shape.width - column;  // bits behind the row's end are drawn anew
+    const uint32_t left = shape.width - column;  // bits past the end of the row are generated again
     if (left >= uint32_t(kCount - done)) break;
     done += int(left);
     kept &= (1u << done) - 1;
@@ -54,7 +55,7 @@ __global__ void __launch_bounds__(kThreads) dropout(HiddenDropout shape, const T
   const uint32_t kept = draw_flat<kWidth<T>, kWhole>(shape, share.lower + first);
 #pragma unroll
   for (int i = 0; i < kWidth<T>; ++i) {
-    // Multiplied, not chosen: what is not finite is not to vanish.
+    // Multiplied, not selected, so that non-finite values propagate.
     values[i] *= kept >> i & 1 ? shape.mask.scale : 0.0f;
     if (residual) values[i] += more[i];
   }

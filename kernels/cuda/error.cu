@@ -1,4 +1,4 @@
-// What went wrong, in words.
+// Error messages of the launchers.
 #include "device.cuh"
 
 extern "C" const char* megads_cuda_error(int64_t error) {

@@ -1,9 +1,11 @@
-// The tanh approximation of GELU as x * sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3); see launchers.h.
+// GELU (tanh approximation) as x * sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3); see launchers.h.
 //
-// Without a bias memory is flat: a thread computes two packs, 2 * elements * size bytes forward and 3 backward.
-// With one, a block takes a strip of columns, one pack a lane, and every warp of it a row at a time; so a thread adds
-// the same columns' bias to all its rows, and sums their gradients up in registers. The 8 warps' sums are added through
-// shared memory, and those of the blocks by columns.cuh.
+// Without a bias, memory is flat and a thread computes two packs. Traffic: 2 * elements * size bytes forward, 3
+// backward.
+//
+// With a bias, a block processes a strip of columns, one pack per lane, and each of its warps one row at a time. A
+// thread thus uses the bias of the same columns for all its rows and accumulates their gradients in registers. The sums
+// of the 8 warps are reduced through shared memory, those of the blocks by columns.cuh.
 #include "columns.cuh"
 
 namespace megads::cuda {
@@ -12,7 +14,7 @@ namespace {
 constexpr float kTwiceRoot = 1.5957691216057308f;  // 2 sqrt(2 / pi)
 constexpr float kCubic = 0.044715f;
 
-// Beyond it the slope is 0 or 1 in fp32; up to it the exponential below is finite.
+// Beyond +-kFar the derivative is 0 or 1 in fp32; within it the exponential below is finite.
 constexpr float kFar = 10.0f;
 
 constexpr int kThreads = 256, kPacks = 2, kWarps = kThreads / kWarp;
@@ -24,16 +26,16 @@ __device__ __forceinline__ float gelu_of(float x) {
 
 template <typename T>
 __device__ __forceinline__ float slope_of(float x) {
-  x = x > kFar ? kFar : x < -kFar ? -kFar : x;  // a NaN stays one
+  x = x > kFar ? kFar : x < -kFar ? -kFar : x;  // NaN stays NaN
   const float square = x * x;
   const float away = exp_for<T>(x * (-kTwiceRoot - kTwiceRoot * kCubic * square));
   const float sigmoid = quotient_for<T>(1.0f, 1.0f + away);
-  // 1 - sigmoid without the cancellation where it is small.
+  // 1 - sigmoid, without cancellation where it is small.
   const float rest = away * sigmoid;
   return sigmoid + x * sigmoid * rest * (kTwiceRoot + 3.0f * kTwiceRoot * kCubic * square);
 }
 
-// grad null: the forward pass. kWhole: the memory begins and ends at borders of packs.
+// grad is null in the forward pass. kWhole: the memory starts and ends on pack boundaries.
 template <typename T, bool kBackward, bool kWhole>
 __global__ void __launch_bounds__(kThreads) gelu_flat(int64_t count, const T* grad, const T* x, T* out) {
   constexpr int kStep = kThreads * kWidth<T>;
@@ -76,7 +78,7 @@ __global__ void __launch_bounds__(kThreads)
     store_pack(out + offset, column, width, values);
   }
   if (!kBackward) return;
-  // Lanes lie next to each other, so that they do not meet in the banks.
+  // Consecutive lanes use consecutive words, which avoids bank conflicts.
   float* shared = reinterpret_cast<float*>(megads_shared) + warp * kWarp * kWidth<T>;
 #pragma unroll
   for (int i = 0; i < kWidth<T>; ++i) shared[i * kWarp + lane] = sums[i];
@@ -88,7 +90,7 @@ __global__ void __launch_bounds__(kThreads)
   store_pack(partial + int64_t(blockIdx.y) * width, column, width, sums);
 }
 
-// Blocks along the rows: 32 rows or more for each, and no more blocks than fill a device.
+// Blocks along the rows: one per 32 rows, but no more than fill a device.
 int64_t row_blocks(int64_t rows, int64_t width) {
   const int64_t most = blocks_for(132 * 8, blocks_for(width, kWarp * 8)), wanted = blocks_for(rows, 32);
   return wanted < most ? wanted : most;

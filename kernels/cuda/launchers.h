@@ -1,11 +1,11 @@
-// Entrances to the CUDA kernels, in plain C: what bindings call, and Python through ctypes.
+// C interface of the CUDA kernels, called by the bindings and from Python through ctypes.
 //
-// Every call enqueues on `stream` (a cudaStream_t as an integer; 0: the default stream), waits for nothing, and returns
-// a cudaError_t: 0, or why it could not be enqueued, for megads_cuda_error to put in words. Pointers are to memory of
-// the device, tensors contiguous; "or null" is said where a pointer may be null. Nothing to do is no error.
+// Every function enqueues on `stream` (a cudaStream_t as an integer; 0: the default stream) without synchronizing and
+// returns a cudaError_t: 0, or why it could not enqueue; megads_cuda_error gives the message. Pointers are to device
+// memory, tensors contiguous; a pointer may be null only where stated. Empty inputs are not an error.
 //
-// Elements are counted with 64 bits: a tensor may have more than 2^31 of them. Rows, and the columns of one row, are
-// counted with 32 where it is said; what is larger is refused with MEGADS_TOO_LARGE.
+// Element counts are 64-bit: a tensor may have more than 2^31 elements. Rows, and the columns of one row, are indexed
+// with 32 bits where stated; larger shapes are rejected with MEGADS_TOO_LARGE.
 #pragma once
 
 #include <stdint.h>
@@ -14,10 +14,10 @@
 extern "C" {
 #endif
 
-// Numbers of element types.
+// Element type codes.
 enum { MEGADS_FP32 = 0, MEGADS_BF16 = 1, MEGADS_FP16 = 2 };
 
-// Of a launcher: a shape that its indices do not reach.
+// Launcher error: the shape exceeds the kernel's index range.
 enum { MEGADS_TOO_LARGE = -1 };
 
 const char* megads_cuda_error(int64_t error);
@@ -25,16 +25,16 @@ const char* megads_cuda_error(int64_t error);
 // --- softmax.cu ------------------------------------------------------------------------------------------------------
 
 // Attention scores [batch, heads, queries, keys]: softmax(scale * score + slope * (key - place)) over the keys from a
-// query's start to its place that are not hidden, 0 elsewhere. A query that sees no key gets zeros. Moves
-// (seen + all) / all of 2 * elements * size bytes forward, and one third more backward. Up to 2^31 - 1 rows (batch *
-// heads * queries) of fewer than 2^31 - 2^16 keys.
-//   slopes: fp32 [heads] or null: no bias.
-//   places: int64 [queries] or null: a query's own number.
-//   starts: int64 [batch, queries] or null: 0.
-//   hidden: bytes [batch, keys], 0 for a key that may be seen; or null.
-//   samples: int64 [batch], the number of each sample, of which dropout's mask follows (philox.cuh); null: nothing is
-//     dropped, and the following arguments mean nothing. Forward writes `dropped`, the probabilities with dropout, beside
-//     `out`; backward takes its gradient, and makes it again.
+// query's start to its place that are not hidden, 0 elsewhere. A query without visible keys gets zeros. Traffic without
+// dropout: (visible + all) * size bytes forward and (2 * visible + all) * size backward, for `visible` of `all` scores.
+// Up to 2^31 - 1 rows (batch * heads * queries) of fewer than 2^31 - 2^16 keys.
+//   slopes: ALiBi slopes, fp32 [heads]; null: no bias.
+//   places: position of each query among the keys, int64 [queries]; null: the query's index.
+//   starts: first visible key of each query, int64 [batch, queries]; null: 0.
+//   hidden: key mask, bytes [batch, keys], nonzero for masked keys; or null.
+//   samples: sample IDs, int64 [batch], from which the dropout mask is derived (philox.cuh); null: no dropout, and key,
+//     threshold, first_head and dropped are ignored. Forward writes `dropped`, the probabilities after dropout, in
+//     addition to `out`; backward takes the gradient of `dropped` and recomputes it.
 int megads_cuda_softmax_forward(int64_t dtype, int64_t batch, int64_t heads, int64_t queries, int64_t keys,
                                 double scale, const float* slopes, const int64_t* places, const int64_t* starts,
                                 const uint8_t* hidden, const void* scores, void* out, const int64_t* samples,
@@ -48,21 +48,21 @@ int megads_cuda_softmax_backward(int64_t dtype, int64_t batch, int64_t heads, in
 
 // LayerNorm (centred) or RMSNorm of rows [rows, width] of x * kept * kept_scale + residual. Rows and width are below
 // 2^31 - 2^16.
-//   residual, kept: [rows, width] of the dtype and of bytes, or null; kept is a dropout's mask.
-//   bias: of the dtype, as is weight; or null.
-//   added: the sum as it is stored, which is what is normed; null where there is neither residual nor mask.
-//   statistics: fp32 [rows, 2], mean (0 where not centred) and reciprocal deviation.
+//   residual: [rows, width] of the dtype, or null. kept: dropout mask, bytes [rows, width], or null.
+//   weight: [width] of the dtype. bias: likewise, or null.
+//   added: the sum rounded to the dtype, which is the input of the norm; null without residual and mask.
+//   statistics: fp32 [rows, 2], mean (0 if not centred) and reciprocal standard deviation.
 int megads_cuda_norm_forward(int64_t dtype, int64_t rows, int64_t width, double eps, int64_t centred, const void* x,
                              const void* residual, const uint8_t* kept, double kept_scale, const void* weight,
                              const void* bias, void* added, void* out, float* statistics, int64_t stream);
 
-// Rows of `partial`, fp32 [norm_partials, 2, width], room for the backward pass. It follows from the shape alone, so
-// that the gradients are the same bits on every device of one kind of arithmetic.
+// Rows of `partial`, fp32 [norm_partials, 2, width], the workspace of the backward pass. They depend on the shape
+// alone, so that gradients are bitwise identical on all devices with the same arithmetic.
 int64_t megads_cuda_norm_partials(int64_t rows, int64_t width);
 
-//   normed: what was normed: `added`, or x.
-//   grad_added: what else arrives at it, or null.
-//   grad_residual: the gradient of what was normed. grad_x: that times kept * kept_scale; null without a mask.
+//   normed: input of the norm: `added`, or x.
+//   grad_added: gradient of that input from its other uses, or null.
+//   grad_residual: gradient of `normed`. grad_x: grad_residual * kept * kept_scale; null without a mask.
 int megads_cuda_norm_backward(int64_t dtype, int64_t rows, int64_t width, int64_t centred, const void* grad,
                               const void* grad_added, const void* normed, const void* weight, const float* statistics,
                               const uint8_t* kept, double kept_scale, void* grad_residual, void* grad_x,
@@ -70,22 +70,22 @@ int megads_cuda_norm_backward(int64_t dtype, int64_t rows, int64_t width, int64_
 
 // --- cross_entropy.cu ------------------------------------------------------------------------------------------------
 
-// Of logits [rows, columns], of which the first `valid` columns count: fp32 [rows, 3], the largest logit, the sum of
-// exp(logit - largest), and the logit of the label, 0 where label - start is not in 0..valid-1. Up to 2^31 - 1 rows of
-// 65535 * 1024 columns, the blocks along a row in the backward pass.
+// Row statistics, fp32 [rows, 3], of logits [rows, columns] with `valid` valid columns: the largest logit, the sum of
+// exp(logit - largest), and the logit of the label, 0 if label - start is not in 0..valid-1. Up to 2^31 - 1 rows of
+// 65535 * 1024 columns, limited by the blocks along a row in the backward pass.
 int megads_cuda_cross_entropy_forward(int64_t dtype, int64_t rows, int64_t columns, int64_t valid, int64_t start,
                                       const void* logits, const int64_t* labels, float* statistics, int64_t stream);
 
-// grad_logits = (exp(logit - largest) / total - one at the label) * grad of the row; 0 in columns from `valid` on.
-// grad_logits may be logits.
+// grad_logits = (exp(logit - largest) / total - onehot(label)) * grad of the row; 0 in columns from `valid` on.
+// grad_logits may alias logits.
 int megads_cuda_cross_entropy_backward(int64_t dtype, int64_t rows, int64_t columns, int64_t valid, int64_t start,
                                        const void* logits, const int64_t* labels, const float* largest,
                                        const float* total, const float* grad, void* grad_logits, int64_t stream);
 
 // --- gelu.cu ---------------------------------------------------------------------------------------------------------
 
-// The tanh approximation of GELU, of x + bias where bias, [width] of the dtype, is not null; x is [rows, width]. With a
-// bias rows and width are up to 2^30; without one only their product matters.
+// GELU (tanh approximation) of x, [rows, width], or of x + bias if bias, [width] of the dtype, is not null. With a bias
+// rows and width are below 2^30; without one only their product matters.
 int megads_cuda_gelu_forward(int64_t dtype, int64_t rows, int64_t width, const void* x, const void* bias, void* out,
                              int64_t stream);
 
@@ -98,44 +98,44 @@ int megads_cuda_gelu_backward(int64_t dtype, int64_t rows, int64_t width, const 
 
 // --- swiglu.cu -------------------------------------------------------------------------------------------------------
 
-// gate * sigmoid(gate) * up, [count], of gate_up [2 count]: gates at even places, ups at odd ones.
+// gate * sigmoid(gate) * up, [count], from gate_up, [2 * count]: gates at even indices, ups at odd ones.
 int megads_cuda_swiglu_forward(int64_t dtype, int64_t count, const void* gate_up, void* out, int64_t stream);
 int megads_cuda_swiglu_backward(int64_t dtype, int64_t count, const void* grad, const void* gate_up,
                                 void* grad_gate_up, int64_t stream);
 
 // --- dropout.cu ------------------------------------------------------------------------------------------------------
 
-// x * factor + residual, rounded once, of hidden states [batch, tokens, width]. The factor is 0 for what the mask drops
-// (philox.cuh), else its scale.
+// x * factor + residual, rounded once, for hidden states [batch, tokens, width]. factor is 0 for dropped elements
+// (philox.cuh) and the mask's scale for kept ones.
 //   residual: of the dtype, or null.
-//   places: int64 [tokens] or null: a token's own number.
-//   samples: int64 [batch].
+//   places: position of each token in its sample, int64 [tokens]; null: the token's index.
+//   samples: sample IDs, int64 [batch].
 int megads_cuda_dropout(int64_t dtype, int64_t batch, int64_t tokens, int64_t width, const void* x,
                         const void* residual, const int64_t* places, const int64_t* samples, int64_t key,
                         int64_t threshold, void* out, int64_t stream);
 
 // --- rotary.cu -------------------------------------------------------------------------------------------------------
 
-// Features i and i + dim / 2 of every head turned by an angle; x is [batch, tokens, heads, dim] with these strides in
-// elements, out is contiguous. cos and sin are fp32 [table_rows, dim / 2]; token t of sample b takes row
-// (b * tokens + t) % table_rows. Up to 2^31 - 1 tokens in all samples of 65535 * 128 features in all heads.
-//   inverse: turn back, which is the backward pass.
+// Rotates features i and i + dim / 2 of every head by an angle; x is [batch, tokens, heads, dim] with these strides in
+// elements, out is contiguous. cos and sin are fp32 [table_rows, dim / 2]; token t of sample b uses row
+// (b * tokens + t) % table_rows. Up to 2^31 - 1 tokens in all samples, with 65535 * 128 features in all heads.
+//   inverse: rotate by the negative angle, which is the backward pass.
 int megads_cuda_rotary(int64_t dtype, int64_t batch, int64_t tokens, int64_t heads, int64_t dim, int64_t batch_stride,
                        int64_t token_stride, int64_t head_stride, int64_t table_rows, int64_t inverse, const void* x,
                        const float* cos, const float* sin, void* out, int64_t stream);
 
 // --- optimizer.cu ----------------------------------------------------------------------------------------------------
 
-// Sum of squares of each of `pieces` pieces of a flat fp32 tensor, in fp64.
-//   bounds: int64 [pieces, 2], of the device: first element of a piece and the one after its last.
-//   partial: fp64 [pieces, MEGADS_SQUARE_SUM_BLOCKS], room. Up to 2^31 - 1 pieces.
+// Sum of squares, in fp64, of each of `pieces` pieces of a flat fp32 tensor. Up to 2^31 - 1 pieces.
+//   bounds: int64 [pieces, 2] on the device: first element of each piece and one past its last.
+//   partial: fp64 [pieces, MEGADS_SQUARE_SUM_BLOCKS], workspace.
 enum { MEGADS_SQUARE_SUM_BLOCKS = 64 };
 int megads_cuda_square_sums(int64_t pieces, const float* flat, const int64_t* bounds, double* partial, double* sums,
                             int64_t stream);
 
-// AdamW with decoupled weight decay; masters and moments are fp32, weights of the dtype. Reads 16 bytes an element and
-// writes 12 and a weight.
-//   clip: fp32 [1], factor of the gradient; where it is not finite, everything stays as it was. step: from 1.
+// AdamW with decoupled weight decay; master weights and moments are fp32, weights of the dtype. Per element it reads 16
+// bytes and writes 12 bytes and a weight.
+//   clip: gradient scale, fp32 [1]; if it is not finite, the step is skipped. step: counts from 1.
 int megads_cuda_adamw(int64_t dtype, int64_t count, const float* grad, float* master, float* exp_avg,
                       float* exp_avg_sq, void* weights, const float* clip, double lr, double weight_decay,
                       double beta1, double beta2, double eps, int64_t step, int64_t stream);

@@ -1,16 +1,17 @@
 // LayerNorm and RMSNorm of x * kept * kept_scale + residual; see launchers.h.
 //
-// Forward: the threads of a row hold it in registers, 16 elements each: 32 threads up to 512 columns (four rows a
-// block), a block of 128 to 1024 threads up to 16384; of fp32 half as many, up to 8192. The mean is taken off before
-// squares are summed, so that a large mean costs no digits. Reads x, residual and mask once, writes sum and norm: 2 to
-// 4 * elements * size + elements bytes.
+// Forward: a row is held in registers, 16 elements per thread: 32 threads up to 512 columns (four rows per block), a
+// block of 128 to 1024 threads up to 16384; for fp32 half as many, up to 8192. The mean is subtracted before squares
+// are summed, so that a large mean costs no precision. Traffic: x, residual and mask read once, sum and norm written,
+// 2 to 4 * elements * size + elements bytes.
 //
-// Backward: megads_cuda_norm_partials blocks take rows in turns. A thread keeps the gradients of weight and bias of its
-// own 8 columns in registers over all rows of its block, and stores them in `partial` at the end; columns.cuh sums
-// those. Reads gradient and normed input once and writes one gradient, 3 * elements * size bytes, and what is optional.
+// Backward: megads_cuda_norm_partials blocks loop over the rows with a grid stride. A thread accumulates the gradients
+// of weight and bias of its 8 columns in registers over all rows of its block and stores them in `partial` at the end;
+// columns.cuh reduces those. Traffic: gradient and norm input read once and one gradient written, 3 * elements * size
+// bytes, plus the optional tensors.
 //
-// Longer rows are read in chunks, once a pass, mostly from the L2 cache; so are rows that are not whole (device.cuh), for
-// which there are two sizes of blocks.
+// Longer rows are read in chunks, once per pass, mostly from the L2 cache; so are unaligned rows (not kWhole, see
+// device.cuh), which have two block sizes.
 #include <cuda_pipeline_primitives.h>
 
 #include "columns.cuh"
@@ -18,16 +19,16 @@
 namespace megads::cuda {
 namespace {
 
-// Elements of a row that a thread of the forward pass holds, and the most threads: what registers have room for.
+// Elements per thread and maximum threads per row in the forward pass, limited by registers.
 template <typename T, int kThreads>
 constexpr int kElements = sizeof(T) < 4 || kThreads > 256 ? 16 : 8;
 template <typename T>
 constexpr int kMostThreads = sizeof(T) < 4 ? 1024 : 512;
 
-// Threads of rows that are not whole and too long for a warp.
+// Threads per row for unaligned rows (not kWhole) that are too long for a warp.
 constexpr int kThreadsOfOthers = 256;
 
-// Blocks that a multiprocessor is to hold: what follows is how many registers a thread may have.
+// Target number of resident blocks per multiprocessor, which limits the registers per thread.
 template <int kThreads, bool kWhole>
 constexpr int kResident = !kWhole || kThreads == 1024 ? 1 : 1280 / kBlock<kThreads>;
 
@@ -37,7 +38,7 @@ struct Norm {
   bool centred;
 };
 
-// What is added to x before it is normed.
+// Dropout and residual addition, fused in front of the norm.
 template <typename T>
 struct Entrance {
   const T* residual;
@@ -61,7 +62,7 @@ struct Part {
     for (int p = 0; p < kPacks; ++p) widen_pack(packs[p], values[p]);
   }
 
-  // Applies mask and residual, stores the sum, and goes on with it as it was rounded.
+  // Applies mask and residual, stores the sum, and continues with its rounded values.
   __device__ __forceinline__ void enter(const Entrance<T>& entrance, int64_t offset, int first, int width) {
     if (entrance.kept) {
       Pack<uint8_t, kWidth<T>> packs[kPacks];
@@ -124,7 +125,7 @@ __global__ void __launch_bounds__(kBlock<kThreads>, kResident<kThreads, kWhole>)
   constexpr int kRows = kBlock<kThreads> / kThreads;
   using RowPart = Part<T, kThreads, kPacks, kWhole>;
   const unsigned row = blockIdx.x * kRows + threadIdx.x / kThreads;
-  if (kRows > 1 && row >= unsigned(shape.rows)) return;  // a whole warp, and no barrier follows
+  if (kRows > 1 && row >= unsigned(shape.rows)) return;  // the whole warp exits, and no barrier follows
   const int width = shape.width, thread = threadIdx.x % kThreads;
   const int64_t offset = int64_t(row) * width;
   const int shift = shift_of<kWhole>(x + offset), first = thread * kWidth<T> - shift;
@@ -138,7 +139,7 @@ __global__ void __launch_bounds__(kBlock<kThreads>, kResident<kThreads, kWhole>)
     part.enter(entrance, offset, first + chunk * RowPart::kChunk, width);
     sum += part.sum();
   }
-  // Once it is stored, the sum is what is read again; by the thread that wrote it.
+  // Later passes read the stored sum if there is one; each thread reads what it wrote itself.
   const T* again = (entrance.added ? entrance.added : x) + offset;
   const float mean = shape.centred ? over_row.template operator()<Sum>(sum) / width : 0.0f;
   float squares = 0.0f;
@@ -169,7 +170,7 @@ __global__ void __launch_bounds__(kBlock<kThreads>, kResident<kThreads, kWhole>)
   }
 }
 
-// What the backward pass reads and writes.
+// Inputs and outputs of the backward pass.
 template <typename T>
 struct Gradients {
   const T* grad;
@@ -186,21 +187,22 @@ struct Gradients {
 
 constexpr int kColumnsOfThread = 8;
 
-// Threads of the backward pass that a multiprocessor is to hold; for an A100 the same code takes a few registers more.
+// Target number of resident threads per multiprocessor in the backward pass; for an A100 the same code takes a few more
+// registers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 constexpr int kThreadsHeld = 768;
 #else
 constexpr int kThreadsHeld = 1024;
 #endif
 
-// A pack of columns of a row in fp32: gradient times weight, and normed input.
+// One pack of a row in fp32: gradient times weight, and normalized input.
 template <typename T>
 struct Columns {
   float scaled[kWidth<T>], normal[kWidth<T>];
 
   Columns() = default;
 
-  // Adds what the row gives of the gradients of weight and bias.
+  // Adds the row's contribution to the gradients of weight and bias.
   __device__ __forceinline__ Columns(const Pack<T, kWidth<T>>& grad, const Pack<T, kWidth<T>>& normed,
                                      const Pack<T, kWidth<T>>& weight, float mean, float reciprocal,
                                      float (&weight_sums)[kWidth<T>], float (&bias_sums)[kWidth<T>]) {
@@ -226,7 +228,8 @@ struct Columns {
     }
   }
 
-  // The gradient of what was normed, from the row's means of both sums; stored, and once more behind the mask.
+  // Stores the gradient of the norm input, computed from the row's means of both sums; with a mask, also the gradient
+  // of x.
   template <bool kWhole>
   __device__ __forceinline__ void store(const Gradients<T>& of, int64_t offset, int column, int width, float plain,
                                         float with_normed, float reciprocal) const {
@@ -244,9 +247,9 @@ struct Columns {
   }
 };
 
-// Of whole rows that the block's threads hold. The next row is on its way to shared memory while this one is worked on,
-// to the place of the row before: the barrier within the sums shows that that was read. A thread reads what it has
-// itself asked for.
+// Backward pass for aligned rows (kWhole) that fit the block's threads. The next row is copied to shared memory
+// asynchronously while the current one is processed, into the buffer of the previous row: the barrier in the reduction
+// guarantees that this has been read. A thread reads only what it has copied itself.
 template <typename T, int kThreads>
 __global__ void __launch_bounds__(kThreads, kThreads < kThreadsHeld ? kThreadsHeld / kThreads : 1)
     norm_backward(Norm shape, Gradients<T> of) {
@@ -260,7 +263,7 @@ __global__ void __launch_bounds__(kThreads, kThreads < kThreadsHeld ? kThreadsHe
   OnePack weights[kPacks];
   float weight_sums[kPacks][kWidth<T>] = {}, bias_sums[kPacks][kWidth<T>] = {};
   load_packs<true>(weights, of.weight, first, kStep, width, 0, width);
-  // Where the thread's gradients of a row arrive; its normed inputs follow behind those of all threads.
+  // Shared-memory slot of the thread's gradients of a row; its norm inputs follow those gradients of all threads.
   const auto place = [&](int turn, int p) { return (turn * kPacks + p) * 2 * kThreads + int(threadIdx.x); };
   const auto ask_for = [&](int row, int turn) {
     const int64_t offset = int64_t(row) * width + first;
@@ -308,11 +311,11 @@ __global__ void __launch_bounds__(kThreads, kThreads < kThreadsHeld ? kThreadsHe
   }
 }
 
-// Of all other rows, a pack at a time, read twice.
+// Backward pass for all other rows, one pack at a time; rows are read twice.
 template <typename T>
 __global__ void __launch_bounds__(kThreadsOfOthers) norm_backward_others(Norm shape, Gradients<T> of) {
   constexpr int kStep = kThreadsOfOthers * kWidth<T>;
-  // Columns are cut alike in all rows, whatever their addresses: a thread sums its own ones up.
+  // All rows are split into packs at the same columns, whatever their addresses: a thread sums its own columns.
   const int width = shape.width, first = int(threadIdx.x) * kWidth<T>;
   float* of_weight = of.partial + int64_t(blockIdx.x) * 2 * width;
   float* of_bias = of_weight + width;
@@ -334,7 +337,7 @@ __global__ void __launch_bounds__(kThreadsOfOthers) norm_backward_others(Norm sh
     plain = shape.centred ? plain / width : 0.0f;
     with_normed /= width;
     for (int column = first; column < width; column += kStep) {
-      // Places in `partial` that nobody else reads or writes.
+      // No other thread reads or writes these elements of `partial`.
       float weight_sums[kWidth<T>] = {}, bias_sums[kWidth<T>] = {};
       if (row != int(blockIdx.x)) {
         widen_pack(load_pack<kWidth<T>>(of_weight, column, width), weight_sums);
@@ -354,7 +357,7 @@ int threads_of_backward(int64_t width) {
   return threads;
 }
 
-// Steps through rows and columns go beyond the last by at most a grid or a chunk.
+// Loop indices exceed the last row or column by at most one grid or chunk.
 bool fits(int64_t rows, int64_t width) { return rows < kMostBlocks - 65536 && width < kMostBlocks - 65536; }
 
 }  // namespace
@@ -387,8 +390,8 @@ extern "C" int megads_cuda_norm_forward(int64_t dtype, int64_t rows, int64_t wid
   });
 }
 
-// Enough blocks to fill 132 multiprocessors, as an H100 has, with as many threads of 64 registers each as there is room
-// for, but not more than there are rows.
+// Enough blocks to fill the 132 multiprocessors of an H100 with as many threads as fit at 64 registers each, but no
+// more than there are rows.
 extern "C" int64_t megads_cuda_norm_partials(int64_t rows, int64_t width) {
   const int64_t most = 132 * (1024 / threads_of_backward(width));
   return rows < most ? rows : most;
@@ -412,7 +415,7 @@ extern "C" int megads_cuda_norm_backward(int64_t dtype, int64_t rows, int64_t wi
       const int shared_bytes = RowReduction<1024>::kSharedBytes + threads * arriving;
       return launch(kernel, dim3(unsigned(blocks)), threads, shared_bytes, stream, shape, of);
     };
-    // Of gradient and normed input, a thread's columns of two rows.
+    // Shared memory per thread: its columns of gradient and norm input, for two rows.
     constexpr int kArriving = 2 * 2 * kColumnsOfThread * int(sizeof(T));
     const int threads = threads_of_backward(width);
     int error = 0;

@@ -1,5 +1,5 @@
-// The optimizer's step over flat buffers: square norms and AdamW; see launchers.h. No host waits between them: the clip
-// factor, and with it the decision whether there is a step at all, stays on the device.
+// Optimizer step over flat buffers: squared norms and AdamW; see launchers.h. There is no host synchronization between
+// them: the clip factor, and with it the decision whether to skip the step, stays on the device.
 #include "device.cuh"
 
 namespace megads::cuda {
@@ -13,7 +13,8 @@ __device__ __forceinline__ double over_warp(double x) {
   return x;
 }
 
-// Block (p, b) sums chunks b, b + gridDim.y, ... of piece p; in fp64, so that squares neither overflow nor get lost.
+// Block (p, b) sums chunks b, b + gridDim.y, ... of piece p, in fp64 so that squares do not overflow and small ones are
+// not lost.
 __global__ void __launch_bounds__(kThreads)
     square_sums(const float* __restrict__ flat, const int64_t* __restrict__ bounds, double* __restrict__ partial) {
   constexpr int kStep = kThreads * 4, kChunk = kStep * kPacks;
@@ -22,7 +23,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t count = bounds[2 * int64_t(blockIdx.x) + 1] - begin;
   double sum = 0.0;
   for (int64_t origin = int64_t(blockIdx.y) * kChunk; origin < count + 3; origin += int64_t(gridDim.y) * kChunk) {
-    // The share of flat memory that block origin / kChunk of as many as needed would have.
+    // Same as share_of, for block index origin / kChunk.
     const int64_t shifted = origin - shift_of(piece), lower = shifted > 0 ? shifted : 0;
     const int64_t left = count - lower;
     const int reach = int(left < kChunk + 16 ? left : kChunk + 16);
@@ -43,7 +44,7 @@ __global__ void __launch_bounds__(kThreads)
   if (lane == 0) partial[int64_t(blockIdx.x) * gridDim.y + blockIdx.y] = sum;
 }
 
-// One warp a piece.
+// One warp per piece.
 __global__ void __launch_bounds__(kWarp)
     sum_partials(const double* __restrict__ partial, int blocks, double* __restrict__ sums) {
   double sum = 0.0;
@@ -56,19 +57,20 @@ __global__ void __launch_bounds__(kWarp)
 struct AdamWFactors {
   float decay;            // learning rate times weight decay
   float rest1;            // 1 - beta1
-  float beta2, rest2;     // and 1 - beta2
+  float beta2, rest2;     // beta2 and 1 - beta2
   float step_size;        // learning rate / (1 - beta1^step)
   float root_correction;  // sqrt(1 - beta2^step)
   float eps;
 };
 
-// A thread updates 4 elements: 64 bytes read and 48 written, all asked for before they are used, and 4 weights.
+// A thread updates 4 elements: it reads 64 bytes, issuing all loads before their results are used, and writes 48 bytes
+// and 4 weights.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     adamw(int64_t count, const float* __restrict__ grad, float* __restrict__ master, float* __restrict__ exp_avg,
           float* __restrict__ exp_avg_sq, T* weights, const float* __restrict__ clip, AdamWFactors factors) {
   const float scale = *clip;
-  if (!(fabsf(scale) < kInfinity)) return;  // no step: every thread sees the same number
+  if (!(fabsf(scale) < kInfinity)) return;  // skip the step: all threads read the same value
   const Share share = share_of(master, count, kThreads * 4);
   const int first = share.first + int(threadIdx.x) * 4;
   const auto of_grad = load_pack<4>(grad + share.lower, first, share.count);

@@ -1,19 +1,19 @@
-// Dropout masks as a pure function of place, by Philox4x32-10 (Salmon et al. 2011). megads/ops/dropout.py says what is
-// drawn from which counter; kernels/cpu/philox.h draws the same bits.
+// Dropout masks as a pure function of the position, by Philox4x32-10 (Salmon et al. 2011). megads/ops/dropout.py
+// defines which counter gives what; kernels/cpu/philox.h generates the same bits.
 #pragma once
 
 #include "device.cuh"
 
 namespace megads::cuda {
 
-// What a mask follows from, beside the place in it.
-//   samples: number of each sample, [batch].
+// Parameters of a mask, besides the position in it.
+//   samples: sample IDs, [batch].
 //   threshold: an element is dropped if its 16 random bits are below it.
 struct DropoutMask {
   const int64_t* samples;
   uint32_t key_low, key_high, threshold;
   uint32_t first_head;
-  float scale;  // of what stays
+  float scale;  // of kept elements
 };
 
 inline DropoutMask mask_of(const int64_t* samples, int64_t key, int64_t threshold, int64_t first_head) {
@@ -21,9 +21,9 @@ inline DropoutMask mask_of(const int64_t* samples, int64_t key, int64_t threshol
           float(65536.0 / double(65536 - threshold))};
 }
 
-constexpr int kPhiloxElements = 8;  // that one counter gives, 16 bits each
+constexpr int kPhiloxElements = 8;  // elements per counter, 16 bits each
 
-// The mask of a row: of a query among its keys, or of a token among its features.
+// Mask of one row: of a query over its keys, or of a token over its features.
 struct MaskRow {
   uint32_t place, sample, head;
 
@@ -34,7 +34,7 @@ struct MaskRow {
     head = uint32_t(uint64_t(number) >> 32) << 16 | (mask.first_head + of_head);
   }
 
-  // Bit i: element 8 * counter + i stays.
+  // Bit i is set if element 8 * counter + i is kept.
   __device__ __forceinline__ uint32_t draw(const DropoutMask& mask, uint32_t counter) const {
     uint32_t x0 = counter, x1 = place, x2 = sample, x3 = head, k0 = mask.key_low, k1 = mask.key_high;
 #pragma unroll
@@ -57,8 +57,8 @@ struct MaskRow {
     return kept;
   }
 
-  // Bit i: element first + i stays, of kCount, at most 8; what lies before element 0 or behind the row means nothing.
-  // The generator's code is there once: it is long.
+  // Bit i is set if element first + i is kept, for kCount <= 8 elements; bits before element 0 or past the row are
+  // undefined. Not unrolled, as the generator's code is long.
   template <int kCount>
   __device__ __forceinline__ uint32_t draw_pack(const DropoutMask& mask, int first) const {
     static_assert(kCount <= kPhiloxElements);
@@ -70,8 +70,8 @@ struct MaskRow {
     return kept >> within & ((1u << kCount) - 1);
   }
 
-  // Bit p * kCount + i: element i of the pack at first + p * step stays; packs that hold nothing of elements
-  // begin..end - 1 are not drawn.
+  // Bit p * kCount + i is set if element i of the pack at first + p * step is kept; packs that do not overlap elements
+  // begin..end - 1 are not generated.
   template <int kCount, int kPacks>
   __device__ __forceinline__ uint32_t draw_packs(const DropoutMask& mask, int first, int step, int begin,
                                                  int end) const {

@@ -1,7 +1,8 @@
 // Rotary position embedding (Su et al. 2021, RoFormer); see launchers.h.
 //
-// A block turns one token, a thread one pack of first features and the pack of second ones that they are paired with:
-// 2 * elements * size bytes, and the tables from the cache for all heads but the first.
+// A block handles one token. A thread rotates one pack from the first half of a head and the matching pack from the
+// second half. Traffic: 2 * elements * size bytes; the cos and sin tables come from the cache for all heads but the
+// first.
 #include "device.cuh"
 
 namespace megads::cuda {
@@ -13,7 +14,7 @@ struct Heads {
   int tokens, heads, pairs;
   int64_t batch_stride, token_stride, head_stride;
   int64_t table_rows;
-  float direction;  // of the turn: 1, or -1 for back
+  float direction;  // of the rotation: 1, or -1 for the inverse
 };
 
 template <typename T>

@@ -1,10 +1,12 @@
-// Softmax of scaled attention scores with ALiBi, causality, documents, padding and dropout; see launchers.h.
+// Softmax of scaled attention scores with ALiBi, causal, document and key masks, and dropout; see launchers.h.
 //
-// A row of scores belongs to one query of one head. Its threads hold all of it in registers, 16 elements each, so that
-// it is read once: a warp up to 1024 keys forward and 512 backward (four rows a block), a block of 128 to 1024 threads
-// up to 16384. Longer rows, and those that are not whole (device.cuh), are read in chunks, once for each of three passes, the
-// later two mostly from the L2 cache. Packs of which nothing is seen are neither read nor computed: half of all under a
-// causal mask. What is hidden is looked for in those packs alone that a border of what is seen runs through.
+// A row of scores belongs to one query of one head. It is held in registers and read once: by a warp up to 1024 keys
+// forward and 512 backward (four rows per block), by a block of 128 to 1024 threads, 16 elements each, up to 16384 keys
+// (8192 with dropout). Longer rows, and unaligned ones (not kWhole, see device.cuh), are read in chunks, once per pass:
+// three passes forward and two backward, all but the first mostly from the L2 cache.
+//
+// Packs without visible keys are neither read nor computed: half of all under a causal mask. Elements are checked
+// against the mask only in packs on the boundary of the visible range, or in all of its packs with a `hidden` mask.
 #include "philox.cuh"
 
 namespace megads::cuda {
@@ -21,11 +23,11 @@ struct MaskedSoftmax {
   DropoutMask mask;
 };
 
-// What one query sees.
+// Keys visible to one query, and their bias.
 struct Sight {
-  int begin, end;  // keys begin..end - 1
+  int begin, end;  // visible keys begin..end - 1
   float slope, place;
-  const uint8_t* hidden;  // of its sample, or null
+  const uint8_t* hidden;  // key mask of the query's sample, or null
 };
 
 __device__ __forceinline__ int within(int64_t key, int keys) { return int(key < 0 ? 0 : key > keys ? keys : key); }
@@ -45,25 +47,25 @@ __device__ __forceinline__ MaskRow mask_row(const MaskedSoftmax& shape, uint32_t
   return MaskRow(shape.mask, of_head / shape.heads, of_head % shape.heads, place);
 }
 
-// Elements of a row that a thread holds; in the forward pass a thread of a warp, which waits at no barrier, holds more.
+// Elements of a row per thread; more in the forward pass if a row takes one warp, which needs no barrier.
 constexpr int kElements = 16, kElementsOfWarp = 32;
 
-// Threads of rows that are not whole and too long for a warp.
+// Threads per row for unaligned rows (not kWhole) that are too long for a warp.
 constexpr int kThreadsOfOthers = 256;
 
-// Blocks that a multiprocessor is to hold: what follows is how many registers a thread may have.
+// Target number of resident blocks per multiprocessor, which limits the registers per thread.
 template <typename T, int kThreads, bool kWhole, bool kBackward>
 constexpr int kResident = !kWhole || kThreads == 1024 ? 1
                           : sizeof(T) < 4 && (kBackward || kThreads > kWarp) ? 1280 / kBlock<kThreads>
                                                                              : 768 / kBlock<kThreads>;
 
-// Whether a query sees anything of the pack at element `at`.
+// Whether the pack at element `at` overlaps the visible range.
 template <int kCount>
 __device__ __forceinline__ bool sees(const Sight& sight, int at) {
   return at < sight.end && at + kCount > sight.begin;
 }
 
-// Whether it sees all of it.
+// Whether all of it is visible.
 template <int kCount>
 __device__ __forceinline__ bool sees_all(const Sight& sight, int at) {
   return at >= sight.begin && at + kCount <= sight.end && !sight.hidden;
@@ -82,7 +84,8 @@ struct Part {
 
   float values[kPacks][kWidth<T>];
 
-  // Biased scores of what the query sees, -inf elsewhere; returns the largest of them and of what was met before.
+  // Loads biased scores, -inf for masked keys of packs with visible ones; returns the maximum of the scores and
+  // `largest`.
   __device__ __forceinline__ float load_scores(const T* row, int first, int keys, float scale, const Sight& sight,
                                                float largest) {
     Pack<T, kWidth<T>> packs[kPacks];
@@ -106,7 +109,7 @@ struct Part {
     return largest;
   }
 
-  // Turns the scores to exp(score - base), 0 where nothing is seen, and returns their sum.
+  // Replaces the scores by exp(score - base), 0 in packs without visible keys, and returns their sum.
   __device__ __forceinline__ float exponentials(int first, const Sight& sight, float base) {
     float total = 0.0f;
 #pragma unroll
@@ -136,7 +139,7 @@ struct Part {
     }
   }
 
-  // What dropout leaves of what was stored.
+  // Applies dropout to the values just stored and stores the result.
   __device__ __forceinline__ void store_dropped(T* row, int first, int keys, const Sight& sight,
                                                 const DropoutMask& mask, const MaskRow& drawn) {
     const uint32_t kept = drawn.draw_packs<kWidth<T>, kPacks>(mask, first, kStep, sight.begin, sight.end);
@@ -157,7 +160,7 @@ __device__ __forceinline__ void forward_row(const MaskedSoftmax& shape, const T*
   constexpr int kRows = kBlock<kThreads> / kThreads;
   using RowPart = Part<T, kThreads, kWhole>;
   const uint32_t row = blockIdx.x * kRows + threadIdx.x / kThreads;
-  if (kRows > 1 && row >= shape.rows) return;  // a whole warp, and no barrier follows
+  if (kRows > 1 && row >= shape.rows) return;  // the whole warp exits, and no barrier follows
   const T* from = scores + int64_t(row) * shape.keys;
   T* to = out + int64_t(row) * shape.keys;
   const Sight sight = sight_of(shape, row);
@@ -172,7 +175,7 @@ __device__ __forceinline__ void forward_row(const MaskedSoftmax& shape, const T*
   float largest = -kInfinity;
   for (int chunk = 0; chunk < chunks; ++chunk) largest = load(first + chunk * RowPart::kChunk, largest);
   largest = over_row.template operator()<Largest>(largest);
-  // Where nothing but -inf is seen, -inf - -inf would be NaN.
+  // If all scores are -inf, -inf - -inf would be NaN.
   const float base = largest == -kInfinity ? 0.0f : largest;
   float total = 0.0f;
   for (int chunk = 0; chunk < chunks; ++chunk) {
@@ -194,8 +197,8 @@ __device__ __forceinline__ void forward_row(const MaskedSoftmax& shape, const T*
   }
 }
 
-// Gradient and probability of an element are held together: rows up to 16384 are read once.
-// With dropout `grad` is that of `dropped`, which is made again: a bit of `kept` for each element that stays.
+// Gradients and probabilities are held in registers together: rows up to 16384 keys (8192 with dropout) are read once.
+// With dropout `grad` is the gradient of `dropped`, which is recomputed; a bit of `kept` is set for each kept element.
 template <typename T, int kThreads, bool kWhole, bool kDropped>
 __device__ __forceinline__ void backward_row(const MaskedSoftmax& shape, const T* grad, const T* __restrict__ out,
                                              T* grad_scores, T* dropped) {
@@ -220,14 +223,14 @@ __device__ __forceinline__ void backward_row(const MaskedSoftmax& shape, const T
     if constexpr (kDropped)
       kept = mask_row(shape, row).draw_packs<kWidth<T>, kPacks>(shape.mask, at, kStep, sight.begin, sight.end);
   };
-  // What there is where nothing is seen means nothing, and may be NaN.
+  // Values at masked keys are undefined and may be NaN.
   const auto hide = [&](int at, float(&values)[kWidth<T>]) {
     if (at >= sight.begin && at + kWidth<T> <= sight.end) return;
 #pragma unroll
     for (int i = 0; i < kWidth<T>; ++i)
       if (at + i < sight.begin || at + i >= sight.end) values[i] = 0.0f;
   };
-  // Probabilities of a pack and their gradients.
+  // Reads the probabilities of a pack and their gradients.
   const auto read = [&](int p, int at, float(&values)[kWidth<T>], float(&grads)[kWidth<T>]) {
     widen_pack(p_packs[p], values);
     widen_pack(g_packs[p], grads);
@@ -291,7 +294,7 @@ __global__ void __launch_bounds__(kBlock<kThreads>, kResident<T, kThreads, kWhol
   backward_row<T, kThreads, kWhole, false>(shape, grad, out, grad_scores, nullptr);
 }
 
-// The generator wants registers: blocks have at most kMostDropping threads, for which there are 128 each.
+// The Philox generator needs many registers: blocks have at most kMostDropping threads, which leaves 128 for each.
 constexpr int kMostDropping = 512;
 
 template <typename T, int kThreads, bool kWhole>
@@ -310,7 +313,7 @@ __global__ void __launch_bounds__(kBlock<kThreads>, kMostDropping / kBlock<kThre
 
 bool fits(int64_t rows, int64_t keys) { return rows <= kMostBlocks && keys < kMostBlocks - 65536; }
 
-// Calls body with the row's number of threads, whether it is whole, and the launch's sizes.
+// Calls body with the threads per row, whether rows are aligned (kWhole), and the launch configuration.
 template <int kMost, int kOfWarp, typename Body>
 int with_rows(const MaskedSoftmax& shape, bool whole, Body body) {
   const auto with = [&](auto threads, auto of_whole) {

@@ -1,7 +1,7 @@
-// The gated linear unit of SwiGLU (Shazeer 2020), gates and ups in pairs; see launchers.h.
+// SwiGLU (Shazeer 2020) of interleaved gates and ups; see launchers.h.
 //
-// A thread computes one pack of outputs from the two packs of pairs below it: 3 * count * size bytes forward, 5
-// backward.
+// A thread computes one pack of outputs from the two packs of (gate, up) pairs for it. Traffic: 3 * count * size bytes
+// forward, 5 backward.
 #include "device.cuh"
 
 namespace megads::cuda {
@@ -14,7 +14,7 @@ __device__ __forceinline__ float sigmoid_of(float x) {
   return quotient_for<T>(1.0f, 1.0f + exp_for<T>(-x));
 }
 
-// kWhole: the memory begins and ends at borders of packs.
+// kWhole: the memory starts and ends on pack boundaries.
 template <typename T, bool kWhole>
 __global__ void __launch_bounds__(kThreads) swiglu_forward(int64_t count, const T* gate_up, T* out) {
   const Share share = share_of<kWhole>(out, count, kThreads * kWidth<T>);
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int i = 0; i < kWidth<T>; ++i) {
     const float gate = pairs[2 * i], up = pairs[2 * i + 1], sigmoid = sigmoid_of<T>(gate);
-    // sigmoid_of(-gate) is 1 - sigmoid without the cancellation where it is small.
+    // sigmoid_of(-gate) is 1 - sigmoid, without cancellation where it is small.
     pairs[2 * i] = slopes[i] * up * sigmoid * (1.0f + gate * sigmoid_of<T>(-gate));
     pairs[2 * i + 1] = slopes[i] * gate * sigmoid;
   }

@@ -1,7 +1,8 @@
-// Megatron-LM's greedy blend: each sample goes to the dataset that lags most, the first of equals.
+// Megatron-LM's greedy blending: each sample goes to the dataset that is furthest behind its share, on ties to the
+// first.
 //
-// Every choice depends on the rounding of all before it, so the arithmetic is Megatron's, operation by operation: compile
-// with -ffp-contract=off, as a fused multiply-add rounds once where Megatron rounds twice.
+// Each choice depends on the rounding of all previous ones, so the arithmetic matches Megatron's operation by
+// operation. Compile with -ffp-contract=off: a fused multiply-add rounds once where Megatron rounds twice.
 #include <algorithm>
 #include <cstdint>
 #include <limits>
@@ -10,14 +11,14 @@
 namespace {
 
 constexpr int kLanes = 4;
-// One vector of lanes; both g++ and clang++ compile it for processors with and without such registers.
+// SIMD vector; both g++ and clang++ compile it for processors with and without such registers.
 typedef double Lanes __attribute__((vector_size(kLanes * sizeof(double))));
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
 double due_at(int64_t sample) { return static_cast<double>(std::max<int64_t>(sample, 1)); }
 
-// kDatasets is known to the compiler, which keeps all in registers.
+// kDatasets is a compile-time constant, so that everything stays in registers.
 template <int kDatasets>
 void deal_few(const double* shares, double* had, int64_t first, int64_t samples, int16_t* dealt) {
   double share[kDatasets], count[kDatasets];
@@ -38,7 +39,7 @@ void deal_few(const double* shares, double* had, int64_t first, int64_t samples,
   std::copy_n(count, kDatasets, had);
 }
 
-// The largest lag that each lane has met, and the dataset that it met it at first.
+// Largest lag of each lane so far, and the first dataset that has it.
 struct Most {
   Lanes lag, dataset;
 
@@ -48,7 +49,7 @@ struct Most {
   }
 };
 
-// The first dataset of the largest lag of all lanes.
+// First dataset with the largest lag over all lanes.
 int64_t first_of_most(const Most& a, const Most& b) {
   const Lanes lags = a.lag > b.lag ? a.lag : b.lag;
   const double most = std::max(std::max(lags[0], lags[1]), std::max(lags[2], lags[3]));
@@ -57,7 +58,8 @@ int64_t first_of_most(const Most& a, const Most& b) {
   return static_cast<int64_t>(std::min(std::min(first[0], first[1]), std::min(first[2], first[3])));
 }
 
-// kVectors is how many vectors hold all datasets, where the compiler knows it and keeps all in registers; else 0.
+// kVectors: number of vectors that hold all datasets if it is a compile-time constant, so that they stay in registers;
+// else 0.
 template <int kVectors>
 void deal_many(int64_t vectors, const Lanes* shares, Lanes* had, int64_t first, int64_t samples, int16_t* dealt) {
   Lanes share[kVectors ? kVectors : 1], count[kVectors ? kVectors : 1];
@@ -71,7 +73,7 @@ void deal_many(int64_t vectors, const Lanes* shares, Lanes* had, int64_t first, 
   for (int64_t i = 0; i < samples; ++i) {
     const double due = due_at(first + i);
     const Lanes* counts = kVectors ? count : had;
-    // Two, so that one need not wait for the other.
+    // Two independent dependency chains.
     Most even{shares[0] * due - counts[0], lane}, odd = even;
     Lanes number = lane;
     int64_t v = 1;
@@ -94,10 +96,10 @@ void deal_many(int64_t vectors, const Lanes* shares, Lanes* had, int64_t first, 
 
 }  // namespace
 
-// Deals `samples` samples from number `first` on.
-//   shares: [datasets], sum to 1.
-//   had: [datasets], samples that each dataset has had before; counted on.
-//   dealt: [samples], the dataset of each.
+// Assigns `samples` samples, starting with number `first`, to datasets.
+//   shares: share of each dataset, [datasets]; sum to 1.
+//   had: samples assigned to each dataset so far, [datasets]; updated in place.
+//   dealt: dataset of each sample, [samples]; output.
 extern "C" void megads_deal(const double* shares, double* had, int64_t datasets, int64_t first, int64_t samples,
                             int16_t* dealt) {
   switch (datasets) {
@@ -109,7 +111,7 @@ extern "C" void megads_deal(const double* shares, double* had, int64_t datasets,
     case 6: return deal_few<6>(shares, had, first, samples, dealt);
   }
   const int64_t vectors = (datasets + kLanes - 1) / kLanes;
-  // The lanes beyond the last dataset have had so much that they never lag.
+  // Padding lanes start with an infinite count, so that they are never chosen.
   std::vector<Lanes> share(vectors, Lanes{}), count(vectors, Lanes{} + kNever);
   for (int64_t dataset = 0; dataset < datasets; ++dataset) {
     share[dataset / kLanes][dataset % kLanes] = shares[dataset];

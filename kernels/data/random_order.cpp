@@ -1,7 +1,8 @@
-// Random orders of more documents than fit in memory: each has a random key, and keys in order give the order.
+// Random permutation of more documents than fit in memory: each document has a random key, and sorting by key gives the
+// order.
 //
-// Keys come from NumPy's PCG64, which can be started at any number, so no key is stored: every pass draws all of them
-// anew and keeps those of its range. Threads draw different parts and sort different buckets.
+// Keys come from NumPy's PCG64, which can jump to any position, so no key is stored: every pass generates all of them
+// again and keeps those in its range. Threads generate different parts and sort different buckets.
 #include <algorithm>
 #include <atomic>
 #include <bit>
@@ -18,7 +19,7 @@ constexpr Wide kMultiplier = (static_cast<Wide>(0x2360ED051FC65DA4) << 64) | 0x4
 constexpr uint32_t kTooLong = UINT32_MAX;
 constexpr int kMaxDigitBits = 12;
 
-// PCG64 as numpy.random.PCG64 computes it: XSL-RR 128/64.
+// PCG64 (XSL-RR 128/64), identical to numpy.random.PCG64.
 struct Generator {
   Wide state, increment;
 
@@ -46,7 +47,7 @@ struct Generator {
   }
 };
 
-// An item of the order. `size` is in tokens, kTooLong where it does not fit.
+// One item of the permutation. `size` is in tokens, kTooLong if it does not fit.
 struct Entry {
   uint64_t key;
   uint32_t item;
@@ -63,7 +64,7 @@ void in_threads(int threads, Work work) {
   for (std::thread& other : others) other.join();
 }
 
-// The part of a thread, and the generator at its start.
+// A thread's range of items, and the generator advanced to its start.
 struct Part {
   int64_t begin, end;
   Generator generator;
@@ -77,7 +78,7 @@ struct Part {
 };
 
 int64_t load(const char* values, int64_t place) {
-  // The arrays of .idx are not aligned.
+  // Arrays in .idx files are not aligned.
   int64_t value;
   std::memcpy(&value, values + 8 * place, sizeof value);
   return value;
@@ -85,9 +86,9 @@ int64_t load(const char* values, int64_t place) {
 
 }  // namespace
 
-// Where the documents of an indexed dataset start.
+// Document boundaries of an indexed dataset.
 struct MegadsDocuments {
-  const char* document_index;  // of the first item
+  const char* document_index;  // starts with the entry of the first item
   const char* offsets;
   int64_t sequences, tokens, token_bytes;
 
@@ -97,9 +98,9 @@ struct MegadsDocuments {
   }
 };
 
-// Counts keys by their first bits.
+// Counts keys by their leading bits.
 //   generator: 4 words, see Generator.
-//   counts: [threads, 2^bits], zeros; filled with the counts of each thread's part.
+//   counts: [threads, 2^bits], one row per thread's range; output.
 extern "C" void megads_count_keys(const uint64_t* generator, int64_t count, int bits, int threads, int64_t* counts) {
   in_threads(threads, [=](int thread) {
     Part part(generator, count, thread, threads);
@@ -109,10 +110,10 @@ extern "C" void megads_count_keys(const uint64_t* generator, int64_t count, int 
   });
 }
 
-// Sorts the items whose keys have their first bits in [first, end).
-//   counts: as megads_count_keys left them, with the same generator, count, bits and threads.
-//   documents: whose sizes the entries are to have; null for none.
-//   entries: [sum of the counts], filled in order.
+// Sorts the items whose keys have their leading bits in [first, end).
+//   counts: output of megads_count_keys for the same generator, count, bits and threads.
+//   documents: source of the entries' sizes; null: sizes are 0.
+//   entries: [sum of the counts in that range], in sorted order; output.
 extern "C" void megads_sort_items(const uint64_t* generator, int64_t count, int bits, int threads, const int64_t* counts,
                                   int64_t first, int64_t end, const MegadsDocuments* documents, Entry* entries) {
   const int64_t buckets = end - first;
@@ -148,7 +149,7 @@ extern "C" void megads_sort_items(const uint64_t* generator, int64_t count, int 
     for (int64_t bucket; (bucket = next_bucket++) < buckets;) {
       Entry* const from = entries + begins[bucket];
       const int64_t size = begins[bucket + 1] - begins[bucket];
-      // By a digit that leaves few entries each, and what is left by insertion.
+      // One radix pass with a digit that leaves few entries per value, then insertion sort.
       const int digit = std::min<int>(kMaxDigitBits, std::bit_width(static_cast<uint64_t>(size) / 2));
       if (digit) {
         const auto digit_of = [=](const Entry& entry) { return (entry.key << bits) >> (64 - digit); };

@@ -1,13 +1,13 @@
 """Checkpoints: a manifest, an atomic store, and reads that reshard.
 
-`hook` saves during a run, `store` writes, `writer` does so while the run trains on, of an `image` of the state;
-`local` keeps images in the node's memory (`local_files`) for the next start, which `local_saves` makes; `replicas` has
-copies of them on other nodes, by a `replica_process` and `replica_transfer`. `read` finds and loads, `shared_read`
-reads for all ranks of a layout, `initial` finds weights for a new run to start from, `fresh_start` says where a run
-that loads nothing begins, `retention` says which
-checkpoints stay; `manifest` is what a checkpoint says of itself, `rank_file` what a rank's file does, `rectangle` the
-geometry of parts, and `tensor_file` the format of files of tensors. `remote` is a store that fsspec reaches, `upload`
-brings checkpoints there, `download` brings them back, and `remote_lease` says who uploads.
+Saving: `hook` saves during a run, `store` writes and commits synchronously, `writer` writes asynchronously from an
+`image` of the state, and `retention` decides which checkpoints are kept. In memory: `local_saves` writes local
+checkpoints, `local` finds them at the next start, `local_files` defines their files; `replicas`, `replica_process` and
+`replica_transfer` copy them to other nodes. Loading: `read` finds and loads, `shared_read` reads once for all
+data-parallel replicas, `initial` finds initial weights for a new run, and `fresh_start` records where a run that loads
+nothing begins. Format: `manifest` describes a checkpoint, `rank_file` the file of one rank, `tensor_file` the file
+format, and `rectangle` the geometry of shards. Remote storage: `remote` accesses a store through fsspec, `upload` and
+`download` copy checkpoints, and `remote_lease` decides which process uploads.
 """
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""When checkpoints are written, where a run keeps them, and which one it starts from. Imports no torch."""
+"""Checkpoint configuration and paths: when a run saves, where, and what it loads. Does not import torch."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from megads.runtime.url import check_url, is_url
 
 LATEST_FILE = "latest"
 SMALLEST_COPY_BYTES = 64 * 2**20
-"""Of a rank: less is on disk about as soon as it is copied."""
+"""State per rank from which an asynchronous save pays off: less is written to disk about as fast as it is copied."""
 _STEP_FOLDER = re.compile(r"step_(\d{8,})")
 
 
 class CheckpointRead(StrEnum):
-    """Which ranks read what data-parallel replicas share of the checkpoint that a start continues from.
+    """Which data-parallel replicas read the state that they share when a start loads a checkpoint.
 
-    all: each reads it itself. one: each part is read by one of them, which broadcasts it. auto: one where the ranks are
-    on several nodes; on a single node replicas have it of the page cache.
+    all: every replica reads it. one: each part is read by one replica, which broadcasts it. auto: one if the ranks are
+    on several nodes, else all, since the page cache serves replicas on the same node.
     """
 
     auto = "auto"
@@ -37,60 +37,59 @@ class CheckpointRead(StrEnum):
 
 @dataclass
 class CheckpointConfig:
-    """Checkpoints live in <run.dir>/checkpoints/step_XXXXXXXX."""
+    """Checkpoint settings of a run. Checkpoints are in <run.dir>/checkpoints/step_XXXXXXXX."""
 
     every_steps: int = 0
     """Steps between checkpoints; 0 saves at the end only."""
     keep: int = 2
-    """Newest checkpoints kept; 0 keeps all."""
+    """Number of newest checkpoints to keep; 0 keeps all."""
     keep_every: int = 0
-    """Beside the newest, checkpoints whose step is a multiple of it are kept for good; 0: none."""
+    """In addition to the newest, checkpoints whose step is a multiple of this are kept permanently; 0: none."""
     keep_best: int = 0
-    """Beside the newest, so many checkpoints of the lowest validation loss are kept. A checkpoint counts if its very
-    step was validated (evaluation.every_steps)."""
+    """In addition to the newest, number of checkpoints with the lowest validation loss to keep. Only checkpoints of
+    steps that were validated count (evaluation.every_steps)."""
     best_by: str | None = None
-    """Name of the validation set whose loss keep_best compares (valid/<name>/loss); null is the first one."""
+    """Name of the validation set whose loss keep_best compares (valid/<name>/loss); null: the first one."""
     max_failed_saves: int = 3
-    """Saves in a row that may fail, for example on a full disk; one more ends the run (exit 4)."""
+    """Consecutive saves that may fail, for example on a full disk; one more ends the run (exit 4)."""
     async_save: bool | None = None
-    """Training goes on while a checkpoint is written: a step waits for a copy of the state in memory, and a process of
-    each rank writes that to disk. null: where a rank has 64 MiB or more to save and the node has memory for the copies.
-    The last save of a run waits until it is on disk."""
+    """Asynchronous saves: a step waits only until the state is copied in memory, and one process per rank writes the
+    copy to disk while training continues. null: if a rank has 64 MiB or more to save and the node has memory for the
+    copies. The last save of a run waits until it is on disk."""
     local_every_steps: int = 0
     """Steps between local checkpoints: copies of the state in the memory of each node, which survive the end of the
-    processes. After a crash the same command continues from the newest one in seconds, or from the disk where a node is
-    lost. Takes twice the memory of what each rank holds of the state. 0: none."""
+    processes. After a crash the same command continues from the newest one in seconds, or from disk if a node is lost.
+    Takes twice the memory of the state that each rank holds. 0: none."""
     local_folder: str = "/dev/shm"
-    """A folder in memory (tmpfs) on each node, for local checkpoints."""
+    """Folder in memory (tmpfs) on each node, for local checkpoints."""
     replicate: bool = False
-    """Each local checkpoint is also sent, beside the training, to the memory of another node, from which the next start
-    continues where a node is lost. Needs two nodes with equally many ranks, and once more the memory of the local
-    checkpoints."""
+    """Each local checkpoint is also sent to the memory of another node while training continues. If a node is lost, the
+    next start continues from there. Needs two nodes with the same number of ranks, and as much memory again as the
+    local checkpoints."""
     load: str = "auto"
-    """auto: the newest usable one of this run, else start fresh; none: start fresh, while restarts and requeues of that
-    start continue from what it saved itself; or the path of a checkpoint or run: the first start with it continues
-    that, with its step, optimizer state and place in schedule and data; the same command again continues from what was
-    saved since."""
+    """auto: the newest usable checkpoint of this run, else start fresh. none: start fresh; restarts and requeues of
+    that start continue from what it saved itself. Path of a checkpoint or run: the first start continues from it, with
+    its step, optimizer state and position in schedule and data; the same command again continues from what was saved
+    since."""
     read: CheckpointRead = CheckpointRead.auto
     """Which data-parallel replicas read the state that they share: all of them, or one, which broadcasts it; auto: one
-    where the ranks are on several nodes. ZeRO leaves nothing to share: each rank then reads its own part."""
+    if the ranks are on several nodes. With ZeRO nothing is shared: each rank reads its own shard."""
     upload: str | None = None
-    """URL of a second place for checkpoints, for example s3://bucket/prefix: a process beside the ranks copies each one
-    to <upload>/<run.id>/checkpoints, and a start whose run directory is gone continues from there
-    (docs/checkpoints.md). s3:// needs megads[s3]; file:///folder needs nothing."""
+    """URL of a second location for checkpoints, for example s3://bucket/prefix: a separate process copies each one to
+    <upload>/<run.id>/checkpoints, and a start whose run directory is gone continues from there (docs/checkpoints.md).
+    s3:// needs megads[s3]; file:///folder needs no extra package."""
     upload_keep: int | None = None
-    """Newest checkpoints kept at checkpoint.upload, at least 2, beside those of keep_every and keep_best; 0 keeps all;
-    null: as many as checkpoint.keep."""
+    """Number of newest checkpoints to keep at checkpoint.upload, at least 2, in addition to those of keep_every and
+    keep_best; 0 keeps all; null: as many as checkpoint.keep."""
     upload_wait_s: float = 600.0
-    """Longest wait at the end of a run for the upload of its last checkpoint."""
+    """Longest wait, in seconds, at the end of a run for the upload of its last checkpoint."""
     init_from: str | None = None
-    """A run's folder, whose newest usable checkpoint is meant, or a checkpoint's, or the URL of either in a store: a
-    new run starts from its weights, and everything else is fresh (docs/finetune.md). Counts as long as the run has no
-    checkpoint of its own."""
+    """Folder of a run (its newest usable checkpoint is taken) or of a checkpoint, or the URL of either: a new run
+    starts from its weights, and everything else is fresh (docs/finetune.md). Ignored once the run has a checkpoint of
+    its own."""
 
     def check(self) -> None:
-        """Raises ConfigError on negative numbers, on settings of which one makes another useless, and on two
-        checkpoints to start from."""
+        """Raises ConfigError on negative numbers, settings that have no effect, and two checkpoints to start from."""
         for name in ("every_steps", "keep", "keep_every", "keep_best", "max_failed_saves", "local_every_steps"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"checkpoint.{name} = {getattr(self, name)}: must not be negative")
@@ -148,36 +147,37 @@ class CheckpointConfig:
             )
 
     def retention(self, losses: Mapping[int, float], *, newest_is_proven: bool) -> Retention:
-        """Which checkpoints stay.
+        """Which checkpoints are kept in the run directory.
 
         Args:
-            losses: validation losses by step, of the set that best_by names.
-            newest_is_proven: a step after the newest was finite; until then the one before it stays, too.
+            losses: validation loss by step, on the validation set that best_by names.
+            newest_is_proven: whether a step after the newest checkpoint was finite; until then the checkpoint before it
+                is kept, too.
         """
         recent = self.keep if newest_is_proven or not self.keep else max(self.keep, 2)
         return Retention(recent, self.keep_every, self.keep_best, losses)
 
     def upload_retention(self, losses: Mapping[int, float]) -> Retention:
-        """Which checkpoints stay at checkpoint.upload.
+        """Which checkpoints are kept at checkpoint.upload.
 
         Args:
-            losses: as above.
+            losses: as in `retention`.
         """
         keep = self.keep if self.upload_keep is None else self.upload_keep
-        # With two, a damaged one has another before it.
+        # At least two: if the newest is damaged, the one before it is still there.
         return Retention(max(keep, 2) if keep else 0, self.keep_every, self.keep_best, losses)
 
     def copies(self, rank_bytes: int) -> bool:
-        """Whether ranks with at most so many bytes to save make a copy and train on, memory permitting.
+        """Whether saves are asynchronous, memory permitting, if no rank saves more than `rank_bytes`.
 
-        The last save of a run waits in any case: a run that saves at its end alone has nothing of a copy.
+        The last save of a run is synchronous in any case, so a run that only saves at its end makes no copies.
         """
         wanted = rank_bytes >= SMALLEST_COPY_BYTES if self.async_save is None else self.async_save
         return wanted and self.every_steps > 0
 
     @property
     def load_path(self) -> str | None:
-        """The path in checkpoint.load; None where it is auto or none."""
+        """The path in checkpoint.load; None if it is auto or none."""
         return None if self.load in ("auto", "none") else self.load
 
 
@@ -199,29 +199,29 @@ class CheckpointActionConfig:
     action: CheckpointAction = MISSING
     """What to do; the word alone is enough: megads checkpoint list."""
     run: str = MISSING
-    """A run's folder, or its name in runs/; to reshard, also a checkpoint's folder; to list, verify and download, also
-    the URL of a run or of its checkpoint in a store, as s3://bucket/prefix/<run id>."""
+    """Folder of a run, or its name in runs/; for reshard, also a checkpoint's folder; for list, verify and download,
+    also the URL of a run or of its checkpoint in a store, for example s3://bucket/prefix/<run id>."""
     steps: Any = None
-    """Steps to verify or to average, or the one to reshard or download; null verifies all of them, averages the last
-    ones, and takes the newest."""
+    """Steps to verify or average, or the one to reshard or download. null: verify all, average the last ones, reshard
+    or download the newest."""
     last: int = 3
-    """Checkpoints to average where steps are not given."""
+    """Number of checkpoints to average if steps is not given."""
     output: str | None = None
-    """Folder to make: of an average a run without training, for generate, evaluate, export and checkpoint.init_from; of
-    a resharded or downloaded checkpoint a run that checkpoint.load continues. To upload, a URL like checkpoint.upload,
-    by default the run's own."""
+    """Folder to create. average: a run without training, for generate, evaluate, export and checkpoint.init_from.
+    reshard, download: a run that checkpoint.load continues. upload: a URL like checkpoint.upload, by default the run's
+    own."""
     files: int | None = None
-    """Files that reshard spreads a checkpoint over, of about equal size; fewer where it has not so many rows."""
+    """Number of files that reshard distributes a checkpoint over, of about equal size; fewer if it has too few rows."""
     overwrite: bool = False
-    """Replace what the same action made in that folder before."""
+    """Replace what the same action wrote to that folder before."""
 
     @property
     def wanted_steps(self) -> list[int] | None:
-        """steps as a list."""
+        """`steps` as a list."""
         return [self.steps] if isinstance(self.steps, int) else self.steps
 
     def check(self) -> None:
-        """Raises ConfigError on steps that are none, and on keys that an action needs or that mean nothing to it."""
+        """Raises ConfigError on invalid steps, and on keys that the action requires or does not use."""
         steps = self.wanted_steps
         if steps is not None and (
             not isinstance(steps, list)
@@ -258,23 +258,23 @@ class CheckpointActionConfig:
 
 
 def checkpoints_folder(run_dir: Path) -> Path:
-    """Where a run keeps its checkpoints."""
+    """Folder of a run's checkpoints."""
     return run_dir / "checkpoints"
 
 
 def step_folder(run_dir: Path, step: int) -> Path:
-    """Final place of the checkpoint of a step."""
+    """Folder of the committed checkpoint of a step."""
     return checkpoints_folder(run_dir) / f"step_{step:08d}"
 
 
 def step_of(folder: Path) -> int | None:
-    """The step that a checkpoint's name says; None where it has another name, as a copy may."""
+    """The step in the name of a checkpoint folder; None if it has another name, as a copy may."""
     match = _STEP_FOLDER.fullmatch(folder.name)
     return int(match[1]) if match else None
 
 
 def list_checkpoints(run_dir: Path) -> dict[int, Path]:
-    """Folders with a checkpoint's name by step, ascending; whether they are usable is for read.py to say."""
+    """Folders named like checkpoints by step, ascending; `read` decides whether they are usable."""
     folder = checkpoints_folder(run_dir)
     found = ((step_of(path), path) for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else ()
     return dict(sorted((step, path) for step, path in found if step is not None))
@@ -282,22 +282,22 @@ def list_checkpoints(run_dir: Path) -> dict[int, Path]:
 
 @dataclass(frozen=True)
 class History:
-    """Which checkpoints of a run directory a start may go on from.
+    """Which checkpoints of a run directory a start may continue from.
 
     Attributes:
-        after: their sequences are greater, see `Manifest`.
-        without: names of those that are none of them although they have no sequence: their manifests are damaged.
+        after: a checkpoint counts if its sequence is greater than this, see `Manifest`.
+        without: names of checkpoints with a damaged manifest, and so without a sequence, that do not count.
     """
 
     after: int = -1
     without: tuple[str, ...] = ()
 
     def has(self, folder: Path, sequence: int | None) -> bool:
-        """Whether a checkpoint is one of them.
+        """Whether a start may continue from a checkpoint.
 
         Args:
             folder: the checkpoint.
-            sequence: None where its manifest is damaged.
+            sequence: its sequence; None if its manifest is damaged.
         """
         return folder.name not in self.without if sequence is None else sequence > self.after
 
@@ -306,17 +306,17 @@ EVERYTHING = History()
 
 
 def newest_before(run_dir: Path, step: int) -> Path | None:
-    """The checkpoint of the latest step before this one; None where there is none."""
+    """The checkpoint of the latest step before `step`; None if there is none."""
     return next((folder for at, folder in reversed(list_checkpoints(run_dir).items()) if at < step), None)
 
 
 def fetched_folder(url: str, run_dir: Path) -> Path:
-    """Where a run keeps what it fetches of a URL; always the same for a URL."""
+    """Folder for what a run downloads from a URL; depends on the URL alone."""
     return run_dir / "downloads" / _folder_name_of(url)
 
 
 def described_folder(url: str, cache: Path) -> Path:
-    """Where a user's cache keeps what a run at a URL says of itself, without its tensors."""
+    """Folder in the user's cache for the metadata of a run at a URL, without its tensors."""
     return cache / "init_from" / _folder_name_of(url)
 
 

@@ -1,7 +1,7 @@
-"""Brings checkpoints back from a store: into a run directory that lost its own, or into a folder to read.
+"""Downloads checkpoints from a store: into a run directory that lost its own, or into a folder for reading.
 
-A checkpoint is fetched into a hidden folder, where files that were fetched before are not fetched again. It is verified
-by its own checksums, and gets its name last.
+A checkpoint is downloaded into a hidden folder; files that are already there and intact are not downloaded again. Its
+checksums are verified, and the folder is renamed last.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _FILES_AT_A_TIME = 4
 
 @dataclass(frozen=True)
 class Restored:
-    """What was brought back.
+    """A checkpoint that was downloaded.
 
     Attributes:
-        folder: the checkpoint.
-        manifest: what it holds.
-        passed_by: newer ones of the store that are not usable, each with its reason.
+        folder: folder of the checkpoint.
+        manifest: its manifest.
+        passed_by: newer checkpoints in the store that are not usable, each with the reason.
     """
 
     folder: Path
@@ -53,15 +53,15 @@ class Restored:
 
 
 def newest_first(found: Mapping[int, RemoteCheckpoint]) -> list[RemoteCheckpoint]:
-    """Those that can be used, as far as is known, by descending sequence."""
+    """Checkpoints without a known problem, by descending sequence."""
     usable = [checkpoint for checkpoint in found.values() if checkpoint.sequence]
     return sorted(usable, key=lambda checkpoint: (checkpoint.sequence, checkpoint.step), reverse=True)
 
 
 def newest_intact_sequence(run_dir: Path) -> int:
-    """Of the newest checkpoint of a run directory whose files are all there with their headers; 0 for none.
+    """Sequence of a run directory's newest checkpoint with complete files and intact headers; 0 if there is none.
 
-    Their tensors are for the ranks to verify: reading all of them here would take as long as loading.
+    Tensors are verified by the ranks, since reading all of them here would take as long as loading.
     """
     best = 0
     for folder in list_checkpoints(run_dir).values():
@@ -77,7 +77,7 @@ def newest_intact_sequence(run_dir: Path) -> int:
 
 
 def has_usable(run_dir: Path) -> bool:
-    """Whether a run directory has a checkpoint whose every checksum holds; reads them."""
+    """Whether a run directory has a checkpoint with valid checksums; reads its files."""
     for folder in list_checkpoints(run_dir).values():
         with suppress(CheckpointError):
             return bool(open_checkpoint(folder))
@@ -91,17 +91,17 @@ def restore_newest(
     begin: Callable[[RemoteCheckpoint], None] = lambda _: None,
     tell: Callable[[int], None] = lambda _: None,
 ) -> Restored:
-    """Brings the first checkpoint back that turns out to be intact; nobody else writes to the run directory.
+    """Downloads the first intact checkpoint of the candidates; no other process may write to the run directory.
 
     Args:
-        store: of the run.
+        store: store of the run.
         run_dir: the run's folder, which need not exist.
-        candidates: what to try.
-        begin: told which one comes now.
-        tell: told how many of its bytes are there.
+        candidates: checkpoints to try, in this order.
+        begin: called with each checkpoint before its download.
+        tell: called with the number of its bytes that are complete.
 
     Raises:
-        CheckpointError: none is intact; says why.
+        CheckpointError: no candidate is intact; gives the reasons.
         RemoteError: the store fails.
     """
     passed_by: list[str] = []
@@ -120,15 +120,15 @@ def restore_newest(
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint of a store fails its checksums."""
+    """A checkpoint in a store does not match its checksums."""
 
 
 def _fetch(store: RemoteStore, found: RemoteCheckpoint, run_dir: Path, tell: Callable[[int], None]) -> Manifest:
-    """Fetches and verifies the files of a checkpoint.
+    """Downloads and verifies the files of a checkpoint.
 
     Raises:
-        DamagedError: they are not what they were; what is not is removed again.
-        RemoteError: the store fails; what is there stays for another time.
+        DamagedError: a file does not match its checksums; the partial download is removed.
+        RemoteError: the store fails; the partial download is kept for the next attempt.
     """
     assert found.manifest is not None
     manifest, partial = found.manifest, hidden_folder(step_folder(run_dir, found.step), "partial")
@@ -146,7 +146,7 @@ def _fetch(store: RemoteStore, found: RemoteCheckpoint, run_dir: Path, tell: Cal
             except RemoteError:
                 raise
             except CheckpointError:
-                # Damaged on its way, or there?
+                # Download again, in case the file was damaged in transit and not in the store.
                 fetch_file(store, found, partial, name)
             _sync(partial / name)
         done[name] = manifest.files[name].bytes
@@ -177,12 +177,12 @@ def fetch_file(
     name: str,
     received: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Fetches a file of a checkpoint, and verifies it.
+    """Downloads and verifies a file of a checkpoint.
 
     Raises:
-        CheckpointError: it is not what the manifest says.
+        CheckpointError: the file does not match the manifest.
         RemoteError: the store fails.
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     assert found.manifest is not None
     (folder / name).unlink(missing_ok=True)
@@ -199,7 +199,7 @@ def _is_intact(manifest: Manifest, partial: Path, name: str) -> bool:
 
 
 def _verify(manifest: Manifest, folder: Path, name: str) -> None:
-    """Raises CheckpointError where a file is not what the manifest says."""
+    """Raises CheckpointError if a file does not match the manifest."""
     if manifest.stored is None:
         read_rank_file(folder / name, manifest.files[name])
     if not (folder / name).is_file() or (folder / name).stat().st_size != manifest.files[name].bytes:
@@ -213,7 +213,7 @@ def _sync(path: Path) -> None:
 
 
 def _fetch_records(store: RemoteStore, run_dir: Path) -> None:
-    """Fetches what a start asks of the run that wrote the checkpoint; what is here already stays."""
+    """Downloads the records of the run that a start needs; existing ones are kept."""
     template = template_path(run_dir / TOKENIZER_FILE).name
     wanted = {CONFIG_FILE, DATA_FILE, TOKENIZER_FILE, template}
     for name in store.files(""):
@@ -226,9 +226,9 @@ def _fetch_records(store: RemoteStore, run_dir: Path) -> None:
 
 
 def _fetch_ledger(store: RemoteStore, found: RemoteCheckpoint, manifest: Manifest, run_dir: Path) -> None:
-    """Puts metrics.jsonl in its place, where what is here is not what it was at that checkpoint.
+    """Downloads metrics.jsonl unless the local one begins with the content that the checkpoint recorded.
 
-    One that is damaged in the store stays there: the run goes on without these lines, and says so.
+    If it is damaged in the store, it is not used: the run continues without these lines, and reports it.
     """
     local, ledger = run_dir / METRICS_FILE, manifest.run.ledger
     if ledger is None or METRICS_FILE not in found.files or (local.is_file() and begins_as(local, ledger)):
@@ -254,7 +254,7 @@ def _aside(path: Path) -> Path:
 
 
 def _commit(run_dir: Path, step: int) -> None:
-    """Gives a fetched checkpoint its name, in place of a damaged one of the same step."""
+    """Commits a downloaded checkpoint by renaming it; replaces a damaged one of the same step."""
     final = step_folder(run_dir, step)
     partial, replaced = hidden_folder(final, "partial"), hidden_folder(final, "replaced")
     shutil.rmtree(replaced, ignore_errors=True)
@@ -268,11 +268,11 @@ def _commit(run_dir: Path, step: int) -> None:
 
 
 def fetch_description(url: str, folder: Path) -> Path:
-    """Fetches what the newest complete checkpoint at a URL says of itself, and the records of its run: no tensors.
+    """Downloads the manifest of the newest complete checkpoint at a URL and the records of its run, without tensors.
 
     Args:
         url: see `open_remote_run`.
-        folder: becomes that of a run with this checkpoint; what it held of another one goes.
+        folder: run folder to create with this checkpoint; replaced if it exists.
 
     Returns:
         The checkpoint's folder.
@@ -298,7 +298,7 @@ def fetch_description(url: str, folder: Path) -> Path:
 
 
 def _put_in_place(fresh: Path, folder: Path) -> None:
-    """Gives a folder its name, in place of another one; other processes may do the same at the same time."""
+    """Renames a folder into place, and replaces an existing one; safe if other processes do so at the same time."""
     former = temporary_path(folder)
     while True:
         with suppress(FileNotFoundError):
@@ -315,11 +315,11 @@ def _put_in_place(fresh: Path, folder: Path) -> None:
 
 
 def open_remote_run(url: str) -> tuple[RemoteStore, list[RemoteCheckpoint]]:
-    """What a URL of a run, or of one of its checkpoints, means to a reader: the store, and what to try, newest first.
+    """The store of a run, and the checkpoints to try, newest first, for the URL of a run or of one of its checkpoints.
 
     Raises:
         CheckpointError: there is no complete checkpoint.
-        RemoteError: the store does not tell.
+        RemoteError: the store fails.
     """
     store, step = remote_run(url)
     found = remote_checkpoints(store)
@@ -331,7 +331,7 @@ def open_remote_run(url: str) -> tuple[RemoteStore, list[RemoteCheckpoint]]:
 
 
 def remote_run(url: str) -> tuple[RemoteStore, int | None]:
-    """The store of the run that a URL names, and the step where it names a checkpoint."""
+    """The store of the run that a URL names, and the step if the URL names a checkpoint, else None."""
     url = url.rstrip("/")
     head, _, last = url.rpartition("/")
     step = step_of(Path(last))

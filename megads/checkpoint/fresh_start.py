@@ -1,8 +1,8 @@
-"""Where a run begins that was told to load nothing (checkpoint.load=none), so that its own restarts lose nothing.
+"""Fresh starts: where a run with checkpoint.load=none begins, so that its restarts continue from its own checkpoints.
 
-<run.dir>/fresh_start.json says which checkpoints were there before it, and who began. The launcher writes it, and keeps
-it at a restart of the ranks and at a requeue of its SLURM job, or of a chain of jobs; every other start with
-checkpoint.load=none begins again.
+<run.dir>/fresh_start.json records which checkpoints existed before it, and which process or job began it. The launcher
+writes the file, and keeps it when ranks are restarted and when its SLURM job, or a chain of jobs, is requeued; every
+other start with checkpoint.load=none is a new fresh start.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ FRESH_START_FILE = "fresh_start.json"
 
 @dataclass(frozen=True)
 class _Starter:
-    """Who starts a run.
+    """The process that starts a run.
 
     Attributes:
-        launcher: names the process, over machines and reboots.
-        series: the SLURM job, or the array of a chain; empty outside of SLURM.
-        attempt: the job and how often it was requeued before.
+        launcher: identifies the process, unique across machines and reboots.
+        series: the SLURM job, or the job array of a chain; empty outside SLURM.
+        attempt: the job, and how often it was requeued.
     """
 
     launcher: str
@@ -43,12 +43,12 @@ class _Starter:
 
 @dataclass(frozen=True)
 class _FreshStart(_Starter):
-    """fresh_start.json.
+    """Content of fresh_start.json.
 
     Attributes:
-        start: number of its lease.
-        sequence: of the newest checkpoint that was there before; 0: there was none.
-        unreadable: names of those that were there with a damaged manifest.
+        start: lease number of the fresh start.
+        sequence: sequence of the newest checkpoint that existed before it; 0: there was none.
+        unreadable: names of existing checkpoints with a damaged manifest.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -62,10 +62,10 @@ _FRESH_START = TypeAdapter(_FreshStart)
 
 
 def begin_fresh_start(run_dir: Path) -> None:
-    """From now on the run's own history is what comes next; the launcher holds the run directory.
+    """Records a fresh start: only checkpoints from now on belong to it. The launcher must hold the run directory.
 
     Raises:
-        OSError: that cannot be written down.
+        OSError: the record cannot be written.
     """
     sequences = {folder.name: read_sequence(folder) for folder in list_checkpoints(run_dir).values()}
     newest = max((sequence or 0 for sequence in sequences.values()), default=0)
@@ -74,19 +74,19 @@ def begin_fresh_start(run_dir: Path) -> None:
     record = _FreshStart(
         **asdict(_this_starter()), start=holder.number if holder else 0, sequence=newest, unreadable=unreadable
     )
-    # Local checkpoints are of the history that is left behind.
+    # Existing local checkpoints belong to the history before the fresh start.
     forget(run_dir)
     with atomic_writer(run_dir / FRESH_START_FILE) as file:
         file.write(json.dumps(asdict(record)).encode())
 
 
 def forget_fresh_start(run_dir: Path) -> None:
-    """A start that may go on from every checkpoint ends the history of its own that the last one had."""
+    """Removes the record of a fresh start, for a start that may continue from every checkpoint."""
     (run_dir / FRESH_START_FILE).unlink(missing_ok=True)
 
 
 def continues_fresh_start(run_dir: Path) -> bool:
-    """Whether this process, or an earlier attempt of its SLURM job or chain, began the run's own history."""
+    """Whether this process, or an earlier attempt of its SLURM job or chain, made the recorded fresh start."""
     began, now = _read(run_dir), _this_starter()
     if began is None:
         return False
@@ -95,32 +95,32 @@ def continues_fresh_start(run_dir: Path) -> bool:
 
 
 def leaves_a_ledger(load: str, run_dir: Path, start: int | None) -> bool:
-    """Whether what metrics.jsonl holds is of a history that checkpoint.load=none leaves behind, and not of this one.
+    """Whether metrics.jsonl only holds metrics from before the fresh start with checkpoint.load=none.
 
     Args:
         load: checkpoint.load.
         run_dir: the run's folder.
-        start: number of the lease of this start; None for one without.
+        start: lease number of this start; None if it has no lease.
     """
     began = _read(run_dir)
     return load == "none" and (began is None or start is None or began.start == start)
 
 
 def own_history(load: str, run_dir: Path) -> History | None:
-    """The checkpoints that a start may go on from which has been accepted.
+    """The checkpoints that this start may continue from, after the launcher has recorded it.
 
     Args:
         load: checkpoint.load.
         run_dir: the run's folder.
 
     Returns:
-        None: none at all.
+        None if there are none at all.
     """
     return recorded_history(run_dir) if load == "none" else EVERYTHING
 
 
 def recorded_history(run_dir: Path) -> History | None:
-    """What has come since the last start with checkpoint.load=none; None where a later one had another value."""
+    """Checkpoints since the recorded fresh start; None if there is no record, as after a start with another load."""
     began = _read(run_dir)
     return None if began is None else History(began.sequence, began.unreadable)
 

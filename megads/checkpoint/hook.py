@@ -1,4 +1,4 @@
-"""Saves checkpoints while a run goes on."""
+"""The training hook that saves checkpoints."""
 
 from __future__ import annotations
 
@@ -39,39 +39,39 @@ from megads.runtime.machine_memory import available_memory
 from megads.runtime.metrics import EventWriter, LedgerRecord, MetricHistory, MetricsWriter
 
 _MARGIN = 2
-"""Free memory over that of the copies, where nobody asked for them."""
+"""Free memory required for the copies, as a multiple of their size, if async_save is null."""
 _POLL_S = 0.01
 _NAMED = 3
 _SAVING_LAST = f"{SAVING}, at the end"
 
 
 class CheckpointHook:
-    """Saves every checkpoint.every_steps steps and after the last one, planned or not.
+    """Saves every checkpoint.every_steps steps and after the last step, whether or not the run ends as planned.
 
-    A save that fails in mid-run, on a full disk for instance, is an event and not the end of the run, as long as an
-    earlier checkpoint is there to fall back on. The last save of a run must succeed.
+    A save that fails during the run, for example on a full disk, is recorded as an event and does not end the run, as
+    long as an earlier checkpoint exists to fall back on. The last save of a run must succeed.
 
-    Steps skipped for non-finite gradients are never saved: what made them so may be in the weights. A checkpoint that
-    is due waits for the next finite step; a run that ends meanwhile saves the state after its last finite one, which
-    skipped steps did not change but for the counters. At the end of a training stage it is saved with the counters of
-    the skipped step. And the checkpoint before the newest stays until a step after the newest was finite.
+    Steps skipped for non-finite gradients are never saved, since the weights may be the cause. A checkpoint that is due
+    then is saved after the next finite step. If the run ends first, it saves the state after its last finite step;
+    skipped steps have changed only the counters. At the end of a training stage the counters of the skipped step are
+    saved. The checkpoint before the newest is kept until a step after the newest was finite.
 
     Args:
-        engine: holds the weights and the optimizer's state.
-        run_dir: where to save.
-        config: when.
-        about: what every checkpoint says of the run, its counters apart.
-        state: the loop's counters, live.
+        engine: holds the weights and the optimizer state.
+        run_dir: folder of the run.
+        config: when to save and what to keep.
+        about: the run's record for every checkpoint, except for its counters.
+        state: the counters of the training loop, updated in place.
         events: where saves and failures are recorded.
-        fence: of the start that this rank belongs to: an orphan must not save.
-        metrics: the ledger, which every checkpoint knows the state of; None: there is none.
-        beats: of this rank; None: it sends none.
-        writer: of this rank, for saves that training does not wait for; None: it waits for all of them.
-        timeout_s: a writer that takes longer has hung.
-        loss_key: of the metric by which checkpoint.keep_best compares checkpoints; None: it keeps none.
-        local: keeps local checkpoints of this rank; None: it has none.
-        overlap: copies the state while the next step runs its forward and backward passes. False where others may write
-            to it then: hooks of the user.
+        fence: fence of this rank's start, which keeps an orphaned rank from saving; None: no other start can write.
+        metrics: the metrics ledger, whose state every checkpoint records; None: there is none.
+        beats: heartbeat of this rank; None: it sends none.
+        writer: checkpoint writer of this rank for asynchronous saves; None: all saves are synchronous.
+        timeout_s: a writer that takes longer is considered hung.
+        loss_key: metric that checkpoint.keep_best compares; None: keep_best is off.
+        local: local checkpoints of this rank; None: they are off.
+        overlap: copy the state during the forward and backward passes of the next step. False if user hooks may write
+            to it then.
     """
 
     def __init__(
@@ -108,19 +108,20 @@ class CheckpointHook:
         self._failed_saves = 0
         self._writer, self._timeout_s, self._local = writer, timeout_s, local
         self._replicas_failed, self._replicas_lacking, self._late_replicas = "", False, False
-        # One image of what this rank owns, or those of the local checkpoints, which hold more; and the last one copied.
+        # One image of the shards that this rank owns, or the images of the local checkpoints, which hold more; and the
+        # number of the image that was copied last.
         self._images, self._image, self._copies_all = list[StateImage](), 0, False
-        # The step that the writers were ordered to save, until all ranks know what became of it.
+        # The step that the writers are saving, until all ranks know the outcome.
         self._ordered: int | None = None
         self._late, self._waited_s = False, 0.0
         self._overlap = overlap
-        # While there is one, it may give orders to the writers.
+        # As long as this copy exists, it may send orders to the writers.
         self._copying: StateCopy | None = None
 
     def on_start(self, state: TrainState) -> None:
         self._saved_step, self._finite = state.step, state.state_dict()
         if self._local is not None and self._local.base is not None:
-            # Any other state that a run starts from is on disk already, or is a fresh one.
+            # Every other initial state is already on disk, or is fresh.
             self._saved_step = on_first(self._engine.grid.control, self._newest_on_disk, int)
         self._look_for_room()
         self._begin_local_checkpoints()
@@ -144,7 +145,7 @@ class CheckpointHook:
                 self._events.write("replicas_off", level="warning", step=self._state.step, reason=local.replica_refusal)
 
     def _end_local_checkpoints(self, reason: str) -> None:
-        """The run goes on without."""
+        """Turns local checkpoints off; the run continues without them."""
         assert self._local is not None
         self._local.end()
         self._local = None
@@ -153,7 +154,7 @@ class CheckpointHook:
         self._events.write("local_checkpoints_off", level="warning", step=self._state.step, reason=reason)
 
     def _decide_on_writers(self) -> None:
-        """Lets the writers take memory for a copy of the state, on all ranks or on none."""
+        """Enables asynchronous saves and allocates memory for the copies, on all ranks or on none."""
         control, asked = self._engine.grid.control, self._config.async_save
         shards = self._engine.named_shards()
         size = sum(shard.tensor.nbytes for shard in shards)
@@ -163,7 +164,7 @@ class CheckpointHook:
         elif not self._config.copies(max(control.gather(size, int))):
             reason = "there is little to save"
         if not reason and not self._images:
-            # Where it was asked for, it need not leave room for anything else.
+            # If the user asked for asynchronous saves, no margin is required.
             needed = size * (_MARGIN if asked is None else 1)
             if control.any(available_memory() // rank_environment().local_world_size < needed):
                 reason = f"a node has no memory for copies of {size / 2**30:.1f} GiB a rank"
@@ -188,11 +189,15 @@ class CheckpointHook:
             self._writer = None
 
     def _look_for_room(self) -> None:
-        """Says before the first step that checkpoints will not fit; refuses where not even the first one would."""
+        """Warns before the first step if the disk is too small for the checkpoints.
+
+        Raises:
+            CheckpointError: there is no checkpoint yet, and not even the first one fits.
+        """
         control = self._engine.grid.control
         size = sum(control.gather(sum(shard.tensor.nbytes for shard in self._engine.named_shards()), int))
         self._checkpoint_bytes, config = size, self._config
-        # How many keep_every adds depends on the length, which `megads plan` counts with.
+        # How many keep_every adds depends on the length of the run; `megads plan` takes that into account.
         kept = config.retention({}, newest_is_proven=False).recent + config.keep_best
 
         def look() -> str:
@@ -228,7 +233,7 @@ class CheckpointHook:
                 self._events.write("checkpoint_put_off", step=info.step, reason="the step was not finite")
             self._due |= due
             if info.ends_stage:
-                # The next stage must not train this step again: it would be skipped again.
+                # The next stage must not repeat this step: it would be skipped again.
                 self._finite = self._state.state_dict()
             if info.last:
                 self._save(last=True)
@@ -247,7 +252,7 @@ class CheckpointHook:
         self._end_copy()
         self._save(last=True)
         if self._local is not None:
-            # The state is on disk.
+            # The state is on disk now, so the local checkpoints are obsolete.
             if self._engine.grid.rank == 0:
                 forget(self._run_dir)
             self._local.end()
@@ -257,32 +262,32 @@ class CheckpointHook:
         self._beats.enter(_SAVING_LAST if last else SAVING)
         settled = self._settle(wait=last)
         if settled is Stage.writing:
-            # A writer is busy with the last checkpoint: this one is made after the next step.
+            # A writer is still busy with the previous checkpoint: retry after the next step.
             self._due = True
             return
         if step == self._saved_step:
             return
-        # A copy holds the weights of now, which after skipped steps are those of the last finite one.
+        # A copy holds the current weights; skipped steps do not change them, so they are those of the last finite step.
         run = replace(self._about, state=self._finite, optimizer_steps=self._engine.optimizer_steps)
         self._make_room(step)
-        # Where a writer failed, the ranks look what can be done, on a full disk for instance.
+        # After a writer has failed, the ranks save synchronously, which can delete checkpoints on a full disk.
         if last or settled is Stage.failed or not self._order(run):
             self._save_now(run, last)
 
     def _save_local(self) -> None:
-        """Copies the state for a local checkpoint alone."""
+        """Copies the state for a local checkpoint only, not for disk."""
         self._beats.enter(SAVING)
         if not self._local_writers_are_done(wait=False) or not self._copies_are_sent():
             return
         control, writer = self._engine.grid.control, self._writer
         run = replace(self._about, state=self._finite, optimizer_steps=self._engine.optimizer_steps)
-        # A writer that is stopped may go on later, until it is killed.
+        # A writer that is stopped may continue later, until it is killed.
         busy = self._ordered is not None and writer is not None
         reads = busy and control.any(writer is not None and writer.progress().stage in (Stage.writing, Stage.lost))
         self._start_copy(run, None, self._image if reads else None)
 
     def _local_writers_are_done(self, *, wait: bool) -> bool:
-        """Whether local checkpoints go on and all ranks have completed the last one, so that another can be made."""
+        """Whether local checkpoints are on and all ranks have completed the last one, so that another can begin."""
         local = self._local
         if local is None:
             return False
@@ -295,7 +300,7 @@ class CheckpointHook:
         return progress.stage is Stage.done
 
     def _copies_are_sent(self) -> bool:
-        """Whether no rank sends the last local checkpoint to another node any more: another one can be made."""
+        """Whether every rank has sent its last local checkpoint to another node, so that another can begin."""
         if self._local is None:
             return False
         progress = self._local.replication()
@@ -316,12 +321,12 @@ class CheckpointHook:
         return not progress.busy
 
     def _start_copy(self, run: RunRecord, order: SaveOrder | None, read: int | None = None) -> None:
-        """Copies the state into an image, which becomes a local checkpoint where there are any.
+        """Copies the state into an image, which becomes a local checkpoint if these are on.
 
         Args:
-            run: what a local checkpoint says of the run.
-            order: of the writer for the disk, once the image that it names is known and copied.
-            read: image that a writer brings to disk, on any rank.
+            run: the run's record in the local checkpoint.
+            order: order to the writer to save the image to disk once it is copied; None: the image is not saved.
+            read: number of the image that a writer on any rank is saving to disk; None: no writer is.
         """
         shards, local = self._engine.named_shards(owned=not self._copies_all), self._local
 
@@ -334,7 +339,7 @@ class CheckpointHook:
             copying = self._images[0].start_copy(shards, partial(write, 0))
         else:
             with suppress(OSError):
-                # Processes may end, and the file stays what it is: it need not be on disk.
+                # A local checkpoint survives the processes, not the node, so the ledger need not be synced to disk.
                 run = replace(run, ledger=self._ledger(wait=False))
             copying = local.copy(shards, run, self._saved_step, read, write)
         self._copying = copying
@@ -350,7 +355,7 @@ class CheckpointHook:
         self._engine.before_update(wait)
 
     def _end_copy(self) -> None:
-        """Waits for the last copy; after an optimizer step it is complete."""
+        """Waits for the last copy, which is complete once the next optimizer step is."""
         if self._copying is not None:
             self._engine.before_update(None)
             self._copying.wait()
@@ -360,7 +365,7 @@ class CheckpointHook:
         return self._metrics.record(wait=wait) if self._metrics is not None else None
 
     def _order(self, run: RunRecord) -> bool:
-        """Copies the state and lets the writers save it; False where that cannot be, on all ranks."""
+        """Copies the state and orders the writers to save it; False on all ranks if that is not possible."""
         writer, final = self._writer, step_folder(self._run_dir, run.state["step"])
         if writer is None:
             return False
@@ -368,7 +373,7 @@ class CheckpointHook:
 
         def begin() -> LedgerRecord | None:
             prepare(hidden_folder(final, "partial"))
-            # As it is now: what comes after this step is not in the checkpoint.
+            # Taken now: the checkpoint must not include metrics of later steps.
             return self._ledger()
 
         try:
@@ -385,7 +390,8 @@ class CheckpointHook:
         return True
 
     def _report_commit(self) -> None:
-        """Rank 0 notes the commit of the checkpoint that it ordered; the others learn of it at the next save."""
+        """On rank 0, records the commit of the checkpoint that the writers save; other ranks learn of it later, at the
+        next save."""
         if self._ordered is None or self._writer is None or self._engine.grid.rank or self._saved_step == self._ordered:
             return
         progress = self._writer.progress()
@@ -399,10 +405,10 @@ class CheckpointHook:
         self._events.write("checkpoint_saved", step=step, folder=folder.name, save_s=waited_s, **more)
 
     def _settle(self, wait: bool) -> Stage:
-        """Finds out on all ranks what became of the last order: done, failed or still writing; idle without one.
+        """Outcome of the last order on all ranks: done, failed or still writing; idle if there was none. Collective.
 
         Args:
-            wait: until it is not.
+            wait: wait until no rank is writing.
         """
         writer, control = self._writer, self._engine.grid.control
         if self._ordered is None or writer is None:
@@ -430,7 +436,7 @@ class CheckpointHook:
         return Stage.done
 
     def _give_up_order(self, wrong: list[tuple[int, str]], lost: bool) -> None:
-        """After a failure of a writer: this save, and after the loss of a writer every save, is made by the ranks."""
+        """Handles a failed writer: the ranks make this save synchronously, and every later one if a writer is lost."""
         writer, control = self._writer, self._engine.grid.control
         assert writer is not None
         named = "; ".join(f"rank {rank}: {why}" for rank, why in wrong[:_NAMED])
@@ -448,7 +454,7 @@ class CheckpointHook:
             self._events.write("synchronous_saves", level="warning", reason=named)
 
     def _save_now(self, run: RunRecord, last: bool) -> None:
-        """Saves while training waits."""
+        """Saves synchronously."""
         step = run.state["step"]
         self._beats.enter(_SAVING_LAST if last else f"{SAVING}, training waits")
         start = time.perf_counter()
@@ -472,7 +478,7 @@ class CheckpointHook:
         self._committed(step, time.perf_counter() - start)
 
     def _write(self, run: RunRecord) -> Path:
-        """Saves; on a full disk again without one of the older checkpoints, until only the newest is left.
+        """Saves synchronously. On a full disk, deletes an older checkpoint and retries, until only the newest is left.
 
         Raises:
             SaveError: on every rank.
@@ -497,10 +503,11 @@ class CheckpointHook:
                 self._events.write("checkpoint_removed", level="warning", step=step, folders=[gone], reason=str(error))
 
     def _make_room(self, step: int) -> None:
-        """Where a disk has no room for a checkpoint, rank 0 deletes recent ones before it is written.
+        """On rank 0, deletes recent checkpoints before a save if the disk has too little space for it.
 
-        Those that stay for their step or their loss give way to a failure only: what a disk says of its free space is
-        not always true. The newest stays. A step after it was finite, or nothing would be saved now: it is enough.
+        Checkpoints kept for their step or their loss are deleted only after a save has failed, since the free space
+        that a disk reports is not always correct. The newest is kept. It suffices: a step after it was finite, or
+        nothing would be saved now.
         """
         if not self._config.keep or self._engine.grid.rank:
             return
@@ -508,11 +515,11 @@ class CheckpointHook:
         def free() -> int:
             return shutil.disk_usage(self._run_dir).free
 
-        # The save itself fails of what is wrong with the disk.
+        # The save itself reports errors of the disk.
         with suppress(OSError):
             if free() >= self._checkpoint_bytes or (self._fence is not None and self._fence.reason()):
                 return
-            # What a killed start left behind takes room, too.
+            # Leftovers of a killed start take space, too.
             prepare(hidden_folder(step_folder(self._run_dir, step), "partial"))
             while (room := free()) < self._checkpoint_bytes:
                 gone = make_room(self._run_dir, step, self._retention(), all_reasons=False)
@@ -522,12 +529,12 @@ class CheckpointHook:
                 self._events.write("checkpoint_removed", level="warning", step=step, folders=[gone], reason=reason)
 
     def _retention(self, *, newest_is_proven: bool = False) -> Retention:
-        """Which checkpoints stay, as rank 0 knows: the others remove none."""
+        """Which checkpoints are kept; valid on rank 0 only, the other ranks remove none."""
         losses: dict[int, float] = {}
         if self._losses is not None and self._engine.grid.rank == 0:
             try:
                 losses = self._losses.values()
             except OSError:
-                # Nobody knows which the best ones are.
+                # The best checkpoints are unknown.
                 return KEEP_ALL
         return self._config.retention(losses, newest_is_proven=newest_is_proven)

@@ -1,8 +1,7 @@
-"""A rank's state in shared memory, laid out byte for byte as the file of it (`rank_file`).
+"""State images: a rank's state in shared memory, with the byte layout of its checkpoint file (`rank_file`).
 
-The rank copies its tensors into an image while it runs the next forward and backward passes; another process writes the
-image to disk, or completes it in place: with checksums and a header, an image that is a file of /dev/shm is a file of
-safetensors.
+The rank copies its tensors into an image while it runs the next forward and backward passes. Another process writes the
+image to disk, or completes it in place: with checksums and a header, an image in /dev/shm is a safetensors file.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from megads.checkpoint.tensor_file import NO_CHECKSUM, checksum, encode_header
 from megads.engine.interface import Shard
 
 _ALIGNMENT = 64
-"""Of the data in an image, in bytes: copies are quicker from the start of a cache line."""
+"""Alignment of the data in an image, in bytes: copies that start at a cache line are faster."""
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Of a tensor in an image: a `Shard` with its first byte there in place of the tensor.
+    """A tensor's location in an image: the fields of a `Shard`, with its first byte in place of the tensor.
 
     Attributes:
-        owned: this rank speaks for it in a checkpoint on disk.
+        owned: whether this rank saves it in a checkpoint on disk.
     """
 
     key: str
@@ -45,7 +44,7 @@ class _Place:
     owned: bool
 
     def view(self, memory: Tensor) -> Shard:
-        """The tensor in memory, which is a tensor of bytes."""
+        """The shard as a view of `memory`, a uint8 tensor."""
         count = self.dtype.itemsize * torch.Size(self.shape).numel()
         tensor = memory[self.start : self.start + count].view(self.dtype).reshape(self.shape)
         return Shard(self.key, self.global_shape, self.offset, tensor)
@@ -53,11 +52,11 @@ class _Place:
 
 @dataclass(frozen=True)
 class ImageLayout:
-    """Where everything is in an image.
+    """Locations of all tensors in an image.
 
     Attributes:
-        places: of the tensors, in their order.
-        size: of the image in bytes, header included.
+        places: locations of the tensors, in file order.
+        size: bytes of the image, header included.
     """
 
     places: tuple[_Place, ...]
@@ -65,11 +64,11 @@ class ImageLayout:
 
     @classmethod
     def of(cls, held: Sequence[Shard], owned: Sequence[Shard]) -> ImageLayout:
-        """The layout of an image that holds shards.
+        """The layout of an image.
 
         Args:
-            held: what it holds.
-            owned: those of them that this rank speaks for in a checkpoint on disk.
+            held: all shards in the image.
+            owned: those of them that this rank saves in a checkpoint on disk.
         """
         kept, speaks_for = in_file_order(held), {(shard.key, tuple(shard.offset)) for shard in owned}
         start, places = 0, []
@@ -86,17 +85,17 @@ class ImageLayout:
 
 
 def in_file_order(shards: Sequence[Shard]) -> list[Shard]:
-    """Those with elements, wide dtypes first: a file has no gaps, and each tensor starts at a multiple of its width."""
+    """Non-empty shards, widest dtype first: a file has no gaps, so this aligns each tensor to its element size."""
     return sorted((shard for shard in shards if shard.tensor.numel()), key=lambda shard: -shard.tensor.dtype.itemsize)
 
 
 class StateImage:
-    """Shared memory with a rank's state.
+    """Shared memory that holds a rank's state.
 
     Args:
-        layout: of what it holds.
-        descriptor: of a file in memory of that size at least; it stays open.
-        resident: makes all of it resident now.
+        layout: locations of the tensors.
+        descriptor: descriptor of a file in memory, at least as large as the layout; it stays open.
+        resident: populate all pages now.
     """
 
     def __init__(self, layout: ImageLayout, descriptor: int, *, resident: bool = False) -> None:
@@ -109,10 +108,10 @@ class StateImage:
 
     @classmethod
     def anonymous(cls, layout: ImageLayout) -> StateImage:
-        """An image that no folder holds, all of it resident.
+        """An image in anonymous memory, with all pages resident.
 
         Raises:
-            OSError: the machine has not that much memory.
+            OSError: the machine does not have that much memory.
         """
         descriptor = os.memfd_create("megads-checkpoint", os.MFD_CLOEXEC)
         try:
@@ -123,16 +122,16 @@ class StateImage:
             raise
 
     def pin(self) -> None:
-        """Page-locks the memory, so that copies from a GPU run at the bus's speed. Raises torch.cuda.CudaError."""
+        """Page-locks the memory, for copies from a GPU at full bus bandwidth. Raises torch.cuda.CudaError."""
         cudart: Any = torch.cuda.cudart()
         torch.cuda.check_error(int(cudart.cudaHostRegister(self._memory.data_ptr(), self._memory.numel(), 0)))
 
     def start_copy(self, shards: Sequence[Shard], then: Callable[[], None]) -> StateCopy:
-        """Starts to copy the rank's state.
+        """Starts an asynchronous copy of the rank's state into the image.
 
         Args:
-            shards: those of the layout; they must not change before `StateCopy.before_update` has returned.
-            then: is called once all is in the image, by a thread of its own.
+            shards: the shards of the layout; they must not change before `StateCopy.before_update` has returned.
+            then: called by a separate thread when the copy is complete.
         """
         kept = in_file_order(shards)
         for place, shard in zip(self.layout.places, kept, strict=True):
@@ -141,7 +140,7 @@ class StateImage:
         return StateCopy(pairs, then)
 
     def seal(self) -> FileRecord:
-        """Writes the header with the checksums of what was copied: the image is a rank's file now."""
+        """Writes the header with the checksums of the copied tensors, which completes the image as a rank's file."""
         if not self.shards:
             return FileRecord(0, "")
         layouts, notes = describe(self.shards)
@@ -151,14 +150,14 @@ class StateImage:
 
 
 class StateCopy:
-    """A copy of a rank's state that goes on beside the training.
+    """An asynchronous copy of a rank's state, overlapped with training.
 
-    From a GPU it runs on a stream of its own, into pinned memory; the next optimizer step waits for it on the device.
-    On a CPU a thread copies, and the next optimizer step waits for that.
+    From a GPU it runs on a separate stream into pinned memory, and the next optimizer step waits for it on the device.
+    On a CPU a thread copies, and the next optimizer step waits for the thread.
 
     Args:
         pairs: destination and source of every tensor.
-        then: is called once all is copied, by the thread.
+        then: called by the thread when the copy is complete.
     """
 
     def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], then: Callable[[], None]) -> None:
@@ -168,13 +167,13 @@ class StateCopy:
         on_cpu = [pair for pair in pairs if not pair[1].is_cuda]
         if len(on_cpu) < len(pairs):
             self._copied = self._on_own_stream([pair for pair in pairs if pair[1].is_cuda])
-        # A rank that fails does not wait for it.
+        # A daemon, so that a failing rank can exit without waiting for it.
         self._thread = threading.Thread(target=self._run, args=(on_cpu,), name="checkpoint-copy", daemon=True)
         self._thread.start()
 
     @staticmethod
     def _on_own_stream(pairs: Sequence[tuple[Tensor, Tensor]]) -> torch.cuda.Event:
-        """Enqueues copies behind what the current stream has been given so far."""
+        """Enqueues the copies on a new stream, after the work that is queued on the current stream."""
         device = pairs[0][1].device
         stream, copied = torch.cuda.Stream(device), torch.cuda.Event()
         stream.wait_stream(torch.cuda.current_stream(device))
@@ -187,7 +186,7 @@ class StateCopy:
     def _run(self, on_cpu: Sequence[tuple[Tensor, Tensor]]) -> None:
         try:
             for destination, source in on_cpu:
-                # One core: torch would give this thread as many threads as the training has.
+                # NumPy copies on one core; PyTorch would use as many threads here as training does.
                 np.copyto(_bytes_of(destination), _bytes_of(source))
             if self._copied is not None:
                 self._copied.synchronize()
@@ -196,28 +195,28 @@ class StateCopy:
             self._error = error
 
     def before_update(self) -> None:
-        """Returns when the state may change: on a GPU, by what the current stream is given from now on."""
+        """Returns when the state may be modified: on a GPU, by work queued on the current stream from now on."""
         if self._copied is None:
             self.wait()
         else:
             torch.cuda.current_stream().wait_event(self._copied)
 
     def wait(self) -> None:
-        """Returns when all is copied and `then` has returned; raises what either raised."""
+        """Waits until the copy is complete and `then` has returned; raises what either raised."""
         self._thread.join()
         if self._error is not None:
             raise self._error
 
 
 def _bytes_of(tensor: Tensor) -> npt.NDArray[np.uint8]:
-    """The memory of a contiguous tensor."""
+    """The bytes of a contiguous tensor, as a view."""
     return tensor.detach().view(-1).view(torch.uint8).numpy()
 
 
 def allocate(descriptor: int, size: int) -> None:
-    """Takes the memory of a file in memory: a page that is missing later would kill with SIGBUS.
+    """Reserves the memory of a file in memory: a page that cannot be allocated later would kill with SIGBUS.
 
     Raises:
-        OSError: the machine, or the file system, has not that much.
+        OSError: the machine or the file system does not have that much.
     """
     os.posix_fallocate(descriptor, 0, max(size, 1))

@@ -1,7 +1,7 @@
-"""Weights of another run for a new one to start from: checkpoint.init_from.
+"""Initial weights from another run (checkpoint.init_from).
 
-The other run is only read, and may be training. Its layout and precision do not matter: a checkpoint holds the fp32
-master weights as rectangles of global tensors.
+The other run is only read, and may still be training. Its layout and precision do not matter: a checkpoint holds the
+fp32 master weights as rectangles of global tensors.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from megads.runtime.environment import user_cache_dir
 from megads.runtime.url import is_url
 
 _ADAPTED = ("rope_theta", "rope_scaling", "window")
-"""Keys that no weight has the shape of, and that a run on longer texts changes."""
+"""Keys that no weight shape depends on, and that a run with a longer context changes."""
 
 
 @dataclass(frozen=True)
 class WeightSource:
-    """A checkpoint whose weights a new run starts from.
+    """A checkpoint that provides the initial weights of a new run.
 
     Attributes:
         path: checkpoint.init_from.
@@ -43,17 +43,17 @@ class WeightSource:
 
     @property
     def step(self) -> int:
-        """Of the other run."""
+        """Step of the other run."""
         return self.handle.state["step"]
 
     @property
     def run_dir(self) -> Path:
-        """Of the other run."""
+        """Folder of the other run."""
         return self.handle.folder.parent.parent
 
     @property
     def tokenizer(self) -> TokenizerRecord | None:
-        """Of the other run; None where nobody knows it. Raises DataError where the record of its data is damaged."""
+        """Tokenizer of the other run; None if unknown. Raises DataError if its data record is damaged."""
         run = self.handle.manifest.run
         if run.tokenizer is not None:
             return run.tokenizer
@@ -65,13 +65,13 @@ class WeightSource:
         return "; ".join((f"{text}, all else is fresh", *(f"passed by {reason}" for reason in self.handle.passed_by)))
 
     def check_model(self, model: ModelConfig) -> list[str]:
-        """Refuses a model that the weights do not fit.
+        """Checks that the weights fit the model of the new run.
 
         Args:
-            model: of the new run; a vocabulary that is not known yet is not compared.
+            model: config of the new model; a vocabulary size that is not known yet is not compared.
 
         Returns:
-            What changes although the weights fit, a line each.
+            One line per config key that changes without affecting whether the weights fit.
 
         Raises:
             ConfigError: shape or parts differ; names each key with both values.
@@ -81,7 +81,7 @@ class WeightSource:
         if model.vocab_size is None:
             ignored.add("vocab_size")
         if kinds != {Position.learned}:
-            # The longest text that was trained, and the number of no weights.
+            # Without learned positions, no weight shape depends on it.
             ignored.add("max_seq_len")
         if kinds != {Position.rope}:
             ignored |= {"rope_theta", "rope_scaling"}
@@ -98,9 +98,9 @@ class WeightSource:
 
 
 def find_source(path: str) -> WeightSource:
-    """Finds the checkpoint that a new run will most likely start from; the ranks pass by one that is damaged.
+    """Finds the checkpoint that a new run will most likely start from; the ranks skip it if its tensors are damaged.
 
-    Of a URL no tensors are fetched, only what the checkpoint says of itself.
+    For a URL, only the metadata of the checkpoint is downloaded.
 
     Args:
         path: checkpoint.init_from.
@@ -111,7 +111,7 @@ def find_source(path: str) -> WeightSource:
     passed_by: list[str] = []
     try:
         if is_url(path):
-            # It imports drivers of stores.
+            # Imported here, since it imports fsspec.
             from megads.checkpoint.download import fetch_description
 
             folders = [fetch_description(path, described_folder(path, user_cache_dir()))]
@@ -128,15 +128,15 @@ def find_source(path: str) -> WeightSource:
 
 
 def open_source(path: str, control: ControlPlane, folder: Path | None = None) -> WeightSource:
-    """The checkpoint to start from, verified; collective, and every rank gets the same answer.
+    """The checkpoint to start from, verified; collective, and every rank gets the same result.
 
     Args:
         path: checkpoint.init_from.
-        control: of all ranks.
-        folder: where what a URL names has been fetched to; None for a path.
+        control: control plane of all ranks.
+        folder: folder of the downloaded checkpoint if path is a URL; None for a path.
 
     Raises:
-        CheckpointError: there is no usable one.
+        CheckpointError: there is no usable checkpoint.
     """
     try:
         return WeightSource(path, open_checkpoint(folder or Path(path), control))
@@ -145,7 +145,7 @@ def open_source(path: str, control: ControlPlane, folder: Path | None = None) ->
 
 
 def read_weights(source: WeightSource, shards: Sequence[Shard]) -> None:
-    """Fills the shards that are weights, and running averages with the same; what an optimizer keeps stays as it is.
+    """Fills the shards of weights and of weight averages; optimizer state is not changed.
 
     Not collective.
 

@@ -1,14 +1,15 @@
 """Local checkpoints: every rank's newest state in the memory of its node, where it survives the end of the processes.
 
-`local_files` says where. <run.dir>/local_checkpoints.json says which start's local checkpoints are those of the run as
-it is now.
+`local_files` defines the files. <run.dir>/local_checkpoints.json records which start's local checkpoints belong to the
+current state of the run.
 
-A rank copies its state into one image while the other one is complete, so there is always a step that all ranks have. A
-rank's file holds everything that the rank needs, copies that another rank owns included: nobody reads another's.
+Each rank has two images and copies its state into one while the other is complete, so there is always a step that all
+ranks have. A rank's file holds all state of the rank, including copies that another rank owns, so no rank reads the
+file of another.
 
-A start continues from them if it is the next one with the same config, ranks and software, and if all ranks find the
-same step, or a copy of theirs on another node (`replicas`); else from the newest checkpoint on disk, as it does if a
-checksum fails, or if the disk has a later step.
+A start continues from local checkpoints if it is the next one with the same config, ranks and software, and if all
+ranks find the same step on their node, or a replica of it on another node (`replicas`). Otherwise, or if a checksum
+fails or the disk has a later step, it continues from the newest checkpoint on disk.
 """
 
 from __future__ import annotations
@@ -60,11 +61,11 @@ _NAMED = 8
 
 @dataclass(frozen=True)
 class _RunsLocal:
-    """<run.dir>/local_checkpoints.json.
+    """Content of <run.dir>/local_checkpoints.json.
 
     Attributes:
-        start: the one that writes local checkpoints, number of its lease.
-        base: that it continued from, still there until its own first one; None: it continued from none.
+        start: lease number of the start that writes local checkpoints.
+        base: local checkpoint that the start continued from, kept until its own first one is complete; None: none.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -78,12 +79,12 @@ _RUNS_LOCAL = TypeAdapter(_RunsLocal)
 
 @dataclass(frozen=True)
 class _Holdings:
-    """What a rank can start from, or hand out.
+    """Local checkpoints that a rank can start from, or provide to other ranks.
 
     Attributes:
-        own: its own local checkpoints that fit, start and step.
-        others: what else its node holds: owner, start and step.
-        reason: why an own one does not fit; empty where all do.
+        own: start and step of the rank's own usable local checkpoints.
+        others: owner, start and step of other ranks' local checkpoints on its node.
+        reason: why one of its own is not usable; empty if all are.
     """
 
     own: list[Saved]
@@ -93,12 +94,12 @@ class _Holdings:
 
 @dataclass(frozen=True)
 class LocalCheckpoint(CheckpointHandle):
-    """This rank's part of a checkpoint in the memory of nodes, verified.
+    """This rank's part of a local checkpoint, verified.
 
     Attributes:
-        run_dir: of the run.
-        start: that wrote it.
-        from_replicas: ranks whose part was on another node.
+        run_dir: folder of the run.
+        start: lease number of the start that wrote it.
+        from_replicas: ranks whose part was fetched from another node.
     """
 
     run_dir: Path = Path()
@@ -128,16 +129,16 @@ class LocalCheckpoint(CheckpointHandle):
 
 @dataclass(frozen=True)
 class SealOrder:
-    """What makes a copied image a local checkpoint.
+    """Order that turns a copied image into a local checkpoint.
 
     Attributes:
-        image: number of the image that was copied.
-        folder: of that image.
-        start: that the rank belongs to.
-        computation: digest of what the run computes.
-        step_on_disk: of the newest committed checkpoint; 0: none.
-        run: what the manifest says of the run.
-        software: what it says of versions.
+        image: number of the copied image.
+        folder: folder of that image.
+        start: lease number of the rank's start.
+        computation: digest of everything that affects the run's results.
+        step_on_disk: step of the newest committed checkpoint; 0: none.
+        run: record of the run for the manifest.
+        software: software versions for the manifest.
     """
 
     image: int
@@ -149,7 +150,7 @@ class SealOrder:
     software: dict[str, str]
 
     def carry_out(self, image: StateImage, worker: Worker) -> SaveProgress:
-        """Writes header and checksums, then the file that commits the image."""
+        """Writes the header and checksums, then the file that commits the image."""
         begin, record = time.perf_counter(), image.seal()
         files, tensors = {}, {}
         if image.shards:
@@ -169,11 +170,12 @@ class LocalFolder:
     """This rank's folder in its node's memory.
 
     Args:
-        root: a folder in memory, /dev/shm for instance.
-        run_dir: of the run.
-        control: of all ranks.
-        start: that this rank belongs to, number of its lease.
-        computation: digest of what the run computes, and in which layout: after a change it continues from disk.
+        root: folder in memory, for example /dev/shm.
+        run_dir: folder of the run.
+        control: control plane of all ranks.
+        start: lease number of this rank's start.
+        computation: digest of everything that affects the run's results, and of its layout; if it has changed, the run
+            continues from disk.
         history: the checkpoints on disk that count.
     """
 
@@ -195,10 +197,10 @@ class LocalFolder:
         self._last = 0
 
     def open(self) -> str:
-        """Takes the folder for this process, on all ranks or on none; collective.
+        """Locks the folder for this process; collective.
 
         Returns:
-            Why it cannot be had; empty where it can.
+            Why a rank could not lock its folder; empty if all could.
         """
         reason = ""
         try:
@@ -213,11 +215,11 @@ class LocalFolder:
         """The newest local checkpoint that all ranks have, verified; collective.
 
         Args:
-            replicas: fetches what a rank has not, or has damaged, from another node; None: nothing is.
-            local: number of this rank on its node, and ranks there, which share out what the node's memory holds.
+            replicas: fetches missing or damaged parts from another node; None: no part is fetched.
+            local: local rank and local world size; the ranks of a node split the scan of the node's memory.
 
         Returns:
-            This rank's part; and why later ones are not used. None where there is none.
+            This rank's part, None if there is none; and why later ones are not used.
         """
         valid, on_disk, folders = on_first(self._control, self._state_of_run, tuple[_RunsLocal | None, int, list[int]])
         if valid is None:
@@ -252,7 +254,7 @@ class LocalFolder:
     def _held_of_others(
         self, valid: _RunsLocal, on_disk: int, folders: Collection[int], local: tuple[int, int]
     ) -> list[tuple[int, int, int]]:
-        """What this node's memory holds of ranks, as owner, start and step; this rank names its share of the owners."""
+        """Owner, start and step of other ranks' local checkpoints on this node, for this rank's share of the owners."""
         held = []
         for folder, owner in held_folders(self.node).items():
             if folder != self._folder and owner % local[1] == local[0]:
@@ -265,10 +267,10 @@ class LocalFolder:
     def _take(
         self, saved: Saved, own: dict[Saved, tuple[Path, LocalCommit]], replicas: Replicas | None, holders: list[int]
     ) -> tuple[Path, LocalCommit, bool]:
-        """This rank's image of a local checkpoint, verified, and whether it was fetched.
+        """This rank's image of a local checkpoint, verified, its commit record, and whether it was fetched.
 
         Raises:
-            CheckpointError: it is not to be had.
+            CheckpointError: the image is damaged or cannot be fetched.
         """
         if saved in own:
             try:
@@ -283,8 +285,8 @@ class LocalFolder:
         return image, replicas.fetch(saved, holders, image), True
 
     def _state_of_run(self) -> tuple[_RunsLocal | None, int, list[int]]:
-        """Whose local checkpoints are the run's, None for nobody's; the newest readable step on disk, 0 for none; and
-        all steps with a folder there, damaged ones too."""
+        """Record of the start whose local checkpoints are valid, None if there is none; newest readable step on disk, 0
+        if there is none; all steps with a checkpoint folder on disk, including damaged ones."""
         on_disk, folders = newest_step(self._run_dir, self._history), list(list_checkpoints(self._run_dir))
         try:
             return _RUNS_LOCAL.validate_json(read_regular(self._run_dir / RECORD_FILE)), on_disk, folders
@@ -292,10 +294,10 @@ class LocalFolder:
             return None, on_disk, folders
 
     def _unfit(self, commit: LocalCommit, on_disk: int, folders: Collection[int]) -> str:
-        """Why a local checkpoint is not what this start continues from; empty where it is."""
+        """Why this start cannot continue from a local checkpoint; empty if it can."""
         manifest = commit.contents()
         step, before = manifest.run.state["step"], commit.step_on_disk
-        # Who removes a checkpoint wants to go on from an earlier one; a damaged one is still there.
+        # A user who removes a checkpoint wants to continue from an earlier one; a damaged one still has its folder.
         removed = on_disk < before and before not in folders
         for wrong, why in (
             (commit.computation != self._computation, "what the run computes, or its layout, has changed since"),
@@ -309,15 +311,15 @@ class LocalFolder:
         return ""
 
     def allocate(self, held: Sequence[Shard], owned: Sequence[Shard], base: LocalCheckpoint | None) -> list[StateImage]:
-        """Makes the images, all of them resident; memory of an earlier start is used again. Not collective.
+        """Allocates the images, with all pages resident, and reuses memory of an earlier start. Not collective.
 
         Args:
-            held: everything that this rank holds.
-            owned: what of it the rank speaks for in a checkpoint on disk.
-            base: that this start continues from: it stays until another one is complete.
+            held: all shards that this rank holds.
+            owned: those of them that the rank saves in a checkpoint on disk.
+            base: local checkpoint that this start continues from; it is kept until another one is complete.
 
         Raises:
-            OSError: the node's memory has not that much.
+            OSError: the node does not have that much memory.
         """
         layout, images = ImageLayout.of(held, owned), []
         for number, name in enumerate(IMAGES):
@@ -341,7 +343,7 @@ class LocalFolder:
         return images
 
     def missing_bytes(self, held: Sequence[Shard]) -> int:
-        """Memory that `allocate` takes beside what files of an earlier start have taken."""
+        """Bytes that `allocate` takes in addition to the files of an earlier start."""
         size, there = sum(shard.tensor.nbytes for shard in held), 0
         for name in IMAGES:
             with suppress(OSError):
@@ -349,7 +351,7 @@ class LocalFolder:
         return len(IMAGES) * size - there
 
     def begin(self, base: LocalCheckpoint | None) -> None:
-        """From now on the run's local checkpoints are those of this start; collective.
+        """Records that the run's local checkpoints are now those of this start; collective.
 
         Raises:
             RanksFailed: the run's folder cannot be written to.
@@ -363,27 +365,28 @@ class LocalFolder:
         on_first(self._control, write, type(None))
 
     def next_image(self, read: int | None) -> int:
-        """Which image to copy into: not the newest one, unless the other is being written to disk.
+        """Which image to copy into: the older one, unless it must be kept.
 
         Args:
-            read: image that stays: a writer reads it on any rank, or it is the last one of which all ranks have copies
-                on other nodes.
+            read: number of an image that must be kept, because a writer on any rank reads it, or because it is the
+                newest one with complete replicas of all ranks; None: none.
         """
         older = 1 - self._last
         return self._last if read == older else older
 
     def invalidate(self, image: int) -> None:
-        """What the image holds is no local checkpoint any more."""
+        """Marks an image as no longer a local checkpoint."""
         invalidate_image(self._folder / IMAGES[image])
 
     def order(self, image: int, run: RunRecord, step_on_disk: int) -> SealOrder:
-        """What completes an image that was copied."""
+        """The order that completes a copied image; it is the newest image from now on."""
         self._last = image
         folder, computation = self._folder / IMAGES[image], self._computation
         return SealOrder(image, folder, self._start, computation, step_on_disk, run, self._software)
 
     def sweep(self) -> None:
-        """Frees the memory of ranks that this node has no longer; called by one rank of a node, once all are open."""
+        """Frees the memory of ranks that are no longer on this node; called by one rank per node, after all have called
+        `open`."""
         for folder in held_folders(self.node):
             with suppress(OSError):
                 os.close(lock_folder(folder, wait=False))
@@ -395,36 +398,36 @@ class LocalFolder:
         return self._last
 
     def remove(self) -> None:
-        """Frees the memory: the state is on disk."""
+        """Frees the memory, once the state is on disk."""
         shutil.rmtree(self._folder, ignore_errors=True)
         with suppress(OSError):
             self.node.rmdir()
         self.close()
 
     def close(self) -> None:
-        """Lets go of the folder."""
+        """Releases the lock of the folder."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
 
 def newest_step(run_dir: Path, history: History = EVERYTHING) -> int:
-    """Of the newest checkpoint on disk that counts and whose manifest can be read; 0: there is none."""
+    """Step of the newest checkpoint on disk that counts and whose manifest is readable; 0 if there is none."""
     newest = newest_manifest(run_dir, history)
     return newest.run.state["step"] if newest is not None else 0
 
 
 def forget(run_dir: Path) -> None:
-    """No local checkpoint is the run's any more; called by one rank of a start that writes none."""
+    """Invalidates all local checkpoints of the run; called by one rank of a start that writes none."""
     (run_dir / RECORD_FILE).unlink(missing_ok=True)
 
 
 def _shared(found: Sequence[_Holdings], rank: int) -> tuple[set[Saved], dict[Saved, list[int]]]:
-    """What every rank has or can fetch; and the ranks from which this one can fetch it.
+    """Local checkpoints that every rank has or can fetch, and the ranks from which this rank can fetch each.
 
     Args:
         found: holdings of all ranks, by rank.
-        rank: this one.
+        rank: this rank.
     """
     held = [set(holdings.own) for holdings in found]
     holders: dict[Saved, list[int]] = {}
@@ -438,7 +441,7 @@ def _shared(found: Sequence[_Holdings], rank: int) -> tuple[set[Saved], dict[Sav
 
 
 def _why_none(found: Sequence[_Holdings], *, replicated: bool) -> str:
-    """Why there is no local checkpoint that all ranks have."""
+    """The reason why no local checkpoint is on all ranks."""
     nobody = ", and no other node holds a copy" if replicated else ""
     held_elsewhere = {owner for holdings in found for owner, *_ in holdings.others}
     lacking = [
@@ -451,5 +454,5 @@ def _why_none(found: Sequence[_Holdings], *, replicated: bool) -> str:
 
 
 def first_reason(reasons: Iterable[str]) -> str:
-    """The first that is not empty; empty where all are."""
+    """The first non-empty reason; empty if there is none."""
     return next(filter(None, reasons), "")

@@ -1,10 +1,10 @@
-"""The files of local checkpoints in a node's memory, of its own ranks and of ranks elsewhere that it keeps a copy of.
+"""Files of local checkpoints in a node's memory: those of its own ranks, and replicas of ranks on other nodes.
 
 /dev/shm/megads-<user>-<hash of the run's folder>/
   rank_00003/lock                           held by the process that writes here
   rank_00003/a/rank_00003.safetensors       an image of the state, see `image`; b is the other one
   rank_00003/a/local.json                   commits it: its manifest, and which start wrote it
-  replica_of_rank_00005/...                 the same of a rank on another node, see `replicas`
+  replica_of_rank_00005/...                 same files for a rank on another node, see `replicas`
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from megads.runtime.files import atomic_writer, read_regular
 IMAGES = ("a", "b")
 _COMMIT_FILE, _LOCK_FILE = "local.json", "lock"
 _LOCK_WAIT_S, _POLL_S = 5.0, 0.01
-"""For the process that was this rank to be gone."""
+"""Longest wait, and polling interval, for a previous process of the rank to release its lock."""
 _OWN, _REPLICA = "rank_", "replica_of_rank_"
 Saved = tuple[int, int]
-"""Number of the start that wrote a local checkpoint, and its step."""
+"""Lease number of the start that wrote a local checkpoint, and its step."""
 
 
 @dataclass(frozen=True)
 class LocalCommit:
-    """local.json.
+    """Content of local.json, which commits an image.
 
     Attributes:
-        start: that wrote it, number of its lease.
-        world_size: ranks at that time.
-        computation: digest of what the run computes.
-        step_on_disk: newest committed checkpoint at that time; 0: none.
+        start: lease number of the start that wrote it.
+        world_size: number of ranks of that start.
+        computation: digest of everything that affects the run's results.
+        step_on_disk: step of the newest committed checkpoint at that time; 0: none.
         manifest: `Manifest.encode` of this rank's part.
     """
 
@@ -59,17 +59,17 @@ class LocalCommit:
 
     @classmethod
     def decode(cls, text: bytes) -> LocalCommit:
-        """Reads what `encode` wrote; raises ValidationError or CheckpointError on anything else."""
+        """Inverse of `encode`; raises ValidationError or CheckpointError on invalid text."""
         commit = _COMMIT.validate_json(text)
         commit.contents()
         return commit
 
     def encode(self) -> bytes:
-        """As JSON."""
+        """JSON text."""
         return json.dumps(asdict(self)).encode()
 
     def contents(self) -> Manifest:
-        """What the image holds; raises CheckpointError where that is damaged."""
+        """Manifest of the image; raises CheckpointError if it is damaged."""
         return Manifest.decode(self.manifest.encode())
 
     @property
@@ -81,28 +81,28 @@ _COMMIT = TypeAdapter(LocalCommit)
 
 
 def node_folder(root: Path, run_dir: Path) -> Path:
-    """Where the ranks of a node keep the local checkpoints of a run."""
+    """Folder for the local checkpoints of a run in a node's memory."""
     run = hashlib.sha256(str(run_dir.absolute()).encode()).hexdigest()[:16]
     return root / f"megads-{os.getuid()}-{run}"
 
 
 def own_folder(node: Path, rank: int) -> Path:
-    """A rank's own images."""
+    """Folder of a rank's own images."""
     return node / f"{_OWN}{rank:05d}"
 
 
 def replica_folder(node: Path, rank: int) -> Path:
-    """Copies of the images of a rank on another node."""
+    """Folder of the replicas of a rank on another node."""
     return node / f"{_REPLICA}{rank:05d}"
 
 
 def held_folders(node: Path) -> dict[Path, int]:
-    """The folders of images in a node's memory, own ones first, and whose state each holds."""
+    """Folders of images in a node's memory, those of its own ranks first, with the rank whose state each holds."""
     return {path: int(path.name.rpartition("_")[2]) for kind in (_OWN, _REPLICA) for path in node.glob(f"{kind}[0-9]*")}
 
 
 def held_in_memory(root: Path, run_dir: Path) -> tuple[int, int]:
-    """The newest step that all ranks of a run on this node hold, 0 for none; and the bytes that all of it takes."""
+    """Newest step that all ranks of a run on this node hold, 0 if there is none; and the bytes of all images."""
     folders = held_folders(node_folder(root, run_dir))
     own = [folder for folder in folders if folder.name.startswith(_OWN)]
     steps = [{step for _, step in committed(folder)} for folder in own]
@@ -111,20 +111,20 @@ def held_in_memory(root: Path, run_dir: Path) -> tuple[int, int]:
 
 
 def newest_in_memory(root: Path, run_dir: Path) -> Manifest | None:
-    """What the newest local checkpoint on this node holds of one rank; None where there is none."""
+    """Manifest of one rank in the newest local checkpoint on this node; None if there is none."""
     folders = held_folders(node_folder(root, run_dir))
     commits = {saved: commit for folder in folders for saved, (_, commit) in committed(folder).items()}
     return commits[max(commits)].contents() if commits else None
 
 
 def open_folder(folder: Path) -> int:
-    """Makes a folder for images, and takes it for this process.
+    """Creates a folder for images and locks it for this process.
 
     Returns:
-        Descriptor of its lock, held until it is closed.
+        Descriptor of the lock, which is held until the descriptor is closed.
 
     Raises:
-        OSError: it is somebody else's, or another process writes there.
+        OSError: the folder belongs to another user, or another process holds the lock.
     """
     _make_own(folder.parent)
     for image in IMAGES:
@@ -133,22 +133,22 @@ def open_folder(folder: Path) -> int:
 
 
 def _make_own(folder: Path) -> None:
-    """Makes a folder that nobody else can write to.
+    """Creates a folder that no other user can write to.
 
     Raises:
-        OSError: it is somebody else's.
+        OSError: the folder exists and belongs to another user, or others can write to it.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise OSError(0, "it belongs to somebody else, or others can write to it", str(folder))
+        raise OSError(0, "it belongs to another user, or others can write to it", str(folder))
 
 
 def lock_folder(folder: Path, *, wait: bool = True) -> int:
-    """Descriptor of the lock of a folder, which this process holds until it ends.
+    """Locks a folder; returns the descriptor of the lock, which is held until the process ends or closes it.
 
     Raises:
-        OSError: another process holds it.
+        OSError: another process holds the lock.
     """
     path = folder / _LOCK_FILE
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -166,25 +166,25 @@ def lock_folder(folder: Path, *, wait: bool = True) -> int:
 
 
 def commit_image(image: Path, commit: LocalCommit) -> None:
-    """Makes a local checkpoint of an image that is complete. Raises OSError."""
+    """Commits a complete image as a local checkpoint. Raises OSError."""
     with atomic_writer(image / _COMMIT_FILE) as file:
         file.write(commit.encode())
 
 
 def invalidate_image(image: Path) -> None:
-    """What the image holds is no local checkpoint any more."""
+    """Marks an image as no longer a local checkpoint."""
     (image / _COMMIT_FILE).unlink(missing_ok=True)
 
 
 def read_commit(image: Path) -> LocalCommit | None:
-    """What commits an image; None where it is not committed."""
+    """The commit record of an image; None if it is not committed."""
     with suppress(OSError, ValidationError, CheckpointError):
         return LocalCommit.decode(read_regular(image / _COMMIT_FILE))
     return None
 
 
 def committed(folder: Path) -> dict[Saved, tuple[Path, LocalCommit]]:
-    """The images of a folder, by start and step; nobody has looked at the tensors."""
+    """Committed images in a folder, by start and step; their tensors are not verified."""
     found = {}
     for name in IMAGES:
         commit = read_commit(folder / name)
@@ -194,12 +194,13 @@ def committed(folder: Path) -> dict[Saved, tuple[Path, LocalCommit]]:
 
 
 def image_to_replace(folder: Path, start: int, base: Saved | None) -> Path:
-    """Which image of a folder gives way to another one: one that is no local checkpoint, else the older.
+    """Which image of a folder to overwrite: an uncommitted one; else one that is neither of this start nor its base;
+    else the older.
 
     Args:
-        folder: with the images.
-        start: the one that writes now.
-        base: that it continued from: an image that neither this start wrote nor it continued from gives way first.
+        folder: folder of the images.
+        start: lease number of the start that writes now.
+        base: start and step of the local checkpoint that it continued from; None: none.
     """
 
     def value(image: Path) -> tuple[bool, bool, Saved]:
@@ -211,6 +212,6 @@ def image_to_replace(folder: Path, start: int, base: Saved | None) -> Path:
 
 
 def verify_image(image: Path, commit: LocalCommit) -> None:
-    """Raises CheckpointError where a checksum of a rank's file does not hold."""
+    """Raises CheckpointError if a rank's file does not match its checksums."""
     manifest = commit.contents()
     verify_files(image, manifest, sorted(manifest.files))

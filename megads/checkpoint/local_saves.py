@@ -1,4 +1,4 @@
-"""Makes local checkpoints while a run trains: copies, and a process that completes them (`local`)."""
+"""Writes local checkpoints during training: copies the state, and a writer process completes the copy (`local`)."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _NAMED = 3
 
 
 class LocalSaves:
-    """Keeps a rank's local checkpoints while it trains. Made by `train` before everything else: it forks a process.
+    """Local checkpoints of a rank. `train` creates it first of all, since it forks processes.
 
     Args:
-        config: says when and where.
-        environment: of this rank.
-        computation: digest of what the run computes, and in which layout.
-        timeout_s: a writer that takes longer has hung.
+        config: interval, folder and replication.
+        environment: environment of this rank.
+        computation: digest of everything that affects the run's results, and of its layout.
+        timeout_s: a writer that takes longer is considered hung.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class LocalSaves:
         self.images: list[StateImage] = []
 
     def open(self, run_dir: Path, control: ControlPlane, history: History = EVERYTHING) -> None:
-        """Takes this rank's folder; where that cannot be had, `allocate` says why. Collective.
+        """Locks this rank's folder; if that fails, `allocate` returns the reason. Collective.
 
         Args:
             run_dir: the run's folder.
-            control: of all ranks.
+            control: control plane of all ranks.
             history: the checkpoints on disk that count.
         """
         self._control = control
@@ -66,17 +66,17 @@ class LocalSaves:
             self._do_without_replicas(self._replicas.open(folder.node, control))
 
     def _do_without_replicas(self, reason: str) -> None:
-        """Ends copies on other nodes for a reason; goes on with them where that is empty."""
+        """Turns replication off if there is a reason; does nothing if it is empty."""
         if reason and self._replicas is not None:
             self.replica_refusal = reason
             self._replicas.remove()
             self._replicas = None
 
     def find(self) -> list[str]:
-        """Finds the local checkpoint that this start continues from, which is `base`; collective, after `open`.
+        """Finds the local checkpoint that this start continues from and sets `base`; collective, after `open`.
 
         Returns:
-            Why there is none, or no later one.
+            Why there is none, or why later ones are not used.
         """
         if self._folder is None:
             return []
@@ -85,15 +85,15 @@ class LocalSaves:
         return passed_by
 
     def allocate(self, held: Sequence[Shard], owned: Sequence[Shard], free_bytes: int) -> str:
-        """Takes the memory, on all ranks or on none; collective.
+        """Allocates the images; collective.
 
         Args:
-            held: everything that this rank holds.
-            owned: what of it the rank speaks for in a checkpoint on disk.
-            free_bytes: of the node's memory, this rank's share.
+            held: all shards that this rank holds.
+            owned: those of them that the rank saves in a checkpoint on disk.
+            free_bytes: this rank's share of the node's free memory.
 
         Returns:
-            Why there cannot be local checkpoints; empty where there can.
+            Why local checkpoints are not possible on some rank; empty if they are possible on all.
         """
         if self._folder is None:
             return self._refusal
@@ -118,7 +118,7 @@ class LocalSaves:
         if not reason and self._replicas is not None:
             self._do_without_replicas(self._replicas.allocate(self.images[0].layout.size, max(0, free_bytes - size)))
             if self.base is not None:
-                # Whatever kept a copy of it may be gone.
+                # The node that held its replica may be lost, so it is sent again.
                 self._send(self.base.folder, self.base.saved)
         return reason
 
@@ -128,7 +128,7 @@ class LocalSaves:
             self._replicas.send(image, saved, self._environment.lease or 0, base)
 
     def replication(self) -> ReplicaProgress:
-        """Where the copies of the last local checkpoint on other nodes are; collective where there are any."""
+        """Replication of the last local checkpoint; collective if replication is on."""
         if self._replicas is None or self._folder is None:
             return ReplicaProgress()
         progress = self._replicas.progress()
@@ -139,7 +139,7 @@ class LocalSaves:
         return progress
 
     def due(self, step: int, *, finite: bool) -> bool:
-        """Whether this step's state is to be copied; a step that is not finite leaves it to the next that is."""
+        """Whether to copy the state of this step; after a non-finite step, the next finite one is due instead."""
         self._due = self._step != step and (self._due or step % self._config.local_every_steps == 0)
         return finite and self._due
 
@@ -151,17 +151,19 @@ class LocalSaves:
         read: int | None,
         then: Callable[[int], None],
     ) -> StateCopy:
-        """Starts to copy the state, after which the writer completes the image; only when `settle` has found all done.
+        """Starts an asynchronous copy of the state, after which the writer completes the image.
+
+        Must only be called when `settle` has returned done.
 
         Args:
-            shards: everything that this rank holds.
-            run: what the manifest says of the run.
-            step_on_disk: of the newest committed checkpoint; 0: none.
-            read: image that a writer brings to disk, on any rank.
-            then: is called with the number of the image when all is in it.
+            shards: all shards that this rank holds.
+            run: record of the run for the manifest.
+            step_on_disk: step of the newest committed checkpoint; 0: none.
+            read: number of the image that a writer on any rank is saving to disk; None: no writer is.
+            then: called with the number of the image when the copy is complete.
         """
         assert self._folder is not None
-        # What other nodes hold of all ranks stays until they hold a later one: a node may be lost meanwhile.
+        # The image with complete replicas is kept until a later one has them: a node may be lost meanwhile.
         image = self._folder.next_image(read if read is not None else self._replicated)
         self._folder.invalidate(image)
         order = self._order = self._folder.order(image, run, step_on_disk)
@@ -180,10 +182,10 @@ class LocalSaves:
         return self.images[image].start_copy(shards, complete)
 
     def settle(self, *, wait: bool) -> SaveProgress:
-        """Where the writers of all ranks are, of which the worst counts; collective.
+        """Progress of the writers over all ranks: failed, lost, writing or done, in this order of priority; collective.
 
         Args:
-            wait: until none is writing.
+            wait: wait until no writer is writing.
         """
         while True:
             own = self._own_progress if self._writer is None else self._writer.progress(self._timeout_s)
@@ -198,7 +200,7 @@ class LocalSaves:
             time.sleep(_POLL_S)
 
     def do_without_writers(self) -> SaveProgress:
-        """From now on all ranks complete images themselves, beginning with the last one; collective."""
+        """Ends the writers; from now on ranks complete images themselves, starting with the last one; collective."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -211,7 +213,7 @@ class LocalSaves:
         self._own_progress = order.carry_out(self.images[order.image], worker)
 
     def end(self) -> None:
-        """Frees the memory: the state is on disk, or there will be no more local checkpoints."""
+        """Frees the memory, once the state is on disk or local checkpoints are turned off."""
         if self._replicas is not None:
             self._replicas.remove()
             self._replicas = None
@@ -221,7 +223,7 @@ class LocalSaves:
         self.close()
 
     def close(self) -> None:
-        """Ends the processes; what is complete stays for the next start."""
+        """Ends the processes; complete local checkpoints are kept for the next start."""
         if self._replicas is not None:
             self._replicas.close()
             self._replicas = None

@@ -1,8 +1,8 @@
-"""manifest.json: which tensors a checkpoint holds and in which files, and the run and software that computed it.
+"""manifest.json: the tensors of a checkpoint, the files that hold them, and the run and software that computed it.
 
-It is written last, so that its presence commits the checkpoint. It holds the checksum of each file's header, which says
-what is in the file (`rank_file`): a manifest grows with the number of files and no faster, and a rank that loads its
-own part reads one header. A resume promises equal bits only with the same software and thread count.
+It is written last, so its presence commits the checkpoint. It holds the checksum of each file's header, and the header
+lists the file's tensors (`rank_file`). Its size is therefore linear in the number of files, and a rank that loads its
+own part reads one header. A resume is bitwise exact only with the same software and thread count.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from megads.runtime.registry import plugin_versions
 
 MANIFEST_FILE = "manifest.json"
 FORMAT_VERSION = 3
-"""2 added what a checkpoint knows of its data and tokenizer; 3 left the rectangles to the headers of the files."""
+"""2 added records of data and tokenizer; 3 moved the rectangles into the headers of the files."""
 _COUNTERS = {"step", "samples", "tokens"}
 _FIRST_LINE = re.compile(
     rb'(\{"format_version": (\d{1,9}), "sequence": (\d{1,18}), "contents": "[0-9a-f]{32}"), '
@@ -57,16 +57,16 @@ _PLUGIN = "plugin "
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a checkpoint says of the run that wrote it.
+    """A checkpoint's record of the run that wrote it.
 
     Attributes:
         state: TrainState.state_dict().
-        optimizer_steps: steps the optimizer has taken, skipped ones not counted.
+        optimizer_steps: steps of the optimizer, without skipped ones.
         config_digest: sha256 of the run's resolved config.
-        model: the model's config as a dict, by which a checkpoint of another model is told.
-        layout: tp, cp, pp and dp, for information: any layout can be loaded in any other.
-        ledger: what metrics.jsonl held; None: nobody looked.
-        tokenizer: of the run; None where nobody knows it, and in version 1.
+        model: the model config as a dict, to detect a checkpoint of another model.
+        layout: tp, cp, pp and dp, for information only: any layout can be loaded in any other.
+        ledger: length and checksum of metrics.jsonl; None: not recorded.
+        tokenizer: tokenizer of the run; None if unknown, and in version 1.
         data_digest: sha256 of the data_record.json of the start that wrote it; None in version 1.
     """
 
@@ -87,8 +87,8 @@ class TensorRecord:
     """A global tensor.
 
     Attributes:
-        shape: of all of it.
-        files: ranks whose files hold parts of it, ascending.
+        shape: global shape.
+        files: ranks whose files hold parts of the tensor, ascending.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -99,17 +99,17 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A committed checkpoint.
+    """The manifest of a committed checkpoint.
 
     Attributes:
-        run: the run's part.
-        software: versions and thread count at the time.
-        sequence: 1 more than that of any checkpoint in the folder before; tells the newest one even after a run went
-            back to an earlier step.
-        files: every file, by name.
-        tensors: every tensor, by key.
-        stored: every rectangle, by file, in checkpoints of versions 1 and 2, whose files do not say it themselves.
-        checksum: of the text that it was read from, hex; empty where it was not read.
+        run: record of the run.
+        software: software versions and thread count when it was written.
+        sequence: 1 more than the highest sequence in the folder before; identifies the newest checkpoint even after a
+            run went back to an earlier step.
+        files: records of all files, by name.
+        tensors: records of all tensors, by key.
+        stored: all rectangles, by file, in versions 1 and 2, whose file headers do not contain them.
+        checksum: checksum of the text that it was read from, hex; empty if it was not read.
     """
 
     run: RunRecord
@@ -122,18 +122,18 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """Of all files."""
+        """Total bytes of all files."""
         return sum(file.bytes for file in self.files.values())
 
     def stored_in(self, folder: Path, name: str) -> list[StoredTensor]:
-        """What a file holds.
+        """The tensors stored in a file.
 
         Args:
-            folder: of the checkpoint.
-            name: of the file.
+            folder: folder of the checkpoint.
+            name: name of the file.
 
         Raises:
-            CheckpointError: it is not what this manifest says; names the file.
+            CheckpointError: the file does not match this manifest; names the file.
         """
         if self.stored is not None:
             return self.stored[name]
@@ -141,17 +141,17 @@ class Manifest:
         for tensor in found:
             record = self.tensors.get(tensor.key)
             if record is None or tensor.global_shape != record.shape:
-                raise CheckpointError(f"{folder / name}: {tensor} is of no tensor that the manifest knows")
+                raise CheckpointError(f"{folder / name}: {tensor} does not match a tensor of the manifest")
         return found
 
     def check(self, step: int | None) -> None:
-        """Holds the contents to each other, whatever their checksum says.
+        """Checks that the contents are consistent, independently of their checksum.
 
         Args:
-            step: that the folder's name says; None: it says none.
+            step: step in the name of the folder; None: the name has none.
 
         Raises:
-            CheckpointError: counters or files cannot be those of a checkpoint.
+            CheckpointError: counters, files or tensors are inconsistent.
         """
         state, outside = self.run.state, sorted(name for name in self.files if not FILE_NAME.fullmatch(name))
         named = {file_name(rank) for tensor in self.tensors.values() for rank in tensor.files}
@@ -164,22 +164,22 @@ class Manifest:
             (not self.tensors, "it holds no tensor"),
             (
                 any(not _ascending(tensor.files) for tensor in self.tensors.values()),
-                "its ranks are in disorder",
+                "the ranks of a tensor are not in ascending order",
             ),
         ):
             if wrong:
                 raise CheckpointError(f"it cannot be used: {why}")
 
     def cover_sum(self) -> int:
-        """That of all tensors, see `rectangle.cover_sum`: what the parts in all files must add up to."""
+        """Cover sum of all tensors, see `rectangle.cover_sum`; those of the parts in all files must add up to it."""
         return add_cover_sums(cover_sum(key, [whole(tensor.shape)]) for key, tensor in self.tensors.items())
 
     def explain_coverage(self, folder: Path, keys: Iterable[str] | None = None) -> str:
-        """What is wrong with the parts of tensors that are not stored exactly once; empty where nothing is.
+        """Describes the first tensor whose elements are not stored exactly once; empty if there is none.
 
         Args:
-            folder: with the files, of which every header is read that has to do with it.
-            keys: of the tensors; None: all.
+            folder: folder of the checkpoint; the headers of all files that hold these tensors are read.
+            keys: keys of the tensors to check; None: all.
         """
         wanted = {key: self.tensors[key] for key in (self.tensors if keys is None else keys)}
         parts: dict[str, list[Rectangle]] = {key: [] for key in wanted}
@@ -194,11 +194,11 @@ class Manifest:
         return ""
 
     def digest(self) -> str:
-        """Checksum of the whole contents, hex."""
+        """Checksum of the contents, hex."""
         return self.checksum or Manifest.decode(self.encode()).checksum
 
     def encode(self) -> bytes:
-        """JSON text: a first line with the sequence and checksums, then an entry a line."""
+        """JSON text: a first line with the sequence and checksums, then one entry per line."""
         contents = "\n".join(
             (
                 f'"run": {json.dumps(asdict(self.run))},',
@@ -242,7 +242,7 @@ def _ascending(numbers: Sequence[int]) -> bool:
 
 @dataclass(frozen=True)
 class _Contents:
-    """What follows the first line."""
+    """The text after the first line."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -254,7 +254,7 @@ class _Contents:
 
 @dataclass(frozen=True)
 class _ContentsBefore3:
-    """Of versions 1 and 2: the manifest held every rectangle of every file."""
+    """Contents in versions 1 and 2, where the manifest holds all rectangles of all files."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -273,7 +273,7 @@ def _decode_before_3(text: bytes) -> Manifest:
 
     Raises:
         CheckpointError: the text is damaged, or from a version after 3.
-        ValueError, TypeError, KeyError, AttributeError: it is no manifest.
+        ValueError, TypeError, KeyError, AttributeError: the text is not a manifest.
     """
     body = json.loads(text)
     version = body["format_version"]
@@ -286,7 +286,7 @@ def _decode_before_3(text: bytes) -> Manifest:
     if checksum != xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()):
         raise CheckpointError("its checksum does not match its contents")
     if type(version) is not int or version not in (1, 2):
-        raise CheckpointError(f"format version {version!r} never was one of such a text")
+        raise CheckpointError(f"format version {version!r} does not match the layout of the text")
     del body["format_version"]
     found = _CONTENTS_BEFORE_3.validate_json(json.dumps(body))
     shapes: dict[str, Extents] = {}
@@ -308,7 +308,7 @@ def _decode_before_3(text: bytes) -> Manifest:
 
 
 def _first_line(sequence: int, contents: bytes | memoryview) -> bytes:
-    """With a checksum of the rest and one of itself: checkpoints are put in order without parsing what follows."""
+    """The first line, with checksums of the rest and of itself: checkpoints can be ordered without parsing the rest."""
     digest = xxhash.xxh3_128_hexdigest(contents)
     line = f'{{"format_version": {FORMAT_VERSION}, "sequence": {sequence}, "contents": "{digest}"'.encode()
     return line + f', "checksum": "{xxhash.xxh3_128_hexdigest(line)}",\n'.encode()
@@ -334,10 +334,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_sequence(folder: Path) -> int | None:
-    """A checkpoint's place in the order in which a run's were written; its manifest is verified, but not parsed.
+    """A checkpoint's sequence number, see `Manifest`; the manifest is verified, but not parsed.
 
     Returns:
-        None where the manifest cannot be read.
+        None if the manifest cannot be read.
     """
     try:
         text = read_regular(folder / MANIFEST_FILE)
@@ -350,12 +350,12 @@ def read_sequence(folder: Path) -> int | None:
 
 
 def newest_sequence(run_dir: Path) -> int:
-    """Of this run's last written checkpoint; 0 where there is none."""
+    """Sequence of the run's last written checkpoint; 0 if there is none."""
     return max((read_sequence(folder) or 0 for folder in list_checkpoints(run_dir).values()), default=0)
 
 
 def newest_manifest(run_dir: Path, history: History = EVERYTHING) -> Manifest | None:
-    """Of this run's last written checkpoint, whose tensors nobody has looked at; None where there is none.
+    """Manifest of the run's last written checkpoint, whose tensors are not verified; None if there is none.
 
     Args:
         run_dir: the run's folder.
@@ -370,7 +370,7 @@ def newest_manifest(run_dir: Path, history: History = EVERYTHING) -> Manifest | 
 
 
 def software() -> dict[str, str]:
-    """Versions of Python, torch, megads and what it requires, the CPU's vector instructions, threads, kernels."""
+    """Versions of Python, PyTorch, megads and its requirements, CPU vector instructions, threads, kernels, plugins."""
     versions = {
         "python": platform.python_version(),
         "megads": megads.__version__,
@@ -390,7 +390,7 @@ def software() -> dict[str, str]:
 
 
 def _required_distributions() -> list[str]:
-    """Names of megads's own requirements; none when it runs from a checkout that is not installed."""
+    """Names of the distributions that megads requires; empty in a checkout that is not installed."""
     try:
         requirements = requires("megads") or []
     except PackageNotFoundError:
@@ -400,7 +400,7 @@ def _required_distributions() -> list[str]:
 
 
 def software_differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """One readable line for each entry that both know and that differs, and for each plugin that one of them lacks."""
+    """One line of text per entry that is in both and differs, and per plugin that only one of them has."""
     shared = [name for name in before if name in now]
     differing = [f"{name}: {before[name]} then, {now[name]} now" for name in shared if before[name] != now[name]]
     differing += [f"{name}: {before[name]} then, not imported now" for name in before if _only(name, now)]

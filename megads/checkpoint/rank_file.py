@@ -1,8 +1,8 @@
-"""One rank's file of a checkpoint: parts of named global tensors, and in its header what they are parts of.
+"""One rank's file of a checkpoint: parts of named global tensors, described in the file's header.
 
-A file of safetensors whose tensors are called <key>@<offset>, for example "weight/head.weight@128,0". Its metadata has
-an entry of that name for each: {"global_shape": [...], "xxh3_128": checksum of the tensor's bytes, hex}. The manifest
-knows the checksum of the header alone, and the header the rest.
+A safetensors file with tensors named <key>@<offset>, for example "weight/head.weight@128,0". Its metadata has an entry
+of the same name for each: {"global_shape": [...], "xxh3_128": checksum of the tensor's bytes, hex}. The manifest holds
+only the checksum of the header, and the header those of the tensors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megads.errors import CheckpointError
 
 FILE_NAME = re.compile(r"rank_(\d{5,})\.safetensors")
 STRICT = ConfigDict(strict=True, extra="forbid")
-"""What is read is of the types that are written, with nothing missing and nothing more."""
+"""Strict validation: no type conversion and no extra fields."""
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Extents = tuple[Count, ...]
 _TENSOR_NAME = re.compile(r"(.+)@((?:\d{1,18}(?:,\d{1,18})*)?)")
@@ -37,14 +37,14 @@ _ITEM_BYTES = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One rectangle on disk.
+    """A rectangle of a global tensor in a file.
 
     Attributes:
         key: name of the global tensor, "<kind>/<parameter name>".
         global_shape: shape of the global tensor.
-        offset: where the rectangle starts in it.
-        shape: extent of the rectangle.
-        dtype: as safetensors names it, "F32" for instance.
+        offset: start of the rectangle in the global tensor.
+        shape: shape of the rectangle.
+        dtype: dtype in the notation of safetensors, for example "F32".
         file: name of the file in the checkpoint's folder.
         name: name of the tensor in that file.
         checksum: xxh3_128 of its bytes, hex.
@@ -71,10 +71,10 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a manifest says of a file.
+    """A manifest's record of a file.
 
     Attributes:
-        bytes: its size.
+        bytes: size of the file.
         header: xxh3_128 of its header, see `tensor_file.read_header`, hex; empty in checkpoints of versions 1 and 2.
     """
 
@@ -86,12 +86,12 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """What rank 0 has to know of a rank's file to commit it.
+    """What rank 0 needs to know about a rank's file to commit it.
 
     Attributes:
-        record: for the manifest.
-        shapes: global shape of each key that it holds a part of.
-        cover_sums: of these parts by key, hex, see `rectangle.cover_sum`.
+        record: record of the file for the manifest.
+        shapes: global shapes of the tensors that it holds parts of, by key.
+        cover_sums: cover sums of these parts by key, hex, see `rectangle.cover_sum`.
     """
 
     record: FileRecord
@@ -101,7 +101,7 @@ class WrittenFile:
 
 @dataclass(frozen=True)
 class _Entry:
-    """Of a tensor in the header."""
+    """Entry of a tensor in the header."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -112,7 +112,7 @@ class _Entry:
 
 @dataclass(frozen=True)
 class _Note:
-    """Of a tensor in the header's metadata."""
+    """Entry of a tensor in the header's metadata."""
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -124,7 +124,7 @@ _ENTRY, _NOTE = TypeAdapter(_Entry), TypeAdapter(_Note)
 
 
 def file_name(rank: int) -> str:
-    """Of the file of a rank."""
+    """Name of a rank's file."""
     return f"rank_{rank:05d}.safetensors"
 
 
@@ -138,13 +138,13 @@ def rank_of(name: str) -> int:
 def write_rank_file(
     folder: Path, rank: int, shards: Sequence[Shard], read: Callable[[Shard], Iterator[Tensor]] | None = None
 ) -> WrittenFile | None:
-    """Writes a rank's file and waits until it is on disk; a rank that owns nothing writes none.
+    """Writes a rank's file and waits until it is on disk; writes no file if the rank owns nothing.
 
     Args:
-        folder: of the checkpoint.
-        rank: which one.
-        shards: its parts.
-        read: gives a shard's values in blocks of its rows when they are due; None: the shards' tensors are the values.
+        folder: folder of the checkpoint.
+        rank: rank of the file.
+        shards: shards that the rank owns.
+        read: yields a shard's values in blocks of rows, on demand; None: the shards' tensors hold the values.
 
     Raises:
         CheckpointError: the file cannot be written; part of it may exist.
@@ -160,7 +160,7 @@ def write_rank_file(
 
 
 def describe(shards: Sequence[Shard]) -> tuple[list[TensorLayout], Callable[[Sequence[str]], dict[str, str]]]:
-    """The tensors of a file that holds shards, and what makes its metadata of their checksums."""
+    """Layouts of the tensors in a file of shards, and a function that returns its metadata from their checksums."""
     names = [f"{shard.key}@{','.join(map(str, shard.offset))}" for shard in shards]
     layouts = [
         TensorLayout(name, shard.tensor.dtype, tuple(shard.tensor.shape))
@@ -177,7 +177,7 @@ def describe(shards: Sequence[Shard]) -> tuple[list[TensorLayout], Callable[[Seq
 
 
 def summarize(path: Path, shards: Sequence[Shard]) -> WrittenFile:
-    """What rank 0 has to know of a file that holds shards.
+    """What rank 0 needs to know about a file of shards.
 
     Raises:
         CheckpointError: the file cannot be read.
@@ -194,11 +194,10 @@ def summarize(path: Path, shards: Sequence[Shard]) -> WrittenFile:
 
 
 def read_rank_file(path: Path, record: FileRecord) -> list[StoredTensor]:
-    """What a file holds, of its header alone.
+    """The tensors in a file, from its header only.
 
     Raises:
-        CheckpointError: the file is missing, is not the one that the manifest means, or no file of a checkpoint; names
-            it.
+        CheckpointError: the file is missing, does not match the manifest, or is not a checkpoint file; names the file.
     """
     try:
         size, header = path.stat().st_size, read_header(path)
@@ -212,7 +211,7 @@ def read_rank_file(path: Path, record: FileRecord) -> list[StoredTensor]:
         entries = json.loads(header[8:])
         notes = entries.pop("__metadata__")
         if entries.keys() != notes.keys():
-            raise ValueError("tensors and metadata name other tensors")
+            raise ValueError("tensors and metadata do not have the same names")
         return [_stored(name, entries[name], notes[name], path.name) for name in entries]
     except ValidationError as error:
         first = error.errors()[0]
@@ -222,7 +221,10 @@ def read_rank_file(path: Path, record: FileRecord) -> list[StoredTensor]:
 
 
 def _stored(name: str, entry: Any, note: Any, file: str) -> StoredTensor:
-    """Raises ValueError where the two cannot be of one tensor; safetensors looks where its bytes lie."""
+    """Combines header entry and metadata of a tensor; raises ValueError if they are inconsistent.
+
+    safetensors itself checks the byte ranges.
+    """
     match = _TENSOR_NAME.fullmatch(name)
     if match is None:
         raise ValueError(f"{name!r} does not end in an offset")
@@ -232,15 +234,15 @@ def _stored(name: str, entry: Any, note: Any, file: str) -> StoredTensor:
         raise ValueError(f"offset and shape of {name} differ in length")
     start, end = found.data_offsets
     if found.dtype not in _ITEM_BYTES or end - start != prod(found.shape) * _ITEM_BYTES[found.dtype]:
-        raise ValueError(f"{name} is no {found.dtype} of shape {list(found.shape)}")
+        raise ValueError(f"{name} is not {found.dtype} of shape {list(found.shape)}")
     return StoredTensor(match[1], about.global_shape, offset, found.shape, found.dtype, file, name, about.xxh3_128)
 
 
 def verify_tensors(path: Path, tensors: Iterable[StoredTensor]) -> None:
-    """Reads all of a file's tensors.
+    """Reads and verifies tensors of a file.
 
     Raises:
-        CheckpointError: one is missing, has another dtype or shape than is said of it, or fails its checksum.
+        CheckpointError: a tensor is missing, has another dtype or shape than recorded, or fails its checksum.
     """
     with opened(path) as file:
         names = set(file.keys())
@@ -255,10 +257,10 @@ def verify_tensors(path: Path, tensors: Iterable[StoredTensor]) -> None:
 
 
 def opened(path: Path) -> Any:
-    """The mapped file, a context manager.
+    """Context manager of the memory-mapped file.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the file cannot be read.
     """
     try:
         return safe_open(path, framework="pt", device="cpu")

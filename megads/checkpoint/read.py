@@ -1,6 +1,6 @@
 """Finds the checkpoint to start from and reads it in any layout, or unsharded in one process.
 
-Nothing is trusted before its checksum holds.
+All checksums are verified before anything is loaded.
 """
 
 from __future__ import annotations
@@ -45,25 +45,25 @@ from megads.runtime.distributed import ALONE, ControlPlane
 from megads.runtime.files import read_regular
 
 _IRRELEVANT_MODEL_KEYS = ("hidden_dropout", "attention_dropout", "init_std", "attention")
-"""Keys of the model's config that may change during a run: they do not say what the weights mean."""
+"""Keys of the model config that may change during a run, since they do not affect the meaning of the weights."""
 
 _DERIVED_MODEL_KEYS: Mapping[str, Callable[[Mapping[str, Any]], int]] = {
     "ffn_size": lambda config: 4 * int(config["hidden_size"]),
     "num_kv_heads": lambda config: int(config["num_heads"]),
     "head_size": lambda config: int(config["hidden_size"]) // int(config["num_heads"]),
 }
-"""Keys that follow from others where they are null."""
+"""Keys that are derived from others if they are null."""
 
 
 @dataclass(frozen=True)
 class CheckpointHandle:
-    """A checkpoint whose every checksum held.
+    """A checkpoint with verified checksums.
 
     Attributes:
-        folder: where it is.
-        manifest: what it holds.
-        passed_by: newer ones that are not usable, each with its reason.
-        headers: what is known so far of what files hold, by file and key.
+        folder: folder of the checkpoint.
+        manifest: its manifest.
+        passed_by: newer checkpoints that are not usable, each with the reason.
+        headers: cache of the file headers that were read, by file and key.
     """
 
     folder: Path
@@ -72,10 +72,10 @@ class CheckpointHandle:
     headers: dict[str, Mapping[str, list[StoredTensor]]] = field(default_factory=dict, repr=False, compare=False)
 
     def stored_in(self, name: str) -> Mapping[str, list[StoredTensor]]:
-        """What a file holds by key; each header is read once.
+        """Tensors in a file by key; each header is read once.
 
         Raises:
-            CheckpointError: the file is not what the manifest says.
+            CheckpointError: the file does not match the manifest.
         """
         if name not in self.headers:
             by_key: dict[str, list[StoredTensor]] = defaultdict(list)
@@ -85,14 +85,14 @@ class CheckpointHandle:
         return self.headers[name]
 
     def parts_of(self, key: str, rank: int = 0) -> Iterator[StoredTensor]:
-        """The stored parts of a tensor; a header is read when its file is come to.
+        """The stored parts of a tensor; headers of files are read lazily.
 
         Args:
-            key: of the tensor.
-            rank: the files of ranks near it come first.
+            key: key of the tensor.
+            rank: the files of ranks closest to this rank come first.
 
         Raises:
-            CheckpointError: a file is not what the manifest says.
+            CheckpointError: a file does not match the manifest.
         """
         for holder in sorted(self.manifest.tensors[key].files, key=lambda other: abs(other - rank)):
             yield from self.stored_in(file_name(holder)).get(key, ())
@@ -109,12 +109,12 @@ class CheckpointHandle:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Name for messages and events."""
         return self.folder.name
 
     @property
     def state(self) -> dict[str, int]:
-        """For TrainState.load_state_dict."""
+        """Counters for TrainState.load_state_dict."""
         return self.manifest.run.state
 
     @property
@@ -122,7 +122,7 @@ class CheckpointHandle:
         return self.manifest.run.optimizer_steps
 
     def software_differences(self) -> list[str]:
-        """What differs from the software that wrote it; anything here ends the promise of equal bits."""
+        """Differences from the software that wrote it; any difference voids the guarantee of bitwise equal results."""
         return software_differences(self.manifest.software, software())
 
 
@@ -134,16 +134,16 @@ def find_checkpoint(
     Args:
         run_dir: the run's folder.
         load: "none"; "auto" for the newest usable one of this run; or the path of a checkpoint's folder, or of a run
-            whose last one is meant.
-        control: of all ranks.
+            whose last committed one is taken.
+        control: control plane of all ranks.
         history: the checkpoints of this run that count.
 
     Returns:
         None for "none", and for "auto" in a run that has no checkpoint yet.
 
     Raises:
-        CheckpointError: the given one is not usable, or this run has checkpoints and none of them is: starting afresh
-            would throw the run away without a word.
+        CheckpointError: the given checkpoint is not usable, or this run has checkpoints and none of them is usable:
+            starting fresh would silently discard the run.
     """
     if load == "none":
         return None
@@ -168,16 +168,16 @@ def find_checkpoint(
 
 
 def open_checkpoint(path: Path, control: ControlPlane = ALONE) -> CheckpointHandle:
-    """The checkpoint that a path means to a reader: itself, or the newest usable one of a run; collective.
+    """Opens a checkpoint, or the newest usable checkpoint of a run, for reading only; collective.
 
-    Changes nothing in the folder, so that a run in mid-training can be read.
+    Changes nothing in the folder, so a run that is still training can be read.
 
     Args:
         path: see `readable_folders`.
-        control: of all ranks, which get the same answer.
+        control: control plane of all ranks, which get the same result.
 
     Raises:
-        CheckpointError: there is no usable one.
+        CheckpointError: there is no usable checkpoint.
     """
     handle, passed_by = _first_usable(on_first(control, lambda: readable_folders(path), list[Path]), control)
     if handle is None:
@@ -186,10 +186,11 @@ def open_checkpoint(path: Path, control: ControlPlane = ALONE) -> CheckpointHand
 
 
 def readable_folders(path: Path) -> list[Path]:
-    """The checkpoints that a path means to a reader, which takes the first usable one; nobody has looked into them.
+    """Candidate checkpoints for a path, in the order in which a reader tries them; not verified.
 
     Args:
-        path: a checkpoint's folder, which means this one alone, a run's folder, or the folder of a run's checkpoints.
+        path: a checkpoint's folder, which is then the only candidate, a run's folder, or the folder of a run's
+            checkpoints.
 
     Raises:
         CheckpointError: there is none.
@@ -206,14 +207,15 @@ def readable_folders(path: Path) -> list[Path]:
 
 
 def nearest_checkpoint(run_dir: Path, step: int) -> tuple[CheckpointHandle | None, list[str]]:
-    """Finds the usable checkpoint whose weights are nearest to those that a step started from.
+    """Finds the usable checkpoint closest to the weights that a step started from.
 
     Args:
-        run_dir: the run's folder, of which nothing is changed.
-        step: the step; the weights after the one before it are the best, of two equally near the earlier.
+        run_dir: the run's folder, which is not modified.
+        step: the step; the checkpoint of the step before it is the closest, and of two equally close ones the earlier
+            is taken.
 
     Returns:
-        The checkpoint, None where there is none; and why nearer ones are not usable.
+        The checkpoint, None if there is none; and why closer ones are not usable.
     """
     passed_by: list[str] = []
     checkpoints = list_checkpoints(run_dir)
@@ -226,21 +228,21 @@ def nearest_checkpoint(run_dir: Path, step: int) -> tuple[CheckpointHandle | Non
 
 
 def read_into(handle: CheckpointHandle, shards: Sequence[Shard], rank: int = 0) -> int:
-    """Fills every shard from whichever stored rectangles overlap it, whatever layout wrote them; not collective.
+    """Fills every shard from the stored rectangles that overlap it, whatever layout wrote them; not collective.
 
-    Files are mapped: only the bytes a shard needs are read. So are headers: a rank that loads what it saved reads its
-    own alone.
+    Files are memory-mapped, so only the bytes that a shard needs are read. Headers are read lazily: a rank that loads
+    in the layout it saved in reads only its own.
 
     Args:
         handle: the checkpoint.
-        shards: to fill.
-        rank: whose shards they are: the files of ranks near it are looked at first.
+        shards: shards to fill in place.
+        rank: rank that the shards belong to; files of ranks closest to it are tried first.
 
     Returns:
-        The bytes that were read.
+        The number of bytes read.
 
     Raises:
-        CheckpointError: a key is missing or has another shape, or a file went away; names the tensor.
+        CheckpointError: a key is missing or has another shape, or a file has disappeared; names the tensor.
     """
     read_bytes = 0
     with ExitStack() as stack:
@@ -264,15 +266,15 @@ def read_into(handle: CheckpointHandle, shards: Sequence[Shard], rank: int = 0) 
 
 
 def stored_parts(handle: CheckpointHandle, shard: Shard, rank: int) -> Iterator[tuple[StoredTensor, Rectangle]]:
-    """What fills a shard, and which elements of the global tensor: headers are read until it is full.
+    """Stored parts that overlap a shard, each with the overlap in the global tensor, until the shard is covered.
 
     Args:
         handle: the checkpoint.
-        shard: to fill.
-        rank: the files of ranks near it are looked at first.
+        shard: the shard to cover.
+        rank: files of ranks closest to this rank are tried first.
 
     Raises:
-        CheckpointError: its key is missing or has another shape, or a file went away.
+        CheckpointError: its key is missing or has another shape, or a file has disappeared.
     """
     record, target = handle.manifest.tensors.get(shard.key), Rectangle(tuple(shard.offset), tuple(shard.tensor.shape))
     if record is None:
@@ -287,16 +289,16 @@ def stored_parts(handle: CheckpointHandle, shard: Shard, rank: int) -> Iterator[
         overlap = part.rectangle.overlap(target)
         if overlap is not None:
             yield part, overlap
-            # Parts are disjoint, so each element is met exactly once.
+            # Parts are disjoint, so each element is counted exactly once.
             left -= overlap.elements
         if left <= 0:
             return
 
 
 def with_averages_from_weights(handle: CheckpointHandle, shards: Sequence[Shard]) -> list[Shard]:
-    """Shards in which the averages that a checkpoint does not hold are filled from its weights.
+    """The shards, with weight averages that the checkpoint does not hold read from its weights instead.
 
-    So a run that begins to keep a running average later begins it with the weights that it goes on from.
+    A run that turns the weight average on later thus initializes it with the weights that it continues from.
     """
     stored = handle.manifest.tensors
     return [
@@ -308,14 +310,14 @@ def with_averages_from_weights(handle: CheckpointHandle, shards: Sequence[Shard]
 
 
 def check_model(handle: CheckpointHandle, model_config: Mapping[str, Any]) -> None:
-    """Refuses a checkpoint of another model.
+    """Raises CheckpointError if a checkpoint is of another model.
 
     Args:
         handle: the checkpoint.
         model_config: the run's model config as a dict (dataclasses.asdict of ModelConfig).
 
     Raises:
-        CheckpointError: lists the keys that differ.
+        CheckpointError: the configs differ; lists the keys.
     """
     differing = [
         f"model.{key}: {there} there, {here} here"
@@ -329,9 +331,9 @@ def check_model(handle: CheckpointHandle, model_config: Mapping[str, Any]) -> No
 
 
 def differing_keys(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The keys in which two models' configs give weights another meaning, with both values, sorted.
+    """Keys that affect the meaning of the weights and differ between two model configs, sorted, with both values.
 
-    A key that follows from others in both configs is left out: those others are the difference.
+    A key that is derived from others in both configs is omitted: those others are reported.
     """
     derived = {key for key in _DERIVED_MODEL_KEYS if theirs.get(key) is None and ours.get(key) is None}
     theirs, ours = _meaning_of_weights(theirs), _meaning_of_weights(ours)
@@ -340,23 +342,24 @@ def differing_keys(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[s
 
 
 def _meaning_of_weights(model_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a model's config that say what its weights mean, defaults filled in: an older run knew fewer keys."""
+    """The model config's keys that affect the meaning of the weights, with defaults for keys an older run lacks."""
     config = {**asdict(ModelConfig()), **model_config}
     config = {key: value for key, value in config.items() if key not in _IRRELEVANT_MODEL_KEYS}
     for key, derive in _DERIVED_MODEL_KEYS.items():
         if config[key] is None:
             config[key] = derive(config)
     if config.get("position") == "alibi":
-        # ALiBi has no table of positions: the same weights serve any length.
+        # ALiBi has no position embedding table: the same weights work for any length.
         config.pop("max_seq_len", None)
     return config
 
 
 def given_folder(path: Path) -> Path:
-    """The checkpoint that a path means: itself, or the last one that a run has committed.
+    """The checkpoint that a path names: itself, or the last one that a run has committed.
 
-    That need not be the one that `latest` names: a kill may come between the commit and the writing of it. Where that
-    one is missing or its manifest is damaged it is meant nevertheless, as nobody asked for an older one.
+    That is not always the one that `latest` names: a kill may happen between the commit and the update of `latest`.
+    If the checkpoint that `latest` names is missing or its manifest is damaged, it is returned nevertheless, since an
+    older one was not asked for.
 
     Raises:
         CheckpointError: there is no such folder.
@@ -375,7 +378,7 @@ def given_folder(path: Path) -> Path:
 
 
 def _named_by_latest(folder: Path) -> Path | None:
-    """The checkpoint that `latest` names; None where it is not there or holds no name of one."""
+    """The checkpoint that `latest` names; None if the file is missing or does not name one."""
     try:
         name = read_regular(folder / LATEST_FILE).decode(errors="replace").strip()
     except OSError:
@@ -384,7 +387,7 @@ def _named_by_latest(folder: Path) -> Path | None:
 
 
 def _first_usable(folders: Sequence[Path], control: ControlPlane) -> tuple[CheckpointHandle | None, list[str]]:
-    """The first checkpoint whose files are intact, and why those before it are not; collective."""
+    """The first intact checkpoint, and why those before it are not intact; collective."""
     passed_by: list[str] = []
     for folder in folders:
         try:
@@ -395,7 +398,8 @@ def _first_usable(folders: Sequence[Path], control: ControlPlane) -> tuple[Check
 
 
 def _newest_first(run_dir: Path, history: History = EVERYTHING) -> list[Path]:
-    """This run's checkpoints by descending sequence; those whose manifest has none first, to be reported."""
+    """This run's checkpoints by descending sequence; those without a readable sequence first, so that they are
+    reported."""
     found = []
     for step, folder in list_checkpoints(run_dir).items():
         sequence = read_sequence(folder)
@@ -405,10 +409,10 @@ def _newest_first(run_dir: Path, history: History = EVERYTHING) -> list[Path]:
 
 
 def _verified(folder: Path, control: ControlPlane) -> Manifest:
-    """The manifest of a checkpoint whose files are all intact; collective: each rank verifies a share of them.
+    """Verifies a checkpoint and returns its manifest; collective: each rank verifies a share of the files.
 
     Raises:
-        CheckpointError: on every rank; names file and tensor.
+        CheckpointError: on every rank, if a file is not intact; names file and tensor.
     """
     manifest = agreed(control, lambda: read_manifest(folder))
     digests = control.gather(manifest.digest(), str)
@@ -429,10 +433,10 @@ def _verified(folder: Path, control: ControlPlane) -> Manifest:
 
 
 def verify_files(folder: Path, manifest: Manifest, names: Sequence[str]) -> int:
-    """Reads some of a checkpoint's files; returns the cover sum of what they hold.
+    """Verifies some of a checkpoint's files; returns the cover sum of their tensors.
 
     Raises:
-        CheckpointError: one is not intact, or holds other tensors than the manifest says; names file and tensor.
+        CheckpointError: a file is not intact, or does not hold the tensors in the manifest; names file and tensor.
     """
     held: dict[str, set[str]] = {name: set() for name in names}
     for key, tensor in manifest.tensors.items():
@@ -457,12 +461,12 @@ def verify_files(folder: Path, manifest: Manifest, names: Sequence[str]) -> int:
 
 
 def load_unsharded(handle: CheckpointHandle, device: torch.device, dtype: torch.dtype) -> GPT:
-    """Builds the unsharded model of a checkpoint; its weights are in memory once.
+    """Builds the unsharded model of a checkpoint, with only one copy of its weights in memory.
 
     Args:
         handle: the checkpoint.
-        device: where the model goes.
-        dtype: of its weights, rounded from the fp32 masters as training rounds them.
+        device: device of the model.
+        dtype: dtype of its weights, rounded from the fp32 master weights as in training.
 
     Returns:
         The model in evaluation mode, without gradients.
@@ -481,7 +485,7 @@ def load_unsharded(handle: CheckpointHandle, device: torch.device, dtype: torch.
 
 
 def model_config_of(handle: CheckpointHandle) -> ModelConfig:
-    """The shape that the checkpoint records of its model."""
+    """The model config that the checkpoint records."""
     try:
         if "${" in str(handle.manifest.run.model):
             raise ValueError("${...} is never resolved in a manifest")

@@ -1,4 +1,4 @@
-"""Parts of tensors, and the proof that parts are the whole: every element once."""
+"""Rectangular parts of tensors, and checks that parts cover a tensor exactly once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Rectangle:
 
     Attributes:
         offset: first index in each dim.
-        shape: extent in each dim.
+        shape: size in each dim.
     """
 
     offset: tuple[int, ...]
@@ -34,36 +34,37 @@ class Rectangle:
         return tuple(start + extent for start, extent in zip(self.offset, self.shape, strict=True))
 
     def overlap(self, other: Rectangle) -> Rectangle | None:
-        """The elements that both hold, None where there are none."""
+        """The intersection of both rectangles, None if it is empty."""
         offset = tuple(map(max, self.offset, other.offset))
         shape = tuple(high - low for low, high in zip(offset, map(min, self.end, other.end), strict=True))
         return Rectangle(offset, shape) if all(extent > 0 for extent in shape) else None
 
     def within(self, outer: Rectangle) -> tuple[slice, ...]:
-        """Where this rectangle lies in a tensor that holds `outer`, which contains it."""
+        """Slices of this rectangle in a tensor that holds `outer`, a rectangle that contains it."""
         starts = [mine - theirs for mine, theirs in zip(self.offset, outer.offset, strict=True)]
         return tuple(slice(start, start + extent) for start, extent in zip(starts, self.shape, strict=True))
 
 
 def whole(global_shape: Sequence[int]) -> Rectangle:
-    """All of a tensor."""
+    """The rectangle of a whole tensor."""
     return Rectangle((0,) * len(global_shape), tuple(global_shape))
 
 
 def cover_sum(key: str, rectangles: Iterable[Rectangle]) -> int:
-    """A number that adds up: rectangles hold every element of a tensor once where their sum is that of the whole.
+    """Additive checksum of rectangles: parts cover a tensor exactly once if their sum equals that of the whole tensor.
 
     The corners of a rectangle, with the sign of their parity, are the mixed difference of its indicator function, and
-    a function of bounded support is zero where its difference is. So parts cover the whole exactly once if and only if
-    their signed corners cancel to those of the whole. Each corner counts as its 128-bit hash: ranks send one number
-    instead of their rectangles, and parts that do not cover the whole agree with it by a chance of 2^-128 or so.
+    a function of bounded support is zero if its mixed difference is zero. So parts cover the whole exactly once if and
+    only if their signed corners cancel to those of the whole. Each corner is represented by its 128-bit hash, so ranks
+    send one number instead of their rectangles. Parts that do not cover the whole have the same sum with a probability
+    of about 2^-128.
 
     Args:
         key: name of the tensor; sums of several tensors can be added, too.
-        rectangles: parts of it.
+        rectangles: parts of the tensor.
 
     Returns:
-        Of [0, 2^128); sums are to be taken modulo 2^128, see `add_cover_sums`.
+        A number in [0, 2^128); add them modulo 2^128, see `add_cover_sums`.
     """
     total = 0
     for rectangle in rectangles:
@@ -74,14 +75,14 @@ def cover_sum(key: str, rectangles: Iterable[Rectangle]) -> int:
 
 
 def add_cover_sums(sums: Iterable[int]) -> int:
-    """The sum of rectangles of which each is in one of these sums."""
+    """Cover sum of the union of several sets of rectangles, from the cover sum of each set."""
     return sum(sums) % _MODULUS
 
 
 def coverage_fault(global_shape: Sequence[int], rectangles: Iterable[Rectangle]) -> str | None:
-    """Says why rectangles do not cover every element of a tensor exactly once, None when they do."""
+    """Describes why rectangles do not cover a tensor exactly once; None if they do."""
     all_of_it = whole(global_shape)
-    # A sweep along the first dim: only rectangles that are still open there can overlap the next one.
+    # Sweep along the first dim: only rectangles that are still open can overlap the next one.
     open_rectangles: list[Rectangle] = []
     covered = 0
     for rectangle in sorted(rectangles, key=lambda part: part.offset):

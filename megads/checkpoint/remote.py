@@ -1,7 +1,7 @@
-"""A folder of a store that fsspec reaches: files are put, verified by a digest, listed, fetched and removed.
+"""Remote stores through fsspec: files are uploaded, verified by a digest, listed, downloaded and removed.
 
-Only fsspec is imported here; the driver of a URL's scheme (s3fs, gcsfs) is the user's to install. Credentials are read
-by the driver, from its own environment: no URL, file or message of megads holds any.
+Only fsspec is imported here; the user installs the driver of a URL's scheme (s3fs, gcsfs). The driver reads credentials
+from its own environment: no URL, file or message of megads contains any.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ T = TypeVar("T")
 _PART_BYTES = 32 * 2**20
 _PARTS_AT_A_TIME = 8
 _MOST_PARTS = 9000
-"""S3 takes 10,000 parts of a file."""
+"""Below S3's limit of 10,000 parts per file."""
 _BLOCK_BYTES = 8 * 2**20
 _S3 = ("s3", "s3a")
-# A file appears whole or not at all there; elsewhere it is put under another name and renamed.
+# Uploads to these are atomic; elsewhere a file is uploaded under a temporary name and renamed.
 _OBJECT_STORES = (*_S3, "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "tos", "r2")
 _S3_TIMES = {"connect_timeout": 10, "read_timeout": 60, "retries": {"mode": "standard", "max_attempts": 3}}
 _MOST_TEXT_BYTES = 2**30
@@ -45,16 +45,16 @@ _ETAG = re.compile(r"[0-9a-f]{32}(-\d+)?")
 
 
 class RemoteError(CheckpointError):
-    """A store did not do what was asked; the message has its reason."""
+    """An operation on a store failed; the message gives the store's reason."""
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file that is in a store.
+    """A file in a store.
 
     Attributes:
-        bytes: its size.
-        digest: what the store itself computed of its content, as `expected_digest` does; empty where it tells none.
+        bytes: size in bytes.
+        digest: digest computed by the store, comparable with `expected_digest`; empty if the store reports none.
     """
 
     bytes: int
@@ -63,11 +63,11 @@ class RemoteFile:
 
 @dataclass(frozen=True)
 class RemovedParts:
-    """Of uploads that were never completed.
+    """Parts of incomplete uploads that were removed.
 
     Attributes:
-        count: files that they were parts of.
-        bytes: of all parts.
+        count: number of incomplete uploads.
+        bytes: total bytes of their parts.
     """
 
     count: int
@@ -78,36 +78,36 @@ class RemoteStore:
     """A folder under a URL.
 
     Args:
-        url: checked.
-        limit_s: longest wait for an answer, where the driver can be told; None: a minute.
+        url: validated URL of the folder.
+        limit_s: connect and read timeout, only for S3; None: connect 10 s, read 60 s, unless fsspec's config sets them.
 
     Raises:
-        RemoteError: the driver cannot be made ready.
+        RemoteError: the driver cannot be initialized.
     """
 
     def __init__(self, url: str, limit_s: float | None = None):
         self.url = url.rstrip("/")
         self._scheme = urlsplit(url).scheme
-        # Listings are made anew each time: others write there, too.
+        # No cached listings, since other processes write there, too.
         options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
         if self._scheme in _S3:
             limits = {} if limit_s is None else {"read_timeout": limit_s, "connect_timeout": limit_s}
             options["config_kwargs"] = _S3_TIMES | settings.get("s3", {}).get("config_kwargs", {}) | limits
-        self._fs, self._root = self._told(lambda: fsspec.core.url_to_fs(self.url, **options), "")
+        self._fs, self._root = self._call(lambda: fsspec.core.url_to_fs(self.url, **options), "")
         self._root = self._root.rstrip("/")
 
-    def _told(self, action: Callable[[], T], name: str) -> T:
-        """Runs what a driver does.
+    def _call(self, action: Callable[[], T], name: str) -> T:
+        """Runs a driver call and converts its errors.
 
         Raises:
-            RemoteError: with what it says.
-            FileNotFoundError: as it is.
+            RemoteError: any other error, with the driver's message.
+            FileNotFoundError: passed through.
         """
         try:
             return action()
         except FileNotFoundError:
             raise
-        # A driver raises what its libraries raise, and none of them share a class.
+        # Drivers pass on exceptions of their libraries, which have no common base class.
         except Exception as error:
             said = " ".join(str(error).split())[:300] or "no reason given"
             where = f"{self.url}/{name}" if name else self.url
@@ -117,10 +117,10 @@ class RemoteStore:
         return f"{self._root}/{name}" if name else self._root
 
     def files(self, folder: str) -> dict[str, RemoteFile]:
-        """What is in a folder and the folders in it, by path from it; no folder, no files.
+        """Files in a folder and its subfolders, by relative path; empty if the folder does not exist.
 
         Raises:
-            RemoteError: the store does not tell.
+            RemoteError: the store fails.
         """
         path = self._path(folder)
 
@@ -129,7 +129,7 @@ class RemoteStore:
             return dict(self._fs.find(path, detail=True))
 
         try:
-            found = self._told(find, folder)
+            found = self._call(find, folder)
         except FileNotFoundError:
             return {}
         return {
@@ -139,10 +139,10 @@ class RemoteStore:
         }
 
     def stat(self, name: str) -> RemoteFile | None:
-        """A file, None where it is not there.
+        """Size and digest of a file, None if it does not exist.
 
         Raises:
-            RemoteError: the store does not tell.
+            RemoteError: the store fails.
         """
 
         def info() -> RemoteFile:
@@ -150,15 +150,15 @@ class RemoteStore:
             return _remote_file(self._fs.info(self._path(name)))
 
         try:
-            return self._told(info, name)
+            return self._call(info, name)
         except FileNotFoundError:
             return None
 
     def read(self, name: str) -> bytes | None:
-        """The content of a small file, None where it is not there.
+        """The content of a small file, None if it does not exist.
 
         Raises:
-            RemoteError: it cannot be read, or has more than 1 GiB.
+            RemoteError: it cannot be read, or is larger than 1 GiB.
         """
         found = self.stat(name)
         if found is None:
@@ -166,11 +166,11 @@ class RemoteStore:
         if found.bytes > _MOST_TEXT_BYTES:
             raise RemoteError(f"{self.url}/{name} has {found.bytes:,} bytes")
         with suppress(FileNotFoundError):
-            return bytes(self._told(lambda: self._fs.cat_file(self._path(name)), name))
+            return bytes(self._call(lambda: self._fs.cat_file(self._path(name)), name))
         return None
 
     def write(self, name: str, content: bytes) -> None:
-        """Makes or replaces a small file, whole or not at all.
+        """Creates or replaces a small file atomically.
 
         Raises:
             RemoteError: it cannot be written.
@@ -178,30 +178,30 @@ class RemoteStore:
         self._place(name, lambda path: self._fs.pipe_file(path, content), lambda file: file.write(content))
 
     def remove(self, name: str) -> None:
-        """Removes a file; one that is not there is no fault.
+        """Removes a file; a missing file is not an error.
 
         Raises:
             RemoteError: it cannot be removed.
         """
         with suppress(FileNotFoundError):
-            self._told(lambda: self._fs.rm_file(self._path(name)), name)
+            self._call(lambda: self._fs.rm_file(self._path(name)), name)
 
     def remove_folder(self, folder: str) -> None:
-        """Removes an empty folder, where a store knows folders."""
+        """Removes an empty folder; does nothing in object stores, which have no folders."""
         if self._scheme not in _OBJECT_STORES:
             with suppress(RemoteError, FileNotFoundError):
-                self._told(lambda: self._fs.rmdir(self._path(folder)), folder)
+                self._call(lambda: self._fs.rmdir(self._path(folder)), folder)
 
     def remove_parts(self, but: Collection[str] = ()) -> RemovedParts:
-        """Removes the parts of S3 uploads in this folder that were never completed: those of killed processes.
+        """Aborts incomplete S3 uploads of killed processes in this folder and removes their parts.
 
-        Whoever uploads here at the same time loses what it has sent of a file.
+        Uploads in progress lose the parts of the current file, too.
 
         Args:
-            but: folders in it in which uploads go on.
+            but: subfolders to skip, in which uploads are in progress.
 
         Raises:
-            RemoteError: the store does not tell or remove them.
+            RemoteError: the store cannot list or remove them.
         """
         if self._scheme not in _S3:
             return RemovedParts(0, 0)
@@ -210,10 +210,10 @@ class RemoteStore:
 
         def remove() -> RemovedParts:
             count = size = 0
-            # A list of its own: it changes while it is read.
+            # Copied to a list, since aborting uploads changes the listing.
             for found in list(self._listed("list_multipart_uploads", "Uploads", Bucket=bucket, Prefix=f"{folder}/")):
                 key, of = str(found["Key"]), {"Bucket": bucket, "Key": found["Key"], "UploadId": found["UploadId"]}
-                # A server that knows no Prefix must not make us remove what is another run's.
+                # Checked here too: a server that ignores Prefix would make us abort uploads of other runs.
                 if not key.startswith(f"{folder}/") or key.startswith(spared):
                     continue
                 with suppress(FileNotFoundError):
@@ -222,10 +222,10 @@ class RemoteStore:
                     count, size = count + 1, size + nbytes
             return RemovedParts(count, size)
 
-        return self._told(remove, "")
+        return self._call(remove, "")
 
     def _listed(self, method: str, what: str, **arguments: Any) -> Iterator[Mapping[str, Any]]:
-        """What S3 lists, page by page."""
+        """Entries of a paginated S3 listing."""
         while True:
             page = self._fs.call_s3(method, **arguments)
             yield from page.get(what) or ()
@@ -235,18 +235,18 @@ class RemoteStore:
             arguments |= following
 
     def put(self, local: Path, name: str, sent: Callable[[int], None] = lambda _: None) -> RemoteFile:
-        """Puts a file there, and verifies it.
+        """Uploads a file and verifies it.
 
-        The store's own digest must be that of the local file. Where it has none, or one of another kind (S3 with keys
-        of KMS), the file is read back and compared.
+        The store's digest must equal that of the local file. If there is none, or it is of another kind (S3 with KMS
+        keys), the file is read back and compared.
 
         Args:
-            local: the file.
+            local: the local file.
             name: its path in the store.
-            sent: told of bytes on their way, as far as the driver tells.
+            sent: called with the number of bytes sent, if the driver reports it.
 
         Raises:
-            RemoteError: it cannot be put, or what is there then is something else.
+            RemoteError: the upload fails, or the file in the store differs from the local one.
             OSError: the local file cannot be read.
         """
         size = local.stat().st_size
@@ -264,11 +264,11 @@ class RemoteStore:
         return found
 
     def holds(self, found: RemoteFile, local: Path, name: str) -> bool:
-        """Whether a file of the store is the same as a local one, byte for byte; decided as by `put`.
+        """Whether a file in the store is identical to a local one; verified as in `put`.
 
         Raises:
-            RemoteError: it cannot be read.
-            OSError: the local one cannot be.
+            RemoteError: the file in the store cannot be read.
+            OSError: the local file cannot be read.
         """
         if found.bytes != local.stat().st_size:
             return False
@@ -277,7 +277,7 @@ class RemoteStore:
     def _is_copy(self, found: RemoteFile, local: Path, name: str, expected: str) -> bool:
         if found.bytes != local.stat().st_size:
             return False
-        # Equal says that it is the same; a digest that differs may be of another kind.
+        # Equal digests prove equality; different digests may be of different kinds, so the file is read back.
         return (bool(expected) and found.digest == expected) or self._read_back(name) == _checksum(local)
 
     def _read_back(self, name: str) -> str:
@@ -290,32 +290,33 @@ class RemoteStore:
             return digest.hexdigest()
 
         try:
-            return self._told(read, name)
+            return self._call(read, name)
         except FileNotFoundError:
             return ""
 
     def get(self, name: str, local: Path, received: Callable[[int], None] = lambda _: None) -> None:
-        """Fetches a file; what it holds is for the caller to verify.
+        """Downloads a file; the caller verifies its content.
 
         Args:
             name: its path in the store.
-            local: where it goes; replaced if it is there.
-            received: told of bytes as they come, as far as the driver tells.
+            local: destination; replaced if it exists.
+            received: called with the number of bytes received, if the driver reports it.
 
         Raises:
-            RemoteError: it is not there, or cannot be fetched.
+            RemoteError: it does not exist, or cannot be downloaded.
             OSError: the local file cannot be written.
         """
         try:
-            self._told(lambda: self._fs.get_file(self._path(name), str(local), callback=_Sent(received)), name)
+            self._call(lambda: self._fs.get_file(self._path(name), str(local), callback=_Sent(received)), name)
         except FileNotFoundError as error:
             raise RemoteError(f"{self.url}/{name} is not there") from error
 
     def expected_digest(self, local: Path) -> str:
-        """What a store will say of a local file: its MD5, or of parts S3's MD5 of their MD5s and their number.
+        """The digest that a store reports for a local file: its MD5, or S3's multipart ETag (MD5 of the parts' MD5s,
+        and their number).
 
         Raises:
-            OSError: it cannot be read.
+            OSError: the file cannot be read.
         """
         size = local.stat().st_size
         part = _part_bytes(size) if self._scheme in _S3 and size >= 2 * _part_bytes(size) else None
@@ -340,7 +341,7 @@ class RemoteStore:
         return {"chunksize": _part_bytes(size), "max_concurrency": _PARTS_AT_A_TIME}
 
     def _place(self, name: str, put: Callable[[str], object], write: Callable[[Any], object]) -> None:
-        """Makes a file, whole or not at all: `put` gives it to a driver, `write` to a file of this machine."""
+        """Creates a file atomically: with `put` through a driver, with `write` in a local file system."""
         path = self._path(name)
         if self._scheme in _LOCAL:
 
@@ -349,7 +350,7 @@ class RemoteStore:
                 with atomic_writer(Path(path)) as file:
                     write(file)
 
-            self._told(place, name)
+            self._call(place, name)
         elif self._scheme in _OBJECT_STORES:
             self._absent_is_an_error(lambda: put(path), name)
         else:
@@ -363,15 +364,15 @@ class RemoteStore:
             self._absent_is_an_error(rename, name)
 
     def _absent_is_an_error(self, action: Callable[[], object], name: str) -> None:
-        """A store that lacks the bucket says that no such file is there."""
+        """Converts FileNotFoundError to RemoteError: stores raise it for a missing bucket."""
         try:
-            self._told(action, name)
+            self._call(action, name)
         except FileNotFoundError as error:
             raise RemoteError(f"{self.url}/{name}: {' '.join(str(error).split())[:300]}") from error
 
 
 class _Sent(Callback):  # type: ignore[misc]
-    """Passes on how many bytes a driver has moved."""
+    """fsspec callback that reports the bytes that a driver has transferred."""
 
     def __init__(self, tell: Callable[[int], None]):
         super().__init__()
@@ -408,15 +409,15 @@ def _remote_file(about: Mapping[str, Any]) -> RemoteFile:
 
 
 def within(limit_s: float, action: Callable[[], T], what: str) -> T:
-    """Runs an action that a driver may hang in.
+    """Runs an action with a timeout, since a driver may hang.
 
     Args:
-        limit_s: longest wait.
-        action: it is left behind in its thread when the time is over.
-        what: for the message.
+        limit_s: timeout in seconds.
+        action: the action; after a timeout its thread keeps running.
+        what: subject of the error message.
 
     Raises:
-        RemoteError: it has not ended in time; whatever else it raises itself.
+        RemoteError: the action timed out. Exceptions of the action are passed through.
     """
     results: list[T] = []
     errors: list[BaseException] = []

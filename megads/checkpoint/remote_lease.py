@@ -1,7 +1,7 @@
-"""Which process uploads a run's checkpoints: two run directories of one run, on two machines, would mix their files.
+"""Lease to upload a run's checkpoints: two run directories of the same run, on two machines, would mix their files.
 
-<url>/<run id>/uploader.json says who does, and is written anew every few seconds. No clocks are compared: whoever comes
-second watches it for a while, and takes over where it does not change.
+<url>/<run id>/uploader.json names the process that holds it, which rewrites the file periodically. No clocks are
+compared: a second process watches the file for a while, and takes over if it does not change.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class RemoteInUse(RemoteError):
 
 
 class RemoteLease:
-    """The right to upload a run's checkpoints, to be used in a `with` block once it is taken.
+    """The lease to upload a run's checkpoints; used as a context manager once it is taken.
 
     Args:
-        store: of the run.
-        beat_s: seconds between two signs of life.
+        store: store of the run.
+        beat_s: heartbeat interval in seconds.
     """
 
     def __init__(self, store: RemoteStore, beat_s: float = BEAT_S):
@@ -47,12 +47,12 @@ class RemoteLease:
         self._thread: threading.Thread | None = None
 
     def take(self, go_on: Callable[[], None], waits: Callable[[str], None], silent_s: float = SILENT_S) -> None:
-        """Takes it, as soon as no other live process has it.
+        """Takes the lease as soon as no other live process holds it.
 
         Args:
-            go_on: called while it waits; what it raises ends the wait.
-            waits: told once who has it.
-            silent_s: a holder that gives no sign of life for so long is gone.
+            go_on: called while waiting; an exception that it raises ends the wait.
+            waits: called once with a message that names the holder.
+            silent_s: a holder without a heartbeat for this long is considered dead.
 
         Raises:
             RemoteError: the store fails.
@@ -77,12 +77,12 @@ class RemoteLease:
             time.sleep(min(_POLL_S, silent_s / 4))
 
     def is_held(self) -> bool:
-        """Whether it still is this process's, as the store says."""
+        """Whether this process still holds the lease, according to the store."""
         holder = _parsed(self._store.read(LEASE_FILE) or b"")
         return holder is not None and holder.get("token") == self._token
 
     def require(self) -> None:
-        """Raises RemoteInUse where another process has taken over, as far as is known."""
+        """Raises RemoteInUse if this process knows that another one has taken over."""
         if self._lost:
             raise RemoteInUse(self._lost)
 
@@ -101,7 +101,7 @@ class RemoteLease:
                     return
                 self._beat()
             except RemoteError:
-                # What is wrong with the store, uploads find out and say.
+                # Uploads detect and report errors of the store.
                 continue
 
     def __enter__(self) -> Self:
@@ -117,7 +117,7 @@ class RemoteLease:
                 if self.is_held():
                     self._store.remove(LEASE_FILE)
             except RemoteError:
-                # It is taken over once it is silent.
+                # Without its heartbeats, another process can take over the lease.
                 return
 
 
@@ -130,7 +130,7 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
 
 
 def _is_dead(holder: dict[str, Any]) -> bool:
-    """Whether it was a process of this machine, and is no more."""
+    """Whether the holder is a process of this machine that has ended."""
     pid = holder.get("pid")
     if holder.get("machine") != machine_id() or not isinstance(pid, int):
         return False

@@ -1,7 +1,7 @@
-"""The process of a rank that sends its images to another node, keeps those of a rank there, and hands out both.
+"""The replica process of a rank: sends the rank's images to another node, keeps replicas of a rank there, serves both.
 
-It is forked before the rank has threads, and dies with it. It runs at low priority beside the training. One that takes
-the place of a dead one is a new interpreter: by then the rank has threads, and perhaps a GPU, which no fork survives.
+It is forked before the rank has threads, dies with the rank, and runs at low priority. A replacement for a process that
+died is a new interpreter: by then the rank has threads and perhaps a CUDA context, with which it cannot be forked.
 """
 
 from __future__ import annotations
@@ -59,16 +59,16 @@ _PRIORITY = 10
 _POLL_S = 0.01
 _END_S = 5.0
 _STRANGERS = 16
-"""Connections at a time that have not proven yet that they are of this start."""
+"""Maximum number of connections that have not authenticated yet."""
 
 
 @dataclass(frozen=True)
 class ServeOrder:
-    """Makes the process reachable; answered by an `ReplicaOutcome` with the port.
+    """Order to listen for connections; answered by a `ReplicaOutcome` with the port.
 
     Attributes:
         node: folder of the run in this node's memory.
-        keeps: rank on another node whose images it keeps.
+        keeps: rank on another node whose replicas the process keeps.
         host: address of this node to listen on.
         secret: `Secret.encode` of this start.
     """
@@ -81,10 +81,10 @@ class ServeOrder:
 
 @dataclass(frozen=True)
 class AllocateOrder:
-    """Takes the memory for the images that it keeps; answered by an `ReplicaOutcome`.
+    """Order to allocate memory for the replicas that the process keeps; answered by a `ReplicaOutcome`.
 
     Attributes:
-        size: of one of them.
+        size: bytes of one image.
     """
 
     size: int
@@ -92,15 +92,15 @@ class AllocateOrder:
 
 @dataclass(frozen=True)
 class SendOrder:
-    """Sends an image once it is committed; answered by an `ReplicaOutcome`.
+    """Order to send an image once it is committed; answered by a `ReplicaOutcome`.
 
     Attributes:
-        image: folder of it.
-        owner: rank whose state it is.
-        saved: start and step.
-        start: that the rank belongs to.
-        base: that its start continued from.
-        to: process that keeps it.
+        image: folder of the image.
+        owner: rank whose state the image holds.
+        saved: start and step of the image.
+        start: lease number of the rank's start.
+        base: start and step of the local checkpoint that the start continued from; None: none.
+        to: address of the replica process that keeps the image.
     """
 
     image: Path
@@ -113,12 +113,12 @@ class SendOrder:
 
 @dataclass(frozen=True)
 class ReplicaOutcome:
-    """Of an order.
+    """Outcome of an order.
 
     Attributes:
-        reason: why it failed; empty where it did not.
-        overtaken: the image was to be copied over before it was there.
-        port: at which the process listens.
+        reason: why it failed; empty if it succeeded.
+        overtaken: whether a newer state replaced the image, or a newer order arrived, before it was sent.
+        port: port on which the process listens.
         saved: start and step of the image that was sent.
     """
 
@@ -129,14 +129,14 @@ class ReplicaOutcome:
 
 
 class ReplicaServer:
-    """Keeps and hands out images; a thread for each connection.
+    """Receives and serves images, with one thread per connection.
 
     Args:
-        order: says where.
+        order: folder, address and secret to use.
 
     Raises:
-        OSError: the folder cannot be had.
-        ConfigError: the address cannot.
+        OSError: the folder cannot be locked.
+        ConfigError: the process cannot listen on the address.
     """
 
     def __init__(self, order: ServeOrder) -> None:
@@ -149,7 +149,7 @@ class ReplicaServer:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def allocate(self, size: int) -> None:
-        """Takes memory for two images; an image that is there and of that size stays. Raises OSError."""
+        """Allocates memory for two images; an existing image of that size is kept. Raises OSError."""
         for name in IMAGES:
             image = self._folder / name
             path = image / file_name(self._order.keeps)
@@ -174,22 +174,22 @@ class ReplicaServer:
                 connection = ReplicaConnection(connected, self._secret, server=True)
             except CheckpointError:
                 logging.getLogger(__name__).warning(
-                    "somebody who does not belong to this start connected to port %d: refused; docs/slurm.md, Ports "
-                    "and strangers, says how to keep others off",
+                    "refused a connection to port %d from a process that does not belong to this start; see "
+                    "docs/slurm.md, Ports and strangers",
                     self.port,
                 )
                 return
             finally:
                 self._strangers.release()
-            with suppress(CheckpointError):  # a request that is none
+            with suppress(CheckpointError):  # an invalid request
                 request = connection.hear(ImageRequest)
                 (self._keep if request.action is ImageAction.keep else self._hand_out)(connection, request)
 
     def _keep(self, connection: ReplicaConnection, request: ImageRequest) -> None:
         refusal = ""
         if request.owner != self._order.keeps:
-            refusal = f"copies of rank {self._order.keeps} are kept here, not of rank {request.owner}"
-        # Of a sender that has given up another connection may still be there for a moment.
+            refusal = f"replicas of rank {self._order.keeps} are kept here, not of rank {request.owner}"
+        # A previous connection, which its sender has given up, may still be open for a moment.
         elif not self._keeping.acquire(timeout=SILENCE_S / 2):
             refusal = "another image is being received"
         if refusal:
@@ -206,7 +206,7 @@ class ReplicaServer:
             receive_image(connection, image, request.owner, commit)
             connection.say(ImageAnswer(complete=True))
         except (CheckpointError, OSError) as error:
-            connection.say(ImageAnswer(f"what came is no local checkpoint: {failure_of(error)[0]}"))
+            connection.say(ImageAnswer(f"the image is not a valid local checkpoint: {failure_of(error)[0]}"))
         finally:
             self._keeping.release()
 
@@ -218,25 +218,25 @@ class ReplicaServer:
                 for name, record in commit.contents().files.items():
                     connection.send_file(image / name, record.bytes, lambda: True)
                 return
-        connection.say(ImageAnswer(f"step {request.saved[1]} of rank {request.owner} is not there any more"))
+        connection.say(ImageAnswer(f"step {request.saved[1]} of rank {request.owner} no longer exists here"))
 
 
 class ReplicaProcess:
-    """The process as its rank sees it.
+    """The rank's handle of its replica process.
 
     Attributes:
-        connection: takes orders, gives a `ReplicaOutcome` for each.
-        pid: of the process.
+        connection: pipe for orders, each of which is answered by a `ReplicaOutcome`.
+        pid: pid of the process.
     """
 
     def __init__(self, *, fork: bool) -> None:
-        """Starts it.
+        """Starts the process.
 
         Args:
-            fork: as a copy of this process, which has no threads yet; else as a new interpreter, which takes seconds.
+            fork: fork this process, which must not have threads yet; else start a new interpreter, which takes seconds.
 
         Raises:
-            OSError: it cannot be started.
+            OSError: the process cannot be started.
         """
         self.connection, theirs = Pipe()
         self._new: subprocess.Popen[bytes] | None = None
@@ -245,7 +245,7 @@ class ReplicaProcess:
         if not fork:
             command = f"from {__name__} import main; main({parent})"
             try:
-                # In the rank's process group: who kills that kills this process, too.
+                # In the rank's process group, so that killing the group kills this process, too.
                 self._new = subprocess.Popen([sys.executable, "-c", command], stdin=theirs.fileno())
             except OSError:
                 self.connection.close()
@@ -261,10 +261,10 @@ class ReplicaProcess:
         theirs.close()
 
     def kill(self) -> str:
-        """Ends it, where it has not ended; returns how it did."""
+        """Kills the process unless it has ended; returns how it ended."""
         self.connection.close()
         deadline = time.monotonic() + _END_S
-        # A pid that was waited for may be another process by now.
+        # After a wait, the pid may belong to another process.
         if not self._has_ended():
             os.kill(self.pid, signal.SIGKILL)
         while not self._has_ended() and time.monotonic() < deadline:
@@ -282,19 +282,19 @@ class ReplicaProcess:
 
 
 def main(parent: int) -> NoReturn:
-    """Carries out orders that come by standard input; see `run_replica_process`."""
+    """Entry point of a new interpreter, which receives orders on standard input; see `run_replica_process`."""
     run_replica_process(parent, Connection(os.dup(0)))
 
 
 def run_replica_process(parent: int, connection: Connection) -> NoReturn:
-    """Carries out orders until the rank is gone.
+    """Carries out orders until the rank ends.
 
     Args:
         parent: pid of the rank.
-        connection: to it.
+        connection: connection to the rank.
     """
     die_with_parent(parent, signal.SIGKILL)
-    # Not before the imports of a new interpreter: on a node whose cores are all in use they would take a minute.
+    # After the imports of a new interpreter: at low priority they would take a minute on a fully loaded node.
     os.nice(_PRIORITY)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
@@ -318,7 +318,7 @@ def run_replica_process(parent: int, connection: Connection) -> NoReturn:
     except (EOFError, OSError):
         # The rank has closed its end.
         os._exit(0)
-    except Exception:  # a bug: it is in the rank's log, and the rank goes on without this process
+    except Exception:  # a bug: logged in the rank's log; the rank continues without this process
         traceback.print_exc()
         sys.stderr.flush()
     finally:
@@ -326,16 +326,16 @@ def run_replica_process(parent: int, connection: Connection) -> NoReturn:
 
 
 def send_image(order: SendOrder, secret: Secret, cancelled: Callable[[], bool]) -> ReplicaOutcome:
-    """Waits until an image is committed and sends it.
+    """Waits until an image is committed, then sends it.
 
     Args:
-        order: says which, and where to.
-        secret: of this start.
-        cancelled: whether there is a newer order.
+        order: the image and its destination.
+        secret: secret of this start.
+        cancelled: returns whether there is a newer order.
 
     Raises:
-        CheckpointError: the other end refuses it, or what came there is damaged.
-        OSError: the other end is silent or gone.
+        CheckpointError: the receiver refused the image, or received it damaged.
+        OSError: the receiver does not respond, or closed the connection.
     """
     while (commit := read_commit(order.image)) is None or commit.saved != order.saved:
         if cancelled() or (commit is not None and commit.saved > order.saved):

@@ -1,7 +1,8 @@
-"""Sends images of local checkpoints between processes of a run, over a TCP connection for each.
+"""Transfers images of local checkpoints between processes of a run, with one TCP connection per image.
 
-Both ends prove that they know the secret of this start, and every message but the image itself carries a proof. The
-receiver makes a local checkpoint of an image only once its checksums hold; killed earlier it leaves none.
+Both ends authenticate with the secret of this start, and every message except for the image itself is authenticated.
+The receiver commits an image as a local checkpoint only after verifying its checksums; if it is killed earlier, the
+image does not count.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ from megads.errors import CheckpointError
 from megads.runtime.run_secret import Secret
 
 HANDSHAKE_S = 5.0
-"""For a peer to answer: one that is stopped, or a stranger, does not."""
+"""Timeout of the handshake and of short messages: a stopped process or a stranger does not answer."""
 SILENCE_S = 30.0
 """Longest wait for the next bytes of an image."""
 _VERIFIED_BYTES_PER_S = 200e6
-"""At least: how long a sender waits for the receiver's checksums."""
+"""Assumed minimum rate of the receiver's checksums, for the sender's timeout."""
 _NONCE_BYTES = _PROOF_BYTES = 32
 _MOST_BYTES = 2**28
-"""Of a message."""
+"""Maximum size of a message."""
 _CHUNK_BYTES = 32 * 2**20
 Address = tuple[str, int]
 
 
 class ImageAction(Enum):
-    """What a caller wants: to leave an image, or to get one."""
+    """Action that a client requests: keep an image that it sends, or return one."""
 
     keep = "keep"
     fetch = "fetch"
@@ -47,14 +48,14 @@ class ImageAction(Enum):
 
 @dataclass(frozen=True)
 class ImageRequest:
-    """First message of a caller.
+    """First message of a client.
 
     Attributes:
-        action: what it wants.
+        action: requested action.
         owner: rank whose state the image holds.
         saved: start and step of the image.
-        start: that the caller belongs to.
-        base: local checkpoint that its start continued from.
+        start: lease number of the client's start.
+        base: start and step of the local checkpoint that the client's start continued from; None: none.
         commit: `LocalCommit.encode` of an image to keep.
     """
 
@@ -70,11 +71,11 @@ class ImageRequest:
 
 @dataclass(frozen=True)
 class ImageAnswer:
-    """What a server says to a request, and once more after it received an image.
+    """A server's answer to a request, sent again after it has received an image.
 
     Attributes:
-        refusal: why not; empty where it does.
-        complete: the image is a local checkpoint here: nothing is to be sent.
+        refusal: why the request is refused; empty if it is accepted.
+        complete: whether the server already holds the image as a local checkpoint, so it need not be sent.
         commit: `LocalCommit.encode` of an image that follows.
     """
 
@@ -86,20 +87,20 @@ class ImageAnswer:
 
 
 class Overtaken(Exception):
-    """The image that was being sent is no local checkpoint any more: the rank copies a newer state into it."""
+    """The image was invalidated while it was sent, because the rank copies a newer state into it."""
 
 
 class ReplicaConnection:
-    """A connection whose two ends belong to this start.
+    """An authenticated connection between two processes of this start.
 
     Args:
-        connected: the socket, which this takes over.
-        secret: of the start.
-        server: whether this end accepted it.
+        connected: the connected socket, whose ownership is taken.
+        secret: secret of the start.
+        server: whether this end accepted the connection.
 
     Raises:
         CheckpointError: the other end does not know the secret.
-        OSError: it does not answer.
+        OSError: the other end does not answer.
     """
 
     def __init__(self, connected: socket.socket, secret: Secret, *, server: bool) -> None:
@@ -112,7 +113,7 @@ class ReplicaConnection:
         nonces = (own, other) if server else (other, own)
         self._session = (nonces[0] + nonces[1]).hex()
         roles = ("server", "client") if server else ("client", "server")
-        # The server shows its proof to nobody who has not shown one.
+        # The server sends its proof only after it has verified the client's.
         if not server:
             self._socket.sendall(secret.proof(f"replica {roles[0]}", *nonces))
         shown = self._exactly(_PROOF_BYTES, deadline)
@@ -123,7 +124,7 @@ class ReplicaConnection:
 
     @classmethod
     def to(cls, address: Address, secret: Secret) -> ReplicaConnection:
-        """Connects to a server; raises as above."""
+        """Connects to a server; raises the same errors as the constructor."""
         connected = socket.create_connection(address, timeout=HANDSHAKE_S)
         try:
             return cls(connected, secret, server=False)
@@ -132,7 +133,7 @@ class ReplicaConnection:
             raise
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Closes the connection."""
         self._socket.close()
 
     def say(self, message: ImageRequest | ImageAnswer) -> None:
@@ -142,11 +143,11 @@ class ReplicaConnection:
         self._socket.sendall(len(sealed).to_bytes(8, "big") + sealed)
 
     def hear(self, kind: type[Any], within_s: float = HANDSHAKE_S) -> Any:
-        """Receives a message of a type.
+        """Receives a message of type `kind`.
 
         Raises:
-            CheckpointError: it is another one, or not of this connection.
-            OSError: there is none.
+            CheckpointError: the message has another type, or fails authentication.
+            OSError: there is no message in time, or the connection was closed.
         """
         deadline = time.monotonic() + within_s
         length = int.from_bytes(self._exactly(8, deadline), "big")
@@ -154,11 +155,11 @@ class ReplicaConnection:
             raise CheckpointError(f"a message of {length} bytes was announced")
         text = self._secret.unseal(f"replica message {self._session}", self._exactly(length, deadline))
         if text is None:
-            raise CheckpointError("a message came that was not made by the other end")
+            raise CheckpointError("a received message failed authentication")
         try:
             return TypeAdapter(kind).validate_json(text)
         except ValidationError as error:
-            raise CheckpointError(f"a message is no {kind.__name__}: {error.errors()[0]['msg']}") from None
+            raise CheckpointError(f"a message is not a {kind.__name__}: {error.errors()[0]['msg']}") from None
 
     def _exactly(self, count: int, deadline: float) -> bytes:
         received = bytearray()
@@ -171,16 +172,16 @@ class ReplicaConnection:
         return bytes(received)
 
     def send_file(self, path: Path, size: int, is_valid: Callable[[], bool]) -> None:
-        """Sends a file, from memory to the network without a copy of this process.
+        """Sends a file in memory with sendfile, without copying it in this process.
 
         Args:
-            path: of the file.
-            size: of it.
-            is_valid: whether it still is what it was.
+            path: path of the file.
+            size: its size in bytes.
+            is_valid: returns whether the file is still unchanged.
 
         Raises:
-            Overtaken: it is not.
-            OSError: nobody receives it.
+            Overtaken: the file has changed.
+            OSError: the receiver does not respond, or closed the connection.
         """
         self._socket.settimeout(SILENCE_S)
         with path.open("rb") as file:
@@ -191,13 +192,13 @@ class ReplicaConnection:
                     raise CheckpointError(f"{path} has less than {size} bytes")
 
     def receive_into(self, descriptor: int, size: int) -> None:
-        """Receives the contents of a file straight into its memory, which is taken as they come. Raises OSError."""
+        """Receives a file's contents directly into its memory, which is allocated in chunks. Raises OSError."""
         self._socket.settimeout(SILENCE_S)
         with mmap.mmap(descriptor, size) as mapped, memoryview(mapped) as view:
             taken = at = 0
             while at < size:
                 if at == taken:
-                    # A page that cannot be had would kill with SIGBUS.
+                    # Without this, a page that cannot be allocated would kill with SIGBUS.
                     os.posix_fallocate(descriptor, at, min(_CHUNK_BYTES, size - at))
                     taken = min(size, at + _CHUNK_BYTES)
                 with view[at:taken] as rest:
@@ -210,18 +211,18 @@ class ReplicaConnection:
 def offer_image(
     connection: ReplicaConnection, image: Path, request: ImageRequest, is_valid: Callable[[], bool]
 ) -> None:
-    """Brings an image to a process that keeps a copy of it; returns once that is a local checkpoint there.
+    """Sends an image to a replica process; returns once it is a local checkpoint there.
 
     Args:
-        connection: to that process.
-        image: folder of the image, which is committed.
-        request: to keep it.
-        is_valid: whether it still is.
+        connection: connection to that process.
+        image: folder of the committed image.
+        request: request to keep the image.
+        is_valid: returns whether the image is still committed.
 
     Raises:
-        Overtaken: it is no more.
-        CheckpointError: the other end refuses it, or what came there is damaged.
-        OSError: the other end is silent or gone.
+        Overtaken: the image is no longer committed.
+        CheckpointError: the receiver refused the image, or received it damaged.
+        OSError: the receiver does not respond, or closed the connection.
     """
     connection.say(request)
     answer = connection.hear(ImageAnswer, SILENCE_S)
@@ -236,17 +237,17 @@ def offer_image(
 
 
 def receive_image(connection: ReplicaConnection, image: Path, owner: int, commit: LocalCommit) -> None:
-    """Receives an image, and makes a local checkpoint of it if its checksums hold.
+    """Receives an image, verifies its checksums and commits it as a local checkpoint.
 
     Args:
-        connection: from which it comes.
-        image: folder for it; what it held before is no local checkpoint any more.
-        owner: rank whose state it is.
-        commit: of the image.
+        connection: connection to the sender.
+        image: folder for the image; a local checkpoint in it is invalidated.
+        owner: rank whose state the image holds.
+        commit: commit record of the image.
 
     Raises:
-        CheckpointError: a checksum does not hold.
-        OSError: the other end is silent or gone, or there is no memory for it.
+        CheckpointError: a checksum does not match.
+        OSError: the sender does not respond, closed the connection, or there is not enough memory.
     """
     size = _size_of(commit, owner)
     invalidate_image(image)
@@ -265,18 +266,18 @@ def receive_image(connection: ReplicaConnection, image: Path, owner: int, commit
 
 
 def fetch_image(address: Address, secret: Secret, owner: int, saved: Saved, image: Path) -> LocalCommit:
-    """Fetches an image from a process that holds it.
+    """Fetches an image from a replica process that holds it.
 
     Args:
-        address: of that process.
-        secret: of this start.
-        owner: rank whose state it is.
-        saved: start and step of it.
-        image: folder for it.
+        address: address of that process.
+        secret: secret of this start.
+        owner: rank whose state the image holds.
+        saved: start and step of the image.
+        image: folder for the image.
 
     Raises:
-        CheckpointError: it is not there, or damaged.
-        OSError: the other end is silent or gone, or there is no memory for it.
+        CheckpointError: the process does not hold the image, or it is damaged.
+        OSError: the process does not respond, closed the connection, or there is not enough memory.
     """
     connection = ReplicaConnection.to(address, secret)
     try:
@@ -294,16 +295,16 @@ def fetch_image(address: Address, secret: Secret, owner: int, saved: Saved, imag
 
 
 def decoded(text: str) -> LocalCommit:
-    """Reads a commit that came in a message; raises CheckpointError where it is none."""
+    """Parses the commit record in a message; raises CheckpointError if it is invalid."""
     try:
         return LocalCommit.decode(text.encode())
     except ValidationError as error:
-        raise CheckpointError(f"what should say what an image holds does not: {error.errors()[0]['msg']}") from None
+        raise CheckpointError(f"the commit record of an image is invalid: {error.errors()[0]['msg']}") from None
 
 
 def _size_of(commit: LocalCommit, owner: int) -> int:
-    """Bytes of an image's file; 0 where the rank holds nothing."""
+    """Bytes of an image's file; 0 if the rank holds nothing."""
     files = commit.contents().files
     if set(files) - {file_name(owner)}:
-        raise CheckpointError(f"an image of rank {owner} would hold {', '.join(sorted(files))}")
+        raise CheckpointError(f"the commit record of an image of rank {owner} lists {', '.join(sorted(files))}")
     return files[file_name(owner)].bytes if files else 0

@@ -1,8 +1,8 @@
-"""Copies of local checkpoints in the memory of another node (checkpoint.replicate), for a node that is lost.
+"""Replicas of local checkpoints in the memory of another node (checkpoint.replicate), in case a node is lost.
 
-Each rank has a process (`replica_process`) that sends its local checkpoint to that of a rank on the next node, which
-keeps it as the rank itself does: two images take turns. Training never waits for it. Which node holds what of the run
-is exchanged by the ranks before the first step.
+Each rank has a process (`replica_process`) that sends its local checkpoints to the process of a rank on the next node.
+That one keeps them as the rank itself does, alternating between two images. Training never waits for these transfers.
+Before the first step the ranks exchange which node holds which local checkpoints.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from megads.runtime.run_secret import Secret, read_secret
 _ANSWERS_WITHIN_S = 30.0
 _NAMED = 3
 _MOST_UNANSWERED = 2
-"""Orders: a process that is stopped must not fill the pipe to it, which would hold up the rank."""
+"""Maximum number of unanswered orders: if a stopped process let its pipe fill up, the rank would block."""
 _MOST_RESTARTS = 3
-"""Of the process of a rank, in one start of the run."""
+"""Restarts of a rank's process in one start of the run."""
 
 
 def partners_of(first_ranks: Sequence[int]) -> list[int]:
-    """Which rank keeps the copies of each rank: that of the same number on the next node, in a ring.
+    """Which rank keeps the replicas of each rank: the one with the same local rank on the next node, in a ring.
 
     Args:
-        first_ranks: by rank, the first rank on its node.
+        first_ranks: first rank on each rank's node, by rank.
 
     Returns:
-        The ranks, by rank; each keeps those of at most one other where all nodes have equally many. A rank of a single
-        node has itself.
+        The partners, by rank. If all nodes have the same number of ranks, each rank is the partner of one rank. If
+        there is only one node, each rank is its own partner.
     """
     nodes: dict[int, list[int]] = {}
     for rank, first in enumerate(first_ranks):
@@ -56,13 +56,13 @@ def partners_of(first_ranks: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class ReplicaProgress:
-    """Of the last local checkpoint, on all ranks.
+    """Replication of the last local checkpoint, over all ranks.
 
     Attributes:
-        busy: a rank is still sending it.
-        complete: other nodes hold it of all ranks.
-        failed: why some ranks could not send one, the first few; empty where all could.
-        restarted: processes that have died since the last look, and are started again.
+        busy: whether a rank is still sending it.
+        complete: whether other nodes hold complete replicas of all ranks.
+        failed: why ranks could not send one, for the first few of them; empty if all could.
+        restarted: processes that died since the last call and were restarted.
     """
 
     busy: bool = False
@@ -73,11 +73,11 @@ class ReplicaProgress:
 
 @dataclass(frozen=True)
 class _RankProgress:
-    """Of one rank's process: see `ReplicaProgress`.
+    """Replication by one rank's process, see `ReplicaProgress`.
 
     Attributes:
-        port: at which it listens; 0: not yet, or not any more.
-        is_lost: it has died for good.
+        port: port on which the process listens; 0: none.
+        is_lost: whether the process died and will not be restarted.
     """
 
     busy: bool
@@ -89,17 +89,17 @@ class _RankProgress:
 
 
 class Replicas:
-    """The rank's end. Made by `train` before everything else: the process is forked then.
+    """Replication of a rank's local checkpoints. `train` creates it first of all, since it forks the process.
 
     Args:
-        environment: of this rank.
-        timeout_s: a process that takes longer has hung.
+        environment: environment of this rank.
+        timeout_s: a process that takes longer is considered hung.
     """
 
     def __init__(self, environment: RankEnvironment, timeout_s: float) -> None:
         self._environment, self._timeout_s = environment, timeout_s
         self._process: ReplicaProcess | None = ReplicaProcess(fork=True)
-        # What makes a process ready; its answers are still to come from one that was started again.
+        # Orders that initialize a process, and how many of their answers are outstanding after a restart.
         self._first_orders: list[ServeOrder | AllocateOrder] = []
         self._first_answers, self._restarts, self._restarted, self._port = 0, 0, "", 0
         self._unanswered, self._ordered_s = 0, 0.0
@@ -112,18 +112,18 @@ class Replicas:
 
     @property
     def pid(self) -> int:
-        """Of the process; 0 where there is none."""
+        """Pid of the process; 0 if there is none."""
         return self._process.pid if self._process is not None else 0
 
     def open(self, node: Path, control: ControlPlane) -> str:
-        """Makes the processes of all ranks known to each other; collective.
+        """Starts listening and exchanges the addresses of all ranks' processes; collective.
 
         Args:
-            node: folder of the run in this node's memory, which exists.
-            control: of all ranks.
+            node: existing folder of the run in this node's memory.
+            control: control plane of all ranks.
 
         Returns:
-            Why there can be no copies; empty where there can.
+            Why replication is not possible; empty if it is.
         """
         rank, self._control = control.rank, control
         partners = self._partners = partners_of(control.gather(rank - self._environment.local_rank, int))
@@ -134,7 +134,7 @@ class Replicas:
         self._partner, self._keeps = partners[rank], partners.index(rank)
         path = secret_file()
         drawn = Secret.random().encode() if path is None else read_secret(path).encode()
-        # Ranks that nobody launched have admitted each other, too.
+        # Without a launcher there is no secret file, so the ranks share a random secret over the control plane.
         secret = control.broadcast(drawn, str) if path is None else drawn
         self._secret = Secret.decode(secret)
         address, reason = ("", 0), ""
@@ -150,20 +150,20 @@ class Replicas:
         return _named(enumerate(reason for *_, reason in answers))
 
     def allocate(self, size: int, free_bytes: int) -> str:
-        """Takes memory for the copies that each rank keeps, on all ranks or on none; collective.
+        """Allocates memory for the replicas that each rank keeps; collective.
 
         Args:
-            size: of an image of this rank.
-            free_bytes: of the node's memory, this rank's share.
+            size: bytes of an image of this rank.
+            free_bytes: this rank's share of the node's free memory.
 
         Returns:
-            Why that is not to be had; empty where it is.
+            Why a rank could not allocate it; empty if all could.
         """
         kept, reason = self._control.gather(size, int)[self._keeps], ""
         there = sum(path.stat().st_size for path in self._kept.glob("*/*.safetensors")) if self._kept else 0
         missing = max(0, 2 * kept - there)
         if missing > free_bytes:
-            reason = f"copies of another rank's state take {missing / 2**30:.1f} GiB, {free_bytes / 2**30:.1f} are free"
+            reason = f"replicas of another rank need {missing / 2**30:.1f} GiB, {free_bytes / 2**30:.1f} GiB are free"
         else:
             try:
                 reason = self._ask(AllocateOrder(kept), self._timeout_s).reason
@@ -172,7 +172,7 @@ class Replicas:
         return _named(enumerate(self._control.gather(reason, str)))
 
     def send(self, image: Path, saved: Saved, start: int, base: Saved | None) -> None:
-        """Lets the process send an image, once it is committed, to the partner."""
+        """Orders the process to send an image to the partner once it is committed."""
         self._sent, self._complete = saved, False
         there = self._addresses[self._partner][1]
         if self._process is None or not there or self._first_answers or self._unanswered == _MOST_UNANSWERED:
@@ -186,15 +186,15 @@ class Replicas:
         self._ordered_s = time.perf_counter()
 
     def progress(self) -> ReplicaProgress:
-        """Where the processes of all ranks are; collective. One that has died is started again."""
-        self._look()
-        # After a failure the next attempt holds nothing up: a partner may be stopped for hours.
+        """Progress of the processes of all ranks; collective. A process that has died is restarted."""
+        self._poll()
+        # After a failure, the next attempt does not count as busy: a partner may be stopped for hours.
         busy = self._unanswered > 0 and not self._failure
         is_lost = self._process is None
         own = _RankProgress(busy, self._complete, self._failure, self._restarted, self._port, is_lost)
         self._restarted = ""
         found = self._control.gather(own, _RankProgress)
-        # That a process could not be reached before it was started again, the death of it has said.
+        # Do not report that a process was unreachable before its restart: its death is reported already.
         before = [port for _, port in self._addresses]
         self._addresses = [(host, rank.port) for (host, _), rank in zip(self._addresses, found, strict=True)]
         reached = [rank.port == port != 0 for rank, port in zip(found, before, strict=True)]
@@ -207,8 +207,8 @@ class Replicas:
         complete = all(rank.complete for rank in found)
         return ReplicaProgress(any(rank.busy for rank in found), complete, failed, restarted)
 
-    def _look(self) -> None:
-        """Takes the answers of the process, and notes why there are none."""
+    def _poll(self) -> None:
+        """Receives the answers of the process, and records why there are none."""
         if self._process is None:
             return
         try:
@@ -229,7 +229,7 @@ class Replicas:
             self._failure = f"{self._name} has not answered for {self._timeout_s:.0f} s"
 
     def _take(self, outcome: ReplicaOutcome) -> None:
-        """Notes what became of an order."""
+        """Records the outcome of an order."""
         if self._first_answers:
             self._first_answers -= 1
             self._port = outcome.port or self._port
@@ -240,13 +240,13 @@ class Replicas:
 
     @property
     def _name(self) -> str:
-        return f"its process for copies on other nodes, {self.pid},"
+        return f"its replica process, {self.pid},"
 
     def _restart(self, reason: str = "") -> None:
-        """Starts another process in the place of one that has died, a few times; the rank does not wait for it.
+        """Replaces a process that has died, up to _MOST_RESTARTS times; the rank does not wait for the new one.
 
         Args:
-            reason: why it cannot be used although it lives; empty where it does not.
+            reason: why a live process is not usable; empty if it has died.
         """
         assert self._process is not None
         ended = self._process.kill()
@@ -268,15 +268,15 @@ class Replicas:
         self._restarted = f"{process}: started again ({self._restarts} of {_MOST_RESTARTS})"
 
     def fetch(self, saved: Saved, holders: Sequence[int], image: Path) -> LocalCommit:
-        """Fetches a local checkpoint of this rank from the first process that gives it intact.
+        """Fetches a local checkpoint of this rank from the first process that provides it intact.
 
         Args:
-            saved: which.
-            holders: ranks on whose nodes it is.
-            image: folder for it.
+            saved: start and step of the local checkpoint.
+            holders: ranks whose nodes hold it.
+            image: folder for the image.
 
         Raises:
-            CheckpointError: none gives it.
+            CheckpointError: no process provides it.
         """
         reasons = []
         for holder in holders:
@@ -296,13 +296,13 @@ class Replicas:
         return outcome
 
     def remove(self) -> None:
-        """Frees the memory of the copies that this rank keeps."""
+        """Ends the process and frees the memory of the replicas that this rank keeps."""
         self.close()
         if self._kept is not None:
             shutil.rmtree(self._kept, ignore_errors=True)
 
     def close(self) -> None:
-        """Ends the process; what is complete stays for the next start."""
+        """Ends the process; complete replicas are kept for the next start."""
         if self._process is not None:
             self._process.kill()
             self._process = None

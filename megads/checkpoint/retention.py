@@ -1,4 +1,4 @@
-"""Which checkpoints of a run stay on disk. Imports no torch."""
+"""Retention: which checkpoints of a run are kept. Does not import torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class Reason(StrEnum):
-    """Why a checkpoint stays."""
+    """Why a checkpoint is kept."""
 
     recent = "recent"
     best = "best"
@@ -17,16 +17,16 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay: the most recent ones, those of the lowest validation loss, and every so many steps one.
+    """Which checkpoints are kept: the most recent ones, those with the lowest validation loss, and one every N steps.
 
-    Checkpoints are given as sequence numbers by step (see Manifest): 0 is one that is not usable. Such a checkpoint
-    may be among the most recent ones, but never stays for its step or its loss.
+    Checkpoints are given as sequence numbers by step (see Manifest); 0 is a checkpoint that is not usable. Such a
+    checkpoint may be kept as recent, but never for its step or its loss.
 
     Attributes:
-        recent: most recent checkpoints that stay; 0: all stay.
-        every_steps: those whose step is a multiple of it stay; 0: none.
-        best: those of the lowest loss that stay.
-        losses: validation loss by step; a checkpoint whose step has none is not among the best.
+        recent: number of most recent checkpoints to keep; 0: all are kept.
+        every_steps: checkpoints whose step is a multiple of this are kept; 0: none.
+        best: number of checkpoints with the lowest loss to keep.
+        losses: validation loss by step; a checkpoint without one is not among the best.
     """
 
     recent: int = 0
@@ -35,7 +35,7 @@ class Retention:
     losses: Mapping[int, float] = field(default_factory=dict)
 
     def reasons(self, sequences: Mapping[int, int]) -> dict[int, tuple[Reason, ...]]:
-        """Why each checkpoint stays, by step, oldest first; no reason: it may be removed."""
+        """Why each checkpoint is kept, by step, oldest first; without a reason it may be removed."""
         by_age = sorted(sequences, key=lambda step: (sequences[step], step))
         validated = [step for step in by_age if sequences[step] and step in self.losses]
         members = {
@@ -46,18 +46,18 @@ class Retention:
         return {step: tuple(reason for reason in Reason if step in members[reason]) for step in by_age}
 
     def surplus(self, sequences: Mapping[int, int]) -> list[int]:
-        """Steps of the checkpoints that nothing keeps, oldest first."""
+        """Steps of the checkpoints that are not kept, oldest first."""
         return [step for step, reasons in self.reasons(sequences).items() if not reasons]
 
     def expendable(self, sequences: Mapping[int, int], *, all_reasons: bool) -> list[int]:
-        """Steps of the checkpoints that give way where a disk has no room for another one, the first to go first.
+        """Steps of the checkpoints that may be deleted if a disk has no space for another one, in order of deletion.
 
-        The newest is not among them, and where all stay none is. Those that are only recent go before those that stay
-        for their step or their loss; each oldest first.
+        The newest is never deleted, and if all are kept (recent = 0), none is. Checkpoints that are only recent come
+        before those kept for their step or their loss; each oldest first.
 
         Args:
-            sequences: of the checkpoints.
-            all_reasons: those that stay for their step or their loss, too.
+            sequences: sequences of the checkpoints, by step.
+            all_reasons: include checkpoints that are kept for their step or their loss.
         """
         older = list(self.reasons(sequences).items())[:-1] if self.recent else []
         for_good = [step for step, reasons in older if set(reasons) - {Reason.recent}]
@@ -68,4 +68,4 @@ class Retention:
 
 
 KEEP_ALL = Retention()
-"""Nothing is removed."""
+"""Removes nothing."""

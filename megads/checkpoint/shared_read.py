@@ -1,9 +1,9 @@
-"""Reads a checkpoint into all ranks of a layout; what several of them need can be read by one and broadcast.
+"""Reads a checkpoint into all ranks of a layout; state that several ranks share can be read by one and broadcast.
 
-Data-parallel replicas hold the same state unless ZeRO cuts it. What they share is cut into blocks, and the replicas
-take turns: each reads its blocks from disk and broadcasts them over the replicas' process group. So every byte is read
-once for all replicas, by all of them at the same time; MegaScale (Jiang et al. 2024) has one reader for each group. A
-thread reads the next blocks while one is broadcast.
+Data-parallel replicas hold the same state unless ZeRO shards it. The shared state is divided into blocks, which are
+assigned to the replicas in turn: each reads its blocks from disk and broadcasts them over the replicas' process group.
+So every byte is read once for all replicas, and all replicas read in parallel; MegaScale (Jiang et al. 2024) has one
+reader per group. A thread reads the next blocks while one is broadcast.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from megads.parallel.grid import Axis, ParallelGrid
 from megads.runtime.environment import rank_environment
 
 BLOCK_BYTES = 32 * 2**20
-"""Of one broadcast; a row of a tensor may be larger."""
+"""Maximum bytes of a broadcast, unless a single row of a tensor is larger."""
 _BLOCKS_AHEAD = 2
 _ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
 class ReadReport:
-    """What reading a checkpoint took, over all ranks.
+    """How a checkpoint was read, over all ranks.
 
     Attributes:
-        read: how it was read.
-        replicas: ranks that shared what one of them had read, of this rank's; 1: it read everything itself.
-        read_bytes: of the stored tensors, by all ranks together.
-        seconds: on this rank.
+        read: all or one, see `CheckpointRead`.
+        replicas: largest number of ranks that shared what one of them read; 1: every rank read all of its state.
+        read_bytes: bytes of stored tensors read by all ranks together.
+        seconds: seconds on this rank.
     """
 
     read: CheckpointRead
@@ -58,20 +58,20 @@ def read_shards(
 
     Args:
         handle: the checkpoint.
-        shards: of this rank, everything that it holds.
-        grid: of all ranks.
-        how: which ranks read what they share.
+        shards: all shards that this rank holds; filled in place.
+        grid: parallel grid of all ranks.
+        how: which ranks read the state that they share.
 
     Raises:
-        CheckpointError: a key is missing or has another shape, or a file went away. It is raised on every rank where
-            replicas may share what they read, else on those that met it.
+        CheckpointError: a key is missing or has another shape, or a file has disappeared. Raised on every rank if
+            replicas may share what they read, else on the ranks that failed.
     """
     begin = time.perf_counter()
     spans_nodes = rank_environment().local_world_size < grid.world_size
     axis: Axis | None = None
     if handle.is_shared and (how is CheckpointRead.one or (how is CheckpointRead.auto and spans_nodes)):
         axis = shared_axis(shards, grid)
-        # Ranks that share nothing agree with the others, too.
+        # Ranks that share nothing take part in `agreed`, too, since it is collective.
         action = partial(read_into, handle, shards, grid.rank)
         if axis is not None:
             action = partial(_read_in_turns, handle, shards, axis, grid.rank)
@@ -85,12 +85,12 @@ def read_shards(
 
 
 def shared_axis(shards: Sequence[Shard], grid: ParallelGrid) -> Axis | None:
-    """The ranks that hold the same parts of tensors as this one: of the data axis, or replicas of a ZeRO shard.
+    """The axis whose ranks hold the same shards as this rank: the data axis, or the replicas of a ZeRO shard.
 
     Collective over the world.
 
     Returns:
-        None where there are none: where ZeRO cuts the state over all of the data axis.
+        None if there is none, as when ZeRO shards the state over the whole data axis.
     """
     parts = [(shard.key, shard.offset, tuple(shard.tensor.shape), str(shard.tensor.dtype)) for shard in shards]
     digests = grid.control.gather(xxhash.xxh3_128_hexdigest(repr(parts).encode()), str)
@@ -105,22 +105,22 @@ class _Block:
     """Parts of tensors that are broadcast together, as bytes.
 
     Attributes:
-        parts: each with where it begins.
-        size: of all of them, and of a last byte that is not 0 where they could not be read.
+        parts: parts, each with its first byte in the block.
+        size: bytes of the block, including a last byte that is nonzero if the parts could not be read.
     """
 
     parts: tuple[tuple[Shard, int], ...]
     size: int
 
     def views(self, buffer: Tensor) -> Iterator[tuple[Shard, Tensor]]:
-        """Each part with its place in a buffer, as its dtype and shape."""
+        """Each part with its view of a buffer, in the part's dtype and shape."""
         for shard, start in self.parts:
             values = buffer[start : start + shard.tensor.nbytes].view(shard.tensor.dtype)
             yield shard, values.view(shard.tensor.shape)
 
 
 def _blocks(shards: Iterable[Shard]) -> Iterator[_Block]:
-    """Cuts tensors into rows where they are larger than a block, and puts small ones together."""
+    """Divides tensors into blocks: large ones are split into rows, small ones are combined."""
     parts, end = list[tuple[Shard, int]](), 0
     for shard in shards:
         for part in _rows(shard):
@@ -145,7 +145,7 @@ def _rows(shard: Shard) -> Iterator[Shard]:
 
 
 class _ReadBlock(NamedTuple):
-    """A block in the host's memory, how much of it was read from files, and why it could not be read."""
+    """A block in host memory, the bytes read from files, and the error if it could not be read."""
 
     buffer: Tensor
     read_bytes: int
@@ -153,20 +153,20 @@ class _ReadBlock(NamedTuple):
 
 
 def _read_block(handle: CheckpointHandle, block: _Block, rank: int, pinned: bool) -> _ReadBlock:
-    """Body of the thread that reads."""
+    """Reads a block; runs in the reader thread."""
     buffer, read_bytes, error = torch.empty(block.size, dtype=torch.uint8, pin_memory=pinned), 0, None
     try:
         read_bytes = read_into(handle, [replace(shard, tensor=view) for shard, view in block.views(buffer)], rank)
-    except Exception as found:  # whatever it is, the other ranks wait for this block
+    except Exception as found:  # any exception: the other ranks wait for this block
         error = found
     buffer[-1] = error is not None
     return _ReadBlock(buffer, read_bytes, error)
 
 
 def _read_in_turns(handle: CheckpointHandle, shards: Sequence[Shard], axis: Axis, rank: int) -> int:
-    """Reads this rank's blocks and receives the others; returns the bytes that it read.
+    """Reads this rank's blocks and receives the others; returns the bytes that this rank read.
 
-    All ranks of the axis end at the same block where one cannot be read, and the one that failed raises the reason.
+    If a block cannot be read, all ranks of the axis stop at it, and the rank that failed raises the error.
     """
     cuda = dist.get_backend(axis.group) == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
@@ -174,7 +174,7 @@ def _read_in_turns(handle: CheckpointHandle, shards: Sequence[Shard], axis: Axis
     received = torch.empty(max((block.size for block in blocks), default=0), dtype=torch.uint8, device=device)
     to_read, ahead = iter(blocks[axis.rank :: axis.size]), deque[Future[_ReadBlock]]()
     read_bytes = 0
-    # A new thread is on the first GPU, where pinning memory would open a context of each rank.
+    # A new thread starts on the first GPU, where pinning memory would create a CUDA context for each rank.
     prepare = partial(torch.cuda.set_device, device) if cuda else None
     with ThreadPoolExecutor(1, "checkpoint-reader", prepare) as reader:
 

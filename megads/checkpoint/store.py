@@ -1,12 +1,12 @@
-"""Writes checkpoints so that a kill at any moment leaves the previous one usable.
+"""Writes checkpoints such that a kill at any time leaves the previous one usable.
 
 checkpoints/.step_00000100.partial/   being written
-checkpoints/step_00000100/            committed: manifest.json is its last file, the rename its last act
-checkpoints/.step_00000100.replaced/  gives way to a new checkpoint of the same step
+checkpoints/step_00000100/            committed: manifest.json is written last, then the folder is renamed
+checkpoints/.step_00000100.replaced/  being replaced by a new checkpoint of the same step
 checkpoints/.step_00000100.removed/   being deleted
 checkpoints/latest                    names the last committed one, for people and scripts
 
-Ranks act together: what fails on one fails on all, so that none waits for another forever.
+An operation that fails on one rank fails on all ranks, so that no rank waits for another forever.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ from megads.runtime.metrics import LedgerRecord
 T = TypeVar("T")
 
 Part = tuple[WrittenFile | None, list[str]]
-"""A rank's of a checkpoint: its file, None where it owns nothing; and the keys of everything that it holds."""
+"""A rank's part of a checkpoint: its file, None if the rank owns nothing, and the keys of all shards that it holds."""
 _NAMED_FAILURES = 3
 
 
 class SaveError(CheckpointError):
-    """A checkpoint could not be written; nothing of it is left, and every rank knows.
+    """A checkpoint could not be written; its files are removed, and the error is raised on every rank.
 
     Attributes:
-        previous: folder name of the newest checkpoint that is still there, None when there is none.
-        disk_full: a rank had no room.
+        previous: folder name of the newest existing checkpoint, None if there is none.
+        disk_full: whether the disk was full on a rank.
     """
 
     def __init__(self, message: str, previous: str | None, disk_full: bool = False) -> None:
@@ -78,21 +78,21 @@ def save_checkpoint(
 
     Args:
         run_dir: the run's folder, shared by all ranks.
-        shards: this rank's part; over all ranks they cover every key exactly once.
-        run: what to record of the run; run.state["step"] names the checkpoint. The same on all ranks.
-        keep: which checkpoints stay.
-        keys: of everything this rank holds, copies that another rank owns included; a key that no rank owns at all
-            is noticed only through these.
-        fence: of the start that writes; None where nobody else can.
-        control: of all ranks.
-        ledger: brings the run's metrics.jsonl to disk and says what it holds; rank 0 calls it.
+        shards: shards that this rank owns; over all ranks they cover every key exactly once.
+        run: record of the run, the same on all ranks; run.state["step"] names the checkpoint.
+        keep: which checkpoints are kept.
+        keys: keys of all shards on this rank, including copies that another rank owns; needed to detect a key that no
+            rank owns.
+        fence: fence of the start that writes; None: no other start can write.
+        control: control plane of all ranks.
+        ledger: syncs the run's metrics.jsonl to disk and returns its record; called on rank 0.
 
     Returns:
         The committed folder.
 
     Raises:
         SaveError: on every rank, with the failing rank's reason.
-        Fenced: on every rank, when another start took over; what it wrote is left alone.
+        Fenced: on every rank, when another start took over; its files are not touched.
     """
     _require_lease(fence, control)
     final = step_folder(run_dir, run.state["step"])
@@ -122,21 +122,21 @@ def save_parts(
     read: Callable[[Shard], Iterator[Tensor]] | None = None,
     versions: dict[str, str] | None = None,
 ) -> Path:
-    """Writes a checkpoint in one process, a file for each part; a part is asked for when the one before is on disk.
+    """Writes a checkpoint in one process, one file per part; each part is requested after the previous one is on disk.
 
     Args:
-        run_dir: the run's folder, which nobody else writes to.
-        parts: together they cover every key exactly once.
-        run: what to record of the run; run.state["step"] names the checkpoint.
-        read: gives a shard's values in blocks of its rows when they are due, for a part that is larger than memory; the
-            shards' own tensors may then be on the meta device. None: they are the values.
-        versions: the software that computed the values; None: this one.
+        run_dir: the run's folder, to which no other process writes.
+        parts: shards per file; together they cover every key exactly once.
+        run: record of the run; run.state["step"] names the checkpoint.
+        read: yields a shard's values in blocks of rows, for parts that are larger than memory; the shards' tensors may
+            then be on the meta device. None: the shards' tensors hold the values.
+        versions: software that computed the values; None: the current software.
 
     Returns:
         The committed folder.
 
     Raises:
-        CheckpointError: it could not be written; nothing of it is left.
+        CheckpointError: it could not be written; its files are removed.
     """
     final = step_folder(run_dir, run.state["step"])
     partial = hidden_folder(final, "partial")
@@ -153,15 +153,15 @@ def save_parts(
 
 
 def _require_lease(fence: Fence | None, control: ControlPlane) -> None:
-    """Raises Fenced on every rank where rank 0 finds that another start holds the run directory."""
+    """Raises Fenced on every rank if rank 0 finds that another start holds the run directory."""
     lost = control.broadcast(fence.reason() if fence is not None and control.rank == 0 else "", str)
     if lost:
         raise Fenced(lost)
 
 
 def recover(run_dir: Path) -> None:
-    """Puts back a checkpoint whose replacement was cut off, and lets `latest` name a newer one that was committed when
-    its writing was; called by one rank."""
+    """Restores a checkpoint whose replacement was interrupted, and updates `latest` if a kill came between the commit
+    and its update; called by one rank."""
     folder = checkpoints_folder(run_dir)
     for replaced in folder.glob(".step_*.replaced"):
         final = replaced.with_name(replaced.name.removeprefix(".").removesuffix(".replaced"))
@@ -169,7 +169,7 @@ def recover(run_dir: Path) -> None:
             replaced.rename(final)
     sequences = {path: read_sequence(path) or 0 for path in list_checkpoints(run_dir).values()}
     newest = max(sequences, key=lambda path: sequences[path], default=None)
-    # Nothing that is needed: a disk that is full or read-only keeps it as it is.
+    # Not essential, so errors of a full or read-only disk are ignored.
     with suppress(OSError):
         for leftover in folder.glob(f".{LATEST_FILE}.*"):
             leftover.unlink()
@@ -190,12 +190,12 @@ def _name_latest(final: Path) -> None:
 
 
 def hidden_folder(final: Path, suffix: str) -> Path:
-    """Beside the checkpoint's folder: "partial", "replaced" or "removed"."""
+    """Hidden folder next to the checkpoint's folder, with a suffix: "partial", "replaced" or "removed"."""
     return final.with_name(f".{final.name}.{suffix}")
 
 
 def prepare(partial: Path) -> None:
-    """Clears what killed writers left behind and makes the folder to write to."""
+    """Removes leftovers of killed writers and creates the folder to write to."""
     folder = partial.parent
     folder.mkdir(parents=True, exist_ok=True)
     recover(folder.parent)
@@ -206,7 +206,7 @@ def prepare(partial: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Removes a folder, or whatever else has the name of one."""
+    """Removes a folder, or a file or link in its place."""
     if stat.S_ISDIR(path.lstat().st_mode):
         shutil.rmtree(path)
     else:
@@ -220,18 +220,18 @@ def commit(
     parts: Sequence[Part],
     versions: dict[str, str],
 ) -> None:
-    """Makes the written files a checkpoint: manifest, rename, `latest`, each on disk before the next.
+    """Commits the written files as a checkpoint: manifest, rename, `latest`, each on disk before the next.
 
     Args:
-        partial: where they are.
-        final: where they go.
-        run: the run's part of the manifest.
-        parts: of each rank, in their order.
-        versions: of the software, see `manifest.software`.
+        partial: folder of the written files.
+        final: folder of the committed checkpoint.
+        run: record of the run for the manifest.
+        parts: parts of all ranks, in rank order.
+        versions: software versions, see `manifest.software`.
 
     Raises:
-        CheckpointError: a file or a part is missing, or the parts do not fit together.
-        OSError: as the system reports it.
+        CheckpointError: a file or a part is missing, or the parts are inconsistent.
+        OSError: an error of the file system.
     """
     manifest = _manifest_of(partial, run, parts, versions, newest_sequence(final.parent.parent) + 1)
     manifest.check(run.state["step"])
@@ -251,10 +251,10 @@ def commit(
 def _manifest_of(
     partial: Path, run: RunRecord, parts: Sequence[Part], versions: dict[str, str], sequence: int
 ) -> Manifest:
-    """The manifest of written files.
+    """The manifest of the written files.
 
     Raises:
-        CheckpointError: a file or a part of a tensor is missing or there twice, or parts are of different tensors.
+        CheckpointError: a file is missing, a part of a tensor is missing or duplicate, or its shapes differ.
     """
     files: dict[str, FileRecord] = {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -283,7 +283,7 @@ def _manifest_of(
 
 
 def _require_seen(path: Path, record: FileRecord) -> None:
-    """Raises CheckpointError where another rank's file is not there as that rank wrote it."""
+    """Raises CheckpointError if another rank's file is missing here, or its size differs from what that rank wrote."""
     try:
         seen = path.stat().st_size
     except FileNotFoundError:
@@ -295,7 +295,7 @@ def _require_seen(path: Path, record: FileRecord) -> None:
 
 
 def _give_up(partial: Path) -> str | None:
-    """Removes what was written, which makes room on a full disk; returns the name of the newest checkpoint left."""
+    """Removes the partial checkpoint, to free space on a full disk; returns the name of the newest checkpoint left."""
     shutil.rmtree(partial, ignore_errors=True)
     run_dir = partial.parent.parent
     recover(run_dir)
@@ -304,16 +304,16 @@ def _give_up(partial: Path) -> str | None:
 
 
 def remove_old(run_dir: Path, step: int, keep: Retention) -> list[str]:
-    """Deletes the checkpoints up to `step` that nothing keeps; later steps belong to a part of the run that was left
-    behind. Called by one rank.
+    """Deletes checkpoints up to `step` that the retention does not keep; later steps are of an abandoned part of the
+    run. Called by one rank.
 
     Args:
         run_dir: the run's folder.
-        step: of the newest.
-        keep: which stay.
+        step: step of the newest checkpoint.
+        keep: which checkpoints are kept.
 
     Returns:
-        The names of those that are gone.
+        The names of the deleted checkpoints.
     """
     if not keep.recent:
         return []
@@ -321,8 +321,8 @@ def remove_old(run_dir: Path, step: int, keep: Retention) -> list[str]:
 
 
 def discard(run_dir: Path, steps: Collection[int]) -> None:
-    """Deletes checkpoints that the run does not go on from, the latest step first, and lets `latest` name the newest of
-    the others; called by one process, which holds the run directory."""
+    """Deletes checkpoints that the run does not continue from, the latest step first, and updates `latest` to the
+    newest of the others; called by one process, which holds the run directory."""
     for step in sorted(steps, reverse=True):
         _delete(step_folder(run_dir, step))
     if steps:
@@ -330,26 +330,26 @@ def discard(run_dir: Path, steps: Collection[int]) -> None:
 
 
 def make_room(run_dir: Path, step: int, keep: Retention, *, all_reasons: bool) -> str:
-    """Deletes one more checkpoint up to `step`, which another one needs the space of; see `Retention.expendable`.
+    """Deletes one checkpoint up to `step` to free space for another; see `Retention.expendable`.
 
     Called by one rank.
 
     Returns:
-        Its name; empty where there is none to delete.
+        Its name; empty if there is none to delete.
     """
     found = keep.expendable(_sequences(run_dir, step), all_reasons=all_reasons)
     return next(filter(None, (_delete(step_folder(run_dir, at)) for at in found)), "")
 
 
 def _sequences(run_dir: Path, step: int) -> dict[int, int]:
-    """Of the checkpoints up to a step."""
+    """Sequences of the checkpoints up to a step, by step."""
     return {at: read_sequence(folder) or 0 for at, folder in list_checkpoints(run_dir).items() if at <= step}
 
 
 def _delete(folder: Path) -> str:
-    """Deletes a checkpoint and returns its name; empty where it cannot be: that costs space, not the run.
+    """Deletes a checkpoint and returns its name; empty if that fails, which costs disk space only.
 
-    It is renamed first, so that one whose deletion is cut off does not look committed.
+    It is renamed first, so that an interrupted deletion does not leave one that looks committed.
     """
     removed = hidden_folder(folder, "removed")
     try:
@@ -361,10 +361,10 @@ def _delete(folder: Path) -> str:
 
 
 class RanksFailed(CheckpointError):
-    """What some ranks could not do, raised on all.
+    """An action failed on some ranks; raised on all ranks.
 
     Attributes:
-        errnos: the system's numbers of their errors, of those that it reported.
+        errnos: errno values of the failures that have one.
     """
 
     def __init__(self, message: str, errnos: frozenset[int]) -> None:
@@ -373,17 +373,17 @@ class RanksFailed(CheckpointError):
 
 
 def agreed(control: ControlPlane, action: Callable[[], T]) -> T:
-    """Runs `action`, which must not communicate, on every rank and waits for all; collective.
+    """Runs `action`, which must not communicate, on every rank and waits for all ranks; collective.
 
     Raises:
-        RanksFailed: on every rank, when the action failed on any; names the ranks and their reasons.
+        RanksFailed: on every rank, if the action failed on any; names the ranks and their reasons.
     """
     cause: Exception | None = None
     failure: tuple[str, int | None] | None = None
     result: Any = None
     try:
         result = action()
-    except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
+    except Exception as error:  # any exception: the other ranks wait for this rank's outcome
         cause, failure = error, failure_of(error)
     failed = [
         (rank, *found)
@@ -398,22 +398,22 @@ def agreed(control: ControlPlane, action: Callable[[], T]) -> T:
 
 
 def on_first(control: ControlPlane, action: Callable[[], T], kind: Any) -> T:
-    """Runs `action` on rank 0 and gives its result to all; collective.
+    """Runs `action` on rank 0 and broadcasts its result to all ranks; collective.
 
     Args:
-        control: of all ranks.
-        action: must not communicate.
-        kind: type of its result, see json_message.encode.
+        control: control plane of all ranks.
+        action: action that must not communicate.
+        kind: type of its result, see megads.runtime.distributed.encode.
 
     Raises:
-        RanksFailed: on every rank, when the action failed.
+        RanksFailed: on every rank, if the action failed.
     """
     result = agreed(control, lambda: action() if control.rank == 0 else None)
     return control.broadcast(result, kind)  # type: ignore[return-value]
 
 
 def failure_of(error: Exception) -> tuple[str, int | None]:
-    """The reason in words, and the number of the error of the system that is the cause."""
+    """The reason as text, and the errno of the OSError that is its cause, if any."""
     return _reason(error), _errno(error)
 
 

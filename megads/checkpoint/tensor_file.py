@@ -1,7 +1,7 @@
-"""Writes files of tensors piece by piece, in the format of safetensors, with a checksum a tensor.
+"""Writes tensor files incrementally in the safetensors format, with one checksum per tensor.
 
-8 bytes of header length (little endian), a JSON header, the data. safetensors' own writer copies every tensor into
-memory first, refuses views of one buffer, which is what ZeRO shards are, and knows no checksums.
+Format: 8 bytes of header length (little endian), a JSON header, the data. The safetensors library's writer copies every
+tensor into memory first, rejects views of one buffer, which ZeRO shards are, and has no checksums.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ DTYPE_NAMES = {
 }
 """Names of dtypes in the safetensors format."""
 NO_CHECKSUM = "0" * 32
-"""As long as one."""
+"""Placeholder of the same length as a checksum."""
 _MOST_HEADER_BYTES = 100_000_000
-"""As safetensors says."""
+"""Limit of the safetensors format."""
 
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """A tensor that will be in a file.
+    """A tensor of a file to be written.
 
     Attributes:
-        name: in the file.
-        dtype: of its elements.
-        shape: its extents.
+        name: name in the file.
+        dtype: dtype of the tensor.
+        shape: shape of the tensor.
     """
 
     name: str
@@ -51,7 +51,7 @@ class TensorLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its data."""
+        """Bytes of the tensor's data."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -62,18 +62,19 @@ def write_tensor_file(
     metadata: Mapping[str, str] | Callable[[Sequence[str]], Mapping[str, str]] | None = None,
     wait: bool = True,
 ) -> list[str]:
-    """Writes tensors in the format of safetensors.
+    """Writes tensors in the safetensors format.
 
     Args:
         path: a file that does not exist yet.
-        layouts: what the file holds.
-        tensors: the tensors in that order, on any device; each is asked for when the one before is written. An
-            iterator gives a tensor in blocks of its rows.
-        metadata: of the file; or what makes it of the tensors' checksums, with a length that does not depend on them.
-        wait: until all is on disk.
+        layouts: layouts of the tensors in the file.
+        tensors: the tensors in that order, on any device; each is requested after the previous one is written. An
+            iterator yields a tensor in blocks of rows.
+        metadata: metadata of the file, or a function that returns it from the tensors' checksums; its length must not
+            depend on them.
+        wait: wait until the file is on disk.
 
     Returns:
-        Each tensor's checksum.
+        Checksums of the tensors, in order.
 
     Raises:
         CheckpointError: the file cannot be written; part of it may exist.
@@ -100,12 +101,12 @@ def write_tensor_file(
 
 
 def encode_header(layouts: Sequence[TensorLayout], metadata: Mapping[str, str], alignment: int = 8) -> bytes:
-    """What a file begins with: the inverse of `read_header` and of reading its JSON.
+    """Header of a file: 8 bytes with the length of the JSON, and the JSON.
 
     Args:
-        layouts: of the tensors.
-        metadata: of the file.
-        alignment: the data starts at a multiple of it; from a multiple of 8 it can be mapped as any dtype.
+        layouts: layouts of the tensors.
+        metadata: metadata of the file.
+        alignment: the data starts at a multiple of this many bytes; with a multiple of 8 it can be mapped as any dtype.
     """
     header: dict[str, dict[str, object]] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
@@ -119,11 +120,11 @@ def encode_header(layouts: Sequence[TensorLayout], metadata: Mapping[str, str], 
 
 
 def read_header(path: Path) -> bytes:
-    """What a file begins with: 8 bytes that say how long the JSON is that follows, and the JSON.
+    """Reads the header of a file: 8 bytes with the length of the JSON, and the JSON.
 
     Raises:
-        CheckpointError: the file is cut off within it.
-        OSError: as the system reports it; EINVAL where it is no regular file.
+        CheckpointError: the file ends within the header.
+        OSError: an error of the file system; EINVAL if it is not a regular file.
     """
     with open_regular(path) as file:
         length = file.read(8)
@@ -135,7 +136,7 @@ def read_header(path: Path) -> bytes:
 
 
 def _write(file: BinaryIO, layout: TensorLayout, blocks: Iterator[Tensor]) -> str:
-    """Writes a tensor in blocks of its rows; returns its checksum."""
+    """Writes a tensor in blocks of rows; returns its checksum."""
     digest, written = xxhash.xxh3_128(), 0
     for block in blocks:
         assert (block.dtype, tuple(block.shape[1:])) == (layout.dtype, layout.shape[1:]), layout.name

@@ -1,13 +1,13 @@
-"""Brings committed checkpoints of a run to a store, where they are visible once complete.
+"""Uploads committed checkpoints of a run to a store, where they become visible once complete.
 
-<url>/<run id>/checkpoints/step_00000100/rank_00000.safetensors   the very files of the run directory
-                                         metrics.jsonl            what it held when the checkpoint was saved
-                                         manifest.json            put last: it commits the checkpoint there, too
-<url>/<run id>/configs/ tokenizer.json ...                        what a start asks of the run that wrote it
+<url>/<run id>/checkpoints/step_00000100/rank_00000.safetensors   identical to the files of the run directory
+                                         metrics.jsonl            its content when the checkpoint was saved
+                                         manifest.json            uploaded last: commits the checkpoint in the store
+<url>/<run id>/configs/ tokenizer.json ...                        records of the run that a start needs
 
-While it is uploaded, a checkpoint is held by hard links in checkpoints/.step_00000100.upload, so that retention may
-remove it. Beside each file that is in the store, and was verified there, lies a note of it: <file>.sent. Nodes that
-share the work, and a process that goes on after a killed one, learn from these.
+During its upload, a checkpoint is pinned by hard links in checkpoints/.step_00000100.upload, so retention may remove
+the original. Each file that was uploaded and verified in the store has a marker <file>.sent next to it. Nodes that
+share an upload, and a process that continues the upload of a killed one, read these markers.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from megads.runtime.run_dir import CONFIG_FILE, DATA_FILE, METRICS_FILE, STARTS_
 
 CHECKPOINTS = "checkpoints"
 PIN = "upload"
-_NOTE = ".sent"
+_MARKER = ".sent"
 _POLL_S = 0.5
 TAKE_OVER_S = 120.0
-"""Where another node has brought nothing for so long, node 0 brings its files, too."""
+"""If the other nodes complete no file for this long, node 0 uploads one of their files itself."""
 
 
 @dataclass(frozen=True)
 class RemoteCheckpoint:
-    """What a store holds of a checkpoint.
+    """A checkpoint in a store, complete or not.
 
     Attributes:
-        step: of its name.
-        files: of its folder, by name.
-        manifest: None where there is none, or a damaged one.
-        problem: why it cannot be used, as far as a listing and the manifest tell; empty where nothing is wrong.
+        step: step in its name.
+        files: files in its folder, by name.
+        manifest: its manifest; None if it is missing or damaged.
+        problem: why it is not usable, judged from the listing and the manifest only; empty if it is usable.
     """
 
     step: int
@@ -59,7 +59,7 @@ class RemoteCheckpoint:
 
     @property
     def sequence(self) -> int:
-        """See Manifest; 0 where it cannot be used."""
+        """See Manifest; 0 if the checkpoint is not usable."""
         return self.manifest.sequence if self.manifest is not None and not self.problem else 0
 
 
@@ -69,10 +69,10 @@ def remote_folder(step: int) -> str:
 
 
 def remote_checkpoints(store: RemoteStore) -> dict[int, RemoteCheckpoint]:
-    """The checkpoints of a run that a store holds, by step, ascending; those without a manifest, too.
+    """Checkpoints of a run in a store, by step, ascending, including those without a manifest.
 
     Raises:
-        RemoteError: the store does not tell.
+        RemoteError: the store fails.
     """
     folders: dict[int, dict[str, RemoteFile]] = {}
     for path, file in store.files(CHECKPOINTS).items():
@@ -106,19 +106,19 @@ def _missing(manifest: Manifest, files: Mapping[str, RemoteFile]) -> str:
 
 
 def pins(run_dir: Path) -> list[Path]:
-    """Checkpoints that are held to be uploaded, complete ones only."""
+    """Folders of the checkpoints pinned for upload, complete ones only."""
     found = checkpoints_folder(run_dir).glob(f".step_*.{PIN}")
     return sorted(path for path in found if (path / MANIFEST_FILE).exists())
 
 
 def pin_checkpoint(folder: Path) -> Path | None:
-    """Holds a checkpoint by hard links, until `unpin`; one that is held already stays as it is.
+    """Pins a checkpoint by hard links until `unpin`; an existing pin is kept.
 
     Args:
-        folder: of the committed checkpoint.
+        folder: folder of the committed checkpoint.
 
     Returns:
-        The folder of the links; None where the checkpoint is removed or replaced meanwhile, or is not usable.
+        The folder of the links; None if the checkpoint was removed or replaced meanwhile, or is not usable.
 
     Raises:
         OSError: the links cannot be made.
@@ -145,7 +145,7 @@ def pin_checkpoint(folder: Path) -> Path | None:
         if read_regular(pin / MANIFEST_FILE) == text:
             return pin
     except FileNotFoundError:
-        pass  # retention has removed the checkpoint meanwhile: there is nothing to upload
+        pass  # retention has removed the checkpoint meanwhile, so there is nothing to upload
     except OSError:
         unpin(pin)
         raise
@@ -162,26 +162,26 @@ def _copy_beginning(path: Path, write: Callable[[bytes], object], ledger: Ledger
 
 
 def unpin(pin: Path) -> None:
-    """Lets go of a checkpoint; its manifest goes first, so that no other node takes the rest for one."""
+    """Removes a pin, its manifest first, so that no other node takes the rest for a pinned checkpoint."""
     with suppress(OSError):
         (pin / MANIFEST_FILE).unlink(missing_ok=True)
     shutil.rmtree(pin, ignore_errors=True)
 
 
 class CheckpointUpload:
-    """The upload of one checkpoint, of which each node brings a share of the files.
+    """The upload of one checkpoint, of which each node uploads a share of the files.
 
     Args:
-        store: of the run.
+        store: store of the run.
         run_dir: the run's folder.
-        pin: where the checkpoint is held.
-        go_on: called before every file; what it raises ends the upload, which goes on from there another time.
-        tell: told how many bytes of this node's share are done.
+        pin: folder of the pinned checkpoint.
+        go_on: called before every file; an exception that it raises stops the upload, which can be continued later.
+        tell: called with the completed bytes of this node's share.
         node: number of this node.
-        num_nodes: nodes that share the work.
+        num_nodes: number of nodes that share the upload.
 
     Raises:
-        CheckpointError: what is held cannot be used.
+        CheckpointError: the pinned manifest is damaged or inconsistent.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class CheckpointUpload:
         self._store, self._run_dir, self._pin, self._go_on, self._tell = store, run_dir, pin, go_on, tell
         step = step_of(Path(pin.name.removeprefix(".").removesuffix(f".{PIN}")))
         assert step is not None, pin
-        # The folder's name does not say the step: the pin's does.
+        # `read_manifest` cannot be used: it expects the step in a folder name without the pin's prefix and suffix.
         self.manifest = Manifest.decode(read_regular(pin / MANIFEST_FILE))
         self.manifest.check(step)
         self.step, self._folder = step, remote_folder(step)
@@ -205,43 +205,44 @@ class CheckpointUpload:
         self._share = self._names[node::num_nodes]
         self._done_bytes = 0
         self.sent_bytes = 0
-        """Of files that this process has put there."""
+        """Bytes of the files that this process has uploaded."""
 
     @property
     def share_bytes(self) -> int:
-        """Of the files that this node brings."""
+        """Bytes of the files in this node's share."""
         return sum(self.manifest.files[name].bytes for name in self._share)
 
     @property
     def is_brought(self) -> bool:
-        """Whether this node's share was verified in the store, as far as the notes beside the checkpoint say."""
-        return all(self._note(name) is not None for name in self._share)
+        """Whether the markers show this node's share as verified in the store."""
+        return all(self._marker(name) is not None for name in self._share)
 
     def open(self) -> None:
-        """Takes an older checkpoint of the same step out of sight, whose files would be replaced; node 0 alone.
+        """Hides an older checkpoint of the same step in the store, whose files are about to be replaced; node 0 only.
 
-        What an upload that was given up has brought may have been removed since: its nodes bring it once more.
+        Files of an earlier, abandoned upload may have been removed since. Markers that do not match the store are
+        deleted, so the nodes upload these files again.
 
         Raises:
             RemoteError: the store fails.
         """
         there = self._there()
         for name in self._names:
-            if (note := self._note(name)) is not None and note != there.get(name):
-                (self._pin / f"{name}{_NOTE}").unlink(missing_ok=True)
+            if (note := self._marker(name)) is not None and note != there.get(name):
+                (self._pin / f"{name}{_MARKER}").unlink(missing_ok=True)
         path = f"{self._folder}/{MANIFEST_FILE}"
         text = self._store.read(path)
         if text is None:
             return
         with suppress(CheckpointError):
-            # The same files: only the manifest is another one, and is replaced at once.
+            # The files are the same: only the manifest differs, and it is replaced atomically.
             files = Manifest.decode(text).files
             if files == self.manifest.files and all(record.header for record in files.values()):
                 return
         self._store.remove(path)
 
     def send(self) -> None:
-        """Brings this node's share there.
+        """Uploads this node's share of the files.
 
         Raises:
             RemoteError: the store fails.
@@ -254,24 +255,24 @@ class CheckpointUpload:
         there = self._there()
         for name in names:
             self._go_on()
-            if there.get(name) is None or self._note(name) != there[name]:
-                self._bring(name, there.get(name))
+            if there.get(name) is None or self._marker(name) != there[name]:
+                self._upload(name, there.get(name))
             self._done_bytes = self._done_bytes + self.manifest.files[name].bytes
             self._tell(self._done_bytes)
 
     def _there(self) -> dict[str, RemoteFile]:
         return self._store.files(self._folder)
 
-    def _note(self, name: str) -> RemoteFile | None:
-        """What the store had of a file when it was verified there; None where it was not, or a store tells little."""
+    def _marker(self, name: str) -> RemoteFile | None:
+        """The store's record of a file when it was verified there; None if the file has no readable marker."""
         with suppress(OSError, ValueError, TypeError):
-            return RemoteFile(**parse_json(read_regular(self._pin / f"{name}{_NOTE}")))
+            return RemoteFile(**parse_json(read_regular(self._pin / f"{name}{_MARKER}")))
         return None
 
-    def _bring(self, name: str, found: RemoteFile | None) -> None:
+    def _upload(self, name: str, found: RemoteFile | None) -> None:
         local, path, begin = self._pin / name, f"{self._folder}/{name}", self._done_bytes
         if found is None or not self._store.holds(found, local, path):
-            # What is damaged here must not take the place of what is not.
+            # A file that is damaged locally must not replace an intact one.
             verify_tensors(local, self.manifest.stored_in(self._pin, name))
             moved = 0
 
@@ -282,29 +283,29 @@ class CheckpointUpload:
 
             found = self._store.put(local, path, sent)
             self.sent_bytes += found.bytes
-        with atomic_writer(self._pin / f"{name}{_NOTE}") as file:
+        with atomic_writer(self._pin / f"{name}{_MARKER}") as file:
             file.write(json.dumps(vars(found)).encode())
 
     def commit(self, take_over_s: float = TAKE_OVER_S) -> None:
-        """Waits for the other nodes, and makes the checkpoint visible; node 0 alone, after `send`.
+        """Waits for the other nodes and makes the checkpoint visible; node 0 only, after `send`.
 
         Args:
             take_over_s: see TAKE_OVER_S.
 
         Raises:
-            RemoteError: the store fails, or holds something else than was verified there.
+            RemoteError: the store fails, or its files have changed since they were verified.
             CheckpointError: a file is damaged.
             OSError: a file cannot be read.
         """
-        self._await_notes(take_over_s)
+        self._await_markers(take_over_s)
         self._send_records()
         there = self._there()
         for name in self._names:
-            if there.get(name) != self._note(name):
-                (self._pin / f"{name}{_NOTE}").unlink(missing_ok=True)
-                raise RemoteError(f"{self._store.url}/{self._folder}/{name} was changed or removed by somebody else")
+            if there.get(name) != self._marker(name):
+                (self._pin / f"{name}{_MARKER}").unlink(missing_ok=True)
+                raise RemoteError(f"{self._store.url}/{self._folder}/{name} was changed or removed by another process")
         for name in there:
-            # Half a file of a killed process, where a store has renames.
+            # Partial file of a killed process, in a store with renames.
             if name.startswith("."):
                 self._store.remove(f"{self._folder}/{name}")
         self._go_on()
@@ -313,10 +314,10 @@ class CheckpointUpload:
         self._go_on()
         self._store.put(self._pin / MANIFEST_FILE, f"{self._folder}/{MANIFEST_FILE}")
 
-    def _await_notes(self, take_over_s: float) -> None:
+    def _await_markers(self, take_over_s: float) -> None:
         missing, since = list(self._names), time.monotonic()
         while True:
-            left = [name for name in missing if self._note(name) is None]
+            left = [name for name in missing if self._marker(name) is None]
             if not left:
                 return
             if left != missing:
@@ -328,7 +329,7 @@ class CheckpointUpload:
                 time.sleep(_POLL_S)
 
     def _send_records(self) -> None:
-        """Brings what a start asks of the run that wrote the checkpoint: configs, records of data, tokenizers."""
+        """Uploads the records of the run that a start needs: configs, data records, tokenizers."""
         run_dir = self._run_dir
         own = [run_dir / CONFIG_FILE, run_dir / DATA_FILE, template_path(run_dir / TOKENIZER_FILE)]
         for local in (*own, *run_dir.glob("tokenizer*.json"), *run_dir.glob(f"{STARTS_FOLDER}/*")):
@@ -341,15 +342,15 @@ class CheckpointUpload:
 
 
 def remove_surplus(store: RemoteStore, keep: Retention, spare: Sequence[int] = ()) -> list[str]:
-    """Removes the checkpoints from a store that nothing keeps, and what incomplete uploads left.
+    """Removes checkpoints from a store according to the retention, and leftovers of incomplete uploads.
 
     Args:
-        store: of the run.
-        keep: which stay.
-        spare: steps that stay in any case.
+        store: store of the run.
+        keep: which checkpoints are kept.
+        spare: steps that are kept in any case.
 
     Returns:
-        The names of complete ones that are gone.
+        The names of the complete checkpoints that were removed.
 
     Raises:
         RemoteError: the store fails.
@@ -357,7 +358,7 @@ def remove_surplus(store: RemoteStore, keep: Retention, spare: Sequence[int] = (
     found = remote_checkpoints(store)
     sequences = {step: checkpoint.sequence for step, checkpoint in found.items() if checkpoint.sequence}
     surplus = set(keep.surplus(sequences)) if keep.recent else set()
-    # One with a manifest that cannot be read, or that lacks files, is for people to look at.
+    # A checkpoint with a damaged manifest or missing files is kept for the user to inspect.
     surplus |= {step for step, checkpoint in found.items() if MANIFEST_FILE not in checkpoint.files}
     gone = []
     for step in sorted(surplus - set(spare)):
@@ -367,7 +368,7 @@ def remove_surplus(store: RemoteStore, keep: Retention, spare: Sequence[int] = (
 
 
 def remove_remote(store: RemoteStore, checkpoint: RemoteCheckpoint) -> None:
-    """Removes a checkpoint, its manifest first: what is left of it looks like none.
+    """Removes a checkpoint, its manifest first, so that a partly removed one does not count as a checkpoint.
 
     Raises:
         RemoteError: the store fails.

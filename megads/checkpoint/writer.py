@@ -1,12 +1,12 @@
-"""Saves in two stages: a rank copies its state into an image and trains on; a process of its own does the rest.
+"""Asynchronous saves: a rank copies its state into an image and continues training; a writer process does the rest.
 
-A rank has a writer process for the disk, and one more where it keeps local checkpoints; both are forked before the rank
-has threads, a process group or a GPU. The former writes the same file as a synchronous save. Writers meet in the
-checkpoint's folder: each leaves its part of the manifest there, and that of rank 0 commits once all parts are in. The
-latter completes images in memory (`local`). Nothing here talks to another rank.
+A rank has a writer process for the disk, and another one if local checkpoints are on; both are forked before the rank
+has threads, a process group or a CUDA context. The first writes the same file as a synchronous save. Its writers
+coordinate through the checkpoint's folder: each writes its part of the manifest there, and the writer of rank 0 commits
+once all parts exist. The second completes images in memory (`local`). Writers do not communicate with other ranks.
 
-A writer dies with its rank. It writes nothing without an order, and a new order is given only when the last one is
-done, so that memory is never copied over while it is read.
+A writer dies with its rank. It writes only on order, and a new order is sent only after the last one is done, so an
+image is never overwritten while it is read.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from megads.runtime.lease import Fence
 from megads.runtime.process import die_with_parent
 
 _SHORTEST_WAIT_S, _LONGEST_WAIT_S = 0.005, 0.5
-"""Between two looks for the parts of the others."""
+"""Shortest and longest polling interval for the parts of other ranks."""
 _END_S = 5.0
-"""A killed writer that is not gone by then waits for a disk; it is left to the kernel."""
+"""Longest wait for a killed writer to end; one that takes longer is blocked on I/O, and is left to the kernel."""
 _PART = TypeAdapter(Part)
 
 
 class Stage(Enum):
-    """Where an order is."""
+    """Stage of an order."""
 
     idle = "idle"
     writing = "writing"
@@ -59,12 +59,12 @@ class Stage(Enum):
 
 @dataclass(frozen=True)
 class SaveProgress:
-    """Of the last order.
+    """Progress of the last order.
 
     Attributes:
-        stage: where it is.
+        stage: stage of the order.
         reason: why it failed, or why the writer is lost.
-        seconds: from the order to the commit, of rank 0's when done.
+        seconds: duration of the order up to the commit; for a save to disk only set on rank 0, which commits.
     """
 
     stage: Stage
@@ -74,13 +74,13 @@ class SaveProgress:
 
 @dataclass(frozen=True)
 class Worker:
-    """What an order knows of the process that carries it out.
+    """The process that carries out an order, as the order sees it.
 
     Attributes:
-        rank: whose writer it is.
-        world_size: ranks, each of which has a writer.
-        fence: of the start that they belong to.
-        cancelled: whether the rank has given the order up.
+        rank: rank that the writer belongs to.
+        world_size: number of ranks, each with a writer.
+        fence: fence of the ranks' start.
+        cancelled: returns whether the rank has cancelled the order.
     """
 
     rank: int
@@ -90,7 +90,7 @@ class Worker:
 
 
 class WriterOrder(Protocol):
-    """What a writer does with an image."""
+    """An order to process an image."""
 
     @property
     def image(self) -> int:
@@ -98,21 +98,21 @@ class WriterOrder(Protocol):
         ...
 
     def carry_out(self, image: StateImage, worker: Worker) -> SaveProgress:
-        """Runs in the writer process; returns done or failed."""
+        """Carries out the order in the writer process; returns done or failed."""
         ...
 
 
 @dataclass(frozen=True)
 class SaveOrder:
-    """Writes an image to disk, as this rank's file of a checkpoint.
+    """Order to write an image to disk, as this rank's file of a checkpoint.
 
     Attributes:
-        image: number of the one that holds the state.
-        folder: of the checkpoint once it is committed; its hidden folder exists.
-        run: what the manifest says of the run.
-        software: what it says of versions.
-        keys: of everything this rank holds.
-        keep: which checkpoints stay once this one is committed.
+        image: number of the image that holds the state.
+        folder: folder of the committed checkpoint; its hidden "partial" folder exists.
+        run: record of the run for the manifest.
+        software: software versions for the manifest.
+        keys: keys of all shards that this rank holds.
+        keep: which checkpoints are kept once this one is committed.
     """
 
     image: int
@@ -123,7 +123,7 @@ class SaveOrder:
     keep: Retention
 
     def carry_out(self, image: StateImage, worker: Worker) -> SaveProgress:
-        """Writes this rank's part; as rank 0 waits for the others' and commits."""
+        """Writes this rank's part; on rank 0, then waits for the other parts and commits."""
         begin, partial = time.perf_counter(), hidden_folder(self.folder, "partial")
         try:
             part = (write_rank_file(partial, worker.rank, image.owned), self.keys)
@@ -144,12 +144,12 @@ class SaveOrder:
 
 
 class CheckpointWriter:
-    """The rank's end. Made by `train` before everything else: the process is forked then.
+    """The rank's handle of its writer process. `train` creates it first of all, since it forks the process.
 
     Args:
-        rank: of this process.
-        world_size: ranks, each of which has a writer.
-        fence: of the start that the ranks belong to.
+        rank: this rank.
+        world_size: number of ranks, each with a writer.
+        fence: fence of the ranks' start.
     """
 
     def __init__(self, rank: int, world_size: int, fence: Fence | None = None) -> None:
@@ -165,25 +165,25 @@ class CheckpointWriter:
 
     @property
     def pid(self) -> int:
-        """Of the writer process."""
+        """Pid of the writer process."""
         return self._pid
 
     def attach(self, images: Sequence[StateImage]) -> None:
-        """Gives the writer the memory that its orders are about; called once.
+        """Shares the images with the writer; called once.
 
         Raises:
-            OSError: the writer is gone.
+            OSError: the writer has ended.
         """
         self._connection.send([image.layout for image in images])
         for image in images:
             send_handle(self._connection, image.descriptor, self._pid)
 
     def announce(self) -> None:
-        """From now on an order counts as being carried out that another thread is going to give."""
+        """Sets the progress to writing, for an order that another thread will send."""
         self._progress, self._ordered_s = SaveProgress(Stage.writing), time.perf_counter()
 
     def write(self, order: WriterOrder) -> None:
-        """Lets the writer carry out an order; its image must not change until that is done."""
+        """Sends an order to the writer; its image must not change until the order is done."""
         self.announce()
         try:
             self._connection.send(order)
@@ -191,16 +191,16 @@ class CheckpointWriter:
             self._progress = self._lost()
 
     def progress(self, timeout_s: float = math.inf) -> SaveProgress:
-        """Where the last order is; costs a system call while it is being written.
+        """Progress of the last order; costs system calls while it is being written.
 
         Args:
-            timeout_s: a writer that takes longer is lost: it hangs.
+            timeout_s: a writer that takes longer is considered hung, and counts as lost.
         """
         if self._progress.stage is Stage.writing:
             try:
                 if self._connection.poll():
                     self._progress = self._connection.recv()
-                elif process_stat(self._pid)[:1] == ["T"]:  # "t" is a tracer's, and over in a moment
+                elif process_stat(self._pid)[:1] == ["T"]:  # not "t": a tracer stops it only for a moment
                     self._progress = SaveProgress(Stage.lost, f"its writer, process {self._pid}, is stopped (SIGSTOP)")
             except (EOFError, OSError):
                 self._progress = self._lost()
@@ -209,7 +209,7 @@ class CheckpointWriter:
         return self._progress
 
     def cancel(self) -> None:
-        """Ends the wait for the parts of other ranks; `progress` tells when that has happened."""
+        """Cancels the wait for the parts of other ranks; the outcome is in `progress`."""
         try:
             self._connection.send(None)
         except OSError:
@@ -223,7 +223,7 @@ class CheckpointWriter:
         return SaveProgress(Stage.lost, f"its writer, process {self._pid}, has ended")
 
     def close(self) -> None:
-        """Ends the writer, whatever it is doing: what it has begun and not committed is no checkpoint."""
+        """Kills the writer in any stage: uncommitted files do not count as a checkpoint."""
         if self._pid == 0:
             return
         os.kill(self._pid, signal.SIGKILL)
@@ -235,15 +235,15 @@ class CheckpointWriter:
 
 
 def gather_progress(progress: SaveProgress, control: ControlPlane) -> list[SaveProgress]:
-    """Where the last orders of all ranks are, by rank; collective."""
+    """Progress of all ranks' last orders, by rank; collective."""
     found = control.gather((progress.stage.value, progress.reason, progress.seconds), tuple[str, str, float])
     return [SaveProgress(Stage(stage), reason, seconds) for stage, reason, seconds in found]
 
 
 def _serve(parent: int, connection: Connection, rank: int, world_size: int, fence: Fence | None) -> NoReturn:
-    """The writer process: takes the memory, then orders until its rank is gone."""
+    """Main function of the writer process: receives the images, then orders until its rank ends."""
     die_with_parent(parent, signal.SIGKILL)
-    # A stop is the rank's affair: it waits for what is being written.
+    # The rank handles these signals, and waits for the writer.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     worker = Worker(rank, world_size, fence, connection.poll)
@@ -251,12 +251,12 @@ def _serve(parent: int, connection: Connection, rank: int, world_size: int, fenc
         images = [StateImage(layout, recv_handle(connection)) for layout in connection.recv()]
         while True:
             order = connection.recv()
-            if order is not None:  # an order was cancelled when it was done already
+            if order is not None:  # None: the last order was cancelled after it was done
                 connection.send(order.carry_out(images[order.image], worker))
     except (EOFError, OSError):
         # The rank has closed its end.
         os._exit(0)
-    except Exception:  # a bug: it is in the rank's log, and the rank goes on without this process
+    except Exception:  # a bug: logged in the rank's log; the rank continues without this process
         traceback.print_exc()
         sys.stderr.flush()
     finally:
@@ -264,16 +264,16 @@ def _serve(parent: int, connection: Connection, rank: int, world_size: int, fenc
 
 
 def write_part(partial: Path, rank: int, part: Part) -> None:
-    """Leaves a rank's part where rank 0's writer looks for it: its file is on disk."""
+    """Writes a rank's part for rank 0's writer; requires that the rank's file is on disk."""
     with atomic_writer(partial / _part_name(rank)) as file:
         file.write(_PART.dump_json(part))
 
 
 def await_part(partial: Path, rank: int, cancelled: Callable[[], bool]) -> Part:
-    """Of another rank, once it has written its file.
+    """Waits for the part of another rank, which follows that rank's file.
 
     Raises:
-        CheckpointError: the rank of this writer has given the save up.
+        CheckpointError: this writer's rank has cancelled the save.
     """
     path, wait_s = partial / _part_name(rank), _SHORTEST_WAIT_S
     while not path.exists():

@@ -1,6 +1,6 @@
-"""The command line: `main` finds the verb, `entry` composes its config, and a short file for each verb runs it.
+"""The command line: `main` dispatches to a verb, `entry` composes its config, and one module per verb runs it.
 
-Nothing but names, help and wiring is here; what a verb does is in a tool or in training.
+This package contains only names, help texts and wiring; the implementations are in `megads.tools` and elsewhere.
 """
 
 __all__ = ["main"]

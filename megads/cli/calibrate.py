@@ -8,25 +8,23 @@ from megads.tools.calibrate.config import CalibrateConfig
 
 
 def run(config: CalibrateConfig, _invocation: Invocation) -> int:
-    """Measures, writes the device file and says what it holds."""
+    """Measures this machine, writes the device file and prints a summary."""
     config.check()
-    # The tab key imports this module for its schema and must not wait for torch.
+    # Shell completion imports this module, so torch is imported late.
     from megads.tools.calibrate.measure import calibrate, write
 
     found = calibrate(config)
     path = write(config, found)
     links = ""
     if found["collectives"]:
-        links = (
-            f", sums over ranks {found['node_gigabytes_per_s']:.3g} GB/s and {found['node_latency_us']:.0f} us a step"
-        )
+        links = f", all-reduce {found['node_gigabytes_per_s']:.3g} GB/s and {found['node_latency_us']:.0f} us per step"
     elif "like" in found:
-        links = f"; links to other GPUs, which one alone cannot measure, are those of {found['like']}"
+        links = f"; links between GPUs cannot be measured with one GPU: those of {found['like']} are used"
     best = max(rate for *_, rate in found["products"])
     rates = {"attention": found["attention_rates"], "with ALiBi": found.get("alibi_attention_rates", [])}
     attention = ", ".join(f"{name} {max(row[1] for row in rows):.3g}" for name, rows in rates.items() if rows)
     print(
-        f"{path}: {found['name']}, products up to {best:.3g} TFLOPs a rank, {attention}, copies "
+        f"{path}: {found['name']}, GEMMs up to {best:.3g} TFLOPs per rank, {attention}, copies "
         f"{found['memory_gigabytes_per_s']:.4g} GB/s{links}"
     )
     print(f"megads plan device={path} ...")

@@ -1,4 +1,4 @@
-"""`megads chaos`: real faults for a real run, and whether anything was lost."""
+"""`megads chaos`: injects real faults into a run and checks that nothing is lost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megads.tools.chaos.config import ChaosConfig
 
 
 def run(config: ChaosConfig, _invocation: Invocation) -> int:
-    """Runs a campaign, or lists the faults."""
+    """Runs a campaign of faults, or lists them."""
     config.check()
     from megads.tools.chaos.campaign import Campaign, chosen_faults
     from megads.tools.chaos.scorecard import as_json, list_faults, show, write

@@ -1,4 +1,4 @@
-"""`megads check_nodes`: which nodes of a SLURM job, or whether this machine, are fit to train."""
+"""`megads check_nodes`: checks the health of the nodes of a SLURM job, or of this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HEADER = ("node", "verdict", "TFLOP/s", "memory", "disk free", "write", "read",
 
 
 def run(config: CheckNodesConfig, _invocation: Invocation) -> int:
-    """Checks, prints the verdicts, and returns 9 when a node is not fit to train."""
+    """Checks the nodes, prints the verdicts, and returns 9 if a node is not healthy."""
     config.check()
     start = time.perf_counter()
     checked = check_nodes(config, find_place(config))
@@ -42,7 +42,7 @@ def run(config: CheckNodesConfig, _invocation: Invocation) -> int:
 
 
 def find_place(config: CheckNodesConfig) -> CheckTarget:
-    """Returns what is to be checked.
+    """Returns the nodes to check.
 
     Raises:
         ConfigError: cluster=slurm outside of a SLURM job.
@@ -60,7 +60,7 @@ def find_place(config: CheckNodesConfig) -> CheckTarget:
 
 
 def describe(checked: Checked) -> str:
-    """Returns a table of the nodes, then the reasons and the pairs that failed."""
+    """Returns a table of the nodes, followed by the problems of nodes and of pairs."""
     rows = [_HEADER, *(_row(node, checked) for node in checked.problems)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
     lines = ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]

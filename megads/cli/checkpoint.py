@@ -9,7 +9,7 @@ from megads.runtime.url import is_url
 
 
 def run(config: CheckpointActionConfig, _invocation: Invocation) -> int:
-    """Does one of them, and says what it did or found."""
+    """Runs the action and prints its result."""
     config.check()
     from megads.tools.checkpoints import average, list_all, reshard, verify
     from megads.tools.remote_checkpoints import download, list_remote, upload, verify_remote

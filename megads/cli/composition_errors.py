@@ -1,4 +1,4 @@
-"""Turns what Hydra and OmegaConf say of a config that cannot be composed into one message with the nearest key."""
+"""Converts Hydra's and OmegaConf's composition errors into one message that names the nearest key."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CHOSEN_TWICE = re.compile(r"Multiple values for ([\w/]+)|^([\w/]+) appears more
 
 
 def schema_keys(schema: type) -> list[str]:
-    """Returns every dotted key of a config dataclass, sections included; items of lists are left out."""
+    """Returns all dotted keys of a config dataclass, sections included, keys of list items excluded."""
     return list(_walk(schema, ""))
 
 
@@ -36,13 +36,13 @@ def _walk(schema: Any, prefix: str) -> Iterator[str]:
 
 
 def explain_added_key(content: Any, schema: type) -> str:
-    """Returns what is wrong with the first key that the schema does not have, or nothing.
+    """Returns an error message for the first key that is not in the schema, or an empty string.
 
-    Hydra's `+key=value` opens a typed config; such a key would be dropped without a word.
+    Hydra's `+key=value` adds keys even to a typed config, and they would be dropped silently.
 
     Args:
         content: the config as plain dicts.
-        schema: dataclass it must fit.
+        schema: dataclass of the config.
     """
     key = next(_added_keys(content, schema, ""), None)
     return "" if key is None else _unknown_key(key, schema)
@@ -58,10 +58,10 @@ def _added_keys(content: Any, schema: type, prefix: str) -> Iterator[str]:
 
 
 def explain(error: Exception, schema: type) -> str:
-    """Returns what is wrong with a command line or a config file, the value, and what to write instead.
+    """Returns an error message for a command line or config file: what is wrong, the value, and the remedy.
 
     Args:
-        error: raised by Hydra or OmegaConf while composing.
+        error: exception raised by Hydra or OmegaConf during composition.
         schema: dataclass of the config.
     """
     if isinstance(error, MissingConfigException):
@@ -78,7 +78,7 @@ def explain(error: Exception, schema: type) -> str:
         key = _full_key(cause)
         return f"{key} has no value: it must be set, for example {key}=<value>"
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and _full_key(cause) not in ("", *schema_keys(schema)):
-        # An item of a list (data.train[0]) is a dataclass of its own, which the dotted keys do not reach.
+        # An item of a list (data.train[0]) is a separate dataclass, whose keys `schema_keys` does not contain.
         owner: Any = cause.object_type
         in_item = "." not in _full_key(cause) and is_dataclass(owner)
         return _place(error) + _unknown_key(_full_key(cause), owner if in_item else schema)
@@ -90,7 +90,7 @@ def explain(error: Exception, schema: type) -> str:
         return f"{group} is chosen twice: write {group}=<option>, without a leading +"
     if isinstance(error, HydraException | OmegaConfBaseException | YAMLError | ValueError):
         return str(error).strip()
-    # Not meant by Hydra for its users: it failed on what was written.
+    # Not an error message for users: Hydra crashed on the overrides.
     return f"the overrides do not compose ({type(error).__name__}: {error})"
 
 
@@ -101,7 +101,7 @@ def _explain_choice(error: MissingConfigException) -> str:
     if not group:
         return str(error).strip()
     if Path("conf", f"{missing}.yaml").is_file():
-        return f"{group}={option}: conf/{missing}.yaml is not searched: add --config-dir conf"
+        return f"{group}={option}: conf/{missing}.yaml is not in the search path: add --config-dir conf"
     return f"{group}={option}: there is no such option{_nearest(option, options)}; {group} has {', '.join(options)}"
 
 
@@ -109,7 +109,7 @@ def _unknown_key(key: str, schema: type) -> str:
     keys = schema_keys(schema)
     if key not in keys and (config_dir() / key).is_dir():
         return (
-            f"the keys of this file are taken for those of a section {key}, which does not exist: "
+            f"the keys of this file are put into a section {key}, which does not exist: "
             "its first line must be `# @package _global_`"
         )
     section, _, leaf = key.rpartition(".")
@@ -128,7 +128,7 @@ def _unknown_key(key: str, schema: type) -> str:
 
 
 def _nearest(word: str, known: Sequence[str]) -> str:
-    """Returns `: did you mean ...?` or nothing."""
+    """Returns `: did you mean ...?`, or an empty string if no known word is close."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.7)
     return f": did you mean {close[0]}?" if close else ""
 
@@ -145,20 +145,20 @@ def _wrong_value(cause: OmegaConfBaseException, schema: type) -> str:
     if value and hasattr(kind, "refused") and value.group(1) in kind.refused():
         return f"{key}: {message}; {kind.refused()[value.group(1)]}"
     expected = _in_words(kind)
-    return f"{key}: {message}" + (f" ({expected} is wanted)" if expected else "")
+    return f"{key}: {message}" + (f" (expected {expected})" if expected else "")
 
 
 def _explain_section(section: str, kind: Any, message: str) -> str:
-    """Says what to write in place of a value, or of the option of a config group, for what holds keys."""
+    """Returns an error message for a section that is given a value or used as a config group."""
     keys = [item.name for item in fields(kind)]
     value = message.rpartition("value: ")[2]
     likely = next((key for key in ("name", "raw") if key in keys), None)
     example = f": did you mean {section}.{likely}={value}?" if likely else ""
-    return f"{section}={value}: {section} is no group of configs but a section{example}; it has {', '.join(keys)}"
+    return f"{section}={value}: {section} is a section, not a config group{example}; it has {', '.join(keys)}"
 
 
 def _type_of(schema: type, key: str) -> Any:
-    """Returns the type of a dotted key, None where the schema does not tell."""
+    """Returns the type of a dotted key; None if it is not in the schema."""
     kind: Any = schema
     for part in key.split("."):
         if not is_dataclass(kind) or not isinstance(kind, type):
@@ -168,20 +168,20 @@ def _type_of(schema: type, key: str) -> Any:
 
 
 def _in_words(kind: Any) -> str:
-    """Returns a type in words, or nothing for one that has none."""
+    """Returns a description of a type, or an empty string for other types than scalars."""
     names = {int: "an integer", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
     options = [names.get(option, "") for option in (get_args(kind) or (kind,))]
     return " or ".join(options) if all(options) else ""
 
 
 def _place(error: Exception) -> str:
-    """Returns `<file>.yaml: ` where a config file is at fault and not the command line."""
+    """Returns `<file>.yaml: ` if the error is in a config file, not on the command line."""
     found = re.match(r"In '([^']+)'", str(error))
     return f"{found.group(1)}.yaml: " if found else ""
 
 
 def _innermost(error: BaseException) -> BaseException:
-    """Follows causes; Hydra wraps OmegaConf's errors in its own, at times without naming the cause."""
+    """Returns the innermost cause; Hydra wraps OmegaConf's errors, sometimes without setting __cause__."""
     while True:
         inner = error.__cause__ or error.__context__
         if inner is None or isinstance(error, OmegaConfBaseException):

@@ -1,4 +1,4 @@
-"""Config files, read within bounds, and counts in short form, which Hydra does not know: 1e9, 1M, 4Ki."""
+"""Extensions of Hydra: size limits for config files, and integers in short form such as 1e9, 1M, 4Ki."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _COUNT = re.compile(r"(\d[\d_]*(?:\.\d+)?(?:[eE]\+?\d{1,2})?)([kKMBGT]|[KMG]i)?"
 _UNITS = {"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 _BINARY_UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 _OF_A_SEQUENCE = ("seq_len", "max_seq_len")
-"""Lengths of which people call 4096 `4k`."""
+"""Keys for which 4k may mean 4000 or 4096."""
 
 
 def integer_keys(schema: type) -> frozenset[str]:
-    """Returns the dotted keys of a config dataclass that hold one integer, or auto or null in place of it."""
+    """Returns the dotted keys of a config dataclass that take an integer, or an integer, auto or null."""
     return frozenset(key.name for key in keys(schema) if _is_count(key))
 
 
@@ -37,14 +37,14 @@ def _is_count(key: Key) -> bool:
 
 
 def expand_count(key: str, text: str) -> str:
-    """Returns an integer in digits for 1e9, 1_000, 4k, 1.5M, 2B, 3T or 4Ki, and any other text as it is.
+    """Expands 1e9, 1_000, 4k, 1.5M, 2B, 3T or 4Ki to digits; returns any other text unchanged.
 
     Args:
-        key: whose value it is.
-        text: what was written.
+        key: key of the value.
+        text: value as written.
 
     Raises:
-        ConfigError: 4k as the length of a sequence, which may be 4000 or 4096.
+        ConfigError: a sequence length such as 4k, which may mean 4000 or 4096.
     """
     found = _COUNT.fullmatch(text)
     if found is None:
@@ -61,11 +61,11 @@ def expand_count(key: str, text: str) -> str:
 
 
 def expand_counts(argument: str, integers: Collection[str]) -> str:
-    """Returns an override with the counts of an integer key in digits, those of a sweep too.
+    """Expands the integers of an override of an integer key, those of a sweep included.
 
     Args:
         argument: an argument of the command line.
-        integers: keys that hold an integer.
+        integers: keys that take an integer.
     """
     key, equals, values = argument.partition("=")
     if not equals or key.lstrip("+") not in integers:
@@ -75,20 +75,21 @@ def expand_counts(argument: str, integers: Collection[str]) -> str:
 
 _MOST_CHARACTERS = 1 << 18
 _MOST_VALUES = 10_000
-"""Of one file with its aliases put in; the largest config of a run has some 200."""
+"""Most values in one file with its aliases expanded; the largest config of a run has some 200."""
 
 
 class BoundedFileSource(FileConfigSource):
-    """Hydra's source of files, with a bound on what one of them may hold, and counts as on the command line.
+    """Hydra's file source, with limits on the size of a file, and short integers as on the command line.
 
     Attributes:
-        count_names: last parts of the keys that hold an integer.
+        count_names: last parts of the keys that take an integer.
     """
 
     count_names: frozenset[str] = frozenset()
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Reads a file; raises ConfigLoadError where it is missing or no config, or grows too large by its aliases."""
+        """Reads a file; raises ConfigLoadError if it is missing, not a config, or too large once aliases are
+        expanded."""
         path = Path(self.path) / self._normalize_file_name(config_path)
         if path.is_file():
             _require_bounded(path)
@@ -107,24 +108,24 @@ class BoundedFileSource(FileConfigSource):
 
 
 def read_files_with(schema: type) -> None:
-    """Lets Hydra read files through BoundedFileSource; it must have loaded its plugins.
+    """Makes Hydra read files with BoundedFileSource; to be called after Hydra has loaded its plugins.
 
     Args:
-        schema: dataclass of the config that is composed.
+        schema: dataclass of the config to compose.
     """
     integers, others = set[str](), set[str]()
     for key in keys(schema):
         if not key.is_section and not key.kind.startswith("list"):
             (integers if _is_count(key) else others).add(key.name.rpartition(".")[2])
     BoundedFileSource.count_names = frozenset(integers - others)
-    # `register` keeps the first source of a scheme, which is Hydra's own.
+    # `register` does not replace Hydra's own source of a scheme.
     SourcesRegistry.instance().types["file"] = BoundedFileSource
 
 
 def _with_counts(content: Any, names: frozenset[str]) -> Any:
-    """Returns nested dicts and lists with the counts under these names in digits.
+    """Expands the integers under these names in nested dicts and lists.
 
-    A file does not tell below which section Hydra puts it, so that keys are known by their last part.
+    A file does not say in which section Hydra puts it, so keys are matched by their last part.
     """
     if isinstance(content, list):
         return [_with_counts(item, names) for item in content]
@@ -146,7 +147,7 @@ def _require_bounded(path: Path) -> None:
         require_bounded_yaml(text, _MOST_CHARACTERS)
     except (OSError, ValueError) as error:
         raise ConfigLoadError(f"{path}: cannot be read as a config: {error}") from error
-    # Most files have no alias, and are not parsed twice.
+    # Files without aliases, that is most, are not parsed twice.
     if "&" not in text or "*" not in text:
         return
     try:
@@ -155,16 +156,16 @@ def _require_bounded(path: Path) -> None:
     except RecursionError:
         raise ConfigLoadError(f"{path}: is nested too deeply, or an alias contains itself") from None
     except YAMLError:
-        # Reading it says what is wrong.
+        # Loading the file reports the error.
         return
     if values > _MOST_VALUES:
         raise ConfigLoadError(
-            f"{path}: its aliases stand for more than {_MOST_VALUES:,} values: write out those that are meant"
+            f"{path}: its aliases expand to more than {_MOST_VALUES:,} values: write the values without aliases"
         )
 
 
 def _values(node: yaml.Node, known: dict[int, int]) -> int:
-    """Counts the values below a node, those of an alias at each of its places."""
+    """Counts the values below a node, those of an alias once per use."""
     if id(node) not in known:
         if isinstance(node, yaml.MappingNode):
             children = [child for pair in node.value for child in pair]

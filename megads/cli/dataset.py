@@ -10,7 +10,7 @@ from megads.errors import EXIT_OK
 
 
 def run(config: DatasetActionConfig, _invocation: Invocation) -> int:
-    """Does one of them, and says what it did or found."""
+    """Runs the action and prints its result."""
     config.check()
     _RUN[config.action](config)
     return EXIT_OK
@@ -57,7 +57,7 @@ def _check(config: DatasetActionConfig) -> None:
 
     for prefix in config.prefixes:
         found = check(prefix)
-        held = "as recorded" if found.checksums_held else "none was recorded: only lengths, offsets and ids are known"
+        held = "as recorded" if found.checksums_held else "none recorded: only lengths, offsets and ids were checked"
         empty = f", {found.empty_documents:,} of them empty" if found.empty_documents else ""
         print(f"{prefix}: sound: {found.documents:,} documents{empty}, {found.tokens:,} tokens")
         print(f"  XXH3 of .bin {found.bin_checksum}, of .idx {found.idx_checksum} ({held})")

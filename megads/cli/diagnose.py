@@ -1,4 +1,4 @@
-"""`megads diagnose`: why a run failed, and whether a restart helps."""
+"""`megads diagnose`: finds the root cause of a failed run, and whether a restart helps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megads.tools.diagnose.config import DiagnoseConfig
 
 
 def run(config: DiagnoseConfig, _invocation: Invocation) -> int:
-    """Reads the logs, and prints what failed first."""
+    """Reads the logs and prints the root cause."""
     config.check()
     from megads.tools.diagnose.command import FinishedRun, diagnose
     from megads.tools.diagnose.output import as_json, finished_json, show

@@ -1,4 +1,4 @@
-"""`megads doctor`: checks this machine and its software. Works where Hydra does not: that is when it is needed."""
+"""`megads doctor`: checks this machine and its software. Also works if Hydra does not."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _JSON_FLAGS = {"--json": "json=true"}
 
 
 def run(config: DoctorConfig, _invocation: Invocation) -> int:
-    """Checks, prints, and returns 9 when something prevents training."""
+    """Runs the checks, prints the findings, and returns 9 if a problem prevents training."""
     config.check()
     return report(config, ok("hydra", "composes configs"))
 
 
 def hydra_defect() -> str | None:
-    """Returns why no config can be composed here, or None."""
+    """Returns why Hydra cannot compose configs in this environment, or None if it can."""
     try:
         from hydra.core.plugins import Plugins
 
@@ -36,11 +36,11 @@ def hydra_defect() -> str | None:
 
 
 def run_without_hydra(arguments: Sequence[str], defect: str) -> int:
-    """Checks with default settings; of the command line only --json counts.
+    """Runs the checks with default settings; only --json of the command line is used.
 
     Args:
-        arguments: what follows the verb.
-        defect: why no config can be composed.
+        arguments: command line after the verb.
+        defect: why Hydra cannot compose configs.
     """
     wants_json = any(_JSON_FLAGS.get(argument, argument) == "json=true" for argument in arguments)
     remedy = "see the other findings; else uninstall the plugin or package that the message names"
@@ -49,11 +49,11 @@ def run_without_hydra(arguments: Sequence[str], defect: str) -> int:
 
 
 def report(config: DoctorConfig, hydra: Finding) -> int:
-    """Runs every check, prints the findings and returns the exit code.
+    """Runs all checks, prints the findings and returns the exit code.
 
     Args:
         config: the verb's config.
-        hydra: whether configs can be composed here.
+        hydra: finding about Hydra.
     """
     from megads.tools.doctor.examine import examine, worst
 

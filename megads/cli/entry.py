@@ -1,4 +1,4 @@
-"""The one place where a config is composed: Hydra's command line to a typed object, errors to exit codes."""
+"""Composes the config of a verb with Hydra, converts it to a typed object, and maps errors to exit codes."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _ENVIRONMENT = (
     *(*DISK_FULL, errno.EROFS, errno.EACCES, errno.EPERM),
     *(errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR),
 )
-"""Errors of a path, not of the program."""
+"""Errors of a path that the user chose, not bugs."""
 _HELP_WIDTH = 114
 _SWEEP_FLAGS = ("-m", "--multirun")
 _SHOWING_FLAGS = ("-h", "--help", "--hydra-help", "-c", "--cfg", "-i", "--info", "--version")
-# A sweep ends when somebody asked its current point to end.
+# A sweep ends if its current point was asked to stop.
 _STOPPING_CODES = (5, 6, EXIT_INTERRUPTED)
 
 
@@ -52,9 +52,10 @@ class _Session:
     results: list[tuple[str, int | None]] = field(default_factory=list)
 
     def run_point(self, config: DictConfig) -> None:
-        """What Hydra calls with each composed config; keeps the exit code, raises nothing, so that a sweep goes on."""
+        """Called by Hydra with each composed config; records the exit code and never raises, so that a sweep
+        continues."""
         hydra_config = HydraConfig.get()
-        # Unresolved: an override may hold an interpolation that has no meaning here.
+        # Unresolved: an override may contain an interpolation that cannot be resolved here.
         overrides = " ".join(cast(list[str], OmegaConf.to_container(hydra_config.overrides.task, resolve=False)))
         sweeping = hydra_config.mode == RunMode.MULTIRUN
         if sweeping and any(code in _STOPPING_CODES for _, code in self.results):
@@ -70,11 +71,11 @@ class _Session:
 
 
 def exit_code_of(name: str, work: Callable[[], int]) -> int:
-    """Does a verb's work and returns its exit code; a failure is one message, only a bug a traceback.
+    """Runs a verb and returns its exit code; errors print one message, bugs a traceback.
 
     Args:
-        name: the verb's.
-        work: returns the exit code, or raises.
+        name: name of the verb.
+        work: function that runs it and returns the exit code.
     """
     try:
         return work()
@@ -102,10 +103,10 @@ def _explain_disk(error: OSError) -> str:
 
 
 def typed(config: DictConfig, schema: type) -> Any:
-    """Returns the config as an instance of its dataclass; no DictConfig goes further than here.
+    """Returns the config as an instance of its dataclass; no other module uses a DictConfig of a run.
 
     Raises:
-        ConfigError: it does not fit the dataclass.
+        ConfigError: the config does not fit the dataclass.
     """
     added = explain_added_key(OmegaConf.to_container(config, resolve=False), schema)
     if added:
@@ -121,7 +122,7 @@ def typed(config: DictConfig, schema: type) -> Any:
 
 
 def schema_node(schema: type) -> DictConfig:
-    """Returns the schema as Hydra composes it: the settings of plugins take keys without a `+`, nothing else does."""
+    """Returns the schema as an OmegaConf node; only options of plugins accept new keys without a `+`."""
     root = OmegaConf.structured(schema)
     _open(root, schema)
     return cast(DictConfig, root)
@@ -136,10 +137,11 @@ def _open(node: DictConfig, schema: type) -> None:
 
 
 def _register_help(verb: Verb, arguments: Sequence[str]) -> None:
-    """Gives the help texts of conf/<verb>.yaml the lists that are taken from the code and from conf/.
+    """Registers the resolvers used in the help texts of conf/<verb>.yaml.
 
     `${megads.groups:}` lists the verb's config groups and their options, `${megads.keys:}` its keys,
-    `${megads.exit_codes:}` all exit codes. Hydra fills `$NAME` into the text afterwards, so a dollar sign is doubled.
+    `${megads.exit_codes:}` all exit codes. Hydra substitutes `$NAME` in the text afterwards, so dollar signs are
+    doubled.
     """
     texts = {
         "groups": lambda: describe_groups(verb.name, own_config_dirs(arguments)),
@@ -151,20 +153,20 @@ def _register_help(verb: Verb, arguments: Sequence[str]) -> None:
 
 
 def _require_plugins(schema: type) -> None:
-    """Loads Hydra's plugins, which all of the environment may bring.
+    """Loads all Hydra plugins that are installed in the environment.
 
     Args:
-        schema: dataclass of the config that is composed.
+        schema: dataclass of the config to compose.
 
     Raises:
-        ConfigError: one of them cannot be loaded; Hydra then composes nothing for any application.
+        ConfigError: a plugin cannot be loaded, in which case Hydra cannot compose any config.
     """
     try:
         Plugins.instance()
         read_files_with(schema)
     except Exception as error:
         raise ConfigError(
-            f"a Hydra plugin of this environment cannot be loaded, so that no config composes: {error}; "
+            f"a Hydra plugin of this environment cannot be loaded, so Hydra cannot compose any config: {error}; "
             "uninstall it (megads doctor names the known ones)"
         ) from error
 
@@ -177,7 +179,7 @@ def run_verb(verb: Verb, arguments: Sequence[str]) -> int:
         arguments: Hydra's flags and overrides.
 
     Returns:
-        The exit code: 2 when the config cannot be composed; for a sweep the first code that is not 0.
+        The exit code: 2 if the config cannot be composed; for a sweep the first non-zero code.
     """
     show_full_hydra_errors()
     try:
@@ -199,14 +201,14 @@ def run_verb(verb: Verb, arguments: Sequence[str]) -> int:
     session = _Session(verb)
     sys.argv = [f"megads {verb.name}", *given]
 
-    # Hydra names the application after this function's module.
+    # Hydra derives the name of the application from this function's module.
     def task(config: DictConfig) -> None:
         session.run_point(config)
 
     try:
         hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=verb.name)(task)()
     except Exception as error:
-        # Work is done within `run_point`, which raises nothing: Hydra cannot compose what was written.
+        # `run_point` never raises, so the error is from composition.
         print(f"megads {verb.name}: {explain(error, verb.schema)}", file=sys.stderr, flush=True)
         return ConfigError.exit_code
     if len(session.results) > 1:
@@ -219,36 +221,36 @@ _QUIET_HYDRA = (
     *("hydra/job_logging=none", "hydra/hydra_logging=none"),
     *("hydra.output_subdir=null", "hydra.run.dir=.", "hydra.job.chdir=false"),
 )
-"""As megads' own primary configs have it: otherwise Hydra makes folders of its own."""
+"""As in megads' own primary configs; otherwise Hydra creates output folders."""
 _IN_PLACE = {
-    "run": "run.dir=<folder> is where a run is kept",
-    "sweep": "sweep.dir=<folder> is where a sweep is kept",
+    "run": "run.dir=<folder> sets the directory of a run",
+    "sweep": "sweep.dir=<folder> sets the directory of a sweep",
     "launcher": "sweep.launcher=local|slurm starts the points of a sweep",
     "sweeper": "hparams_search=grid|random|bayes chooses the points of a sweep",
     "verbose": "logging.level=debug shows more",
 }
-"""By the part behind `hydra.` or `hydra/`."""
+"""megads' setting in place of a Hydra setting, by the part after `hydra.` or `hydra/`."""
 
 
 def require_no_hydra_settings(arguments: Sequence[str]) -> None:
-    """Refuses settings of Hydra's own, which megads composes once and then keeps out.
+    """Refuses overrides of Hydra's own settings, which have no effect in megads.
 
     Raises:
-        ConfigError: names the first of them, and what to set in its place.
+        ConfigError: there is one; the message names it and what to set instead.
     """
     for argument in arguments:
         key = argument.partition("=")[0].lstrip("+~")
         if re.match(r"hydra([./]|$)", key) and key != _HYDRA_SEARCHPATH:
             section = re.split(r"[./]", key)[1] if key != "hydra" else ""
-            remedy = _IN_PLACE.get(section, f"of Hydra's own settings only {_HYDRA_SEARCHPATH} counts")
+            remedy = _IN_PLACE.get(section, f"the only Hydra setting that can be changed is {_HYDRA_SEARCHPATH}")
             raise ConfigError(f"{key} has no effect here: {remedy}")
 
 
 def with_own_config_path(verb: str, arguments: Sequence[str]) -> list[str]:
-    """Returns the arguments with --config-path as Hydra wants it: absolute, and megads' configs searched after it.
+    """Returns the arguments with --config-path made absolute and megads' configs added to the search path after it.
 
     Raises:
-        ConfigError: the folder has no config of that name.
+        ConfigError: the folder has no config of the verb's name.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-path", "-cp", type=Path)
@@ -260,32 +262,32 @@ def with_own_config_path(verb: str, arguments: Sequence[str]) -> list[str]:
     if not file.is_file():
         raise ConfigError(
             f"--config-path {found.config_path}: there is no {file.name} in it; "
-            f"for experiments and models of your own beside those of megads give --config-dir {found.config_path}"
+            f"to add your own experiments and models to those of megads, use --config-dir {found.config_path}"
         )
     ours = list(_QUIET_HYDRA)
     if not any(_HYDRA_SEARCHPATH in argument for argument in rest):
         ours.append(f"{_HYDRA_SEARCHPATH}=[file://{config_dir()}]")
-    # Hydra's parser wants all overrides in one place.
+    # Hydra's parser requires all overrides to be adjacent.
     overrides = (place for place, argument in enumerate(rest) if "=" in argument and argument[0] != "-")
     first = next(overrides, len(rest))
     return [f"--config-path={found.config_path.absolute()}", *rest[:first], *ours, *rest[first:]]
 
 
 def _sweeps(arguments: Sequence[str]) -> bool:
-    """Whether points are to be run; Hydra's other flags only show something."""
+    """Whether the command runs a sweep: with Hydra's showing flags nothing is run."""
     flags = {argument.partition("=")[0] for argument in arguments if argument.startswith("-")}
     return bool(flags & set(_SWEEP_FLAGS)) and not flags & set(_SHOWING_FLAGS)
 
 
 def sweep_table(results: Sequence[tuple[str, int | None]]) -> str:
-    """Returns one line a point: its exit code and its overrides."""
+    """Returns a table with one line per point: exit code and overrides."""
     lines = ["=== sweep: exit code and overrides of every point"]
     for number, (overrides, code) in enumerate(results):
         lines.append(f"{number:4d}  {'not run' if code is None else f'exit {code}':<9} {overrides}")
     return "\n".join(lines)
 
 
-# What Hydra would read as one quoted string: the user knows its grammar.
+# A value that Hydra parses as one quoted string.
 _QUOTED_TEXT = re.compile(r"""\s*(?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')\s*""", re.DOTALL)
 
 
@@ -297,26 +299,26 @@ def as_text(argument: str, keys: Collection[str]) -> str:
         keys: keys whose values are texts.
 
     Returns:
-        The argument as Hydra must see it to give the text back; unchanged for other keys, for null, and for a value
-        that already is one quoted string.
+        The argument, quoted so that Hydra parses the value as this text; unchanged for other keys, for null, and for a
+        value that is already one quoted string.
     """
     key, equals, value = argument.partition("=")
     if key not in keys or not equals or value == "null" or _QUOTED_TEXT.fullmatch(value):
         return argument
-    # OmegaConf would resolve ${...}; in front of it, and of a closing quote, backslashes count double.
+    # Escapes ${...}, which OmegaConf would resolve; before it, and before the closing quote, backslashes are doubled.
     value = re.sub(r"(\\*)\$\{", lambda found: 2 * found[1] + "\\${", value)
     value = re.sub(r'(\\*)("|\Z)', lambda found: 2 * found[1] + (found[2] and '\\"'), value)
     return f'{key}="{value}"'
 
 
-# Where a path may begin in an override: its value, or an item of its list.
+# A ~ at the start of a value, or of an item of a list.
 _HOME = re.compile(r"(?<=[=\[,:])(\s*)~(?=[/,\]}]|$)")
 
 
 def with_home(argument: str) -> str:
-    """Returns an override with `~` for the user's home spelled out, which shells leave behind `key=` and in lists.
+    """Returns an override with `~` expanded to the user's home, which shells do not do after `key=` and in lists.
 
-    Hydra reads no `~` in a value, so that no text which it takes is changed. Quoted values stay as they are.
+    Hydra's grammar has no `~` in values, so no valid value is changed. Quoted values are not changed.
 
     Args:
         argument: an argument of the command line.
@@ -327,20 +329,22 @@ def with_home(argument: str) -> str:
     return _HOME.sub(lambda found: found[1] + home, argument)
 
 
-# Counts reach torch, NumPy and files as signed integers of 64 bits.
+# PyTorch, NumPy and file formats store counts as signed 64-bit integers.
 _INTEGER_BITS = 63
 
 
 def require_values(config: Any, where: str = "") -> None:
-    """Refuses what OmegaConf lets through: ${...} that puts a section where a list or another section belongs, whole
-    dicts as elements of lists, numbers that are none, and integers that no counter holds.
+    """Refuses values that OmegaConf accepts by mistake.
+
+    These are interpolations that put a section in place of a list or of another section, dicts as elements of lists,
+    non-finite numbers, and integers of more than 64 bits.
 
     Args:
         config: an instance of a config dataclass.
         where: dotted key of the section, with a dot at its end; empty for the root.
 
     Raises:
-        ConfigError: names the key, the value and what is wanted.
+        ConfigError: a value is invalid; the message gives the key, the value and the expected type.
     """
     for name, hint in get_type_hints(type(config)).items():
         _require(f"{where}{name}", getattr(config, name), hint)
@@ -355,14 +359,14 @@ def _require(key: str, value: Any, hint: Any) -> None:
         origin = get_origin(option) or option
         if origin is list:
             if not isinstance(value, list):
-                raise ConfigError(f"{key}: {value!r} is no list, and one is wanted: {key}=[a,b]")
+                raise ConfigError(f"{key}: {value!r} is not a list; expected {key}=[a,b]")
             _require_items(key, value, get_args(option)[0])
         elif origin is dict:
             if not isinstance(value, dict):
-                raise ConfigError(f"{key}: {value!r} is no map, and one is wanted: {key}={{a: 1}}")
+                raise ConfigError(f"{key}: {value!r} is not a mapping; expected {key}={{a: 1}}")
         elif isinstance(origin, type) and is_dataclass(origin):
             if not isinstance(value, origin):
-                raise ConfigError(f"{key}: {value!r} is no section of the kind that is wanted; leave it out")
+                raise ConfigError(f"{key}: {value!r} is not a section of the expected type; remove it")
             require_values(value, f"{key}.")
         elif origin is Any:
             for number in _numbers(value):
@@ -374,9 +378,9 @@ def _require_items(key: str, values: list[Any], hint: Any) -> None:
         if hint is str:
             if not isinstance(item, str):
                 name = key.rpartition(".")[2]
-                raise ConfigError(f"{key}: {item!r} is no text, and a list of texts is wanted: {name}=[a,b]")
+                raise ConfigError(f"{key}: {item!r} is not a text; expected a list of texts: {name}=[a,b]")
         elif hint in (int, float) and (isinstance(item, bool) or not isinstance(item, int | hint)):
-            raise ConfigError(f"{key}[{place}]: {item!r} is no number, and a list of numbers is wanted: {key}=[1,2]")
+            raise ConfigError(f"{key}[{place}]: {item!r} is not a number; expected a list of numbers: {key}=[1,2]")
         else:
             _require(f"{key}[{place}]", item, hint)
 
@@ -390,7 +394,7 @@ def _require_number(key: str, value: Any) -> None:
 
 
 def _numbers(value: Any) -> Iterator[Any]:
-    """Yields what is in nested lists and dicts."""
+    """Yields the leaves of nested lists and dicts."""
     if isinstance(value, dict):
         for item in value.values():
             yield from _numbers(item)

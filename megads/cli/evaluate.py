@@ -1,4 +1,4 @@
-"""`megads evaluate`: lm-eval's tasks, perplexity and bits per byte of a checkpoint."""
+"""`megads evaluate`: lm-eval tasks, perplexity and bits per byte of a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megads.tools.evaluate.config import EvaluateConfig
 
 
 def run(config: EvaluateConfig, _invocation: Invocation) -> int:
-    """Loads the checkpoint in the layout that is asked for and evaluates it."""
+    """Loads the checkpoint in the configured layout and evaluates it."""
     # Before torch and tqdm are imported.
     wait_passively()
     hide_progress_bars()

@@ -1,4 +1,4 @@
-"""`megads export`: writes a trained model in Hugging Face's format, or as a checkpoint that DeepSpeed goes on from."""
+"""`megads export`: writes a trained model in Hugging Face format, or as a checkpoint that DeepSpeed can load."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megads.tools.hugging_face.config import ExportConfig, ExportFormat
 
 
 def run(config: ExportConfig, _invocation: Invocation) -> int:
-    """Exports, and says what was written."""
+    """Exports the model and prints what was written."""
     if config.format is ExportFormat.universal:
         from megads.tools.exchange.universal_export import export_universal
 

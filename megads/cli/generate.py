@@ -1,4 +1,4 @@
-"""`megads generate`: continues prompts with a trained model."""
+"""`megads generate`: generates text with a trained model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megads.runtime.environment import wait_passively
 
 
 def run(config: GenerateConfig, _invocation: Invocation) -> int:
-    """Loads the model and continues what the config gives, or what is typed."""
+    """Loads the model and continues the prompts of the config, or those typed interactively."""
     # Before torch is imported.
     wait_passively()
     from megads.tools.generate import generate

@@ -1,4 +1,4 @@
-"""`megads import`: reads a model in Hugging Face's format, or a checkpoint of another trainer."""  # noqa: N999
+"""`megads import`: reads a model in Hugging Face format, or a checkpoint of another trainer."""  # noqa: N999
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megads.tools.exchange.config import ImportConfig
 
 
 def run(config: ImportConfig, _invocation: Invocation) -> int:
-    """Imports, and says how to go on."""
+    """Imports the model and prints the next commands."""
     from megads.tools.exchange.load import import_folder
 
     found = import_folder(config)

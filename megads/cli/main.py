@@ -1,6 +1,6 @@
-"""`megads <verb> [overrides]`: finds the verb for a command line, or completes one for the tab key.
+"""`megads <verb> [overrides]`: dispatches a command line to its verb, and computes shell completions.
 
-The user waits for every answer to the tab key, so nothing here imports Hydra, torch or DeepSpeed.
+Completion must be fast, so this module does not import Hydra, torch or DeepSpeed.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from megads.runtime.terminal_text import escape_terminal_output
 # Each verb is a module of this package with a VERB; it is imported only when called.
 VERBS = {
     "train": "pretrain a model, or continue a run",
-    "generate": "continue a text with a trained model",
-    "evaluate": "lm-eval's tasks and perplexity of a checkpoint",
-    "export": "a trained model for transformers and whatever reads its format",
-    "import": "a model in Hugging Face's format, to start from",
+    "generate": "generate text with a trained model",
+    "evaluate": "run lm-eval tasks and measure perplexity of a checkpoint",
+    "export": "write a trained model in Hugging Face format",
+    "import": "import a Hugging Face model or another trainer's checkpoint",
     "checkpoint": "list, verify, average or reshard the checkpoints of a run",
-    "diagnose": "why a run failed, whether a restart helps, who is to blame",
-    "why": "the documents and text that a step trained on",
-    "plan": "parameters, memory per rank and FLOPs of a run, nothing started",
+    "diagnose": "find the root cause of a failure, the responsible rank or node, and whether a restart helps",
+    "why": "show the documents and text that a step trained on",
+    "plan": "predict parameters, memory per rank, FLOPs and step time of a run",
     "calibrate": "measure this machine, for megads plan device=<file>",
-    "verify_layout": "does a layout train the same model as one process?",
+    "verify_layout": "check that a layout trains the same model as one process",
     "preprocess": "turn raw text into an indexed dataset",
     "dataset": "merge, split, inspect, count or check indexed datasets",
     "tokenizer": "train a BPE tokenizer on raw text",
     "doctor": "check this machine and its software",
-    "chaos": "inject real faults into real runs: is anything lost?",
-    "check_nodes": "which nodes of a SLURM job are fit to train?",
-    "report": "draw a run as one HTML page and pictures",
-    "watch": "runs as they train, on a page in the browser",
+    "chaos": "inject faults into a run and check that nothing is lost",
+    "check_nodes": "check the health of the nodes of a SLURM job",
+    "report": "write a report of a run: one HTML page and figures",
+    "watch": "show runs live on a page in the browser",
 }
-# What is no Hydra app.
+# Commands that are not Hydra apps.
 COMMANDS = {
     "rehearse": "run your own sbatch script, scaled down, on a private SLURM",
     "completion": "print the script for tab completion in bash, zsh or fish",
 }
 _HELP_WIDTH = 114
-# Asked by those scripts on every press of the tab key.
+# Called by the completion scripts.
 _COMPLETE = "__complete"
 
 SHELLS = {
@@ -56,7 +56,7 @@ SHELLS = {
     "zsh": 'eval "$(megads completion zsh)" in ~/.zshrc, after compinit',
     "fish": "megads completion fish | source, in ~/.config/fish/config.fish",
 }
-"""Shells with a script, and how each takes it."""
+"""Supported shells, and how to load the completion script in each."""
 
 _FLAGS = {
     "--help": "the verb's groups and keys",
@@ -64,13 +64,13 @@ _FLAGS = {
     "--resolve": "with --cfg: resolve interpolations",
     "--multirun": "run every point of comma-separated values",
     "--config-dir": "a folder of your own configs",
-    "--info": "what Hydra knows of itself, the config and the plugins",
+    "--info": "Hydra's information on itself, the config and the plugins",
 }
 _CFG = {"job": "the verb's config", "hydra": "Hydra's own config", "all": "both"}
 
 
 def main() -> None:
-    """The console script; exits with the verb's code."""
+    """Entry point of the console script; exits with the verb's exit code."""
     escape_terminal_output(progress.room)
     try:
         code = run(sys.argv[1:])
@@ -80,8 +80,8 @@ def main() -> None:
     finally:
         progress.leave()
     if code == EXIT_INTERRUPTED:
-        # Where the interrupt fell into an exec() of text, as @dataclass calls it in an import, CPython remembers that
-        # and would end by SIGINT instead of with this code; the next exec() makes it forget.
+        # If the interrupt hit an exec() of text, as @dataclass calls during an import, CPython sets a flag and would
+        # end by SIGINT instead of with this code; the next exec() clears the flag.
         exec("")
     sys.exit(code)
 
@@ -90,7 +90,7 @@ def run(arguments: list[str]) -> int:
     """Runs one command line and returns its exit code.
 
     Args:
-        arguments: the verb and what follows it.
+        arguments: the verb and its arguments.
     """
     if not arguments or arguments[0] in ("--help", "-h", "help"):
         print(_help())
@@ -126,14 +126,14 @@ def run(arguments: list[str]) -> int:
 
 
 def _complete(words: list[str]) -> int:
-    """Prints the words that may stand at the cursor, each with its explanation after a tab."""
+    """Prints the completions of the last word, each with its explanation after a tab."""
     for text, explanation in complete(words or [""]):
         print(f"{text}\t{explanation}")
     return EXIT_OK
 
 
 def _completion(arguments: list[str]) -> int:
-    """Prints the script of a shell, or how to use them."""
+    """Prints the completion script of a shell, or the usage."""
     if len(arguments) == 1 and arguments[0] in SHELLS:
         print(script(arguments[0]), end="")
         return EXIT_OK
@@ -157,14 +157,14 @@ def _help() -> str:
 
 
 class Suggestion(NamedTuple):
-    """One word that may stand at the cursor; one that ends in `=` or `.` goes on."""
+    """One completion; a text that ends in `=` or `.` is completed further."""
 
     text: str
     explanation: str
 
 
 def script(shell: str) -> str:
-    """Returns the script that makes a shell complete megads commands.
+    """Returns the completion script of a shell.
 
     Args:
         shell: one of SHELLS.
@@ -173,10 +173,10 @@ def script(shell: str) -> str:
 
 
 def complete(words: Sequence[str]) -> list[Suggestion]:
-    """Returns the candidates for the last word; none where a file name or a free value is wanted.
+    """Returns the completions of the last word; none if a file name or a free value is expected.
 
     Args:
-        words: the command line after `megads` up to the cursor; the last word may be empty.
+        words: words of the command line after `megads`, up to the cursor; the last word may be empty.
     """
     *before, current = words
     if not before:
@@ -198,7 +198,7 @@ def complete(words: Sequence[str]) -> list[Suggestion]:
 
 
 def _override(verb: Verb, current: str, own_dirs: Sequence[Path]) -> list[Suggestion]:
-    """Returns what `current` may become: a group, a section, a key, or a value."""
+    """Returns completions of an override: groups, sections, keys or values."""
     name, equals, value = current.partition("=")
     groups = group_names(verb.name)
     known = [key for key in keys(verb.schema) if "[]" not in key.name]
@@ -209,13 +209,13 @@ def _override(verb: Verb, current: str, own_dirs: Sequence[Path]) -> list[Sugges
         values = group_options(name, own_dirs)
     else:
         values = {choice: "" for key in known if key.name == name for choice in key.choices}
-    # `-m` sweeps over comma-separated values: the last of them is being typed.
+    # With -m the value may be a comma-separated list, of which the last item is completed.
     typed = current[: len(current) - len(value.rpartition(",")[2])]
     return _matching({typed + option: explanation for option, explanation in values.items()}, current)
 
 
 def _next_parts(known: Sequence[Key], current: str) -> Iterator[tuple[str, str]]:
-    """Yields keys of the section that is being typed: `train.` first, what is in it once the dot is there."""
+    """Yields keys of one level: `train.` first, the keys of that section once the dot is typed."""
     depth = current.count(".")
     for key in known:
         if key.name.count(".") == depth:

@@ -1,4 +1,4 @@
-"""`megads plan`: parameters, memory per rank and FLOPs of the run that the same overrides would train."""
+"""`megads plan`: parameters, memory per rank and FLOPs of the run with the same overrides."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from megads.tools.plan.config import PlanConfig
 
 
 def run(config: PlanConfig, _invocation: Invocation) -> int:
-    """Prints the plan; starts and allocates nothing."""
-    # The tab key imports this module for its schema and must not wait for torch.
+    """Prints the plan without starting or allocating anything."""
+    # Shell completion imports this module, so torch is imported late.
     config.check_cluster()
     config.check_device()
     if config.life:

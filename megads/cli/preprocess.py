@@ -1,4 +1,4 @@
-"""`megads preprocess`: raw text to an indexed dataset."""
+"""`megads preprocess`: tokenizes raw text into an indexed dataset."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megads.errors import EXIT_OK
 
 
 def run(config: PreprocessConfig, _invocation: Invocation) -> int:
-    """Writes the dataset and says what it holds."""
+    """Writes the dataset and prints a summary."""
     from megads.data.prepare.preprocess import preprocess, preprocess_together
 
     print(preprocess_together(config) if config.distributed else preprocess(config))

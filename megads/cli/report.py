@@ -1,4 +1,4 @@
-"""`megads report`: a run, or the use of a site, as one HTML page and a few pictures."""
+"""`megads report`: a run, a sweep, or the utilization of a site, as one HTML page and figures."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from megads.runtime.run_dir import find_run
 from megads.tools.report.config import ReportConfig, require_matplotlib
 
 _TABLE_WIDTH = 150
-"""Characters of a sweep's table."""
+"""Width of a sweep's table in characters."""
 
 
 def run(config: ReportConfig, _invocation: Invocation) -> int:
-    """Writes the report and says where it is."""
+    """Writes the report and prints its path."""
     config.check()
     if config.site is not None:
         return _report_site(config)
@@ -36,7 +36,7 @@ def run(config: ReportConfig, _invocation: Invocation) -> int:
 
 
 def _report_site(config: ReportConfig) -> int:
-    """Draws the use of a site, or prints it; pictures alone need matplotlib."""
+    """Writes the report of a site, or prints it as JSON, which does not need matplotlib."""
     if config.json:
         from megads.tools.report.site import print_site
 
@@ -52,13 +52,13 @@ def _report_site(config: ReportConfig) -> int:
 
 
 def _report_sweep(config: ReportConfig, folder: Path) -> int:
-    """Draws a sweep as it stands, and writes its tables anew."""
+    """Writes the report of a sweep in its current state, and its tables."""
     from megads.tools.sweep.page import write_page
     from megads.tools.sweep.points import read_points
     from megads.tools.sweep.results import read_record, summary, write_results
 
     if len(config.runs) > 1 or config.output is not None:
-        raise ConfigError(f"run = {folder} is a sweep: give it alone and without output, as its page goes into itself")
+        raise ConfigError(f"run = {folder} is a sweep: give it alone and without output; its folder takes the report")
     record, points = read_record(folder), read_points(folder)
     write_results(folder, record, points)
     print(summary(record, points, _TABLE_WIDTH))

@@ -1,4 +1,4 @@
-"""`megads train -m`: drops the points that cannot run, trains the others, and says which one is best."""
+"""`megads train -m`: skips points that cannot run, trains the others, and reports the best one."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ _SETTINGS_SECTION = "sweep"
 
 @dataclass(frozen=True)
 class SweepLine:
-    """A command line of a sweep, taken apart.
+    """A parsed command line of a sweep.
 
     Attributes:
-        fixed: overrides of every point.
-        settings: overrides of the sweep itself.
-        space: the swept keys.
+        fixed: overrides that apply to every point.
+        settings: overrides of the sweep's own config.
+        space: search space, by key.
     """
 
     fixed: tuple[str, ...]
@@ -70,7 +70,7 @@ class Composed:
 
     Attributes:
         config: an instance of the verb's schema.
-        choices: option taken in each config group.
+        choices: selected option of each config group.
     """
 
     config: Any
@@ -78,12 +78,12 @@ class Composed:
 
 
 class Composer:
-    """Composes configs of one verb; use inside `composing`.
+    """Composes configs of one verb; to be used inside `composing`.
 
     Args:
         verb: the verb's name.
         schema: dataclass of its config.
-        flags: Hydra's flags, of which only --config-dir can stand in a sweep.
+        flags: folders given with --config-dir.
     """
 
     def __init__(self, verb: str, schema: type, flags: Sequence[str]):
@@ -92,10 +92,10 @@ class Composer:
         self._search = [f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in folders)}]"] if folders else []
 
     def parse(self, overrides: Sequence[str]) -> SweepLine:
-        """Takes a command line apart.
+        """Parses the overrides of a command line.
 
         Raises:
-            ConfigError: it cannot be read, or sweeps over what does not belong to a point.
+            ConfigError: an override is malformed, or sweeps over a setting of the sweep itself.
         """
         with _explained(self._schema):
             loader = GlobalHydra.instance().config_loader()
@@ -112,14 +112,14 @@ class Composer:
             own = plain == _SETTINGS_GROUP or plain.partition(".")[0] == _SETTINGS_SECTION
             if plain.startswith(("hydra/launcher", "hydra/sweeper", "hydra.sweep", "hydra.launcher")):
                 raise ConfigError(
-                    f"{plain} has no effect: sweeps of megads {self._verb} are not run by Hydra's plugins; see "
+                    f"{plain} has no effect: megads {self._verb} does not run sweeps with Hydra's plugins; see "
                     "hparams_search= and the keys of sweep, such as sweep.launcher=slurm, in docs/sweeps.md"
                 )
             if not override.is_sweep_override():
                 text = str(override.input_line)
                 (settings if own else fixed).append(text)
             elif own:
-                raise ConfigError(f"{key} is a setting of the sweep, so it cannot have several values in it")
+                raise ConfigError(f"{key} is a setting of the sweep, so it cannot have several values")
             else:
                 space[key] = _parameter(override)
         return SweepLine(tuple(fixed), tuple(settings), space)
@@ -128,11 +128,11 @@ class Composer:
         """Composes one config.
 
         Args:
-            overrides: all of its command line.
-            number: of the point, which ${hydra:job.num} gives.
+            overrides: all overrides of the point.
+            number: number of the point, the value of ${hydra:job.num}.
 
         Raises:
-            ConfigError: it does not compose or fit the schema.
+            ConfigError: the config does not compose or does not fit the schema.
         """
         with _explained(self._schema):
             config = compose(
@@ -145,10 +145,10 @@ class Composer:
             return Composed(typed(config, self._schema), choices)
 
     def settings(self, line: SweepLine, schema: type) -> Any:
-        """The sweep's own section, typed, as the fixed part of a command line composes it.
+        """Returns the config of the sweep itself, composed without the swept keys.
 
         Raises:
-            ConfigError: that part does not compose.
+            ConfigError: the overrides that are not swept do not compose.
         """
         with _explained(self._schema):
             config = compose(self._verb, [*self._search, *line.fixed, *line.settings])
@@ -159,7 +159,7 @@ class Composer:
 
 @contextmanager
 def _explained(schema: type) -> Iterator[None]:
-    """Turns whatever stops a config from composing into a ConfigError."""
+    """Converts every error during composition into a ConfigError."""
     try:
         yield
     except ConfigError:
@@ -169,19 +169,19 @@ def _explained(schema: type) -> Iterator[None]:
 
 
 def overrides_of(assignment: Assignment) -> list[str]:
-    """An assignment as overrides."""
+    """Returns an assignment as overrides."""
     return [f"{key}={value}" for key, value in assignment.items()]
 
 
 @contextmanager
 def composing(verb: str) -> Iterator[None]:
-    """Makes Hydra ready to compose configs of a verb in this process."""
+    """Initializes Hydra for composing configs of a verb in this process."""
     with initialize_config_dir(str(config_dir()), version_base="1.3", job_name=f"megads {verb}"):
         yield
 
 
 def _parameter(override: Override) -> Choice | Interval:
-    """Hydra's choice(...), range(...), glob(...) or interval(...), the latter perhaps int or tagged log."""
+    """Converts Hydra's choice(...), range(...), glob(...) or interval(...), which may be int or tagged log."""
     value = override.value()
     if not isinstance(value, IntervalSweep):
         return Choice(tuple(override.sweep_string_iterator()))
@@ -189,26 +189,26 @@ def _parameter(override: Override) -> Choice | Interval:
     integer = isinstance(value.start, int) and isinstance(value.end, int)
     unknown = sorted(str(tag) for tag in value.tags - {"log"})
     if unknown:
-        raise ConfigError(f"{override.get_key_element()}: the tag {unknown[0]} means nothing here; log is known")
+        raise ConfigError(f"{override.get_key_element()}: unknown tag {unknown[0]}; the only tag is log")
     return Interval(float(value.start), float(value.end), log="log" in value.tags, integer=integer)
 
 
 _WIDTH = (150, 50)
-"""Characters and lines where there is no terminal to ask."""
+"""Columns and lines if the terminal size is unknown."""
 _TRIES = 20
 _CONFIG_DIR_FLAGS = ("--config-dir", "-cd")
 
 
 def run_sweep(verb: Verb, arguments: Sequence[str]) -> int:
-    """Runs or continues the sweep of a command line.
+    """Runs or continues the sweep that a command line describes.
 
     Args:
         verb: megads train.
         arguments: Hydra's flags and overrides, without -m.
 
     Returns:
-        0 when every point that can run has finished or was stopped early by the sweep's rules; 2 when none can run;
-        else the first code of a point.
+        0 if every point that can run has finished or was pruned; 2 if no point can run; else the first non-zero exit
+        code of a point.
 
     Raises:
         ConfigError: the sweep itself cannot be run.
@@ -232,11 +232,11 @@ def run_sweep(verb: Verb, arguments: Sequence[str]) -> int:
 
 
 def _run(points: _Points, base: RootConfig, folder: Path, record: SweepRecord) -> int:
-    """Runs the points of a sweep whose folder is held."""
+    """Runs the points of a sweep; the caller holds the lock on its folder."""
     config, space = points.config, points.line.space
     if config.pruning.name is not PrunerName.none and base.evaluation.every_steps == 0:
         raise ConfigError(
-            f"sweep.pruning.name = {config.pruning.name} judges points by their validation curve, but "
+            f"sweep.pruning.name = {config.pruning.name} compares points by their validation loss, but "
             "evaluation.every_steps = 0: set it, for example to a twentieth of the steps"
         )
     points.refuse_shared_run()
@@ -256,16 +256,16 @@ def _run(points: _Points, base: RootConfig, folder: Path, record: SweepRecord) -
 
 
 def draw_page(folder: Path) -> str:
-    """Draws a sweep's page and pictures, where matplotlib is installed; says where they are."""
+    """Writes the HTML page and figures of a sweep if matplotlib is installed; returns a line for the console."""
     try:
         from megads.tools.sweep.page import write_page
     except ModuleNotFoundError as error:
-        return f"no page is drawn, as {error.name} is not installed: pip install 'megads[report]'"
+        return f"no report: {error.name} is not installed: pip install 'megads[report]'"
     return f"report: {write_page(folder)}"
 
 
 class _Points:
-    """Plans the points of one command line."""
+    """Plans the points of a sweep: composes, checks and names the run of each."""
 
     def __init__(self, verb: Verb, composer: Composer, line: SweepLine, config: SweepConfig, flags: Sequence[str]):
         self._verb, self._composer, self._flags = verb, composer, flags
@@ -276,10 +276,10 @@ class _Points:
         self._gpus: Sequence[str] = ()
 
     def any_config(self) -> Composed:
-        """Some point of the space that composes, for what all of them share.
+        """Returns the config of any point that composes, for the values that all points share.
 
         Raises:
-            ConfigError: none does.
+            ConfigError: no point composes.
         """
         for number in range(_TRIES - 1):
             with suppress(ConfigError):
@@ -287,18 +287,18 @@ class _Points:
         return self._compose(draw(self.line.space, 0, _TRIES - 1), 0)
 
     def name(self, base: Composed) -> str:
-        """First part of the sweep's derived name."""
+        """Returns the first part of the sweep's derived name."""
         name = base.config.run.name or base.choices.get("experiment") or base.choices.get("model") or "sweep"
         return name.replace("/", "-")
 
     def refuse_shared_run(self) -> None:
-        """Points of one run would continue each other."""
+        """Refuses a run.id or run.dir shared by all points, which would then continue each other's run."""
         swept = set(self.line.space)
         for key in ("run.id", "run.dir"):
             given = [text for text in self.line.fixed if text.partition("=")[0] == key]
             if given and self.line.space and not {"run.id", "run.dir"} & swept:
                 raise ConfigError(
-                    f"{given[0]} is shared by several points of the sweep: leave it out, so that every point gets its "
+                    f"{given[0]} is shared by several points of the sweep: remove it, so that every point gets its "
                     "own, or sweep over it too"
                 )
 
@@ -306,7 +306,7 @@ class _Points:
         return self._composer.compose([*self.line.fixed, *overrides_of(assignment)], number)
 
     def plan(self, number: int, assignment: Assignment, seed_place: int) -> PlannedPoint:
-        """Checks that a point can run, and names its run; see `megads.tools.sweep.driver.Plan`."""
+        """Checks that a point can run, and assigns its run id; see `megads.tools.sweep.driver.Plan`."""
         composed = self._compose(assignment, number)
         config: RootConfig = composed.config
         overrides = [*_flag_words(self._flags), *self.line.fixed, *overrides_of(assignment)]
@@ -331,7 +331,7 @@ class _Points:
         return PlannedPoint((*overrides, f"run.id={run_id}"), run_id, run_dir, config.parallel.world_size)
 
     def _own_id(self, run_id: str, number: int) -> str:
-        """Runs that differ in their length only have one derived name; points must not continue each other."""
+        """Makes the run id unique: points that differ only in their length have the same derived name."""
         if self.taken.setdefault(run_id, number) == number:
             return run_id
         own = f"{run_id}-{number}"
@@ -339,7 +339,7 @@ class _Points:
         return own
 
     def _check_share(self, config: RootConfig) -> None:
-        """Points side by side must not share cores or GPUs."""
+        """Checks that concurrent points do not share cores or GPUs."""
         parallel = self.config.parallel or 1
         if self.config.launcher is not LauncherName.local or parallel == 1:
             return
@@ -351,19 +351,19 @@ class _Points:
         if need > have:
             each = f"{ranks} ranks" + ("" if gpus else f" x {threads} threads")
             raise ConfigError(
-                f"sweep.parallel = {parallel} points at once x {each} = {need}, but this machine has {have} {what}: "
+                f"sweep.parallel = {parallel} concurrent points x {each} = {need}, but this machine has {have} {what}: "
                 f"lower sweep.parallel to {max(1, parallel * have // need)}"
             )
 
     def launcher(self, folder: Path, base: RootConfig) -> Launcher:
-        """What starts the points, and the machine they must fit."""
+        """Returns the launcher of the points; sets the machine whose memory they must fit."""
         config, command = self.config, ("-m", "megads.cli.main", self._verb.name)
         if config.launcher is not LauncherName.local:
             gib = base.cluster.gpu_memory_gib
             self._machine = None if gib is None else Machine(int(gib * 2**30), per_gpu=True)
             if gib is None:
-                _say("memory is not checked before submission: set cluster.gpu_memory_gib to that of a GPU there")
-            # Proposed all at once, no point would know of another one.
+                _say("memory is not checked before submission: set cluster.gpu_memory_gib to the memory of one GPU")
+            # Without a limit all points would be proposed before any has a result.
             most = config.parallel or (config.startup_trials if config.search is SearchName.bayes else None)
             if config.launcher is LauncherName.ray:
                 return RayLauncher(
@@ -377,7 +377,7 @@ class _Points:
         if parallel > max(1, have):
             raise ConfigError(f"sweep.parallel = {parallel}, but this machine has {have} {what}: lower it to {have}")
         machine = this_machine()
-        # On a CPU the points at the same time share the machine's memory.
+        # On a CPU, concurrent points share the machine's memory.
         self._machine = (
             machine if machine.per_gpu else dataclasses.replace(machine, available=machine.available // parallel)
         )
@@ -385,7 +385,7 @@ class _Points:
         return LocalLauncher(folder, command, shares, config.poll_s)
 
     def dry_run(self) -> int:
-        """Shows what the points known beforehand would do, or the first drawn ones of search=bayes."""
+        """Dry run of all points that are known in advance; with search=bayes, of the startup trials."""
         known = listed_points(self.config, self.line.space) or [
             draw(self.line.space, self.config.seed, number) for number in range(self.config.startup_trials)
         ]
@@ -412,7 +412,7 @@ def _split_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Returns the folders of --config-dir, and the overrides.
 
     Raises:
-        ConfigError: a flag that means nothing in a sweep.
+        ConfigError: another flag is given.
     """
     folders, overrides, words = [], [], iter(arguments)
     for word in words:
@@ -420,7 +420,7 @@ def _split_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         if flag in _CONFIG_DIR_FLAGS:
             folders.append(value or next(words, ""))
         elif word.startswith("-"):
-            raise ConfigError(f"{word} cannot stand beside -m: a sweep takes --config-dir and overrides")
+            raise ConfigError(f"{word} cannot be combined with -m: a sweep takes --config-dir and overrides only")
         else:
             overrides.append(word)
     return folders, overrides
@@ -431,12 +431,12 @@ def _flag_words(folders: Sequence[str]) -> list[str]:
 
 
 def _sbatch_script(given: str) -> Path:
-    """The script to submit: as given, or that of the checkout this megads runs from.
+    """Returns the batch script to submit: the path as given, or relative to the checkout of megads.
 
     Raises:
-        ConfigError: neither is there.
+        ConfigError: neither exists.
     """
     found = next((path for path in (Path(given), config_dir().parent / given) if path.is_file()), None)
     if found is None:
-        raise ConfigError(f"sweep.sbatch = {given}: there is no such script; give the path of your site's own")
+        raise ConfigError(f"sweep.sbatch = {given}: there is no such script; give the path of your site's script")
     return found

@@ -1,4 +1,4 @@
-"""`megads tokenizer`: raw text to a BPE tokenizer."""
+"""`megads tokenizer`: trains a BPE tokenizer on raw text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megads.errors import EXIT_OK
 
 
 def run(config: TokenizerConfig, _invocation: Invocation) -> int:
-    """Trains and writes the tokenizer, and says how large it is."""
+    """Trains and writes the tokenizer, and prints its size."""
     from megads.data.prepare.tokenizer import train_tokenizer
 
     print(train_tokenizer(config))

@@ -1,4 +1,4 @@
-"""`megads train`: checks the config, freezes it into the run directory and starts the ranks."""
+"""`megads train`: checks the config, saves it in the run directory and starts the ranks."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from megads.tools.sweep.config import SweepConfig
 
 @dataclass
 class TrainCommandConfig(RootConfig):
-    """The config of a run, and with -m of a sweep over runs."""
+    """Config of a run, and of a sweep over runs (-m)."""
 
     sweep: SweepConfig = field(default_factory=SweepConfig)
-    """The sweep."""
+    """Sweep settings; only used with -m."""
 
 
 def run(command: TrainCommandConfig, invocation: Invocation) -> int:
     """Starts or continues the run that the config describes and returns its exit code."""
-    # How a run was swept over is no part of it: neither its name nor its frozen config.
+    # The sweep is not part of a run: neither of its derived name nor of its frozen config.
     config = RootConfig(**{item.name: getattr(command, item.name) for item in dataclasses.fields(RootConfig)})
     if command.sweep != SweepConfig():
-        print("the settings of sweep and hparams_search count with -m only", file=sys.stderr, flush=True)
+        print("sweep and hparams_search only have an effect with -m", file=sys.stderr, flush=True)
     rehearsal = rehearsal_folder()
     if rehearsal is not None and not config.run.dry_run:
         from megads.tools.rehearse.start import rehearsed
@@ -38,15 +38,15 @@ def run(command: TrainCommandConfig, invocation: Invocation) -> int:
 
 
 def _describe(resolved: ResolvedRun) -> str:
-    """What a dry run shows."""
-    # It pulls in torch, for which the tab key must not wait.
+    """Returns the output of a dry run."""
+    # Shell completion imports this module, so torch is imported late.
     from megads.tools.plan.dry_run import describe_run
 
     return describe_run(resolved)
 
 
 def _sweep(arguments: Sequence[str]) -> int:
-    """What -m does."""
+    """Runs a sweep."""
     from megads.cli.sweep import run_sweep
 
     return run_sweep(VERB, arguments)

@@ -1,6 +1,6 @@
-"""A verb: its schema, its function, and the groups and keys of its config, as --help, completion and docs show them.
+"""A verb: its schema, its function, and its config groups and keys, as shown by --help, completion and docs.
 
-Imports nothing heavy: shell completion reads the verbs' schemas while the user waits.
+Shell completion imports this module, so it must import fast.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import yaml
 import megads
 
 REQUIRED = "required"
-# What OmegaConf holds in a mandatory field that has no value.
+# OmegaConf's value of a mandatory field without a value.
 _MANDATORY = "???"
 _TYPE_NAMES = {int: "integer", float: "number", bool: "true or false", str: "text", NoneType: "null"}
 _UNITS = {"m": 1e6, "b": 1e9}
@@ -32,11 +32,11 @@ _UNITS = {"m": 1e6, "b": 1e9}
 
 @dataclass(frozen=True)
 class Invocation:
-    """What a verb knows of its command line beside the config.
+    """Information from the command line that is not in the config.
 
     Attributes:
-        choices: option taken in each config group, None for none.
-        claimed_dirs: output places that earlier points of the same sweep named; shared by all its points.
+        choices: selected option of each config group; None if none is selected.
+        claimed_dirs: output directories of earlier points of the same sweep; one set, shared by all points.
     """
 
     choices: Mapping[str, str | None]
@@ -48,14 +48,13 @@ class Verb:
     """One command: `megads <name>`, composed from conf/<name>.yaml.
 
     Attributes:
-        name: the verb.
+        name: name of the verb.
         schema: dataclass of its config.
-        run: does the work and returns the exit code; gets an instance of `schema`.
-        flags: the override that each flag of the verb's own stands for, as in --json for json=true, or each
-            word alone, as in merge for action=merge.
-        text_keys: keys whose values are taken as they stand, commas and brackets included.
-        sweep: what -m does instead of running every point in this process; gets the arguments without -m and returns
-            the exit code.
+        run: function that runs the verb with an instance of `schema` and returns the exit code.
+        flags: override by flag or word that is short for it, such as --json for json=true or merge for action=merge.
+        text_keys: keys whose values are taken literally, commas and brackets included.
+        sweep: replaces the default -m, which runs every point in this process; called with the arguments without -m,
+            returns the exit code.
     """
 
     name: str
@@ -74,7 +73,7 @@ def config_dir() -> Path:
 
 
 def summary(path: Path) -> str:
-    """Returns the first comment line of a YAML file that is no `@package` directive, or nothing."""
+    """Returns the first comment line of a YAML file that is not a `@package` directive, or an empty string."""
     for line in path.read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):
             return ""
@@ -85,7 +84,7 @@ def summary(path: Path) -> str:
 
 
 def group_names(verb: str) -> dict[str, str | None]:
-    """Returns the groups that a verb chooses from, in the order of its defaults list, each with its default option."""
+    """Returns the config groups of a verb in the order of its defaults list, each with its default option."""
     primary = yaml.safe_load((config_dir() / f"{verb}.yaml").read_text(encoding="utf-8")) or {}
     names: dict[str, str | None] = {}
     for entry in primary.get("defaults", []):
@@ -97,11 +96,11 @@ def group_names(verb: str) -> dict[str, str | None]:
 
 
 def group_options(group: str, own_dirs: Sequence[Path] = ()) -> dict[str, str]:
-    """Returns the options of a group sorted by name and size, each with its explanation.
+    """Returns the options of a config group, sorted by name and model size, each with its explanation.
 
     Args:
         group: folder below conf/.
-        own_dirs: the user's folders of configs, as given with --config-dir.
+        own_dirs: the user's config folders, as given with --config-dir.
     """
     options = {}
     for folder in (config_dir() / group, *(own / group for own in own_dirs)):
@@ -111,7 +110,7 @@ def group_options(group: str, own_dirs: Sequence[Path] = ()) -> dict[str, str]:
 
 
 def _by_size(name: str) -> list[tuple[str, float]]:
-    """Sorts bloom_1b1, bloom_7b1, bloom_176b by their sizes, and all other names by their letters."""
+    """Sort key that orders bloom_1b1, bloom_7b1, bloom_176b by size and all other names alphabetically."""
     parts = []
     for part in name.split("_"):
         size = re.fullmatch(r"(\d+)([mb])(\d*)", part)
@@ -120,7 +119,7 @@ def _by_size(name: str) -> list[tuple[str, float]]:
 
 
 def own_config_dirs(arguments: Sequence[str]) -> list[Path]:
-    """Returns the folders that a command line names with --config-dir."""
+    """Returns the folders given with --config-dir on a command line."""
     found = []
     for position, argument in enumerate(arguments):
         flag, _, value = argument.partition("=")
@@ -131,10 +130,10 @@ def own_config_dirs(arguments: Sequence[str]) -> list[Path]:
 
 
 def describe_groups(verb: str, own_dirs: Sequence[Path] = ()) -> str:
-    """Returns the groups of a verb and their options as lines of `--help`."""
+    """Returns the config groups of a verb and their options as lines of `--help`."""
     lines = []
     for group, default in group_names(verb).items():
-        lines.append(f"{group}={default or '<option>'}{' unless given' if default else ', none unless given'}")
+        lines.append(f"{group}={default or '<option>'}{' by default' if default else ', none by default'}")
         options = group_options(group, own_dirs)
         width = max((len(option) for option in options), default=0)
         lines += [f"  {option:<{width}}  {explanation}" for option, explanation in options.items()]
@@ -143,15 +142,15 @@ def describe_groups(verb: str, own_dirs: Sequence[Path] = ()) -> str:
 
 @dataclass(frozen=True)
 class Key:
-    """One dotted key.
+    """One config key.
 
     Attributes:
-        name: as typed, for example train.seed; keys of a list's items have [] in it.
-        kind: its type in words.
-        default: as YAML, or "required".
-        choices: the values it can take, where they can be counted.
-        explanation: the docstring under the field, on one line.
-        is_section: it holds keys and takes no value.
+        name: dotted key, for example train.seed; keys of list items contain [].
+        kind: description of its type.
+        default: default value as YAML, or "required".
+        choices: allowed values, if they can be enumerated.
+        explanation: docstring of the field, on one line.
+        is_section: whether it contains keys instead of a value.
     """
 
     name: str
@@ -164,7 +163,7 @@ class Key:
 
 @functools.cache
 def keys(schema: type) -> tuple[Key, ...]:
-    """Returns every key of a config dataclass in the order of its fields, each section before what it holds."""
+    """Returns all keys of a config dataclass in the order of its fields, each section before its keys."""
     return tuple(_walk(schema, ""))
 
 
@@ -175,7 +174,7 @@ def _walk(schema: type, prefix: str) -> Iterator[Key]:
         name, hint = f"{prefix}{item.name}", hints[item.name]
         is_section = isinstance(hint, type) and is_dataclass(hint)
         default = "" if is_section else _default(item)
-        # Names that plugins add to are no enum.
+        # Names that plugins can extend are given as metadata, not as an enum.
         choices = tuple(item.metadata.get("choices", ())) or _choices(hint)
         kind = _kind(hint)
         if choices and kind.startswith("integer or text"):
@@ -188,7 +187,7 @@ def _walk(schema: type, prefix: str) -> Iterator[Key]:
 
 
 def _field_docs(schema: type) -> dict[str, str]:
-    """Returns the string literal under each field, those of base classes included."""
+    """Returns the docstring of each field, those of base classes included."""
     docs: dict[str, str] = {}
     for owner in reversed(schema.__mro__):
         body = _class_bodies(owner.__module__).get(owner.__name__, []) if is_dataclass(owner) else []
@@ -213,7 +212,7 @@ def _default(item: Field[Any]) -> str:
 
 
 def yaml_value(value: Any) -> str:
-    """Returns a value as one would type it on the command line."""
+    """Returns a value as it is typed on the command line."""
     if value == _MANDATORY:
         return REQUIRED
     if value is None:
@@ -256,12 +255,12 @@ def _choices(hint: Any) -> tuple[str, ...]:
             found += ["true", "false"]
         elif isinstance(option, type) and issubclass(option, Enum):
             found += [str(member.value) for member in option]
-    # `null` alone is no choice.
+    # Only with other choices is null one.
     return (*found, "null") if found and NoneType in options else tuple(found)
 
 
 def describe_keys(schema: type) -> str:
-    """Returns every key of a verb as lines of `--help`."""
+    """Returns all keys of a config dataclass as lines of `--help`."""
     rows = [(_typed(key), key.explanation) for key in keys(schema) if not key.is_section and "[]" not in key.name]
     width = max((len(typed) for typed, _ in rows), default=0)
     return "\n".join(f"{typed:<{width}}  {explanation}" for typed, explanation in rows)

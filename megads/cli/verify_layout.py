@@ -1,4 +1,4 @@
-"""`megads verify_layout`: does the layout of these overrides train the same model as one process?"""
+"""`megads verify_layout`: checks that a layout trains the same model as one process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def run(config: VerifyLayoutConfig, invocation: Invocation) -> int:
     config.optim.check()
     name = config.run.name or invocation.choices.get("experiment") or invocation.choices.get("model") or "run"
     folder = config.verify.dir or f"runs/verify/{derive_run_id(config, name.replace('/', '-'))}"
-    # The tab key imports this module for its schema and must not wait for torch.
+    # Shell completion imports this module, so torch is imported late.
     from megads.tools.verify.compare import verify
 
     code, failed = verify(config, folder)

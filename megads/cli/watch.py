@@ -1,4 +1,4 @@
-"""`megads watch`: serves a page on which runs are seen as they train."""
+"""`megads watch`: serves a page that shows runs live."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megads.tools.watch.config import WatchConfig, require_packages
 
 
 def run(config: WatchConfig, _invocation: Invocation) -> int:
-    """Serves until it is interrupted."""
+    """Serves the page until interrupted."""
     config.check()
     require_packages()
     from megads.tools.watch.server import serve

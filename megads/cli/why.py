@@ -1,4 +1,4 @@
-"""`megads why`: what a step of a run trained on."""
+"""`megads why`: shows the samples that a step of a run trained on."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from megads.tools.inspect.why_config import WhyConfig
 
 
 def run(config: WhyConfig, _invocation: Invocation) -> int:
-    """Finds the step's samples, and prints them."""
+    """Finds and prints the samples of the step."""
     config.check()
     wait_passively()
-    # It pulls in torch, for which the tab key must not wait.
+    # Shell completion imports this module, so torch is imported late.
     from megads.tools.inspect.why import explain
     from megads.tools.inspect.why_output import as_json, as_text
 

@@ -1,7 +1,7 @@
 """From raw text to micro-batches.
 
-`prepare` turns text into datasets, `indexed` is their format on disk, `sampling` reads them in a run's order. `config`
-is for all three.
+`prepare` turns text into datasets, `indexed` is their format on disk, `sampling` reads samples in the order of
+training. `config` holds the settings of all three.
 """
 
 __all__ = ["config"]

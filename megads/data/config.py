@@ -1,4 +1,4 @@
-"""What users set of the datasets that a run reads or `megads dataset` works on."""
+"""Settings of the datasets of a run, and of `megads dataset`."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ _CODE = (
     *("clj", "lisp", "el", "cs", "fs", "vb", "dart", "zig", "nim", "sh", "bash", "zsh", "fish", "sql", "css", "scss"),
 )
 DEFAULT_EXTENSIONS = (*_PROSE, *_RECORDS, *_CODE)
-"""Of files that are taken out of folders: prose and markup, records, code."""
+"""Extensions of files that are read from folders: prose and markup, records, code."""
 
 
 AUTO_ENCODING = "auto"
 HELD_OUT = "held_out"
-"""Name of the validation set where the config gives none."""
+"""Name of the validation set if the config gives none."""
 
 
 def check_text(section: str, extensions: list[str], encoding: str) -> None:
-    """Raises ConfigError on extensions or an encoding that say nothing of files of text.
+    """Raises ConfigError on an invalid file extension or an unknown text encoding.
 
     Args:
-        section: of the config that holds the two keys, with a dot at its end; or empty.
-        extensions: of files.
-        encoding: auto, or a name.
+        section: config section that holds the two keys, with a trailing dot; or empty.
+        extensions: file extensions.
+        encoding: auto, or the name of an encoding.
     """
     wrong = [extension for extension in extensions if not extension.strip(".") or "/" in extension]
     if wrong:
-        raise ConfigError(f"{section}extensions: {wrong[0]!r} is none: give endings of names, as in [txt,md]")
+        raise ConfigError(f"{section}extensions: {wrong[0]!r} is not a file extension: want, for example, [txt,md]")
     if encoding == AUTO_ENCODING:
         return
     try:
-        # Python has codecs from bytes to bytes too, and looks none up for an empty text.
+        # Also rejects bytes-to-bytes codecs. Encoding an empty text would not look the codec up.
         " ".encode(encoding)
         codecs.getincrementaldecoder(encoding)
     except (LookupError, ValueError) as error:
@@ -57,7 +57,7 @@ def check_text(section: str, extensions: list[str], encoding: str) -> None:
 
 
 class RecordFields(Protocol):
-    """What of a record makes a document: a text, a prompt and its response, or messages."""
+    """Fields of a record that make up a document: a text, a prompt and its response, or messages."""
 
     text_field: str
     prompt_field: str | None
@@ -67,16 +67,16 @@ class RecordFields(Protocol):
 
 
 def check_fields(section: str, fields: RecordFields) -> None:
-    """Raises ConfigError on half a pair, on pairs beside messages, and on a template without messages.
+    """Raises ConfigError on an incomplete pair, on a pair together with messages, and on a template without messages.
 
     Args:
-        section: of the config that holds the keys, with a dot at its end; or empty.
-        fields: the keys.
+        section: config section that holds the keys, with a trailing dot; or empty.
+        fields: the values of the keys.
     """
     if (fields.prompt_field is None) != (fields.response_field is None):
         raise ConfigError(
             f"{section}prompt_field = {fields.prompt_field} and {section}response_field = {fields.response_field}: a "
-            f"pair needs both; {section}text_field alone names the text of documents that are no pairs"
+            f"pair needs both; for documents that are not pairs set only {section}text_field"
         )
     if fields.prompt_field is not None and fields.messages_field is not None:
         raise ConfigError(
@@ -91,7 +91,7 @@ def check_fields(section: str, fields: RecordFields) -> None:
 
 
 class Weighting(StrEnum):
-    """Where the weights of a blend come from."""
+    """How the weights of a blend are determined."""
 
     explicit = "explicit"
     tokens = "tokens"
@@ -100,7 +100,7 @@ class Weighting(StrEnum):
 
 
 class Order(StrEnum):
-    """Who defines the order of the samples."""
+    """Which algorithm determines the order of the samples."""
 
     default = "default"
     megatron = "megatron"
@@ -113,14 +113,14 @@ class DatasetConfig:
     path: str = MISSING
     """Prefix of <path>.bin and <path>.idx, or the URL of one: s3://bucket/prefix."""
     weight: float | None = None
-    """Share of the samples, relative to the other datasets' weights; null unless data.weights=explicit. In Megatron's
-    order a weight matters for a lone dataset too: with one its samples are those of --data-path 1.0 <prefix>, with null
-    those of --data-path <prefix>."""
+    """Share of the samples, relative to the other datasets' weights; null unless data.weights=explicit. With
+    data.order=megatron a weight also matters for a single dataset: its samples are those of --data-path 1.0 <prefix>,
+    with null those of --data-path <prefix>."""
     name: str | None = None
-    """Name of its validation share in metrics (valid/<name>/loss); null is the last part of the path."""
+    """Name of its validation set in metrics (valid/<name>/loss); null uses the last part of the path."""
     max_epochs: float | None = None
-    """Passes over the dataset that the run may take; null is one where it is blended with others, and any number where
-    it is alone."""
+    """Maximum number of passes over the dataset; null is one for a dataset of a blend, unlimited for a single
+    dataset."""
 
     @property
     def shown_name(self) -> str:
@@ -130,35 +130,35 @@ class DatasetConfig:
 
 @dataclass
 class PhaseConfig:
-    """Another mix of the same datasets, from a sample on."""
+    """Other blend weights of the same datasets, starting at a given sample."""
 
     from_sample: int = MISSING
-    """Samples consumed (`samples` in metrics.jsonl) when it begins."""
+    """Number of samples consumed (`samples` in metrics.jsonl) when the phase begins."""
     weights: list[float] = field(default_factory=list)
-    """One a dataset of data.train, in their order; 0 leaves it out."""
+    """One weight per dataset of data.train, in the same order; 0 leaves a dataset out."""
 
 
 @dataclass
 class MixConfig:
-    """A mix that a run has had from a sample on."""
+    """Blend weights that a run used, starting at a given sample."""
 
     from_sample: int = MISSING
-    """Number in the training stream of its first sample."""
+    """Index of its first sample in the training stream."""
     weights: dict[str, float] = field(default_factory=dict)
-    """By path."""
+    """Weights by dataset path."""
 
 
 @dataclass
 class SkipConfig:
-    """A range of the training stream to leave out: either steps or samples."""
+    """A range of the training stream to skip, in steps or in samples."""
 
     steps: list[int] | None = None
-    """[first, last] step as counted in metrics.jsonl, both left out."""
+    """[first, last] step as counted in metrics.jsonl, both included in the skipped range."""
     samples: list[int] | None = None
-    """[from, to]: what is consumed between these two values of `samples` in metrics.jsonl."""
+    """[from, to]: the samples between these two values of `samples` in metrics.jsonl."""
 
     def check(self) -> None:
-        """Raises ConfigError unless it is exactly one range with something in it."""
+        """Raises ConfigError unless exactly one non-empty range is given."""
         ranges = [value for value in (self.steps, self.samples) if value is not None]
         shown = f"data.skip: steps = {self.steps}, samples = {self.samples}"
         if len(ranges) != 1 or len(ranges[0]) != 2:
@@ -170,7 +170,7 @@ class SkipConfig:
 
 
 class PackingMode(StrEnum):
-    """How documents become samples."""
+    """How documents are packed into samples."""
 
     stream = "stream"
     best_fit = "best_fit"
@@ -178,45 +178,45 @@ class PackingMode(StrEnum):
 
 @dataclass
 class ReaderConfig:
-    """What reads the files of raw text."""
+    """Reader of the raw text files."""
 
     name: str = field(default="auto", metadata={"choices": ("auto",)})
-    """auto goes by the kind of each file; else the name of a reader that a plugin registers, for all files
+    """auto selects a reader by the kind of each file; the name of a plugin's reader uses it for all files
     (docs/extending.md)."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Settings of a plugin's reader, by their names."""
+    """Settings of a plugin's reader, by name."""
 
     def settle(self, key: str) -> None:
-        """Checks and completes the settings of the reader.
+        """Checks the settings of the reader and fills in their defaults.
 
         Args:
-            key: the section of the config that this is.
+            key: config key of this section.
 
         Raises:
-            ConfigError: there is no such reader, or a setting does not fit it.
+            ConfigError: no such reader, or an invalid setting of it.
         """
         self.options = READERS.complete(self.name, self.options, f"{key}.name", f"{key}.options")
 
 
 @dataclass
 class StreamConfig:
-    """How datasets are read whose path is a URL (s3://bucket/prefix): block by block, ahead of the training."""
+    """Streaming of datasets whose path is a URL (s3://bucket/prefix): blocks are fetched ahead of training."""
 
     cache_dir: str | None = None
-    """Folder on a disk of each node for what was read, which the node's ranks share; null is megads-streams-<user id>
-    in the folder for temporary files ($TMPDIR)."""
+    """Cache folder on a disk of each node, shared by the node's ranks; null is megads-streams-<user id> in the folder
+    for temporary files ($TMPDIR)."""
     cache_gib: float = 64.0
-    """Most that blocks take there; what was used longest ago goes first. A cache that holds the whole dataset reads it
-    once a node, however many epochs are trained."""
+    """Maximum size of the cached blocks; the least recently used are evicted first. With a cache as large as the
+    dataset, each node fetches the dataset once for all epochs."""
     block_kib: int = 256
-    """What is fetched and kept together. A sample is a few KiB somewhere in a dataset: large blocks mean few requests
-    where the cache holds the dataset, small ones little waste where it does not."""
+    """Size of the blocks that are fetched and cached. Samples of a few KiB are read at random: large blocks need fewer
+    requests if the cache holds the dataset, small blocks fetch less unused data if it does not."""
     look_ahead_steps: int = 16
-    """Steps whose blocks are requested before they are needed, as far as they fit into half of the cache."""
+    """Steps whose blocks are requested in advance, limited to half of the cache."""
     connections: int = 8
-    """Requests that a rank makes at a time, for each dataset."""
+    """Concurrent requests per rank and dataset."""
     retry_s: float = 300.0
-    """How long a request that fails is made again, before the run gives up."""
+    """How long a failed request is retried before the run ends."""
 
     def check(self) -> None:
         """Raises ConfigError on a value that is out of range."""
@@ -233,93 +233,95 @@ class StreamConfig:
 
 @dataclass
 class DataConfig:
-    """Training and validation data: indexed datasets, or raw text that the launcher makes one of."""
+    """Training and validation data: indexed datasets, or raw text that the launcher turns into one."""
 
     raw: Any = None
-    """Your own text, a name or a list: files of any extension, folders, globs. jsonl, csv, tsv and parquet hold a
-    document a record, other files are one; .gz and .zst are decompressed. The launcher tokenizes it once and fills
-    data.train and tokenizer.path."""
+    """Raw text, one path or a list: files of any extension, folders, globs. jsonl, csv, tsv and parquet hold one
+    document per record, any other file is one document; .gz and .zst are decompressed. The launcher tokenizes it once
+    and sets data.train and tokenizer.path."""
     text_field: str = "text"
-    """JSON field, or column of a table or of parquet, that holds a document of data.raw."""
+    """JSON field, or column of a table or parquet file, that holds a document of data.raw."""
     prompt_field: str | None = None
-    """With response_field: each record of data.raw is a prompt and its response; the loss counts on the response, which
-    the end-of-document token follows."""
+    """With response_field: each record of data.raw is a prompt and its response; the loss is computed on the response,
+    including the end-of-document token after it."""
     response_field: str | None = None
     """JSON field, or column, of the response."""
     messages_field: str | None = None
-    """Instead: JSON field of data.raw that holds a conversation, a list of messages with role and content; the loss
-    counts on what the assistant says."""
+    """Alternative to text_field and prompt_field: JSON field of data.raw that holds a conversation, a list of messages
+    with role and content; the loss is computed on the assistant's messages."""
     chat_template: str | None = None
-    """With messages_field: the Jinja file that makes text of messages, or a tokenizer_config.json; null takes what lies
+    """With messages_field: Jinja file, or tokenizer_config.json, that renders messages as text; null uses the one
     beside tokenizer.path, or a plain "User: ... Assistant: ..."."""
     extensions: list[str] = field(default_factory=lambda: list(DEFAULT_EXTENSIONS))
-    """Extensions of the files that data.raw takes out of folders, and by globs that spell none, compressed or not."""
+    """Extensions of the files that data.raw reads from folders and from globs without an extension, compressed or
+    not."""
     encoding: str = AUTO_ENCODING
-    """Of the files of data.raw that are not UTF-8, for example cp1252 or latin-1, by the names that Python knows. auto
-    reads UTF-8, and UTF-16 and UTF-32 where the first bytes show it; others are passed over, and named. utf-8 reads
-    nothing else."""
+    """Encoding of the files of data.raw that are not UTF-8, by its Python name, for example cp1252 or latin-1. auto
+    reads UTF-8, and UTF-16 and UTF-32 if the first bytes show it; other files are skipped and reported. utf-8 reads
+    only UTF-8."""
     cut_documents: int | None = None
-    """Parts into which the documents of a corpus of fewer than a hundred are cut in all. null leaves text files whole,
-    but for the end of the last one, which data.split sets aside for validation, and cuts records into a hundred."""
+    """Total number of parts into which a corpus of fewer than a hundred documents is cut. null leaves text files whole,
+    except for the end of the last one, which data.split holds out for validation, and cuts records into a hundred."""
     reader: ReaderConfig = field(default_factory=ReaderConfig)
-    """What reads the files of data.raw."""
+    """Reader of the files of data.raw."""
     train: list[DatasetConfig] = field(default_factory=list)
     """Datasets to train on: one, or several that are blended."""
     weights: Weighting = Weighting.explicit
-    """Where a blend's weights come from: each dataset's own weight (explicit), its tokens, its documents, or its tokens
-    to the power of 1 / data.temperature."""
+    """Weights of a blend: each dataset's own weight (explicit), its number of tokens, its number of documents, or its
+    number of tokens to the power of 1 / data.temperature."""
     temperature: float = 1.0
-    """With data.weights=temperature: 1 is by tokens, larger is more even."""
+    """With data.weights=temperature: 1 weights by tokens, larger values are more uniform."""
     phases: list[PhaseConfig] = field(default_factory=list)
-    """Other weights from given samples on; every dataset goes on where it was."""
+    """Changes of the blend weights at given samples; every dataset continues where it was."""
     history: list[MixConfig] = field(default_factory=list)
-    """Mixes that a run had before its mix was changed: megads train fills it in, so that a change counts from where it
-    was made."""
+    """Earlier blend weights of the run, filled in by megads train, so that a change of the weights does not affect
+    samples before it."""
     order: Order = Order.default
-    """default, or megatron: Megatron-LM's own index maps and blending, for continuing a run of it."""
+    """default, or megatron: Megatron-LM's index maps and blending, to continue a run of Megatron-LM."""
     megatron_theta: float = 0.80
-    """With data.order=megatron: the last epoch is shuffled apart when it gives fewer than this share of its samples;
+    """With data.order=megatron: the last epoch is shuffled separately if less than this share of its samples is used;
     0.80 in Megatron-LM, 0.95 in BLOOM's fork."""
     skip: list[SkipConfig] = field(default_factory=list)
-    """Ranges of steps or samples to leave out, for example [{steps: [501, 700]}]; what follows moves up. Each is
-    counted as the run counts with the entries before it."""
+    """Ranges of steps or samples to skip, for example [{steps: [501, 700]}]; later samples move up. The numbers of an
+    entry are those of the run with all earlier entries applied."""
     valid: Any = None
-    """Prefix of a validation dataset, or several by name ({code: <prefix>, web: <prefix>}); null takes the second share
+    """Prefix of a validation dataset, or several by name ({code: <prefix>, web: <prefix>}); null uses the second share
     of data.split."""
     split: list[float] = field(default_factory=lambda: [0.98, 0.02])
     """Shares of each training dataset's documents, in order, for training and validation."""
     cache_dir: str | None = None
-    """Where prepared text and index maps are cached; null is data-cache/ beside the run for text, and beside the
-    dataset, or the user's cache where that is not writable, for index maps."""
+    """Cache folder of prepared text and index maps; null is data-cache/ beside the run for text, and for index maps the
+    dataset's folder, or the user's cache if that is not writable."""
     stage_to: str | None = None
     """Folder on a disk of each node, for data on a remote filesystem: the datasets are copied there once, checksummed,
     and read from there. An unchanged dataset is not copied again. A copy may take as long as cluster.timeout_s."""
     stream: StreamConfig = field(default_factory=StreamConfig)
-    """How datasets at a URL are read."""
+    """Streaming of datasets whose path is a URL."""
     prefetch_steps: int = 2
-    """Steps that the loader thread prepares ahead."""
+    """Steps that the dataloader thread prepares ahead."""
     packing: PackingMode = PackingMode.stream
-    """stream: documents are laid end to end and cut into samples. best_fit: samples are filled with whole documents; of
-    documents of several sequences (prompt, response, and so on) the loss counts on responses only."""
+    """stream: documents are concatenated and cut into samples. best_fit: samples are filled with whole documents; for
+    documents of several sequences (prompt, response, and so on) the loss is computed on responses only."""
     document_mask: bool = False
-    """A token attends to its own document only; else also to the documents before it in the same sample."""
+    """A token attends only to its own document; if false, also to earlier documents in the same sample."""
     reset_positions: bool = False
-    """Learned and rotary positions start from 0 in every document, or in its part in the sample; else in every sample.
-    ALiBi knows distances only."""
+    """Learned and rotary positions restart from 0 in every document, or its part in the sample; if false, in every
+    sample. No effect on ALiBi, which uses only distances."""
     mask_eod: bool = False
-    """No training loss on the first token of a document that starts within a sample, which the end of the document
-    before cannot predict. Megatron's eod_mask_loss, by the borders in the index. Validation counts every token."""
+    """No training loss on the first token of a document that starts within a sample, because it cannot be predicted
+    from the previous document. Megatron's eod_mask_loss, based on the document boundaries in the index. Validation
+    counts every token."""
 
     @property
     def raw_patterns(self) -> list[str]:
-        """data.raw as a list, empty when it is not used."""
+        """data.raw as a list; empty if it is not set."""
         if self.raw is None:
             return []
         return [self.raw] if isinstance(self.raw, str) else list(self.raw)
 
     @property
     def blended(self) -> list[DatasetConfig]:
-        """All datasets that the training stream has samples of, those of a mix before it included, in a fixed order."""
+        """All datasets of the training stream, including those of earlier blends, in a fixed order."""
         named = {item.path: item for item in self.train}
         former = [path for mix in self.history for path in mix.weights]
         if not former:
@@ -329,11 +331,11 @@ class DataConfig:
 
     @property
     def paths(self) -> list[str]:
-        """Prefixes of all datasets, for training and validation, each once."""
+        """Prefixes of all training and validation datasets, without duplicates."""
         return list(dict.fromkeys([item.path for item in self.blended] + list(self.valid_paths.values())))
 
     def check(self) -> None:
-        """Raises ConfigError on a missing dataset or a split that is none."""
+        """Raises ConfigError on a missing dataset or an invalid setting."""
         self._check_source()
         check_text("data.", self.extensions, self.encoding)
         if self.cut_documents is not None and self.cut_documents < 2:
@@ -353,7 +355,7 @@ class DataConfig:
 
     @property
     def valid_paths(self) -> dict[str, str]:
-        """Validation datasets by name; empty when data.split makes them."""
+        """Validation datasets by name; empty if they come from data.split."""
         if self.valid is None:
             return {}
         return {HELD_OUT: self.valid} if isinstance(self.valid, str) else dict(self.valid)
@@ -366,16 +368,16 @@ class DataConfig:
         return [self.share_name(item) for item in self.train] if self.raw is None else [HELD_OUT]
 
     def share_name(self, item: DatasetConfig) -> str:
-        """Name of the validation set that data.split makes of a training dataset."""
+        """Name of the validation set that data.split holds out from a training dataset."""
         return item.shown_name if len(self.train) > 1 else HELD_OUT
 
     @property
     def urls(self) -> list[str]:
-        """Those of `paths` that are URLs."""
+        """The URLs among `paths`."""
         return [path for path in self.paths if is_url(path)]
 
     def _check_urls(self) -> None:
-        """Datasets in stores that can be read."""
+        """Checks that URLs can be read and are not staged."""
         self.stream.check()
         for path in self.urls:
             key = "data.train" if path in [item.path for item in self.train] else "data.valid"
@@ -387,7 +389,7 @@ class DataConfig:
             )
 
     def _check_blend(self) -> None:
-        """Weights where they are wanted, and only there."""
+        """Checks that weights are given exactly if data.weights=explicit blends datasets, and are in range."""
         explicit = self.weights is Weighting.explicit and len(self.train) > 1
         for place, item in enumerate(self.train):
             where = f"data.train[{place}] ({item.path})"
@@ -398,7 +400,7 @@ class DataConfig:
                     f"{where}: weight = {item.weight}, but data.weights = {self.weights.value} computes the weights: "
                     "leave one of them out"
                 )
-            # 0 is that of a dataset whose time comes with a later mix: `check_config` looks for it.
+            # A dataset that only a later phase uses has weight 0; `check_config` checks that there is one.
             least_taken = item.weight is not None and 0 <= item.weight < math.inf
             if explicit and (not least_taken or (item.weight == 0 and self.order is Order.megatron)):
                 raise ConfigError(
@@ -406,14 +408,14 @@ class DataConfig:
                     "data.weights=tokens, documents or temperature"
                 )
         if explicit and not any(item.weight for item in self.train):
-            raise ConfigError("data.train: every weight is 0, so there is nothing to begin with: give one above 0")
+            raise ConfigError("data.train: every weight is 0, so there is no dataset to begin with: set one above 0")
         if not 0 < self.temperature < math.inf:
             raise ConfigError(f"data.temperature = {self.temperature}: must be above 0")
         if not 0 < self.megatron_theta <= 1:
             raise ConfigError(f"data.megatron_theta = {self.megatron_theta}: must be above 0 and at most 1")
 
     def _check_phases(self) -> None:
-        """Phases in order, with a weight a dataset; none in Megatron's order, which knows one mix."""
+        """Checks that phases are in order with one weight per dataset, and not used with data.order=megatron."""
         before = 0
         for place, phase in enumerate(self.phases):
             where = f"data.phases[{place}]"
@@ -435,7 +437,7 @@ class DataConfig:
             )
 
     def _check_valid(self) -> None:
-        """A prefix, or prefixes by names that metrics can hold."""
+        """Checks that data.valid is a prefix, or prefixes by names that are valid in metrics."""
         if self.valid is None:
             names = [item.shown_name for item in self.train]
             if len(names) > 1 and self.split[1] > 0 and len(set(names)) < len(names):
@@ -454,7 +456,7 @@ class DataConfig:
                 raise ConfigError(f"data.valid: the name {name!r} may hold letters, digits and _ . - only")
 
     def _check_turns(self) -> None:
-        """Pairs and conversations go with best-fit packing, which alone knows what is to be learnt of them."""
+        """Checks that pairs and conversations use best-fit packing: only it restricts the loss to responses."""
         check_fields("data.", self)
         named = {"response_field": self.response_field, "messages_field": self.messages_field}
         given = next((f"data.{key} = {value}" for key, value in named.items() if value is not None), None)
@@ -462,29 +464,29 @@ class DataConfig:
             return
         if self.packing is not PackingMode.best_fit:
             raise ConfigError(
-                f"{given} with data.packing = {self.packing}: prompts would be learnt like responses; set "
+                f"{given} with data.packing = {self.packing}: the loss would include the prompts; set "
                 "data.packing=best_fit, data.document_mask=true and data.reset_positions=true, as experiment=sft does"
             )
         if self.cut_documents is not None:
             raise ConfigError(f"{given} with data.cut_documents = {self.cut_documents}: a response needs its prompt")
 
     def _check_packing(self) -> None:
-        """Best-fit packing wants documents apart, and an order of its own."""
+        """Checks that best-fit packing separates documents and does not use data.order=megatron."""
         if self.packing is not PackingMode.best_fit:
             return
         if not (self.document_mask and self.reset_positions):
             raise ConfigError(
                 f"data.packing = best_fit with data.document_mask = {self.document_mask} and data.reset_positions = "
-                f"{self.reset_positions}: pairs that share a sample would read each other; set both to true"
+                f"{self.reset_positions}: pairs that share a sample would attend to each other; set both to true"
             )
         if self.order is Order.megatron:
             raise ConfigError(
-                "data.packing = best_fit and data.order = megatron: Megatron's order cuts documents laid end to end; "
+                "data.packing = best_fit and data.order = megatron: Megatron's order cuts concatenated documents; "
                 "use data.order=default or data.packing=stream"
             )
 
     def _check_source(self) -> None:
-        """Exactly one of raw text and a dataset."""
+        """Checks that either data.raw or data.train is set."""
         if self.raw is None:
             if not self.train:
                 raise ConfigError(
@@ -506,7 +508,7 @@ class DataConfig:
 
 
 class TextSpecialTokens(StrEnum):
-    """What becomes of special tokens that a text spells out."""
+    """How text that spells a special token is tokenized."""
 
     ignore = "ignore"
     parse = "parse"
@@ -524,30 +526,30 @@ class DatasetAction(Enum):
 
 @dataclass
 class DatasetActionConfig:
-    """`megads dataset`: merges, splits, shows, counts and checks indexed datasets."""
+    """`megads dataset`: merges, splits, inspects, counts and checks indexed datasets."""
 
     action: DatasetAction = MISSING
-    """What to do; the word alone is enough: megads dataset merge."""
+    """Action; its name alone is enough: megads dataset merge."""
     input: Any = MISSING
     """Prefix of a dataset, or a list of them: <input>.bin and <input>.idx."""
     output: str | None = None
     """Prefix of the dataset to write (merge), of <output>-<part> (split), or a .png file for the histogram (stats)."""
     parts: Any = None
-    """Names and shares of the parts of a split, by documents and in their order; null is {train: 0.98, valid: 0.02}."""
+    """Names of the parts of a split and their shares of the documents, in order; null is {train: 0.98, valid: 0.02}."""
     first: int = 0
     """First document to inspect."""
     count: int = 5
-    """Documents to inspect."""
+    """Number of documents to inspect."""
     max_characters: int = 500
-    """Of each inspected document."""
+    """Characters to show of each inspected document."""
     tokenizer: str | None = None
-    """Tokenizer file to decode with; null is the one beside the dataset."""
+    """Tokenizer file for decoding; null uses the one beside the dataset."""
     overwrite: bool = False
     """Replace existing datasets."""
 
     @property
     def prefixes(self) -> list[str]:
-        """The datasets as a list."""
+        """The prefixes of `input` as a list."""
         return [self.input] if isinstance(self.input, str) else list(self.input)
 
     @property
@@ -556,7 +558,7 @@ class DatasetActionConfig:
         return {"train": 0.98, "valid": 0.02} if self.parts is None else self.parts
 
     def check(self) -> None:
-        """Raises ConfigError on a missing output, on too many inputs, and on parts or documents that are none."""
+        """Raises ConfigError on a missing output, on too many inputs, and on invalid parts or document numbers."""
         if not isinstance(self.input, str | list) or not self.input or not all(isinstance(x, str) for x in self.input):
             raise ConfigError(f"input = {self.input!r}: want the prefix of a dataset, or a list, as in input='[a, b]'")
         if self.action in (DatasetAction.merge, DatasetAction.split) and not self.output:
@@ -574,4 +576,4 @@ class DatasetActionConfig:
                 "from 0 on, and at least one of the others"
             )
         if self.action is DatasetAction.stats and self.output is not None and not self.output.endswith(".png"):
-            raise ConfigError(f"output = {self.output}: the picture of stats is a .png file")
+            raise ConfigError(f"output = {self.output}: the histogram of stats is a .png file")

@@ -1,6 +1,6 @@
-"""The causes that a diagnosis can name: where the fault lies, whether a restart helps, and what to do.
+"""Root causes that a diagnosis can name, each with its domain, whether a restart helps, and advice.
 
-The names are those under which public collections of failed training jobs are labelled.
+The names are the labels of public collections of failed training jobs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from enum import StrEnum
 
 
 class Cause(StrEnum):
-    """What failed first."""
+    """Root cause of a failure."""
 
     cuda_oom = "cuda_oom"
     host_oom_kill = "host_oom_kill"
@@ -37,7 +37,7 @@ class Cause(StrEnum):
 
 
 class Domain(StrEnum):
-    """Where the fault lies: hardware, network, storage and cluster; the software stack; the user's program."""
+    """Origin of a fault: hardware, network, storage or cluster; the software stack; the user's program."""
 
     infrastructure = "infrastructure"
     framework = "framework"
@@ -46,12 +46,12 @@ class Domain(StrEnum):
 
 @dataclass(frozen=True)
 class CauseFacts:
-    """What holds of a cause unless a message says otherwise.
+    """Defaults of a cause; a signature may override them.
 
     Attributes:
-        domain: where the fault lies.
-        restartable: a restart, or a restart without the named node, is enough.
-        advice: what to do.
+        domain: origin of the fault.
+        restartable: whether a restart, or a restart without the named node, is enough.
+        advice: recommended action.
     """
 
     domain: Domain
@@ -72,14 +72,14 @@ FACTS: dict[Cause, CauseFacts] = {
     Cause.host_oom_kill: CauseFacts(
         _INFRASTRUCTURE,
         False,
-        "The kernel killed a process for want of host memory. Ask the scheduler for more memory (--mem), start fewer "
-        "ranks or data workers a node, and offload less to the CPU.",
+        "The kernel killed a process because host memory ran out. Request more memory from the scheduler (--mem), "
+        "start fewer ranks or dataloader workers per node, and offload less to the CPU.",
     ),
     Cause.cuda_ecc_or_xid: CauseFacts(
         _INFRASTRUCTURE,
         True,
-        "The GPU itself reports a fault. Restart without the named node; have the node drained, the GPU reset and its "
-        "health checked (dcgmi diag, nvidia-smi -q -d ECC,ROW_REMAPPER).",
+        "The GPU itself reports a fault. Restart without the named node; drain the node, reset the GPU and check its "
+        "health (dcgmi diag, nvidia-smi -q -d ECC,ROW_REMAPPER).",
     ),
     Cause.nvlink_error: CauseFacts(
         _INFRASTRUCTURE,
@@ -92,32 +92,33 @@ FACTS: dict[Cause, CauseFacts] = {
         False,
         "A collective did not complete in time: some rank did not enter it, or entered another one. Find that rank "
         "with the flight recorder (TORCH_FR_BUFFER_SIZE=20000, then flight_recorder=<folder of dumps>). Usual reasons: "
-        "control flow that differs between ranks, one rank that saves or validates alone for long, a slow data loader.",
+        "control flow that differs between ranks, one rank that saves or validates alone for long, a slow dataloader.",
     ),
     Cause.nccl_remote_or_network: CauseFacts(
         _INFRASTRUCTURE,
         False,
-        "A connection between ranks failed, and no rank says why it left. Check the links and the fabric of the nodes "
-        "in the message, NCCL_SOCKET_IFNAME and NCCL_IB_HCA; NCCL_DEBUG=INFO shows which interface is used.",
+        "A connection between ranks failed, and no rank logged why it exited. Check the links and the fabric of the "
+        "nodes in the message, NCCL_SOCKET_IFNAME and NCCL_IB_HCA; NCCL_DEBUG=INFO shows which interface is used.",
     ),
     Cause.cuda_illegal_access: CauseFacts(
         _FRAMEWORK,
         False,
-        "A kernel accessed memory outside of its tensors or an assertion in it failed. Run with "
+        "A kernel accessed memory outside its tensors, or an assertion in it failed. Run with "
         "CUDA_LAUNCH_BLOCKING=1 to see which operation it is; check indices, labels and vocabulary sizes; "
         "compute-sanitizer finds the access.",
     ),
     Cause.cudnn_or_cublas_error: CauseFacts(
         _FRAMEWORK,
         False,
-        "A CUDA library refused a call. Out of memory, an earlier asynchronous error and mixed library versions look "
-        "like this: run with CUDA_LAUNCH_BLOCKING=1, compare the versions of torch, CUDA and cuDNN, lower the memory.",
+        "A CUDA library call failed. Possible reasons are too little memory, an earlier asynchronous error and mixed "
+        "library versions: run with CUDA_LAUNCH_BLOCKING=1, compare the versions of torch, CUDA and cuDNN, and use "
+        "less memory.",
     ),
     Cause.driver_mismatch_or_no_gpu: CauseFacts(
         _INFRASTRUCTURE,
         False,
         "The GPU cannot be used by this software: no device is visible, the driver is too old or does not match its "
-        "library, or the binary has no kernel for this GPU. See nvidia-smi, CUDA_VISIBLE_DEVICES, megads doctor; "
+        "library, or the binary has no kernel for this GPU. Check nvidia-smi, CUDA_VISIBLE_DEVICES and megads doctor; "
         "install a build of torch for this driver and GPU.",
     ),
     Cause.disk_full: CauseFacts(
@@ -128,8 +129,8 @@ FACTS: dict[Cause, CauseFacts] = {
     Cause.filesystem_io: CauseFacts(
         _INFRASTRUCTURE,
         False,
-        "The file system did not answer as it should. Check the mount on the node (stale handles, locks, a file "
-        "server that does not respond), permissions and limits; remount, then restart.",
+        "A file system operation failed. Check the mount on the node (stale handles, locks, a file server that does "
+        "not respond), permissions and limits; remount, then restart.",
     ),
     Cause.checkpoint_corrupt_or_mismatch: CauseFacts(
         _FRAMEWORK,
@@ -140,48 +141,47 @@ FACTS: dict[Cause, CauseFacts] = {
     Cause.data_corrupt: CauseFacts(
         _FRAMEWORK,
         False,
-        "The data holds something that cannot be read. Find the file or record in the message and repair or leave it "
-        "out.",
+        "Part of the data cannot be read. Find the file or record in the message, and repair or remove it.",
     ),
     Cause.dataloader_worker_killed: CauseFacts(
         _FRAMEWORK,
         False,
-        "A data worker was killed. Use fewer workers or less prefetching, give the container more shared memory "
-        "(--shm-size, --ipc=host), and look for an out-of-memory kill in the kernel's log.",
+        "A dataloader worker was killed. Use fewer workers or less prefetching, give the container more shared memory "
+        "(--shm-size, --ipc=host), and look for an out-of-memory kill in the kernel log.",
     ),
     Cause.nan_or_loss_divergence: CauseFacts(
         _FRAMEWORK,
         False,
-        "The training diverged. Lower the learning rate or warm up for longer, clip gradients, use bf16 instead of "
-        "fp16, look at the data of the step, and continue from a checkpoint before it.",
+        "Training diverged. Lower the learning rate or warm up for longer, clip gradients, use bf16 instead of fp16, "
+        "inspect the data of the step, and continue from an earlier checkpoint.",
     ),
     Cause.config_or_shape_error: CauseFacts(
         _FRAMEWORK,
         False,
-        "A setting, a path or a tensor's shape, type or device does not fit. Correct what the message names.",
+        "A setting, a path, or the shape, dtype or device of a tensor is wrong. Correct what the message names.",
     ),
     Cause.import_or_build_error: CauseFacts(
         _FRAMEWORK,
         False,
-        "A module cannot be imported or an extension cannot be built. Install the missing package, or versions that "
-        "fit each other; for extensions check nvcc, the compiler and CUDA_HOME.",
+        "A module cannot be imported or an extension cannot be built. Install the missing package, or compatible "
+        "versions; for extensions check nvcc, the compiler and CUDA_HOME.",
     ),
     Cause.aux_service_network: CauseFacts(
         _INFRASTRUCTURE,
         True,
-        "A service beside the training (model hub, experiment tracker, object store) did not answer. Try again later, "
-        "or do without it: HF_HUB_OFFLINE=1 with files downloaded before, WANDB_MODE=offline.",
+        "An external service (model hub, experiment tracker, object store) did not respond. Try again later, or run "
+        "without it: HF_HUB_OFFLINE=1 with files downloaded before, WANDB_MODE=offline.",
     ),
     Cause.preempted_or_time_limit: CauseFacts(
         _INFRASTRUCTURE,
         True,
-        "The scheduler or a person ended the job. Start it again from the last checkpoint; save before the limit.",
+        "The scheduler or a person ended the job. Restart it from the last checkpoint; save before the time limit.",
     ),
     Cause.port_or_rendezvous: CauseFacts(
         _INFRASTRUCTURE,
         False,
-        "The ranks could not meet. Check that the address of the first node is right and reachable from all, that "
-        "every node started, and that no firewall is between; choose a free port.",
+        "The rendezvous of the ranks failed. Check that the address of the first node is correct and reachable from "
+        "all nodes, that every node started, and that no firewall blocks the port; choose a free port.",
     ),
     Cause.user_code_exception: CauseFacts(
         _SCRIPT, False, "The program raised an exception. Read the traceback from its last frame upwards."

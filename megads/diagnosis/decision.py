@@ -1,4 +1,4 @@
-"""Decides what failed first, of all that the logs of all ranks say."""
+"""Determines the root cause from the findings in the logs of all ranks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from megads.diagnosis.signature import Strength
 _MOST_EVIDENCE = 8
 _LONGEST_EVIDENCE = 600
 _PROGRESS_REACH = 50
-"""Training that goes on for more lines than this has survived what was said before."""
+"""A finding after which the log shows training progress for more lines than this did not end the run."""
 _TASK_EXITED = re.compile(r"MPI_Abort|Exited with exit code [1-9]|Terminating (?:StepId|job step)", re.IGNORECASE)
 _SLURM_ENDS = re.compile(r"^(?:slurmstepd|srun): (?!.*(?:DUE TO|out of memory|oom))", re.IGNORECASE)
-"""What SLURM says while it ends the other tasks."""
+"""SLURM messages while it ends the remaining tasks."""
 _FIRST_OF_TABLE = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
 _CONFIDENCE = {
     Strength.fact: 0.95,
@@ -32,7 +32,7 @@ _CONFIDENCE = {
 
 
 class Basis(StrEnum):
-    """What a cause was found by."""
+    """How a cause was determined: by a signature, by the wording of a line, by a past incident, or not at all."""
 
     signature = "signature"
     wording = "wording"
@@ -42,12 +42,12 @@ class Basis(StrEnum):
 
 @dataclass(frozen=True)
 class Evidence:
-    """A line that the diagnosis rests on.
+    """A log line that supports the diagnosis.
 
     Attributes:
-        file: name of its log.
-        line: its number, from 1; 0 where it is of no log.
-        text: of the line.
+        file: name of the log.
+        line: line number, from 1; 0 if the evidence is not from a log.
+        text: text of the line.
     """
 
     file: str
@@ -55,24 +55,24 @@ class Evidence:
     text: str
 
     def as_json(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """Returns the fields as JSON values."""
         return {"file": self.file, "line": self.line, "text": self.text}
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What failed first, and what follows from it.
+    """Root cause of a failure, with evidence and advice.
 
     Attributes:
-        cause: what failed first.
-        domain: where the fault lies.
-        restartable: a restart, or a restart without the culprit, is enough.
-        culprit: rank, node or worker that the logs name; empty for none.
-        evidence: the lines that say so, the decisive one first.
-        advice: what to do.
-        confidence: from 0 to 1, by how definite the decisive line is.
-        candidates: causes that other lines speak for, the likelier first.
-        basis: what the cause was found by.
+        cause: root cause.
+        domain: origin of the fault.
+        restartable: whether a restart, or a restart without the culprit, is enough.
+        culprit: rank, node or worker that the logs name; empty if none.
+        evidence: supporting log lines, the decisive one first.
+        advice: recommended action.
+        confidence: from 0 to 1, by the strength of the decisive line.
+        candidates: causes that other lines indicate, most likely first.
+        basis: how the cause was determined.
     """
 
     cause: Cause
@@ -86,7 +86,7 @@ class Diagnosis:
     basis: Basis = Basis.signature
 
     def as_json(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """Returns the fields as JSON values."""
         return {
             "cause": str(self.cause),
             "domain": str(self.domain),
@@ -101,14 +101,14 @@ class Diagnosis:
 
 
 def decide(surveys: Sequence[Survey], model: MessageModel | None = None) -> Diagnosis:
-    """Returns the first cause over all logs.
+    """Determines the root cause from the findings of all logs.
 
-    The strongest messages count; of equal ones the first does: by the times of their lines where all have one, else by
-    the order of the logs and of the lines in them.
+    The strongest finding is the cause. Among equally strong ones the first is used: by timestamp if all of them have
+    one, else by the order of the logs and of the lines in them.
 
     Args:
-        surveys: of all logs, in the order of ranks where that is known.
-        model: judges the wording where no signature decides; None takes the one that comes with megads.
+        surveys: surveys of all logs, in rank order where that is known.
+        model: classifies lines by their wording where no signature decides; None uses the bundled model.
     """
     model = model or message_model()
     findings = [_after_progress(one, survey) for survey in surveys for one in _after_exit(survey.findings)]
@@ -136,7 +136,7 @@ def decide(surveys: Sequence[Survey], model: MessageModel | None = None) -> Diag
 
 
 def _after_exit(findings: Sequence[LogFinding]) -> list[LogFinding]:
-    """Weakens what SLURM says of the tasks that it ends because another one has left."""
+    """Weakens SLURM messages about tasks that it ends because another task has exited."""
     left = next((one.line for one in findings if _TASK_EXITED.search(one.text)), None)
     return [
         replace(one, strength=min(one.strength, Strength.teardown))
@@ -147,7 +147,7 @@ def _after_exit(findings: Sequence[LogFinding]) -> list[LogFinding]:
 
 
 def _after_progress(finding: LogFinding, survey: Survey) -> LogFinding:
-    """Weakens a finding after which the training went on."""
+    """Weakens a finding after which training continued."""
     if survey.last_progress <= finding.line + _PROGRESS_REACH:
         return finding
     weaker = Strength(max(finding.strength - 1, Strength.noise))
@@ -155,13 +155,13 @@ def _after_progress(finding: LogFinding, survey: Survey) -> LogFinding:
 
 
 def _ranked(findings: Sequence[LogFinding], order: dict[str, int]) -> list[LogFinding]:
-    """The likeliest first."""
+    """Sorts findings by how likely they are the root cause, most likely first."""
     strongest = max(finding.strength for finding in findings)
     timed = all(finding.time_s is not None for finding in findings if finding.strength == strongest)
 
     def key(finding: LogFinding) -> tuple[float, bool, float, int, int]:
         time_s = finding.time_s if timed and finding.time_s is not None else 0.0
-        # That a program was aborted says less than what else is said around it, often in the next line.
+        # A message that a program was aborted is less specific than the messages around it, often in the next line.
         only_ended = finding.strength == Strength.cascade and finding.signature.cause is Cause.process_killed_unknown
         return -finding.strength, only_ended, time_s, order[finding.file], finding.line
 
@@ -169,14 +169,17 @@ def _ranked(findings: Sequence[LogFinding], order: dict[str, int]) -> list[LogFi
 
 
 def _supporting(top: LogFinding, ranked: Sequence[LogFinding]) -> list[LogFinding]:
-    """Returns other lines of the same cause, then what followed from it."""
+    """Returns other findings of the same cause, then findings of other causes."""
     others = [finding for finding in ranked if finding is not top]
     same = [finding for finding in others if finding.signature.cause == top.signature.cause]
     return same[: _MOST_EVIDENCE // 2] + [finding for finding in others if finding not in same][: _MOST_EVIDENCE // 2]
 
 
 def _culprit(top: LogFinding, ranked: Sequence[LogFinding]) -> str:
-    """Names whom the logs blame: the message itself, the line's node or rank, torchrun's first failed rank."""
+    """Returns the culprit: named in the message, else the node or rank of the line, else torchrun's first failed rank.
+
+    Empty if none of these is known.
+    """
     if top.named:
         return top.named
     if top.node:
@@ -190,7 +193,7 @@ def _culprit(top: LogFinding, ranked: Sequence[LogFinding]) -> str:
 
 
 def _unknown(surveys: Sequence[Survey]) -> Diagnosis:
-    """Nothing was found: the log ends without a word."""
+    """Returns the diagnosis for logs without any finding, with the last line of each as evidence."""
     cause = Cause.process_killed_unknown
     last = [
         Evidence(survey.file, kind.line, kind.text[:_LONGEST_EVIDENCE])

@@ -1,8 +1,8 @@
-"""Reads logs of any length once and keeps what a diagnosis needs: kinds of line, and lines that tell of failures.
+"""Scans logs of any length in one pass and keeps what a diagnosis needs: kinds of lines, and lines about failures.
 
-Lines that differ in their digits only are one kind, and only the first of a kind is looked at closely: hundreds of
-megabytes take seconds. What has been found to tell of a failure is then read line by line, because an exit code, an
-error number or a rank is digits.
+Lines that differ only in their digits are one kind, and only the first line of a kind is matched against the
+signatures: hundreds of megabytes take seconds. If it matches, every line of that kind is examined, because exit codes,
+error numbers and ranks are digits.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from megads.diagnosis.signature import Signature, Strength
 from megads.diagnosis.templates import template
 
 _SURE_WORDING = 0.5
-"""A line that no signature finds counts from this probability of its wording on."""
+"""Lowest probability at which a line without a signature is a finding by its wording."""
 _MOST_WORDED = 1000
 _ENDING_KINDS = 20
-"""So many of the last kinds of line are looked at, whether suspicious or not."""
+"""Number of kinds at the end of a log that are always classified by wording; earlier ones only if suspicious."""
 _BAD_NEWS = re.compile(
     r"\b(?:no|not|never|without|cannot|can't|couldn't|unable|giving up|dead|died|lost|down|full|bad|wrong|nan|infinite|"
     r"timed out|"
@@ -31,7 +31,7 @@ _BAD_NEWS = re.compile(
     r"exhaust|conflict|mismatch|exception|cancel|reject|unavailable|unsupported|incompatible|damag|truncate)\w*)\b",
     re.IGNORECASE,
 )
-"""Where no signature finds anything, a line must hold such a word to be judged: healthy lines name the same things."""
+"""Lines without a signature are classified only if they contain such a word: healthy lines use the other words too."""
 _HARMLESS = re.compile(r"\b(?:INFO|DEBUG|NOTICE)\b|(?:^|\[)I\d{4} ")
 _DIGITS = b"0123456789"
 _LONGEST_LINE = 4000
@@ -39,13 +39,13 @@ _MOST_KINDS = 30_000
 _MOST_LINES_A_KIND = 64
 _CONTEXT = 4
 _TIME_REACH = 200
-"""A line without a time has that of a line at most so many before it."""
+"""A line without a timestamp takes the one of the nearest line at most this many lines before it."""
 
 _SUSPICIOUS = tuple(
     b"error|exception|fail|fatal|abort|kill|signal|timeout|timed out|memory|space|xid|nan|refused|reset|corrupt|"
     b"terminat|cancel|closed|oom-".split(b"|")
 )
-"""Where a log has more kinds of line than can be looked at closely, only those with such a word are."""
+"""If a log has more than _MOST_KINDS kinds of lines, further kinds are examined only if they contain such a word."""
 _PROGRESS = re.compile(
     r"\b(?:global_)?(?:step|iter(?:ation)?|epoch|batch)s?\b[\s:=\[#]*\d+|\b(?:lm )?loss\b[\s:='\"]*-?\d|"
     r"\d+(?:\.\d+)?(?:it/s|s/it)",
@@ -62,14 +62,14 @@ _SPECULATION = re.compile(
     r"this (?:is (?:usually|typically|most likely|often)|may|might|could|typically|usually)\b)",
     re.IGNORECASE,
 )
-"""What follows lists what such a failure may come from."""
+"""Introduces a list of possible reasons for a failure; text after it is ignored."""
 _ENDS_TRACEBACK = re.compile(r"[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Failure|Timeout|Empty)\b")
 _CONTINUED = re.compile(r"\s+\S")
 _MOST_CONTINUED = 3
 _IGNORED_COMMAND = re.compile(r"^(?:\S*/)?(?:rm|rmdir|ln|ls|chmod|chown|mkdir|ulimit|module|source|cd): ")
-"""A command of a job script, after whose failure the script goes on."""
+"""A failed command of a job script; the script continues after it."""
 _WRAPPER = re.compile(r"\b(?:raised|following (?:error|exception)\b.*|\w*Error: \S.*):\s*$")
-"""An exception that only introduces the next line's."""
+"""An exception line that only introduces the exception on the next line."""
 _PASSING = re.compile(
     r"\b(?:WARNING|WARN|(?:User|Future|Deprecation|Runtime)Warning|INFO|DEBUG|NOTICE)\b|(?:^|\[)[WI](?:\d{3,4})? |"
     r"warnings?\.warn|\bwarning:",
@@ -95,15 +95,15 @@ _OTHER_FRAME = re.compile(
     r"(?:^|[\s│|])(?:File )?(?P<path>[\w~.<>/\\-]+\.py)(?::(?P<line>\d+))?,?\s+in\s+"
     r"<?(?:\w+\.)*(?P<function>\w+)(?:>|\(|\s*│|\s*$)"
 )
-"""A frame as IPython and rich print it."""
+"""A traceback frame as IPython and rich print it."""
 _QUOTED_SOURCE = re.compile(r"^(?:-+> ?|\s+|\s*[│|]\s+(?:[❱>]\s*)?)\d+(?:\s{2}|\s+[│|]|$)")
-"""A line of source code behind its number, as IPython and rich quote it."""
+"""A line of source code after its line number, as IPython and rich quote it."""
 _NATIVE_FRAME = re.compile(r"^\s*(?:\[\w+\]:\s*)?(?:frame )?#\d+:? ")
 _RAISED = re.compile(
     r"^(?:\[\w+\]:)?[\s\d│|❱>-]*(?:raise (?:\w+\.)*(?P<kind>\w+)|"
     r"assert\b.*(?:,|%|\.(?:shape|size|dtype|ndim)\b|\b(?:args|cfg|config|hparams|options|settings)\b))"
 )
-"""Code that raises an error, or that asserts with a message or something of a setting, a division or a shape."""
+"""Source code that raises an error, or an assertion with a message or about a setting, a division or a shape."""
 _TABLE_RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: \d+\)")
 _NODES = (re.compile(r"(?:^|\s)([\w.-]+) kernel:"), re.compile(r"srun: error: ([\w.-]+): tasks?\b"))
 _MONTHS = {
@@ -119,20 +119,21 @@ _SYSLOG = re.compile(r"\b([A-Z][a-z]{2}) +(\d{1,2}) (\d\d):(\d\d):(\d\d)\b")
 
 @dataclass(frozen=True)
 class LogFinding:
-    """A line that tells of a failure.
+    """A log line about a failure.
 
     Attributes:
         file: name of the log.
-        line: number of the line, from 1.
-        text: of the line.
-        signature: what it matches.
-        strength: of the signature, less where the line says that it is of no consequence.
-        rank: that the line, or its log, is of.
-        node: that the line is of.
-        named: the culprit that the message itself names.
-        time_s: seconds since the year began, by the nearest time in the log before it; None where there is none.
-        progress_after: the log shows training going on long after it.
-        probability: of the cause, where it was judged by its wording.
+        line: line number, from 1.
+        text: text of the line.
+        signature: matching signature.
+        strength: strength of the signature, reduced if the line or its context shows that the failure is harmless.
+        rank: rank that wrote the line or the log; None if unknown.
+        node: node that the line names; empty if none.
+        named: culprit that the message itself names; empty if none.
+        time_s: seconds since the start of the year, by the timestamp of the line or the nearest one before it; None if
+            there is none.
+        progress_after: whether the log shows training progress long after the line.
+        probability: probability of the cause if the line was classified by its wording, else None.
     """
 
     file: str
@@ -150,13 +151,13 @@ class LogFinding:
 
 @dataclass
 class LineKind:
-    """Lines that differ in their digits only.
+    """Lines that differ only in their digits.
 
     Attributes:
-        text: the first of them.
-        line: its number.
-        count: how many there are.
-        last: number of the last.
+        text: text of the first line.
+        line: number of the first line.
+        count: number of lines.
+        last: number of the last line.
     """
 
     text: str
@@ -167,17 +168,17 @@ class LineKind:
 
 @dataclass
 class Survey:
-    """What was read of one log.
+    """Result of scanning one log.
 
     Attributes:
-        file: its name.
-        rank: whose it is; None where it is not known, or of many.
-        lines: how many.
-        num_bytes: their size.
-        kinds: the kinds of line by their text without digits.
-        findings: lines that tell of failures, in order.
-        last_progress: number of the last line that shows training going on; 0 for none.
-        notes: what was wrong with the file.
+        file: name of the log.
+        rank: rank that wrote the log; None if unknown, or if several ranks wrote it.
+        lines: number of lines.
+        num_bytes: size in bytes.
+        kinds: kinds of lines by their text without digits.
+        findings: lines about failures, in order.
+        last_progress: number of the last line that shows training progress; 0 if none.
+        notes: problems with the file.
     """
 
     file: str
@@ -190,7 +191,7 @@ class Survey:
     notes: list[str] = field(default_factory=list)
 
     def templates(self) -> Counter[str]:
-        """The log's templates, each with the number of its lines."""
+        """Returns the templates of the log, each with its number of lines."""
         found: Counter[str] = Counter()
         for kind in self.kinds.values():
             found[template(kind.text)] += kind.count
@@ -198,24 +199,24 @@ class Survey:
 
 
 def survey_log(file: str, blocks: Iterable[bytes], rank: int | None = None, known: Knowledge | None = None) -> Survey:
-    """Reads a log.
+    """Scans a log for findings.
 
     Args:
-        file: its name, for the findings.
-        blocks: its content in pieces of any size.
-        rank: whose log it is.
-        known: signatures and model; None takes those that come with megads.
+        file: name of the log in the findings.
+        blocks: content of the log in pieces of any size.
+        rank: rank that wrote the log; None if unknown.
+        known: signatures and model; None uses the bundled ones.
     """
     return _Surveyor(Survey(file, rank), known or knowledge()).read(blocks)
 
 
 class _Surveyor:
-    """Reads one log, block by block."""
+    """Scans one log, block by block."""
 
     def __init__(self, survey: Survey, known: Knowledge):
         self._survey = survey
         self._model = known.model
-        self._telling: dict[bytes, Counter[str]] = {}
+        self._matching: dict[bytes, Counter[str]] = {}
         self._progressing: set[bytes] = set()
         self._table = known.table
         self._before: list[bytes] = []
@@ -245,32 +246,32 @@ class _Surveyor:
                 kind.last = start + last[key] + 1
         for key in self._progressing & last.keys():
             survey.last_progress = max(survey.last_progress, start + last[key] + 1)
-        telling = self._telling.keys() & first.keys()
-        if telling:
-            for index in [index for index, key in enumerate(keys) if key in telling]:
+        matching = self._matching.keys() & first.keys()
+        if matching:
+            for index in [index for index, key in enumerate(keys) if key in matching]:
                 self._note(lines, index, keys[index])
         survey.lines += len(lines)
         self._before = (self._before + lines if len(lines) < _TIME_REACH else lines)[-_TIME_REACH:]
 
     def _new_kind(self, key: bytes, lines: list[bytes], index: int) -> LineKind | None:
-        """Looks at a kind of line for the first time; None where it is not kept."""
+        """Examines the first line of a kind; returns None if the kind is ignored."""
         survey, raw = self._survey, lines[index]
         crowded = len(survey.kinds) >= _MOST_KINDS
         if crowded and not _is_suspicious(raw):
             return None
         text = line_text(raw)
         if text and self._table.match(_SPECULATION.split(text, 1)[0] or text) is not None:
-            self._telling[key] = Counter()
+            self._matching[key] = Counter()
         elif _PROGRESS.search(text):
             self._progressing.add(key)
         kind = LineKind(text[:_LONGEST_LINE], survey.lines + index + 1)
-        if not crowded or key in self._telling:
+        if not crowded or key in self._matching:
             survey.kinds[key] = kind
         return kind
 
     def _note(self, lines: list[bytes], index: int, key: bytes) -> None:
-        """Records a line that tells of a failure."""
-        seen, text = self._telling[key], line_text(lines[index])
+        """Adds a finding if a line of a matching kind is about a failure."""
+        seen, text = self._matching[key], line_text(lines[index])
         seen[text] += 1
         if seen[text] > 1 or len(seen) > _MOST_LINES_A_KIND:
             return
@@ -306,20 +307,20 @@ class _Surveyor:
         )
 
     def _near(self, lines: list[bytes], index: int) -> list[bytes]:
-        """Returns the lines before one, as far as they matter, the nearest last."""
+        """Returns up to _TIME_REACH lines before a line, the nearest last."""
         if index >= _TIME_REACH:
             return lines[index - _TIME_REACH : index]
         return (self._before + lines[:index])[-_TIME_REACH:]
 
     def _frames(self, text: str, near: list[bytes]) -> str:
-        """Returns the frames of the traceback that an error ends, a line each.
+        """Returns the frames of the traceback before an error line, one per line.
 
-        The first line is "raised" where the program itself raises that error, or asserts with a message: that is a
-        check which somebody wrote, and not something that Python came upon.
+        The first line is "raised" if the program itself raises the error or asserts with a message: an explicit check,
+        in contrast to an error that Python raises.
 
         Args:
-            text: the error.
-            near: the lines before it, the nearest last.
+            text: error line.
+            near: lines before it, the nearest last.
         """
         found: list[str] = []
         raised = False
@@ -338,13 +339,17 @@ class _Surveyor:
 
 
 def by_wording(model: MessageModel, general: Signature, text: str, frames: str = "") -> tuple[Signature, float | None]:
-    """Returns what the wording of a line says where only a general signature finds it, or that signature.
+    """Refines a fallback signature by the wording of its line.
 
     Args:
-        model: judges the wording.
-        general: the signature.
+        model: classifies the line.
+        general: fallback signature that matches the line.
         text: the line.
-        frames: of the traceback that it ends, a line each.
+        frames: frames of the traceback before the line, one per line.
+
+    Returns:
+        A signature with the model's cause and its probability if the model agrees or is sure enough; else the fallback
+        signature and None.
     """
     verdict = model.judge(text, frames)
     if verdict is None or (verdict.cause != general.cause and verdict.probability < general.overruled_at):
@@ -355,11 +360,11 @@ def by_wording(model: MessageModel, general: Signature, text: str, frames: str =
 
 
 def worded_findings(survey: Survey, model: MessageModel) -> list[LogFinding]:
-    """Returns the lines that sound like a failure of which no signature tells, by their wording; for a log without any.
+    """Returns findings by wording, for lines that match no signature.
 
     Args:
-        survey: of the log.
-        model: judges the wording.
+        survey: survey of the log.
+        model: classifies the lines.
     """
     found = []
     kinds = sorted(survey.kinds.values(), key=lambda kind: kind.last)
@@ -393,7 +398,7 @@ def worded_findings(survey: Survey, model: MessageModel) -> list[LogFinding]:
 
 
 def _whole_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yields blocks that end where a line does, without that last line break."""
+    """Yields blocks of whole lines, without the last line break of each block."""
     rest = b""
     for block in blocks:
         head, found, tail = block.rpartition(b"\n")
@@ -412,7 +417,7 @@ def _is_suspicious(raw: bytes) -> bool:
 
 
 def _suspicious_lines(block: bytes, lines: list[bytes]) -> set[int]:
-    """Returns which lines of a block are suspicious; searching the block is ten times as fast as every line."""
+    """Returns the indices of suspicious lines; searching the whole block is ten times faster than line by line."""
     ends = list(accumulate(len(line) + 1 for line in lines))
     lowered, found = block.lower(), set()
     for word in _SUSPICIOUS:
@@ -425,7 +430,7 @@ def _suspicious_lines(block: bytes, lines: list[bytes]) -> set[int]:
 
 
 def line_text(raw: bytes) -> str:
-    """A line as text; of a very long one the piece of a progress bar that tells of a failure, or both ends."""
+    """Decodes a line; a very long one is reduced to its suspicious progress bar segment, or to both of its ends."""
     raw = raw.rstrip(b"\r\n")
     if len(raw) > _LONGEST_LINE:
         pieces = [piece for piece in raw.split(b"\r") if _is_suspicious(piece)] or [raw[:1000] + b" ... " + raw[-1000:]]
@@ -434,7 +439,7 @@ def line_text(raw: bytes) -> str:
 
 
 def _strength(signature: Signature, text: str, before: list[str]) -> Strength:
-    """The signature's strength, less where the line says that nothing came of it."""
+    """Returns the signature's strength, reduced if the line or its context shows that the failure is harmless."""
     strength = int(signature.strength)
     if signature.within_error and not _EXCEPTION.search(text):
         strength -= 2
@@ -447,7 +452,7 @@ def _strength(signature: Signature, text: str, before: list[str]) -> Strength:
 
 
 def _continuation(lines: list[bytes], index: int) -> str:
-    """Returns the lines in which a message of several lines goes on, further in than its first."""
+    """Returns the continuation of a multi-line message: the following lines that are indented."""
     found = []
     first = _unprefixed(line_text(lines[index]))
     for raw in lines[index + 1 : index + 1 + _MOST_CONTINUED]:
@@ -459,12 +464,12 @@ def _continuation(lines: list[bytes], index: int) -> str:
 
 
 def _unprefixed(text: str) -> str:
-    """A line without the rank that torchrun puts before it."""
+    """Removes the rank prefix that torchrun adds to a line."""
     return re.sub(r"^(?:\[\w+\]:)+ ?", "", text)
 
 
 def _frame_of(raw: bytes) -> str | None:
-    """Returns a frame of a traceback in the form of Python's own, None for a line that is none."""
+    """Returns a traceback frame in Python's own format; None if the line is not a frame."""
     if b'File "' in raw:
         return line_text(raw)
     if b".py" in raw and (found := _OTHER_FRAME.search(line_text(raw))) is not None:
@@ -473,9 +478,9 @@ def _frame_of(raw: bytes) -> str | None:
 
 
 def _is_source_line(text: str, before: list[str]) -> bool:
-    """Whether a line is no message but part of a traceback.
+    """Whether a line is part of a traceback, not a message.
 
-    Source code stands further in than the line of its file, or behind its number; frames of C++ are numbered.
+    Source code is indented more than the line that names its file, or follows its line number; C++ frames are numbered.
     """
     if _QUOTED_SOURCE.match(text) or _NATIVE_FRAME.match(text):
         return True
@@ -484,7 +489,7 @@ def _is_source_line(text: str, before: list[str]) -> bool:
 
 
 def _rank_of(text: str, before: list[str]) -> int | None:
-    """Returns the rank that a line is of: by its own words, or by torchrun's table of failures."""
+    """Returns the rank that a line is about: from the line itself, or from torchrun's table of failures."""
     if re.match(r"\s*(?:exitcode|error_file|traceback|time)\s*:", text):
         for line in reversed(before):
             if found := _TABLE_RANK.match(line):
@@ -496,7 +501,7 @@ def _rank_of(text: str, before: list[str]) -> int | None:
 
 
 def time_of(text: str) -> float | None:
-    """Returns the time that a line carries in seconds since its year began, None for none; months have 31 days."""
+    """Returns the timestamp of a line in seconds since the start of the year, months taken as 31 days; None if none."""
     if found := _ISO.search(text):
         month, day, *clock = (int(part) for part in found.groups()[1:6])
         fraction = found[7]

@@ -1,7 +1,7 @@
-"""Reads torch's flight recorder across ranks: which rank did not enter which collective, or entered another one.
+"""Compares PyTorch flight recorder dumps across ranks: which rank did not enter a collective, or entered another one.
 
-A dump lists the collectives that a rank enqueued, per process group and with a sequence number, and those which it
-completed (torch/csrc/distributed/c10d/FlightRecorder.hpp). NCCL's and gloo's have one format.
+A dump lists the collectives that a rank enqueued, per process group and with a sequence number, and which of them it
+completed (torch/csrc/distributed/c10d/FlightRecorder.hpp). NCCL and gloo dumps have the same format.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _LIBRARY_FRAMES = ("torch/distributed/", "torch/utils/", "torch/nn/", "torch/aut
 
 @dataclass(frozen=True)
 class Operation:
-    """One collective or message that a rank enqueued.
+    """One collective or p2p operation that a rank enqueued.
 
     Attributes:
-        group: name of its process group, the same on all ranks.
-        description: of the group.
-        sequence: number in its group; of collectives only.
-        name: of the operation, as in nccl:all_reduce.
-        input_sizes: of its tensors.
-        dtypes: of its tensors.
-        completed: the rank knows that it is over.
-        p2p: it is a message between two ranks.
-        frames: where it was called, the innermost first, as "file:line function".
-        record: its place among what the rank recorded.
+        group: name of the process group, the same on all ranks.
+        description: description of the process group.
+        sequence: sequence number in the process group; meaningful for collectives only.
+        name: operation name, for example nccl:all_reduce.
+        input_sizes: shapes of the input tensors.
+        dtypes: dtypes of the input tensors.
+        completed: whether the rank recorded its completion.
+        p2p: whether it is a point-to-point operation.
+        frames: call stack, innermost frame first, as "file:line function".
+        record: index among all operations that the rank recorded.
     """
 
     group: str
@@ -50,20 +50,20 @@ class Operation:
 
     @property
     def title(self) -> str:
-        """What it is, for people."""
+        """Readable name: operation, sequence number and process group."""
         group = self.description if self.description and self.description != "undefined" else self.group
         return f"{self.name} number {self.sequence} of group {group}"
 
 
 @dataclass(frozen=True)
 class FlightTrace:
-    """The flight recorder's dump of one rank.
+    """Flight recorder dump of one rank.
 
     Attributes:
-        rank: whose.
-        operations: what it recorded, in order.
-        groups: ranks of its process groups by their names; without those that it does not know.
-        enqueued: number of the last collective that it enqueued in each group, where it says so.
+        rank: rank that wrote the dump.
+        operations: recorded operations, in order.
+        groups: ranks of each process group by group name; groups whose ranks the dump does not list are absent.
+        enqueued: sequence number of the last enqueued collective by group name, where the dump has it.
     """
 
     rank: int
@@ -73,22 +73,22 @@ class FlightTrace:
 
     @property
     def waiting(self) -> list[Operation]:
-        """Collectives and messages that it enqueued and that are not over."""
+        """Enqueued collectives and p2p operations that are not completed."""
         return [operation for operation in self.operations if not operation.completed]
 
 
 @dataclass(frozen=True)
 class FlightVerdict:
-    """Which rank is behind, of those that wait for each other.
+    """Ranks that caused a hang, by the dumps of all ranks.
 
     Attributes:
-        missing: ranks that did not enter a collective that others wait in, and that wait for nobody themselves.
-        mismatched: ranks that entered another collective than the others under the same number.
-        stalled: ranks that entered a collective and whose device did not complete it although their peers' did.
+        missing: ranks that did not enter a collective in which others wait, and that wait for no other rank.
+        mismatched: ranks that entered a different collective than the others under the same sequence number.
+        stalled: ranks that entered a collective and did not complete it although a peer did.
         silent: ranks of the job without a dump.
-        operation: the first collective that was not entered, or not alike.
-        waiting: ranks that wait in it.
-        stacks: last known stack of each culprit, the innermost first.
+        operation: first collective that the missing ranks did not enter, or in which ranks mismatch.
+        waiting: ranks that wait in `operation`.
+        stacks: last known stack of each culprit, innermost frame first.
     """
 
     missing: tuple[int, ...] = ()
@@ -101,11 +101,11 @@ class FlightVerdict:
 
     @property
     def culprits(self) -> tuple[int, ...]:
-        """The ranks to look at."""
+        """Ranks to examine first."""
         return self.mismatched or self.missing or self.silent or self.stalled
 
     def sentences(self) -> list[str]:
-        """What was found, for people."""
+        """Returns the findings as readable sentences."""
         said = []
         title = self.operation.title if self.operation is not None else "a collective"
         if self.mismatched:
@@ -125,14 +125,14 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def parse_trace(rank: int, dump: Mapping[str, Any]) -> FlightTrace:
-    """Reads a dump.
+    """Parses a flight recorder dump.
 
     Args:
-        rank: whose.
-        dump: what torch wrote, unpickled or from JSON.
+        rank: rank that wrote the dump.
+        dump: content of the dump, from pickle or JSON.
 
     Raises:
-        ValueError: it is no flight recorder's dump.
+        ValueError: `dump` is not a flight recorder dump.
     """
     entries, config = dump.get("entries"), dump.get("pg_config") or {}
     if not isinstance(entries, Sequence) or not isinstance(config, Mapping):
@@ -175,13 +175,13 @@ def _rank_list(text: Any) -> tuple[int, ...]:
 
 
 def judge_traces(traces: Sequence[FlightTrace]) -> FlightVerdict:
-    """Decides which rank is behind.
+    """Finds the ranks that caused a hang.
 
-    A rank that did not enter a collective which others wait in may itself wait for a third one: to blame are those at
-    the end of such a chain.
+    A rank that did not enter a collective in which others wait may itself wait for a third rank: the culprits are the
+    ranks at the end of such a chain.
 
     Args:
-        traces: of as many ranks as there are dumps of.
+        traces: dumps of all ranks that have one.
     """
     by_rank = {trace.rank: trace for trace in traces}
     members = _members(by_rank)
@@ -191,7 +191,7 @@ def judge_traces(traces: Sequence[FlightTrace]) -> FlightVerdict:
         operation, ranks = mismatch
         others = tuple(rank for rank in members.get(operation.group, ()) if rank not in ranks)
         return FlightVerdict((), ranks, stalled, silent, operation, others, _stacks(ranks, by_rank))
-    waits = _waits(by_rank, members) or _message_waits(by_rank, members)
+    waits = _collective_waits(by_rank, members) or _p2p_waits(by_rank, members)
     blamed = {rank for targets in waits.values() for rank in targets}
     roots = tuple(sorted(blamed - waits.keys())) or tuple(sorted(blamed & waits.keys()))
     first = min(
@@ -207,23 +207,23 @@ def judge_traces(traces: Sequence[FlightTrace]) -> FlightVerdict:
 
 
 def _members(by_rank: Mapping[int, FlightTrace]) -> dict[str, tuple[int, ...]]:
-    """Returns the ranks of every group; where no dump says, all ranks that have it, and of the default group all."""
+    """Returns the ranks of every group; if no dump lists them, the ranks that used it, or all for the default group."""
     found: dict[str, tuple[int, ...]] = {}
     for trace in by_rank.values():
         found |= trace.groups
     seen = {operation.group: operation.description for trace in by_rank.values() for operation in trace.operations}
     for group in seen.keys() - found.keys():
         users = {rank for rank, trace in by_rank.items() if group in trace.enqueued}
-        # gloo names no ranks. A group that only one rank does not know is one that it did not enter.
+        # gloo dumps do not list ranks. If only one rank lacks a group, it is a member that has not used the group.
         everybody = seen[group] == _DEFAULT_GROUP or len(users) >= max(2, len(by_rank) - 1)
         found[group] = tuple(sorted(by_rank if everybody else users))
     return found
 
 
-def _waits(
+def _collective_waits(
     by_rank: Mapping[int, FlightTrace], members: Mapping[str, Collection[int]]
 ) -> dict[int, dict[int, Operation]]:
-    """Returns for every rank those which it waits for, each with the first collective that they did not enter."""
+    """Maps each rank to the peers that it waits for, each with the first collective that the peer did not enter."""
     found: dict[int, dict[int, Operation]] = {}
     for rank, trace in by_rank.items():
         for operation in trace.waiting:
@@ -236,10 +236,10 @@ def _waits(
     return found
 
 
-def _message_waits(
+def _p2p_waits(
     by_rank: Mapping[int, FlightTrace], members: Mapping[str, Sequence[int]]
 ) -> dict[int, dict[int, Operation]]:
-    """Returns for every rank the peers that did not post the message which it waits for."""
+    """Maps each rank to the peers that did not post the other half of a p2p operation in which it waits."""
     posted: dict[tuple[str, int, int], int] = {}
     waiting: list[tuple[int, int, str, Operation]] = []
     for rank, trace in by_rank.items():
@@ -259,7 +259,7 @@ def _message_waits(
 
 
 def _is_stalled(trace: FlightTrace, by_rank: Mapping[int, FlightTrace], members: Mapping[str, Collection[int]]) -> bool:
-    """Whether the first collective that a rank waits in is over for all of its peers."""
+    """Whether a peer has completed the first collective that a rank waits in."""
     first = next((operation for operation in trace.waiting if not operation.p2p), None)
     if first is None or first.name.startswith("gloo"):  # gloo's dumps do not say what is completed
         return False
@@ -272,7 +272,7 @@ def _is_stalled(trace: FlightTrace, by_rank: Mapping[int, FlightTrace], members:
 
 
 def _mismatch(by_rank: Mapping[int, FlightTrace]) -> tuple[Operation, tuple[int, ...]] | None:
-    """Returns the first collective that ranks did not enter alike, with the ranks that are in the minority."""
+    """Returns the first collective that differs between ranks, with the ranks in the minority; all ranks in a tie."""
     entered: dict[tuple[str, int], dict[int, Operation]] = {}
     for rank, trace in by_rank.items():
         for operation in trace.operations:
@@ -290,13 +290,13 @@ def _mismatch(by_rank: Mapping[int, FlightTrace]) -> tuple[Operation, tuple[int,
 
 
 def _kind(operation: Operation) -> tuple[object, ...]:
-    """What must be the same on all ranks."""
+    """Returns the properties of a collective that must be equal on all ranks."""
     name = operation.name.rpartition(":")[2]
     return (name, operation.input_sizes, operation.dtypes) if name in _EQUAL_SIZES else (name,)
 
 
 def _stacks(ranks: Sequence[int], by_rank: Mapping[int, FlightTrace]) -> dict[int, tuple[str, ...]]:
-    """Returns the last known stack of each rank, without torch's own frames where others are there."""
+    """Returns the last recorded stack of each rank, without torch's own frames unless it has no others."""
     found = {}
     for rank in ranks:
         frames = next((one.frames for one in reversed(by_rank[rank].operations) if one.frames), ())

@@ -1,7 +1,7 @@
-"""Judges a line by its wording where no signature decides: naive Bayes over word stems of messages with a known cause.
+"""Classifies log lines that no signature decides: naive Bayes over the word stems of messages with a known cause.
 
-The model is trained when it is first needed, in milliseconds, on known_messages.yaml and on the words of the
-signatures' patterns and examples, so that it also knows what the signatures know, in another wording.
+The model is trained on first use, in milliseconds, on known_messages.yaml and on the words in the patterns and examples
+of the signatures. It therefore also recognizes messages that word a signature differently.
 
 References:
     Manning, Raghavan, Schuetze, Introduction to Information Retrieval (2008), 13.2: multinomial naive Bayes.
@@ -47,12 +47,12 @@ _STOP = frozenset(
 
 @dataclass(frozen=True)
 class KnownMessage:
-    """A message whose cause is known.
+    """A message with a known cause.
 
     Attributes:
         text: the message.
-        cause: what it says; None of what a healthy run says.
-        restartable: a restart is enough.
+        cause: cause that the message indicates; None for a message of a healthy run.
+        restartable: whether a restart is enough.
     """
 
     text: str
@@ -62,12 +62,12 @@ class KnownMessage:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the wording of a line says.
+    """Classification of a line.
 
     Attributes:
-        cause: the likeliest.
+        cause: most likely cause.
         restartable: whether a restart is likely to be enough.
-        probability: of the cause, calibrated by cross-validation.
+        probability: probability of the cause, calibrated by cross-validation.
     """
 
     cause: Cause
@@ -76,11 +76,12 @@ class Verdict:
 
 
 def stems(text: str, frames: str = "") -> dict[str, float]:
-    """Returns the weights of the word stems of a line, names in it split at capitals and underscores.
+    """Returns the word stems of a line with their weights; identifiers are split at capitals and underscores.
 
     Args:
-        text: the line; numbers, times and paths in it do not count.
-        frames: of the traceback that it ends, a line each; the names of the innermost files and functions count less.
+        text: the line; numbers, times and paths in it are ignored.
+        frames: frames of the traceback before the line, one per line; the names of the innermost files and functions
+            have a lower weight.
     """
     found = dict.fromkeys(_stems_of(template(text)), 1.0)
     for path, function in _FRAME.findall(frames)[-_FRAMES_READ:]:
@@ -103,10 +104,10 @@ def _stem(word: str) -> str:
 
 
 class MessageModel:
-    """Naive Bayes: every stem of a line speaks for the causes in whose messages it is frequent.
+    """Multinomial naive Bayes classifier of log lines over word stems.
 
     Args:
-        messages: to learn from.
+        messages: training set.
     """
 
     def __init__(self, messages: Sequence[KnownMessage]):
@@ -127,17 +128,18 @@ class MessageModel:
         self._unseen = math.log(_SMOOTHING)
 
     def rarity(self, stem: str) -> float:
-        """Returns how much a stem tells: the logarithm of the share of messages that have it, inverted."""
+        """Returns the inverse document frequency of a stem, log(1 + messages / (1 + occurrences))."""
         return math.log(1 + self._num_messages / (1 + self._frequency[stem]))
 
     def judge(self, text: str, frames: str = "") -> Verdict | None:
-        """Returns what a line says by its wording.
-
-        None where it has no word that a known message has, or is most like what a healthy run says.
+        """Classifies a line.
 
         Args:
             text: the line.
-            frames: of the traceback that it ends, a line each.
+            frames: frames of the traceback before the line, one per line.
+
+        Returns:
+            None if the line shares no word with a known message, or most resembles messages of healthy runs.
         """
         known = {stem: weight for stem, weight in stems(text, frames).items() if stem in self._vocabulary}
         if not known:
@@ -172,7 +174,7 @@ def known_messages() -> list[KnownMessage]:
 
 
 def signature_messages(signatures: Iterable[Signature]) -> list[KnownMessage]:
-    """Returns the examples of signatures, and their patterns without what is not text."""
+    """Returns the examples of signatures, and their patterns without regular expression syntax."""
     found: list[KnownMessage] = []
     for signature in signatures:
         default = FACTS[signature.cause].restartable
@@ -185,17 +187,17 @@ def signature_messages(signatures: Iterable[Signature]) -> list[KnownMessage]:
 
 @functools.cache
 def message_model() -> MessageModel:
-    """Returns the model that comes with megads."""
+    """Returns the bundled model."""
     return MessageModel([*known_messages(), *signature_messages(signature_table().signatures)])
 
 
 @dataclass(frozen=True)
 class Knowledge:
-    """What a diagnosis knows.
+    """Signatures and message model that a diagnosis uses.
 
     Attributes:
         table: signatures.
-        model: for lines that no signature decides.
+        model: classifier of lines that no signature decides.
     """
 
     table: SignatureTable
@@ -203,5 +205,5 @@ class Knowledge:
 
 
 def knowledge() -> Knowledge:
-    """Returns what comes with megads."""
+    """Returns the bundled signatures and model."""
     return Knowledge(signature_table(), message_model())

@@ -1,4 +1,4 @@
-"""What a run of megads recorded of its end: its exit codes and messages say more than any line of a log."""
+"""Findings from the events that a megads run recorded: its exit codes and messages are more specific than log lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megads.runtime.files import open_regular
 from megads.runtime.run_dir import EVENTS_FILE
 
 START_HEADER = b"--- rank "
-"""A rank begins each of its starts with this line in its log."""
+"""Start of the line that a rank writes to its log at each of its starts."""
 _TAIL_BYTES = 128 << 10
 _MOST_LOGS = 32
 _SIGNAL = re.compile(r"was killed by (SIG\w+)")
@@ -32,18 +32,18 @@ _OF_CODE = {
 
 
 def diagnose_failure(event: Mapping[str, Any], logs: Sequence[Path]) -> Diagnosis:
-    """Diagnoses a failure when it happens, by its event and the ends of the ranks' logs, in a fraction of a second.
+    """Diagnoses a failure when it happens, from its event and the ends of the rank logs, in a fraction of a second.
 
     Args:
-        event: `failure`, as it goes into events.jsonl.
-        logs: of the ranks, that of the one to blame first; only the first 32 are read.
+        event: `failure` event, as written to events.jsonl.
+        logs: rank logs, that of the culprit first; only the first 32 are read.
     """
     recorded = Survey(EVENTS_FILE, lines=1, findings=recorded_findings(0, event))
     return decide([recorded, *(_survey_tail(path) for path in logs[:_MOST_LOGS] if path.is_file())])
 
 
 def _survey_tail(path: Path) -> Survey:
-    """Reads the end of the log of one rank, from its last start on; line numbers count from there."""
+    """Scans the end of a rank log, from the rank's last start at the earliest; line numbers count from there."""
     with open_regular(path) as file:
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
         tail = file.read(_TAIL_BYTES)
@@ -53,11 +53,11 @@ def _survey_tail(path: Path) -> Survey:
 
 
 def recorded_findings(line: int, event: Mapping[str, Any]) -> list[LogFinding]:
-    """Translates what the launcher recorded of a failure.
+    """Converts a failure that the launcher recorded to findings.
 
     Args:
-        line: of the event in events.jsonl.
-        event: `failure` or `killed`.
+        line: line number of the event in events.jsonl.
+        event: `failure` or `killed` event.
     """
     code, rank = event.get("exit_code"), event.get("rank")
     message = str(event.get("message") or event.get("cause") or "")
@@ -70,14 +70,14 @@ def recorded_findings(line: int, event: Mapping[str, Any]) -> list[LogFinding]:
     ]
     kills = event.get("oom_kills")
     if isinstance(kills, int) and kills > 0:
-        said = f"the memory cgroup counted {kills} kills for want of memory (oom_kill) during this start"
+        said = f"the memory cgroup counted {kills} out-of-memory kills (oom_kill) during this start"
         oom = Signature(Cause.host_oom_kill, Strength.root, (), said)
         found.insert(0, LogFinding(EVENTS_FILE, line, said, oom, oom.strength, rank if isinstance(rank, int) else None))
     return found
 
 
 def _signature(code: int, interrupted: bool, message: str) -> Signature | None:
-    """Returns what an exit code and its message say; None where the logs have to tell."""
+    """Returns the signature of an exit code and its message; None if only the logs can determine the cause."""
     if interrupted:
         return Signature(Cause.preempted_or_time_limit, Strength.root, (), message, restartable=True)
     if killed := _SIGNAL.search(message):

@@ -1,7 +1,7 @@
-"""A signature: the message of one kind of failure, what it says of the cause, and how surely.
+"""Failure signatures: regular expressions for messages, each with a cause and a strength.
 
-The tables are machine_, software_ and traceback_signatures.yaml beside this file: data, so that a site can read and
-extend them.
+The tables are machine_, software_ and traceback_signatures.yaml beside this file, so that a site can read and extend
+them.
 """
 
 from __future__ import annotations
@@ -25,43 +25,43 @@ _SHORTEST_PART = 3
 
 
 class Strength(IntEnum):
-    """How surely a message is the root cause.
+    """How certainly a message is the root cause.
 
-    A message of higher strength wins wherever it stands; of equal ones the first in time does.
+    The strongest message is used wherever it is in the logs; among equally strong ones the first in time.
     """
 
     noise = 0
-    """Said in passing: a warning, or an attempt that is made again."""
+    """A warning, or an attempt that is retried."""
     teardown = 1
-    """Said while everything ends: signals sent to peers, the launcher's table of failures."""
+    """Written while the job ends: signals sent to peers, the launcher's table of failures."""
     cascade = 2
-    """Says that a peer is gone or late; the reason is elsewhere, if it was recorded."""
+    """Reports that a peer is lost or late; the reason is elsewhere, if it was recorded."""
     failure = 3
-    """Says that something failed here; it may follow from something more definite."""
+    """Reports a failure in this process, which may be the consequence of a more specific one."""
     root = 4
-    """Names the cause itself."""
+    """Names the root cause itself."""
     fact = 5
-    """The hardware, or the kernel for it, reports a fault; what programs said before or after follows from it."""
+    """A hardware fault reported by the device or the kernel; messages of programs are consequences of it."""
 
 
 @dataclass(frozen=True)
 class Signature:
-    """The message of one kind of failure.
+    """Message of one kind of failure.
 
     Attributes:
-        cause: what it says.
-        strength: how surely.
-        patterns: regular expressions, any of which is searched for in a line without regard to case. The groups `rank`
-            and `node` name the culprit.
-        example: a line of that kind.
-        restartable: where it differs from the cause's own.
-        domain: where it differs from the cause's own.
-        advice: where there is better advice than the cause's own.
-        within_error: counts in full only in a line that says that it is an error.
-        fallback: counts only where no other signature finds anything in the line, and gives way to the line's wording.
-        overruled_at: probability from which the wording of a line counts more than this one, where it is a fallback.
-        frames: counts only for an exception whose traceback has a frame ("File ..., in function") that this finds; and
-            then before those that look at the line alone.
+        cause: cause that the message indicates.
+        strength: how certainly it is the root cause.
+        patterns: regular expressions, any of which is searched for in a line, ignoring case. The groups `rank` and
+            `node` name the culprit.
+        example: example line.
+        restartable: overrides the default of the cause; None keeps it.
+        domain: overrides the default of the cause; None keeps it.
+        advice: overrides the default of the cause; empty keeps it.
+        within_error: reduce the strength in lines that are not marked as errors.
+        fallback: used only if no other signature matches the line; the wording of the line may overrule it.
+        overruled_at: probability from which the wording of a line overrules a fallback.
+        frames: regular expression for a traceback frame ("File ..., in function"). The signature matches only an
+            exception with such a frame, and then takes precedence over signatures of the line alone.
     """
 
     cause: Cause
@@ -79,11 +79,11 @@ class Signature:
 
 @dataclass(frozen=True)
 class SignatureMatch:
-    """Where a signature was found in a line.
+    """Match of a signature in a line.
 
     Attributes:
-        signature: which.
-        found: the match.
+        signature: matching signature.
+        found: regular expression match.
     """
 
     signature: Signature
@@ -91,38 +91,38 @@ class SignatureMatch:
 
 
 class SignatureTable:
-    """Signatures in order: of two of equal strength in one line the first counts.
+    """Ordered signatures: of two equally strong ones that match a line, the first is used.
 
     Args:
-        signatures: the table.
+        signatures: signatures in order of precedence.
     """
 
     def __init__(self, signatures: tuple[Signature, ...]):
         self.signatures = signatures
         self._rows = [(pattern, signature) for signature in signatures for pattern in signature.patterns]
-        # Most lines are dismissed by their triples of characters: a pattern is tried where one is found that its
-        # matches must hold, the one that the fewest patterns share.
+        # A trigram index rejects most lines: a pattern is tried only on lines that contain a trigram which all of its
+        # matches contain, namely the one that the fewest patterns share.
         required = [literal_parts(pattern) for pattern, _ in self._rows]
-        shared = Counter(triple for parts in required for part in parts for triple in _triples(part.lower()))
-        self._by_triple: dict[str, list[int]] = {}
+        shared = Counter(trigram for parts in required for part in parts for trigram in _trigrams(part.lower()))
+        self._by_trigram: dict[str, list[int]] = {}
         self._always: list[int] = []
         for row, parts in enumerate(required):
             for part in parts:
-                rarest = min(_triples(part.lower()), key=lambda triple: (shared[triple], triple))
-                self._by_triple.setdefault(rarest, []).append(row)
+                rarest = min(_trigrams(part.lower()), key=lambda trigram: (shared[trigram], trigram))
+                self._by_trigram.setdefault(rarest, []).append(row)
             if not parts:
                 self._always.append(row)
 
     def match(self, line: str, frames: str = "") -> SignatureMatch | None:
-        """Returns the strongest signature of a line, or None.
+        """Returns the strongest signature that matches a line, or None.
 
         Args:
             line: the line.
-            frames: of the traceback that it ends, a line each.
+            frames: frames of the traceback before the line, one per line.
         """
         rows = set(self._always)
-        for triple in self._by_triple.keys() & _triples(line.lower()):
-            rows.update(self._by_triple[triple])
+        for trigram in self._by_trigram.keys() & _trigrams(line.lower()):
+            rows.update(self._by_trigram[trigram])
         best: SignatureMatch | None = None
         for row in sorted(rows):
             pattern, signature = self._rows[row]
@@ -140,13 +140,13 @@ def _precedes(new: Signature, old: Signature) -> bool:
     if new.fallback or old.fallback:
         return old.fallback
     if bool(new.frames) != bool(old.frames):
-        # What failed inside of what says more than a general message, and less than one that names the cause.
+        # A frame is more specific than a general message, and less specific than a message that names the cause.
         closer = new.strength >= old.strength and new.cause != old.cause
         return closer if new.frames else new.strength > old.strength
     return new.strength > old.strength
 
 
-def _triples(text: str) -> set[str]:
+def _trigrams(text: str) -> set[str]:
     return {text[start : start + 3] for start in range(len(text) - 2)}
 
 
@@ -157,10 +157,10 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 @functools.cache
 def signature_table() -> SignatureTable:
-    """Returns the table that comes with megads."""
+    """Returns the bundled signatures."""
     rows: list[dict[str, Any]] = []
     for name in _FILES:
-        # Ten times as fast as the loader in Python, where it was built.
+        # Ten times faster than the pure Python loader, where PyYAML was built with libyaml.
         loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
         rows += yaml.load(Path(__file__).with_name(name).read_bytes(), loader)
     return SignatureTable(tuple(_signature(row) for row in rows))
@@ -184,9 +184,9 @@ def _signature(row: dict[str, Any]) -> Signature:
 
 
 def literal_parts(pattern: str) -> list[str]:
-    """Returns texts of which every match of a pattern holds at least one; empty where that cannot be said.
+    """Returns literals of which every match of a pattern contains at least one; empty if there are none.
 
-    That is the longest literal text outside of groups, or one text for each alternative of a group in every match.
+    They are the longest literal outside groups, or one literal for each alternative of a mandatory group.
     """
     options: list[list[str]] = []
     run, position = "", 0
@@ -216,12 +216,12 @@ def literal_parts(pattern: str) -> list[str]:
             run = ""
     options.append([run])
     sure = [parts for parts in options if parts and min(map(len, parts)) >= _SHORTEST_PART]
-    # A single text dismisses more lines than several, and a longer one more than a shorter.
+    # A single literal rejects more lines than several, and a longer one more than a shorter one.
     return max(sure, key=lambda parts: (-len(parts), min(map(len, parts))), default=[])
 
 
 def _parts_of_group(group: str) -> list[str]:
-    """Returns one text for each alternative of a group, empty where one of them has none that is sure."""
+    """Returns the literals of all alternatives of a group; empty if one of the alternatives has none."""
     inside = re.match(r"\((?:\?:|\?P<\w+>)?([^?].*)\)$", group)
     if inside is None:
         return []
@@ -230,7 +230,7 @@ def _parts_of_group(group: str) -> list[str]:
 
 
 def _alternatives(pattern: str) -> list[str]:
-    """Splits a pattern at its outermost level."""
+    """Splits a pattern at the `|` outside groups."""
     parts, start, position = [], 0, 0
     while position < len(pattern):
         if pattern[position] in "([":
@@ -244,7 +244,7 @@ def _alternatives(pattern: str) -> list[str]:
 
 
 def _end_of_group(pattern: str, start: int) -> int:
-    """Returns the position after the group or class that opens at `start`."""
+    """Returns the position after the group or character class that opens at `start`."""
     depth, position, in_class = 0, start, False
     while position < len(pattern):
         character = pattern[position]
@@ -262,4 +262,4 @@ def _end_of_group(pattern: str, start: int) -> int:
         position += 1
         if depth == 0:
             return position
-    raise ValueError(f"the pattern {pattern!r} opens a group that it does not close")
+    raise ValueError(f"the pattern {pattern!r} has a group that is not closed")

@@ -1,4 +1,4 @@
-"""Log templates: a line with what varies in it left out, so that a million lines are a few hundred kinds of line."""
+"""Log templates: lines with their variable parts replaced, so that a million lines become a few hundred templates."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _LONGEST = 400
 
 
 def template(line: str) -> str:
-    """Returns the kind of a line: times, addresses, ids, paths, hexadecimal and other numbers are left out.
+    """Returns a line with times, addresses, ids, paths, hexadecimal and other numbers replaced by placeholders.
 
-    Exit codes, error numbers and Xids are numbers too: templates are for counting and for comparing incidents, not for
-    finding the cause.
+    Exit codes, error numbers and Xids are replaced too: templates serve to count lines and compare incidents, not to
+    find the cause.
     """
     text = line[:_LONGEST]
     for pattern, name in _VARYING:

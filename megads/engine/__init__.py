@@ -1,7 +1,7 @@
-"""Trains: joins the model's stages, the grid, the schedule and the optimizer; the only room that imports DeepSpeed.
+"""Training engines: model stages, grid, pipeline schedule and optimizer. The only package that imports DeepSpeed.
 
-`build_train_engine` makes the engine of a layout, which `interface` describes: ZeRO-0 and 1 with a pipeline
-(`pipeline_engine`), or ZeRO-2 and 3 (`zero_engine`). `autotune` measures what computes fastest on a GPU.
+`build_train_engine` builds the engine of a layout, whose API is in `interface`: ZeRO-0 and 1 with a pipeline
+(`pipeline_engine`), or ZeRO-2 and 3 (`zero_engine`). `autotune` selects the fastest kernels on a GPU.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def build_train_engine(spec: EngineSpec) -> TrainEngine:
     """Builds the engine of a layout, with its initial weights; collective over the world.
 
     Args:
-        spec: what it is built from.
+        spec: model, layout and device of the engine.
 
     Raises:
-        ConfigError: the model cannot be cut this way, or DeepSpeed is too old.
+        ConfigError: the model cannot be partitioned this way, or DeepSpeed is too old.
     """
-    # Here, as the launcher reads `deepspeed_options` and must not wait for torch and DeepSpeed.
+    # Imported here, as the launcher imports `deepspeed_options` and must not wait for torch and DeepSpeed.
     if spec.parallel.zero_stage in GRADIENT_STAGES:
         from megads.engine.zero_engine import ZeroTrainEngine
 

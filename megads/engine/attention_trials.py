@@ -1,10 +1,10 @@
-"""How attention is computed on a GPU: every kind that can do the run's work is tried on the run's own shapes.
+"""Autotuning of attention on a GPU: every implementation that supports the run is benchmarked on the run's shapes.
 
-What was found is kept in the user's cache, under all that it depends on; removing the file, or the folder
-`attention` of the cache, makes the next run try anew. For the error against fp64 (`megads.ops.autotune`) only some
-queries have a gradient, so that fp64 is needed for those alone; their keys are all there.
+Results are stored in the user's cache, keyed by everything they depend on; to measure again, remove the file, or the
+folder `attention` of the cache. For the error against fp64 (`megads.ops.autotune`) only some queries get a gradient, so
+that the fp64 reference is computed for those alone, with all keys.
 
-Shape suffixes: b = batch, s = query, t = key, n = heads, m = heads of keys and values, d = head dim, r = tried queries.
+Shape suffixes: b = batch, s = query, t = key, n = heads, m = heads of keys and values, d = head dim, r = test queries.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ from megads.ops.dropout import DropoutMask
 from megads.ops.softmax import masked_softmax
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Queries [b, n, s, d], keys and values [b, m, t, d] to [b, n, s, d], masks and biases included."""
+"""Maps queries [b, n, s, d], keys and values [b, m, t, d] to [b, n, s, d], with masks and biases applied."""
 MOST_TRIED = 1024
-"""Queries whose exact result is computed."""
+"""Maximum number of queries whose fp64 reference is computed."""
 MOST_SCORES = 2**25
-"""Elements of the scores of one group of heads in fp64, of which several are alive."""
+"""Maximum elements of one fp64 score tensor of a group of heads; several are alive at the same time."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One attention to compute, forward and backward.
+    """Inputs of one attention, forward and backward.
 
     Attributes:
         q_bnsd: queries, on the device and in the dtype of the run.
         k_bmtd: keys.
         v_bmtd: values.
         grad_bnsd: gradient of the output.
-        slopes_n: fp32 ALiBi slope of every head; None: no bias.
-        places_s: int64 place of every query among the keys; None: 0..s-1.
-        starts_bs: int64 first key that a query sees; None: 0.
-        mask: of the probabilities; None: nothing is dropped.
+        slopes_n: fp32 ALiBi slope of every head; None for no bias.
+        places_s: int64 position of every query among the keys; None for 0..s-1.
+        starts_bs: int64 first key that a query attends to; None for 0.
+        mask: dropout mask of the probabilities; None for no dropout.
     """
 
     q_bnsd: Tensor
@@ -73,10 +73,10 @@ class Problem:
 
 
 class AttentionTrial:
-    """Ways to compute attention on one problem, see `megads.ops.autotune.TuningTask`.
+    """Tuning task for attention on one problem, see `megads.ops.autotune.TuningTask`.
 
     Args:
-        problem: what all compute.
+        problem: the inputs of all candidates.
     """
 
     name = "model.attention"
@@ -87,13 +87,13 @@ class AttentionTrial:
         self.device = problem.q_bnsd.device
 
     def step(self, candidate: Attend) -> Step:
-        """Attention of queries, keys and values that want gradients."""
+        """Returns forward and backward pass of attention; queries, keys and values require gradients."""
         return _step(candidate, self.problem)
 
     def error(self, candidate: Attend) -> float:
-        """See `TuningTask.error`; the exact result is computed for `tried_queries`, beside all keys."""
+        """See `TuningTask.error`; the fp64 reference is computed for `tried_queries` only, with all keys."""
         problem, tried_r = self.problem, tried_queries(self.problem)
-        # Without a gradient of their own, the other queries have no share in those of keys and values.
+        # With a zero output gradient, the other queries do not contribute to the gradients of keys and values.
         some = torch.zeros_like(problem.grad_bnsd)
         some[:, :, tried_r] = problem.grad_bnsd[:, :, tried_r]
         asked = replace(problem, grad_bnsd=some)
@@ -102,7 +102,7 @@ class AttentionTrial:
 
 
 def tried_queries(problem: Problem) -> Tensor:
-    """Indices of the queries that are held to fp64, spread over all of them, int64 [r]."""
+    """Returns the indices of the queries that are compared with fp64, evenly spread, int64 [r]."""
     (_, heads, queries, _), (_, shared, keys, _) = problem.q_bnsd.shape, problem.k_bmtd.shape
     count = min(queries, MOST_TRIED, max(16, MOST_SCORES // (heads // shared * keys)))
     return torch.linspace(0, queries - 1, count, device=problem.q_bnsd.device, dtype=torch.float64).round().long()
@@ -117,9 +117,9 @@ def plain_attention(
     starts_bs: Tensor | None = None,
     mask: DropoutMask | None = None,
 ) -> Tensor:
-    """dropout(softmax(q k^T / sqrt(d) + bias)) v with scores in memory, by torch's operators, [b, n, s, d].
+    """Computes dropout(softmax(q k^T / sqrt(d) + bias)) v with PyTorch operators and materialized scores, [b, n, s, d].
 
-    In fp64 it is what others are held to, in a lower dtype it is the yardstick of their errors.
+    In fp64 it is the reference; in a lower dtype its error is the unit in which other errors are measured.
     """
     (_, heads, queries, dim), (_, shared, keys, _) = q_bnsd.shape, k_bmtd.shape
     k_bntd, v_bntd = (x.repeat_interleave(heads // shared, 1) for x in (k_bmtd, v_bmtd))
@@ -140,17 +140,17 @@ def _step(way: Attend, problem: Problem) -> Step:
 
 
 def _attended(way: Attend, problem: Problem) -> list[Tensor]:
-    """Output and gradients of queries, keys and values."""
+    """Output, and gradients of queries, keys and values."""
     forward, backward = _step(way, problem)
     return backward(forward())
 
 
 def _error(found: Sequence[Tensor], problem: Problem, tried_r: Tensor) -> float:
-    """The largest error of output and gradients, in errors of plain torch. One group of heads at a time, first and last
-    sample alone, so that fp64 has room."""
+    """Largest error of output and gradients, as a multiple of plain PyTorch's error. Computed for one group of heads at
+    a time, and for the first and last sample only, to limit fp64 memory."""
     heads, shared = problem.q_bnsd.shape[1], problem.k_bmtd.shape[1]
     group, samples = heads // shared, sorted({0, len(problem.q_bnsd) - 1})
-    sums = torch.zeros(4, 3, dtype=torch.float64)  # of squares: our errors, those of plain torch, exact values
+    sums = torch.zeros(4, 3, dtype=torch.float64)  # squares of: candidate's errors, plain PyTorch's errors, fp64 values
     for sample in samples:
         for first in range(shared):
             part = _part(problem, sample, first, group, tried_r)
@@ -161,13 +161,13 @@ def _error(found: Sequence[Tensor], problem: Problem, tried_r: Tensor) -> float:
             errors = [(x - right, y - right, right) for x, y, right in zip(ours, theirs, exact, strict=True)]
             sums += torch.tensor([[float(x.double().square().sum()) for x in row] for row in errors])
     ours_4, theirs_4, exact_4 = sums.sqrt().unbind(1)
-    # With one token gradients of queries and keys are nothing but rounding.
+    # With one token, gradients of queries and keys are rounding errors only.
     rounding_4 = 0.1 * torch.finfo(problem.q_bnsd.dtype).eps * torch.maximum(exact_4, exact_4[0].expand(4))
     return float((ours_4 / torch.maximum(theirs_4, rounding_4)).max())
 
 
 def _part(problem: Problem, sample: int, first: int, group: int, tried_r: Tensor) -> Problem:
-    """One sample's queries that share one head of keys, of those that are tried."""
+    """The part of a problem with one sample and one key head: the tested queries of the heads that share it."""
     one, heads, mask = slice(sample, sample + 1), slice(first * group, (first + 1) * group), problem.mask
     if mask is not None:
         mask = replace(mask, samples_b=mask.samples_b[one], first_head=mask.first_head + heads.start)
@@ -185,7 +185,7 @@ def _part(problem: Problem, sample: int, first: int, group: int, tried_r: Tensor
 
 
 def _plain(part: Problem, dtype: torch.dtype) -> list[Tensor]:
-    """Output and gradients by plain torch in a dtype."""
+    """Output and gradients of plain PyTorch attention in a given dtype."""
     q, k, v, grad = (x.to(dtype) for x in (part.q_bnsd, part.k_bmtd, part.v_bmtd, part.grad_bnsd))
 
     def attend(q_bnsd: Tensor, k_bmtd: Tensor, v_bmtd: Tensor) -> Tensor:
@@ -199,22 +199,22 @@ TRIED = (
     *(AttentionKind.flex, AttentionKind.augmented, AttentionKind.fused_softmax),
 )
 FOLDER = "attention"
-"""Of the user's cache."""
+"""Subfolder of the user's cache."""
 MOST_KEPT = 1.5
-"""Times the memory of sdpa's inputs and output."""
+"""Maximum memory saved for backward, as a multiple of sdpa's inputs and what sdpa saves."""
 DOCUMENTS_OF_A_SAMPLE = 4
-"""Of the trial's packed samples; those of the data are not known."""
+"""Documents per packed sample in the trial; their number in the data is not known."""
 
 
 @dataclass(frozen=True)
 class TunedAttention:
-    """The kind that a run takes, and why.
+    """The attention kind that a run uses, and how it was chosen.
 
     Attributes:
-        kind: to put into the model's config.
-        source: where it comes from, for people.
-        key: of all that the choice depends on; empty where nothing was tried.
-        outcomes: of each kind that was tried, and the reasons why the others were not.
+        kind: attention kind, for the model's config.
+        source: origin of the choice, for display.
+        key: cache key of everything that the choice depends on; empty if nothing was measured.
+        outcomes: result of every kind; for kinds that were not tried, the reason.
     """
 
     kind: AttentionKind
@@ -224,17 +224,17 @@ class TunedAttention:
 
     @property
     def text(self) -> str:
-        """One line for people: the choice, the times, and why others were left out, the reasons cut short."""
+        """One line for display: the choice, the times, and the shortened reasons why other kinds were excluded."""
         if not self.outcomes:
             return f"{self.kind} ({self.source})"
         timed = [(name, found.time_ms) for name, found in self.outcomes.items() if found.time_ms is not None]
         times = [f"{name} {time_ms:.3g} ms" for name, time_ms in sorted(timed, key=lambda pair: pair[1])]
-        unsteady = [f"{name}: other bits on every run" for name, found in self.outcomes.items() if _unsteady(found)]
+        unsteady = [f"{name}: not bitwise reproducible" for name, found in self.outcomes.items() if _unsteady(found)]
         others = [f"{name}: {shorten(found.reason, 80)}" for name, found in self.outcomes.items() if found.reason]
         return "; ".join([f"{self.kind} ({self.source})", *times, *unsteady, *others])
 
     def to_dict(self) -> dict[str, Any]:
-        """For a file, an event, or another rank."""
+        """Converts to a dict for a file, an event, or another rank."""
         outcomes = {name: asdict(found) for name, found in (self.outcomes or {}).items()}
         return {"kind": self.kind.value, "source": self.source, "key": self.key, "outcomes": outcomes}
 
@@ -258,22 +258,22 @@ def tune_attention(
     earlier: Callable[[str], TunedAttention | None] = lambda _key: None,
     rounds: int = 10,
 ) -> TunedAttention:
-    """The kind of attention of a run: what the user asked for, or the quickest that is exact.
+    """Chooses the attention kind of a run: the one requested by the user, or the fastest that is accurate.
 
-    A CPU's choice is not measured: `AttentionKind.auto` is the fused kernel there, or sdpa. A kind that the user asked
-    for on a GPU is tried once.
+    On a CPU nothing is measured: `AttentionKind.auto` is the fused kernel there, or sdpa. On a GPU a kind that the user
+    requested is tried once.
 
     Args:
-        model: the model.
-        work: what one rank computes, everything known.
-        device: where.
-        places_s: int64 place of every query of this rank among the keys; None: it has whole samples.
-        earlier: what the run took at an earlier start, if it was chosen under the same key: it goes on with that, or
-            its numbers would not be those of a run that never stopped.
-        rounds: timings of each kind.
+        model: model config.
+        work: attention of one rank, with all fields known.
+        device: device to measure on.
+        places_s: int64 position of every query of this rank among the keys; None if the rank has whole samples.
+        earlier: returns the choice of an earlier start of the run with the same key. It is reused, as another kernel
+            would make the run numerically different from an uninterrupted one.
+        rounds: number of timings of each kind.
 
     Raises:
-        ConfigError: what was asked for does not run here, or nothing does.
+        ConfigError: the requested kind does not run on the device, or no kind does.
     """
     if not work.cuda:
         return TunedAttention(model.attention, "nothing is measured")
@@ -282,7 +282,7 @@ def tune_attention(
     key = attention_key(work, device)
     known = earlier(key)
     if known is not None:
-        return replace(known, source="as at the run's earlier start")
+        return replace(known, source="as in the run's earlier start")
     cached = _read(key)
     if cached is not None:
         return replace(cached, source="measured before")
@@ -301,10 +301,10 @@ def measure(
     places_s: Tensor | None = None,
     rounds: int = 10,
 ) -> TunedAttention:
-    """Tries kinds of attention on a run's shapes and takes the quickest; arguments as of `tune_attention`.
+    """Benchmarks attention kinds on a run's shapes and returns the fastest; arguments as in `tune_attention`.
 
     Raises:
-        ConfigError: none of them can be taken.
+        ConfigError: none of them is usable.
     """
     problem, info = trial_problem(model, work, device, places_s)
     reasons = {kind: why_not(kind, work) for kind in kinds}
@@ -316,16 +316,16 @@ def measure(
     best = fastest(outcomes, deterministic=work.deterministic is not False)
     if best is None:
         found = "; ".join(f"{name}: {outcome.reason}" for name, outcome in outcomes.items())
-        raise ConfigError(f"model.attention = auto finds nothing that computes attention here: {found}")
+        raise ConfigError(f"model.attention = auto finds no usable attention kernel on this device: {found}")
     return TunedAttention(AttentionKind(best), "measured", outcomes=outcomes)
 
 
 def within_plan(outcomes: Mapping[str, TuningResult], inputs: int) -> dict[str, TuningResult]:
-    """Leaves out what keeps much more memory than sdpa, by which a run with model.attention=auto is planned.
+    """Excludes kinds that save much more memory for backward than sdpa, on which memory plans for auto are based.
 
     Args:
-        outcomes: by kind.
-        inputs: bytes of queries, keys and values, which sdpa keeps, too.
+        outcomes: results by kind.
+        inputs: bytes of queries, keys and values, which sdpa also saves.
     """
     planned = outcomes.get(AttentionKind.sdpa.value, TuningResult()).kept_bytes
 
@@ -333,7 +333,8 @@ def within_plan(outcomes: Mapping[str, TuningResult], inputs: int) -> dict[str, 
         if planned is None or found.kept_bytes is None or found.kept_bytes <= MOST_KEPT * (planned + inputs):
             return found
         kept, of_sdpa = (f"{size / 2**20:,.0f} MiB" for size in (found.kept_bytes, planned))
-        return replace(found, reason=f"keeps {kept} a layer, sdpa {of_sdpa}, by which the run is planned", time_ms=None)
+        reason = f"keeps {kept} per layer, sdpa {of_sdpa}, by which memory is planned"
+        return replace(found, reason=reason, time_ms=None)
 
     return {name: judged(found) for name, found in outcomes.items()}
 
@@ -341,7 +342,7 @@ def within_plan(outcomes: Mapping[str, TuningResult], inputs: int) -> dict[str, 
 def _asked_for(
     model: ModelConfig, work: AttentionWork, device: torch.device, places_s: Tensor | None
 ) -> TunedAttention:
-    """What the user asked for, if it runs; a large error is told, not refused."""
+    """Tries the kind that the user requested; a large error is reported but accepted."""
     kind = model.attention
     problem, info = trial_problem(model, work, device, places_s)
     found = examine(kind.value, _way(model, work, kind, info), AttentionTrial(problem))
@@ -350,13 +351,13 @@ def _asked_for(
             f"model.attention = {kind} does not run on {device_name(device)} with this model's shapes "
             f"({found.reason}): use model.attention=auto"
         )
-    return TunedAttention(kind, "asked for", outcomes={kind.value: found})
+    return TunedAttention(kind, "requested", outcomes={kind.value: found})
 
 
 def trial_problem(
     model: ModelConfig, work: AttentionWork, device: torch.device, places_s: Tensor | None
 ) -> tuple[Problem, BatchInfo]:
-    """Random inputs of a run's shapes, in memory as the model has them: views of one projection."""
+    """Returns random inputs with a run's shapes and the model's memory layout: views of one projection."""
     assert work.seq_len is not None and work.micro_batch_size is not None and work.bf16 is not None
     batch, keys, queries = work.micro_batch_size, work.seq_len, work.seq_len // work.context
     dtype, group = torch.bfloat16 if work.bf16 else torch.float32, work.heads // work.kv_heads
@@ -368,7 +369,7 @@ def trial_problem(
     q_bsnd, k_bsmd, v_bsmd = (x.flatten(2, 3) for x in drawn(keys, work.kv_heads, group + 2).split((group, 1, 1), 3))
     starts_bs = _packed(batch, keys, device) if work.documents else None
     if places_s is not None:
-        q_bsnd = drawn(queries, work.heads)  # a copy of the rank's own, beside gathered keys
+        q_bsnd = drawn(queries, work.heads)  # a separate tensor, as keys are gathered from other ranks
         starts_bs = None if starts_bs is None else starts_bs[:, places_s]
     info = BatchInfo(torch.arange(batch, device=device), None, starts_bs, places_s, keys)
     core = _core(model, work, AttentionKind.sdpa)
@@ -386,7 +387,7 @@ def trial_problem(
 
 
 def _packed(batch: int, length: int, device: torch.device) -> Tensor:
-    """Places at which the documents of packed samples start, int64 [b, s]; every sample has its own borders."""
+    """Start of each token's document in packed samples, int64 [b, s]; document boundaries differ between samples."""
     share = -(-length // DOCUMENTS_OF_A_SAMPLE)
     places_s = torch.arange(length, device=device)
     shift_b = torch.arange(batch, device=device)[:, None] * (share // 3 + 1) % length
@@ -395,7 +396,7 @@ def _packed(batch: int, length: int, device: torch.device) -> Tensor:
 
 
 def _core(model: ModelConfig, work: AttentionWork, kind: AttentionKind) -> AttentionCore:
-    """The attention of a rank: the first share of the heads."""
+    """The attention core of the first tensor-parallel rank."""
     core = AttentionCore(replace(model, attention=kind), 0, "trial")
     core.narrow(0, model.num_heads // work.heads)
     core.kernels = FUSED if work.impl is Implementation.fused else TORCH
@@ -403,7 +404,7 @@ def _core(model: ModelConfig, work: AttentionWork, kind: AttentionKind) -> Atten
 
 
 def _way(model: ModelConfig, work: AttentionWork, kind: AttentionKind, info: BatchInfo) -> Attend:
-    """Attention of one kind, which raises RuntimeError where the model would take another in its place."""
+    """Attention of one kind; raises RuntimeError if the model would fall back to another kind."""
     core = _core(model, work, kind)
 
     def attend(q_bnsd: Tensor, k_bmtd: Tensor, v_bmtd: Tensor) -> Tensor:
@@ -416,7 +417,7 @@ def _way(model: ModelConfig, work: AttentionWork, kind: AttentionKind, info: Bat
 
 
 def attention_key(work: AttentionWork, device: torch.device) -> str:
-    """Of all that a choice depends on: device, software, and the work."""
+    """Returns the cache key of a choice: device, software versions, and the attention's shapes and options."""
     return cache_key(device, {FLASH_PACKAGE: _version(FLASH_PACKAGE), **asdict(work)})
 
 
@@ -428,7 +429,7 @@ def _version(package: str) -> str:
 
 
 def _read(key: str) -> TunedAttention | None:
-    """None where nothing whole is kept under this key: it is measured anew and written over."""
+    """The cached choice; None if there is no intact entry for this key, which is then measured and overwritten."""
     try:
         choice = TunedAttention.from_dict(read_cached(cache_file(FOLDER, key)))
     except (ValueError, KeyError, TypeError, AttributeError):

@@ -1,7 +1,7 @@
-"""Before training, rank 0 measures how a run computes fastest on its GPU, and all ranks do as it found.
+"""Autotuning before training: rank 0 measures the fastest kernels on its GPU, and all ranks use its result.
 
-Attention: `megads.engine.attention_trials`. The other operators, under ops.impl=auto: each of megads' kernels is taken
-if it is exact, gives the same bits on every run and is faster than torch's operator, on the run's own shapes.
+Attention: `megads.engine.attention_trials`. For the other operators, under ops.impl=auto, megads' kernel is used if it
+is accurate, bitwise reproducible and faster than PyTorch's operator on the run's shapes.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from megads.runtime.run_dir import EVENTS_FILE
 
 ATTENTION_EVENT, OPERATORS_EVENT = "attention", "operators"
 FOLDER = "operators"
-"""Of the user's cache."""
+"""Subfolder of the user's cache."""
 KEPT_RATIO = 1.05
-"""Largest memory of a kernel between forward and backward, as a multiple of torch's, by which a run is planned."""
+"""Maximum memory that a kernel saves for backward, as a multiple of PyTorch's, on which memory plans are based."""
 
 
 @dataclass(frozen=True)
 class TunedOperator:
-    """One operator on one shape.
+    """Tuning result of one operator on one shape.
 
     Attributes:
         op: the operator.
-        shape: for people.
-        ours: outcome of megads' kernel.
-        torch: outcome of torch's operator.
+        shape: the shape, for display.
+        ours: result of megads' kernel.
+        torch: result of PyTorch's operator.
     """
 
     op: KernelOp
@@ -61,22 +61,22 @@ class TunedOperator:
 
     @property
     def why_torch(self) -> str:
-        """Why torch's operator is taken; empty where megads' kernel is."""
+        """Reason for using PyTorch's operator; empty if megads' kernel is used."""
         ours, theirs = self.ours, self.torch
         if ours.reason or ours.time_ms is None:
             return ours.reason or "not timed"
         if theirs.time_ms is None:
-            return f"nothing to compare with: {theirs.reason}"
+            return f"torch's operator not timed: {theirs.reason}"
         if not ours.repeats:
-            return "other bits on every run"
+            return "not bitwise reproducible"
         kept, planned = ours.kept_bytes or 0, theirs.kept_bytes or 0
         if kept > KEPT_RATIO * planned:
-            return f"keeps {kept:,} bytes, torch {planned:,}, by which the run is planned"
+            return f"keeps {kept:,} bytes, torch {planned:,}, by which memory is planned"
         return "" if ours.time_ms < theirs.time_ms else "slower"
 
     @property
     def row(self) -> tuple[str, ...]:
-        """Of the table: operator, shape, microseconds of both, error, what is taken."""
+        """Row of the table: operator, shape, microseconds of both, error, chosen implementation."""
         times = ("-" if found.time_ms is None else f"{1e3 * found.time_ms:.1f}" for found in (self.ours, self.torch))
         error = "-" if self.ours.error is None else f"{self.ours.error:.2f}"
         why = self.why_torch
@@ -94,13 +94,13 @@ HEADER = ("operator", "shape", "megads us", "torch us", "error", "taken")
 
 @dataclass(frozen=True)
 class TunedOperators:
-    """Which of a run's operators megads' kernels compute.
+    """The operators of a run that use megads' kernels.
 
     Attributes:
-        taken: those.
-        source: where this comes from, for people.
-        key: of all that it depends on.
-        operators: what was measured of each.
+        taken: operators for which megads' kernel is used.
+        source: origin of the choice, for display.
+        key: cache key of everything that the choice depends on.
+        operators: measurements of each operator.
     """
 
     taken: frozenset[KernelOp]
@@ -110,7 +110,7 @@ class TunedOperators:
 
     @property
     def text(self) -> str:
-        """A table. Times are those of forward and backward; the error is megads' as a multiple of torch's."""
+        """Table of the results; times are forward plus backward, the error is megads' as a multiple of PyTorch's."""
         rows = [HEADER, *(found.row for found in self.operators)]
         widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER) - 1)]
         padded = [[cell.ljust(width) for cell, width in zip(row, widths, strict=False)] for row in rows]
@@ -118,7 +118,7 @@ class TunedOperators:
         return "\n  ".join([f"ops.impl=auto takes {len(self.taken)} of megads' kernels ({self.source})", *lines])
 
     def to_dict(self) -> dict[str, Any]:
-        """For an event."""
+        """Converts to a dict for an event."""
         operators = [asdict(found) for found in self.operators]
         return {"taken": sorted(self.taken), "source": self.source, "key": self.key, "operators": operators}
 
@@ -132,17 +132,17 @@ class TunedOperators:
 def autotune_attention(
     model: ModelConfig, work: AttentionWork, grid: ParallelGrid, device: torch.device, run_dir: Path
 ) -> TunedAttention:
-    """How this run computes attention, see `tune_attention`; collective over the world.
+    """Chooses the run's attention kind, see `tune_attention`; collective over the world.
 
     Args:
-        model: the model.
-        work: what a rank computes of it.
+        model: model config.
+        work: attention of one rank.
         grid: the ranks.
-        device: this rank's.
-        run_dir: the run's folder, where a choice of an earlier start is.
+        device: device of this rank.
+        run_dir: the run directory, whose events hold the choice of an earlier start.
 
     Raises:
-        ConfigError: on every rank: what was asked for does not run, or nothing does.
+        ConfigError: the requested kind does not run, or no kind does; raised on every rank.
     """
 
     def choose() -> TunedAttention:
@@ -164,21 +164,22 @@ def autotune_operators(
     device: torch.device,
     run_dir: Path,
 ) -> tuple[Kernels, TunedOperators | None]:
-    """Which of megads' kernels this run takes under ops.impl=auto on GPUs; collective over the world where it measures.
+    """Chooses between megads' and PyTorch's kernels under ops.impl=auto on GPUs; collective over the world if it
+    measures.
 
     Args:
-        kernels: as `megads.ops.resolve.load` has made them ready.
-        work: what a rank computes.
-        attention: the kind that the run takes.
+        kernels: kernels loaded by `megads.ops.resolve.load`.
+        work: operators of one rank.
+        attention: attention kind of the run.
         grid: the ranks.
-        device: this rank's.
-        run_dir: the run's folder, where the result of an earlier start is.
+        device: device of this rank.
+        run_dir: the run directory, whose events hold the result of an earlier start.
 
     Returns:
-        The kernels with everything decided, and what was measured; None where nothing was.
+        The kernels with every implementation decided, and the measurements; None if nothing was measured.
 
     Raises:
-        ConfigError: on every rank: a kernel left the device unusable.
+        ConfigError: a kernel left the device unusable; raised on every rank.
     """
     if Implementation.auto not in (kernels.model, kernels.optimizer):
         return kernels, None
@@ -187,7 +188,7 @@ def autotune_operators(
         lambda: tune(cases, work, device, earlier=lambda key: earlier_operators(run_dir, key)),
         TunedOperators,
     )
-    # It was measured with attention, as a whole.
+    # The fused softmax was measured as a part of attention.
     own = {KernelOp.attention} if attention is AttentionKind.fused_softmax else set[KernelOp]()
     return replace(kernels, tuned=tuned.taken | own), tuned
 
@@ -200,19 +201,19 @@ def tune(
     earlier: Callable[[str], TunedOperators | None] = lambda _key: None,
     rounds: int = ROUNDS,
 ) -> TunedOperators:
-    """Measures what the cache does not know and takes of each operator the faster implementation that is exact.
+    """Measures operators that are not in the cache, and chooses the fastest accurate implementation of each.
 
     Args:
-        cases: what is to be tried.
-        work: they are part of.
-        device: where.
-        earlier: what the run took at an earlier start, if that was measured under the same key: it goes on with that,
-            or its numbers would not be those of a run that never stopped.
-        rounds: timed steps of each candidate.
+        cases: operators and shapes to measure.
+        work: operators of the rank, which the cases are part of.
+        device: device to measure on.
+        earlier: returns the result of an earlier start of the run with the same key. It is reused, as other kernels
+            would make the run numerically different from an uninterrupted one.
+        rounds: number of timed steps of each candidate.
 
     Raises:
-        DeviceBroken: a kernel left the device in a state in which nothing else can run. The cache knows of it: the next
-            start leaves that operator to torch.
+        DeviceBroken: a kernel left the device unusable. This is recorded in the cache, so that the next start uses
+            PyTorch's operator.
     """
     keys = [
         cache_key(device, {"op": case.op, "shape": case.shape, "deterministic": work.deterministic}) for case in cases
@@ -220,14 +221,14 @@ def tune(
     key = cache_key(device, {"cases": keys})
     known = earlier(key)
     if known is not None:
-        return replace(known, source="as at the run's earlier start")
+        return replace(known, source="as in the run's earlier start")
     found, measured = list[TunedOperator](), False
     for case, case_key in zip(cases, keys, strict=True):
         file = cache_file(FOLDER, case_key)
         operator = _read(file)
         if operator is None:
             operator, measured = _measure(case, device, file, rounds), True
-            if operator.torch.time_ms is not None:  # else there was nothing to compare with, such as for want of memory
+            if operator.torch.time_ms is not None:  # else PyTorch's operator could not run, for example out of memory
                 write_cached(file, asdict(operator))
         found.append(operator)
     source = f"{'measured' if measured else 'measured before'} on {device_name(device)}"
@@ -241,10 +242,10 @@ def _measure(case: OperatorCase, device: torch.device, file: Path, rounds: int) 
         if broken.candidate == OURS:
             left_out = TuningResult(f"it left the device unusable when it was tried; remove {file} to try it again")
             write_cached(file, asdict(TunedOperator(case.op, case.shape, left_out, TuningResult())))
-            raise DeviceBroken(f"{broken}; or start again, which leaves this operator to torch", OURS) from None
+            raise DeviceBroken(f"{broken}; or start again, which uses torch for this operator", OURS) from None
         raise
-    except (RuntimeError, NotImplementedError) as failure:  # such as no memory for the inputs
-        reason = f"cannot be tried: {type(failure).__name__}: {first_line(failure)}"
+    except (RuntimeError, NotImplementedError) as failure:  # for example no memory for the inputs
+        reason = f"trial failed: {type(failure).__name__}: {first_line(failure)}"
         return TunedOperator(case.op, case.shape, TuningResult(reason), TuningResult(reason))
     return TunedOperator(case.op, case.shape, outcomes[OURS], outcomes[TORCHS])
 
@@ -257,7 +258,7 @@ def _read(file: Path) -> TunedOperator | None:
 
 
 def record_tuning(events: EventWriter, attention: TunedAttention, operators: TunedOperators | None) -> None:
-    """Writes what was chosen into the run's events, if there was a choice."""
+    """Writes the tuning results to the run's events, if anything was measured."""
     if attention.outcomes:
         events.write(ATTENTION_EVENT, message=attention.text, **attention.to_dict())
     if operators is not None:
@@ -265,13 +266,13 @@ def record_tuning(events: EventWriter, attention: TunedAttention, operators: Tun
 
 
 def earlier_attention(run_dir: Path, key: str) -> TunedAttention | None:
-    """What the last start of a run that chose attention under this key has taken; None: there was none."""
+    """Returns the attention that the run's last start with this key used; None if there was none."""
     found = _last(run_dir, ATTENTION_EVENT, key)
     return None if found is None else TunedAttention.from_dict(found)
 
 
 def earlier_operators(run_dir: Path, key: str) -> TunedOperators | None:
-    """What the last start of a run that measured operators under this key has taken; None: there was none."""
+    """Returns the operators that the run's last start with this key used; None if there was none."""
     found = _last(run_dir, OPERATORS_EVENT, key)
     return None if found is None else TunedOperators.from_dict(found)
 

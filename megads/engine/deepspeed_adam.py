@@ -1,7 +1,7 @@
-"""DeepSpeed's own AdamW (optim.impl=deepspeed): CPUAdam for masters on a CPU, FusedAdam for those on a GPU.
+"""DeepSpeed's AdamW kernels (optim.impl=deepspeed): CPUAdam for master weights on a CPU, FusedAdam on a GPU.
 
 Only the kernels are DeepSpeed's. Master weights, moments and step count are stored as for every other optimizer, so
-checkpoints are the same, and a run can continue with another optim.impl. torch compiles the kernels at first use and
+checkpoints are the same, and a run can continue with another optim.impl. PyTorch compiles the kernels at first use and
 caches them (TORCH_EXTENSIONS_DIR); `python -m megads.engine.deepspeed_adam cpu|cuda` does so before the ranks start.
 """
 
@@ -27,7 +27,7 @@ _ids = itertools.count()
 
 
 def deepspeed_adamw(optim: OptimConfig, device: torch.device) -> UpdateRule | None:
-    """DeepSpeed's AdamW with optim.impl=deepspeed; None with any other.
+    """Returns DeepSpeed's AdamW if optim.impl=deepspeed, else None.
 
     Raises:
         ConfigError: see `load_adam`.
@@ -63,8 +63,8 @@ class DeepSpeedAdamW:
     def _on_cpu(self, update: MasterUpdate) -> None:
         """Updates one master.
 
-        CPUAdam keeps the powers of the decay rates and multiplies them by the rates in every step, but computes them by
-        pow() in its first step: after a resume the bits would differ. So every step makes a new object.
+        CPUAdam updates the powers of the decay rates by multiplication in every step, but computes them with pow() in
+        its first step, so a resumed run would not be bitwise identical. Therefore every step creates a new object.
         """
         betas = (self._beta1, self._beta2)
         self._op.create_adam(self._id, update.lr, *betas, self._eps, update.weight_decay, True, False)

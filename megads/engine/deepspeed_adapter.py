@@ -1,14 +1,15 @@
-"""All that megads takes from DeepSpeed; no other file imports it.
+"""Adapter to DeepSpeed; no other file imports it.
 
-What DeepSpeed still does:
+DeepSpeed provides:
 
-- a pipeline: it builds the layers that a rank holds, one after the other (PipelineModule), casts their weights to the
-  run's dtype and executes a rank's instructions in order (PipelineEngine);
-- ZeRO-2 and ZeRO-3, whole: it cuts gradients and weights over ranks, gathers and reduces them, clips, and steps
-  (DeepSpeedEngine). With optim.impl=deepspeed its kernels compute AdamW.
+- pipelines: builds the layers that a rank holds (PipelineModule), casts their weights to the run's dtype and executes
+  a rank's instructions in order (PipelineEngine);
+- ZeRO-2 and ZeRO-3: partitions gradients and weights over ranks, all-gathers and reduces them, clips gradients and runs
+  the optimizer step (DeepSpeedEngine);
+- with optim.impl=deepspeed, the AdamW kernels.
 
-Everything else is megads': the partition into stages, schedules, p2p messages, tied embeddings, the optimizer of ZeRO-0
-and ZeRO-1 with its fp32 gradients and their reduction, and the mean over tokens.
+megads provides everything else: the partition into stages, schedules, p2p communication, tied embeddings, the optimizer
+of ZeRO-0 and ZeRO-1 with fp32 gradient accumulation and reduction, and the mean over tokens.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ OLDEST = Version("0.19.3")
 
 
 def require_deepspeed(version: str = deepspeed.__version__) -> None:
-    """Refuses releases that train wrong.
+    """Rejects DeepSpeed releases that scale pipeline gradients wrongly.
 
-    0.17.6 and 0.18.2 sum pipeline gradients over micro-batches; 0.18.9 to 0.19.2 divide them by the number of
-    micro-batches at every stage (DeepSpeed #8152).
+    0.17.6 and 0.18.2 sum them over micro-batches; 0.18.9 to 0.19.2 divide them by the number of micro-batches at every
+    stage (DeepSpeed #8152).
 
     Raises:
         ConfigError: the version is older than 0.19.3.
@@ -61,7 +62,7 @@ def require_deepspeed(version: str = deepspeed.__version__) -> None:
 
 
 def load_adam(*, cuda: bool) -> Any:
-    """The extension module of DeepSpeed's CPUAdam or FusedAdam; compiles it if it is not in torch's cache.
+    """Returns the extension module of DeepSpeed's CPUAdam or FusedAdam; compiles it if it is not in torch's cache.
 
     Raises:
         ConfigError: it cannot be compiled or loaded on this machine.
@@ -75,31 +76,31 @@ def load_adam(*, cuda: bool) -> Any:
 
 
 def prepare_deepspeed() -> None:
-    """Joins DeepSpeed to the running default process group; call before anything of DeepSpeed's is built.
+    """Initializes DeepSpeed on the existing default process group; call before building any DeepSpeed object.
 
     Raises:
         ConfigError: see `require_deepspeed`.
     """
     require_deepspeed()
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # On a CPU DeepSpeed would JIT-compile a shared-memory collective: 93 s, and a crash without a C++ compiler. Reading
-    # the table would probe every op, and run the compiler for some: an empty one says that none is to be had.
+    # On a CPU DeepSpeed would JIT-compile a shared-memory collective, which takes 93 s and crashes without a C++
+    # compiler. Reading its table of compatible ops would probe every op and compile some; an empty table disables both.
     deepspeed.ops.__compatible_ops__ = {}
     deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False, auto_mpi_discovery=False)
 
 
 def freeze_garbage() -> None:
-    """Keeps what has been imported by now, which lives as long as the process anyway, out of garbage collections.
+    """Excludes the objects that exist now from garbage collection; imported modules live as long as the process anyway.
 
-    DeepSpeed may force one while it builds an engine: half a second each.
+    DeepSpeed may force a collection while it builds an engine, which takes half a second each.
     """
     gc.freeze()
 
 
 class GridTopology(ProcessTopology):  # type: ignore[misc]
-    """Our grid in the three axes that DeepSpeed knows: its data axis is context and data parallelism together.
+    """The process grid mapped to DeepSpeed's three axes; its data axis combines context and data parallelism.
 
-    An axis of their own for context ranks would count the gradient norm sqrt(cp) times.
+    With a separate axis for context parallelism the gradient norm would be too large by a factor of sqrt(cp).
     """
 
     def __init__(self, parallel: ParallelConfig) -> None:
@@ -112,7 +113,7 @@ class GridTopology(ProcessTopology):  # type: ignore[misc]
 
 
 class _DeferredLayer(LayerSpec):  # type: ignore[misc]
-    """A layer that DeepSpeed builds on the ranks that hold it."""
+    """Layer specification that DeepSpeed builds only on the ranks that hold the layer."""
 
     def __init__(self, make: Callable[[], nn.Module]) -> None:
         super().__init__(nn.Module)
@@ -123,20 +124,20 @@ class _DeferredLayer(LayerSpec):  # type: ignore[misc]
 
 
 class PipelineStages(PipelineModule):  # type: ignore[misc]
-    """The layers that a pipeline rank holds, built by DeepSpeed; partition and ties are ours.
+    """The layers of a pipeline rank, built by DeepSpeed; megads decides partition and tied weights.
 
     Attributes:
-        bounds: virtual stage s holds layers bounds[s] to bounds[s + 1].
-        placement: which pipeline rank holds which virtual stage.
-        chunks: layers of each virtual stage of this rank, by its number, in the order of the forward pass.
+        bounds: partition: virtual stage s holds layers bounds[s] to bounds[s + 1].
+        placement: pipeline rank of every virtual stage.
+        chunks: layers of each virtual stage of this rank, by stage number, in the order of the forward pass.
     """
 
     def __init__(self, layers: Sequence[Callable[[], nn.Module]], bounds: list[int], parallel: ParallelConfig) -> None:
         """Builds this rank's layers.
 
         Args:
-            layers: makes each layer of the model, in order.
-            bounds: the partition.
+            layers: functions that build the layers of the model, in order.
+            bounds: the partition, see `bounds` above.
             parallel: the layout.
         """
         # Before super().__init__(): PipelineModule's constructor calls the overrides below.
@@ -159,18 +160,18 @@ class PipelineStages(PipelineModule):  # type: ignore[misc]
         return {}
 
     def _synchronize_tied_weights(self) -> None:
-        """Nothing to send: both copies of a tied weight are drawn from the same random stream."""
+        """No communication is needed: both copies of a tied weight are initialized from the same random stream."""
 
 
 class RunAction(PipeInstruction):  # type: ignore[misc]
-    """Runs one action of a schedule, its only argument."""
+    """Instruction that runs one action of a schedule, its only argument."""
 
 
 class RankInstructions(PipeSchedule):  # type: ignore[misc]
-    """What DeepSpeed executes on one pipeline rank in a step.
+    """The instructions that DeepSpeed executes on one pipeline rank in a step.
 
     Args:
-        schedule: of all ranks.
+        schedule: schedule of all ranks.
         rank: the pipeline rank.
     """
 
@@ -179,19 +180,19 @@ class RankInstructions(PipeSchedule):  # type: ignore[misc]
         self._actions = schedule.actions[rank]
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """One list an action."""
+        """Yields a list of one instruction per action."""
         for action in self._actions:
             yield [RunAction(action=action)]
 
     def num_pipe_buffers(self) -> int:
-        """None of DeepSpeed's: what a micro-batch leaves on a stage is kept under their numbers."""
+        """No DeepSpeed buffers: StageEngine keeps activations by micro-batch and stage."""
         return 0
 
 
 class PipelineExecutor(PipelineEngine):  # type: ignore[misc]
     """Casts the weights of a rank's stages and executes its instructions.
 
-    DeepSpeed knows neither ZeRO nor gradient accumulation: the optimizer is ours, for both precisions.
+    ZeRO and gradient accumulation are disabled in DeepSpeed; megads' optimizer does both, in either precision.
     """
 
     optimizer: BucketAdamW
@@ -199,15 +200,15 @@ class PipelineExecutor(PipelineEngine):  # type: ignore[misc]
     def __init__(
         self, stages: PipelineStages, make_optimizer: Callable[[], BucketAdamW], precision: torch.dtype, replicas: int
     ) -> None:
-        """Casts.
+        """Casts the weights and builds the optimizer.
 
         Args:
-            stages: this rank's.
-            make_optimizer: called once their weights are in their final dtype.
-            precision: that dtype.
-            replicas: ranks with the same weights.
+            stages: stages of this rank.
+            make_optimizer: builds the optimizer; called when the weights have their final dtype.
+            precision: dtype of the weights.
+            replicas: number of ranks with the same weights.
         """
-        # Of the batch DeepSpeed only checks that the product is right.
+        # DeepSpeed only checks that the batch sizes are consistent.
         settings = {
             "train_batch_size": replicas,
             "train_micro_batch_size_per_gpu": 1,
@@ -228,7 +229,7 @@ class PipelineExecutor(PipelineEngine):  # type: ignore[misc]
         )
 
     def _configure_optimizer(self, make_optimizer: Callable[[], BucketAdamW], _parameters: Any) -> None:
-        # DeepSpeed's own choice of a wrapper goes by dtype and ZeRO stage, and refuses what it does not know.
+        # Overridden, as DeepSpeed would choose a wrapper by dtype and ZeRO stage, and rejects unknown optimizers.
         self.optimizer = make_optimizer()
         self.basic_optimizer = self.optimizer.adamw
 
@@ -236,7 +237,7 @@ class PipelineExecutor(PipelineEngine):  # type: ignore[misc]
         """Executes this rank's actions of a schedule, in order.
 
         Args:
-            schedule: of all ranks.
+            schedule: schedule of all ranks.
             run: executes one action.
         """
         self._run = run
@@ -245,30 +246,30 @@ class PipelineExecutor(PipelineEngine):  # type: ignore[misc]
     def _run_action(self, action: Action) -> None:
         self._run(action)
 
-    # The stock map holds function objects, so overriding methods alone would change nothing.
+    # DeepSpeed's map holds function objects, so overriding methods alone would have no effect.
     _INSTRUCTION_MAP: ClassVar[dict[type, Any]] = {RunAction: _run_action}
 
 
 def zero_settings(spec: EngineSpec, bucket_elements: int) -> dict[str, Any]:
-    """The DeepSpeed settings of ZeRO-2 and ZeRO-3; everything else is decided by our own config.
+    """Returns the DeepSpeed settings of ZeRO-2 and ZeRO-3, derived from megads' config.
 
     Args:
-        spec: what the engine is built from.
-        bucket_elements: gradients that are reduced in one collective.
+        spec: specification of the engine.
+        bucket_elements: gradient elements reduced in one collective.
     """
     stage = spec.parallel.zero_stage
     zero = {
         "stage": stage,
-        # A buffer of one bucket is allocated whatever the model's size.
+        # DeepSpeed allocates a buffer of one bucket regardless of the model's size.
         "reduce_bucket_size": bucket_elements,
         "overlap_comm": False,
     }
     if stage == 3:
         zero |= {
-            # Gradients wait for their reduction where autograd put them, not in a buffer that is there all the time.
+            # Gradients stay where autograd put them until they are reduced, not in a permanently allocated buffer.
             "contiguous_gradients": False,
-            # Each layer's weights are gathered for its forward pass and again for its backward pass, one bucket ahead;
-            # those that the look-ahead meets again at the turn are kept.
+            # Each layer's weights are all-gathered for its forward pass and again for its backward pass, prefetched one
+            # bucket ahead; those that the prefetch reuses at the turn from forward to backward are kept.
             "stage3_max_reuse_distance": 0,
             "stage3_prefetch_bucket_size": bucket_elements,
             "stage3_param_persistence_threshold": 0,
@@ -276,26 +277,26 @@ def zero_settings(spec: EngineSpec, bucket_elements: int) -> dict[str, Any]:
         }
     settings = {
         "train_micro_batch_size_per_gpu": spec.micro_batch_size,
-        # The token mean divides by the micro-batches, whose number changes from step to step.
+        # The token mean accounts for the micro-batches, whose number may change from step to step.
         "gradient_accumulation_steps": 1,
         "gradient_clipping": spec.optim.clip_grad,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": spec.precision is torch.bfloat16},
-        # Without these DeepSpeed would reduce, and add micro-batches up, in bf16.
+        # Without these DeepSpeed would reduce gradients, and accumulate them over micro-batches, in bf16.
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32"},
         "steps_per_print": None,
-        # It makes the host wait for the device at the start and end of every micro-batch.
+        # Synchronizes with the device at the start and end of every micro-batch.
         "timers": {"throughput": {"enabled": False}},
     }
     return with_options(settings, spec.deepspeed)
 
 
 class GridGroups:
-    """Our grid as the model-parallel unit that DeepSpeed asks for its groups: its data axis is our shard axis.
+    """The process grid as DeepSpeed's model-parallel unit (mpu); its data axis is the grid's shard axis.
 
-    Subgroups of a hierarchical layout do not know of each other; `megads.engine.zero_engine` sums over them.
+    DeepSpeed sees one subgroup of a hierarchical layout only; `megads.engine.zero_engine` all-reduces across subgroups.
     """
 
     def __init__(self, grid: ParallelGrid) -> None:
@@ -321,13 +322,13 @@ class GridGroups:
 
 
 def shard_weights(stage: nn.Module, grid: ParallelGrid, precision: torch.dtype, settings: dict[str, Any]) -> None:
-    """Cuts the weights of a stage over the shard axis (ZeRO-3), in place; those cut before are left alone.
+    """Partitions the weights of a stage over the shard axis (ZeRO-3), in place, unless they are already partitioned.
 
     Args:
-        stage: of this rank.
+        stage: a stage of this rank.
         grid: the ranks.
         precision: dtype of the weights.
-        settings: DeepSpeed's.
+        settings: DeepSpeed settings.
     """
     groups = GridGroups(grid)
     deepspeed.zero.Init(
@@ -340,19 +341,19 @@ def shard_weights(stage: nn.Module, grid: ParallelGrid, precision: torch.dtype, 
 
 
 def local_shape(parameter: Parameter) -> tuple[int, ...]:
-    """Shape of a parameter before ZeRO-3 cut it."""
+    """Returns the shape of a parameter before ZeRO-3 partitions it."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 class ZeroPiece(NamedTuple):
-    """A run of elements of one flattened local parameter that this rank updates under ZeRO-2 or ZeRO-3.
+    """A range of elements of one flattened local parameter that this rank updates under ZeRO-2 or ZeRO-3.
 
     Attributes:
         parameter: the parameter.
-        first: index of the run's first element in the flattened parameter.
-        master: index of the optimizer's flat fp32 tensor in which the run lies.
-        start: where it starts there.
-        length: elements.
+        first: index of the range's first element in the flattened parameter.
+        master: index of the optimizer's flat fp32 tensor that holds the range.
+        start: index of the first element in that tensor.
+        length: number of elements.
     """
 
     parameter: Parameter
@@ -363,34 +364,34 @@ class ZeroPiece(NamedTuple):
 
 
 class ZeroState(Protocol):
-    """State of a sharding optimizer, whatever its stage."""
+    """State of DeepSpeed's ZeRO optimizer, independent of the stage."""
 
     @property
     def masters(self) -> list[Tensor]:
-        """Flat fp32 weights that the optimizer updates."""
+        """Flat fp32 master weights of this rank."""
         ...
 
     @property
     def parameters(self) -> list[list[Parameter]]:
-        """The parameters of which each master has a part on some rank, in one order on all ranks."""
+        """The parameters of each master, including those outside this rank's part, in the same order on all ranks."""
         ...
 
     def pieces(self) -> Iterator[ZeroPiece]:
-        """All this rank updates, padding excluded."""
+        """Yields all ranges that this rank updates, padding excluded."""
         ...
 
     def gradients(self) -> list[Tensor]:
-        """The reduced fp32 gradient of every piece, flat, in the order of `pieces`; between the last backward pass and
-        the step."""
+        """The reduced fp32 gradient of every piece, flat, in the order of `pieces`. Available between the last backward
+        pass and the optimizer step."""
         ...
 
     def refresh_weights(self) -> None:
-        """Derives the working weights from the masters; collective."""
+        """Derives the working weights from the master weights; collective."""
         ...
 
 
 class FlatPartitions:
-    """ZeRO-2: the parameters of a group end to end, cut into equal partitions.
+    """State of ZeRO-2: the parameters of a group are concatenated and split into equal partitions.
 
     Args:
         optimizer: DeepSpeedZeroOptimizer.
@@ -423,7 +424,7 @@ class FlatPartitions:
 
     def gradients(self) -> list[Tensor]:
         """See ZeroState.gradients."""
-        # Found by their place in the partition: padding lies among them, of which DeepSpeed marks only some.
+        # Looked up by position: the list also contains padding, only some of which DeepSpeed marks.
         at: dict[tuple[int, int], Tensor] = {}
         for group in range(len(self.masters)):
             start = 0
@@ -438,7 +439,7 @@ class FlatPartitions:
 
 
 class ParameterPartitions:
-    """ZeRO-3: every parameter cut into equal parts, the last one padded.
+    """State of ZeRO-3: every parameter is split into equal parts, the last one padded.
 
     Args:
         optimizer: DeepSpeedZeroOptimizer_Stage3.
@@ -490,23 +491,24 @@ class ParameterPartitions:
 
 
 class ZeroExecutor(DeepSpeedEngine):  # type: ignore[misc]
-    """ZeRO-2 or ZeRO-3: runs the module, reduces gradients as they come, clips and steps.
+    """Runs a module under ZeRO-2 or ZeRO-3: reduces gradients during the backward pass, clips, and steps.
 
-    Gradients are sums: what DeepSpeed averages by is undone in the loss, so that ZeRO-2 divides nothing in bf16.
+    Reduced gradients are sums. Where DeepSpeed averages, the loss is scaled by `averaged_over` to compensate; ZeRO-2
+    does not average, so that no division happens in bf16.
 
     Attributes:
-        state: of the optimizer.
-        averaged_over: by what DeepSpeed divides gradients.
+        state: state of the optimizer.
+        averaged_over: number by which DeepSpeed divides gradients.
     """
 
     state: ZeroState
 
     def __init__(self, module: nn.Module, optimizer: Optimizer, settings: dict[str, Any], grid: ParallelGrid) -> None:
-        """Wraps the optimizer.
+        """Wraps module and optimizer.
 
         Args:
-            module: returns the loss of a micro-batch; its weights are cut already under ZeRO-3.
-            optimizer: that is to be sharded.
+            module: returns the loss of a micro-batch; under ZeRO-3 its weights are already partitioned.
+            optimizer: optimizer whose state is to be sharded.
             settings: see `zero_settings`.
             grid: the ranks.
         """
@@ -522,19 +524,19 @@ class ZeroExecutor(DeepSpeedEngine):  # type: ignore[misc]
         )
         if self.zero_optimization_stage() == 3:
             self.state = ParameterPartitions(self.optimizer)
-            # Its reduce-scatter divides what it has already cast to fp32.
+            # The reduce-scatter divides after the cast to fp32.
             self.averaged_over = grid.shard.size
         else:
             self.state = FlatPartitions(self.optimizer)
-            # It would divide the bf16 gradients before it casts them.
+            # DeepSpeed would divide the bf16 gradients before the cast.
             self.optimizer.gradient_average = False
             self.averaged_over = 1
 
     def begin_micro_batch(self, *, last: bool) -> None:
-        """Before a forward pass.
+        """Prepares a micro-batch; call before its forward pass.
 
         Args:
-            last: gradients are whole after its backward pass. The number of micro-batches may differ between steps.
+            last: whether it is the last micro-batch of the step; their number may differ between steps.
         """
         self.set_gradient_accumulation_boundary(last)
 
@@ -549,24 +551,24 @@ class ZeroExecutor(DeepSpeedEngine):  # type: ignore[misc]
             self.optimizer.averaged_gradients[group] = self.optimizer.all_grad_tensors[group] = None
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Of the next step."""
+        """Sets the learning rate of the next step."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate * group["lr_scale"]
 
     @property
     def reduced_gradients(self) -> Tensor:
-        """All that this rank holds of ZeRO-3's reduced gradients, flat fp32; to be changed in place before a step."""
+        """This rank's part of ZeRO-3's reduced gradients, flat fp32; may be modified in place before a step."""
         gradients: Tensor = self.optimizer.grad_partitions_flat_buffer
         return gradients
 
     @property
     def skipped(self) -> bool:
-        """The last step was skipped, because a gradient was not finite."""
+        """Whether the last step was skipped because of a non-finite gradient."""
         return bool(self.optimizer.overflow)
 
     @property
     def norm(self) -> Tensor:
-        """Global 2-norm of the last step before clipping, fp64 scalar on the device."""
+        """Global 2-norm of the last step's gradients before clipping, fp64 scalar on the device."""
         norm = self.get_global_grad_norm()
         if isinstance(norm, Tensor):
             return norm.detach().to(self.device, torch.float64)

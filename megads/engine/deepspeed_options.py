@@ -1,4 +1,4 @@
-"""What the launcher does about DeepSpeed without importing it: checks extra settings, and compiles its AdamW."""
+"""DeepSpeed options for the launcher, without importing DeepSpeed: checks extra settings, and compiles its AdamW."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _PASSED_ZERO = (
     "stage3_param_persistence_threshold",
     "stage3_prefetch_bucket_size",
 )
-_PRECISION = "train.precision decides it: weights in bf16 or fp32, masters and sums in fp32"
+_PRECISION = "train.precision decides it: weights in bf16 or fp32, master weights and gradient accumulation in fp32"
 _BATCHES = "train.global_batch_size and train.micro_batch_size decide it; the loss is a mean over tokens"
 _REDUCTION = "gradients accumulate and reduce in fp32, as sums over tokens"
 _OPTIMIZER = "optim and schedule decide it"
-_STATE = "checkpoints of any layout read the optimizer's state where this run keeps it: whole, in fp32, on the device"
+_STATE = "checkpoints need the optimizer's state where megads expects it: complete, in fp32, on the device"
 _REFUSED = {
     "bf16": _PRECISION,
     "fp16": _PRECISION,
@@ -60,8 +60,8 @@ _REFUSED = {
     "tensor_parallel": "parallel decides the layout",
     "pipeline": "parallel decides the layout",
     "activation_checkpointing": "parallel.recompute decides it",
-    "compression_training": "the weights that train are those that are saved",
-    "weight_quantization": "the weights that train are those that are saved",
+    "compression_training": "megads saves the weights that it trains",
+    "weight_quantization": "megads saves the weights that it trains",
     "checkpoint": "megads writes its own checkpoints (checkpoint.every_steps)",
     "tensorboard": "logging.tensorboard decides it",
     "wandb": "logging.wandb decides it",
@@ -73,28 +73,28 @@ _REFUSED = {
     f"{_ZERO}.elastic_checkpoint": _STATE,
     f"{_ZERO}.contiguous_gradients": _STATE,
     f"{_ZERO}.reduce_scatter": _REDUCTION,
-    f"{_ZERO}.zero_quantized_weights": "what is computed would no longer be the weights that train",
+    f"{_ZERO}.zero_quantized_weights": "layers would compute with other weights than those that are trained",
     f"{_ZERO}.zero_quantized_gradients": _REDUCTION,
-    f"{_ZERO}.zero_hpz_partition_size": "parallel.zero_shard_size decides over how many ranks the weights are cut",
+    f"{_ZERO}.zero_hpz_partition_size": "parallel.zero_shard_size sets the ranks that weights are sharded over",
 }
 
 
 def check_deepspeed_options(options: Mapping[str, Any], zero_stage: int) -> None:
-    """Refuses settings that DeepSpeed would not read, or that would break what megads guarantees.
+    """Rejects settings that DeepSpeed would not read, or that would break megads' guarantees.
 
     Args:
-        options: the config's `deepspeed`.
-        zero_stage: parallel.zero_stage.
+        options: config section `deepspeed`.
+        zero_stage: value of parallel.zero_stage.
 
     Raises:
-        ConfigError: names the setting and the reason.
+        ConfigError: a setting is rejected; the message gives the reason.
     """
     if not options:
         return
     if zero_stage not in GRADIENT_STAGES:
         raise ConfigError(
-            f"deepspeed.{next(iter(options))} only applies to parallel.zero_stage=2 and 3, where DeepSpeed's own ZeRO "
-            f"engine trains, but parallel.zero_stage = {zero_stage}: remove it"
+            f"deepspeed.{next(iter(options))} only applies to parallel.zero_stage=2 and 3, which use DeepSpeed's own "
+            f"ZeRO engine, but parallel.zero_stage = {zero_stage}: remove it"
         )
     _check_keys(options, "", _PASSED)
     zero = options.get(_ZERO, {})
@@ -110,7 +110,7 @@ def check_deepspeed_options(options: Mapping[str, Any], zero_stage: int) -> None
 
 
 def with_options(settings: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns megads' own settings of DeepSpeed with those of the user in them, those of ZeRO one by one."""
+    """Returns megads' DeepSpeed settings overridden by the user's; `zero_optimization` is merged key by key."""
     return {**settings, **options, _ZERO: {**settings[_ZERO], **options.get(_ZERO, {})}}
 
 
@@ -130,7 +130,7 @@ def build_adam(say: Callable[[str], None], *, cuda: bool) -> None:
 
     Args:
         say: prints a line.
-        cuda: the model is on GPUs.
+        cuda: whether ranks compute on GPUs.
 
     Raises:
         ConfigError: it cannot be compiled or loaded on this machine.

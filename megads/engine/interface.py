@@ -1,4 +1,4 @@
-"""What the loop, the checkpoints and the resilience rooms see of an engine: one interface, no deepspeed in it."""
+"""The interface of a training engine to the training loop, checkpoints and resilience; does not import DeepSpeed."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from megads.runtime.span import Span
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What an engine is built from.
+    """Everything needed to build an engine.
 
     Attributes:
-        model: the model's shape.
-        parallel: the layout, checked.
-        optim: the optimizer.
-        grid: the ranks of the layout.
+        model: model architecture.
+        parallel: parallel layout, checked.
+        optim: optimizer config.
+        grid: ranks of the layout.
         precision: dtype of weights and activations.
         micro_batch_size: samples in one forward pass.
-        seed: of initial weights and dropout.
-        device: where this rank computes.
+        seed: seed of initial weights and dropout.
+        device: device of this rank.
         value: initial weights; None is `megads.model.gpt.initial_value`.
-        draws: weights get their initial values; else they are 0 until `TrainEngine.load_shards` gives all of them.
-        kernels: which implementation computes each operator, as `megads.ops.resolve.load` has made them ready.
-        deepspeed: extra DeepSpeed settings of ZeRO-2 and ZeRO-3, checked.
+        draws: whether weights are initialized; else they are 0 until `TrainEngine.load_shards` loads all of them.
+        kernels: implementation of each operator, as loaded by `megads.ops.resolve.load`.
+        deepspeed: extra DeepSpeed settings for ZeRO-2 and ZeRO-3, checked.
         z_loss: weight of the z-loss, see `megads.parallel.loss`.
     """
 
@@ -58,7 +58,7 @@ class EngineSpec:
 
     @property
     def initial_value(self) -> InitialValue | None:
-        """Initial weights; None where they are not drawn."""
+        """Initial weights; None if weights are not initialized."""
         if not self.draws:
             return None
         return self.value or initial_value(self.model, self.seed)
@@ -66,12 +66,12 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class Culprit:
-    """Who made a step non-finite.
+    """The rank that made a step non-finite.
 
     Attributes:
-        rank: global rank that went non-finite first in the order of computation.
-        where: "weights", "forward" or "backward".
-        parameters: up to eight names of local parameters whose weight or gradient is not finite.
+        rank: first global rank, in the order of computation, with a non-finite value.
+        where: "weights", "forward", "backward" or "gradient norm".
+        parameters: names of up to eight local parameters whose weight or gradient is not finite.
     """
 
     rank: int
@@ -85,14 +85,14 @@ class Culprit:
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step, the same on every rank.
+    """Result of one training step, the same on every rank.
 
     Attributes:
         loss: mean over the unmasked tokens of the global batch, in nats.
         tokens: unmasked tokens of the global batch.
-        grad_norm: global 2-norm before clipping; inf when skipped.
-        skipped: True when a non-finite gradient left weights and optimizer untouched.
-        culprit: set when skipped.
+        grad_norm: global 2-norm of the gradients before clipping; inf if the step was skipped.
+        skipped: True if the step was skipped because of a non-finite gradient; weights and optimizer are unchanged.
+        culprit: rank that made the step non-finite; set if the step was skipped.
     """
 
     loss: float
@@ -103,16 +103,16 @@ class StepResult:
 
 
 class ComputeComparison(NamedTuple):
-    """Four computations of one rank's samples in a step: by its peer, by itself, and both once more.
+    """Comparison of four computations of one rank's samples in a step: two by the rank and two by its peer.
 
     Attributes:
-        rank: whose samples they are.
-        peer: the other rank that computed them; the rank itself if no other one holds the same weights.
-        coordinates: pipeline and data-parallel rank. Ranks of the same coordinates run the same collectives in the same
+        rank: rank that the samples belong to.
+        peer: the other rank that computed them; the rank itself if no other rank holds the same weights.
+        coordinates: pipeline and data-parallel rank. Ranks with equal coordinates run the same collectives in the same
             order, so the indices of their traces are comparable.
-        by_rank: how the two computations of the rank differ; None: they do not.
-        by_peer: how the two computations of the peer differ.
-        across: how the last computations of the two differ.
+        by_rank: first difference between the rank's two computations; None if there is none.
+        by_peer: first difference between the peer's two computations.
+        across: first difference between the last computations of rank and peer.
     """
 
     rank: int
@@ -124,41 +124,41 @@ class ComputeComparison(NamedTuple):
 
 
 class ComputeCheck(Protocol):
-    """Decides which steps are computed twice, and what happens if the two differ; the same on every rank."""
+    """Decides which steps are computed twice, and what happens if the results differ; the same on every rank."""
 
     def is_due(self) -> bool:
-        """Whether the next step is computed twice whatever its loss and gradient norm."""
+        """Whether the next step is computed twice, regardless of its loss and gradient norm."""
         ...
 
     def suspects(self, loss: float, grad_norm: float) -> bool:
-        """Whether a step of this loss and gradient norm is computed again before it changes the weights."""
+        """Whether a step with this loss and gradient norm is computed again before it changes the weights."""
         ...
 
     def judge(self, comparisons: list[ComputeComparison]) -> None:
-        """Called with the comparisons of all ranks when computations differ; raises if training must end."""
+        """Called with the comparisons of all ranks if computations differ; raises if training must end."""
         ...
 
     def report_suspicious(self, first: tuple[float, float], again: tuple[float, float], ranks: list[int]) -> None:
-        """Called when a suspicious step has been computed again.
+        """Called after a suspicious step has been computed again.
 
         Args:
             first: the suspicious loss and gradient norm.
             again: loss and gradient norm of the last computation, which is applied.
-            ranks: whose own gradients, before any reduction, differ between the two.
+            ranks: ranks whose local gradients, before any reduction, differ between the two computations.
         """
         ...
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Sum over all ranks of the micro-batches given to one `evaluate` call."""
+    """Sum of losses and number of tokens over the micro-batches of all ranks in one `evaluate` call."""
 
     loss_sum: float
     tokens: int
 
     @classmethod
     def of(cls, shared: Tensor) -> EvaluationResult:
-        """From [loss, tokens] on a device; waits for it."""
+        """Converts [loss, tokens] on a device; synchronizes with the device."""
         loss_sum, tokens = shared.tolist()
         return cls(loss_sum, int(tokens))
 
@@ -168,11 +168,11 @@ class Shard:
     """A rectangle of one named global tensor, held by this rank.
 
     Attributes:
-        key: "<kind>/<parameter name>", kind one of "weight" (fp32 master), "exp_avg", "exp_avg_sq" or what another
-            optimizer keeps, "average" (the running average of the weights), and "gradient" for those that are watched.
+        key: "<kind>/<parameter name>"; kind is "weight" (fp32 master weight), "exp_avg", "exp_avg_sq" or another
+            optimizer's state, "average" (running average of the weights), or "gradient" in `watch_gradients`.
         global_shape: shape of the unsharded tensor, vocabulary padding excluded.
-        offset: where the rectangle starts in it, one entry per dim.
-        tensor: the values, fp32, a view into the optimizer's memory, shaped as the rectangle.
+        offset: start of the rectangle in the global tensor, one entry per dim.
+        tensor: fp32 values in the shape of the rectangle, a view into the optimizer's memory.
     """
 
     key: str
@@ -183,12 +183,13 @@ class Shard:
 
 @dataclass(frozen=True)
 class Replica:
-    """A tensor of this rank that other ranks may hold, too.
+    """A tensor of this rank that other ranks may also hold.
 
     Attributes:
-        key: "<kind>/<parameter name>", kind as in Shard, or "working_weight" for what layers compute with.
-        tensor: the values, flat and contiguous, a view.
-        lines: ranks that must hold the same bits: along "data", "replica" or "tp", or the "pair" of a tied embedding.
+        key: "<kind>/<parameter name>"; kind as in Shard, or "working_weight" for the weights that layers compute with.
+        tensor: the values, a flat and contiguous view.
+        lines: groups of ranks that must hold the same bits, by name: the axes "data", "replica" and "tp", and the
+            "pair" of a tied embedding.
     """
 
     key: str
@@ -197,36 +198,37 @@ class Replica:
 
 
 class TrainEngine(Protocol):
-    """One training engine, driven identically on every rank."""
+    """A training engine; every rank makes the same calls in the same order."""
 
     device: torch.device
     grid: ParallelGrid
 
     @property
     def bounds(self) -> list[int]:
-        """Virtual stage s of the pipeline holds the model's stages bounds[s] to bounds[s + 1]."""
+        """Pipeline partition: virtual stage s holds the model's stages bounds[s] to bounds[s + 1]."""
         ...
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
-        """Runs forward, backward, reduction and optimizer over this rank's micro-batches of one global batch.
+        """Runs forward and backward passes, gradient reduction and the optimizer on this rank's part of a global batch.
 
-        They hold whole samples, the same on all context ranks of a data-parallel rank; the engine cuts them.
+        Micro-batches hold whole samples, the same on all context-parallel ranks of a data-parallel rank; the engine
+        splits them.
         """
         ...
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvaluationResult:
-        """Sums the loss without dropout or gradients; every rank gets the total over all ranks."""
+        """Computes the sum of the losses without dropout or gradients; every rank gets the total over all ranks."""
         ...
 
     def losses_by_position(self, micro_batches: Sequence[MicroBatch], positions: int) -> Tensor:
-        """Like `evaluate`, with a sum for each position id.
+        """Like `evaluate`, with a separate sum for each position id.
 
         Args:
-            micro_batches: of this rank.
+            micro_batches: micro-batches of this rank.
             positions: number of position ids; larger than any that occurs.
 
         Returns:
-            fp64 [2, positions] on the CPU, the same on every rank: the sum of the losses in nats, and the tokens.
+            fp64 [2, positions] on the CPU, the same on every rank: sum of the losses in nats, and number of tokens.
         """
         ...
 
@@ -234,16 +236,18 @@ class TrainEngine(Protocol):
         """Scores every unmasked label without dropout; every rank gets the scores of all ranks' rows.
 
         Args:
-            micro_batches: of this rank, as in `evaluate`, all rows of one length. Their sample_ids number the rows of
-                all ranks from 0.
-            num_rows: rows of this number and above are padding.
+            micro_batches: micro-batches of this rank, as in `evaluate`, with rows of equal length. Their sample_ids
+                number the rows of all ranks from 0.
+            num_rows: number of real rows; rows with this id or a higher one are padding.
         """
         ...
 
     def averaged_weights(self) -> AbstractContextManager[None]:
-        """While it is open, the working weights are the running averages (optim.ema_decay), for `evaluate` and `score`;
-        afterwards they are bit for bit what they were. Collective; nothing is trained or saved inside. Where what is
-        inside raises, no rank waits for another, and the weights are left as they are.
+        """Context manager in which the working weights are the running averages (optim.ema_decay), for `evaluate` and
+        `score`.
+
+        On exit the working weights are restored bit for bit. Collective; do not train or save inside. After an
+        exception inside, no rank waits for another, and the weights are not restored.
         """
         ...
 
@@ -251,73 +255,78 @@ class TrainEngine(Protocol):
         """This rank's optimizer state as rectangles of global tensors.
 
         Args:
-            owned: True leaves out copies that another rank also holds (replicated over TP, tied over stages), so
-                that the union over ranks covers every tensor exactly once; False lists all this rank holds.
+            owned: True omits copies that another rank owns (replicated over TP, tied over stages), so that the union
+                over ranks covers every tensor exactly once; False lists everything that this rank holds.
         """
         ...
 
     def replicas(self) -> list[Replica]:
         """Working weights and optimizer state of this rank, and the ranks that must hold the same bits (N8). The order
-        is the same on all ranks of a line. Under ZeRO-3 there are no working weights."""
+        is the same on all ranks of a group. ZeRO-3 has no working weights."""
         ...
 
     def stale_weights(self) -> list[str]:
-        """Names of the parameters whose working weights on this rank are not its master weights, rounded, bit for bit.
+        """Names of the parameters whose working weights on this rank differ in any bit from the rounded master weights.
         Empty under ZeRO-3, which has no working weights."""
         ...
 
     def watch_gradients(self, watch: Callable[[list[Shard]], None]) -> None:
-        """Calls `watch` once, in the next step, with this rank's reduced gradients: before their norm is computed and
-        they are clipped. If the step is computed several times (check_compute), these are the gradients that are
-        applied. Several callers may watch the same step.
+        """Calls `watch` once, in the next step, with this rank's reduced gradients, before the norm and clipping.
+
+        If the step is computed several times (check_compute), these are the gradients that are applied. Several
+        callers may watch the same step.
 
         Args:
-            watch: gets owned shards of kind "gradient", fp32; they are views that the step overwrites, so copy what is
-                to be kept.
+            watch: called with the owned fp32 shards of kind "gradient". They are views that the step overwrites; copy
+                them to keep them.
         """
         ...
 
     def before_update(self, wait: Callable[[], None] | None) -> None:
-        """Calls `wait` in every following step before the optimizer's state changes; it returns when the state may
-        change. None ends the calls."""
+        """Calls `wait` in every following step before the optimizer's state changes; `wait` blocks until the state may
+        change. None removes it."""
         ...
 
     def watch_activations(self, watch: Callable[[str, Tensor], None] | None) -> None:
         """Calls `watch` in every following training forward pass with the name and the output of each layer of this
-        rank, but the head.
+        rank, except the head.
 
         Args:
-            watch: gets this rank's share of the output, [b, t, h], detached; do not keep it: its memory is reused. None
-                ends the calls.
+            watch: called with the layer's name and this rank's part of the output, [b, t, h], detached. Do not keep
+                the tensor; its memory is reused. None removes the callback.
         """
         ...
 
     def rerun_nonfinite(self, note: Callable[[StepResult, StepResult], None] | None) -> None:
-        """Computes every step that is not finite once more, from the same weights and micro-batches: its update was
-        skipped. The second result is that of the step. Finite steps do not wait for the device, unlike `check_compute`.
+        """Recomputes every following non-finite step once, from the same weights and micro-batches.
+
+        The update of the first computation was skipped; the second one is the result of the step. Unlike
+        `check_compute`, this adds no device synchronization to finite steps.
 
         Args:
-            note: called with both results. None ends the reruns.
+            note: called with both results. None disables reruns.
         """
         ...
 
     def check_compute(self, check: ComputeCheck | None) -> None:
-        """Computes the steps that the check chooses at least twice before the weights change, and compares bit for bit
-        what each rank computed. The last computation is applied; it equals that of an unchecked step bit for bit. None
-        ends the checks.
+        """Computes the steps that `check` selects at least twice before the weights change, and compares the ranks'
+        results bit for bit.
+
+        The last computation is applied; it is bitwise identical to that of an unchecked step. None disables the checks.
         """
         ...
 
     def watch_spans(self, watch: Callable[[list[Span]], None]) -> None:
-        """Times the next step, and calls `watch` at its end with what this rank did in it. Several callers may watch
-        the same step."""
+        """Times the next step, and calls `watch` at its end with the spans of this rank. Several callers may watch the
+        same step."""
         ...
 
     @property
     def optimizer_steps(self) -> int:
-        """Steps the optimizer has taken; skipped ones are not counted."""
+        """Number of optimizer steps taken, skipped steps excluded."""
         ...
 
     def load_shards(self, fill: Callable[[list[Shard]], None], optimizer_steps: int) -> None:
-        """Lets `fill` write into every shard this rank holds, then derives the working weights from the masters."""
+        """Calls `fill` to write every shard that this rank holds, then derives the working weights from the master
+        weights."""
         ...

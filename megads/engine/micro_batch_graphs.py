@@ -1,12 +1,12 @@
-"""Micro-batches as CUDA graphs: a forward and a backward pass are captured once and replayed.
+"""CUDA graphs of micro-batches: a forward and a backward pass are captured once and replayed.
 
-A pass of a small model is shorter than what its host takes to launch it: Python, autograd and the launches of some
-hundred kernels a block. A replayed graph is one launch.
+A pass of a small model takes less device time than the host needs to launch it: Python, autograd and the launches of
+some hundred kernels per block. A replayed graph is one launch.
 
-A graph reads and writes the memory that it was captured with. So a micro-batch is copied to where the first one was,
-main_grad stays where it is from step to step, the loss' scale has a place of its own, and what the operators' caches
-gave out is kept. The first micro-batch of a step writes main_grad and the others add to it: those are two pairs of
-graphs. All of them share one pool of memory, as they run one after the other.
+A graph reads and writes the addresses that it was captured with. So micro-batches are copied to fixed buffers,
+main_grad stays allocated across steps, the loss scale has a fixed address, and tensors from the operators' caches are
+kept alive. The first micro-batch of a step writes main_grad and the others add to it, so there are two pairs of graphs.
+All graphs share one memory pool, as they run one after the other.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
 
 EAGER_STEPS = 2
-"""Steps before the first capture: kernels are compiled and caches are filled in them."""
+"""Number of eager steps before the first capture, which compile kernels and fill caches."""
 
 T = TypeVar("T")
 Outputs = tuple[Tensor, Tensor]
-"""Of a forward pass: loss, and whether all of it was finite."""
+"""Outputs of a forward pass: loss, and whether it was finite."""
 
 
 class Passes(Protocol):
-    """What is captured: the passes of one micro-batch, by nothing but launches on the current stream."""
+    """The passes of one micro-batch to capture; they consist of launches on the current stream only."""
 
     def forward_alone(self, batch: MicroBatch) -> Outputs:
-        """Of a micro-batch on the device."""
+        """Runs the forward pass of a micro-batch on the device."""
         ...
 
     def backward_alone(self) -> None:
-        """Of the last forward pass; gradients go to main_grad."""
+        """Runs the backward pass of the last forward pass; gradients are accumulated in main_grad."""
         ...
 
 
 def leave_default_stream(device: torch.device) -> None:
-    """Goes on in a stream of its own, which alone can be captured; to be called before there are any parameters.
+    """Switches to a new CUDA stream, as the default stream cannot be captured; call before creating any parameters.
 
-    Autograd adds a gradient up in the stream in which its parameter was made known.
+    Autograd accumulates a gradient on the stream on which its AccumulateGrad node was created.
     """
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -61,14 +61,17 @@ def leave_default_stream(device: torch.device) -> None:
 
 
 def capture(run: Callable[[], T], pool: _POOL_HANDLE | None) -> Callable[[], T]:
-    """Captures what is launched, which does not run yet; the result runs it and returns what `run` did, of then.
+    """Captures a function as a CUDA graph, without running it.
 
     Args:
-        run: launches; its results are tensors of the graph.
-        pool: of memory, see torch.cuda.graph_pool_handle.
+        run: function that launches kernels; its results are tensors of the graph.
+        pool: memory pool, see torch.cuda.graph_pool_handle.
+
+    Returns:
+        A function that replays the graph and returns the results that `run` returned at capture.
     """
     graph = torch.cuda.CUDAGraph()
-    # Other threads, which write checkpoints or watch NCCL, may ask CUDA for whatever they like meanwhile.
+    # thread_local: other threads, which write checkpoints or monitor NCCL, may call CUDA during the capture.
     with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
         outputs = run()
 
@@ -81,13 +84,13 @@ def capture(run: Callable[[], T], pool: _POOL_HANDLE | None) -> Callable[[], T]:
 
 @dataclass
 class CapturedMicroBatch:
-    """A pair of graphs.
+    """The pair of graphs of a micro-batch.
 
     Attributes:
-        batch: where they read the micro-batch.
-        forward, backward: replay them.
-        unwritten: of every bucket, the slots of main_grad that are still empty after the backward pass.
-        kept: what they read and nobody else may hold any more.
+        batch: buffers that the graphs read the micro-batch from.
+        forward: replays the forward pass; returns its outputs.
+        backward: replays the backward pass; returns the slots of every bucket's main_grad that are still unwritten.
+        kept: tensors that the graphs read and that must be kept alive.
     """
 
     batch: MicroBatch
@@ -97,13 +100,13 @@ class CapturedMicroBatch:
 
 
 class MicroBatchGraphs:
-    """Runs the micro-batches of a step by graphs, which it captures when it first meets their shapes.
+    """Runs the micro-batches of a step with CUDA graphs, which are captured at the first use of each shape.
 
     Args:
-        passes: of a micro-batch.
-        optimizer: whose main_grad the gradients go to.
-        loss: of a micro-batch.
-        device: a GPU, of which the current stream is not the default one.
+        passes: passes of a micro-batch.
+        optimizer: optimizer in whose main_grad gradients are accumulated.
+        loss: loss of a micro-batch.
+        device: a GPU whose current stream is not the default stream.
     """
 
     def __init__(self, passes: Passes, optimizer: BucketAdamW, loss: TokenMeanLoss, device: torch.device) -> None:
@@ -115,22 +118,22 @@ class MicroBatchGraphs:
         optimizer.keep_main_grads()
 
     def is_due(self) -> bool:
-        """Whether this step is to run by graphs; counts it."""
+        """Counts a step, and returns whether it runs with graphs."""
         self._steps += 1
         return self._steps > EAGER_STEPS
 
     def run(self, micro_batches: Sequence[MicroBatch], spans: SpanRecorder) -> Outputs:
-        """Forward and backward passes of all of them.
+        """Runs forward and backward passes of all micro-batches.
 
         Args:
-            micro_batches: of the step, of this rank.
-            spans: are told of every pass.
+            micro_batches: micro-batches of the step on this rank.
+            spans: recorder that times every pass.
 
         Returns:
             The sum of the losses, and whether all forward passes were finite.
 
         Raises:
-            ConfigError: the passes of this run cannot be captured.
+            ConfigError: the passes cannot be captured.
         """
         self._scale.copy_(self._loss.scale)
         self._loss.scale = self._scale
@@ -163,7 +166,7 @@ class MicroBatchGraphs:
         return self._captured[key]
 
     def _capture(self, batch: MicroBatch) -> CapturedMicroBatch:
-        # A graph's own: what layers keep with a micro-batch belongs to one pair of graphs.
+        # A separate copy, as values that layers cache by micro-batch must belong to one pair of graphs.
         own = deepcopy(batch).to(self._device)
 
         def backward() -> list[set[int]]:

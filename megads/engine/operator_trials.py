@@ -1,4 +1,4 @@
-"""What the operators of a run are tried on: each with the shapes that a rank gives it, megads' kernel beside torch's.
+"""Tuning tasks for the operators of a run: megads' kernel against PyTorch's, on the shapes of one rank.
 
 Shape suffixes: b = batch, s = this rank's tokens of a sample, h = hidden size, f = MLP width of this rank, n = heads of
 queries, m = heads of keys, d = head dim, c = tokens of a chunk, r = this rank's rows of the vocabulary, e = elements.
@@ -36,26 +36,26 @@ from megads.parallel.sharding import shard_stage
 
 OURS, TORCHS = "megads", "torch"
 CANDIDATES = {OURS: FUSED, TORCHS: TORCH}
-"""By name."""
+"""Candidate kernels by name."""
 
 Function = Callable[..., Sequence[Tensor]]
-"""Takes the kernels and the inputs, in any floating dtype, and returns the outputs."""
+"""Maps kernels and inputs, in any floating-point dtype, to outputs."""
 Draw = Callable[..., Tensor]
-"""A normal tensor of some shape, in the run's dtype."""
+"""Draws a normally distributed tensor of a given shape, in the run's dtype."""
 
 
 @dataclass(frozen=True)
 class OperatorWork:
-    """What a rank asks of its operators.
+    """What the shapes of a rank's operators, and the choice between implementations, depend on.
 
     Attributes:
-        model: the model's shape.
+        model: model architecture.
         parallel: the layout.
-        seq_len: tokens of a sample.
-        micro_batch_size: samples of a forward pass.
-        dtype: of weights and activations.
-        loss_chunk: tokens whose logits are in memory at a time; None goes by their size.
-        deterministic: torch takes its deterministic algorithms.
+        seq_len: tokens per sample.
+        micro_batch_size: samples per forward pass.
+        dtype: dtype of weights and activations.
+        loss_chunk: number of tokens whose logits are in memory at a time; None derives it from their size.
+        deterministic: whether PyTorch uses deterministic algorithms.
     """
 
     model: ModelConfig
@@ -68,13 +68,14 @@ class OperatorWork:
 
 
 class OperatorTrial:
-    """One operator on random inputs, see `megads.ops.autotune.TuningTask`; a candidate is a set of kernels.
+    """Tuning task of one operator on random inputs, see `megads.ops.autotune.TuningTask`; candidates are kernel sets.
 
     Args:
         op: the operator.
-        function: computes it.
-        inputs: of the function.
-        arriving: gradients of its outputs; None: it has no backward pass, and may overwrite its inputs.
+        function: function that computes the operator.
+        inputs: inputs of the function.
+        arriving: gradients of its outputs; None if the operator has no backward pass, in which case it may overwrite
+            its inputs.
     """
 
     remedy = "use ops.impl=torch"
@@ -118,12 +119,12 @@ class OperatorTrial:
 
 @dataclass(frozen=True)
 class OperatorCase:
-    """An operator of a run, nothing allocated yet.
+    """An operator of a run with its shape; nothing is allocated yet.
 
     Attributes:
         op: the operator.
-        shape: for people, and for the cache: with the operator it says all that the result depends on.
-        make: draws the inputs on a device.
+        shape: shape text for display and the cache key; with the operator it determines the result.
+        make: creates the tuning task, with random inputs on a device.
     """
 
     op: KernelOp
@@ -132,14 +133,14 @@ class OperatorCase:
 
 
 def operator_cases(work: OperatorWork, kernels: Kernels) -> list[OperatorCase]:
-    """What is to be tried: the operators that this run computes and that were left to autotuning.
+    """Returns the operators to measure: those that the run uses and whose implementation is `auto`.
 
     Args:
-        work: of the first rank.
-        kernels: what was asked for.
+        work: operators of the first rank.
+        kernels: the configured kernels.
     """
     cases = [*_model_cases(work), _cross_entropy(work)]
-    if work.parallel.zero_stage not in GRADIENT_STAGES:  # there DeepSpeed's optimizer calls torch's AdamW
+    if work.parallel.zero_stage not in GRADIENT_STAGES:  # with ZeRO-2 and 3 DeepSpeed's optimizer calls torch's AdamW
         cases += _optimizer_cases(work)
     auto = Implementation.auto
     return [case for case in cases if kernels.implementation(case.op) is auto]
@@ -165,7 +166,7 @@ def _model_cases(work: OperatorWork) -> Iterator[OperatorCase]:
 
 
 def _cross_entropy(work: OperatorWork) -> OperatorCase:
-    """The kernels are the same on one rank and on several, which share their results between them."""
+    """Cross entropy on one rank; with tensor parallelism the kernels are the same, with collectives between them."""
     tokens = work.micro_batch_size * work.seq_len // work.parallel.cp
     rows = padded_rows(work.model.vocabulary, work.parallel.tp)
     chunk = chunk_tokens(tokens, rows * work.dtype.itemsize, "cuda", work.loss_chunk)
@@ -173,7 +174,7 @@ def _cross_entropy(work: OperatorWork) -> OperatorCase:
 
 
 def _optimizer_cases(work: OperatorWork) -> Iterator[OperatorCase]:
-    """The first rank's largest bucket, and of it the slice that a rank updates."""
+    """Square sums of the first rank's largest bucket, and AdamW on the slice of it that one rank updates."""
     bucket = max(_buckets(work), key=lambda bucket: bucket.numel)
     size = len(bucket.slice_of(0, _sharing(work.parallel)))
     slots = [(slot.start, slot.stop) for slot in bucket.slots]
@@ -185,12 +186,12 @@ def _optimizer_cases(work: OperatorWork) -> Iterator[OperatorCase]:
 
 
 def _sharing(parallel: ParallelConfig) -> int:
-    """Ranks that share every bucket."""
+    """Number of ranks that a bucket is sharded over."""
     return parallel.dp * parallel.cp if parallel.zero_stage else 1
 
 
 def _buckets(work: OperatorWork) -> list[BucketLayout]:
-    """Of the optimizer of the first rank, see `megads.engine.optimizer.BucketAdamW`."""
+    """Bucket layouts of the first rank's optimizer, see `megads.engine.optimizer.BucketAdamW`."""
     parallel, specs, members = work.parallel, stage_specs(work.model, 0), list[Member]()
     bounds, tied = stage_bounds([spec.weight for spec in specs], parallel), work.model.tie_embeddings
     axis = Axis(0, tuple(range(parallel.tp)), None)
@@ -269,7 +270,7 @@ def _swiglu(_work: OperatorWork, draw: Draw, shape: tuple[int, ...]) -> Made:
 
 
 def _rotary(work: OperatorWork, draw: Draw, shape: tuple[int, ...]) -> Made:
-    """Queries and keys as the model has them: views of one projection, unless several groups share keys."""
+    """Rotary embedding with the model's memory layout: views of one projection, unless several groups share keys."""
     batch, tokens, heads, kv_heads, head_dim = shape
     group = heads // kv_heads
     qkv = draw(batch, tokens, kv_heads, group + 2, head_dim)
@@ -289,13 +290,13 @@ def _dropout(work: OperatorWork, draw: Draw, shape: tuple[int, ...]) -> Made:
     x, residual = draw(*shape), draw(*shape)
     samples_b, places_s = (torch.arange(size, device=x.device) for size in shape[:2])
     whole = work.parallel.cp == 1 and not (work.parallel.sequence_parallel and work.parallel.tp > 1)
-    given = None if whole else places_s  # where a rank has a part of a sample
+    given = None if whole else places_s  # positions are only needed if the rank has a part of a sample
     mask = DropoutMask(site_key(0, "trial"), threshold_of(work.model.hidden_dropout), samples_b)
     return (lambda kernels, x, residual: (dropout(x, mask, given, residual, kernels),)), (x, residual), True
 
 
 def _loss(work: OperatorWork, draw: Draw, shape: tuple[int, ...]) -> Made:
-    """The loss of a chunk, and the gradient of its logits, which is written over them."""
+    """Loss of a chunk, and the gradient of its logits, which overwrites them."""
     tokens, rows = shape
     valid = min(rows, work.model.vocabulary)
     logits_cr = draw(tokens, rows)
@@ -317,7 +318,7 @@ def _square_sums(_work: OperatorWork, draw: Draw, shape: tuple[int, ...], *, slo
 
 
 def _adamw(work: OperatorWork, draw: Draw, shape: tuple[int, ...]) -> Made:
-    """The hundredth step, with clipping."""
+    """AdamW at step 100, with clipping."""
     master_e, exp_avg_e, exp_avg_sq_e, grad_e = (scale * draw(*shape).float() for scale in (0.02, 1e-3, 1e-3, 1e-2))
     clip = torch.full((), 0.7, device=master_e.device)
     lr, betas, eps, decay, steps = 3e-4, (0.9, 0.95), 1e-8, 0.1, 99

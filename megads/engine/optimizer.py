@@ -1,9 +1,9 @@
-"""Any optimizer on fp32 masters: ZeRO-1 or ZeRO-0 over buckets of flat weights, in bf16 or fp32.
+"""Optimizer with fp32 master weights: ZeRO-0 or ZeRO-1 over buckets of flat weights, in bf16 or fp32.
 
-The same code drives both precisions, so what the fp32 parity tests prove is what bf16 training runs. A step is:
-gradients are added to fp32 main_grad as the backward pass makes them, micro-batch after micro-batch; the last one
-starts the reduction of each bucket as soon as its last gradient is in; norm, clip and the optimizer work on this rank's
-slices; and the new weights are gathered.
+The same code runs in both precisions, so the fp32 parity tests also cover bf16 training. A step: gradients of every
+micro-batch are accumulated in fp32 main_grad during the backward pass; in the last backward pass the reduction of each
+bucket starts as soon as its last gradient is accumulated; gradient norm, clipping and optimizer run on this rank's
+slices; the new weights are all-gathered.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ from megads.parallel.grid import Axis, ParallelGrid
 from megads.parallel.weight_gradients import Addend
 
 CLIP_EPSILON = 1e-6
-"""Added to the norm that clipping divides by, as in torch.nn.utils.clip_grad_norm_."""
+"""Added to the norm in the denominator of the clipping factor, as in torch.nn.utils.clip_grad_norm_."""
 
 
 class Bucket:
     """Parameters whose gradients are reduced in one collective.
 
     Attributes:
-        layout: where each parameter lies.
-        copies: the parameters of every slot: one, or the embedding and the head that share it on one stage.
-        master: fp32 weights of this rank's slice, which the optimizer updates.
-        gradient: fp32, this rank's slice of the sum over all ranks; from the reduction to the end of the step.
-        missing: gradients that the current backward pass has not computed yet.
-        squares: by slot, the sum of squares of this rank's own gradient, before the reduction; fp64.
+        layout: positions of the parameters in the bucket.
+        copies: parameters of every slot: one, or two if embedding and head are tied on one stage.
+        master: fp32 master weights of this rank's slice.
+        gradient: fp32, this rank's slice of the reduced gradient; set from the reduction to the end of the step.
+        missing: number of gradients that the current backward pass has not computed yet.
+        squares: fp64, sum of squares of this rank's local gradient per slot, before the reduction.
         own_weights: this rank's slice of the working weights.
-        pair: the ranks that hold the copies of a tied embedding; None for anything else.
-        average: fp32, this rank's slice of the running average of the weights; None: none is kept.
+        pair: the ranks that hold the copies of a tied embedding; None for other buckets.
+        average: fp32, this rank's slice of the running average of the weights; None if no average is kept.
     """
 
     def __init__(
@@ -72,13 +72,13 @@ class Bucket:
         """Moves the parameters into the bucket's flat buffer.
 
         Args:
-            layout: of the bucket.
+            layout: layout of the bucket.
             copies: parameters of every slot, in the order of layout.slots.
-            data: ranks with the same weights and other tokens.
-            sharded: True gives each of them a slice of the bucket (ZeRO-1), False all of it to all (ZeRO-0).
-            also_over: group over which the slice is summed once more: of both copies of a tied embedding, or of the
-                ranks that each saw a part of the sequence.
-            kernels: whose kernel sums squares.
+            data: data-parallel ranks, which hold the same weights.
+            sharded: True gives each of them a slice of the bucket (ZeRO-1), False the whole bucket (ZeRO-0).
+            also_over: group of a second all-reduce of the slice: the two ranks with a copy of a tied embedding, or the
+                tensor-parallel ranks that each saw a part of the sequence.
+            kernels: kernels to compute sums of squares with.
         """
         self.layout, self.copies, self._also_over, self._kernels = layout, copies, also_over, kernels
         self._data, self._sharded = data, sharded
@@ -105,7 +105,7 @@ class Bucket:
         self.begin()
 
     def begin(self) -> None:
-        """Forgets everything about the last step."""
+        """Resets the state of the previous step."""
         self.missing = sum(len(parameters) for parameters in self.copies)
         self.gradient = self._reduction = None
         self._release()
@@ -113,32 +113,32 @@ class Bucket:
         self.squares: Tensor | None = None
 
     def add(self, slot: int, parameter: Parameter) -> None:
-        """Adds a parameter's gradient to its fp32 main_grad and frees it.
+        """Accumulates a parameter's gradient in its fp32 main_grad and frees it.
 
-        main_grad is allocated with the first gradient of a step: during the first forward passes, when most
-        activations are alive, there is none. The first gradient of a parameter is written, not added to zeros.
+        main_grad is allocated at the first gradient of a step, so it takes no memory during the first forward passes,
+        when most activations are alive. The first gradient of a parameter is copied, not added to zeros.
         """
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
-        main_grad, first = self._place(slot, parameter)
+        main_grad, first = self._main_grad_of(slot, parameter)
         if first:
             main_grad.copy_(gradient)
         else:
             main_grad.add_(gradient)
 
     def add_product(self, slot: int, parameter: Parameter, gradient: Addend) -> None:
-        """Computes the gradient of a layer's weight in main_grad; like `add`, but it is never rounded."""
-        gradient.add_to(*self._place(slot, parameter))
+        """Computes a weight gradient directly in main_grad: like `add`, but without rounding to the weights' dtype."""
+        gradient.add_to(*self._main_grad_of(slot, parameter))
 
-    def _place(self, slot: int, parameter: Parameter) -> tuple[Tensor, bool]:
-        """A parameter's main_grad, which is about to get a gradient, and whether it is the first."""
+    def _main_grad_of(self, slot: int, parameter: Parameter) -> tuple[Tensor, bool]:
+        """A parameter's main_grad, marked as written, and whether this is its first gradient."""
         place = self.layout.slots[slot]
         first = slot in self._empty
         self._empty.discard(slot)
-        return self._room()[place.start : place.stop].view(parameter.shape), first
+        return self._allocated()[place.start : place.stop].view(parameter.shape), first
 
-    def _room(self) -> Tensor:
-        """The whole main_grad; slots that are still empty are undefined, gaps between slots are zero."""
+    def _allocated(self) -> Tensor:
+        """The main_grad of the whole bucket; unwritten slots are undefined, gaps between slots are zero."""
         if self._main_grad is None:
             self._main_grad = torch.empty(self.layout.numel, dtype=torch.float32, device=self.weights.device)
             stops = [slot.stop for slot in self.layout.slots]
@@ -148,9 +148,9 @@ class Bucket:
         return self._main_grad
 
     def keep_main_grad(self) -> None:
-        """Leaves main_grad where it is from now on, from step to step."""
+        """Keeps main_grad allocated, at the same address, across steps."""
         self._keeps = True
-        self._room()
+        self._allocated()
 
     def _release(self) -> None:
         if not self._keeps:
@@ -158,7 +158,7 @@ class Bucket:
 
     @property
     def unwritten(self) -> set[int]:
-        """Slots of main_grad that have got no gradient in this step; a copy."""
+        """Slots of main_grad without a gradient in this step; a copy."""
         return set(self._empty)
 
     @unwritten.setter
@@ -166,15 +166,15 @@ class Bucket:
         self._empty = set(slots)
 
     def main_grad(self) -> Tensor:
-        """This rank's own gradients of the whole step, fp32; zeros for parameters that got none."""
-        main_grad = self._room()
+        """This rank's accumulated fp32 gradients, before any reduction; zeros for parameters without a gradient."""
+        main_grad = self._allocated()
         for slot in self._empty:
             main_grad[self.layout.slots[slot].start : self.layout.slots[slot].stop] = 0.0
         self._empty = set()
         return main_grad
 
     def launch(self) -> None:
-        """Starts the reduction over data parallel and returns at once."""
+        """Starts the asynchronous reduction over the data-parallel ranks."""
         main_grad = self.main_grad()
         self.squares = square_sums(main_grad, self._slots, self._kernels)
         if self._data.size == 1 or not self._sharded:
@@ -188,10 +188,11 @@ class Bucket:
             )
 
     def finish(self) -> None:
-        """Waits for the reduction and frees all but this rank's slice.
+        """Waits for the reduction and frees everything except this rank's slice.
 
-        The sum over `also_over` comes second, so that its ranks add the same bits: the order in which a collective
-        sums depends on the place in its buffer, and the first sum has already mixed the data-parallel ranks'.
+        The all-reduce over `also_over` comes second, so that its ranks get bitwise identical sums: the summation order
+        of a collective depends on the position in its buffer, and the first reduction has already combined the
+        data-parallel ranks.
         """
         if self._reduction is not None:
             self._reduction.wait()
@@ -201,18 +202,18 @@ class Bucket:
             dist.all_reduce(self.gradient, group=self._also_over)
 
     def publish(self) -> None:
-        """Rounds the masters to the weights' dtype and gathers every rank's slice of them."""
+        """Copies the master weights to the working weights, rounded to their dtype, and all-gathers the slices."""
         self.own_weights.copy_(self.master)
         self.gather()
 
     def publish_average(self) -> None:
-        """Makes the average the working weights, until `publish`."""
+        """Makes the running average the working weights, until `publish`."""
         assert self.average is not None
         self.own_weights.copy_(self.average)
         self.gather()
 
     def gather(self) -> None:
-        """Gathers every rank's slice of the working weights."""
+        """All-gathers every rank's slice of the working weights."""
         if self._sharded and self._data.size > 1:
             dist.all_gather_into_tensor(self.weights, self.own_weights, group=self._data.group)
 
@@ -222,12 +223,11 @@ class NamedParameter:
     """A parameter to be trained.
 
     Attributes:
-        name: in the whole model; parameters of one name share their memory and the sum of their gradients.
-        parameter: this rank's part of it.
-        owned: False where another rank of this one's data-parallel line speaks for the same elements: for a parameter
-            that is replicated over tensor parallelism the first one does, for a tied one the first stage. Only owners
-            count in the norm and write checkpoints.
-        pair: where another pipeline stage holds a copy (a tied embedding), the group of the two.
+        name: name in the whole model; parameters of the same name share their memory and their gradient sum.
+        parameter: this rank's shard.
+        owned: False if another rank owns the same elements: the first tensor-parallel rank owns a replicated parameter,
+            the first stage a tied one. Only owned elements count in the gradient norm and are saved in checkpoints.
+        pair: group of the two pipeline ranks that hold a copy of a tied embedding; None for other parameters.
     """
 
     name: str
@@ -237,13 +237,15 @@ class NamedParameter:
 
 
 class StateRange(NamedTuple):
-    """A part of one parameter of which this rank holds optimizer state.
+    """A range of one parameter's elements whose optimizer state this rank holds.
 
     Attributes:
-        parameter: what it is part of.
-        first: index in the flattened local parameter at which it starts.
-        bucket: where its state lies, in elements [start, start + length) of this rank's slice.
-        owned: see NamedParameter; under ZeRO-0 only the first data-parallel rank owns anything.
+        parameter: the parameter.
+        first: index of the range's first element in the flattened local parameter.
+        bucket: bucket whose slice on this rank holds the state, in elements [start, start + length).
+        start: index of the first element in that slice.
+        length: number of elements.
+        owned: see NamedParameter; under ZeRO-0 only the first data-parallel rank owns any elements.
     """
 
     parameter: Parameter
@@ -254,18 +256,18 @@ class StateRange(NamedTuple):
     owned: bool
 
     def of(self, slice_of_bucket: Tensor) -> Tensor:
-        """This part of a tensor that is as long as the bucket's slice; a view."""
+        """View of this range in a tensor of the size of the bucket's slice."""
         return slice_of_bucket.narrow(0, self.start, self.length)
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """A method for hooks of parameters, which does nothing once its object is gone.
+    """Wraps a method in a weak reference for use as a parameter hook; it does nothing once its object is freed.
 
-    Python's collector does not see what hooks on accumulated gradients hold. An object that is held by them, and holds
-    their parameters, is never freed, with all the memory that it has.
+    Python's garbage collector does not see references held by post-accumulate-grad hooks. A reference cycle through
+    such a hook, from an object that holds the parameters, would never be freed.
 
     Args:
-        method: of an object that something else holds as long as it is needed.
+        method: method of an object that is kept alive elsewhere.
     """
     of_object = weakref.WeakMethod(method)
 
@@ -277,22 +279,22 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class BucketAdamW:
-    """The optimizer of one rank, AdamW or another.
+    """The bucketed optimizer of one rank: AdamW or another update rule.
 
-    With AdamW the host does not wait for the device in a step: the device itself skips a step whose norm is not finite.
+    With AdamW a step does not synchronize with the device: the kernel itself skips a step with a non-finite norm.
     Other optimizers wait for the clipping factor. The caller reads `norm` after a step and passes its value to
     `settle`.
 
     Attributes:
-        buckets: in the order in which a backward pass completes them.
-        norm: global 2-norm of the last step before clipping, fp64 scalar on the device.
-        grad_norm: the same on the host, once it is settled; inf when the step was skipped.
-        skipped: likewise; the norm was not finite, and nothing was updated.
-        sharded: data-parallel ranks hold the state of a slice each (ZeRO-1).
-        last_backward: set by the engine before the last backward pass of a stage in a step, and the last part of it
-            where it has two: buckets reduce as they complete.
-        watch: called first in every `step`, while buckets hold the reduced gradients.
-        before_update: called in every step before masters and the optimizer's state change.
+        buckets: buckets in the order in which a backward pass completes them.
+        norm: global 2-norm of the last step's gradients before clipping, fp64 scalar on the device.
+        grad_norm: value of `norm` on the host, set by `settle`; inf if the step was skipped.
+        skipped: whether the last step was skipped because its norm was not finite; set by `settle`.
+        sharded: whether every data-parallel rank holds the state of one slice only (ZeRO-1).
+        last_backward: set by the engine before a stage's last backward pass of the step, or its weight-gradient part if
+            the pass is split; from then on buckets are reduced as they complete.
+        watch: called first in every `step`, while the buckets hold the reduced gradients.
+        before_update: called in every step before master weights and optimizer state change.
     """
 
     def __init__(
@@ -366,7 +368,7 @@ class BucketAdamW:
         return buckets
 
     def _master_layout(self, bucket: Bucket) -> MasterLayout:
-        """Where the parameters lie in a bucket's master, those too of which this rank's slice has nothing."""
+        """Positions of all parameters in a bucket's master, including those outside this rank's slice."""
         mine, runs = bucket.slice, []
         for slot, (parameter, *_) in zip(bucket.layout.slots, bucket.copies, strict=True):
             start, stop = max(mine.start, slot.start), min(mine.stop, slot.stop)
@@ -379,36 +381,37 @@ class BucketAdamW:
 
     def _also_over(self, layout: BucketLayout, pairs: dict[str, ProcessGroup]) -> ProcessGroup | None:
         if layout.partial:
-            assert layout.role is not Role.tied, "a tied embedding is cut over tensor parallelism, never replicated"
+            assert layout.role is not Role.tied, "a tied embedding is sharded over tensor parallelism, never replicated"
             return self._grid.tp.group
         return pairs.get(layout.slots[0].member.name)
 
     def begin(self, *, overlap: bool = True) -> None:
-        """Before the first micro-batch of a step.
+        """Resets the gradients; call before the first micro-batch of a step.
 
         Args:
-            overlap: buckets reduce as they complete; else only in `reduce`, before which `own_gradients` is valid.
+            overlap: whether buckets are reduced as they complete; else only in `reduce`, until which `own_gradients` is
+                valid.
         """
         self.last_backward, self._launched, self._overlap = False, 0, overlap
         for bucket in self.buckets:
             bucket.begin()
 
     def keep_main_grads(self) -> None:
-        """Gradients are added up in the same memory in all steps from now on, as CUDA graphs need it."""
+        """Keeps every main_grad at the same address from now on, as CUDA graphs require."""
         for bucket in self.buckets:
             bucket.keep_main_grad()
 
     def unwritten(self) -> list[set[int]]:
-        """Of every bucket, the slots of main_grad that have got no gradient in this step."""
+        """Slots of every bucket's main_grad without a gradient in this step."""
         return [bucket.unwritten for bucket in self.buckets]
 
     def set_unwritten(self, slots: list[set[int]]) -> None:
-        """Takes note of gradients that a graph has added, of which the host has seen nothing."""
+        """Updates the unwritten slots after a CUDA graph replay, which accumulates gradients without running hooks."""
         for bucket, of_bucket in zip(self.buckets, slots, strict=True):
             bucket.unwritten = of_bucket
 
     def add(self, weight: Parameter, gradient: Addend) -> None:
-        """See MainGrads; of products that were deferred, or are computed in main_grad itself."""
+        """See MainGrads; for weight-gradient GEMMs that are deferred or write directly to main_grad."""
         bucket, slot = self._places[weight]
         bucket.add_product(slot, weight, gradient)
 
@@ -419,20 +422,20 @@ class BucketAdamW:
             self._launch_complete()
 
     def _on_gradient(self, parameter: Parameter) -> None:
-        if parameter.grad is None:  # put off, or added already
+        if parameter.grad is None:  # deferred, or already accumulated
             return
         bucket, slot = self._places[parameter]
         bucket.add(slot, parameter)
         self.done(parameter)
 
     def _launch_complete(self) -> None:
-        """Starts reductions in the order of the buckets, which is the same on all ranks that take part."""
+        """Starts reductions in the order of the buckets, which is the same on all ranks of the collective."""
         while self._overlap and self._launched < len(self.buckets) and self.buckets[self._launched].missing <= 0:
             self.buckets[self._launched].launch()
             self._launched += 1
 
     def reduce(self) -> None:
-        """Ends all reductions; a parameter that got no gradient counts as zero."""
+        """Starts the remaining reductions and waits for all; a parameter without a gradient counts as zero."""
         for bucket in self.buckets[self._launched :]:
             bucket.launch()
         self._launched = len(self.buckets)
@@ -441,8 +444,9 @@ class BucketAdamW:
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
-        """Computes the norm, clips, updates the masters and gathers the new weights; a step whose norm is not finite
-        changes nothing. Call `settle` before the next step.
+        """Computes the norm, clips, updates the master weights and all-gathers the new weights.
+
+        A step with a non-finite norm changes nothing. Call `settle` before the next step.
         """
         if self.watch is not None:
             self.watch()
@@ -457,7 +461,7 @@ class BucketAdamW:
         """Sets `grad_norm` and `skipped` of the last step.
 
         Args:
-            norm: the value of `norm`, on the host.
+            norm: value of `norm` on the host.
         """
         self.skipped = not norm < math.inf
         self.grad_norm = math.inf if self.skipped else norm
@@ -478,7 +482,7 @@ class BucketAdamW:
             bucket.gather()
 
     def _pieces_of_norm(self) -> dict[Bucket, Pieces]:
-        """Of every bucket what counts here. Every element of the model counts on exactly one rank."""
+        """The owned ranges of every bucket; every element of the model counts in the norm on exactly one rank."""
         bounds: dict[Bucket, list[tuple[int, int]]] = {}
         for part in self.state_ranges():
             if part.owned:
@@ -487,7 +491,7 @@ class BucketAdamW:
 
     @torch.no_grad()
     def global_norm(self) -> Tensor:
-        """2-norm of the reduced gradients of all ranks, before clipping; fp64 scalar on the device. Collective."""
+        """Global 2-norm of the reduced gradients before clipping; fp64 scalar on the device. Collective."""
         square = torch.zeros_like(self.norm)
         for bucket, pieces in self._normed.items():
             square += square_sums(gradient_of(bucket), pieces, self._kernels).sum()
@@ -496,7 +500,7 @@ class BucketAdamW:
         return square.sqrt()
 
     def publish_weights(self) -> None:
-        """Derives the working weights on all ranks from the masters."""
+        """Derives the working weights on all ranks from the master weights."""
         with torch.no_grad():
             for bucket in self.buckets:
                 bucket.publish()
@@ -509,24 +513,24 @@ class BucketAdamW:
 
     @property
     def parameters(self) -> list[Parameter]:
-        """Every parameter this rank trains, a tied one once, in the order of `gradient_norms`."""
+        """All parameters of this rank, tied ones once, in the order of `gradient_norms`."""
         return [same[0] for bucket in self.buckets for same in bucket.copies]
 
     @property
     def gradient_norms(self) -> list[Tensor]:
-        """2-norm of this rank's own gradient of every parameter, before any reduction; after `reduce`."""
+        """2-norm of every parameter's local gradient, before any reduction; available after `reduce`."""
         squares = (bucket.squares for bucket in self.buckets if bucket.squares is not None)
         return [norm for of_slots in squares for norm in of_slots.sqrt()]
 
     def own_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and main_grad of every parameter, before any reduction; after `begin` without overlap."""
+        """Yields name and main_grad of every parameter before any reduction; requires `begin(overlap=False)`."""
         for bucket in self.buckets:
             main_grad = bucket.main_grad()
             for slot in bucket.layout.slots:
                 yield slot.member.name, main_grad[slot.start : slot.stop]
 
     def state_ranges(self) -> Iterator[StateRange]:
-        """Every part of a parameter of which this rank holds optimizer state."""
+        """Yields every range of a parameter whose optimizer state this rank holds."""
         for bucket in self.buckets:
             mine = bucket.slice
             for slot, same in zip(bucket.layout.slots, bucket.copies, strict=True):
@@ -536,45 +540,45 @@ class BucketAdamW:
                     yield StateRange(same[0], start - slot.start, bucket, start - mine.start, stop - start, owned)
 
     def state_of(self, part: StateRange) -> dict[str, Tensor]:
-        """Views of the fp32 master weight, the optimizer's state and the average of one part, flat, by kind."""
+        """Flat views of the fp32 master weight, optimizer state and running average of one range, by kind."""
         master = part.bucket.master
-        # AdamW counts its steps beside the moments, on the device.
+        # AdamW also keeps its step count in the state, on the device.
         state = {kind: tensor for kind, tensor in self.adamw.state[master].items() if kind != "step"}
         averages = {} if part.bucket.average is None else {AVERAGE: part.bucket.average}
         return {kind: part.of(tensor) for kind, tensor in {"weight": master, **state, **averages}.items()}
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's; DeepSpeed reads the learning rate from here."""
+        """Parameter groups of the optimizer; DeepSpeed reads the learning rate from them."""
         return self.adamw.param_groups
 
     @property
     def steps(self) -> int:
-        """Steps the optimizer has taken, skipped ones not counted."""
+        """Number of optimizer steps taken, skipped steps excluded."""
         return self.adamw.steps
 
     def set_steps(self, steps: int) -> None:
-        """Sets the number of steps, by which moments are corrected."""
+        """Sets the step count used for bias correction."""
         self.adamw.set_steps(steps)
 
 
 def clip_factor(norm: Tensor, largest: float) -> Tensor:
-    """Factor that brings gradients to a norm of `largest` at most, fp32 scalar on the device of `norm`.
+    """Returns the factor that clips gradients to a norm of `largest`, fp32 scalar on the device of `norm`.
 
     Args:
-        norm: theirs, fp64 scalar. Where it is not finite, the factor is a NaN.
-        largest: 0 for no clipping.
+        norm: norm of the gradients, fp64 scalar. If it is not finite, the factor is NaN.
+        largest: maximum norm; 0 disables clipping.
     """
     factor = (largest / (norm + CLIP_EPSILON)).clamp(max=1.0) if largest else torch.ones_like(norm)
     return factor.masked_fill(norm.isfinite().logical_not(), math.nan).float()
 
 
 def gradient_of(bucket: Bucket) -> Tensor:
-    """The bucket's reduced gradient; there is one from `reduce` to the end of `step`."""
+    """Returns the bucket's reduced gradient, which exists from `reduce` to the end of `step`."""
     assert bucket.gradient is not None
     return bucket.gradient
 
 
 def _is_partial(parameter: Parameter) -> bool:
-    """Whether the gradient of a replicated parameter covers this rank's sequence shard only."""
+    """Whether the gradient of a replicated parameter covers only this rank's sequence shard."""
     return bool(parameter.gradient_partial)  # type: ignore[attr-defined]

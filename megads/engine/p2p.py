@@ -1,4 +1,4 @@
-"""Tensors between pipeline ranks: asynchronous, in buffers that are used again."""
+"""Asynchronous point-to-point communication between pipeline ranks, with reused receive buffers."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ Shape = tuple[int, ...]
 
 
 class BufferPool:
-    """Memory that messages arrive in, used again once it is given back.
+    """Pool of receive buffers, which are reused once they are returned.
 
     Attributes:
-        made: buffers that were allocated so far.
+        made: number of buffers allocated so far.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -41,7 +41,7 @@ class BufferPool:
         self.made = 0
 
     def take(self, shape: Shape) -> Tensor:
-        """A buffer of this shape; its contents are what they were."""
+        """Returns an uninitialized buffer of this shape."""
         free = self._free.get(shape)
         if free:
             return free.pop()
@@ -49,22 +49,22 @@ class BufferPool:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
 
     def give(self, buffer: Tensor) -> None:
-        """Gives a buffer back that nobody reads any more."""
+        """Returns a buffer to the pool; its contents must no longer be needed."""
         self._free.setdefault(tuple(buffer.shape), []).append(buffer)
 
     def drop_other_shapes(self, kept: set[Shape]) -> None:
-        """Frees what messages of other shapes were received in."""
+        """Frees the buffers of all other shapes."""
         self._free = {shape: free for shape, free in self._free.items() if shape in kept}
 
 
 @dataclass
 class _Link:
-    """Receives from one peer.
+    """Pending receives from one peer.
 
     Attributes:
-        peer: its global rank.
-        due: those not posted yet, in the order of sending.
-        posted: how many are posted and not taken.
+        peer: global rank of the peer.
+        due: receives that are not posted yet, in the order of sending.
+        posted: number of receives that are posted and not taken yet.
     """
 
     peer: int
@@ -73,17 +73,18 @@ class _Link:
 
 
 class P2PCommunicator:
-    """What one pipeline rank sends and receives in a step.
+    """Sends and receives of one pipeline rank in a step.
 
-    Two process groups carry the messages, one to higher pipeline ranks and one to lower ones: NCCL runs all between
-    two ranks of a group in order, so a receive that is posted ahead would hold up the send on which its own message
-    depends. Within a group messages between two ranks go one way and meet in the order of the schedule.
+    Two process groups are used, one for transfers to higher pipeline ranks and one for those to lower ranks. NCCL runs
+    all transfers between two ranks of a group in order, so with one group a receive posted ahead could block the send
+    that its own tensor depends on. Within a group, transfers between two ranks have one direction and match in the
+    order of the schedule.
 
     Args:
         parallel: the layout.
         grid: the ranks.
-        dtype: of all messages.
-        device: where they are.
+        dtype: dtype of all transferred tensors.
+        device: device of all transferred tensors.
     """
 
     def __init__(self, parallel: ParallelConfig, grid: ParallelGrid, dtype: torch.dtype, device: torch.device) -> None:
@@ -100,10 +101,10 @@ class P2PCommunicator:
         self._peers: dict[Action, int] = {}
 
     def _connect(self, placement: StagePlacement, device: torch.device) -> None:
-        """Sends one element each way between all ranks that will talk, in one order on all of them.
+        """Sends one element in each direction between all ranks that will communicate, in the same order on all ranks.
 
-        NCCL connects two ranks in the first call of both, which waits for the other's: a receive that is posted ahead
-        would wait for a send that comes after what depends on this rank.
+        NCCL connects two ranks in their first call, which blocks until the peer calls too. Without this, a receive
+        posted ahead could wait for a send that itself depends on this rank.
         """
         ranks, here = self._grid.pp.ranks, self._grid.pp.rank
         pairs = {tuple(sorted(pair)) for pair in pairwise(placement.ranks)}
@@ -116,11 +117,11 @@ class P2PCommunicator:
                     dist.recv(torch.zeros(1, device=device), ranks[source], group=group)
 
     def begin(self, schedule: Schedule, shape_of: Callable[[int], Shape]) -> None:
-        """Before a step: posts the first receives.
+        """Starts a step and posts the first receives.
 
         Args:
-            schedule: of the step.
-            shape_of: shape of the messages of a micro-batch.
+            schedule: schedule of the step.
+            shape_of: returns the shape of the tensors transferred for a micro-batch.
         """
         rank = self._grid.pp.rank
         self._shape_of = shape_of
@@ -156,18 +157,18 @@ class P2PCommunicator:
         link.posted += 1
 
     def post(self, action: Action) -> None:
-        """Posts a receive and all that come before it from the same peer, as far as they are not posted."""
+        """Posts a receive and all earlier ones from the same peer, unless they are already posted."""
         while action not in self._arriving:
             self._post_next(self._peers[action])
 
     def take(self, action: Action) -> Tensor:
-        """Waits for a message and posts the next one of the same peer.
+        """Waits for a posted receive and posts the next one from the same peer.
 
         Args:
-            action: its receive, posted.
+            action: the receive.
 
         Returns:
-            A buffer to be given back with `release`.
+            The received tensor, in a buffer to be returned with `release`.
         """
         work, buffer = self._arriving.pop(action)
         work.wait()
@@ -179,11 +180,11 @@ class P2PCommunicator:
         return buffer
 
     def release(self, buffer: Tensor) -> None:
-        """Gives back what `take` returned."""
+        """Returns a buffer from `take` to the pool."""
         self._pool.give(buffer)
 
     def send(self, action: Action, tensor: Tensor) -> None:
-        """Starts a send; the tensor is kept until the peer has it, and must not change."""
+        """Starts a send; the tensor is kept alive until the send completes, and must not be modified."""
         peer = self._peers[action]
         group = self._group(self._grid.pp.rank, peer)
         tensor = tensor.contiguous()
@@ -196,41 +197,41 @@ class P2PCommunicator:
         work.wait()
 
     def finish(self) -> None:
-        """After a step: waits until everything that was sent is gone."""
-        assert not self._arriving and not any(link.due for link in self._links.values()), "messages nobody took"
+        """Ends a step: waits until all sends are complete."""
+        assert not self._arriving and not any(link.due for link in self._links.values()), "receives were not taken"
         for send in list(self._leaving):
             self._end(send)
 
 
 def receives_ahead(placement: StagePlacement, device: torch.device) -> int:
-    """Receives that are posted to each peer before they are due.
+    """Returns the number of receives to post ahead per peer.
 
-    On CPUs one: a message that comes early finds its place. On GPUs such a receive is a kernel that holds
-    multiprocessors all the while, and one that a computation may have to wait for: where CUDA loads a kernel at its
-    first use, or the allocator gives memory back, it may wait for all that runs. So receives are posted at the point of
-    need. Only where the stages turn back on a rank, as in a V shape, one must be posted ahead: with one hardware queue
-    for all streams (CUDA_DEVICE_MAX_CONNECTIONS=1) two sends to one peer, one behind the other, would hold up what the
-    peer needs first. tests/engine/test_stream_order.py shows both.
+    On CPUs it is one, so that a tensor that arrives early has a buffer. On GPUs a pending receive is a kernel that
+    occupies multiprocessors, and computation may have to wait for it: CUDA may synchronize with everything that runs
+    when it loads a kernel at its first use or when the allocator frees memory. So on GPUs receives are posted when they
+    are due. The exception is a placement where consecutive stages share a rank, as in a V shape, which needs one
+    receive ahead: with one hardware queue for all streams (CUDA_DEVICE_MAX_CONNECTIONS=1), two consecutive sends to one
+    peer would block the tensor that the peer needs first. tests/engine/test_stream_order.py shows both cases.
 
     Args:
-        placement: of the stages.
-        device: where messages are.
+        placement: placement of the stages.
+        device: device of the transferred tensors.
     """
     turns = any(stage == following for stage, following in pairwise(placement.ranks))
     return 1 if device.type == "cpu" or turns else 0
 
 
 def p2p_options(timeout: timedelta | None) -> dist.ProcessGroupNCCL.Options:
-    """NCCL's settings of a group that carries messages; see P2P_CTAS."""
+    """Returns the NCCL options of a p2p process group; see P2P_CTAS."""
     options = dist.ProcessGroupNCCL.Options()
     options.config.max_ctas = P2P_CTAS
     if timeout is not None:
-        options._timeout = timeout  # torch warns where it differs from the group's
+        options._timeout = timeout  # torch warns if it differs from the group's timeout
     return options
 
 
 def _line_group(parallel: ParallelConfig, grid: ParallelGrid) -> ProcessGroup | None:
-    """A group of its own over this rank's pipeline; collective over the world."""
+    """Creates a new process group over the ranks of this rank's pipeline; collective over the world."""
     mine: ProcessGroup | None = None
     lines: Sequence[tuple[int, ...]] = axis_lines("pp", parallel) if parallel.pp > 1 else []
     for line in lines:

@@ -1,4 +1,4 @@
-"""The engine of ZeRO-0 and ZeRO-1, with or without a pipeline: runs schedules on the virtual stages of a rank."""
+"""Training engine for ZeRO-0 and ZeRO-1, with or without pipeline parallelism; runs schedules on virtual stages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from megads.parallel.weight_gradients import DeferredWgrads, WeightGradients, sp
 from megads.runtime.span import Span
 
 Key = tuple[int, int]
-"""A micro-batch and a virtual stage."""
+"""Micro-batch index and virtual stage."""
 
 
 FORWARD_KINDS = (ActionKind.load, ActionKind.forward, ActionKind.send_activation, ActionKind.receive_activation)
@@ -45,19 +45,19 @@ FORWARD_KINDS = (ActionKind.load, ActionKind.forward, ActionKind.send_activation
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The same schedule without its backward passes: fewer actions add no dependency, so it cannot deadlock."""
+    """Returns the schedule without its backward passes. Removing actions adds no dependency, so it cannot deadlock."""
     rows = tuple(tuple(action for action in row if action.kind in FORWARD_KINDS) for row in schedule.actions)
     return Schedule(schedule.name, schedule.placement, schedule.micro_batches, rows)
 
 
 @dataclass
 class InFlight:
-    """What a micro-batch leaves on a virtual stage between its forward and its backward pass.
+    """State of a micro-batch on a virtual stage between its forward and its backward pass.
 
     Attributes:
-        input: what the stage read, with its gradient after the backward pass.
-        root: where the backward pass starts: the loss, or the graph of the output, which itself is needed no more.
-        buffer: the message that the input arrived in; None where it came from this rank.
+        input: input of the stage; holds its gradient after the backward pass.
+        root: start of the backward pass: the loss, or the gradient edge of the output, whose values are not kept.
+        buffer: receive buffer of the input; None if the input was computed on this rank.
     """
 
     input: Tensor
@@ -67,7 +67,7 @@ class InFlight:
 
 @dataclass
 class DeferredBackward:
-    """What a backward pass defers to its second part: weight gradients, and the p2p buffers that they read."""
+    """Deferred part of a split backward pass: weight gradients, and the p2p receive buffers that they read."""
 
     gradients: DeferredWgrads
     buffers: list[Tensor]
@@ -76,15 +76,15 @@ class DeferredBackward:
 class StageEngine:
     """Runs any schedule of `megads.parallel.schedule` on the virtual stages of a rank.
 
-    Losses, activations and gradients are kept under their micro-batch and stage, messages are asynchronous; micro-
-    batches are MicroBatch objects, and every stage gets its BatchInfo; the optimizer reduces gradients while the last
-    backward pass runs; and each rank notes what it did to make a step non-finite.
+    Losses, activations and gradients are stored by micro-batch and stage. P2p communication is asynchronous. Every
+    stage gets the BatchInfo of its MicroBatch. Gradient reduction is overlapped with the last backward pass. Each rank
+    records where non-finite values appear.
 
     Attributes:
         module: this rank's stages.
-        optimizer: of their parameters.
-        watch_spans: is given what the rank did in the next step, once.
-        forward_finite: by virtual stage, whether all that it computed forward was finite; on the device.
+        optimizer: optimizer of their parameters.
+        watch_spans: called once, at the end of the next step, with the spans of this rank.
+        forward_finite: whether all forward outputs of a virtual stage were finite, by stage; on the device.
     """
 
     averaged_over = 1
@@ -93,7 +93,7 @@ class StageEngine:
         """Builds the engine over this rank's stages.
 
         Args:
-            spec: what it is built from.
+            spec: specification of the engine.
             module: this rank's stages.
         """
 
@@ -111,7 +111,7 @@ class StageEngine:
         self._schedules: dict[int, Schedule] = {}
         self._forward_schedules: dict[int, Schedule] = {}
         self._weight_gradients = WeightGradients(self.optimizer)
-        # Embedding, and head in chunks, add to main_grad whoever computes the products.
+        # Embedding and chunked head accumulate into main_grad regardless of the GEMM implementation.
         for part in (module,) if module.gradients_in_place else module.ends:
             split_backward(part, self._weight_gradients)
         self.watch_spans: Callable[[list[Span]], None] | None = None
@@ -141,7 +141,7 @@ class StageEngine:
 
     @property
     def norm(self) -> Tensor:
-        """See StepEngine; the optimizer must be settled with it."""
+        """See StepEngine; its value must be passed to the optimizer's `settle`."""
         return self.optimizer.norm
 
     def _begin(self, micro_batches: Sequence[MicroBatch]) -> None:
@@ -178,7 +178,7 @@ class StageEngine:
         return self._forward_schedules[micro_batches]
 
     def _run(self, schedule: Schedule) -> None:
-        self._p2p.begin(schedule, self._message_shape)
+        self._p2p.begin(schedule, self._activation_shape)
         self._executor.execute(schedule, self._run_action)
         self._p2p.finish()
 
@@ -201,7 +201,7 @@ class StageEngine:
         return self.total_loss
 
     def _is_watched(self) -> bool:
-        """Whether somebody looks into the passes, of which a graph calls nobody."""
+        """Whether a trace or a forward hook observes the passes; a CUDA graph would not run them."""
         layers = (layer for chunk in self.module.chunks.values() for layer in chunk)
         return self._trace.recording or any(layer._forward_hooks for layer in layers)
 
@@ -218,7 +218,7 @@ class StageEngine:
         torch.autograd.backward(self._in_flight.pop((0, 0)).root)
 
     def forget(self) -> None:
-        """See StepEngine: `compute` begins anew."""
+        """See StepEngine; nothing to do, as `compute` resets the gradients."""
 
     def reduce(self) -> None:
         """See StepEngine."""
@@ -243,22 +243,22 @@ class StageEngine:
         return self.optimizer.gradient_norms
 
     def run_evaluation(self, micro_batches: Sequence[MicroBatch]) -> Tensor | None:
-        """Forward only; returns the sum of the losses on the last stage's rank."""
+        """Runs forward passes only; returns the sum of the losses on the last stage's rank."""
         self._begin(micro_batches)
         self.module.eval()
         with torch.no_grad():
             self._run(self._forward_schedule(len(micro_batches)))
         return self.total_loss
 
-    def _message_shape(self, micro_batch: int) -> tuple[int, ...]:
-        """[b, t, h] of the activations between stages; every rank computes it, so it need not be sent."""
+    def _activation_shape(self, micro_batch: int) -> tuple[int, ...]:
+        """Shape [b, t, h] of the activations between stages; every rank computes it, so it is not communicated."""
         batch, parallel = self._micro_batches[micro_batch], self._parallel
         if batch.info.sequence_index is not None:
             tokens = len(batch.info.sequence_index)
         elif batch.tokens_bs is not None:
             tokens = batch.tokens_bs.shape[1]
         else:
-            assert batch.info.seq_len is not None, "a stage without tokens must be told how many there are"
+            assert batch.info.seq_len is not None, "a stage without tokens needs info.seq_len"
             tokens = batch.info.seq_len
         share = tokens // parallel.tp if parallel.sequence_parallel else tokens
         return len(batch.info.sample_ids), share, self._hidden_size
@@ -280,7 +280,7 @@ class StageEngine:
             self._targets[micro_batch] = targets
 
     def _info(self, micro_batch: int, stage: int) -> BatchInfo:
-        """The same object on all stages of this rank, which share what is made of it."""
+        """BatchInfo on the device; the same object for all stages of this rank, so that they share cached values."""
         info = self._infos.get(micro_batch)
         if info is None:
             info = self._infos[micro_batch] = self._micro_batches[micro_batch].info.to(self.device)
@@ -289,7 +289,7 @@ class StageEngine:
         return info
 
     def _input(self, micro_batch: int, stage: int) -> tuple[Tensor, Tensor | None]:
-        """What a stage reads, and the message's buffer if it came in one."""
+        """The input of a stage, and its receive buffer if it came from another rank."""
         if self._is_first(stage):
             return self._tokens.pop(micro_batch), None
         made_here = self._outputs.pop((micro_batch, stage - 1), None)
@@ -299,11 +299,11 @@ class StageEngine:
         return buffer.detach().requires_grad_(torch.is_grad_enabled()), buffer
 
     def _take(self, receive: ActionKind, micro_batch: int, stage: int) -> Tensor:
-        """Waits for a message; the wait is what its span shows."""
+        """Waits for a receive; its span measures the wait."""
         with self._spans.span(receive, micro_batch, stage):
             buffer = self._p2p.take(Action(receive, micro_batch, stage))
         self._set_context(receive, micro_batch, stage)
-        self._trace.record("a message received", buffer, received=True)
+        self._trace.record("a received p2p tensor", buffer, received=True)
         return buffer
 
     def _set_context(self, kind: ActionKind, micro_batch: int, stage: int) -> None:
@@ -327,7 +327,7 @@ class StageEngine:
             output = self.module(stage, hidden, info)
             self._outputs[micro_batch, stage] = output.detach()
             root = get_gradient_edge(output) if torch.is_grad_enabled() else output
-        # Stays on the device: no synchronisation in the step.
+        # Stays on the device, so that the step does not synchronize.
         self.forward_finite[stage] &= torch.isfinite(output.detach()).all()
         if torch.is_grad_enabled():
             self._in_flight[micro_batch, stage] = InFlight(hidden, root, buffer)
@@ -335,7 +335,7 @@ class StageEngine:
             self._p2p.release(buffer)
 
     def _output_gradient(self, micro_batch: int, stage: int) -> tuple[Tensor | None, Tensor | None]:
-        """The gradient with which a stage's backward pass starts, and the message's buffer if it came in one."""
+        """The output gradient of a stage, and its receive buffer if it came from another rank."""
         if self._is_last(stage):
             return None, None
         made_here = self._input_gradients.pop((micro_batch, stage + 1), None)
@@ -351,7 +351,7 @@ class StageEngine:
     def _backward_input(self, micro_batch: int, stage: int) -> None:
         with self._weight_gradients.defer() as gradients:
             buffers = self._run_backward(ActionKind.backward_input, micro_batch, stage)
-        # What the weights' gradients are computed from may lie in the buffers.
+        # The deferred weight gradients may read tensors in these buffers.
         self._deferred[micro_batch, stage] = DeferredBackward(gradients, buffers)
 
     def _backward_weight(self, micro_batch: int, stage: int) -> None:
@@ -367,7 +367,7 @@ class StageEngine:
         self.optimizer.last_backward = micro_batch == len(self._micro_batches) - 1
 
     def _run_backward(self, kind: ActionKind, micro_batch: int, stage: int) -> list[Tensor]:
-        """Runs a stage backward; returns the buffers that it read."""
+        """Runs a stage's backward pass; returns the receive buffers that it read."""
         self._note_last(micro_batch)
         passed = self._in_flight.pop((micro_batch, stage))
         gradient, buffer = self._output_gradient(micro_batch, stage)
@@ -413,7 +413,7 @@ class StageEngine:
 
 
 class PipelineTrainEngine(BaseTrainEngine):
-    """ZeRO-0 or 1 x pipeline x tensor parallel training of one model."""
+    """TrainEngine for ZeRO-0 or 1 with pipeline and tensor parallelism."""
 
     _engine: StageEngine
 

@@ -1,8 +1,8 @@
-"""Computes the forward and backward passes of a step again, from the same weights, and compares them bit for bit.
+"""Repeats the forward and backward passes of a step from the same weights, and compares them bit for bit.
 
-Data-parallel ranks hold the same weights, so each of them also computes the samples of the next one: a processor that
-makes the same mistake every time is found, too. The last computation of a rank is that of its own samples, whose
-gradients are reduced and applied.
+Data-parallel ranks hold the same weights, so each also computes the samples of the next rank, which also detects a
+processor that makes the same error every time. The last computation of a rank is on its own samples; its gradients are
+reduced and applied.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class _Computation(NamedTuple):
     """One computation of this rank's samples.
 
     Attributes:
-        trace: of the rank that made it.
-        loss_sum: of the samples, if this rank made it and holds the last stage.
+        trace: trace of the rank that computed them.
+        loss_sum: sum of their losses, if this rank computed them and holds the last stage.
     """
 
     trace: Trace
@@ -43,10 +43,11 @@ class RepeatedStep:
 
     Attributes:
         grid: the ranks.
-        layers: of this rank, by their names in the whole model.
-        compute: one forward and backward pass over micro-batches of whole samples, no gradient reduced or applied.
-        forget: drops the gradients that `compute` has accumulated.
-        device: where this rank computes.
+        layers: layers of this rank, with their names in the whole model.
+        compute: runs forward and backward passes of micro-batches with whole samples, without reducing or applying
+            gradients.
+        forget: discards the gradients that `compute` has accumulated.
+        device: device of this rank.
     """
 
     grid: ParallelGrid
@@ -61,11 +62,12 @@ class RepeatedStep:
         """Computes the step twice, and twice more if the two differ; collective over the world.
 
         Args:
-            micro_batches: of this rank, whole samples.
+            micro_batches: micro-batches of this rank, with whole samples.
             judge: called with the comparisons of all ranks if computations differ; raises if training must end.
 
         Returns:
-            The sum of the losses on ranks of the last stage. The gradients are those of this rank's own samples.
+            The sum of the losses on ranks of the last stage. The accumulated gradients are those of the rank's own
+            samples.
         """
         handles = [
             layer.register_forward_hook(partial(self._record_output, name))
@@ -105,7 +107,7 @@ class RepeatedStep:
         return next_rank_batches(micro_batches, dp.ranks, dp.group, self.device)
 
     def _compute_on_peer(self, next_batches: Sequence[MicroBatch]) -> _Computation:
-        """Computes the samples of the next rank, and returns what the peer computed of this rank's."""
+        """Computes the samples of the next rank; returns the peer's computation of this rank's samples."""
         trace, dp = self._compute(next_batches).trace, self.grid.dp
         if dp.size == 1:
             return _Computation(trace)

@@ -1,6 +1,6 @@
-"""A model that is only asked, in a layout: forward passes over tensor, context, pipeline and data parallel ranks.
+"""Inference engine for scoring: forward passes over tensor-, context-, pipeline- and data-parallel ranks.
 
-No optimizer, no gradients: a rank holds its share of the weights, once, in the dtype that it computes in.
+It has no optimizer and no gradients: a rank holds one copy of its shard of the weights, in the compute dtype.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from megads.parallel.token_scores import RowScores, ScoreRecorder
 
 
 class LayoutScoringEngine:
-    """A rank of a layout of one stage a pipeline rank, whose weights are still to be filled; see `TrainEngine`.
+    """Scoring engine of one rank, with one stage per pipeline rank; see `TrainEngine`. Call `load_weights` first.
 
     Args:
-        spec: what it is built from; of `parallel` the sizes of the axes count. Nothing is drawn.
+        spec: specification of the engine; only the axis sizes of `parallel` are used. Weights are not initialized.
 
     Attributes:
-        device: where this rank computes.
+        device: device of this rank.
         grid: the ranks.
     """
 
@@ -41,7 +41,7 @@ class LayoutScoringEngine:
         self._hidden_size, self._precision = spec.model.hidden_size, spec.precision
 
     def load_weights(self, fill: Callable[[list[Shard]], object]) -> None:
-        """Lets `fill` write into every weight that this rank holds."""
+        """Calls `fill` to write every weight that this rank holds."""
         shards: list[Shard] = []
         for parameter in self._stages.parameters():
             place, flat = placement_of(parameter), parameter.data.view(-1)
@@ -67,7 +67,7 @@ class LayoutScoringEngine:
         return recorder.share(num_rows, row_length(micro_batches), self.grid, self._last, self.device)
 
     def _run(self, micro_batches: Sequence[MicroBatch]) -> Tensor | None:
-        """Runs this rank's stage on one micro-batch after another; a rank is at the next while others go on with it."""
+        """Runs this rank's stage on the micro-batches in order; pipeline ranks work on different ones concurrently."""
         pp = self.grid.pp
         total: Tensor | None = None
         for batch in micro_batches:

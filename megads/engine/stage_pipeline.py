@@ -1,4 +1,4 @@
-"""The model's stages on a rank: cut, filled, wrapped, and put into the virtual stages of a pipeline."""
+"""Builds the model's stages on a rank: sharding, initialization, activation recomputation and virtual stages."""
 
 from __future__ import annotations
 
@@ -31,11 +31,13 @@ from megads.parallel.weight_gradients import SplitLayer
 
 
 def build_stage(stage_spec: StageSpec, spec: EngineSpec) -> nn.Module:
-    """This rank's share of a stage, its parameters' `placement` attribute set: made on the meta device, cut, filled.
+    """Builds this rank's shard of a stage: on the meta device, then sharded, then initialized.
+
+    Sets the `placement` attribute of its parameters.
 
     Args:
         stage_spec: the stage.
-        spec: what the engine is built from.
+        spec: specification of the engine.
     """
     name, grid, parallel = stage_spec.name, spec.grid, spec.parallel
     with torch.device("meta"):
@@ -65,15 +67,15 @@ def _tied(place: ParameterPlacement) -> ParameterPlacement:
 
 
 def placement_of(parameter: nn.Parameter) -> ParameterPlacement:
-    """Where a parameter of a StagePipeline lies in the unsharded model."""
+    """Returns the placement of a parameter in the unsharded model."""
     place: ParameterPlacement = parameter.placement  # type: ignore[attr-defined]
     return place
 
 
 def run_stages(stages: Iterable[nn.Module], hidden: Tensor, info: BatchInfo) -> Tensor:
-    """Calls stages one after the other on the output of the last.
+    """Calls stages in order, each on the output of the previous one.
 
-    BatchInfo is an argument: a stage that is recomputed in backward, when `info` is a later micro-batch's, has its own.
+    BatchInfo is an argument, so that a stage recomputed in the backward pass uses that of its own micro-batch.
     """
     for stage in stages:
         hidden = stage(hidden, info)
@@ -89,18 +91,18 @@ def wrap_blocks(
     *,
     gradients_in_place: bool = False,
 ) -> None:
-    """Makes the blocks among stages recompute what the config says, compiled if it says so.
+    """Applies activation recomputation and torch.compile to the transformer blocks among the stages, as configured.
 
-    `full` recomputes whole blocks; `selective` the attention cores alone, which hold many activations and few FLOPs
+    `full` recomputes whole blocks; `selective` only the attention cores, which have many activations and few FLOPs
     (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models").
 
     Args:
-        stages: by their names in the whole model, cut already; all that the rank holds.
+        stages: all stages of this rank by their names in the whole model, already sharded.
         parallel: the layout.
-        pipeline_rank: the one that holds them.
-        compiled: what is compiled.
-        table: of the model.
-        gradients_in_place: layers add gradients of weights to main_grad themselves.
+        pipeline_rank: pipeline rank of the stages.
+        compiled: what to compile.
+        table: sharding table of the model.
+        gradients_in_place: whether layers accumulate weight gradients in main_grad themselves.
     """
     blocks = {name: stage for name, stage in stages.items() if is_block(name)}
     modes = block_modes(parallel, pipeline_rank, len(blocks))
@@ -115,15 +117,15 @@ def wrap_blocks(
 
 
 def recomputed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The same function with activation checkpointing: autograd keeps its arguments only, and backward calls it again
-    (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost").
+    """Adds activation recomputation to a function: autograd saves only its arguments, and the backward pass calls it
+    again (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost").
 
-    All that the function depends on and that may have changed until backward must be among its arguments: under 1F1B
-    other micro-batches run forward in between. It must be pure; random generators are not restored, as dropout draws
-    from the sample's own stream. Without gradients nothing is kept and nothing runs twice.
+    State that may change before the backward pass must be passed as an argument: under 1F1B, forward passes of other
+    micro-batches run in between. The function must be pure. Random generators are not restored, as dropout uses a
+    random stream per sample. Without gradients nothing is saved or recomputed.
 
-    Collectives inside run again too, in the same order on all ranks of a tensor-parallel group, which run the same
-    schedule.
+    Collectives inside are also recomputed, in the same order on all ranks of a tensor-parallel group, which run the
+    same schedule.
     """
 
     def call(*args: Any) -> Tensor:
@@ -134,15 +136,15 @@ def recomputed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def recompute_module(module: nn.Module) -> None:
-    """Makes a module's own forward a recomputed one, wherever it is called."""
+    """Replaces a module's forward method by one with activation recomputation."""
     module.forward = recomputed(module.forward)  # type: ignore[method-assign]
 
 
 def alias_of(parameter: nn.Parameter) -> nn.Parameter:
-    """A second parameter over the same memory, with a gradient of its own.
+    """Returns a second parameter on the same memory, with its own gradient.
 
-    Where embedding and head share a weight, autograd would add their two gradients in the weight's dtype; as two
-    parameters they reach the optimizer apart and are added in fp32, as they are when two stages hold them.
+    With one shared parameter, autograd would add the gradients of embedding and head in the weight's dtype. With two
+    parameters the optimizer accumulates them in fp32, as it does when two stages hold them.
     """
     alias = nn.Parameter(parameter.detach())
     alias.__dict__.update(parameter.__dict__)  # placement and marks
@@ -150,18 +152,18 @@ def alias_of(parameter: nn.Parameter) -> nn.Parameter:
 
 
 class StagePipeline(PipelineStages):
-    """This rank's virtual stages, each a run of the model's stages; the embedding's ties and its loss.
+    """This rank's virtual stages, each a range of the model's stages, with tied embeddings and the loss.
 
     Attributes:
-        gradients_in_place: linear layers may compute their weights' gradients in the optimizer's fp32 buffers.
+        gradients_in_place: whether linear layers compute their weight gradients directly in the optimizer's main_grad.
     """
 
     def __init__(self, spec: EngineSpec, loss: TokenMeanLoss) -> None:
         """Builds this rank's stages.
 
         Args:
-            spec: what the engine is built from.
-            loss: of a micro-batch.
+            spec: specification of the engine.
+            loss: loss of a micro-batch.
         """
         stages = stage_specs(spec.model, spec.seed)
         bounds = stage_bounds([stage.weight for stage in stages], spec.parallel)
@@ -184,7 +186,7 @@ class StagePipeline(PipelineStages):
         self._tied_pair = self._join_tied_pair()
 
     def _join_tied_pair(self) -> ProcessGroup | None:
-        """The group of the two ranks that hold the copies of a tied embedding; None: one rank, or no tie."""
+        """The group of the two ranks with a copy of the tied embedding; None if it is on one rank or not tied."""
         ends, grid = self.placement.ends, self.spec.grid
         if not self.spec.model.tie_embeddings or ends[0] == ends[1]:
             return None
@@ -198,11 +200,11 @@ class StagePipeline(PipelineStages):
 
     @property
     def ends(self) -> tuple[nn.Module, ...]:
-        """Embedding and output projection, those that this rank holds."""
+        """Embedding and output projection, if this rank holds them."""
         return self.chunks.get(0, ())[:1] + self.chunks.get(self.placement.num_stages - 1, ())[-1:]
 
     def trained_parameters(self) -> list[NamedParameter]:
-        """What the optimizer trains, in forward order; a tied weight twice where one rank holds both copies."""
+        """Parameters to train, in forward order; a tied weight appears twice if one rank holds both copies."""
         pair = self._tied_pair
         has_embedding = self.stage_id == self.placement.ends[0]
         trained = []
@@ -214,7 +216,7 @@ class StagePipeline(PipelineStages):
         return trained
 
     def stage_of(self, parameter: nn.Parameter) -> int:
-        """The virtual stage that holds a parameter, the first one that does."""
+        """Returns the first virtual stage that holds a parameter."""
         for number, chunk in self.chunks.items():
             if any(parameter is held for stage in chunk for held in stage.parameters()):
                 return number
@@ -224,34 +226,35 @@ class StagePipeline(PipelineStages):
         """Runs one virtual stage of this rank.
 
         Args:
-            stage: its number.
-            hidden: [b, t, h], or tokens [b, s] for the first one.
-            info: of the micro-batch.
+            stage: number of the virtual stage.
+            hidden: [b, t, h]; tokens [b, s] for the first stage.
+            info: BatchInfo of the micro-batch.
 
         Returns:
-            [b, t, h], or logits of this rank's rows of the vocabulary from the last one.
+            [b, t, h]; for the last stage the logits of this rank's rows of the vocabulary.
         """
         return run_stages(self.chunks[stage], hidden, info)
 
     def loss(self, hidden: Tensor, info: BatchInfo, targets: tuple[Tensor, Tensor]) -> Tensor:
-        """Runs the last virtual stage, which this rank holds, and the loss of its logits.
+        """Runs the last virtual stage, which this rank holds, and computes the loss.
 
         Args:
             hidden: as in `forward`.
-            info: of the micro-batch.
-            targets: labels and mask, [b, s].
+            info: BatchInfo of the micro-batch.
+            targets: labels and loss mask, [b, s] each.
         """
         *stages, head = self.chunks[self.placement.num_stages - 1]
         return self.token_loss.of_head(head, run_stages(stages, hidden, info), info, targets)
 
 
 def compile_blocks(blocks: Sequence[nn.Module], compiled: Compile, *, splits: bool) -> None:
-    """Has the forward passes of a rank's blocks compiled when they first run; names of parameters stay as they are.
+    """Compiles the forward passes of a rank's blocks at their first call; parameter names do not change.
 
     Args:
-        blocks: cut already, their attention cores wrapped. What runs a whole block again is put around it afterwards.
-        compiled: how.
-        splits: layers defer gradients of weights, or add them to main_grad, which each backward pass decides.
+        blocks: sharded blocks. Recomputation of attention cores must be applied before, of whole blocks afterwards.
+        compiled: what to compile.
+        splits: whether layers defer weight gradients or accumulate them in main_grad; each backward pass decides which,
+            so these layers are excluded from torch.compile.
     """
     if compiled is Compile.none:
         return
@@ -259,6 +262,6 @@ def compile_blocks(blocks: Sequence[nn.Module], compiled: Compile, *, splits: bo
         for module in block.modules():
             untraced = ("forward",) if splits and isinstance(module, SplitLayer) else getattr(module, "untraced", ())
             for name in untraced:
-                # On the object, as what recomputes a core is: other objects of its class are left alone.
+                # Set on the object, like the recomputation of a core: other objects of the class are unaffected.
                 setattr(module, name, torch.compiler.disable(getattr(module, name)))
         block.forward = torch.compile(block.forward, dynamic=False)  # type: ignore[method-assign]

@@ -1,11 +1,12 @@
-"""Stragglers: ranks that compute more slowly than the others of their kind, and so slow down all of them.
+"""Straggler detection: finds ranks that compute more slowly than their peers and so slow down the whole job.
 
-In synchronous training all ranks' steps take as long as the slowest one's: the time of a step names nobody. Every n-th
-step each rank therefore times its forward and backward passes alone, without receives, reductions and waiting for them,
-and rank 0 compares ranks that hold the same pipeline stage (as MegaScale does, arXiv 2402.15627, section 5.1).
+In synchronous training every rank's step takes as long as the slowest rank's, so step times do not identify a
+straggler. Every n-th step each rank therefore times only its forward and backward passes, without receives, reductions
+and waiting for them, and rank 0 compares ranks of the same pipeline stage (like MegaScale, arXiv 2402.15627, section
+5.1).
 
-Tensor- and context-parallel ranks wait for each other within a forward pass: a slow one slows down its whole group, and
-all ranks of the group are named.
+Tensor- and context-parallel ranks wait for each other within a forward pass, so a slow rank slows down its whole group,
+and all ranks of the group are reported.
 """
 
 from __future__ import annotations
@@ -31,39 +32,39 @@ from megads.runtime.run_dir import slowdowns_path
 from megads.runtime.span import Span
 
 WINDOW = 9
-"""Timed steps over which a rank is judged."""
+"""Number of timed steps in the detection window."""
 SLOWER_BY = 0.10
-"""A rank is a straggler from a slowdown of this share on."""
+"""Minimum relative slowdown of a straggler."""
 LEAST_SCORE = 6.0
-"""Standard errors above its peers. At 1% noise a healthy rank never has a slowdown of 10%; where the noise is larger, a
-score of 6 comes up by chance once in 10^9 windows."""
+"""Minimum slowdown of a straggler in standard errors. At 1% noise a healthy rank never has a slowdown of 10%; with more
+noise, a score of 6 occurs by chance once in 10^9 windows."""
 _MEDIAN_ERROR = 1.2533
-"""The standard error of a median of n normal values is so many times that of their mean."""
+"""Ratio of the standard error of a median of n normal values to that of their mean."""
 _DIFFERENCE_TO_DEVIATION = 1.4826 / math.sqrt(2)
-"""From the median absolute difference of two normal values to their standard deviation."""
+"""Ratio of the standard deviation of normal values to the median absolute difference of two of them."""
 _NOISE_STEPS = 100
 _LEAST_NOISE = 1e-3
 _MOST_CELLS = 4_000_000
-"""Numbers in the file of slowdowns over a run of 100,000 timed steps; with more ranks, fewer steps are written."""
+"""Maximum numbers in the slowdowns file after 100,000 timed steps; with more ranks, fewer steps are written."""
 _COMPUTE = (ActionKind.forward, ActionKind.backward, ActionKind.backward_input, ActionKind.backward_weight)
 
 FloatArray = npt.NDArray[np.float64]
 
 
 def compute_seconds(spans: Sequence[Span]) -> float:
-    """Returns the seconds that a rank spent in its own forward and backward passes of a step."""
+    """Returns the seconds that a rank spent in its forward and backward passes of a step."""
     return sum(span.end_s - span.start_s for span in spans if span.kind in _COMPUTE)
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that became a straggler, or is none any more.
+    """A rank that became a straggler, or recovered.
 
     Attributes:
         rank: the rank.
-        slowdown: its compute time over that of its peers, less 1.
-        score: how many standard errors that is above 0.
-        over: it computes as fast as its peers again.
+        slowdown: compute time relative to its peers, minus 1.
+        score: slowdown in standard errors.
+        over: whether the rank has recovered.
     """
 
     rank: int
@@ -73,20 +74,20 @@ class Straggler:
 
     @property
     def confidence(self) -> float:
-        """Probability that the slowdown is no chance: of the score, by the normal distribution."""
+        """Probability, by the normal distribution, that the slowdown is not due to chance."""
         return 1 - 0.5 * math.erfc(self.score / math.sqrt(2))
 
 
 class StragglerDetector:
-    """Judges ranks by the times of their own compute; a pure function of what `add` was given.
+    """Detects stragglers from the ranks' compute times; a pure function of the inputs of `add`.
 
-    Each time is divided by the median of the rank's peers in the same step, which takes out what all of them share:
-    the batch, a clock that throttles all, a longer sequence. A rank's slowdown is the median of these ratios over the
-    window, so single slow steps name nobody. The noise is the median difference between two steps' ratios, of all ranks
-    and over a longer time than the window, so that no rank's own slowdown counts as noise.
+    Each time is divided by the median of the rank's peers in the same step, which removes common effects: the batch,
+    throttling of all ranks, longer sequences. A rank's slowdown is the median of these ratios over the window, so a
+    single slow step does not make a straggler. The noise is the median difference between the ratios of two steps, over
+    all ranks and more steps than the window, so that the slowdown of one rank does not count as noise.
 
     Args:
-        peers: for every rank, a number that ranks with the same work share.
+        peers: group number of every rank; ranks with the same work have the same number.
     """
 
     def __init__(self, peers: Sequence[int]) -> None:
@@ -96,13 +97,13 @@ class StragglerDetector:
         self._known: set[int] = set()
 
     def add(self, slowdown: FloatArray) -> list[Straggler]:
-        """Takes one step.
+        """Adds the measurements of one step.
 
         Args:
             slowdown: [ranks], see `relative`.
 
         Returns:
-            Ranks that became stragglers with this step, and those that are none any more.
+            Ranks that became stragglers with this step, and those that recovered.
         """
         if self._window:
             self._differences.append(float(np.median(np.abs(slowdown - self._window[-1]))))
@@ -124,7 +125,7 @@ class StragglerDetector:
         return found
 
     def relative(self, compute_s: FloatArray) -> FloatArray:
-        """How much longer than the median of its peers each rank took, as a share; 0 for a rank without peers.
+        """Returns each rank's compute time relative to the median of its peers, minus 1; 0 for a rank without peers.
 
         Args:
             compute_s: [ranks] seconds, see `compute_seconds`.
@@ -134,7 +135,7 @@ class StragglerDetector:
             if len(members) < 2:
                 continue
             times = compute_s[members]
-            # Of the others alone: of two ranks, one's own time would pull the median half of the way.
+            # The median excludes the rank itself: with two ranks, its own time would count for half of the median.
             order = np.argsort(times, kind="stable")
             rank_of = np.empty_like(order)
             rank_of[order] = np.arange(len(order))
@@ -146,14 +147,14 @@ class StragglerDetector:
 
 
 class StragglerHook:
-    """Has the engine time every n-th step, and names ranks that are slower than their peers.
+    """Hook that times every n-th step and reports ranks that are slower than their peers.
 
     Args:
-        watch_spans: `TrainEngine.watch_spans` of the engine that trains.
-        run_dir: the run's folder.
-        every_steps: n.
+        watch_spans: `TrainEngine.watch_spans` of the engine.
+        run_dir: the run directory.
+        every_steps: interval n in steps.
         grid: the ranks.
-        events: takes what is found.
+        events: writer of the events that report stragglers.
     """
 
     def __init__(
@@ -210,7 +211,7 @@ class StragglerHook:
                 slowdown=round(found.slowdown, 4),
                 score=round(found.score, 1),
                 confidence=round(found.confidence, 6),
-                message=_told(found, self._nodes[found.rank]),
+                message=_message(found, self._nodes[found.rank]),
             )
         if step % self._write_every == 0:
             self._write(step, slowdown)
@@ -221,15 +222,15 @@ class StragglerHook:
             with self._path.open("a") as file:
                 file.write(json.dumps(line) + "\n")
         except OSError as error:
-            # A full disk is no reason to end a run.
-            logging.getLogger(__name__).warning("the slowdowns of step %d are not written: %s", step, error)
+            # A full disk must not end the run.
+            logging.getLogger(__name__).warning("the slowdowns of step %d were not written: %s", step, error)
 
 
-def _told(found: Straggler, node: str) -> str:
+def _message(found: Straggler, node: str) -> str:
     share = f"{100 * abs(found.slowdown):.0f}%"
     if found.over:
         return f"rank {found.rank} on {node} computes as fast as its peers again"
     return (
         f"rank {found.rank} on {node} computes {share} longer than its peers over the last {WINDOW} timed steps: every "
-        "step waits for it. Look at its node: other processes, clocks and temperature of its GPU, its memory bandwidth"
+        "step waits for it. Check its node: other processes, clocks and temperature of its GPU, its memory bandwidth"
     )

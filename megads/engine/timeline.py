@@ -1,4 +1,4 @@
-"""What a rank did within a step, and when: cheap timers, the clock that all ranks share, and the file of spans."""
+"""Timelines of a step: low-overhead span timers, clock synchronization between ranks, and span files."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from megads.runtime.hooks import StepInfo, TrainState
 from megads.runtime.span import Span
 
 PINGS = 8
-"""Round trips by which two clocks are compared; the fastest one counts."""
+"""Number of round trips to compare two clocks; the fastest one is used."""
 
 
 @dataclass(frozen=True)
 class _Mark:
-    """One end of a span: seconds on a CPU, an event in the stream of a GPU."""
+    """Start or end of a span: seconds on a CPU, a CUDA event on a GPU."""
 
     at: Any
 
 
 class SpanRecorder:
-    """Times what is run inside of `span`; does nothing until it is switched on.
+    """Times the code inside `span`, in steps for which it is enabled.
 
-    On a GPU the times are those at which the device came to it: events in its stream, read after the step, so that
-    nothing waits for the device meanwhile.
+    On a GPU the times are device times: CUDA events in the stream, read after the step, so that the host does not
+    synchronize during the step.
 
     Args:
-        device: that does the work.
+        device: device to time.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -47,7 +47,7 @@ class SpanRecorder:
         self._open: list[tuple[str, int | None, int | None, _Mark, _Mark]] | None = None
 
     def begin(self) -> None:
-        """Switches it on for a step."""
+        """Enables recording for a step."""
         self._open = []
         self._zero_s, self._zero = 0.0, _Mark(None)
         if self._device.type == "cuda":
@@ -63,7 +63,7 @@ class SpanRecorder:
 
     @contextmanager
     def span(self, kind: str, micro_batch: int | None = None, stage: int | None = None) -> Iterator[None]:
-        """Times what is run inside."""
+        """Times the code inside the context manager."""
         if self._open is None:
             yield
             return
@@ -72,7 +72,7 @@ class SpanRecorder:
         self._open.append((kind, micro_batch, stage, start, self._mark()))
 
     def end(self) -> list[Span]:
-        """Switches it off; the spans of the step, in the order of their ends."""
+        """Disables recording; returns the spans of the step, in the order of their ends."""
         assert self._open is not None
         found, self._open = self._open, None
         if self._device.type == "cuda":
@@ -88,15 +88,16 @@ class SpanRecorder:
 
 
 def clock_offset_s(control: ControlPlane, clock: str | None = None) -> float:
-    """Seconds to add to this rank's monotonic clock to get rank 0's; collective over the world.
+    """Returns the seconds to add to this rank's monotonic clock to get rank 0's; collective over the world.
 
-    Ranks that share a clock, those of one machine, get the same offset: one of them compares it with another machine's.
-    Machines form a binomial tree, so 1,000 of them take as long as ten comparisons. Each takes half of the fastest
-    round trip for the way back, as in Cristian's algorithm, and errs by at most that; errors add up along the tree.
+    Ranks that share a clock, those of one machine, get the same offset: one rank per machine compares clocks with
+    another machine. Machines form a binomial tree, so 1,000 of them take as long as ten comparisons. As in Cristian's
+    algorithm, a comparison assumes that the return takes half of the fastest round trip; this is also its maximum
+    error. Errors add up along the tree.
 
     Args:
-        control: of all ranks.
-        clock: names the clock that this rank reads; None is the machine's.
+        control: control plane of all ranks.
+        clock: name of the clock that this rank reads; None is the machine's clock.
     """
     clocks = control.gather(_machine_clock() if clock is None else clock, str)
     first_rank: dict[str, int] = {}
@@ -113,7 +114,7 @@ def clock_offset_s(control: ControlPlane, clock: str | None = None) -> float:
                 _answer(control, machines[here + distance])
             distance *= 2
     measured = control.gather(behind_s, float)
-    # Of the machine at which this one's comparison ended, and so on to that of rank 0.
+    # Sum the offsets along the path in the tree from this machine to that of rank 0.
     offset_s, here = 0.0, list(first_rank).index(clocks[control.rank])
     while here > 0:
         offset_s += measured[machines[here]]
@@ -122,7 +123,7 @@ def clock_offset_s(control: ControlPlane, clock: str | None = None) -> float:
 
 
 def _machine_clock() -> str:
-    """What monotonic clocks count from: the boot of the machine, or a container's own start."""
+    """Identifies the origin of the monotonic clock: the boot of the machine, or a container's time namespace."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + str(Path("/proc/self/ns/time").readlink())
     except OSError:
@@ -130,9 +131,9 @@ def _machine_clock() -> str:
 
 
 def _behind_s(control: ControlPlane, other: int) -> float:
-    """Seconds to add to this rank's clock to get another's, which answers at the same time.
+    """Seconds to add to this rank's clock to get that of rank `other`, which calls `_answer` at the same time.
 
-    An answer from within the round trip comes from the same clock after all, and needs no offset.
+    If the other clock's time lies within the round trip, both ranks read the same clock, and the offset is 0.
     """
     clock, fastest_s, behind_s = torch.zeros((), dtype=torch.float64), float("inf"), 0.0
     for _ in range(PINGS):
@@ -147,7 +148,7 @@ def _behind_s(control: ControlPlane, other: int) -> float:
 
 
 def _answer(control: ControlPlane, other: int) -> None:
-    """Tells another rank this one's clock as often as it asks."""
+    """Sends this rank's clock to another rank, once per round trip."""
     clock = torch.zeros((), dtype=torch.float64)
     for _ in range(PINGS):
         dist.recv(clock, other, group=control.group)
@@ -155,17 +156,17 @@ def _answer(control: ControlPlane, other: int) -> None:
 
 
 def timeline_path(run_dir: Path, step: int, rank: int) -> Path:
-    """Where a rank's spans of a step are."""
+    """Returns the path of the file with a rank's spans of a step."""
     return run_dir / "timeline" / f"step_{step:08d}.rank_{rank:05d}.json"
 
 
 class TimelineHook:
-    """Has the engine time every n-th step and writes the spans of each rank into a file of its own.
+    """Hook that times every n-th step and writes the spans of each rank to a separate file.
 
     Args:
-        watch_spans: `TrainEngine.watch_spans` of the engine that trains.
-        run_dir: the run's folder.
-        every_steps: n.
+        watch_spans: `TrainEngine.watch_spans` of the engine.
+        run_dir: the run directory.
+        every_steps: interval n in steps.
         grid: the ranks.
     """
 
@@ -209,5 +210,5 @@ class TimelineHook:
             with atomic_writer(path) as file:
                 file.write(json.dumps(record).encode() + b"\n")
         except OSError as error:
-            # A full disk, or something else in the file's place: no reason to end a run.
-            logging.getLogger(__name__).warning("the timeline of step %d is not written: %s", step, error)
+            # A full disk, or another file at this path, must not end the run.
+            logging.getLogger(__name__).warning("the timeline of step %d was not written: %s", step, error)

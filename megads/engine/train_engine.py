@@ -1,9 +1,9 @@
-"""The half of a TrainEngine that does not depend on who reduces the gradients.
+"""Base class of the training engines: the parts that do not depend on the ZeRO stage.
 
-Steps, validation, the state as rectangles of global tensors, and the rank that made a step non-finite.
+Steps, validation, the state as rectangles of global tensors, and detection of the rank that made a step non-finite.
 
-ZeRO cuts flat buffers of parameters at arbitrary elements. A range of a matrix that starts or ends in mid-row is up to
-three rectangles: the rest of a row, whole rows, the start of a row.
+ZeRO splits flat buffers of parameters at arbitrary elements. A range of a matrix that starts or ends within a row is
+up to three rectangles: the rest of a row, whole rows, the start of a row.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ SHOWN = 8
 
 
 class Symptoms(NamedTuple):
-    """What one rank saw in a skipped step, before any reduction mixed it with the others'.
+    """Non-finite values of one rank in a skipped step, observed before any reduction combined the ranks.
 
     Attributes:
         rank: global rank.
-        weights: whether a parameter is not finite itself.
-        forward_stage: the first of its virtual stages that computed an activation that is not finite; None if none did.
-        backward_stage: the last of its virtual stages that has a parameter whose own accumulated gradient is not
-            finite; None if none has.
+        weights: whether a parameter itself is not finite.
+        forward_stage: the rank's first virtual stage with a non-finite activation; None if there is none.
+        backward_stage: the rank's last virtual stage that has a parameter with a non-finite local accumulated gradient;
+            None if there is none.
     """
 
     rank: int
@@ -55,7 +55,7 @@ class Symptoms(NamedTuple):
 
 
 def not_finite(finite: Sequence[Tensor]) -> list[bool]:
-    """Which of some bool scalars on one device are False; waits for it once."""
+    """Returns the negation of bool scalars on one device; synchronizes with the device once."""
     return torch.stack(list(finite)).logical_not().tolist() if finite else []
 
 
@@ -64,10 +64,11 @@ def _to_host(scalars: Sequence[Tensor]) -> list[float]:
 
 
 def find_culprit(ranks: Sequence[Symptoms]) -> Culprit:
-    """The rank that went wrong first, no parameters named yet: bad weights before a bad forward before a bad backward.
+    """Returns the rank where non-finite values first appeared, without parameter names.
 
-    Forward passes flow from the first stage to the last and backward passes return, so the earliest stage is to blame
-    for the forward and the latest for the backward. When nobody saw anything the norm itself overflowed.
+    Non-finite weights take precedence over the forward pass, and the forward over the backward pass. Activations
+    propagate from the first stage to the last and gradients back, so the root cause is the earliest stage in the
+    forward pass and the latest in the backward pass. Without any symptom, the gradient norm itself overflowed.
     """
     weights = [s.rank for s in ranks if s.weights]
     if weights:
@@ -87,16 +88,16 @@ def agree_on_culprit(
     forward_stage: int | None,
     gradients: Sequence[tuple[int, str]],
 ) -> Culprit:
-    """`find_culprit` over the symptoms of all ranks; collective over the world.
+    """Runs `find_culprit` on the symptoms of all ranks; collective over the world.
 
-    Three numbers of every rank travel, and the names that are shown of one: all names of all ranks would be 287 MB on
-    each of 10,000.
+    Three numbers per rank are gathered, and only the culprit's parameter names are broadcast: all names of all ranks
+    would take 287 MB on each of 10,000 ranks.
 
     Args:
-        control: of all ranks.
+        control: control plane of all ranks.
         weights: names of this rank's parameters that are not finite themselves.
         forward_stage: see Symptoms.
-        gradients: virtual stage and name of this rank's parameters whose own accumulated gradient is not finite.
+        gradients: virtual stage and name of this rank's parameters whose local accumulated gradient is not finite.
     """
     backward_stage = max((stage for stage, _ in gradients), default=None)
     found = find_culprit(control.gather(Symptoms(control.rank, bool(weights), forward_stage, backward_stage), Symptoms))
@@ -108,7 +109,7 @@ def agree_on_culprit(
 
 @dataclass(frozen=True)
 class LocalRectangle:
-    """Part of a local matrix or vector: where it lies and which elements of the flattened local tensor it takes."""
+    """Part of a local matrix or vector: its offset and shape, and its range [start, stop) in the flattened tensor."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -117,7 +118,7 @@ class LocalRectangle:
 
 
 def rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[LocalRectangle]:
-    """Cuts elements [start, stop) of a flattened local tensor of one or two dims into rectangles, in order."""
+    """Splits elements [start, stop) of a flattened local tensor of one or two dims into rectangles, in order."""
     if start >= stop:
         return
     if len(shape) == 1:
@@ -139,13 +140,13 @@ def rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[LocalR
 def parameter_shards(
     kind: str, place: ParameterPlacement, local_shape: tuple[int, ...], first: int, flat: Tensor
 ) -> list[Shard]:
-    """Rectangles of one parameter that `flat`, holding its flattened elements from `first` on, covers.
+    """Returns the rectangles of one parameter that a range of its flattened elements covers.
 
     Args:
         kind: first part of the shards' keys.
-        place: where the local parameter lies in the global one; padding rows at its end are left out.
+        place: placement of the local parameter in the global one; padding rows at its end are omitted.
         local_shape: shape of the local parameter, padding included.
-        first: index in the flattened local parameter of flat[0].
+        first: index of flat[0] in the flattened local parameter.
         flat: the values, a view.
     """
     real = place.length * (local_shape[1] if len(local_shape) == 2 else 1) if place.dim == 0 else None
@@ -159,12 +160,12 @@ def parameter_shards(
 
 
 class HeldTensors(NamedTuple):
-    """Optimizer state, or the gradient, of a run of elements of one flattened local parameter.
+    """Optimizer state, or the gradient, of a range of elements of one flattened local parameter.
 
     Attributes:
         parameter: the parameter.
-        first: index of the run's first element in the flattened local parameter.
-        owned: no other rank owns these elements, see NamedParameter.
+        first: index of the range's first element in the flattened local parameter.
+        owned: whether this rank owns the elements, see NamedParameter.
         tensors: flat views by kind, see `Shard`.
     """
 
@@ -178,8 +179,8 @@ class StepEngine(Protocol):
     """Runs forward and backward passes and the optimizer of one rank.
 
     Attributes:
-        watch_gradients: called first in every `update`: gradients are reduced, their norm is not computed yet.
-        watch_spans: called once, at the end of the next step, with what the rank did in it.
+        watch_gradients: called first in every `update`, after the reduction and before the norm is computed.
+        watch_spans: called once, at the end of the next step, with the spans of this rank.
         before_update: called in every step before the optimizer's state changes.
     """
 
@@ -189,25 +190,25 @@ class StepEngine(Protocol):
 
     @property
     def averaged_over(self) -> int:
-        """By what the engine divides gradients on its own."""
+        """Number by which the engine divides gradients."""
         ...
 
     @property
     def own_norms(self) -> list[Tensor]:
-        """2-norms of this rank's own gradients of the last step, before any reduction."""
+        """2-norms of this rank's local gradients of the last step, before any reduction."""
         ...
 
     @property
     def norm(self) -> Tensor:
-        """Global 2-norm of the last step before clipping, fp64 scalar on the device."""
+        """Global 2-norm of the last step's gradients before clipping, fp64 scalar on the device."""
         ...
 
     def compute(self, micro_batches: Sequence[MicroBatch], *, overlap: bool = True) -> Tensor | None:
-        """Forward and backward passes; `reduce` and `update` are to follow, or `forget`.
+        """Runs forward and backward passes; must be followed by `reduce` and `update`, or by `forget`.
 
         Args:
-            micro_batches: of the step.
-            overlap: gradients may be reduced during the backward passes.
+            micro_batches: micro-batches of the step on this rank.
+            overlap: whether gradients may be reduced during the backward passes.
 
         Returns:
             The sum of the losses on the last stage's rank.
@@ -215,34 +216,34 @@ class StepEngine(Protocol):
         ...
 
     def forget(self) -> None:
-        """Drops the gradients that `compute` has accumulated."""
+        """Discards the gradients that `compute` has accumulated."""
         ...
 
     def reduce(self) -> None:
-        """Reduces the gradients that `compute` has not reduced."""
+        """Reduces the gradients that `compute` has not reduced yet."""
         ...
 
     def reduced_norm(self) -> Tensor:
         """Global 2-norm of the reduced gradients before clipping, fp64 scalar on the device; collective over the world.
 
-        `update` computes it again: after `watch_gradients`.
+        `update` computes it again, after `watch_gradients`.
         """
         ...
 
     def update(self, learning_rate: float) -> None:
-        """Calls `watch_gradients`, computes the norm, clips, and steps the optimizer."""
+        """Calls `watch_gradients`, computes the norm, clips, and runs the optimizer step."""
         ...
 
     def run_evaluation(self, micro_batches: Sequence[MicroBatch]) -> Tensor | None:
-        """Forward only; returns the sum of the losses on the last stage's rank."""
+        """Runs forward passes only; returns the sum of the losses on the last stage's rank."""
         ...
 
 
 class BaseTrainEngine(ABC):
-    """See `megads.engine.interface.TrainEngine`.
+    """Base class of the implementations of `megads.engine.interface.TrainEngine`.
 
     Args:
-        spec: what it is built from.
+        spec: specification of the engine.
     """
 
     _engine: StepEngine
@@ -269,15 +270,15 @@ class BaseTrainEngine(ABC):
     @property
     @abstractmethod
     def _loss_rank(self) -> int:
-        """Pipeline rank that holds the last stage."""
+        """Pipeline rank of the last stage."""
 
     @abstractmethod
     def _settle(self, norm: float) -> tuple[float, bool]:
-        """The gradient norm to report of a step whose norm is known now, and whether the step was skipped."""
+        """Takes the norm of the last step; returns the gradient norm to report and whether the step was skipped."""
 
     @abstractmethod
     def _culprit(self) -> Culprit:
-        """Collective over the world; only after a skipped step."""
+        """The rank that made the last step non-finite; call after a skipped step only. Collective over the world."""
 
     @abstractmethod
     def _state(self) -> Iterable[HeldTensors]:
@@ -285,11 +286,11 @@ class BaseTrainEngine(ABC):
 
     @abstractmethod
     def _gradients(self) -> Iterable[HeldTensors]:
-        """All reduced gradients of this rank, while there are any."""
+        """All reduced gradients of this rank, between the reduction and the optimizer step."""
 
     @abstractmethod
     def _layers(self) -> Iterable[tuple[str, nn.Module]]:
-        """The layers of this rank, by their names in the whole model."""
+        """The layers of this rank, with their names in the whole model."""
 
     @abstractmethod
     def replicas(self) -> list[Replica]:
@@ -301,7 +302,7 @@ class BaseTrainEngine(ABC):
 
     @abstractmethod
     def _set_optimizer_steps(self, steps: int) -> None:
-        """Sets AdamW's bias-correction counter."""
+        """Sets the optimizer's step count, used for bias correction."""
 
     @abstractmethod
     def averaged_weights(self) -> AbstractContextManager[None]:
@@ -309,7 +310,7 @@ class BaseTrainEngine(ABC):
 
     @abstractmethod
     def _refresh_weights(self) -> None:
-        """Derives the working weights from the masters; collective."""
+        """Derives the working weights from the master weights; collective."""
 
     def step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
         """See TrainEngine.step."""
@@ -329,20 +330,20 @@ class BaseTrainEngine(ABC):
         self._check = check
 
     def _step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
-        # The one time that a step waits for the device.
+        # With AdamW under ZeRO-0 and 1 the only device synchronization of a step.
         loss, tokens, norm = self.launch_step(micro_batches, learning_rate).tolist()
         grad_norm, skipped = self._settle(norm)
         culprit = self._culprit() if skipped else None
         return StepResult(loss, int(tokens), grad_norm, skipped=skipped, culprit=culprit)
 
     def launch_step(self, micro_batches: Sequence[MicroBatch], learning_rate: float) -> Tensor:
-        """Everything of a step that the device does; under ZeRO-0 and 1 the host waits for none of it.
+        """Launches all device work of a step; with AdamW under ZeRO-0 and 1 without synchronizing with the device.
 
         Returns:
-            fp64 [3] on the device: loss, tokens, and the norm.
+            fp64 [3] on the device: loss, number of tokens, and gradient norm.
         """
         own, tokens = self._own_tokens(micro_batches)
-        # A step without a single unmasked token has nothing to learn: its loss and gradients are zero.
+        # In a step without any unmasked token, loss and gradients are zero.
         self._loss.scale = self._engine.averaged_over / tokens.clamp(min=1.0)
         if self._check is None:
             loss_sum = self._engine.compute(own)
@@ -353,20 +354,20 @@ class BaseTrainEngine(ABC):
         return torch.cat((self._shared(loss_sum, tokens), self._engine.norm[None]))
 
     def _shared(self, loss_sum: Tensor | None, tokens: Tensor) -> Tensor:
-        """fp64 [2] on every rank: loss and tokens of a training step."""
+        """Loss and number of tokens of a training step, fp64 [2] on every rank."""
         scale = 1.0 / self._engine.averaged_over
         return share_loss(loss_sum, tokens, self.grid, self._loss_rank, scale=scale)
 
     def _compute_checked(
         self, check: ComputeCheck, micro_batches: Sequence[MicroBatch], own: Sequence[MicroBatch], tokens: Tensor
     ) -> Tensor | None:
-        """Computes the step once or several times, and reduces the gradients; waits for the device.
+        """Computes the step once or several times and reduces the gradients; synchronizes with the device.
 
         Args:
-            check: decides how often.
-            micro_batches: whole samples.
-            own: this context rank's share of them.
-            tokens: unmasked tokens of all ranks.
+            check: decides how often the step is computed.
+            micro_batches: micro-batches of whole samples.
+            own: this context-parallel rank's part of them.
+            tokens: number of unmasked tokens on all ranks.
 
         Returns:
             See StepEngine.compute.
@@ -392,7 +393,7 @@ class BaseTrainEngine(ABC):
         return self._engine.compute(own, overlap=False)
 
     def _outcome(self, loss_sum: Tensor | None, tokens: Tensor) -> tuple[float, float]:
-        """Reduces the gradients; returns loss and gradient norm of the step, which has not changed the weights yet."""
+        """Reduces the gradients; returns loss and gradient norm of the step, before the weights are updated."""
         self._engine.reduce()
         norm = self._engine.reduced_norm()
         loss, _, norm_value = torch.cat((self._shared(loss_sum, tokens), norm[None])).tolist()
@@ -426,7 +427,7 @@ class BaseTrainEngine(ABC):
         return recorder.share(num_rows, length, self.grid, self._loss_rank, self.device)
 
     def _own_tokens(self, micro_batches: Sequence[MicroBatch]) -> tuple[list[MicroBatch], Tensor]:
-        """This context rank's share of whole samples, and the unmasked tokens of all ranks."""
+        """This context-parallel rank's part of whole samples, and the number of unmasked tokens on all ranks."""
         own = [cut_micro_batch(batch, self.grid.cp, self.device) for batch in micro_batches]
         return own, global_tokens(own, self.grid, self.device, self._loss_rank)
 
@@ -482,43 +483,43 @@ class BaseTrainEngine(ABC):
 def _show_output(
     watch: Callable[[str, Tensor], None], name: str, layer: nn.Module, _inputs: object, output: Tensor
 ) -> None:
-    """A forward hook; a validation in between is not shown."""
+    """Forward hook that passes a layer's output to `watch` in training, but not in validation."""
     if layer.training:
         with torch.no_grad():
             watch(name, output.detach())
 
 
 def replica_lines(parameter: Parameter, grid: ParallelGrid, over: Mapping[str, Axis]) -> dict[str, Axis]:
-    """The lines of several ranks along which a tensor of a parameter is the same.
+    """Returns the groups of several ranks that hold the same copy of a parameter's tensor, by name.
 
     Args:
-        parameter: what it belongs to; one that is not cut is the same along tensor parallelism.
-        grid: of the layout.
-        over: other lines along which it is the same.
+        parameter: the parameter; if it is not sharded, all tensor-parallel ranks hold the same copy.
+        grid: ranks of the layout.
+        over: other groups that hold the same copy.
     """
     tp = {"tp": grid.tp} if placement_of(parameter).dim is None else {}
     return {name: axis for name, axis in {**over, **tp}.items() if axis.size > 1}
 
 
 def same_bits(first: Tensor, second: Tensor) -> Tensor:
-    """Whether two tensors of one dtype hold the same bits; a scalar on their device."""
+    """Whether two tensors of the same dtype hold the same bits; a bool scalar on their device."""
     words = torch.int16 if first.element_size() == 2 else torch.int32
     return (first.detach().view(words) == second.detach().view(words)).all()
 
 
 def row_length(micro_batches: Sequence[MicroBatch]) -> int:
-    """Tokens of each of the whole rows that are scored together."""
+    """Returns the length in tokens of the rows to score, before context parallelism splits them."""
     tokens_bs = micro_batches[0].tokens_bs
-    assert tokens_bs is not None, "every stage is given the tokens of what is scored"
+    assert tokens_bs is not None, "scoring passes tokens to every stage"
     return tokens_bs.shape[1]
 
 
 def held_shards(held: Iterable[HeldTensors], owned: bool = True) -> list[Shard]:
-    """What a rank holds as rectangles of global tensors.
+    """Converts the tensors of a rank to rectangles of global tensors.
 
     Args:
-        held: all of it.
-        owned: leaves out what another rank speaks for.
+        held: the tensors.
+        owned: whether to omit elements that another rank owns.
     """
     shards: list[Shard] = []
     for part in held:

@@ -1,4 +1,4 @@
-"""The engine of ZeRO-2, ZeRO-3 and hierarchical sharding: no pipeline; all stages on every rank."""
+"""Training engine for ZeRO-2, ZeRO-3 and hierarchical sharding, without pipeline: every rank runs all stages."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ from megads.runtime.span import Span
 
 
 def tie_weights(embedding: SplitLayer, head: SplitLayer, shape: tuple[int, ...]) -> None:
-    """Gives the output projection the embedding's weight, whose two gradients are added in fp32.
+    """Ties the output projection to the embedding's weight; their two gradients are added in fp32.
 
     Args:
-        embedding: its weight may be cut by ZeRO-3 already.
-        head: of the same vocabulary.
-        shape: of the weight before it was cut.
+        embedding: the embedding; ZeRO-3 may have partitioned its weight already.
+        head: output projection with the same vocabulary.
+        shape: shape of the weight before partitioning.
     """
     head.weight = embedding.weight
     head.weight_gradients = embedding.weight_gradients = TiedGradient(shape)
 
 
 class WholeModel(nn.Module):
-    """This rank's tensor-parallel share of every stage, and the loss.
+    """This rank's tensor-parallel shard of every stage, and the loss.
 
     Args:
-        spec: what the engine is built from.
-        loss: of a micro-batch.
-        shard: called with every stage as soon as it is built, so that ZeRO-3 can cut its weights before the next one
-            is drawn: no rank ever holds the whole model.
+        spec: specification of the engine.
+        loss: loss of a micro-batch.
+        shard: called with every stage as soon as it is built, so that ZeRO-3 can partition its weights before the next
+            one is initialized; no rank ever holds the whole model.
     """
 
     def __init__(self, spec: EngineSpec, loss: TokenMeanLoss, shard: Callable[[nn.Module], None] | None = None) -> None:
@@ -79,7 +79,7 @@ class WholeModel(nn.Module):
         wrap_blocks(stages, spec.parallel, 0, spec.kernels.compiled, sharding_of(spec.model))
 
     def forward(self, batch: MicroBatch) -> Tensor:
-        """The scaled loss of a micro-batch that is on the model's device; fp64 scalar."""
+        """Returns the scaled loss of a micro-batch on the model's device; fp64 scalar."""
         assert batch.tokens_bs is not None and batch.labels_bs is not None and batch.loss_mask_bs is not None
         *stages, head = self.stages
         hidden = run_stages(stages, batch.tokens_bs, batch.info)
@@ -87,35 +87,35 @@ class WholeModel(nn.Module):
 
 
 def summed_over(axis: Axis, grad: Tensor) -> Tensor:
-    """The sum of a gradient over an axis, added up in fp32."""
+    """All-reduces a gradient over an axis in fp32; returns it in its own dtype."""
     total = grad.float() if grad.dtype is not torch.float32 else grad.clone()
     dist.all_reduce(axis.recorded(total), group=axis.group)
     return total.to(grad.dtype)
 
 
 class ZeroEngine:
-    """Runs micro-batches through DeepSpeed's ZeRO.
+    """Runs micro-batches through DeepSpeed's ZeRO engine.
 
-    The number of micro-batches may differ from step to step; subgroups of a hierarchical layout sum their gradients
-    once a step, in fp32; gradients of parameters that sequence parallelism replicates are summed over tensor
-    parallelism; and each rank notes what it did to make a step non-finite.
+    The number of micro-batches may differ between steps. The subgroups of a hierarchical layout all-reduce their
+    gradients once per step, in fp32. Gradients of parameters that sequence parallelism replicates are all-reduced over
+    the tensor-parallel ranks. Each rank records where non-finite values appear.
 
     Attributes:
         module: the model.
-        deepspeed: what computes.
+        deepspeed: the DeepSpeed engine.
         watch_gradients: see StepEngine.
         watch_spans: see StepEngine.
         before_update: see StepEngine.
-        gradient_norms: 2-norms of this rank's own gradients, before any reduction.
-        forward_finite: whether all losses of the step were finite, on the device.
+        gradient_norms: 2-norms of this rank's local gradients, before any reduction.
+        forward_finite: whether all losses of the step were finite; on the device.
     """
 
     def __init__(self, spec: EngineSpec, module: WholeModel) -> None:
         """Wraps the model.
 
         Args:
-            spec: what the engine is built from.
-            module: its weights are cut already under ZeRO-3.
+            spec: specification of the engine.
+            module: the model; under ZeRO-3 its weights are already partitioned.
         """
         groups = parameter_groups(
             ((placement_of(p).key, p) for p in module.parameters()),
@@ -142,7 +142,7 @@ class ZeroEngine:
             parameter.register_hook(partial(self._note_gradient, parameter))
 
     def _note_gradient(self, parameter: Parameter, grad: Tensor) -> None:
-        # This rank's own gradient, before the reduction spreads a non-finite one; stays on the device.
+        # Local gradient, before the reduction spreads a non-finite value; stays on the device.
         norm = torch.linalg.vector_norm(grad, dtype=torch.float32)
         self._trace.record(f"the gradient of {placement_of(parameter).key}", grad)
         known = self.gradient_norms.get(parameter)
@@ -155,7 +155,7 @@ class ZeroEngine:
         return norm
 
     def compute(self, micro_batches: Sequence[MicroBatch], *, overlap: bool = True) -> Tensor:
-        """See StepEngine. Gradients are reduced as they come, whatever `overlap` says."""
+        """See StepEngine. Gradients are reduced during the backward pass, regardless of `overlap`."""
         if self.watch_spans is not None:
             self._spans.begin()
         self.module.train()
@@ -181,11 +181,11 @@ class ZeroEngine:
         self.deepspeed.forget_gradients()
 
     def reduce(self) -> None:
-        """See StepEngine; nothing is left to do."""
+        """See StepEngine; `compute` has already reduced the gradients."""
 
     @torch.no_grad()
     def reduced_norm(self) -> Tensor:
-        """See StepEngine. `norm`, which DeepSpeed's step computes, may differ in the last digits."""
+        """See StepEngine. May differ in the last digits from `norm`, which DeepSpeed's step computes."""
         state, square = self.deepspeed.state, torch.zeros((), dtype=torch.float64, device=self.device)
         for piece, gradient in zip(state.pieces(), state.gradients(), strict=True):
             if owns(self._grid, piece):
@@ -225,7 +225,7 @@ class ZeroEngine:
 
 
 class ZeroTrainEngine(BaseTrainEngine):
-    """ZeRO-2 or ZeRO-3 x tensor parallel training of one model."""
+    """TrainEngine for ZeRO-2 or ZeRO-3 with tensor parallelism."""
 
     _engine: ZeroEngine
 
@@ -262,7 +262,7 @@ class ZeroTrainEngine(BaseTrainEngine):
         engine = self._engine
         pieces = list(engine.deepspeed.state.pieces())
         cut = not_finite([torch.isfinite(engine.state.of(piece)["weight"]).all() for piece in pieces])
-        # Of a parameter there may be several pieces.
+        # A parameter may have several pieces; keep each name once.
         weights = dict.fromkeys(placement_of(piece.parameter).key for piece in compress(pieces, cut))
         broken = not_finite([torch.isfinite(norm) for norm in engine.gradient_norms.values()])
         forward_stage = None if engine.forward_finite.item() else 0
@@ -318,6 +318,6 @@ class ZeroTrainEngine(BaseTrainEngine):
 
 
 def owns(grid: ParallelGrid, piece: ZeroPiece) -> bool:
-    """Whether this rank owns a piece: of copies the first subgroup does, of replicated parameters the first TP rank."""
+    """Whether this rank owns a piece: it is in the first subgroup and, for replicated parameters, the first TP rank."""
     replicated = placement_of(piece.parameter).dim is None
     return grid.replica.is_first and (grid.tp.is_first or not replicated)

@@ -1,4 +1,4 @@
-"""The optimizer that DeepSpeed's ZeRO-2 and ZeRO-3 drive: torch's AdamW, or any other update rule on their masters."""
+"""Base optimizer of DeepSpeed's ZeRO-2 and ZeRO-3: PyTorch's AdamW, or another update rule on the master weights."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from megads.parallel.grid import ParallelGrid
 
 
 class RuleDrivenByZero(Optimizer):
-    """Applies a rule to the masters that DeepSpeed puts in the place of the parameters: some at a time.
+    """Applies an update rule to the fp32 masters that DeepSpeed substitutes for the parameters, some at a time.
 
-    DeepSpeed has clipped their gradients and calls no step that is not finite.
+    DeepSpeed clips the gradients before and skips non-finite steps.
 
     Attributes:
-        layouts: of the masters, known once DeepSpeed has made them.
+        layouts: layouts of the masters, set once DeepSpeed has created them.
     """
 
     def __init__(self, groups: list[dict[str, Any]], rule: UpdateRule, lr: float) -> None:
-        """Keeps the groups.
+        """Initializes the parameter groups.
 
         Args:
-            groups: each with its `params`, `lr_scale` and `weight_decay`.
-            rule: what a step does.
-            lr: learning rate until the caller sets another.
+            groups: parameter groups with `params`, `lr_scale` and `weight_decay`.
+            rule: the update rule.
+            lr: initial learning rate.
         """
         super().__init__(groups, {"lr": lr})
         self._rule, self.layouts = rule, dict[Tensor, MasterLayout]()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Updates the masters that are among the groups' parameters."""
+        """Updates the masters that are currently in the parameter groups."""
         assert closure is None
         updates = []
         for group in self.param_groups:
@@ -56,11 +56,11 @@ class RuleDrivenByZero(Optimizer):
 
 
 def make_zero_optimizer(groups: list[dict[str, Any]], spec: EngineSpec) -> Optimizer:
-    """The optimizer that a run asks for.
+    """Builds the configured optimizer.
 
     Args:
-        groups: of `megads.optim.groups.parameter_groups`.
-        spec: what the engine is built from.
+        groups: parameter groups from `megads.optim.groups.parameter_groups`.
+        spec: specification of the engine.
     """
     optim = spec.optim
     if rule := deepspeed_adamw(optim, spec.device):
@@ -73,12 +73,12 @@ def make_zero_optimizer(groups: list[dict[str, Any]], spec: EngineSpec) -> Optim
 
 
 def master_layouts(state: ZeroState, grid: ParallelGrid, tied_key: str | None, *, muon: bool) -> list[MasterLayout]:
-    """Where the parameters lie in each of a rank's masters.
+    """Returns the positions of the parameters in each of a rank's masters.
 
     Args:
-        state: of the sharding optimizer.
+        state: state of the ZeRO optimizer.
         grid: the ranks.
-        tied_key: name of the parameter that embedding and head share.
+        tied_key: name of the tied embedding parameter; None if there is none.
         muon: see `parameter_role`.
     """
     held = {(piece.master, piece.parameter): (piece.first, piece.start, piece.length) for piece in state.pieces()}
@@ -96,13 +96,13 @@ def master_layouts(state: ZeroState, grid: ParallelGrid, tied_key: str | None, *
 
 
 class ZeroMasterState:
-    """What the optimizer keeps beside the masters, and how many steps it took.
+    """Optimizer state and running averages of the masters, and the step count.
 
     Args:
-        optimizer: that ZeRO drives.
-        masters: its flat tensors.
-        layouts: of each of them.
-        optim: the optimizer's config.
+        optimizer: base optimizer of ZeRO.
+        masters: flat fp32 master tensors.
+        layouts: layout of each master.
+        optim: config of the optimizer.
     """
 
     def __init__(
@@ -112,9 +112,9 @@ class ZeroMasterState:
         self._averages = [] if optim.ema_decay is None else [master.detach().clone() for master in masters]
         if isinstance(optimizer, RuleDrivenByZero):
             optimizer.layouts = dict(zip(masters, layouts, strict=True))
-        # A rule asks for the number on the host.
+        # An update rule reads the step count on the host.
         counts_on = torch.device("cpu") if isinstance(optimizer, RuleDrivenByZero) else masters[0].device
-        # Before the first step, so that a checkpoint of step 0 has the shape of any other.
+        # Created before the first step, so that a checkpoint of step 0 has the same tensors as any other.
         for master, layout in zip(masters, layouts, strict=True):
             kinds = state_kinds(optim, layout.role)
             optimizer.state[master] = {
@@ -123,7 +123,7 @@ class ZeroMasterState:
             }
 
     def of(self, piece: ZeroPiece) -> dict[str, Tensor]:
-        """Views of the master weight, the state and the average of one piece, flat, by kind."""
+        """Flat views of the master weight, optimizer state and running average of one piece, by kind."""
         master = self._masters[piece.master]
         state = {kind: tensor for kind, tensor in self._optimizer.state[master].items() if kind != "step"}
         averages = {AVERAGE: self._averages[piece.master]} if self._averages else {}
@@ -132,14 +132,14 @@ class ZeroMasterState:
 
     @torch.no_grad()
     def update_averages(self) -> None:
-        """Takes a step into the running averages, if any; it was not skipped."""
+        """Updates the running averages, if any, after a step that was not skipped."""
         for average, master in zip(self._averages, self._masters, strict=False):
             assert self._ema_decay is not None
             update_average(average, master.data, self._ema_decay)
 
     @torch.no_grad()
     def swap_averages(self) -> None:
-        """Exchanges masters and averages; a copy of one master is in memory at a time."""
+        """Swaps masters and averages; needs memory for a copy of one master."""
         for average, master in zip(self._averages, self._masters, strict=True):
             held = master.data.clone()
             master.data.copy_(average)
@@ -147,10 +147,10 @@ class ZeroMasterState:
 
     @property
     def steps(self) -> int:
-        """Steps the optimizer has taken, skipped ones not counted."""
+        """Number of optimizer steps taken, skipped steps excluded."""
         return int(self._optimizer.state[self._masters[0]]["step"].item())
 
     def set_steps(self, steps: int) -> None:
-        """Sets the number of steps, by which moments are corrected."""
+        """Sets the step count used for bias correction."""
         for master in self._masters:
             self._optimizer.state[master]["step"].fill_(float(steps))

@@ -1,3 +1,3 @@
-"""What a trained model is worth: validation loss and perplexity, and the text that it generates."""
+"""Evaluation of a trained model: validation loss, perplexity, lm-eval tasks, and text generation."""
 
 __all__ = ["config", "generation", "harness", "harness_tasks", "scoring", "validation"]

@@ -1,4 +1,4 @@
-"""When a run validates, and how text is generated."""
+"""Settings of validation and text generation."""
 
 from __future__ import annotations
 
@@ -14,33 +14,34 @@ from megads.runtime.registry import import_plugins
 
 @dataclass
 class EvaluationConfig:
-    """Validation covers the same tokens in every layout and at every step."""
+    """Validation, on the same tokens in every layout and at every step."""
 
     every_steps: int = 0
-    """Steps between validations; 0 validates at the end only."""
+    """Steps between validations; 0 validates only at the end."""
     at_end: bool = True
     """Validate after the last step."""
     max_tokens: int | None = None
-    """Tokens of each validation set, rounded up to whole windows that are evenly spaced over it; null is all of it. The
-    metrics say how many were validated on (valid/<name>/tokens)."""
+    """Tokens of each validation set, rounded up to whole windows that are evenly spaced over it; null uses all of it.
+    The metric valid/<name>/tokens has the number of tokens used."""
     average: bool = False
-    """Validate the running average of the weights, too (optim.ema_decay): valid/<name>/average_loss."""
+    """Also validate the exponential moving average of the weights (optim.ema_decay): valid/<name>/average_loss."""
     by_position: bool = False
-    """Losses of ranges of positions, too, each twice as long as the one before: valid/<name>/position_<first>."""
+    """Also report the loss by position in the window, in ranges each twice as long as the previous one:
+    valid/<name>/position_<first>."""
     tasks: list[str] = field(default_factory=list)
-    """Tasks, groups or tags of lm-eval to evaluate in mid-run (pip install 'megads[evaluate]'; docs/evaluate.md)."""
+    """Tasks, groups or tags of lm-eval to evaluate in the run (pip install 'megads[evaluate]'; docs/evaluate.md)."""
     tasks_folder: str | None = None
-    """Folder of your own tasks' YAML files."""
+    """Folder with YAML files of your own tasks."""
     tasks_every_steps: int = 0
-    """Steps between evaluations of the tasks; 0 evaluates them at the end only, if at_end says so."""
+    """Steps between task evaluations; 0 evaluates only at the end, if at_end is set."""
     tasks_limit: int | None = None
-    """Most documents of each task. All tasks together never read more than three quarters of a validation's tokens, so
-    as not to take longer; null is as many documents as that allows, and needs a validation set."""
+    """Maximum number of documents per task. All tasks together read at most three quarters of the tokens of a
+    validation, so that they take no longer; null is as many documents as that allows, and needs a validation set."""
     tasks_fewshot: int | None = None
-    """Examples before each document; null leaves that to the task."""
+    """Few-shot examples per document; null uses the task's default."""
 
     def check(self) -> None:
-        """Raises ConfigError on a negative interval or a subset of nothing."""
+        """Raises ConfigError on a negative interval or an empty subset."""
         for name in ("tasks_every_steps", "tasks_fewshot"):
             value = getattr(self, name)
             if value is not None and value < 0:
@@ -54,7 +55,7 @@ class EvaluationConfig:
 
 
 def loss_key(name: str) -> str:
-    """Of a validation set's loss in the metrics."""
+    """Key of a validation set's loss in the metrics."""
     return f"valid/{name}/loss"
 
 
@@ -71,13 +72,13 @@ class GenerateConfig:
     """`megads generate`: continues prompts with a trained model, in one process."""
 
     run: str = MISSING
-    """A run's folder (its newest usable checkpoint is taken) or a checkpoint's folder."""
+    """Run directory (its newest usable checkpoint is loaded) or checkpoint directory."""
     prompt: str | None = None
-    """Text to continue, taken literally; without any prompt they are read from stdin, line by line."""
+    """Text to continue, taken literally; if no prompt is given, prompts are read from stdin, one per line."""
     prompts: list[str] = field(default_factory=list)
     """Several texts to continue."""
     input: str | None = None
-    """File of prompts: JSONL with a prompt field, or any other file with one a line."""
+    """File of prompts: JSONL with a prompt field, or any other file with one prompt per line."""
     prompt_field: str = "prompt"
     """JSON field that holds the prompt."""
     output: str | None = None
@@ -85,40 +86,40 @@ class GenerateConfig:
     overwrite: bool = False
     """Replace an existing output."""
     tokenizer: str | None = None
-    """Tokenizer file, which must be the run's; null takes the run's own copy."""
+    """Tokenizer file, which must be identical to the run's; null uses the run's own copy."""
     max_new_tokens: int = 128
-    """Longest completion."""
+    """Maximum length of a completion."""
     temperature: float = 0.8
-    """Divides the logits; below 1 prefers likely tokens, 0 always takes the likeliest."""
+    """Divisor of the logits; values below 1 favor likely tokens, 0 is greedy decoding."""
     top_p: float = 0.95
-    """Draw among the likeliest tokens whose probabilities reach this sum; 1 draws among all."""
+    """Sample from the most likely tokens whose probabilities add up to this value; 1 samples from all tokens."""
     top_k: int = 0
-    """Draw among this many of the likeliest tokens; 0 draws among all."""
+    """Sample from this many of the most likely tokens; 0 samples from all tokens."""
     seed: int = 1234
-    """Of the draws; the same seed gives the same text, whatever else is in the batch."""
+    """Sampling seed; the same seed gives the same text, whatever else is in the batch."""
     end_of_document: str = "auto"
-    """Token that ends a completion: auto (the dataset's, or with chat that of an answer), none, or a token of the
-    tokenizer."""
+    """Token that ends a completion: auto (the dataset's, or with chat the one that ends an answer), none, or a token of
+    the tokenizer."""
     chat: bool = False
-    """Take each prompt for a user's message: the run's chat template puts it in its place, and the answer is printed
-    alone."""
+    """Treat each prompt as a user message: it is rendered with the run's chat template, and only the answer is
+    printed."""
     batch_size: int = 8
-    """Prompts that are continued together."""
+    """Prompts per batch."""
     echo: bool = True
     """Print the prompt in front of its completion."""
     precision: WeightPrecision = WeightPrecision.auto
     """bf16, fp32, or auto: bf16 on a GPU, fp32 on a CPU."""
     device: str = "auto"
-    """auto (a GPU where there is one), cpu, cuda or cuda:<number>."""
+    """auto (a GPU if available), cpu, cuda or cuda:<number>."""
     plugins: list[str] = field(default_factory=list)
-    """Modules of your own to import, for a model with a block of yours; a checkpoint imports nothing."""
+    """Your own modules to import, for a model with a custom block; a checkpoint imports nothing."""
 
     def settle_plugins(self) -> None:
         """Imports the plugins; see `UsesPlugins`."""
         import_plugins(self.plugins)
 
     def check(self) -> None:
-        """Raises ConfigError on a value out of range and on prompts from several places."""
+        """Raises ConfigError on a value out of range and on prompts from several sources."""
         for name in ("max_new_tokens", "batch_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 1")
@@ -131,6 +132,6 @@ class GenerateConfig:
             raise ConfigError(f"top_p = {self.top_p}: must be above 0 and at most 1")
         given = [name for name in ("prompt", "prompts", "input") if getattr(self, name) not in (None, [])]
         if len(given) > 1:
-            raise ConfigError(f"{' and '.join(given)} are both given: say in one way what to continue")
+            raise ConfigError(f"{' and '.join(given)} are both given: give only one of them")
         if self.output is not None and not given:
             raise ConfigError(f"output = {self.output}: give prompt, prompts or input to write completions of")

@@ -1,4 +1,4 @@
-"""Text generation: the device and dtype of a trained model, the choice of the next token, completions as they come.
+"""Text generation: device and dtype of a trained model, sampling of the next token, and streaming of completions.
 
 Shape suffixes: b = batch, v = vocabulary.
 """
@@ -26,7 +26,7 @@ from megads.model.kv_cache import CachedGPT, RecomputingGPT, with_cache
 
 
 def choose_device(name: str) -> torch.device:
-    """Returns the device that a config means.
+    """Returns the device for a config value.
 
     Args:
         name: auto, cpu, cuda or cuda:<number>.
@@ -49,7 +49,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(precision: WeightPrecision, device: torch.device) -> torch.dtype:
-    """Returns the dtype that a config means: CPUs compute fp32 faster, and GPUs bf16."""
+    """Returns the dtype for a config value; with auto fp32 on CPUs and bf16 on GPUs, which are faster there."""
     if precision is WeightPrecision.auto:
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return torch.bfloat16 if precision is WeightPrecision.bf16 else torch.float32
@@ -57,14 +57,14 @@ def choose_dtype(precision: WeightPrecision, device: torch.device) -> torch.dtyp
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to choose.
+    """Sampling parameters.
 
     Attributes:
-        temperature: divides the logits; 0 takes the likeliest token.
-        top_p: draw among the fewest likeliest tokens whose probabilities sum to at least this (nucleus sampling,
-            Holtzman et al. 2020).
-        top_k: draw among this many likeliest tokens; 0 draws among all.
-        seed: of the draws.
+        temperature: divisor of the logits; 0 is greedy decoding.
+        top_p: sample from the smallest set of most likely tokens whose probabilities sum to at least this (nucleus
+            sampling, Holtzman et al. 2020).
+        top_k: sample from this many of the most likely tokens; 0 samples from all.
+        seed: sampling seed.
     """
 
     temperature: float = 1.0
@@ -74,14 +74,14 @@ class Sampling:
 
 
 def draws(seed: int, sequences: Sequence[int], place: int) -> Tensor:
-    """Uniform numbers in [0, 1), fp64 [b]: a pure function of seed, sequence and place in it.
+    """Returns uniform random numbers in [0, 1), fp64 [b]: a pure function of seed, sequence and position.
 
     So a prompt's completion depends neither on the other prompts of its batch nor on when they end.
 
     Args:
-        seed: the user's.
-        sequences: number of every row's sequence.
-        place: number of the token in its completion.
+        seed: the user's seed.
+        sequences: index of every row's sequence.
+        place: position of the token in its completion.
     """
     messages = [struct.pack("<qqq", seed, place, sequence) + b"generate" for sequence in sequences]
     words = [int.from_bytes(hashlib.blake2b(message, digest_size=8).digest(), "little") for message in messages]
@@ -89,24 +89,24 @@ def draws(seed: int, sequences: Sequence[int], place: int) -> Tensor:
 
 
 def next_tokens(logits_bv: Tensor, draws_b: Tensor, sampling: Sampling) -> Tensor:
-    """Chooses a token for every row, int64 [b].
+    """Samples a token for every row, int64 [b].
 
-    Tokens are ranked by probability and the draw is looked up in their cumulative sum. top_p applies to the
+    Tokens are sorted by probability, and the random number is looked up in their cumulative sum. top_p applies to the
     distribution after temperature and before top_k.
 
     Args:
-        logits_bv: any floating dtype.
-        draws_b: a number in [0, 1) for every row, fp64; unused at temperature 0.
-        sampling: how.
+        logits_bv: logits of any floating-point dtype.
+        draws_b: random number in [0, 1) for every row, fp64; unused at temperature 0.
+        sampling: sampling parameters.
     """
     if sampling.temperature == 0.0:
         return logits_bv.argmax(dim=-1)
-    # Before the division, so that no temperature makes infinities: the largest becomes 0.
+    # Subtracted before the division, so that the largest score is 0 and no temperature gives infinities.
     scores_bv = logits_bv.double()
     scores_bv = (scores_bv - scores_bv.amax(dim=-1, keepdim=True)) / sampling.temperature
     ranked_bv, tokens_bv = torch.softmax(scores_bv, dim=-1).sort(dim=-1, descending=True, stable=True)
     cumulative_bv = ranked_bv.cumsum(dim=-1)
-    # A token stays while those before it do not reach top_p; the likeliest always stays.
+    # A token is kept if the sum before it is below top_p; the most likely one is always kept.
     kept_b = (cumulative_bv - ranked_bv < sampling.top_p).sum(dim=-1)
     if sampling.top_k:
         kept_b = kept_b.clamp(max=sampling.top_k)
@@ -124,12 +124,12 @@ class Stop(StrEnum):
 
 @dataclass(frozen=True)
 class NewToken:
-    """One token of one completion.
+    """One new token of a completion.
 
     Attributes:
-        row: the prompt's place in its batch.
-        token: its id.
-        stop: set on the last one.
+        row: index of the prompt in its batch.
+        token: token id.
+        stop: reason for the end, set on the last token.
     """
 
     row: int
@@ -139,12 +139,12 @@ class NewToken:
 
 @dataclass(frozen=True)
 class Limits:
-    """What generation may do.
+    """Limits of generation.
 
     Attributes:
-        max_new_tokens: longest completion.
+        max_new_tokens: maximum length of a completion.
         end_ids: tokens that end a completion.
-        vocab_size: tokens from here on have no text and never come; None for the model's size.
+        vocab_size: ids from this on have no text and are never sampled; None for the model's size.
     """
 
     max_new_tokens: int
@@ -153,12 +153,12 @@ class Limits:
 
 
 def check_length(config: ModelConfig, prompt_tokens: int, max_new_tokens: int) -> None:
-    """Refuses what learned positions cannot reach; ALiBi has no end.
+    """Checks that prompt and completion fit the learned positions; ALiBi has no limit.
 
     Raises:
-        ConfigError: prompt and completion need more positions than the model has learned.
+        ConfigError: they need more positions than the model has learned.
     """
-    # The last new token is never read.
+    # The last new token is not fed to the model.
     needed = prompt_tokens + max_new_tokens - 1
     if config.position is not Position.learned or needed <= config.max_seq_len:
         return
@@ -180,17 +180,17 @@ def generate(
     """Continues a batch of prompts.
 
     Args:
-        model: its sequences so far are forgotten.
-        prompts: token ids, at least one each; lengths may differ.
-        numbers: number of every prompt among all, which seeds its draws.
-        sampling: how to choose.
-        limits: when to stop.
+        model: the model; its previous sequences are discarded.
+        prompts: token ids, at least one per prompt; lengths may differ.
+        numbers: index of every prompt among all prompts, which seeds its sampling.
+        sampling: sampling parameters.
+        limits: limits of generation.
 
     Yields:
-        The tokens as they come, those of one step in the order of rows; a row that has ended leaves the batch.
+        The tokens as they are generated, those of one step in row order; a finished row leaves the batch.
 
     Raises:
-        NumericalError: the model's output is not a number.
+        NumericalError: the model's output is NaN.
     """
     rows = list(range(len(prompts)))
     pieces = list(prompts)
@@ -225,11 +225,11 @@ _BROKEN = "\ufffd"
 
 
 class TextStream:
-    """Turns tokens into text as they come; a character that is split over tokens is shown once it is whole.
+    """Decodes tokens to text incrementally; a character that spans several tokens is returned once it is complete.
 
     Args:
-        tokenizer: decodes.
-        prompt_ids: what stands before; a token's text may depend on it.
+        tokenizer: the tokenizer.
+        prompt_ids: tokens of the prompt; a token's text may depend on them.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
@@ -240,14 +240,14 @@ class TextStream:
         self._stream = DecodeStream(ids=self._prompt_ids, skip_special_tokens=False)
 
     def push(self, token: int) -> str:
-        """Returns the text that a token completes; often nothing."""
+        """Adds a token; returns the text that it completes, which is often empty."""
         self._ids.append(token)
         text: str = self._stream.step(self._tokenizer, token) or ""
         self._shown += len(text)
         return text
 
     def end(self) -> str:
-        """Returns what was held back, without the bytes of a character that never became whole."""
+        """Returns the remaining text, without the bytes of an incomplete character."""
         before = self._tokenizer.decode(self._prompt_ids, skip_special_tokens=False)
         whole: str = self._tokenizer.decode([*self._prompt_ids, *self._ids], skip_special_tokens=False)
         return whole[len(before) + self._shown :].rstrip(_BROKEN)
@@ -255,13 +255,13 @@ class TextStream:
 
 @dataclass
 class GenerationSpeed:
-    """How fast a generation was; times are counted from its construction.
+    """Speed of a generation; times are measured from the construction of this object.
 
     Attributes:
-        prompt_tokens: tokens read.
-        new_tokens: tokens made.
-        first_token_s: time to the first of them.
-        seconds: time to the last of them.
+        prompt_tokens: number of prompt tokens.
+        new_tokens: number of generated tokens.
+        first_token_s: time to the first generated token.
+        seconds: time to the last generated token.
     """
 
     prompt_tokens: int = 0
@@ -287,13 +287,13 @@ class GenerationSpeed:
 
 @dataclass
 class Completion:
-    """What follows one prompt; it grows as tokens come.
+    """The completion of one prompt, updated as tokens are generated.
 
     Attributes:
         prompt: the prompt.
         text: the completion so far, without the token that ended it.
-        tokens: tokens so far, that one included.
-        stop: why it ended, None while it has not.
+        tokens: number of tokens so far, including that one.
+        stop: reason for the end; None if it has not ended.
     """
 
     prompt: str
@@ -304,11 +304,11 @@ class Completion:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt that fits the model.
+    """A valid prompt for the model.
 
     Attributes:
-        text: as given.
-        ids: its tokens; for an empty text the end-of-document token, after which a new document begins.
+        text: text of the prompt.
+        ids: its token ids; for an empty text the end-of-document token, after which a new document begins.
     """
 
     text: str
@@ -319,15 +319,15 @@ class TextGenerator:
     """Continues texts.
 
     Args:
-        model: taken over.
+        model: the model, which is modified.
         found: its tokenizer.
-        sampling: how to choose tokens.
-        max_new_tokens: longest completion in tokens.
+        sampling: sampling parameters.
+        max_new_tokens: maximum length of a completion in tokens.
         end_of_document: "auto" for the dataset's token, "none", or a token of the tokenizer.
-        as_prompt: makes a prompt of a given text, for example of a message.
+        as_prompt: converts a given text, for example a message, to the text of a prompt.
 
     Raises:
-        ConfigError: end_of_document is no token of the tokenizer.
+        ConfigError: end_of_document is not a token of the tokenizer.
         DataError: the tokenizer has more tokens than the model.
     """
 
@@ -359,8 +359,8 @@ class TextGenerator:
         """Encodes a prompt; text that spells a special token is treated as in training.
 
         Raises:
-            ConfigError: it is no valid text, too long for learned positions, or empty where no token begins a document.
-            DataError: the tokenizer fails on it.
+            ConfigError: the text is invalid, too long for learned positions, or empty without an end-of-document token.
+            DataError: the tokenizer fails on the text.
         """
         try:
             text.encode()
@@ -384,12 +384,12 @@ class TextGenerator:
         """Continues a batch of prompts.
 
         Args:
-            prompts: from `prompt`.
-            numbers: number of every prompt among all, which seeds its draws.
+            prompts: results of `prompt`.
+            numbers: index of every prompt among all prompts, which seeds its sampling.
             speed: counts tokens and time.
 
         Yields:
-            Place of the prompt, new text (it may be empty) and the completion so far, whenever a token has come.
+            Index of the prompt, new text (may be empty) and the completion so far, for every token.
         """
         streams = [TextStream(self._tokenizer, prompt.ids) for prompt in prompts]
         completions = [Completion(prompt.text) for prompt in prompts]
@@ -407,7 +407,8 @@ class TextGenerator:
             yield new.row, text, completion
 
     def complete_all(self, prompts: Sequence[Prompt], batch_size: int, speed: GenerationSpeed) -> Iterator[Completion]:
-        """Continues any number of prompts, `batch_size` together; yields the completions in the prompts' order."""
+        """Continues any number of prompts in batches of `batch_size`; yields the completions in the order of the
+        prompts."""
         for first in range(0, len(prompts), batch_size):
             batch = prompts[first : first + batch_size]
             finished: dict[int, Completion] = {}

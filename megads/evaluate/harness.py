@@ -1,7 +1,7 @@
-"""A model of any layout as lm-eval asks it: requests of text to rows of tokens, and answers back.
+"""Adapter of a model in any layout to lm-eval: converts text requests to rows of tokens, and scores to answers.
 
-Texts are tokenized, cut and scored as lm-eval's own backend for transformers does it, so that a model has the same
-results here and after an export. Only what has lm-eval installed may import this file.
+Texts are tokenized, truncated and scored as in lm-eval's own backend for transformers, so that a model has the same
+results here and after an export. This module imports lm-eval, so only code that needs lm-eval may import it.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from megads.evaluate.scoring import Continuation, Scorer, TokenRow, rolling_rows
 from megads.runtime.files import atomic_writer, parse_json, read_regular
 
 LONGEST_COMPLETION = 256
-"""Of a task that says nothing, as in lm-eval's own backends."""
+"""Default maximum length of a completion, as in lm-eval's own backends."""
 _CHOICE_KEYS = {"do_sample", "temperature", "top_p", "top_k"}
 
 Progress = Callable[[str, int, int], None]
-"""Is told what is done, how much of it, and of how much."""
+"""Called with a description, the number of finished items, and the total."""
 
 
 @dataclass
 class Answers:
-    """What a model answered before, by task: a task that was finished is not done again.
+    """Stored answers of a model by task, so that a finished task is not evaluated again.
 
     Attributes:
-        folder: where they are kept; None keeps nothing.
-        model: what determines an answer beside the request: the checkpoint and how it is computed.
-        kept: tasks whose answers were there.
+        folder: folder of the answers; None stores nothing.
+        model: everything besides the request that determines an answer: the checkpoint and how it is computed.
+        kept: tasks whose answers were found.
     """
 
     folder: Path | None = None
@@ -48,7 +48,8 @@ class Answers:
     kept: set[str] = field(default_factory=set)
 
     def of(self, task: str, kind: str, requests: Sequence[Instance], ask: Callable[[], list[Any]]) -> list[Any]:
-        """The answers to all requests of a task: those that are kept if the requests are the same, or new ones."""
+        """Returns the answers to all requests of a task: stored ones if the requests are the same, otherwise new
+        ones."""
         if self.folder is None:
             return ask()
         known = self.known(task, kind, requests)
@@ -59,13 +60,13 @@ class Answers:
         return answers
 
     def digest(self, kind: str, requests: Sequence[Instance]) -> str:
-        """What the answers to requests of a kind depend on."""
-        # Requests hold all that a task's config, version, limit and examples amount to.
+        """Returns a hash of everything that the answers to requests depend on."""
+        # The requests reflect the task's config, version, limit and few-shot examples.
         text = json.dumps([self.model, kind, [request.args for request in requests]], default=str)
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
     def known(self, task: str, kind: str, requests: Sequence[Instance]) -> list[Any] | None:
-        """The answers that are kept; None where there are none to the same requests."""
+        """Returns the stored answers; None if there are none for the same requests."""
         try:
             known = parse_json(read_regular(self._path(task, kind)))
         except (OSError, ValueError, RecursionError):
@@ -76,7 +77,7 @@ class Answers:
         return [tuple(answer) if isinstance(answer, list) else answer for answer in known["answers"]]
 
     def keep(self, task: str, kind: str, requests: Sequence[Instance], answers: Sequence[Any]) -> None:
-        """Writes answers to all requests of a task."""
+        """Stores the answers to all requests of a task."""
         path = self._path(task, kind)
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_writer(path) as file:
@@ -90,26 +91,26 @@ class Answers:
 
 @dataclass(frozen=True)
 class BatchShare:
-    """A part of a task's batches, which are the same whoever computes them: so an answer has the same bits.
+    """A part of a task's batches. The batches do not depend on the split, so answers are bitwise reproducible.
 
     Attributes:
-        part: from 0.
-        parts: of the task.
+        part: index of the part, from 0.
+        parts: number of parts of the task.
     """
 
     part: int
     parts: int
 
     def of(self, batches: Sequence[list[int]], costs: Sequence[int]) -> list[list[int]]:
-        """Successive batches whose costs are about one of the equal parts of the sum.
+        """Returns consecutive batches of this part, whose costs sum to about an equal share of the total.
 
         Args:
-            batches: of the whole task.
-            costs: of each batch, such as its tokens.
+            batches: batches of the whole task.
+            costs: cost of each batch, such as its tokens.
         """
         total, before, own = sum(costs), 0, []
         for batch, cost in zip(batches, costs, strict=True):
-            # Every batch is in the part in which its middle lies.
+            # Every batch belongs to the part that contains its midpoint.
             if self.parts * (2 * before + cost) // (2 * total) == self.part:
                 own.append(batch)
             before += cost
@@ -117,7 +118,8 @@ class BatchShare:
 
 
 def join_parts(kind: str, parts: Sequence[Sequence[Any]]) -> list[Any]:
-    """The answers to all requests of a kind, of what `HarnessModel.answer_share` returned for every part of a task.
+    """Joins the results of `HarnessModel.answer_share` for every part of a task to the answers to all requests of a
+    kind.
 
     Raises:
         ValueError: a part is missing.
@@ -135,17 +137,17 @@ def join_parts(kind: str, parts: Sequence[Sequence[Any]]) -> list[Any]:
 
 
 class HarnessModel(TemplateLM):
-    """What lm-eval asks.
+    """The model interface that lm-eval calls.
 
     Args:
-        scorer: of rows of tokens.
+        scorer: scores rows of tokens.
         found: the model's tokenizer.
-        continuation: makes what continues sequences, given how to choose tokens and the sequences' numbers.
-        answers: of tasks that were finished before.
-        progress: shows what is done.
+        continuation: creates a `Continuation`, given sampling parameters and the sequences' indices.
+        answers: answers of tasks that were finished before.
+        progress: reports progress.
 
     Attributes:
-        answers: the same.
+        answers: stored answers.
     """
 
     def __init__(
@@ -164,22 +166,22 @@ class HarnessModel(TemplateLM):
 
     @property
     def max_length(self) -> int:
-        """Most tokens that the model reads."""
+        """Maximum number of tokens that the model reads."""
         return self._scorer.batching.max_length
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a document, after which a text without context begins."""
+        """The end-of-document token, with which a text without context begins."""
         end = self._found.end_of_document_id
         if end is None:
             raise DataError(
-                f"task {self._task}: has texts without context, and {self._found.path} tells no end-of-document token "
+                f"task {self._task}: has texts without context, and {self._found.path} has no end-of-document token "
                 "to begin them with"
             )
         return end
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_options: Any) -> list[int]:
-        """Token ids of a text, with what the tokenizer itself puts before and behind it unless told otherwise."""
+        """Tokenizes a text; includes the tokenizer's special tokens at either end unless told otherwise."""
         end = self._found.end_of_document_id
         if add_special_tokens is None and end is not None and string.startswith(self._decode([end], special=True)):
             add_special_tokens = False
@@ -224,14 +226,14 @@ class HarnessModel(TemplateLM):
         """Answers the requests of a task that are in some of its batches.
 
         Args:
-            task: its name.
-            kind: of the requests.
-            requests: all that the task has of this kind.
+            task: name of the task.
+            kind: kind of the requests.
+            requests: all requests of this kind in the task.
             share: the batches.
 
         Returns:
-            What `join_parts` puts together: the answer to each request, None where it is not in the share; of
-            loglikelihood_rolling a list of those of its windows.
+            Input for `join_parts`: the answer to each request, None if it is not in the share; for
+            loglikelihood_rolling a list with the answers of its windows.
         """
         self._task, self._share = task, share
         try:
@@ -245,7 +247,7 @@ class HarnessModel(TemplateLM):
             self._share = BatchShare(0, 1)
 
     def _score(self, what: str, rows: Sequence[TokenRow]) -> list[Any]:
-        """Log likelihood of each row, and whether it is what the model holds likeliest; None outside of the share."""
+        """Returns (log likelihood, whether it is the greedy continuation) of each row; None outside of the share."""
         batches = self._scorer.batches(rows)
         own = self._share.of(batches, [sum(len(rows[index].ids) for index in batch) for batch in batches])
         count = sum(map(len, own))
@@ -261,7 +263,8 @@ class HarnessModel(TemplateLM):
         return self._score(f"{self._task}, requests", [self._row(*request[1:]) for request in requests])
 
     def _row(self, context: list[int], continuation: list[int]) -> TokenRow:
-        """Cut on the left to what the model reads, whose last token is only scored."""
+        """Builds a row, truncated on the left to the tokens that the model reads plus the last one, which is only
+        scored."""
         if not context or not continuation or len(continuation) > self.max_length:
             raise DataError(
                 f"task {self._task}: {len(context)} tokens of context and {len(continuation)} of continuation: want at "
@@ -276,7 +279,7 @@ class HarnessModel(TemplateLM):
         return [sum(next(scores)[0] for _ in range(count)) for count in counts]
 
     def _windows(self, requests: Sequence[Instance]) -> tuple[list[TokenRow], list[int]]:
-        """The windows of all texts, and how many each has."""
+        """Returns the windows of all texts, and the number of windows of each."""
         rows, counts = list[TokenRow](), list[int]()
         for request in requests:
             windows = rolling_rows(self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length)
@@ -285,15 +288,15 @@ class HarnessModel(TemplateLM):
         return rows, counts
 
     def _generate(self, requests: Sequence[Instance]) -> list[Any]:
-        """A text for each request, None outside of the share."""
+        """Returns a text for each request; None outside of the share."""
         groups: dict[str, list[int]] = {}
         for place, request in enumerate(requests):
             groups.setdefault(json.dumps(request.args[1], sort_keys=True, default=str), []).append(place)
         prompts: dict[int, list[int]] = {}
-        batches: list[tuple[list[int], _Asked]] = []
+        batches: list[tuple[list[int], _GenerationSettings]] = []
         size = self._scorer.batching.micro_batch_size
         for places in groups.values():
-            asked = _Asked.of(requests[places[0]].args[1], self._task, self._end_text(), self.max_length)
+            asked = _GenerationSettings.of(requests[places[0]].args[1], self._task, self._end_text(), self.max_length)
             prompts |= {place: self.tok_encode(requests[place].args[0])[-asked.longest_context :] for place in places}
             by_length = sorted(places, key=lambda place: len(prompts[place]), reverse=True)
             batches += [(by_length[start : start + size], asked) for start in range(0, len(by_length), size)]
@@ -308,8 +311,8 @@ class HarnessModel(TemplateLM):
                 self._progress(f"{self._task}, texts", len(found), count)
         return [found.get(place) for place in range(len(requests))]
 
-    def _continue(self, prompts: list[list[int]], numbers: Sequence[int], asked: _Asked) -> list[str]:
-        """Continues a batch of prompts; a row that has come to its end leaves the batch."""
+    def _continue(self, prompts: list[list[int]], numbers: Sequence[int], asked: _GenerationSettings) -> list[str]:
+        """Continues a batch of prompts; a finished row leaves the batch."""
         continuation = self._continuation(asked.sampling, numbers)
         made: list[list[int]] = [[] for _ in prompts]
         rows, pieces = list(range(len(prompts))), prompts
@@ -327,7 +330,7 @@ class HarnessModel(TemplateLM):
         texts = (self._decode(ids, special=False) for ids in made)
         return [postprocess_generated_text(text, asked.until, None) for text in texts]
 
-    def _has_ended(self, ids: Sequence[int], asked: _Asked) -> bool:
+    def _has_ended(self, ids: Sequence[int], asked: _GenerationSettings) -> bool:
         if ids[-1] == self._found.end_of_document_id:
             return True
         text = self._decode(ids, special=True)
@@ -344,8 +347,8 @@ class HarnessModel(TemplateLM):
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """How a task wants its texts."""
+class _GenerationSettings:
+    """Generation parameters of a task."""
 
     sampling: Sampling
     until: list[str]
@@ -353,7 +356,7 @@ class _Asked:
     longest_context: int
 
     @classmethod
-    def of(cls, given: dict[str, Any], task: str, end: str | None, max_length: int) -> _Asked:
+    def of(cls, given: dict[str, Any], task: str, end: str | None, max_length: int) -> _GenerationSettings:
         kwargs = dict(normalize_gen_kwargs(given, LONGEST_COMPLETION))
         until = handle_stop_sequences(kwargs.pop("until", None), eos=end)
         longest = int(kwargs.pop("max_gen_toks"))

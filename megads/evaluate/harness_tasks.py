@@ -1,6 +1,6 @@
-"""lm-eval's tasks: found in folders of YAML files, loaded, and run on a model.
+"""lm-eval's tasks: found in folders of YAML files, loaded, and evaluated on a model.
 
-lm-eval is imported where it is needed: what does not evaluate has no need of it.
+lm-eval is imported inside functions, so that it is only needed for evaluations.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from megads.evaluate.scoring import TokenCounter
 
 EXAMPLES = Path(__file__).parent / "tasks"
-"""Tasks that come with megads."""
+"""Tasks that are part of megads."""
 EXTRA = "pip install 'megads[evaluate]'"
 _SHOWN = 8
 _NAMED = re.compile(
@@ -39,11 +39,11 @@ _NAMED = re.compile(
 )
 _NAME = re.compile(r"""[^\s"'`\[\],]+""")
 _FEWSHOT_SEED = 1234
-"""lm-eval's own."""
+"""lm-eval's default seed."""
 
 
 def require_lm_eval() -> None:
-    """Raises ConfigError where lm-eval is not installed."""
+    """Raises ConfigError if lm-eval is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError(f"tasks are evaluated by lm-eval, which is not installed: {EXTRA}")
 
@@ -53,9 +53,9 @@ class LoadedTasks:
     """Tasks with their documents.
 
     Attributes:
-        tasks: lm-eval's own by their names, those in groups too.
-        groups: lm-eval's groups by their names.
-        children: names of what is directly in each group.
+        tasks: lm-eval's task objects by name, including those in groups.
+        groups: lm-eval's group objects by name.
+        children: names of the direct members of each group.
     """
 
     tasks: Mapping[str, Any]
@@ -64,16 +64,16 @@ class LoadedTasks:
 
 
 def load_tasks(names: Sequence[str], folder: Path | None, num_fewshot: int | None = None) -> LoadedTasks:
-    """Loads tasks by their names.
+    """Loads tasks by name.
 
     Args:
-        names: of tasks, groups or tags.
-        folder: of the user's YAML files; None for megads' examples and lm-eval's own tasks only. Files that a task
-            names are relative to the folder of its YAML file.
-        num_fewshot: examples before each document; None leaves that to the tasks.
+        names: names of tasks, groups or tags.
+        folder: folder of the user's YAML files; None for only megads' and lm-eval's own tasks. File paths in a task are
+            relative to the folder of its YAML file.
+        num_fewshot: few-shot examples per document; None uses the tasks' defaults.
 
     Raises:
-        ConfigError: lm-eval is not installed, the folder holds no task, or there is no such task.
+        ConfigError: lm-eval is not installed, the folder holds no task, or a task does not exist.
         DataError: a task cannot be loaded, or has no documents.
     """
     require_lm_eval()
@@ -89,12 +89,12 @@ def load_tasks(names: Sequence[str], folder: Path | None, num_fewshot: int | Non
             groups |= loaded.get("groups", {})
             children |= loaded.get("group_map", {})
         for name, task in tasks.items():
-            _settle(name, task, num_fewshot)
+            _apply_command_line_defaults(name, task, num_fewshot)
     return LoadedTasks(tasks, groups, children)
 
 
 def _manager(names: Sequence[str], own: list[Path]) -> Any:
-    """Knows lm-eval's own thousands of tasks only where one of them is meant: to load their files takes seconds."""
+    """Loads lm-eval's own thousands of tasks only if one of them is named, since that takes seconds."""
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=own, include_defaults=False)
@@ -113,12 +113,12 @@ def _manager(names: Sequence[str], own: list[Path]) -> Any:
 
 
 def _names_of_lm_eval() -> set[str]:
-    """Every name of a task, group or tag of lm-eval's own, at a glance, among other words of its files."""
+    """Returns every task, group or tag name of lm-eval, found by a quick text search, with some other words."""
     from lm_eval import tasks
 
     found: set[str] = set()
     for path in Path(str(tasks.__file__)).parent.rglob("*"):
-        # What other files include has names of its own, and any suffix.
+        # Files that others include define names too, and may have any extension.
         if path.suffix != ".py" and path.is_file():
             for value, item in _NAMED.findall(path.read_text(encoding="utf-8", errors="replace")):
                 found.update(_NAME.findall(value or item))
@@ -126,33 +126,33 @@ def _names_of_lm_eval() -> set[str]:
 
 
 def _with_relative_paths(manager: Any) -> Any:
-    """Makes a manager read the files that a task names from the folder of its YAML file."""
+    """Makes a manager resolve file paths in a task relative to the folder of its YAML file."""
     from lm_eval.tasks import _factory
 
     class Factory(_factory.TaskFactory):
         def _build_task(self, entry: Any, overrides: dict[str, Any] | None) -> Any:
-            with _beside(entry):
+            with _in_yaml_folder(entry):
                 return super()._build_task(entry, overrides)
 
     manager._factory = Factory(meta=manager.metadata)
     return manager
 
 
-def _beside(entry: Any) -> contextlib.AbstractContextManager[None]:
+def _in_yaml_folder(entry: Any) -> contextlib.AbstractContextManager[None]:
     source = entry.yaml_path
     return contextlib.chdir(source.parent) if source is not None else contextlib.nullcontext()
 
 
 def _load(manager: Any, name: str) -> Any:
     try:
-        with _beside(manager.task_index[name]):
+        with _in_yaml_folder(manager.task_index[name]):
             return manager.load([name])
     except MegadsError:
         raise
-    # What datasets and lm-eval raise where there is no first row.
+    # Raised by datasets and lm-eval if there is no first row.
     except (StopIteration, IndexError) as error:
         raise DataError(f"task {name}: has no documents") from error
-    # Whatever a YAML file, a function beside it, a reader of files or a download meets.
+    # Any error of a YAML file, a function beside it, a file reader or a download.
     except Exception as error:
         first = str(error).strip().partition("\n")[0]
         raise DataError(
@@ -161,8 +161,8 @@ def _load(manager: Any, name: str) -> Any:
         ) from error
 
 
-def _settle(name: str, task: Any, num_fewshot: int | None) -> None:
-    """What lm-eval's command line sets before it evaluates."""
+def _apply_command_line_defaults(name: str, task: Any, num_fewshot: int | None) -> None:
+    """Applies the settings that lm-eval's command line applies before an evaluation."""
     if not len(task.eval_docs):
         raise DataError(f"task {name}: has no documents")
     given = task.get_config("num_fewshot")
@@ -175,7 +175,7 @@ def _settle(name: str, task: Any, num_fewshot: int | None) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps to itself what lm-eval and datasets say of their work."""
+    """Suppresses log messages and progress bars of lm-eval and datasets."""
     import datasets
 
     loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets", "huggingface_hub")]
@@ -192,12 +192,12 @@ def _quiet() -> Iterator[None]:
 
 
 def run_tasks(model: HarnessModel, loaded: LoadedTasks, documents: Mapping[str, int]) -> dict[str, float]:
-    """Evaluates tasks in mid-run: no random state of the process is touched, nothing is drawn.
+    """Evaluates tasks during training, without touching random states of the process.
 
     Args:
-        model: what is asked.
+        model: the model to evaluate.
         loaded: the tasks.
-        documents: how many of each task's, its first ones.
+        documents: number of documents per task, from its first one on.
 
     Returns:
         See `metric_values`.
@@ -211,23 +211,23 @@ def run_tasks(model: HarnessModel, loaded: LoadedTasks, documents: Mapping[str, 
 def documents_within(
     model: HarnessModel, counter: TokenCounter, loaded: LoadedTasks, most_tokens: int | None, limit: int | None
 ) -> dict[str, int]:
-    """How many documents of each task a model may be asked, so that it reads only so many tokens.
+    """Returns how many documents of each task may be evaluated within a limit of tokens.
 
     Args:
-        model: of a scorer that counts.
-        counter: what it counts with.
-        loaded: the tasks, which share the tokens out evenly.
-        most_tokens: of all tasks together; None goes by the limit.
-        limit: most documents of each; None is all.
+        model: model whose scorer counts tokens.
+        counter: the scorer's counter.
+        loaded: the tasks, which get equal shares of the tokens.
+        most_tokens: maximum number of tokens of all tasks together; None applies only `limit`.
+        limit: maximum number of documents per task; None is all.
 
     Raises:
-        ConfigError: one document of a task is too much.
+        ConfigError: one document of a task exceeds its share.
     """
     found = {}
     for name, task in loaded.tasks.items():
         most = min(len(task.eval_docs), len(task.eval_docs) if limit is None else limit)
         share = None if most_tokens is None else most_tokens // len(loaded.tasks)
-        # No document is read in fewer tokens than one.
+        # A document takes at least one token.
         most = most if share is None else min(most, max(share, 1))
         with _quiet():
             task.build_all_requests(limit=most, rank=0, world_size=1)
@@ -250,7 +250,7 @@ def _tokens_of(model: HarnessModel, counter: TokenCounter, instances: Sequence[A
 
 
 def _by_kind(instances: Sequence[Any]) -> dict[str, list[Any]]:
-    """Requests by their kind, each as often as it is repeated: those that lm-eval makes of a model."""
+    """Groups requests by kind, each repeated as often as lm-eval asks it."""
     kinds: dict[str, list[Any]] = {}
     for instance in instances:
         kinds.setdefault(instance.request_type, []).extend([instance] * (instance.repeats or 1))
@@ -258,11 +258,12 @@ def _by_kind(instances: Sequence[Any]) -> dict[str, list[Any]]:
 
 
 def documents_digest(task: Any, limit: int | None) -> str:
-    """A hash of the documents that a task's results depend on: those that are asked, and those that examples are of.
+    """Returns a hash of the documents that a task's results depend on: evaluated ones, and sources of few-shot
+    examples.
 
     Args:
         task: one of `LoadedTasks.tasks`.
-        limit: documents; None is all.
+        limit: maximum number of documents; None is all.
     """
     digest = hashlib.sha256()
     with _quiet():
@@ -273,12 +274,12 @@ def documents_digest(task: Any, limit: int | None) -> str:
 
 
 def requests_of(loaded: LoadedTasks, name: str, limit: int | None) -> dict[str, list[Any]]:
-    """What lm-eval asks a model in a task, by the kind of the requests.
+    """Returns lm-eval's requests of a task by kind.
 
     Args:
-        loaded: tasks.
-        name: of one of them.
-        limit: documents; None is all.
+        loaded: loaded tasks.
+        name: name of the task.
+        limit: maximum number of documents; None is all.
     """
     task = loaded.tasks[name]
     with _quiet():
@@ -287,14 +288,14 @@ def requests_of(loaded: LoadedTasks, name: str, limit: int | None) -> dict[str, 
 
 
 def measure_task(model: HarnessModel, loaded: LoadedTasks, name: str, limit: int | None, draws: int) -> str:
-    """The metrics of one task, computed and estimated by lm-eval, as JSON for `join_results`.
+    """Computes the metrics of one task, with lm-eval's error estimates, as JSON for `join_results`.
 
     Args:
-        model: whose answers are kept.
-        loaded: tasks.
-        name: of one of them.
-        limit: documents; None is all.
-        draws: for errors of metrics that have no formula for one.
+        model: model whose answers are stored.
+        loaded: loaded tasks.
+        name: name of the task.
+        limit: maximum number of documents; None is all.
+        draws: bootstrap iterations for errors of metrics without a formula.
     """
     from lm_eval.utils import handle_non_serializable
 
@@ -305,14 +306,14 @@ def measure_task(model: HarnessModel, loaded: LoadedTasks, name: str, limit: int
 
 
 def join_results(loaded: LoadedTasks, measured: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The results of all tasks together, of groups too, from those of each task.
+    """Joins the results of individual tasks, and aggregates those of groups.
 
     Args:
         loaded: the tasks.
-        measured: by task, what `measure_task` wrote.
+        measured: result of `measure_task`, decoded, by task.
 
     Returns:
-        What lm-eval's `evaluate` returns for all of them.
+        The result that lm-eval's `evaluate` returns for all tasks.
     """
     from lm_eval.evaluator_utils import EvalAcc, aggregate_groups
 
@@ -355,20 +356,20 @@ def run_harness(
     log_samples: bool,
     bootstrap_iters: int,
 ) -> Path:
-    """Evaluates tasks as lm-eval's command line does and writes its files.
+    """Evaluates tasks like lm-eval's command line and writes its files.
 
     Args:
-        model: what is asked.
+        model: the model to evaluate.
         loaded: the tasks.
-        output: folder of the files, which appear whole.
-        about: the model, for people and lm-eval's records; `pretrained` is its name.
-        limit: documents of each task; None is all.
-        batch_size: for the records.
-        log_samples: write every document and answer, too.
-        bootstrap_iters: draws for errors of metrics that have no formula for one.
+        output: folder of the files, which appear only when complete.
+        about: description of the model, for users and lm-eval's records; `pretrained` is its name.
+        limit: documents per task; None is all.
+        batch_size: batch size, for the records.
+        log_samples: whether to write every document and answer.
+        bootstrap_iters: bootstrap iterations for errors of metrics without a formula.
 
     Returns:
-        The file of the results.
+        Path of the results file.
     """
     begin = time.perf_counter()
     with _quiet():
@@ -389,15 +390,15 @@ def write_results(
     """Writes lm-eval's files.
 
     Args:
-        results: of lm-eval's `evaluate`, with samples.
-        output: folder of the files, which appear whole.
+        results: result of lm-eval's `evaluate`, with samples.
+        output: folder of the files, which appear only when complete.
         about: see `run_harness`.
-        config: of the evaluation, for the records.
-        seconds: that it took, for the records.
-        log_samples: write every document and answer, too.
+        config: config of the evaluation, for the records.
+        seconds: duration, for the records.
+        log_samples: whether to write every document and answer.
 
     Returns:
-        The file of the results.
+        Path of the results file.
     """
     from lm_eval.loggers import EvaluationTracker
 
@@ -414,7 +415,7 @@ def write_results(
                 "model": "megads", "model_args": dict(about), **config, "fewshot_seed": _FEWSHOT_SEED,
             }  # fmt: skip
             results["date"], results["lm_eval_version"] = time.time(), importlib.metadata.version("lm_eval")
-            # Hashes of all samples are in the results either way.
+            # The results include hashes of all samples in either case.
             tracker.save_results_aggregated(results=results, samples=samples)
             for name in results["configs"] if log_samples else ():
                 tracker.save_results_samples(task_name=name, samples=samples[name])
@@ -424,7 +425,7 @@ def write_results(
 
 
 def _appeared(partial: Path, output: Path) -> Path:
-    """Moves lm-eval's files to their place, the results last; returns where those are."""
+    """Moves lm-eval's files to their place, the results file last; returns its path."""
     files = sorted(partial.glob("*.json*"), key=lambda path: path.suffix == ".json")
     if not files or files[-1].suffix != ".json":
         raise ConfigError(f"output = {output}: lm-eval could not write its results there")
@@ -434,7 +435,7 @@ def _appeared(partial: Path, output: Path) -> Path:
 
 
 def metric_values(results: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics of lm-eval's results as "<task>/<metric>", with the filter's name behind it where there is one."""
+    """Returns the metrics of lm-eval's results as "<task>/<metric>", followed by the filter's name if there is one."""
     found = {}
     for task, metrics in results["results"].items():
         for key, value in metrics.items():

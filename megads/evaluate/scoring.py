@@ -1,6 +1,6 @@
-"""Rows of tokens and how likely a model holds them: batched by length, dealt to the ranks of any layout.
+"""Scores rows of tokens by their likelihood: batched by length, distributed over the ranks of any layout.
 
-One rank, the first, has the requests. The others serve it: they wait for work, and all compute it together.
+The first rank has the requests. The others serve it: they wait for work, and all ranks compute it together.
 
 Shape suffixes: b = batch, s = tokens of a row.
 """
@@ -28,11 +28,11 @@ from megads.parallel.grid import ParallelGrid
 from megads.parallel.token_scores import RowScores
 
 _LAYOUT_MICRO_BATCHES = 8
-"""Micro-batches of one call on several ranks: enough to fill a pipeline, few enough to hold."""
+"""Micro-batches per call on several ranks: enough to fill a pipeline, few enough for memory."""
 
 
 class ScoringEngine(Protocol):
-    """What scores; see `megads.engine.interface.TrainEngine` for the methods."""
+    """Engine that scores; see `megads.engine.interface.TrainEngine` for the methods."""
 
     device: torch.device
 
@@ -42,14 +42,14 @@ class ScoringEngine(Protocol):
 
 
 class ModelScoringEngine:
-    """The unsharded model of one process.
+    """The unsharded model in one process.
 
     Args:
-        model: in evaluation mode.
+        model: the model, in evaluation mode.
 
     Attributes:
-        model: the same.
-        device: where its weights are.
+        model: the model.
+        device: device of its weights.
     """
 
     def __init__(self, model: GPT) -> None:
@@ -81,14 +81,14 @@ class ModelScoringEngine:
 
 
 class TokenCounter:
-    """Stands for an engine whose passes are counted and not made.
+    """Engine that counts the tokens of forward passes without computing them.
 
     Args:
-        rows_at_once: rows of a length that all ranks read at a time.
+        rows_at_once: returns the number of rows of a given length that all ranks read at a time.
 
     Attributes:
-        device: of nothing.
-        tokens: that all ranks would have read so far, filling included.
+        device: CPU; unused.
+        tokens: number of tokens that all ranks would have read so far, including padding.
     """
 
     device = torch.device("cpu")
@@ -97,28 +97,28 @@ class TokenCounter:
         self._rows_at_once, self.tokens = rows_at_once, 0
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvaluationResult:
-        """Not asked."""
+        """Not supported."""
         raise NotImplementedError
 
     def score(self, micro_batches: Sequence[MicroBatch], num_rows: int) -> RowScores:
-        """Counts."""
+        """Counts tokens; returns zeros and an id that no tokenizer has."""
         tokens_bs = micro_batches[0].tokens_bs
         assert tokens_bs is not None
         length = tokens_bs.shape[1]
         rows = self._rows_at_once(length)
         self.tokens += -(-num_rows // rows) * rows * length
         nothing_nl = torch.zeros(num_rows, length, dtype=torch.float64)
-        # No tokenizer has that token, so no text ends with it.
+        # No tokenizer has this id, so no generated text ends early.
         return RowScores(nothing_nl, torch.full((num_rows, length), 2**31 - 1))
 
 
 @dataclass(frozen=True)
 class TokenRow:
-    """Tokens of which the last ones are scored.
+    """A row of tokens, of which the last ones are scored.
 
     Attributes:
-        ids: all of them, two at least.
-        counted: how many are scored; the first token has nothing before it and cannot be.
+        ids: all token ids, at least two.
+        counted: number of scored tokens; the first token has no context and cannot be scored.
     """
 
     ids: list[int]
@@ -126,17 +126,17 @@ class TokenRow:
 
     @property
     def places(self) -> slice:
-        """Of the labels that are scored; the label of a place is the token after it."""
+        """Positions of the scored labels; the label of a position is the next token."""
         return slice(len(self.ids) - 1 - self.counted, len(self.ids) - 1)
 
 
 def rolling_rows(ids: Sequence[int], prefix: int, max_length: int) -> list[TokenRow]:
-    """Windows in which every token of a text is scored once, the last one with as much before it as the model reads.
+    """Splits a text into windows that score every token once; the last window has as much context as the model reads.
 
     Args:
-        ids: of the text.
-        prefix: token before it.
-        max_length: most tokens that the model reads.
+        ids: token ids of the text.
+        prefix: token that precedes the text.
+        max_length: maximum number of tokens that the model reads.
     """
     rows, text = [], [prefix, *ids]
     for start in range(1, len(text), max_length):
@@ -147,11 +147,11 @@ def rolling_rows(ids: Sequence[int], prefix: int, max_length: int) -> list[Token
 
 @dataclass(frozen=True)
 class ScoredRow:
-    """What a model makes of a row.
+    """Scores of a row.
 
     Attributes:
-        log_likelihood: of its counted tokens together, in nats.
-        likeliest: the token that the model holds likeliest in the place of each counted one.
+        log_likelihood: total log likelihood of its counted tokens, in nats.
+        likeliest: the most likely token at the position of each counted one.
     """
 
     log_likelihood: float
@@ -160,14 +160,14 @@ class ScoredRow:
 
 @dataclass(frozen=True)
 class Batching:
-    """How rows become micro-batches.
+    """How rows are batched.
 
     Attributes:
-        micro_batch_size: rows in one forward pass of one rank; with `lengths`, of the longest of them, and more of
-            shorter ones, so that a pass has as many tokens.
-        max_length: most tokens that the model reads of a row.
-        unit: layouts cut rows of a multiple of so many tokens.
-        lengths: the only lengths of rows, ascending; empty for any.
+        micro_batch_size: rows in one forward pass of one rank; with `lengths`, of rows of the largest length, and
+            proportionally more shorter rows, so that every pass has the same number of tokens.
+        max_length: maximum number of tokens of a row that the model reads.
+        unit: row lengths are multiples of this, as the layout requires.
+        lengths: the allowed lengths of rows, ascending; empty for any.
     """
 
     micro_batch_size: int
@@ -176,24 +176,24 @@ class Batching:
     lengths: tuple[int, ...] = ()
 
     def rows(self, length: int) -> int:
-        """Rows of a length in one forward pass of one rank."""
+        """Returns the number of rows of a given length in one forward pass of one rank."""
         return self.micro_batch_size * (self.lengths[-1] // length if self.lengths else 1)
 
     def padded(self, tokens: int) -> int:
-        """Length of rows of which the longest has so many tokens."""
+        """Returns the padded length of rows of which the longest has this many tokens."""
         if self.lengths:
             return next(length for length in self.lengths if length >= tokens)
         return -(-tokens // self.unit) * self.unit
 
 
 class Scorer:
-    """Scores rows on all ranks; the first asks, the others serve.
+    """Scores rows on all ranks; the first rank has the requests, the others serve it.
 
     Args:
-        engine: of this rank.
-        model: its shape.
-        batching: how.
-        grid: the ranks; None for one process.
+        engine: engine of this rank.
+        model: model config.
+        batching: how rows are batched.
+        grid: process grid; None for one process.
     """
 
     def __init__(
@@ -210,7 +210,8 @@ class Scorer:
         self._micro_batches = 1 if alone else _LAYOUT_MICRO_BATCHES
 
     def counting(self) -> tuple[Scorer, TokenCounter]:
-        """A scorer that scores nothing, alone, and what counts the tokens that this one would read."""
+        """Returns a single-process scorer that only counts, and the counter of the tokens that this scorer would
+        read."""
         dp = self._dp
         counter = TokenCounter(lambda length: self.batching.rows(length) * dp)
         alone = copy.copy(self)
@@ -219,11 +220,11 @@ class Scorer:
         return alone, counter
 
     def score(self, rows: Sequence[TokenRow], progress: Callable[[int], None] | None = None) -> list[ScoredRow]:
-        """Scores rows, the longest first, so that what does not fit the memory fails at once; on the first rank only.
+        """Scores rows, the longest first, so that running out of memory happens at once; only on the first rank.
 
         Args:
-            rows: to score.
-            progress: is told after every call how many are done.
+            rows: rows to score.
+            progress: called after every batch with the number of finished rows.
 
         Raises:
             NumericalError: the model computes NaN.
@@ -232,7 +233,7 @@ class Scorer:
         return [found[index] for index in range(len(rows))]
 
     def batches(self, rows: Sequence[TokenRow]) -> list[list[int]]:
-        """Indices of the rows that are scored together, the longest first."""
+        """Returns the indices of the rows of each batch, the longest rows first."""
         order = sorted(range(len(rows)), key=lambda index: len(rows[index].ids), reverse=True)
         batches, start = list[list[int]](), 0
         while start < len(order):
@@ -253,7 +254,7 @@ class Scorer:
         return found
 
     def serve(self) -> None:
-        """Computes with the first rank until it is done."""
+        """Computes with the first rank until it has finished."""
         while True:
             rows = self._shared([])
             if not rows:
@@ -262,7 +263,7 @@ class Scorer:
 
     @contextmanager
     def served(self) -> Iterator[bool]:
-        """Whether this rank asks; the others serve meanwhile, and all leave together."""
+        """Yields whether this rank has the requests; the others serve in the meantime, and all ranks leave together."""
         if self._control is not None and self._control.rank:
             self.serve()
             yield False
@@ -273,7 +274,7 @@ class Scorer:
             self._shared([])
 
     def _shared(self, rows: list[TokenRow]) -> list[TokenRow]:
-        """The first rank's rows, on all of them; none are the end."""
+        """Broadcasts the first rank's rows to all ranks; an empty list marks the end."""
         return rows if self._control is None else self._control.broadcast(rows, list[TokenRow])
 
     def _ask(self, rows: list[TokenRow]) -> Iterator[ScoredRow]:
@@ -290,12 +291,12 @@ class Scorer:
         return self.batching.padded(max(len(row.ids) - 1 for row in rows))
 
     def _compute(self, rows: Sequence[TokenRow]) -> RowScores:
-        """Collective over the world."""
+        """Computes scores; collective over all ranks."""
         length, dp = self._length(*rows), self._dp
         micro = self.batching.rows(length)
         filled = -(-len(rows) // (micro * dp)) * micro * dp
         if self._control is None or self._control.world_size == 1:
-            # Nobody else has to make as many passes of as many rows.
+            # A single process need not pad the batch to equal micro-batches on all ranks.
             filled, micro = len(rows), min(micro, len(rows))
             numbers = [list(range(start, min(start + micro, filled))) for start in range(0, filled, micro)]
         else:
@@ -314,17 +315,17 @@ class Scorer:
         return MicroBatch(info, tokens_bs, labels_bs, mask_bs)
 
     def _positions(self, batch: int, length: int) -> Tensor | None:
-        """Padding may lie beyond the table of learned positions."""
+        """Returns clamped positions if padding exceeds the learned positions, else None."""
         if self.model.position is not Position.learned or length <= self.model.max_seq_len:
             return None
         return torch.arange(length).clamp(max=self.model.max_seq_len - 1).expand(batch, -1).contiguous()
 
 
 class Continuation(Protocol):
-    """Reads sequences and says what comes next."""
+    """Reads sequences and returns their next tokens."""
 
     def start(self, num_rows: int) -> None:
-        """Forgets everything and begins so many empty sequences."""
+        """Discards all sequences and begins this many empty ones."""
         ...
 
     def append(self, pieces: Sequence[Sequence[int]]) -> list[int]:
@@ -332,22 +333,22 @@ class Continuation(Protocol):
         ...
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Goes on with these rows only."""
+        """Keeps only these rows."""
         ...
 
 
 class CachedContinuation:
-    """By one process, which keeps keys and values.
+    """Continuation in one process, with a KV cache.
 
     Args:
-        model: stays as it is; its weights are shared.
-        sampling: how tokens are chosen.
-        numbers: of all sequences, which seed their draws.
+        model: the model; it is not modified, and its weights are shared.
+        sampling: sampling parameters.
+        numbers: indices of all sequences, which seed their sampling.
     """
 
     def __init__(self, model: GPT, sampling: Sampling, numbers: Sequence[int]) -> None:
         shared = {id(weight): weight for weight in model.parameters()}
-        # A cache replaces the attention cores.
+        # A copy, because a KV cache replaces the attention cores.
         self._model = with_cache(copy.deepcopy(model, dict[int, Any](shared)))
         self._sampling, self._numbers = sampling, list(numbers)
         self._place = 0
@@ -357,7 +358,7 @@ class CachedContinuation:
         self._model.start(num_rows)
 
     def append(self, pieces: Sequence[Sequence[int]]) -> list[int]:
-        """See Continuation.append; raises NumericalError where the model computes NaN."""
+        """See Continuation.append; raises NumericalError if the model computes NaN."""
         logits_bv = self._model.append(pieces)
         if bool(torch.isnan(logits_bv).any()):
             raise NumericalError(
@@ -374,20 +375,20 @@ class CachedContinuation:
 
 
 class RescoredContinuation:
-    """By a scorer of any layout, which reads every sequence again for each token.
+    """Continuation by a scorer of any layout, which reads every sequence again for each token.
 
     Args:
-        scorer: what scores.
-        sampling: how tokens are chosen.
+        scorer: the scorer.
+        sampling: sampling parameters.
 
     Raises:
-        ConfigError: tokens are to be drawn, for which their probabilities would have to travel.
+        ConfigError: the temperature is above 0, which would need the probabilities of all tokens.
     """
 
     def __init__(self, scorer: Scorer, sampling: Sampling) -> None:
         if sampling.temperature:
             raise ConfigError(
-                f"a task draws tokens at temperature {sampling.temperature}: several ranks take the likeliest only; "
+                f"a task samples at temperature {sampling.temperature}: several ranks only support greedy decoding; "
                 "evaluate it with layout.tp, pp, cp and dp at 1"
             )
         self._scorer, self._rows = scorer, list[list[int]]()
@@ -398,7 +399,7 @@ class RescoredContinuation:
     def append(self, pieces: Sequence[Sequence[int]]) -> list[int]:
         for row, piece in zip(self._rows, pieces, strict=True):
             row.extend(piece)
-        # What stands in the place of the next token is not looked at.
+        # The last token is a placeholder for the next one; its id does not matter.
         return [scored.likeliest[0] for scored in self._scorer.score([TokenRow([*row, 0], 1) for row in self._rows])]
 
     def keep(self, rows: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""Evaluation during training: the token mean of the loss over the whole validation set, and lm-eval's tasks."""
+"""Evaluation during training: the loss per token over the whole validation set, and lm-eval's tasks."""
 
 from __future__ import annotations
 
@@ -28,16 +28,18 @@ if TYPE_CHECKING:
 
 
 class PeriodicEvaluation(ABC):
-    """Evaluates every so many steps and after the last one; what a kill kept a run from is made up for at its start.
+    """Evaluates at an interval of steps and after the last step; an evaluation missed because of a kill is done at
+    start.
 
-    A run that is stopped or preempted has not had its last step: the resumed run's metrics shall equal those of an
-    uninterrupted one. Register it after the checkpoint's hook, so that a preempted run saves first.
+    The last step of an interrupted or preempted run is not its planned end, so it is not evaluated: the metrics of a
+    resumed run equal those of an uninterrupted one. Register this hook after the checkpoint's, so that a preempted run
+    saves first.
 
     Args:
-        grid: the ranks.
-        metrics: where the lines go.
-        every_steps: 0 for never.
-        last_step: after which it evaluates in any case; None: it does not.
+        grid: the process grid.
+        metrics: writer of metrics.jsonl.
+        every_steps: interval in steps; 0 for never.
+        last_step: step after which it always evaluates; None disables that.
     """
 
     def __init__(self, grid: ParallelGrid, metrics: MetricsWriter, every_steps: int, last_step: int | None) -> None:
@@ -45,14 +47,14 @@ class PeriodicEvaluation(ABC):
         self._every_steps, self._last_step = every_steps, last_step
 
     def on_start(self, state: TrainState) -> None:
-        # A checkpoint is saved before its step is evaluated: a kill in between left the evaluation owing.
+        # A checkpoint is saved before its step is evaluated, so a kill in between leaves the evaluation missing.
         if state.step == 0 or not self._due(state.step):
             return
         if self._grid.control.any(self._metrics.lacks(state.step, self._key)):
             self._record(state.step, state.samples, state.tokens)
 
     def on_step(self, info: StepInfo) -> None:
-        # After the last step of a training stage the next one evaluates, as it does after a kill in between.
+        # The last step of a training stage is evaluated by the start of the next stage, as after a kill in between.
         if self._due(info.step) and not info.ends_stage:
             self._record(info.step, info.samples, info.tokens)
 
@@ -66,11 +68,11 @@ class PeriodicEvaluation(ABC):
     @property
     @abstractmethod
     def _key(self) -> str:
-        """Of the metrics: a line that has it has been evaluated."""
+        """Metric key that marks a line as evaluated."""
 
     @abstractmethod
     def _record(self, step: int, samples: int, tokens: int) -> None:
-        """Evaluates and writes the line; collective."""
+        """Evaluates and writes the metrics line; collective."""
 
 
 class ValidationHook(PeriodicEvaluation):
@@ -78,17 +80,17 @@ class ValidationHook(PeriodicEvaluation):
 
     Args:
         engine: computes the loss.
-        batches: starts a pass over the validation set; yields this rank's micro-batches of one global batch after
-            another, equally many batches on every rank.
-        name: the set's name in the metrics.
-        unigram_loss: computes the nats a token of the best model that ignores context, which a trained one must beat;
+        batches: starts a pass over the validation set; yields this rank's micro-batches of each global batch, the same
+            number of batches on every rank.
+        name: name of the set in the metrics.
+        unigram_loss: computes the loss per token, in nats, of the best model that ignores context, as a baseline;
             called once, on rank 0.
-        config: when.
-        total_steps: the planned end.
-        metrics: where the line goes.
-        num_batches: of a pass; 0 is unknown.
-        beats: of this rank; None: it sends none.
-        seq_len: tokens of a sample, for losses by position.
+        config: when to validate.
+        total_steps: planned last step.
+        metrics: writer of metrics.jsonl.
+        num_batches: number of batches of a pass; 0 is unknown.
+        beats: heartbeat of this rank; None sends none.
+        seq_len: tokens per sample, for losses by position.
     """
 
     def __init__(
@@ -119,7 +121,7 @@ class ValidationHook(PeriodicEvaluation):
         return loss_key(self._name)
 
     def _record(self, step: int, samples: int, tokens: int) -> None:
-        """Validates and writes the line; collective."""
+        """Validates and writes the metrics line; collective."""
         loss, validated = self.validate()
         by_position = self._by_position
         averaged: dict[str, float] = {}
@@ -143,7 +145,7 @@ class ValidationHook(PeriodicEvaluation):
         )
 
     def validate(self) -> tuple[float, int]:
-        """Mean loss in nats over every unmasked token of the validation set, and how many there are; collective.
+        """Returns the mean loss in nats over all unmasked tokens of the validation set, and their number; collective.
 
         Raises:
             DataError: the set has no unmasked token.
@@ -166,13 +168,13 @@ class ValidationHook(PeriodicEvaluation):
             }
         if not tokens:
             raise DataError(
-                f"validation set {self._name!r} has no token that counts: give a larger data.valid or data.split"
+                f"validation set {self._name!r} has no token for the loss: give a larger data.valid or data.split"
             )
         return loss_sum / tokens, tokens
 
 
 def position_losses(sums_2p: Tensor) -> dict[int, float]:
-    """Mean losses of ranges of positions by their first: 0, 1, 2 and 3, 4 to 7 and so on, as far as they have tokens.
+    """Returns mean losses by the first position of a range; ranges are 0, 1, 2 to 3, 4 to 7 etc., without empty ones.
 
     Args:
         sums_2p: see TrainEngine.losses_by_position.
@@ -187,7 +189,7 @@ def position_losses(sums_2p: Tensor) -> dict[int, float]:
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss); infinite where that exceeds a float."""
+    """Returns exp(loss); infinity if that overflows."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -196,12 +198,12 @@ def perplexity(loss: float) -> float:
 
 @dataclass(frozen=True)
 class AskedTasks:
-    """What the first rank asks.
+    """Tasks that the first rank evaluates.
 
     Attributes:
-        model: what is asked.
+        model: the model to evaluate.
         loaded: the tasks.
-        documents: how many of each task's.
+        documents: number of documents per task.
     """
 
     model: HarnessModel
@@ -215,14 +217,14 @@ class TaskEvaluationHook(PeriodicEvaluation):
     Register it after the validations' hooks.
 
     Args:
-        scorer: of this rank.
-        grid: the ranks.
-        open_tasks: called once, on the first rank, before the first step.
-        config: when.
-        total_steps: the planned end.
-        metrics: where the line goes.
-        events: where the event goes.
-        beats: of this rank; an evaluation takes longer than what the hook does at other steps.
+        scorer: scorer of this rank.
+        grid: the process grid.
+        open_tasks: loads the tasks; called once, on the first rank, before the first step.
+        config: when to evaluate.
+        total_steps: planned last step.
+        metrics: writer of metrics.jsonl.
+        events: writer of events.jsonl.
+        beats: heartbeat of this rank; an evaluation takes longer than the hook does at other steps.
     """
 
     def __init__(
@@ -247,7 +249,7 @@ class TaskEvaluationHook(PeriodicEvaluation):
             self._asked = self._open_tasks()
             return f"eval/{next(iter(self._asked.documents))}/documents"
 
-        # All ranks hear of what is wrong with a task.
+        # All ranks raise if a task is invalid.
         self._first_key = self._grid.control.first_decides(open_first, str)
         super().on_start(state)
 
@@ -256,7 +258,7 @@ class TaskEvaluationHook(PeriodicEvaluation):
         return self._first_key
 
     def _record(self, step: int, samples: int, tokens: int) -> None:
-        """Evaluates and writes the line; collective."""
+        """Evaluates and writes the metrics line; collective."""
         self._beats.enter(f"{VALIDATING}, tasks")
         with self._scorer.served() as asks:
             if not asks:

@@ -1,12 +1,12 @@
-"""Starts a run and keeps it alive.
+"""Starts a run and supervises its ranks until it ends.
 
-`preflight` decides what can be decided before a rank starts, as one `ResolvedRun`; `initial_weights` what other run it
-starts from. `acceptance` accepts or refuses it
-as a start of its run, and writes the records of an accepted one. `start` has `launcher` start and watch the ranks, on
-this machine (`node_ranks`, `rank_server`) or on SLURM (`slurm_ranks`, `node_agent`, `scheduler`), again after a fault.
-`hang_detection` finds ranks that hang, `evidence` says what they did. `uploads`
-keeps a second copy of checkpoints elsewhere, and brings it back. `rank`, `rank_server`, `node_agent`, `tracker`,
-`uploader` and `node_checker` are also processes of their own, run with `python -m`.
+`preflight` resolves what can be decided before a rank starts into one `ResolvedRun`; `initial_weights` finds the
+weights that a new run starts from. `acceptance` accepts or refuses the start, and writes the records of an accepted
+one. `start` uses `launcher` to start and monitor the ranks, on this machine (`node_ranks`, `rank_server`) or on SLURM
+(`slurm_ranks`, `node_agent`, `scheduler`), and restarts them after a failure. `hang_detection` finds ranks that hang;
+`evidence` collects what they were doing. `uploads` keeps a copy of the checkpoints in a remote store and restores it.
+`rank`, `rank_server`, `node_agent`, `tracker`, `uploader` and `node_checker` also run as separate processes, with
+`python -m`.
 """
 
 __all__ = [

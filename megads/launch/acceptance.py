@@ -1,7 +1,6 @@
-"""Accepts a start or refuses it, and writes the records of one that is accepted: nobody else changes what a run says
-of itself.
+"""Accepts or refuses a start, and writes the records of an accepted one; no other module changes these records.
 
-A start is decided before it holds the run directory, and leaves a refused one's directory as it was, or not there.
+The decision is made before the run directory is claimed. A refused start leaves the directory unchanged, or absent.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ if TYPE_CHECKING:
     from megads.identity import Change
     from megads.resume import Past
 
-# What changes nothing of what a finished run has computed.
-_ELSEWHERE = ("run", "logging", "cluster")
+# Config sections that do not affect what a finished run has computed.
+_NEUTRAL_SECTIONS = ("run", "logging", "cluster")
 
 
 @dataclass(frozen=True)
@@ -37,12 +36,12 @@ class AcceptedStart:
     """A start that may write to its run directory.
 
     Attributes:
-        resolved: the run, its data made, its config with the mixes of earlier starts.
-        past: the checkpoint that it most likely goes on from; None for a start from nothing.
-        data: what its data holds.
-        tokenizer: of the run; None where nobody knows it.
-        allowed: what changes of the run because run.allow_changes says so.
-        settings: other keys that differ from the last start, with both values and their class.
+        resolved: the run, with its data prepared and the data mixes of earlier starts in its config.
+        past: checkpoint that the run most likely resumes from; None for a new run.
+        data: record of the run's data.
+        tokenizer: tokenizer of the run; None if unknown.
+        allowed: changes to the run that run.allow_changes permits.
+        settings: other keys that differ from the last start, with both values and their change class.
     """
 
     resolved: ResolvedRun
@@ -54,14 +53,14 @@ class AcceptedStart:
 
     @property
     def changed_settings(self) -> list[str]:
-        """The settings that changed, each as a line."""
+        """The changed settings, one line each."""
         return [f"{change['key']} {change['before']} -> {change['after']}" for change in self.settings]
 
     def say_changes(self, say: Callable[[str, str], None]) -> None:
-        """Says what changed since the last start, with a warning of what changes the training.
+        """Reports what changed since the last start, as a warning where it affects training.
 
         Args:
-            say: takes a line and its level.
+            say: called with a line and its level.
         """
         for change, text in zip(self.settings, self.changed_settings, strict=True):
             if change["class"] == "warn":
@@ -70,10 +69,10 @@ class AcceptedStart:
                 say(f"changed since the last start: {text}", "info")
 
     def record(self) -> None:
-        """Writes the start's records; the caller holds the run directory.
+        """Writes the start's records; the caller holds the lease on the run directory.
 
         Raises:
-            ConfigError: another start trained the run since this one was decided.
+            ConfigError: another start has trained the run since this one was accepted.
         """
         from megads.checkpoint.fresh_start import begin_fresh_start, continues_fresh_start, forget_fresh_start
         from megads.data.indexed.recorded import write_record
@@ -113,12 +112,12 @@ class AcceptedStart:
         digests = [None if past is None else past.manifest.digest() for past in (self.past, found)]
         if digests[0] != digests[1]:
             raise ConfigError(
-                f"another start trained {self.resolved.run_dir} while this one was made ready: give the same command "
-                "again"
+                f"another start trained {self.resolved.run_dir} while this one was being prepared: run the same "
+                "command again"
             )
 
     def finished(self) -> str:
-        """Says that there is nothing left to do, and what to raise; empty where there is."""
+        """Message that the run is already finished and which key to raise; empty if steps remain."""
         config, past = self.resolved.config, self.past
         if past is None or past.run_dir != self.resolved.run_dir:
             return ""
@@ -133,7 +132,7 @@ class AcceptedStart:
         return finished_text(self.resolved)
 
     def _usable(self, past: Past) -> bool:
-        """Whether the last checkpoint is intact; on SLURM the first node would read for too long to know."""
+        """Whether the last checkpoint is intact; not checked on SLURM, where one node would need too long for it."""
         from megads.checkpoint.read import open_checkpoint
 
         if self.resolved.placement is not None:
@@ -145,12 +144,12 @@ class AcceptedStart:
 
 
 def accept_start(resolved: ResolvedRun) -> AcceptedStart:
-    """Decides whether a run whose data is made may start; writes nothing.
+    """Decides whether a run whose data is prepared may start; writes nothing.
 
     Raises:
-        ConfigError: a key that says what the run's samples are changed, or its first weights are of another model.
-        DataError: its data or its tokenizer changed, or is missing, or is not the tokenizer of its first weights.
-        CheckpointError: checkpoint.load names none, or the checkpoint is of another model.
+        ConfigError: a key that determines the run's samples changed, or the initial weights are of another model.
+        DataError: the data or the tokenizer changed or is missing, or the initial weights have another tokenizer.
+        CheckpointError: checkpoint.load names no checkpoint, or one of another model.
     """
     from megads.data.indexed.recorded import record_data, with_former
     from megads.data.indexed.run_tokenizer import kept_tokenizer, source_of_run, tokenizer_of_data
@@ -181,7 +180,7 @@ def accept_start(resolved: ResolvedRun) -> AcceptedStart:
     elif config.checkpoint.load == AUTO:
         in_memory = find_past_in_memory(Path(config.checkpoint.local_folder), run_dir)
         if in_memory is not None:
-            # A changed run could not continue what only memory holds: it would begin again, and lose it.
+            # A changed run could not resume from a checkpoint held only in memory: it would start over and lose it.
             allowed = tuple(changes_of_run(in_memory, config, data))
             in_memory.check_model(config)
     resolved = dataclasses.replace(resolved, config=config)
@@ -189,26 +188,26 @@ def accept_start(resolved: ResolvedRun) -> AcceptedStart:
 
 
 def length_key(config: RootConfig) -> str:
-    """Returns the key that says how long the run trains, with its value."""
+    """Returns the key that sets the length of the run, with its value."""
     return next(f"train.{key} = {value}" for key in LENGTHS if (value := getattr(config.train, key)) is not None)
 
 
 def finished_text(resolved: ResolvedRun) -> str:
-    """Says that a run came to its planned end, and what to raise."""
+    """Returns a message that the run reached its planned end, and which key to raise."""
     step = planned_steps(resolved.config)
     return f"finished at step {step}: {longer(resolved.asked, step)} to go on"
 
 
 def longer(asked: RootConfig, step: int) -> str:
-    """Says how a run that has come to a step trains longer."""
+    """Returns how to continue a run beyond a step: which key to raise or to set."""
     return f"raise {length_key(asked).split()[0]}" if asked.train.steps != AUTO else f"set train.steps above {step}"
 
 
 def is_finished(config: RootConfig) -> bool:
-    """Tells whether the last start of the same run, with the same config, came to its planned end.
+    """Returns whether the last start of the run, with the same config, reached its planned end.
 
     Args:
-        config: with everything that the data tells filled in.
+        config: config of the run, with the values that depend on the data filled in.
     """
     run_dir = Path(str(config.run.dir))
     last: dict[str, dict[str, Any]] = {str(e.get("event")): e for e in read_json_lines(run_dir / EVENTS_FILE)}
@@ -224,7 +223,7 @@ def is_finished(config: RootConfig) -> bool:
 
 
 def _computed(config: RootConfig) -> dict[str, Any]:
-    return {room: content for room, content in config_dict(config).items() if room not in _ELSEWHERE}
+    return {section: content for section, content in config_dict(config).items() if section not in _NEUTRAL_SECTIONS}
 
 
 def changes_since_last_start(config: RootConfig) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""How much disk a run needs, before it starts: checkpoints, prepared data, and the room that is there."""
+"""Disk space that a run needs for checkpoints and prepared data, compared with the free space before it starts."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from megads.plan.model_size import parameter_shapes
 
 _FP32 = 4
 _TENSOR_RECORD_BYTES = 365
-"""Of a tensor's entries in the manifest and in the header of its file."""
+"""Size of one tensor's entries in the manifest and in its file's header."""
 _TEXT_BYTES_PER_TOKEN = 3.5
-"""Of English text and code, by tokenizers of some thousand tokens."""
+"""For English text and code, with a vocabulary of a few thousand tokens."""
 
 
 @dataclass(frozen=True)
 class DiskNeed:
-    """What a run writes, and where; sizes in bytes.
+    """Disk space that a run needs, and the space that is free; sizes in bytes.
 
     Attributes:
-        checkpoint: of one checkpoint.
-        most: checkpoints that are there at the same time, the one that is being written included.
-        present: of these, those that are there already.
-        kept: which stay, in words.
-        data: the prepared data, in words; empty where the user made it.
-        data_to_make: of prepared data that is still to be made, about.
-        free: of the disk of the run directory.
-        data_free: of the disk of the prepared data; None where it is the same disk.
+        checkpoint: size of one checkpoint.
+        most: maximum number of checkpoints on disk at the same time, including the one being written.
+        present: number of these that already exist.
+        kept: description of the retention policy.
+        data: description of the prepared data; empty if the user supplied the dataset.
+        data_to_make: estimated size of data that is not prepared yet, including its temporary parts.
+        free: free space on the disk of the run directory.
+        data_free: free space on the disk of the prepared data; None if it is the same disk.
         run_dir: the run directory.
     """
 
@@ -50,7 +50,7 @@ class DiskNeed:
 
     @property
     def to_write(self) -> int:
-        """What the disk of the run directory still has to take."""
+        """Bytes still to be written to the disk of the run directory."""
         data = self.data_to_make if self.data_free is None else 0
         return self.checkpoint * max(0, self.most - self.present) + data
 
@@ -63,7 +63,7 @@ class DiskNeed:
 
     @property
     def warning(self) -> str:
-        """What does not fit, with the remedy; empty where all does."""
+        """What does not fit, with the remedy; empty if everything fits."""
         if self.data_free is not None and self.data_to_make > self.data_free:
             return (
                 f"the disk of the prepared data has {gib(self.data_free)} free, and {self.data}: free some space, or "
@@ -79,7 +79,7 @@ class DiskNeed:
 
 
 def disk_need(resolved: ResolvedRun) -> DiskNeed | None:
-    """Returns what a run needs of the disk; None where the vocabulary, and with it the model's size, is not known."""
+    """Returns the disk space that a run needs; None if the vocabulary size, and so the model size, is unknown."""
     config, run_dir = resolved.planned, resolved.run_dir
     if config.model.vocab_size is None:
         return None
@@ -89,9 +89,9 @@ def disk_need(resolved: ResolvedRun) -> DiskNeed | None:
     other_disk = preparation is not None and _device(preparation.folder) != _device(run_dir)
     return DiskNeed(
         checkpoint=checkpoint_bytes(config),
-        most=_most_at_a_time(config, there),
+        most=_max_on_disk(config, there),
         present=len(there),
-        kept=_kept(config.checkpoint),
+        kept=_retention_text(config.checkpoint),
         data=words,
         data_to_make=to_make,
         free=_free(run_dir),
@@ -101,10 +101,10 @@ def disk_need(resolved: ResolvedRun) -> DiskNeed | None:
 
 
 def checkpoint_bytes(config: RootConfig) -> int:
-    """Returns the size of one checkpoint: fp32 masters and what the optimizer keeps of each, and what describes them.
+    """Returns the size of one checkpoint: fp32 master weights, optimizer state and metadata.
 
     Args:
-        config: with a vocabulary.
+        config: config of the run, with the vocabulary size set.
     """
     optim, tensors, elements = config.optim, 0, 0
     for name, shape in parameter_shapes(config.model).items():
@@ -114,11 +114,11 @@ def checkpoint_bytes(config: RootConfig) -> int:
     return _FP32 * elements + tensors * config.parallel.tp * _TENSOR_RECORD_BYTES
 
 
-def _most_at_a_time(config: RootConfig, there: dict[int, Path]) -> int:
-    """The oldest checkpoint is removed once the newest is written; a length not known yet is long enough for that."""
+def _max_on_disk(config: RootConfig, there: dict[int, Path]) -> int:
+    """The oldest checkpoint is removed after the newest is written; an unknown run length is taken to reach that."""
     checkpoint, every, begin = config.checkpoint, config.checkpoint.every_steps, max(there, default=0)
     recent = checkpoint.retention({}, newest_is_proven=False).recent
-    # Those that are there and the planned ones, but for the last one, which is there while it is written.
+    # Existing and planned checkpoints, except for the last one, which is on disk while it is written.
     planned, saves = range(0), 0
     if not config.train.length_is_known:
         saves = recent + checkpoint.keep_best + 1 if recent and every else 1
@@ -135,18 +135,18 @@ def _most_at_a_time(config: RootConfig, there: dict[int, Path]) -> int:
     return len(there) + saves - older + multiples + min(checkpoint.keep_best, older - multiples)
 
 
-def _kept(checkpoint: CheckpointConfig) -> str:
+def _retention_text(checkpoint: CheckpointConfig) -> str:
     if checkpoint.keep == 0:
         return "checkpoint.keep = 0 keeps all"
-    # CheckpointHook keeps the one before until a step after the newest was finite.
-    unproven = ", the one before until the newest has proven itself" if checkpoint.keep == 1 else ""
+    # CheckpointHook keeps the previous checkpoint until a step after the newest one was finite.
+    unproven = ", the previous one until a step after the newest is finite" if checkpoint.keep == 1 else ""
     best = f", checkpoint.keep_best = {checkpoint.keep_best}" if checkpoint.keep_best else ""
     every = f", checkpoint.keep_every = {checkpoint.keep_every} for good" if checkpoint.keep_every else ""
-    return f"checkpoint.keep = {checkpoint.keep}{unproven}{best}{every}, and the one that is being written"
+    return f"checkpoint.keep = {checkpoint.keep}{unproven}{best}{every}, and the one being written"
 
 
 def _prepared_data(resolved: ResolvedRun) -> tuple[str, int]:
-    """The prepared data in words, and the bytes that are still to be written."""
+    """Description of the prepared data, and the bytes still to be written."""
     preparation = resolved.data.preparation
     if preparation is None:
         return "", 0
@@ -154,12 +154,12 @@ def _prepared_data(resolved: ResolvedRun) -> tuple[str, int]:
         size = sum(path.stat().st_size for path in preparation.folder.iterdir() if path.is_file())
         return f"prepared data {gib(size)}, there already", 0
     size = int(preparation.text_bytes / _TEXT_BYTES_PER_TOKEN) * token_dtype(preparation.vocab_size).itemsize
-    # The parts are there until they are joined.
+    # The parts stay on disk until they are joined.
     return f"prepared data about {gib(size)}, twice that while it is made", 2 * size
 
 
 def _existing(path: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
+    """The folder, or its nearest existing parent."""
     path = path.absolute()
     return next(folder for folder in (path, *path.parents) if folder.is_dir())
 

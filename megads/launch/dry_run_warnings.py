@@ -1,4 +1,7 @@
-"""What looks wrong in a run that can start: said by a dry run, refused by nobody."""
+"""Warnings about a run that can start but looks misconfigured.
+
+A dry run shows all of them, a start only `warmup_warnings`; none prevents a start.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +21,18 @@ from megads.train_config import Precision
 
 _FAR_BELOW = 4
 _SHORT_STEPS = 100
-"""Runs of fewer steps only try things out, with no warmup or the preset's."""
+"""Shorter runs are trials, with no warmup or the preset's: they get no warning about it."""
 _VOCABULARY_SHARE, _VOCABULARY_ROWS = 1.1, 256
-"""Rows beyond the tokenizer's tokens that pass for padding or reserved ids."""
+"""Factor and constant up to which rows beyond the tokenizer's tokens are taken for padding or reserved ids."""
 
 
 @dataclass(frozen=True)
 class LastStart:
-    """What an earlier start of the same run has left.
+    """State left by an earlier start of the same run.
 
     Attributes:
-        step: of its newest checkpoint.
-        config: what it was started with.
+        step: step of the newest checkpoint.
+        config: config of that start.
     """
 
     step: int
@@ -37,10 +40,10 @@ class LastStart:
 
 
 def warnings_of(resolved: ResolvedRun) -> list[str]:
-    """Returns what looks wrong in a run, one line each; reads the run directory and the dataset's sidecar."""
+    """Returns the warnings about a run, one line each; reads the run directory and the dataset's sidecar."""
     config = resolved.planned
     found = plan_warnings(config, _tokenizer_tokens(resolved), _last_start(config, resolved.run_dir))
-    # It pulls in torch, for which the tab key must not wait.
+    # Imports torch, which would delay shell completion.
     from megads.launch.disk_need import disk_need
 
     need = disk_need(resolved)
@@ -48,24 +51,24 @@ def warnings_of(resolved: ResolvedRun) -> list[str]:
 
 
 def plan_warnings(config: RootConfig, tokenizer_tokens: int | None = None, last: LastStart | None = None) -> list[str]:
-    """Returns what looks wrong in a plan, one line each, with the value and the remedy.
+    """Returns the warnings about a plan, one line each, with the value and the remedy.
 
     Args:
-        config: of the run.
-        tokenizer_tokens: of the tokenizer of its data; None where nobody knows.
+        config: config of the run.
+        tokenizer_tokens: vocabulary size of the data's tokenizer; None if unknown.
         last: the start that this one continues; None for a new run.
     """
     if not config.train.length_is_known:
-        return [*_of_model(config, tokenizer_tokens)]
+        return [*_model_warnings(config, tokenizer_tokens)]
     return [
-        *_of_model(config, tokenizer_tokens),
-        *of_warmup(config),
-        *_of_zero_rate(config),
-        *(_of_continuation(config, last) if last is not None else ()),
+        *_model_warnings(config, tokenizer_tokens),
+        *warmup_warnings(config),
+        *_zero_lr_warnings(config),
+        *(_continuation_warnings(config, last) if last is not None else ()),
     ]
 
 
-def _of_model(config: RootConfig, tokenizer_tokens: int | None) -> Iterator[str]:
+def _model_warnings(config: RootConfig, tokenizer_tokens: int | None) -> Iterator[str]:
     longest, rows = config.model.max_seq_len, config.model.vocab_size
     seq_len = max((span.seq_len for span in run_spans(config)), default=config.train.seq_len)
     if seq_len * _FAR_BELOW <= longest:
@@ -80,8 +83,8 @@ def _of_model(config: RootConfig, tokenizer_tokens: int | None) -> Iterator[str]
         scores = train.micro_batch_size * config.model.num_heads * seq_len**2 // (parallel.tp * parallel.cp)
         size = scores * (2 if train.precision is Precision.bf16 else 4) / 2**20
         yield (
-            f"{which} is set, which no fused kernel of attention knows: the scores of a micro-batch are in memory, "
-            f"{size:,.1f} MiB a block; a smaller train.seq_len or train.micro_batch_size takes less"
+            f"{which} is set, which no fused attention kernel supports: the attention scores of a micro-batch "
+            f"are materialized, {size:,.1f} MiB per block; a smaller train.seq_len or train.micro_batch_size takes less"
         )
     if rows is None or tokenizer_tokens is None:
         return
@@ -93,8 +96,8 @@ def _of_model(config: RootConfig, tokenizer_tokens: int | None) -> Iterator[str]
         )
 
 
-def of_warmup(config: RootConfig) -> Iterator[str]:
-    """Yields what looks wrong in the warmup of a run, at most one line."""
+def warmup_warnings(config: RootConfig) -> Iterator[str]:
+    """Yields warnings about the warmup of a run, one line each."""
     steps, batches, rate = planned_steps(config), batch_size_schedule(config), learning_rate(config)
     warmup = rate.warmup
     planned, some = batches.samples_after(steps), batches.samples_after(max(1, steps // 100))
@@ -104,31 +107,31 @@ def of_warmup(config: RootConfig) -> Iterator[str]:
     if warmup == 0:
         yield (
             f"schedule.warmup_samples = 0: the first step has the full optim.lr = {config.optim.lr:g}, before AdamW "
-            f"knows the size of the gradients; {share}"
+            f"has estimated the moments of the gradients; {share}"
         )
     if warmup > planned:
         yield (
             f"the warmup of {warmup:,} samples does not end within the run's {planned:,} samples: the learning "
-            f"rate rises to {rate(planned):.3g} and never gets to optim.lr = {config.optim.lr:g}; train longer, "
+            f"rate rises to {rate(planned):.3g} and never reaches optim.lr = {config.optim.lr:g}; train longer, "
             f"or {share}"
         )
 
 
-def _of_zero_rate(config: RootConfig) -> Iterator[str]:
+def _zero_lr_warnings(config: RootConfig) -> Iterator[str]:
     last, rate = planned_steps(config), learning_rate(config)
-    if last == 0 or _at(config, rate, last) > 0:
+    if last == 0 or _lr_at(config, rate, last) > 0:
         return
-    # A rate that has come to 0 stays there, but for the ends of cycles before the last one.
+    # A learning rate that has reached 0 stays there, except at the ends of cycles before the last one.
     steps = range(1, last + 1) if config.schedule.cycles == 1 and not rate.later else range(last, last + 1)
-    first = steps[bisect_left(steps, True, key=lambda step: _at(config, rate, step) == 0)]
-    which = f"steps {first:,} to {last:,}" if first < last else f"step {last:,}, the last,"
+    first = steps[bisect_left(steps, True, key=lambda step: _lr_at(config, rate, step) == 0)]
+    which = f"steps {first:,} to {last:,}, which change" if first < last else f"step {last:,}, the last, which changes"
     yield (
-        f"the learning rate is 0 in {which} which changes no weight: set optim.min_lr, for example to a tenth of "
+        f"the learning rate is 0 in {which} no weight: set optim.min_lr, for example to a tenth of "
         f"optim.lr: optim.min_lr={config.optim.lr / 10:g}"
     )
 
 
-def _of_continuation(config: RootConfig, last: LastStart) -> Iterator[str]:
+def _continuation_warnings(config: RootConfig, last: LastStart) -> Iterator[str]:
     steps, step = planned_steps(config), last.step
     if step > steps:
         yield (
@@ -137,7 +140,7 @@ def _of_continuation(config: RootConfig, last: LastStart) -> Iterator[str]:
         )
         return
     rate, end = learning_rate(config), learning_rate(last.config).end
-    now, before = (_at(config, some, step + 1) for some in (rate, replace(rate, end=end)))
+    now, before = (_lr_at(config, some, step + 1) for some in (rate, replace(rate, end=end)))
     if step < steps and now != before:
         yield (
             f"the decay of the learning rate was planned to end at {end:,} samples, and now ends at {rate.end:,}: at "
@@ -146,7 +149,7 @@ def _of_continuation(config: RootConfig, last: LastStart) -> Iterator[str]:
         )
 
 
-def _at(config: RootConfig, rate: LearningRate, step: int) -> float:
+def _lr_at(config: RootConfig, rate: LearningRate, step: int) -> float:
     return rate(batch_size_schedule(config).samples_after(step))
 
 

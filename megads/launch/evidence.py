@@ -1,6 +1,6 @@
-"""Evidence of a hang or a failure on a node, collected before its processes are killed.
+"""Collects evidence of a hang or a failure on a node before its processes are killed.
 
-Bounded in time and size. What cannot be had is noted in the evidence, and never holds up what follows.
+Time and size are limited. What cannot be collected is noted in the evidence and delays nothing.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from megads.runtime.rank_evidence import ask_ranks, flight_path, stacks_path, wa
 from megads.runtime.run_dir import evidence_path, rank_log_path
 
 LIMIT_S = 3.0
-"""Longest time that collecting takes."""
-_ANSWERS_S = 1.5
-_TOOL_S = 1.0
+"""Longest time that a collection takes."""
+_ANSWER_TIMEOUT_S = 1.5
+_TOOL_TIMEOUT_S = 1.0
 _TAIL_BYTES = 32 << 10
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 _STATUS = ("State", "VmRSS", "VmHWM", "VmSwap", "Threads", "SigBlk", "nonvoluntary_ctxt_switches")
 _KERNEL_WORDS = ("oom", "killed process", "xid", "nvrm", "ecc", "mce", "i/o error", "hung_task", "blocked for more")
 _GPU_FIELDS = (
@@ -37,15 +37,15 @@ _GPU_FIELDS = (
 
 
 class EvidenceCollection:
-    """Collects in a thread of its own, as what it reads may itself hang.
+    """Collects evidence in a separate thread, because what it reads may itself hang.
 
     Args:
-        folder: to write to; is created.
-        run_dir: of the run.
-        heartbeats: of the node's ranks.
-        pids: of the ranks that still run, by rank.
-        positions: of all ranks of the node.
-        reason: why it is collected.
+        folder: folder to write to; created if missing.
+        run_dir: the run directory.
+        heartbeats: folder of the heartbeats of the node's ranks; None if there are none.
+        pids: pids of the ranks that still run, by rank.
+        positions: positions of all ranks of the node.
+        reason: why the evidence is collected.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class EvidenceCollection:
 
     @property
     def finished(self) -> bool:
-        """Whether it is complete, or has taken as long as it may."""
+        """Whether the collection is complete or its time limit has passed."""
         return not self._thread.is_alive() or time.monotonic() >= self._deadline
 
     def wait(self) -> None:
-        """Returns when it is finished."""
+        """Waits until the collection is finished."""
         self._thread.join(max(0.0, self._deadline - time.monotonic()))
 
     def _collect(self) -> None:
@@ -80,20 +80,20 @@ class EvidenceCollection:
             self.folder.mkdir(parents=True, exist_ok=True)
             if self._heartbeats is not None:
                 ask_ranks(self._heartbeats, self._pids)
-            # While the ranks answer. The most telling first: who kills may not wait for the rest.
+            # Read while the ranks answer, the most informative first: the caller may kill them before the rest is read.
             processes = {rank: _process(pid) for rank, pid in self._pids.items()}
             if self._heartbeats is not None:
-                wait_for_answers(self._heartbeats, self._pids, _ANSWERS_S)
+                wait_for_answers(self._heartbeats, self._pids, _ANSWER_TIMEOUT_S)
                 self._take_answers(self._heartbeats)
             self._write("node.json", json.dumps(self._node(processes), indent=2).encode())
             for rank in self._pids:
                 self._write(f"log_rank_{rank:05d}.txt", _tail(rank_log_path(self._run_dir, rank)))
             self._write("kernel.txt", _kernel_lines())
             if may_have_gpus():
-                self._write("gpus.txt", _said(["nvidia-smi", f"--query-gpu={_GPU_FIELDS}", "--format=csv"]))
+                self._write("gpus.txt", _tool_output(["nvidia-smi", f"--query-gpu={_GPU_FIELDS}", "--format=csv"]))
             for rank in self._without_stacks():
                 self._write(f"pyspy_rank_{rank:05d}.txt", _pyspy(self._pids[rank]))
-        except Exception as error:  # Whatever is wrong with the evidence: the run goes on, or starts again.
+        except Exception as error:  # Missing evidence must not stop the run or its restart.
             self._notes.append(f"{type(error).__name__}: {error}")
         if self._notes:
             with suppress(OSError):
@@ -103,14 +103,14 @@ class EvidenceCollection:
         for rank in self._pids:
             for name, path in (("stacks", stacks_path(heartbeats, rank)), ("flight", flight_path(heartbeats, rank))):
                 try:
-                    content = path.read_bytes()[:_MOST_BYTES]
+                    content = path.read_bytes()[:_MAX_BYTES]
                 except OSError:
                     content = b""
                 suffix = "json" if name == "flight" else "txt"
                 self._write(f"{name}_rank_{rank:05d}.{suffix}", content)
 
     def _without_stacks(self) -> list[int]:
-        """Ranks whose own stacks are missing, as a stopped process leaves none."""
+        """Ranks that wrote no stack trace, as a stopped process cannot."""
         return [rank for rank in self._pids if not (self.folder / f"stacks_rank_{rank:05d}.txt").exists()]
 
     def _node(self, processes: Mapping[int, Mapping[str, str]]) -> dict[str, object]:
@@ -126,20 +126,20 @@ class EvidenceCollection:
         }
 
     def _write(self, name: str, content: bytes) -> None:
-        """Nothing where there is nothing to write."""
+        """Writes a file of the evidence; none for empty content."""
         if not content:
             return
         try:
-            (self.folder / name).write_bytes(content[:_MOST_BYTES])
+            (self.folder / name).write_bytes(content[:_MAX_BYTES])
         except OSError as error:
             self._notes.append(f"{name} cannot be written: {error}")
 
 
 def _process(pid: int) -> dict[str, str]:
-    """What the kernel says of a process."""
+    """The kernel's information about a process."""
     folder = Path(f"/proc/{pid}")
     found = _fields(folder / "status", _STATUS)
-    # The stack and the call are shown to root only, or to nobody.
+    # The kernel stack and the system call are readable by root only, or by nobody.
     return found | {name: text for name in ("wchan", "syscall", "stack") if (text := _line(folder / name))}
 
 
@@ -168,29 +168,29 @@ def _tail(path: Path) -> bytes:
 
 
 def _kernel_lines() -> bytes:
-    """The last lines of the kernel's log that tell of memory, devices and disks; none where it may not be read."""
-    lines = _said(["dmesg", "--ctime"]).decode(errors="replace").splitlines()
+    """The last lines of the kernel log about memory, devices and disks; empty if the log is not readable."""
+    lines = _tool_output(["dmesg", "--ctime"]).decode(errors="replace").splitlines()
     return "\n".join([line for line in lines if any(word in line.lower() for word in _KERNEL_WORDS)][-200:]).encode()
 
 
 def _pyspy(pid: int) -> bytes:
-    """The stacks of a process that cannot say them, where py-spy is installed and may look."""
-    return _said(["py-spy", "dump", "--nonblocking", "--pid", str(pid)])
+    """Stack traces of a process that cannot write its own; empty if py-spy is not installed or not permitted."""
+    return _tool_output(["py-spy", "dump", "--nonblocking", "--pid", str(pid)])
 
 
-def _said(command: Sequence[str]) -> bytes:
-    """What a tool of the system prints; nothing where it is missing, fails or does not end."""
+def _tool_output(command: Sequence[str]) -> bytes:
+    """Output of a system tool; empty if the tool is missing, fails or times out."""
     if shutil.which(command[0]) is None:
         return b""
     try:
-        done = subprocess.run(list(command), capture_output=True, timeout=_TOOL_S, check=False)
+        done = subprocess.run(list(command), capture_output=True, timeout=_TOOL_TIMEOUT_S, check=False)
     except (OSError, subprocess.SubprocessError):
         return b""
     return done.stdout if done.returncode == 0 else b""
 
 
 def read_flights(folders: Sequence[Path]) -> list[FlightTrace]:
-    """The flight recorder's dumps in folders of evidence, the last folder's where a rank has several."""
+    """Reads the flight recorder dumps in evidence folders; the last folder is used if a rank has several."""
     traces: dict[int, FlightTrace] = {}
     for folder in folders:
         for path in sorted(folder.glob("flight_rank_*.json")):
@@ -203,29 +203,29 @@ def read_flights(folders: Sequence[Path]) -> list[FlightTrace]:
 
 
 def flight_verdict(folders: Sequence[Path]) -> FlightVerdict | None:
-    """Who is behind, by the dumps in folders of evidence; None where there are none."""
+    """Returns which ranks are behind according to the flight recorder dumps; None if there are no dumps."""
     traces = read_flights(folders)
     return judge_traces(traces) if traces else None
 
 
 def evidence_folders(run_dir: Path, start: int | None) -> list[Path]:
-    """The folders of evidence of one start, in the order of time."""
+    """Returns the evidence folders of one start in chronological order."""
     return sorted(evidence_path(run_dir, start, "any").parent.glob(f"{evidence_path(run_dir, start, '*').name}"))
 
 
 def main_thread_stack(folder: Path, rank: int) -> list[str]:
-    """The main thread's frames of a rank, the innermost first, as "file:line function"."""
+    """Returns the stack frames of a rank's main thread, innermost first, as "file:line function"."""
     text = _line(folder / f"stacks_rank_{rank:05d}.txt")
     threads = [
         [_frame(line) for line in map(str.strip, block.splitlines()) if line.startswith('File "')]
         for block in text.split("\n\n")
     ]
-    # faulthandler does not name it, and calls whatever thread holds the interpreter the current one.
+    # faulthandler does not name the main thread, and calls the thread that holds the interpreter the current one.
     return next((frames for frames in threads if frames and not frames[-1].endswith(" _bootstrap")), [])
 
 
 def _frame(line: str) -> str:
-    """`File "a.py", line 3 in f` as `a.py:3 f`."""
+    """Converts `File "a.py", line 3 in f` to `a.py:3 f`."""
     file, _, rest = line.removeprefix('File "').partition('", line ')
     number, _, function = rest.partition(" in ")
     return f"{file}:{number} {function}"

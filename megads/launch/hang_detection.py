@@ -1,7 +1,7 @@
-"""Which rank hangs: a pure function of the ranks' positions over time, without clocks and processes of its own.
+"""Detects which rank hangs: a pure function of the ranks' positions over time, without a clock or processes.
 
-A rank that waits in a collective hangs because of another one. So the ranks that are furthest behind are looked at:
-the job hangs when one of them is in a phase for longer than the run's own phases of that kind ever took.
+A rank that waits in a collective waits for another rank, so only the ranks that are furthest behind are examined. The
+job hangs when one of them exceeds the limit learned from the run's own phases of the same kind.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from megads.runtime.heartbeat import (
 )
 
 UNKNOWN_S = 3600.0
-"""Limit of a phase that has nothing to be compared with: the start, the first step with what it compiles, a first
+"""Limit of a phase without earlier durations to compare with: startup, the first step including compilation, the first
 save."""
 _OF_MEDIAN, _OF_LONGEST = 15.0, 4.0
 _FILES, _HOOKS = 5.0, 10.0
-"""A phase that reads or writes files may be slow for reasons that computing does not have; most steps of a hook do
-nothing, which teaches nothing about the others."""
+"""Factors on `HangSettings.min_s`. File I/O may be slow for reasons that do not affect computation; a hook does nothing
+in most steps, so their durations say nothing about the others."""
 _FEWEST = 3
 _REMEMBERED = 255
 _FLOORS = {ENGINE_STEP: 1.0, LOADING_DATA: _FILES, AGREEING: _FILES, SAVING: _FILES, VALIDATING: _FILES}
 _ORDER = {LOADING_DATA: 0, ENGINE_STEP: 1, AGREEING: 2}
-"""Of the phases of one step number; hooks come after them."""
+"""Order of the phases of one step; hooks come after them."""
 _DIGITS = re.compile(r"[\d,.]*\d")
 
 
@@ -43,9 +43,9 @@ class HangSettings:
     """When a rank counts as hung.
 
     Attributes:
-        min_s: no step counts as hung before that; phases that use files get five times as long, hooks ten times.
-        most_s: longest limit of a step: its collectives fail soon after it.
-        patience: factor on what was learnt; more after a restart because of a hang that may have been none.
+        min_s: minimum limit of an engine step; five times as long for phases with file I/O, ten times for hooks.
+        most_s: maximum limit of an engine step, whose collectives time out soon after it.
+        patience: factor on the limits; larger after a restart for a hang that may have been a false alarm.
     """
 
     min_s: float
@@ -61,10 +61,11 @@ class _Durations:
 
 
 class PhaseLimits:
-    """Learns from the durations of a run's phases how long each kind of phase may take.
+    """Learns limits for each kind of phase from the durations of a run's phases.
 
-    The limit is 15 times the median or 4 times the longest so far, whichever is longer, more while few were seen. A
-    step that takes ten times as long as usual is no hang, and nothing that was survived once is one later.
+    The limit is 15 times the median or 4 times the longest duration so far, whichever is longer, and higher while few
+    durations are known. A step that takes ten times its usual time is not a hang, and a duration that the run has
+    already survived does not count as one later.
 
     Args:
         settings: bounds of the limits.
@@ -75,7 +76,7 @@ class PhaseLimits:
         self._kinds: dict[str, _Durations] = {}
 
     def learn(self, kind: str, duration_s: float) -> None:
-        """Takes the duration of a phase that is over."""
+        """Records the duration of a finished phase."""
         seen = self._kinds.setdefault(kind, _Durations(deque(maxlen=_REMEMBERED)))
         seen.recent.append(duration_s)
         seen.count += 1
@@ -86,7 +87,7 @@ class PhaseLimits:
         settings, seen = self._settings, self._kinds.get(kind)
         floor_s = settings.min_s * _FLOORS.get(kind.partition(",")[0], _HOOKS)
         if seen is None or seen.count < _FEWEST:
-            # Most phases of a step are too short to be met; once steps are known, so is that.
+            # Most phases of a step are too short to be observed: one that is unknown when steps are known is short.
             short = not kind.startswith(SLOW_PHASES) and kind != ENGINE_STEP and self._knows(ENGINE_STEP)
             return (floor_s if short else UNKNOWN_S) * settings.patience
         usual_s = max(_OF_MEDIAN * median(seen.recent), _OF_LONGEST * seen.longest_s)
@@ -98,7 +99,7 @@ class PhaseLimits:
 
 
 class HangDetector:
-    """Follows the positions of a node's ranks.
+    """Tracks the positions of a node's ranks.
 
     Args:
         settings: when a rank counts as hung.
@@ -111,14 +112,14 @@ class HangDetector:
         self._met: set[tuple[int, str]] = set()
 
     def look(self, positions: Sequence[RankPosition]) -> tuple[RankPosition, ...]:
-        """Learns from one look at all ranks; returns those that everybody waits for and that take too long.
+        """Learns from one observation of all ranks; returns the ranks that all others wait for and that are overdue.
 
         Args:
-            positions: at intervals of `INTERVAL_S`.
+            positions: positions of all ranks, observed at intervals of `INTERVAL_S`.
         """
         for position in positions:
             self._follow(position)
-        # A person who debugs a rank is not to lose it.
+        # A rank that someone debugs must not be killed.
         if any(position.state == "t" for position in positions):
             return ()
         return tuple(at for at in furthest_behind(positions) if self._is_overdue(at))
@@ -132,27 +133,30 @@ class HangDetector:
         if before is None or now.phase_s > before.phase_s or before.lost:
             return
         kind = phase_kind(before.phase)
-        # Before the first step, and in the first of each kind, is what is done once: opening, compiling, allocating.
+        # Phases before the first step and the first phase of each kind include one-time work: opening, compiling,
+        # allocating.
         if before.step == 0 or (before.rank, kind) not in self._met:
             self._met.add((before.rank, kind))
             return
-        # A look sees a phase up to one interval late, and most phases are shorter.
+        # A phase is observed up to one interval late, and most phases are shorter than an interval.
         self.limits.learn(kind, before.phase_s + INTERVAL_S if before.phase_s else INTERVAL_S / 2)
 
 
 def phase_kind(phase: str) -> str:
-    """A phase's name without what counts: `validating, batch 3/20` and `validating, batch 4/20` are of one kind."""
+    """Returns a phase's name without counters: `validating, batch 3/20` and `validating, batch 4/20` are one kind."""
     return _DIGITS.sub("#", phase)
 
 
 def furthest_behind(positions: Sequence[RankPosition]) -> list[RankPosition]:
-    """The ranks that the others wait for: in the earliest step, there in the earliest phase, and of hooks, whose order
-    nobody knows, in the one that was entered first. All ranks, where all are at the same place."""
+    """Returns the ranks that the others wait for: those in the earliest step and its earliest phase.
+
+    Among hooks, whose order is unknown, it is the hook that was entered first. All ranks, if all are at the same place.
+    """
     if not positions:
         return []
     places = {position.rank: (position.step, _ORDER.get(position.phase, len(_ORDER))) for position in positions}
     first = min(places.values())
     behind = [position for position in positions if places[position.rank] == first]
     longest_s = max(position.phase_s for position in behind)
-    # Entered within the same look, or nearly.
+    # Entered within about the same observation.
     return [position for position in behind if position.phase_s >= longest_s - 2 * INTERVAL_S]

@@ -1,6 +1,6 @@
-"""Where the first weights of a run come from, as far as the launcher decides it: checkpoint.init_from.
+"""Resolves checkpoint.init_from in the launcher: the weights that a new run starts from.
 
-A run that has a checkpoint of its own goes on from that, and the other run need not be there any more.
+A run that has a checkpoint of its own resumes from that, and no longer needs the other run.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 
 def with_tokenizer_of_weights(config: RootConfig) -> RootConfig:
-    """Returns the config with the tokenizer that the weights know, where data.raw is to be read by no other.
+    """Returns the config with the tokenizer of the initial weights, if data.raw is used with no other tokenizer.
 
     Args:
-        config: checked; run.dir and run.id as the user gave them.
+        config: checked config, with run.dir and run.id as given by the user.
 
     Raises:
-        CheckpointError: there are no weights.
-        DataError: their tokenizer is nowhere.
+        CheckpointError: the weights do not exist.
+        DataError: their tokenizer cannot be found.
     """
     wanted, init_from = config.tokenizer, config.checkpoint.init_from
-    if init_from is None or config.data.raw is None or _asks_for_one(wanted):
+    if init_from is None or config.data.raw is None or _has_tokenizer(wanted):
         return config
     from megads.checkpoint.initial import find_source
     from megads.data.indexed.run_tokenizer import kept_tokenizer
@@ -46,7 +46,7 @@ def with_tokenizer_of_weights(config: RootConfig) -> RootConfig:
         try:
             source = find_source(init_from)
         except CheckpointError as error:
-            raise CheckpointError(f"{error}. A run that has started from it goes on with its run.id=<id>") from error
+            raise CheckpointError(f"{error}. A run that started from it continues with run.id=<id>") from error
         record = source.tokenizer
         if record is None:
             return config
@@ -59,24 +59,24 @@ def with_tokenizer_of_weights(config: RootConfig) -> RootConfig:
     return dataclasses.replace(config, tokenizer=dataclasses.replace(wanted, path=str(path)))
 
 
-def _asks_for_one(wanted: TextTokenizerConfig) -> bool:
+def _has_tokenizer(wanted: TextTokenizerConfig) -> bool:
     learnt = TextTokenizerConfig()
     return wanted.path is not None or (wanted.vocab_size, wanted.min_frequency) != (None, learnt.min_frequency)
 
 
 def find_initial_weights(config: RootConfig, model: ModelConfig) -> tuple[WeightSource | None, list[str]]:
-    """Finds the weights that a run will start from, and says what it starts from at all.
+    """Finds the weights that a run starts from, and describes what it starts from.
 
     Args:
-        config: with run.dir.
-        model: its model, with a vocabulary where that is known.
+        config: config of the run, with run.dir set.
+        model: model of the run, with the vocabulary size if it is known.
 
     Returns:
-        The weights, None for initial ones and for a run that goes on; and lines for people.
+        The source of the weights, None for random initialization and for a resumed run; and lines to show to the user.
 
     Raises:
-        CheckpointError: there are none.
-        ConfigError: they are of another model, or of this very run.
+        CheckpointError: the weights do not exist.
+        ConfigError: they are of another model, or of this run itself.
     """
     from megads.resume import find_past, goes_to_path
 
@@ -85,7 +85,7 @@ def find_initial_weights(config: RootConfig, model: ModelConfig) -> tuple[Weight
         if not goes_to_path(load, run_dir):
             return None, []
         return None, [
-            f"checkpoint.load = {load}: goes on with its weights, step, optimizer state, and place in the "
+            f"checkpoint.load = {load}: continues with its weights, step, optimizer state, and place in the "
             "learning-rate schedule, the data and the random numbers; checkpoint.init_from takes the weights alone"
         ]
     if init_from is None:
@@ -94,8 +94,8 @@ def find_initial_weights(config: RootConfig, model: ModelConfig) -> tuple[Weight
     if past is not None:
         step = past.manifest.run.state["step"]
         return None, [
-            f"goes on from its own checkpoint of step {step}: checkpoint.init_from = {init_from} counts at the first "
-            "start only"
+            f"resumes from its own checkpoint of step {step}: checkpoint.init_from = {init_from} applies only to "
+            "the first start"
         ]
     from megads.checkpoint.initial import find_source
 
@@ -103,10 +103,10 @@ def find_initial_weights(config: RootConfig, model: ModelConfig) -> tuple[Weight
     if source.run_dir.resolve() == run_dir.resolve() or _is_own_upload(config):
         raise ConfigError(
             f"checkpoint.init_from = {init_from} is this run itself: give the new run another run.id, or leave "
-            "checkpoint.init_from out to go on with this one"
+            "checkpoint.init_from out to continue this one"
         )
     adapted = source.check_model(model)
-    return source, [str(source), *(f"unlike the weights were trained: {text}" for text in adapted)]
+    return source, [str(source), *(f"differs from the training of these weights: {text}" for text in adapted)]
 
 
 def _is_own_upload(config: RootConfig) -> bool:
@@ -121,18 +121,18 @@ def _is_own_upload(config: RootConfig) -> bool:
 def changed_tokenizer(
     source: WeightSource, found: TokenizerSource | None, allowed: Collection[str]
 ) -> tuple[Change, ...]:
-    """Compares the tokenizer of the data with the one that the weights know.
+    """Compares the tokenizer of the data with the tokenizer of the initial weights.
 
     Args:
-        source: the weights.
-        found: of the data; None where nobody knows it.
-        allowed: run.allow_changes.
+        source: source of the weights.
+        found: tokenizer of the data; None if unknown.
+        allowed: value of run.allow_changes.
 
     Returns:
-        The change that is allowed; none where every id means the same text.
+        The allowed change; empty if every id stands for the same text.
 
     Raises:
-        DataError: it is another one, and not allowed.
+        DataError: the tokenizers differ, and run.allow_changes does not allow it.
     """
     from megads.data.indexed.run_tokenizer import source_of_run
     from megads.identity import TOKENIZER, Change

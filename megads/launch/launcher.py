@@ -1,8 +1,8 @@
-"""Runs a start of a run to its end: starts its ranks, watches them, answers signals, and says how they ended.
+"""Runs one start of a run: starts its ranks, monitors them, handles signals, and reports how they ended.
 
-The ranks are on this machine (node_ranks) or on the nodes of a SLURM job (slurm_ranks). They are polled, so the main
-thread shows the console and answers signals. The first SIGINT, SIGHUP, SIGTERM or SIGUSR1 asks the run to save and
-stop; the second kills it, unless the scheduler says otherwise.
+The ranks run on this machine (node_ranks) or on the nodes of a SLURM job (slurm_ranks). The main thread polls them,
+updates the console and handles signals. The first SIGINT, SIGHUP, SIGTERM or SIGUSR1 asks the run to save and stop; the
+second kills it, unless the scheduler decides otherwise.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megads.errors import EXIT_BUG, MegadsError, Preempted, RankKilled, Unhealth
 from megads.launch.evidence import evidence_folders, flight_verdict
 from megads.launch.hang_detection import HangSettings
 from megads.launch.node_ranks import NodePart, NodeRanks, Ranks, require_devices
-from megads.launch.rank_outcome import NodeReport, Outcome, clear_records, hang_outcome, judge, lost_outcome
+from megads.launch.rank_outcome import NodeReport, Outcome, clear_records, determine_outcome, hang_outcome, lost_outcome
 from megads.launch.rank_server import RankServer
 from megads.launch.scheduler import Scheduler
 from megads.monitor.console import Console
@@ -39,18 +39,18 @@ _POLL_S = 0.05
 
 
 class SideProcess:
-    """One process in a session of its own, so that no signal of the terminal reaches it.
+    """A process in its own session, so that no terminal signal reaches it.
 
-    Its standard input is a pipe on which nothing is ever written: its end says that the run is over, however the
+    Its standard input is a pipe to which nothing is written. End-of-file tells it that the run is over, however the
     launcher ended.
 
     Args:
         command: arguments after the Python interpreter.
-        log: file that takes what it prints.
-        before: words before the Python interpreter: srun's, for a process on each of several nodes.
+        log: file that its output is appended to.
+        before: command line before the Python interpreter, such as srun's for a process on each of several nodes.
 
     Raises:
-        OSError: it cannot be started.
+        OSError: the process cannot be started.
     """
 
     def __init__(self, command: Sequence[str], log: Path, before: Sequence[str] = ()):
@@ -65,7 +65,7 @@ class SideProcess:
 
     @property
     def failure(self) -> str:
-        """How it failed, once it did; empty while it runs and after a good end."""
+        """How the process failed; empty while it runs and after exit code 0."""
         code = self._process.poll()
         if not code:
             return ""
@@ -76,19 +76,19 @@ class SideProcess:
         return self._process.poll() is None
 
     def terminate(self, limit_s: float) -> None:
-        """Ends it by SIGTERM, by which srun ends its step; by SIGKILL where it takes longer than this."""
+        """Sends SIGTERM, on which srun ends its step, and SIGKILL after the time limit."""
         self._process.terminate()
         self.finish(limit_s, lambda: False)
 
     def finish(self, limit_s: float, hurry: Callable[[], bool]) -> bool:
-        """Tells it that the run is over, and waits.
+        """Closes the standard input, which tells the process that the run is over, and waits for its end.
 
         Args:
-            limit_s: longest wait; then it is killed with all that it started.
-            hurry: asked again and again; True ends the wait at once.
+            limit_s: longest wait; after it the process and its children are killed.
+            hurry: polled during the wait; True ends the wait at once.
 
         Returns:
-            True when it ended by itself.
+            True if the process ended by itself.
 
         """
         assert self._process.stdin is not None
@@ -117,32 +117,32 @@ def _signal_name(number: int) -> str:
 
 EXIT_KILLED = 130
 _UNEXPLAINED = (EXIT_BUG, UnhealthyNode.exit_code, RankKilled.exit_code)
-"""Exit codes of failures whose message does not say what to do."""
-# The process beside the ranks keeps to LaunchSpec.flush_s itself; this much later it is taken to hang.
+"""Exit codes of failures whose message contains no remedy."""
+# The side process observes LaunchSpec.flush_s itself; after this margin it is taken to hang.
 _FLUSH_MARGIN_S = 2.0
 _KILLED_FLUSH_S = 1.0
 _STOPPED_RANK_S = 10.0
-"""A rank whose process is stopped keeps a request to stop waiting for so long."""
+"""How long a requested stop waits for a rank whose process is stopped by a signal."""
 
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """What to start.
+    """What a launch starts, and how it is monitored.
 
     Attributes:
         run_dir: the run directory.
-        num_ranks: processes to start, over all nodes.
+        num_ranks: number of ranks on all nodes.
         command: arguments after the Python interpreter, the same for every rank.
-        threads_per_rank: CPU threads of each rank; None shares the cores out evenly.
-        side_command: arguments after the Python interpreter of the process beside the ranks; empty for none.
-        flush_s: how long that process may go on after the ranks.
-        cpu: the ranks compute on the CPU, whatever GPUs there are.
-        saves: the ranks save and stop when asked; where they do not, the first signal kills them.
-        lease: number of this start of the run; None where nobody else can start it.
-        heartbeat_timeout_s: a rank that sends no heartbeat for so long is killed; None kills none.
-        hangs: when a rank counts as hung; None looks for no hangs.
-        kills_hung: a start that hangs is ended; otherwise there is a warning only.
-        cause_of_bus_error: asked when a rank was killed by SIGBUS; the fault that it finds in a mapped file, if any.
+        threads_per_rank: CPU threads of each rank; None distributes the cores evenly.
+        side_command: arguments after the Python interpreter of the tracker process; empty for none.
+        flush_s: how long the tracker process may continue after the ranks have ended.
+        cpu: whether the ranks compute on the CPU even if there are GPUs.
+        saves: whether the ranks save and stop on request; if not, the first signal kills them.
+        lease: number of this start of the run; None if nobody else can start it.
+        heartbeat_timeout_s: time without a heartbeat after which a rank is killed; None disables this.
+        hangs: settings of hang detection; None disables it.
+        kills_hung: whether a start that hangs is killed; otherwise only a warning is given.
+        cause_of_bus_error: called when a rank was killed by SIGBUS; returns the fault found in a mapped file, if any.
     """
 
     run_dir: Path
@@ -160,7 +160,7 @@ class LaunchSpec:
     cause_of_bus_error: Callable[[], MegadsError | None] | None = None
 
     def node_part(self, ranks_per_node: int, **place: int | str) -> NodePart:
-        """What one node starts; without a place, all of it."""
+        """Returns the part that one node starts; without `place`, the whole run."""
         return NodePart(
             run_dir=self.run_dir,
             command=self.command,
@@ -181,22 +181,22 @@ def launch(
     scheduler: Scheduler | None = None,
     server: RankServer | None = None,
 ) -> Outcome:
-    """Runs the ranks to their end; the caller holds the run directory (lease.claimed).
+    """Runs the ranks to their end; the caller holds the lease on the run directory (lease.claimed).
 
     Args:
         spec: what to start.
-        console: shows the run.
-        ranks: where; None starts them on this machine.
-        scheduler: what else may end the run; None is nothing.
+        console: console that shows the run.
+        ranks: the ranks; None starts them on this machine.
+        scheduler: decides when the run must stop; None handles signals only.
         server: see `NodeRanks`.
 
     Returns:
-        How they ended. The exit code is what the ranks returned, the first failing rank's own, or 130 when killed by a
-        second signal.
+        How the ranks ended. The exit code is the one that the ranks returned, that of the root cause, or 130 after a
+        kill by a second signal.
 
     Raises:
         ConfigError: there are GPUs, but fewer than ranks; nothing is started.
-        MegadsError: the scheduler says that this start must not go on; its ranks are killed.
+        MegadsError: the scheduler ends this start; its ranks are killed.
     """
     if ranks is None:
         if not spec.cpu:
@@ -205,18 +205,18 @@ def launch(
     clear_records(spec.run_dir)
     clear_stop(spec.run_dir)
     with start_secret(spec.run_dir, spec.lease):
-        side = _start_side(spec, console)
+        side = _start_tracker(spec, console)
         return _Launch(spec, console, side, ranks, scheduler or Scheduler()).run()
 
 
-def _start_side(spec: LaunchSpec, console: Console) -> SideProcess | None:
-    """Starts the process beside the ranks; a run goes on without it."""
+def _start_tracker(spec: LaunchSpec, console: Console) -> SideProcess | None:
+    """Starts the tracker process; the run continues without it if that fails."""
     if not spec.side_command:
         return None
     try:
         return SideProcess(spec.side_command, tracker_log_path(spec.run_dir))
     except OSError as error:
-        console.say(f"trackers cannot be started ({error}): the run is not recorded by them", "warning")
+        console.say(f"the tracker process cannot be started ({error}): no tracker records this run", "warning")
         return None
 
 
@@ -246,7 +246,7 @@ class _Launch:
         self._oom_kills = oom_kills()
 
     def run(self) -> Outcome:
-        """Starts the ranks, watches them to the end and returns how they ended."""
+        """Starts the ranks, monitors them to their end and returns how they ended."""
         spec = self._spec
         self._events.write(
             "launch",
@@ -261,7 +261,7 @@ class _Launch:
         with self._signals_caught():
             overruled = self._watch()
             outcome = self._conclude(overruled)
-            self._end_side(killed=outcome.exit_code == EXIT_KILLED or overruled is not None)
+            self._end_tracker(killed=outcome.exit_code == EXIT_KILLED or overruled is not None)
         self._events.close()
         self._console.close()
         if overruled is not None:
@@ -269,14 +269,14 @@ class _Launch:
         return replace(outcome, stopping=bool(self._stop_reason))
 
     def _watch(self) -> MegadsError | None:
-        """Waits for the end of the ranks; returns why they had to be killed, None when they had not."""
+        """Monitors the ranks until they end; returns the scheduler's error if it had them killed, else None."""
         overruled: MegadsError | None = None
         self._console.show_phase("")
         self._ranks.start()
         while self._ranks.poll():
             self._console.poll()
             self._console.show_phase(self._ranks.phase())
-            self._watch_side()
+            self._watch_tracker()
             self._watch_heartbeats()
             self._watch_hang()
             self._watch_nodes()
@@ -291,7 +291,7 @@ class _Launch:
         return overruled
 
     def _conclude(self, overruled: MegadsError | None) -> Outcome:
-        """Judges how the ranks ended, says so once and records it."""
+        """Determines how the ranks ended, reports it once and records it."""
         if overruled is not None:
             self._console.poll()
             self._console.close()
@@ -304,7 +304,7 @@ class _Launch:
             self._console.close()
             return Outcome(EXIT_KILLED)
         reports = self._ranks.reports()
-        outcome = self._hang or self._explained(judge(self._spec.run_dir, self._spec.num_ranks, reports))
+        outcome = self._hang or self._explained(determine_outcome(self._spec.run_dir, self._spec.num_ranks, reports))
         outcome = self._after_a_stop(outcome, reports)
         failure = self._failure(outcome)
         if outcome.message:
@@ -319,7 +319,7 @@ class _Launch:
         return outcome
 
     def _failure(self, outcome: Outcome) -> dict[str, object]:
-        """What is recorded of a failure."""
+        """Fields of the failure event."""
         before, now = self._oom_kills, oom_kills()
         return {
             "rank": outcome.rank,
@@ -332,14 +332,14 @@ class _Launch:
         }
 
     def _diagnose(self, outcome: Outcome, failure: Mapping[str, object]) -> None:
-        """Records what the ranks' logs say of the cause, and says it where the message does not."""
+        """Records the diagnosis of the ranks' logs, and prints it if the message contains no remedy."""
         # Needed after a failure only.
         from megads.diagnosis.run_record import diagnose_failure
 
         order = sorted(range(self._spec.num_ranks), key=lambda rank: rank != outcome.rank)
         try:
             found = diagnose_failure(failure, [rank_log_path(self._spec.run_dir, rank) for rank in order])
-        except Exception as error:  # The run is over: a fault in its diagnosis must not change how it ended.
+        except Exception as error:  # A bug in the diagnosis must not change the outcome of the run.
             self._events.write("diagnosis", level="debug", cause=None, error=f"{type(error).__name__}: {error}")
             return
         self._events.write("diagnosis", level="debug", **found.as_json())
@@ -352,7 +352,7 @@ class _Launch:
                 sys.stderr.write(f"megads: diagnosis: {found.cause}{culprit}; {restart}. {advice}. {more}\n")
 
     def _explained(self, outcome: Outcome) -> Outcome:
-        """The kernel's only word on a mapped file that lost its end is a signal: the file itself says more."""
+        """Adds the cause of a SIGBUS: the signal is all that a truncated mapped file causes, so the file is checked."""
         if outcome.signal != signal.SIGBUS or self._spec.cause_of_bus_error is None:
             return outcome
         cause = self._spec.cause_of_bus_error()
@@ -361,8 +361,7 @@ class _Launch:
         return replace(outcome, exit_code=cause.exit_code, message=f"{outcome.message}\n  cause: {cause}")
 
     def _after_a_stop(self, outcome: Outcome, reports: Sequence[NodeReport]) -> Outcome:
-        """A run that was to make room for others goes on later, also where a hung rank or a lost node kept it from
-        saving."""
+        """Makes a preempted run resumable even if a hung rank or a lost node prevented its last save."""
         if self._overdue:
             hung = outcome.exit_code == UnhealthyNode.exit_code
             found = render_positions(position for report in reports for position in report.positions)
@@ -373,7 +372,7 @@ class _Launch:
         return outcome
 
     def _watch_heartbeats(self) -> None:
-        """Names ranks that fall silent, within seconds, and those that are heard again."""
+        """Reports ranks whose heartbeats stop, within seconds, and those whose heartbeats return."""
         for position in self._ranks.silences():
             if position.lost:
                 self._silent[position.rank], event, text = position, "heartbeat_lost", str(position)
@@ -392,13 +391,13 @@ class _Launch:
             )
 
     def _watch_hang(self) -> None:
-        """Names the ranks that all others wait for, once they take longer than the run's own steps let expect."""
+        """Reports the ranks that all others wait for, once they exceed the limits learned from the run's own steps."""
         suspects = self._ranks.hang()
         if bool(suspects) == self._hang_seen or self._hang is not None:
             return
         self._hang_seen = bool(suspects)
         if not suspects:
-            self._events.write("hang_over", level="warning", message="the ranks that seemed to hang go on")
+            self._events.write("hang_over", level="warning", message="the ranks that seemed to hang make progress")
             return
         spec, folders = self._spec, evidence_folders(self._spec.run_dir, self._spec.lease)
         found = hang_outcome(spec.run_dir, suspects, flight_verdict(folders), folders)
@@ -421,13 +420,14 @@ class _Launch:
             self._ranks.kill()
 
     def _watch_nodes(self) -> None:
-        """Names nodes whose agents fall silent, and ends the start where everybody waits for them."""
+        """Reports nodes whose agents fall silent, and ends the start if all other nodes wait for them."""
         silent = self._ranks.silent_nodes()
         for name in silent.keys() - self._silent_nodes:
-            text = f"nothing is heard of node {name} for {silent[name]:.0f} s"
+            text = f"no message from the agent of node {name} for {silent[name]:.0f} s"
             self._events.write("node_silent", level="warning", node=name, message=text)
         for name in self._silent_nodes - silent.keys():
-            self._events.write("node_heard", level="warning", node=name, message=f"node {name} is heard again")
+            text = f"the agent of node {name} sends messages again"
+            self._events.write("node_heard", level="warning", node=name, message=text)
         self._silent_nodes = set(silent)
         lost = self._ranks.lost_nodes() if silent and self._hang is None and self._spec.kills_hung else {}
         if lost:
@@ -435,7 +435,7 @@ class _Launch:
             self._ranks.kill()
 
     def _enforce_stop(self) -> None:
-        """Kills ranks that do not stop although they were asked to: the last checkpoint counts."""
+        """Kills ranks that do not stop in time on request; the run then resumes from its last checkpoint."""
         if self._stop_requested_at is None or self._overdue:
             return
         waited_s = time.monotonic() - self._stop_requested_at
@@ -443,42 +443,42 @@ class _Launch:
         if stopped and waited_s >= _STOPPED_RANK_S:
             cause = f"{', '.join(stopped)} cannot: stopped by SIGSTOP"
         elif waited_s >= self._scheduler.stop_timeout_s:
-            cause = "run.stop_timeout_s is over"
+            cause = "run.stop_timeout_s has passed"
         else:
             return
-        self._overdue = f"asked to stop {waited_s:.0f} s ago, but {cause}: killed, the last checkpoint counts"
+        self._overdue = f"asked to stop {waited_s:.0f} s ago, but {cause}: killed; the last checkpoint remains"
         self._ranks.kill()
 
-    def _watch_side(self) -> None:
-        """Says it once when the process beside the ranks fails; what fails within it, it says itself."""
+    def _watch_tracker(self) -> None:
+        """Warns once if the tracker process itself fails; it reports failures of single trackers itself."""
         if self._side is not None and self._side.failure and not self._side_failed:
             self._side_failed = True
-            self._warn_of_side(f"the tracker process {self._side.failure}; the training goes on without it")
+            self._warn_about_tracker(f"the tracker process {self._side.failure}; the training goes on without it")
 
-    def _end_side(self, killed: bool) -> None:
-        """Waits shortly for the process beside the ranks; a further signal ends the wait."""
+    def _end_tracker(self, killed: bool) -> None:
+        """Waits up to a time limit for the tracker process to end; a further signal ends the wait."""
         if self._side is None:
             return
         limit_s = _KILLED_FLUSH_S if killed else self._spec.flush_s + _FLUSH_MARGIN_S
         answered = len(self._signals)
         if not self._side.finish(limit_s, lambda: len(self._signals) > answered):
             self._side_failed = True
-            self._warn_of_side("the tracker process was killed at the end of the run before it had everything")
-        self._watch_side()
+            self._warn_about_tracker("the tracker process was killed at the end of the run before it sent everything")
+        self._watch_tracker()
         self._console.poll()
 
-    def _warn_of_side(self, message: str) -> None:
+    def _warn_about_tracker(self, message: str) -> None:
         remedy = f"python -m {self._spec.side_command[1]} {self._spec.run_dir} sends what is missing"
         log = tracker_log_path(self._spec.run_dir)
         self._events.write("tracker_failed", level="warning", message=f"{message}; {remedy}\n  log: {log}")
 
     @contextmanager
     def _signals_caught(self) -> Iterator[None]:
-        """Collects signals while the ranks run; handlers only note them, the loop answers."""
+        """Collects signals while the ranks run; the handlers only record them, the polling loop acts on them."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        # nohup ignores SIGHUP, and means it.
+        # SIGHUP stays ignored under nohup.
         wanted = self._scheduler.signals
         numbers = [n for n in wanted if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
         before = {number: signal.signal(number, self._note_signal) for number in numbers}
@@ -492,7 +492,7 @@ class _Launch:
         self._signals.append(number)
 
     def _answer_signals(self) -> None:
-        """The first signal asks ranks that save for a stop, every other one kills where the scheduler has it so."""
+        """The first signal asks ranks that save to stop; a later one kills them if the scheduler says so."""
         while self._signals_answered < len(self._signals):
             number = signal.Signals(self._signals[self._signals_answered])
             self._signals_answered += 1
@@ -504,7 +504,7 @@ class _Launch:
                 self._request_stop(reason, f"{number.name}: saving and stopping after the current step; {again}")
 
     def _ask_scheduler(self) -> None:
-        """Stops the run where the scheduler wants it."""
+        """Requests a stop if the scheduler asks for one."""
         order = self._scheduler.look()
         if order is not None:
             self._request_stop(order.reason, order.message)

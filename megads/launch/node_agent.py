@@ -1,7 +1,8 @@
-"""The agent of one node of a SLURM job: starts the node's ranks, watches them, and talks with the launcher.
+"""The agent of one node of a SLURM job: starts and monitors the node's ranks, and reports to the launcher.
 
-srun starts it on every node, `python -m megads.launch.node_agent`; megads.launch.slurm_ranks is the launcher's end. It
-ends when its ranks have, when the launcher says so, and when the launcher is gone: no rank outlives it.
+srun starts it on every node as `python -m megads.launch.node_agent`; its counterpart in the launcher is
+megads.launch.slurm_ranks. It ends when its ranks have ended, when the launcher orders it, and when the launcher is
+gone. No rank outlives it.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ if TYPE_CHECKING:
     from megads.runtime.control_store import ControlStore, EndOrder
 
 AGENT = ("-m", "megads.launch.node_agent")
-"""Arguments of Python that start an agent; `read_orders` reads what follows."""
+"""Python arguments that start an agent; `read_orders` parses the arguments after them."""
 
-# What an agent says to the launcher.
+# Types of the messages from an agent to the launcher.
 REPORT = "report"
 FAILING = "failing"
 SIGNALLED = "signalled"
@@ -47,26 +48,26 @@ PHASE = "phase"
 HANG = "hang"
 ALIVE = "alive"
 ALIVE_EVERY_S = 5.0
-"""An agent that has nothing to say says this: a node that lost its power or its network cannot say so."""
+"""Interval of the keep-alive messages, by whose absence a node without power or network is detected."""
 _END_WITHIN_S = 5.0
 _STOPS = (signal.SIGTERM, signal.SIGUSR1)
 _IGNORED = (signal.SIGINT, signal.SIGHUP)
 _ASK_SLURM_EVERY_S = 1.0
-# A slurmd that is only restarted answers again.
+# A slurmd that is being restarted answers again soon.
 _SILENT_TIMES = 2
-# All nodes of a large job asking SLURM at once would be the next failure.
+# Requests from all nodes of a large job at once would overload SLURM.
 _NODES_THAT_ASK = 4
 _ORPHAN_GIVES_UP_S = 900.0
-# SLURM marks a node that does not answer with a star, before it takes it to be down.
+# SLURM marks a node that does not answer with a star before it sets its state to down.
 _GONE = ("*", "DOWN", "FAIL", "NOT_RESPONDING")
 
 
 class RanksOfNode(Ranks, Protocol):
-    """The ranks of one node, as its agent needs them."""
+    """The ranks of one node, with what its agent needs to know about them."""
 
     @property
     def part(self) -> NodePart:
-        """What is started."""
+        """The part of the run that this node starts."""
         ...
 
     @property
@@ -75,12 +76,12 @@ class RanksOfNode(Ranks, Protocol):
         ...
 
 
-def _send_back_when_orphaned() -> str:
-    """Puts the job back into the queue when the batch script's node is gone; returns what happened.
+def _requeue_if_orphaned() -> str:
+    """Requeues the job if the node of its batch script is gone; returns what happened.
 
-    Called on another node of the job when the launcher is not there any more. Does nothing where the job ends by
-    itself: then the launcher ended, and not its node. It does not wait until SLURM takes the node to be down: then
-    SLURM kills the step, this process with it, and with --no-kill the job would idle until its time limit.
+    Called on another node of the job when the launcher is gone. Does nothing if the job is ending: then the launcher
+    ended, but not its node. It does not wait until SLURM sets the node down, because SLURM then kills the step and this
+    process with it, and with --no-kill the job would idle until its time limit.
     """
     job = environment.slurm_variables().get("SLURM_JOB_ID")
     if job is None:
@@ -93,8 +94,8 @@ def _send_back_when_orphaned() -> str:
             found = slurm.fields(slurm.ask("scontrol", "--oneliner", "show", "job", job))
             first = first or found
             if found.get("JobState") != "RUNNING" or found.get("Restarts") != first.get("Restarts"):
-                return f"job {job} is {found.get('JobState')}: it ends without help"
-            # As first told: SLURM takes a lost node off the job.
+                return f"job {job} is {found.get('JobState')}: it ends by itself"
+            # From the first answer, because SLURM removes a lost node from the job.
             host = first.get("BatchHost", "")
             state = slurm.fields(slurm.ask("scontrol", "--oneliner", "show", "node", host)).get("State", "")
             silent = 0 if slurm.slurmd_answers(host) else silent + 1
@@ -109,12 +110,12 @@ def _send_back_when_orphaned() -> str:
 
 @dataclass(frozen=True)
 class AgentOrders:
-    """What the agents' command line says, the same for every node.
+    """Parsed command line of an agent, the same on every node.
 
     Attributes:
-        part: what to start; which node it is, the launcher says through its store.
-        host: address of the launcher's control store.
-        port: its port.
+        part: what to start; the node's number and address come from the launcher's control store.
+        host: address of the control store.
+        port: port of the control store.
     """
 
     part: NodePart
@@ -123,17 +124,17 @@ class AgentOrders:
 
 
 def place_of(number: int, num_nodes: int, address: str) -> dict[str, Any]:
-    """What the launcher says to a node through its store, see `NodePart`."""
+    """Returns what the launcher assigns to a node through its store, see `NodePart`."""
     return {"node": number, "num_nodes": num_nodes, "address": address}
 
 
 class LauncherContact:
-    """An agent's line to the launcher: tells it now and then that the agent is there, and knows what it orders.
+    """An agent's connection to the launcher: sends keep-alive messages and receives the order to end.
 
     Args:
-        control: to speak through.
-        number: of the node.
-        order: that the launcher may give.
+        control: the launcher's control store.
+        number: number of the node.
+        order: receives the launcher's order to end.
     """
 
     def __init__(self, control: ControlStore, number: int, order: EndOrder) -> None:
@@ -141,18 +142,18 @@ class LauncherContact:
         self._next_s, self._ordered = -math.inf, False
 
     def end_ordered(self) -> bool:
-        """Whether the ranks are to be killed; to be asked all the time.
+        """Whether the launcher has ordered the ranks to be killed; to be polled.
 
         Raises:
             RuntimeError: the launcher is gone.
         """
         now = time.monotonic()
         if now >= self._next_s:
-            # All agents of a start begin at once; they need not go on like that.
+            # All agents start at the same time; a random delay spreads their messages.
             wait_s = ALIVE_EVERY_S * (random.random() if math.isinf(self._next_s) else 1.0)
             self._next_s = now + wait_s
             self._control.say({"word": ALIVE, "number": self._number})
-            # What stands between two nodes may cut a connection on which nothing passes for days.
+            # Network devices between two nodes may drop a connection that is idle for days.
             self._ordered = self._control.end_ordered()
         return self._ordered or self._order.given()
 
@@ -164,20 +165,20 @@ def run_agent(
     make_ranks: Callable[[NodePart, ControlStore], RanksOfNode] = NodeRanks,
     begin: Callable[[NodePart], None] | None = None,
 ) -> int:
-    """Runs the node's ranks to their end, and reports it to the launcher.
+    """Runs the node's ranks to their end, and reports the result to the launcher.
 
     Args:
-        orders: of the launcher.
-        name: of this node.
-        signals: those that came, live; they are the launcher's to answer.
-        make_ranks: called with the part and the control store; simulations have their own.
-        begin: called once it is known which node this is.
+        orders: the agent's command line.
+        name: name of this node.
+        signals: received signals, appended as they arrive; forwarded to the launcher, which handles them.
+        make_ranks: called with the part and the control store; replaced in simulations.
+        begin: called with the part once the node's number is known.
 
     Returns:
-        0 when all ranks returned, whatever their codes: the launcher knows them from the report.
+        0 if all ranks returned, whatever their exit codes, which are in the report; else EXIT_BUG.
 
     Raises:
-        RuntimeError: the launcher is gone, or does not know the node.
+        RuntimeError: the launcher is gone, or has no ranks for this node.
     """
     from megads.runtime.control_store import ControlStore, EndOrder
 
@@ -198,7 +199,7 @@ def run_agent(
 
 
 def _begin_log(part: NodePart) -> None:
-    """What was printed before is in srun's log."""
+    """Redirects the output to the agent's log; earlier output is in srun's log."""
     redirect_output(agent_log_path(part.run_dir, part.node))
     name, now = environment.node_name(), time.strftime("%F %T%z")
     sys.stdout.write(f"--- node {part.node} of {part.num_nodes}, {name}, pid {os.getpid()}, {now}\n")
@@ -210,14 +211,14 @@ def _run_process(orders: AgentOrders) -> NoReturn:
     try:
         code = run_agent(orders, environment.node_name(), _note_signals(), begin=_begin_log)
     except RuntimeError:
-        # The launcher is gone: with its node?
+        # The launcher is gone, possibly with its node.
         traceback.print_exc()
         if int(environment.slurm_variables().get("SLURM_PROCID", "0")) < _NODES_THAT_ASK:
-            sys.stdout.write(f"{_send_back_when_orphaned()}\n")
+            sys.stdout.write(f"{_requeue_if_orphaned()}\n")
     except BaseException:
         traceback.print_exc()
     finally:
-        # Without the interpreter's shutdown, in which a thread that waits for other nodes could hang.
+        # Skips the interpreter's shutdown, which a thread that waits for other nodes could block.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -226,7 +227,7 @@ def _run_process(orders: AgentOrders) -> NoReturn:
 def _report(
     ranks: RanksOfNode, control: ControlStore, signals: list[int], end_ordered: Callable[[], bool]
 ) -> NodeReport:
-    """Starts and watches the ranks; returns how it ended."""
+    """Starts and monitors the ranks; returns how they ended."""
     part = ranks.part
     try:
         if not part.cpu:
@@ -244,13 +245,13 @@ def _report(
 
 
 def _watch(ranks: RanksOfNode, control: ControlStore, signals: list[int], end_ordered: Callable[[], bool]) -> None:
-    """Waits for the end of the ranks, which may be ordered.
+    """Monitors the ranks until they end or the launcher orders their end.
 
     Args:
-        ranks: started.
-        control: where the launcher listens.
-        signals: those that came, live; they are the launcher's to answer.
-        end_ordered: whether the launcher wants the ranks killed.
+        ranks: the started ranks.
+        control: the launcher's control store.
+        signals: received signals, appended as they arrive; forwarded to the launcher.
+        end_ordered: returns whether the launcher has ordered the ranks to be killed.
     """
     told, ordered_at, told_phase, told_hang = False, 0.0, "", False
     while ranks.poll():
@@ -278,13 +279,13 @@ def _watch(ranks: RanksOfNode, control: ControlStore, signals: list[int], end_or
 
 
 def _slow_phase(ranks: RanksOfNode) -> str:
-    """What holds up the steps of rank 0; empty while it steps."""
+    """The slow phase that rank 0 is in; empty while it executes steps."""
     phase = ranks.phase()
     return phase if phase.startswith(SLOW_PHASES) else ""
 
 
 def _note_signals() -> list[int]:
-    """Returns the list in which a scheduler's signals to the step will be; the launcher may not get them itself."""
+    """Returns a list that collects the scheduler's signals to the step, which the launcher may not receive itself."""
     noted: list[int] = []
 
     def note(number: int, _frame: FrameType | None) -> None:
@@ -302,7 +303,7 @@ def _log(part: NodePart) -> Path:
 
 
 def read_orders(arguments: Sequence[str]) -> AgentOrders:
-    """Reads the command line of the agents, from after `AGENT` on."""
+    """Parses the command line of an agent, without `AGENT`."""
     parser = argparse.ArgumentParser(prog="python -m megads.launch.node_agent")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--store", required=True, help="host:port of the launcher's control store")
@@ -311,7 +312,7 @@ def read_orders(arguments: Sequence[str]) -> AgentOrders:
     parser.add_argument("--lease", type=int, help="number of this start of the run")
     parser.add_argument("--heartbeat-timeout", type=float, help="seconds without a heartbeat until a rank is killed")
     parser.add_argument("--hangs", type=json.loads, help="when a rank counts as hung, as JSON")
-    parser.add_argument("--cpu", action="store_true", help="compute on the CPU, whatever GPUs there are")
+    parser.add_argument("--cpu", action="store_true", help="compute on the CPU even if there are GPUs")
     parser.add_argument("command", nargs="+", help="arguments after the Python interpreter of every rank")
     given = parser.parse_args(arguments)
     host, _, port = given.store.rpartition(":")
@@ -329,7 +330,7 @@ def read_orders(arguments: Sequence[str]) -> AgentOrders:
 
 
 def main() -> NoReturn:
-    """Starts the ranks of this node and stays until they have ended."""
+    """Runs the ranks of this node to their end."""
     _run_process(read_orders(sys.argv[1:]))
 
 

@@ -1,4 +1,4 @@
-"""The health check of nodes: starts a checker on each, asks them, pairs them twice, and judges which can train."""
+"""Health check of nodes: runs a checker on each, tests pairs of nodes in two rounds, and rejects faulty nodes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 CHECKER = ("-m", "megads.launch.node_checker")
-"""Arguments of Python that start a checker."""
-# Each is a process of its own.
+"""Python arguments that start a checker."""
+# Each checker is a separate process.
 _MOST_CHECKERS = 256
 _POLL_S = 0.02
 _BOARD_POLL_S = 0.01
@@ -39,37 +39,37 @@ Pair = tuple[str, str]
 
 @dataclass
 class CheckNodesConfig:
-    """The check of the nodes of a SLURM job, or of this machine."""
+    """Health check of the nodes of a SLURM job, or of this machine."""
 
     cluster: ClusterKind | None = None
-    """slurm: every node of the SLURM job that this is called in; local: this machine; null is slurm inside a job."""
+    """slurm: every node of the current SLURM job; local: this machine; null: slurm inside a job, else local."""
     checkers: int = 1
-    """Processes that take part on this machine with cluster=local, paired with each other as nodes are."""
+    """Number of checker processes on this machine with cluster=local, paired with each other like nodes."""
     folder: str = "runs"
-    """Where every node writes and reads a file: the folder that runs are written to."""
+    """Folder in which every node writes and reads a file: the folder that runs are written to."""
     timeout_s: float = 60.0
-    """A node that has not answered by then is not healthy; the same for its measurements and each round of pairs."""
+    """Seconds until a node that does not answer is rejected; also for its measurements and for each round of pairs."""
     seconds: float = 0.5
-    """How long each speed is measured."""
+    """Duration of each speed measurement."""
     min_of_median: float = 0.5
-    """A node whose matrix products run at less than this share of the median of all nodes is not healthy."""
+    """A node whose matrix multiplication speed is below this fraction of the median of all nodes is rejected."""
     min_disk_of_median: float = 0.02
-    """The same for writing to and reading from `folder`, whose speed depends on who else uses it."""
+    """The same for writing to and reading from `folder`, whose speed depends on other users."""
     min_tflops: float = 0.0
-    """TFLOP/s that every device must reach in matrix products, whatever the median."""
+    """Minimum matrix multiplication speed of every device in TFLOP/s, whatever the median."""
     min_disk_mb_per_s: float = 1.0
-    """MB/s that every node must reach in writing to `folder`."""
+    """Minimum speed of every node in writing to `folder`, in MB/s."""
     min_disk_free_gib: float = 0.2
-    """Free space that every node must see in `folder`, in GiB."""
+    """Minimum free space in `folder` as seen by every node, in GiB."""
     min_memory_gib: float = 0.25
-    """Memory that must be available on every node, in GiB."""
+    """Minimum available memory of every node, in GiB."""
     max_clock_offset_s: float = 5.0
-    """Most difference between a node's clock and this one's, beyond what the network leaves uncertain."""
+    """Maximum difference between a node's clock and this node's, beyond the uncertainty of the measurement."""
     json: bool = False
     """Print JSON instead of a table."""
 
     def check(self) -> None:
-        """Raises ConfigError on what can never be met or means nothing."""
+        """Raises ConfigError for values that are out of range or have no effect."""
         for name in ("timeout_s", "seconds"):
             if not 0 < getattr(self, name) <= LONGEST_WAIT_S:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be positive, and at most {LONGEST_WAIT_S:.0f}")
@@ -84,20 +84,20 @@ class CheckNodesConfig:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a node found about itself.
+    """Measurements of a node.
 
     Attributes:
-        devices: what computes, "cpu" or the names of the GPUs.
-        tflops: of each device in matrix products, the best of many.
-        wrong_products: devices whose products were not exact.
-        memory_bytes: available.
-        disk_free_bytes: in the folder of runs.
-        write_bytes_per_s: into it, synced.
-        read_bytes_per_s: from it.
-        loopback_bytes_per_s: through a socket to itself.
-        clock_offset_s: its clock less the coordinator's.
-        clock_uncertainty_s: half of the time that asking took.
-        errors: what failed, by the name of the measurement.
+        devices: compute devices, "cpu" or the names of the GPUs.
+        tflops: matrix multiplication speed of each device in TFLOP/s, the best of many multiplications.
+        wrong_products: devices whose matrix multiplications were not exact.
+        memory_bytes: available memory.
+        disk_free_bytes: free space in the folder of runs.
+        write_bytes_per_s: speed of writing to that folder, including fsync.
+        read_bytes_per_s: speed of reading from that folder.
+        loopback_bytes_per_s: speed of a loopback socket.
+        clock_offset_s: the node's clock minus the coordinator's clock.
+        clock_uncertainty_s: half of the round-trip time of the clock request.
+        errors: errors by the name of the measurement that failed.
     """
 
     devices: tuple[str, ...]
@@ -113,26 +113,26 @@ class Measured:
     errors: Mapping[str, str]
 
     def encode(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """Converts to JSON types."""
         return asdict(self)
 
     @classmethod
     def decode(cls, content: Mapping[str, Any]) -> Measured:
-        """Reads what `encode` made and JSON carried."""
+        """Converts from the JSON types of `encode`."""
         lists = {key: tuple(content[key]) for key in ("devices", "tflops", "wrong_products")}
         values: dict[str, Any] = {**content, **lists}
         return cls(**values)
 
 
-def judge_nodes(measured: Mapping[str, Measured], config: CheckNodesConfig) -> dict[str, list[str]]:
-    """Returns what is wrong with each node that answered, an empty list for nothing.
+def node_problems(measured: Mapping[str, Measured], config: CheckNodesConfig) -> dict[str, list[str]]:
+    """Returns the problems of each node that answered; an empty list for a healthy node.
 
-    Speeds are held against the median of all nodes, and against an absolute floor: a cluster of equally slow nodes
-    has a median too.
+    Speeds are compared with the median of all nodes and with an absolute minimum, because the median does not reveal
+    that all nodes are slow.
     """
     slowest = {node: min(result.tflops, default=0.0) for node, result in measured.items()}
     problems = {node: _own_problems(result, config) for node, result in measured.items()}
-    _add_slow(problems, slowest, config.min_of_median, "matrix products at", lambda value: f"{value:.3g} TFLOP/s")
+    _add_slow(problems, slowest, config.min_of_median, "matrix multiplication at", lambda value: f"{value:.3g} TFLOP/s")
     for name, key in (("writes to the folder at", "write_bytes_per_s"), ("reads from it at", "read_bytes_per_s")):
         speeds = {node: getattr(result, key) for node, result in measured.items()}
         _add_slow(problems, speeds, config.min_disk_of_median, name, lambda value: f"{value / 1e6:.0f} MB/s")
@@ -140,19 +140,19 @@ def judge_nodes(measured: Mapping[str, Measured], config: CheckNodesConfig) -> d
 
 
 def _own_problems(result: Measured, config: CheckNodesConfig) -> list[str]:
-    """What is wrong whatever the other nodes are like."""
+    """Problems of a node that do not depend on the other nodes."""
     problems = [f"{name}: {error}" for name, error in result.errors.items()]
-    problems += [f"{device} computes wrong matrix products" for device in result.wrong_products]
+    problems += [f"{device} computes wrong matrix multiplications" for device in result.wrong_products]
     for device, tflops in zip(result.devices, result.tflops, strict=True):
         if tflops < config.min_tflops:
             problems.append(f"{device}: {tflops:.3g} TFLOP/s, min_tflops is {config.min_tflops:g}")
     if result.memory_bytes < config.min_memory_gib * _GIB:
-        problems.append(f"{result.memory_bytes / _GIB:.2f} GiB of memory left, want {config.min_memory_gib:g}")
+        problems.append(f"{result.memory_bytes / _GIB:.2f} GiB of memory available, need {config.min_memory_gib:g}")
     if "disk" not in result.errors:
         if result.disk_free_bytes < config.min_disk_free_gib * _GIB:
-            problems.append(f"{result.disk_free_bytes / _GIB:.2f} GiB of disk left, want {config.min_disk_free_gib:g}")
+            problems.append(f"{result.disk_free_bytes / _GIB:.2f} GiB of disk free, need {config.min_disk_free_gib:g}")
         if result.write_bytes_per_s < config.min_disk_mb_per_s * 1e6:
-            problems.append(f"writes {result.write_bytes_per_s / 1e6:.1f} MB/s, want {config.min_disk_mb_per_s:g}")
+            problems.append(f"writes {result.write_bytes_per_s / 1e6:.1f} MB/s, need {config.min_disk_mb_per_s:g}")
     if abs(result.clock_offset_s) - result.clock_uncertainty_s > config.max_clock_offset_s:
         problems.append(f"its clock is off by {result.clock_offset_s:+.1f} s")
     return problems
@@ -174,21 +174,22 @@ def _add_slow(
 
 
 def first_round(nodes: Sequence[str]) -> list[Pair]:
-    """Neighbours in pairs; of an odd number the last sits out."""
+    """Pairs neighbouring nodes; with an odd number of nodes the last one is not tested."""
     return [(nodes[place], nodes[place + 1]) for place in range(0, len(nodes) - 1, 2)]
 
 
 def second_round(nodes: Sequence[str], failed: Collection[Pair]) -> list[list[Pair]]:
-    """Pairs each node that is not known to be good with one that is: of a pair that passed, or, where none did, the one
-    that sat out, as a single faulty node is what to expect.
+    """Pairs each node that is not known to be good with one that is.
+
+    Good nodes are those of pairs that passed. If no pair passed, the node that was not tested is taken to be good,
+    because a single faulty node is the most likely case.
 
     Args:
-        nodes: all that take part.
+        nodes: all tested nodes.
         failed: pairs of the first round that failed.
 
     Returns:
-        Rounds of pairs; within one no node is in two of them. None where no node is known to be good, and where there
-        is no doubt.
+        Rounds of pairs, each node at most once per round. Empty if no node is known to be good or none is in doubt.
     """
     passed = [pair for pair in first_round(nodes) if pair not in failed]
     good = [node for pair in passed for node in pair] or list(nodes[len(nodes) // 2 * 2 :])
@@ -202,19 +203,19 @@ def second_round(nodes: Sequence[str], failed: Collection[Pair]) -> list[list[Pa
 
 
 def name_faulty(nodes: Sequence[str], first: Collection[Pair], second: Collection[Pair]) -> dict[str, str]:
-    """Returns the nodes that fail in exchanging data, with the reason.
+    """Returns the nodes that fail to exchange data, each with the reason.
 
-    A node that failed with its neighbour, and again with one that is known to be good, is faulty itself; its neighbour
-    is not. Where nothing but a pair that failed is there, nobody can tell, and both are named.
+    A node that failed with its neighbour and with a node that is known to be good is faulty; its neighbour is not. If
+    there is only one pair and it failed, the faulty node cannot be determined, and both are returned.
 
     Args:
-        nodes: all that took part.
+        nodes: all tested nodes.
         first: pairs of the first round that failed.
         second: pairs of the second round that failed, the doubtful node first.
     """
     if not second_round(nodes, first):
         return {
-            node: f"exchanging data fails with {a if node == b else b}; one of the two is to blame"
+            node: f"exchanging data fails with {a if node == b else b}; one of the two is faulty"
             for a, b in first
             for node in (a, b)
         }
@@ -226,21 +227,21 @@ def name_faulty(nodes: Sequence[str], first: Collection[Pair], second: Collectio
 
 
 class Board:
-    """One end of the store.
+    """Authenticated key-value store that the coordinator and the checkers share.
 
     Args:
-        secret: of this check.
+        secret: secret of this check.
         host: address of the coordinator.
-        port: where it listens; 0 serves the store in this process, on a free port.
-        timeout_s: for reaching it.
+        port: port of the coordinator; 0 serves the store in this process, on a free port.
+        timeout_s: timeout for connecting.
 
     Raises:
-        ConfigError: it is to be served at an address that is not this machine's.
-        RuntimeError: nobody answers there.
+        ConfigError: the store is to be served at an address that this machine does not have.
+        RuntimeError: there is no answer at the address.
     """
 
     def __init__(self, secret: Secret, host: str, port: int = 0, timeout_s: float = 60.0):
-        # Imported here: they pull in torch, for which a refused config should not wait.
+        # Imported here: they import torch, which would delay the refusal of a config.
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
         from megads.runtime.control_store import look_up, reach_store, serve_store
@@ -252,35 +253,35 @@ class Board:
         self._store = PrefixStore(secret.name("board"), store)
 
     def put(self, key: str, value: Any) -> None:
-        """Sets a key to what JSON can hold."""
+        """Sets a key to a JSON value."""
         self._store.set(key, self._secret.seal(f"board {key}", json.dumps(value)))
 
     def get(self, key: str) -> Any | None:
-        """Returns the value of a key, None where it is not set yet, or by somebody who is not part of the check."""
+        """Returns the value of a key; None if it is not set, or was set without this check's secret."""
         sealed = self._look_up(self._store, key)
         text = self._secret.unseal(f"board {key}", sealed) if sealed is not None else None
         return json.loads(text) if text is not None else None
 
     def wait(self, key: str, timeout_s: float) -> Any | None:
-        """Waits for a key; returns None when the time is over."""
+        """Waits for a key and returns its value; None after the timeout."""
         deadline = time.monotonic() + timeout_s
         while (value := self.get(key)) is None and time.monotonic() < deadline:
             time.sleep(_BOARD_POLL_S)
         return value
 
     def part(self, name: str) -> Store:
-        """A store of its own, for a pair to meet at."""
+        """A separate store, for the rendezvous of a pair."""
         return self._prefixed(name, self._store)
 
 
 @dataclass(frozen=True)
 class Checked:
-    """What came of a check.
+    """Result of a check.
 
     Attributes:
-        measured: of each node that answered.
-        problems: of each node, nothing for a healthy one.
-        pairs: that exchanged data, and how that ended: empty for well.
+        measured: measurements of each node that answered.
+        problems: problems of each node; empty for a healthy one.
+        pairs: error of each pair that exchanged data; empty for success.
     """
 
     measured: Mapping[str, Measured]
@@ -289,21 +290,21 @@ class Checked:
 
     @property
     def rejected(self) -> dict[str, str]:
-        """The nodes that are not fit to train, each with its reasons."""
+        """The rejected nodes, each with the reasons."""
         return {node: "; ".join(problems) for node, problems in self.problems.items() if problems}
 
 
 @dataclass(frozen=True)
 class CheckTarget:
-    """Where checkers are started.
+    """Where and how checkers are started.
 
     Attributes:
-        nodes: names of those to check.
-        host: address at which they reach this process.
-        allocation: the SLURM job; None starts them on this machine.
+        nodes: names of the nodes to check.
+        host: address at which the checkers reach this process.
+        allocation: the SLURM job; None starts the checkers on this machine.
         srun_options: further options of srun.
-        wrapper: words before a checker's command, a container's for instance.
-        command: arguments of Python that start one.
+        wrapper: command line before a checker's command, such as that of a container.
+        command: Python arguments that start a checker.
     """
 
     nodes: tuple[str, ...]
@@ -314,10 +315,10 @@ class CheckTarget:
     command: tuple[str, ...] = CHECKER
 
     def resolved(self) -> CheckTarget:
-        """The same with the host's address as a number, the same for all nodes.
+        """Returns a copy whose host is a numeric address, the same for all nodes.
 
         Raises:
-            ConfigError: a node's name does not resolve here.
+            ConfigError: a node's name cannot be resolved on this machine.
         """
         if self.allocation is None:
             return self
@@ -327,7 +328,7 @@ class CheckTarget:
         """The command that starts the checker of a node."""
         srun = []
         if self.allocation is not None:
-            # A step of its own for each: with one step for all, a node that is gone would hold up the others.
+            # One step per node: in a common step, a node that is gone would delay the others.
             srun = ["srun", "--nodes=1", "--ntasks=1", "--overlap", f"--nodelist={node}", "--export=ALL", "--mpi=none"]
             srun += ["--job-name=megads-check", "--kill-on-bad-exit=1", *self.srun_options]
         store = f"{self.host}:{port}"
@@ -335,7 +336,7 @@ class CheckTarget:
 
 
 def check_nodes(config: CheckNodesConfig, place: CheckTarget) -> Checked:
-    """Checks nodes; takes at most about three times config.timeout_s.
+    """Checks nodes; takes up to about three times config.timeout_s.
 
     Raises:
         ConfigError: this process cannot listen at the address of its node.
@@ -354,20 +355,20 @@ def check_nodes(config: CheckNodesConfig, place: CheckTarget) -> Checked:
 
 
 def _start(arguments: Sequence[str], secret: Secret) -> subprocess.Popen[bytes]:
-    """Starts a checker and tells it the secret through its input, which srun and containers pass on.
+    """Starts a checker and passes the secret through its standard input, which srun and containers forward.
 
-    Nodes need not share a folder for a file of it: whether they do is what the check is to find out.
+    A file would need a folder that the nodes share, which is one of the things that the check tests.
     """
     process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=sys.stderr.fileno())
     assert process.stdin is not None
-    # One that ended at once is missed later.
+    # A checker that has already ended is found missing later.
     with suppress(BrokenPipeError), process.stdin as pipe:
         pipe.write(f"{secret.encode()}\n".encode())
     return process
 
 
 def _end(started: Mapping[str, subprocess.Popen[bytes]]) -> None:
-    """Waits shortly for checkers, which have been told that it is over, and kills the others."""
+    """Waits briefly for the checkers, which know that the check is over, and kills those that remain."""
     deadline = time.monotonic() + _LEAVE_S
     for process in started.values():
         with suppress(subprocess.TimeoutExpired):
@@ -389,8 +390,8 @@ class _Check:
         answered = [node for node in self._started if node not in self._missing]
         contents = self._collect("measured", answered)
         measured = {node: Measured.decode(contents[node]) for node in answered if node in contents}
-        problems = judge_nodes(measured, self._config)
-        # Nodes that did not answer cannot take part; those with other problems can, and may have this one too.
+        problems = node_problems(measured, self._config)
+        # Nodes with other problems are tested too; only those that did not answer are left out.
         nodes = list(measured)
         failed = self._exchange(first_round(nodes))
         again = [pair for pairs in second_round(nodes, failed) for pair in self._exchange(pairs)]
@@ -401,7 +402,7 @@ class _Check:
         return Checked(measured, {node: problems[node] for node in self._started}, self._pairs)
 
     def _answer(self, node: str) -> None:
-        """Tells a checker the time, as soon as it asks, and what to do."""
+        """Sends a checker the time, as soon as it asks, and its settings."""
         config = self._config
         folder = str(Path(config.folder).absolute())
         settings = {"time": time.time(), "folder": folder, "seconds": config.seconds, "timeout_s": config.timeout_s}
@@ -410,13 +411,13 @@ class _Check:
     def _collect(
         self, what: str, nodes: Sequence[str], answer: Callable[[str], None] | None = None, limit: float = 1.0
     ) -> dict[str, Any]:
-        """Waits until nodes have said something; those that do not are missing.
+        """Waits until nodes have set a key; notes those that do not as missing.
 
         Args:
-            what: beginning of the key.
-            nodes: from which it is wanted.
-            answer: called for each as soon as it has.
-            limit: of the wait, in timeout_s.
+            what: prefix of the key.
+            nodes: nodes to wait for.
+            answer: called for each node as soon as its key is set.
+            limit: time limit as a multiple of timeout_s.
         """
         found: dict[str, Any] = {}
         deadline = time.monotonic() + limit * self._config.timeout_s
@@ -438,13 +439,13 @@ class _Check:
         return found
 
     def _exchange(self, pairs: Sequence[Pair]) -> list[Pair]:
-        """Has pairs exchange data; returns those that failed."""
+        """Lets pairs of nodes exchange data; returns the pairs that failed."""
         if not pairs:
             return []
         number, self._round = self._round, self._round + 1
         self._board.put(f"round/{number}", pairs)
         known = dict(self._missing)
-        # A node that waits for a partner in vain says so when its own time is over, a little after ours began.
+        # A node whose partner is gone reports this after its own timeout, which started a little later than this one.
         said = self._collect(f"paired/{number}", [node for pair in pairs for node in pair], limit=1.5)
         self._missing = known
         failed = []

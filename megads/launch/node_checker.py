@@ -1,6 +1,6 @@
-"""One node of a health check: `python -m megads.launch.node_checker --store ... --node ...`, started by the check.
+"""Checker on one node of a health check, started as `python -m megads.launch.node_checker --store ... --node ...`.
 
-It measures memory, disk, loopback, and matrix products whose result is known, and exchanges data with other nodes.
+It measures memory, disk, loopback and matrix multiplications with known results, and exchanges data with other nodes.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _TIMEOUT_S = 20.0
 
 
 def measure(folder: Path, seconds: float, clock: tuple[float, float]) -> Measured:
-    """Measures this node; what cannot be measured is in `errors`.
+    """Measures this node; failed measurements are in `errors`.
 
     Args:
-        folder: to write to and read from; made if it is not there.
-        seconds: how long each speed is measured.
+        folder: folder to write to and read from; created if missing.
+        seconds: duration of each speed measurement.
         clock: offset and uncertainty of this node's clock.
     """
     errors: dict[str, str] = {}
@@ -54,14 +54,14 @@ def measure(folder: Path, seconds: float, clock: tuple[float, float]) -> Measure
     devices = compute_devices()
     free, write, read = tried("disk", lambda: disk_speed(folder, seconds), 3)
     (loopback,) = tried("loopback", lambda: (loopback_speed(seconds),), 1)
-    speeds = [tried(f"products on {device}", partial(products, device, seconds), 2) for device in devices]
+    speeds = [tried(f"GEMM on {device}", partial(matmul_speed, device, seconds), 2) for device in devices]
     return Measured(
         devices=tuple(map(str, devices)),
         tflops=tuple(tflops for tflops, _ in speeds),
         wrong_products=tuple(
             str(device)
             for device, (_, exact) in zip(devices, speeds, strict=True)
-            if not exact and f"products on {device}" not in errors
+            if not exact and f"GEMM on {device}" not in errors
         ),
         memory_bytes=float(psutil.virtual_memory().available),
         disk_free_bytes=free,
@@ -75,20 +75,20 @@ def measure(folder: Path, seconds: float, clock: tuple[float, float]) -> Measure
 
 
 def compute_devices() -> list[torch.device]:
-    """The GPUs of this node, else its CPU."""
+    """Returns the GPUs of this node, or its CPU if it has none."""
     if not torch.cuda.is_available():
         return [torch.device("cpu")]
     return [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
 
 
-def products(device: torch.device, seconds: float) -> tuple[float, float]:
-    """Multiplies matrices of small integers, of which every sum is exact, and checks each product.
+def matmul_speed(device: torch.device, seconds: float) -> tuple[float, float]:
+    """Multiplies matrices of small integers, whose result is exact in fp32, and checks each result.
 
-    The best of many short products counts, on a CPU of one core's: it tells a slow device from one that others use
-    too. The check is Freivalds': C x = A (B x) for a random x, in float64, where it is exact as well.
+    The speed is that of the fastest of many short multiplications, on a CPU with one core. This distinguishes a slow
+    device from one that is shared. The check is Freivalds' algorithm, C x = A (B x) for a random x, exact in float64.
 
     Returns:
-        TFLOP/s, and 1.0 where all products were exact, else 0.0.
+        TFLOP/s, and 1.0 if all results were exact, else 0.0.
     """
     size = _CPU_SIZE if device.type == "cpu" else _GPU_SIZE
     rows, columns = torch.arange(size)[:, None], torch.arange(size)[None]
@@ -97,7 +97,7 @@ def products(device: torch.device, seconds: float) -> tuple[float, float]:
     x = torch.randint(0, 8, (size,), generator=torch.Generator().manual_seed(size)).double().to(device)
     expected = a.double() @ (b.double() @ x)
     if device.type == "cuda":
-        torch.backends.cuda.matmul.allow_tf32 = True  # exact for such integers, and what training uses
+        torch.backends.cuda.matmul.allow_tf32 = True  # exact for these integers, and used in training
     best_s, exact, deadline = float("inf"), True, time.perf_counter() + seconds
     product = torch.empty_like(a)
     while time.perf_counter() < deadline:
@@ -118,11 +118,11 @@ def disk_speed(folder: Path, seconds: float) -> tuple[float, float, float]:
     """Writes a file, syncs it, reads it back and compares.
 
     Returns:
-        Free bytes, bytes/s written and bytes/s read; reading may be served from memory.
+        Free bytes, write speed and read speed in bytes/s; reads may be served from the page cache.
 
     Raises:
         OSError: the folder cannot be written to.
-        AssertionError: what was read is not what was written.
+        AssertionError: the data read differs from the data written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f".check-{socket.gethostname()}-{os.getpid()}-{threading.get_ident()}"
@@ -147,11 +147,11 @@ def disk_speed(folder: Path, seconds: float) -> tuple[float, float, float]:
 
 
 def loopback_speed(seconds: float) -> float:
-    """Sends known bytes to itself through a socket; returns bytes/s.
+    """Sends known data through a loopback socket; returns bytes/s.
 
     Raises:
         OSError: the socket fails.
-        AssertionError: what arrived is not what was sent.
+        AssertionError: the data received differs from the data sent.
     """
     chunk = os.urandom(_CHUNK_BYTES)
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -174,7 +174,7 @@ def loopback_speed(seconds: float) -> float:
     with receiver:
         while data := receiver.recv(_CHUNK_BYTES):
             start = received % _CHUNK_BYTES
-            # A piece may run over the end of the chunk, which is sent again and again.
+            # Received data may cross the end of the chunk, which is sent repeatedly.
             assert data == (chunk + chunk)[start : start + len(data)], f"wrong bytes after {received}"
             received += len(data)
     thread.join()
@@ -183,17 +183,17 @@ def loopback_speed(seconds: float) -> float:
 
 
 ELEMENTS = 1 << 20
-"""Of what each of a pair sends, 4 MB."""
+"""Number of fp32 elements that each node of a pair sends, 4 MB."""
 
 
 def run_checker(board: Board, node: str) -> None:
-    """Takes part in a check to its end.
+    """Runs the checker of a node until the check ends.
 
     Args:
-        board: where the coordinator is.
+        board: store shared with the coordinator.
         node: name of this node.
     """
-    # Threads of a core that others use too wait for each other: then products would show the load, not the node.
+    # Several threads on shared cores wait for each other, and would measure the load instead of the node.
     torch.set_num_threads(1)
     asked = time.time()
     board.put(f"hello/{node}", asked)
@@ -201,11 +201,11 @@ def run_checker(board: Board, node: str) -> None:
     if settings is None:
         return
     answered = time.time()
-    # As NTP does: the answer is taken to come from the middle of the time that asking took.
+    # As in NTP, the answer is assumed to originate from the middle of the round trip.
     clock = ((asked + answered) / 2 - settings["time"], (answered - asked) / 2)
     board.put(f"measured/{node}", measure(Path(settings["folder"]), settings["seconds"], clock).encode())
     number = 0
-    # Long, as the coordinator waits for the slowest node between two rounds.
+    # Long, because the coordinator waits for the slowest node between two rounds.
     while (pairs := board.wait(f"round/{number}", 4 * settings["timeout_s"])) not in (None, []):
         for pair in pairs:
             if node in pair:
@@ -215,12 +215,12 @@ def run_checker(board: Board, node: str) -> None:
 
 
 def exchange(store: Store, rank: int, timeout_s: float) -> str:
-    """Gathers known data between two nodes; returns what went wrong, empty for nothing.
+    """All-gathers known data between two nodes; returns the error, empty for success.
 
     Args:
-        store: where the two meet.
-        rank: 0 or 1.
-        timeout_s: after which the other is given up.
+        store: store for the rendezvous of the two nodes.
+        rank: rank in the pair, 0 or 1.
+        timeout_s: timeout of the rendezvous and of the collective.
     """
     device = compute_devices()[0]
     try:
@@ -238,12 +238,12 @@ def exchange(store: Store, rank: int, timeout_s: float) -> str:
 
 
 def known_data(rank: int) -> Tensor:
-    """What a rank of a pair sends: [ELEMENTS], fp32, integers."""
+    """Data that a rank of a pair sends: fp32 integers of shape [ELEMENTS]."""
     return ((torch.arange(ELEMENTS) * 31 + rank * 97) % 251).float()
 
 
 def _pair_group(store: Store, rank: int, device: torch.device, timeout: timedelta) -> Any:
-    """A process group of two: NCCL between GPUs, gloo between CPUs."""
+    """Process group of two ranks: NCCL between GPUs, gloo between CPUs."""
     if device.type == "cuda":
         from torch.distributed import ProcessGroupNCCL  # type: ignore[attr-defined]
 
@@ -255,11 +255,11 @@ def _pair_group(store: Store, rank: int, device: torch.device, timeout: timedelt
 
 
 def main() -> None:
-    """Takes part in the check to its end."""
+    """Runs the checker of this node until the check ends."""
     parser = argparse.ArgumentParser(prog="python -m megads.launch.node_checker")
     parser.add_argument("--store", required=True, help="host:port of the coordinator's store")
     parser.add_argument("--node", required=True, help="name of this node")
-    parser.add_argument("--entry", help="module:function to run in place of run_checker; tests name their own")
+    parser.add_argument("--entry", help="module:function to run instead of run_checker, for tests")
     arguments = parser.parse_args()
     host, _, port = arguments.store.rpartition(":")
     work = run_checker
@@ -270,12 +270,12 @@ def main() -> None:
         secret = Secret.decode(sys.stdin.readline())
     except ValueError:
         sys.exit(
-            "megads check_nodes: this checker got no secret through its input; srun and the container must pass it on: "
-            "leave --input out of the options of srun"
+            "megads check_nodes: this checker got no secret on its standard input, which srun and the container must "
+            "forward: leave --input out of the options of srun"
         )
     work(Board(secret, host, int(port)), arguments.node)
     sys.stdout.flush()
-    # Without the interpreter's shutdown, in which a process group whose partner is gone could hang.
+    # Skips the interpreter's shutdown, which a process group whose partner is gone could block.
     os._exit(0)
 
 

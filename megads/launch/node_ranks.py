@@ -1,6 +1,6 @@
-"""The ranks of one node: starts them, watches them, kills what hangs, reports how they ended.
+"""The ranks of one node: starts and monitors them, kills hung ones, and reports how they ended.
 
-The launcher uses it directly on one machine; on SLURM every node's agent does (megads.launch.node_agent).
+Used by the launcher on a single machine, and by the agent of every node on SLURM (megads.launch.node_agent).
 """
 
 from __future__ import annotations
@@ -33,52 +33,52 @@ if TYPE_CHECKING:
 POLL_S = 0.1
 NVIDIA_SMI_S = 30.0
 _PF_EXITING = 0x4
-"""Of the flags of a process, in the kernel's sched.h."""
+"""Flag of an exiting process, from the kernel's sched.h."""
 KILL_AFTER_S = 3.0
-"""A peer that SIGTERM does not end (a stopped process) is killed this long after the first failure."""
-_MOST_COLLECTIONS = 4
-"""Of evidence, in one start."""
+"""How long after the first failure peers that SIGTERM does not end, such as stopped processes, are killed."""
+_MAX_COLLECTIONS = 4
+"""Maximum number of evidence collections in one start."""
 
 
 class Ranks(Protocol):
-    """The ranks of a run, wherever they are."""
+    """The ranks of a run, on this machine or on SLURM nodes."""
 
     def start(self) -> None: ...
 
     def poll(self) -> bool:
-        """Waits a moment and does what is due; False once all have ended."""
+        """Waits briefly and handles what happened; returns False once all ranks have ended."""
         ...
 
     def kill(self) -> None:
-        """Kills what still runs, at once; poll to see the end of it."""
+        """Kills the ranks that still run, without waiting for their end; `poll` observes it."""
         ...
 
     def silences(self) -> list[RankPosition]:
-        """Ranks whose heartbeats stopped or came back since the last call."""
+        """Ranks whose heartbeats stopped or returned since the last call."""
         ...
 
     def phase(self) -> str:
-        """What rank 0 does now, as its heartbeats say; empty where nothing is known."""
+        """Current phase of rank 0 according to its heartbeats; empty if unknown."""
         ...
 
     def hang(self) -> list[RankPosition]:
-        """The ranks that all others wait for and that take too long, their evidence collected; none while all go on."""
+        """The hung ranks that all others wait for, once their evidence is collected; empty if none hangs."""
         ...
 
     def silent_nodes(self) -> Mapping[str, float]:
-        """Nodes whose agents say nothing any more; for how many seconds."""
+        """Nodes whose agents have stopped sending messages, with the seconds since the last one."""
         ...
 
     def lost_nodes(self) -> Mapping[str, float]:
-        """Those of them that the ranks of all other nodes wait for."""
+        """The silent nodes that the ranks of all other nodes wait for."""
         ...
 
     def reports(self) -> list[NodeReport]:
-        """How they ended."""
+        """How the ranks of each node ended."""
         ...
 
     def description(self) -> dict[str, object]:
-        """Where they are, for events.jsonl."""
+        """Nodes of the ranks, for events.jsonl."""
         ...
 
 
@@ -89,15 +89,15 @@ class NodePart:
     Attributes:
         run_dir: the run directory.
         command: arguments after the Python interpreter, the same for every rank.
-        num_ranks: ranks on this node; as many on every other.
+        num_ranks: number of ranks on this node, the same on every node.
         threads_per_rank: CPU threads of each rank.
-        cpu: the ranks compute on the CPU, whatever GPUs there are.
+        cpu: whether the ranks compute on the CPU even if there are GPUs.
         lease: number of this start of the run; None for a start that holds no lease.
         node: number of this node.
-        num_nodes: all nodes.
-        address: of this node, for the others.
-        heartbeat_timeout_s: a rank that sends no heartbeat for so long is killed; None kills none.
-        hangs: when a rank counts as hung; None looks for no hangs.
+        num_nodes: number of all nodes.
+        address: address of this node for the other nodes.
+        heartbeat_timeout_s: time without a heartbeat after which a rank is killed; None disables this.
+        hangs: settings of hang detection; None disables it.
     """
 
     run_dir: Path
@@ -123,13 +123,13 @@ class NodePart:
 
 
 def require_devices(num_ranks: int, what: str) -> None:
-    """Raises ConfigError where there are GPUs, but fewer than ranks.
+    """Raises ConfigError if there are GPUs, but fewer than ranks.
 
-    NCCL refuses two ranks on one GPU, with a message that nobody understands.
+    NCCL refuses two ranks on one GPU with an unclear message.
 
     Args:
-        num_ranks: ranks on this node.
-        what: the sizes that make them, for the message.
+        num_ranks: number of ranks on this node.
+        what: config keys that determine this number, for the message.
     """
     import torch
 
@@ -142,7 +142,10 @@ def require_devices(num_ranks: int, what: str) -> None:
 
 
 def lowest_compute_capability() -> tuple[int, int] | None:
-    """Of this machine's GPUs, as the driver says: torch would open a device here. None where it does not say."""
+    """Lowest compute capability of this machine's GPUs according to nvidia-smi; None if it fails.
+
+    torch is not asked, because it would initialize a device in this process.
+    """
     command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=True)
@@ -150,13 +153,13 @@ def lowest_compute_capability() -> tuple[int, int] | None:
         return min((int(major), int(minor)) for major, minor in found)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         logging.getLogger(__name__).warning(
-            "%s tells no compute capability (%s): CUDA_DEVICE_MAX_CONNECTIONS is left as it is", command[0], error
+            "%s reports no compute capability (%s): CUDA_DEVICE_MAX_CONNECTIONS is left unchanged", command[0], error
         )
         return None
 
 
 class _NewProcesses:
-    """Starts every rank as a new process; see `RankServer` for the methods."""
+    """Starts every rank as a new process, with the interface of `RankServer`."""
 
     def __init__(self, variables: Mapping[str, str]):
         self._variables = variables
@@ -168,7 +171,7 @@ class _NewProcesses:
                 [sys.executable, *command],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                # What it says before its log is open is for the terminal.
+                # stderr goes to the terminal until the rank opens its log.
                 start_new_session=True,
             )
         self._processes[rank] = process
@@ -186,7 +189,7 @@ class _NewProcesses:
         time.sleep(timeout_s)
 
     def close(self) -> None:
-        """Nothing is left where all have ended."""
+        """Does nothing: all ranks have ended."""
 
 
 class NodeRanks:
@@ -194,8 +197,8 @@ class NodeRanks:
 
     Args:
         part: what to start.
-        control: where the ranks meet; None serves it for this node alone.
-        server: forks the ranks where they compute on the CPU, and stays; None starts one for them.
+        control: store for the rendezvous of the ranks; None serves one for this node alone.
+        server: forks ranks that compute on the CPU, and is kept running afterwards; None starts one for them.
     """
 
     def __init__(self, part: NodePart, control: ControlStore | None = None, server: RankServer | None = None):
@@ -219,14 +222,14 @@ class NodeRanks:
         self._of_failure: EvidenceCollection | None = None
 
     def start(self) -> None:
-        # Imported here: it pulls in torch, for which a refused config should not wait.
+        # Imported here: it imports torch, which would delay the refusal of a config.
         import torch
 
         from megads.runtime.control_store import ControlStore
 
         part = self.part
         secret = secret_path(part.run_dir, part.lease)
-        # Kept: ranks meet at this store to their end.
+        # Kept alive: the ranks use this store until they end.
         self._control = self._control or ControlStore(read_secret(secret), part.address)
         cuda = torch.cuda.is_available() and not part.cpu
         capability = lowest_compute_capability() if cuda else None
@@ -244,7 +247,7 @@ class NodeRanks:
             self._processes.start(rank, part.command, shared | numbers)
 
     def poll(self) -> bool:
-        """Waits a moment and does what is due; False once all have ended."""
+        """Waits briefly and handles what happened; returns False once all ranks have ended."""
         assert self._processes is not None
         try:
             self._processes.poll(POLL_S)
@@ -257,7 +260,7 @@ class NodeRanks:
             self._exits = [RankExit(rank, code) for rank, code in codes.items() if code]
             if self._exits:
                 self._collect_before_the_end()
-                # Peers may wait in a collective for whole minutes.
+                # Peers may wait in a collective for minutes.
                 self._signal(signal.SIGTERM)
         if len(codes) == self.part.num_ranks:
             self._monitor.close()
@@ -281,7 +284,7 @@ class NodeRanks:
         return self._failed_at is not None
 
     def kill(self) -> None:
-        """Kills every rank that still runs, and what it started."""
+        """Kills every rank that still runs, and its child processes."""
         self._note_positions()
         if isinstance(self._processes, RankServer) and self._processes.starting:
             self._processes.kill()
@@ -289,30 +292,30 @@ class NodeRanks:
             self._kill(rank, pid)
 
     def silences(self) -> list[RankPosition]:
-        """Ranks whose heartbeats stopped or came back since the last call."""
+        """Ranks whose heartbeats stopped or returned since the last call."""
         found, self._silences = self._silences, []
         return found
 
     def phase(self) -> str:
-        """What rank 0 does now; empty on other nodes, and where nothing is known."""
+        """Current phase of rank 0; empty on other nodes, or if unknown."""
         return self._monitor.phase(0)
 
     def hang(self) -> list[RankPosition]:
-        """The ranks that this node's others wait for and that take too long; none until the evidence is collected."""
+        """The hung ranks that all others of this node wait for; empty until their evidence is collected."""
         if self._evidence is not None and not self._evidence.finished:
             return []
         return list(self._suspects)
 
     def silent_nodes(self) -> Mapping[str, float]:
-        """None: there is no agent between these ranks and who asks."""
+        """Always empty: these ranks are monitored without an agent."""
         return {}
 
     def lost_nodes(self) -> Mapping[str, float]:
-        """None, as no node is silent."""
+        """Always empty, because no node is silent."""
         return {}
 
     def reports(self) -> list[NodeReport]:
-        """How the ranks ended, as far as they have."""
+        """How the ranks of this node ended, as far as they have."""
         ranks = self.part.ranks
         return [
             NodeReport(
@@ -332,7 +335,7 @@ class NodeRanks:
 
     @property
     def _node(self) -> str:
-        """Its name, where it need be told."""
+        """Name of this node; empty on a run of one node."""
         return environment.node_name() if self.part.num_nodes > 1 else ""
 
     def _kill(self, rank: int, pid: int) -> None:
@@ -346,7 +349,7 @@ class NodeRanks:
                 _signal_group(pid, number)
 
     def _watch_heartbeats(self) -> None:
-        """Kills ranks that have been silent for too long: a stopped process ignores SIGTERM, and its peers wait."""
+        """Kills ranks without a heartbeat for too long, as a stopped process ignores SIGTERM; looks for hangs."""
         pids, limit_s = self._pids(), self.part.heartbeat_timeout_s
         self._silences += self._monitor.look(pids)
         for position in self._monitor.positions():
@@ -362,8 +365,8 @@ class NodeRanks:
                 self._evidence = self._collect(f"hung: {render_positions(self._suspects)}")
 
     def _collect(self, reason: str) -> EvidenceCollection | None:
-        """Begins to collect evidence of the ranks that still run; None where there was enough of it already."""
-        if self._collections >= _MOST_COLLECTIONS:
+        """Starts to collect evidence of the ranks that still run; None after the maximum number of collections."""
+        if self._collections >= _MAX_COLLECTIONS:
             return None
         self._collections += 1
         part, exited = self.part, self._exit_codes
@@ -375,7 +378,7 @@ class NodeRanks:
         )
 
     def _collect_before_the_end(self) -> None:
-        """Where a rank failed only because it waited for another one, that one may still run, and say why."""
+        """Collects evidence if a rank failed only because it waited for another, which may still run."""
         failed = read_failures(self.part.run_dir, [end.rank for end in self._exits], self.part.lease)
         if any(record.consequence for record in failed) and len(self._exit_codes) < self.part.num_ranks:
             self._of_failure = self._collect(f"rank {failed[0].rank} waited for another one: {failed[0].message}")
@@ -383,17 +386,17 @@ class NodeRanks:
                 self._of_failure.wait()
 
     def _note_positions(self) -> None:
-        """Keeps where the ranks are before they are killed; one that is silent then is why its peers failed."""
+        """Records the ranks' positions before they are killed; a rank silent by then caused its peers' failure."""
         if self._positions:
             return
         self._positions = self._monitor.positions()
         self._hung |= {at.rank: hung(at) for at in self._positions if at.lost and at.rank not in self._hung}
 
     def _some_rank_failed(self) -> bool:
-        """True once a rank ended without having returned.
+        """Returns whether a rank has ended without returning.
 
-        A rank ends right after it has left its record. So the processes are asked, which costs nothing, and a record is
-        looked for once: the disk is all ranks', and this comes ten times a second.
+        Called ten times a second, so it checks the processes, which is cheap. A rank writes its record right before it
+        ends; the record is read only after that, because all ranks share the disk.
         """
         codes = self._exit_codes
         running = {rank: pid for rank, pid in self._pids().items() if rank not in self._returned}
@@ -402,17 +405,17 @@ class NodeRanks:
         return not self._returned.issuperset(ended)
 
     def _pids(self) -> dict[int, int]:
-        """Pids of the ranks by rank; empty until they are started."""
+        """Pids by rank; empty until the ranks are started."""
         return dict(self._processes.pids) if self._processes is not None else {}
 
     @property
     def _exit_codes(self) -> Mapping[int, int]:
-        """Of the ranks that have ended; their pids may be those of other processes by now."""
+        """Exit codes of the ranks that have ended; their pids may have been reused since."""
         return self._processes.exit_codes if self._processes is not None else {}
 
 
 def _signal_group(pid: int, number: signal.Signals) -> None:
-    """Signals a rank and what it started; the rank alone where it has no session of its own yet."""
+    """Signals a rank and its child processes; only the rank if it has no session of its own yet."""
     for send in (os.killpg, os.kill):
         with suppress(ProcessLookupError, PermissionError):
             send(pid, number)
@@ -420,8 +423,7 @@ def _signal_group(pid: int, number: signal.Signals) -> None:
 
 
 def _ended(pid: int) -> bool:
-    """Whether a process has ended or is about to: it is seen although nobody waited for it yet, and although its exit
-    may take a while in a driver."""
+    """Whether a process has ended or is exiting, even if it is not reaped yet or its exit takes a while in a driver."""
     fields = process_stat(pid)
     return fields[0] in "ZX" or bool(int(fields[6]) & _PF_EXITING) if fields else not _exists(pid)
 

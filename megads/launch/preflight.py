@@ -1,4 +1,4 @@
-"""Decides and refuses, before a rank starts, what a run is: its name, place and data, its layout on this machine."""
+"""Resolves a run before its ranks start (name, folder, data, layout on this machine) and refuses an invalid one."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ _GROUP_WRITABLE = 0o2775
 
 @dataclass(frozen=True)
 class PlannedData:
-    """A run's data, made or not.
+    """A run's data, prepared or not.
 
     Attributes:
-        text: says what it is, in one line.
-        preparation: what is to be made of data.raw; None for a dataset that the user made.
-        vocab_size: tokens, or the most that a tokenizer still to be trained may have; None where nobody knows.
-        made: all of it is there.
+        text: one-line description of the data.
+        preparation: preparation of data.raw; None for a dataset that the user supplied.
+        vocab_size: vocabulary size, or its maximum for a tokenizer that is still to be trained; None if unknown.
+        made: whether all of the data is prepared.
     """
 
     text: str
@@ -66,29 +66,29 @@ class PlannedData:
     made: bool = False
 
     def planned(self, config: RootConfig) -> RootConfig:
-        """Returns a config whose memory and FLOPs can be planned: with a vocabulary, where one is known."""
+        """Returns the config with the vocabulary size, if known, so that memory and FLOPs can be planned."""
         return config if self.vocab_size is None else _with_vocabulary(config, self.vocab_size)
 
     def exactly_known(self, config: RootConfig) -> RootConfig:
-        """Returns a config with a vocabulary where it is certain before the data is made."""
+        """Returns the config with the vocabulary size if it is certain before the data is prepared."""
         learns = self.preparation is not None and self.preparation.tokenizer_content is None and not self.made
         return config if learns else self.planned(config)
 
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A run as it will start: what was asked for, and what was decided.
+    """A run as it will start: the requested and the resolved config.
 
     Attributes:
         asked: the config as composed.
-        config: the same with run.id, run.dir, the dataset and an explicit layout; what ranks read is this, frozen, once
-            `prepare_data` has filled in the vocabulary and the length, and `accept_start` the mixes of earlier starts.
-        data: what the config's dataset is, or will be made of.
-        machine: where the ranks run.
-        placement: their nodes in a SLURM job; None for this machine.
-        choices: what the launcher chose of the layout and of where to start from, and why, for people.
-        made: what events.jsonl gets to know of the data that was prepared; None where the user made it.
-        weights: of another run, to start from; None for initial ones, and for a run that goes on.
+        config: the config with run.id, run.dir, the dataset and an explicit layout. `prepare_data` adds the vocabulary
+            size and the length, `accept_start` the data mixes of earlier starts; then it is frozen for the ranks.
+        data: the run's data.
+        machine: machine that the ranks run on.
+        placement: nodes of the ranks in a SLURM job; None for this machine.
+        choices: lines that explain how the layout and the starting point were chosen.
+        made: fields of the event about the prepared data; None if the user supplied the dataset.
+        weights: weights of another run to start from; None for random initialization and for a resumed run.
     """
 
     asked: RootConfig
@@ -106,24 +106,24 @@ class ResolvedRun:
 
     @property
     def planned(self) -> RootConfig:
-        """The config, with the vocabulary that counts in memory and FLOPs before the data is made."""
+        """The config with the vocabulary size for which memory and FLOPs are planned before the data is prepared."""
         return self.data.planned(self.config)
 
 
 def resolve_run(
     asked: RootConfig, choices: Mapping[str, str | None], placement: SlurmPlacement | None = None
 ) -> ResolvedRun:
-    """Decides what the config leaves open; makes and writes nothing.
+    """Resolves what the config leaves open; creates and writes nothing.
 
     Args:
-        asked: checked.
-        choices: option taken in each config group.
+        asked: checked config.
+        choices: selected option of each config group.
         placement: nodes of the SLURM job; None for this machine.
 
     Raises:
-        MegadsError: the data or the weights to start from are missing or do not fit.
+        MegadsError: the data or the initial weights are missing or do not fit.
     """
-    # It pulls in torch, for which the tab key must not wait.
+    # Imports torch, which would delay shell completion.
     from megads.identity import check_allowed
     from megads.launch.preflight_memory import settle_auto, this_machine
 
@@ -133,10 +133,10 @@ def resolve_run(
     config, data = locate_data(asked)
     config = with_local_load(with_decay_start(place(config, choices)))
     weights, beginning = find_initial_weights(config, data.exactly_known(config).model)
-    # Looked at once: what was chosen to fit must not be refused for what another process took a moment later.
+    # Read once: a layout chosen to fit must not be refused because another process allocates memory meanwhile.
     machine = this_machine(len(placement.nodes) if placement else 1)
     known, reasons = settle_auto(data.planned(config), machine)
-    # Named before, by what the user asked for: what fits may differ when the same command is given again.
+    # The run was named before this choice, which may differ when the same command is run again.
     config = dataclasses.replace(config, parallel=known.parallel)
     if data.made and known.model.vocab_size is not None:
         settled, told = settle_length(data.planned(config))
@@ -148,13 +148,13 @@ def resolve_run(
 def _refuse_history(config: RootConfig) -> None:
     if config.data.history:
         raise ConfigError(
-            f"data.history has {len(config.data.history)} mixes: megads train itself fills it in when a run goes on; "
+            f"data.history has {len(config.data.history)} mixes: megads train itself fills it in when a run resumes; "
             "leave it out, and give data.phases to change the mix at a sample"
         )
 
 
 def _refuse_single_node(config: RootConfig, placement: SlurmPlacement | None) -> None:
-    # Whoever plans or prepares a SLURM job outside of it may not know its nodes.
+    # The nodes may be unknown when a SLURM job is planned or prepared from outside.
     unknown = placement is None and config.cluster.kind is ClusterKind.slurm
     if config.checkpoint.replicate and not unknown and (placement is None or len(placement.nodes) == 1):
         raise ConfigError(
@@ -167,8 +167,8 @@ def place(config: RootConfig, choices: Mapping[str, str | None]) -> RootConfig:
     """Returns the config with run.id and run.dir filled in.
 
     Args:
-        config: as composed.
-        choices: option taken in each config group; the experiment, else the model, names the run.
+        config: config as composed.
+        choices: selected option of each config group; the run is named after the experiment, else after the model.
     """
     name = config.run.name or choices.get("experiment") or choices.get("model") or "run"
     run_id = config.run.id or derive_run_id(config, name.replace("/", "-"))
@@ -177,11 +177,11 @@ def place(config: RootConfig, choices: Mapping[str, str | None]) -> RootConfig:
 
 
 def with_decay_start(config: RootConfig) -> RootConfig:
-    """Returns the config with what schedule.decay_from stands for: where the decay starts, and what the run continues.
+    """Returns the config with schedule.decay_from resolved: the start of the decay, and the checkpoint to load.
 
     Raises:
-        CheckpointError: there is no such checkpoint.
-        ConfigError: another key says otherwise.
+        CheckpointError: the checkpoint does not exist.
+        ConfigError: another key contradicts it.
     """
     given, load, wanted = config.schedule.decay_from, config.checkpoint.load, config.schedule.decay_start_samples
     if given is None:
@@ -198,7 +198,7 @@ def with_decay_start(config: RootConfig) -> RootConfig:
     if start is None:
         if not Path(given).is_dir():
             raise CheckpointError(f"schedule.decay_from = {given}: there is no such folder")
-        # It pulls in torch, for which the tab key must not wait.
+        # Imports torch, which would delay shell completion.
         from megads.checkpoint.manifest import read_manifest
         from megads.checkpoint.read import given_folder
 
@@ -210,13 +210,13 @@ def with_decay_start(config: RootConfig) -> RootConfig:
     schedule = dataclasses.replace(config.schedule, decay_start_samples=start)
     checkpoint = dataclasses.replace(config.checkpoint, load=given)
     found = dataclasses.replace(config, schedule=schedule, checkpoint=checkpoint)
-    # A decay that would start at its end, or after it, would keep the peak without a word.
+    # A decay that starts at or after its end would silently keep the peak learning rate.
     check_schedule(found)
     return found
 
 
 def _decided_start(config: RootConfig) -> int | None:
-    """Where an earlier start of the run has begun to decay: the checkpoint may be gone, or be the newest no more."""
+    """Start of the decay in an earlier start of the run: its checkpoint may be deleted or no longer the newest."""
     try:
         before = load_frozen(Path(str(config.run.dir)) / CONFIG_FILE, complete=False).schedule
     except ConfigError:
@@ -225,13 +225,13 @@ def _decided_start(config: RootConfig) -> int | None:
 
 
 def refuse_early(run: ResolvedRun) -> None:
-    """Refuses what cannot run before text is prepared, a run directory made or a rank started.
+    """Refuses a run that cannot work, before text is prepared, a run directory created or a rank started.
 
     Raises:
-        StopRequested: somebody stopped the run.
-        ConfigError: there are too few GPUs, a tracker is not installed, kernels that were asked for cannot be had,
-            there is no such task, or the run does not fit the machine's memory.
-        DataError: the dataset is missing, damaged or too little, or a task's is.
+        StopRequested: a user has stopped the run.
+        ConfigError: there are too few GPUs, a tracker is not installed, requested kernels are not available, an
+            evaluation task does not exist, or the run does not fit the machine's memory.
+        DataError: the dataset, or that of a task, is missing, damaged or too small.
     """
     from megads.launch.preflight_memory import refuse_unfit
 
@@ -247,32 +247,32 @@ def refuse_early(run: ResolvedRun) -> None:
 
 
 def require_tasks(config: EvaluationConfig) -> None:
-    """Raises MegadsError where a task that is to be evaluated in mid-run cannot be loaded here."""
+    """Raises MegadsError if a task to be evaluated during the run cannot be loaded on this machine."""
     if config.tasks:
         folder = Path(config.tasks_folder) if config.tasks_folder is not None else None
         load_tasks(config.tasks, folder, config.tasks_fewshot)
 
 
 def chosen_kernels(config: RootConfig, machine: Machine) -> Kernels:
-    """Returns which implementation of the operators would run.
+    """Returns the implementation of the operators that the run would use.
 
     Args:
-        config: of the run.
-        machine: where the ranks would run.
+        config: config of the run.
+        machine: machine that the ranks would run on.
 
     Raises:
-        ConfigError: kernels, or a kind of attention, were asked for and cannot be had there.
+        ConfigError: requested kernels, or a requested kind of attention, are not available on that machine.
     """
     for_each_stage(config, lambda of_stage: check_attention(of_stage, cuda=machine.per_gpu))
     return choose(config.ops, cuda=machine.per_gpu, optimizer=config.optim.impl)
 
 
 def refuse_while_stopped(config: RootConfig) -> None:
-    """Refuses a run that somebody stopped and has not allowed to go on; makes the kill switch's folder.
+    """Refuses a run that a user has stopped and not released; creates the folder of run.kill_switch.
 
     Raises:
-        StopRequested: a file that stops it is there.
-        ConfigError: the folder of run.kill_switch cannot be made.
+        StopRequested: a file that stops the run exists.
+        ConfigError: the folder of run.kill_switch cannot be created.
     """
     if config.run.kill_switch is not None:
         _make_reachable(Path(config.run.kill_switch).parent)
@@ -282,7 +282,7 @@ def refuse_while_stopped(config: RootConfig) -> None:
 
 
 def stopping_files(config: RootConfig) -> list[Path]:
-    """Returns the files by which somebody stopped a run, each of which keeps it from starting."""
+    """Returns the files with which a user stopped the run; each of them prevents it from starting."""
     run_dir = Path(str(config.run.dir))
     found = [stop_path(run_dir)] if read_stop(run_dir) == REQUESTED else []
     if config.run.kill_switch is not None and Path(config.run.kill_switch).exists():
@@ -291,7 +291,7 @@ def stopping_files(config: RootConfig) -> list[Path]:
 
 
 def _make_reachable(folder: Path) -> None:
-    """Makes the folder so that every member of the group can put the file there."""
+    """Creates the folder with write permission for the group, so that each member can create the file."""
     if folder.is_dir():
         return
     try:
@@ -299,24 +299,24 @@ def _make_reachable(folder: Path) -> None:
         folder.chmod(_GROUP_WRITABLE)
     except OSError as error:
         raise ConfigError(
-            f"run.kill_switch: the folder {folder} cannot be made ({error.strerror}): make it, or name a file elsewhere"
+            f"run.kill_switch: the folder {folder} cannot be created ({error.strerror}): create it, or use another"
         ) from error
 
 
 def locate_data(config: RootConfig) -> tuple[RootConfig, PlannedData]:
-    """Finds out where a run's data is, made or not, so that the run can be named after it; makes nothing.
+    """Determines where a run's data is, prepared or not, so that the run can be named after it; prepares nothing.
 
     Args:
-        config: checked.
+        config: checked config.
 
     Returns:
-        The config with data.train in place of data.raw, the prepared tokenizer's path, and model.vocab_size where the
-        dataset knows it already; and the data.
+        The config with data.train instead of data.raw, the prepared tokenizer's path, and model.vocab_size if the
+        dataset already determines it; and the data.
 
     Raises:
-        ConfigError: the tokenizer does not fit the config, or nobody knows the vocabulary.
-        CheckpointError: the weights to start from, whose tokenizer it is to be, are not there.
-        DataError: no such text or dataset.
+        ConfigError: the tokenizer does not fit the config, or the vocabulary size is unknown.
+        CheckpointError: the initial weights, whose tokenizer is to be used, do not exist.
+        DataError: the text or the dataset does not exist.
     """
     from megads.data.indexed.dataset import idx_path
     from megads.data.indexed.stream import local_prefix, streamed_text
@@ -338,7 +338,7 @@ def locate_data(config: RootConfig) -> tuple[RootConfig, PlannedData]:
             f"{config.tokenizer.path}: set model.vocab_size=null, which takes the tokenizer's, or give another one"
         )
     data = dataclasses.replace(config.data, raw=None, train=[DatasetConfig(str(preparation.prefix))])
-    # The ids do not depend on what tokenized, and neither does the run's name.
+    # The ids do not depend on the tokenizer engine, and neither must the run's name.
     tokenizer = dataclasses.replace(
         config.tokenizer, path=str(preparation.tokenizer_file), vocab_size=None, engine=Engine.auto
     )
@@ -359,25 +359,25 @@ def _planned_data(preparation: Preparation) -> PlannedData:
 
 
 def require_data(config: RootConfig) -> None:
-    """Raises DataError where the data is missing, damaged or too little.
+    """Raises DataError if the data is missing, damaged or too small.
 
-    Every rank opens the data too, but the user should not wait for that to learn of a mistyped path.
+    Every rank opens the data too, but a mistyped path should be reported before the ranks start.
     """
-    # The launcher may run on a node that does not train: only ranks copy.
+    # Only ranks copy data to data.stage_to: the launcher may run on a node that does not train.
     here = dataclasses.replace(config, data=dataclasses.replace(config.data, stage_to=None))
     for first_sample in trained_stages(config):
         open_run_data(here, at_sample=first_sample)
 
 
 def prepare_data(run: ResolvedRun, console: Console) -> ResolvedRun:
-    """Makes what is not there yet and checks that it is enough for the run; the run directory is not touched.
+    """Prepares the data if needed and checks that it suffices for the run; does not touch the run directory.
 
     Returns:
-        The run with model.vocab_size, its length and `made` known.
+        The run with model.vocab_size, the run length and `made` set.
 
     Raises:
         ConfigError: the cache cannot be written to.
-        DataError: the text cannot be read, or is too little.
+        DataError: the text cannot be read or is too small.
     """
     preparation, raw = run.data.preparation, run.asked.data.raw_patterns
     if preparation is None:
@@ -411,34 +411,34 @@ def prepare_data(run: ResolvedRun, console: Console) -> ResolvedRun:
 
 
 def trained_stages(config: RootConfig) -> list[int]:
-    """Returns the first sample of every training stage that the run reaches; one where it has no stages."""
+    """Returns the first sample of every training stage that the run reaches; [0] without stages."""
     spans = run_spans(config)
     end = planned_steps(config) if spans else 0
     return [0, *(span.first_sample for span in spans if 0 < span.first_step < end)]
 
 
 def build_index_maps(config: RootConfig, console: Console) -> None:
-    """Builds the index maps of the whole planned run, and says how many there are.
+    """Builds the index maps of the whole planned run, and reports their number.
 
     Raises:
-        DataError: the data is missing, damaged or too little.
+        DataError: the data is missing, damaged or too small.
     """
     start_s = time.monotonic()
     here = dataclasses.replace(config, data=dataclasses.replace(config.data, stage_to=None))
-    # The last training stage goes on where those before it end.
+    # The maps of the last training stage continue those of the stages before it.
     train, _ = open_run_data(here, at_sample=trained_stages(config)[-1])
     maps = train.build_maps(batch_size_schedule(config).samples_after(planned_steps(config)))
     console.say(f"prepared: {maps} index maps in {time.monotonic() - start_s:.1f} s; the run was not started")
     if config.data.stage_to is not None and config.data.cache_dir is None:
         console.say(
-            f"data.stage_to = {config.data.stage_to}: each node looks for maps beside its copy; give data.cache_dir "
-            "for it to find these",
+            f"data.stage_to = {config.data.stage_to}: each node looks for index maps next to its copy; set "
+            "data.cache_dir so that it finds these",
             "warning",
         )
 
 
 def data_fault(config: RootConfig) -> DataError | None:
-    """Returns what is wrong with a run's data now, for a run that died of it; None where nothing is."""
+    """Returns the current error of the run's data, to explain a crash; None if the data is intact."""
     try:
         require_data(config)
     except DataError as error:
@@ -450,7 +450,7 @@ def _find_or_make(preparation: Preparation, console: Console) -> tuple[Prepared,
     try:
         found = preparation.find()
     except DataError:
-        # `make` looks again, holding the lock.
+        # `make` checks again while it holds the lock.
         found = None
     if found is not None:
         return found, True
@@ -465,14 +465,14 @@ def _cache_dir(config: RootConfig) -> Path:
 
 
 def _with_vocabulary(config: RootConfig, vocab_size: int) -> RootConfig:
-    """Fills in model.vocab_size where the user left it to the tokenizer."""
+    """Sets model.vocab_size if the user left it to the tokenizer."""
     if config.model.vocab_size is not None:
         return config
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
 
 
 def _with_dataset_vocabulary(config: RootConfig) -> RootConfig:
-    """Takes the vocabulary from the dataset's sidecar, and checks that a tokenizer that is named made the dataset."""
+    """Sets the vocabulary size from the dataset's sidecar; checks that a given tokenizer made the dataset."""
     if config.model.vocab_size is not None and config.tokenizer.path is None:
         return config
     from megads.data.indexed.dataset import IndexedDataset
@@ -485,8 +485,8 @@ def _with_dataset_vocabulary(config: RootConfig) -> RootConfig:
         if config.model.vocab_size is None and not config.run.dry_run:
             IndexedDataset(path)
             raise ConfigError(
-                f"model.vocab_size is null, which takes the tokenizer's, but {sidecar_path(path)} is not there to tell "
-                "it: set model.vocab_size"
+                f"model.vocab_size is null, which takes the tokenizer's, but {sidecar_path(path)}, which contains "
+                "it, does not exist: set model.vocab_size"
             )
         return config
     given = config.tokenizer.path

@@ -1,4 +1,4 @@
-"""Does a run fit? The plan of a config, compared with the machine before any rank starts."""
+"""Checks that a run fits into memory: compares the memory plan of a config with the machine before a rank starts."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from megads.train_config import Precision
 
 @dataclass(frozen=True)
 class Room:
-    """What the ranks on a machine need, and what it has; in bytes.
+    """Memory that the ranks on a machine need, and memory that is available; in bytes.
 
     Attributes:
-        needed: of one GPU, or of all ranks together on a CPU; processes and holes in their heaps included.
-        available: free on the fullest GPU, or on the machine.
-        per_gpu: whether the figures are of one GPU.
+        needed: memory needed on one GPU, or by all ranks on a CPU, including processes and heap fragmentation.
+        available: free memory of the fullest GPU, or of the machine.
+        per_gpu: whether the values are for one GPU.
     """
 
     needed: int
@@ -47,25 +47,25 @@ class Room:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where ranks run.
+    """Memory of the machine that ranks run on.
 
     Attributes:
-        available: bytes free on the fullest GPU, or on the machine, which all ranks share.
-        per_gpu: whether ranks have a GPU each.
+        available: free bytes of the fullest GPU, or of the machine, which all ranks share.
+        per_gpu: whether each rank has its own GPU.
     """
 
     available: int
     per_gpu: bool
 
     def room(self, plan: MemoryPlan) -> Room:
-        """What a run needs here."""
+        """Returns the memory that a run needs on this machine."""
         if self.per_gpu:
             return Room(plan.fullest_device.device_peak, self.available, per_gpu=True)
         ranks = plan.ranks_per_stage * len(plan.stages)
         return Room(round(plan.all_ranks * HEAP_SHARE) + ranks * PROCESS_BYTES, self.available, per_gpu=False)
 
     def for_ranks(self, parallel: ParallelConfig) -> int:
-        """Bytes of one rank's device; on a CPU, what tensors of one rank of every pipeline stage may take together."""
+        """Bytes of one rank's GPU; on a CPU, bytes for the tensors of one rank of each pipeline stage together."""
         if self.per_gpu:
             return self.available
         ranks_per_stage = parallel.world_size // parallel.pp
@@ -73,21 +73,21 @@ class Machine:
 
 
 def this_machine(nodes: int = 1) -> Machine:
-    """Where `megads train` would start ranks: this machine's GPUs, else its CPU.
+    """Returns the machine on which `megads train` would start ranks: this machine's GPUs, else its CPU.
 
     Args:
-        nodes: machines like this one over which the ranks are shared out evenly.
+        nodes: number of identical machines over which the ranks are evenly distributed.
     """
     free_gpus = free_gpu_memory()
     return Machine(min(free_gpus), per_gpu=True) if free_gpus else Machine(nodes * available_memory(), per_gpu=False)
 
 
 def workload_of(config: RootConfig, *, cuda: bool) -> Workload:
-    """What a step of a run computes.
+    """Returns the workload of one step of a run.
 
     Args:
-        config: the run.
-        cuda: ranks compute on GPUs.
+        config: config of the run.
+        cuda: whether the ranks compute on GPUs.
     """
     train = config.train
     return Workload(
@@ -95,7 +95,7 @@ def workload_of(config: RootConfig, *, cuda: bool) -> Workload:
         micro_batch_size=train.micro_batch_size,
         micro_batches=micro_batches(config),
         weight_bytes=2 if train.precision is Precision.bf16 else 4,
-        # The running step, those in the queue, and the one being read.
+        # The current step, the prefetched ones, and the one being read.
         steps_loaded=config.data.prefetch_steps + 2,
         cuda=cuda,
         document_mask=config.data.document_mask,
@@ -107,18 +107,18 @@ def workload_of(config: RootConfig, *, cuda: bool) -> Workload:
 
 
 def plan_of(config: RootConfig, *, cuda: bool, ranks: Collection[int] | None = None) -> MemoryPlan:
-    """Memory of every rank of a run.
+    """Returns the memory plan of the ranks of a run.
 
     Args:
-        config: the run.
-        cuda: ranks compute on GPUs.
-        ranks: of the pipeline, to be planned; None: all.
+        config: config of the run.
+        cuda: whether the ranks compute on GPUs.
+        ranks: pipeline ranks to plan; None plans all.
     """
     return memory_plan(config.model, config.parallel, workload_of(config, cuda=cuda), ranks)
 
 
 def largest_stage(config: RootConfig, *, cuda: bool) -> RootConfig:
-    """The config of the training stage whose largest rank holds the most; the run's own where it has no stages."""
+    """Returns the config of the training stage with the highest peak memory of a rank; `config` without stages."""
 
     def peak(of_stage: RootConfig) -> int:
         parallel = of_stage.parallel
@@ -131,19 +131,19 @@ def largest_stage(config: RootConfig, *, cuda: bool) -> RootConfig:
 
 
 def micro_batches(config: RootConfig) -> int:
-    """Micro-batches of one data-parallel rank in a step of the full batch size."""
+    """Returns the micro-batches of one data-parallel rank in a step of the full batch size."""
     return config.train.global_batch_size // (config.train.micro_batch_size * config.parallel.dp)
 
 
 def settle_auto(config: RootConfig, machine: Machine | None) -> tuple[RootConfig, list[str]]:
-    """Replaces what a layout leaves to the launcher by explicit values: the partition, then recomputation.
+    """Replaces auto values of the layout by explicit ones: the partition, then recomputation.
 
     Args:
-        config: the run.
-        machine: where it runs; None where that is not known, which leaves recomputation as it is.
+        config: config of the run.
+        machine: machine that the run starts on; None if unknown, which leaves recomputation unchanged.
 
     Returns:
-        The config, and why it has these values, for people; nothing where nothing was to choose, or not yet.
+        The config, and lines that explain the values; no lines if nothing is auto, or nothing can be chosen yet.
     """
     choices = []
     if config.parallel.partition is Partition.auto and config.model.vocab_size is not None:
@@ -160,15 +160,15 @@ def settle_auto(config: RootConfig, machine: Machine | None) -> tuple[RootConfig
 
 
 def choose_recompute(config: RootConfig, machine: Machine) -> tuple[RootConfig, str]:
-    """Replaces parallel.recompute=auto by the numbers of blocks with which the run fits a machine.
+    """Replaces parallel.recompute=auto by the numbers of recomputed blocks with which the run fits a machine.
 
     Args:
-        config: the run.
-        machine: where it runs.
+        config: config of the run.
+        machine: machine that the run starts on.
 
     Returns:
-        The config with explicit values, or as it was; and why, for people. The reason is empty where nothing was to
-        choose, or not yet: a dry run may not know the vocabulary before the data is there.
+        The config with explicit values, or unchanged; and a line that explains them. The line is empty if the value is
+        not auto, or cannot be chosen yet: a dry run may not know the vocabulary size before the data is prepared.
     """
     parallel = config.parallel
     if parallel.recompute is not Recompute.auto or config.model.vocab_size is None:
@@ -193,7 +193,7 @@ def choose_recompute(config: RootConfig, machine: Machine) -> tuple[RootConfig, 
 
 
 def with_blocks(parallel: ParallelConfig, blocks: Sequence[int]) -> ParallelConfig:
-    """The layout with numbers of recomputed blocks in place of auto; none where they are all 0."""
+    """Returns the layout with explicit numbers of recomputed blocks; no recomputation if all are 0."""
     chosen = list(blocks) if any(blocks) else None
     return dataclasses.replace(
         parallel, recompute=Recompute.full if chosen else Recompute.none, recompute_blocks=chosen
@@ -201,9 +201,9 @@ def with_blocks(parallel: ParallelConfig, blocks: Sequence[int]) -> ParallelConf
 
 
 def peaks_by_blocks(model: ModelConfig, parallel: ParallelConfig, workload: Workload) -> list[list[int]]:
-    """[stage][blocks]: bytes of a rank of each stage at its fullest, by how many of its blocks are recomputed.
+    """Returns the peak memory in bytes as [stage][blocks], by pipeline stage and number of its recomputed blocks.
 
-    On a GPU with what CUDA and communicators take of it.
+    On GPUs it includes the memory of the CUDA context and of the communicators.
     """
     stages = memory_plan(model, with_blocks(parallel, [0]), workload).stages
     counts = [len(stage.recomputation) for stage in stages]
@@ -217,31 +217,32 @@ def peaks_by_blocks(model: ModelConfig, parallel: ParallelConfig, workload: Work
 
 
 def fewest_for_each(peaks: Sequence[Sequence[int]], limit: int) -> list[int]:
-    """Fewest recomputed blocks of each stage with which its ranks fit a device each.
+    """Returns the fewest recomputed blocks of each stage with which a rank of it fits its own device.
 
-    The first stages of 1F1B hold the most micro-batches and get the most.
+    The first stages of 1F1B hold the most micro-batches and need the most recomputation.
 
     Args:
-        peaks: [stage][blocks] bytes of a rank.
-        limit: bytes of a device.
+        peaks: peak memory of a rank in bytes, [stage][blocks].
+        limit: memory of a device in bytes.
 
     Returns:
-        A number for each stage; where none fits, the one that needs least.
+        The number of blocks of each stage; if none fits, the number with the least memory.
     """
     return [next((blocks for blocks, peak in enumerate(row) if peak <= limit), row.index(min(row))) for row in peaks]
 
 
 def fewest_together(peaks: Sequence[Sequence[int]], limit: int) -> list[int]:
-    """Few recomputed blocks with which one rank of every stage fit into a memory that they share.
+    """Returns few recomputed blocks with which one rank of every stage fit into the memory that they share.
 
-    One block after the other is taken from the stage where it saves the most: where most micro-batches wait.
+    Greedy: the next recomputed block is one of the stage where it saves the most, the one with the most micro-batches
+    in flight.
 
     Args:
-        peaks: [stage][blocks] bytes of a rank.
-        limit: bytes of the shared memory.
+        peaks: peak memory of a rank in bytes, [stage][blocks].
+        limit: size of the shared memory in bytes.
 
     Returns:
-        A number for each stage; where nothing fits, those beyond which no block saves any more.
+        The number of blocks of each stage; if nothing fits, the numbers beyond which recomputation saves no memory.
     """
     blocks = [0] * len(peaks)
     while sum(row[count] for row, count in zip(peaks, blocks, strict=True)) > limit:
@@ -256,7 +257,7 @@ def fewest_together(peaks: Sequence[Sequence[int]], limit: int) -> list[int]:
 
 
 def refuse_unfit(config: RootConfig, machine: Machine) -> None:
-    """Raises ConfigError when the run cannot fit a machine, with the largest rank and its largest part."""
+    """Raises ConfigError if the run does not fit the machine; names the largest rank and its largest part."""
     if config.run.check_memory:
         for_each_stage(config, lambda of_stage: _refuse_unfit(of_stage, machine))
 
@@ -279,7 +280,7 @@ def _refuse_unfit(config: RootConfig, machine: Machine) -> None:
 
 
 def _remedy(plan: MemoryPlan, room: Room) -> str:
-    """More ranks help where each has memory of its own; on one machine they share it."""
+    """Remedy for a run that does not fit; more ranks help only if each has its own memory."""
     every_block = all(mode is Recompute.full for stage in plan.stages for mode in stage.recomputation)
     recompute = "" if every_block else "set parallel.recompute=full, "
     if room.per_gpu:
@@ -288,7 +289,7 @@ def _remedy(plan: MemoryPlan, room: Room) -> str:
 
 
 def memory_line(config: RootConfig, machine: Machine) -> str:
-    """One line about the run's memory on a machine, for people."""
+    """Returns a line about the run's memory on a machine, to show to the user."""
     plan = plan_of(largest_stage(config, cuda=machine.per_gpu), cuda=machine.per_gpu)
     room = machine.room(plan)
     verdict = "fits" if room.fits else "does not fit"
@@ -296,7 +297,7 @@ def memory_line(config: RootConfig, machine: Machine) -> str:
 
 
 def parts(stage: StageMemory) -> dict[str, int]:
-    """What makes up the peak of a rank, by name, in bytes."""
+    """Returns the parts of a rank's peak memory by name, in bytes."""
     return {
         "weights": stage.weights,
         "gathered weights": stage.fullest.gathered,
@@ -312,5 +313,5 @@ def parts(stage: StageMemory) -> dict[str, int]:
 
 
 def gib(size: int) -> str:
-    """12.3 GiB; MiB below one GiB."""
+    """Formats bytes as GiB, or as MiB below one GiB."""
     return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"

@@ -1,7 +1,7 @@
-"""One rank of a run: `python -m megads.launch.rank <run_dir> --digest <sha256>`, started by the launcher only.
+"""Process of one rank: `python -m megads.launch.rank <run_dir> --digest <sha256>`, started only by the launcher.
 
-Its log, its tie to the launcher, and the record that it leaves of a failure. Imports nothing heavy: the log must be in
-place before torch is loaded.
+Sets up the rank's log, ends the rank when the launcher dies, and records a failure. It imports nothing heavy, because
+the log must be open before torch is imported.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _LOST_PEER_TEXTS = (
 
 
 def start_rank(run_dir: Path) -> RankEnvironment:
-    """Ties this process to its launcher and its log; the first thing a rank does."""
+    """Binds this process to the life of its launcher and opens its log; called first in a rank."""
     environment = rank_environment()
     die_with_launcher(launcher_pid())
     leave_signals_to_the_launcher()
@@ -60,18 +60,18 @@ def start_rank(run_dir: Path) -> RankEnvironment:
 
 
 def leave_signals_to_the_launcher() -> None:
-    """Ignores what SLURM sends to every process of a job that is to end: the launcher answers, and saves in time."""
+    """Ignores the signals that SLURM sends to every process of an ending job; the launcher handles them and saves."""
     if slurm_job() is not None:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
 
 
 def run_rank(run_dir: Path, body: Callable[[], int]) -> NoReturn:
-    """Runs the rank's work and leaves the process; never returns.
+    """Runs the rank's work and exits the process; never returns.
 
-    A returned code is recorded and the process exits 0, so that the agent does not kill peers that are still leaving.
-    An exception is recorded and the process ends at once: no further collectives, no interpreter shutdown, which could
-    hang in a library's exit handler.
+    A returned exit code is recorded and the process exits with 0, so that the agent does not kill peers that are still
+    exiting. An exception is recorded and the process exits immediately, without further collectives and without the
+    interpreter's shutdown, which could hang in a library's exit handler.
     """
     environment = rank_environment()
     rank = environment.rank
@@ -84,7 +84,7 @@ def run_rank(run_dir: Path, body: Callable[[], int]) -> NoReturn:
 
 
 def _code_of(body: Callable[[], int]) -> int:
-    """A rollback is a decision of all ranks, which events.jsonl records, and no failure of one."""
+    """Exit code of the body; a rollback is not a failure but a decision of all ranks, recorded in events.jsonl."""
     try:
         return body()
     except RollBack as decided:
@@ -93,7 +93,7 @@ def _code_of(body: Callable[[], int]) -> int:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Tells whether an error only says that another rank is gone, so that the cause is to be found there."""
+    """Returns whether an error only means that another rank is gone, which then is the root cause."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, MegadsError):
@@ -109,7 +109,7 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def _fail(run_dir: Path, environment: RankEnvironment, error: BaseException) -> NoReturn:
-    """Records why this rank failed, then ends it."""
+    """Records why this rank failed, then exits."""
     full = isinstance(error, OSError) and error.errno in DISK_FULL
     code = error.exit_code if isinstance(error, MegadsError) else CheckpointError.exit_code if full else EXIT_BUG
     record = {
@@ -130,14 +130,14 @@ def _fail(run_dir: Path, environment: RankEnvironment, error: BaseException) -> 
 
 
 def _leave(code: int) -> NoReturn:
-    """Ends the process without the interpreter's shutdown, in which a thread of a process group may still abort."""
+    """Exits without the interpreter's shutdown, during which a thread of a process group may abort."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(code)
 
 
 def _write_json(path: Path, record: dict[str, object]) -> None:
-    """Writes a small file that appears whole or not at all; beside the node's temporary files if the disk is full."""
+    """Writes a small file atomically; to the node's temporary folder if the disk is full."""
     try:
         _replace(path, json.dumps(record) + "\n")
     except OSError:
@@ -159,18 +159,18 @@ def _replace(path: Path, text: str) -> None:
 def die_with_launcher(parent: int | None) -> None:
     """Asks the kernel to kill this process when the launcher dies, even by SIGKILL.
 
-    Ranks have sessions of their own, so no terminal signal reaches an orphan. The launcher of a forked rank is the
-    server that forked it, which dies with the launcher.
+    Ranks have their own sessions, so no terminal signal reaches an orphan. For a forked rank the parent is the rank
+    server, which dies with the launcher.
 
     Args:
-        parent: pid of the launcher; None where there is none to die with.
+        parent: pid of the launcher; None does nothing.
     """
     if parent is not None:
         die_with_parent(parent, signal.SIGKILL)
 
 
 def redirect_output(path: Path) -> None:
-    """Sends file descriptors 1 and 2, and so C++ libraries too, to the end of a log file."""
+    """Redirects file descriptors 1 and 2, which C++ libraries use too, to append to a log file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
@@ -180,13 +180,13 @@ def redirect_output(path: Path) -> None:
 
 
 def _log_stream(descriptor: int) -> io.TextIOWrapper:
-    """Whatever the locale, no character is a reason to fail."""
+    """Text stream on the log that encodes every character, whatever the locale."""
     binary = io.BufferedWriter(_Log(descriptor, "wb", closefd=False))
     return io.TextIOWrapper(binary, encoding="utf-8", errors="backslashreplace", line_buffering=True)
 
 
 class _Log(io.FileIO):
-    """A rank's log: what a full disk does not take is lost, and no reason to end the run."""
+    """A rank's log; output that does not fit on a full disk is dropped instead of ending the run."""
 
     def write(self, data: Any) -> int:
         try:
@@ -202,7 +202,7 @@ def main() -> NoReturn:
     parser = argparse.ArgumentParser(prog="python -m megads.launch.rank")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--digest", required=True, help="sha256 that the frozen config must have")
-    parser.add_argument("--entry", default="megads.train:train", help="module:function to run; tests name their own")
+    parser.add_argument("--entry", default="megads.train:train", help="module:function to run; overridden in tests")
     arguments = parser.parse_args()
     start_rank(arguments.run_dir)
     run_rank(arguments.run_dir, lambda: _train(arguments.run_dir, arguments.digest, arguments.entry))
@@ -210,7 +210,7 @@ def main() -> NoReturn:
 
 def _train(run_dir: Path, digest: str, entry: str) -> int:
     """Checks that this rank reads the config that the launcher froze, then runs the entry."""
-    # Imported after the log is open, so that a failing import is in it.
+    # Imported after the log is open, so that a failing import is logged.
     from megads.errors import ConfigError
     from megads.frozen_config import config_digest, load_frozen
     from megads.runtime.run_dir import CONFIG_FILE
@@ -222,7 +222,7 @@ def _train(run_dir: Path, digest: str, entry: str) -> int:
             f"{run_dir / CONFIG_FILE} has digest {found[:8]}, the launcher froze {digest[:8]}: "
             "the file changed during the start, or the ranks see another file system; start again"
         )
-    # Only now: this is the config that the user's own command line froze.
+    # Only after the check: plugins come from the config that the user's own command line froze.
     config.settle_plugins()
     module, function = entry.split(":")
     return int(getattr(importlib.import_module(module), function)(config, run_dir))

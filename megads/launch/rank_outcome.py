@@ -1,4 +1,4 @@
-"""Finds the cause among the ends of all ranks: one failure makes its peers fail too, and they must not be blamed."""
+"""Finds the root cause among the ends of all ranks: one failure makes its peers fail, which must not be blamed."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _HINTS: dict[int, str] = {
 
 @dataclass(frozen=True)
 class RankExit:
-    """How a process ended.
+    """How the process of a rank ended.
 
     Attributes:
         rank: the rank.
-        exit_code: its exit status; negative is the number of the signal that killed it.
+        exit_code: its exit code; negative for a process killed by that signal.
     """
 
     rank: int
@@ -42,17 +42,18 @@ class RankExit:
 
 @dataclass(frozen=True)
 class FailureRecord:
-    """What a failing rank wrote about itself; see `megads.launch.rank`.
+    """Record that a failing rank wrote about its failure; see `megads.launch.rank`.
 
     Attributes:
         rank: the rank.
-        exit_code: the documented code of the failure.
-        kind: class of the exception.
-        user_error: the message is meant for the user as it stands.
-        message: what the exception said.
-        monotonic_s: when, on its node's monotonic clock.
-        consequence: it only lost a peer.
-        time_s: when, in seconds since 1970; compares failures of several nodes, as far as their clocks agree.
+        exit_code: documented exit code of the failure.
+        kind: class name of the exception.
+        user_error: whether the message is meant for the user as it is.
+        message: message of the exception.
+        monotonic_s: time of the failure on the node's monotonic clock.
+        consequence: whether the rank failed only because it lost a peer.
+        time_s: time of the failure in seconds since 1970, to order failures of several nodes as far as their clocks
+            agree.
     """
 
     rank: int
@@ -70,14 +71,14 @@ class NodeReport:
     """How the ranks of one node ended.
 
     Attributes:
-        node: its name; empty on a run of one machine, where it need not be told.
-        failures: what failing ranks wrote.
-        exits: processes that the agent saw fail.
+        node: name of the node; empty on a run of one machine.
+        failures: records of the failing ranks.
+        exits: rank processes whose failure the agent observed.
         killed: ranks that the agent itself killed.
-        returned: exit codes of the ranks that ended by themselves.
-        positions: of the ranks, by their heartbeats, when the first failure on the node was seen.
-        error: the agent's own failure; empty for none.
-        exit_code: of that failure.
+        returned: exit codes of the ranks that returned.
+        positions: positions of the ranks by their heartbeats when the first failure on the node was observed.
+        error: failure of the agent itself; empty for none.
+        exit_code: exit code of that failure.
     """
 
     node: str = ""
@@ -91,16 +92,16 @@ class NodeReport:
 
     @property
     def failed(self) -> bool:
-        """Whether anything but a good end is in it."""
+        """Whether a rank or the agent failed."""
         return bool(self.failures or self.exits or self.error)
 
     def encode(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """Converts to JSON types."""
         return asdict(self)
 
     @classmethod
     def decode(cls, content: Mapping[str, Any]) -> NodeReport:
-        """Reads what `encode` made and JSON carried."""
+        """Converts from the JSON types of `encode`."""
         return cls(
             node=content["node"],
             failures=[FailureRecord(**record) for record in content["failures"]],
@@ -118,15 +119,15 @@ class Outcome:
     """How a run ended.
 
     Attributes:
-        exit_code: as documented.
-        rank: to blame for a failure, where one is.
-        message: about a failure; empty for none.
-        nodes: to blame, or of the rank to blame; empty on a run of one machine.
-        lost: the nodes themselves are to blame, and not a rank on them.
-        first_sign_s: when a rank first noticed a failure, in seconds since 1970; None where none left a word.
-        stopping: somebody had asked the run to stop before.
-        signal: that killed the rank to blame.
-        hung: the rank to blame, or all, took too long to do anything.
+        exit_code: documented exit code.
+        rank: rank that is the root cause of a failure; None if there is none, or it is not known.
+        message: message about the failure; empty for none.
+        nodes: nodes that are the root cause, or the node of `rank`; empty on a run of one machine.
+        lost: whether the nodes themselves are the root cause, and not a rank on them.
+        first_sign_s: time of the first recorded failure of a rank, in seconds since 1970; None if there is no record.
+        stopping: whether a stop had been requested before the end.
+        signal: signal that killed `rank`.
+        hung: whether `rank`, or all ranks, hung.
     """
 
     exit_code: int
@@ -141,7 +142,7 @@ class Outcome:
 
 
 def clear_records(run_dir: Path) -> None:
-    """Removes the records that an earlier start left."""
+    """Removes the records of earlier starts."""
     for pattern in ("failure_*.json", "exit_*.json"):
         for folder in (run_dir / "logs", spare_path(run_dir / "logs" / "any").parent):
             for path in folder.glob(pattern):
@@ -149,25 +150,24 @@ def clear_records(run_dir: Path) -> None:
 
 
 def read_failures(run_dir: Path, ranks: Iterable[int], start: int | None = None) -> list[FailureRecord]:
-    """Returns the failure records that ranks of a start left, see run_dir.failure_path."""
+    """Returns the failure records that the ranks of a start wrote, see run_dir.failure_path."""
     found = (_record(failure_path(run_dir, rank, start), FailureRecord) for rank in ranks)
     return [record for record in found if record is not None]
 
 
 def read_exits(run_dir: Path, ranks: Iterable[int], start: int | None = None) -> dict[int, int]:
-    """Returns the codes that ranks of a start returned, of those that left a record."""
+    """Returns the recorded exit codes of the ranks of a start that returned."""
     found = (_record(exit_path(run_dir, rank, start), RankExit) for rank in ranks)
     return {record.rank: record.exit_code for record in found if record is not None}
 
 
 def _record(path: Path, kind: type[T]) -> T | None:
-    """What a rank of this node, or of any on a shared disk, left under this name; None for nothing that can be read:
-    its exit status and its log are there all the same."""
-    # Needed after a failure only, and slow to import.
+    """Reads a record of a rank of this node, or of any node on a shared disk; None if it is missing or unreadable."""
+    # Slow to import, and needed only at the end of a run.
     from pydantic import TypeAdapter
 
     spare = spare_path(path)
-    # Others may write among temporary files; in the run's folder a file server may name another owner.
+    # In the temporary folder other users may write; in the run directory a file server may report another owner.
     ours = path if path.exists() else spare if spare.exists() and spare.stat().st_uid == os.getuid() else None
     try:
         return None if ours is None else TypeAdapter(kind).validate_json(read_regular(ours))
@@ -175,24 +175,24 @@ def _record(path: Path, kind: type[T]) -> T | None:
         return None
 
 
-def judge(run_dir: Path, num_ranks: int, reports: Sequence[NodeReport]) -> Outcome:
-    """Decides what a run ended with; see `_blame` for the order of blame.
+def determine_outcome(run_dir: Path, num_ranks: int, reports: Sequence[NodeReport]) -> Outcome:
+    """Determines the outcome of a run; see `_find_cause` for the order of precedence.
 
     Args:
-        run_dir: holds the ranks' logs.
-        num_ranks: ranks that were started.
-        reports: of the nodes; a node that left none counts through its ranks, of which nobody knows anything.
+        run_dir: the run directory, with the ranks' logs.
+        num_ranks: number of started ranks.
+        reports: reports of the nodes; ranks of a node without a report count as ranks without a record.
     """
-    outcome = _blame(run_dir, num_ranks, reports)
+    outcome = _find_cause(run_dir, num_ranks, reports)
     signs = [record.time_s for report in reports for record in report.failures]
     return replace(outcome, first_sign_s=min(signs, default=None))
 
 
-def _blame(run_dir: Path, num_ranks: int, reports: Sequence[NodeReport]) -> Outcome:
-    """Decides what a run ended with.
+def _find_cause(run_dir: Path, num_ranks: int, reports: Sequence[NodeReport]) -> Outcome:
+    """Determines the root cause of a failure, and the outcome.
 
-    The order of blame: the earliest failure that is not a lost peer; a node's agent that failed itself; nobody, where
-    all ranks aborted; a rank killed by a signal; a rank that ended without a word; the earliest lost peer.
+    In order of precedence: the earliest failure that is not a lost peer; an agent that failed itself; no rank, if all
+    aborted; a rank killed by a signal; a rank that exited without a record; the earliest lost peer.
     """
     nodes = {record.rank: report.node for report in reports for record in report.failures}
     failures = _by_time([record for report in reports for record in report.failures], single=len(reports) == 1)
@@ -211,7 +211,7 @@ def _blame(run_dir: Path, num_ranks: int, reports: Sequence[NodeReport]) -> Outc
     whereabouts = f"\n  when it was noticed: {found}" if found else ""
     if len(silent) == num_ranks > 1 and {end.exit_code for end, _ in silent} == {-signal.SIGABRT} and not killed:
         return _all_aborted(run_dir, num_ranks, whereabouts)
-    blamed = _silent_cause(run_dir, silent, killed)
+    blamed = _unrecorded_cause(run_dir, silent, killed)
     if blamed is not None:
         return blamed
     if failures:
@@ -224,31 +224,31 @@ def _blame(run_dir: Path, num_ranks: int, reports: Sequence[NodeReport]) -> Outc
 
 
 def lost_nodes(names: Collection[str], word: str) -> list[NodeReport]:
-    """What there is to report of nodes whose agents left no report.
+    """Returns reports for the nodes whose agents sent none.
 
     Args:
-        names: of the nodes.
-        word: what the scheduler says of it.
+        names: names of the nodes.
+        word: message of the scheduler about them; empty for none.
     """
     what = f"lost, its agent ended without a report{f' ({word})' if word else ''}"
     return [NodeReport(node=name, error=what, exit_code=UnhealthyNode.exit_code) for name in names]
 
 
 def _by_time(records: list[FailureRecord], single: bool) -> list[FailureRecord]:
-    """Earliest first: by the clock that cannot jump on one node, by the time of day over several."""
+    """Sorts by time: on one node by its monotonic clock, on several nodes by the time of day."""
     return sorted(records, key=lambda record: record.monotonic_s if single else record.time_s)
 
 
-def _silent_cause(run_dir: Path, silent: Sequence[tuple[RankExit, str]], killed: Collection[int]) -> Outcome | None:
-    """Blames a rank that ended without a word, if one did so by itself."""
-    # The peers of a failed rank are ended by SIGTERM, so that signal is blamed only when there is nothing else.
+def _unrecorded_cause(run_dir: Path, silent: Sequence[tuple[RankExit, str]], killed: Collection[int]) -> Outcome | None:
+    """Outcome for a rank that ended by itself without a record; None if there is none."""
+    # The peers of a failed rank are ended by SIGTERM, so this signal is a cause only if there is no other.
     for end, node in silent:
         if end.exit_code < 0 and end.exit_code != -signal.SIGTERM and end.rank not in killed:
             return _from_signal(run_dir, end, node)
     for end, node in silent:
         if end.exit_code > 0:
-            message = f"{_rank(end.rank, node)} ended with exit code {end.exit_code} before it could say why"
-            with suppress(OSError):  # the folder itself may be gone
+            message = f"{_rank(end.rank, node)} ended with exit code {end.exit_code} without recording a cause"
+            with suppress(OSError):  # the folder may be deleted
                 full = shutil.disk_usage(run_dir).free < _FULL_BYTES
                 message += f": the disk of {run_dir} is full" if full else ""
             return Outcome(end.exit_code, end.rank, _with_log(run_dir, end.rank, message), _nodes(node))
@@ -256,7 +256,7 @@ def _silent_cause(run_dir: Path, silent: Sequence[tuple[RankExit, str]], killed:
 
 
 def _all_aborted(run_dir: Path, num_ranks: int, whereabouts: str) -> Outcome:
-    """Names nobody: who is the cause of a collective that hangs is not to be seen from who gave up waiting first."""
+    """Outcome without a root cause: which rank makes a collective hang does not show in which rank aborted first."""
     return Outcome(
         exit_code_of_signal(signal.SIGABRT),
         message=f"all {num_ranks} ranks aborted (SIGABRT) at once and left no word, as they do when NCCL's watchdog "
@@ -275,7 +275,7 @@ def _rank(rank: int, node: str) -> str:
 
 
 def hung(position: RankPosition) -> FailureRecord:
-    """What is recorded of a rank that cannot say anything itself any more."""
+    """Returns the failure record of a hung rank, which cannot write one itself."""
     code, now = UnhealthyNode.exit_code, position.silent_s
     began = {"monotonic_s": time.monotonic() - now, "time_s": time.time() - now}
     return FailureRecord(position.rank, code, "Hang", True, f"hung: {position}", consequence=False, **began)
@@ -284,15 +284,15 @@ def hung(position: RankPosition) -> FailureRecord:
 def hang_outcome(
     run_dir: Path, suspects: Sequence[RankPosition], flight: FlightVerdict | None, folders: Sequence[Path]
 ) -> Outcome:
-    """What a hang that was seen from outside ends a start with.
+    """Returns the outcome of a start that hangs.
 
     Args:
-        run_dir: holds the ranks' logs.
+        run_dir: the run directory, with the ranks' logs.
         suspects: the ranks that all others wait for.
-        flight: what their flight recorders say, where they answered: who did not enter which collective.
-        folders: of the evidence.
+        flight: analysis of the flight recorder dumps, if there are any: which ranks did not enter which collective.
+        folders: evidence folders of the start.
     """
-    # A process that does not run at all is the first of all causes; the recorder of its peers may not name it.
+    # A process without heartbeats takes precedence: the flight recorders of its peers may not name it.
     silent = [at for at in suspects if at.silent_s >= STOPPED_AFTER_S]
     named = [at for at in suspects if flight is not None and at.rank in flight.culprits]
     behind = silent or named or list(suspects)
@@ -308,13 +308,13 @@ def hang_outcome(
 
 
 def lost_outcome(silent_s: Mapping[str, float]) -> Outcome:
-    """What ends a start of which some nodes are gone without a word, as without power.
+    """Returns the outcome of a start some of whose nodes fell silent, such as after a power failure.
 
     Args:
-        silent_s: for how long nothing was heard of each of them.
+        silent_s: seconds since the last message from each of them.
     """
     said = ", ".join(f"node {name} (for {seconds:.0f} s)" for name, seconds in silent_s.items())
-    message = f"lost: nothing is heard of {said}, and the ranks of all other nodes wait"
+    message = f"lost: no message from {said}, and the ranks of all other nodes wait"
     return Outcome(UnhealthyNode.exit_code, None, message, tuple(silent_s), lost=True)
 
 

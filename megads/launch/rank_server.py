@@ -1,12 +1,12 @@
 """Forks the ranks of a machine without GPUs from one process that has imported torch and DeepSpeed.
 
-The imports are most of a rank's start. Made once, before the fork, they cost the time and the memory of one rank, and a
-restart in place does without them. Ranks with a GPU are new processes: a CUDA driver does not survive a fork, and
-DeepSpeed asks it when it is imported.
+The imports take most of a rank's startup time. Done once, before the fork, they cost the time and memory of one rank,
+and a restart in place skips them. Ranks with a GPU are new processes: a CUDA driver does not survive a fork, and
+DeepSpeed queries it on import.
 
-The launcher starts `python -m megads.launch.rank_server` and sends one line of JSON a rank to its standard input. The
-server answers on its standard output with the rank's pid, and again with its exit code. It has one thread, as a process
-that forks must, and ends when its input does; its ranks die with it (`rank.die_with_launcher`).
+The launcher starts `python -m megads.launch.rank_server` and writes one line of JSON per rank to its standard input.
+The server replies on its standard output with the rank's pid, and later with its exit code. It is single-threaded, as a
+process that forks must be, and ends at the end of its input; its ranks die with it (`rank.die_with_launcher`).
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal
 
 
 class RankServer:
-    """The launcher's end: starts the server, which imports while the launcher goes on.
+    """The launcher's handle of the server, which it starts and which imports in the background.
 
     Args:
-        variables: what must be in the ranks' environment before torch and the C library are loaded.
+        variables: environment variables that the ranks need before torch and the C library are loaded.
 
     Attributes:
-        pids: of the ranks that were forked, by rank.
-        exit_codes: of those that have ended; negative is the number of the signal that killed it.
+        pids: pids of the forked ranks, by rank.
+        exit_codes: exit codes of the ranks that have ended, by rank; negative for a rank killed by that signal.
     """
 
     def __init__(self, variables: Mapping[str, str]):
@@ -57,7 +57,7 @@ class RankServer:
         self._killed = False
         self._unread = b""
         with environment.exported(self.variables):
-            # A session of its own: signals of the terminal are the launcher's.
+            # In its own session, because the launcher handles terminal signals.
             self._process: subprocess.Popen[bytes] = subprocess.Popen(
                 [sys.executable, "-m", __name__, str(os.getpid())],
                 stdin=subprocess.PIPE,
@@ -66,7 +66,7 @@ class RankServer:
             )
 
     def serves(self, variables: Mapping[str, str]) -> bool:
-        """Whether ranks that need these variables can be forked from it."""
+        """Whether ranks with these environment variables can be forked from this server."""
         return (
             not self._killed
             and self._process.poll() is None
@@ -74,12 +74,12 @@ class RankServer:
         )
 
     def start(self, rank: int, command: Sequence[str], variables: Mapping[str, str]) -> None:
-        """Forks a rank as soon as the imports are done.
+        """Orders a rank to be forked as soon as the imports are done.
 
         Args:
-            rank: its number.
-            command: `-m`, a module whose `main` the rank calls, and its arguments.
-            variables: added to its environment.
+            rank: number of the rank.
+            command: `-m`, the module whose `main` the rank calls, and its arguments.
+            variables: environment variables to add.
         """
         flag, module, *arguments = command
         assert flag == "-m", command
@@ -87,12 +87,12 @@ class RankServer:
         self.pids.pop(rank, None)
         self.exit_codes.pop(rank, None)
         order = {"rank": rank, "module": module, "arguments": arguments, "variables": dict(variables)}
-        # A server that died is found by `poll`.
+        # `poll` detects a server that has died.
         with suppress(BrokenPipeError):
             os.write(_fileno(self._process.stdin), json.dumps(order).encode() + b"\n")
 
     def poll(self, timeout_s: float) -> None:
-        """Waits so long, at most, for ranks to start or to end.
+        """Waits up to a timeout for ranks to start or to end.
 
         Raises:
             UnhealthyNode: the server has died, and its ranks with it.
@@ -107,8 +107,8 @@ class RankServer:
                 self.exit_codes = dict.fromkeys(self._ordered, -signal.SIGKILL) | self.exit_codes
                 return
             raise UnhealthyNode(
-                f"the process that forks the ranks ended with {code}: its messages stand above; the kernel's log "
-                "(dmesg) says whether memory ran out"
+                f"the process that forks the ranks ended with {code}: its output is above; the kernel log "
+                "(dmesg) shows whether memory ran out"
             )
         *lines, self._unread = (self._unread + received).split(b"\n")
         for line in lines:
@@ -118,16 +118,16 @@ class RankServer:
 
     @property
     def starting(self) -> bool:
-        """Whether a rank is still to be forked."""
+        """Whether a rank has not been forked yet."""
         return not self._ordered <= self.pids.keys()
 
     def kill(self) -> None:
-        """Kills the server, and with it the ranks that it has forked; those that it has not count as killed."""
+        """Kills the server and the ranks that it has forked; ranks not forked yet count as killed."""
         self._killed = True
         self._process.kill()
 
     def close(self) -> None:
-        """Ends the server, and ranks that still run."""
+        """Ends the server and the ranks that still run."""
         self._process.kill()
         self._process.wait()
         with suppress(BrokenPipeError):
@@ -145,7 +145,7 @@ def _fileno(stream: IO[bytes] | None) -> int:
 
 
 def main() -> NoReturn:
-    """The server: imports, then forks what is asked for until its standard input ends."""
+    """Main function of the server: imports, then forks ranks on request until its standard input ends."""
     die_with_launcher(int(sys.argv[1]))
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -154,17 +154,17 @@ def main() -> NoReturn:
         try:
             importlib.import_module(module)
         except Exception:
-            # Each rank will fail at the same import, with the message in its log and in the launcher's verdict.
+            # Each rank will fail at the same import, with the error in its log and in the launcher's message.
             traceback.print_exc()
             break
-    # What was imported is no garbage, and a collection that visits it would copy its pages in every rank.
+    # A garbage collection that visits imported objects would copy their pages in every rank.
     gc.freeze()
     _serve(orders, replies)
     os._exit(0)
 
 
 def _take_pipes() -> tuple[int, int]:
-    """Moves the two pipes away from descriptors 0 and 1, where an import could read or print."""
+    """Moves the two pipes off descriptors 0 and 1, which an import could read from or print to."""
     orders, replies = os.dup(0), os.dup(1)
     with Path(os.devnull).open("rb") as null:
         os.dup2(null.fileno(), 0)
@@ -201,7 +201,7 @@ def _serve(orders: int, replies: int) -> None:
 
 
 def ended_children() -> list[tuple[int, int]]:
-    """Returns pid and status of every child of this process that has ended and was not waited for."""
+    """Reaps the child processes that have ended; returns their pids and wait statuses."""
     found = []
     with suppress(ChildProcessError):
         while (child := os.waitpid(-1, os.WNOHANG))[0]:
@@ -214,15 +214,15 @@ def _reply(replies: int, content: dict[str, Any]) -> None:
 
 
 def _become_rank(order: dict[str, Any], server: int, pipes: Sequence[int]) -> NoReturn:
-    """What a process forked by the server (its pid) does: it never returns to the server's loop."""
+    """Turns a process forked by the server (pid `server`) into a rank; never returns to the server's loop."""
     try:
-        # Before anything that takes time: a server killed meanwhile would leave a rank that nobody watches.
+        # First of all: if the server were killed before this, the rank would run unmonitored.
         die_with_launcher(server)
         os.setsid()
         signal.set_wakeup_fd(-1)
         for descriptor in pipes:
             os.close(descriptor)
-        # As a new process has them.
+        # Restores the defaults of a new process.
         for number in (*_SIGNALS, signal.SIGCHLD):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         environment.become_child(order["variables"], server)

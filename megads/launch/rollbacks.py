@@ -1,4 +1,4 @@
-"""Carries out the rollbacks that ranks decided on: which samples a start leaves out, and which checkpoints go."""
+"""Executes the rollbacks that ranks decided on: skips samples at a start, and deletes checkpoints."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 def with_rollbacks(config: RootConfig, past: Past) -> RootConfig:
-    """Returns the config with what the run's rollbacks leave out.
+    """Returns the config with the samples that the run's rollbacks skip in data.skip.
 
     Args:
-        config: of the start, as it was asked for.
-        past: what it goes on from.
+        config: config of the start, as requested.
+        past: checkpoint that it resumes from.
     """
     run_dir = Path(str(config.run.dir))
     if past.config is None or past.run_dir != run_dir:
@@ -41,43 +41,42 @@ def with_rollbacks(config: RootConfig, past: Past) -> RootConfig:
 
 
 def finish_rollback(run_dir: Path, job: SlurmJob | None) -> None:
-    """Carries out a rollback whose start of the ranks was cut off; see `leave_behind`.
+    """Completes a rollback that was interrupted before the ranks started again; see `leave_behind`.
 
     Args:
-        run_dir: the run's folder, which nobody holds.
-        job: the SLURM job that this process is part of.
+        run_dir: the run directory, on which nobody holds a lease.
+        job: SLURM job of this process; None outside of SLURM.
     """
-    if _not_continued(run_dir):
+    if _discarded(run_dir):
         with claimed(run_dir, job):
             leave_behind(run_dir)
 
 
 def leave_behind(run_dir: Path) -> bool:
-    """Deletes the checkpoints that came after the one that the last rollback goes back to; the caller holds the run.
+    """Deletes the checkpoints after the one that the last rollback returns to; the caller holds the lease on the run.
 
-    They are recorded first, by the digests of their manifests, so that a copy of one that comes back from
-    checkpoint.upload is deleted again.
+    The digests of their manifests are recorded first, so that a copy restored from checkpoint.upload is deleted again.
 
     Returns:
-        Whether a rollback was decided on that no start has taken up.
+        Whether a rollback is pending that no start has executed yet.
     """
     from megads.checkpoint.local import forget
     from megads.checkpoint.store import discard
 
-    pending, found = pending_rollback(run_dir), _not_continued(run_dir)
+    pending, found = pending_rollback(run_dir), _discarded(run_dir)
     if pending is not None and set(found.values()) - left_behind(run_dir):
         checkpoints = {str(step): digest for step, digest in found.items() if digest}
         with closing(EventWriter(run_dir)) as events:
             events.write(LEFT_BEHIND, step=pending.checkpoint_step, checkpoints=checkpoints)
     if pending is not None:
-        # One of a later step may rest on a checkpoint that stays.
+        # A local checkpoint of a later step may descend from a checkpoint that is kept.
         forget(run_dir)
     discard(run_dir, list(found))
     return pending is not None
 
 
-def _not_continued(run_dir: Path) -> dict[int, str]:
-    """The checkpoints that rollbacks do away with: their digests by step, empty for one that cannot be read."""
+def _discarded(run_dir: Path) -> dict[int, str]:
+    """Digests of the checkpoints that rollbacks discard, by step; empty for an unreadable checkpoint."""
     from megads.checkpoint.fresh_start import recorded_history
     from megads.checkpoint.manifest import read_manifest, read_sequence
 

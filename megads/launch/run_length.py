@@ -1,4 +1,4 @@
-"""How long a run trains where its config leaves that to the data: train.steps=auto and train.epochs."""
+"""Length of a run whose config leaves it to the data: train.steps=auto and train.epochs."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from megads.config import RootConfig, batch_size_schedule, open_run_data
 from megads.train_config import AUTO
 
 PASSES = 4
-"""Repeated text is worth almost as much as new text up to four passes (Muennighoff et al. 2023, arXiv:2305.16264)."""
+"""Up to four passes, repeated text is almost as good as new text (Muennighoff et al. 2023, arXiv:2305.16264)."""
 TOKENS_PER_PARAMETER = 20
-"""Beyond it a larger model would have used the time better (Hoffmann et al. 2022, arXiv:2203.15556)."""
+"""Beyond it, a larger model is the better use of compute (Hoffmann et al. 2022, arXiv:2203.15556)."""
 LEAST_STEPS = 200
-"""Fewer leave AdamW and the learning rate's rise and fall no room, however small the text."""
+"""Fewer are too few for AdamW, warmup and decay, however small the text."""
 
 
 def settle_length(config: RootConfig) -> tuple[RootConfig, str]:
-    """Returns the config with its length in steps, and what was decided, for people; empty where nothing was left open.
+    """Returns the config with its length in steps, and a line that explains it; empty if the length was given.
 
     Args:
-        config: whose data is there and whose vocabulary is known.
+        config: config of a run whose data is prepared and whose vocabulary size is known.
 
     Raises:
-        ConfigError: the run takes more of a dataset than it may.
+        ConfigError: the run uses more of a dataset than allowed.
         DataError: the data is missing or damaged.
     """
-    # The planner's sizes need torch, for which the tab key must not wait.
+    # Imports torch, which would delay shell completion.
     from megads.plan.model_size import parameter_shapes
 
     train = config.train
@@ -45,17 +45,18 @@ def settle_length(config: RootConfig) -> tuple[RootConfig, str]:
         steps = batches.steps_for(ceil(wanted / train.seq_len))
         if steps < LEAST_STEPS:
             trained = batches.samples_after(LEAST_STEPS) * train.seq_len
-            steps, why = LEAST_STEPS, f"the fewest, {trained / tokens:.1f} passes over {tokens:,} tokens of text"
+            steps, why = LEAST_STEPS, f"the minimum, {trained / tokens:.1f} passes over {tokens:,} tokens of text"
         told = f"train.steps = {AUTO}: {steps:,} steps, {why}"
     return dataclasses.replace(config, train=dataclasses.replace(train, steps=steps, epochs=None)), told
 
 
 def wanted_tokens(text: int, parameters: int) -> tuple[int, str]:
-    """Returns how many tokens to train on, and why so many.
+    """Returns the number of tokens to train on, and the reason.
 
     Args:
-        text: tokens of the training data.
-        parameters: of the blocks; small models have most of theirs in the embedding, which learns from every token.
+        text: number of tokens of the training data.
+        parameters: number of parameters of the blocks, without the embedding, which learns from every token and has
+            most of a small model's parameters.
     """
     passes, per_parameter = PASSES * text, TOKENS_PER_PARAMETER * parameters
     if passes <= per_parameter:

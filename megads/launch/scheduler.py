@@ -1,6 +1,6 @@
-"""What besides its ranks decides on the end of a run: signals, run.exit_after, and on SLURM the scheduler.
+"""Decides when a run must stop: on signals, run.exit_after, and on SLURM the job's time limit.
 
-On SLURM that includes what follows the job: its way back into the queue, or the end of its chain.
+On SLURM it also handles what follows the job: requeueing it, or cancelling the rest of its job array.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _REASONS = {
 
 @dataclass(frozen=True)
 class StopOrder:
-    """A wish that the run save and stop.
+    """A request that the run save and stop.
 
     Attributes:
-        reason: one of megads.runtime.stop's.
-        message: for people.
+        reason: one of the reasons in megads.runtime.stop.
+        message: message for the user.
     """
 
     reason: str
@@ -46,70 +46,70 @@ class StopOrder:
 
 
 class Watch(Protocol):
-    """Something that may want a run to stop."""
+    """Polled source of a stop request."""
 
     def look(self) -> StopOrder | None: ...
 
     @property
     def stop_timeout_s(self) -> float:
-        """Seconds that a requested stop may take."""
+        """Time limit of a requested stop, in seconds."""
         ...
 
 
 class Hold(Protocol):
-    """A start's hold on its run directory."""
+    """A start's lease on its run directory."""
 
     def check(self) -> None:
-        """Raises MegadsError when it is lost."""
+        """Raises MegadsError if the lease is lost."""
         ...
 
 
 class Scheduler:
-    """Nobody schedules: a run on this machine goes on until it ends or a signal comes, and a second signal kills.
+    """Scheduler of a run on this machine: only a signal or the deadline stops it, and a second signal kills it.
 
     Args:
-        hold: on the run directory; None where nobody can take it.
-        deadline: stops the run in time; None where there is no limit.
+        hold: lease on the run directory; None if nobody else can take it.
+        deadline: stops the run before its time limit; None for no limit.
     """
 
     signals = tuple(_REASONS)
-    second_signal = "a second signal kills at once"
+    second_signal = "a second signal kills the run"
 
     def __init__(self, hold: Hold | None = None, deadline: Watch | None = None):
         self._hold, self._deadline = hold, deadline
 
     def description(self) -> dict[str, object]:
-        """What events.jsonl says of the scheduler at every start."""
+        """Fields about the scheduler in the launch event of events.jsonl."""
         return {}
 
     def reason(self, number: signal.Signals) -> str:
-        """Why a signal asks for a stop."""
+        """Reason of the stop that a signal requests."""
         return _REASONS[number]
 
     def kills(self, number: signal.Signals) -> bool:
-        """Whether a signal that comes after the first kills."""
+        """Whether a signal after the first kills the run."""
         return True
 
     @property
     def stop_timeout_s(self) -> float:
-        """Seconds from a request to stop until the ranks are killed."""
+        """Seconds from a stop request until the ranks are killed."""
         return self._deadline.stop_timeout_s if self._deadline is not None else math.inf
 
     def look(self) -> StopOrder | None:
-        """Asked several times a second; returns an order once.
+        """Polled several times a second; returns a stop order once.
 
         Raises:
-            MegadsError: this start must end at once, without saving.
+            MegadsError: this start must end immediately, without saving.
         """
         if self._hold is not None:
             self._hold.check()
         return self._deadline.look() if self._deadline is not None else None
 
 
-# A first save is unknown until it is done.
+# Assumed duration of a save before the first one is measured.
 _UNKNOWN_SAVE_S = 60.0
 _SPARE_S = 10.0
-# A stop that takes so much longer than steps and saves took before does not come any more.
+# A stop that takes this much longer than the measured steps and saves is taken to hang.
 _STOP_AT_LEAST_S = 300.0
 _STOP_CAUTION = 10.0
 _CAUTION = 2.0
@@ -118,18 +118,18 @@ _ASK_EVERY_S = 60.0
 
 
 class Deadline:
-    """Knows when to stop one start of a run.
+    """Requests the stop of one start of a run before its time limit.
 
-    The margin before the limit is `save_before_s`, or else measured: 10 s and twice the longest step of this start and
-    the longest save of the run, 60 s where it has not saved yet. The step that runs when the request comes is finished
-    first, so one step always goes by.
+    The margin before the limit is `save_before_s`. If that is None it is measured: 10 s plus twice the sum of the
+    longest step of this start and the longest save of the run (60 s before the first save). The current step is
+    finished before the save, so one step is always included.
 
     Args:
-        run_dir: the run directory, whose files tell how long steps and saves take.
-        exit_after_s: length of this start in seconds; None is no limit.
-        time_left: asks the scheduler for the seconds left, None for no limit; it may change while the run goes on.
+        run_dir: the run directory, whose files contain the durations of steps and saves.
+        exit_after_s: maximum duration of this start in seconds; None for no limit.
+        time_left: returns the seconds left according to the scheduler, None for no limit; may change during the run.
         save_before_s: margin in seconds; None measures it.
-        stop_timeout_s: longest time from a request to stop to the end; None measures it.
+        stop_timeout_s: longest time from a stop request to the end; None derives it from the measured durations.
     """
 
     def __init__(
@@ -155,14 +155,14 @@ class Deadline:
 
     @property
     def margin_s(self) -> float:
-        """Seconds before the limit at which to stop."""
+        """Seconds before the limit at which the stop is requested."""
         if self._save_before_s is not None:
             return self._save_before_s
         return _SPARE_S + _CAUTION * self._step_and_save_s
 
     @property
     def stop_timeout_s(self) -> float:
-        """Seconds that a requested stop may take: the running step, then a save."""
+        """Time limit of a requested stop in seconds: the current step, then a save."""
         if self._stop_timeout_s is not None:
             return self._stop_timeout_s
         return max(_STOP_AT_LEAST_S, _SPARE_S + _STOP_CAUTION * self._step_and_save_s)
@@ -173,11 +173,11 @@ class Deadline:
         return self._longest_step_s + save_s
 
     def left_s(self) -> float | None:
-        """Seconds until the scheduler's limit as it was last known; None without one."""
+        """Seconds until the last known limit of the scheduler; None without one."""
         return None if self._limit is None else self._limit - time.monotonic()
 
     def look(self) -> StopOrder | None:
-        """Returns an order to stop, once."""
+        """Returns a stop order when it is due, once."""
         now = time.monotonic()
         if self._ordered or now < self._next_look:
             return None
@@ -186,7 +186,7 @@ class Deadline:
         if now >= self._next_question:
             self._ask(now)
         cause = self._cause(now)
-        # An administrator may have extended the limit since.
+        # An administrator may have extended the limit since the last request.
         if cause and self._limit is not None and not self._exit_due(now):
             self._ask(now)
             cause = self._cause(now)
@@ -195,7 +195,7 @@ class Deadline:
 
     def _cause(self, now: float) -> str:
         if self._exit_due(now):
-            return f"run.exit_after is over after {render_duration(now - self._begin)}"
+            return f"run.exit_after has passed after {render_duration(now - self._begin)}"
         if self._limit is None or self._limit - now > self.margin_s:
             return ""
         left, margin = render_duration(max(0.0, self._limit - now)), render_duration(self.margin_s)
@@ -209,12 +209,12 @@ class Deadline:
         try:
             left_s = self._time_left()
         except ConfigError:
-            # A controller that does not answer leaves the limit as it was last known.
+            # If the controller does not answer, the last known limit stays.
             return
         self._limit = None if left_s is None else now + left_s
 
     def _measure(self) -> None:
-        """Learns from the lines that the files gained."""
+        """Updates the measured durations from new lines of the files."""
         for line in self._metrics.read():
             self._longest_step_s = max(self._longest_step_s, float(line.get("step_time_s", 0.0)))
         for event in self._events.read():
@@ -222,24 +222,26 @@ class Deadline:
                 self._longest_save_s = max(self._longest_save_s or 0.0, float(event["save_s"]))
 
 
-# SLURM ends a job at its limit or later, never before; clocks and squeue are a little off.
+# SLURM never ends a job before its limit; this allows for inexact clocks and squeue times.
 _AT_THE_LIMIT_S = 5.0
 _FRUITLESS_STARTS = 3
-# What the next job of a chain would only meet again.
+# Errors that the next job of a chain would run into again.
 _LASTING = (ConfigError, DataError, CheckpointError, StopRequested, NumericalError)
 _ENDS_CHAIN = (EXIT_OK, *(error.exit_code for error in _LASTING))
 
 
 class SlurmScheduler(Scheduler):
-    """SLURM gives a job time after its signal: only Ctrl-C twice kills, the rest is left to SLURM's own SIGKILL.
+    """Scheduler of a SLURM job, which gets time to save after a signal.
+
+    Only a second Ctrl-C kills the run; otherwise SLURM's own SIGKILL ends it.
 
     Args:
         allocation: the job.
-        lease: this start's hold on the run directory.
-        deadline: the time limits.
+        lease: this start's lease on the run directory.
+        deadline: time limits of the start.
     """
 
-    second_signal = "SLURM kills when its grace time is over"
+    second_signal = "SLURM kills the job after its grace time"
 
     def __init__(self, allocation: Allocation, lease: Lease, deadline: Deadline):
         super().__init__(lease, deadline)
@@ -250,11 +252,11 @@ class SlurmScheduler(Scheduler):
         return {"slurm_job": job.id, "restarts": job.restarts, "slurm_array": self._allocation.array}
 
     def reason(self, number: signal.Signals) -> str:
-        """SIGTERM of a job that ends, though it has time left and is not put back into the queue, is a cancellation."""
+        """Reason of a stop; SIGTERM counts as a cancellation if the job ends with time left and is not requeued."""
         reason = super().reason(number)
         if number != signal.SIGTERM:
             return reason
-        # A controller that does not answer leaves it at preemption: better one start too many than lost time.
+        # If the controller does not answer, preemption is assumed: an unneeded start costs less than none.
         with suppress(ConfigError):
             state, restarts = slurm.ask_job(self._allocation.job.id)
             left_s = self._limits.left_s()
@@ -267,35 +269,35 @@ class SlurmScheduler(Scheduler):
         return number == signal.SIGINT
 
 
-def send_back(
+def requeue_job(
     allocation: Allocation, exit_code: int, max_requeues: int, run_dir: Path, excluded: Sequence[str] = ()
 ) -> str:
-    """Puts a job that wants to go on back into the queue, the last thing it does; returns what happened, for people.
+    """Requeues the job of a run that is to continue, as its last action; returns a message about it.
 
     Args:
         allocation: the job.
-        exit_code: of the run; only 6 goes back.
-        max_requeues: most requeues of a job, whoever asked for them.
-        run_dir: the run directory, whose events tell whether requeues helped.
-        excluded: nodes that it should not get again.
+        exit_code: exit code of the run; only a run with code 6 is requeued.
+        max_requeues: maximum number of requeues of the job, whoever requested them.
+        run_dir: the run directory, whose events show whether earlier starts saved a checkpoint.
+        excluded: nodes to exclude from the job's next start.
     """
     job = allocation.job
     if exit_code != Preempted.exit_code:
         return ""
-    again = f"sbatch the same again, or scontrol requeue {job.id}, to go on"
+    again = f"submit the job again with sbatch, or scontrol requeue {job.id}, to continue"
     if job.restarts >= max_requeues:
-        return f"not requeued: that happened {job.restarts} times (cluster.max_requeues); {again}"
-    if (fruitless := _starts_since_a_save(run_dir)) >= _FRUITLESS_STARTS:
+        return f"not requeued: already requeued {job.restarts} times (cluster.max_requeues); {again}"
+    if (fruitless := _starts_since_save(run_dir)) >= _FRUITLESS_STARTS:
         return (
-            f"not requeued: {fruitless} starts ended one after the other without saving a step: is the time limit long "
-            f"enough, and --signal shorter than it? {again}"
+            f"not requeued: {fruitless} starts in a row ended without a checkpoint: check that the time limit is "
+            f"long enough and exceeds the time of --signal; {again}"
         )
-    # What SLURM sends to end this job in favour of its next start must not cut off the end of this one.
+    # The SIGTERM with which SLURM ends a requeued job must not interrupt this function.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         _, restarts = slurm.ask_job(job.id)
         if restarts > job.restarts:
-            return f"SLURM has requeued job {job.id} already"
+            return f"SLURM has already requeued job {job.id}"
         _requeue(job.id, excluded)
     except ConfigError as error:
         return f"not requeued: {error}; {again}"
@@ -304,7 +306,7 @@ def send_back(
 
 
 def _requeue(job_id: str, excluded: Sequence[str]) -> None:
-    """Requeues a job; the nodes of a job can be excluded only while it waits, so it is held for that moment.
+    """Requeues a job; it is held meanwhile if nodes are to be excluded, which is possible only while it is pending.
 
     Raises:
         ConfigError: SLURM does not answer or refuses.
@@ -321,8 +323,8 @@ def _requeue(job_id: str, excluded: Sequence[str]) -> None:
         slurm.ask("scontrol", "release", job_id)
 
 
-def _starts_since_a_save(run_dir: Path) -> int:
-    """Counts the last starts of a run that have brought nothing."""
+def _starts_since_save(run_dir: Path) -> int:
+    """Counts the starts of a run since its last saved checkpoint."""
     count = 0
     for event in read_json_lines(run_dir / EVENTS_FILE):
         if event.get("event") in ("launch", "checkpoint_saved"):
@@ -331,18 +333,18 @@ def _starts_since_a_save(run_dir: Path) -> int:
 
 
 def end_chain(allocation: Allocation, exit_code: int) -> str:
-    """Cancels the waiting jobs of a chain that have nothing left to do; returns what happened, for people.
+    """Cancels the pending jobs of a chain that have nothing left to do; returns a message about it.
 
     Args:
-        allocation: the job, a task of the array that is the chain.
-        exit_code: of the run.
+        allocation: the job, a task of the job array that forms the chain.
+        exit_code: exit code of the run.
     """
     if allocation.array is None:
         return ""
     if exit_code not in _ENDS_CHAIN:
-        return f"the next job of array {allocation.array} goes on"
+        return f"the next job of array {allocation.array} continues the run"
     try:
         slurm.ask("scancel", "--state=PENDING", allocation.array)
     except ConfigError as error:
-        return f"the waiting jobs of array {allocation.array} could not be cancelled: {error}"
-    return f"the waiting jobs of array {allocation.array} are cancelled: nothing is left for them to do"
+        return f"the pending jobs of array {allocation.array} could not be cancelled: {error}"
+    return f"the pending jobs of array {allocation.array} are cancelled: nothing is left for them to do"

@@ -1,7 +1,7 @@
-"""The ranks of a run on the nodes of a SLURM job: which node gets which, and one agent a node that starts them.
+"""The ranks of a run on the nodes of a SLURM job: assigns them to nodes, and starts one agent per node.
 
-srun starts the agent, `python -m megads.launch.node_agent`, and the launcher talks with it through a store. srun ends
-the step when an agent fails or a node goes away; the launcher judges from what the agents said before that.
+srun starts the agents (`python -m megads.launch.node_agent`), which communicate with the launcher through a store. srun
+ends the step when an agent fails or a node is lost; the launcher determines the cause from the agents' earlier reports.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megads.launch.node_agent import (
 )
 from megads.launch.node_ranks import KILL_AFTER_S, POLL_S, NodePart, Ranks, require_devices
 from megads.launch.rank_outcome import NodeReport, lost_nodes
-from megads.launch.scheduler import end_chain, send_back
+from megads.launch.scheduler import end_chain, requeue_job
 from megads.runtime import environment, slurm
 from megads.runtime.config import ClusterKind
 from megads.runtime.files import last_line
@@ -52,9 +52,9 @@ if TYPE_CHECKING:
 
 _STEP_NAME = "megads"
 _CONNECTIONS_PER_NODE = 2
-"""Of its agent; each of its ranks has one more."""
+"""Store connections of each agent; each rank has one more."""
 NODE_SILENT_S = 4 * ALIVE_EVERY_S
-"""An agent that says nothing for so long is silent."""
+"""Time without a message after which an agent counts as silent."""
 _MOST_PASSED_S = 1.0
 _WAIT_S = 60
 _CANCEL_AFTER_S = 10.0
@@ -68,8 +68,8 @@ class SlurmPlacement:
 
     Attributes:
         allocation: the job.
-        nodes: those that the ranks are on, in the order of the ranks; what is left of the allocation are spares.
-        ranks_per_node: neighbouring ranks on each.
+        nodes: nodes of the ranks, in rank order; the other nodes of the allocation are spares.
+        ranks_per_node: number of consecutive ranks on each node.
     """
 
     allocation: Allocation
@@ -77,10 +77,10 @@ class SlurmPlacement:
     ranks_per_node: int
 
     def ranks(self, spec: LaunchSpec, config: RootConfig) -> Ranks:
-        """The run's ranks, to be started.
+        """Returns the run's ranks, not started yet.
 
         Raises:
-            ConfigError: this node, as every other, has GPUs, but fewer than ranks.
+            ConfigError: this node has GPUs, but fewer than ranks; the other nodes are taken to be the same.
         """
         if not spec.cpu:
             require_devices(self.ranks_per_node, "ranks on each node")
@@ -88,22 +88,22 @@ class SlurmPlacement:
         return SlurmRanks(part, self.allocation, self.nodes, config.cluster.srun_options, config.cluster.wrapper)
 
     def on(self, names: Sequence[str]) -> SlurmPlacement:
-        """The same on other nodes of the job, in the order given."""
+        """Returns the placement on other nodes of the job, in the given order."""
         by_name = {node.name: node for node in self.allocation.nodes}
         return replace(self, nodes=tuple(by_name[name] for name in names))
 
-    def hand_over(self, config: RootConfig, exit_code: int, excluded: Sequence[str] = ()) -> str:
-        """Sees to what follows this job, when the run directory is free again; returns a line about it, or none.
+    def requeue_or_end_chain(self, config: RootConfig, exit_code: int, excluded: Sequence[str] = ()) -> str:
+        """Requeues the job or ends its chain, after the run directory is released; returns a message or "".
 
         Args:
-            config: of the run.
-            exit_code: of the run.
-            excluded: nodes that the job should not get again.
+            config: config of the run.
+            exit_code: exit code of the run.
+            excluded: nodes to exclude from the job's next start.
         """
         if config.cluster.chain:
             return end_chain(self.allocation, exit_code)
         run_dir = Path(str(config.run.dir))
-        return send_back(self.allocation, exit_code, config.cluster.max_requeues, run_dir, excluded)
+        return requeue_job(self.allocation, exit_code, config.cluster.max_requeues, run_dir, excluded)
 
     def __str__(self) -> str:
         names = ", ".join(node.name for node in self.nodes)
@@ -114,12 +114,12 @@ class SlurmPlacement:
 
 
 def find_placement(config: RootConfig) -> SlurmPlacement | None:
-    """Returns where the ranks go on SLURM; None where they stay on this machine.
+    """Returns the placement of the ranks on SLURM; None for a run on this machine.
 
-    A dry run outside of a job takes cluster.nodes for its nodes, and knows no place without it.
+    A dry run outside of a job assumes cluster.nodes nodes; without that key it has no placement.
 
     Raises:
-        ConfigError: this is no SLURM job, or the layout does not fit its nodes.
+        ConfigError: this process is not in a SLURM job, or the layout does not fit its nodes.
     """
     if config.cluster.kind is not ClusterKind.slurm:
         return None
@@ -135,23 +135,23 @@ def find_placement(config: RootConfig) -> SlurmPlacement | None:
 
 
 def _expected(nodes: int) -> Allocation:
-    """The job that a dry run stands for."""
+    """The allocation that a dry run outside of a job assumes."""
     names = [f"node {number}" for number in range(nodes)]
     return Allocation(SlurmJob("", 0, ""), tuple(Node(name, name) for name in names))
 
 
 def place_ranks(config: RootConfig, allocation: Allocation) -> SlurmPlacement:
-    """Shares the ranks out over all nodes of a job but cluster.spare_nodes.
+    """Distributes the ranks over all nodes of a job except cluster.spare_nodes.
 
     Raises:
-        ConfigError: they do not fill the nodes.
+        ConfigError: the ranks do not fill the nodes.
     """
     spare = config.cluster.spare_nodes
     ranks, nodes = config.parallel.world_size, len(allocation.nodes) - spare
     if nodes < 1:
         raise ConfigError(
-            f"cluster.spare_nodes = {spare}, but SLURM job {allocation.job.id} has {len(allocation.nodes)} nodes: ask "
-            "for as many more as are spare (sbatch --nodes)"
+            f"cluster.spare_nodes = {spare}, but SLURM job {allocation.job.id} has {len(allocation.nodes)} nodes: add "
+            "the spare nodes to the number that you request (sbatch --nodes)"
         )
     given, gpus = config.cluster.ranks_per_node, allocation.gpus_per_node
     product = f"{config.parallel.product} = {ranks} ranks"
@@ -161,7 +161,7 @@ def place_ranks(config: RootConfig, allocation: Allocation) -> SlurmPlacement:
     if per_node == 0:
         fewer = max(count for count in range(1, nodes + 1) if ranks % count == 0)
         raise ConfigError(
-            f"{product} cannot be shared out evenly over {where}: ask for another number of nodes "
+            f"{product} cannot be distributed evenly over {where}: ask for another number of nodes "
             f"(sbatch --nodes={fewer + spare}), or change parallel.dp"
         )
     if ranks != per_node * nodes:
@@ -180,14 +180,14 @@ def place_ranks(config: RootConfig, allocation: Allocation) -> SlurmPlacement:
 
 
 class SlurmRanks:
-    """Ranks on several nodes.
+    """Ranks on the nodes of a SLURM job.
 
     Args:
-        part: what each node starts; its number and address are filled in on the node.
+        part: what each node starts; number and address are set on the node.
         allocation: the job.
-        nodes: those of its nodes that take part, in the order of their ranks.
+        nodes: nodes of the ranks, in rank order.
         srun_options: further options of srun.
-        wrapper: words before the agent's command, a container's for instance.
+        wrapper: command line before the agent's command, such as that of a container.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class SlurmRanks:
         self._srun: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        # Imported here: it pulls in torch, for which a refused config should not wait.
+        # Imported here: it imports torch, which would delay the refusal of a config.
         from megads.runtime.control_store import ControlStore
 
         secret = read_secret(secret_path(self._part.run_dir, self._part.lease))
@@ -229,7 +229,7 @@ class SlurmRanks:
             {node.name: place_of(number, count, node.address) for number, node in enumerate(self._nodes)}
         )
         with srun_log_path(self._part.run_dir).open("wb") as log:
-            # A session of its own: Ctrl-C in salloc is for the launcher, which answers it.
+            # In its own session: Ctrl-C in salloc is handled by the launcher.
             self._srun = subprocess.Popen(
                 self.command(f"{self._control.host}:{self._control.port}"),
                 stdin=subprocess.DEVNULL,
@@ -239,7 +239,7 @@ class SlurmRanks:
             )
 
     def poll(self) -> bool:
-        """Waits a moment and does what is due; False once srun has ended."""
+        """Waits briefly and handles what happened; returns False once srun has ended."""
         assert self._srun is not None and self._control is not None
         with suppress(subprocess.TimeoutExpired):
             self._srun.wait(POLL_S)
@@ -251,9 +251,9 @@ class SlurmRanks:
         now = time.monotonic()
         if self._signalled_at is not None and now - self._signalled_at > _SIGNAL_SETTLES_S:
             self._signalled_at = None
-            # A failed step is ended by srun with the same signal, which then asks for nothing; the failure is heard of
-            # a little later where an agent died. The launcher answers a signal that it did not get as if it were its
-            # own; one that it got too is only its second.
+            # srun ends a failed step with the same signal, which then is no stop request; the failure of an agent that
+            # died becomes known a little later. The signal is forwarded to this process, in case only the step got it;
+            # if the launcher got it too, this is only its second signal.
             if self._failed_at is None:
                 os.kill(os.getpid(), signal.SIGTERM)
         if self._failed_at is not None and now - self._failed_at > KILL_AFTER_S:
@@ -263,37 +263,39 @@ class SlurmRanks:
         return True
 
     def kill(self) -> None:
-        """Has every agent kill its ranks."""
+        """Orders every agent to kill its ranks."""
         if self._control is not None and self._ended_at is None:
             self._ended_at = time.monotonic()
             self._control.order_end()
 
     def silences(self) -> list[RankPosition]:
-        """What the agents have said of heartbeats since the last call."""
+        """Ranks whose heartbeats stopped or returned since the last call, as reported by the agents."""
         found, self._silences = self._silences, []
         return found
 
     def phase(self) -> str:
-        """What rank 0 does, where that holds up its steps; empty otherwise."""
+        """The slow phase that rank 0 is in; empty while it executes steps."""
         return self._phase
 
     def hang(self) -> list[RankPosition]:
-        """The ranks that those of all nodes wait for. While one node sees none of its own take too long, others wait
-        for that node, which may have its reasons."""
+        """The hung ranks that the ranks of all nodes wait for.
+
+        Empty while a node reports none: the others may be waiting for that node, which is making progress.
+        """
         if len(self._hangs) < len(self._nodes):
             return []
         if self._waited_for is None:
-            # Of 16,000 ranks it takes a while, and this is asked ten times a second.
+            # Cached: slow with 16,000 ranks, and polled ten times a second.
             found = [position for _, found in sorted(self._hangs.items()) for position in found]
             self._waited_for = furthest_behind(found)
         return self._waited_for
 
     def silent_nodes(self) -> dict[str, float]:
-        """Nodes whose agents have spoken and now say nothing; for how many seconds."""
+        """Nodes whose agents have stopped sending messages, with the seconds since the last one."""
         return {self._nodes[number].name: silent_s for number, silent_s in self._silent().items()}
 
     def lost_nodes(self) -> dict[str, float]:
-        """Those of them that the ranks of all other nodes wait for: an agent may be silent while its ranks train."""
+        """The silent nodes that the ranks of all other nodes wait for: an agent may be silent while its ranks train."""
         silent = self._silent()
         if 2 * len(silent) > len(self._nodes) or len(self._hangs.keys() | silent.keys()) < len(self._nodes):
             return {}
@@ -308,17 +310,17 @@ class SlurmRanks:
         return {"nodes": [node.name for node in self._nodes], "ranks_per_node": self._part.num_ranks}
 
     def _store_address(self) -> str:
-        """Where the launcher listens for the agents."""
+        """Address at which the launcher serves the control store."""
         if [node.name for node in self._nodes] == [environment.node_name()]:
             return LOOPBACK
         nodes = self._allocation.nodes
         return launcher_address(nodes[0].address, [node.address for node in nodes])
 
     def command(self, store: str) -> tuple[str, ...]:
-        """The command that starts one agent on every node.
+        """Returns the srun command that starts one agent on every node.
 
         Args:
-            store: host and port at which the launcher listens.
+            store: host:port of the launcher's control store.
         """
         part, job = self._part, self._allocation
         count = str(len(self._nodes))
@@ -334,7 +336,7 @@ class SlurmRanks:
         ]
         return (
             *("srun", "--nodes", count, "--ntasks", count, "--ntasks-per-node=1", *cpus),
-            # --overlap: the step of an earlier attempt lives on until SLURM has given up the node that it lost.
+            # --overlap: the step of an earlier attempt remains until SLURM gives up the node that it lost.
             *("--overlap", "--nodelist", slurm.compressed(node.name for node in self._nodes)),
             *("--kill-on-bad-exit=1", f"--wait={_WAIT_S}", "--export=ALL", "--mpi=none", f"--job-name={_STEP_NAME}"),
             *self._srun_options,
@@ -343,24 +345,24 @@ class SlurmRanks:
         )
 
     def _listened(self) -> None:
-        """Counts the time in which agents could be heard: a launcher that was itself held up, with the machine or its
-        job, does not blame them for it."""
+        """Advances the time in which messages were received: it excludes pauses of the launcher itself, such as of a
+        suspended job, for which the agents must not be blamed."""
         now = time.monotonic()
         self._listened_s += min(now - self._listened_at, _MOST_PASSED_S)
         self._listened_at = now
 
     def _silent(self) -> dict[int, float]:
-        """Nodes that say nothing, by number, and for how many seconds."""
+        """Seconds since the last message of each silent node, by node number."""
         since = {n: self._listened_s - at for n, at in self._heard_s.items() if n not in self._reports}
         return {number: silent_s for number, silent_s in since.items() if silent_s >= NODE_SILENT_S}
 
     def _only_silent_left(self) -> bool:
-        """Whether waiting for the agents that have not ended would be in vain."""
+        """Whether all agents that have not reported are silent, so that waiting for them is useless."""
         missing = set(range(len(self._nodes))) - self._reports.keys()
         return bool(missing) and missing <= self._silent().keys()
 
     def _take(self, word: dict[str, object]) -> None:
-        """Notes what an agent says."""
+        """Processes a message from an agent."""
         if isinstance(speaker := word.get("number"), int):
             self._heard_s[speaker] = self._listened_s
         if word["word"] == ALIVE:
@@ -391,11 +393,11 @@ class SlurmRanks:
             self._failed_at = time.monotonic()
 
     def _cancel(self, now: float) -> None:
-        """Ends a step whose agents do not: first by the scheduler's hand, then without it."""
+        """Ends a step whose agents do not end: with scancel, then by killing srun."""
         assert self._srun is not None and self._ended_at is not None
         if not self._cancelled:
             self._cancelled = True
-            # Without a controller that answers there is the second way.
+            # If the controller does not answer, killing srun remains.
             with suppress(ConfigError):
                 for step in slurm.steps(self._allocation.job.id, _STEP_NAME):
                     slurm.ask("scancel", "--signal=KILL", step)

@@ -1,4 +1,4 @@
-"""Starts a run: resolves it, freezes its config into the run directory, and starts its ranks, again after a fault."""
+"""Starts a run: resolves it, freezes its config, starts its ranks, and restarts them after a failure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from megads.errors import (
 )
 from megads.frozen_config import config_digest
 from megads.launch.acceptance import AcceptedStart, accept_start, finished_text
-from megads.launch.dry_run_warnings import of_warmup
+from megads.launch.dry_run_warnings import warmup_warnings
 from megads.launch.hang_detection import HangSettings
 from megads.launch.launcher import EXIT_KILLED, LaunchSpec, launch
 from megads.launch.node_check import CheckNodesConfig, CheckTarget, check_nodes
@@ -69,23 +69,23 @@ from megads.stages import NEXT_STAGE
 
 _HANG_MIN_S, _HANG_MIN_COMPILING_S = 20.0, 120.0
 _OF_TIMEOUT = 0.8
-"""Of the collectives' timeout, after which a step counts as hung whatever it took before."""
+"""Fraction of the collectives' timeout after which a step counts as hung, whatever the learned limit."""
 _PAUSE_POLL_S = 0.1
 _INTERRUPTED = (
     EXIT_KILLED,
     *(kind.exit_code for kind in (StopRequested, Preempted, RestartsExhausted, UnhealthyNode, RankKilled)),
 )
-"""Exit codes of runs that can go on as they are."""
+"""Exit codes of runs that the same command can continue."""
 
 
 @dataclass(frozen=True)
 class StartRequest:
-    """What a command line asks of a start, beside its config.
+    """Parameters of a start that are not in its config.
 
     Attributes:
-        choices: option taken in each config group, None for none.
-        claimed_dirs: output places that earlier points of the same sweep named; shared by all its points.
-        describe: returns what a dry run shows.
+        choices: selected option of each config group, None for none.
+        claimed_dirs: values of run.dir or run.id of earlier points of the same sweep; shared by all its points.
+        describe: returns the text that a dry run shows.
     """
 
     choices: Mapping[str, str | None]
@@ -95,11 +95,11 @@ class StartRequest:
 
 @dataclass(frozen=True)
 class _Ended:
-    """How a job's part in a run ended.
+    """How the part of a run in one job ended.
 
     Attributes:
-        exit_code: as documented.
-        excluded: nodes that the job should not get again.
+        exit_code: documented exit code.
+        excluded: nodes to exclude from the job's next start.
     """
 
     exit_code: int
@@ -107,10 +107,10 @@ class _Ended:
 
 
 def start_run(asked: RootConfig, start: StartRequest) -> int:
-    """Starts or continues the run that the config describes and returns its exit code.
+    """Starts or resumes the run that the config describes, and returns its exit code.
 
     Raises:
-        MegadsError: it cannot be started; the scheduler has been told what follows.
+        MegadsError: the run cannot be started; the SLURM job has been requeued, or its chain ended, if necessary.
     """
     quiet = asked.logging.console is ConsoleKind.quiet or asked.logging.level in ("warning", "error")
     progress.configure(quiet=quiet, plain_on_stdout=not asked.run.dry_run)
@@ -136,17 +136,17 @@ def _start(asked: RootConfig, start: StartRequest) -> int:
                     accepted.say_changes(lambda text, _level: print(text))
                 return EXIT_OK
             ended = _run(resolved, server)
-            # The run directory is free again for whoever comes next.
-            _hand_over(placement, resolved.config, ended)
+            # After the run directory is released for the next job.
+            _requeue(placement, resolved.config, ended)
             return ended.exit_code
     except MegadsError as error:
-        _hand_over(placement, asked, _Ended(error.exit_code))
+        _requeue(placement, asked, _Ended(error.exit_code))
         raise
 
 
 @contextmanager
 def _early_server(config: RootConfig, placement: SlurmPlacement | None) -> Iterator[RankServer | None]:
-    """Has what ranks import imported while the launcher checks the run; None where ranks are not forked from here."""
+    """Starts a rank server, which imports while the launcher checks the run; None if it does not fork the ranks."""
     parallel, given = config.parallel, config.cluster.threads_per_rank
     if placement is not None or config.run.dry_run or config.run.prepare_only or may_have_gpus():
         yield None
@@ -189,8 +189,8 @@ def _run(resolved: ResolvedRun, server: RankServer | None) -> _Ended:
             console.say(finished)
             return _Ended(EXIT_OK)
         accepted.say_changes(console.say)
-        # That there is none only a dry run says: whoever asked for that need not hear it at every start.
-        for text in of_warmup(resolved.config) if learning_rate(resolved.config).warmup else ():
+        # Only a dry run warns of a missing warmup, which may be intended and need not be repeated at every start.
+        for text in warmup_warnings(resolved.config) if learning_rate(resolved.config).warmup else ():
             console.say(text, "warning")
         with claimed(resolved.run_dir, job) as lease:
             accepted.record()
@@ -203,9 +203,9 @@ def _run(resolved: ResolvedRun, server: RankServer | None) -> _Ended:
 
 
 def _preview(resolved: ResolvedRun) -> AcceptedStart | None:
-    """What a dry run describes, refused as the start would be; None where the data is not there to tell."""
+    """Accepts or refuses the run of a dry run as a start would; None if the data that this needs is missing."""
     known = dataclasses.replace(resolved, config=resolved.planned)
-    # It is fetched by a start.
+    # A start would fetch it.
     unseen = is_url(resolved.asked.checkpoint.load) and not Path(known.config.checkpoint.load).is_dir()
     if known.config.model.vocab_size is None or not resolved.data.made or unseen:
         return None
@@ -213,7 +213,7 @@ def _preview(resolved: ResolvedRun) -> AcceptedStart | None:
 
 
 def _say_what_follows(resolved: ResolvedRun, ended: _Ended, console: Console) -> None:
-    """Says whether the run is finished, or how it goes on; on SLURM the job says it."""
+    """Reports that the run is finished, or how to continue it; on SLURM `_requeue` reports it."""
     config = resolved.config
     if ended.exit_code == EXIT_OK:
         console.say(finished_text(resolved))
@@ -224,7 +224,7 @@ def _say_what_follows(resolved: ResolvedRun, ended: _Ended, console: Console) ->
     if ended.exit_code in _INTERRUPTED:
         load = config.checkpoint.load
         step = max(saved_step(resolved.run_dir, load), in_memory)
-        where = f"continues it from step {step}" if step else "starts it again: it has no checkpoint yet"
+        where = f"continues it from step {step}" if step else "starts it from step 0: it has no checkpoint yet"
         if load == "none" and step:
             where = f"with checkpoint.load=auto {where}; with checkpoint.load=none it starts afresh"
         files = stopping_files(config)
@@ -233,7 +233,7 @@ def _say_what_follows(resolved: ResolvedRun, ended: _Ended, console: Console) ->
 
 
 def _say_what_memory_holds(resolved: ResolvedRun, console: Console) -> int:
-    """Local checkpoints take memory for as long as nobody continues the run; returns their step."""
+    """Reports the memory that local checkpoints occupy until the run is resumed; returns their step."""
     from megads.checkpoint.local_files import held_in_memory, node_folder
 
     root = Path(resolved.config.checkpoint.local_folder)
@@ -247,7 +247,7 @@ def _say_what_memory_holds(resolved: ResolvedRun, console: Console) -> int:
 
 
 def _open_console(resolved: ResolvedRun) -> Console:
-    # It pulls in rich, for which the tab key must not wait.
+    # Imports rich, which would delay shell completion.
     from megads.monitor.live_console import open_console
 
     config = resolved.config
@@ -255,22 +255,22 @@ def _open_console(resolved: ResolvedRun) -> Console:
     return open_console(resolved.run_dir, sys.stdout, config.logging, str(config.run.id), planned)
 
 
-def _hand_over(placement: SlurmPlacement | None, config: RootConfig, ended: _Ended) -> None:
-    """Sees to what follows a SLURM job, and says it."""
+def _requeue(placement: SlurmPlacement | None, config: RootConfig, ended: _Ended) -> None:
+    """Requeues the SLURM job or ends its chain, and reports it."""
     if placement is None or config.run.dry_run:
         return
-    said = placement.hand_over(config, ended.exit_code, ended.excluded)
+    said = placement.requeue_or_end_chain(config, ended.exit_code, ended.excluded)
     if said:
         print(said, flush=True)
 
 
 def _say_ops(kernels: Kernels, console: Console) -> None:
-    """Says which kernels will compute; a missing compiler is worth a warning, as it costs speed."""
+    """Reports the kernels in use, as a warning if faster ones are unavailable, such as without a compiler."""
     console.say(kernels.text, "warning" if kernels.reason else "info")
 
 
 def launch_spec(config: RootConfig) -> LaunchSpec:
-    """Returns what to start for a config that has its place and its data."""
+    """Returns the launch spec of a resolved config whose data is prepared."""
     run_dir = str(config.run.dir)
     tracked = bool(wanted_trackers(config.logging))
     return LaunchSpec(
@@ -284,13 +284,13 @@ def launch_spec(config: RootConfig) -> LaunchSpec:
         hangs=hang_settings(config),
         kills_hung=config.cluster.kills_hung,
         cause_of_bus_error=lambda: data_fault(config),
-        # More ranks than this machine has GPUs, if any.
+        # A rehearsal may have more ranks than this machine has GPUs.
         cpu=environment.rehearsal_folder() is not None,
     )
 
 
 def hang_settings(config: RootConfig) -> HangSettings | None:
-    """When a rank of this run counts as hung; None where nobody wants to know."""
+    """Returns the settings of hang detection; None if it is disabled."""
     cluster = config.cluster
     if cluster.hang_action is HangAction.ignore:
         return None
@@ -299,7 +299,7 @@ def hang_settings(config: RootConfig) -> HangSettings | None:
 
 
 def _refuse_shared_place(config: RootConfig, claimed_dirs: set[str]) -> None:
-    """Two points of a sweep with one run.id would be one run, the second continuing the first."""
+    """Refuses a run.id or run.dir that an earlier point of the sweep uses: the second would resume the first."""
     given = config.run.dir or config.run.id
     if given is None:
         return
@@ -312,10 +312,10 @@ def _refuse_shared_place(config: RootConfig, claimed_dirs: set[str]) -> None:
 
 
 def wait_for_restart(wait_s: float) -> int | None:
-    """Waits before another start; a signal ends the wait, and the run: its last checkpoint counts.
+    """Waits before the next start; a signal ends the wait and the run, which keeps its last checkpoint.
 
     Returns:
-        The run's exit code after a signal; None where it goes on.
+        The run's exit code after a signal; None after the wait.
     """
     if not wait_s:
         return None
@@ -337,13 +337,13 @@ def wait_for_restart(wait_s: float) -> int | None:
 
 
 class _Attempts:
-    """All starts of the ranks of one run in one job, or on this machine; megads.resilience decides on them.
+    """All starts of the ranks of one run in one job, or on this machine; megads.resilience decides about restarts.
 
     Args:
-        resolved: the run, its config frozen.
-        lease: hold on the run directory.
-        server: forks ranks on this machine, in every attempt.
-        accept: accepts the start as it would be accepted now, for a rollback.
+        resolved: the run, with a frozen config.
+        lease: lease on the run directory.
+        server: rank server on this machine, for all attempts.
+        accept: accepts the start again after a rollback.
     """
 
     def __init__(
@@ -369,10 +369,10 @@ class _Attempts:
         )
 
     def run(self, console: Console) -> _Ended:
-        """Starts the ranks until nothing follows.
+        """Starts the ranks, and again until no further start follows.
 
         Args:
-            console: shows the first attempt; others open their own.
+            console: console of the first attempt; later attempts open their own.
         """
         if self._placement is not None and self._config.cluster.checks_nodes:
             first = self._first_places(console)
@@ -391,7 +391,7 @@ class _Attempts:
             self._history.append(self._attempt(outcome))
             decision = next_attempt(self._history, self._means)
             if isinstance(decision, Restart) and self._config.cluster.checks_nodes:
-                # Once more, knowing more: a node may be gone without having been blamed.
+                # Decided again after the check, which may find a lost node that was not blamed.
                 self._check(decision.excluded)
                 self._history[-1] = self._attempt(outcome)
                 decision = next_attempt(self._history, self._means)
@@ -405,7 +405,7 @@ class _Attempts:
             outcome = self._again(decision, outcome)
 
     def _first_places(self, console: Console) -> _Ended | None:
-        """Checks the nodes before anything runs on them; returns the end where they are too few."""
+        """Checks the nodes before the first start; returns the end of the job if too few are healthy."""
         assert self._placement is not None
         console.say(f"checking the health of {len(self._means.nodes)} nodes")
         progress.enter("checking the nodes")
@@ -422,7 +422,7 @@ class _Attempts:
         return _Ended(Preempted.exit_code, decision.excluded)
 
     def _check(self, excluded: Collection[str]) -> None:
-        """Asks the nodes of the job that are still in use; notes those that are not fit."""
+        """Runs the health check on the nodes of the job that are still in use; records those that are rejected."""
         placement = self._placement
         if placement is None:
             return
@@ -441,7 +441,7 @@ class _Attempts:
         self._rejected |= rejected
 
     def _roll_back(self, accepted: AcceptedStart) -> Outcome:
-        """Starts the ranks again from the checkpoint that they decided on, without the samples that they named."""
+        """Restarts the ranks from the checkpoint that they decided on, skipping the samples that they named."""
         accepted.record()
         self._resolved = dataclasses.replace(accepted.resolved, placement=self._placement)
         self._config = accepted.resolved.config
@@ -457,7 +457,7 @@ class _Attempts:
         self._spec = dataclasses.replace(self._spec, lease=self._lease.number)
 
     def _again(self, decision: Restart, outcome: Outcome) -> Outcome:
-        """Starts the ranks once more."""
+        """Restarts the ranks."""
         self._renew_lease()
         if self._spec.hangs is not None:
             hangs = dataclasses.replace(self._spec.hangs, patience=decision.patience)
@@ -473,11 +473,11 @@ class _Attempts:
 
     @property
     def _restarts(self) -> int:
-        """Attempts that were followed by another one for their failure."""
+        """Number of failed attempts."""
         return sum(attempt.exit_code != EXIT_OK for attempt in self._history)
 
     def _start(self, console: Console) -> Outcome:
-        """Starts the ranks, and again at the end of every training stage, from the checkpoint that it ended with."""
+        """Starts the ranks, and again after every training stage, from the checkpoint at its end."""
         self._began = time.monotonic()
         outcome = self._start_once(console)
         while outcome.exit_code == EXIT_OK and (stage := following_stage(self._run_dir)):
@@ -486,7 +486,7 @@ class _Attempts:
             self._history.append(self._attempt(outcome))
             self._renew_lease()
             with _open_console(self._resolved) as following:
-                following.say(f"training stage {stage} follows")
+                following.say(f"starting training stage {stage}")
                 outcome = self._start_once(following)
         return outcome
 
@@ -502,16 +502,16 @@ class _Attempts:
         return launch(self._spec, console, placement.ranks(self._spec, self._config), scheduler)
 
     def _deadline(self, time_left: Callable[[], float | None]) -> Deadline:
-        """The time limits of this start."""
+        """Returns the time limits of this start."""
         run = self._config.run
         limit_s = None
         if run.exit_after is not None:
-            # Of this start, with the training stages that it went through.
+            # The limit covers all training stages of this start.
             limit_s = max(1.0, parse_duration(run.exit_after) - (time.monotonic() - self._began))
         return Deadline(self._run_dir, limit_s, time_left, run.save_before_limit_s, run.stop_timeout_s)
 
     def _attempt(self, outcome: Outcome) -> Attempt:
-        """What the policy has to know of an attempt."""
+        """Returns the attempt as input of the restart policy."""
         nodes = tuple(node.name for node in self._placement.nodes) if self._placement else self._means.nodes
         return Attempt(
             nodes,
@@ -534,7 +534,7 @@ class _Attempts:
         return _Ended(decision.exit_code)
 
     def _note(self, event: str, outcome: Outcome, excluded: tuple[str, ...], **fields: Any) -> None:
-        """Records what follows a fault, with what it was and what it cost."""
+        """Records the reaction to a failure, with its cause and the lost steps."""
         detected, last, saved = time.time(), self._last_step(), self._saved_step()
         with closing(EventWriter(self._run_dir)) as events:
             events.write(
@@ -551,11 +551,11 @@ class _Attempts:
             )
 
     def _last_step(self) -> int:
-        """The last step that is recorded."""
+        """Last step in metrics.jsonl."""
         return max((int(line["step"]) for line in read_json_lines(self._run_dir / METRICS_FILE)), default=0)
 
     def _saved_step(self) -> int:
-        """Of the newest checkpoint; of local ones only where all are on this machine."""
+        """Step of the newest checkpoint; local checkpoints count only if all ranks are on this machine."""
         saved, config = saved_step(self._run_dir, self._config.checkpoint.load), self._config.checkpoint
         if not config.local_every_steps or self._placement is not None:
             return saved
@@ -565,23 +565,23 @@ class _Attempts:
 
 
 def following_stage(run_dir: Path) -> int:
-    """Returns the number of the training stage that follows the one that ended last; 0 for none."""
+    """Returns the number of the training stage after the one that ended last; 0 for none."""
     ends = [event for event in read_json_lines(run_dir / EVENTS_FILE) if event.get("event") == "end"]
     return int(ends[-1].get(NEXT_STAGE, 0)) if ends else 0
 
 
 def _code_of_stop(run_dir: Path) -> int:
-    """Of a run that was asked to stop while a training stage ended, and saved."""
+    """Exit code of a run that saved after a stop request at the end of a training stage."""
     preempted = read_stop(run_dir) in (PREEMPTED, TIME_LIMIT)
     return Preempted.exit_code if preempted else StopRequested.exit_code
 
 
 def saved_step(run_dir: Path, load: str = "auto") -> int:
-    """Returns the step of the newest checkpoint that was committed, 0 for none.
+    """Returns the step of the newest committed checkpoint, 0 for none.
 
     Args:
-        run_dir: the run's folder.
-        load: checkpoint.load; with "none" only what this run has saved itself since counts.
+        run_dir: the run directory.
+        load: value of checkpoint.load; with "none", only checkpoints saved since the fresh start count.
     """
     if load == "none":
         from megads.checkpoint.fresh_start import recorded_history

@@ -1,4 +1,4 @@
-"""The time of a step of a config: what `megads plan` prints, and `megads report` compares with what was measured."""
+"""Estimated step time of a config, for `megads plan` and for the comparison with measured steps in `megads report`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from megads.train_config import Precision
 
 
 def connected_device(name: str, config: RootConfig, nic_gigabytes_per_s: float | None = None) -> Device:
-    """A device by name or file, in the precision of a config and as its cluster connects it.
+    """Returns a device by name or file, with the precision and the ranks per node of a config.
 
     Args:
-        name: as of `find_device`.
-        config: of the run.
-        nic_gigabytes_per_s: of the network, where it is not the usual one.
+        name: name or file, see `find_device`.
+        config: config of the run.
+        nic_gigabytes_per_s: network bandwidth per device in GB/s; None uses the device's default.
 
     Raises:
-        ConfigError: there is none, or its peak in the run's precision is not known.
+        ConfigError: the device does not exist, or its peak FLOPs in the run's precision are unknown.
     """
     device = find_device(name)
     if config.cluster.ranks_per_node is not None:
@@ -35,22 +35,24 @@ def connected_device(name: str, config: RootConfig, nic_gigabytes_per_s: float |
 
 
 def machine_of(device: Device) -> Machine:
-    """The memory of a device that was asked for by name."""
+    """Returns the memory of a device as a `Machine`; for a CPU, the memory available on this machine."""
     if device.on_cpu:
         return Machine(available_memory(), per_gpu=False)
     return Machine(int(device.memory_gib * 2**30), per_gpu=True)
 
 
 def execution_of(config: RootConfig, device: Device) -> Execution:
-    """How megads runs the config on a device: on CPUs its kernels add gradients inside of products, on GPUs determinism
-    takes another kernel for attention."""
+    """Returns how megads executes the config on a device.
+
+    On CPUs its kernels accumulate weight gradients inside the GEMM; on GPUs determinism needs another attention kernel.
+    """
     if not device.on_cpu:
         return replace(MEGADS, repeatable=config.train.deterministic, cuda_graphs=config.ops.cuda_graphs)
-    return replace(MEGADS, sums_in_product=plans_fused(config.ops, cuda=False))
+    return replace(MEGADS, fused_wgrad_accumulation=plans_fused(config.ops, cuda=False))
 
 
 def shape_of(config: RootConfig) -> StepShape:
-    """What a step of the full batch size computes."""
+    """Returns the shape of a step of the full batch size."""
     checkpoint = config.checkpoint
     return StepShape(
         seq_len=config.train.seq_len,
@@ -62,10 +64,10 @@ def shape_of(config: RootConfig) -> StepShape:
 
 
 def step_model_of(config: RootConfig, device: Device, network: Network = FLAT) -> StepModel:
-    """The step of a config; nothing in the layout is auto any more."""
+    """Returns the step model of a config whose layout has no auto values."""
     return StepModel(config.model, config.parallel, shape_of(config), device, network, execution_of(config, device))
 
 
 def step_of(config: RootConfig, device: Device, network: Network = FLAT) -> StepEstimate:
-    """The time of a step; nothing in the layout is auto any more."""
+    """Returns the estimated step time of a config whose layout has no auto values."""
     return step_model_of(config, device, network).estimate()

@@ -1,8 +1,8 @@
-"""`python -m megads.launch.tracker <run_dir>`: tells wandb and TensorBoard of a run, from where they are.
+"""`python -m megads.launch.tracker <run_dir>`: sends a run's records to wandb and TensorBoard, from the last position.
 
-The launcher starts it beside the ranks with --follow. By hand it sends what a run could not send before its end. Every
-tracker has a child of its own, which is started again when it fails and ended in time: this process imports no
-tracker, so nothing that one does can hold it up.
+The launcher starts it with --follow next to the ranks. Started by hand, it sends what a run could not send before its
+end. Each tracker runs in a child process, which is restarted when it fails and killed at the time limit. This process
+imports no tracker, so no tracker can block it.
 """
 
 from __future__ import annotations
@@ -45,48 +45,48 @@ from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE
 
 _POLL_S = 0.1
 _FIRST_RETRY_S = 5.0
-# From the first start of a tracker: a run may be over before any server could have answered.
+# Measured from the first start of a tracker, because a run may end before a server can answer.
 _ANSWER_S = 5.0
 _LAST_RETRY_S = 300.0
 _PRIORITY = 10
 
 
 def _track(run: RunDescription, config: LoggingConfig, wanted: Mapping[str, WandbMode], over: int | None = None) -> int:
-    """Keeps the trackers of a run until all have everything, or the time after the run's end is used up.
+    """Runs the trackers of a run until all have recorded everything, or until logging.flush_s after the run's end.
 
     Args:
-        run: the run.
+        run: description of the run.
         config: settings of the trackers.
-        wanted: the trackers, each with where it records.
-        over: descriptor that becomes readable when the run is over; None when it is over already, and then there is
-            no hurry.
+        wanted: the trackers, each with its mode.
+        over: descriptor that becomes readable when the run is over; None if it is over already, without a time limit.
 
     Returns:
-        The exit code: 0 although a tracker failed, because events.jsonl says so; 1 when called by hand.
+        The exit code. After a failure of a tracker it is 1 when started by hand, and 0 with --follow, because the
+        failure is in events.jsonl.
 
     """
     os.nice(_PRIORITY)
     with _EventLog(run.run_dir) as log:
-        keepers = [_Keeper(run, config, name, mode, over, log) for name, mode in wanted.items()]
+        supervisors = [_Supervisor(run, config, name, mode, over, log) for name, mode in wanted.items()]
         _lock(run.run_dir, over, config.flush_s)
         deadline: float | None = None
-        while not all(keeper.done for keeper in keepers):
+        while not all(supervisor.done for supervisor in supervisors):
             ended = _wait_for_end(over, _POLL_S)
             if ended and over is not None:
                 deadline = deadline or time.monotonic() + config.flush_s
                 time.sleep(_POLL_S / 2)
             elif ended:
                 time.sleep(_POLL_S)
-            for keeper in keepers:
-                keeper.look(ended)
+            for supervisor in supervisors:
+                supervisor.look(ended)
             if deadline is not None and time.monotonic() > deadline:
-                for keeper in keepers:
-                    keeper.kill()
+                for supervisor in supervisors:
+                    supervisor.kill()
         return EXIT_OK if over is not None or not log.warnings else 1
 
 
 class _EventLog(EventWriter):
-    """events.jsonl, with a count of the warnings."""
+    """Writer of events.jsonl that counts the warnings."""
 
     warnings = 0
 
@@ -97,14 +97,14 @@ class _EventLog(EventWriter):
         self.close()
 
     def say(self, tracker: str, message: str, warning: bool) -> None:
-        """Records what became of a tracker."""
+        """Records an event about a tracker."""
         self.warnings += warning
         event = "tracker_failed" if warning else "tracker"
         self.write(event, level="warning" if warning else "info", tracker=tracker, message=message)
 
 
-class _Keeper:
-    """Keeps one tracker: starts it, starts it again when it fails, and sees to its end."""
+class _Supervisor:
+    """Supervises the child process of one tracker: starts it, restarts it after a failure, and ends it."""
 
     def __init__(
         self,
@@ -127,10 +127,10 @@ class _Keeper:
         self._first_start = math.inf
 
     def look(self, ended: bool) -> None:
-        """Does what is due.
+        """Checks the child process, and starts, restarts or ends it.
 
         Args:
-            ended: the run is over.
+            ended: whether the run is over.
         """
         if self.done:
             return
@@ -140,18 +140,18 @@ class _Keeper:
             return
         self._listen()
         if self._process.exitcode is not None:
-            self._bury(ended)
+            self._handle_exit(ended)
         elif ended and self._over is not None and self._unanswered():
             self._cause = self._cause or "the server does not answer"
             self._record_offline()
 
     def _unanswered(self) -> bool:
-        """Tells that a server had its time to answer and did not; a run may be over before it could."""
+        """Whether a server has not answered in the time that it has for that, even if the run ended earlier."""
         waits_s = min(_ANSWER_S, self._config.flush_s / 2)
         return self._mode is WandbMode.online and not self._connected and time.monotonic() - self._first_start > waits_s
 
     def kill(self) -> None:
-        """Ends it: the time is used up."""
+        """Kills the child process at the time limit."""
         if self.done:
             return
         if self._process is not None:
@@ -159,7 +159,7 @@ class _Keeper:
             self._process.join()
         self.done = True
         self._report(
-            f"not everything was taken within {self._config.flush_s:g} s after the end (logging.flush_s); "
+            f"not everything was sent within {self._config.flush_s:g} s after the end (logging.flush_s); "
             f"python -m megads.launch.tracker {self._run.run_dir} sends the rest"
         )
 
@@ -177,7 +177,7 @@ class _Keeper:
         to_parent.close()
 
     def _listen(self) -> None:
-        """Takes what the child says."""
+        """Reads messages from the child process."""
         assert self._from_child is not None
         with suppress(EOFError, OSError):
             while self._from_child.poll():
@@ -187,8 +187,8 @@ class _Keeper:
                 else:
                     self._cause = said
 
-    def _bury(self, ended: bool) -> None:
-        """Decides what follows the end of the child."""
+    def _handle_exit(self, ended: bool) -> None:
+        """Handles the end of the child process."""
         assert self._process is not None
         code = self._process.exitcode
         self._listen()
@@ -197,7 +197,7 @@ class _Keeper:
             return
         self._cause = self._cause or f"its process ended with exit code {code}"
         if not ended:
-            self._report(f"{self._cause}; the training goes on, and it is tried again")
+            self._report(f"{self._cause}; training continues, and the tracker is restarted")
             self._process = None
             self._next_start = time.monotonic() + self._retry_s
             self._retry_s = min(_LAST_RETRY_S, 2 * self._retry_s)
@@ -208,7 +208,7 @@ class _Keeper:
             self._report(f"{self._cause}; python -m megads.launch.tracker {self._run.run_dir} sends what is missing")
 
     def _record_offline(self) -> None:
-        """Records what the server did not take as files that it can be sent later."""
+        """Restarts the tracker offline, which writes the missing records to files that can be sent later."""
         assert self._process is not None
         self._process.kill()
         self._process.join()
@@ -218,16 +218,16 @@ class _Keeper:
         self._start()
 
     def _report(self, message: str) -> None:
-        """One warning for each start of the run; what follows is told more quietly."""
+        """Records a message: a warning for the first failure in a start of the run, info after that."""
         self._log.say(self._name, f"{self._name}: {message}", warning=not self._reported)
         self._reported = True
 
 
 def _lock(run_dir: Path, over: int | None, wait_s: float) -> None:
-    """Keeps a second tracker process out; held until this process and its children are gone.
+    """Locks the run against a second tracker process, until this process and its children have ended.
 
     Raises:
-        ConfigError: another one is at work and does not end.
+        ConfigError: another tracker process runs and does not end.
     """
     descriptor = os.open(run_dir / "logs" / "tracker.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     deadline: float | None = None
@@ -244,21 +244,21 @@ def _lock(run_dir: Path, over: int | None, wait_s: float) -> None:
 
 _READ_EVERY_S = 1.0
 _CONNECTED = "connected"
-"""What a recorder says once its tracker takes records; anything else that it says is why it failed."""
+"""Message of a child process whose tracker is ready; every other message is the cause of a failure."""
 
 
 def _record(
     run: RunDescription, config: LoggingConfig, name: str, mode: WandbMode, over: int | None, parent: Connection
 ) -> NoReturn:
-    """Records to the end of the run; never returns.
+    """Body of a child process: records until the end of the run; never returns.
 
     Args:
-        run: the run.
+        run: description of the run.
         config: settings of the trackers.
-        name: the tracker.
-        mode: where wandb records.
-        over: descriptor that becomes readable when the run is over; None when it is over already.
-        parent: told _CONNECTED or why it failed.
+        name: name of the tracker.
+        mode: mode of the tracker, online or offline.
+        over: descriptor that becomes readable when the run is over; None if it is over already.
+        parent: receives _CONNECTED, or the cause of a failure.
     """
     try:
         environment.prepare_wandb()
@@ -274,17 +274,17 @@ def _record(
         code = 1
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    # Without the interpreter's shutdown: a library's exit handler may wait for its server.
+    # Skips the interpreter's shutdown, in which a library's exit handler may wait for its server.
     os._exit(code)
 
 
 def _wait_for_end(over: int | None, timeout_s: float) -> bool:
-    """Waits until the run is over, for a while; tells whether it is."""
+    """Waits for the end of the run up to a timeout; returns whether the run is over."""
     return over is None or bool(select.select([over], [], [], timeout_s)[0])
 
 
 def _open(run: RunDescription, config: LoggingConfig, name: str, mode: WandbMode, position: FeedPosition) -> Tracker:
-    # Imported here, in the tracker's own process: their imports are slow and start threads.
+    # Imported in the tracker's own process, because the imports are slow and start threads.
     if name == WANDB:
         from megads.monitor.tracker_backends import WandbTracker
 
@@ -303,7 +303,7 @@ def _pass_on(run: RunDescription, name: str, tracker: Tracker, position: FeedPos
         feed.go_on_from(max(0, tracker.first_step - 1))
     ended = False
     while not ended:
-        # Asked first: whatever was written before the end is then read.
+        # Checked first, so that everything written before the end is read.
         ended = _wait_for_end(over, _READ_EVERY_S)
         while news := feed.read():
             if news.rewound_to is not None:
@@ -321,11 +321,11 @@ def _pass_on(run: RunDescription, name: str, tracker: Tracker, position: FeedPos
 def _final_table(
     step: Mapping[str, Any], validation: Mapping[str, Any], events: Sequence[Mapping[str, Any]]
 ) -> dict[str, int | float]:
-    """Returns the table's rows; those of which nothing is known are left out.
+    """Returns the rows of the final table that are known.
 
     Args:
-        step: the last step's line of metrics.jsonl.
-        validation: the last validation's line.
+        step: line of the last step in metrics.jsonl.
+        validation: line of the last validation.
         events: all lines of events.jsonl.
     """
     counts = Counter(event.get("event") for event in events)
@@ -356,19 +356,19 @@ def _last_wall_s(events: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def main() -> int:
-    """Reads the frozen config of the run directory, tracks, and returns the exit code."""
+    """Tracks the run of a run directory with its frozen config, and returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m megads.launch.tracker")
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--follow", action="store_true", help="the run goes on until standard input ends")
-    parser.add_argument("--plugin", action="append", default=[], help="a module of yours to import for its tracker")
+    parser.add_argument("--follow", action="store_true", help="follow a run that continues until standard input ends")
+    parser.add_argument("--plugin", action="append", default=[], help="your module that registers a tracker; imported")
     arguments = parser.parse_args()
     if arguments.follow:
         leave_signals_to_the_launcher()
-    # A descriptor of its own: multiprocessing closes the standard input of the children, who wait for it too.
+    # Duplicated, because multiprocessing closes the standard input of the children, which poll it too.
     over = os.dup(0) if arguments.follow else None
     try:
         config = load_frozen(arguments.run_dir / CONFIG_FILE)
-        # Only beside a run of the user's own command line: by hand, the frozen config of anybody's run is only data.
+        # Not when started by hand: the frozen config of another user's run must not import plugins.
         if arguments.follow:
             config.settle_plugins()
         import_plugins(arguments.plugin)
@@ -390,5 +390,5 @@ if __name__ == "__main__":
     code = main()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    # Without the interpreter's shutdown: what a plugin has imported may take its time there.
+    # Skips the interpreter's shutdown, which modules imported by a plugin may delay.
     os._exit(code)

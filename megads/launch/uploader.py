@@ -1,13 +1,14 @@
-"""The process that uploads a run's checkpoints to checkpoint.upload, beside the ranks, which never wait for it.
+"""Process that uploads a run's checkpoints to checkpoint.upload; the ranks never wait for it.
 
     python -m megads.launch.uploader <run.dir>
 
-In a SLURM job of several nodes one runs beside the launcher, which chooses what is uploaded, and one on each other
-node, as a task of an srun step: every one of them brings a share of the files.
+In a SLURM job of several nodes, one uploader runs next to the launcher and selects what is uploaded. One more runs on
+each other node, as a task of an srun step. Each uploads a share of the files.
 
-It watches the run directory for committed checkpoints. The newest comes first; older ones follow where they stay there.
-What fails becomes an event and is tried again, later and later. It ends when the run is over (its standard input ends)
-and the last checkpoint is there, or checkpoint.upload_wait_s after the run.
+It polls the run directory for committed checkpoints. The newest is uploaded first, then older ones that the retention
+policy keeps in the store. A failure is recorded as an event, and retried with increasing delay. The process ends when
+the run is over (end of its standard input) and the last checkpoint is uploaded, or checkpoint.upload_wait_s after the
+run.
 """
 
 from __future__ import annotations
@@ -56,11 +57,11 @@ _QUIET_S = 15.0
 
 
 class _GivenUp(Exception):
-    """The upload of a checkpoint ends here, without a fault: another one counts more now."""
+    """Aborts the upload of a checkpoint that is superseded, or no longer worth completing."""
 
 
 def run_url(config: RootConfig) -> str:
-    """Where the checkpoints of a run go."""
+    """Returns the URL that the checkpoints of a run are uploaded to."""
     assert config.checkpoint.upload is not None
     return f"{config.checkpoint.upload.rstrip('/')}/{config.run.id}"
 
@@ -69,14 +70,14 @@ class Uploader:
     """Uploads the checkpoints of one run directory.
 
     Args:
-        config: of the run.
-        run_dir: its directory.
-        is_over: whether the run is over.
-        events: takes what happens.
-        tell: told of the step that is uploaded, of bytes done and of all bytes.
-        tries: failures in a row after which it ends; None: it never does.
+        config: config of the run.
+        run_dir: the run directory.
+        is_over: returns whether the run is over.
+        events: writer of events.jsonl.
+        tell: called with the step being uploaded, the uploaded bytes and the total bytes.
+        tries: number of consecutive failures after which it raises; None retries forever.
         node: number of this node.
-        num_nodes: nodes that share the work; node 0 chooses what is uploaded, and commits it.
+        num_nodes: number of nodes that upload; node 0 selects the checkpoint and commits it.
     """
 
     def __init__(
@@ -94,14 +95,14 @@ class Uploader:
         self._tell, self._tries, self._node, self._num_nodes = tell, tries, node, num_nodes
         self._url = run_url(config)
         self._failures, self._retry_s, self._told = 0, _FIRST_RETRY_S, ""
-        # Of the complete checkpoints that the store has, sequence and digest by step; None: nobody has looked.
+        # Sequence and digest of the complete checkpoints in the store, by step; None if not listed yet.
         self._there: dict[int, tuple[int, str]] | None = None
         self._read: dict[tuple[Path, int, int], tuple[int, str]] = {}
         self._damaged: set[str] = set()
         self._parts_removed = False
         self._step: int | None = None
         self.uploaded: list[int] = []
-        """Steps of the checkpoints that it brought there."""
+        """Steps of the checkpoints that this process has uploaded."""
         key = best_loss_key(config)
         self._losses = MetricHistory(run_dir, key) if key is not None else None
 
@@ -109,7 +110,7 @@ class Uploader:
         """Uploads until the run is over and its last checkpoint is in the store.
 
         Raises:
-            CheckpointError, OSError: the last failure, where tries are limited.
+            CheckpointError, OSError: the last failure, if the number of tries is limited.
         """
         while True:
             try:
@@ -118,7 +119,7 @@ class Uploader:
                     return self._help(store)
                 lease = RemoteLease(store)
                 with lease:
-                    lease.take(lambda: None, lambda who: self._fail(f"{who}; it is waited for"))
+                    lease.take(lambda: None, lambda who: self._fail(f"{who}; waiting for it"))
                     return self._upload_all(store, lease)
             except (CheckpointError, OSError) as error:
                 self._failures += 1
@@ -129,7 +130,7 @@ class Uploader:
                 self._pause()
 
     def _pause(self) -> None:
-        """Waits before the next try; at the end of the run there is little time."""
+        """Waits before the next try, shorter at the end of the run."""
         until = time.monotonic() + self._retry_s
         while (left := until - time.monotonic()) > 0:
             time.sleep(min(_POLL_S, left))
@@ -138,18 +139,18 @@ class Uploader:
         self._retry_s = min(2 * self._retry_s, _LAST_RETRY_S)
 
     def _fail(self, message: str) -> None:
-        """One event for each cause."""
+        """Records a failure, once for each cause."""
         if message != self._told:
             self._told = message
             self._events.write("upload_failed", level="warning", step=self._step, url=self._url, message=message)
 
     def _upload_all(self, store: RemoteStore, lease: RemoteLease) -> None:
         for pin in pins(self._run_dir):
-            if not _is_held_here(pin):
+            if not _is_local(pin):
                 unpin(pin)
         self._remove_parts(store)
         while True:
-            # Asked first: what is committed before the end is then found.
+            # Checked first, so that everything committed before the end is found.
             over = self._is_over()
             folder = self._next(store)
             if folder is not None:
@@ -161,11 +162,11 @@ class Uploader:
                 time.sleep(_POLL_S)
 
     def _remove_parts(self, store: RemoteStore) -> None:
-        """Removes what killed uploads of this run left, once."""
+        """Removes, once, parts left in the store by killed uploads of this run."""
         if self._parts_removed:
             return
         self._parts_removed = True
-        # Other nodes may be at it already.
+        # Other nodes may already upload these.
         steps = [CheckpointUpload(store, self._run_dir, pin).step for pin in pins(self._run_dir)]
         busy = [remote_folder(step) for step in steps] if self._num_nodes > 1 else []
         try:
@@ -177,7 +178,7 @@ class Uploader:
             self._events.write("upload_parts_removed", url=self._url, count=removed.count, bytes=removed.bytes)
 
     def _local(self) -> dict[int, tuple[int, str]]:
-        """Sequence and digest of the committed checkpoints here, by step; a manifest is read once."""
+        """Sequence and digest of the committed checkpoints of the run directory, by step; reads each manifest once."""
         found = {}
         for step, folder in list_checkpoints(self._run_dir).items():
             with suppress(FileNotFoundError, CheckpointError):
@@ -191,7 +192,7 @@ class Uploader:
         return found
 
     def _next(self, store: RemoteStore) -> Path | None:
-        """The newest checkpoint, then older ones that would stay in the store; None where it has all of them."""
+        """The newest checkpoint, then older ones that retention keeps in the store; None if none is missing there."""
         local = self._local()
         if not local:
             return None
@@ -212,7 +213,7 @@ class Uploader:
         return list_checkpoints(self._run_dir).get(max(wanted, key=local.__getitem__))
 
     def _newest_lacking(self) -> int | None:
-        """The newest checkpoint where the store lacks it; the one that is uploaded where it has it."""
+        """Step of the newest checkpoint if the store lacks it, else of the checkpoint being uploaded."""
         local = self._local()
         newest = max(local, key=local.__getitem__, default=None)
         return newest if newest is not None and local[newest] != (self._there or {}).get(newest) else self._step
@@ -246,7 +247,7 @@ class Uploader:
         except RemoteError:
             raise
         except CheckpointError as error:
-            # The file here is damaged; ranks that start from it will say so, too.
+            # The local file is damaged; ranks that load it will report it too.
             self._damaged.add(digest)
             unpin(pin)
             self._fail(f"{folder.name} is not uploaded: {error}")
@@ -268,14 +269,14 @@ class Uploader:
         self._step = None
 
     def _require_worth(self, pin: Path) -> None:
-        """Raises _GivenUp where a newer checkpoint counts more, or where the links take the room of the next one."""
-        if _is_held_here(pin):
+        """Raises _GivenUp if a newer checkpoint takes precedence, or the pinned files take space the next one needs."""
+        if _is_local(pin):
             if self._is_over() and self._step != self._newest_lacking():
                 raise _GivenUp
             return
         size = sum(path.stat().st_size for path in pin.iterdir())
         if self._is_over() or shutil.disk_usage(self._run_dir).free < size:
-            reason = "the run is over" if self._is_over() else "the disk has no room for the next one beside it"
+            reason = "the run is over" if self._is_over() else "the disk has no space for the next one"
             unpin(pin)
             self._fail(f"{pin.name} is not uploaded: it was removed here meanwhile, and {reason}")
             raise _GivenUp
@@ -284,22 +285,22 @@ class Uploader:
         self._tell(upload.step, done_bytes, upload.share_bytes)
 
     def _help(self, store: RemoteStore) -> None:
-        """Brings this node's share of what node 0 chooses; ends when the run is over and nothing more is chosen."""
+        """Uploads this node's share of the checkpoints that node 0 selects, until the run is over and none is left."""
         quiet_since = time.monotonic()
         while not self._is_over() or time.monotonic() - quiet_since < _QUIET_S:
             for pin in pins(self._run_dir):
                 quiet_since = time.monotonic()
-                # Node 0 lets go of it when it is complete, or not worth it any more.
+                # Node 0 unpins a checkpoint that is complete or no longer worth uploading.
                 with suppress(FileNotFoundError):
                     upload = CheckpointUpload(store, self._run_dir, pin, node=self._node, num_nodes=self._num_nodes)
-                    # Node 0 drops the note of a file that the store has no longer.
+                    # Node 0 removes the mark of a file that is no longer in the store.
                     if not upload.is_brought:
                         upload.send()
             time.sleep(_POLL_S)
 
 
-def _is_held_here(pin: Path) -> bool:
-    """Whether the checkpoint of which these are links is still in its place."""
+def _is_local(pin: Path) -> bool:
+    """Whether the checkpoint that these hard links pin is still in the run directory."""
     folder = pin.with_name(pin.name.removeprefix(".").rpartition(".")[0])
     with suppress(OSError):
         return (pin / MANIFEST_FILE).samefile(folder / MANIFEST_FILE)
@@ -307,7 +308,7 @@ def _is_held_here(pin: Path) -> bool:
 
 
 class _Status:
-    """What the launcher shows of the upload.
+    """Writer of the upload status, which the launcher shows.
 
     Args:
         run_dir: the run directory.
@@ -317,7 +318,7 @@ class _Status:
         self._path, self._at = upload_status_path(run_dir), 0.0
 
     def write(self, step: int, done_bytes: int, total_bytes: int) -> None:
-        """Notes it, twice a second at most."""
+        """Writes the status, at most twice a second."""
         if time.monotonic() - self._at < _STATUS_EVERY_S and done_bytes < total_bytes:
             return
         self._at = time.monotonic()
@@ -328,10 +329,10 @@ class _Status:
 
 
 class _End:
-    """The end of the run, seen at the end of standard input.
+    """Detects the end of the run, which is the end of standard input.
 
     Args:
-        limit_s: so long after it the process ends, whatever it is waiting for: nobody else may be left to kill it.
+        limit_s: time after it at which this process exits in any case, because no other may be left to kill it.
     """
 
     def __init__(self, limit_s: float):
@@ -350,16 +351,16 @@ class _End:
 
 
 def main() -> NoReturn:
-    """Uploads beside a run; never returns."""
+    """Uploads the checkpoints of a run until it is over; never returns."""
     parser = argparse.ArgumentParser(prog="python -m megads.launch.uploader")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--node", type=int, default=0, help="number of this node")
-    parser.add_argument("--nodes", type=int, default=1, help="nodes that share the work")
+    parser.add_argument("--nodes", type=int, default=1, help="number of nodes that upload")
     parser.add_argument(
-        "--task-of-step", action="store_true", help="a task of an srun step: the number follows from it"
+        "--task-of-step", action="store_true", help="take the node's number from the task of the srun step"
     )
     arguments = parser.parse_args()
-    # Number 0 is beside the launcher.
+    # Number 0 runs next to the launcher.
     node = 1 + int(slurm_variables()["SLURM_PROCID"]) if arguments.task_of_step else arguments.node
     leave_signals_to_the_launcher()
     code = EXIT_BUG
@@ -380,7 +381,7 @@ def main() -> NoReturn:
         traceback.print_exc()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    # Without the interpreter's shutdown: a driver's threads may wait for their server there.
+    # Skips the interpreter's shutdown, in which a storage driver's threads may wait for their server.
     os._exit(code)
 
 

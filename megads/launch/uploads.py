@@ -1,5 +1,7 @@
-"""What the launcher does for checkpoint.upload: asks the store before a start, brings back what the run directory lost,
-keeps the process that uploads, and waits for the last checkpoint.
+"""The launcher's part of checkpoint.upload.
+
+It checks the store before a start, restores checkpoints that the run directory lost, supervises the processes that
+upload, and waits for the last checkpoint.
 """
 
 from __future__ import annotations
@@ -35,25 +37,27 @@ if TYPE_CHECKING:
     from megads.checkpoint.upload import RemoteCheckpoint
 
 ANSWER_S = 30.0
-"""A store that has not answered at the start for so long is taken not to."""
+"""Time at the start after which a store that has not answered counts as unreachable."""
 UPLOAD_STEP = "megads-upload"
-"""Name of the srun step of the processes on other nodes."""
+"""Name of the srun step with the uploaders on other nodes."""
 _MOST_RESTARTS = 5
 _MOST_STEPS = 2
 _END_STEP_S = 10.0
 _FIRST_RESTART_S = 5.0
 _WATCH_S = 0.5
 _KILL_MARGIN_S = 5.0
-"""The process keeps to checkpoint.upload_wait_s itself; this much later it is taken to hang."""
+"""The uploader observes checkpoint.upload_wait_s itself; after this margin it is taken to hang."""
 _NOT_WAITED_FOR = (Preempted.exit_code, EXIT_KILLED)
-"""The machine is taken back, or somebody does not want to wait: the next start goes on with the upload."""
+"""Exit codes after which the launcher does not wait for the upload; the next start continues it."""
 
 
 def with_local_load(config: RootConfig) -> RootConfig:
-    """Returns the config with the folder that a URL in checkpoint.load is fetched to; always the same for a URL.
+    """Returns the config with a URL in checkpoint.load replaced by the folder that it is fetched to.
+
+    The folder is always the same for a URL.
 
     Args:
-        config: with run.dir.
+        config: config with run.dir set.
     """
     load = config.checkpoint.load
     if not is_url(load):
@@ -63,18 +67,19 @@ def with_local_load(config: RootConfig) -> RootConfig:
 
 
 def prepare_checkpoints(config: RootConfig, asked_load: str, console: Console, job: SlurmJob | None) -> None:
-    """Brings what the start needs of other places into the run directory.
+    """Fetches remote checkpoints that the start needs into the run directory.
 
     Args:
-        config: of the start, see `with_local_load`.
-        asked_load: checkpoint.load as it was asked for.
-        console: says what is fetched.
-        job: the SLURM job that this process is part of.
+        config: config of the start, see `with_local_load`.
+        asked_load: checkpoint.load as requested.
+        console: reports what is fetched.
+        job: SLURM job of this process; None outside of SLURM.
 
     Raises:
-        ConfigError: the store of a run's first start cannot be used, or holds a later state of this run that this start
-            would not go on from.
-        CheckpointError: there is nothing usable where checkpoint.load points to, or only there.
+        ConfigError: the store cannot be used at the first start of a run, or holds a later checkpoint of this run that
+            this start would not resume from.
+        CheckpointError: there is no usable checkpoint at the URL, or the only checkpoints are in the store and none is
+            usable.
     """
     run_dir = Path(str(config.run.dir))
     if is_url(asked_load):
@@ -86,7 +91,7 @@ def prepare_checkpoints(config: RootConfig, asked_load: str, console: Console, j
 
 
 def _fetch_weights(config: CheckpointConfig, run_dir: Path, console: Console, job: SlurmJob | None) -> None:
-    """Fetches checkpoint.init_from, where the run has no checkpoint of its own to go on from and has not fetched it."""
+    """Fetches checkpoint.init_from, unless the run has it already or resumes from its own checkpoint."""
     from megads.checkpoint.download import open_remote_run
     from megads.resume import find_past
 
@@ -130,9 +135,7 @@ def _prepare_upload(config: RootConfig, run_dir: Path, console: Console, job: Sl
                 f"checkpoint.upload = {config.checkpoint.upload} cannot be used: {error}. Correct the URL, the "
                 "credentials or the bucket's permissions, or leave checkpoint.upload out"
             ) from error
-        console.say(
-            f"checkpoint.upload does not answer ({error}): training goes on, uploads are tried again", "warning"
-        )
+        console.say(f"checkpoint.upload does not answer ({error}): training continues, uploads are retried", "warning")
         return
     own = recorded_history(run_dir) if load == "none" and continues_fresh_start(run_dir) else None
     local = max(newest_intact_sequence(run_dir), own.after if own is not None else 0)
@@ -141,8 +144,8 @@ def _prepare_upload(config: RootConfig, run_dir: Path, console: Console, job: Sl
         return
     if (load == "none" and own is None) or goes_to_path(load, run_dir):
         raise ConfigError(
-            f"{url} has a checkpoint of step {newer[0].step} of this run, which checkpoint.load = {load} would leave "
-            "behind, and what comes next would be mixed with it: choose another run.id, or remove it there"
+            f"{url} has a checkpoint of step {newer[0].step} of this run, from which checkpoint.load = {load} would "
+            "not resume, and new checkpoints would be mixed with it: choose another run.id, or remove it there"
         )
     with claimed(run_dir, job):
         try:
@@ -152,13 +155,13 @@ def _prepare_upload(config: RootConfig, run_dir: Path, console: Console, job: Sl
         except CheckpointError as error:
             if not local:
                 raise CheckpointError(f"{error}; another run.id starts afresh") from error
-            console.say(f"{error}: the run goes on from its own", "warning")
+            console.say(f"{error}: the run resumes from its own checkpoint", "warning")
             return
         _note(run_dir, restored, url)
 
 
 def refuse_own_folder(url: str, run_dir: Path) -> None:
-    """Raises ConfigError where a run would upload into itself."""
+    """Raises ConfigError if the upload folder and the run directory contain each other."""
     parts = urlsplit(url)
     if parts.scheme in ("file", "local"):
         there, here = Path(parts.path).resolve(), run_dir.resolve()
@@ -167,7 +170,7 @@ def refuse_own_folder(url: str, run_dir: Path) -> None:
 
 
 def _probe(store: RemoteStore) -> None:
-    """Raises RemoteError where the store does not take, give back or remove a file."""
+    """Raises RemoteError if writing, reading or removing a file in the store fails."""
     from megads.checkpoint.remote import RemoteError
 
     name, content = f".probe-{uuid.uuid4().hex[:12]}", b"megads"
@@ -178,10 +181,12 @@ def _probe(store: RemoteStore) -> None:
 
 
 def restore_lost(config: RootConfig, console: Console) -> bool:
-    """Brings the newest checkpoint back where the ranks found none usable; the caller holds the run directory.
+    """Restores the newest checkpoint from the store if the run directory has no usable one.
+
+    The caller holds the lease on the run directory.
 
     Returns:
-        Whether there is one now.
+        Whether a checkpoint was restored.
     """
     from megads.checkpoint.download import has_usable, newest_first
     from megads.checkpoint.remote import RemoteStore
@@ -195,7 +200,7 @@ def restore_lost(config: RootConfig, console: Console) -> bool:
         store = RemoteStore(run_url(config))
         restored = _restore(store, run_dir, newest_first(remote_checkpoints(store)), console)
     except CheckpointError as error:
-        console.say(f"checkpoint.upload has nothing in its place: {error}", "warning")
+        console.say(f"checkpoint.upload has no usable checkpoint either: {error}", "warning")
         return False
     _note(run_dir, restored, store.url)
     return True
@@ -231,15 +236,15 @@ def _note(run_dir: Path, restored: Restored, url: str) -> None:
 
 
 class UploadProcesses:
-    """The processes that upload, from the first start of the ranks to the end of the run.
+    """Supervises the uploader processes, from the first start of the ranks to the end of the run.
 
-    One is beside the launcher. In a SLURM job of several nodes there is one on each other node, too, all of them tasks
-    of one srun step. Where that ends, the nodes that still answer get another one; if it ends again, the launcher's
-    node uploads alone.
+    One uploader runs next to the launcher. In a SLURM job of several nodes, the tasks of one srun step are the
+    uploaders on the other nodes. If the step ends early, it is started once more on the nodes that still answer; if it
+    ends again, the launcher's node uploads alone.
 
     Args:
-        config: of the run.
-        allocation: SLURM's; None on this machine alone.
+        config: config of the run.
+        allocation: the SLURM allocation; None for this machine alone.
     """
 
     def __init__(self, config: RootConfig, allocation: Allocation | None = None):
@@ -255,7 +260,7 @@ class UploadProcesses:
         self._thread.start()
 
     def _watch(self) -> None:
-        """Starts them, and again where they fail."""
+        """Body of the thread: starts the processes, and restarts them after failures."""
         wait_s, failures, steps_failed = _FIRST_RESTART_S, 0, 0
         while True:
             failure, of_step = self._run()
@@ -278,7 +283,7 @@ class UploadProcesses:
             wait_s *= 2
 
     def _run(self) -> tuple[str, bool]:
-        """Starts what does not run, and watches it; returns what failed, empty at the end, and whether the step did."""
+        """Starts and monitors the processes; returns the failure, empty at the end, and whether the step failed."""
         try:
             count = str(1 + len(self._others))
             words = ("-m", "megads.launch.uploader", str(self._run_dir), "--nodes", count)
@@ -290,7 +295,7 @@ class UploadProcesses:
                     return "", False
                 if self._step is not None and not self._step.is_running:
                     failure = self._step.failure or "ended"
-                    # Everyone has to know by how many the work is shared; what is there stays.
+                    # Restarted too, because it must know the new number of nodes; what is uploaded remains.
                     self._process.finish(0.0, lambda: True)
                     self._step = None
                     return failure, True
@@ -309,7 +314,7 @@ class UploadProcesses:
         )
 
     def _answering(self) -> tuple[str, ...]:
-        """The other nodes whose slurmd answers."""
+        """Other nodes whose slurmd answers."""
         try:
             return tuple(node for node in self._others if slurmd_answers(node))
         except ConfigError:
@@ -329,11 +334,11 @@ class UploadProcesses:
         return uploader_log_path(self._run_dir)
 
     def finish(self, exit_code: int, console: Console) -> None:
-        """Waits for the upload of the last checkpoint, and says how it ended; a signal ends the wait.
+        """Waits for the upload of the last checkpoint, and warns if it is incomplete; a signal ends the wait.
 
         Args:
-            exit_code: of the run.
-            console: says it.
+            exit_code: exit code of the run.
+            console: shows the warning.
         """
         self._ending.set()
         self._thread.join()
@@ -351,12 +356,12 @@ class UploadProcesses:
         if not complete and list_checkpoints(self._run_dir):
             console.say(
                 f"the last checkpoint is not uploaded yet ({_status_text(self._run_dir) or 'nothing of it'}): the next "
-                f"start goes on with it, or megads checkpoint upload run={self._run_dir}; log: {self._log}",
+                f"start continues the upload, or megads checkpoint upload run={self._run_dir}; log: {self._log}",
                 "warning",
             )
 
     def kill(self) -> None:
-        """Ends it at once."""
+        """Kills the uploaders immediately."""
         self._ending.set()
         self._thread.join()
         if self._process is not None:
@@ -365,12 +370,12 @@ class UploadProcesses:
 
 
 def other_nodes(allocation: Allocation) -> tuple[str, ...]:
-    """The nodes of a SLURM job without the launcher's."""
+    """Returns the nodes of a SLURM job except the launcher's."""
     return tuple(node.name for node in allocation.nodes if node.name != node_name())
 
 
 def _status_text(run_dir: Path) -> str:
-    """What the process says of itself."""
+    """Status written by the uploader, as text; empty if there is none."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         status = json.loads(upload_status_path(run_dir).read_text())
         done, total = int(status["done_bytes"]), int(status["total_bytes"])
@@ -380,7 +385,7 @@ def _status_text(run_dir: Path) -> str:
 
 @contextmanager
 def _signals_noted() -> Iterator[Callable[[], bool]]:
-    """Yields what tells whether a signal came that asks this process to end."""
+    """Yields a function that returns whether a signal that asks this process to end was received."""
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
@@ -396,11 +401,11 @@ def _signals_noted() -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def uploading(config: RootConfig, allocation: Allocation | None = None) -> Iterator[UploadProcesses | None]:
-    """Keeps the processes beside a run; None where nothing is uploaded. What ends the block by an error ends them.
+    """Runs the uploaders during the block, and kills them if it raises; yields None without checkpoint.upload.
 
     Args:
-        config: of the run.
-        allocation: SLURM's; None on this machine alone.
+        config: config of the run.
+        allocation: the SLURM allocation; None for this machine alone.
     """
     if config.checkpoint.upload is None:
         yield None

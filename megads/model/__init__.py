@@ -1,7 +1,7 @@
-"""What is computed: a plain PyTorch GPT/BLOOM without process groups, and the table by which it may be cut.
+"""The model: a plain PyTorch GPT/BLOOM without process groups, and its sharding table.
 
-`gpt` holds the stages and the whole model, `attention`, `norm` and `dropout` what blocks are made of; `kv_cache` is for
-generation, `stage_names` lists the stages without torch.
+`gpt` defines the layers and the whole model, `attention`, `norm` and `dropout` the modules of blocks; `kv_cache` is for
+generation, and `stage_names` lists the layers without importing torch.
 """
 
 __all__ = ["attention", "config", "dropout", "gpt", "kv_cache", "norm", "stage_names"]

@@ -1,15 +1,15 @@
-"""Causal self-attention; several heads of queries may share one of keys and values (Ainslie et al. 2023).
+"""Causal self-attention, multi-head or grouped-query (GQA, Ainslie et al. 2023).
 
-With ALiBi (Press, Smith and Lewis 2021) scores are biased linearly in the distance of query and key.
+With ALiBi (Press, Smith and Lewis 2021), scores get a bias that is linear in the distance of query and key.
 
-With rotary position embedding (Su et al. 2021, RoFormer) feature i of a head and feature i + d/2 are one point in the
-plane, turned by the angle position * theta^(-2i/d); so the product of a query and a key depends on the distance of
-their positions. The paper pairs neighbouring features; halves, as Llama and GPT-NeoX pair them, are the same up to the
-order of a head's features.
+With rotary position embedding (Su et al. 2021, RoFormer), features i and i + d/2 of a head form a pair that is rotated
+by the angle position * theta^(-2i/d), so that the dot product of a query and a key depends on the distance of their
+positions. The paper pairs adjacent features; pairing halves, as in Llama and GPT-NeoX, is equivalent up to the order of
+a head's features.
 
-Shape suffixes: b = batch, s = query position, t = key position, n = heads, m = heads of keys and values, g = heads of
-queries that share one of them (n / m), p = parts of a group of heads (its g queries, k, v), d = head dim, r = d/2 pairs
-of features, h = hidden size, u = tokens of all samples (b s).
+Shape suffixes: b = batch, s = query position, t = key position, n = query heads, m = KV heads, g = query heads per KV
+head (n / m), p = heads of a group (its g queries, k, v), d = head dim, r = d/2 pairs of features, h = hidden size,
+u = tokens of all samples (b s).
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ _RESTARTED: PerBatch[Tables] = PerBatch()
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
-    """Slope of every head, fp32 [num_heads].
+    """ALiBi slope of every head, fp32 [num_heads].
 
-    For n a power of two the slopes are 2^(-8 i / n), i = 1..n. Any other count takes those of the largest power of two
-    below it, then every other slope of twice that power.
+    If n is a power of two, the slopes are 2^(-8 i / n), i = 1..n. Otherwise they are those of the largest power of two
+    below n, followed by every other slope of twice that power.
     """
     power = 2 ** math.floor(math.log2(num_heads))
     slopes = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
@@ -64,7 +64,7 @@ def alibi_slopes(num_heads: int) -> Tensor:
 
 @device_cache(8)
 def _slopes_of(num_heads: int, first_head: int, last_head: int, device: torch.device) -> Tensor:
-    """Slopes of heads first_head..last_head - 1 of a model with `num_heads`, fp32; the same tensor every time."""
+    """ALiBi slopes of heads first_head..last_head - 1 of `num_heads`, fp32; the same tensor on every call."""
     return alibi_slopes(num_heads)[first_head:last_head].to(device, copy=True)
 
 
@@ -82,22 +82,22 @@ def causal_bias(
 ) -> Tensor:
     """Additive attention mask of a contiguous range of heads, [1, heads, s, seq_len] ([1, 1, ...] without ALiBi).
 
-    Holds slope * (key - query) up to the query's own place, and -inf beyond it and before its window. The relative form
-    is used, not slope * key, because its values near the query, where most of the probability lies, stay exact in low
-    precision.
+    Holds slope * (key - query) up to the query's own position, and -inf after it and before its window. This relative
+    form is used instead of slope * key because its values near the query, where most of the probability is, stay exact
+    in low precision.
 
-    The result is cached, by the identity of `places_s`: give the same tensor every time.
+    The result is cached by the identity of `places_s`, so pass the same tensor every time.
 
     Args:
-        num_heads: heads of the whole model.
+        num_heads: number of heads of the whole model.
         first_head: first head of the range.
-        last_head: the one after the last.
-        seq_len: keys, at places 0..seq_len-1.
-        alibi: False leaves the causal mask alone.
-        device: of the result.
-        dtype: of the result.
-        places_s: integer place of every query; None: all places.
-        window: keys that a query sees, the one at its own place being the last; None: all.
+        last_head: end of the range, exclusive.
+        seq_len: number of keys, at positions 0..seq_len-1.
+        alibi: add the ALiBi bias; False: the causal mask only.
+        device: device of the result.
+        dtype: dtype of the result.
+        places_s: integer position of every query; None: all positions.
+        window: number of keys that a query attends to, ending with the one at its own position; None: all.
     """
     queries_s = torch.arange(seq_len, device=device) if places_s is None else places_s
     keys_t = torch.arange(seq_len, device=device)
@@ -114,17 +114,17 @@ def causal_bias_at(
     dtype: torch.dtype,
     window: int | None = None,
 ) -> Tensor:
-    """The same for queries and keys anywhere in their sequences, [b, heads or 1, s, t].
+    """`causal_bias` for arbitrary positions of queries and keys, [b, heads or 1, s, t].
 
     Args:
-        num_heads: heads of the whole model.
+        num_heads: number of heads of the whole model.
         first_head: first head of the range.
-        last_head: the one after the last.
+        last_head: end of the range, exclusive.
         positions_bs: integer position of every query.
-        keys_t: integer position of every key; those beyond a query's position are masked.
-        alibi: False leaves the causal mask alone.
-        dtype: of the result.
-        window: keys that a query sees; None: all.
+        keys_t: integer position of every key; keys after a query's position are masked.
+        alibi: add the ALiBi bias; False: the causal mask only.
+        dtype: dtype of the result.
+        window: number of keys that a query attends to; None: all.
     """
     distance_bst = keys_t.float() - positions_bs[:, :, None]
     hidden_bst = distance_bst > 0
@@ -138,12 +138,12 @@ def causal_bias_at(
 
 
 def hide_other_documents(bias_bnst: Tensor, document_starts_bs: Tensor) -> Tensor:
-    """The mask with -inf at every key before the query's document, [b, n, s, t].
+    """Masks the keys before each query's document with -inf, [b, n, s, t].
 
     Args:
-        bias_bnst: a causal mask [b or 1, n or 1, s, t] of keys at places 0..t-1. It must hide later keys: a key up to
-            the query's own place that is not before the document is in it, so nothing need be known of the keys.
-        document_starts_bs: place at which the document of every query starts.
+        bias_bnst: causal mask [b or 1, n or 1, s, t] of keys at positions 0..t-1. It must mask keys after the query, as
+            only the start of a document is compared.
+        document_starts_bs: position at which the document of every query starts.
     """
     keys_t = torch.arange(bias_bnst.shape[-1], device=bias_bnst.device)
     before_bst = keys_t < document_starts_bs[:, :, None]
@@ -160,13 +160,13 @@ _blocks_of = device_cache(8)(visible_blocks)
 class AttentionCore(nn.Module):
     """softmax(q k^T / sqrt(d) + bias) v over a contiguous range of the model's heads.
 
-    The bias of a head depends on its GLOBAL index, so the core knows which heads it holds; `narrow` keeps a share.
-    Keys and values are those of the whole sample in the order of their places, queries those of the tokens that this
-    rank holds. Query head i sees key-value head i // g.
+    The bias of a head depends on its GLOBAL index, so the core stores which heads it holds; `narrow` keeps a share.
+    Keys and values are those of the whole sample in order of position, queries those of the tokens that this rank
+    holds. Query head i attends to KV head i // g.
 
     Attributes:
-        kind: how it is to be computed; auto is the kernel of the whole where megads' own are taken, else sdpa.
-        kernels: whose kernels compute; megads have one of the whole, for CPUs, and one of the masked softmax.
+        kind: configured attention backend; auto is megads' fused attention if its kernels are used, else sdpa.
+        kernels: kernel implementation; megads has a fused attention kernel for CPUs and a masked softmax kernel.
     """
 
     untraced: ClassVar = ("forward",)
@@ -182,12 +182,12 @@ class AttentionCore(nn.Module):
         self.dropout = Dropout(config.attention_dropout, seed, f"{site}.dropout")
 
     def narrow(self, rank: int, size: int) -> None:
-        """Keeps share `rank` of `size` equal contiguous shares of the heads."""
+        """Keeps only share `rank` of `size` equal contiguous shares of the heads."""
         share = len(self.heads) // size
         self.heads = self.heads[rank * share : (rank + 1) * share]
 
     def bias(self, info: BatchInfo, num_keys: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Additive mask of this core's heads, [1, n or 1, s, t]; [b, ...] where it hides other documents."""
+        """Additive mask of this core's heads, [1, n or 1, s, t]; [b, ...] if it masks other documents."""
         heads = (self.num_heads, self.heads.start, self.heads.stop)
         causal = causal_bias(*heads, num_keys, self.alibi, device, dtype, info.sequence_index, self.window)
         starts_bs = info.document_starts
@@ -197,7 +197,7 @@ class AttentionCore(nn.Module):
         return _DOCUMENT_BIASES.get(info, key, lambda: hide_other_documents(causal, starts_bs))
 
     def starts(self, info: BatchInfo, queries: int, device: torch.device) -> Tensor | None:
-        """First place that each query sees, int64 [b, s]: its document's, or its window's; None: 0."""
+        """First position that each query attends to, by document and window, int64 [b, s]; None: 0."""
         window = self.window
         if window is None:
             return info.document_starts
@@ -212,20 +212,20 @@ class AttentionCore(nn.Module):
         return _WINDOW_STARTS.get(info, (window, device), make)
 
     def slopes(self, device: torch.device) -> Tensor | None:
-        """ALiBi slope of each of this core's heads, fp32; None: there is no bias."""
+        """ALiBi slopes of this core's heads, fp32; None without ALiBi."""
         return _slopes_of(self.num_heads, self.heads.start, self.heads.stop, device) if self.alibi else None
 
     def blocks(self, info: BatchInfo, queries: int, keys: int, device: torch.device) -> BlockMask:
-        """FlexAttention's mask of this micro-batch: of its documents, or of its lengths alone."""
+        """FlexAttention's block mask: causal, within the window and, if documents are given, within each document."""
         sizes, starts_bs = (queries, keys, device, self.window, info.sequence_index), info.document_starts
         if starts_bs is None:
             return _blocks_of(*sizes)
         return _DOCUMENT_BLOCKS.get(info, sizes, lambda: visible_blocks(*sizes, starts_bs))
 
     def taken(self, q_bnsd: Tensor) -> AttentionKind:
-        """The kind that computes on these tensors: the one that was asked for, or where its kernel cannot be had sdpa.
+        """The attention backend for these tensors: the configured one, or sdpa if its kernel is not available.
 
-        A run that trains has been checked before (`attention_kinds.why_not`); but its model may be evaluated elsewhere.
+        Training runs are checked beforehand (`attention_kinds.why_not`), but a model may be evaluated on other devices.
         """
         kind, low = self.kind, q_bnsd.dtype is torch.bfloat16
         if kind is AttentionKind.auto:
@@ -253,8 +253,8 @@ class AttentionCore(nn.Module):
             q_bnsd: queries.
             k_bmtd: keys of the whole sample.
             v_bmtd: values, likewise.
-            info: of the micro-batch.
-            sinks_n: logit of each of this core's heads beside its scores; None: none.
+            info: description of the micro-batch.
+            sinks_n: attention sink logit of each of this core's heads; None: no sinks.
         """
         kind = self.taken(q_bnsd)
         (_, _, queries, _), num_keys, device = q_bnsd.shape, k_bmtd.shape[2], q_bnsd.device
@@ -275,7 +275,7 @@ class AttentionCore(nn.Module):
                 starts_bs = info.document_starts
                 apart = None if starts_bs is None else _DOCUMENTS.get(info, None, lambda: documents_of(starts_bs))
                 return flash_attention(*inputs, slopes_n, self.window, apart)
-        # Torch's FlashAttention takes no mask: where causality is all that there is to hide, there is none.
+        # PyTorch's FlashAttention supports no mask tensor, so none is passed if the mask is only causal.
         causal_alone = all(x is None for x in (slopes_n, self.window, info.document_starts, places_s))
         bias = None if causal_alone else self.bias(info, num_keys, device, bias_dtype(q_bnsd))
         return (cudnn_attention if kind is AttentionKind.cudnn else masked_attention)(*inputs, bias)
@@ -283,13 +283,13 @@ class AttentionCore(nn.Module):
     def with_bias(
         self, q_bnsd: Tensor, k_bmtd: Tensor, v_bmtd: Tensor, bias: Tensor, sinks_n: Tensor | None = None
     ) -> Tensor:
-        """Attention by torch under any additive mask, [b, n, s, d]; nothing is dropped.
+        """Attention by PyTorch with any additive mask and no dropout, [b, n, s, d].
 
         Args:
             q_bnsd: queries.
             k_bmtd: keys.
             v_bmtd: values.
-            bias: [b or 1, n or 1, s, t].
+            bias: additive mask, [b or 1, n or 1, s, t].
             sinks_n: see `forward`.
         """
         if self.softcap is None and sinks_n is None:
@@ -306,7 +306,7 @@ class AttentionCore(nn.Module):
         mask: DropoutMask | None,
         sinks_n: Tensor | None,
     ) -> Tensor:
-        """The same with scores in memory, [b, n, s, d]."""
+        """Attention that materializes the scores, [b, n, s, d]."""
         (_, _, queries, dim), num_keys, device = q_bnsd.shape, k_bmtd.shape[2], q_bnsd.device
         by_kernel = self.kind is not AttentionKind.sdpa and sinks_n is None
         if by_kernel and self.kernels.takes(KernelOp.attention, q_bnsd):
@@ -320,7 +320,7 @@ class AttentionCore(nn.Module):
 
 
 class Sinks(nn.Module):
-    """A logit for each head; the attention core computes with it."""
+    """Attention sinks: one learned logit per head, used by the attention core."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()
@@ -328,14 +328,13 @@ class Sinks(nn.Module):
 
 
 class Attention(nn.Module):
-    """Fused QKV projection, norms of queries and keys and rotary positions if any, attention core, output projection.
+    """Fused QKV projection, optional QK norm and rotary embedding, attention core, output projection.
 
-    Rows of the QKV weight are ordered [key-value head, (its g queries, k, v), head dim]: a contiguous share of the rows
-    is a contiguous share of the heads, of queries, keys and values alike. Where every head has its own keys this is
-    BLOOM's order.
+    Rows of the QKV weight are ordered [KV head, (its g queries, k, v), head dim], so that a contiguous share of the
+    rows is a contiguous share of the heads, for queries, keys and values. Without GQA this is BLOOM's order.
 
     Attributes:
-        kernels: whose kernel turns queries and keys by their positions.
+        kernels: kernel implementation of the rotary embedding.
     """
 
     def __init__(self, config: ModelConfig, seed: int, site: str) -> None:
@@ -362,25 +361,26 @@ class Attention(nn.Module):
         return out_bsh
 
     def context(self, q_bsnd: Tensor, k_bsmd: Tensor, v_bsmd: Tensor, info: BatchInfo) -> Tensor:
-        """What the output projection reads, [b, s, n d]."""
+        """Output of the attention core, i.e. input of the output projection, [b, s, n d]."""
         sinks = () if self.sinks is None else (self.sinks.weight,)
         context_bnsd: Tensor = self.core(*(x.transpose(1, 2) for x in (q_bsnd, k_bsmd, v_bsmd)), info, *sinks)
         return context_bnsd.transpose(1, 2).flatten(2)
 
     def heads(self, qkv: Tensor, info: BatchInfo) -> tuple[Tensor, Tensor, Tensor]:
-        """q [b, s, n, d], k and v [b, s, m, d] of a projection [b, s, ...]: views of it, or all three of them copies.
+        """q [b, s, n, d], k and v [b, s, m, d] from a QKV projection [b, s, ...].
 
-        What backward keeps of a view would keep the whole projection beside the copies.
+        All three are views of it or all three are copies: a view that is saved for backward would keep the whole
+        projection alive in addition to the copies.
         """
         batch, seq_len, width = qkv.shape
         parts = self.queries_per_kv + 2
         groups = width // (parts * self.head_dim)
-        # Batch and sequence are one dimension: of more than four torch's cat, by which the split's gradient is put
-        # together on a GPU, copies input by input, three times as slowly.
+        # Batch and sequence are flattened to at most four dims: the backward pass of split is a torch.cat, which on a
+        # GPU copies tensors of more than four dims input by input, three times as slowly.
         qkv_umpd = qkv.view(batch * seq_len, groups, parts, self.head_dim)
         q_und, k_umd, v_umd = (x.flatten(1, 2) for x in qkv_umpd.split((parts - 2, 1, 1), dim=2))
         q_bsnd, k_bsmd, v_bsmd = (x.unflatten(0, (batch, seq_len)) for x in (q_und, k_umd, v_umd))
-        apart = groups > 1 and self.queries_per_kv > 1  # the queries of several groups: flatten has copied them
+        apart = groups > 1 and self.queries_per_kv > 1  # flatten has copied the queries
         if self.query_norm is not None and self.key_norm is not None:
             q_bsnd, k_bsmd = q_bsnd.contiguous(), k_bsmd.contiguous()
             if self.query_key_norms is None:
@@ -409,11 +409,10 @@ def rotary_tables(
     dtype: torch.dtype,
     scaling: RopeScalingConfig = UNSCALED,
 ) -> Tables:
-    """Cosine and sine of every angle, each [..., s, 1, r] for integer positions [..., s].
+    """Cosine and sine tables of rotary embedding, each [..., s, 1, r] for integer positions [..., s].
 
-    Angles are fp64 whatever the result's dtype: near position 10^6 neighbouring fp32 numbers are 0.06 radians apart.
-    With yarn both are multiplied by 0.1 ln(factor) + 1, which sharpens attention by its square (Peng et al. 2023,
-    equation 22).
+    Angles are always computed in fp64: near position 10^6, adjacent fp32 numbers are 0.06 radians apart. With yarn both
+    are multiplied by 0.1 ln(factor) + 1, which scales attention scores by its square (Peng et al. 2023, equation 22).
     """
     pairs_r = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim
     angles = positions[..., None, None] * scaled_frequencies(theta**-pairs_r, theta, scaling)
@@ -422,12 +421,12 @@ def rotary_tables(
 
 
 def scaled_frequencies(frequencies_r: Tensor, theta: float, scaling: RopeScalingConfig) -> Tensor:
-    """Radians a position of each pair of features, fp64 [r], for texts longer than those of the first training.
+    """Rotary frequencies in radians per position, fp64 [r], scaled for sequences longer than those of pretraining.
 
     Args:
-        frequencies_r: unscaled, theta^(-2 i / d) for pair i.
-        theta: rope's base.
-        scaling: how; see the papers named there.
+        frequencies_r: unscaled frequencies, theta^(-2 i / d) for pair i.
+        theta: base of the frequencies.
+        scaling: scaling method; see the papers cited there.
     """
     slowed_r = frequencies_r / scaling.factor
     turns_r = scaling.original_max_seq_len * frequencies_r / (2 * math.pi)
@@ -443,7 +442,7 @@ def scaled_frequencies(frequencies_r: Tensor, theta: float, scaling: RopeScaling
             pairs = len(frequencies_r)
 
             def pair_of(turns: float) -> float:
-                """The pair, a fraction, that turns so often in the first training's longest text."""
+                """Fractional index of the pair that makes `turns` rotations in original_max_seq_len positions."""
                 return pairs * math.log(scaling.original_max_seq_len / (2 * math.pi * turns)) / math.log(theta)
 
             first = max(math.floor(pair_of(scaling.beta_fast)), 0)
@@ -463,7 +462,7 @@ def _place_tables(
     dtype: torch.dtype,
     places_s: Tensor | None,
 ) -> Tables:
-    """Tables of a sample whose positions are places; cached by the identity of `places_s`."""
+    """Rotary tables for positions that do not restart within a sample; cached by the identity of `places_s`."""
     places_s = torch.arange(seq_len, device=device) if places_s is None else places_s
     return rotary_tables(places_s, head_dim, theta, dtype, scaling)
 
@@ -473,8 +472,8 @@ class Rotary(nn.Module):
 
     Args:
         head_dim: features of a head, an even number.
-        theta: the base of the angles.
-        scaling: of the angles.
+        theta: base of the frequencies.
+        scaling: scaling of the frequencies.
     """
 
     untraced: ClassVar = ("tables",)
@@ -486,19 +485,19 @@ class Rotary(nn.Module):
     def forward(
         self, q_bsnd: Tensor, k_bsnd: Tensor, info: BatchInfo, kernels: Kernels = TORCH
     ) -> tuple[Tensor, Tensor]:
-        """Queries and keys turned by the positions of the tokens that this rank holds.
+        """Rotates queries and keys by the positions of the tokens that this rank holds.
 
         Args:
             q_bsnd: queries.
             k_bsnd: keys.
-            info: of the micro-batch.
-            kernels: whose kernel computes.
+            info: description of the micro-batch.
+            kernels: kernel implementation.
         """
         tables = self.tables(q_bsnd.shape[1], q_bsnd.device, torch.promote_types(q_bsnd.dtype, torch.float32), info)
         return rotate(q_bsnd, *tables, kernels), rotate(k_bsnd, *tables, kernels)
 
     def tables(self, count: int, device: torch.device, dtype: torch.dtype, info: BatchInfo) -> Tables:
-        """Cosine and sine for so many tokens, made once for all layers."""
+        """Cosine and sine tables for `count` tokens, computed once for all layers."""
         positions_bs = info.position_ids_bs
         if positions_bs is None:
             return _place_tables(count, self.head_dim, self.theta, self.scaling, device, dtype, info.sequence_index)

@@ -1,7 +1,7 @@
-"""The shape of the model, and the table by which tensor and sequence parallelism cut it. Imports no torch.
+"""Configuration of the model, and its sharding table for tensor and sequence parallelism. Imports no torch.
 
-`megads.parallel.sharding` applies the table. The loss head is cut with the vocabulary: `megads.model.gpt.token_losses`
-on one process, `megads.parallel.loss.vocab_parallel_token_losses` where the logits are split.
+`megads.parallel.sharding` applies the table. The loss is sharded with the vocabulary: `megads.model.gpt.token_losses`
+on one process, `megads.parallel.loss.vocab_parallel_token_losses` on sharded logits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megads.ops.attention_kinds import AttentionKind, AttentionWork, why_not
 from megads.parallel.partition import Cut, ShardingTable
 from megads.runtime.registry import BLOCKS
 
-# Beyond any model; what is planned layer by layer ends.
+# Larger than any model; bounds the time of planning, which visits every layer.
 _MOST_LAYERS = 10_000
 SHARDING = ShardingTable(
     parameters={
@@ -44,14 +44,14 @@ FULL_QK_NORM = {
     "blocks.*.attention.key_norm": Cut.vector,
     "blocks.*.attention.query_key_norms": Cut.norms,
 }
-"""How norms of all heads' queries and keys are cut, in place of those of each head."""
+"""Sharding of QK norms over all heads, replacing the entries for norms per head."""
 
 CUSTOM = "custom"
-"""Where a plugin's block lies in its stage: its parameters are blocks.<number>.custom.<path within it>."""
+"""Attribute that holds a plugin's block: its parameters are blocks.<number>.custom.<path within it>."""
 
 
 class Position(StrEnum):
-    """How the model knows the order of its tokens."""
+    """Position encoding."""
 
     alibi = "alibi"
     learned = "learned"
@@ -59,35 +59,35 @@ class Position(StrEnum):
 
 
 class NormKind(StrEnum):
-    """What is normalised, and by what."""
+    """Type of the norms."""
 
     layernorm = "layernorm"
     rmsnorm = "rmsnorm"
 
 
 class MLPKind(StrEnum):
-    """What is between the projections of an MLP."""
+    """Activation function of the MLP."""
 
     gelu = "gelu"
     swiglu = "swiglu"
 
 
 class NormPlacement(StrEnum):
-    """Where a block norms: what its attention and its MLP read, or what they make."""
+    """Whether a block normalizes the input or the output of its attention and MLP."""
 
     input = "input"
     output = "output"
 
 
 class QKNormWidth(StrEnum):
-    """What a norm of queries and keys takes for one vector."""
+    """Whether the QK norm is over the features of each head or of all heads."""
 
     head = "head"
     full = "full"
 
 
 class RopeScaling(StrEnum):
-    """How RoPE's angles change for texts longer than those of the first training."""
+    """RoPE scaling method, for sequences longer than those of pretraining."""
 
     none = "none"
     linear = "linear"
@@ -97,26 +97,26 @@ class RopeScaling(StrEnum):
 
 @dataclass(unsafe_hash=True)
 class RopeScalingConfig:
-    """Slower rotations of pairs of features, so that a longer text has angles that the model knows."""
+    """RoPE scaling: lower rotary frequencies, so that angles in a longer context stay within the trained range."""
 
     kind: RopeScaling = RopeScaling.none
-    """none; linear, all angles divided by factor (Chen et al. 2023); llama3, those of long waves only (Llama 3.1);
-    yarn, those of long waves, and attention sharpened (Peng et al. 2023)."""
+    """none; linear, all frequencies divided by factor (Chen et al. 2023); llama3, low frequencies only (Llama 3.1);
+    yarn, low frequencies only, with larger attention scores (Peng et al. 2023)."""
     factor: float = 1.0
-    """How much longer texts get; at least 1."""
+    """Ratio of the new to the original context length; at least 1."""
     original_max_seq_len: int = 8192
-    """Longest text of the first training, for llama3 and yarn."""
+    """Maximum sequence length of pretraining, for llama3 and yarn."""
     low_freq_factor: float = 1.0
-    """llama3: waves longer than original_max_seq_len over this are slowed by the whole factor."""
+    """llama3: frequencies with wavelengths above original_max_seq_len / low_freq_factor are divided by factor."""
     high_freq_factor: float = 4.0
-    """llama3: waves shorter than original_max_seq_len over this stay as they are."""
+    """llama3: frequencies with wavelengths below original_max_seq_len / high_freq_factor are unchanged."""
     beta_fast: float = 32.0
-    """yarn: pairs that turn more often than this in original_max_seq_len tokens stay as they are."""
+    """yarn: frequencies with more rotations than this in original_max_seq_len tokens are unchanged."""
     beta_slow: float = 1.0
-    """yarn: pairs that turn less often than this are slowed by the whole factor."""
+    """yarn: frequencies with fewer rotations than this in original_max_seq_len tokens are divided by factor."""
 
     def check(self) -> None:
-        """Raises ConfigError on values that no angle follows from."""
+        """Raises ConfigError on invalid values."""
         if self.factor < 1.0 or self.original_max_seq_len < 1:
             raise ConfigError(
                 f"model.rope_scaling.factor = {self.factor}, original_max_seq_len = {self.original_max_seq_len}: "
@@ -132,16 +132,16 @@ class RopeScalingConfig:
 
 @dataclass
 class BlockConfig:
-    """Which block the model repeats."""
+    """Type of the model's blocks."""
 
     name: str = field(default="transformer", metadata={"choices": ("transformer",)})
     """transformer, or the name of a block that a plugin registers (docs/extending.md)."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Settings of a plugin's block, by their names."""
+    """Settings of a plugin's block, by name."""
 
     @property
     def is_custom(self) -> bool:
-        """Whether a plugin's block is asked for."""
+        """Whether a plugin's block is configured."""
         return self.name != "transformer"
 
 
@@ -150,20 +150,20 @@ _HIDDEN_MATRICES = tuple(f"{module}.weight" for module in ("qkv", "dense", "up",
 
 @dataclass(unsafe_hash=True)
 class MupConfig:
-    """Maximal update parametrisation (Yang and Hu et al. 2022, Tensor Programs V, arXiv 2203.03466, table 8): the
-    learning rate that is best for a narrow model is best for a wide one. All widths grow with hidden_size."""
+    """Maximal update parametrization (muP; Yang and Hu et al. 2022, Tensor Programs V, arXiv 2203.03466, table 8): the
+    optimal learning rate of a narrow model is also optimal for a wide one. All widths must scale with hidden_size."""
 
     base_width: int | None = None
-    """hidden_size at which optim.lr, model.init_std and output_multiplier are meant and nothing changes; null: none of
-    this."""
+    """hidden_size to which optim.lr, model.init_std and output_multiplier refer, and at which muP changes nothing;
+    null: no muP."""
     output_multiplier: float = 1.0
-    """Of the logits at the base width; at others divided by hidden_size / base_width, too."""
+    """Multiplier of the logits at the base width; at other widths it is divided by hidden_size / base_width."""
     base_head_size: int | None = None
-    """Attention scores are divided by the head size instead of its root, times sqrt(base_head_size), at which both are
-    the same; null: by the root, as when heads get more and not wider."""
+    """Scales attention scores by sqrt(base_head_size) / head size instead of 1 / sqrt(head size); the two are equal at
+    base_head_size. null: 1 / sqrt(head size), for models that scale the number of heads, not their size."""
 
     def check(self) -> None:
-        """Raises ConfigError on values that no width follows from."""
+        """Raises ConfigError on invalid values."""
         for name in ("base_width", "base_head_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -176,95 +176,95 @@ class MupConfig:
 
 @dataclass
 class ModelConfig:
-    """A decoder with causal attention, like BLOOM unless told otherwise."""
+    """A decoder-only transformer; the defaults are BLOOM's architecture."""
 
     num_layers: int = 2
-    """Transformer blocks."""
+    """Number of transformer blocks."""
     hidden_size: int = 64
     """Width of the residual stream; a multiple of num_heads unless head_size is given."""
     num_heads: int = 4
-    """Attention heads."""
+    """Number of attention heads."""
     num_kv_heads: int | None = None
-    """Heads of keys and values, each shared by equally many neighbouring heads of queries (grouped-query attention,
-    Ainslie et al. 2023; 1 is multi-query attention): smaller projections, less to gather for context parallelism and to
-    keep for generation. A divisor of num_heads; null is num_heads."""
+    """Number of KV heads, each shared by num_heads / num_kv_heads adjacent query heads (grouped-query attention,
+    Ainslie et al. 2023; 1 is multi-query attention): smaller projections, a smaller all-gather in context parallelism
+    and a smaller KV cache. A divisor of num_heads; null: num_heads."""
     head_size: int | None = None
-    """Features of an attention head; null is hidden_size / num_heads. Qwen3's and Mistral Nemo's differ from that."""
+    """Features per attention head; null: hidden_size / num_heads. Qwen3 and Mistral Nemo use other values."""
     ffn_size: int | None = None
-    """Width of the MLP; null is 4 * hidden_size."""
+    """Width of the MLP; null: 4 * hidden_size."""
     vocab_size: int | None = 512
-    """The model's true output size; null is that of the data's tokenizer, filled in before the ranks start. Rows that
-    tensor parallelism adds beyond it are masked and never saved."""
+    """Vocabulary size without padding; null: that of the data's tokenizer, set before the ranks start. Padding rows
+    that tensor parallelism adds are masked and never saved."""
     max_seq_len: int = 2048
-    """Longest trained sequence; the number of learned positions."""
+    """Maximum sequence length in training; the number of learned positions."""
     position: Position = Position.alibi
-    """alibi (a bias linear in the distance, Press et al. 2021), learned (an embedding per position) or rope (rotary
-    embedding of queries and keys, Su et al. 2021)."""
+    """Position encoding: alibi (a bias linear in the distance, Press et al. 2021), learned (an embedding per position)
+    or rope (rotary embedding of queries and keys, Su et al. 2021)."""
     rope_theta: float = 10000.0
-    """Base of rope's angles; longer sequences want a larger one."""
+    """Base of the rotary frequencies; longer sequences need a larger one."""
     rope_scaling: RopeScalingConfig = field(default_factory=RopeScalingConfig)
-    """Scaling of rope's angles."""
+    """Scaling of the rotary frequencies."""
     qk_norm: bool = False
-    """A norm of every head's queries and keys, before rope, with gains that the heads share (Dehghani et al. 2023): it
-    bounds the attention scores, which otherwise grow where a training is about to diverge. Qwen3's is rmsnorm."""
+    """Normalize the queries and keys of every head before rope, with gains shared by the heads (Dehghani et al. 2023).
+    It bounds the attention scores, which otherwise grow before training diverges. Qwen3 uses it with rmsnorm."""
     qk_norm_width: QKNormWidth = QKNormWidth.head
-    """head: every head's queries are one vector, and its keys; full: those of all heads are one, with a gain for each
-    feature (OLMo 2), for which tensor-parallel ranks sum their squares. full needs norm=rmsnorm."""
+    """head: normalize each head's queries and keys separately; full: normalize those of all heads as one vector, with a
+    gain per feature (OLMo 2), which adds an all-reduce of sums of squares under tensor parallelism. full requires
+    norm=rmsnorm."""
     attention_logit_softcap: float | None = None
-    """Bounds attention scores: cap * tanh(score / cap), before bias and mask (Gemma 2, 50); null: none. Scores are then
-    in memory, as no kernel of the whole of attention caps them here (docs/model.md)."""
+    """Softcap of attention scores: cap * tanh(score / cap), before bias and mask (Gemma 2: 50); null: none. Scores are
+    then materialized, as no fused attention kernel supports it here (docs/model.md)."""
     attention_sinks: bool = False
-    """Each head has a learned logit beside its scores, whose share of the probability goes to no token (gpt-oss 2025;
-    Xiao et al. 2023): a head may attend to nothing. Scores are then in memory, as with attention_logit_softcap."""
+    """Attention sinks: a learned logit per head in the softmax whose probability goes to no token (gpt-oss 2025; Xiao
+    et al. 2023), so that a head can attend to nothing. Scores are then materialized, as for attention_logit_softcap."""
     final_logit_softcap: float | None = None
-    """Bounds the logits of the output projection in the same way (Gemma 2, 30); null: none."""
+    """Softcap of the output logits, as above (Gemma 2: 30); null: none."""
     window: int | None = None
-    """Tokens that a token's attention sees, itself and those just before it (Beltagy et al. 2020); null is all before
-    it. Layers reach further together: each adds another window."""
+    """Sliding-window attention: number of tokens that a token attends to, itself and those before it (Beltagy et al.
+    2020); null: all before it. The receptive field grows by a window per layer."""
     norm: NormKind = NormKind.layernorm
     """layernorm (Ba et al. 2016) or rmsnorm, which subtracts no mean and has no bias (Zhang and Sennrich 2019)."""
     bias: bool = True
-    """Projections and LayerNorms add a learned bias; false: none does, as in PaLM (Chowdhery et al. 2022) and Llama."""
+    """Learned biases in projections and LayerNorms; false: none, as in PaLM (Chowdhery et al. 2022) and Llama."""
     mlp: MLPKind = MLPKind.gelu
-    """What is between the MLP's projections: gelu (its tanh approximation) or swiglu, silu(gate) * up with a third
-    projection for the gates (Shazeer 2020): as many parameters as gelu has at two thirds of its ffn_size."""
+    """Activation of the MLP: gelu (tanh approximation) or swiglu, silu(gate) * up with a third projection for the gates
+    (Shazeer 2020), which has as many parameters as gelu at two thirds of its ffn_size."""
     norm_placement: NormPlacement = NormPlacement.input
-    """input: x + attention(norm(x)), then the MLP likewise (pre-norm); output: x + norm(attention(x)), norms of what
-    attention and MLP make, before they are added (Liu et al. 2022, Swin v2; OLMo 2's reordered norm)."""
+    """input: x + attention(norm(x)), then the MLP likewise (pre-norm); output: x + norm(attention(x)), i.e. norms of
+    the outputs of attention and MLP before the residual addition (Liu et al. 2022, Swin v2; OLMo 2)."""
     parallel_block: bool = False
     """Attention and MLP of a block read the same norm and are added, x + dropout(attention(norm(x)) + mlp(norm(x))), as
-    in GPT-J and PaLM: half the messages of tensor parallelism. Else the MLP follows attention, with its own norm."""
+    in GPT-J and PaLM: half the tensor-parallel collectives. false: the MLP follows attention, with its own norm."""
     block: BlockConfig = field(default_factory=BlockConfig)
-    """The block, where it is not the built-in one; the keys above count as far as it reads them."""
+    """The type of block, if not the built-in one; the settings above apply as far as it reads them."""
     scale_embedding: bool = False
-    """The word embedding is multiplied by sqrt(hidden_size) (Vaswani et al. 2017; Gemma), before positions are
-    added."""
+    """Multiply the word embedding by sqrt(hidden_size) (Vaswani et al. 2017; Gemma), before positions are added."""
     embedding_norm: bool = True
-    """A norm after the word embedding, as in BLOOM."""
+    """Norm after the word embedding, as in BLOOM."""
     tie_embeddings: bool = True
-    """The output projection is the word embedding."""
+    """Share the word embedding's weight with the output projection."""
     hidden_dropout: float = 0.0
-    """Dropout on the embedding and on the output of attention and MLP."""
+    """Dropout on the embedding and on the outputs of attention and MLP."""
     attention_dropout: float = 0.0
     """Dropout on the attention probabilities."""
     attention: AttentionKind = AttentionKind.auto
-    """How attention is computed, not what. On CPUs: fused, megads' own kernel. On GPUs: flash, the package flash-attn;
-    flex, torch's FlexAttention; cudnn, cuDNN's kernel. On both: fused_softmax, megads' own softmax of scores that are
-    in memory, between two matrix products (like fused with ops.impl=fused); sdpa, torch's, with a mask in memory unless
-    causality is all; augmented, torch's causal flash kernel without a mask, ALiBi being eight more features of a head,
-    in bf16. auto: on a CPU fused where ops.impl has it, else sdpa; on GPUs the quickest of those that can do the run's
-    work, as measured at the first start and kept in the user's cache (docs/kernels.md)."""
+    """Attention backend. On CPUs: fused, megads' fused kernel. On GPUs: flash, the package flash-attn; flex, PyTorch's
+    FlexAttention; cudnn, cuDNN's kernel. On both: fused_softmax, megads' softmax of materialized scores between two
+    GEMMs (like fused with ops.impl=fused); sdpa, PyTorch's, with a materialized mask unless it is only causal;
+    augmented, PyTorch's causal flash kernel without a mask, with ALiBi as eight more features per head, in bf16. auto:
+    on a CPU fused if ops.impl uses it, else sdpa; on GPUs the fastest that supports the run, measured at the first
+    start and stored in the user's cache (docs/kernels.md)."""
     norm_eps: float = 1e-5
-    """Added to the variance (the mean square with rmsnorm) in every norm."""
+    """Added to the variance (the mean square for rmsnorm) in every norm."""
     init_std: float | None = None
-    """Standard deviation of the initial weights; null is sqrt(1 / (3 * hidden_size)), BLOOM's rule. With mup, that of
+    """Standard deviation of the initial weights; null: sqrt(1 / (3 * hidden_size)), as in BLOOM. With mup, it refers to
     the base width."""
     mup: MupConfig = field(default_factory=MupConfig)
-    """Maximal update parametrisation (docs/optimizers.md)."""
+    """Maximal update parametrization (docs/optimizers.md)."""
 
     @property
     def vocabulary(self) -> int:
-        """vocab_size once it is known; raises ConfigError where it is still the tokenizer's to say."""
+        """vocab_size; raises ConfigError if the tokenizer has not set it yet."""
         if self.vocab_size is None:
             raise ConfigError("model.vocab_size is null, and no tokenizer has filled it in: set it")
         return self.vocab_size
@@ -275,17 +275,17 @@ class ModelConfig:
 
     @property
     def attention_width(self) -> int:
-        """Features of all heads' queries: what the output projection of attention reads."""
+        """Features of all query heads, i.e. the input width of attention's output projection."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_heads(self) -> int:
-        """Heads of keys and values."""
+        """Number of KV heads."""
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     @property
     def queries_per_kv(self) -> int:
-        """Heads of queries that share a head of keys and values."""
+        """Number of query heads per KV head."""
         return self.num_heads // self.kv_heads
 
     @property
@@ -299,44 +299,45 @@ class ModelConfig:
 
     @property
     def mlp_rows(self) -> int:
-        """Features of the projection into the MLP: gates too, where there are some."""
+        """Output features of the MLP's first projection, including the gates of swiglu."""
         return 2 * self.ffn_width if self.mlp is MLPKind.swiglu else self.ffn_width
 
     @property
     def weight_std(self) -> float:
-        """Of embeddings and output projection, and of the blocks' matrices at the base width of mup."""
+        """Initial standard deviation of embeddings and output projection, and of blocks at the base width of muP."""
         width = self.hidden_size if self.mup.base_width is None else self.mup.base_width
         return self.init_std if self.init_std is not None else math.sqrt(1.0 / (3.0 * width))
 
     @property
     def width_ratio(self) -> float:
-        """By how much the model is wider than the one of which its learning rate is; 1 without mup."""
+        """hidden_size over the base width of muP; 1 without muP."""
         return 1.0 if self.mup.base_width is None else self.hidden_size / self.mup.base_width
 
     @property
     def hidden_std(self) -> float:
-        """Standard deviation of the initial matrices of blocks."""
+        """Initial standard deviation of the matrices of blocks."""
         return self.weight_std / math.sqrt(self.width_ratio)
 
     @property
     def logit_multiplier(self) -> float:
-        """Of what the output projection reads."""
+        """Multiplier of the output projection's input."""
         return self.mup.output_multiplier / self.width_ratio
 
     @property
     def query_scale(self) -> float:
-        """Of queries, beside the 1/sqrt(head size) of attention."""
+        """Multiplier of queries, in addition to attention's 1/sqrt(head size)."""
         base = self.mup.base_head_size
         return 1.0 if base is None else math.sqrt(base / self.head_dim)
 
     def width_scale(self, *, muon: bool) -> Callable[[str], float]:
-        """Factor of a parameter's learning rate, by its name, that follows from the width.
+        """Function from a parameter's name to its learning-rate factor under muP.
 
-        A step of Adam, or of Lion, moves every element by about the learning rate: a matrix with `width_ratio` times as
-        many inputs must move less by that. One of Muon has a spectral norm of about sqrt(width), which must not grow.
+        A step of Adam or Lion changes every element by about the learning rate, so the step of a matrix with
+        `width_ratio` times as many inputs is divided by that ratio. A step of Muon has a spectral norm of about
+        sqrt(width), which must stay constant.
 
         Args:
-            muon: matrices of blocks are orthogonalised.
+            muon: whether the matrices of blocks are orthogonalized.
         """
         factor = self.width_ratio**-0.5 if muon else 1.0 / self.width_ratio
 
@@ -347,11 +348,11 @@ class ModelConfig:
 
     @property
     def scores_in_memory(self) -> bool:
-        """Whether attention scores are treated in a way that no kernel of the whole of attention knows."""
+        """Whether attention scores are materialized, because no fused attention kernel supports the configuration."""
         return self.attention_logit_softcap is not None or self.attention_sinks
 
     def check(self) -> None:
-        """Raises ConfigError on a shape that cannot be built."""
+        """Raises ConfigError on an invalid configuration."""
         sizes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size", "ffn_size", "vocab_size")
         for name in (*sizes, "max_seq_len", "window"):
             value = getattr(self, name)
@@ -367,12 +368,12 @@ class ModelConfig:
         if self.num_heads % self.kv_heads:
             raise ConfigError(
                 f"model.num_kv_heads = {self.num_kv_heads} does not divide model.num_heads = {self.num_heads}: every "
-                "head of keys and values serves equally many of queries; choose a divisor, or null for num_heads"
+                "KV head serves the same number of query heads; choose a divisor, or null for num_heads"
             )
         if self.position is Position.rope and self.head_dim % 2:
             raise ConfigError(
                 f"a head has {self.head_dim} features (model.head_size, or model.hidden_size / model.num_heads), but "
-                "model.position=rope turns pairs of them: choose an even number, or model.position=alibi"
+                "model.position=rope rotates pairs of features: choose an even number, or model.position=alibi"
             )
         if self.rope_theta <= 0.0:
             raise ConfigError(f"model.rope_theta = {self.rope_theta}: must be positive")
@@ -399,7 +400,7 @@ class ModelConfig:
                 raise ConfigError(f"model.{name} = {value}: must be positive, or null for none")
         if self.attention_sinks and self.attention_dropout:
             raise ConfigError(
-                f"model.attention_sinks = true cannot be had with model.attention_dropout = {self.attention_dropout}: "
+                f"model.attention_sinks = true does not support model.attention_dropout = {self.attention_dropout}: "
                 "set model.attention_dropout=0"
             )
 
@@ -408,8 +409,8 @@ class ModelConfig:
         if self.mup.base_width is not None and (self.scale_embedding or self.block.is_custom):
             given = f"block.name = {self.block.name}" if self.block.is_custom else "scale_embedding = true"
             raise ConfigError(
-                f"model.{given} cannot be had with model.mup.base_width: how that grows with the width is not known; "
-                "leave one of them out"
+                f"model.{given} cannot be combined with model.mup.base_width: its scaling with the width is unknown; "
+                "remove one of them"
             )
 
     def _check_norms(self) -> None:
@@ -421,15 +422,15 @@ class ModelConfig:
             )
         if self.norm_placement is NormPlacement.output and self.parallel_block:
             raise ConfigError(
-                "model.norm_placement = output has a norm of attention and one of the MLP, but model.parallel_block "
-                "adds the two before anything else: set one of them"
+                "model.norm_placement = output normalizes the outputs of attention and MLP separately, but "
+                "model.parallel_block adds them first: set one of them"
             )
 
     def attention_work(self, tp: int = 1) -> AttentionWork:
-        """What the model asks of attention on a rank; precision, place and batch are not known here.
+        """Attention's shape and features on a rank, without precision, device and batch.
 
         Args:
-            tp: tensor parallel size.
+            tp: tensor-parallel size.
         """
         return AttentionWork(
             head_dim=self.head_dim,
@@ -444,7 +445,7 @@ class ModelConfig:
 
 
 def sharding_of(model: ModelConfig) -> ShardingTable:
-    """The table of a model, with what its options or a plugin's block put in it.
+    """Sharding table of a model, including the entries of its options or of a plugin's block.
 
     Raises:
         ConfigError: no plugin registered the block.
@@ -463,11 +464,11 @@ def sharding_of(model: ModelConfig) -> ShardingTable:
 
 
 def fused_rows(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Parameters of a built-in block that are several matrices, by the last parts of their names.
+    """Fused parameters of a built-in block, by name suffix.
 
     Returns:
-        How many neighbouring rows are each matrix's, which repeats over all rows: of each head of keys and values the
-        queries that share it, the keys and the values; of each unit of a gated MLP the gate and the up.
+        Numbers of adjacent rows of each matrix in a fused parameter, a pattern that repeats over all rows: the query,
+        key and value rows of each KV head; the gate and up rows of each unit of a gated MLP.
     """
     head = model.head_dim
     return {
@@ -477,5 +478,5 @@ def fused_rows(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def has_attention_core(model: ModelConfig) -> bool:
-    """Whether the model's block names an attention core; without one nobody knows how its tokens meet."""
+    """Whether the model's block declares an attention core; without one, how tokens interact is unknown."""
     return not model.block.is_custom or len(sharding_of(model).attention_cores) > len(SHARDING.attention_cores)

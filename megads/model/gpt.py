@@ -1,11 +1,11 @@
-"""The model: its stages (embedding, blocks, final norm, head), their initial weights, and all of them on one process.
+"""The model's stages (embedding, blocks, final norm, head), their initial weights, and the unsharded model.
 
-A stage is a plain module called as `stage(hidden, info) -> hidden`; the embedding takes tokens, the head returns
-logits. `GPT` runs all stages unsharded: every layout is compared with it.
+A stage is a layer, the unit of pipeline partitioning: a plain module called as `stage(hidden, info) -> hidden`. The
+embedding takes tokens, the head returns logits. `GPT` runs all stages unsharded and is the reference for every layout.
 
 Initial weights are a pure function of seed and parameter name, and therefore bitwise the same in every layout. Each
-full tensor is drawn from a random stream of its own and sliced afterwards, so no more than one full matrix is in memory
-at a time and no rank needs to know what another one drew.
+full tensor has its own random generator and is sliced afterwards, so at most one full matrix is in memory at a time and
+ranks need no communication.
 
 Shape suffixes: b = batch, s = sequence, h = hidden size, v = vocabulary.
 """
@@ -38,7 +38,7 @@ InitialValue = Callable[[str, tuple[int, ...]], Tensor]
 
 
 class Embedding(nn.Module):
-    """Word embedding, scaled if asked for, learned positions if any, BLOOM's embedding norm if asked for, dropout."""
+    """Word embedding, then optional scaling, learned positions and BLOOM's embedding norm, then dropout."""
 
     def __init__(self, config: ModelConfig, seed: int) -> None:
         super().__init__()
@@ -63,15 +63,15 @@ class Embedding(nn.Module):
 
 
 def _table(rows: int, width: int) -> nn.Embedding:
-    """An embedding whose weights are not drawn: on the meta device torch's own start loads the compiler for that."""
+    """An nn.Embedding without random initialization, which on the meta device would import torch's compiler."""
     return nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
 
 
 class MLP(nn.Module):
-    """Two projections around a tanh-approximated GELU.
+    """Two projections with a tanh-approximated GELU in between.
 
     Attributes:
-        kernels: whose kernel computes the activation.
+        kernels: kernel implementation of the activation.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -86,7 +86,7 @@ class MLP(nn.Module):
         return self.up
 
     def activate(self, up_bsf: Tensor) -> Tensor:
-        """What `down` reads of what `first` made, [b, s, f]."""
+        """Activation function between `first` and `down`, [b, s, f]."""
         return gelu(up_bsf, self.kernels)
 
     def forward(self, hidden_bsh: Tensor) -> Tensor:
@@ -96,13 +96,13 @@ class MLP(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate) * up): SwiGLU (Shazeer 2020), gates and ups made by one projection.
+    """down(silu(gate) * up): SwiGLU (Shazeer 2020), with a fused gate and up projection.
 
-    Row 2 i of its weight is gate i, row 2 i + 1 is up i: a contiguous share of the rows, as tensor parallelism cuts
-    them, holds matching gates and ups, and is the same share of the columns of `down`.
+    Row 2 i of the fused weight is gate i, row 2 i + 1 is up i: a contiguous tensor-parallel shard of the rows holds
+    matching gates and ups, and corresponds to the same shard of the columns of `down`.
 
     Attributes:
-        kernels: whose kernel computes the activation.
+        kernels: kernel implementation of the activation.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -117,7 +117,7 @@ class GatedMLP(nn.Module):
         return self.gate_up
 
     def activate(self, gate_up_bsf: Tensor) -> Tensor:
-        """What `down` reads of what `first` made, [b, s, f]."""
+        """Activation function between `first` and `down`, [b, s, f]."""
         return swiglu(gate_up_bsf, self.kernels)
 
     def forward(self, hidden_bsh: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ class Block(nn.Module):
 
 
 class OutputNormBlock(nn.Module):
-    """x + norm(attention(x)), then x + norm(mlp(x)): the reordered norm of OLMo 2, Swin v2's (Liu et al. 2022)."""
+    """x + norm(attention(x)), then x + norm(mlp(x)): the norm placement of Swin v2 (Liu et al. 2022) and OLMo 2."""
 
     def __init__(self, config: ModelConfig, seed: int, index: int) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class OutputNormBlock(nn.Module):
 
 
 class SharedInput(nn.Module):
-    """Several linear layers of one input. It holds none of them: what may be cut is how they are run together."""
+    """Applies several linear layers, passed as arguments, to one input; replaced by sharding, see `Cut.columns`."""
 
     def forward(self, hidden_bsh: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
         """Returns each layer's output, [b, s, ...]."""
@@ -180,14 +180,14 @@ class SharedInput(nn.Module):
 
 
 class SummedOutput(nn.Module):
-    """The sum of linear layers, each of an input of its own. It holds none of them, as `SharedInput`."""
+    """Sums the outputs of several linear layers with an input each; replaced by sharding, see `Cut.rows`."""
 
     def forward(self, inputs: Sequence[Tensor], layers: Sequence[nn.Module]) -> Tensor:
         """Returns [b, s, h].
 
         Args:
-            inputs: of each layer, [b, s, ...].
-            layers: at least one.
+            inputs: input of each layer, [b, s, ...].
+            layers: the layers, at least one.
         """
         first_bsh, *others = (layer(x) for layer, x in zip(layers, inputs, strict=True))
         out_bsh: Tensor = sum(others, start=first_bsh)
@@ -197,9 +197,9 @@ class SummedOutput(nn.Module):
 class ParallelBlock(nn.Module):
     """x + dropout(attention(norm(x)) + mlp(norm(x))), as in GPT-J and PaLM (Chowdhery et al. 2022): one norm.
 
-    The two branches are run as one: the first projections read the same tensor, the last ones are added before anything
-    else, the dropout too (one mask, as in Falcon). So a rank that holds a part of each enters and leaves its
-    tensor-parallel region once (Jiang et al. 2024, MegaScale, section 3.1).
+    The first projections of both branches read the same tensor, and the outputs of the last ones are added before the
+    dropout (one mask, as in Falcon). The branches thus share the collectives that enter and leave their tensor-parallel
+    region (Jiang et al. 2024, MegaScale, section 3.1).
     """
 
     def __init__(self, config: ModelConfig, seed: int, index: int) -> None:
@@ -219,15 +219,15 @@ class ParallelBlock(nn.Module):
         return self.summed_dropout.add(summed_bsh, hidden_bsh, info)
 
     def _inner(self, normed_bsh: Tensor, info: BatchInfo) -> tuple[Tensor, Tensor]:
-        """What the last projections read."""
+        """Inputs of the last projections of attention and MLP."""
         qkv, up_bsf = self.shared_input(normed_bsh, self.attention.qkv, self.mlp.first)
         heads = self.attention.heads(qkv, info)
-        del qkv  # where the heads are copies
+        del qkv  # frees it if the heads are copies
         return self.attention.context(*heads, info), self.mlp.activate(up_bsf)
 
 
 class CustomBlock(nn.Module):
-    """A plugin's block in the place of a built-in one."""
+    """Wrapper of a plugin's block."""
 
     def __init__(self, config: ModelConfig, seed: int, index: int) -> None:
         super().__init__()
@@ -241,15 +241,15 @@ class CustomBlock(nn.Module):
 
 
 def make_block(config: ModelConfig, seed: int, index: int) -> Block | OutputNormBlock | ParallelBlock | CustomBlock:
-    """A block of the model's kind.
+    """Builds the type of block that the model's configuration selects.
 
     Args:
-        config: the model's shape.
+        config: configuration of the model.
         seed: the run's seed, for dropout.
-        index: number of the block in the whole model.
+        index: index of the block in the whole model.
 
     Raises:
-        ConfigError: no plugin registered the block that is asked for.
+        ConfigError: no plugin registered the configured block.
     """
     if config.block.is_custom:
         return CustomBlock(config, seed, index)
@@ -259,7 +259,10 @@ def make_block(config: ModelConfig, seed: int, index: int) -> Block | OutputNorm
 
 
 class FinalNorm(Norm):
-    """The norm after the last block, times the multiplier of logits, if any: the head is linear, and reads less."""
+    """The norm after the last block, times the logit multiplier of muP.
+
+    The head is linear, and its input is smaller than its output, so the input is scaled.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
@@ -271,7 +274,7 @@ class FinalNorm(Norm):
 
 
 class Head(nn.Module):
-    """Output projection without bias; its weight is the word embedding's when they are tied."""
+    """Output projection without bias; with tied embeddings it shares the word embedding's weight."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -292,13 +295,13 @@ class Head(nn.Module):
 
 @dataclass(frozen=True)
 class StageSpec:
-    """A stage that has not been built yet.
+    """Specification of a stage that has not been built yet.
 
     Attributes:
         name: prefix of its parameters' names in the whole model, for example "blocks.3".
-        weight: its share of a pipeline stage's work; embedding and head count as much as a block.
-        build: makes the module on torch's current default device.
-        table: how the model's stages may be cut.
+        weight: relative cost for pipeline partitioning; embedding and head cost as much as a block.
+        build: builds the module on torch's current default device.
+        table: sharding table of the model.
     """
 
     name: str
@@ -308,11 +311,11 @@ class StageSpec:
 
 
 def use_kernels(stage: nn.Module, kernels: Kernels = FUSED) -> None:
-    """Makes a stage, or a whole model, compute each operator as it says.
+    """Sets the kernel implementation of all modules of a stage or model.
 
     Args:
-        stage: with modules that take torch's operators.
-        kernels: what `megads.ops.resolve.load` has loaded.
+        stage: the stage or model, changed in place.
+        kernels: kernels loaded by `megads.ops.resolve.load`.
     """
     for module in stage.modules():
         if isinstance(module, Attention | AttentionCore | Dropout | MLP | GatedMLP | Norm):
@@ -320,10 +323,10 @@ def use_kernels(stage: nn.Module, kernels: Kernels = FUSED) -> None:
 
 
 def stage_specs(config: ModelConfig, seed: int) -> list[StageSpec]:
-    """The whole model in order, nothing allocated.
+    """Specifications of the model's stages in order; allocates nothing.
 
     Args:
-        config: the model's shape.
+        config: configuration of the model.
         seed: the run's seed, for dropout.
     """
     table = sharding_of(config)
@@ -342,17 +345,17 @@ def stage_specs(config: ModelConfig, seed: int) -> list[StageSpec]:
 
 
 def parameter_generator(seed: int, name: str) -> torch.Generator:
-    """A random stream of its own for every parameter name."""
+    """Random generator of a parameter, seeded by the run's seed and the parameter's name."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 def initial_value(config: ModelConfig, seed: int) -> InitialValue:
-    """BLOOM's initialisation: matrices N(0, std), the projections that end a branch N(0, std / sqrt(2 L)),
-    gains one, biases and sinks zero.
+    """BLOOM's initialization: matrices N(0, std), output projections of attention and MLP N(0, std / sqrt(2 L)), norm
+    gains 1, biases and sinks 0.
 
     Args:
-        config: the model's shape; `config.weight_std` is std, of matrices of blocks `config.hidden_std`.
+        config: configuration of the model; std is `config.hidden_std` for matrices of blocks, else `config.weight_std`.
         seed: the run's seed.
     """
     branch_std = config.hidden_std / math.sqrt(2.0 * config.num_layers)
@@ -371,12 +374,12 @@ def initial_value(config: ModelConfig, seed: int) -> InitialValue:
 
 
 class GPT(nn.Module):
-    """All stages one after another.
+    """The unsharded model.
 
     Args:
-        config: the model's shape.
+        config: configuration of the model.
         seed: seed of weights and dropout.
-        value: initial weights; None is `megads.model.gpt.initial_value`.
+        value: initial weights; None: `megads.model.gpt.initial_value`.
     """
 
     def __init__(self, config: ModelConfig, seed: int, value: InitialValue | None = None) -> None:
@@ -398,12 +401,12 @@ class GPT(nn.Module):
 
     @classmethod
     def empty(cls, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> GPT:
-        """The model with uninitialised weights for a checkpoint to fill; allocates each of them once.
+        """The model with uninitialized weights, to load a checkpoint into; allocates each weight once.
 
         Args:
-            config: the model's shape.
-            device: where the weights are.
-            dtype: of the weights.
+            config: configuration of the model.
+            device: device of the weights.
+            dtype: dtype of the weights.
         """
 
         def nothing(_name: str, shape: tuple[int, ...]) -> Tensor:

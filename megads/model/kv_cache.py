@@ -1,4 +1,4 @@
-"""The model one piece of a sequence at a time: keys and values of what it has read are kept.
+"""Incremental inference with a KV cache.
 
 Shape suffixes: b = batch, s = position in the new piece, t = key position, n = heads, m = heads of keys and values,
 d = head dim, h = hidden size, v = vocabulary.
@@ -18,16 +18,16 @@ from megads.model.gpt import GPT
 from megads.ops.attention import bias_dtype
 
 PIECE = 512
-"""Tokens of one forward pass: the mask of a long prompt grows with this times its length, not with its square."""
+"""Maximum tokens per forward pass, so that the mask of a long prompt is not quadratic in its length."""
 
 
 class DecodeStep:
-    """What all layers share in one forward pass.
+    """State of one forward pass that all layers share.
 
     Args:
-        places_bs: place of every new token in its sequence.
-        keys: places of all keys that any query of this pass or a later one may see.
-        starts_bs: place at which the document of every new token starts; None: every row is one document.
+        places_bs: position of every new token in its sequence.
+        keys: positions of all keys that any query of this pass or a later one may attend to.
+        starts_bs: position at which the document of every new token starts; None: every row is one document.
     """
 
     def __init__(self, places_bs: Tensor, keys: range, starts_bs: Tensor | None) -> None:
@@ -37,7 +37,7 @@ class DecodeStep:
         self._bias: Tensor | None = None
 
     def bias(self, core: AttentionCore, dtype: torch.dtype) -> Tensor:
-        """Additive mask [b, n or 1, s, t] over `keys`, made once for all layers: they hold the same heads."""
+        """Additive mask [b, n or 1, s, t] over `keys`, computed once, since all layers hold the same heads."""
         if self._bias is None:
             self._bias = causal_bias_at(
                 core.num_heads,
@@ -55,12 +55,12 @@ class DecodeStep:
 
 
 class CachedAttentionCore(nn.Module):
-    """The same attention over all tokens of the sequences so far; takes the place of an AttentionCore.
+    """Replaces an AttentionCore by one with a KV cache of all tokens so far.
 
-    Slot i of a row holds key and value of the token at place first + i. A row that is shorter than its neighbours has
-    padding in the slots beyond its length; causality hides them, because no query of the row is that far, until real
-    tokens take their place. So rows of different lengths need no mask of their own and compute what each would compute
-    alone. Slots that have left every row's window are given up when room is needed.
+    Slot i of a row holds key and value of the token at position first + i. Rows shorter than others have padding in the
+    slots beyond their length. The causal mask hides it, since no query of the row is at these positions, until real
+    tokens overwrite it. Rows of different lengths therefore need no further mask, and each computes the same as alone.
+    Slots outside the window of all rows are dropped when the cache is reallocated.
     """
 
     def __init__(self, core: AttentionCore) -> None:
@@ -72,11 +72,11 @@ class CachedAttentionCore(nn.Module):
         self.values_btmd: Tensor | None = None
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Empties the cache."""
         self.first, self.keys_btmd, self.values_btmd = 0, None, None
 
     def keep(self, rows: Tensor) -> None:
-        """Forgets all rows but these."""
+        """Keeps only these rows of the cache."""
         if self.keys_btmd is not None and self.values_btmd is not None:
             self.keys_btmd, self.values_btmd = self.keys_btmd[rows], self.values_btmd[rows]
 
@@ -102,14 +102,14 @@ class CachedAttentionCore(nn.Module):
         )
 
     def _make_room(self, keys: range, like_bmsd: Tensor) -> None:
-        """Makes slots for keys up to the last of `keys`; where that takes new room, it doubles what is still seen."""
+        """Ensures slots for all of `keys`; a reallocation at least doubles the number of slots still in use."""
         batch, heads, _, dim = like_bmsd.shape
         capacity = 0 if self.keys_btmd is None else self.keys_btmd.shape[1]
         if keys.stop - self.first <= capacity:
             return
         seen = slice(keys.start - self.first, capacity)
         held = max(0, capacity - seen.start)
-        # Zeros: a masked slot has probability zero, and zero times an uninitialised NaN would be NaN.
+        # Zeros: a masked slot has probability zero, and zero times an uninitialized NaN would be NaN.
         larger = like_bmsd.new_zeros(2, batch, max(len(keys), 2 * held), heads, dim)
         if self.keys_btmd is not None and self.values_btmd is not None:
             larger[0, :, :held] = self.keys_btmd[:, seen]
@@ -119,14 +119,14 @@ class CachedAttentionCore(nn.Module):
 
 
 class CachedGPT:
-    """Reads sequences piece by piece and gives the logits of what comes next.
+    """Reads sequences incrementally with a KV cache and returns next-token logits.
 
-    Logits are those of the whole model on the whole sequence, up to rounding. With ALiBi and rotary positions there is
-    no longest sequence; learned positions end at model.max_seq_len, which the caller must respect.
+    Logits equal those of the model on the whole sequence, up to rounding. ALiBi and rotary positions have no maximum
+    length; learned positions are limited to model.max_seq_len, which the caller must respect.
 
     Args:
-        model: taken over: it is put in evaluation mode and its attention cores are replaced.
-        reset_positions: positions restart with every document, as with data.reset_positions in training.
+        model: the model; it is put in evaluation mode and its attention cores are replaced.
+        reset_positions: restart positions with every document, as data.reset_positions does in training.
     """
 
     def __init__(self, model: GPT, reset_positions: bool = False) -> None:
@@ -145,13 +145,13 @@ class CachedGPT:
             self._cores.append(caching)
 
     def start(self, num_rows: int) -> None:
-        """Forgets everything and begins `num_rows` empty sequences."""
+        """Empties the cache and starts `num_rows` empty sequences."""
         self.lengths = [0] * num_rows
         for core in self._cores:
             core.clear()
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Goes on with these rows only, in this order."""
+        """Continues with these rows only, in this order."""
         self.lengths = [self.lengths[row] for row in rows]
         index = torch.tensor(rows, device=self.device)
         for core in self._cores:
@@ -162,12 +162,12 @@ class CachedGPT:
         """Reads the next tokens of every row.
 
         Args:
-            pieces: for every row at least one token; their numbers may differ.
-            document_starts: for every token the place in its row at which its document starts, which sees nothing
-                before; None: every row is one document.
+            pieces: new tokens of every row, at least one each; rows may have different numbers.
+            document_starts: for every token, the position in its row at which its document starts; attention does not
+                cross it. None: every row is one document.
 
         Returns:
-            Logits [b, v] of the token after each row's last one.
+            Next-token logits of each row, [b, v].
         """
         assert len(pieces) == len(self.lengths) and all(pieces)
         lengths = [length + len(piece) for length, piece in zip(self.lengths, pieces, strict=True)]
@@ -182,7 +182,7 @@ class CachedGPT:
             now = slice(start, start + PIECE)
             known_starts_bs = None if starts_bs is None else starts_bs[:, now]
             hidden_bsh, info = self._hidden(tokens_bs[:, now], start, lengths, known_starts_bs)
-            # Of a row that ended before this piece the last hidden state is already known.
+            # If a row ended before this piece, its last hidden state is already known.
             index_b = counts_b - 1 - start
             here_bh = hidden_bsh[rows, index_b.clamp(0, hidden_bsh.shape[1] - 1)]
             last_bh = here_bh if last_bh is None else torch.where(index_b[:, None] >= 0, here_bh, last_bh)
@@ -194,25 +194,25 @@ class CachedGPT:
     def _hidden(
         self, tokens_bs: Tensor, offset: int, ends: Sequence[int], starts_bs: Tensor | None
     ) -> tuple[Tensor, BatchInfo]:
-        """Hidden states [b, s, h] before the head of tokens that follow each row's length + offset.
+        """Hidden states [b, s, h] before the head.
 
         Args:
-            tokens_bs: padded beyond the rows' ends.
-            offset: tokens since the rows' lengths.
-            ends: each row's length after all pieces of this call.
-            starts_bs: of the tokens' documents.
+            tokens_bs: tokens from position length + offset of each row on, padded beyond the rows' ends.
+            offset: number of tokens of this call that precede them.
+            ends: length of each row after this call.
+            starts_bs: positions at which the tokens' documents start.
         """
         batch, count = tokens_bs.shape
         first_b = torch.tensor(self.lengths, device=self.device) + offset
         places_bs = first_b[:, None] + torch.arange(count, device=self.device)
-        # Of a row that has ended the next query is just behind its end.
+        # For a row that has ended, the next query is just after its end.
         next_query = min(min(length + offset, end) for length, end in zip(self.lengths, ends, strict=True))
         first_key = 0 if self.window is None else max(0, next_query - self.window + 1)
         current = DecodeStep(places_bs, range(first_key, max(self.lengths) + offset + count), starts_bs)
         for core in self._cores:
             core.current = current
         positions_bs = places_bs - starts_bs if self.reset_positions and starts_bs is not None else places_bs
-        # Padding beyond a row's end may lie beyond the table of learned positions.
+        # The positions of padding may exceed the table of learned positions.
         known_bs = positions_bs if self.max_length is None else positions_bs.clamp(max=self.max_length - 1)
         info = BatchInfo(torch.arange(batch, device=self.device), position_ids_bs=known_bs)
         hidden = tokens_bs
@@ -222,11 +222,11 @@ class CachedGPT:
 
 
 class RecomputingGPT:
-    """What `CachedGPT` offers, for blocks that keep nothing: every call runs the whole sequences.
+    """Same interface as `CachedGPT`, for blocks without a KV cache: every call runs the whole sequences.
 
     Args:
-        model: taken over: it is put in evaluation mode.
-        reset_positions: positions restart with every document, as with data.reset_positions in training.
+        model: the model; it is put in evaluation mode.
+        reset_positions: restart positions with every document, as data.reset_positions does in training.
     """
 
     def __init__(self, model: GPT, reset_positions: bool = False) -> None:
@@ -237,15 +237,15 @@ class RecomputingGPT:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens that every row has read."""
+        """Number of tokens of every row so far."""
         return [len(row) for row in self._rows]
 
     def start(self, num_rows: int) -> None:
-        """Forgets everything and begins `num_rows` empty sequences."""
+        """Discards all rows and starts `num_rows` empty sequences."""
         self._rows, self._starts = [[] for _ in range(num_rows)], [[] for _ in range(num_rows)]
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Goes on with these rows only, in this order."""
+        """Continues with these rows only, in this order."""
         self._rows, self._starts = [self._rows[row] for row in rows], [self._starts[row] for row in rows]
 
     @torch.no_grad()
@@ -263,18 +263,18 @@ class RecomputingGPT:
         hidden = tokens_bs
         for stage in list(self.model.stages)[:-1]:
             hidden = stage(hidden, info)
-        # Causal: what stands behind a shorter row changes nothing before it.
+        # Attention is causal, so padding after a shorter row does not affect it.
         ends_b = torch.tensor(self.lengths, device=self.device) - 1
         logits_bv: Tensor = self.model.stages[-1](hidden[torch.arange(len(pieces), device=self.device), ends_b], info)
         return logits_bv
 
 
 def with_cache(model: GPT) -> CachedGPT | RecomputingGPT:
-    """Reads sequences piece by piece; only the built-in block keeps what it has read."""
+    """Wraps a model for incremental inference; only built-in blocks support a KV cache."""
     return RecomputingGPT(model) if model.config.block.is_custom else CachedGPT(model)
 
 
 def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Rows of different lengths as int64 [b, s], zeros behind the shorter ones."""
+    """Pads rows of different lengths with zeros to int64 [b, s]."""
     longest = max(len(row) for row in rows)
     return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)

@@ -1,4 +1,4 @@
-"""The model's norms: of hidden states, and of queries and keys."""
+"""Norms of hidden states, and of queries and keys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from megads.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 
 class Norms(nn.Module):
-    """Norms of the features of all heads, one for each tensor. It holds none of them: heads may be cut over ranks."""
+    """Applies norms over the features of all heads, one per tensor; replaced by sharding, see `Cut.norms`.
+
+    The norm modules are arguments of `forward`.
+    """
 
     def forward(self, inputs: Sequence[Tensor], norms: Sequence[nn.Module]) -> tuple[Tensor, ...]:
         """[b, s, heads, head dim] of every norm -> the same."""
@@ -21,14 +24,14 @@ class Norms(nn.Module):
 
 
 class Norm(nn.Module):
-    """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019) of the last dim, with gains, as the model says.
+    """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019) over the last dim, with gains.
 
     Args:
-        config: of the model.
+        config: configuration of the model, which selects the norm.
         width: size of the last dim; None: the hidden size.
 
     Attributes:
-        kernels: whose kernel computes.
+        kernels: kernel implementation.
     """
 
     def __init__(self, config: ModelConfig, width: int | None = None) -> None:
@@ -48,7 +51,7 @@ class Norm(nn.Module):
         return layer_norm(x, self.weight, self.bias, self.eps, self.kernels)
 
     def of_sum(self, hidden_bsh: Tensor, residual_bsh: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of a sum, and the sum; the kernel makes both in one pass."""
+        """Returns norm(hidden + residual) and hidden + residual, computed in one pass by megads' kernel."""
         if not self.centred:
             return add_rms_norm(hidden_bsh, residual_bsh, self.weight, self.eps, self.kernels)
         weight, bias = self.weight, self.bias

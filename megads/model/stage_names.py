@@ -1,4 +1,4 @@
-"""The model's stages in order, by name and weight, and the parameters that tied embeddings share. Imports no torch."""
+"""Names and weights of the model's layers, and names of the tied embedding parameters. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ TIED_PARAMETER, TIED_COPY = "embedding.word.weight", "head.weight"
 
 
 def stage_weights(config: ModelConfig) -> dict[str, float]:
-    """Of every stage's name, in the order of the forward pass, its share of the work: a block is 1.
+    """Relative cost of every layer by name, in the order of the forward pass.
 
-    Embedding and head count as much as a block.
+    A block, the embedding and the head each cost 1.
     """
     blocks = {f"blocks.{index}": 1.0 for index in range(config.num_layers)}
     return {EMBEDDING: 1.0, **blocks, FINAL_NORM: 0.0, HEAD: 1.0}
 
 
 def is_block(name: str) -> bool:
-    """Whether the stage of this name is a transformer block."""
+    """Whether the layer with this name is a transformer block."""
     return name.startswith("blocks.")

@@ -1,8 +1,8 @@
-"""Observes a run and never steers it.
+"""Monitoring of a run: it observes and never controls.
 
-`hooks` writes the step line of metrics.jsonl and norms of layers, and runs the hooks of plugins. `accounting` says
-where a run's time went. `console` and `live_console` show the run's files in the launcher's terminal. `trackers` feeds
-them to wandb and TensorBoard (`tracker_backends`), and to plugins'.
+`hooks` writes step metrics and layer norms, and creates plugin hooks. `accounting` computes goodput, MTTD and MTTR.
+`console` and `live_console` show the run's metrics and events in the launcher's terminal. `trackers` passes them on to
+wandb and TensorBoard (`tracker_backends`) and to trackers of plugins.
 """
 
 __all__ = ["accounting", "console", "hooks", "live_console", "tracker_backends", "trackers"]

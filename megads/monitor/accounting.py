@@ -1,8 +1,9 @@
-"""Where the wall time of a run went: every microsecond, over all starts, belongs to one activity.
+"""Accounting of a run's wall time: every microsecond, over all starts, belongs to exactly one activity.
 
-What is counted is in metrics.jsonl and events.jsonl, written while it happens, so that a killed start leaves it, too.
-Step lines say when each step ended, how long it took, and how long validations and saves took since the line before. A
-start that goes back to a checkpoint notes what it cuts off metrics.jsonl (event `steps_dropped`).
+The inputs are metrics.jsonl and events.jsonl, which are written as the run proceeds, so that a killed start is
+accounted, too. A step line has the end and duration of the step, and the time of validations and saves since the
+previous line. A start that returns to a checkpoint records the steps that it removes from metrics.jsonl (event
+`steps_dropped`).
 """
 
 from __future__ import annotations
@@ -22,47 +23,47 @@ from megads.runtime.metrics import read_json_lines
 from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE
 
 LOAD_PHASES = ("verifying a checkpoint", "loading a checkpoint")
-"""Phases of a start, as the ranks' heartbeats name them, that are the checkpoint's."""
+"""Heartbeat phases of a start that count as checkpoint loading."""
 _KILLED = 130
 _GOOD_ENDS = (EXIT_OK, StopRequested.exit_code, Preempted.exit_code, _KILLED)
-_SIGNS_OF_LIFE = ("start", "resume", "first_step", "checkpoint_saved", "checkpoint_failed", "heartbeat_lost")
+_ALIVE_EVENTS = ("start", "resume", "first_step", "checkpoint_saved", "checkpoint_failed", "heartbeat_lost")
 _END_BYTES = 1 << 20
 
 
 class Activity(StrEnum):
-    """What a run spends its time on."""
+    """Category of wall time."""
 
     queue = "queue"
-    """Waiting for the scheduler after a job was put back into the queue."""
+    """Waiting for the scheduler after a requeue."""
     start = "start"
-    """Starting the command and its ranks up to the first step, and ending them."""
+    """Startup of the command and its ranks up to the first step, and their shutdown."""
     load = "load"
-    """Verifying and loading the checkpoint that a start continues from."""
+    """Verifying and loading the checkpoint from which a start continues."""
     train = "train"
-    """Steps that count."""
+    """Productive steps: those that are not repeated later."""
     validate = "validate"
-    """Validations and tasks in mid-run."""
+    """Validations and evaluation tasks during training."""
     save = "save"
-    """Waiting for checkpoints."""
+    """Training blocked by checkpoint saves."""
     detect = "detect"
     """From the first sign of a fault until all ranks are known to have ended."""
     recover = "recover"
-    """From there, and after a fault from the next launch, to the next step."""
+    """From the end of detection, and after a fault from the next launch, to the next step."""
     lost = "lost work"
-    """Steps that are trained again, or were not finished."""
+    """Steps that are repeated later or were not finished."""
     stopped = "stopped"
-    """Nobody ran it."""
+    """The run was not running."""
 
 
 class StepTime(NamedTuple):
-    """What the line of a step says of time.
+    """Times in the metrics line of a step.
 
     Attributes:
-        ended_s: seconds since 1970.
-        step_s: the step's wall time.
-        validate_s: validations since the line before, see `Heartbeat.spent`.
-        save_s: saves since then.
-        step: number of the step.
+        ended_s: end of the step, in seconds since 1970.
+        step_s: wall time of the step, in seconds.
+        validate_s: seconds of validations since the previous line, see `Heartbeat.spent`.
+        save_s: seconds of saves since the previous line.
+        step: step number.
     """
 
     ended_s: float
@@ -73,7 +74,7 @@ class StepTime(NamedTuple):
 
     @classmethod
     def of(cls, line: Mapping[str, Any]) -> StepTime:
-        """Of a line of metrics.jsonl; `ended_s` is NaN where it has none."""
+        """Reads a line of metrics.jsonl; `ended_s` is NaN if the line has no time."""
         ended_s, step_s, validate_s, save_s = map(
             _number, (line.get(key) for key in ("time", "step_time_s", "validate_time_s", "save_time_s"))
         )
@@ -82,7 +83,7 @@ class StepTime(NamedTuple):
 
 @dataclass(frozen=True)
 class Period:
-    """An uninterrupted activity, in microseconds since 1970."""
+    """An uninterrupted period of one activity, in microseconds since 1970."""
 
     begin_us: int
     end_us: int
@@ -91,12 +92,12 @@ class Period:
 
 @dataclass(frozen=True)
 class RecordedFault:
-    """An unwanted end of a start, in seconds since 1970.
+    """A fault that ended a start; times in seconds since 1970.
 
     Attributes:
-        sign_s: when a rank first noticed it, or was missed; None where no one did.
-        detected_s: when all ranks were known to have ended.
-        recovered_s: end of the next step; None: there was none yet.
+        sign_s: first report of an error by a rank, or loss of its heartbeat; None if there was none.
+        detected_s: time when all ranks were known to have ended.
+        recovered_s: end of the next step; None if there was none yet.
     """
 
     sign_s: float | None
@@ -106,11 +107,11 @@ class RecordedFault:
 
 @dataclass(frozen=True)
 class Accounting:
-    """Where the time of a run went.
+    """Wall time of a run by activity, and its faults.
 
     Attributes:
-        periods: without gaps, from the first command to what is known last.
-        faults: in order.
+        periods: consecutive periods without gaps, from the first command to the last recorded time.
+        faults: faults in order.
     """
 
     periods: tuple[Period, ...]
@@ -118,12 +119,12 @@ class Accounting:
 
     @property
     def wall_us(self) -> int:
-        """From the begin to the end of what is known."""
+        """Wall time from the first to the last recorded time, in microseconds."""
         return self.periods[-1].end_us - self.periods[0].begin_us if self.periods else 0
 
     @property
     def spent_us(self) -> dict[Activity, int]:
-        """Microseconds by activity, every one of them; the sum is `wall_us`."""
+        """Microseconds of every activity; the sum is `wall_us`."""
         spent = dict.fromkeys(Activity, 0)
         for period in self.periods:
             spent[period.activity] += period.end_us - period.begin_us
@@ -131,17 +132,17 @@ class Accounting:
 
     @property
     def effective_time(self) -> float:
-        """Share of the wall time that went into steps that count."""
+        """Goodput: fraction of the wall time spent in productive steps."""
         return self.spent_us[Activity.train] / self.wall_us if self.wall_us else 0.0
 
     @property
     def mean_time_to_detect_s(self) -> float | None:
-        """MTTD over the faults that gave a sign; None without."""
+        """MTTD over the faults with a first sign; None if there are none."""
         return _mean(fault.detected_s - fault.sign_s for fault in self.faults if fault.sign_s is not None)
 
     @property
     def mean_time_to_recover_s(self) -> float | None:
-        """MTTR, from the detection to the end of the next step, over the faults after which there was one."""
+        """MTTR, from detection to the end of the next step, over the faults that were followed by one; None if none."""
         return _mean(fault.recovered_s - fault.detected_s for fault in self.faults if fault.recovered_s is not None)
 
 
@@ -151,14 +152,14 @@ def _mean(values: Iterable[float]) -> float | None:
 
 
 def account(events: Sequence[Mapping[str, Any]], steps: Iterable[StepTime]) -> Accounting | None:
-    """Divides the time of a run.
+    """Accounts the wall time of a run.
 
     Args:
-        events: of events.jsonl, in its order.
-        steps: lines of steps in metrics.jsonl, in its order.
+        events: lines of events.jsonl, in file order.
+        steps: step lines of metrics.jsonl, in file order.
 
     Returns:
-        None where the run has no start, or step lines of an earlier version, which have no time.
+        None if the run has no start, or step lines without a time, as earlier versions wrote them.
     """
     launches = [place for place, event in enumerate(events) if event.get("event") == "launch" and _time(event)]
     parts = [events[begin:end] for begin, end in pairwise([*launches, len(events)])]
@@ -174,19 +175,19 @@ def account(events: Sequence[Mapping[str, Any]], steps: Iterable[StepTime]) -> A
         _Start(part, own, _dropped(drops, begin, end), is_last=end is None)
         for part, own, begin, end in zip(parts, by_start[1:], begins, [*begins[1:], None], strict=True)
     ]
-    # Steps of before the first event: the run directory came from a store, which has no events.
+    # Steps before the first event: the run directory was restored from remote storage, which has no events.
     earlier = by_start[0]
-    clock = _Clock(earlier[0].ended_s - earlier[0].step_s if earlier else starts[0].began)
-    _add_lines(clock, earlier, ())
+    timeline = _Timeline(earlier[0].ended_s - earlier[0].step_s if earlier else starts[0].began)
+    _add_lines(timeline, earlier, ())
     before: _Start | None = None
     for start in starts:
-        _add_start(clock, start, before)
+        _add_start(timeline, start, before)
         before = start
-    return Accounting(tuple(clock.periods), _faults(starts))
+    return Accounting(tuple(timeline.periods), _faults(starts))
 
 
 def read_accounting(run_dir: Path) -> Accounting | None:
-    """Divides the time of a run by its files; None as in `account`."""
+    """Reads a run's files and accounts its wall time; None as in `account`."""
     lines = (line for line in read_json_lines(run_dir / METRICS_FILE) if "loss" in line)
     return account(list(read_json_lines(run_dir / EVENTS_FILE)), map(StepTime.of, lines))
 
@@ -196,12 +197,12 @@ def _time(event: Mapping[str, Any]) -> float:
 
 
 def _number(value: Any) -> float:
-    """0 for everything that is no number."""
+    """Converts to float; 0 for anything that is not a finite number of plausible size."""
     return float(value) if isinstance(value, int | float) and value == value and abs(value) < 1e12 else 0.0
 
 
 def _dropped(drops: Sequence[Mapping[str, Any]], begin: float, end: float | None) -> tuple[Mapping[str, Any], ...]:
-    """What later starts cut off a start's steps; or the start itself, where it went back in mid-run."""
+    """Returns the steps_dropped events about a start's steps, written by later starts or by the start itself."""
     return tuple(
         drop
         for drop in drops
@@ -210,7 +211,7 @@ def _dropped(drops: Sequence[Mapping[str, Any]], begin: float, end: float | None
 
 
 class _Start:
-    """One launch of the ranks: its events, its steps that count, and what was cut off them."""
+    """One launch of the ranks: its events, its productive steps, and its dropped steps."""
 
     def __init__(
         self,
@@ -228,32 +229,32 @@ class _Start:
         self.first_step = self.last("first_step")
 
     def last(self, name: str) -> Mapping[str, Any]:
-        """The newest event of a name; empty where there is none."""
+        """Returns the newest event of a name; empty if there is none."""
         return next((event for event in reversed(self.events) if event.get("event") == name), {})
 
     @property
     def loop_began(self) -> float | None:
-        """When the first step began; None: no step was made."""
+        """Begin of the first step; None if there was no step."""
         if self.first_step:
             return _time(self.first_step) - _number(self.first_step.get("step_time_s"))
         return self.lines[0].ended_s - self.lines[0].step_s if self.lines else None
 
     @property
     def failed(self) -> bool:
-        """Whether it ended by a fault, or left no word of its end although another one followed."""
+        """Whether the start ended by a fault, or recorded no end although another start followed."""
         if self.exit:
             return self.exit.get("exit_code") not in _GOOD_ENDS
         return bool(self.failure) or not self.is_last
 
     @property
     def requeued(self) -> bool:
-        """Whether the scheduler is to start the next one."""
+        """Whether the scheduler launches the next start."""
         on_slurm = self.events[0].get("slurm_job") is not None
         return on_slurm and (bool(self.last("requeue")) or self.exit.get("exit_code") == Preempted.exit_code)
 
     @property
     def sign_s(self) -> float | None:
-        """First sign of the fault."""
+        """Time of the first sign of the fault; None if there is none."""
         missing = dict[str, float]()
         for event in self.events:
             if event.get("event") == "heartbeat_lost":
@@ -264,26 +265,26 @@ class _Start:
         return min((sign for sign in signs if sign), default=None)
 
     @property
-    def last_sign_of_life(self) -> float:
-        """Of a start that left no word of its end."""
-        known = [_time(event) for event in self.events if event.get("event") in _SIGNS_OF_LIFE]
+    def last_seen_s(self) -> float:
+        """Last time at which the start was known to run, used if it recorded no end."""
+        known = [_time(event) for event in self.events if event.get("event") in _ALIVE_EVENTS]
         known += [_number(drop["last_time"]) for drop in self.drops] + [line.ended_s for line in self.lines[-1:]]
         return max([self.launched, *known])
 
 
-class _Clock:
-    """Goes forward only: what a wrong clock says of the past counts for nothing, and nothing counts twice."""
+class _Timeline:
+    """Consecutive periods. Time only moves forward, so that wrong clocks cannot make a moment count twice."""
 
     def __init__(self, begin_s: float) -> None:
         self._now_us = round(begin_s * 1e6)
         self.periods: list[Period] = []
 
     def until(self, moment_s: float, activity: Activity) -> None:
-        """Everything up to a moment."""
+        """Adds everything up to a moment to an activity."""
         self._move(round(moment_s * 1e6), activity)
 
     def spend(self, seconds: float, activity: Activity, limit_s: float) -> None:
-        """So many seconds, but not beyond a limit."""
+        """Adds a duration to an activity, but nothing beyond a limit."""
         self._move(min(self._now_us + round(seconds * 1e6), round(limit_s * 1e6)), activity)
 
     def _move(self, to_us: int, activity: Activity) -> None:
@@ -296,82 +297,82 @@ class _Clock:
         self._now_us = to_us
 
 
-def _add_start(clock: _Clock, start: _Start, before: _Start | None) -> None:
+def _add_start(timeline: _Timeline, start: _Start, before: _Start | None) -> None:
     after_fault = before is not None and before.failed
     opening = Activity.recover if after_fault else Activity.start
     if before is not None:
-        # The ranks of a restart in place, and of the next training stage, are started by the same command.
+        # An in-place restart and the next training stage are launched by the same command.
         in_place = before.exit and start.began <= _time(before.exit)
         gap = opening if in_place else Activity.queue if before.requeued else Activity.stopped
-        clock.until(start.launched if in_place else start.began, gap)
+        timeline.until(start.launched if in_place else start.began, gap)
     began = start.loop_began
     if began is None:
-        _end_before_a_step(clock, start, opening)
+        _end_before_a_step(timeline, start, opening)
         return
     if not after_fault:
         phases = start.first_step.get("seconds")
         load_s = sum(_number(phases.get(name)) for name in LOAD_PHASES) if isinstance(phases, Mapping) else 0.0
-        clock.until(began - load_s, opening)
-        clock.until(began, Activity.load)
-    clock.until(began, opening)
-    _add_lines(clock, start.lines, start.drops)
-    _add_tail(clock, start)
+        timeline.until(began - load_s, opening)
+        timeline.until(began, Activity.load)
+    timeline.until(began, opening)
+    _add_lines(timeline, start.lines, start.drops)
+    _add_tail(timeline, start)
 
 
-def _end_before_a_step(clock: _Clock, start: _Start, opening: Activity) -> None:
+def _end_before_a_step(timeline: _Timeline, start: _Start, opening: Activity) -> None:
     if start.failure:
-        clock.until(start.sign_s or _time(start.failure), opening)
-        clock.until(_time(start.failure), Activity.detect)
-    clock.until(_time(start.exit) if start.exit else start.last_sign_of_life, opening)
+        timeline.until(start.sign_s or _time(start.failure), opening)
+        timeline.until(_time(start.failure), Activity.detect)
+    timeline.until(_time(start.exit) if start.exit else start.last_seen_s, opening)
 
 
-def _add_lines(clock: _Clock, lines: Sequence[StepTime], drops: Sequence[Mapping[str, Any]]) -> None:
-    """Steps that count, and between them what was trained again within the start."""
+def _add_lines(timeline: _Timeline, lines: Sequence[StepTime], drops: Sequence[Mapping[str, Any]]) -> None:
+    """Adds productive steps, and steps between them that the start itself dropped."""
     for number, line in enumerate(lines):
         begin = line.ended_s - line.step_s
-        # The first line's validations and saves are of before the loop.
+        # Validations and saves in the first line happened before the training loop.
         if number:
             for drop in drops:
                 if lines[number - 1].ended_s < _number(drop["last_time"]) < begin:
-                    _add_dropped(clock, drop, lines[number - 1], Activity.lost)
-                    clock.until(begin, Activity.recover)
-            clock.spend(line.validate_s, Activity.validate, begin)
-            clock.spend(line.save_s, Activity.save, begin)
-        clock.until(line.ended_s, Activity.train)
+                    _add_dropped(timeline, drop, lines[number - 1], Activity.lost)
+                    timeline.until(begin, Activity.recover)
+            timeline.spend(line.validate_s, Activity.validate, begin)
+            timeline.spend(line.save_s, Activity.save, begin)
+        timeline.until(line.ended_s, Activity.train)
 
 
-def _add_dropped(clock: _Clock, drop: Mapping[str, Any], kept: StepTime | None, activity: Activity) -> None:
-    """Steps that were cut off; what came between them and the last one that counts does count."""
+def _add_dropped(timeline: _Timeline, drop: Mapping[str, Any], kept: StepTime | None, activity: Activity) -> None:
+    """Adds dropped steps; validations and saves right after the last productive step count as such."""
     end = _number(drop["last_time"])
     if kept is not None and drop.get("step") == kept.step:
-        clock.spend(_number(drop.get("validate_s")), Activity.validate, end)
-        clock.spend(_number(drop.get("save_s")), Activity.save, end)
-    clock.until(end, activity)
+        timeline.spend(_number(drop.get("validate_s")), Activity.validate, end)
+        timeline.spend(_number(drop.get("save_s")), Activity.save, end)
+    timeline.until(end, activity)
 
 
-def _add_tail(clock: _Clock, start: _Start) -> None:
-    """From the last step that counts to the end of the start."""
+def _add_tail(timeline: _Timeline, start: _Start) -> None:
+    """Adds the time from the last productive step to the end of the start."""
     last = start.lines[-1] if start.lines else None
     since = last.ended_s if last is not None else 0.0
     cut = [drop for drop in start.drops if _number(drop["last_time"]) > since]
     saved = start.last("checkpoint_saved")
     if cut:
-        _add_dropped(clock, max(cut, key=lambda drop: _number(drop["last_time"])), last, Activity.lost)
+        _add_dropped(timeline, max(cut, key=lambda drop: _number(drop["last_time"])), last, Activity.lost)
     elif saved and last is not None and saved.get("step") == last.step and not start.ended:
-        clock.spend(_number(saved.get("save_s")), Activity.save, _time(saved))
+        timeline.spend(_number(saved.get("save_s")), Activity.save, _time(saved))
     if start.failure:
-        clock.until(start.sign_s or _time(start.failure), Activity.lost)
-        clock.until(_time(start.failure), Activity.detect)
-        clock.until(_time(start.exit), Activity.recover)
+        timeline.until(start.sign_s or _time(start.failure), Activity.lost)
+        timeline.until(_time(start.failure), Activity.detect)
+        timeline.until(_time(start.exit), Activity.recover)
     elif start.ended:
         end, after = _time(start.ended), start.last("after_last_step")
-        clock.spend(_number(after.get("validate_time_s")), Activity.validate, end)
-        clock.spend(_number(after.get("save_time_s")), Activity.save, end)
-        clock.until(max(end, _time(start.exit)), Activity.start)
+        timeline.spend(_number(after.get("validate_time_s")), Activity.validate, end)
+        timeline.spend(_number(after.get("save_time_s")), Activity.save, end)
+        timeline.until(max(end, _time(start.exit)), Activity.start)
     elif start.exit:
-        clock.until(_time(start.exit), Activity.lost)
+        timeline.until(_time(start.exit), Activity.lost)
     else:
-        clock.until(start.last_sign_of_life, Activity.train if start.is_last else Activity.lost)
+        timeline.until(start.last_seen_s, Activity.train if start.is_last else Activity.lost)
 
 
 def _faults(starts: Sequence[_Start]) -> tuple[RecordedFault, ...]:
@@ -385,10 +386,10 @@ def _faults(starts: Sequence[_Start]) -> tuple[RecordedFault, ...]:
 
 
 class EffectiveTime:
-    """Share of a run's wall time that went into steps that count, after each step; see `Accounting`.
+    """Goodput of a run after each step, see `Accounting.effective_time`.
 
     Args:
-        run_dir: of the run, its metrics.jsonl cut back to where this start goes on.
+        run_dir: run directory; its metrics.jsonl is already truncated to the step from which this start continues.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -398,14 +399,14 @@ class EffectiveTime:
         ends = read_end(run_dir / METRICS_FILE, _END_BYTES)
         line: Mapping[str, Any] = next((line for line in reversed(ends) if "loss" in line), {})
         share, ended = _number(line.get("effective_time")), _number(line.get("time"))
-        # The events of a run that came from a store are younger than its steps.
+        # If the run directory was restored from remote storage, its events are newer than its steps.
         known = 0 < began < ended
         self._began_s = began if known or not ended else ended
         self._trained_s = share * (ended - began) if known else 0.0
         self._last_s: float | None = None
 
     def after(self, step: StepTime) -> float:
-        """Counts one more step; returns the share."""
+        """Adds a step; returns the goodput so far, from 0 to 1."""
         since = step.ended_s - step.step_s if self._last_s is None else self._last_s + step.validate_s + step.save_s
         self._trained_s += max(0.0, step.ended_s - since)
         self._last_s = step.ended_s

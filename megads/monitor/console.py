@@ -1,8 +1,8 @@
-"""What the launcher shows of a run: the lines of metrics.jsonl and events.jsonl, each as one readable line.
+"""Console of the launcher: shows metrics.jsonl and events.jsonl of a run, one readable line per record.
 
-live_console.LiveConsole shows the same on a terminal as a panel; live_console.open_console chooses.
+live_console.LiveConsole shows the same as a panel on a terminal; live_console.open_console chooses.
 
-The ranks print nothing to the terminal. The launcher reads their files, so a slow terminal never slows a step.
+The ranks print nothing to the terminal. The launcher reads their files, so a slow terminal never slows down a step.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ _DRAIN_S = 2.0
 
 
 class Outlet:
-    """Takes text at once and writes it when the other end accepts it.
+    """Non-blocking writer: buffers text, and a background thread writes it as fast as the reader accepts it.
 
-    A reader that stops reading (Ctrl-S, a stalled connection) costs lines beyond a backlog of 1 MiB, and one that goes
-    away costs all later ones; neither is an error. A stream without a file descriptor is written to directly.
+    If the reader stops reading (Ctrl-S, a stalled connection), lines beyond a backlog of 1 MiB are dropped; if it
+    closes the stream, all later lines are dropped. Neither is an error. A stream without a file descriptor is written
+    to directly.
 
     Args:
-        out: where text goes; nobody else may write to it until `close`.
+        out: output stream; it must have no other writer until `close`.
     """
 
     def __init__(self, out: TextIO):
@@ -50,16 +51,16 @@ class Outlet:
 
     @property
     def idle(self) -> bool:
-        """True when everything has been written: who draws frames draws the next one only now."""
+        """True when everything has been written, so that the next frame may be drawn."""
         return self._backlog == 0
 
     @property
     def unicode(self) -> bool:
-        """True when the stream can hold any character."""
+        """True if the stream's encoding has all Unicode characters."""
         return self._encoding.lower().replace("-", "").startswith("utf")
 
     def write(self, text: str) -> None:
-        """Takes a text; returns at once."""
+        """Buffers a text; returns immediately."""
         if self._descriptor is None:
             self._out.write(text)
             self._out.flush()
@@ -79,7 +80,7 @@ class Outlet:
             self._thread.start()
 
     def close(self) -> None:
-        """Waits for what is left, two seconds at most; what is written later is written the same way."""
+        """Waits up to two seconds until the buffer is written; later writes still work."""
         if self._descriptor is None:
             return
         deadline = time.monotonic() + _DRAIN_S
@@ -88,7 +89,7 @@ class Outlet:
                 continue
 
     def _run(self) -> None:
-        """Body of the thread."""
+        """Runs the background thread."""
         while True:
             with self._changed:
                 while not self._texts:
@@ -113,9 +114,10 @@ class Outlet:
                 select.select([], [self._descriptor], [])
 
     def _give_up(self) -> None:
-        """Goes on without a reader: a closed pipe or a lost connection must not end the training.
+        """Discards further output: a closed pipe or a lost connection must not end the training.
 
-        The descriptor is replaced, so that Python's own flush at exit does not fail and change the exit code.
+        The descriptor is redirected to the null device, so that Python's flush at exit does not fail and change the
+        exit code.
         """
         assert self._descriptor is not None
         nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -124,7 +126,7 @@ class Outlet:
 
 
 def _descriptor(out: TextIO) -> int | None:
-    """The stream's file descriptor, its own buffer written; None where it has none."""
+    """Flushes a stream and returns its file descriptor; None if it has none."""
     try:
         descriptor = out.fileno()
     except (OSError, ValueError):
@@ -136,21 +138,21 @@ def _descriptor(out: TextIO) -> int | None:
 
 _LEVELS = ("debug", "info", "warning", "error")
 _OPENING_EVENTS = ("launch", "attention", "operators", "resume", "init_from", "start", "training_stage")
-# The launcher says these itself.
-_SAID_ELSEWHERE = ("failure", "config_changed", "data")
+# The launcher prints these itself.
+_PRINTED_BY_LAUNCHER = ("failure", "config_changed", "data")
 _STEP_TIME_MEMORY = 0.9
 _SLOW_PHASE_SAID_AFTER_S = 10.0
 
 
 class Console:
-    """Renders a run's files, from the moment it is made.
+    """Shows the records that are added to a run's files after its construction.
 
     Args:
-        run_dir: the run directory.
-        out: where lines go.
+        run_dir: run directory.
+        out: output stream.
         level: lowest level shown; steps and ordinary events are "info".
-        every_steps: steps between two step lines; the last step is always shown.
-        total_steps: planned length, or None when unknown; an event with `total_steps` sets it too.
+        every_steps: interval of step lines in steps; the last step is always shown.
+        total_steps: planned number of steps; None if unknown. An event with `total_steps` sets it, too.
     """
 
     def __init__(
@@ -167,9 +169,9 @@ class Console:
         self._position = ""
 
     def poll(self) -> None:
-        """Shows what the files gained since the last call."""
-        # Events have a time and steps have none, so their order within one poll is a guess: what a start says comes
-        # before the steps, everything else after the step that caused it.
+        """Shows the records added since the last call."""
+        # The two files are not merged by time, so the order within one poll is a guess: events of a start come before
+        # the steps, all other events after the step that caused them.
         events = self._events.read()
         opening = [event for event in events if event.get("event") in _OPENING_EVENTS]
         for event in opening:
@@ -183,19 +185,19 @@ class Console:
     def _show_event(self, event: Mapping[str, Any]) -> None:
         self._total_steps = event.get("total_steps", self._total_steps)
         self._started |= event.get("event") == "start"
-        if event.get("event") not in _SAID_ELSEWHERE:
+        if event.get("event") not in _PRINTED_BY_LAUNCHER:
             self.say(render_event(event), str(event.get("level", "info")))
 
     def say(self, line: str, level: str = "info") -> None:
-        """Shows one line of the launcher's own, unless its level is below what was asked for."""
+        """Shows one line, unless its level is below the configured one."""
         if self._shows(level):
             self._print(visible(line), level)
 
     def show_phase(self, phase: str) -> None:
-        """Shows what the ranks do now.
+        """Shows the current phase of the ranks.
 
         Args:
-            phase: of rank 0, as its heartbeats say; empty where nothing is known.
+            phase: phase of rank 0 from its heartbeats; empty if unknown.
         """
         if not self._shows("info"):
             return
@@ -208,7 +210,7 @@ class Console:
             enter("starting ranks", phase)
 
     def close(self) -> None:
-        """Ends what is drawn and waits shortly until it is; lines said later are plain ones."""
+        """Ends the progress display and waits up to two seconds for the output; later lines are plain ones."""
         leave()
         self._outlet.close()
 
@@ -242,14 +244,14 @@ class Console:
 
 
 def smoothed(average_s: float | None, step_time_s: float | None) -> float | None:
-    """Returns the moving average of step times after one more step; None where nothing is known of either."""
+    """Returns the exponential moving average of step times after one more step; None if both are unknown."""
     if average_s is None or step_time_s is None:
         return step_time_s if average_s is None else average_s
     return _STEP_TIME_MEMORY * average_s + (1 - _STEP_TIME_MEMORY) * step_time_s
 
 
 def render_step(record: Mapping[str, Any], total_steps: int | None, eta_s: float | None) -> str:
-    """Returns one line for a step, of the keys that are there."""
+    """Returns one line for a step; missing keys are left out."""
     step = f"step {record.get('step', '?')}" + (f"/{total_steps}" if total_steps else "")
     parts = [step]
     for key, template in (
@@ -270,7 +272,7 @@ def render_step(record: Mapping[str, Any], total_steps: int | None, eta_s: float
 
 
 def render_validation(record: Mapping[str, Any]) -> str:
-    """Returns one line for a validation: every set's loss, perplexity and unigram loss; or every metric of tasks."""
+    """Returns one line for a validation, with loss, perplexity and unigram loss of every set, or for task metrics."""
     if not is_validation(record):
         metrics = (f"{key.removeprefix('eval/')} {value:.4g}" for key, value in record.items() if _is_task_value(key))
         return " | ".join([f"tasks at step {record.get('step', '?')}", *metrics])
@@ -289,12 +291,12 @@ def render_validation(record: Mapping[str, Any]) -> str:
 
 
 def is_validation(record: Mapping[str, Any]) -> bool:
-    """Tells a validation's line of metrics.jsonl from that of tasks; it is no step's."""
+    """Whether a line of metrics.jsonl that is not a step is a validation, not evaluation tasks."""
     return any(key.startswith("valid/") for key in record) or not any(key.startswith("eval/") for key in record)
 
 
 def is_of_layers(record: Mapping[str, Any]) -> bool:
-    """Tells a line of metrics.jsonl that has the norms of layers, which are many, from those that people are shown."""
+    """Whether a line of metrics.jsonl has layer norms, which the console does not show."""
     return any(key.startswith("layers/") for key in record)
 
 
@@ -303,7 +305,7 @@ def _is_task_value(key: str) -> bool:
 
 
 def render_event(event: Mapping[str, Any]) -> str:
-    """Returns one line for an event: its message if it has one, else its fields."""
+    """Returns one line for an event: its message, or its fields if it has none."""
     name = str(event.get("event", "event")).replace("_", " ")
     if event.get("message"):
         return f"{name}: {event['message']}"

@@ -1,4 +1,4 @@
-"""Hooks that observe a run: the step line of metrics.jsonl, norms of layers, and the hooks of plugins."""
+"""Hooks that observe a run: step metrics, layer norms, and plugin hooks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megads.runtime.registry import HOOKS
 
 _END_BYTES = 1 << 20
 _NAMED = 4
-"""Phases that a message lists, the longest ones."""
+"""Number of phases listed in a message, the longest ones."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Throughput:
     """Speed of one step.
 
     Attributes:
-        tokens_per_s: over all devices.
-        tflops_per_device: model TFLOPs (the convention of megads.plan.model_size) each device did a second.
-        mfu: tflops_per_device over the device's peak; 0.5 is 50%.
+        tokens_per_s: tokens per second over all devices.
+        tflops_per_device: achieved model TFLOPS per device, counted as in megads.plan.model_size.
+        mfu: model FLOPS utilization, tflops_per_device over the peak of a device; 0.5 is 50%.
     """
 
     tokens_per_s: float
@@ -46,14 +46,14 @@ class Throughput:
 
 
 def throughput(tokens: int, seconds: float, world_size: int, flops_per_token: float, peak_tflops: float) -> Throughput:
-    """Speed of `tokens` computed on `world_size` devices in `seconds`.
+    """Computes throughput and MFU of a step.
 
     Args:
-        tokens: tokens computed, masked ones included: they cost the same.
-        seconds: wall time, above 0.
-        world_size: devices (on a CPU: ranks).
-        flops_per_token: model operations a token, forward and backward.
-        peak_tflops: peak of one device.
+        tokens: number of tokens, including masked ones, which cost the same.
+        seconds: wall time in seconds, above 0.
+        world_size: number of devices; on CPU, of ranks.
+        flops_per_token: model FLOPs per token of forward and backward pass.
+        peak_tflops: peak TFLOPS of one device.
     """
     tokens_per_s = tokens / seconds
     tflops_per_device = tokens_per_s * flops_per_token / world_size / 1e12
@@ -61,17 +61,17 @@ def throughput(tokens: int, seconds: float, world_size: int, flops_per_token: fl
 
 
 class MetricsHook:
-    """Writes one line a step.
+    """Writes one line of metrics per step.
 
     Args:
-        metrics: where lines go.
-        flops_per_token: model operations a token, forward and backward.
-        world_size: devices.
-        peak_tflops: peak of one device.
-        restarts: how often the run was started before.
-        beats: of this rank, which know what its time went to; None: it sends none.
-        events: where the time up to the first step is said, and what came after the last one; None says nothing.
-        more: values of a line that others measure.
+        metrics: metrics log.
+        flops_per_token: model FLOPs per token of forward and backward pass.
+        world_size: number of devices.
+        peak_tflops: peak TFLOPS of one device.
+        restarts: number of earlier starts of the run.
+        beats: heartbeat of this rank, which accounts its time by phase; None if the rank sends none.
+        events: event log for the times before the first and after the last step; None records neither.
+        more: returns additional values for the line.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class MetricsHook:
                 self._first.begin(state)
 
     def times(self) -> dict[str, float]:
-        """Seconds of validations and saves since the last line."""
+        """Returns the seconds spent in validations and saves since the last line."""
         spent = self._beats.spent()
         since = {phase: spent.get(phase, 0.0) - self._before.get(phase, 0.0) for phase in (VALIDATING, SAVING)}
         self._before = spent
@@ -157,11 +157,11 @@ class MetricsHook:
 
 
 class FirstStepReport:
-    """Says after the first step of a start how long everything up to there took.
+    """Records the time to the first step of a start, by phase.
 
     Args:
-        events: where it is said.
-        beats: of this rank.
+        events: event log.
+        beats: heartbeat of this rank.
     """
 
     def __init__(self, events: EventWriter, beats: Heartbeat) -> None:
@@ -169,11 +169,11 @@ class FirstStepReport:
         self._due, self._resumed = False, False
 
     def begin(self, state: TrainState) -> None:
-        """A start goes on from a state."""
+        """Arms the report; called when a start begins to train from a state."""
         self._due, self._resumed = True, state.step > 0
 
     def after(self, info: StepInfo) -> None:
-        """Says it, once."""
+        """Writes the event after the first step."""
         if not self._due:
             return
         self._due, now, started = False, time.time(), process_started_s()
@@ -197,23 +197,23 @@ class FirstStepReport:
 
 
 def layer_names(model: ModelConfig) -> list[str]:
-    """The model's layers in order; a head that is the embedding is counted with it."""
+    """Returns the names of the model's layers in order; a tied head is part of the embedding."""
     names = [EMBEDDING, *(f"blocks.{number}" for number in range(model.num_layers)), FINAL_NORM, HEAD]
     return names[:-1] if model.tie_embeddings else names
 
 
 class LayerNormsHook:
-    """Measures every n-th step and writes a line of metrics: `layers/<layer>/grad_norm` and `/activation_rms`.
+    """Writes gradient norms and activation RMS per layer: `layers/<layer>/grad_norm` and `/activation_rms`.
 
-    The gradient's is the 2-norm before clipping, whose squares add up to that of `grad_norm`. The output's is the root
-    mean square over all elements of the step's micro-batches; the head has none. Sums stay on the device until the step
-    is over, when ranks add them and the host reads them once.
+    The gradient norm is the 2-norm before clipping; the squares of all layers add up to the square of `grad_norm`. The
+    activation RMS is the root mean square over all output elements of the step's micro-batches; the head has none. The
+    sums stay on the device until the end of the step, when they are all-reduced and copied to the host once.
 
     Args:
-        engine: that trains.
-        layers: of the whole model.
-        every_steps: n.
-        metrics: where the line goes.
+        engine: training engine.
+        layers: layer names of the whole model.
+        every_steps: interval in steps.
+        metrics: metrics log.
     """
 
     def __init__(self, engine: TrainEngine, layers: Sequence[str], every_steps: int, metrics: MetricsWriter) -> None:
@@ -222,7 +222,7 @@ class LayerNormsHook:
         self._sums = self._zeros()
 
     def _zeros(self) -> Tensor:
-        """fp64 [3, layers]: squares of gradients, squares of outputs, and how many elements these are."""
+        """Returns zeros, fp64 [3, layers], for squared gradients, squared outputs, and numbers of output elements."""
         return torch.zeros(3, len(self._layers), dtype=torch.float64, device=self._engine.device)
 
     def on_start(self, state: TrainState) -> None:
@@ -256,7 +256,7 @@ class LayerNormsHook:
         self._sums[2, number] += hidden.numel()
 
     def _write(self, info: StepInfo) -> None:
-        """Collective over the world."""
+        """Reduces and writes the line; collective over all ranks."""
         if self._engine.grid.world_size > 1:
             dist.all_reduce(self._sums)
         gradients, outputs, elements = self._sums.tolist()
@@ -271,12 +271,12 @@ class LayerNormsHook:
 
 
 def _square(x: Tensor) -> Tensor:
-    """The sum of squares, added up in fp32 at least without a copy of x; fp64 scalar on its device."""
+    """Returns the sum of squares as an fp64 scalar on the device, accumulated in at least fp32 without a copy of x."""
     return torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32)).double().square()
 
 
 def peak_memory_bytes() -> int:
-    """Most memory this rank has held: allocated on its GPU, or resident where it has none."""
+    """Returns the peak memory of this rank in bytes: allocated on its GPU, or resident set size without a GPU."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     # Linux counts in KiB, macOS in bytes.
@@ -286,14 +286,15 @@ def peak_memory_bytes() -> int:
 
 @dataclass(frozen=True)
 class HookContext:
-    """What a hook may use beside the `StepInfo` of each step.
+    """Objects that a plugin hook may use in addition to the `StepInfo` of each step.
 
     Attributes:
-        run_dir: the run's folder.
-        rank: of this process; every rank makes and calls every hook.
-        world_size: ranks.
-        engine: holds weights and optimizer state (`named_shards`), and validates (`evaluate`, on all ranks together).
-        events: writes a line of events.jsonl: `write("name", key=value)`; of no effect but on rank 0.
+        run_dir: run directory.
+        rank: rank of this process; every rank creates and calls every hook.
+        world_size: number of ranks.
+        engine: training engine, with weights and optimizer state (`named_shards`) and validation (`evaluate`, a
+            collective over all ranks).
+        events: event log; `write("name", key=value)` adds a line to events.jsonl on rank 0 and does nothing on others.
     """
 
     run_dir: Path
@@ -304,14 +305,14 @@ class HookContext:
 
 
 def plugin_hooks(hooks: Mapping[str, Mapping[str, Any]], context: HookContext) -> list[Hook]:
-    """Makes the hooks that a config names, in its order.
+    """Creates the hooks that a config names, in its order.
 
     Args:
-        hooks: settings by name, complete.
-        context: for each of them.
+        hooks: complete settings by hook name.
+        context: passed to each hook.
 
     Raises:
-        ConfigError: one of them lacks a method of `Hook`.
+        ConfigError: A hook lacks a method of `Hook`.
     """
     made: list[Hook] = []
     for name, options in hooks.items():

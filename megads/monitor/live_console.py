@@ -1,4 +1,4 @@
-"""The console of a run on a terminal: a panel at the bottom, drawn with rich, and events that scroll above it."""
+"""Live console for terminals: a panel at the bottom, drawn with rich, and events that scroll above it."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ _HISTORY_BYTES = 256 * 1024
 
 @dataclass
 class RunProgress:
-    """The state of a run as its files tell it; every method takes one record.
+    """Progress of a run, updated with the records of its files.
 
     Attributes:
-        total_steps: planned length.
-        step: last step done.
-        record: its line of metrics.jsonl; empty before the first.
+        total_steps: planned number of steps; None if unknown.
+        step: last finished step.
+        record: metrics line of the last step; empty before the first step.
         losses: (step, loss) of the last steps, oldest first.
-        step_time_s: moving average.
-        checkpoint_step: the last checkpoint's.
-        checkpoint_time: when it was committed, seconds since 1970.
+        step_time_s: moving average of step times, in seconds.
+        checkpoint_step: step of the last checkpoint; None if there is none.
+        checkpoint_time: commit time of the last checkpoint, in seconds since 1970.
         validation: last validation line.
-        skipped: steps that changed no weight.
-        layout: as in tp2 cp1 pp2 dp1.
-        ended: nothing more will come.
+        skipped: number of skipped steps.
+        layout: parallel layout, for example tp2 cp1 pp2 dp1.
+        ended: whether the run has ended.
     """
 
     total_steps: int | None = None
@@ -68,7 +68,7 @@ class RunProgress:
 
     @classmethod
     def of_earlier_starts(cls, run_dir: Path, total_steps: int | None) -> RunProgress:
-        """What earlier starts of the run left."""
+        """Returns the progress recorded by earlier starts of the run."""
         progress = cls(total_steps)
         for event in read_json_lines(run_dir / EVENTS_FILE):
             progress.add_event(event)
@@ -81,13 +81,13 @@ class RunProgress:
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds to the planned end; None before they can be told."""
+        """Estimated seconds to the planned end; None if unknown."""
         if self.total_steps is None or self.step_time_s is None:
             return None
         return max(0, self.total_steps - self.step) * self.step_time_s
 
     def add_event(self, event: Mapping[str, Any]) -> None:
-        """Takes a line of events.jsonl."""
+        """Adds a line of events.jsonl."""
         name = event.get("event")
         if name == "start":
             self._start_from(int(event.get("step", 0)))
@@ -101,7 +101,7 @@ class RunProgress:
             self.ended = True
 
     def add_metrics(self, record: Mapping[str, Any]) -> None:
-        """Takes a line of metrics.jsonl."""
+        """Adds a line of metrics.jsonl."""
         if "loss" not in record:
             shown = is_validation(record) and not is_of_layers(record)
             self.validation = record if shown else self.validation
@@ -111,7 +111,7 @@ class RunProgress:
         self.step_time_s = smoothed(self.step_time_s, record.get("step_time_s"))
 
     def _start_from(self, step: int) -> None:
-        """Forgets the steps beyond the checkpoint from which the run goes on."""
+        """Discards the steps beyond the checkpoint from which the run continues."""
         self.step = step
         while self.losses and self.losses[-1][0] > step:
             self.losses.pop()
@@ -123,7 +123,7 @@ class RunProgress:
 
 
 _MAX_WIDTH = 100
-# Below these a panel would hide more than it shows, and one line is drawn instead.
+# On a smaller terminal, a single line is drawn instead of the panel.
 _MIN_PANEL_WIDTH = 30
 _MIN_PANEL_HEIGHT = 12
 _BARS = "▁▂▃▄▅▆▇█"
@@ -133,11 +133,11 @@ _QUIET_AFTER_S = 10.0
 
 @dataclass(frozen=True)
 class Look:
-    """What a terminal can show.
+    """Capabilities of a terminal.
 
     Attributes:
-        color: colors are wanted (no NO_COLOR).
-        unicode: the stream's encoding holds any character.
+        color: whether to use colors (NO_COLOR is not set).
+        unicode: whether the stream's encoding has all Unicode characters.
     """
 
     color: bool = True
@@ -146,14 +146,14 @@ class Look:
 
 @dataclass(frozen=True)
 class PanelState:
-    """What a panel shows beside the run's own records.
+    """Content of a panel that is not from the run's records.
 
     Attributes:
-        title: the run's name.
-        now: seconds since 1970.
-        elapsed_s: since this start.
-        silent_s: since the last step, or since this start.
-        phase: of rank 0, as its heartbeats say; empty where nothing is known.
+        title: name of the run.
+        now: current time, in seconds since 1970.
+        elapsed_s: seconds since this start.
+        silent_s: seconds since the last step, or since this start.
+        phase: phase of rank 0 from its heartbeats; empty if unknown.
     """
 
     title: str
@@ -164,24 +164,24 @@ class PanelState:
 
     @property
     def starting(self) -> str:
-        """What is said before the first step."""
+        """Text shown before the first step."""
         return f"starting ranks, {render_duration(self.elapsed_s)}"
 
     @property
     def slow_phase(self) -> str:
-        """What holds up the steps now; empty while they go on."""
+        """Current phase if it delays training, for example a save; else empty."""
         return self.phase if self.phase.startswith(SLOW_PHASES) else ""
 
 
 def panel_lines(progress: RunProgress, moment: PanelState, width: int, height: int, look: Look) -> list[str]:
-    """Returns the panel's lines, each at most `width` cells, with color codes if wanted.
+    """Returns the panel's lines, each at most `width` cells, with color codes if enabled.
 
     Args:
-        progress: the run's state.
-        moment: name and clocks.
+        progress: progress of the run.
+        moment: title, times and phase.
         width: columns of the terminal.
-        height: rows of the terminal; a low or narrow one gets a single line.
-        look: what the terminal can show.
+        height: rows of the terminal; a small terminal gets a single line.
+        look: capabilities of the terminal.
     """
     width = min(width, _MAX_WIDTH)
     renderable: RenderableType
@@ -193,7 +193,7 @@ def panel_lines(progress: RunProgress, moment: PanelState, width: int, height: i
 
 
 def _lines(renderable: RenderableType, width: int, look: Look) -> list[str]:
-    """Renders to text; the environment is not asked again for colors and sizes."""
+    """Renders to text without reading colors and sizes from the environment."""
     console = VisibleConsole(
         width=width,
         height=100,
@@ -245,7 +245,7 @@ def _panel(progress: RunProgress, moment: PanelState, width: int, look: Look) ->
 
 
 def _progress_line(progress: RunProgress, moment: PanelState, inside: int, look: Look) -> Table:
-    """Bar, steps, and the time that is left."""
+    """Returns progress bar, step count, and remaining time or current phase."""
     total = progress.total_steps
     counts = f"{progress.step:,}/{total:,}" if total else f"{progress.step:,}"
     if moment.slow_phase and not progress.ended:
@@ -291,7 +291,7 @@ def _loss(progress: RunProgress, width: int, look: Look) -> Text:
 
 
 def sparkline(values: Sequence[float], unicode: bool = True) -> str:
-    """Returns one character a value, low to high; a non-finite value is "x"."""
+    """Returns one bar character per value, from lowest to highest; "x" for a non-finite value."""
     bars = _BARS if unicode else _ASCII_BARS
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
@@ -333,7 +333,7 @@ def _gradient(progress: RunProgress) -> Text:
     if record.get("lr") is not None:
         parts.append(Text(f"lr {record['lr']:.1e}"))
     skipped = Text(f"skipped {progress.skipped}", style="bold red" if progress.skipped else "")
-    # What is last may not be seen on a narrow terminal.
+    # A narrow terminal cuts off the end of the line.
     return Text(" | ").join([skipped, *parts] if progress.skipped else [*parts, skipped])
 
 
@@ -352,13 +352,13 @@ class LiveConsole(Console):
     """Shows steps in a panel and everything else as lines above it.
 
     Args:
-        run_dir: the run directory; what earlier starts left is shown from the beginning.
-        out: the terminal.
-        title: the run's name.
+        run_dir: run directory; the panel includes the progress of earlier starts.
+        out: terminal.
+        title: name of the run.
         level: lowest level of the lines above the panel.
-        total_steps: planned length, or None when unknown.
-        color: colors are wanted.
-        size: asks for the terminal's size; a window may be resized at any time.
+        total_steps: planned number of steps; None if unknown.
+        color: whether to use colors.
+        size: returns the current terminal size, which may change at any time; None queries `out`.
     """
 
     def __init__(
@@ -388,7 +388,7 @@ class LiveConsole(Console):
             self._begun, self._begin = True, time.monotonic()
             self._last_step = self._begin
         super().poll()
-        # A terminal that is behind gets no frame: what it shows next is as new as it can be.
+        # A slow terminal skips frames, so that the next one it draws is current.
         if self._open and time.monotonic() >= self._next_draw and self._outlet.idle:
             self._draw()
 
@@ -396,7 +396,7 @@ class LiveConsole(Console):
         self._phase = phase
 
     def close(self) -> None:
-        """Leaves the last panel on the screen."""
+        """Draws the panel a last time and leaves it on the screen."""
         if self._open and self._begun:
             self._draw()
         self._open = False
@@ -439,17 +439,17 @@ class LiveConsole(Console):
 def open_console(
     run_dir: Path, out: TextIO, config: LoggingConfig, title: str, total_steps: int | None = None
 ) -> Console:
-    """Returns the console that logging.console asks for; use it in a `with` block.
+    """Returns the console that logging.console selects; use it in a `with` block.
 
     Args:
-        run_dir: the run directory.
+        run_dir: run directory.
         out: standard output.
-        config: how much is shown, and how.
-        title: the run's name.
-        total_steps: planned length, or None when unknown.
+        config: logging settings.
+        title: name of the run.
+        total_steps: planned number of steps; None if unknown.
 
     Raises:
-        ConfigError: live is asked for where there is no terminal.
+        ConfigError: logging.console is live, but `out` is not a terminal.
     """
     kind = config.console
     if kind is ConsoleKind.auto:

@@ -1,4 +1,4 @@
-"""The trackers themselves: TensorBoard and Weights & Biases."""
+"""Tracker backends: TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from megads.monitor.console import render_event
 from megads.monitor.trackers import RunDescription, details, numbers
 from megads.runtime.config import WandbConfig, WandbMode
 
-# Texts stand at step 0, where no rewinding takes them back.
+# Texts are at step 0, so that no rewind removes them.
 _TEXT_STEP = 0
 
 
 class TensorBoardTracker:
-    """Writes event files; readers of them (TensorBoard) may be absent.
+    """Writes TensorBoard event files to <run_dir>/tensorboard; TensorBoard itself need not be running.
 
     Args:
-        run: the run; files go to <run_dir>/tensorboard.
-        step: last step that was recorded before: whatever earlier files hold beyond it is taken back.
+        run: description of the run.
+        step: last step recorded before; later steps in earlier files are rewound.
     """
 
     rewinds = True
@@ -41,7 +41,7 @@ class TensorBoardTracker:
         self._add_text("config", f"```yaml\n{yaml.safe_dump(dict(run.config), sort_keys=False)}```")
 
     def rewind(self, step: int) -> None:
-        # TensorBoard drops what earlier files hold from this step on.
+        # TensorBoard discards the values of earlier files from this step on.
         self._add(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
 
     def add_metrics(self, record: Mapping[str, Any]) -> None:
@@ -49,7 +49,7 @@ class TensorBoardTracker:
         self._add(Event(step=int(record["step"]), summary=Summary(value=values)))
 
     def add_event(self, event: Mapping[str, Any]) -> None:
-        pass  # `finish` writes them all: TensorBoard shows but a sample of a tag's texts.
+        pass  # `finish` writes all events at once: TensorBoard shows only a sample of the texts of a tag.
 
     def flush(self) -> None:
         self._writer.flush()
@@ -90,12 +90,12 @@ _INIT_TIMEOUT_S = 60
 
 
 class WandbTracker:
-    """One run on wandb, under the run's own id, so that every start of a run continues the same one.
+    """Records to wandb under the run's id, so that all starts of a run continue the same wandb run.
 
-    wandb cannot take back a step. Its history goes by the run's step.
+    wandb cannot rewind steps. The step of its history is the run's step.
 
     Args:
-        run: the run.
+        run: description of the run.
         config: project, entity and tags.
         mode: offline or online.
     """
@@ -115,7 +115,7 @@ class WandbTracker:
             resume="allow",
             settings=wandb.Settings(
                 init_timeout=_INIT_TIMEOUT_S,
-                # The run is not this process: its own output, code, usage and requirements say nothing.
+                # This process is not the training run: its output, code, resource usage and packages are irrelevant.
                 console="off",
                 disable_code=True,
                 disable_git=True,
@@ -132,7 +132,7 @@ class WandbTracker:
         raise NotImplementedError("wandb cannot take back steps")
 
     def add_metrics(self, record: Mapping[str, Any]) -> None:
-        # A lower step than the last would be refused: a validation made up for after a resume goes to the next row.
+        # wandb rejects a lower step than the last one: a validation repeated after a resume goes to the current step.
         self._step = max(int(record["step"]), self._step)
         self._run.log(numbers(record), step=self._step)
 
@@ -145,7 +145,7 @@ class WandbTracker:
     def finish(self, table: Mapping[str, int | float], events: Sequence[Mapping[str, Any]]) -> None:
         rows = [(_moment(event), str(event.get("event")), details(event)) for event in events]
         values = [(name, f"{value:.6g}") for name, value in table.items()]
-        # Html, not wandb.Table: that one is an artifact, for which wandb asks the server before it goes on.
+        # Html, not wandb.Table: a table is an artifact, for which wandb waits for the server.
         panels = {
             "events": wandb.Html(_html(("time", "event", "details"), rows), inject=False),
             "final": wandb.Html(_html(("name", "value"), values), inject=False),

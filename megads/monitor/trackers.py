@@ -1,4 +1,4 @@
-"""The trackers of a run: which ones it has, what each must be able to do, and the news of the run that they are fed."""
+"""Trackers of a run: their selection, their interface, and the feed of new metrics and events to them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _MEASURED = ("valid/", "eval/")
 
 @dataclass(frozen=True)
 class RunDescription:
-    """What a tracker is told of a run.
+    """Description of a run for trackers.
 
     Attributes:
-        run_id: its id.
-        run_dir: its directory.
-        config: the frozen config as plain dicts, lists, strings and numbers.
+        run_id: id of the run.
+        run_dir: run directory.
+        config: frozen config as plain dicts, lists, strings and numbers.
     """
 
     run_id: str
@@ -36,15 +36,15 @@ class RunDescription:
 
 
 class Tracker(Protocol):
-    """Records one run somewhere else. Any call may raise, hang or be slow: it has a process of its own."""
+    """Interface of a tracker backend. A call may raise, hang or be slow: each tracker has a process of its own."""
 
     rewinds: bool
-    """It can take back steps."""
+    """Whether the tracker can remove recorded steps."""
     first_step: int | None
-    """The first step that it lacks; None where only this machine knows."""
+    """First step that the tracker lacks; None if only the local feed position knows it."""
 
     def rewind(self, step: int) -> None:
-        """Takes back what was recorded beyond a step."""
+        """Removes everything recorded beyond a step."""
 
     def add_metrics(self, record: Mapping[str, Any]) -> None:
         """Records one line of metrics.jsonl."""
@@ -53,17 +53,17 @@ class Tracker(Protocol):
         """Records one line of events.jsonl."""
 
     def flush(self) -> None:
-        """Hands on what was recorded."""
+        """Writes buffered records."""
 
     def finish(self, table: Mapping[str, int | float], events: Sequence[Mapping[str, Any]]) -> None:
-        """Records the final table and all events, and ends."""
+        """Records the final table and all events, and closes the tracker."""
 
 
 def wanted_trackers(config: LoggingConfig) -> dict[str, WandbMode]:
-    """Returns the trackers that a run shall have, each with where it records; offline, but for wandb.
+    """Returns the enabled trackers, each with its mode; the mode of all but wandb is offline.
 
     Raises:
-        ConfigError: one is asked for whose package is not installed.
+        ConfigError: The package of an enabled tracker is not installed.
     """
     wanted: dict[str, WandbMode] = {}
     mode = wandb_mode(config)
@@ -77,10 +77,10 @@ def wanted_trackers(config: LoggingConfig) -> dict[str, WandbMode]:
 
 
 def wandb_mode(config: LoggingConfig) -> WandbMode:
-    """Returns where wandb records, auto decided.
+    """Returns the wandb mode, with auto resolved.
 
     Raises:
-        ConfigError: WANDB_MODE is no mode.
+        ConfigError: WANDB_MODE has an unknown value.
     """
     if config.wandb.mode is not WandbMode.auto:
         return config.wandb.mode
@@ -93,12 +93,12 @@ def wandb_mode(config: LoggingConfig) -> WandbMode:
 
 
 def state_path(run_dir: Path, name: str) -> Path:
-    """Returns the file in which a tracker keeps how far it has come."""
+    """Returns the path of the file with a tracker's feed position."""
     return run_dir / _STATE_DIRECTORY / f"tracker_{name}.json"
 
 
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """Returns what can be drawn of a line of metrics.jsonl, steps under train/, the rest as it is named."""
+    """Returns the numeric values of a line of metrics.jsonl; keys of steps get the prefix train/."""
     prefix = "train/" if "loss" in record else ""
     return {
         key if key.startswith(_MEASURED) else f"{prefix}{key}": float(value)
@@ -110,7 +110,7 @@ def numbers(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def details(event: Mapping[str, Any]) -> str:
-    """Returns the fields of an event beside its time and name, as JSON."""
+    """Returns the fields of an event except its time and name, as JSON."""
     rest = {key: value for key, value in event.items() if key not in ("time", "event")}
     return json.dumps(rest, default=str)
 
@@ -123,24 +123,24 @@ def _require(package: str, wish: str, way_out: str) -> None:
 
 
 def _installed(package: str) -> bool:
-    """Tells whether a package can be imported; a folder of the same name in the working directory is none."""
+    """Whether a package can be imported; a folder of the same name in the working directory does not count."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 
 
 @dataclass
 class FeedPosition:
-    """How far a tracker has come; kept in a file between two starts of a run.
+    """Position of a tracker in the run's files; saved to a file between starts of a run.
 
     Attributes:
-        metrics_bytes: read of metrics.jsonl.
-        events_bytes: read of events.jsonl.
-        step: last step passed on.
-        validation_step: last validation passed on.
-        skip_to_step: steps up to this one were passed on before the file was read again.
-        skip_to_validation: the same for validations.
-        last_step: last step's line.
-        last_validation: last validation's line.
+        metrics_bytes: bytes of metrics.jsonl that were read.
+        events_bytes: bytes of events.jsonl that were read.
+        step: last step passed to the tracker.
+        validation_step: step of the last validation passed to the tracker.
+        skip_to_step: last step passed to the tracker before the file is read from its beginning again.
+        skip_to_validation: step of the last validation passed to the tracker before that.
+        last_step: metrics line of the last step.
+        last_validation: metrics line of the last validation.
     """
 
     metrics_bytes: int = 0
@@ -154,14 +154,14 @@ class FeedPosition:
 
     @classmethod
     def load(cls, path: Path) -> FeedPosition:
-        """Reads what `save` wrote; the beginning where there is nothing to read."""
+        """Reads a file written by `save`; returns the initial position if that is impossible."""
         try:
             return cls(**read_json(path))
         except (OSError, ValueError, TypeError):
             return cls()
 
     def save(self, path: Path) -> None:
-        """Writes the file, whole or not at all."""
+        """Writes the file atomically."""
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(asdict(self)) + "\n")
         partial.replace(path)
@@ -169,10 +169,10 @@ class FeedPosition:
 
 @dataclass(frozen=True)
 class News:
-    """What there is to pass on.
+    """New records of a run for a tracker.
 
     Attributes:
-        rewound_to: the run goes on from this step, and what was passed on beyond it is no longer true; None if not so.
+        rewound_to: step from which the run continues; records passed on beyond it are obsolete. None without a rewind.
         metrics: lines of metrics.jsonl, in order.
         events: lines of events.jsonl, in order.
     """
@@ -189,10 +189,10 @@ class Feed:
     """Follows the files of one run for one tracker.
 
     Args:
-        run_dir: the run directory.
-        position: where to go on; kept up to date.
-        rewinds: the tracker can take back steps. Where it cannot, steps that a resume trains again are left out: they
-            are the same bit for bit unless the command changed.
+        run_dir: run directory.
+        position: position to continue from; updated in place.
+        rewinds: whether the tracker can remove steps. If not, steps that a resume repeats are left out: they are equal
+            bit for bit unless the command changed.
     """
 
     def __init__(self, run_dir: Path, position: FeedPosition, rewinds: bool):
@@ -202,16 +202,16 @@ class Feed:
         self._events = Tail(run_dir / EVENTS_FILE, position.events_bytes)
 
     def go_on_from(self, step: int) -> None:
-        """Passes on what is beyond a step: the tracker knows better what it has than this position."""
+        """Continues after a step that the tracker reports, which takes precedence over the saved position."""
         if step != self.position.step:
             self.position.step = step
             self.position.validation_step = min(self.position.validation_step, step)
             self._read_again()
 
     def read(self) -> News:
-        """Returns the news since the last call, a few megabytes at most; nothing at the end of the files."""
-        # A start cuts metrics.jsonl back, then writes its event, then its steps. So whoever reads events last has seen
-        # the start of every step that it read; but what it read may have been cut off in between, and is read again.
+        """Returns the records added since the last call, a few megabytes at most; empty at the end of the files."""
+        # A start truncates metrics.jsonl, then writes its event, then its steps. Since events are read last, the start
+        # event of every step read is known; but metrics read before may have been truncated meanwhile, so read again.
         metrics = self._metrics.read()
         events = self._events.read()
         starts = [int(event.get("step", 0)) for event in events if event.get("event") == "start"]
@@ -248,11 +248,11 @@ class Feed:
             if is_step(record):
                 self.position.step, self.position.last_step = step, record
             else:
-                # Sets and tasks have a line each; a run that went back forgets what came later.
+                # Validation sets and tasks have one line each; after a rewind, later values are discarded.
                 known = self.position.last_validation if self.position.validation_step <= step else {}
                 self.position.validation_step, self.position.last_validation = step, {**known, **record}
 
 
 def is_step(record: Mapping[str, Any]) -> bool:
-    """Tells a step's line of metrics.jsonl from a validation's."""
+    """Whether a line of metrics.jsonl is a training step, not a validation."""
     return "loss" in record

@@ -1,9 +1,8 @@
-"""Operators: the Python side of kernels/, each beside its reference in plain torch.
+"""Operators: the Python side of kernels/, each with its reference in plain PyTorch.
 
-`config` says which implementation computes each operator, `resolve` decides it for this machine and loads the kernels,
-`build` compiles them, `autotune` compares implementations on a device, `processor` says where torch multiplies slowly,
-`device_cache` keeps tensors that are made once.
-The other modules are the operators themselves.
+`config` defines which implementation computes each operator, `resolve` resolves it for this machine and loads the
+kernels, `build` compiles them, `autotune` benchmarks implementations on a device, `processor` tells on which CPUs
+PyTorch's GEMMs are slow, and `device_cache` caches tensors that are computed once. The other modules are the operators.
 """
 
 __all__ = [

@@ -1,8 +1,8 @@
 """The activations of the MLP: GELU's tanh approximation (Hendrycks and Gimpel 2016) and SwiGLU (Shazeer 2020).
 
-GELU also takes a sum with a bias, in one pass. SwiGLU is silu(gate) * up, where one projection makes both. Its columns
-are pairs: column 2 i is gate i, column 2 i + 1 is up i. So a contiguous share of the columns (rows of the weight), as
-tensor parallelism and checkpoints cut them, holds matching gates and ups.
+GELU can be fused with a bias addition. SwiGLU is silu(gate) * up, both from one projection with interleaved columns:
+column 2 i is gate i, column 2 i + 1 is up i. So any contiguous shard of the columns (rows of the weight), as made by
+tensor parallelism and checkpoints, holds matching gates and ups.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from megads.ops.config import TORCH, KernelOp, Kernels
 
 
 def gelu(x: Tensor, kernels: Kernels) -> Tensor:
-    """0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), of the shape and dtype of x.
+    """0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), in x's shape and dtype.
 
     Args:
-        x: any shape; fp32 and bf16 on a CPU go to the kernel, which computes in fp32 inside.
-        kernels: whose kernel computes.
+        x: any shape; megads' kernel supports the dtypes of KERNEL_DTYPES, and computes in fp32 internally.
+        kernels: selects the implementation.
     """
     if kernels.takes(KernelOp.gelu, x):
         out: Tensor = torch.ops.megads.gelu_forward(x.contiguous())
@@ -31,14 +31,14 @@ def gelu(x: Tensor, kernels: Kernels) -> Tensor:
 
 
 def register() -> None:
-    """Tells torch the shapes of the results and the gradients; the library is loaded."""
+    """Registers fake implementations and autograd of the operators; requires that the library is loaded."""
     _register("gelu", torch.empty_like)
     _register_bias_gelu()
     _register("swiglu", lambda x: x.new_empty(x.shape[0], x.shape[1] // 2))
 
 
 def _register(name: str, result: Callable[[Tensor], Tensor]) -> None:
-    """Registers an operator of one tensor, whose gradient needs that tensor alone; `result` has the output's shape."""
+    """Registers an operator of one tensor whose gradient needs only that tensor; `result` allocates the output."""
 
     @torch.library.register_fake(f"megads::{name}_forward")
     def _(x: Tensor) -> Tensor:
@@ -60,12 +60,12 @@ def _register(name: str, result: Callable[[Tensor], Tensor]) -> None:
 
 
 def bias_gelu(x: Tensor, bias: Tensor, kernels: Kernels) -> Tensor:
-    """`gelu` of x + bias, of the shape and dtype of x. The kernel neither rounds nor stores the sum.
+    """`gelu` of x + bias, in x's shape and dtype. megads' kernel neither rounds nor stores the sum.
 
     Args:
-        x: [..., h]; fp32 and bf16 on a CPU go to the kernel, which computes in fp32 inside.
-        bias: [h], of x's dtype.
-        kernels: whose kernel computes.
+        x: [..., h]; see `gelu`.
+        bias: [h], in x's dtype.
+        kernels: selects the implementation.
     """
     if kernels.takes(KernelOp.gelu, x):
         out: Tensor = torch.ops.megads.bias_gelu_forward(x.reshape(-1, x.shape[-1]).contiguous(), bias)
@@ -94,12 +94,12 @@ def _register_bias_gelu() -> None:
 
 
 def swiglu(gate_up: Tensor, kernels: Kernels) -> Tensor:
-    """gate * sigmoid(gate) * up, [..., f] of x's dtype.
+    """gate * sigmoid(gate) * up, [..., f] in gate_up's dtype.
 
     Args:
-        gate_up: [..., 2 f], gates in the even columns, ups in the odd ones; fp32 and bf16 on a CPU go to the kernel,
-            which computes in fp32 inside.
-        kernels: whose kernel computes.
+        gate_up: [..., 2 f], gates in the even columns, ups in the odd ones; megads' kernel supports the dtypes of
+            KERNEL_DTYPES, and computes in fp32 internally.
+        kernels: selects the implementation.
     """
     if kernels.takes(KernelOp.swiglu, gate_up):
         out: Tensor = torch.ops.megads.swiglu_forward(gate_up.reshape(-1, gate_up.shape[-1]).contiguous())

@@ -1,7 +1,7 @@
-"""The optimizer's operators over flat fp32 state: AdamW in one pass, and the sums of squares of a gradient norm.
+"""Optimizer operators on flat fp32 state: fused AdamW, and the sums of squares for a gradient norm.
 
-AdamW (Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101) reads gradient, master and moments once; clipping
-and the rounding to the working weights happen on the way. Sums of squares are those of pieces of a tensor, in fp64.
+AdamW (Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101) reads gradient, master weights and moments once,
+and fuses gradient clipping and rounding to the model weights. Sums of squares are in fp64, one per piece of a tensor.
 
 Shape suffixes: e = elements of a flat tensor, p = pieces of it.
 """
@@ -18,18 +18,18 @@ from megads.ops.apex import AMP, INT32_ELEMENTS, extension
 from megads.ops.config import TORCH, KernelOp, Kernels
 
 APEX_CHUNK = 2**16
-"""Elements of a block of apex' kernels, as in its own optimizers."""
+"""Elements per block of apex's kernels, as in its own optimizers."""
 
 
 @dataclass(frozen=True)
 class AdamWStep:
-    """What all elements of a step share.
+    """Hyperparameters of an AdamW step.
 
     Attributes:
         lr: learning rate.
-        weight_decay: decoupled: the weight loses lr * weight_decay of itself.
+        weight_decay: decoupled weight decay; weights are multiplied by 1 - lr * weight_decay.
         betas: decay rates of the moments.
-        eps: added to the root of the second moment.
+        eps: added to the square root of the second moment.
         step: number of the step, from 1.
     """
 
@@ -49,19 +49,20 @@ def adamw(
     clip: Tensor,
     how: AdamWStep,
 ) -> None:
-    """Updates master and moments in place and rounds the master to the weights; no host waits for a GPU.
+    """Updates master weights and moments in place and rounds the master weights to the model weights.
 
-    Needs `megads.ops.resolve.load_library`; `adamw_reference` is the same in plain torch.
+    Does not synchronize with a GPU. Requires `megads.ops.resolve.load_library`; `adamw_reference` is the same in plain
+    PyTorch. All tensors are contiguous.
 
     Args:
-        master_e: fp32 weights, contiguous, as is all else.
-        exp_avg_e: fp32 first moment.
-        exp_avg_sq_e: fp32 second moment.
-        weights_e: fp32 or bf16, on a GPU also fp16; overwritten.
-        grad_e: fp32.
-        clip: fp32, one number on the same device: factor of the gradient. Where it is not finite there is no step, and
-            everything stays as it was.
-        how: the step.
+        master_e: master weights, fp32.
+        exp_avg_e: first moment, fp32.
+        exp_avg_sq_e: second moment, fp32.
+        weights_e: model weights, fp32 or bf16, on a GPU also fp16; overwritten.
+        grad_e: gradient, fp32.
+        clip: factor of the gradient, a single fp32 element on the same device. If it is not finite, the step is skipped
+            and nothing changes.
+        how: hyperparameters of the step.
     """
     torch.ops.megads.adamw_step(
         master_e, exp_avg_e, exp_avg_sq_e, weights_e, grad_e, clip,
@@ -78,7 +79,7 @@ def adamw_reference(
     clip: Tensor,
     how: AdamWStep,
 ) -> None:
-    """The same by the formula, in the dtype of the master; see `adamw`."""
+    """Reference implementation of `adamw` in plain PyTorch, in the dtype of the master weights."""
     if not clip.isfinite():
         return
     beta1, beta2 = how.betas
@@ -91,7 +92,7 @@ def adamw_reference(
 
 
 def register() -> None:
-    """Tells torch the shapes of the results; the library is loaded."""
+    """Registers fake implementations of the operators; requires that the library is loaded."""
     _register_square_sums()
 
     @torch.library.register_fake("megads::adamw_step")
@@ -113,16 +114,16 @@ def register() -> None:
 
 
 class Pieces:
-    """Pieces of a flat tensor: for torch on the host, for the kernel where the tensor is, so that nobody copies them.
+    """Pieces of a flat tensor, both on the host for PyTorch and on the device for the kernel, which avoids copies.
 
     Args:
-        bounds: of every piece its first element and the one after its last.
-        device: of the flat tensor.
+        bounds: first element of every piece, and one past its last.
+        device: device of the flat tensor.
 
     Attributes:
-        bounds: the same.
-        bounds_p2: the same, int64 on the device.
-        none_empty: every piece has an element.
+        bounds: as passed, as a tuple.
+        bounds_p2: the same as an int64 tensor on the device.
+        none_empty: whether no piece is empty.
     """
 
     def __init__(self, bounds: Iterable[tuple[int, int]], device: torch.device) -> None:
@@ -132,22 +133,23 @@ class Pieces:
 
 
 def square_sums(flat_e: Tensor, pieces: Pieces, kernels: Kernels = TORCH) -> Tensor:
-    """The sum of squares of every piece, fp64 [p] on the tensor's device; no host waits for a GPU.
+    """The sum of squares of every piece, fp64 [p] on the tensor's device; does not synchronize with a GPU.
 
-    The kernel's is bitwise the same for any number of threads, and neither overflows nor loses small summands.
+    The result of megads' kernel is bitwise the same for any number of threads; it does not overflow and does not lose
+    small summands.
 
     Args:
         flat_e: fp32, contiguous.
-        pieces: of it.
-        kernels: whose kernel computes; NVIDIA apex' on a GPU sums in fp32, as torch's does.
+        pieces: pieces of flat_e.
+        kernels: selects the implementation; NVIDIA apex's on a GPU accumulates in fp32, as PyTorch's does.
     """
     if kernels.takes(KernelOp.square_sums, flat_e):
         found: Tensor = torch.ops.megads.square_sums(flat_e, pieces.bounds_p2)
         return found
-    # Apex leaves out what comes before an empty piece at the end.
+    # If the last piece is empty, apex ignores the pieces before it.
     apex = kernels.apex(KernelOp.square_sums) and flat_e.is_cuda and 0 < flat_e.numel() < INT32_ELEMENTS
     if apex and pieces.bounds and pieces.none_empty:
-        non_finite = torch.zeros(1, dtype=torch.int32, device=flat_e.device)  # wanted; the norm says it as well
+        non_finite = torch.zeros(1, dtype=torch.int32, device=flat_e.device)  # required by apex; unused here
         cut = [flat_e[start:stop] for start, stop in pieces.bounds]
         _, norms_p = extension(AMP).multi_tensor_l2norm(APEX_CHUNK, non_finite, [cut], True)
         sums_p: Tensor = norms_p.double().square()
@@ -156,7 +158,7 @@ def square_sums(flat_e: Tensor, pieces: Pieces, kernels: Kernels = TORCH) -> Ten
 
 
 def square_sums_reference(flat_e: Tensor, pieces: Pieces) -> Tensor:
-    """The same in plain torch: the squares of 2-norms, computed in the dtype of `flat_e`."""
+    """`square_sums` in plain PyTorch: the squares of 2-norms, computed in the dtype of `flat_e`."""
     cut = [flat_e[start:stop] for start, stop in pieces.bounds]
     if not cut:
         return torch.zeros(0, dtype=torch.float64, device=flat_e.device)
@@ -164,7 +166,7 @@ def square_sums_reference(flat_e: Tensor, pieces: Pieces) -> Tensor:
 
 
 def _register_square_sums() -> None:
-    """Tells torch the shape of the result; the library is loaded."""
+    """Registers the fake implementation of `square_sums`."""
 
     @torch.library.register_fake("megads::square_sums")
     def _(flat: Tensor, bounds: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""NVIDIA apex (https://github.com/NVIDIA/apex): whether it is here, with the compiled extensions that megads calls.
+"""NVIDIA apex (https://github.com/NVIDIA/apex): whether it is installed with the compiled extensions that megads uses.
 
-Nothing of apex is imported to find out. The package of that name on PyPI is another project, which is told apart by
-what lies in its folder: both are distributions called `apex`.
+The check does not import apex. The package of that name on PyPI is another project; both are distributions called
+`apex`, and are distinguished by the modules in their folder.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from megads.errors import ConfigError
 
 AMP, NORMS = "amp_C", "fused_layer_norm_cuda"
 EXTENSIONS = (AMP, NORMS)
-"""Compiled modules that megads calls; apex' own packages need them, and `--cuda_ext` makes both."""
+"""Compiled modules that megads uses; apex's own packages need them, and `--cuda_ext` builds both."""
 NVIDIAS_PARTS = ("apex.normalization", "apex.optimizers", "apex.multi_tensor_apply")
-"""What every release of NVIDIA's has had, built with extensions or without, and the other project has not."""
+"""Modules in every release of NVIDIA's apex, built with extensions or without, that the other project does not have."""
 BUILD = (
     "git clone https://github.com/NVIDIA/apex, and in that folder: pip install -v --disable-pip-version-check "
     '--no-cache-dir --no-build-isolation --config-settings "--build-option=--cpp_ext" --config-settings '
     '"--build-option=--cuda_ext" ./'
 )
 INT32_ELEMENTS = 2**31
-"""Apex' kernels count with 32 bits: what has as many elements or more is not for them."""
+"""Apex's kernels use 32-bit indices: tensors must have fewer elements than this."""
 
 
 class ApexState(StrEnum):
-    """What is importable under the name apex."""
+    """State of the package that is importable as apex."""
 
     absent = "absent"
     wrong_package = "wrong package"
@@ -41,12 +41,12 @@ class ApexState(StrEnum):
 
 @dataclass(frozen=True)
 class Apex:
-    """What was found.
+    """The installed apex package, if any.
 
     Attributes:
-        state: what it is.
-        version: of the distribution of that name; empty where it has no metadata.
-        missing: extensions of EXTENSIONS that are not there.
+        state: state of the package.
+        version: version of the distribution; empty if it has no metadata.
+        missing: extensions in EXTENSIONS that are missing.
     """
 
     state: ApexState
@@ -55,7 +55,7 @@ class Apex:
 
     @property
     def text(self) -> str:
-        """What is there, in one line."""
+        """Description in one line."""
         named = f"apex {self.version}".strip()
         return {
             ApexState.absent: "NVIDIA apex is not installed",
@@ -67,7 +67,7 @@ class Apex:
 
     @property
     def remedy(self) -> str:
-        """What to do to have it; empty where it is there."""
+        """How to install it; empty if it is present."""
         return {
             ApexState.absent: f"build it from NVIDIA's sources ({BUILD})",
             ApexState.wrong_package: f"pip uninstall apex, then build NVIDIA's from its sources ({BUILD})",
@@ -77,13 +77,13 @@ class Apex:
 
 
 def find_apex() -> Apex:
-    """What is importable here, by the import system's own search; imports nothing and runs nothing of it."""
+    """Finds apex through the import system's search, without importing or running any of it."""
     package = importlib.util.find_spec("apex")
     if package is None:
         return Apex(ApexState.absent)
     folders = list(package.submodule_search_locations or ())
     version = _version()
-    # Not by importlib.util.find_spec, which would import the package around them.
+    # importlib.util.find_spec would import the parent package.
     if not all(PathFinder.find_spec(part, folders) for part in NVIDIAS_PARTS):
         return Apex(ApexState.wrong_package, version)
     missing = tuple(name for name in EXTENSIONS if importlib.util.find_spec(name) is None)
@@ -98,14 +98,14 @@ def _version() -> str:
 
 
 def require_apex(key: str, *, cuda: bool) -> None:
-    """Refuses apex where it cannot compute.
+    """Checks that apex can be used.
 
     Args:
-        key: of the config, which asks for it.
-        cuda: the model is on GPUs.
+        key: config key that requests it.
+        cuda: whether the model is on GPUs.
 
     Raises:
-        ConfigError: it is not there, or not whole, or there is no GPU.
+        ConfigError: apex or its extensions are missing, or the model is not on GPUs.
     """
     found = find_apex()
     if not cuda:
@@ -118,13 +118,13 @@ def require_apex(key: str, *, cuda: bool) -> None:
 
 
 def load_apex(key: str) -> None:
-    """Loads the extensions into this process; `require_apex` let them pass.
+    """Loads the extensions into this process, after `require_apex`.
 
     Args:
-        key: of the config, which asks for them.
+        key: config key that requests them.
 
     Raises:
-        ConfigError: they do not fit this torch.
+        ConfigError: an extension is not compatible with this PyTorch.
     """
     for name in EXTENSIONS:
         try:
@@ -143,9 +143,9 @@ def extension(name: str) -> ModuleType:
         name: one of EXTENSIONS.
 
     Raises:
-        ImportError: it does not fit this torch.
+        ImportError: the module is not compatible with this PyTorch.
     """
-    # Their libraries want torch's own symbols, which are there once it is imported.
+    # The extensions need PyTorch's symbols, which are available once torch is imported.
     import torch  # noqa: F401
 
     return importlib.import_module(name)

@@ -1,25 +1,26 @@
 """The attention core on one device, by any of four kernels. Softmax attention with scores in memory is in `softmax`.
 
-`attention` is megads' own: causal, with ALiBi and document borders, block by block (Dao et al. 2022, FlashAttention).
-Neither scores nor mask are ever in memory as a whole; blocks of keys that no query of a block sees are left out.
+`attention` is megads' CPU kernel: causal, with ALiBi and document masking, computed in blocks (Dao et al. 2022,
+FlashAttention). Scores and mask are never materialized as a whole; blocks of keys that no query of a block sees are
+skipped.
 
-`masked_attention`, `cudnn_attention` and `augmented_attention` take torch's scaled_dot_product_attention: with an
-additive mask in memory, or with ALiBi and no mask. ALiBi without a mask works through any plain causal kernel: the bias
-rides along as more features of queries and keys. slope * t is a product of something that only the query's head knows
-and something that only the key's place does. So queries get the slope, keys their place, and a kernel that knows no
-bias adds it to the scores. Instead of slope * (t - place) it is slope * t: what differs is the same for all keys of a
-query, and softmax does not feel it. bf16 has 8 bits of mantissa: a place t < 65,536 is 256 * (t // 256) + t % 256, both
-exact, and a slope is the sum of its rounding and what that leaves. The kernel multiplies exactly and adds in fp32. That
-would cost fp32 inputs digits, as slope * t grows to hundreds where slope * (t - place) is small near the query; bf16
-has not so many to lose.
+`masked_attention`, `cudnn_attention` and `augmented_attention` call PyTorch's scaled_dot_product_attention: with an
+additive mask in memory, or with ALiBi and no mask. ALiBi without a mask works with any plain causal kernel, because
+slope * t is a product of a factor that depends on the query's head only and one that depends on the key's position
+only. The slope is appended to the features of queries and the position to those of keys, so the kernel adds the bias to
+the scores. It adds slope * t instead of slope * (t - position); the difference is the same for all keys of a query, and
+softmax is invariant to it. bf16 has 8 bits of mantissa: a position t < 65,536 is the sum 256 * (t // 256) + t % 256 of
+two exact terms, and a slope is the sum of its rounded value and the remainder. The kernel multiplies exactly and adds
+in fp32. With fp32 inputs this would lose precision, since slope * t grows to hundreds where slope * (t - position) is
+small near the query; bf16 inputs have less precision to lose.
 
-`flash_attention` is that of the package flash-attn (Dao 2023, FlashAttention-2), where it is installed; on GPUs, in
-bf16. It knows ALiBi, windows and shared keys; documents become sequences of their own length, one after another.
+`flash_attention` calls the package flash-attn (Dao 2023, FlashAttention-2) if it is installed; on GPUs, in bf16. It
+supports ALiBi, sliding windows and grouped-query attention; documents become sequences of variable length.
 
-`flex_attention` is torch's FlexAttention (Dong et al. 2024): ALiBi and masks become part of a kernel that it writes. On
-a GPU the kernel is compiled, for every shape once. On a CPU torch has a forward pass only, by plain operators, which is
-good for checks. Which blocks of keys a block of queries sees is computed from the first and the last key of each of its
-queries; scores and masks of all queries and keys are never in memory.
+`flex_attention` calls PyTorch's FlexAttention (Dong et al. 2024), which generates a kernel that includes ALiBi and
+masks. On a GPU the kernel is compiled once per shape. On a CPU there is only a forward pass by plain operators, which
+serves for tests. Which blocks of keys a block of queries sees is computed from the first and last visible key of each
+query; scores and masks are never materialized as a whole.
 
 Shape suffixes: b = batch, n = heads, m = heads of keys and values, s = query, t = key, d = head dim, e = d + 8, c =
 documents of all samples together, i = blocks of queries, j = blocks of keys.
@@ -46,13 +47,13 @@ from megads.ops.device_cache import device_cache
 from megads.ops.dropout import DropoutMask
 
 NOTHING_DROPPED = (None, 0, 0, 0)
-"""In the place of a mask's arguments."""
+"""Arguments of the operators if there is no dropout mask."""
 FLASH_INSTALLED = importlib.util.find_spec("flash_attn_2_cuda") is not None
-"""The compiled kernels of flash-attn are there: other packages bring a folder flash_attn, too."""
+"""Whether the compiled kernels of flash-attn are installed; a folder flash_attn alone may be of another package."""
 FLEX_BLOCK = 128
-"""Queries and keys of a block of FlexAttention."""
+"""Queries and keys per block of FlexAttention."""
 _BASE = 256
-"""Of the two digits in which augmented attention says a place."""
+"""Base of the two digits that represent a position in augmented attention."""
 
 
 def attention(
@@ -66,20 +67,20 @@ def attention(
 ) -> Tensor:
     """softmax(q k^T / sqrt(d) + slope * (t - place)) v over the keys from a query's start to its place, [b, n, s, d].
 
-    Query head i reads keys and values of head i // (n / m) (Ainslie et al. 2023, grouped-query attention). In memory
-    the result is [b, s, n, d]. A query that sees no key gets zeros. Needs
-    `megads.ops.resolve.load_library`; `attention_reference` is the same in plain torch.
+    Query head i reads keys and values of head i // (n / m) (Ainslie et al. 2023, grouped-query attention). The memory
+    layout of the result is [b, s, n, d]. A query that sees no key gets zeros. Requires
+    `megads.ops.resolve.load_library`; `attention_reference` is the same in plain PyTorch.
 
     Args:
-        q_bnsd: queries, fp32 or bf16 on a CPU. Softmax and sums are fp32; bf16 is multiplied as bf16 where the
-            processor can.
+        q_bnsd: queries, fp32 or bf16, on a CPU. Softmax and accumulation are fp32; bf16 inputs are multiplied in bf16
+            if the CPU supports it.
         k_bmtd: keys; m divides n.
         v_bmtd: values.
         slopes_n: fp32 ALiBi slope of every head; None: no bias.
-        places_s: int64 place of every query among the keys; None: 0..s-1.
-        starts_bs: int64 first key that a query sees; None: 0.
-        mask: of the probabilities: its rows are the places of queries, its elements keys; backward draws it again.
-            None: nothing is dropped.
+        places_s: int64 position of every query among the keys; None: 0..s-1.
+        starts_bs: int64 first key that each query sees; None: 0.
+        mask: dropout mask of the probabilities; its rows are positions of queries, its elements keys. The backward pass
+            generates it again. None: no dropout.
     """
     rows = [x if x.stride(-1) == 1 else x.contiguous() for x in (q_bnsd, k_bmtd, v_bmtd)]
     starts_bs = None if starts_bs is None else starts_bs.contiguous()
@@ -98,7 +99,7 @@ def attention_reference(
     starts_bs: Tensor | None = None,
     mask: DropoutMask | None = None,
 ) -> Tensor:
-    """The same by the formula, in the dtype of the queries; see `attention`."""
+    """Reference implementation of `attention` in plain PyTorch, in the dtype of the queries."""
     queries, keys, group = q_bnsd.shape[2], k_bmtd.shape[2], q_bnsd.shape[1] // k_bmtd.shape[1]
     k_bntd, v_bntd = (x.repeat_interleave(group, 1) for x in (k_bmtd, v_bmtd))
     places_s = torch.arange(queries) if places_s is None else places_s
@@ -117,7 +118,7 @@ def attention_reference(
 
 
 def register() -> None:
-    """Tells torch the shapes of the results and the gradients; the library is loaded."""
+    """Registers fake implementations and autograd of the operators; requires that the library is loaded."""
 
     def like(x_bnsd: Tensor) -> Tensor:
         return x_bnsd.new_empty(x_bnsd.transpose(1, 2).shape).transpose(1, 2)
@@ -174,10 +175,10 @@ def register() -> None:
 
 
 def bias_dtype(queries: Tensor) -> torch.dtype:
-    """Dtype of the additive mask that torch's kernels want beside these queries.
+    """Dtype of the additive mask that PyTorch's kernels require for these queries.
 
-    The CPU kernel takes an fp32 mask beside bf16 queries, but computes garbage with one beside fp64 queries; CUDA
-    kernels want the queries' dtype.
+    The CPU kernel takes an fp32 mask with bf16 queries, but returns wrong results for an fp32 mask with fp64 queries;
+    CUDA kernels require the queries' dtype.
     """
     low = queries.device.type == "cpu" and queries.dtype.itemsize < 4
     return torch.float32 if low else queries.dtype
@@ -186,15 +187,14 @@ def bias_dtype(queries: Tensor) -> torch.dtype:
 def masked_attention(
     q_bnsd: Tensor, k_bmtd: Tensor, v_bmtd: Tensor, bias: Tensor | None, repeat: bool = False
 ) -> Tensor:
-    """softmax(q k^T / sqrt(d) + bias) v with torch's kernel, [b, n, s, d].
+    """softmax(q k^T / sqrt(d) + bias) v with PyTorch's kernel, [b, n, s, d].
 
     Args:
         q_bnsd: queries.
         k_bmtd: keys; m divides n.
         v_bmtd: values.
-        bias: [b or 1, n or 1, s, t] of dtype `bias_dtype`, -inf where nothing is seen; None: every query sees the keys
-            up to its own place, and nothing is added.
-        repeat: keys and values that heads share are repeated on a GPU, whatever the kernel.
+        bias: [b or 1, n or 1, s, t] of dtype `bias_dtype`, -inf where masked; None: causal attention without a bias.
+        repeat: always repeat the keys and values of grouped-query attention on a GPU.
     """
     group = q_bnsd.shape[1] // k_bmtd.shape[1]
     alone = bias is None and not repeat and shares_keys(low=q_bnsd.dtype.itemsize < 4, head_dim=q_bnsd.shape[-1])
@@ -207,22 +207,22 @@ def masked_attention(
 
 
 def cudnn_attention(q_bnsd: Tensor, k_bmtd: Tensor, v_bmtd: Tensor, bias: Tensor | None) -> Tensor:
-    """The same by cuDNN's kernel and no other; torch raises RuntimeError where it cannot: bf16 on GPUs."""
+    """`masked_attention` with cuDNN's kernel only, bf16 on GPUs; PyTorch raises RuntimeError if it is not supported."""
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return masked_attention(q_bnsd, k_bmtd, v_bmtd, bias, repeat=True)
 
 
 def augmented_attention(q_bnsd: Tensor, k_bmsd: Tensor, v_bmsd: Tensor, slopes_n: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(d) + slope * (t - s)) v over the keys up to a query's own place, [b, n, s, d].
+    """softmax(q k^T / sqrt(d) + slope * (t - s)) v over the keys up to a query's own position, [b, n, s, d].
 
-    Through torch's scaled_dot_product_attention without a mask: its flash kernels apply on GPUs too. Head i of the
-    queries sees head i // g of the keys.
+    Calls PyTorch's scaled_dot_product_attention without a mask, so its flash kernels can be used on GPUs too. Query
+    head i reads keys and values of head i // (n / m).
 
     Args:
         q_bnsd: queries, bf16.
-        k_bmsd: keys of the same places; at most AUGMENTED_LONGEST.
-        v_bmsd: their values.
-        slopes_n: ALiBi slope of every head of the queries; cached by its identity: give the same tensor every time.
+        k_bmsd: keys at the same positions; at most AUGMENTED_LONGEST.
+        v_bmsd: values.
+        slopes_n: ALiBi slope of every query head; cached by identity, so pass the same tensor every time.
     """
     assert k_bmsd.shape[2] == q_bnsd.shape[2] <= AUGMENTED_LONGEST and q_bnsd.dtype is torch.bfloat16
     dim, dtype = q_bnsd.shape[-1], q_bnsd.dtype
@@ -245,7 +245,7 @@ def augmented_attention(q_bnsd: Tensor, k_bmsd: Tensor, v_bmsd: Tensor, slopes_n
 
 @device_cache(16)
 def _query_features(slopes_n: Tensor, dim: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """[n, 8]: slope * sqrt(d), as the kernel divides by that, in two parts for each of the keys' two."""
+    """[n, 8]: slope * sqrt(d), since the kernel divides by sqrt(d), as two terms for each of the keys' two terms."""
     wanted_n = slopes_n.double() * dim**0.5
     rounded_n = wanted_n.to(dtype)
     rest_n = (wanted_n - rounded_n.double()).to(dtype)
@@ -255,7 +255,7 @@ def _query_features(slopes_n: Tensor, dim: int, device: torch.device, dtype: tor
 
 @device_cache(4)
 def _key_features(count: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """[t, 8]: each place as a multiple of 256 and the rest, twice."""
+    """[t, 8]: each position as a multiple of 256 and the remainder, twice."""
     places_t = torch.arange(count, device=device)
     rest_t = places_t % _BASE
     parts = [places_t - rest_t, rest_t]
@@ -265,11 +265,11 @@ def _key_features(count: int, device: torch.device, dtype: torch.dtype) -> Tenso
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of a micro-batch, for a kernel that takes sequences of any length one after another.
+    """The documents of a micro-batch, for a kernel that takes concatenated sequences of variable length.
 
     Attributes:
-        bounds: int32 [c + 1], where each begins among all tokens of the batch, and their number.
-        longest: tokens of the longest.
+        bounds: int32 [c + 1], cumulative sequence lengths: first token of each document, then the number of tokens.
+        longest: tokens of the longest document.
     """
 
     bounds: Tensor
@@ -277,13 +277,13 @@ class Documents:
 
 
 def documents_of(starts_bs: Tensor) -> Documents:
-    """Reads off where documents begin; waits for the device once, so it is made once for a micro-batch.
+    """Computes the bounds of documents; synchronizes with the device, so it is called once per micro-batch.
 
     Args:
-        starts_bs: int64 place at which each token's document starts; every sample is whole.
+        starts_bs: int64 position at which each token's document starts; samples are complete.
     """
     batch, length = starts_bs.shape
-    # One copy to the host: how many documents there are decides shapes.
+    # Copied to the host, since the number of documents determines shapes.
     begins = (starts_bs == torch.arange(length, device=starts_bs.device)).flatten().cpu().nonzero().flatten()
     bounds = torch.cat([begins, torch.tensor([batch * length])])
     return Documents(bounds.to(starts_bs.device, torch.int32), int(bounds.diff().max()))
@@ -297,17 +297,17 @@ def flash_attention(
     window: int | None = None,
     documents: Documents | None = None,
 ) -> Tensor:
-    """softmax(q k^T / sqrt(d) + slope * (t - s)) v over the keys up to a query's own place, [b, n, s, d].
+    """softmax(q k^T / sqrt(d) + slope * (t - s)) v over the keys up to a query's own position, [b, n, s, d].
 
-    Gradients are the same bits on every run. In memory the result is [b, s, n, d].
+    Gradients are deterministic. The memory layout of the result is [b, s, n, d].
 
     Args:
-        q_bnsd: queries, bf16 on a GPU; at most 256 features a head.
-        k_bmsd: keys of the same places; m divides n.
-        v_bmsd: their values.
+        q_bnsd: queries, bf16 on a GPU; head dim at most 256.
+        k_bmsd: keys at the same positions; m divides n.
+        v_bmsd: values.
         slopes_n: fp32 ALiBi slope of every head, on the device; None: no bias.
-        window: keys that a query sees, the one at its own place being the last; None: all.
-        documents: tokens see only their own; None: every sample is one.
+        window: number of keys that a query sees, up to its own position; None: all.
+        documents: documents, across which tokens do not attend; None: every sample is one document.
     """
     package = importlib.import_module("flash_attn")
     q_bsnd, k_bsmd, v_bsmd = (x.transpose(1, 2) for x in (q_bnsd, k_bmsd, v_bmsd))
@@ -341,9 +341,9 @@ def flex_attention(
         q_bnsd: queries; on a CPU without gradients.
         k_bmtd: keys; m divides n.
         v_bmtd: values.
-        mask: what `visible_blocks` returned for these places.
-        slopes_n: fp32 ALiBi slope of every head, on the device, the same tensor every time; None: no bias.
-        places_s: int64 place of every query among the keys, the same tensor every time; None: 0..s-1.
+        mask: result of `visible_blocks` for the same positions.
+        slopes_n: fp32 ALiBi slope of every head, on the device; pass the same tensor every time. None: no bias.
+        places_s: int64 position of every query among the keys; pass the same tensor every time. None: 0..s-1.
     """
     out_bnsd: Tensor = _attend(q_bnsd.is_cuda)(
         q_bnsd,
@@ -364,15 +364,17 @@ def visible_blocks(
     places_s: Tensor | None = None,
     starts_bs: Tensor | None = None,
 ) -> BlockMask:
-    """The mask of queries that see the keys from their start or window to their own place; nothing waits for a GPU.
+    """Block mask in which each query sees the keys from its document's start, or within its window, up to its position.
+
+    Does not synchronize with the device.
 
     Args:
-        queries: their number.
-        keys: their number.
-        device: of the mask.
-        window: keys that a query sees, the one at its own place being the last; None: all.
-        places_s: int64 place of every query among the keys; None: 0..s-1.
-        starts_bs: int64 first key that a query sees, its document's; None: 0.
+        queries: number of queries.
+        keys: number of keys.
+        device: device of the mask.
+        window: number of keys that a query sees, up to its own position; None: all.
+        places_s: int64 position of every query among the keys; None: 0..s-1.
+        starts_bs: int64 first key of each query's document; None: 0.
     """
     last_s = torch.arange(queries, device=device) if places_s is None else places_s
     first_bs = torch.zeros_like(last_s)[None] if window is None else (last_s - (window - 1)).clamp(min=0)[None]
@@ -385,13 +387,13 @@ def visible_blocks(
 
 
 def _seen_blocks(first_bs: Tensor, last_s: Tensor, keys: int) -> tuple[Tensor, Tensor]:
-    """Blocks of which some key may be seen, and those of which all queries see all keys, each bool [b, i, j].
+    """Blocks that may contain a visible key, and blocks in which all queries see all keys, each bool [b, i, j].
 
-    The first is generous: what a block does not show is hidden key by key. A block that is cut off by the end is not
-    whole: kernels hide what is beyond the end where they look at every key.
+    The first may include blocks without a visible key, since masking inside a block is per key. An incomplete block at
+    the end does not count as full: kernels mask keys beyond the end only in blocks that are masked per key.
     """
     queries = len(last_s)
-    # The last query once more, where the last block is not full.
+    # Pad an incomplete last block with the last query.
     rows = torch.arange(-(-queries // FLEX_BLOCK) * FLEX_BLOCK, device=last_s.device).clamp_(max=queries - 1)
     first_bi, last_i = first_bs[:, rows].unflatten(1, (-1, FLEX_BLOCK)), last_s[rows].unflatten(0, (-1, FLEX_BLOCK))
     begin_j = torch.arange(0, keys, FLEX_BLOCK, device=last_s.device)
@@ -403,13 +405,13 @@ def _seen_blocks(first_bs: Tensor, last_s: Tensor, keys: int) -> tuple[Tensor, T
 
 
 def _listed(seen: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of keys are seen, int32 [b, 1, i], and which, those first, int32 [b, 1, i, j]."""
+    """Number of visible blocks of keys, int32 [b, 1, i], and block indices, visible ones first, int32 [b, 1, i, j]."""
     order = seen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return seen.sum(-1, dtype=torch.int32), order.to(torch.int32)
 
 
 def _visible(window: int | None, places_s: Tensor | None, starts_bs: Tensor | None) -> Callable[..., Tensor]:
-    """Tells whether a query sees a key, as FlexAttention asks."""
+    """FlexAttention's mask_mod: whether a query sees a key."""
 
     def visible(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         last = query if places_s is None else places_s[query]
@@ -425,7 +427,7 @@ def _visible(window: int | None, places_s: Tensor | None, starts_bs: Tensor | No
 
 @functools.lru_cache(maxsize=8)
 def _alibi(slopes_n: Tensor, places_s: Tensor | None) -> Callable[..., Tensor]:
-    """Adds the bias to a score, as FlexAttention asks."""
+    """FlexAttention's score_mod: adds the ALiBi bias to a score."""
 
     def add(score: Tensor, sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         place = query if places_s is None else places_s[query]

@@ -1,4 +1,4 @@
-"""The ways to compute attention, and which work each of them can do. Knows no torch: a launcher asks it, too."""
+"""Attention implementations and what each supports. Does not import torch, since the launcher uses it, too."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from megads.ops.config import AUGMENTED_LONGEST, Implementation
 
 FLASH_PACKAGE = "flash-attn"
 OLDEST_FLASH = (2, 4, 1)
-"""The first flash-attn with ALiBi and gradients that are the same on every run."""
+"""First version of flash-attn with ALiBi and deterministic gradients."""
 FLASH_WIDEST = 256
 FLEX_NARROWEST = 16
 CUDNN_WIDEST = 256
-"""Features of a head; beyond 128 it depends on the GPU."""
+"""Largest head dim of cuDNN's kernel; above 128 it depends on the GPU."""
 
 
 class AttentionKind(StrEnum):
-    """How attention is computed; all compute the same."""
+    """Implementation of attention; all compute the same function."""
 
     auto = "auto"
     fused = "fused"
@@ -32,7 +32,7 @@ class AttentionKind(StrEnum):
 
     @classmethod
     def refused(cls) -> dict[str, str]:
-        """Values that people ask for, and why they are not offered."""
+        """Values that users may expect, and why they are not supported."""
         return {
             "reference": "use sdpa, which is plain torch",
             "flash_attention": "flash is the package flash-attn, fused megads' own kernel for CPUs",
@@ -42,24 +42,24 @@ class AttentionKind(StrEnum):
 
 @dataclass(frozen=True)
 class AttentionWork:
-    """What a rank asks of attention; None where that is not known yet.
+    """Requirements of a rank on attention; optional fields are None if not known yet.
 
     Attributes:
-        head_dim: features of a head.
-        heads: of queries, on this rank.
-        kv_heads: of keys and values, on this rank.
-        alibi: biases are linear in the distance.
-        window: keys that a query sees; None: all before it.
-        dropout: probability of a probability to be dropped.
-        softcap: scores are capped.
-        sinks: heads have a logit beside their scores.
-        bf16: tensors are bf16; else fp32.
-        cuda: on a GPU; else on a CPU.
-        impl: which operators there are; fused, where megads' own kernels are there for sure.
-        seq_len: tokens of a sample.
-        micro_batch_size: samples of a forward pass.
-        context: ranks that share a sample.
-        documents: packed documents are hidden from each other.
+        head_dim: head dim.
+        heads: number of query heads on this rank.
+        kv_heads: number of key and value heads on this rank.
+        alibi: whether ALiBi biases are used.
+        window: number of keys that a query sees; None: all keys up to its position.
+        dropout: dropout probability of the attention probabilities.
+        softcap: whether attention logits are soft-capped.
+        sinks: whether heads have attention sinks.
+        bf16: whether tensors are bf16; else fp32.
+        cuda: whether attention runs on a GPU; else on a CPU.
+        impl: operator implementation; fused only if megads' kernels are known to be available.
+        seq_len: tokens per sample.
+        micro_batch_size: samples per micro-batch.
+        context: context-parallel size.
+        documents: whether packed documents are masked from each other.
         deterministic: train.deterministic.
     """
 
@@ -82,9 +82,9 @@ class AttentionWork:
 
 
 def why_not(kind: AttentionKind, work: AttentionWork) -> str:
-    """Returns why attention of this kind cannot do this work, and what to change; empty where it can.
+    """Returns why an implementation does not support the requirements, and what to change; empty if it does.
 
-    What only the device can tell, such as a GPU too old for a kernel, shows when it is tried
+    Limits that depend on the device, such as a GPU that is too old for a kernel, are found by trying it
     (`megads.engine.attention_trials`).
     """
     match kind:
@@ -125,15 +125,15 @@ def _without_softcap(work: AttentionWork) -> str:
 def _without_sinks(work: AttentionWork) -> str:
     if not work.sinks:
         return ""
-    return "knows no logit beside the scores, but model.attention_sinks = true: use model.attention=sdpa or auto"
+    return "does not support attention sinks, but model.attention_sinks = true: use model.attention=sdpa or auto"
 
 
 def _without_kernels(kind: AttentionKind, work: AttentionWork) -> str:
     if kind is AttentionKind.fused and work.cuda:
-        return "is for CPUs, but this run is on GPUs: use model.attention=auto, which tries what there is for GPUs"
+        return "is for CPUs, but this run is on GPUs: use model.attention=auto, which tries the kernels for GPUs"
     if work.impl not in (None, Implementation.fused):
         return (
-            f"needs megads' own kernels, but ops.impl = {work.impl} can do without: set ops.impl=fused, or "
+            f"needs megads' own kernels, but ops.impl = {work.impl} does not require them: set ops.impl=fused, or "
             "model.attention=auto"
         )
     return ""
@@ -141,7 +141,7 @@ def _without_kernels(kind: AttentionKind, work: AttentionWork) -> str:
 
 def _not_augmented(work: AttentionWork) -> str:
     for wrong, found, wanted in (
-        (not work.alibi, "positions are not those of ALiBi", "model.position=alibi"),
+        (not work.alibi, "the model does not use ALiBi", "model.position=alibi"),
         (work.window is not None, f"model.window = {work.window}", "model.window=null"),
         (work.bf16 is False, "train.precision = fp32", "train.precision=bf16"),
         (work.context > 1, f"parallel.cp = {work.context}", "parallel.cp=1"),
@@ -154,8 +154,8 @@ def _not_augmented(work: AttentionWork) -> str:
     ):
         if wrong:
             return (
-                f"is ALiBi in bf16 through a plain causal kernel that can do nothing else, but {found}: set {wanted}, "
-                "or model.attention=auto"
+                f"only computes ALiBi in bf16, through a plain causal kernel, but {found}: set {wanted}, or "
+                "model.attention=auto"
             )
     return ""
 
@@ -167,12 +167,12 @@ def _not_flash(work: AttentionWork) -> str:
         return f"computes in bf16 ({FLASH_PACKAGE}), but train.precision = fp32: set train.precision=bf16"
     if work.context > 1:
         return (
-            f"takes the queries of one stretch of a sample, but parallel.cp = {work.context} gives each rank two: set "
-            "parallel.cp=1, or model.attention=flex"
+            f"takes queries of one contiguous chunk of a sample, but parallel.cp = {work.context} gives each rank two: "
+            "set parallel.cp=1, or model.attention=flex"
         )
     if work.head_dim > FLASH_WIDEST:
         return f"takes heads of up to {FLASH_WIDEST} features, but they have {work.head_dim}: raise model.num_heads"
-    # Where ranks run is known: this machine's packages count.
+    # If `cuda` is known, this machine runs ranks, so its packages can be checked.
     return _flash_missing() if work.cuda else ""
 
 
@@ -208,7 +208,7 @@ def _not_cudnn(work: AttentionWork) -> str:
         return "computes in bf16 (cuDNN), but train.precision = fp32: set train.precision=bf16"
     if work.deterministic and work.cuda:
         return (
-            "sums gradients in an order that changes (cuDNN), but train.deterministic = true: set "
+            "accumulates gradients in nondeterministic order (cuDNN), but train.deterministic = true: set "
             "train.deterministic=false, or model.attention=auto"
         )
     if work.head_dim % 8 or work.head_dim > CUDNN_WIDEST:

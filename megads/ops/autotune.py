@@ -1,8 +1,8 @@
-"""Autotuning: checks and times every way to compute one thing, on the device and the shapes of a run.
+"""Autotuning: checks and benchmarks all implementations of an operator, on the device and shapes of a run.
 
-A candidate is taken only if its error against fp64 is at most twice that of plain torch in the same dtype: a kernel
-that rounds more would train another model. `megads.engine.attention_trials` tunes attention with it,
-`megads.engine.autotune` the other operators. Results are kept in the user's cache, a JSON file for each key.
+A candidate is used only if its error against fp64 is at most twice that of plain PyTorch in the same dtype: larger
+rounding errors would change training. `megads.engine.attention_trials` tunes attention with it,
+`megads.engine.autotune` the other operators. Results are kept in the user's cache, one JSON file per key.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
 
 Step = tuple[Callable[[], Any], Callable[[Any], list[Tensor]]]
-"""Forward pass, and backward pass, which takes what the forward pass returned and returns outputs and gradients."""
+"""Forward pass, and backward pass, which takes the forward pass's result and returns outputs and gradients."""
 
 ROUNDS = 10
 WARM_UP_ROUNDS = 2
 MAX_ERROR_RATIO = 2.0
-"""Largest error of a candidate, as a multiple of that of plain torch."""
+"""Maximum error of a candidate, as a multiple of that of plain PyTorch."""
 _AHEAD_CYCLES = 4_000_000
-"""Clock cycles for which a GPU idles before a timed step, about two milliseconds: the host issues the step meanwhile,
-so that device time is measured and not Python's."""
+"""Clock cycles for which the GPU sleeps before a timed step, about two milliseconds: meanwhile the host launches the
+step, so that device time is measured without launch overhead."""
 
 
 class TuningTask(Protocol[T_contra]):
-    """One thing to compute, forward and backward, for which there are several candidates.
+    """A computation, forward and backward, with several candidate implementations.
 
     Attributes:
         name: what is tuned, for messages, for example "model.attention".
-        remedy: what the user does if the trial breaks the device.
-        device: where.
+        remedy: what the user can do if a candidate leaves the device unusable.
+        device: device of the computation.
     """
 
     name: str
@@ -57,24 +57,24 @@ class TuningTask(Protocol[T_contra]):
     device: torch.device
 
     def step(self, candidate: T_contra) -> Step:
-        """Prepares one computation with inputs of its own; the preparation is not timed."""
+        """Prepares one computation with new inputs; the preparation is not timed."""
 
     def error(self, candidate: T_contra) -> float:
-        """Largest error of outputs and gradients against fp64, as a multiple of plain torch's in the same dtype."""
+        """Largest error of outputs and gradients against fp64, as a multiple of plain PyTorch's in the same dtype."""
 
 
 @dataclass(frozen=True)
 class TuningResult:
-    """What the trial of one candidate showed.
+    """Result of testing one candidate.
 
     Attributes:
-        reason: why it cannot be taken; empty where it can.
-        error: the largest of outputs and gradients, as a multiple of plain torch's; None where it did not run.
-        repeats: two runs gave the same bits.
-        time_ms: of forward and backward together, the median; None where it was not timed.
-        kept_bytes: memory kept between forward and backward, beside the inputs, the output included; None where that is
-            not known, as on a CPU.
-        peak_bytes: the peak beside the inputs, likewise.
+        reason: why it cannot be used; empty if it can.
+        error: largest error of outputs and gradients, as a multiple of plain PyTorch's; None if it did not run.
+        repeats: whether two runs gave bitwise equal results.
+        time_ms: median time of forward and backward together; None if it was not timed.
+        kept_bytes: memory kept between forward and backward, including the output but not the inputs; None if unknown,
+            as on a CPU.
+        peak_bytes: peak memory without the inputs; None if unknown.
     """
 
     reason: str = ""
@@ -86,10 +86,10 @@ class TuningResult:
 
 
 class DeviceBroken(ConfigError):
-    """A candidate left the device in a state in which nothing else can run, for example by an illegal access.
+    """A candidate left the device unusable, for example by an illegal memory access.
 
     Attributes:
-        candidate: its name.
+        candidate: name of the candidate.
     """
 
     def __init__(self, message: str, candidate: str) -> None:
@@ -98,18 +98,18 @@ class DeviceBroken(ConfigError):
 
 
 def compare(candidates: Mapping[str, T], trial: TuningTask[T], rounds: int = ROUNDS) -> dict[str, TuningResult]:
-    """Checks each candidate, then times those that are exact, in turns.
+    """Checks each candidate, then times the accurate ones in interleaved rounds.
 
     Args:
-        candidates: by name.
-        trial: what all compute.
-        rounds: timed steps of each.
+        candidates: candidates by name.
+        trial: the computation.
+        rounds: timed steps per candidate.
 
     Returns:
-        Outcomes by name, in the order given.
+        Results by name, in the given order.
 
     Raises:
-        DeviceBroken: a candidate left the device in a state in which nothing else can run.
+        DeviceBroken: a candidate left the device unusable.
     """
     outcomes = {name: examine(name, candidate, trial) for name, candidate in candidates.items()}
     exact = {name: candidates[name] for name, found in outcomes.items() if not found.reason}
@@ -120,12 +120,12 @@ def compare(candidates: Mapping[str, T], trial: TuningTask[T], rounds: int = ROU
 
 
 def fastest(outcomes: Mapping[str, TuningResult], *, deterministic: bool = True) -> str | None:
-    """The name of the fastest candidate; None: none runs.
+    """The name of the fastest candidate; None if none was timed.
 
     Args:
-        outcomes: of all candidates.
-        deterministic: those whose bits are the same on every run come first: a resume continues bit for bit only with
-            gradients that repeat.
+        outcomes: results of all candidates.
+        deterministic: prefer candidates that are deterministic, since a bitwise exact resume requires deterministic
+            gradients.
     """
     timed = {name: found for name, found in outcomes.items() if found.time_ms is not None}
     repeating = {name: found for name, found in timed.items() if found.repeats or not deterministic} or timed
@@ -133,10 +133,10 @@ def fastest(outcomes: Mapping[str, TuningResult], *, deterministic: bool = True)
 
 
 def examine(name: str, candidate: T, trial: TuningTask[T]) -> TuningResult:
-    """Runs a candidate twice and compares it with fp64; whatever it raises is the reason not to take it.
+    """Runs a candidate twice and compares it with fp64; an exception that it raises is the reason not to use it.
 
     Raises:
-        DeviceBroken: it left the device in a state in which nothing else can run.
+        DeviceBroken: it left the device unusable.
     """
     failure, found = "", TuningResult()
     try:
@@ -162,27 +162,28 @@ def examine(name: str, candidate: T, trial: TuningTask[T]) -> TuningResult:
 
 
 def error_ratio(ours: list[Tensor], torchs: list[Tensor], exact: list[Tensor]) -> float:
-    """The largest error of several results, each as a multiple of torch's; errors are 2-norms, relative to fp64.
+    """The largest error of several results, each as a multiple of PyTorch's; errors are 2-norms of the difference from
+    fp64.
 
-    Differences below a tenth of the dtype's rounding error (four for single numbers, where it is a matter of chance)
-    do not count.
+    The denominator is at least a tenth of the dtype's rounding error, or four times it for single numbers, whose error
+    is a matter of chance.
 
     Args:
-        ours: the candidate's results.
-        torchs: plain torch's, from the same inputs.
-        exact: the same in fp64.
+        ours: results of the candidate.
+        torchs: results of plain PyTorch from the same inputs.
+        exact: results in fp64.
     """
     largest = 0.0
     for mine, theirs, right in zip(ours, torchs, exact, strict=True):
         rounding = (0.1 if right.numel() > 1 else 4.0) * _eps(mine.dtype) * right.norm().item()
         off, yardstick = ((x.double() - right).norm().item() for x in (mine, theirs))
         ratio = off / max(yardstick, rounding) if off else 0.0
-        largest = ratio if not ratio <= largest else largest  # max() would pass over a NaN
+        largest = ratio if not ratio <= largest else largest  # max() would ignore a NaN
     return largest
 
 
 def _eps(dtype: torch.dtype) -> float:
-    # What is given in fp64, such as a loss, was computed in fp32.
+    # Results in fp64, such as a loss, were computed in fp32.
     return max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
 
 
@@ -192,7 +193,7 @@ def _run(candidate: T, trial: TuningTask[T]) -> list[Tensor]:
 
 
 def _times_ms(candidates: Mapping[str, T], trial: TuningTask[T], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of forward and backward in interleaved rounds; the first ones are not counted."""
+    """Milliseconds of forward and backward in interleaved rounds, without the warm-up rounds."""
     times = {name: list[float]() for name in candidates}
     for round_ in range(WARM_UP_ROUNDS + rounds):
         for name, candidate in candidates.items():
@@ -220,7 +221,7 @@ def _time_on_cpu(forward: Callable[[], Any], backward: Callable[[Any], list[Tens
 
 
 def _bytes(candidate: T, trial: TuningTask[T]) -> tuple[int, int] | tuple[None, None]:
-    """(kept, peak) of the memory that a step takes beside its inputs; a CPU does not count it."""
+    """(kept, peak) memory of a step without its inputs; None on a CPU, where it is not measured."""
     device = trial.device
     if device.type != "cuda":
         return None, None
@@ -234,8 +235,7 @@ def _bytes(candidate: T, trial: TuningTask[T]) -> tuple[int, int] | tuple[None, 
 
 
 def _free(device: torch.device) -> None:
-    """Gives back what a trial held, so that the next one, or training, has room; raises RuntimeError where the device
-    no longer computes."""
+    """Frees a trial's cached memory for the next one or for training; raises RuntimeError if the device is unusable."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.synchronize(device)
@@ -250,12 +250,12 @@ def first_line(error: Exception) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's name, else the type of the device."""
+    """The name of the GPU, or the type of any other device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def cache_key(device: torch.device, work: Mapping[str, object]) -> str:
-    """Sixteen hex digits of all that a result depends on: device, software, and the work, its shapes above all."""
+    """Hash, 16 hex digits, of everything that a result depends on: device, software, and the work with its shapes."""
     parts = {
         "device": device_name(device),
         "torch": torch.__version__,
@@ -268,12 +268,12 @@ def cache_key(device: torch.device, work: Mapping[str, object]) -> str:
 
 
 def cache_file(folder: str, key: str) -> Path:
-    """Where the result of this key is kept; removing the file makes the next run measure anew."""
+    """Path of the cached result of a key; if the file is removed, the next run measures again."""
     return user_cache_dir() / folder / f"{key}.json"
 
 
 def read_cached(file: Path) -> Any:
-    """The file's content; None where there is no file, or not a whole one."""
+    """The content of a cache file; None if it is missing or incomplete."""
     try:
         return read_json(file)
     except (OSError, ValueError):
@@ -281,11 +281,11 @@ def read_cached(file: Path) -> Any:
 
 
 def write_cached(file: Path, content: object) -> None:
-    """Writes the file whole or not at all; a cache that cannot be written costs the next start its measurement."""
+    """Writes a cache file atomically; if that fails, the next start only has to measure again."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".partial", delete=False) as partial:
             partial.write(json.dumps(content, indent=1) + "\n")
         Path(partial.name).replace(file)
     except OSError as error:
-        logging.getLogger(__name__).warning("what autotuning measured is not kept: %s", error)
+        logging.getLogger(__name__).warning("autotuning results cannot be cached: %s", error)

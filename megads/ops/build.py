@@ -1,15 +1,16 @@
-"""Compiles kernels/ for this machine, once: libraries are kept in the user's cache and shared by all runs.
+"""Compiles kernels/ once for this machine; the libraries are kept in the user's cache and shared by all runs.
 
-A file is named after all that it depends on: the sources, torch, the compiler and the processor's instructions. So
-several machines may share a home folder.
+A library's path contains a hash of everything that it depends on: sources, PyTorch version, compiler and CPU
+instruction set. Machines that differ in these can share a home folder.
 
-The CUDA kernels and their bindings are a library of their own, compiled with nvcc. torch's own extension builder needs
-a torch with CUDA; nvcc alone compiles anywhere. The library holds its CUDA runtime and can be loaded beside a torch
-without CUDA, for which no tensor ever reaches it. The CPU's library declares the operators, so it is loaded first. The
-kernels know neither torch nor the processor: they are compiled once for all versions of torch. The bindings are
-compiled for each minor version, without -march=native, so that nodes with different processors share the library too.
+The CUDA kernels and their bindings are a separate library, compiled with nvcc. PyTorch's extension builder needs a
+PyTorch with CUDA; nvcc alone compiles without one. The library links the CUDA runtime statically, so it can also be
+loaded with a PyTorch without CUDA, although no tensor reaches it then. The CPU library declares the operators, so it is
+loaded first. The kernels depend neither on PyTorch nor on the CPU and are compiled once for all PyTorch versions. The
+bindings are compiled for each minor version, without -march=native, so that nodes with different CPUs share the library
+too.
 
-`python -m megads.ops.build` builds what is missing and says where it is; `python -m megads.ops.build cuda` builds the
+`python -m megads.ops.build` builds what is missing and prints its path; `python -m megads.ops.build cuda` builds the
 CUDA kernels and prints registers and spills of each.
 """
 
@@ -38,30 +39,30 @@ from megads.runtime.progress import SAID_AGAIN_S, Progress
 
 LIBRARY = "libmegads_ops.so"
 OLDEST_TORCH = (2, 10)
-"""The first whose stable interface runs loops on torch's own threads."""
+"""First version whose stable ABI runs parallel loops on PyTorch's thread pool."""
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fPIC")
 TIMEOUT_S = 300.0
 CUDA_LIBRARY = "libmegads_ops_cuda.so"
 REPORT = "registers.txt"
-"""What ptxas says of every kernel, beside the kernels' objects; it is written last, when they are whole."""
+"""Output of ptxas for every kernel, next to the object files; written last, when they are complete."""
 TARGETS = ("-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90,code=[sm_90,compute_90]")
-"""Machine code for A100 and H100, and PTX for what comes later."""
+"""Machine code for A100 and H100, and PTX for later GPUs."""
 _NVCC_TIMEOUT_S = 1200.0
 BINDING_FLAGS = ("-std=c++20", "-O3", "-fPIC")
-"""Without -march=native: bindings compute nothing, and the library is shared by nodes with other processors."""
+"""Without -march=native: bindings compute nothing, and nodes with different CPUs share the library."""
 LINK_FLAGS = ("-Wl,--no-undefined", "-Wl,--no-as-needed")
-"""The second: what the bindings take of libtorch_cuda is weak, so a linker would leave that library out, and the loader
-the symbol null."""
+"""--no-as-needed because the bindings reference libtorch_cuda by weak symbols only: the linker would drop the library,
+and the symbols would be null at run time."""
 NVCC_FLAGS = ("-std=c++20", "-O3", "-Xptxas=-v", "-Xcompiler=-fPIC", "--threads=2", *TARGETS)
-"""Each target is compiled by a thread of its own: the largest source takes half as long."""
+"""--threads=2 compiles the targets in parallel, which halves the time of the largest source."""
 
 
 class KernelsUnavailable(Exception):
-    """The kernels cannot be had on this machine; the message says why and what to do."""
+    """The kernels are not available on this machine; the message gives the reason and the remedy."""
 
 
 def sources_dir() -> Path:
-    """Returns the folder of the kernels' sources: inside an installed package, or beside it in a checkout."""
+    """Returns the folder of the kernel sources: inside an installed package, or next to it in a checkout."""
     package = Path(__file__).parent.parent
     installed = package / "kernels"
     return installed if installed.is_dir() else package.parent / "kernels"
@@ -69,17 +70,17 @@ def sources_dir() -> Path:
 
 @functools.cache
 def library_path() -> Path:
-    """Returns where this machine's library is, or would be.
+    """Returns the path of this machine's CPU library, built or not.
 
     Raises:
-        KernelsUnavailable: there is no compiler, or torch is too old.
+        KernelsUnavailable: there is no compiler, or PyTorch is too old.
     """
     parts = [torch_version(), " ".join(FLAGS), compiler_version(find_compiler()), processor()]
     return cached_path(LIBRARY, parts, _sources(".cpp", ".h"))
 
 
 def cached_path(library: str, parts: list[str], sources: list[Path]) -> Path:
-    """Returns the place in the user's cache of a library that depends on these texts and sources."""
+    """Returns the path in the user's cache for a file whose build inputs are these strings and sources."""
     digest = hashlib.sha256("\n".join(parts).encode())
     for source in sources:
         digest.update(str(source.relative_to(sources_dir())).encode() + source.read_bytes())
@@ -87,28 +88,28 @@ def cached_path(library: str, parts: list[str], sources: list[Path]) -> Path:
 
 
 def build(say: Callable[[str], None]) -> Path:
-    """Compiles the library unless it is there, and returns its path; others that want it at the same time wait.
+    """Compiles the CPU library if it is missing, and returns its path; concurrent callers wait.
 
     Args:
-        say: told what is being waited for.
+        say: called with progress messages.
 
     Raises:
-        KernelsUnavailable: there is no compiler, torch is too old, or it does not compile.
+        KernelsUnavailable: there is no compiler, PyTorch is too old, or the compilation fails.
     """
     return build_once(library_path(), say, "the kernels for this machine, once (some seconds)", _compile)
 
 
 def build_once(library: Path, say: Callable[[str], None], what: str, compile_it: Callable[[Path], None]) -> Path:
-    """Returns the library, compiled unless it is there and whole; others that want it at the same time wait.
+    """Returns the path of a library, and compiles it if it is missing or damaged; concurrent callers wait.
 
     Args:
-        library: where it is to be.
-        say: told what is being waited for.
-        what: is compiled, in words.
-        compile_it: puts it there, whole.
+        library: path of the library.
+        say: called with progress messages.
+        what: description of what is compiled.
+        compile_it: compiles the library and puts it there atomically.
 
     Raises:
-        KernelsUnavailable: it does not compile, or cannot be written.
+        KernelsUnavailable: the compilation fails, or the library cannot be written.
     """
     if is_whole(library):
         return library
@@ -131,7 +132,7 @@ def build_once(library: Path, say: Callable[[str], None], what: str, compile_it:
 
 
 def is_whole(library: Path) -> bool:
-    """Whether a library is there as it was built: one cut short by a full disk would end a process by SIGBUS."""
+    """Whether a library exists and matches its checksum: one truncated by a full disk would kill with SIGBUS."""
     try:
         return library.with_suffix(".xxh3").read_text() == _checksum(library)
     except OSError:
@@ -159,7 +160,7 @@ def find_compiler() -> str:
 
 
 def _compile(library: Path) -> None:
-    """Compiles the sources beside each other, links them, and puts the library in place when it is whole."""
+    """Compiles the sources in parallel, links them, and moves the complete library into place."""
     compiler = find_compiler()
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         objects = _compile_objects([compiler, *FLAGS, *includes()], _sources(".cpp"), Path(scratch))
@@ -171,23 +172,23 @@ def _compile(library: Path) -> None:
 
 
 def includes() -> list[str]:
-    """Returns where torch's headers are, as the compiler wants it."""
+    """Returns the compiler options for PyTorch's headers."""
     return [f"-I{torch_dir() / 'include'}"]
 
 
 def _compile_objects(
     command: list[str], sources: list[Path], scratch: Path, timeout_s: float = TIMEOUT_S
 ) -> list[Path]:
-    """Compiles the sources beside each other; what a compiler says is kept beside each object, as a .txt.
+    """Compiles the sources in parallel; the compiler's output is written next to each object, as a .txt file.
 
     Args:
-        command: of the compiler, without the files.
-        sources: to compile.
-        scratch: folder of the objects, of this call alone.
-        timeout_s: for each.
+        command: compiler and options, without the files.
+        sources: source files.
+        scratch: folder for the objects, used by this call only.
+        timeout_s: timeout per source.
 
     Raises:
-        KernelsUnavailable: one does not compile.
+        KernelsUnavailable: a source does not compile.
     """
     objects = [scratch / f"{number}_{source.stem}.o" for number, source in enumerate(sources)]
     scratch.mkdir(exist_ok=True)
@@ -202,10 +203,10 @@ def _compile_objects(
 
 
 def run_compiler(command: list[str], timeout_s: float = TIMEOUT_S) -> str:
-    """Runs one command of a compiler, and returns what it said.
+    """Runs a compiler command and returns its stderr.
 
     Raises:
-        KernelsUnavailable: it failed, with its first error, or took too long.
+        KernelsUnavailable: it failed or timed out; names the first error.
     """
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
@@ -218,16 +219,16 @@ def run_compiler(command: list[str], timeout_s: float = TIMEOUT_S) -> str:
 
 
 def _sources(*suffixes: str) -> list[Path]:
-    """Those of the CPU's library."""
+    """Source files of the CPU library."""
     found = (path for path in sources_dir().rglob("*") if path.suffix in suffixes)
     return sorted(path for path in found if not {"cuda", "data"} & set(path.relative_to(sources_dir()).parts))
 
 
 def torch_version() -> str:
-    """Returns the minor version; torch itself is not imported, as the launcher needs none of it.
+    """Returns PyTorch's major.minor version, without importing it: the launcher does not need PyTorch.
 
     Raises:
-        KernelsUnavailable: it is too old.
+        KernelsUnavailable: PyTorch is too old.
     """
     version = importlib.metadata.version("torch")
     major, minor = (int(number) for number in version.split(".")[:2])
@@ -238,17 +239,17 @@ def torch_version() -> str:
 
 
 def torch_dir() -> Path:
-    """Returns the folder of the installed torch, which is not imported."""
+    """Returns the folder of the installed PyTorch, without importing it."""
     found = importlib.util.find_spec("torch")
     assert found is not None and found.origin is not None
     return Path(found.origin).parent
 
 
 def compiler_version(compiler: str) -> str:
-    """Returns what a compiler says of itself.
+    """Returns the output of `compiler --version`.
 
     Raises:
-        KernelsUnavailable: it does not run.
+        KernelsUnavailable: the command failed.
     """
     done = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     if done.returncode:
@@ -257,7 +258,7 @@ def compiler_version(compiler: str) -> str:
 
 
 def processor() -> str:
-    """Returns what -march=native depends on."""
+    """Returns the CPU model and flags, which determine the result of -march=native."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -268,13 +269,13 @@ def processor() -> str:
 
 @dataclass(frozen=True)
 class KernelReport:
-    """What one kernel takes on one architecture, as ptxas says.
+    """Resource usage of one kernel on one architecture, as reported by ptxas.
 
     Attributes:
-        name: with its template arguments, as the linker knows it.
-        architecture: for example sm_90.
-        registers: of a thread.
-        spilled_bytes: registers kept in memory, of a thread; its stack where that is more.
+        name: mangled name, with template arguments.
+        architecture: GPU architecture, for example sm_90.
+        registers: registers per thread.
+        spilled_bytes: spilled bytes per thread, or the stack frame if that is larger.
     """
 
     name: str
@@ -284,7 +285,7 @@ class KernelReport:
 
 
 def find_nvcc() -> str:
-    """Returns nvcc: of CUDA_HOME, else the first on the path, else that of the usual folder.
+    """Returns the path of nvcc: in CUDA_HOME, else the first on the path, else in the default folder.
 
     Raises:
         KernelsUnavailable: there is none.
@@ -302,10 +303,10 @@ def find_nvcc() -> str:
 
 @functools.cache
 def cuda_library_path() -> Path:
-    """Returns where this machine's library is, or would be.
+    """Returns the path of this machine's CUDA library, built or not.
 
     Raises:
-        KernelsUnavailable: a compiler is missing, or torch is too old.
+        KernelsUnavailable: a compiler is missing, or PyTorch is too old.
     """
     parts = [
         torch_version(),
@@ -320,7 +321,7 @@ def cuda_library_path() -> Path:
 
 @functools.cache
 def report_path() -> Path:
-    """Returns where ptxas' report of the kernels is, or would be, beside their objects.
+    """Returns the path of the ptxas report, written or not; the kernels' object files are in the same folder.
 
     Raises:
         KernelsUnavailable: a compiler is missing.
@@ -330,13 +331,13 @@ def report_path() -> Path:
 
 
 def build_cuda(say: Callable[[str], None]) -> Path:
-    """Compiles the library unless it is there, and returns its path; others that want it at the same time wait.
+    """Compiles the CUDA library if it is missing, and returns its path; concurrent callers wait.
 
     Args:
-        say: told what is being waited for.
+        say: called with progress messages.
 
     Raises:
-        KernelsUnavailable: a compiler is missing, torch is too old, or it does not compile.
+        KernelsUnavailable: a compiler is missing, PyTorch is too old, or the compilation fails.
     """
     if is_whole(cuda_library_path()):
         return cuda_library_path()
@@ -370,10 +371,10 @@ def _compile_bindings(library: Path) -> None:
 
 
 def reports(said: str) -> list[KernelReport]:
-    """Reads what ptxas -v says.
+    """Parses the output of ptxas -v.
 
     Args:
-        said: its whole output.
+        said: the complete output.
     """
     found = []
     for block in said.split("Compiling entry function ")[1:]:
@@ -395,15 +396,15 @@ def _bindings(pattern: str) -> list[Path]:
 
 
 def torch_has_cuda() -> bool:
-    """Returns whether the installed torch is a CUDA build; a GPU is not asked for."""
+    """Returns whether the installed PyTorch is a CUDA build; does not require a GPU."""
     return (torch_dir() / "lib" / "libtorch_cuda.so").exists()
 
 
 def _runtime_dir(nvcc: str) -> Path:
-    """The folder of the static CUDA runtime.
+    """Returns the folder of the static CUDA runtime.
 
     Raises:
-        KernelsUnavailable: it is not installed.
+        KernelsUnavailable: the runtime is not installed.
     """
     home = Path(nvcc).resolve().parent.parent
     for root in (home, Path("/usr/local/cuda")):
@@ -414,10 +415,10 @@ def _runtime_dir(nvcc: str) -> Path:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Builds; a machine that cannot is no failure, as torch's operators take over.
+    """Command line: builds a library. Unavailable kernels are not an error, since PyTorch's operators are used then.
 
     Args:
-        arguments: "cuda" builds the CUDA kernels, and prints registers and spills of each; nothing, the CPU's.
+        arguments: "cuda" builds the CUDA kernels and prints registers and spills of each; none builds the CPU library.
     """
 
     def say(text: str) -> None:

@@ -1,4 +1,4 @@
-"""Which implementation computes each operator: as the user asks, and as decided (`Kernels`). Imports no torch."""
+"""Which implementation computes each operator: as configured, and as resolved (`Kernels`). Does not import torch."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 AUGMENTED_FEATURES = 8
-"""What augmented attention adds to a head: four features are used, and kernels want a multiple of eight."""
+"""Features that augmented attention adds to a head: four are used, and kernels require a multiple of eight."""
 TORCH_FLASH_WIDEST = 256
-"""Features of a head that torch's FlashAttention takes on GPUs."""
+"""Largest head dim of PyTorch's FlashAttention on GPUs."""
 AUGMENTED_LONGEST = 256 * 256
-"""Keys whose places augmented attention can say in bf16."""
+"""Largest number of keys whose positions augmented attention can represent in bf16."""
 DRAWN_AT_ONCE = 2**22
-"""Elements of a dropout mask that plain torch draws together; a row is never cut."""
+"""Elements of a dropout mask that plain PyTorch generates at once; a row is never split."""
 CPU_CHUNK_BYTES, GPU_CHUNK_BYTES = 256 << 20, 1 << 30
-"""Of a rank's logits that are in memory at once where nothing else is asked for. Smaller chunks are slower: each reads
-the weight and its main_grad once more (docs/performance.md)."""
+"""Default limit on the bytes of a rank's logits in memory at once. Smaller chunks are slower: each reads the weight and
+its main_grad once more (docs/performance.md)."""
 KERNEL_DTYPES = {
     "cpu": ("torch.float32", "torch.bfloat16"),
     "cuda": ("torch.float32", "torch.bfloat16", "torch.float16"),
 }
-"""What megads' kernels read and write on each type of device; inside they compute in fp32."""
+"""Input and output dtypes of megads' kernels by device type; they compute in fp32 internally."""
 
 
 class Implementation(StrEnum):
-    """Whose operators compute: attention, matrix products, norms, activations, the loss, the optimizer."""
+    """Implementation of attention, GEMMs, norms, activations, the loss and the optimizer."""
 
     auto = "auto"
     fused = "fused"
@@ -40,12 +40,12 @@ class Implementation(StrEnum):
 
 
 class KernelOp(StrEnum):
-    """An operator, or a family of operators, of which megads has kernels."""
+    """An operator, or a family of operators, for which megads has kernels."""
 
     attention = "attention"
-    """The whole of attention (on CPUs), and the masked softmax."""
+    """Fused attention (on CPUs), and the masked softmax."""
     linear = "linear"
-    """Matrix products (on CPUs)."""
+    """GEMMs (on CPUs)."""
     norm = "norm"
     add_norm = "add_norm"
     gelu = "gelu"
@@ -58,7 +58,7 @@ class KernelOp(StrEnum):
 
 
 OPTIMIZER_OPS = frozenset({KernelOp.square_sums, KernelOp.adamw})
-"""Those that optim.impl decides; ops.impl decides the others."""
+"""Operators selected by optim.impl; ops.impl selects the others."""
 
 
 class Compile(StrEnum):
@@ -69,7 +69,7 @@ class Compile(StrEnum):
 
     @classmethod
     def refused(cls) -> dict[str, str]:
-        """Values that people ask for, and why they are not offered."""
+        """Values that users may expect, and why they are not supported."""
         return {
             "True": "say what is to be compiled: blocks",
             "False": "use none",
@@ -79,27 +79,28 @@ class Compile(StrEnum):
 
 @dataclass
 class OpsConfig:
-    """How operators are computed; what they compute is the same."""
+    """Implementation of the operators; their results are the same up to rounding."""
 
     impl: Implementation = Implementation.auto
-    """fused: megads' own kernels, compiled once for this machine and kept in the user's cache (a C++ compiler, torch
-    >= 2.10; on GPUs nvcc, too). torch: torch's operators. auto: on a CPU fused where it can be had, else torch, and
-    says so; on GPUs each kernel is checked against fp64 and timed beside torch's operator before training, on the
-    run's shapes, and the faster one is taken, operator by operator (docs/kernels.md). apex: NVIDIA apex' norms, on
-    GPUs, where its compiled extensions are installed; everything else is torch's then."""
+    """fused: megads' kernels, compiled once for this machine and kept in the user's cache (needs a C++ compiler, torch
+    >= 2.10, and nvcc on GPUs). torch: PyTorch's operators. auto: on a CPU fused if available, else torch, which is
+    reported; on GPUs each kernel is checked against fp64 and benchmarked against PyTorch's operator on the run's shapes
+    before training, and the faster one is used for each operator (docs/kernels.md). apex: NVIDIA apex's norms, on GPUs
+    with its compiled extensions installed, and PyTorch's operators for everything else."""
     compile: Compile = Compile.none
-    """blocks: each block's forward and backward pass by torch.compile, once for every shape, some ten seconds at the
-    start. none: as it is written."""
+    """blocks: torch.compile of each block's forward and backward pass, once per shape, some ten seconds at the start.
+    none: eager mode."""
     cuda_graphs: bool = False
-    """Captures the forward and the backward pass of a micro-batch as CUDA graphs and replays them: for small models and
-    micro-batches, which a GPU computes faster than its host launches them (docs/kernels.md). On one pipeline stage
-    without tensor or context parallelism; the gradients of data-parallel ranks are reduced after the last pass."""
+    """Captures the forward and backward pass of a micro-batch as CUDA graphs and replays them: for small models and
+    micro-batches, which a GPU computes faster than the host launches the kernels (docs/kernels.md). Requires one
+    pipeline stage, no tensor and no context parallelism; data-parallel gradients are reduced after the last backward
+    pass."""
     loss_chunk: int | None = None
-    """Tokens of a micro-batch whose logits are in memory at a time: the output projection, the loss and the gradients
-    of both are computed for so many at once. null: as many as have 256 MiB of logits on a rank (1 GiB on a GPU)."""
+    """Tokens of a micro-batch whose logits are in memory at once: the output projection, the loss and their gradients
+    are computed in chunks of this many. null: as many as have 256 MiB of logits per rank (1 GiB on a GPU)."""
 
     def check(self) -> None:
-        """Raises ConfigError on a chunk without tokens, and on an implementation of the optimizer alone."""
+        """Raises ConfigError on an empty loss_chunk, and on an implementation that only has optimizer kernels."""
         if self.impl is Implementation.deepspeed:
             raise ConfigError(
                 "ops.impl = deepspeed: DeepSpeed has kernels of the optimizer only; use ops.impl=auto and "
@@ -112,25 +113,25 @@ class OpsConfig:
 
 
 def shares_keys(*, low: bool, head_dim: int) -> bool:
-    """Whether one of CUDA's kernels that have no scores in memory takes heads that share keys: without a mask only.
+    """Whether a CUDA kernel supports grouped-query attention without repeated keys and without scores in memory.
 
-    It is torch's FlashAttention. Where it cannot be taken, keys and values are repeated.
+    That kernel is PyTorch's FlashAttention, which takes no mask. Otherwise keys and values are repeated.
 
     Args:
         low: queries are bf16 or fp16.
-        head_dim: features of a head.
+        head_dim: head dim.
     """
     return low and head_dim <= TORCH_FLASH_WIDEST
 
 
 def chunk_tokens(tokens: int, bytes_a_token: int, device: str, asked: int | None = None) -> int:
-    """Tokens of the largest chunk of a micro-batch; all of them where its logits need not be cut.
+    """Tokens of the largest chunk of a micro-batch; all of its tokens if its logits need no chunking.
 
     Args:
-        tokens: of the micro-batch.
-        bytes_a_token: of this rank's logits.
-        device: type of the device.
-        asked: at most so many tokens; None goes by the bytes of their logits.
+        tokens: number of tokens of the micro-batch.
+        bytes_a_token: bytes of this rank's logits per token.
+        device: device type.
+        asked: maximum number of tokens; None: derived from the bytes of their logits.
     """
     room = CPU_CHUNK_BYTES if device == "cpu" else GPU_CHUNK_BYTES
     most = asked if asked is not None else max(1, room // bytes_a_token)
@@ -139,7 +140,7 @@ def chunk_tokens(tokens: int, bytes_a_token: int, device: str, asked: int | None
 
 
 def kernel_takes(x: Tensor) -> bool:
-    """Whether megads' kernels have code for this tensor's device and dtype."""
+    """Whether megads' kernels support this tensor's device and dtype."""
     return str(x.dtype) in KERNEL_DTYPES.get(x.device.type, ())
 
 
@@ -148,14 +149,14 @@ class Kernels:
     """Which implementation computes each operator of a run.
 
     Attributes:
-        model: of the model's operators and the loss: fused, torch, apex, or auto, which is `tuned`.
-        optimizer: of gradient norms and AdamW, likewise.
-        reason: why not others; empty where nothing had to be decided.
+        model: implementation of the model's operators and the loss: fused, torch, apex, or auto, see `tuned`.
+        optimizer: implementation of gradient norms and AdamW, likewise.
+        reason: why this implementation was chosen; empty if there was nothing to decide.
         compiled: what torch.compile compiles.
-        cuda_graphs: passes of micro-batches are captured and replayed.
-        loss_chunk: tokens whose logits are in memory at a time; None goes by their size.
-        tuned: under auto the operators that megads' kernels compute, as measured on the GPU (`megads.engine.autotune`);
-            torch computes the others. None: not measured yet.
+        cuda_graphs: whether the passes of micro-batches are captured and replayed.
+        loss_chunk: tokens whose logits are in memory at once; None: derived from the bytes of their logits.
+        tuned: under auto, the operators that megads' kernels compute, as measured on the GPU
+            (`megads.engine.autotune`); PyTorch computes the others. None: not measured yet.
     """
 
     model: Implementation
@@ -167,7 +168,7 @@ class Kernels:
     tuned: frozenset[KernelOp] | None = None
 
     def fused(self, op: KernelOp) -> bool:
-        """Whether megads' kernel computes this operator, on tensors that it takes."""
+        """Whether megads' kernel computes this operator, on tensors that it supports."""
         impl = self.implementation(op)
         return impl is Implementation.fused or (impl is Implementation.auto and op in (self.tuned or ()))
 
@@ -176,21 +177,21 @@ class Kernels:
         return self.fused(op) and kernel_takes(x)
 
     def apex(self, op: KernelOp) -> bool:
-        """Whether NVIDIA apex computes this operator, on tensors that it takes."""
+        """Whether NVIDIA apex computes this operator, on tensors that it supports."""
         return self.implementation(op) is Implementation.apex
 
     def implementation(self, op: KernelOp) -> Implementation:
-        """What ops.impl or optim.impl, whichever decides about this operator, stands for."""
+        """The implementation from ops.impl or optim.impl, whichever applies to this operator."""
         return self.optimizer if op in OPTIMIZER_OPS else self.model
 
     @property
     def loaded(self) -> bool:
-        """Megads' kernels are in this process, whether the model takes them or only tries them."""
+        """Whether megads' kernels are loaded in this process, to be used or only benchmarked."""
         return self.model in (Implementation.fused, Implementation.auto)
 
     @property
     def text(self) -> str:
-        """For the console and the event."""
+        """Description for the console and the event."""
         apart = f", optim.impl: {self.optimizer}" if self.optimizer is not self.model else ""
         model = str(self.model)
         if Implementation.auto in (self.model, self.optimizer):
@@ -204,6 +205,6 @@ class Kernels:
 
 
 TORCH = Kernels(Implementation.torch, Implementation.torch)
-"""Torch's operators as they are."""
+"""PyTorch's operators only."""
 FUSED = Kernels(Implementation.fused, Implementation.fused)
-"""Megads' kernels wherever there is one; `load` has loaded them."""
+"""Megads' kernels wherever there is one; requires that `load` has loaded them."""

@@ -1,6 +1,6 @@
-"""One rank's part of cross entropy over a part of the vocabulary; its sum over ranks is megads.parallel's.
+"""One rank's part of vocab-parallel cross entropy; megads.parallel reduces it over ranks.
 
-The gradient takes the memory of the logits, which nothing needs any more: there is no copy of them, in fp32 or other.
+The gradient overwrites the logits, which are no longer needed, so no fp32 or other copy of them is made.
 
 Shape suffixes: m = tokens, r = this rank's rows of the vocabulary.
 """
@@ -15,13 +15,13 @@ Statistics = tuple[Tensor, Tensor, Tensor]
 
 
 def statistics(logits_mr: Tensor, labels_m: Tensor, valid: int, start: int) -> Statistics:
-    """What the loss is made of.
+    """Computes this rank's statistics for the loss.
 
     Args:
-        logits_mr: fp32 or bf16 on a CPU, contiguous.
-        labels_m: int64, contiguous; the label is column `label - start`.
-        valid: columns that count; the others are padding.
-        start: the vocabulary's row of column 0.
+        logits_mr: logits in a dtype of KERNEL_DTYPES, contiguous.
+        labels_m: int64, contiguous; a label is column `label - start`.
+        valid: number of columns before the padding.
+        start: vocabulary index of column 0.
     """
     return _columns(torch.ops.megads.cross_entropy_forward(logits_mr, labels_m, valid, start))
 
@@ -29,29 +29,29 @@ def statistics(logits_mr: Tensor, labels_m: Tensor, valid: int, start: int) -> S
 def gradient_(
     logits_mr: Tensor, labels_m: Tensor, largest_m: Tensor, total_m: Tensor, grad_m: Tensor, valid: int, start: int
 ) -> None:
-    """Writes (softmax - one at the label) * gradient of the token's loss over the logits; 0 in the padding.
+    """Overwrites the logits with their gradient, (softmax - one-hot label) * grad, and 0 in the padding.
 
     Args:
-        logits_mr: as in `statistics`; the gradient afterwards, in the same dtype.
-        labels_m: likewise.
-        largest_m: fp32, over the whole vocabulary.
-        total_m: fp32 sum of exp(logit - largest), likewise.
-        grad_m: fp32.
+        logits_mr: as in `statistics`; holds the gradient afterwards, in the same dtype.
+        labels_m: as in `statistics`.
+        largest_m: largest logit over the whole vocabulary, fp32.
+        total_m: sum of exp(logit - largest) over the whole vocabulary, fp32.
+        grad_m: gradient of each token's loss, fp32.
         valid: as in `statistics`.
-        start: likewise.
+        start: as in `statistics`.
     """
     torch.ops.megads.cross_entropy_gradient_(logits_mr, labels_m, largest_m, total_m, grad_m, valid, start)
 
 
 def loss_(logits_mr: Tensor, labels_m: Tensor, grad_m: Tensor, valid: int, start: int) -> Statistics:
-    """Both at once, for a rank that holds the whole vocabulary: the logits are read from memory once.
+    """`statistics` and `gradient_` fused, for a rank that holds the whole vocabulary; reads the logits once.
 
     Args:
         logits_mr: as in `gradient_`.
-        labels_m: likewise.
-        grad_m: likewise.
-        valid: likewise.
-        start: likewise.
+        labels_m: as in `gradient_`.
+        grad_m: as in `gradient_`.
+        valid: as in `gradient_`.
+        start: as in `gradient_`.
     """
     return _columns(torch.ops.megads.cross_entropy_loss_(logits_mr, labels_m, grad_m, valid, start))
 
@@ -62,7 +62,7 @@ def _columns(found_m3: Tensor) -> Statistics:
 
 
 def statistics_reference(logits_mr: Tensor, labels_m: Tensor, valid: int, start: int) -> Statistics:
-    """`statistics` in plain torch, in the dtype of the logits."""
+    """`statistics` in plain PyTorch, in the dtype of the logits."""
     counted_mr = logits_mr[:, :valid]
     largest_m = counted_mr.amax(-1) if valid else logits_mr.new_full(labels_m.shape, float("-inf"))
     base_m = largest_m.masked_fill(largest_m == float("-inf"), 0.0)
@@ -77,7 +77,7 @@ def statistics_reference(logits_mr: Tensor, labels_m: Tensor, valid: int, start:
 def gradient_reference(
     logits_mr: Tensor, labels_m: Tensor, largest_m: Tensor, total_m: Tensor, grad_m: Tensor, valid: int, start: int
 ) -> Tensor:
-    """What `gradient_` writes, in plain torch, in the dtype of the logits, which stay as they are."""
+    """The gradient of `gradient_` in plain PyTorch, in the dtype of the logits, which are not modified."""
     found_mr = (logits_mr - largest_m[:, None]).exp() / total_m[:, None]
     found_mr[:, valid:] = 0.0
     local_m = labels_m - start
@@ -87,7 +87,7 @@ def gradient_reference(
 
 
 def register() -> None:
-    """Tells torch the shapes of the results; the gradients are megads.parallel's. The library is loaded."""
+    """Registers fake implementations; autograd is in megads.parallel. Requires that the library is loaded."""
 
     @torch.library.register_fake("megads::cross_entropy_forward")
     def _(logits: Tensor, labels: Tensor, valid: int, start: int) -> Tensor:

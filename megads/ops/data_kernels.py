@@ -1,6 +1,6 @@
-"""The compiled loops of the data room: kernels/data/*.cpp, which need neither torch nor its headers.
+"""Compiled loops of the data package: kernels/data/*.cpp, which need neither PyTorch nor its headers.
 
-Their flags are their own: they must round as Megatron does, while the other kernels may contract sums and products.
+They have separate compiler flags: they must round as Megatron does, while other kernels may use fused multiply-add.
 `compiled_deal` is Megatron's greedy blend, `compiled_key_sort` a random order by sorting random keys.
 """
 
@@ -32,23 +32,24 @@ from megads.ops.build import (
 LIBRARY = "libmegads_data.so"
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
 ENTRY = np.dtype([("key", "<u8"), ("item", "<u4"), ("size", "<u4")])
-"""An item of the order, with its size in tokens: 2^32 - 1 where it has as many or more."""
+"""An item of the random order, with its size in tokens, at most 2^32 - 1."""
 MOST_ITEMS = 1 << 32
 MOST_BITS = 16
 BUCKET_BITS = 13
-"""A bucket of 2^13 entries stays in a core's cache while it is sorted."""
+"""log2 of the entries per bucket: 2^13 entries fit in a core's cache while they are sorted."""
 Deal = Callable[[npt.NDArray[np.float64], npt.NDArray[np.float64], int, npt.NDArray[np.int16]], None]
-"""Deals consecutive samples. Takes, in order: float64 [datasets], shares that sum to 1; float64 [datasets], samples
-that each has had before, which is counted on; number of the first sample; int16 [samples], filled with the datasets."""
+"""Assigns consecutive samples to datasets. Arguments, in order: float64 [datasets], shares that sum to 1; float64
+[datasets], samples assigned to each before, updated in place; number of the first sample; int16 [samples], output: the
+dataset of each sample."""
 
 
 @functools.cache
 def data_function(name: str, say: Callable[[str], None]) -> Callable[..., None]:
-    """Returns a compiled function, which is built where it is missing.
+    """Returns a compiled function; builds the library if it is missing.
 
     Args:
-        name: of the function.
-        say: told what is being waited for.
+        name: name of the function.
+        say: called with progress messages.
 
     Raises:
         KernelsUnavailable: there is no compiler, or the library does not compile, load or link.
@@ -57,13 +58,13 @@ def data_function(name: str, say: Callable[[str], None]) -> Callable[..., None]:
     try:
         function = getattr(ctypes.CDLL(str(library)), name)
     except (OSError, AttributeError) as error:
-        raise KernelsUnavailable(f"{library} cannot be loaded ({error}): remove it, and it is built anew") from error
+        raise KernelsUnavailable(f"{library} cannot be loaded ({error}): remove it to rebuild it") from error
     function.restype = None
     return function  # type: ignore[no-any-return]
 
 
 def pointer(array: npt.NDArray[Any]) -> ctypes.c_void_p:
-    """Returns where a contiguous array is."""
+    """Returns the address of a contiguous array."""
     assert array.flags.c_contiguous
     return ctypes.c_void_p(array.ctypes.data)
 
@@ -84,14 +85,14 @@ def _compile(library: Path) -> None:
 
 
 class DocumentOffsets(ctypes.Structure):
-    """Where the documents of an indexed dataset start; the arrays must outlive it.
+    """Offsets of the documents in an indexed dataset; the arrays must outlive it.
 
     Attributes:
-        document_index: address of the entry of the first item.
+        document_index: address of the document index entry of the first item.
         offsets: address of the byte offset of sequence 0.
-        sequences: in the dataset.
-        tokens: in the dataset.
-        token_bytes: of one token.
+        sequences: number of sequences in the dataset.
+        tokens: number of tokens in the dataset.
+        token_bytes: bytes per token.
     """
 
     _fields_ = (
@@ -105,11 +106,11 @@ class DocumentOffsets(ctypes.Structure):
 
 @dataclass(frozen=True)
 class KeySort:
-    """The compiled loops.
+    """Sorts items by random keys with compiled loops.
 
     Attributes:
-        count: counts keys by their first bits.
-        sort: sorts the items of a range of first bits.
+        count: compiled function that counts keys by their leading bits.
+        sort: compiled function that sorts the items in a range of leading bits.
     """
 
     count: Callable[..., None]
@@ -120,14 +121,14 @@ class KeySort:
     ) -> Iterator[npt.NDArray[Any]]:
         """Yields ENTRY arrays of all items in the order of their keys, equal keys in the order of the items.
 
-        An array is overwritten by the next one.
+        Each array is overwritten by the next one.
 
         Args:
-            generator: of the keys; stays where it is.
-            items: how many; fewer than MOST_ITEMS.
-            capacity: entries in memory at a time; more where one bucket has more.
-            threads: that sort.
-            documents: whose sizes the entries have; None for none.
+            generator: generator of the keys; its state is not changed.
+            items: number of items, less than MOST_ITEMS.
+            capacity: maximum number of entries in memory; exceeded if a single bucket has more.
+            threads: number of threads.
+            documents: documents whose sizes are stored in the entries; None: no sizes.
         """
         assert items < MOST_ITEMS
         bits = min(max(items.bit_length() - BUCKET_BITS, 1), MOST_BITS)
@@ -148,13 +149,13 @@ class KeySort:
 
 
 def compiled_key_sort(say: Callable[[str], None]) -> KeySort:
-    """Returns the compiled loops, built where they are missing.
+    """Returns the compiled sort; builds the library if it is missing.
 
     Args:
-        say: told what is being waited for.
+        say: called with progress messages.
 
     Raises:
-        KernelsUnavailable: there is no compiler, or they do not compile, load or link.
+        KernelsUnavailable: there is no compiler, or the library does not compile, load or link.
     """
     return KeySort(data_function("megads_count_keys", say), data_function("megads_sort_items", say))
 
@@ -166,13 +167,13 @@ def _words(generator: np.random.PCG64) -> npt.NDArray[np.uint64]:
 
 
 def compiled_deal(say: Callable[[str], None]) -> Deal:
-    """Returns the compiled loop, built where it is missing.
+    """Returns the compiled blend; builds the library if it is missing.
 
     Args:
-        say: told what is being waited for.
+        say: called with progress messages.
 
     Raises:
-        KernelsUnavailable: there is no compiler, or it does not compile, load or link.
+        KernelsUnavailable: there is no compiler, or the library does not compile, load or link.
     """
     function = data_function("megads_deal", say)
 

@@ -1,7 +1,7 @@
-"""Tensors that operators make once for a device and give out ever after: masks, slopes, tables of angles.
+"""Caches of tensors that operators compute once per device: masks, ALiBi slopes, rotary tables.
 
-A cache drops what was not asked for lately, and its memory is another tensor's then. A CUDA graph goes on reading it:
-whoever captures one keeps what the caches gave out meanwhile.
+A cache evicts the least recently used tensors, whose memory is then reused. A CUDA graph would continue to read that
+memory, so code that captures a graph must keep the tensors that the caches returned during the capture.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _KEPT: list[list[Any]] = []
-"""The lists that `keep_cached` fills at the moment."""
+"""Lists that active `keep_cached` contexts fill."""
 
 
 def device_cache(maxsize: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """functools.lru_cache, of which `keep_cached` hears; tensors among the arguments go by their identity.
+    """functools.lru_cache whose results `keep_cached` records; tensor arguments are compared by identity.
 
     Args:
-        maxsize: results that are remembered.
+        maxsize: maximum number of cached results.
     """
 
     def decorate(make: Callable[P, T]) -> Callable[P, T]:
@@ -42,7 +42,7 @@ def device_cache(maxsize: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 @contextmanager
 def keep_cached() -> Iterator[list[Any]]:
-    """Fills the list that it yields with what caches give out inside."""
+    """Yields a list that is filled with the results that caches return inside the context."""
     kept: list[Any] = []
     _KEPT.append(kept)
     try:

@@ -1,15 +1,16 @@
-"""Dropout (Srivastava et al. 2014) whose masks are a pure function of place, by the generator Philox4x32-10.
+"""Dropout (Srivastava et al. 2014) with masks that are a pure function of position, from the generator Philox4x32-10.
 
 The generator is counter-based (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). A mask is not stored
-and has no state: forward, backward and recomputation draw it again, on a CPU or a GPU, whatever part of it a rank
-holds. megads' own kernels draw the same bits (kernels/cpu/philox.h, kernels/cuda/philox.cuh).
+and has no state: forward pass, backward pass and recomputation generate the same mask, on a CPU or a GPU, for any part
+of it that a rank holds. megads' kernels generate the same bits (kernels/cpu/philox.h, kernels/cuda/philox.cuh).
 
-The key is 64 bits of (seed, site). The counter of eight elements beside each other is (element / 8, place, low word of
-the sample's number, next 16 bits of that number and 16 bits of the head). Of the four words that come out, element 2i
-takes the lower half of word i and element 2i + 1 the upper one; an element is dropped if its 16 bits are below the
+The key is 64 bits from (seed, site). The counter of eight consecutive elements is (element / 8, position, low word of
+the sample's number, next 16 bits of that number and 16 bits of the head). Of the four output words, element 2i takes
+the lower half of word i and element 2i + 1 the upper half; an element is dropped if its 16 bits are below the
 threshold.
 
-Shape suffixes: b = batch, n = heads, s = places (queries or tokens), e = elements (keys or features), h = hidden size.
+Shape suffixes: b = batch, n = heads, s = positions (queries or tokens), e = elements (keys or features), h = hidden
+size.
 """
 
 from __future__ import annotations
@@ -26,38 +27,38 @@ from megads.ops.config import DRAWN_AT_ONCE, TORCH, KernelOp, Kernels
 from megads.ops.device_cache import device_cache
 
 RESOLUTION = 2**16
-"""A probability is a multiple of 1 / RESOLUTION."""
+"""Dropout probabilities are multiples of 1 / RESOLUTION."""
 ELEMENTS = 8
-"""Of one counter."""
+"""Elements per counter."""
 ROUNDS, MULTIPLIERS, WEYL = 10, (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
 WORD = 2**32 - 1
 
 
 def site_key(seed: int, site: str) -> int:
-    """Key of a place in the model, for example "blocks.3.mlp_dropout", as a signed 64-bit integer.
+    """Key of a dropout site in the model, as a signed 64-bit integer.
 
     Args:
-        seed: the run's.
-        site: the name.
+        seed: seed of the run.
+        site: name of the site, for example "blocks.3.mlp_dropout".
     """
     digest = hashlib.blake2b(struct.pack("<q", seed) + site.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
 def threshold_of(p: float) -> int:
-    """Values of 16 bits, of RESOLUTION, that drop an element: p rounded to a multiple of 1 / RESOLUTION, below 1."""
+    """Number of 16-bit values, out of RESOLUTION, that drop an element: p rounded to 1 / RESOLUTION, and below 1."""
     return min(round(p * RESOLUTION), RESOLUTION - 1)
 
 
 @dataclass(frozen=True, eq=False)
 class DropoutMask:
-    """What the mask of a micro-batch at one site follows from, beside the place in it.
+    """Dropout mask of a micro-batch at one site; its elements are computed on demand.
 
     Attributes:
-        key: of seed and site, `site_key`.
-        threshold: `threshold_of` the probability of a zero.
-        samples_b: int64 number of each sample, on the device of what is dropped.
-        first_head: number of head 0 in the whole model; 0 where there are no heads.
+        key: `site_key` of seed and site.
+        threshold: `threshold_of` the dropout probability.
+        samples_b: int64 global number of each sample, on the device of the input.
+        first_head: index of this rank's first head in the unsharded model; 0 if there are no heads.
     """
 
     key: int
@@ -67,21 +68,21 @@ class DropoutMask:
 
     @property
     def scale(self) -> float:
-        """Factor of what stays: the expectation is what it is without dropout, exactly."""
+        """Factor of the kept elements; it makes the expectation exactly equal to that without dropout."""
         return RESOLUTION / (RESOLUTION - self.threshold)
 
     @property
     def arguments(self) -> tuple[Tensor, int, int, int]:
-        """What operators of ours take in the place of a mask."""
+        """The mask as arguments of megads' operators."""
         return self.samples_b, self.key, self.threshold, self.first_head
 
     def keep(self, heads: int, places_s: Tensor, elements: int) -> Tensor:
-        """True for what stays, bool [b, n, s, e].
+        """Bool [b, n, s, e], True for elements that are kept.
 
         Args:
-            heads: n, from `first_head` on.
-            places_s: int64 place of every row in its sample.
-            elements: e, from 0 on.
+            heads: number of heads, starting at `first_head`.
+            places_s: int64 position of every row in its sample.
+            elements: number of elements, starting at 0.
         """
         batch, rows_of_sample = len(self.samples_b), heads * len(places_s)
         heads_n = torch.arange(self.first_head, self.first_head + heads, device=places_s.device)
@@ -100,14 +101,14 @@ class DropoutMask:
         for start in range(0, batch * rows_of_sample, at_once):
             block = slice(start, start + at_once)
             bits = philox_bits(self.key, groups_g, *(x[block] for x in rows))
-            # Unsigned numbers of 16 bits compare like signed ones with the highest bit turned.
+            # Unsigned 16-bit numbers compare like signed ones with the highest bit flipped.
             torch.ge(bits.bitwise_xor_(-(2**15)), self.threshold - 2**15, out=kept[block])
         return kept[:, :elements].reshape(*sizes, elements)
 
 
 @device_cache(8)
 def _multipliers(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Philox's factors [2, 1, 1], and the same in the other order; made on the device, so that no host waits for it."""
+    """Philox's multipliers [2, 1, 1], and in reverse order; created on the device, which avoids a synchronization."""
     first, second = (torch.full((1, 1, 1), factor, dtype=torch.int64, device=device) for factor in MULTIPLIERS)
     return torch.cat([first, second]), torch.cat([second, first])
 
@@ -115,17 +116,17 @@ def _multipliers(device: torch.device) -> tuple[Tensor, Tensor]:
 def philox_bits(key: int, first_g: Tensor, second_r1: Tensor, third_r1: Tensor, fourth_r1: Tensor) -> Tensor:
     """Random bits of counters (first, second, third, fourth), int16 [r, 8 g].
 
-    Words are int64 whose lower halves count; a product wraps, so that its bits are those of the unsigned one.
+    Words are the lower halves of int64; multiplication wraps, so its bits equal those of the unsigned product.
 
     Args:
-        key: 64 bits.
-        first_g: the first words of every row's counters, int64.
-        second_r1: the second word of a row's counters, int64 [r, 1]; third and fourth likewise.
-        third_r1: see there.
-        fourth_r1: see there.
+        key: key, 64 bits.
+        first_g: first word of the counters, the same in every row, int64 [g].
+        second_r1: second word of the counters of each row, int64 [r, 1].
+        third_r1: third word, int64 [r, 1].
+        fourth_r1: fourth word, int64 [r, 1].
     """
     device = first_g.device
-    # Words 0 and 2 are multiplied. Their products change places: in every other round word 2 comes first.
+    # Words 0 and 2 are multiplied, and their products swapped: in every other round word 2 comes first.
     multiplied = torch.empty(2, len(second_r1), len(first_g), dtype=torch.int64, device=device)
     multiplied[0] = first_g
     multiplied[1] = third_r1
@@ -152,16 +153,16 @@ def dropout(
     residual_bsh: Tensor | None = None,
     kernels: Kernels = TORCH,
 ) -> Tensor:
-    """x * keep * scale + residual, of x's dtype; the kernel rounds once, keeps nothing and draws the mask again.
+    """x * keep * scale + residual, in x's dtype. megads' kernel rounds once, saves no mask and regenerates it.
 
-    Plain torch keeps the mask, a byte an element: drawing it costs more there.
+    Plain PyTorch saves the mask, one byte per element, since generating it is expensive there.
 
     Args:
-        x_bsh: what `megads.ops.config.kernel_takes` goes to the kernel, which computes in fp32 inside.
-        mask: its rows are tokens, its elements features.
-        places_s: int64 place of every token in its sample; None: 0..s-1.
-        residual_bsh: of x's dtype; None: nothing is added.
-        kernels: whose kernel computes.
+        x_bsh: input; megads' kernel is used if `megads.ops.config.kernel_takes` it, and computes in fp32 internally.
+        mask: dropout mask; its rows are tokens, its elements features.
+        places_s: int64 position of every token in its sample; None: 0..s-1.
+        residual_bsh: residual in x's dtype; None: nothing is added.
+        kernels: selects the implementation.
     """
     assert mask.first_head == 0 and len(mask.samples_b) == len(x_bsh), (
         f"{len(x_bsh)} rows, but {len(mask.samples_b)} numbers of samples"
@@ -177,7 +178,7 @@ def dropout(
 
 
 def register() -> None:
-    """Tells torch the shape of the result and the gradients; the library is loaded."""
+    """Registers the fake implementation and autograd of the operator; requires that the library is loaded."""
 
     @torch.library.register_fake("megads::dropout")
     def _(

@@ -1,11 +1,11 @@
-"""The matrix products of a linear layer, where torch's own are slow.
+"""The GEMMs of a linear layer, with CPU kernels for the cases in which PyTorch's are slow.
 
-torch multiplies fp32 matrices with MKL, which on AMD's processors uses half of AVX-512: our kernel is twice as fast
-(measured on a core of a Zen 5: 186 to 226 GFLOP/s against 94 to 103). In bf16 torch takes oneDNN, which is good, but
-rounds what it sums up: our kernel adds weight gradients to fp32 main_grad, and on a Zen 4 or 5 is faster besides.
-Elsewhere oneDNN's inner product adds a bias in the same pass, which torch's own linear layer does in a second one. On
-x86 processors without AVX-512 oneDNN has no bf16 product, and torch falls back to plain loops: our kernel widens the
-operands to fp32 as it packs them, and is 4 to 100 times as fast.
+PyTorch uses MKL for fp32, which on AMD CPUs uses half of AVX-512: megads' kernel is twice as fast (measured on a core
+of a Zen 5: 186 to 226 GFLOP/s against 94 to 103). For bf16 PyTorch uses oneDNN, which is fast, but rounds weight
+gradients before they are accumulated: megads' kernel accumulates them in fp32 main_grad, and is also faster on a Zen 4
+or 5. Elsewhere oneDNN's inner product adds a bias in the same pass, while PyTorch's linear layer needs a second one. On
+x86 CPUs without AVX-512 oneDNN has no bf16 GEMM, and PyTorch falls back to plain loops: megads' kernel converts the
+operands to fp32 when it packs them, and is 4 to 100 times as fast.
 
 Shape suffixes: m = tokens (any leading dims in `...`), i = input features, o = output features; gemm's are its own.
 """
@@ -23,20 +23,21 @@ from megads.ops import processor
 from megads.ops.config import KernelOp, Kernels
 
 THINNEST = 16
-"""Rows and columns of the smallest result that our kernels compute: torch's dot products are better at less."""
+"""Minimum rows and columns of the output for megads' kernels; PyTorch's dot products are faster below."""
 
 WIDEST = 16
-"""Columns a row from which on the bf16 kernel would mostly pack: oneDNN is better at few tokens and a large weight."""
+"""Columns per row of the output from which the bf16 kernel would mostly pack; oneDNN is faster for few tokens and a
+large weight."""
 
 
 def linear(x_mi: Tensor, weight_oi: Tensor, bias_o: Tensor | None, kernels: Kernels) -> Tensor:
     """x W^T + b, [..., o] in x's dtype.
 
     Args:
-        x_mi: [..., i].
-        weight_oi: of x's dtype.
-        bias_o: of x's dtype, or None.
-        kernels: whose kernel computes.
+        x_mi: input, [..., i].
+        weight_oi: weight, in x's dtype.
+        bias_o: bias in x's dtype, or None.
+        kernels: selects the implementation.
     """
     if kernels.fused(KernelOp.linear) and _gemm_takes(x_mi, weight_oi, prod(x_mi.shape[:-1]), weight_oi.shape[0]):
         return _gemm(x_mi, weight_oi, bias_o)
@@ -49,8 +50,8 @@ def linear(x_mi: Tensor, weight_oi: Tensor, bias_o: Tensor | None, kernels: Kern
 def linear_into(
     out_mo: Tensor, x_mi: Tensor, weight_oi: Tensor, kernels: Kernels, bias_o: Tensor | None = None, add: bool = False
 ) -> None:
-    """Writes x W^T + b into rows of two dims that lie beside each other, or adds it to them; see `linear`."""
-    # What a result in bf16 holds is added by torch, which rounds once, too.
+    """Writes x W^T + b to a 2-D output with contiguous rows, or adds it to the output; see `linear`."""
+    # Accumulation into a bf16 output is left to PyTorch, which also rounds once.
     in_kernel = not add or out_mo.dtype is torch.float32
     if kernels.fused(KernelOp.linear) and in_kernel and _gemm_takes(x_mi, weight_oi, *out_mo.shape):
         _gemm_into(out_mo, x_mi, weight_oi, bias_o, add)
@@ -79,18 +80,18 @@ def weight_gradient(grad_mo: Tensor, x_mi: Tensor, kernels: Kernels) -> Tensor:
 
 
 def fuses_accumulation(grad_mo: Tensor, x_mi: Tensor) -> bool:
-    """Whether a fused `add_weight_gradient` accumulates inside the product; else it computes the gradient first."""
+    """Whether a fused `add_weight_gradient` accumulates inside the GEMM; else it computes the gradient first."""
     return _gemm_takes(grad_mo, x_mi, grad_mo.shape[-1], x_mi.shape[-1])
 
 
 def add_weight_gradient(main_grad_oi: Tensor, grad_mo: Tensor, x_mi: Tensor, first: bool, kernels: Kernels) -> None:
-    """Adds `weight_gradient`, which is not rounded to its dtype on the way where `fuses_accumulation`.
+    """Adds `weight_gradient` to main_grad; if `fuses_accumulation`, without rounding it to its dtype first.
 
     Args:
         main_grad_oi: fp32, contiguous.
-        grad_mo: [..., o].
-        x_mi: [..., i].
-        first: writes over what it holds.
+        grad_mo: gradient of the output, [..., o].
+        x_mi: input, [..., i].
+        first: overwrite main_grad instead of adding to it.
         kernels: see `linear`.
     """
     if kernels.fused(KernelOp.linear) and fuses_accumulation(grad_mo, x_mi):
@@ -102,7 +103,7 @@ def add_weight_gradient(main_grad_oi: Tensor, grad_mo: Tensor, x_mi: Tensor, fir
 
 
 def register() -> None:
-    """Tells torch that nothing is returned; gradients are the callers'. The library is loaded."""
+    """Registers fake implementations; callers implement autograd. Requires that the library is loaded."""
     for name in ("gemm", "gemm_bf16"):
 
         @torch.library.register_fake(f"megads::{name}")
@@ -122,7 +123,7 @@ def _gemm_takes(left: Tensor, right: Tensor, rows: int, columns: int) -> bool:
 
 
 def _gemm(a_mk: Tensor, b_nk: Tensor, bias_n: Tensor | None) -> Tensor:
-    """a b^T + bias, [..., n]; any strides. Bitwise the same for any number of threads."""
+    """a b^T + bias, [..., n], for any strides. Bitwise the same for any number of threads."""
     flat_mk = a_mk.flatten(0, -2)
     out_mn = flat_mk.new_empty(flat_mk.shape[0], b_nk.shape[0])
     _gemm_into(out_mn, flat_mk, b_nk, bias_n, False)
@@ -135,13 +136,14 @@ def _gemm_into(out_mn: Tensor, a_mk: Tensor, b_nk: Tensor, bias_n: Tensor | None
 
 
 def _unflattened(out_mo: Tensor, like: Tensor) -> Tensor:
-    """With the leading dims of `like`. No view for autograd: the collective behind a row layer writes into it."""
+    """Restores the leading dims of `like`. Not a view to autograd, since the collective after a row-parallel layer
+    writes into it."""
     out: Tensor = torch.ops.aten._unsafe_view(out_mo, [*like.shape[:-1], out_mo.shape[-1]])
     return out
 
 
 def _inner_product_takes(x_mi: Tensor, weight_oi: Tensor) -> bool:
-    # Inductor takes it with constant weights only.
+    # Inductor supports it with constant weights only.
     eager = x_mi.device.type == "cpu" and not torch.compiler.is_compiling()
     bf16 = eager and x_mi.dtype is torch.bfloat16 and weight_oi.dtype is torch.bfloat16
     return bf16 and x_mi.numel() > 0 and weight_oi.numel() > 0 and _has_inner_product()

@@ -1,6 +1,6 @@
-"""LayerNorm (Ba, Kiros and Hinton 2016) and RMSNorm (Zhang and Sennrich 2019), also of a sum that is kept.
+"""LayerNorm (Ba, Kiros and Hinton 2016) and RMSNorm (Zhang and Sennrich 2019), also fused with a residual addition.
 
-Shape suffixes: h = hidden size; what comes before it is any number of dims.
+Shape suffixes: h = hidden size, after any number of leading dims.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kerne
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dim, in x's dtype.
 
     Args:
-        x: [..., h]; fp32 and bf16 on a CPU go to the kernel, which computes in fp32 inside.
-        weight: [h], of x's dtype.
-        bias: likewise; None: no bias.
+        x: [..., h]; megads' kernel supports the dtypes of KERNEL_DTYPES, and computes in fp32 internally.
+        weight: [h], in x's dtype.
+        bias: [h], in x's dtype; None: no bias.
         eps: added to the variance.
-        kernels: whose kernel computes; NVIDIA apex has one on GPUs, with a bias.
+        kernels: selects the implementation; NVIDIA apex has one for GPUs, with a bias.
     """
     if kernels.takes(KernelOp.norm, x):
         return _norm(x, weight, bias, eps, centred=True)
@@ -31,11 +31,11 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kerne
 
 
 def _eager_layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kernels: Kernels) -> Tensor:
-    """By NVIDIA apex, if it is to and can, else by torch."""
+    """LayerNorm by NVIDIA apex if selected and supported, else by PyTorch."""
     if kernels.apex(KernelOp.norm) and bias is not None and _apex_takes(x, weight):
         from apex.normalization.fused_layer_norm import fused_layer_norm_affine
 
-        # Its default keeps the input for backward, as we do; the memory-efficient form computes it from the output.
+        # By default it saves the input, as megads' kernel does; memory_efficient recomputes the input from the output.
         normed: Tensor = fused_layer_norm_affine(x, weight, bias, x.shape[-1:], eps)
         return normed
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
@@ -60,15 +60,15 @@ def _eager_rms_norm(x: Tensor, weight: Tensor, eps: float, kernels: Kernels) -> 
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, kernels: Kernels
 ) -> tuple[Tensor, Tensor]:
-    """`layer_norm` of x + residual, and that sum, which the norm reads as it was rounded.
+    """`layer_norm` of x + residual, and that sum; the norm is computed from the rounded sum.
 
     Args:
         x: [..., h].
-        residual: of its shape and dtype.
+        residual: residual, in x's shape and dtype.
         weight: as in `layer_norm`.
-        bias: likewise.
-        eps: likewise.
-        kernels: likewise; beside apex' norm the sum is torch's.
+        bias: as in `layer_norm`.
+        eps: as in `layer_norm`.
+        kernels: as in `layer_norm`; with apex's norm, PyTorch computes the sum.
 
     Returns:
         The norm and the sum.
@@ -88,7 +88,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, kernel
 
 
 def _apex_takes(x: Tensor, weight: Tensor) -> bool:
-    """Apex launches a grid of as many blocks as rows, and refuses mixed dtypes."""
+    """Whether apex supports the tensors: it has 32-bit indices and no mixed dtypes, and cannot launch an empty grid."""
     return x.is_cuda and kernel_takes(x) and weight.dtype == x.dtype and 0 < x.numel() < INT32_ELEMENTS
 
 
@@ -111,7 +111,7 @@ def _add_norm(
 
 
 def register() -> None:
-    """Tells torch the shapes of the results and the gradients; the library is loaded."""
+    """Registers fake implementations and autograd of the operators; requires that the library is loaded."""
 
     def statistics_of(x: Tensor) -> Tensor:
         return x.new_empty((x.shape[0], 2), dtype=torch.float32)
@@ -172,7 +172,7 @@ def _add_backward(
 
 
 def _gradients(ctx: Any, grad: Tensor, grad_added: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Of what was normed, the weight and the bias."""
+    """Gradients of the norm's input, the weight and the bias."""
     x, weight, statistics = ctx.saved_tensors
     grad_added = None if grad_added is None else grad_added.contiguous()
     grads = torch.ops.megads.norm_backward(

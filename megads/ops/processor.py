@@ -1,7 +1,7 @@
-"""Which matrix products torch is slow at on this processor. Imports no torch: planning asks it, too.
+"""On which CPUs PyTorch's GEMMs are slow. Does not import torch, since planning uses it, too.
 
-Everything goes by names and instructions, not by a measurement: ranks must agree, and so must a run and the one that
-resumes it.
+Decisions depend on vendor and instruction set, not on a measurement: all ranks must decide the same, and so must a run
+and the one that resumes it.
 """
 
 from __future__ import annotations
@@ -11,41 +11,42 @@ import platform
 from pathlib import Path
 
 _AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
-"""What torch wants of a processor for its AVX-512 code and for oneDNN's products in bf16."""
+"""Instruction sets that PyTorch requires for its AVX-512 code and for oneDNN's bf16 GEMMs."""
 
 
 def multiplies(*, low: bool) -> bool:
-    """Whether our kernels multiply matrices here, if they are not too thin, and add gradients of weights to their sums.
+    """Whether megads' kernels are used on this CPU for GEMMs that are not too thin, and for fused gradient
+    accumulation.
 
     Args:
-        low: in bf16, else in fp32.
+        low: bf16, else fp32.
     """
     return torch_loops_over_bf16() or pairs_are_fast() if low else mkl_is_slow()
 
 
 def mkl_is_slow() -> bool:
-    """Whether this is an AMD processor with AVX-512; elsewhere torch's choice stands."""
+    """Whether this is an AMD CPU with AVX-512, on which MKL is slow."""
     return "AuthenticAMD" in _words() and has_avx512()
 
 
 def pairs_are_fast() -> bool:
-    """Whether this is a Zen 4 or 5, the only processors on which our bf16 kernel has been compared with oneDNN."""
+    """Whether this is a Zen 4 or 5, the only CPUs on which the bf16 kernel has been compared with oneDNN."""
     return mkl_is_slow() and "avx512_bf16" in _words()
 
 
 def torch_loops_over_bf16() -> bool:
-    """Whether this is an x86 processor on which torch has no bf16 product of its own."""
+    """Whether this is an x86 CPU for which oneDNN has no bf16 GEMM, so that PyTorch uses plain loops."""
     return platform.machine() == "x86_64" and not has_avx512()
 
 
 def has_avx512() -> bool:
-    """Whether this processor has the instructions of AVX-512 that torch uses."""
+    """Whether this CPU has the AVX-512 instruction sets that PyTorch requires."""
     return _words() >= _AVX512
 
 
 @functools.cache
 def _words() -> frozenset[str]:
-    """Maker, flags and whatever else Linux says of the processor; empty where there is no such file."""
+    """Words in /proc/cpuinfo, including vendor and flags; empty if there is no such file."""
     try:
         return frozenset(Path("/proc/cpuinfo").read_text().split())
     except OSError:

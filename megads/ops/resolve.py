@@ -1,6 +1,6 @@
-"""Decides what ops.impl and optim.impl stand for on this machine, and loads the compiled operators into torch.
+"""Resolves ops.impl and optim.impl for this machine, and loads the compiled operators into PyTorch.
 
-Imports no torch unless kernels are loaded: a launcher must not wait for it.
+Does not import torch unless kernels are loaded, so that the launcher starts quickly.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ Prepare = Callable[[], object]
 
 
 def choose(config: OpsConfig, *, cuda: bool, optimizer: Implementation = Implementation.auto) -> Kernels:
-    """What would run here; compiles and loads nothing.
+    """Resolves the implementations on this machine, without compiling or loading anything.
 
     Args:
-        config: what the user asked for.
-        cuda: the model is on GPUs.
-        optimizer: what the user asked for there; auto: what the model takes.
+        config: the user's config.
+        cuda: whether the model is on GPUs.
+        optimizer: optim.impl; auto: same as the model.
 
     Raises:
-        ConfigError: fused, apex or CUDA graphs were asked for and cannot be had.
+        ConfigError: a requested implementation, torch.compile or CUDA graphs are not available.
     """
     return _choose(config, optimizer, cuda, lambda: (library_path(), cuda and cuda_library_path()), _nothing)
 
@@ -46,16 +46,16 @@ def choose(config: OpsConfig, *, cuda: bool, optimizer: Implementation = Impleme
 def prepare(
     config: OpsConfig, say: Callable[[str], None], *, cuda: bool, optimizer: Implementation = Implementation.auto
 ) -> Kernels:
-    """The same, and compiles the kernels where they are needed and missing.
+    """Like `choose`, and compiles the kernels if they are needed and missing.
 
     Args:
-        config: what the user asked for.
-        say: told what is being waited for.
-        cuda: the model is on GPUs.
+        config: the user's config.
+        say: called with progress messages.
+        cuda: whether the model is on GPUs.
         optimizer: see `choose`.
 
     Raises:
-        ConfigError: fused or apex was asked for and cannot be had.
+        ConfigError: see `choose`.
     """
     return _choose(config, optimizer, cuda, lambda: (build(say), cuda and build_cuda(say)), _nothing)
 
@@ -63,16 +63,16 @@ def prepare(
 def load(
     config: OpsConfig, say: Callable[[str], None], *, cuda: bool, optimizer: Implementation = Implementation.auto
 ) -> Kernels:
-    """The same, and loads the kernels into this process: a rank's.
+    """Like `prepare`, and loads the kernels into this process, which is a rank.
 
     Args:
-        config: what the user asked for.
-        say: told what is being waited for.
-        cuda: the model is on GPUs.
+        config: the user's config.
+        say: called with progress messages.
+        cuda: whether the model is on GPUs.
         optimizer: see `choose`.
 
     Raises:
-        ConfigError: fused or apex was asked for and cannot be had.
+        ConfigError: see `choose`.
     """
 
     def get() -> None:
@@ -84,23 +84,23 @@ def load(
 
 
 def plans_fused(config: OpsConfig, *, cuda: bool) -> bool:
-    """Whether memory goes by megads' own kernels; under auto on GPUs it goes by torch's operators.
+    """Whether memory estimates assume megads' kernels; under auto on GPUs they assume PyTorch's operators.
 
-    Autotuning leaves out kernels that keep more than torch's. Apex' norms keep what torch's keep, and need not be here
-    for a plan.
+    Autotuning excludes kernels that keep more activation memory than PyTorch's. Apex's norms keep as much as PyTorch's,
+    and need not be installed for a plan.
 
     Args:
-        config: what the user asked for.
-        cuda: the model would be on GPUs.
+        config: the user's config.
+        cuda: whether the model would be on GPUs.
 
     Raises:
-        ConfigError: fused was asked for and cannot be had.
+        ConfigError: see `choose`.
     """
     return config.impl is not Implementation.apex and choose(config, cuda=cuda).model is Implementation.fused
 
 
 def _nothing(_key: str) -> None:
-    """Apex is compiled by its own project."""
+    """Does nothing: apex is neither compiled nor loaded here."""
 
 
 def _choose(
@@ -119,7 +119,7 @@ def _choose(
 def _take(
     key: str, impl: Implementation, cuda: bool, get: Prepare, get_apex: Callable[[str], object]
 ) -> tuple[Implementation, str]:
-    """What runs, and why not others."""
+    """The resolved implementation, and why a preferred one is not available."""
     if impl is Implementation.torch:
         return impl, ""
     if impl is Implementation.apex:
@@ -133,21 +133,21 @@ def _take(
         get()
     except KernelsUnavailable as error:
         if impl is Implementation.fused:
-            raise ConfigError(f"{key} = fused cannot run: {error}; or use {key}=auto, which does without") from None
+            raise ConfigError(f"{key} = fused cannot run: {error}; or use {key}=auto, which does not need it") from None
         return Implementation.torch, str(error)
-    # Which of them are exact and faster than torch's on this GPU is measured before training.
+    # On GPUs, autotuning decides before training which kernels are accurate and faster than PyTorch's.
     return Implementation.auto if cuda and impl is Implementation.auto else Implementation.fused, ""
 
 
 def _require_extension_compiler(key: str, *, cuda: bool) -> None:
-    """Refuses DeepSpeed's kernels where torch could not compile them; `megads.engine.deepspeed_adam` compiles them.
+    """Checks that PyTorch can compile DeepSpeed's kernels; `megads.engine.deepspeed_adam` compiles them.
 
     Args:
-        key: of the config, which asks for them.
-        cuda: the model is on GPUs.
+        key: config key that requests them.
+        cuda: whether the model is on GPUs.
 
     Raises:
-        ConfigError: a compiler is missing, or ninja, which drives it.
+        ConfigError: a compiler or ninja is missing.
     """
     try:
         find_compiler()
@@ -157,20 +157,20 @@ def _require_extension_compiler(key: str, *, cuda: bool) -> None:
         raise ConfigError(f"{key} = deepspeed cannot run: {error}; or use {key}=auto") from None
     if shutil.which("ninja") is None:
         raise ConfigError(
-            f"{key} = deepspeed cannot run: torch compiles DeepSpeed's kernels by ninja, which is not on the path: "
+            f"{key} = deepspeed cannot run: torch compiles DeepSpeed's kernels with ninja, which is not on the path: "
             f"install it (pip install ninja), or activate the environment that has it; or use {key}=auto"
         )
 
 
 def _require_compiler(compiled: Compile, *, cuda: bool) -> None:
-    """Refuses torch.compile where it cannot work.
+    """Checks that torch.compile can be used.
 
     Args:
-        compiled: what the user asked for.
-        cuda: the model is on GPUs.
+        compiled: ops.compile.
+        cuda: whether the model is on GPUs.
 
     Raises:
-        ConfigError: the compiler's own compiler is missing.
+        ConfigError: the C++ compiler, or on GPUs Triton, is missing.
     """
     if compiled is Compile.none:
         return
@@ -180,20 +180,20 @@ def _require_compiler(compiled: Compile, *, cuda: bool) -> None:
         raise ConfigError(f"ops.compile = {compiled} cannot run: {error}; or use ops.compile=none") from None
     if cuda and importlib.util.find_spec("triton") is None:
         raise ConfigError(
-            f"ops.compile = {compiled} cannot run: torch compiles for GPUs by triton, which is not installed; install "
-            "the triton that this torch names (pip show torch), or use ops.compile=none"
+            f"ops.compile = {compiled} cannot run: torch.compile needs triton on GPUs, which is not installed; install "
+            "the version that this torch requires (pip show torch), or use ops.compile=none"
         )
 
 
 @functools.cache
 def load_library(path: Path) -> None:
-    """Registers the operators of namespace megads; once in a process.
+    """Registers the operators of namespace megads, once per process.
 
     Args:
-        path: what `megads.ops.build.build` returned.
+        path: result of `megads.ops.build.build`.
 
     Raises:
-        KernelsUnavailable: the file does not fit this torch.
+        KernelsUnavailable: the library is not compatible with this PyTorch.
     """
     _load(path)
     from megads.ops import activation, adamw, attention, cross_entropy, dropout, linear, norm, rotary, softmax
@@ -204,13 +204,13 @@ def load_library(path: Path) -> None:
 
 @functools.cache
 def load_cuda_library(path: Path) -> None:
-    """Registers the operators' implementations for GPUs, beside what `load_library` registered; once in a process.
+    """Registers the GPU implementations of the operators that `load_library` declared, once per process.
 
     Args:
-        path: what `megads.ops.build.build_cuda` returned.
+        path: result of `megads.ops.build.build_cuda`.
 
     Raises:
-        KernelsUnavailable: the file does not fit this torch.
+        KernelsUnavailable: the library is not compatible with this PyTorch.
     """
     _load(path)
 
@@ -221,11 +221,11 @@ def _load(path: Path) -> None:
     try:
         torch.ops.load_library(path)
     except OSError as error:
-        raise KernelsUnavailable(f"{path} cannot be loaded ({error}): remove it, and it is built anew") from error
+        raise KernelsUnavailable(f"{path} cannot be loaded ({error}): remove it to rebuild it") from error
 
 
 def loaded_kernels() -> str:
-    """Returns which builds of the kernels this process has loaded, the CPU's first, or "torch" for none."""
+    """Returns the hashes of the kernel builds that this process has loaded, CPU first, or "torch" if none."""
     import torch
 
     paths = [Path(path) for path in torch.ops.loaded_libraries]

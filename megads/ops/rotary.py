@@ -1,6 +1,6 @@
-"""Turns queries and keys by the angles of their positions (Su et al. 2021, RoFormer).
+"""Rotary position embedding of queries and keys (Su et al. 2021, RoFormer).
 
-Feature i of a head and feature i + d/2 are one point in the plane, as in `megads.model.attention`.
+Features i and i + d/2 of a head form a pair that is rotated, as in `megads.model.attention`.
 
 Shape suffixes: b = batch, s = sequence, n = heads, d = head dim, r = d/2 pairs.
 """
@@ -16,13 +16,13 @@ from megads.ops.config import KernelOp, Kernels
 
 
 def rotate(x_bsnd: Tensor, cos: Tensor, sin: Tensor, kernels: Kernels) -> Tensor:
-    """x turned by the angles, computed in the tables' dtype, [b, s, n, d] in x's dtype.
+    """Rotates x by the angles, computed in the tables' dtype, [b, s, n, d] in x's dtype.
 
     Args:
-        x_bsnd: queries or keys; fp32 and bf16 on a CPU go to the kernel.
-        cos: cosines of every angle, [s, 1, r] or [b, s, 1, r], fp32 beside fp32 and bf16.
-        sin: sines, likewise.
-        kernels: whose kernel computes.
+        x_bsnd: queries or keys; megads' kernel supports the dtypes of KERNEL_DTYPES.
+        cos: cosines of the angles, [s, 1, r] or [b, s, 1, r]; fp32 for fp32 and bf16 inputs.
+        sin: sines, in the same shape and dtype.
+        kernels: selects the implementation.
     """
     if kernels.takes(KernelOp.rotary, x_bsnd) and cos.dtype == torch.float32:
         rows_bsnd = x_bsnd if x_bsnd.stride(-1) == 1 else x_bsnd.contiguous()
@@ -34,13 +34,13 @@ def rotate(x_bsnd: Tensor, cos: Tensor, sin: Tensor, kernels: Kernels) -> Tensor
 
 
 def _table(table: Tensor) -> Tensor:
-    """[s, 1, r] or [b, s, 1, r] as [1 or b, s, r]."""
+    """Reshapes [s, 1, r] or [b, s, 1, r] to [1 or b, s, r], contiguous."""
     table = table.squeeze(-2)
     return (table if table.dim() == 3 else table[None]).contiguous()
 
 
 def register() -> None:
-    """Tells torch the shape of the result and the gradient; the library is loaded."""
+    """Registers the fake implementation and autograd of the operator; requires that the library is loaded."""
 
     @torch.library.register_fake("megads::rotary")
     def _(x: Tensor, cos: Tensor, sin: Tensor, backward: bool) -> Tensor:

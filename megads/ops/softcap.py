@@ -1,4 +1,4 @@
-"""Soft-capping of logits: cap * tanh(x / cap), near x where |x| is far below the cap, and never beyond it.
+"""Soft-capping of logits: cap * tanh(x / cap), which is close to x for |x| far below the cap, and bounded by the cap.
 
 Gemma 2 (Gemma Team 2024, section 2) caps attention logits at 50 and final logits at 30; earlier Bello et al. 2016.
 """
@@ -26,7 +26,7 @@ class _Softcap(torch.autograd.Function):
 
 
 def _capped(x: Tensor, scale: float, cap: float) -> tuple[Tensor, Tensor]:
-    """The result and its slope, scale * (1 - tanh^2); computed in fp32 at least, in x's dtype."""
+    """The result and its derivative, scale * (1 - tanh^2); computed in fp32 or wider, returned in x's dtype."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     bent = (wide * (scale / cap)).tanh_()
     out = (bent * cap).to(x.dtype)
@@ -34,11 +34,11 @@ def _capped(x: Tensor, scale: float, cap: float) -> tuple[Tensor, Tensor]:
 
 
 def softcap(x: Tensor, cap: float, scale: float = 1.0) -> Tensor:
-    """cap * tanh(scale * x / cap), in x's dtype. Backward keeps its slope, not the result, which may be overwritten.
+    """cap * tanh(scale * x / cap), in x's dtype. Saves the derivative for backward; the result may be overwritten.
 
     Args:
         x: fp64, fp32 or bf16, any shape.
-        cap: positive.
+        cap: bound of the result, positive.
         scale: factor of x.
     """
     out: Tensor = _Softcap.apply(x, scale, cap)
@@ -46,7 +46,7 @@ def softcap(x: Tensor, cap: float, scale: float = 1.0) -> Tensor:
 
 
 def softcap_(x: Tensor, cap: float) -> Tensor:
-    """Caps in place, without autograd; returns the slope, of x's shape and dtype."""
+    """Soft-caps in place, without autograd; returns the derivative, in x's shape and dtype."""
     out, slope = _capped(x, 1.0, cap)
     x.copy_(out)
     return slope

@@ -1,7 +1,6 @@
-"""Softmax of scaled attention scores with ALiBi, causality, padding and document borders: Megatron's family in one.
+"""Softmax of scaled attention scores with ALiBi, causal, padding and document masks: all of Megatron's variants in one.
 
-Around it attention whose scores are in memory, between two matrix products: what GPUs without a kernel of the whole
-take.
+Also attention with scores in memory, from two GEMMs around this softmax, for GPUs without a fused attention kernel.
 
 Shape suffixes: b = batch, n = heads, m = heads of keys and values, s = query, t = key, d = head dim.
 """
@@ -33,12 +32,12 @@ def masked_softmax(
     A query that sees no key gets zeros. Any number of heads, queries and keys.
 
     Args:
-        scores_bnst: products of queries and keys; computed in fp32 inside (fp64 for fp64), the result is of its dtype.
+        scores_bnst: attention scores; computed in fp32 internally (fp64 for fp64), the result has their dtype.
         scale: factor of the scores.
         slopes_n: fp32 ALiBi slope of every head; None: no bias.
-        places_s: int64 place of every query among the keys, the last one it sees; None: 0..s-1.
-        starts_bs: int64 first key that a query sees, for documents and for padding on the left; None: 0.
-        kernels: whose kernel computes.
+        places_s: int64 position of every query among the keys, the last key that it sees; None: 0..s-1.
+        starts_bs: int64 first key that each query sees, for documents and for padding on the left; None: 0.
+        kernels: selects the implementation.
     """
     if kernels.takes(KernelOp.attention, scores_bnst):
         starts_bs = None if starts_bs is None else starts_bs.contiguous()
@@ -60,7 +59,7 @@ def masked_softmax(
 
 
 def register() -> None:
-    """Tells torch the shapes of the results and the gradients; the library is loaded."""
+    """Registers fake implementations and autograd of the operators; requires that the library is loaded."""
 
     @torch.library.register_fake("megads::softmax_forward")
     def _(scores: Tensor, scale: float, slopes: Tensor | None, places: Tensor | None, starts: Tensor | None) -> Tensor:
@@ -112,17 +111,18 @@ def register() -> None:
 
 @dataclass(frozen=True, eq=False)
 class MaskedSoftmax:
-    """How scores become probabilities.
+    """The softmax over attention scores, with its masks and biases.
 
     Attributes:
         scale: factor of the scores.
-        bias: makes plain torch's additive mask, fp32 [b or 1, n or 1, s, t]; None: megads' kernel, with what follows.
+        bias: returns the additive mask for plain PyTorch, fp32 [b or 1, n or 1, s, t]; None: megads' kernel, with the
+            following attributes.
         slopes_n: fp32 ALiBi slope of every head; None: no bias.
-        places_s: int64 place of every query among the keys; None: 0..s-1.
-        starts_bs: int64 first key that a query sees, contiguous; None: 0.
-        softcap: bound of the scaled scores, before the bias; None: none. `explicit_attention` caps them.
-        sinks_n: logit of each head beside its scores, which takes a share of the probability; by torch, without
-            dropout. None: none.
+        places_s: int64 position of every query among the keys; None: 0..s-1.
+        starts_bs: int64 first key that each query sees, contiguous; None: 0.
+        softcap: bound of the scaled scores, before the bias; None: none. `explicit_attention` applies it.
+        sinks_n: attention sink logit of each head, which takes a share of the probability; only with plain PyTorch and
+            without dropout. None: none.
     """
 
     scale: float
@@ -134,7 +134,7 @@ class MaskedSoftmax:
     sinks_n: Tensor | None = None
 
     def __call__(self, scores_bnst: Tensor) -> Tensor:
-        """Probabilities of the scores' dtype."""
+        """Probabilities in the scores' dtype."""
         if self.bias is None:
             return masked_softmax(scores_bnst, self.scale, self.slopes_n, self.places_s, self.starts_bs, FUSED)
         wide = torch.promote_types(scores_bnst.dtype, torch.float32)
@@ -148,26 +148,27 @@ class MaskedSoftmax:
 def explicit_attention(
     q_bnsd: Tensor, k_bmtd: Tensor, v_bmtd: Tensor, softmax: MaskedSoftmax, mask: DropoutMask | None = None
 ) -> Tensor:
-    """dropout(softmax(q k^T)) v, [b, n, s, d]; n / m heads of queries next to each other share keys and values.
+    """dropout(softmax(q k^T)) v, [b, n, s, d]; n / m consecutive query heads share keys and values.
 
-    With dropout backward keeps the probabilities, in the dtype of the queries, and nothing else of their size.
+    With dropout, only the probabilities, in the queries' dtype, are saved for the backward pass, and no other tensor of
+    their size.
 
     Args:
         q_bnsd: queries.
         k_bmtd: keys; m divides n.
         v_bmtd: values.
         softmax: scores [b, n, s, t] to probabilities.
-        mask: of the probabilities: its rows are the places of queries, its elements keys; None: nothing is dropped.
+        mask: dropout mask of the probabilities; its rows are positions of queries, its elements keys. None: no dropout.
     """
     (batch, heads, queries, dim), (shared, keys) = q_bnsd.shape, k_bmtd.shape[1:3]
-    # The queries of all heads that share keys are rows of one product.
+    # The queries of all heads that share keys are rows of one GEMM.
     rows = heads // shared * queries
     cap, scale = softmax.softcap, softmax.scale
-    if cap is not None:  # capping scales them
+    if cap is not None:  # softcap applies the scale
         softmax = replace(softmax, scale=1.0)
 
     def scores_bnst() -> Tensor:
-        # Without a name for the scores, they are freed as soon as they are normalised.
+        # The caller keeps no reference to the scores, so they are freed as soon as the softmax is done.
         scores = q_bnsd.reshape(batch, shared, rows, dim) @ k_bmtd.transpose(-1, -2)
         if cap is not None:
             scores = softcap(scores, cap, scale)
@@ -176,14 +177,14 @@ def explicit_attention(
     assert mask is None or softmax.sinks_n is None, "their gradient is autograd's"
     if mask is None:
         return (softmax(scores_bnst()).view(batch, shared, rows, keys) @ v_bmtd).view(q_bnsd.shape)
-    # As products do: copies of several heads, where a view would keep the whole projection for backward.
+    # As matmul does: several heads are copied, since a view would keep the whole projection for the backward pass.
     v_bmtd = v_bmtd if shared == 1 else v_bmtd.contiguous()
     out: Tensor = _DroppedAttention.apply(scores_bnst(), v_bmtd, softmax, mask)  # type: ignore[no-untyped-call]
     return out.view(q_bnsd.shape)
 
 
 class _DroppedAttention(torch.autograd.Function):
-    """dropout(softmax(scores)) v of scores [b, n, s, t] and values [b, m, t, d]; backward draws the mask again."""
+    """dropout(softmax(scores)) v of scores [b, n, s, t] and values [b, m, t, d]; backward regenerates the mask."""
 
     @staticmethod
     def forward(ctx: Any, scores_bnst: Tensor, v_bmtd: Tensor, softmax: MaskedSoftmax, mask: DropoutMask) -> Tensor:
@@ -215,7 +216,7 @@ class _DroppedAttention(torch.autograd.Function):
 
 
 def _grouped(weights_bnst: Tensor, v_bmtd: Tensor) -> Tensor:
-    """Rows of all heads that share keys beside each other, [b, m, n / m s, t]."""
+    """Concatenates the rows of all heads that share keys, [b, m, n / m s, t]."""
     batch, shared, keys, _ = v_bmtd.shape
     return weights_bnst.view(batch, shared, -1, keys)
 
@@ -230,6 +231,6 @@ def _keep(weights_bnst: Tensor, softmax: MaskedSoftmax, mask: DropoutMask) -> Te
 
 
 def _softmax_gradient(grad_bnst: Tensor, weights_bnst: Tensor) -> Tensor:
-    """weights * (grad - sum of weights * grad over keys), in fp32 at least."""
+    """Gradient of softmax: weights * (grad - sum of weights * grad over keys), in fp32 or wider."""
     wide = torch.promote_types(grad_bnst.dtype, torch.float32)
     return torch._softmax_backward_data(grad_bnst.to(wide), weights_bnst.to(wide), -1, wide)

@@ -1,8 +1,8 @@
-"""The optimizer's arithmetic on one rank.
+"""Optimizers and learning-rate schedules.
 
-`masters` says what lies in flat fp32 masters and who holds the rest, `optimizers` drives the rules that update them
-(AdamW, Lion and plugins' there, `lamb`, `muon`), `groups` lays parameters into them, `schedule` has the learning
-rate.
+`masters` describes flat fp32 master weights and their sharding, `optimizers` runs the update rules (AdamW; Lion and
+plugins' in `masters`; `lamb`, `muon`), `groups` assigns parameters to groups and buckets, `schedule` computes the
+learning rate.
 """
 
 __all__ = ["config", "groups", "lamb", "masters", "muon", "optimizers", "schedule"]

@@ -1,4 +1,4 @@
-"""The optimizers' settings."""
+"""Configuration of the optimizers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megads.ops.config import Implementation
 from megads.runtime.registry import OPTIMIZERS
 
 MUON_BATCH_ELEMENTS = 2**26
-"""Muon multiplies matrices of one shape together up to so many elements: temporary memory is about four times that."""
+"""Maximum elements of a batch of same-shape matrices in Muon; temporary memory is about four times that."""
 
 
 class OptimizerName(StrEnum):
@@ -28,30 +28,30 @@ class OptimizerName(StrEnum):
 
 @dataclass
 class LambOptions:
-    """What LAMB has beyond AdamW's settings."""
+    """Options of LAMB, in addition to AdamW's settings."""
 
     adapt_all: bool = False
-    """Biases and norms get a trust ratio, too."""
+    """Apply the trust ratio to biases and norms, too."""
     max_ratio: float | None = None
-    """Largest trust ratio; null for any."""
+    """Upper bound of the trust ratio; null: none."""
 
     def check(self) -> None:
-        """Raises ConfigError on a bound under which no weight moves."""
+        """Raises ConfigError on invalid values."""
         if self.max_ratio is not None and not self.max_ratio > 0:
             raise ConfigError(f"optim.options.max_ratio = {self.max_ratio}: must be positive, or null for any ratio")
 
 
 @dataclass
 class LionOptions:
-    """Lion's two decay rates (Chen et al. 2023), which are not those of Adam's moments."""
+    """Decay rates of Lion (Chen et al. 2023), which differ from those of Adam's moments."""
 
     beta1: float = 0.9
-    """Weight of the momentum in the direction of a step."""
+    """Weight of the momentum in the update direction."""
     beta2: float = 0.99
-    """Decay of the momentum."""
+    """Decay rate of the momentum."""
 
     def check(self) -> None:
-        """Raises ConfigError on rates outside of [0, 1)."""
+        """Raises ConfigError on rates outside [0, 1)."""
         if not all(0 <= beta < 1 for beta in (self.beta1, self.beta2)):
             raise ConfigError(
                 f"optim.options.beta1 = {self.beta1}, optim.options.beta2 = {self.beta2}: want values in [0, 1)"
@@ -59,7 +59,7 @@ class LionOptions:
 
 
 class MuonPrecision(StrEnum):
-    """Dtype of the Newton-Schulz iteration and of the matrices that travel for it."""
+    """Dtype of the Newton-Schulz iteration and of the matrices communicated for it."""
 
     auto = "auto"
     bf16 = "bf16"
@@ -67,7 +67,7 @@ class MuonPrecision(StrEnum):
 
 
 class QKVSplit(StrEnum):
-    """Which matrices are orthogonalised of the one that holds queries, keys and values."""
+    """How Muon splits the fused QKV weight into matrices to orthogonalize."""
 
     projection = "projection"
     head = "head"
@@ -75,21 +75,22 @@ class QKVSplit(StrEnum):
 
 @dataclass
 class MuonOptions:
-    """What Muon does with the matrices of the blocks; optim.betas and eps are AdamW's for all else."""
+    """Options of Muon for the matrices of blocks; all other parameters use AdamW with optim.betas and optim.eps."""
 
     momentum: float = 0.95
-    """Decay of the momentum."""
+    """Decay rate of the momentum."""
     nesterov: bool = True
-    """The direction of a step is the momentum after another one with the same gradient."""
+    """Nesterov momentum: the update direction is the momentum after another update with the same gradient."""
     steps: int = 5
-    """Iterations of Newton-Schulz."""
+    """Number of Newton-Schulz iterations."""
     precision: MuonPrecision = MuonPrecision.auto
-    """auto, bf16 or fp32; auto is the dtype of the working weights (train.precision)."""
+    """auto, bf16 or fp32; auto is the dtype of the model weights (train.precision)."""
     qkv: QKVSplit = QKVSplit.projection
-    """projection: all queries, all keys and all values are a matrix each; head: every head's are."""
+    """Matrices of the fused QKV weight: projection (one each of all queries, keys and values) or head (one per
+    head)."""
 
     def check(self) -> None:
-        """Raises ConfigError on values that orthogonalise nothing."""
+        """Raises ConfigError on invalid values."""
         if not 0 <= self.momentum < 1:
             raise ConfigError(f"optim.options.momentum = {self.momentum}: want a value in [0, 1)")
         if self.steps < 1:
@@ -103,52 +104,53 @@ OPTIMIZERS.reserve(OptimizerName.muon.value, MuonOptions)
 
 @dataclass
 class GroupConfig:
-    """Parameters that train with a learning rate or a weight decay of their own."""
+    """A group of parameters with its own learning-rate factor or weight decay."""
 
     pattern: str = MISSING
-    """Glob over parameter names as they are in checkpoints, case and all: * is any characters, dots too, ? one
+    """Case-sensitive glob over parameter names as in checkpoints: * matches any characters including dots, ? one
     character, [03] or [0-3] one of those. For example *.mlp.*, or embedding.word.weight."""
     lr_scale: float | None = None
-    """Factor of the learning rate at every step; 0 freezes them; null leaves it to earlier entries, else 1."""
+    """Factor of the learning rate at every step; 0 freezes the parameters; null: from earlier entries, else 1."""
     weight_decay: float | None = None
-    """Of all that match, biases and norms too; null leaves it to earlier entries, else to optim.weight_decay."""
+    """Weight decay of all matching parameters, including biases and norms; null: from earlier entries, else
+    optim.weight_decay."""
 
 
 @dataclass
 class OptimConfig:
-    """AdamW (Loshchilov and Hutter 2019), another built-in optimizer (docs/optimizers.md), or a plugin's; all with
-    decoupled weight decay on matrices only."""
+    """Optimizer: AdamW (Loshchilov and Hutter 2019), another built-in one (docs/optimizers.md), or a plugin's; all with
+    decoupled weight decay of matrices only."""
 
     name: str = field(default=OptimizerName.adamw.value, metadata={"choices": tuple(map(str, OptimizerName))})
     """adamw, lamb, lion, muon, or the name of an optimizer that a plugin registers (docs/extending.md)."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Settings of lamb, lion, muon (docs/optimizers.md) or a plugin's optimizer, by their names."""
+    """Options of lamb, lion, muon (docs/optimizers.md) or a plugin's optimizer, by name."""
     lr: float = 3e-4
     """Peak learning rate."""
     min_lr: float = 0.0
     """Learning rate at the end of the decay."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    """Decay of the first and second moment of AdamW and LAMB."""
+    """Decay rates of the first and second moments of AdamW and LAMB."""
     eps: float = 1e-8
-    """Added to the root of the second moment of AdamW and LAMB."""
+    """Added to the square root of the second moment in AdamW and LAMB."""
     weight_decay: float = 0.1
-    """Decoupled decay; biases and every norm are exempt, by name."""
+    """Decoupled weight decay; biases and norms are exempt, by name."""
     clip_grad: float = 1.0
-    """Largest global gradient norm; 0 switches clipping off."""
+    """Maximum global gradient norm; 0: no clipping."""
     ema_decay: float | None = None
-    """Decay of a running (exponential moving) average of the weights, which each step updates, as in 0.9999; null: none
-    is kept. Validation takes it with evaluation.average, `megads export` with average=true (docs/optimizers.md)."""
+    """Decay rate of an exponential moving average (EMA) of the weights, updated every step, for example 0.9999; null:
+    no EMA. Validation uses it with evaluation.average, `megads export` with average=true (docs/optimizers.md)."""
     groups: list[GroupConfig] = field(default_factory=list)
-    """Learning rates and decays by parameter, for example [{pattern: "embedding.*", lr_scale: 0.5, weight_decay: 0}].
-    Of several entries that match, the last one that sets a value counts (docs/optimizers.md)."""
+    """Learning-rate factors and weight decays by parameter, for example [{pattern: "embedding.*", lr_scale: 0.5,
+    weight_decay: 0}]. If several entries match, the last one that sets a value applies (docs/optimizers.md)."""
     impl: Implementation = Implementation.auto
-    """Whose kernels compute the gradient norm and AdamW; auto: as ops.impl. fused: megads' own. torch: torch's. apex:
-    NVIDIA apex', on GPUs. deepspeed: its CPUAdam on CPUs, its FusedAdam on GPUs, for AdamW alone; torch's norm. State
-    and checkpoints are the same, so a run may go on with another. Under parallel.zero_stage 2 and 3, where DeepSpeed
-    drives the optimizer, there are torch's (auto) and deepspeed's."""
+    """Implementation of the gradient norm and AdamW. auto: as ops.impl; fused: megads' kernels; torch: PyTorch; apex:
+    NVIDIA apex, on GPUs; deepspeed: CPUAdam on CPUs and FusedAdam on GPUs, for AdamW only, with PyTorch's norm. State
+    and checkpoints are the same, so a run can switch. Under parallel.zero_stage 2 and 3, where DeepSpeed runs the
+    optimizer, only torch (auto) and deepspeed are supported."""
 
     def check(self) -> None:
-        """Raises ConfigError on values that cannot train."""
+        """Raises ConfigError on invalid values."""
         if self.lr <= 0 or not 0 <= self.min_lr <= self.lr:
             raise ConfigError(f"optim.lr = {self.lr}, optim.min_lr = {self.min_lr}: want 0 <= min_lr <= lr, lr > 0")
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
@@ -169,7 +171,7 @@ class OptimConfig:
 
     @staticmethod
     def _check_group(name: str, group: GroupConfig) -> None:
-        """Raises ConfigError on an entry that changes nothing, or by what is no rate."""
+        """Raises ConfigError on an entry that changes nothing or has invalid values."""
         if not group.pattern or group.pattern == MISSING:
             raise ConfigError(f"{name} has no pattern: give one over parameter names, as in '*.mlp.*'")
         if group.lr_scale is None and group.weight_decay is None:
@@ -181,22 +183,22 @@ class OptimConfig:
 
     @property
     def is_adamw(self) -> bool:
-        """Whether AdamW updates every parameter."""
+        """Whether the optimizer is AdamW."""
         return self.name == OptimizerName.adamw
 
     @property
     def is_muon(self) -> bool:
-        """Whether the blocks' matrices are orthogonalised, and AdamW updates all else."""
+        """Whether the optimizer is Muon for the matrices of blocks, with AdamW for all other parameters."""
         return self.name == OptimizerName.muon
 
     @property
     def is_built_in(self) -> bool:
-        """Whether megads brings the optimizer; False: a plugin does."""
+        """Whether the optimizer is built in; False: a plugin's."""
         return OPTIMIZERS.is_reserved(self.name)
 
     @property
     def typed_options(self) -> Any:
-        """The dataclass of a built-in optimizer's options, filled with `options`; those left out have defaults."""
+        """`options` as the dataclass of a built-in optimizer, with defaults for missing ones."""
         return OPTIMIZERS.reserved_options(self.name, self.options)
 
     def _check_unread(self) -> None:
@@ -208,7 +210,7 @@ class OptimConfig:
         defaults = OptimConfig()
         for key in unread:
             if getattr(self, key) != getattr(defaults, key):
-                of_lion = "lion's decay rates are optim.options.beta1 and beta2, and it divides by nothing"
+                of_lion = "lion's decay rates are optim.options.beta1 and beta2, and it has no eps"
                 other = of_lion if self.is_built_in else "optim.options holds the settings of a plugin's optimizer"
                 raise ConfigError(
                     f"optim.{key} = {getattr(self, key)} only applies to {readers}, but optim.name = {self.name}: "

@@ -1,6 +1,6 @@
-"""How the optimizer groups parameters: by role and rates, and in flat gradient buckets.
+"""Grouping of parameters for the optimizer: by role and rates, and into flat gradient buckets.
 
-A role follows from the parameter's name: a test of shapes once put BLOOM's embedding norm in the decay group.
+A role is determined by the parameter's name: a test of shapes once put BLOOM's embedding norm in the decay group.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _VECTOR = re.compile(
 _HIDDEN = re.compile(r"blocks\.\d+\.(attention\.(qkv|dense)|mlp\.(up|gate_up|down))\.weight")
 _CUSTOM = re.compile(r"blocks\.\d+\.custom\.(?P<module>.*?)\.?(?P<leaf>\w+)")
 ALIGNMENT = 64
-"""Elements: every parameter and every rank's slice starts at a multiple, 128 bytes in bf16, so that kernels and NCCL
-read whole cache lines."""
+"""Alignment in elements (128 bytes in bf16) of every parameter and every rank's slice, so that kernels and NCCL access
+whole cache lines."""
 
 BUCKET_ELEMENTS = 50_000_000
-"""Gradients are reduced, and ZeRO-3's weights gathered ahead, by this many elements: 200 MB in fp32."""
+"""Elements per gradient reduction and per prefetch of ZeRO-3 weights: 200 MB in fp32."""
 _BUCKETS = 4
-"""A small model is cut into about so many buckets, for otherwise copies of a whole one are all that ZeRO saves."""
+"""Approximate number of buckets of a small model: with fewer, the copy of a bucket takes the memory that ZeRO saves."""
 
 
 class Role(StrEnum):
@@ -51,12 +51,12 @@ class Role(StrEnum):
     decay = "decay"
     """A matrix: weight decay applies."""
     tied = "tied"
-    """The embedding that is also the head: decays, in a group of its own, which therefore has the same length and
-    the same partition on the first and the last stage, so that both copies are updated with the same bits."""
+    """The tied embedding: weight decay applies. Its separate group has the same length and the same sharding on the
+    first and the last stage, so that both copies are updated bitwise identically."""
     no_decay = "no_decay"
     """A bias or a norm."""
     hidden = "hidden"
-    """A matrix between hidden states that Muon orthogonalises; decays. With any other optimizer it is `decay`."""
+    """A block's matrix that Muon orthogonalizes: weight decay applies. `decay` with other optimizers."""
 
     @property
     def decays(self) -> bool:
@@ -67,16 +67,15 @@ class Role(StrEnum):
 def parameter_role(name: str, tied: bool = False, *, muon: bool = False) -> Role:
     """Role of a parameter.
 
-    Of a plugin's block, what is called `weight` decays unless the name of its module says that it is a norm; nothing
-    else does.
+    In a plugin's block, only parameters named `weight` decay, unless the name of their module contains "norm".
 
     Args:
         name: full name, such as `blocks.3.mlp.up.weight`.
         tied: whether embedding and head share this parameter.
-        muon: the optimizer treats matrices of blocks otherwise than embedding and head.
+        muon: whether the optimizer is Muon, which gives matrices of blocks the role `hidden`.
 
     Raises:
-        AssertionError: a name that is not in the tables; a new parameter must be put into one.
+        AssertionError: the name is not in the tables; a new parameter must be added to one.
     """
     if muon and _HIDDEN.fullmatch(name):
         return Role.hidden
@@ -92,16 +91,16 @@ def parameter_role(name: str, tied: bool = False, *, muon: bool = False) -> Role
 
 
 LrScale = Callable[[str], float]
-"""Factor of a parameter's learning rate by its name, beside that of optim.groups: of its width."""
+"""Function from a parameter's name to the learning-rate factor of its width (muP), applied on top of optim.groups."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast parameters train. Those of one flat master have the same.
+    """Learning-rate factor and weight decay, the same for all parameters of a flat master.
 
     Attributes:
-        lr_scale: factor of the learning rate of a step.
-        weight_decay: decoupled; the decay of a step is this times the scaled learning rate.
+        lr_scale: factor of the learning rate.
+        weight_decay: decoupled weight decay; a step decays by this times the scaled learning rate.
     """
 
     lr_scale: float = 1.0
@@ -118,10 +117,10 @@ def parameter_rates(name: str, role: Role, optim: OptimConfig, width_scale: LrSc
 
     Args:
         name: full name, such as `blocks.3.mlp.up.weight`.
-        role: says whether optim.weight_decay applies.
-        optim: its groups are tried in order; each replaces what it sets.
-        width_scale: factor of the learning rate that follows from the model's width. It changes how fast gradients move
-            a weight, not how fast it decays: what decays with each step stays.
+        role: role of the parameter, which determines whether optim.weight_decay applies.
+        optim: the optimizer's settings; entries of `groups` apply in order, later ones override earlier ones.
+        width_scale: muP's factor of the learning rate. It scales updates by gradients, but not the weight decay per
+            step.
     """
     lr_scale, decay = 1.0, optim.weight_decay if role.decays else 0.0
     for group in optim.groups:
@@ -133,14 +132,14 @@ def parameter_rates(name: str, role: Role, optim: OptimConfig, width_scale: LrSc
 
 
 def require_matches(optim: OptimConfig, names: Collection[str]) -> None:
-    """Refuses a group that holds no parameter.
+    """Checks that every entry of optim.groups matches a parameter.
 
     Args:
         optim: the optimizer's settings.
-        names: of all parameters of the model.
+        names: names of all parameters of the model.
 
     Raises:
-        ConfigError: names the entry, and the parameters.
+        ConfigError: an entry matches no parameter.
     """
     for place, group in enumerate(optim.groups):
         if not any(fnmatchcase(name, group.pattern) for name in names):
@@ -160,7 +159,7 @@ _STATE = {
 
 
 def state_kinds(optim: OptimConfig, role: Role) -> tuple[str, ...]:
-    """Names of the fp32 tensors that the optimizer keeps of every parameter of a role, beside the master weight.
+    """Names of the optimizer's fp32 state tensors for parameters of a role, without master weights.
 
     Raises:
         ConfigError: no plugin registered the optimizer.
@@ -172,11 +171,11 @@ def state_kinds(optim: OptimConfig, role: Role) -> tuple[str, ...]:
 
 
 AVERAGE = "average"
-"""Kind of the running average of the weights, which a run may keep beside masters and the optimizer's state."""
+"""Name of the EMA of the weights, which a run may keep in addition to masters and optimizer state."""
 
 
 def held_kinds(optim: OptimConfig, role: Role) -> tuple[str, ...]:
-    """Names of all fp32 tensors that a run keeps of every parameter of a role, beside the master weight.
+    """Names of all fp32 tensors kept for parameters of a role, without master weights: optimizer state and EMA.
 
     Raises:
         ConfigError: no plugin registered the optimizer.
@@ -193,13 +192,13 @@ def parameter_groups(
     """Groups for a torch optimizer, each {params, lr_scale, weight_decay, role}.
 
     Args:
-        named_parameters: this rank's parameters under their full names; the order within a group is kept.
-        tied_name: name of the parameter that embedding and head share, None when they do not.
-        optim: says how parameters are told apart.
+        named_parameters: this rank's parameters with their full names; the order within a group is kept.
+        tied_name: name of the parameter that embedding and head share, None if they are not tied.
+        optim: the optimizer's settings.
         width_scale: see `parameter_rates`.
 
     Returns:
-        The groups that are not empty, in the order decay, tied, no_decay, hidden; of one role by first appearance.
+        The non-empty groups, in the order decay, tied, no_decay, hidden; within a role by first appearance.
     """
     members: dict[Role, dict[Rates, list[Parameter]]] = {role: {} for role in Role}
     for name, parameter in named_parameters:
@@ -215,14 +214,14 @@ def parameter_groups(
 
 @dataclass(frozen=True)
 class Member:
-    """A parameter as a rank holds it.
+    """A parameter on a rank.
 
     Attributes:
-        name: in the whole model.
-        numel: local elements, vocabulary padding included.
-        role: how the optimizer treats it.
-        partial: its gradient on a rank covers that rank's sequence shard only.
-        rates: how fast it trains.
+        name: name in the whole model.
+        numel: number of local elements, including vocabulary padding.
+        role: role in the optimizer.
+        partial: whether the gradient on a rank covers only that rank's share, see `ParameterPlacement.partial`.
+        rates: learning-rate factor and weight decay.
     """
 
     name: str
@@ -234,7 +233,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Slot:
-    """Elements [start, start + member.numel) of a bucket."""
+    """A parameter's elements [start, start + member.numel) of a bucket."""
 
     member: Member
     start: int
@@ -246,12 +245,12 @@ class Slot:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Parameters of one role, with the same rates, whose gradients are reduced in one collective.
+    """Parameters with the same role and rates, whose gradients are reduced in one collective.
 
     Attributes:
-        slots: in the order of the backward pass; gaps between them are zero.
-        begins: place of the first one among all of the rank's parameters in that order.
-        numel: length of the flat buffer, a multiple of the ranks that share it.
+        slots: slots of the parameters in the order of the backward pass; gaps between them are zero.
+        begins: index of the first one among all of the rank's parameters in that order.
+        numel: length of the flat buffer, a multiple of the number of ranks that shard it.
     """
 
     slots: tuple[Slot, ...]
@@ -271,22 +270,22 @@ class BucketLayout:
         return self.slots[0].member.rates
 
     def slice_of(self, rank: int, ranks: int) -> range:
-        """Elements that belong to one of the ranks that share the bucket."""
+        """Range of elements that belong to one of the ranks that shard the bucket."""
         size = self.numel // ranks
         return range(rank * size, (rank + 1) * size)
 
 
 def bucket_layouts(members: Sequence[Member], ranks: int, bucket_elements: int) -> list[BucketLayout]:
-    """Cuts a rank's parameters into buckets.
+    """Assigns a rank's parameters to buckets.
 
-    A bucket is closed once it holds `bucket_elements`; a parameter is never cut, so a large one has a bucket of its own
-    or with what came just before it. Neither roles nor rates mix, as a master is updated as one, nor do partial
-    gradients with whole ones. The tied embedding is therefore alone, and its bucket alike on both stages that hold it.
+    A bucket is closed once it holds `bucket_elements`. Parameters are never split, so a large one has a bucket of its
+    own or shares it with those just before it. A bucket does not mix roles or rates, as a master is updated as a whole,
+    nor partial with complete gradients. The tied embedding thus has its own bucket, which is the same on both stages.
 
     Args:
-        members: in the order of the forward pass.
-        ranks: ranks that share every bucket.
-        bucket_elements: size at which a bucket is closed.
+        members: parameters in the order of the forward pass.
+        ranks: number of ranks that shard every bucket.
+        bucket_elements: number of elements at which a bucket is closed.
 
     Returns:
         Buckets in the order in which a backward pass completes them.
@@ -317,9 +316,9 @@ def _align(elements: int, multiple: int) -> int:
 
 
 def bucket_elements(sizes: Collection[int]) -> int:
-    """Elements of a bucket: at least the largest parameter, whatever its size.
+    """Number of elements at which a bucket is closed, at least the size of the largest parameter.
 
     Args:
-        sizes: elements of every parameter of a rank.
+        sizes: number of elements of every parameter of a rank.
     """
     return max(*sizes, min(BUCKET_ELEMENTS, sum(sizes) // _BUCKETS))

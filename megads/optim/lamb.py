@@ -1,12 +1,12 @@
-"""LAMB (You et al. 2020, https://arxiv.org/abs/1904.00962, algorithm 2): AdamW whose step is as long as the weight.
+"""LAMB (You et al. 2020, https://arxiv.org/abs/1904.00962, algorithm 2): AdamW with layer-wise trust ratios.
 
-MegaScale (Jiang et al. 2024, https://arxiv.org/abs/2402.15627, section 3.1) trains with it at four times the batch.
+MegaScale (Jiang et al. 2024, https://arxiv.org/abs/2402.15627, section 3.1) uses it with four times the batch size.
 With Adam's bias-corrected moments m and v of a whole parameter w:
 
     u = m / (sqrt(v) + eps) + weight_decay w;  w = w - lr (||w|| / ||u||) u
 
-Both norms are those of the whole parameter, whichever ranks hold it: of its parts they would be another optimizer in
-every layout. Biases and norms have a ratio of 1 as in the authors' code (and a weight of norm 0, or a step of none).
+Both norms are over the whole parameter, summed over the ranks that hold it, so that the result does not depend on the
+layout. The ratio is 1 for biases and norms, as in the authors' code, and if either norm is 0.
 
 Shape suffixes: e = elements of a flat master, p = runs of parameters in some masters.
 """
@@ -28,9 +28,9 @@ class LambRule:
     """See UpdateRule.
 
     Args:
-        optim: its decay rates, eps and options.
-        line: the ranks that hold the parameters together.
-        kernels: whose kernel sums squares.
+        optim: the optimizer's settings.
+        line: ranks over which the parameters are sharded.
+        kernels: kernel implementation of sums of squares.
     """
 
     def __init__(self, optim: OptimConfig, line: MasterLine, kernels: Kernels = TORCH) -> None:
@@ -54,7 +54,7 @@ class LambRule:
                 run.of(update.master).addcmul_(run.of(update.grad), next(ratios), value=-update.lr)
 
     def _turn_into_direction(self, update: MasterUpdate) -> None:
-        """Puts u in the place of the gradient."""
+        """Overwrites the gradient with u."""
         beta1, beta2 = self._betas
         mean_e, variance_e, u_e = update.state["exp_avg"], update.state["exp_avg_sq"], update.grad
         mean_e.lerp_(u_e, 1.0 - beta1)
@@ -65,7 +65,7 @@ class LambRule:
             u_e.add_(update.master, alpha=update.weight_decay)
 
     def _ratios(self, updates: Sequence[MasterUpdate]) -> Tensor:
-        """||w|| / ||u|| of every run's whole parameter, fp32 [p] on the device."""
+        """Trust ratio ||w|| / ||u|| of the whole parameter of every run, fp32 [p] on the device."""
         own = [
             torch.stack([square_sums(flat_e, self._of(update.parameters, flat_e), self._kernels) for flat_e in both_e])
             for update, both_e in ((update, (update.master, update.grad)) for update in updates)

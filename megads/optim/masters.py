@@ -1,9 +1,8 @@
-"""Flat fp32 masters: where the parameters lie in them, which ranks hold the rest, and what an optimizer does to them.
+"""Flat fp32 master weights: layout of the parameters in them, ranks that shard them, and elementwise update rules.
 
-An optimizer is an `UpdateRule`: it gets some masters with their gradients and state and changes them in place. Who cut
-the masters (megads' buckets under ZeRO-0 and 1, DeepSpeed under ZeRO-2 and 3) makes no difference to it. One that needs
-more than an element and its own gradient has a `MasterLine`, whose ranks all call the rule with masters of the same
-parameters in the same order.
+An optimizer is an `UpdateRule`: it takes masters with their gradients and state and updates them in place. It does not
+depend on how masters are sharded (megads' buckets under ZeRO-0 and 1, DeepSpeed under ZeRO-2 and 3). A rule that is not
+elementwise has a `MasterLine`, whose ranks all call the rule with masters of the same parameters in the same order.
 
 Shape suffixes: e = elements of a flat master, p = runs of parameters in some masters.
 """
@@ -28,16 +27,16 @@ from megads.runtime.registry import OPTIMIZERS
 
 @dataclass(frozen=True)
 class ParameterRun:
-    """The run of a parameter's elements that lies in one rank's master: of every parameter there is one at most.
+    """The contiguous range of a parameter's elements in one rank's master; at most one per parameter.
 
     Attributes:
-        name: of the parameter in the whole model.
-        local_shape: of this tensor-parallel rank's share of it.
-        dim: dim that tensor parallelism cuts; None: every rank has all of it.
-        counted: of the ranks that hold the same elements by tensor parallelism this is the first.
-        first: index in the flattened local parameter at which the run starts.
-        start: element of the master at which it starts.
-        length: elements; 0 where the rank has none of the parameter.
+        name: name of the parameter in the whole model.
+        local_shape: shape of this tensor-parallel rank's shard.
+        dim: dim that tensor parallelism shards; None: replicated.
+        counted: whether this is the first of the tensor-parallel ranks that hold the same elements.
+        first: index in the flattened local parameter at which the range starts.
+        start: index in the master at which the range starts.
+        length: number of elements; 0 if the rank has none of the parameter.
     """
 
     name: str
@@ -50,21 +49,21 @@ class ParameterRun:
 
     @property
     def local_elements(self) -> int:
-        """Elements of the local parameter."""
+        """Number of elements of the local parameter."""
         return math.prod(self.local_shape)
 
     def of(self, flat_e: Tensor) -> Tensor:
-        """This run of a tensor that is as long as the master; a view."""
+        """View of this range in a tensor that is as long as the master."""
         return flat_e.narrow(0, self.start, self.length)
 
 
 @dataclass(frozen=True)
 class MasterLayout:
-    """What lies in one master.
+    """Parameters of one master.
 
     Attributes:
-        role: of all its parameters.
-        runs: one for every parameter of which some rank's master has a part, in one order on all ranks.
+        role: role of all parameters.
+        runs: one range for every parameter that is in some rank's master, in the same order on all ranks.
     """
 
     role: Role
@@ -73,12 +72,12 @@ class MasterLayout:
 
 @dataclass(frozen=True)
 class MasterLine:
-    """The ranks that hold the parameters of a rank's masters together.
+    """The ranks over which the parameters of a rank's masters are sharded.
 
     Attributes:
-        data: those with the same share of every parameter.
-        cut: each of them has a part of every master (ZeRO); else all have the whole (ZeRO-0).
-        tp: those that cut the parameters.
+        data: ranks with the same tensor-parallel shard of every parameter.
+        cut: whether masters are sharded over `data` (ZeRO) or replicated (ZeRO-0).
+        tp: tensor-parallel ranks, over which parameters are sharded.
     """
 
     data: Axis
@@ -87,19 +86,20 @@ class MasterLine:
 
     @classmethod
     def of_zero1(cls, grid: ParallelGrid, *, sharded: bool) -> MasterLine:
-        """Of ZeRO-0 and ZeRO-1."""
+        """The line under ZeRO-0 and ZeRO-1."""
         return cls(grid.data, sharded, grid.tp)
 
     @classmethod
     def of_zero3(cls, grid: ParallelGrid) -> MasterLine:
-        """Of ZeRO-2 and ZeRO-3: a subgroup of a hierarchical layout knows nothing of the others."""
+        """The line under ZeRO-2 and ZeRO-3; with hierarchical sharding, a subgroup is independent of the others."""
         return cls(grid.shard, True, grid.tp)
 
     def total(self, own: Tensor) -> Tensor:
-        """The sum of a tensor over the ranks that hold different elements, with the same bits on every rank.
+        """The sum of a tensor over the ranks that hold different elements, bitwise identical on every rank.
 
-        A reduction adds in an order that depends on the place in its buffer, so that the two copies of a tied
-        embedding, at different places on the first and the last stage, would drift apart: every rank adds in one order.
+        An all-reduce adds in an order that depends on the position in its buffer, so that the two copies of a tied
+        embedding, at different positions on the first and the last stage, would diverge. Therefore all-gathers the
+        addends and adds them in the same order on every rank.
         """
         for axis in (self.data if self.cut else None, self.tp):
             if axis is None or axis.size == 1:
@@ -115,17 +115,17 @@ class MasterLine:
 
 @dataclass(frozen=True)
 class Update:
-    """One step of one flat run of elements, to be made in place.
+    """One optimizer step of a flat range of elements, to be applied in place.
 
-    A run holds parts of several parameters, cut by ZeRO and tensor parallelism: an update may look at nothing but an
-    element and its own gradient and state, or it depends on the layout.
+    The range holds parts of several parameters, sharded by ZeRO and tensor parallelism. An update must therefore be
+    elementwise in weight, gradient and state; otherwise it depends on the layout.
 
     Attributes:
-        master: fp32 weights [e], to be changed; the working weights are rounded from them afterwards.
+        master: fp32 weights [e], updated in place; the model weights are rounded from them afterwards.
         grad: fp32 gradient [e], averaged over the tokens of the global batch and clipped.
-        state: the tensors that the optimizer registered, fp32 [e], zeros before the first step; to be changed.
+        state: tensors that the optimizer registered, fp32 [e], zeros before the first step; updated in place.
         lr: learning rate of the step.
-        weight_decay: of these elements; 0 for biases and norms.
+        weight_decay: weight decay of these elements; 0 for biases and norms.
         step: number of the step, from 1; skipped steps are not counted.
     """
 
@@ -139,37 +139,37 @@ class Update:
 
 @dataclass(frozen=True)
 class MasterUpdate(Update):
-    """One step of one master; what it leaves in `grad` is undefined.
+    """One optimizer step of one master; `grad` is undefined afterwards.
 
     Attributes:
-        layout: of the master; None where nobody asks for it.
+        layout: layout of the master; None if the rule does not need it.
     """
 
     layout: MasterLayout | None = None
 
     @property
     def parameters(self) -> MasterLayout:
-        """The layout, of an optimizer that needs one."""
+        """The layout, which must not be None."""
         assert self.layout is not None
         return self.layout
 
 
 class UpdateRule(Protocol):
-    """What an optimizer does in a step."""
+    """Update rule of an optimizer."""
 
     def __call__(self, updates: Sequence[MasterUpdate]) -> None:
-        """Changes masters and state in place.
+        """Updates masters and state in place.
 
         Args:
-            updates: of several masters; on all ranks of a line with the same layouts, in one order.
+            updates: updates of several masters, with the same layouts in the same order on all ranks of a line.
         """
 
 
 class ElementwiseRule:
-    """An update that looks at nothing but an element: Lion, or a plugin's.
+    """An elementwise update rule: Lion, or a plugin's.
 
     Args:
-        optim: names the optimizer and holds its settings.
+        optim: the optimizer's settings.
 
     Raises:
         ConfigError: no plugin registered it.
@@ -190,7 +190,7 @@ class ElementwiseRule:
 
 
 def lion(options: LionOptions, update: Update) -> None:
-    """Lion (Chen et al. 2023, https://arxiv.org/abs/2302.06675, algorithm 2): the sign of a momentum.
+    """Lion (Chen et al. 2023, https://arxiv.org/abs/2302.06675, algorithm 2).
 
     c = beta1 m + (1 - beta1) g; w = w - lr (sign(c) + weight_decay w); m = beta2 m + (1 - beta2) g.
     """
@@ -201,13 +201,14 @@ def lion(options: LionOptions, update: Update) -> None:
 
 
 def update_average(average_e: Tensor, master_e: Tensor, decay: float, taken: Tensor | None = None) -> None:
-    """One step of a running average of weights: average = decay average + (1 - decay) master, in place.
+    """Updates an exponential moving average of weights in place: average = decay average + (1 - decay) master.
 
     Args:
-        average_e: fp32, the weights themselves before the first step.
+        average_e: fp32 average, equal to the weights before the first step.
         master_e: fp32 weights after the step.
-        decay: between 0 and 1.
-        taken: bool scalar on their device; where it is False the step was none and the average stays. None: it was one.
+        decay: decay rate between 0 and 1.
+        taken: bool scalar on the tensors' device; False if the step was skipped, which leaves the average unchanged.
+            None: not skipped.
     """
     share = 1.0 - decay
     if taken is None:
@@ -217,10 +218,10 @@ def update_average(average_e: Tensor, master_e: Tensor, decay: float, taken: Ten
 
 
 class AdamWRule:
-    """torch's AdamW, for masters beside those that another rule updates.
+    """PyTorch's AdamW, for masters that another optimizer leaves to AdamW.
 
     Args:
-        optim: its decay rates and eps.
+        optim: the optimizer's settings; uses betas and eps.
     """
 
     def __init__(self, optim: OptimConfig) -> None:

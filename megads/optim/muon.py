@@ -1,10 +1,10 @@
-"""Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon): the momentum of a matrix, orthogonalised.
+"""Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon): updates are orthogonalized momentum matrices.
 
-Scaled by 0.2 sqrt(max(rows, columns)), so that its steps are as long as AdamW's (Liu et al. 2025, Moonlight,
-https://arxiv.org/abs/2502.16982, section 2.2). A matrix can only be orthogonalised whole: every one has an owner among
-the ranks that hold parts of it, to which the parts go and which sends back what each needs. A parameter that is several
-matrices (queries, keys and values; gates and ups) is cut into them first: orthogonalised as one they would share their
-singular values, against which Jordan advises.
+Updates are scaled by 0.2 sqrt(max(rows, columns)), to match the RMS of AdamW's updates (Liu et al. 2025, Moonlight,
+https://arxiv.org/abs/2502.16982, section 2.2). Only whole matrices can be orthogonalized: each one is owned by one of
+the ranks that shard it, which receives all shards and sends the results back. Fused parameters (queries, keys and
+values; gates and ups) are split into their matrices first, as Jordan recommends; otherwise the matrices would be
+orthogonalized jointly.
 
 Shape suffixes: e = elements of a flat master or parameter, r = rows, c = columns, k = matrices of one shape.
 """
@@ -27,31 +27,31 @@ from megads.optim.masters import AdamWRule, MasterLayout, MasterLine, MasterUpda
 from megads.parallel.grid import Axis
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Jordan's: of X, X X^T X and (X X^T)^2 X; singular values end between 0.7 and 1.2, in few steps from small ones."""
+"""Jordan's coefficients of X, X X^T X and (X X^T)^2 X: singular values converge to 0.7-1.2, also small ones quickly."""
 RMS = 0.2
-"""Root mean square of AdamW's steps, measured by Moonlight."""
+"""Root mean square of AdamW's updates, as measured by Moonlight."""
 EPSILON = 1e-7
 
 GRAM_BLOCKS, SMALLEST_BLOCK = 4, 64
-"""Rows of blocks of a Gram matrix on a CPU, and the fewest rows in one for which that is quicker than all of it."""
+"""Number of block rows of a Gram matrix on a CPU, and minimum rows per block for which blocking is faster."""
 
 FusedRows = Mapping[str, tuple[int, ...]]
-"""By the last parts of a parameter's name: how many neighbouring rows are each matrix's; this repeats over all rows."""
+"""Name suffix of a fused parameter -> numbers of adjacent rows of its matrices; the pattern repeats over all rows."""
 
 
 def newton_schulz(x_krc: Tensor, steps: int, kernels: Kernels = TORCH) -> Tensor:
-    """Orthogonalises matrices: U V^T of their singular value decomposition, about; in their dtype.
+    """Orthogonalizes matrices by Newton-Schulz iteration, approximately to U V^T of their SVD, in their dtype.
 
     Args:
         x_krc: matrices of one shape, zeros allowed; undefined afterwards.
-        steps: iterations.
-        kernels: whose kernel multiplies in fp32 on CPUs.
+        steps: number of iterations.
+        kernels: implementation of fp32 GEMMs on CPUs.
     """
     if x_krc.shape[1] > x_krc.shape[2]:
         return newton_schulz(x_krc.mT.contiguous(), steps, kernels).mT
     norms_k = torch.linalg.vector_norm(x_krc, dim=(1, 2), keepdim=True, dtype=torch.float32)
     x_krc = (x_krc / norms_k.clamp(min=EPSILON)).to(x_krc.dtype)
-    # In bf16 torch's batched products are quicker at every size that was measured (docs/optimizers.md, Cost).
+    # In bf16, PyTorch's batched GEMMs are faster at every measured size (docs/optimizers.md, Cost).
     if kernels.fused(KernelOp.linear) and x_krc.device.type == "cpu" and x_krc.dtype == torch.float32:
         return torch.stack([_iterate_by_kernel(x_rc, steps, kernels) for x_rc in x_krc])
     a, b, c = COEFFICIENTS
@@ -63,22 +63,22 @@ def newton_schulz(x_krc: Tensor, steps: int, kernels: Kernels = TORCH) -> Tensor
 
 
 def _iterate_by_kernel(x_rc: Tensor, steps: int, kernels: Kernels) -> Tensor:
-    """The iteration of one matrix by the products of a linear layer, which are faster than torch's on some CPUs."""
+    """Newton-Schulz iteration of one matrix with megads' GEMM kernels, which are faster than PyTorch's on some CPUs."""
     a, b, c = COEFFICIENTS
     for _ in range(steps):
         gram_rr = gram(x_rc, kernels)
-        # It is symmetric, so its own Gram matrix is its square.
+        # gram_rr is symmetric, so its Gram matrix is its square.
         polynomial_rr = gram(gram_rr, kernels).mul_(c).add_(gram_rr, alpha=b)
         x_rc = input_gradient(polynomial_rr, x_rc, kernels).add_(x_rc, alpha=a)
     return x_rc
 
 
 def gram(x_rc: Tensor, kernels: Kernels) -> Tensor:
-    """X X^T; of the blocks below its diagonal, which are above it too, 5/8 of the products are left.
+    """X X^T; copies blocks below the diagonal from those above it, which leaves 5/8 of the FLOPs.
 
     Args:
         x_rc: one matrix.
-        kernels: whose kernel multiplies.
+        kernels: implementation of the GEMMs.
     """
     rows = len(x_rc)
     size = -(-rows // GRAM_BLOCKS)
@@ -93,17 +93,17 @@ def gram(x_rc: Tensor, kernels: Kernels) -> Tensor:
 
 
 def newton_schulz_flops(rows: int, columns: int, steps: int) -> int:
-    """Operations that orthogonalise one matrix."""
+    """FLOPs of orthogonalizing one matrix."""
     short, long = sorted((rows, columns))
     return steps * (4 * short**2 * long + 2 * short**3)
 
 
 class FusedMatrices:
-    """Cuts parameters into the matrices that they hold.
+    """Splits fused parameters into their matrices.
 
     Args:
-        rows: of fused parameters.
-        split: queries, keys and values as a matrix each, or every head.
+        rows: row patterns of fused parameters.
+        split: whether queries, keys and values are one matrix each, or one per head.
     """
 
     def __init__(self, rows: FusedRows, split: QKVSplit) -> None:
@@ -113,11 +113,11 @@ class FusedMatrices:
         return next((rows for suffix, rows in self._rows.items() if name.endswith(suffix)), None)
 
     def split(self, name: str, whole_rc: Tensor) -> list[Tensor]:
-        """The matrices of a parameter; together they are as large.
+        """Splits a parameter into its matrices.
 
         Args:
-            name: of the parameter.
-            whole_rc: of the shape of the parameter.
+            name: name of the parameter.
+            whole_rc: tensor of the parameter's shape.
         """
         pattern = self._pattern(name)
         if pattern is None:
@@ -138,17 +138,20 @@ class FusedMatrices:
         return torch.cat(parts, dim=1).flatten(0, 1)
 
     def flops(self, name: str, shape: tuple[int, ...], steps: int) -> int:
-        """Operations that orthogonalise all matrices of a parameter of a shape."""
+        """FLOPs of orthogonalizing all matrices of a parameter."""
         matrices = self.split(name, torch.empty(shape, device="meta"))
         return sum(newton_schulz_flops(matrix.shape[0], matrix.shape[1], steps) for matrix in matrices)
 
 
 def balanced_owners(costs: Sequence[int], owners: int) -> list[int]:
-    """Who takes which item, so that all have about as much to do: the largest item first, to whom has least.
+    """Assigns items to owners by greedy load balancing: the largest item first, to the owner with the least load.
 
     Args:
-        costs: of the items.
-        owners: how many there are.
+        costs: cost of each item.
+        owners: number of owners.
+
+    Returns:
+        The owner of each item.
     """
     loads, found = [0] * owners, [0] * len(costs)
     for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
@@ -160,16 +163,16 @@ def balanced_owners(costs: Sequence[int], owners: int) -> list[int]:
 def swap(
     axis: Axis, outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Sequence[int]], like: Tensor
 ) -> list[list[Tensor]]:
-    """Sends flat tensors to the ranks of an axis and takes theirs, in one all-to-all.
+    """Exchanges flat tensors between the ranks of an axis, in one all-to-all.
 
     Args:
         axis: the ranks.
-        outgoing: for each rank what goes there, of one dtype.
-        incoming: for each rank how many elements each tensor has that comes from there.
-        like: has the dtype and device of what is sent, which may be nothing.
+        outgoing: tensors to send to each rank, all of one dtype.
+        incoming: number of elements of each tensor to receive from each rank.
+        like: tensor with the dtype and device of the tensors to send, of which there may be none.
 
     Returns:
-        What came from each rank.
+        The tensors received from each rank.
     """
     flat = [tensor for row in outgoing for tensor in row]
     sizes = [sum(row) for row in incoming]
@@ -186,13 +189,13 @@ def swap(
 
 @dataclass(frozen=True)
 class Owned:
-    """A parameter and the rank that orthogonalises it.
+    """A parameter and the rank that orthogonalizes it.
 
     Attributes:
-        run: this rank's run of it.
-        held: first element and length of every data rank's run, in the flattened local parameter.
-        data: the owner's place on the data line.
-        tp: the owner's place among tensor-parallel ranks.
+        run: this rank's range of the parameter.
+        held: first element and length of every data rank's range, in the flattened local parameter.
+        data: the owner's rank on the data axis.
+        tp: the owner's rank on the tensor-parallel axis.
     """
 
     run: ParameterRun
@@ -202,16 +205,16 @@ class Owned:
 
 
 class WholeMatrices:
-    """Brings the runs of some parameters to their owners as whole parameters, and brings back what these made of them.
+    """Gathers sharded parameters to their owners, and scatters the owners' results back.
 
-    First over data parallelism, which makes a rank's share whole, then over tensor parallelism.
+    Gathers over the data axis first, which completes a tensor-parallel shard, then over the tensor-parallel axis.
 
     Args:
-        layouts: of the masters that hold the runs.
-        line: the ranks that hold the parameters together.
-        matrices: of which the parameters consist.
-        steps: iterations of Newton-Schulz, by which the work is balanced.
-        like: has the dtype and device of what is sent.
+        layouts: layouts of the masters that hold the parameters.
+        line: ranks over which the parameters are sharded.
+        matrices: splits fused parameters into matrices.
+        steps: number of Newton-Schulz iterations, for load balancing.
+        like: tensor with the dtype and device of the tensors to communicate.
     """
 
     def __init__(
@@ -232,7 +235,7 @@ class WholeMatrices:
         return tuple(size * (self._line.tp.size if dim == run.dim else 1) for dim, size in enumerate(run.local_shape))
 
     def _held_everywhere(self, runs: Sequence[ParameterRun]) -> list[tuple[tuple[int, int], ...]]:
-        """First element and length of every data rank's run of each parameter; collective where masters are cut."""
+        """First element and length of every data rank's range of each parameter; collective if masters are sharded."""
         data = self._line.data
         if not self._line.cut or data.size == 1:
             return [((0, run.local_elements),) * data.size for run in runs]
@@ -244,26 +247,30 @@ class WholeMatrices:
         return [tuple((first, length) for first, length in of_run) for of_run in zip(*by_rank, strict=True)]
 
     def gather(self, runs: Sequence[Tensor]) -> dict[int, Tensor]:
-        """The whole parameters that this rank owns, by their place among all.
+        """The whole parameters that this rank owns, by index in `parameters`.
 
         Args:
-            runs: this rank's run of every parameter, flat.
+            runs: this rank's range of every parameter, flat.
         """
         return self._over_tp(self._over_data(runs))
 
     def scatter(self, whole: Mapping[int, Tensor]) -> list[Tensor]:
-        """This rank's run of every parameter, flat; what `gather` returned is given back, or what was made of it."""
+        """This rank's range of every parameter, flat.
+
+        Args:
+            whole: results for the whole parameters that `gather` returned.
+        """
         return self._back_over_data(self._back_over_tp(whole))
 
     def _over_data(self, runs: Sequence[Tensor]) -> dict[int, Tensor]:
-        """This rank's share of each parameter whose owner has its place on the data line."""
+        """This rank's tensor-parallel shard of each parameter whose owner has the same rank on the data axis."""
         data = self._line.data
         mine = [number for number, owned in enumerate(self.parameters) if owned.data == data.rank]
         if not self._line.cut or data.size == 1:
             return {number: runs[number] for number in mine}
         outgoing = self._by_owner(runs, [owned.data for owned in self.parameters], data.size)
         incoming = [[self.parameters[number].held[rank][1] for number in mine] for rank in range(data.size)]
-        # A parameter's runs are in the order of the ranks.
+        # A parameter's ranges are in the order of the ranks.
         pieces = zip(*swap(data, outgoing, incoming, self._like), strict=True)
         return {number: torch.cat(of_parameter) for number, of_parameter in zip(mine, pieces, strict=True)}
 
@@ -324,14 +331,14 @@ class WholeMatrices:
 
 
 class MuonRule:
-    """See UpdateRule; AdamW for masters that hold no hidden matrices.
+    """Muon's update rule for masters with role hidden, AdamW for all others.
 
     Args:
-        optim: its options, and AdamW's settings.
-        line: the ranks that hold the parameters together.
-        fused: parameters that are several matrices.
-        weights_dtype: of the working weights, which precision=auto takes.
-        kernels: whose kernel multiplies on CPUs.
+        optim: Muon's options, and AdamW's settings.
+        line: ranks over which the parameters are sharded.
+        fused: fused parameters that consist of several matrices.
+        weights_dtype: dtype of the model weights, used by precision=auto.
+        kernels: implementation of GEMMs on CPUs.
     """
 
     def __init__(
@@ -365,14 +372,14 @@ class MuonRule:
         whole = exchange.gather(runs)
         names = {number: exchange.parameters[number].run.name for number in whole}
         del runs, directions
-        steps = iter(exchange.scatter(self._orthogonalised(whole, names)))
+        steps = iter(exchange.scatter(self._orthogonalized(whole, names)))
         for update, _ in pairs:
             update.master.mul_(1.0 - update.lr * update.weight_decay)
             for run in update.parameters.runs:
                 run.of(update.master).sub_(next(steps), alpha=update.lr)
 
     def _direction(self, update: MasterUpdate) -> Tensor:
-        """The momentum, with Nesterov's look ahead, in the dtype in which it travels."""
+        """The (Nesterov) momentum, in the dtype of the communication."""
         momentum_e, gradient_e, beta = update.state["momentum_buffer"], update.grad, self._options.momentum
         momentum_e.lerp_(gradient_e, 1.0 - beta)
         direction_e = gradient_e.lerp_(momentum_e, beta) if self._options.nesterov else momentum_e
@@ -384,8 +391,8 @@ class MuonRule:
             self._known[key] = WholeMatrices(layouts, self._line, self._matrices, self._options.steps, like)
         return self._known[key]
 
-    def _orthogonalised(self, whole: Mapping[int, Tensor], names: Mapping[int, str]) -> dict[int, Tensor]:
-        """The scaled steps of whole parameters; matrices of one shape are multiplied together."""
+    def _orthogonalized(self, whole: Mapping[int, Tensor], names: Mapping[int, str]) -> dict[int, Tensor]:
+        """The scaled updates of whole parameters; matrices of the same shape are batched."""
         parts = {number: self._matrices.split(names[number], tensor) for number, tensor in whole.items()}
         by_shape: dict[tuple[int, ...], list[tuple[int, int]]] = {}
         for number, matrices in parts.items():

@@ -1,7 +1,7 @@
-"""Optimizers over flat fp32 masters under ZeRO-0 and 1: AdamW with its kernels, and the driver of any other rule.
+"""Optimizers of flat fp32 masters under ZeRO-0 and 1: AdamW with its kernels, and a wrapper of other update rules.
 
-All are a `MasterOptimizer`. None has the base class of torch.optim, which loads the compiler, torch._dynamo: 800
-modules and 0.8 s of each rank's start, and on a shared file system that many files times the ranks.
+All are a `MasterOptimizer`. None inherits from torch.optim, which imports torch's compiler (torch._dynamo): 800 modules
+and 0.8 s at the start of each rank, and on a shared file system that many files per rank.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from megads.optim.masters import ElementwiseRule, MasterLine, MasterUpdate, Upda
 from megads.optim.muon import FusedRows, MuonRule
 
 APEX_ADAMW_MODE = 1
-"""Decoupled weight decay; 0 is Adam with an L2 penalty."""
+"""Selects decoupled weight decay; 0 selects Adam with an L2 penalty."""
 
 
 class MasterOptimizer(Protocol):
-    """What the engine sees of an optimizer.
+    """Interface of an optimizer for the engine.
 
     Attributes:
-        param_groups: each with its `params` (masters), the `weights` that they are rounded to, `lr` and `weight_decay`;
-            the caller sets the learning rate before a step, that of the run times the `lr_scale` that it gave.
-        state: of each master its fp32 tensors, all there before the first step, so that a checkpoint of step 0 has the
-            shape of any other.
+        param_groups: groups with `params` (masters), `weights` (model weights rounded from them), `lr` and
+            `weight_decay`. Before a step the caller sets `lr` to the run's learning rate times its `lr_scale`.
+        state: fp32 state tensors of each master, allocated before the first step, so that checkpoints of all steps have
+            the same tensors.
     """
 
     param_groups: list[dict[str, Any]]
@@ -42,35 +42,35 @@ class MasterOptimizer(Protocol):
 
     @property
     def steps(self) -> int:
-        """Steps taken as the host knows it."""
+        """Number of steps, counted on the host."""
 
     def step(self, clip: Tensor) -> None:
-        """Updates every master from its `grad` and rounds it to its weights.
+        """Updates every master from its `grad` and rounds it to its weights; `grad` is undefined afterwards.
 
         Args:
-            clip: fp32 scalar on the masters' device, factor of all gradients; what it leaves in `grad` is undefined.
-                Where it is not finite everything stays as it was, but `steps` has to be told by `was_skipped`.
+            clip: factor of all gradients, fp32 scalar on the masters' device. If it is not finite, the step is skipped
+                on the device, and the caller must call `was_skipped`.
         """
 
     def was_skipped(self) -> None:
-        """The last step's `clip` was not finite; before the next one."""
+        """Corrects `steps` after a step whose `clip` was not finite; call before the next step."""
 
     def set_steps(self, steps: int) -> None:
-        """Sets the number of steps, a checkpoint's."""
+        """Sets the number of steps, from a checkpoint."""
 
 
 class FusedAdamW:
-    """AdamW (https://arxiv.org/abs/1711.05101) with clipping before it and the rounding to working weights after it.
+    """AdamW (https://arxiv.org/abs/1711.05101) with gradient clipping before and rounding to model weights after it.
 
-    Our kernel does all three in one pass; torch's, bit for bit torch.optim.AdamW(fused=True), stands between two more.
-    So does apex'. The state is the same for all.
+    megads' kernel does all three in one pass. PyTorch's, bitwise equal to torch.optim.AdamW(fused=True), and apex's
+    need two further passes. The state is the same for all.
 
     Attributes:
-        param_groups: `params` (masters), `weights`, `lr` and `weight_decay` of each; the caller sets the learning rate
-            before a step.
-        state: of each master its fp32 moments `exp_avg` and `exp_avg_sq` and the number of steps, `step`; all there
-            before the first step, so that a checkpoint of step 0 has the shape of any other.
-        steps: the same number as the host knows it, which does not wait for the device to tell.
+        param_groups: groups with `params` (masters), `weights`, `lr` and `weight_decay`; the caller sets `lr` before a
+            step.
+        state: fp32 moments `exp_avg` and `exp_avg_sq` and number of steps `step` of each master, allocated before the
+            first step, so that checkpoints of all steps have the same tensors.
+        steps: number of steps, counted on the host to avoid a synchronization.
     """
 
     def __init__(
@@ -81,15 +81,15 @@ class FusedAdamW:
         eps: float,
         kernels: Kernels = TORCH,
     ) -> None:
-        """Makes the state.
+        """Allocates the state.
 
         Args:
-            groups: each with its `params`, flat and fp32, the `weights` that each of them is rounded to, flat and of
-                the same length, and its `weight_decay`.
-            lr: learning rate until the caller sets another.
+            groups: groups with `params` (flat fp32 masters), `weights` (flat model weights of the same length) and
+                `weight_decay`.
+            lr: initial learning rate.
             betas: decay rates of the moments.
-            eps: added to the root of the second moment.
-            kernels: whose kernel computes; NVIDIA apex' on GPUs.
+            eps: added to the square root of the second moment.
+            kernels: kernel implementation; NVIDIA apex on GPUs only.
         """
         self.param_groups = [{"lr": lr, **group} for group in groups]
         self._betas, self._eps, self._kernels = betas, eps, kernels
@@ -105,12 +105,7 @@ class FusedAdamW:
 
     @torch.no_grad()
     def step(self, clip: Tensor) -> None:
-        """Updates every master from its `grad` and rounds it to its weights; the host waits for nothing.
-
-        Args:
-            clip: fp32 scalar on the masters' device, factor of all gradients; what it leaves in `grad` is undefined.
-                Where it is not finite everything stays as it was, but `steps` has to be told by `was_skipped`.
-        """
+        """See MasterOptimizer; synchronizes with the device only for apex."""
         self.steps += 1
         skipped = clip.isfinite().logical_not().float()
         for group in self.param_groups:
@@ -123,11 +118,11 @@ class FusedAdamW:
                 self._step_by_torch(group, clip, skipped)
 
     def was_skipped(self) -> None:
-        """The last step's `clip` was not finite; before the next one."""
+        """See MasterOptimizer."""
         self.steps -= 1
 
     def set_steps(self, steps: int) -> None:
-        """Sets the number of steps, a checkpoint's."""
+        """See MasterOptimizer."""
         self.steps = steps
         for state in self.state.values():
             state["step"].fill_(float(steps))
@@ -140,14 +135,14 @@ class FusedAdamW:
             adamw(master, state["exp_avg"], state["exp_avg_sq"], weights, master.grad, clip, how)
 
     def _step_by_apex(self, group: dict[str, Any], clip: Tensor) -> None:
-        """Apex knows no step that is none, so here the host waits for the factor."""
+        """Synchronizes with the device, as apex does not support skipping a step on the device."""
         factor = clip.item()
         if not math.isfinite(factor):
             return
         amp = extension(AMP)
         masters = group["params"]
         gradients = [master.grad for master in masters]
-        non_finite = torch.zeros(1, dtype=torch.int32, device=masters[0].device)  # wanted; the norm was finite
+        non_finite = torch.zeros(1, dtype=torch.int32, device=masters[0].device)  # required argument, not read
         if factor != 1.0:
             amp.multi_tensor_scale(APEX_CHUNK, non_finite, [gradients, gradients], factor)
         states = [self.state[master] for master in masters]
@@ -164,7 +159,7 @@ class FusedAdamW:
 
     def _step_by_torch(self, group: dict[str, Any], clip: Tensor, skipped: Tensor) -> None:
         gradients = [master.grad for master in group["params"]]
-        # A factor of 1 changes no bit. To ask a GPU whether it is one would be to wait for it.
+        # A factor of 1 changes nothing, but reading it from a GPU would synchronize.
         if clip.device.type != "cpu" or clip.item() != 1.0:
             torch._foreach_mul_(gradients, clip)
         states = [self.state[master] for master in group["params"]]
@@ -190,13 +185,13 @@ class FusedAdamW:
 
 
 class RuleOptimizer:
-    """Drives an update rule; a `MasterOptimizer`.
+    """A `MasterOptimizer` that applies an update rule.
 
     Args:
-        groups: each with its `params`, the `weights` that they are rounded to, its `weight_decay`, the `kinds` of state
-            that it has, and the `layouts` of its masters (None where the rule asks for none).
-        rule: what a step does.
-        lr: learning rate until the caller sets another.
+        groups: groups with `params` (masters), `weights`, `weight_decay`, `kinds` (names of state tensors) and
+            `layouts` of the masters (None if the rule does not need them).
+        rule: the update rule.
+        lr: initial learning rate.
     """
 
     def __init__(self, groups: Sequence[dict[str, Any]], rule: UpdateRule, lr: float) -> None:
@@ -211,7 +206,7 @@ class RuleOptimizer:
 
     @torch.no_grad()
     def step(self, clip: Tensor) -> None:
-        """See MasterOptimizer; the host waits for the factor."""
+        """See MasterOptimizer; synchronizes with the device to read `clip`."""
         self.steps += 1
         factor = clip.item()
         if not math.isfinite(factor):
@@ -237,10 +232,10 @@ class RuleOptimizer:
 
 
 class SeveralOptimizers:
-    """Optimizers of different masters as one; a `MasterOptimizer`.
+    """A `MasterOptimizer` that combines optimizers of different masters.
 
     Args:
-        parts: in the order in which they step, on all ranks.
+        parts: the optimizers in the order in which they step, the same on all ranks.
     """
 
     def __init__(self, parts: Sequence[MasterOptimizer]) -> None:
@@ -276,17 +271,17 @@ def make_rule(
     fused: FusedRows | None = None,
     weights_dtype: torch.dtype = torch.float32,
 ) -> UpdateRule:
-    """The rule of any optimizer but AdamW.
+    """Update rule of any optimizer except AdamW.
 
     Args:
-        optim: names it and holds its settings.
-        line: the ranks that hold the parameters together.
-        kernels: whose kernels compute sums of squares.
-        fused: parameters that are several matrices.
-        weights_dtype: of the working weights.
+        optim: the optimizer's settings.
+        line: ranks over which the parameters are sharded.
+        kernels: kernel implementation.
+        fused: fused parameters that consist of several matrices.
+        weights_dtype: dtype of the model weights.
 
     Raises:
-        ConfigError: no plugin registered it.
+        ConfigError: no plugin registered the optimizer.
     """
     if optim.is_muon:
         return MuonRule(optim, line, fused or {}, weights_dtype, kernels)
@@ -303,19 +298,18 @@ def make_optimizer(
     fused: FusedRows | None = None,
     adamw_rule: UpdateRule | None = None,
 ) -> MasterOptimizer:
-    """The optimizer of a rank under ZeRO-0 and 1.
+    """Builds the optimizer of a rank under ZeRO-0 and 1.
 
     Args:
-        groups: each with its `params`, the `weights` that they are rounded to, its `weight_decay`, its `role`, and the
-            `layouts` of its masters.
-        optim: names it and holds its settings.
-        line: the ranks that hold the parameters together.
-        kernels: whose kernels compute.
-        fused: parameters that are several matrices.
-        adamw_rule: updates what AdamW updates; None: the kernels' AdamW.
+        groups: groups with `params` (masters), `weights`, `weight_decay`, `role`, and `layouts` of the masters.
+        optim: the optimizer's settings.
+        line: ranks over which the parameters are sharded.
+        kernels: kernel implementation.
+        fused: fused parameters that consist of several matrices.
+        adamw_rule: update rule that replaces AdamW; None: `FusedAdamW`.
 
     Raises:
-        ConfigError: no plugin registered it.
+        ConfigError: no plugin registered the optimizer.
     """
     ruled = [group for group in groups if not optim.is_adamw and (not optim.is_muon or group["role"] is Role.hidden)]
     others = [group for group in groups if all(group is not other for other in ruled)]

@@ -1,4 +1,4 @@
-"""The learning rate: a pure function of the samples consumed, whatever the batch size and the layout."""
+"""Learning-rate schedules: pure functions of the consumed samples, independent of batch size and layout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megads.runtime.registry import SCHEDULES, NoOptions, register_schedule
 
 
 class ScheduleName(StrEnum):
-    """The built-in courses of the learning rate after the warmup; plugins register others."""
+    """The built-in learning-rate schedules; plugins register others."""
 
     cosine = "cosine"
     linear = "linear"
@@ -24,7 +24,7 @@ class ScheduleName(StrEnum):
 
 
 class DecayShape(StrEnum):
-    """How the rate falls at the end of a warmup-stable-decay schedule."""
+    """Shape of the decay of a warmup-stable-decay (wsd) schedule."""
 
     minus_sqrt = "minus_sqrt"
     linear = "linear"
@@ -44,40 +44,41 @@ _OF_WSD = ("decay_share", "decay_shape", "decay_from", "decay_start_samples")
 
 @dataclass
 class ScheduleConfig:
-    """Learning rate as a function of samples consumed, so that it does not depend on the batch size."""
+    """Learning-rate schedule, a function of consumed samples, so that it does not depend on the batch size."""
 
     name: str = field(default=ScheduleName.cosine.value, metadata={"choices": tuple(map(str, ScheduleName))})
     """cosine, linear, constant, inverse_sqrt, wsd (warmup, stable, decay), or the name of a schedule that a plugin
     registers (docs/extending.md)."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Settings of a plugin's schedule, by their names."""
+    """Settings of a plugin's schedule, by name."""
     warmup_samples: int = 0
-    """Samples over which the rate rises linearly from 0 to optim.lr."""
+    """Samples of linear warmup from 0 to optim.lr."""
     warmup_tokens: int | None = None
-    """The same in tokens, in place of warmup_samples."""
+    """Warmup in tokens, instead of warmup_samples."""
     warmup_steps: int | None = None
-    """The same in steps, in place of warmup_samples."""
+    """Warmup in steps, instead of warmup_samples."""
     decay_samples: int | None = None
-    """Samples at which the decay ends; null is the end of training."""
+    """Samples at which the decay ends; null: the end of training."""
     decay_tokens: int | None = None
-    """The same in tokens, in place of decay_samples."""
+    """End of the decay in tokens, instead of decay_samples."""
     decay_steps: int | None = None
-    """The same in steps, in place of decay_samples."""
+    """End of the decay in steps, instead of decay_samples."""
     cycles: int = 1
-    """Equal parts of the decay of cosine and linear, each of which starts at optim.lr again (warm restarts, Loshchilov
-    and Hutter 2017)."""
+    """Number of equal cycles of cosine and linear decay, each starting at optim.lr again (warm restarts, Loshchilov and
+    Hutter 2017)."""
     decay_share: float = 0.2
-    """Share of what follows the warmup in which the rate of wsd falls."""
+    """Share of the schedule after warmup in which wsd decays."""
     decay_shape: DecayShape = DecayShape.minus_sqrt
-    """How it falls: minus_sqrt is 1 - sqrt(x) (Haegele et al. 2024), exponential is 2 * 0.5^x - 1."""
+    """Shape of wsd's decay over its share x: minus_sqrt is 1 - sqrt(x) (Haegele et al. 2024), exponential is
+    2 * 0.5^x - 1."""
     decay_from: str | None = None
-    """Checkpoint (its folder, or a run's) at which the decay of wsd starts; the run continues it. So one run at a
-    constant rate has many ends."""
+    """Checkpoint (its folder, or a run's) from which the run continues and starts the decay of wsd, so that one run at
+    a constant rate can be decayed from several checkpoints."""
     decay_start_samples: int | None = None
-    """Samples at which the decay of wsd starts, in place of decay_share; decay_from sets it."""
+    """Samples at which the decay of wsd starts, instead of decay_share; set by decay_from."""
 
     def check(self) -> None:
-        """Raises ConfigError on settings that contradict each other, or do not apply to the schedule."""
+        """Raises ConfigError on settings that are invalid, contradictory, or do not apply to the schedule."""
         self._check_units("warmup", least=0)
         self._check_units("decay", least=1)
         self._check_cycles()
@@ -89,7 +90,7 @@ class ScheduleConfig:
         for name, value in zip(names, values, strict=True):
             if value is not None and value < least:
                 raise ConfigError(f"{name} = {value}: must be at least {least}")
-        # Samples are what presets have, so the others go before them.
+        # Presets set samples, so tokens and steps override them.
         given = [f"{name} = {value}" for name, value in zip(names[1:], values[1:], strict=True) if value is not None]
         if len(given) > 1:
             raise ConfigError(f"{' and '.join(given)}: give one of them")
@@ -134,20 +135,20 @@ def _constant(_options: NoOptions, _done: float) -> float:
 
 @dataclass(frozen=True)
 class LearningRate:
-    """The learning rate of each step: linear warmup from 0, then the schedule's course down to optim.min_lr.
+    """The learning rate of each step: linear warmup from 0, then decay to optim.min_lr.
 
-    Cosine and linear fall from optim.lr to optim.min_lr and stay there; constant stays at optim.lr; inverse_sqrt is
+    Cosine and linear decay from optim.lr to optim.min_lr and stay there; constant stays at optim.lr; inverse_sqrt is
     optim.lr * sqrt(warmup / samples) (Vaswani et al. 2017), at least optim.min_lr; wsd stays at optim.lr until its
-    decay starts. A plugin's course keeps the value that it has at the end of the decay.
+    decay starts. A plugin's schedule keeps the value that it has at the end of the decay.
 
     Attributes:
-        optim: peak and floor.
-        schedule: course.
+        optim: optimizer settings, with peak and minimum learning rate.
+        schedule: schedule settings.
         warmup: samples at which the warmup ends.
         end: samples at which the decay ends.
         decay_start: samples at which the decay of wsd starts; None: by schedule.decay_share.
-        begin: samples of the run from which all others are counted.
-        later: schedules that take its place from their begin on, in order.
+        begin: samples of the run at which this schedule begins; all other attributes count from there.
+        later: schedules that replace this one from their `begin` on, in order.
     """
 
     optim: OptimConfig
@@ -162,11 +163,11 @@ class LearningRate:
         """The rate of one step.
 
         Args:
-            samples: consumed at the END of the step, so that the first step's rate is not 0 and the step that ends the
-                decay has exactly optim.min_lr.
+            samples: samples consumed at the END of the step, so that the first step's rate is not 0 and the last step
+                of the decay has exactly optim.min_lr.
 
         Raises:
-            ConfigError: a plugin's schedule returns no finite number.
+            ConfigError: a plugin's schedule returns a non-finite number.
         """
         for piece in reversed(self.later):
             if samples > piece.begin:
@@ -178,7 +179,7 @@ class LearningRate:
         if self.schedule.name == ScheduleName.inverse_sqrt:
             return max(optim.min_lr, optim.lr * math.sqrt(self.warmup / samples))
         share = self._share(samples)
-        # The two ends exactly, whatever the rounding between them.
+        # Returns both endpoints exactly, without rounding.
         if share in (0.0, 1.0):
             return optim.lr if share else optim.min_lr
         return optim.min_lr + (optim.lr - optim.min_lr) * share
@@ -192,7 +193,7 @@ class LearningRate:
         return min(max(start, self.warmup), self.end)
 
     def _share(self, samples: int) -> float:
-        """What is left of the way from optim.min_lr to optim.lr, for samples beyond the warmup."""
+        """Learning rate after warmup, as a fraction between optim.min_lr (0) and optim.lr (1)."""
         if self.schedule.name == ScheduleName.wsd:
             begin = self.stable_until
             done = _progress(samples, begin, self.end) if begin < self.end else 0.0
@@ -207,7 +208,7 @@ class LearningRate:
 
 
 def _progress(samples: int, begin: int, end: int, cycles: int = 1) -> float:
-    """How much of the way from `begin` to `end` is done, of each of its cycles anew; 1 at a cycle's last sample."""
+    """Progress of the current cycle between `begin` and `end`, from 0 to 1 at the cycle's last sample."""
     if samples <= begin:
         return 0.0
     if samples >= end:

@@ -1,8 +1,8 @@
-"""How the model is split over ranks, in pure torch.distributed; knows no model.
+"""Tensor, sequence, context and pipeline parallelism on torch.distributed, independent of the model.
 
-`rank_order` says which rank stands where, `grid` makes the process groups. `sharding` cuts a stage by tensor and
-sequence parallelism, `context` cuts samples, `partition` cuts the model into pipeline stages, which run a `schedule`.
-`loss` is the cross entropy over a cut vocabulary, `norm` RMSNorm over cut features.
+`rank_order` maps ranks to coordinates and `grid` creates the process groups. `sharding` applies tensor and sequence
+parallelism to a stage, `context` context parallelism to samples, and `partition` splits the model into pipeline stages,
+which run a `schedule`. `loss` is vocabulary-parallel cross entropy, `norm` RMSNorm over sharded features.
 """
 
 __all__ = [

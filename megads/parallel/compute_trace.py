@@ -1,9 +1,9 @@
-"""Checksums of what a rank computes in a step, so that two computations of the same step can be compared bit for bit.
+"""Checksums of the tensors that a rank computes in a step, for a bitwise comparison of two computations of a step.
 
 A wrong value spreads: through a collective to every tensor-parallel rank, through the pipeline to the next stage,
-through the loss to all gradients. So a trace is in the order of the computation, and records the inputs of collectives,
-which other ranks have not contributed to yet. The first entry in which two traces of the same samples differ is where
-the computation went wrong, unless the rank received it.
+through the loss to all gradients. A trace is therefore in the order of the computation, and records the inputs of
+collectives, to which other ranks have not contributed yet. The first entry in which two traces of the same samples
+differ is where the computation went wrong, unless the rank received that tensor.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch import Tensor
 from megads.batch import MicroBatch
 
 _BLOCK = {"cpu": 2**16, "cuda": 2**22}
-"""Words that are multiplied at a time: on a CPU so few that they stay in its cache."""
+"""Number of words that are multiplied at a time; on a CPU, few enough to stay in its cache."""
 _MIX = 0x1E3779B97F4A7C15
 
 
 @functools.lru_cache(maxsize=8)
 def _weights(count: int, device: torch.device) -> Tensor:
-    """Pseudorandom odd numbers of 64 bits, int64 [count]."""
+    """Pseudorandom odd 64-bit numbers, int64 [count]."""
     x = torch.arange(1, count + 1, dtype=torch.int64, device=device) * _MIX
     for shift in (30, 27, 31):
         x = (x ^ (x >> shift)) * _MIX
@@ -34,14 +34,14 @@ def _weights(count: int, device: torch.device) -> Tensor:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Sum of a tensor's words modulo 2**64, each times an odd number that depends on its index; int64 scalar on the
-    tensor's device.
+    """Order-dependent checksum of a tensor's bits, int64 scalar on the tensor's device.
 
-    One wrong element always changes the checksum, other errors all but 2**-64 of the time; the order of the elements
-    counts. The same bits give the same checksum on all devices of a type.
+    The sum modulo 2**64 of the tensor's words, each multiplied by an odd number that depends on its index. A single
+    wrong element always changes the checksum, other errors with probability 1 - 2**-64. The same bits give the same
+    checksum on all devices of a type.
 
     Args:
-        tensor: of elements of 2, 4 or 8 bytes.
+        tensor: tensor with elements of 2, 4 or 8 bytes.
     """
     types = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     words = tensor.detach().contiguous().view(-1).view(types[tensor.element_size()])
@@ -57,9 +57,9 @@ class Difference(NamedTuple):
     """The first entry in which two traces of the same samples differ.
 
     Attributes:
-        entry: its index in the trace.
-        name: the tensor, and where in the step it was recorded.
-        received: the rank received the tensor from another one; it did not compute it.
+        entry: index in the trace.
+        name: name of the tensor, and where in the step it was recorded.
+        received: whether the rank received the tensor from another rank, instead of computing it.
     """
 
     entry: int
@@ -68,11 +68,11 @@ class Difference(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """What a rank computed in a step, in order.
+    """Checksums of the tensors of a rank in a step, in order.
 
     Attributes:
-        names: of the entries.
-        received: by entry, whether the rank received it from another one.
+        names: name of each entry.
+        received: whether the rank received the tensor of each entry from another rank.
         checksums: int64 [entries], on the device.
     """
 
@@ -81,7 +81,7 @@ class Trace(NamedTuple):
     checksums: Tensor
 
     def first_difference(self, other: Trace) -> Difference | None:
-        """Compares with another computation of the same samples; waits for the device."""
+        """Compares with another computation of the same samples; synchronizes with the device."""
         assert self.names == other.names, "two computations of a step record different tensors"
         different = (self.checksums != other.checksums).nonzero()
         if not len(different):
@@ -94,7 +94,7 @@ class ComputeTrace:
     """Records checksums between `begin` and `end`, and does nothing otherwise.
 
     Attributes:
-        context: what the rank is computing; part of the names of entries.
+        context: current computation of the rank; part of the names of entries.
     """
 
     def __init__(self) -> None:
@@ -111,19 +111,19 @@ class ComputeTrace:
         self._entries, self.context = [], ""
 
     def end(self) -> Trace:
-        """Ends the trace, and returns it."""
+        """Ends the trace and returns it."""
         entries, self._entries = self._entries, None
         assert entries, "a step computes something"
         names, received, checksums = zip(*entries, strict=True)
         return Trace(list(names), list(received), torch.stack(checksums))
 
     def record(self, name: str, tensor: Tensor, *, received: bool = False) -> None:
-        """Adds an entry: the checksum of a tensor's present values.
+        """Adds an entry with the checksum of a tensor's current values.
 
         Args:
-            name: of the tensor.
-            tensor: of this rank.
-            received: another rank computed it.
+            name: name of the tensor.
+            tensor: tensor on this rank.
+            received: whether another rank computed it.
         """
         if self._entries is not None:
             where = f"{name} ({self.context})" if self.context else name
@@ -134,10 +134,10 @@ def ring_shift(tensor: Tensor, ranks: Sequence[int], shift: int, group: dist.Pro
     """Returns the tensor of the rank `shift` places after this one in a ring; collective over the group.
 
     Args:
-        tensor: of the same shape on all ranks of the group, on the device that it communicates from.
-        ranks: of the group, in the order of the ring.
-        shift: may be negative.
-        group: of the ranks.
+        tensor: tensor of the same shape on all ranks of the group, on the group's communication device.
+        ranks: global ranks of the group, in the order of the ring.
+        shift: number of places, may be negative.
+        group: process group of the ranks.
     """
     own, size, received = ranks.index(dist.get_rank()), len(ranks), torch.empty_like(tensor)
     messages = [
@@ -155,10 +155,10 @@ def next_rank_batches(
     """Returns the micro-batches of the next data-parallel rank; collective over the group.
 
     Args:
-        batches: of this rank, whole samples.
-        ranks: of the group, in the order of the ring.
-        group: of the ranks.
-        device: that it communicates from, and of the result.
+        batches: micro-batches of this rank, of whole samples.
+        ranks: global ranks of the group, in the order of the ring.
+        group: process group of the ranks.
+        device: communication device of the group, and device of the result.
     """
 
     def shifted(tensor: Tensor) -> Tensor:

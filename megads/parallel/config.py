@@ -1,4 +1,4 @@
-"""The layout of a run over its processes."""
+"""Configuration of a run's parallel layout."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from megads.parallel.schedule import ScheduleName, build_schedule, check_contigu
 
 AXES = ("tp", "cp", "pp", "dp")
 """The axes of the grid of ranks."""
-# Beyond any machine; what is planned rank by rank ends.
+# Larger than any machine; bounds the time of planning, which visits every rank.
 _MOST_RANKS = {"tp": 1024, "cp": 1024, "pp": 1024, "dp": 1 << 17}
 
 ZERO_STAGES = (0, 1, 2, 3)
-"""Stages of ZeRO that an engine trains."""
+"""Supported ZeRO stages."""
 GRADIENT_STAGES = (2, 3)
-"""Those that shard gradients as they come, micro-batch by micro-batch."""
+"""ZeRO stages that reduce and shard gradients after every micro-batch."""
 
 SPLIT_SCHEDULES = (ScheduleName.zb_h1, ScheduleName.zb_v, ScheduleName.dualpipe_v)
-"""Those with backward passes in two parts."""
+"""Schedules that split the backward pass into an input-gradient and a weight-gradient part."""
 
 
 class Recompute(StrEnum):
-    """What backward computes again instead of keeping it; the results are the same to the bit."""
+    """Activation recomputation mode; results are bitwise identical in all modes."""
 
     none = "none"
     selective = "selective"
@@ -34,10 +34,10 @@ class Recompute(StrEnum):
 
 
 class Partition(StrEnum):
-    """How layers are cut into the stages of a pipeline.
+    """How layers are partitioned into pipeline stages.
 
-    uniform gives every stage the same number of blocks, embedding and head coming on top; weighted makes the heaviest
-    stage as light as it can be, by parallel.layer_costs; auto is weighted by the estimated FLOPs of each layer.
+    uniform gives every stage the same number of blocks, not counting embedding and head; weighted minimizes the cost
+    of the most expensive stage, by parallel.layer_costs; auto is weighted by the estimated FLOPs of each layer.
     """
 
     uniform = "uniform"
@@ -47,73 +47,76 @@ class Partition(StrEnum):
 
 @dataclass
 class ParallelConfig:
-    """Every rank has one place on each axis; `rank_order` says which axis neighbours in rank lie along."""
+    """Parallel layout: sizes of all axes, ZeRO, pipeline schedule and activation recomputation.
+
+    Every rank has one coordinate on each axis; `rank_order` maps coordinates to ranks."""
 
     tp: int = 1
-    """Tensor parallel size: every block's matrices are cut over this many ranks."""
+    """Tensor-parallel size: the matrices of every block are sharded over this many ranks."""
     pp: int = 1
-    """Pipeline stages."""
+    """Pipeline-parallel size."""
     dp: int = 1
-    """Data parallel size: replicas of the model."""
+    """Data-parallel size: replicas of the model."""
     cp: int = 1
-    """Context parallel size: every sample's tokens are cut over this many ranks."""
+    """Context-parallel size: the tokens of every sample are sharded over this many ranks."""
     sequence_parallel: bool = False
-    """Cut norms, dropouts and residuals along the sequence over the tensor-parallel ranks, which otherwise all compute
-    them whole (Korthikanti et al. 2022): smaller activations and pipeline messages, for one more all-gather where a
-    region's gradient is computed. Of no effect at tp = 1."""
+    """Shard norms, dropouts and residuals along the sequence over the tensor-parallel ranks, instead of replicating
+    them (Korthikanti et al. 2022): smaller activations and p2p tensors between pipeline stages, at the cost of one more
+    all-gather in the backward pass of each region. No effect at tp = 1."""
     tp_chunks: int = 1
-    """Parts into which a micro-batch's tokens are cut where tensor-parallel regions begin and end, so that the message
-    of one part travels while the matrix product of another is computed (Jiang et al. 2024, MegaScale, section 3.2). 1:
-    messages and products take turns. Of no effect at tp = 1."""
+    """Chunks into which a micro-batch's tokens are split at the entry and exit of tensor-parallel regions, so that the
+    collective of one chunk is overlapped with the GEMM of another (Jiang et al. 2024, MegaScale, section 3.2). 1: no
+    such overlap. No effect at tp = 1."""
     rank_order: list[str] = field(default_factory=lambda: list(AXES))
-    """Axes from the innermost, whose ranks are neighbours in one node, to the outermost."""
+    """Axes from the innermost, whose ranks are adjacent in a node, to the outermost."""
     zero_stage: int = 1
-    """What the cp * dp ranks with the same weights share out instead of each holding all of it (ZeRO, Rajbhandari et
-    al. 2020): 0 nothing, 1 optimizer states and reduced gradients, 2 gradients as they come too, 3 weights too. 2 and 3
-    only without pipelines."""
+    """ZeRO stage (Rajbhandari et al. 2020), i.e. what is sharded over the cp * dp ranks that hold the same weights:
+    0 nothing, 1 optimizer states and reduced gradients, 2 also the gradients of every micro-batch, 3 also the weights.
+    2 and 3 require pp = 1."""
     zero_shard_size: int | None = None
-    """Ranks over which ZeRO-3 shards; every such subgroup holds the whole model, and only gradients travel between
-    them, once a step (MiCS, Zhang et al. 2022). null: all cp * dp ranks."""
+    """Number of ranks over which ZeRO-3 shards. Every such subgroup holds the whole model, and only gradients are
+    communicated between subgroups, once per step (MiCS, Zhang et al. 2022). null: all cp * dp ranks."""
     bucket_elements: int = 2**25
-    """Gradients that are reduced in one collective: a bucket is sent off once it holds this many and all of them are
-    there. Smaller ones overlap better with the backward pass, larger ones use the network better."""
+    """Gradient elements reduced in one collective: a bucket is reduced once it holds this many and all of them are
+    computed. Smaller buckets overlap better with the backward pass, larger ones use the network better."""
     schedule: ScheduleName = ScheduleName["1f1b"]
-    """Order of forward and backward passes in a pipeline: 1f1b, interleaved (several virtual stages a rank, smaller
-    bubble, more messages), zb_h1 (backward in two parts, a third of 1F1B's bubble in the same memory), dualpipe_v and
-    zb_v (two virtual stages a rank in the shape of a V, backward in two parts). docs/layouts.md compares them."""
+    """Pipeline schedule: 1f1b, interleaved (several virtual stages per rank, smaller bubble, more p2p communication),
+    zb_h1 (split backward pass, a third of 1F1B's bubble with the same memory), dualpipe_v and zb_v (two virtual stages
+    per rank in a V shape, split backward pass). docs/layouts.md compares them."""
     virtual_stages: int | None = None
-    """Stages of each pipeline rank. null: 1 for 1f1b and zb_h1, which have no more; 2 for the others, of which
-    interleaved alone takes any number."""
+    """Virtual stages per pipeline rank. null: 1 for 1f1b and zb_h1 (their only value), 2 for the others; only
+    interleaved takes other values than 2."""
     contiguous_micro_batches: int | None = None
-    """For interleaved, the least number of micro-batches that run through one virtual stage in a row before the next
-    one's turn: pp is depth-first (least memory), all of the step's micro-batches breadth-first (Llama 3, section
-    3.3.2). null: pp."""
+    """For interleaved: minimum number of consecutive micro-batches that run through one virtual stage before the next
+    virtual stage runs. pp is depth-first (least memory), all micro-batches of the step is breadth-first (Llama 3,
+    section 3.3.2). null: pp."""
     partition: Partition = Partition.weighted
-    """How layers are cut into stages: uniform (blocks alone count), weighted (by layer_costs), or auto (by estimated
-    FLOPs)."""
+    """How layers are partitioned into stages: uniform (counts blocks only), weighted (by layer_costs), or auto (by
+    estimated FLOPs)."""
     layer_costs: list[float] | None = None
-    """Costs of the embedding, of one block and of the head in any unit, as measured, for partition=weighted; null
-    weighs each as much as a block."""
+    """Measured costs of the embedding, of one block and of the head, in any unit, for partition=weighted; null: all
+    cost the same."""
     first_stage_blocks: int | None = None
-    """Blocks beside the embedding on the first of all stages, 0 for a stage of its own; null goes by partition."""
+    """Blocks of the first stage, in addition to the embedding; 0: the embedding only; null: by partition."""
     last_stage_blocks: int | None = None
-    """Blocks beside the head on the last of all stages, 0 for a stage of its own; null goes by partition."""
+    """Blocks of the last stage, in addition to the head; 0: the head only; null: by partition."""
     recompute: Recompute = Recompute.none
-    """Computed again in backward: none, selective (the attention cores), full (whole blocks), or auto: as few whole
-    blocks of each stage as fit the memory."""
+    """Activation recomputation: none, selective (attention cores), full (whole blocks), or auto (as few whole blocks of
+    each stage as fit into memory)."""
     recompute_interval: int = 1
-    """Recompute every n-th block of a stage, from its first on."""
+    """Recompute every n-th block of a stage, starting with its first."""
     recompute_blocks: list[int] | None = None
-    """For recompute=full, how many blocks of each pipeline rank, its first ones; null goes by the interval."""
+    """For recompute=full: number of blocks that each pipeline rank recomputes, counted from its first; null: by
+    recompute_interval."""
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Size of every axis by name, for people and records."""
+        """Size of every axis by name, for display and records."""
         return {axis: getattr(self, axis) for axis in AXES}
 
     @property
     def product(self) -> str:
-        """As in tp 2 x cp 1 x pp 2 x dp 1."""
+        """The sizes as text, for example "tp 2 x cp 1 x pp 2 x dp 1"."""
         return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items())
 
     @property
@@ -125,15 +128,18 @@ class ParallelConfig:
         """Which pipeline rank holds which virtual stage.
 
         Raises:
-            ConfigError: the schedule cannot have so many virtual stages.
+            ConfigError: the schedule does not support this number of virtual stages.
         """
         return stage_placement(self.schedule, self.pp, self.virtual_stages)
 
     def schedule_of(self, micro_batches: int) -> Schedule:
-        """The pipeline's schedule for a step of so many micro-batches of each data-parallel rank.
+        """The pipeline schedule of a step.
+
+        Args:
+            micro_batches: micro-batches per step and data-parallel rank.
 
         Raises:
-            ConfigError: there is no such schedule.
+            ConfigError: the schedule does not exist.
         """
         return build_schedule(
             self.schedule, self.pp, self.virtual_stages, micro_batches, contiguous=self.contiguous_micro_batches
@@ -141,21 +147,21 @@ class ParallelConfig:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the whole pipeline, virtual ones counted each."""
+        """Number of virtual stages of the whole pipeline."""
         return self.placement.num_stages
 
     @property
     def data_size(self) -> int:
-        """Ranks that hold the same weights and see other tokens."""
+        """Number of ranks that hold the same weights and process different tokens, cp * dp."""
         return self.cp * self.dp
 
     @property
     def shard_size(self) -> int:
-        """Ranks over which ZeRO shards."""
+        """Number of ranks over which ZeRO shards."""
         return self.zero_shard_size or self.data_size
 
     def why_no_cuda_graphs(self) -> str:
-        """What keeps a micro-batch from being captured as a whole, on one rank, and what to set; empty: nothing."""
+        """Why this layout rules out CUDA graphs of whole micro-batches, and what to set; empty if it does not."""
         for name, value, most in (
             ("pp", self.pp, 1),
             ("tp", self.tp, 1),
@@ -168,7 +174,7 @@ class ParallelConfig:
         return ""
 
     def check(self) -> None:
-        """Raises ConfigError on sizes below one, an order that is none, and ZeRO or recomputation that cannot be."""
+        """Raises ConfigError on invalid sizes, rank order, ZeRO, pipeline, partition or recomputation settings."""
         for name in AXES:
             if getattr(self, name) < 1:
                 raise ConfigError(f"parallel.{name} = {getattr(self, name)}: must be at least 1")
@@ -188,16 +194,16 @@ class ParallelConfig:
         self._check_recompute()
 
     def _check_pipeline(self) -> None:
-        """Raises ConfigError on virtual stages and contiguous micro-batches that the schedule does not have."""
+        """Raises ConfigError on virtual stages or contiguous micro-batches that the schedule does not support."""
         if self.placement.num_stages > self.pp == 1:
             raise ConfigError(
-                f"parallel.schedule = {self.schedule} with parallel.pp = 1: virtual stages overlap the work of several "
-                "pipeline ranks; use parallel.schedule=1f1b, or raise parallel.pp"
+                f"parallel.schedule = {self.schedule} with parallel.pp = 1: virtual stages need several pipeline "
+                "ranks; use parallel.schedule=1f1b, or raise parallel.pp"
             )
         check_contiguous(self.schedule, self.pp, self.contiguous_micro_batches)
 
     def _check_partition(self) -> None:
-        """Raises ConfigError on costs and numbers of blocks that no partition can go by."""
+        """Raises ConfigError on invalid layer costs or numbers of blocks."""
         costs = self.layer_costs
         if costs is not None:
             if len(costs) != 3 or min(costs) < 0 or not costs[1] > 0 or not all(map(isfinite, costs)):
@@ -207,8 +213,8 @@ class ParallelConfig:
                 )
             if self.partition is not Partition.weighted:
                 raise ConfigError(
-                    f"parallel.layer_costs = {costs} with parallel.partition = {self.partition}: only weighted goes by "
-                    "given costs; set parallel.partition=weighted, or leave them out"
+                    f"parallel.layer_costs = {costs} with parallel.partition = {self.partition}: only weighted uses "
+                    "given costs; set parallel.partition=weighted, or remove them"
                 )
         for name in ("first_stage_blocks", "last_stage_blocks"):
             blocks = getattr(self, name)
@@ -216,7 +222,7 @@ class ParallelConfig:
                 raise ConfigError(f"parallel.{name} = {blocks}: must be 0 or more")
             if blocks is not None and self.num_stages == 1:
                 raise ConfigError(
-                    f"parallel.{name} = {blocks} with a single stage, which holds all blocks: leave it out, or raise "
+                    f"parallel.{name} = {blocks} with a single stage, which holds all blocks: remove it, or raise "
                     "parallel.pp"
                 )
 
@@ -226,15 +232,15 @@ class ParallelConfig:
         if self.recompute_interval > 1 and self.recompute not in (Recompute.selective, Recompute.full):
             raise ConfigError(
                 f"parallel.recompute_interval = {self.recompute_interval} does nothing with parallel.recompute = "
-                f"{self.recompute}: leave it out, or set parallel.recompute to selective or full"
+                f"{self.recompute}: remove it, or set parallel.recompute to selective or full"
             )
         blocks = self.recompute_blocks
         if blocks is None:
             return
         if self.recompute is not Recompute.full:
             raise ConfigError(
-                f"parallel.recompute_blocks = {blocks} counts blocks that are recomputed as a whole, but "
-                f"parallel.recompute = {self.recompute}: set parallel.recompute=full, or leave the numbers out"
+                f"parallel.recompute_blocks = {blocks} only applies to parallel.recompute = full, but "
+                f"parallel.recompute = {self.recompute}: set parallel.recompute=full, or remove the numbers"
             )
         if len(blocks) != self.pp or min(blocks) < 0:
             raise ConfigError(
@@ -248,19 +254,22 @@ class ParallelConfig:
             raise ConfigError(f"parallel.zero_stage = {stage}: must be one of {', '.join(map(str, ZERO_STAGES))}")
         if stage in GRADIENT_STAGES and self.pp > 1:
             raise ConfigError(
-                f"parallel.zero_stage = {stage} with parallel.pp = {self.pp}: ZeRO-{stage} reduces the gradients of "
-                "every micro-batch at once, which multiplies a pipeline's traffic by its micro-batches; "
+                f"parallel.zero_stage = {stage} with parallel.pp = {self.pp}: ZeRO-{stage} reduces gradients after "
+                "every micro-batch, which multiplies communication by the number of micro-batches of the pipeline; "
                 "use zero_stage=1 with pipelines, or pp=1"
             )
         if stage in GRADIENT_STAGES and self.data_size == 1:
             raise ConfigError(
-                f"parallel.zero_stage = {stage} with parallel.cp * dp = 1: there is no rank to share with; "
-                "use zero_stage=1, which needs no more memory there, or more data-parallel ranks"
+                f"parallel.zero_stage = {stage} with parallel.cp * dp = 1: there is no rank to shard over; "
+                "use zero_stage=1, which needs no more memory in this case, or more data-parallel ranks"
             )
         if size is None:
             return
         if stage != 3:
-            raise ConfigError(f"parallel.zero_shard_size = {size} with parallel.zero_stage = {stage}: only 3 takes it")
+            raise ConfigError(
+                f"parallel.zero_shard_size = {size} only applies to parallel.zero_stage = 3, but parallel.zero_stage = "
+                f"{stage}: remove it"
+            )
         if size < 2 or self.data_size % size:
             raise ConfigError(
                 f"parallel.zero_shard_size = {size}: must be at least 2 and divide parallel.cp * dp = {self.data_size}"

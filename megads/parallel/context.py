@@ -1,8 +1,8 @@
-"""Context parallelism as in Llama 3 (Dubey et al. 2024, section 3.3.2): every sample's tokens are cut over ranks.
+"""Context parallelism as in Llama 3 (Dubey et al. 2024, section 3.3.2): the tokens of a sample are sharded over ranks.
 
-A sample is cut into 2 * cp equal chunks and rank i holds chunks i and 2 cp - 1 - i: an early one, whose queries see few
-keys, and a late one, whose queries see many. Each rank computes the attention of its own queries over the keys and
-values of the whole sample, which it gathers; everything else in the model works on each token alone.
+A sample is split into 2 * cp equal chunks and rank i holds chunks i and 2 cp - 1 - i, which balances the causal
+attention work: queries of an early chunk see few keys, those of a late one many. Each rank computes attention for its
+own queries over the all-gathered keys and values of the whole sample; all other operations are per token.
 
 Shape suffixes: b = batch, s = tokens of this rank, t = tokens of the whole sample, n = heads, d = head dim, c = tokens
 of a chunk.
@@ -26,21 +26,21 @@ from megads.parallel.partition import ShardingTable
 
 
 def held_chunks(rank: int, size: int) -> tuple[int, int]:
-    """The two chunks of a sample that a context rank holds, in the order in which it holds them."""
+    """Indices of the two chunks of a sample that a context rank holds, in memory order."""
     return rank, 2 * size - 1 - rank
 
 
 @functools.lru_cache(maxsize=8)
 def held_places(seq_len: int, rank: int, size: int, device: torch.device) -> Tensor:
-    """Places of a context rank's tokens in the sample, int64 [s].
+    """Indices of a context rank's tokens in the sample, int64 [s].
 
-    The same tensor every time: masks are cached by its identity.
+    Returns the same tensor on every call, since attention masks are cached by its identity.
 
     Args:
         seq_len: tokens of the whole sample, a multiple of 2 * size.
         rank: context rank.
-        size: context ranks.
-        device: of the result.
+        size: number of context ranks.
+        device: device of the result.
     """
     assert seq_len % (2 * size) == 0
     chunks = torch.arange(seq_len, device=device).view(2 * size, -1)
@@ -48,12 +48,12 @@ def held_places(seq_len: int, rank: int, size: int, device: torch.device) -> Ten
 
 
 def cut_micro_batch(batch: MicroBatch, axis: Axis, device: torch.device) -> MicroBatch:
-    """A context rank's share of whole samples; the batch itself where nothing is cut.
+    """A context rank's share of a micro-batch of whole samples; returns the batch itself if the axis has size 1.
 
     Args:
-        batch: of whole samples. Without tokens, `info.seq_len` must say how long they are.
+        batch: micro-batch of whole samples. Without tokens and labels, `info.seq_len` must be set.
         axis: the context axis.
-        device: of `info.sequence_index`, the model's. Everything else stays where it is.
+        device: the model's device, for `info.sequence_index`. All other tensors stay on their device.
     """
     if axis.size == 1:
         return batch
@@ -79,7 +79,7 @@ def cut_micro_batch(batch: MicroBatch, axis: Axis, device: torch.device) -> Micr
 
 
 def _in_sample_order(by_rank: Tensor) -> Tensor:
-    """[cp, ..., s, d] of all context ranks to [..., t, d]."""
+    """Reorders [cp, ..., s, d], gathered from all context ranks, to [..., t, d]."""
     size, *rest, held, dim = by_rank.shape
     chunks = by_rank.view(size, *rest, 2, held // 2, dim)
     whole = by_rank.new_empty(*rest, 2 * size, held // 2, dim)
@@ -90,7 +90,7 @@ def _in_sample_order(by_rank: Tensor) -> Tensor:
 
 
 def _by_rank(wholes: Sequence[Tensor], size: int, dtype: torch.dtype) -> Tensor:
-    """Several [..., t, d] to [cp, number of them, ..., s, d], cast to a dtype; the inverse of `_in_sample_order`."""
+    """Reorders tensors [..., t, d] to [cp, len(wholes), ..., s, d] of a dtype; the inverse of `_in_sample_order`."""
     *rest, seq_len, dim = wholes[0].shape
     chunks = [whole.unflatten(-2, (2 * size, -1)) for whole in wholes]
     by_rank = wholes[0].new_empty(size, len(wholes), *rest, 2, seq_len // (2 * size), dim, dtype=dtype)
@@ -113,8 +113,8 @@ class _GatherSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_k_bntd: Tensor, grad_v_bntd: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
-        # Every rank's queries have a share in the gradient of every key and value. One rank alone would add them up
-        # inside its kernel in fp32 and round once, so low-precision shares are not summed in low precision either.
+        # The queries of every rank contribute to the gradient of every key and value. A single rank accumulates these
+        # in fp32 inside its kernel and rounds once, so the reduce-scatter is in fp32, too.
         dtype = torch.promote_types(grad_k_bntd.dtype, torch.float32)
         by_rank = _by_rank((grad_k_bntd, grad_v_bntd), ctx.axis.size, dtype)
         held = torch.empty_like(by_rank[0])
@@ -126,11 +126,12 @@ class _GatherSequence(torch.autograd.Function):
 class ContextParallelCore(nn.Module):
     """Runs an attention core on this rank's queries and the whole sample's keys and values.
 
-    Keys and values are gathered over the context axis forward; their gradients are summed over it, in fp32 at least,
-    and scattered backward.
+    The forward pass all-gathers keys and values over the context axis; the backward pass reduce-scatters their
+    gradients in at least fp32.
 
     Args:
-        core: takes queries of some tokens of a sample and keys and values of all, and a BatchInfo that says which.
+        core: takes the queries of some tokens, the keys and values of all tokens of a sample, and a BatchInfo with the
+            indices of the queries.
         axis: the context axis.
     """
 
@@ -142,22 +143,22 @@ class ContextParallelCore(nn.Module):
         self.axis = axis
 
     def forward(self, q_bnsd: Tensor, k_bnsd: Tensor, v_bnsd: Tensor, info: BatchInfo, *of_heads: Tensor) -> Tensor:
-        """Returns [b, n, s, d]; what else a core takes is of this rank's heads."""
+        """Returns [b, n, s, d]; further arguments of the core are those of this rank's heads."""
         k_bntd, v_bntd = _GatherSequence.apply(k_bnsd, v_bnsd, self.axis)
-        # A copy, if they are a view: what backward keeps of the queries would keep this rank's keys and values too. The
-        # output takes their order in memory, which is then that of the next projection.
+        # Copies the queries if they are a view: saving a view for backward would also keep this rank's keys and values
+        # alive. The output inherits the queries' memory layout, which is then that of the next projection.
         own_q_bnsd = q_bnsd.transpose(1, 2).contiguous().transpose(1, 2)
         out_bnsd: Tensor = self.core(own_q_bnsd, k_bntd, v_bntd, info, *of_heads)
         return out_bnsd
 
 
 def gather_in_cores(stage: nn.Module, name: str, table: ShardingTable, axis: Axis) -> None:
-    """Puts a ContextParallelCore around every attention core of a stage, where samples are cut.
+    """Wraps every attention core of a stage in a ContextParallelCore, if the axis has more than one rank.
 
     Args:
-        stage: changed in place.
-        name: its prefix in the whole model.
-        table: names the attention cores.
+        stage: the stage, changed in place.
+        name: prefix of the stage in the whole model.
+        table: sharding table, which lists the attention cores.
         axis: the context axis.
     """
     if axis.size == 1:

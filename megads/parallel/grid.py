@@ -1,4 +1,4 @@
-"""Which rank holds what: one frozen value that is passed, never fetched; `rank_order` has the arithmetic."""
+"""The grid of ranks with its process groups, a frozen value passed as an argument; `rank_order` has the arithmetic."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from megads.runtime.distributed import ALONE, ControlPlane, open_control_plane
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of the grid, seen from this rank.
+    """One axis of the grid, from the perspective of this rank.
 
     Attributes:
         rank: this rank's coordinate along the axis.
-        ranks: global ranks of this rank's line along the axis, in order.
-        group: their process group; None when the axis has size 1 or nothing is distributed.
+        ranks: global ranks that differ from this one only along this axis, in order.
+        group: process group of `ranks`; None if the axis has size 1 or torch.distributed is not used.
         trace: compute trace of this rank, the same for all axes of a grid.
     """
 
@@ -46,9 +46,9 @@ class Axis:
         return self.rank == self.size - 1
 
     def recorded(self, x: Tensor) -> Tensor:
-        """Records x, which is to be the input of a collective of the axis, in the compute trace; returns x.
+        """Records x, the input of a collective over the axis, in the compute trace; returns x.
 
-        Compiled code records nothing: recording would change what the compiler fuses.
+        Compiled code records nothing, since recording would change what the compiler fuses.
         """
         if not torch.compiler.is_compiling():
             self.trace.record("a message", x)
@@ -57,17 +57,17 @@ class Axis:
 
 @dataclass(frozen=True)
 class ParallelGrid:
-    """This rank's place in the grid of tp x cp x pp x dp ranks.
+    """The grid of tp x cp x pp x dp ranks, from the perspective of this rank.
 
     Attributes:
         rank: global rank.
-        world_size: all ranks.
+        world_size: number of ranks.
         tp, cp, pp, dp: the axes.
-        data: context and data parallel together: the ranks that hold the same weights and see other tokens, over which
-            gradients reduce and ZeRO shards. In the order of global ranks.
+        data: combined context- and data-parallel axis: the ranks that hold the same weights and process different
+            tokens, over which gradients are reduced and ZeRO shards. In the order of global ranks.
         shard: this rank's subgroup of `data`, over which ZeRO shards; all of it unless parallel.zero_shard_size is set.
         replica: ranks of `data` with the same shard, one in each subgroup.
-        control: of all ranks, for what is no tensor.
+        control: control plane of all ranks, for values that are not tensors.
         trace: compute trace of this rank; records only while a step is checked (TrainEngine.check_compute).
     """
 
@@ -87,16 +87,16 @@ class ParallelGrid:
 def build_grid(
     parallel: ParallelConfig, rank: int, world_size: int, control: ControlPlane | None = None
 ) -> ParallelGrid:
-    """Makes the groups of this rank's lines; to be called on every rank.
+    """Creates the process groups of all axes; must be called on every rank.
 
     Args:
         parallel: the layout.
         rank: global rank.
-        world_size: all ranks.
-        control: of all ranks, whose timeout the groups take, too; None opens one.
+        world_size: number of ranks.
+        control: control plane of all ranks, whose timeout the groups use, too; None opens one.
 
     Raises:
-        ConfigError: the layout does not fill the world.
+        ConfigError: the layout's size is not `world_size`.
     """
     if parallel.world_size != world_size:
         sizes = [getattr(parallel, name) for name in AXES]
@@ -111,7 +111,7 @@ def build_grid(
     def axis(name: str) -> Axis:
         lines = axis_lines(name, parallel)
         key = tuple(lines)
-        if key not in known:  # data is dp, or cp, where the other has size 1
+        if key not in known:  # data is the same as dp if cp is 1, and vice versa
             known[key] = _join(lines, rank, control.timeout, trace)
         return known[key]
 
@@ -120,10 +120,11 @@ def build_grid(
 
 
 def _join(lines: list[tuple[int, ...]], rank: int, timeout: timedelta | None, trace: ComputeTrace) -> Axis:
-    """Makes a group of every line, on all ranks in the same order; returns the axis along this rank's.
+    """Creates a process group for every line, in the same order on all ranks; returns the axis of this rank's line.
 
-    Groups that only their members make (use_local_synchronization) are named by how many groups each member is in so
-    far: where that differs, as after those of a pipeline's messages, the members would wait for each other for ever.
+    Every rank creates all groups. Groups created by their members only (use_local_synchronization) are named by the
+    number of groups that a member has joined: if that differs between members, as after creating the pipeline's p2p
+    groups, they deadlock.
     """
     mine: Axis | None = None
     for line in lines:
@@ -135,13 +136,13 @@ def _join(lines: list[tuple[int, ...]], rank: int, timeout: timedelta | None, tr
 
 
 def single_rank_grid() -> ParallelGrid:
-    """The grid of one process, no process group needed."""
+    """The grid of a single process, without process groups."""
     alone = Axis(0, (0,), None)
     return ParallelGrid(0, 1, tp=alone, cp=alone, pp=alone, dp=alone, data=alone, shard=alone, replica=alone)
 
 
 def own_rows(vocab_size: int, axis: Axis) -> tuple[int, int]:
-    """(start, valid): the vocabulary's row that this rank's first one is, and how many of its rows are no padding."""
+    """(start, valid): the vocabulary index of this rank's first row, and how many of its rows are not padding."""
     rows = padded_rows(vocab_size, axis.size)
     start = axis.rank * rows
     return start, max(0, min(rows, vocab_size - start))

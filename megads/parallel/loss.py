@@ -1,15 +1,15 @@
-"""The loss: the mean cross entropy over the unmasked tokens of the global batch, with the vocabulary cut over ranks.
+"""Vocabulary-parallel loss: the mean cross entropy over the unmasked tokens of the global batch.
 
-A z-loss (Chowdhery et al. 2022, PaLM, section 5) adds z_loss * log(Z)^2 to every token's loss, Z the sum of exp(logit)
-over the whole vocabulary. Its gradient, 2 * z_loss * log(Z) * softmax, is in all gradients here; losses are the cross
-entropy alone, so that they compare with those of runs without it.
+A z-loss (Chowdhery et al. 2022, PaLM, section 5) adds z_loss * log(Z)^2 to every token's loss, where Z is the sum of
+exp(logit) over the whole vocabulary. All gradients here include its gradient, 2 * z_loss * log(Z) * softmax. Returned
+losses are the cross entropy alone, so that they are comparable with those of runs without z-loss.
 
 No rank ever holds a full [b, s, v] tensor. Tokens are counted before the first backward pass (docs/numerics.md, N9).
 
-Where the logits of a micro-batch are large, output projection and loss are computed at once, tokens chunk by chunk:
-with a vocabulary of 250,000 the logits would be its largest tensor by far. A chunk's logits become their gradient as
-soon as its losses are known, and the gradients of input and weight are computed from it in the forward pass (as in Hsu
-et al. 2024, Liger kernel), so nothing is computed twice. The weight's goes straight to main_grad.
+If the logits of a micro-batch are large, output projection and loss are computed together in chunks of tokens: with a
+vocabulary of 250,000, the logits would be the largest tensor by far. A chunk's logits are overwritten with their
+gradient as soon as its losses are known, and the gradients of input and weight are computed from it in the forward pass
+(as in Hsu et al. 2024, Liger kernel), so nothing is recomputed. The weight gradient is accumulated into main_grad.
 
 Shape suffixes: b = batch, s = sequence, t = this rank's share of it, h = hidden size, m = all tokens of the batch, c =
 tokens of a chunk, r = this rank's rows of the vocabulary.
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from megads.batch import BatchInfo, MicroBatch
 from megads.ops import cross_entropy
-from megads.ops import linear as products
+from megads.ops import linear as gemm
 from megads.ops.config import FUSED, TORCH, KernelOp, Kernels, chunk_tokens
 from megads.ops.softcap import softcap_
 from megads.parallel.grid import Axis, ParallelGrid, own_rows
@@ -62,7 +62,7 @@ class _VocabParallelTokenLosses(torch.autograd.Function):
 def _probabilities_(
     logits_bsr: Tensor, labels_bs: Tensor, vocab_size: int, axis: Axis
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """In plain torch: losses, softmax (in the memory of the logits), labels in own rows, which are not, log Z."""
+    """Plain PyTorch: losses, softmax (overwrites the logits), local labels, mask of labels on other ranks, log Z."""
     start, valid = own_rows(vocab_size, axis)
     logits_bsr[..., valid:] = float("-inf")
 
@@ -76,7 +76,7 @@ def _probabilities_(
     target_bs = logits_bsr.gather(-1, local_bs[..., None])[..., 0].masked_fill(foreign_bs, 0.0)
     exp_bsr = logits_bsr.exp_()
     total_bs = exp_bsr.sum(dim=-1)
-    # One message for both sums.
+    # One all-reduce for both sums.
     sums_2bs = torch.stack([target_bs, total_bs])
     _all_reduce(sums_2bs, dist.ReduceOp.SUM, axis)
     target_bs, total_bs = sums_2bs.unbind()
@@ -88,7 +88,7 @@ def _probabilities_(
 def _gradient_(
     probabilities_bsr: Tensor, local_bs: Tensor, foreign_bs: Tensor, log_z_bs: Tensor, grad_bs: Tensor, z_loss: float
 ) -> Tensor:
-    """((1 + 2 z_loss log Z) softmax - one at the label) * gradient of the loss, in the memory of the softmax."""
+    """((1 + 2 z_loss log Z) softmax - one_hot(label)) * gradient of the loss; overwrites the softmax."""
     if z_loss:
         probabilities_bsr *= 1.0 + 2.0 * z_loss * log_z_bs[..., None]
     one_hot_bs1 = (~foreign_bs).to(probabilities_bsr.dtype)[..., None]
@@ -96,7 +96,7 @@ def _gradient_(
 
 
 class _LossInPlace(torch.autograd.Function):
-    """By megads' own kernels; the logits become their gradient in the forward pass, which knows the weights already."""
+    """megads' fused kernels; the forward pass, which already knows the weights, overwrites logits with the gradient."""
 
     @staticmethod
     def forward(
@@ -108,7 +108,7 @@ class _LossInPlace(torch.autograd.Function):
             logits_mr, labels_m, weights_m, vocab_size, axis, trains=trains, kernels=FUSED, z_loss=z_loss
         )
         if trains:
-            # Whoever kept the logits for a backward pass of his own hears of it.
+            # Autograd then raises if another function has saved the logits for its backward pass.
             torch.autograd.graph.increment_version(logits_bsr)
             ctx.save_for_backward(logits_mr.detach().view_as(logits_bsr))
         return loss
@@ -120,7 +120,10 @@ class _LossInPlace(torch.autograd.Function):
 
 
 def is_root(grad: Tensor) -> bool:
-    """Whether a loss is known to be the root of its backward pass: its gradient is 1. To ask a GPU would be to wait."""
+    """Whether the loss is known to be the root of its backward pass, i.e. its gradient is 1.
+
+    Always False on a GPU, where reading the value would synchronize.
+    """
     return grad.device.type == "cpu" and grad.item() == 1.0
 
 
@@ -138,14 +141,15 @@ def weighted_loss_(
     """sum(weight * cross entropy), fp64 scalar, the same on all ranks of the axis.
 
     Args:
-        logits_mr: this rank's rows, contiguous; afterwards the gradient of the result, if it trains, else undefined.
+        logits_mr: logits of this rank's rows, contiguous; overwritten with their gradient if `trains`, else undefined
+            afterwards.
         labels_m: int64, global token ids.
-        weights_m: the gradient of the result with respect to each token's loss.
-        vocab_size: true size of the vocabulary.
+        weights_m: weight of each token's loss.
+        vocab_size: vocabulary size without padding.
         axis: the tensor-parallel axis.
-        trains: the gradient is wanted.
-        kernels: whose kernel computes.
-        z_loss: weight of log(Z)^2 in the gradient.
+        trains: whether to compute the gradient.
+        kernels: kernel implementation.
+        z_loss: coefficient of log(Z)^2 in the gradient.
     """
     if kernels.takes(KernelOp.cross_entropy, logits_mr):
         weights_m = weights_m.float().contiguous()
@@ -169,7 +173,7 @@ def _fused_losses_(
     z_loss: float,
 ) -> Tensor:
     start, valid = own_rows(vocab_size, axis)
-    # In one pass where the row that is read fits the cache of the core that reads it.
+    # A single pass, as a row fits into the cache of the CPU core that reads it.
     if trains and axis.size == 1 and logits_mr.device.type == "cpu" and not z_loss:
         largest_m, total_m, target_m = cross_entropy.loss_(logits_mr, labels_m, weights_m, valid, start)
     else:
@@ -180,13 +184,13 @@ def _fused_losses_(
             grad_m = weights_m if pull_m is None else weights_m + pull_m
             cross_entropy.gradient_(logits_mr, labels_m, largest_m, total_m, grad_m, valid, start)
             if pull_m is not None:
-                # The kernel takes one at the label as often as it gives the softmax.
+                # The kernel scales the one-hot term by grad_m, too; the z-loss has no such term, so it is added back.
                 _add_at_labels_(logits_mr, labels_m, pull_m, start, valid)
     return total_m.log() - (target_m - largest_m)
 
 
 def _add_at_labels_(logits_mr: Tensor, labels_m: Tensor, values_m: Tensor, start: int, valid: int) -> None:
-    """Adds to the label's column where this rank holds it; no host asks a GPU which those are."""
+    """Adds values to the columns of the labels that this rank holds, without a host-device synchronization."""
     local_m = labels_m - start
     foreign_m = (local_m < 0) | (local_m >= valid)
     values_m = values_m.masked_fill(foreign_m, 0.0).to(logits_mr.dtype)
@@ -194,14 +198,14 @@ def _add_at_labels_(logits_mr: Tensor, labels_m: Tensor, values_m: Tensor, start
 
 
 def _over_ranks(own_largest_m: Tensor, total_m: Tensor, target_m: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
-    """The statistics over the whole vocabulary, from those of this rank's rows."""
+    """Combines the softmax statistics of this rank's rows into those of the whole vocabulary."""
     if axis.size == 1:
         return own_largest_m, total_m, target_m
     largest_m = own_largest_m.clone()
     _all_reduce(largest_m, dist.ReduceOp.MAX, axis)
-    # A rank whose own logits are all -inf has no total, and exp(-inf - -inf) would make it a NaN.
+    # A rank whose logits are all -inf has total 0, and exp(-inf - -inf) would be NaN.
     total_m = torch.where(total_m == 0, 0.0, total_m * (own_largest_m - largest_m).exp())
-    # One message for both sums.
+    # One all-reduce for both sums.
     sums_2m = torch.stack([target_m, total_m])
     _all_reduce(sums_2m, dist.ReduceOp.SUM, axis)
     target_m, total_m = sums_2m.unbind()
@@ -211,18 +215,18 @@ def _over_ranks(own_largest_m: Tensor, total_m: Tensor, target_m: Tensor, axis: 
 def loss_in_place(
     logits_bsr: Tensor, labels_bs: Tensor, weights_bs: Tensor, vocab_size: int, axis: Axis, z_loss: float = 0.0
 ) -> Tensor:
-    """sum(weight * cross entropy), fp64 scalar, the same on all ranks of the axis, by megads' own kernels.
+    """sum(weight * cross entropy) by megads' kernels, fp64 scalar, the same on all ranks of the axis.
 
-    Where a gradient is wanted, it is written over the logits: nobody else may read them afterwards. So they are in
-    memory once, where `vocab_parallel_token_losses` makes two fp32 tensors of their size beside them.
+    If a gradient is required, it overwrites the logits, which must not be read afterwards. `loss_in_place` thus needs
+    no further tensor of their size; `vocab_parallel_token_losses` allocates two in fp32.
 
     Args:
-        logits_bsr: this rank's rows, which the kernels can compute on; see `vocab_parallel_token_losses`.
+        logits_bsr: logits of this rank's rows, supported by the kernels; see `vocab_parallel_token_losses`.
         labels_bs: int64 [b, s], global token ids.
-        weights_bs: fp32 [b, s], the gradient of the result with respect to each token's loss; has none itself.
-        vocab_size: true size of the vocabulary.
+        weights_bs: fp32 [b, s], weight of each token's loss; not differentiable.
+        vocab_size: vocabulary size without padding.
         axis: the tensor-parallel axis.
-        z_loss: weight of log(Z)^2 in the gradient.
+        z_loss: coefficient of log(Z)^2 in the gradient.
     """
     loss: Tensor = _LossInPlace.apply(logits_bsr, labels_bs, weights_bs, vocab_size, axis, z_loss)
     return loss
@@ -234,12 +238,12 @@ def vocab_parallel_token_losses(
     """Cross entropy of every token in nats, the same on all ranks of the axis; fp32 (fp64 for fp64 logits) [b, s].
 
     Args:
-        logits_bsr: this rank's rows, `padded_rows(vocab_size, axis.size)` of them. Rows beyond the vocabulary are
-            masked: they get neither probability nor gradient.
+        logits_bsr: logits of this rank's `padded_rows(vocab_size, axis.size)` rows. Padding rows are masked: they get
+            neither probability nor gradient.
         labels_bs: int64 [b, s], global token ids.
-        vocab_size: true size of the vocabulary.
+        vocab_size: vocabulary size without padding.
         axis: the tensor-parallel axis.
-        z_loss: weight of log(Z)^2 in the gradient.
+        z_loss: coefficient of log(Z)^2 in the gradient.
     """
     losses_bs: Tensor = _VocabParallelTokenLosses.apply(logits_bsr, labels_bs, vocab_size, axis, z_loss)
     return losses_bs
@@ -247,16 +251,16 @@ def vocab_parallel_token_losses(
 
 @dataclass(frozen=True)
 class Targets:
-    """What the loss compares the logits with.
+    """Labels, token weights and settings of a loss.
 
     Attributes:
         labels_bs: int64, global token ids.
-        weights_bs: fp32 or fp64, the gradient of the result with respect to each token's loss; has none itself.
-        vocab_size: true size of the vocabulary.
-        chunk: tokens whose logits are in memory at a time.
-        kernels: whose kernel computes the loss.
-        z_loss: weight of log(Z)^2 in the gradient.
-        softcap: bound of the logits, which the loss caps; None: none.
+        weights_bs: fp32 or fp64, weight of each token's loss; not differentiable.
+        vocab_size: vocabulary size without padding.
+        chunk: maximum number of tokens whose logits are in memory at a time.
+        kernels: kernel implementation of the loss.
+        z_loss: coefficient of log(Z)^2 in the gradient.
+        softcap: softcap that the loss applies to the logits; None: no softcap.
     """
 
     labels_bs: Tensor
@@ -269,13 +273,13 @@ class Targets:
 
     @property
     def parts(self) -> list[slice]:
-        """The chunks, of equal size but for one token; the same on all ranks."""
+        """Ranges of tokens of the chunks, whose sizes differ by at most one; the same on all ranks."""
         tokens = self.labels_bs.numel()
         return even_parts(tokens, -(-tokens // self.chunk))
 
 
-class _OwnSum:
-    """The gradient of one weight, added up over chunks in fp32 (fp64 for fp64), for autograd to take."""
+class _ChunkedWgrad:
+    """Gradient of one weight, accumulated over chunks in fp32 (fp64 for fp64) and returned to autograd."""
 
     def __init__(self, weight: Tensor) -> None:
         self._sum = torch.empty_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
@@ -309,7 +313,7 @@ class _HeadLoss(torch.autograd.Function):
         gradients: WeightGradients | None,
     ) -> Tensor:
         main_grads = gradients.main_grads if gradients is not None else None
-        own = _OwnSum(weight) if main_grads is None else None
+        own = _ChunkedWgrad(weight) if main_grads is None else None
         loss, grad_bsh = _chunked(_whole(x_bth, region), weight, targets, region, own or main_grads)
         ctx.save_for_backward(start_scatter(grad_bsh, region.axis)() if region.shared_out else grad_bsh)
         ctx.weight, ctx.own, ctx.main_grads, ctx.gradients = weight, own, main_grads, gradients
@@ -333,14 +337,14 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def _whole(x_bth: Tensor, region: Region) -> Tensor:
-    """All tokens, [b, s, h]."""
+    """Hidden states of all tokens, [b, s, h]; all-gathers them under sequence parallelism."""
     return start_gather(x_bth, region.axis)() if region.shared_out else x_bth
 
 
 def _chunked(
-    x_bsh: Tensor, weight: nn.Parameter, targets: Targets, region: Region, main_grads: MainGrads | _OwnSum | None
+    x_bsh: Tensor, weight: nn.Parameter, targets: Targets, region: Region, main_grads: MainGrads | _ChunkedWgrad | None
 ) -> tuple[Tensor, Tensor]:
-    """The loss and, where there is a main_grad for the weight's, the gradient of the input (else undefined)."""
+    """The loss and the gradient of the input; the gradient is undefined if `main_grads` is None."""
     x_mh, kernels = x_bsh.flatten(0, 1), region.kernels
     labels_m, weights_m = targets.labels_bs.flatten(), targets.weights_bs.flatten()
     grad_mh = torch.empty_like(x_mh) if main_grads is not None else x_mh
@@ -349,7 +353,7 @@ def _chunked(
     leaving: list[dist.Work] = []
     for part in targets.parts:
         logits_cr = room_cr[: part.stop - part.start]
-        products.linear_into(logits_cr, x_mh[part], weight, kernels)
+        gemm.linear_into(logits_cr, x_mh[part], weight, kernels)
         slope_cr = None if targets.softcap is None else softcap_(logits_cr, targets.softcap)
         loss += weighted_loss_(
             logits_cr,
@@ -365,13 +369,13 @@ def _chunked(
             continue
         if slope_cr is not None:
             logits_cr *= slope_cr
-        products.linear_into(grad_mh[part], logits_cr, weight.t(), kernels)
+        gemm.linear_into(grad_mh[part], logits_cr, weight.t(), kernels)
         if region.axis.size > 1 and not region.sequence_parallel:
             leaving.append(dist.all_reduce(region.axis.recorded(grad_mh[part]), group=region.axis.group, async_op=True))
-        # Beside the message.
+        # Overlapped with the all-reduce.
         main_grads.add(weight, WeightGradient(logits_cr, x_mh[part], kernels))
-    for message in leaving:
-        message.wait()
+    for work in leaving:
+        work.wait()
     return loss, grad_mh.view_as(x_bsh)
 
 
@@ -380,17 +384,17 @@ def head_loss(
 ) -> Tensor:
     """sum(weight * cross entropy) of the logits x W^T, fp64 scalar, the same on all ranks of the region's axis.
 
-    Where gradients go to main_grad, they do so in this forward pass, and the result must be the root of the
-    backward pass.
+    If there is a main_grad, this forward pass accumulates the weight gradient into it, and the result must be the root
+    of the backward pass.
 
     Args:
-        x_bth: this rank's share of the tokens with sequence parallelism, else all.
-        weight: this rank's rows of the output projection, padding included.
-        targets: what the logits are compared with.
-        region: how the projection enters its region.
-        gradients: whose main_grad the weight's gradient goes to; None, or without one, leaves it to autograd.
+        x_bth: hidden states of this rank's share of the tokens with sequence parallelism, else of all.
+        weight: this rank's rows of the output projection, including padding.
+        targets: labels, token weights and settings of the loss.
+        region: the tensor-parallel region that the projection enters.
+        gradients: holds the main_grads; None, or one without main_grads, returns the weight gradient to autograd.
     """
-    # Autograd's own answer to who wants a gradient does not ask whether anybody trains.
+    # Checked here because ctx.needs_input_grad ignores no_grad.
     if not torch.is_grad_enabled():
         return _chunked(_whole(x_bth, region), weight, targets, region, None)[0]
     loss: Tensor = _HeadLoss.apply(x_bth, weight, targets, region, gradients)
@@ -401,15 +405,15 @@ class TokenMeanLoss:
     """sum(mask * cross entropy) * scale of one micro-batch.
 
     Attributes:
-        scale: fp64 scalar on the engine's device, so that setting it never waits for the device. 1 / (unmasked tokens
-            of the global batch), times what the engine divides losses and gradients by on its own.
-        recorder: what computes in the place of the loss while tokens are scored, see `megads.parallel.token_scores`.
+        scale: 1 / (unmasked tokens of the global batch), times the factor by which the engine divides losses and
+            gradients. An fp64 scalar on the engine's device, so that setting it does not synchronize.
+        recorder: replaces the loss while tokens are scored, see `megads.parallel.token_scores`.
 
     Args:
-        vocab_size: true size of the vocabulary.
-        grid: the ranks.
-        kernels: whose kernels compute, and how many tokens at a time.
-        z_loss: weight of log(Z)^2 in the gradient.
+        vocab_size: vocabulary size without padding.
+        grid: the grid of ranks.
+        kernels: kernel implementation, and the chunk size of the loss.
+        z_loss: coefficient of log(Z)^2 in the gradient.
     """
 
     def __init__(self, vocab_size: int, grid: ParallelGrid, kernels: Kernels = TORCH, z_loss: float = 0.0) -> None:
@@ -418,7 +422,7 @@ class TokenMeanLoss:
         self.recorder: Callable[[nn.Module, Tensor, BatchInfo, tuple[Tensor, Tensor]], Tensor] | None = None
 
     def __call__(self, logits_bsr: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
-        """The logits are the loss's to overwrite."""
+        """Computes the loss; may overwrite the logits."""
         labels_bs, mask_bs = targets
         if self.kernels.takes(KernelOp.cross_entropy, logits_bsr):
             weights_bs = mask_bs * self.scale
@@ -427,12 +431,12 @@ class TokenMeanLoss:
         return (losses_bs * mask_bs).sum() * self.scale
 
     def of_head(self, head: nn.Module, hidden_bth: Tensor, info: BatchInfo, targets: tuple[Tensor, Tensor]) -> Tensor:
-        """The same from what the head reads, whose logits are never whole if they are many.
+        """Computes output projection and loss, in chunks of tokens if the logits are large.
 
         Args:
             head: a `VocabParallelHead`.
-            hidden_bth: its input.
-            info: of the micro-batch.
+            hidden_bth: input of the head.
+            info: description of the micro-batch.
             targets: labels and mask, [b, s].
         """
         labels_bs, mask_bs = targets
@@ -450,17 +454,17 @@ class TokenMeanLoss:
 def global_tokens(
     micro_batches: Sequence[MicroBatch], grid: ParallelGrid, device: torch.device, loss_rank: int
 ) -> Tensor:
-    """Unmasked tokens over the data axis, fp64 scalar; known before the first backward, where the loss is only.
+    """Number of unmasked tokens over the data axis, fp64 scalar; 0 on pipeline ranks without the last stage.
 
     Args:
-        micro_batches: of the step.
-        grid: the ranks.
-        device: of the result.
+        micro_batches: micro-batches of the step.
+        grid: the grid of ranks.
+        device: device of the result.
         loss_rank: pipeline rank that holds the last stage.
     """
     if grid.pp.rank != loss_rank:
         return torch.zeros((), dtype=torch.float64, device=device)
-    # Masks are counted where they are, on the host, and a number is no copy: a GPU is not waited for.
+    # The masks are on the host and torch.full copies nothing to the device, so this does not synchronize with a GPU.
     masks = [batch.loss_mask_bs for batch in micro_batches if batch.loss_mask_bs is not None]
     assert len(masks) == len(micro_batches)
     counted = sum(mask.sum(dtype=torch.float64).item() for mask in masks)
@@ -473,17 +477,17 @@ def global_tokens(
 def share_loss(
     loss_sum: Tensor | None, tokens: Tensor, grid: ParallelGrid, loss_rank: int, scale: float = 1.0
 ) -> Tensor:
-    """Sums the last stages' losses over the data axis and tells the other ranks of the pipeline; waits for no device.
+    """All-reduces the last stage's loss over the data axis and broadcasts it over the pipeline; does not synchronize.
 
     Args:
-        loss_sum: scalar where the last stage is, None elsewhere.
-        tokens: `global_tokens`.
-        grid: the ranks.
+        loss_sum: scalar on ranks that hold the last stage, None elsewhere.
+        tokens: result of `global_tokens`.
+        grid: the grid of ranks.
         loss_rank: pipeline rank that holds the last stage.
-        scale: what the sum is multiplied by.
+        scale: factor of the loss.
 
     Returns:
-        fp64 [2] on the device, the loss and the tokens, on every rank.
+        Loss and number of tokens on every rank, fp64 [2] on the device.
     """
     values = torch.zeros(2, dtype=torch.float64, device=tokens.device)
     if grid.pp.rank == loss_rank:

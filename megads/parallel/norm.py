@@ -1,7 +1,7 @@
-"""RMSNorm (Zhang and Sennrich 2019) of vectors whose features are cut over tensor-parallel ranks.
+"""RMSNorm (Zhang and Sennrich 2019) of vectors whose features are sharded over tensor-parallel ranks.
 
-OLMo 2 (2025) norms the queries of all heads as one vector, and the keys. The mean of squares is that of all ranks'
-features: one all-reduce of a number per token and norm forward, one of the counterpart in the gradient backward.
+OLMo 2 (2025) normalizes the queries of all heads as one vector, and likewise the keys. The mean square is over the
+features of all ranks: the forward and the backward pass each all-reduce one number per token and norm.
 
 Shape suffixes: b = batch, s = sequence, w = this rank's features, k = norms.
 """
@@ -19,7 +19,7 @@ from megads.parallel.grid import Axis
 
 
 def _sums_over_ranks(parts: Sequence[Tensor], axis: Axis) -> Tensor:
-    """The sums of each [b, s] over ranks, in one message: [k, b, s]."""
+    """Stacks tensors [b, s] and all-reduces them at once, to [k, b, s]."""
     sums_kbs = torch.stack(list(parts))
     dist.all_reduce(axis.recorded(sums_kbs), group=axis.group)
     return sums_kbs
@@ -46,7 +46,7 @@ class _CutRMSNorms(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         count, saved = len(grads), ctx.saved_tensors
         inputs, weights, scales = saved[:count], saved[count : 2 * count], saved[2 * count :]
-        # y = x r w with r = (sum of x^2 / n + eps)^(-1/2), so dx = r w g - x r^3 / n * (sum of w g x): all ranks' sum.
+        # y = x r w with r = (sum of x^2 / n + eps)^(-1/2), so dx = r w g - x r^3 / n * (sum of w g x), sums over ranks.
         wide = [x.to(scale.dtype) for x, scale in zip(inputs, scales, strict=True)]
         scaled = [grad * weight.to(x.dtype) for grad, weight, x in zip(grads, weights, wide, strict=True)]
         dots_kbs = _sums_over_ranks([(s * x).sum(-1) for s, x in zip(scaled, wide, strict=True)], ctx.axis)
@@ -62,15 +62,16 @@ class _CutRMSNorms(torch.autograd.Function):
 
 
 def cut_rms_norms(inputs: Sequence[Tensor], weights: Sequence[Tensor], eps: float, axis: Axis) -> tuple[Tensor, ...]:
-    """Norms of several tensors of the same tokens, whose ranks exchange one message each way for all of them.
+    """RMSNorm of several tensors of the same tokens, with one all-reduce in each of the forward and backward passes.
 
     Args:
-        inputs: this rank's features of each, [b, s, w], w differs between them. Of equally many features on all ranks.
-        weights: this rank's gains of each, [w].
+        inputs: this rank's features of each tensor, [b, s, w]. w may differ between tensors, but not between ranks.
+        weights: this rank's gains for each tensor, [w].
         eps: added to each mean square.
         axis: the tensor-parallel axis, of size 2 or more.
 
     Returns:
-        x / sqrt(mean of all ranks' x^2 + eps) * weight of each, [b, s, w] in its dtype; computed in fp32 at least.
+        x / sqrt(mean of all ranks' x^2 + eps) * weight for each tensor, [b, s, w] in its dtype; computed in at least
+        fp32.
     """
     return _CutRMSNorms.apply(axis, eps, len(inputs), *inputs, *weights)  # type: ignore[no-any-return]

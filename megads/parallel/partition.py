@@ -1,4 +1,4 @@
-"""How a model is cut: its layers into pipeline stages, its parameters by tensor parallelism. Imports no torch."""
+"""Partitioning of layers into pipeline stages and tensor-parallel sharding of parameters. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ T = TypeVar("T")
 
 
 def partition(weights: Sequence[float], num_stages: int) -> list[int]:
-    """Cuts a row of layers into contiguous stages whose heaviest one is as light as possible.
+    """Partitions layers into contiguous stages so that the maximum weight of a stage is minimal.
 
     Ties are broken by the least sum of squared stage weights, then by lighter earlier stages: under 1F1B an earlier
-    stage holds the activations of more micro-batches. Layers of weight zero travel with the next weighted layer,
-    those at the end with the last one.
+    stage holds the activations of more micro-batches. Layers of weight zero join the stage of the next weighted layer,
+    those at the end the last stage.
 
     Args:
         weights: cost of each layer in any unit, none negative.
@@ -41,7 +41,7 @@ def partition(weights: Sequence[float], num_stages: int) -> list[int]:
     weighted = [layer for layer, weight in enumerate(weights) if weight > 0]
     if len(weighted) < num_stages:
         raise ConfigError(
-            f"parallel.pp = {num_stages} stages but only {len(weighted)} layers carry weight: "
+            f"parallel.pp = {num_stages} stages but only {len(weighted)} layers with a cost above 0: "
             "every stage needs one; use fewer stages or a deeper model"
         )
     prefix = [0, *accumulate(_as_integers([weights[layer] for layer in weighted]))]
@@ -50,12 +50,12 @@ def partition(weights: Sequence[float], num_stages: int) -> list[int]:
 
 
 def stage_bounds(weights: Sequence[float], parallel: ParallelConfig) -> list[int]:
-    """Cuts a model into the stages of a pipeline, virtual ones counted each, as a layout says.
+    """Partitions a model into the virtual stages of a pipeline, according to a layout.
 
     Args:
-        weights: of the model's layers in order: the embedding, the blocks, and last the head, before which there may
-            be layers of weight 0. Given costs multiply them.
-        parallel: the layout; `partition` is not auto any more.
+        weights: weights of the model's layers in order: the embedding, the blocks, and last the head, before which
+            there may be layers of weight 0. They are multiplied by `parallel.layer_costs`.
+        parallel: the layout; `partition` must be resolved, i.e. not auto.
 
     Returns:
         num_stages + 1 bounds: virtual stage i holds layers bounds[i] to bounds[i + 1] - 1.
@@ -79,11 +79,11 @@ def stage_bounds(weights: Sequence[float], parallel: ParallelConfig) -> list[int
 
 
 _Given = tuple[int | None, int | None]
-"""Blocks that the first and the last stage shall have; None leaves it to the weights."""
+"""Configured number of blocks of the first and the last stage; None: determined by the weights."""
 
 
 def _check_given(given: _Given, blocks: int, num_stages: int) -> None:
-    """Raises ConfigError where given numbers of blocks leave too few for the other stages, or too many."""
+    """Raises ConfigError if the given numbers of blocks leave too few for the other stages, or blocks without one."""
     inner = num_stages - sum(number is not None for number in given)
     left = blocks - sum(number or 0 for number in given)
     if given != (None, None) and (left < inner or (left and not inner)):
@@ -95,13 +95,13 @@ def _check_given(given: _Given, blocks: int, num_stages: int) -> None:
 
 
 def _partition_around(costs: Sequence[float], blocks: Sequence[int], num_stages: int, given: _Given) -> list[int]:
-    """`partition` between a first and a last stage that may be given, for one stage a rank.
+    """`partition` with optionally fixed first and last stages, for one stage per rank.
 
     Args:
-        costs: of each layer; the first one is the embedding's and the last one the head's.
-        blocks: places of the blocks among them.
-        num_stages: stages to fill.
-        given: numbers of blocks.
+        costs: cost of each layer, from the embedding to the head.
+        blocks: indices of the blocks in `costs`.
+        num_stages: number of stages.
+        given: fixed numbers of blocks of the first and last stage.
     """
     first, last = given
     inner = num_stages - (first is not None) - (last is not None)
@@ -114,11 +114,11 @@ def _partition_around(costs: Sequence[float], blocks: Sequence[int], num_stages:
 def _counts_over_ranks(
     costs: Sequence[float], blocks: Sequence[int], placement: StagePlacement, given: _Given
 ) -> list[int]:
-    """Blocks of each virtual stage, so that the heaviest rank is as light as possible, then its heaviest stage.
+    """Number of blocks of each virtual stage, minimizing the load of the busiest rank, then of its largest stage.
 
-    What a rank computes in a step is the sum over its stages, so their sums are to be even. Blocks are alike: each one
-    goes to the rank that has least, and there to the stage that has least; of equals to the last, whose activations
-    wait for the shortest time.
+    A rank's load is the sum over its stages, so these sums are balanced. All blocks cost the same: each is assigned to
+    the rank with the least load, and there to the stage with the least load. Ties go to the last stage, whose
+    activations are held for the shortest time.
 
     Raises:
         ConfigError: fewer blocks than stages that need one.
@@ -127,7 +127,7 @@ def _counts_over_ranks(
     size = Fraction(costs[blocks[0]]) if blocks else Fraction(1)
     ends = {0: Fraction(costs[0]), last: Fraction(costs[-1])}
     fixed = {stage: number for stage, number in zip((0, last), given, strict=True) if number is not None}
-    # Embedding and head make a stage of their own where they weigh as much as one.
+    # Embedding and head can form a stage without blocks if they cost at least as much as a block.
     counts = [fixed.get(stage, 0 if ends.get(stage, 0) >= size else 1) for stage in range(last + 1)]
     if sum(counts) > len(blocks):
         virtual = placement.num_stages // placement.num_ranks
@@ -147,14 +147,14 @@ def _counts_over_ranks(
 
 
 def _as_integers(weights: Sequence[float]) -> list[int]:
-    """Scales weights to integers without rounding, so that equal sums compare as equal."""
+    """Scales weights to integers without rounding, so that equal sums compare equal."""
     fractions = [Fraction(weight) for weight in weights]
     scale = lcm(*(fraction.denominator for fraction in fractions))
     return [int(fraction * scale) for fraction in fractions]
 
 
 def _lightest_maximum(prefix: Sequence[int], num_stages: int) -> int:
-    """The least possible weight of the heaviest stage, by bisection over a greedy fill."""
+    """Minimum over partitions of the maximum stage weight, by bisection over a greedy fill."""
     low = max(right - left for left, right in pairwise(prefix))
     high = prefix[-1]
     while low < high:
@@ -170,11 +170,11 @@ def _lightest_maximum(prefix: Sequence[int], num_stages: int) -> int:
 
 
 def _cut(prefix: Sequence[int], num_stages: int) -> list[int]:
-    """Inner cuts (num_stages - 1 of them) of layers 0..n-1, given prefix sums [n + 1] of their positive weights.
+    """The num_stages - 1 inner bounds of layers 0..n-1, given prefix sums [n + 1] of their positive weights.
 
     Dynamic programming over suffixes: cost[j][i] is the least sum of squares of layers i..n-1 on j stages, none heavier
-    than the lightest possible maximum. The square of a sum is convex, so the best first cut moves right with i and
-    divide and conquer finds a whole row in O(n log n).
+    than the minimal maximum. The square of a sum is convex, so the best first bound is monotonic in i, and divide and
+    conquer finds a whole row in O(n log n).
     """
     last = len(prefix) - 1
     heaviest = _lightest_maximum(prefix, num_stages)
@@ -189,7 +189,7 @@ def _cut(prefix: Sequence[int], num_stages: int) -> list[int]:
     start = 0
     for stages in range(num_stages, 1, -1):
         rest = costs[stages - 1]
-        # The earliest cut that is as good as the best leaves this stage the lightest.
+        # The earliest of the optimal bounds makes this stage the lightest.
         furthest = bisect_right(prefix, prefix[start] + heaviest) - 1
         start = next(
             end
@@ -201,7 +201,7 @@ def _cut(prefix: Sequence[int], num_stages: int) -> list[int]:
 
 
 def _cost_row(prefix: Sequence[int], heaviest: int, rest: dict[int, int], starts: range) -> dict[int, int]:
-    """Least sum of squares from each start, where `rest` is that of one stage fewer by its first layer."""
+    """Least sum of squares by first layer, for one stage more than `rest`."""
     row: dict[int, int] = {}
     open_ranges = [(starts.start, starts.stop - 1, min(rest), max(rest))]
     while open_ranges:
@@ -219,18 +219,19 @@ def _cost_row(prefix: Sequence[int], heaviest: int, rest: dict[int, int], starts
 
 
 def block_modes(parallel: ParallelConfig, stage: int, num_blocks: int) -> list[Recompute]:
-    """What each block of a pipeline stage recomputes: none, selective or full.
+    """Recomputation mode of each block of a pipeline stage: none, selective or full.
 
-    Numbers of blocks mean a stage's first ones, and an interval starts with its first: backward reaches the first
-    block last, when nothing is kept of those behind it, so what it makes again takes the room that they left.
+    A number of blocks counts from a stage's first, and an interval starts with its first. The backward pass reaches
+    the first block last, when the activations of later blocks are freed, so its recomputed activations fit into that
+    memory.
 
     Args:
-        parallel: the layout; `recompute` is not auto any more.
-        stage: number of the stage.
-        num_blocks: its blocks.
+        parallel: the layout; `recompute` must be resolved, i.e. not auto.
+        stage: index of the stage.
+        num_blocks: number of blocks of the stage.
 
     Raises:
-        ConfigError: more blocks to recompute than there are.
+        ConfigError: more blocks to recompute than the stage has.
     """
     assert parallel.recompute is not Recompute.auto, "the launcher replaces auto by numbers of blocks"
     if parallel.recompute_blocks is None:
@@ -247,25 +248,25 @@ def block_modes(parallel: ParallelConfig, stage: int, num_blocks: int) -> list[R
 
 
 class Cut(StrEnum):
-    """How tensor parallelism cuts a module's parameters.
+    """How tensor parallelism shards a module's parameters.
 
     column: output features (dim 0 of weight and bias); the module enters a parallel region.
-    row: input features (dim 1 of the weight, bias whole); the module leaves the region with a sum over ranks.
-    columns: nothing; the module is called with a tensor and the column modules that read it, and enters their region
-        once for all of them.
-    rows: nothing; the module is called with tensors and the row modules that read them, and leaves their region once,
-        with the sum of all.
-    vocab: rows of an embedding table; the lookup ends with a sum over ranks.
-    vocab_head: rows of the output projection; the module enters a region that ends in the loss.
-    vector: the one dim of a weight of features or heads inside of a region; other modules compute with it.
-    norms: nothing; the module is called with tensors [b, s, heads, head dim] whose heads are cut and the norm of each,
-        whose statistics are those of all ranks.
-    inside: nothing; the module computes inside of a region, on the features of this rank alone, so that the gradients
-        of its parameters are to be summed over ranks.
-    sequence: nothing; the module looks up whole positions [..., s], and with sequence parallelism a rank looks up only
-        those of its share of the sequence.
+    row: input features (dim 1 of the weight, bias replicated); the module leaves the region with an all-reduce.
+    columns: no parameters; the module is called with a tensor and the column modules that read it, and enters their
+        region once for all of them.
+    rows: no parameters; the module is called with tensors and the row modules that read them, and leaves their region
+        with one all-reduce of the sum of all.
+    vocab: rows of an embedding table; the lookup ends with an all-reduce.
+    vocab_head: rows of the output projection; the module enters a region that the loss leaves.
+    vector: the only dim of a weight per feature or head inside a region; other modules compute with it.
+    norms: no parameters; the module is called with tensors [b, s, heads, head dim] whose heads are sharded and the norm
+        of each, and computes statistics over all ranks.
+    inside: replicated; the module computes inside a region on this rank's features only, so the gradients of its
+        parameters are all-reduced over ranks.
+    sequence: replicated; the module looks up positions [..., s], with sequence parallelism only those of this rank's
+        share of the sequence.
 
-    With sequence parallelism entering a region gathers the sequence, leaving one scatters it.
+    With sequence parallelism, entering a region is an all-gather along the sequence, and leaving one a reduce-scatter.
     """
 
     column = "column"
@@ -282,16 +283,16 @@ class Cut(StrEnum):
 
 @dataclass(frozen=True)
 class ShardingTable:
-    """What tensor parallelism must know of a model; keys are patterns of full module paths, first match wins.
+    """How tensor parallelism shards a model; patterns match full module paths, the first match wins.
 
     Attributes:
-        parameters: pattern -> cut. What is not named is replicated. A column module opens the activation
-            region that the next row module of the same branch closes; a vocab_head opens the one the loss closes.
-            Modules of columns and rows do both for several branches together.
-        dropouts: patterns of modules outside of the regions whose masks follow from the tokens' places. With sequence
-            parallelism a rank's tokens are a share of dim 1, which `shard`, (rank, size), tells them.
+        parameters: pattern -> cut. Modules that match no pattern are replicated. A column module enters the region
+            that the next row module of the same branch leaves; a vocab_head enters the one that the loss leaves.
+            Modules of columns and rows do the same for several branches at once.
+        dropouts: patterns of dropout modules outside regions, whose masks depend on the positions of tokens. With
+            sequence parallelism their attribute `shard`, (rank, size), is set to this rank's share of dim 1.
         attention_cores: patterns of modules whose `narrow(rank, size)` keeps a contiguous share of the heads, and which
-            take queries of some tokens with keys and values of all.
+            take the queries of some tokens with the keys and values of all.
     """
 
     parameters: Mapping[str, Cut]
@@ -305,26 +306,26 @@ def first_match(patterns: Mapping[str, T], path: str) -> T | None:
 
 
 def cut_dim(cut: Cut | None, num_dims: int) -> int | None:
-    """The dim along which a module's cut divides a parameter; None: each rank holds all of it.
+    """The dim along which a parameter is sharded; None: it is replicated.
 
     Args:
-        cut: of the module; None where the table does not name it.
-        num_dims: of the parameter.
+        cut: cut of the module; None if it matches no pattern of the table.
+        num_dims: number of dims of the parameter.
     """
     if cut is None or cut in (Cut.inside, Cut.sequence):
         return None
     dim = 1 if cut is Cut.row else 0
-    return dim if dim < num_dims else None  # the bias of a row-parallel layer is whole
+    return dim if dim < num_dims else None  # the bias of a row-parallel layer is replicated
 
 
 def local_shape(key: str, shape: tuple[int, ...], table: ShardingTable, size: int) -> tuple[int, ...]:
-    """Shape of one rank's tensor of a parameter, vocabulary padding included; nothing is built.
+    """Shape of one rank's shard of a parameter, including vocabulary padding.
 
     Args:
-        key: the parameter's name in the whole model.
-        shape: its unsharded shape.
-        table: how it may be cut.
-        size: tensor-parallel ranks.
+        key: name of the parameter in the whole model.
+        shape: unsharded shape.
+        table: sharding table of the model.
+        size: number of tensor-parallel ranks.
     """
     dim = cut_dim(first_match(table.parameters, key.rpartition(".")[0]), len(shape))
     return tuple(padded_rows(rows, size) if d == dim else rows for d, rows in enumerate(shape))

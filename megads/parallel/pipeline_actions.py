@@ -1,8 +1,8 @@
-"""What pipeline schedules are made of: actions, the placement of virtual stages, and messages between stages.
+"""Elements of pipeline schedules: actions, the placement of virtual stages, and p2p messages between stages.
 
 A sent tensor may be freed once a later message shows that its receiver has used it. Backends differ in how a sender
-learns that a message has left it; gloo says it only to those who wait. What a schedule does next says it at no cost:
-the gradient of an activation cannot come back before the activation got there.
+learns that a send is complete; gloo requires a blocking wait. The schedule implies it at no cost: the gradient of an
+activation cannot arrive before the activation has been received.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from enum import StrEnum
 from itertools import chain
 
 P2P_CTAS = 8
-"""Most blocks of NCCL's send and receive kernels, and so channels of their communicators. Each block holds a
-multiprocessor of the GPU until the peer has come, while the rest of it computes. Not measured."""
+"""Maximum number of thread blocks of NCCL's send and receive kernels, and thus of channels of their communicators. Each
+block occupies an SM of the GPU until the peer arrives, which is lost to concurrent compute. Not measured."""
 
 
 class ActionKind(StrEnum):
-    """What an action does.
+    """Kinds of actions.
 
-    `load` takes a micro-batch's tokens (first virtual stage) or labels (last). `backward` is the whole backward pass;
-    `backward_input` and `backward_weight` are its two parts. A send names the stage that made the tensor, a receive
-    the stage that will use it: send_activation of stage s meets receive_activation of stage s + 1, send_gradient of
-    stage s meets receive_gradient of stage s - 1.
+    `load` loads a micro-batch's tokens (first virtual stage) or labels (last). `backward` is the whole backward pass;
+    `backward_input` and `backward_weight` are its two parts, the input and the weight gradients. A send names the stage
+    that produced the tensor, a receive the stage that uses it: send_activation of stage s matches receive_activation of
+    stage s + 1, send_gradient of stage s matches receive_gradient of stage s - 1.
     """
 
     load = "load"
@@ -40,17 +40,17 @@ class ActionKind(StrEnum):
 
     @property
     def computes(self) -> bool:
-        """Whether it runs layers, rather than moves data."""
+        """Whether the action is a forward or backward pass."""
         return self in _COMPUTATIONS
 
     @property
     def sends(self) -> bool:
-        """Whether it hands a tensor to another rank."""
+        """Whether the action sends a tensor to another rank."""
         return self in (ActionKind.send_activation, ActionKind.send_gradient)
 
     @property
     def receives(self) -> bool:
-        """Whether it takes a tensor from another rank."""
+        """Whether the action receives a tensor from another rank."""
         return self in (ActionKind.receive_activation, ActionKind.receive_gradient)
 
 
@@ -65,17 +65,17 @@ _MESSAGES = {
     ActionKind.backward: (ActionKind.send_gradient, ActionKind.receive_gradient, -1),
     ActionKind.backward_input: (ActionKind.send_gradient, ActionKind.receive_gradient, -1),
 }
-"""By what makes or uses the tensor: its send, its receive, and how many stages further it is used."""
+"""For each pass: the send of its output, the receive of its input, and the stage offset from producer to consumer."""
 
 
 @dataclass(frozen=True)
 class Action:
-    """One thing that a rank does.
+    """One action of a rank in a schedule.
 
     Attributes:
-        kind: what.
-        micro_batch: for which, 0 to m - 1.
-        stage: of which virtual stage, 0 to p * v - 1 in the order of the forward pass.
+        kind: kind of action.
+        micro_batch: index of the micro-batch, 0 to m - 1.
+        stage: index of the virtual stage, 0 to p * v - 1 in the order of the forward pass.
     """
 
     kind: ActionKind
@@ -107,39 +107,39 @@ class StagePlacement:
 
     @property
     def ends(self) -> tuple[int, int]:
-        """The pipeline ranks of the first and of the last virtual stage; both are one under a V shape."""
+        """The pipeline ranks of the first and of the last virtual stage; the same rank in a V shape."""
         return self.ranks[0], self.ranks[-1]
 
     @property
     def num_stages(self) -> int:
-        """Virtual stages, p * v."""
+        """Number of virtual stages, p * v."""
         return len(self.ranks)
 
     @property
     def num_ranks(self) -> int:
-        """Pipeline ranks, p."""
+        """Number of pipeline ranks, p."""
         return max(self.ranks) + 1
 
     def crosses(self, stage: int, other: int) -> bool:
-        """Whether what passes between two stages is a message; False where there is no such stage."""
+        """Whether two stages are on different ranks; False if one of them does not exist."""
         there = 0 <= stage < self.num_stages and 0 <= other < self.num_stages
         return there and self.ranks[stage] != self.ranks[other]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """One step of a pipeline.
+    """The actions of one step of a pipeline.
 
-    A receive stands where it must be posted at the latest; it may be posted earlier, in list order for each peer.
+    A receive is listed where it must be posted at the latest; it may be posted earlier, in list order for each peer.
     Between two ranks, messages of one direction are received in the order in which they are sent. Tensors that pass
-    between virtual stages of one rank are handed over and do not appear. The gradients of a virtual stage's weights are
-    summed in the order of the micro-batches.
+    between virtual stages of one rank are not listed. The weight gradients of a virtual stage are accumulated in the
+    order of the micro-batches.
 
     Attributes:
-        name: of the schedule.
-        placement: where the virtual stages are.
-        micro_batches: of the step, m.
-        actions: of each pipeline rank, in program order.
+        name: name of the schedule.
+        placement: placement of the virtual stages.
+        micro_batches: number of micro-batches of the step, m.
+        actions: actions of each pipeline rank, in program order.
     """
 
     name: str
@@ -150,13 +150,13 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Message:
-    """A tensor that one rank hands to another.
+    """A p2p transfer of a tensor between pipeline ranks.
 
     Attributes:
-        send: the sender's action.
-        receive: the receiver's.
-        sender: pipeline rank.
-        receiver: pipeline rank.
+        send: action of the sender.
+        receive: action of the receiver.
+        sender: pipeline rank that sends.
+        receiver: pipeline rank that receives.
     """
 
     send: Action
@@ -166,14 +166,14 @@ class Message:
 
 
 def message_from(placement: StagePlacement, computation: Action) -> Message | None:
-    """The message that carries what a computation makes; None where it stays on its rank or is the last of its row."""
+    """The message with the output of a computation; None if the output stays on the rank or no stage uses it."""
     if computation.kind not in _MESSAGES:
         return None
     return _message(placement, computation, computation.stage, computation.stage + _MESSAGES[computation.kind][2])
 
 
 def message_to(placement: StagePlacement, computation: Action) -> Message | None:
-    """The message that a computation waits for; None if it needs none."""
+    """The message with the input of a computation; None if it needs none."""
     if computation.kind not in _MESSAGES:
         return None
     return _message(placement, computation, computation.stage - _MESSAGES[computation.kind][2], computation.stage)
@@ -194,12 +194,12 @@ def _message(placement: StagePlacement, computation: Action, maker: int, user: i
 def with_messages(
     placement: StagePlacement, computations: Sequence[Sequence[Action]]
 ) -> tuple[tuple[Action, ...], ...]:
-    """Adds loads, sends (right after what makes the tensor) and receives (right before its use, in order of sending).
+    """Adds loads, sends (right after the tensor is produced) and receives (right before its use, in order of sending).
 
-    Where messages of one peer are used in another order than they are sent, a receive is listed earlier than its use.
+    If messages of one peer are used in another order than they are sent, a receive is listed earlier than its use.
 
     Args:
-        placement: where the stages are.
+        placement: placement of the virtual stages.
         computations: forward and backward passes of each rank, in order.
 
     Returns:
@@ -229,7 +229,7 @@ def with_messages(
 
 
 def sent_and_received(schedule: Schedule, rank: int) -> tuple[list[Message], list[Message]]:
-    """Messages that a pipeline rank sends, in order, and those that it uses, in the order of their receives."""
+    """Messages that a pipeline rank sends and those that it receives, each in program order."""
     placement, row = schedule.placement, schedule.actions[rank]
     sent = [message for message in (message_from(placement, action) for action in row) if message is not None]
     used = {m.receive: m for m in (message_to(placement, action) for action in row) if m is not None}
@@ -237,15 +237,15 @@ def sent_and_received(schedule: Schedule, rank: int) -> tuple[list[Message], lis
 
 
 def acknowledged_sends(schedule: Schedule, rank: int) -> dict[Action, tuple[Action, ...]]:
-    """What a pipeline rank knows to have arrived as soon as a message of its own is there.
+    """Sends of a pipeline rank that are known to be complete once one of its receives is complete.
 
     Args:
-        schedule: of the step.
+        schedule: schedule of the step.
         rank: the pipeline rank.
 
     Returns:
-        For receives of this rank, the sends of this rank to the same peer that the peer used before it sent. A send
-        that no message follows is not in it.
+        For each such receive of this rank, its sends to the same peer that the peer used before it sent the received
+        message. Sends that no message of the peer follows are missing.
     """
     sent, received = sent_and_received(schedule, rank)
     found: dict[Action, list[Action]] = {}

@@ -1,7 +1,7 @@
-"""Which rank stands where in the grid of tp x cp x pp x dp ranks: arithmetic on `parallel.rank_order`, no torch.
+"""Mapping between global ranks and coordinates in the grid of tp x cp x pp x dp ranks. Imports no torch.
 
-Unless `parallel.rank_order` says otherwise ranks are numbered with tensor parallelism innermost, then context, then
-pipeline, then data outermost: the chattiest axes stay inside a node.
+By default (`parallel.rank_order`), tensor parallelism is innermost, then context, then pipeline, and data parallelism
+outermost: the axes that communicate most stay inside a node.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from megads.parallel.config import AXES, ParallelConfig
 
 
 class GridCoordinate(NamedTuple):
-    """Coordinates of a rank."""
+    """Coordinates of a rank in the grid."""
 
     tp: int = 0
     cp: int = 0
@@ -38,10 +38,10 @@ def rank_at(place: GridCoordinate, parallel: ParallelConfig) -> int:
 
 
 def axis_lines(axis: str, parallel: ParallelConfig) -> list[tuple[int, ...]]:
-    """All lines of global ranks along "tp", "cp", "pp", "dp", "data", "shard" or "replica", in one order on every rank.
+    """Global ranks of all process groups of the axis "tp", "cp", "pp", "dp", "data", "shard" or "replica".
 
-    A line is in ascending order of global ranks, as process groups number their members; along a single axis that is
-    also the order of the coordinate.
+    The result is the same on every rank. Each line is in ascending order of global ranks, as process groups number
+    their members; along a single axis that is also the order of the coordinate.
     """
     if axis in ("shard", "replica"):
         size = parallel.shard_size
@@ -60,5 +60,5 @@ def axis_lines(axis: str, parallel: ParallelConfig) -> list[tuple[int, ...]]:
 
 
 def padded_rows(vocab_size: int, size: int) -> int:
-    """Rows each rank holds so that all hold the same number; those beyond the vocabulary are padding."""
+    """Rows of the vocabulary per rank, the same on all ranks; rows beyond the vocabulary are padding."""
     return -(-vocab_size // size)

@@ -1,15 +1,15 @@
-"""Linear layers that open or close a tensor-parallel region, their collectives beside their matrix products.
+"""Linear layers that enter or leave a tensor-parallel region, with collectives overlapped with GEMMs.
 
-The collectives are conjugate, the f and g of Shoeybi et al. 2019 (Megatron-LM): entering a parallel region copies
-forward and sums gradients backward; leaving one sums forward and copies backward. With sequence parallelism
-(Korthikanti et al. 2022) every rank has only its share of the tokens outside of the regions: entering gathers them,
-leaving sums and scatters them. The two are as many bytes as one all-reduce. Shares of a sequence are contiguous pieces
-of dim 1, in the order of the axis.
+The collectives are conjugate, the f and g of Shoeybi et al. 2019 (Megatron-LM): entering a parallel region is the
+identity forward and an all-reduce of gradients backward; leaving one is an all-reduce forward and the identity
+backward. With sequence parallelism (Korthikanti et al. 2022), every rank holds only its share of the tokens outside
+regions: entering is an all-gather and leaving a reduce-scatter. Together they transfer as many bytes as one all-reduce.
+Shares of a sequence are contiguous pieces of dim 1, in the order of the axis.
 
-Backward, layers that open a region sum the gradient of their input over ranks while they compute those of their
-weights. Layers that read the same input share that message, and those whose outputs are added the one behind them.
-Where a product has to wait for a message, or a message for a product, `Region.chunks` cuts both along the tokens: the
-message of one part travels while the product of another is computed (Jiang et al. 2024, MegaScale, section 3.2).
+In the backward pass, layers that enter a region all-reduce the gradient of their input while they compute their weight
+gradients. Layers that read the same input share that all-reduce, and layers whose outputs are added share the one after
+them. If a GEMM depends on a collective, or a collective on a GEMM, `Region.chunks` splits both along the tokens: the
+collective of one part is overlapped with the GEMM of another (Jiang et al. 2024, MegaScale, section 3.2).
 
 Shape suffixes: b = batch, s = sequence, t = this rank's share of it, i = local input features, o = local output
 features, r = ranks, c = tokens of a part.
@@ -27,26 +27,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megads.ops import linear as products
+from megads.ops import linear as gemm
 from megads.ops.config import TORCH, KernelOp, Kernels
 from megads.parallel.grid import Axis
 from megads.parallel.weight_gradients import WeightGradient, WeightGradients, give, linear
 
 Pending = Callable[[], Tensor]
-"""Waits for a collective that has been started; returns its result. To be called once."""
+"""Waits for an asynchronous collective and returns its result; must be called exactly once."""
 
 
 def _start_gather_parts(x: Tensor, axis: Axis) -> Pending:
-    """Starts to collect every rank's share of a sequence; no autograd.
+    """Starts an all-gather of every rank's share of a sequence; no autograd.
 
     Args:
         x: this rank's share, [b, t, ...].
         axis: the tensor-parallel axis, of size 2 or more.
 
     Returns:
-        What waits for the shares, [size, b, t, ...].
+        Handle of the shares, [size, b, t, ...].
     """
-    # Gloo wants pieces of the input's shape along dim 0.
+    # Gloo requires the output to be a concatenation of inputs along dim 0.
     parts = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
     work = dist.all_gather_into_tensor(parts, axis.recorded(x.contiguous()), group=axis.group, async_op=True)
 
@@ -58,30 +58,31 @@ def _start_gather_parts(x: Tensor, axis: Axis) -> Pending:
 
 
 def start_gather(x: Tensor, axis: Axis) -> Pending:
-    """Starts to put the shares of a sequence together; no autograd.
+    """Starts an all-gather of a sequence along dim 1; no autograd.
 
-    A micro-batch of one sample arrives in place, more of them are copied once into the order of the samples.
+    Several samples need one copy after the all-gather, a single sample none.
 
     Args:
         x: this rank's share, [b, s / size, ...].
         axis: the tensor-parallel axis, of size 2 or more.
 
     Returns:
-        What waits for the whole, [b, s, ...].
+        Handle of the whole sequence, [b, s, ...].
     """
     finish = _start_gather_parts(x, axis)
     return lambda: finish().transpose(0, 1).flatten(1, 2)
 
 
 def _start_scatter_parts(parts: Tensor, axis: Axis) -> Pending:
-    """Starts to sum every rank's share of a sequence over ranks, each of which gets its own; no autograd.
+    """Starts a reduce-scatter of the shares of a sequence; no autograd.
 
     Args:
-        parts: this rank's summand of every share, contiguous [size, b, t, ...]. Not to be written until the end.
+        parts: this rank's addend of every share, contiguous [size, b, t, ...]. Must not be written until the collective
+            is complete.
         axis: the tensor-parallel axis, of size 2 or more.
 
     Returns:
-        What waits for the sum of this rank's share, [b, t, ...].
+        Handle of the sum of this rank's share, [b, t, ...].
     """
     share = torch.empty_like(parts[0])
     work = dist.reduce_scatter_tensor(share, axis.recorded(parts.flatten(0, 1)), group=axis.group, async_op=True)
@@ -94,14 +95,15 @@ def _start_scatter_parts(parts: Tensor, axis: Axis) -> Pending:
 
 
 def start_scatter(x: Tensor, axis: Axis) -> Pending:
-    """Starts to sum a sequence over ranks and to leave each of them its share; no autograd.
+    """Starts a reduce-scatter of a sequence along dim 1; no autograd.
 
     Args:
-        x: this rank's summand, [b, s, ...], s a multiple of the axis' size. Not to be written until the end.
+        x: this rank's addend, [b, s, ...], s a multiple of the axis size. Must not be written until the collective is
+            complete.
         axis: the tensor-parallel axis, of size 2 or more.
 
     Returns:
-        What waits for this rank's share of the sum, [b, s / size, ...].
+        Handle of this rank's share of the sum, [b, s / size, ...].
     """
     assert x.shape[1] % axis.size == 0, f"{x.shape[1]} tokens cannot be cut over {axis.size} ranks"
     return _start_scatter_parts(x.unflatten(1, (axis.size, -1)).transpose(0, 1).contiguous(), axis)
@@ -111,7 +113,7 @@ class _ReduceFromTPRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         assert x.is_contiguous()
-        # The sum is written into the producer's output, which nothing else reads.
+        # In place, as nothing else reads the producer's output.
         dist.all_reduce(axis.recorded(x), group=axis.group)
         ctx.mark_dirty(x)
         return x
@@ -138,7 +140,7 @@ def reduce_from_tp_region(x: Tensor, axis: Axis) -> Tensor:
 
 
 def reduce_scatter_to_sp_region(x: Tensor, axis: Axis) -> Tensor:
-    """Leaves a region: reduce-scatter along dim 1 forward, [b, s, ...] -> [b, s / size, ...]; all-gather backward."""
+    """Reduce-scatter along dim 1 forward, [b, s, ...] -> [b, s / size, ...]; all-gather backward."""
     return x if axis.size == 1 else _ReduceScatterToSPRegion.apply(x, axis)
 
 
@@ -148,9 +150,9 @@ class Region:
 
     Attributes:
         axis: the tensor-parallel axis.
-        sequence_parallel: outside of regions every rank has its share of the tokens only.
-        chunks: parts into which tokens are cut, so that messages and products overlap; 1: they take turns.
-        kernels: whose kernel multiplies.
+        sequence_parallel: whether every rank holds only its share of the tokens outside regions.
+        chunks: number of parts into which tokens are split to overlap collectives with GEMMs; 1: no such overlap.
+        kernels: implementation of the GEMMs.
     """
 
     axis: Axis
@@ -160,26 +162,26 @@ class Region:
 
     @property
     def shared_out(self) -> bool:
-        """Outside of regions a rank has a part of the tokens only."""
+        """Whether a rank holds only a part of the tokens outside regions."""
         return self.sequence_parallel and self.axis.size > 1
 
     def parts(self, tokens: int) -> list[slice]:
-        """Consecutive ranges of so many tokens, none of them empty; the same on all ranks."""
+        """Splits tokens into at most `chunks` consecutive non-empty ranges, the same on all ranks."""
         return even_parts(tokens, max(1, min(self.chunks, tokens)))
 
 
 def even_parts(tokens: int, count: int) -> list[slice]:
-    """Consecutive ranges of so many tokens, which differ by one in length at most."""
+    """Splits tokens into `count` consecutive ranges, whose lengths differ by at most one."""
     return [slice(start, stop) for start, stop in pairwise(tokens * part // count for part in range(count + 1))]
 
 
-def _product(
+def _gemm_into(
     x_rci: Tensor, weight_oi: Tensor, out_rco: Tensor, kernels: Kernels, bias_o: Tensor | None = None, add: bool = False
 ) -> None:
-    """Writes x W^T (+ bias) into a tensor whose ranks lie apart, or adds it to what is there."""
+    """Writes x W^T (+ bias) to a tensor that may be strided along the rank dim, or adds it to the tensor."""
     if kernels.fused(KernelOp.linear):
         for x_ci, out_co in zip(x_rci, out_rco, strict=True):
-            products.linear_into(out_co, x_ci, weight_oi, kernels, bias_o, add)
+            gemm.linear_into(out_co, x_ci, weight_oi, kernels, bias_o, add)
         return
     matrices = weight_oi.t().expand(x_rci.shape[0], *weight_oi.t().shape)
     if add:
@@ -191,10 +193,10 @@ def _product(
 
 
 def _input_gradient(grads: Sequence[Tensor], weights: Sequence[Tensor], kernels: Kernels) -> Tensor:
-    """The gradient of the input that layers share: the sum of theirs, made in one tensor."""
-    total = products.input_gradient(grads[0], weights[0], kernels)
+    """Gradient of an input that several layers read, accumulated in one tensor."""
+    total = gemm.input_gradient(grads[0], weights[0], kernels)
     for grad_bso, weight in zip(grads[1:], weights[1:], strict=True):
-        products.linear_into(total.flatten(0, -2), grad_bso.flatten(0, -2), weight.t(), kernels, add=True)
+        gemm.linear_into(total.flatten(0, -2), grad_bso.flatten(0, -2), weight.t(), kernels, add=True)
     return total
 
 
@@ -205,13 +207,13 @@ def _bias_gradients(grads: Sequence[Tensor], biases: Sequence[bool]) -> list[Ten
 def _weight_gradients(
     ctx: Any, weights: Sequence[nn.Parameter], grads: Sequence[Tensor], input_of: Callable[[int], Tensor]
 ) -> list[Tensor | None]:
-    """The gradients of layers' weights; None where they are deferred, or in main_grad already.
+    """Weight gradients of layers; None if deferred, or already accumulated in main_grad.
 
     Args:
-        ctx: of the layers.
-        weights: as they were given; under recomputation what was saved are other tensors of the same values.
-        grads: of the layers' outputs.
-        input_of: the input of a layer by its number, asked for once, and in their order.
+        ctx: autograd context of the layers.
+        weights: the layers' parameters; under recomputation, the saved tensors are others with the same values.
+        grads: gradients of the layers' outputs.
+        input_of: returns the input of a layer by index; called once per layer, in order.
     """
     return [
         give(ctx.gradients, weight, WeightGradient(grad_bso, partial(input_of, number), ctx.region.kernels))
@@ -219,8 +221,8 @@ def _weight_gradients(
     ]
 
 
-class _OpenWhole(torch.autograd.Function):
-    """Every rank has all tokens: nothing to do forward, an all-reduce backward."""
+class _ColumnParallel(torch.autograd.Function):
+    """Enters a region without sequence parallelism: identity forward, all-reduce backward."""
 
     @staticmethod
     def forward(
@@ -230,7 +232,7 @@ class _OpenWhole(torch.autograd.Function):
         ctx.save_for_backward(x_bsi, *weights)
         ctx.parameters, ctx.has_bias = weights, [bias is not None for bias in biases]
         ctx.region, ctx.gradients = region, gradients
-        return tuple(products.linear(x_bsi, weight, bias, region.kernels) for weight, bias in _pairs(layers))
+        return tuple(gemm.linear(x_bsi, weight, bias, region.kernels) for weight, bias in _pairs(layers))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
@@ -253,12 +255,12 @@ def _interleaved(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
 
 
 class _GatheredOnce:
-    """The whole of a cut tensor, gathered when the first layer asks for it and freed after the last.
+    """All-gathers a sequence-sharded tensor on first use and frees it after the last.
 
     Args:
         x_bti: this rank's share.
-        axis: over which it is cut.
-        uses: how often it will be asked for.
+        axis: axis over which the tensor is sharded.
+        uses: number of calls until it is freed.
     """
 
     def __init__(self, x_bti: Tensor, axis: Axis, uses: int) -> None:
@@ -274,8 +276,8 @@ class _GatheredOnce:
         return whole_bsi
 
 
-class _OpenShare(torch.autograd.Function):
-    """Every rank has its share of the tokens: all-gather forward, reduce-scatter backward."""
+class _ColumnParallelFromShards(torch.autograd.Function):
+    """Enters a region with sequence parallelism: all-gather forward, reduce-scatter backward."""
 
     @staticmethod
     def forward(
@@ -288,14 +290,14 @@ class _OpenShare(torch.autograd.Function):
         parts = region.parts(x_bti.shape[1])
         if len(parts) == 1:
             whole_bsi = start_gather(x_bti, region.axis)()
-            return tuple(products.linear(whole_bsi, weight, bias, region.kernels) for weight, bias in _pairs(layers))
+            return tuple(gemm.linear(whole_bsi, weight, bias, region.kernels) for weight, bias in _pairs(layers))
         arriving = [_start_gather_parts(x_bti[:, part], region.axis) for part in parts]
         outs = [x_bti.new_empty(len(x_bti), region.axis.size, x_bti.shape[1], weight.shape[0]) for weight in weights]
         for part, finish in zip(parts, arriving, strict=True):
             x_brci = finish().transpose(0, 1)
             for out_brto, (weight, bias) in zip(outs, _pairs(layers), strict=True):
                 for x_rci, out_rto in zip(x_brci, out_brto, strict=True):
-                    _product(x_rci, weight, out_rto[:, part], region.kernels, bias)
+                    _gemm_into(x_rci, weight, out_rto[:, part], region.kernels, bias)
         return tuple(out_brto.flatten(1, 2) for out_brto in outs)
 
     @staticmethod
@@ -303,11 +305,11 @@ class _OpenShare(torch.autograd.Function):
         (x_bti, *weights), axis, kernels = ctx.saved_tensors, ctx.region.axis, ctx.region.kernels
         of_biases = _bias_gradients(grads, ctx.has_bias)
         if ctx.gradients is not None and ctx.gradients.defers:
-            # The whole is gathered when it is needed, so that only the share is kept until then.
+            # Gathered when the deferred wgrads are computed, so that only the share is kept until then.
             of_weights = _weight_gradients(ctx, ctx.parameters, grads, _GatheredOnce(x_bti, axis, len(grads)))
             grad_x_bti = start_scatter(_input_gradient(grads, weights, kernels), axis)()
             return grad_x_bti, None, None, *_interleaved(of_weights, of_biases)
-        # Each collective runs beside the products that do not need it.
+        # Each collective is overlapped with the GEMM that does not depend on it.
         gathering = start_gather(x_bti, axis)
         grad_x_bsi = _input_gradient(grads, weights, kernels)
         whole_bsi = gathering()
@@ -318,8 +320,8 @@ class _OpenShare(torch.autograd.Function):
         return scattering(), None, None, *_interleaved(of_weights, of_biases)
 
 
-class _CloseWhole(torch.autograd.Function):
-    """Every rank gets all tokens: all-reduce forward, nothing to do backward."""
+class _RowParallel(torch.autograd.Function):
+    """Leaves a region without sequence parallelism: all-reduce forward, identity backward."""
 
     @staticmethod
     def forward(ctx: Any, region: Region, gradients: WeightGradients | None, *layers: Any) -> Tensor:
@@ -331,7 +333,7 @@ class _CloseWhole(torch.autograd.Function):
         leaving = []
         for part in region.parts(len(out_mo)):
             for number, (x_mi, weight) in enumerate(zip(flat, weights, strict=True)):
-                products.linear_into(out_mo[part], x_mi[part], weight, region.kernels, add=number > 0)
+                gemm.linear_into(out_mo[part], x_mi[part], weight, region.kernels, add=number > 0)
             leaving.append(dist.all_reduce(region.axis.recorded(out_mo[part]), group=region.axis.group, async_op=True))
         for work in leaving:
             work.wait()
@@ -339,18 +341,18 @@ class _CloseWhole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_bso: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return None, None, *_closed_gradients(ctx, ctx.saved_tensors, grad_bso)
+        return None, None, *_row_parallel_gradients(ctx, ctx.saved_tensors, grad_bso)
 
 
-def _closed_gradients(ctx: Any, layers: Sequence[Tensor], grad_bso: Tensor) -> list[Any]:
-    """Gradients of the inputs and weights of layers that closed a region, in their order; of the output's, whole."""
+def _row_parallel_gradients(ctx: Any, layers: Sequence[Tensor], grad_bso: Tensor) -> list[Any]:
+    """Interleaved gradients of the inputs and weights of layers that leave a region, from that of the whole output."""
     inputs, weights = layers[::2], layers[1::2]
-    of_inputs = [products.input_gradient(grad_bso, weight, ctx.region.kernels) for weight in weights]
+    of_inputs = [gemm.input_gradient(grad_bso, weight, ctx.region.kernels) for weight in weights]
     return _interleaved(of_inputs, _weight_gradients(ctx, ctx.parameters, [grad_bso] * len(inputs), inputs.__getitem__))
 
 
-class _CloseShare(torch.autograd.Function):
-    """Every rank gets its share of the tokens: reduce-scatter forward, all-gather backward."""
+class _RowParallelToShards(torch.autograd.Function):
+    """Leaves a region with sequence parallelism: reduce-scatter forward, all-gather backward."""
 
     @staticmethod
     def forward(ctx: Any, region: Region, gradients: WeightGradients | None, *layers: Any) -> Tensor:
@@ -361,9 +363,9 @@ class _CloseShare(torch.autograd.Function):
         assert seq_len % axis.size == 0, f"{seq_len} tokens cannot be cut over {axis.size} ranks"
         parts = region.parts(seq_len // axis.size)
         if len(parts) == 1:
-            out_bso = products.linear(inputs[0], weights[0], None, region.kernels)
+            out_bso = gemm.linear(inputs[0], weights[0], None, region.kernels)
             for x_bsi, weight in _pairs(layers)[1:]:
-                products.linear_into(out_bso.flatten(0, -2), x_bsi.flatten(0, -2), weight, region.kernels, add=True)
+                gemm.linear_into(out_bso.flatten(0, -2), x_bsi.flatten(0, -2), weight, region.kernels, add=True)
             return start_scatter(out_bso, axis)()
         by_rank = [x_bsi.unflatten(1, (axis.size, -1)) for x_bsi in inputs]
         leaving = []
@@ -371,7 +373,7 @@ class _CloseShare(torch.autograd.Function):
             out_rbco = inputs[0].new_empty(axis.size, batch, part.stop - part.start, len(weights[0]))
             for number, (x_brti, weight) in enumerate(zip(by_rank, weights, strict=True)):
                 for x_rti, out_rco in zip(x_brti, out_rbco.unbind(1), strict=True):
-                    _product(x_rti[:, part], weight, out_rco, region.kernels, add=number > 0)
+                    _gemm_into(x_rti[:, part], weight, out_rco, region.kernels, add=number > 0)
             leaving.append(_start_scatter_parts(out_rbco, axis))
         return torch.cat([finish() for finish in leaving], dim=1)
 
@@ -380,84 +382,84 @@ class _CloseShare(torch.autograd.Function):
         axis, parts = ctx.region.axis, ctx.region.parts(grad_bto.shape[1])
         layers = ctx.saved_tensors
         if len(parts) == 1:
-            return None, None, *_closed_gradients(ctx, layers, start_gather(grad_bto, axis)())
+            return None, None, *_row_parallel_gradients(ctx, layers, start_gather(grad_bto, axis)())
         inputs, weights = layers[::2], layers[1::2]
         arriving = [_start_gather_parts(grad_bto[:, part], axis) for part in parts]
         of_inputs = [torch.empty_like(x_bsi, memory_format=torch.contiguous_format) for x_bsi in inputs]
         whole_brto = grad_bto.new_empty(grad_bto.shape[0], axis.size, *grad_bto.shape[1:])
         for part, finish in zip(parts, arriving, strict=True):
             grad_brco = finish().transpose(0, 1)
-            # The weight's gradient is one product, rounded once.
+            # Collects the parts, so that the weight gradient is one GEMM, rounded once.
             whole_brto[:, :, part] = grad_brco
             for of_input, weight in zip(of_inputs, weights, strict=True):
                 for grad_rco, out_rti in zip(grad_brco, of_input.unflatten(1, (axis.size, -1)), strict=True):
-                    _product(grad_rco, weight.t(), out_rti[:, part], ctx.region.kernels)
+                    _gemm_into(grad_rco, weight.t(), out_rti[:, part], ctx.region.kernels)
         grads = [whole_brto.flatten(1, 2)] * len(inputs)
         of_weights = _weight_gradients(ctx, ctx.parameters, grads, inputs.__getitem__)
         return None, None, *_interleaved(of_inputs, of_weights)
 
 
-def opening_linear(
+def column_parallel_linear(
     x: Tensor, weight: nn.Parameter, bias: Tensor | None, region: Region, gradients: WeightGradients | None = None
 ) -> Tensor:
-    """Enters a region with the layer that opens it: x W^T + b for all tokens.
+    """Column-parallel linear layer that enters a region: x W^T + b for all tokens.
 
-    With sequence parallelism the share alone is kept for backward, [b, t, i]: the gradient of the weight gathers the
-    whole once more, beside the product for the gradient of the input (Korthikanti et al. 2022, section 4.2.2).
+    With sequence parallelism only the share [b, t, i] is saved for backward: the weight gradient repeats the
+    all-gather, overlapped with the GEMM of the input gradient (Korthikanti et al. 2022, section 4.2.2).
 
     Args:
         x: [b, s, i]; with sequence parallelism this rank's share of the tokens, [b, t, i].
         weight: this rank's output features, [o, i].
         bias: [o], or None.
-        region: how to enter.
-        gradients: says in the backward pass what becomes of the weight's; None leaves it to autograd.
+        region: the region to enter.
+        gradients: defers or accumulates the weight gradient in the backward pass; None leaves it to autograd.
 
     Returns:
         [b, s, o], in x's dtype.
     """
     if region.axis.size == 1:
         return linear(x, weight, bias, gradients, region.kernels)
-    return opening_linears(x, [weight], [bias], region, gradients)[0]
+    return column_parallel_linears(x, [weight], [bias], region, gradients)[0]
 
 
-def opening_linears(
+def column_parallel_linears(
     x: Tensor,
     weights: Sequence[nn.Parameter],
     biases: Sequence[Tensor | None],
     region: Region,
     gradients: WeightGradients | None = None,
 ) -> tuple[Tensor, ...]:
-    """Enters a region of 2 or more ranks once, with all the layers that read the same input.
+    """Column-parallel linear layers of the same input, which enter a region of 2 or more ranks with one collective.
 
     Args:
-        x: as in `opening_linear`.
-        weights: of the layers, each [o, i].
-        biases: likewise, each [o] or None.
-        region: how to enter.
-        gradients: as in `opening_linear`.
+        x: as in `column_parallel_linear`.
+        weights: weights of the layers, each [o, i].
+        biases: biases of the layers, each [o] or None.
+        region: the region to enter.
+        gradients: as in `column_parallel_linear`.
 
     Returns:
         Each layer's [b, s, o], in x's dtype.
     """
-    layer = _OpenShare if region.sequence_parallel else _OpenWhole
+    layer = _ColumnParallelFromShards if region.sequence_parallel else _ColumnParallel
     outs: tuple[Tensor, ...] = layer.apply(x, region, gradients, *_interleaved(weights, biases))
     return outs
 
 
-def closing_linears(
+def row_parallel_linears(
     inputs: Sequence[Tensor], weights: Sequence[nn.Parameter], region: Region, gradients: WeightGradients | None = None
 ) -> Tensor:
-    """Leaves a region of 2 or more ranks once: the sum of x W^T over layers and over the axis.
+    """Row-parallel linear layers that leave a region of 2 or more ranks: sum of x W^T over layers and over the axis.
 
     Args:
         inputs: this rank's input features of each layer, [b, s, i].
-        weights: of the layers, each [o, i].
-        region: how to leave.
-        gradients: says in the backward pass what becomes of the weights'; None leaves them to autograd.
+        weights: weights of the layers, each [o, i].
+        region: the region to leave.
+        gradients: defers or accumulates the weight gradients in the backward pass; None leaves them to autograd.
 
     Returns:
         [b, s, o] in the inputs' dtype; with sequence parallelism this rank's share of the tokens, [b, t, o].
     """
-    layer = _CloseShare if region.sequence_parallel else _CloseWhole
+    layer = _RowParallelToShards if region.sequence_parallel else _RowParallel
     out: Tensor = layer.apply(region, gradients, *_interleaved(inputs, weights))
     return out

@@ -1,12 +1,12 @@
-"""Pipeline schedules as pure Python: what each pipeline rank does in a step, in program order.
+"""Pipeline schedules as pure Python: the actions of each pipeline rank in a step, in program order.
 
-`engine/` executes the lists, `plan/` simulates them on a clock; nothing here knows torch or a process group.
+`engine/` executes the lists, `plan/` simulates their timelines; this module uses neither torch nor process groups.
 
-In a V shape each rank holds two stages, one on the way down and one on the way back up. Rank r holds stages r and
-2p - 1 - r, so the last rank turns around without a message, and the first one computes the loss.
+In a V shape each rank holds two stages: rank r holds stages r (on the way down) and 2p - 1 - r (on the way up). Thus
+the last rank needs no p2p communication between its two stages, and the first rank computes the loss.
 
-Letters: p pipeline ranks, v virtual stages a rank, m micro-batches. Idle time is counted in passes of a virtual stage,
-with a forward pass and each part of a backward pass of one.
+Symbols: p pipeline ranks, v virtual stages per rank, m micro-batches. Idle time is in units of one pass of a virtual
+stage, where a forward pass and each part of a backward pass take 1.
 """
 
 from __future__ import annotations
@@ -31,28 +31,29 @@ _PREFERENCES = (
     ((_FORWARD, _UP), (_INPUT, _UP), (_FORWARD, _DOWN), (_INPUT, _DOWN)),
     ((_FORWARD, _UP), (_INPUT, _DOWN), (_FORWARD, _DOWN), (_INPUT, _UP)),
 )
-"""What a rank does first of what it can do at once; weight parts come last. No order is the best for every p and m."""
+"""Priorities among the passes that a rank can run next; weight-gradient parts come last. None is best for all p, m."""
 _INPUT_TIMES = (1.5, 1.0)
-"""Of an input part, in forward passes, with which orders are found. Those of 1 are shorter where that is so, but wait
-up to three times as long where it is not: attention and recomputation make it up to twice a forward pass."""
+"""Durations of an input-gradient part, relative to a forward pass, with which orders are searched. Orders found with 1
+are shorter if the part takes 1, but wait up to three times as long if it does not: attention and recomputation make it
+up to twice a forward pass."""
 _CASES = ((1.0, 1.0, 0.0), (1.2, 0.9, 0.05), (2.0, 1.0, 0.0))
-"""Input part, weight part and message, in forward passes, over which orders are compared: even, as measured without
-recomputation, with it."""
+"""Durations of input-gradient part, weight-gradient part and message, relative to a forward pass, over which orders are
+compared: uniform, as measured without recomputation, with recomputation."""
 _MOST_COMPARED = 256
-"""Ranks times micro-batches up to which orders are compared; beyond, the first is taken: more would take seconds."""
+"""Ranks times micro-batches up to which orders are compared; beyond, the first is used, as a search takes seconds."""
 ScheduleName = StrEnum(
     "ScheduleName",
     {"1f1b": "1f1b", "interleaved": "interleaved", "zb_h1": "zb_h1", "dualpipe_v": "dualpipe_v", "zb_v": "zb_v"},
 )
-"""The schedules; a class statement could not have 1f1b, which is no identifier."""
+"""Names of the schedules. Uses the functional API since 1f1b is not an identifier."""
 _SINGLE_STAGE = ("1f1b", "zb_h1")
 _V_SHAPED = ("dualpipe_v", "zb_v")
 
 
 def one_forward_one_backward(pipeline_ranks: int, micro_batches: int) -> list[list[Action]]:
-    """1F1B (PipeDream-2BW's flush variant, Narayanan et al. 2021): rank r runs p - r - 1 forward passes ahead.
+    """1F1B (PipeDream-2BW's flush variant, Narayanan et al. 2021) with p - r - 1 warmup forward passes on rank r.
 
-    At most p - r micro-batches wait on rank r; every rank is idle for 3 (p - 1).
+    At most p - r micro-batches are in flight on rank r; every rank is idle for 3 (p - 1).
     """
     rows = []
     for rank in range(pipeline_ranks):
@@ -67,11 +68,11 @@ def one_forward_one_backward(pipeline_ranks: int, micro_batches: int) -> list[li
 
 
 def zero_bubble(pipeline_ranks: int, micro_batches: int) -> list[list[Action]]:
-    """ZB-H1 (Qi et al. 2023, "Zero Bubble Pipeline Parallelism"): 1F1B whose backward passes come in two parts.
+    """ZB-H1 (Qi et al. 2023, "Zero Bubble Pipeline Parallelism"): 1F1B with a split backward pass.
 
-    Rank r runs the weight part r micro-batches late, and what is late fills the waits of the end. At most p
-    micro-batches wait on every rank, as on 1F1B's first; every rank is idle for p - 1, a third of 1F1B's time, if
-    m >= p.
+    Rank r delays the weight-gradient part by r micro-batches, and the delayed parts fill the bubble at the end. At most
+    p micro-batches are in flight on every rank, as on 1F1B's first; every rank is idle for p - 1, a third of 1F1B's
+    time, if m >= p.
     """
     rows = []
     for rank in range(pipeline_ranks):
@@ -92,17 +93,18 @@ def interleaved(pipeline_ranks: int, virtual_stages: int, micro_batches: int, co
     """Interleaved 1F1B (Narayanan et al. 2021) with any number of micro-batches (Llama 3, section 3.3.2).
 
     A group of micro-batches goes through a rank's first virtual stage, then through its second, and so on. Groups have
-    `contiguous` micro-batches or more: what does not fill a group of its own is spread over the others, so that no
-    group is smaller than the pipeline is long and every rank is idle for 3 (p - 1) / v whatever m >= p is.
+    `contiguous` micro-batches or more: a remainder is spread over the other groups, so that every group has at least p
+    micro-batches and every rank is idle for 3 (p - 1) / v for any m >= p.
 
-    Rank r runs 2 (p - r - 1) + (v - 1) * group passes ahead, Megatron's number: one p - r - 1 would do were messages
-    free; the second hides them, since what is received was sent a whole pass before it is used.
+    Rank r runs 2 (p - r - 1) + (v - 1) * group warmup passes, as in Megatron-LM. p - r - 1 in place of 2 (p - r - 1)
+    would suffice if communication took no time; the other p - r - 1 overlap it, since a tensor is sent a whole pass
+    before it is used.
 
     Args:
         pipeline_ranks: p.
         virtual_stages: v.
         micro_batches: m.
-        contiguous: least micro-batches of a group, at least p: p is depth-first, m breadth-first.
+        contiguous: minimum number of micro-batches of a group, at least p: p is depth-first, m breadth-first.
     """
     assert contiguous >= pipeline_ranks, (contiguous, pipeline_ranks)
     groups = _groups(micro_batches, contiguous)
@@ -122,7 +124,7 @@ def interleaved(pipeline_ranks: int, virtual_stages: int, micro_batches: int, co
 
 
 def _groups(micro_batches: int, contiguous: int) -> list[range]:
-    """Micro-batches in consecutive groups of at least `contiguous`, if there are so many, the largest first."""
+    """Splits micro-batches into consecutive groups, largest first, of at least `contiguous` if there are so many."""
     number = max(1, micro_batches // contiguous)
     size, larger = divmod(micro_batches, number)
     starts = [group * size + min(group, larger) for group in range(number + 1)]
@@ -131,13 +133,13 @@ def _groups(micro_batches: int, contiguous: int) -> list[range]:
 
 @dataclass
 class _Row:
-    """A rank's computations as they are written down; each kind of pass takes micro-batches in order.
+    """Builder of one rank's computations; each kind of pass takes micro-batches in order.
 
     Attributes:
         stages: the rank's stages, down and up.
-        actions: so far.
-        counts: passes so far, by direction (of the pass) and stage.
-        late: weight parts that are still to do, in the order of their input parts.
+        actions: computations so far.
+        counts: number of passes so far, by (is forward, stage).
+        late: pending weight-gradient parts, in the order of their input-gradient parts.
     """
 
     stages: tuple[int, int]
@@ -146,7 +148,7 @@ class _Row:
     late: deque[Action] = field(default_factory=deque)
 
     def add(self, kind: ActionKind, way: int) -> None:
-        """The next forward or backward pass on the stage of a way."""
+        """Appends the next forward or backward pass of the stage on the way down or up."""
         stage = self.stages[way]
         key = kind is ActionKind.forward, stage
         micro_batch = self.counts.get(key, 0)
@@ -162,18 +164,18 @@ class _Row:
         self.add(ActionKind.backward_input if split else ActionKind.backward, way)
 
     def weight(self) -> None:
-        """The oldest weight part that is late."""
+        """Appends the oldest pending weight-gradient part."""
         self.actions.append(self.late.popleft())
 
 
 def bidirectional_v(pipeline_ranks: int, micro_batches: int) -> list[list[Action]]:
     """DualPipeV (DeepSeek-AI 2025; "cut in half" by Qi et al.): micro-batches run down and up at the same time.
 
-    In the steady state a forward pass of one way stands beside a backward pass of the other, neither of which needs the
-    other's result: their messages hide behind each other's computation. At most 2p + 1 passes of a virtual stage wait
-    on a rank, each half as large as 1F1B's; every rank is idle for p - 1.
+    In the steady state, a forward pass in one direction alternates with a backward pass in the other. Neither needs the
+    other's result, so the p2p communication of each is overlapped with the compute of the other. At most 2p + 1 passes
+    of a virtual stage are in flight on a rank, each half as large as 1F1B's; every rank is idle for p - 1.
 
-    With fewer than 2p micro-batches the ways never fill; the order is then that of `zero_bubble_v`.
+    With fewer than 2p micro-batches there is no steady state; the order is then that of `zero_bubble_v`.
     """
     if micro_batches < 2 * pipeline_ranks:
         return zero_bubble_v(pipeline_ranks, micro_batches)
@@ -193,7 +195,13 @@ def bidirectional_v(pipeline_ranks: int, micro_batches: int) -> list[list[Action
 
 
 def _fill(row: _Row, before: int, through: int) -> None:
-    """The begin of DualPipeV: `before` ranks lie between this one and the turn, `through` with it on its other side."""
+    """Warmup of DualPipeV.
+
+    Args:
+        row: the rank's computations.
+        before: number of ranks after this one, p - r - 1.
+        through: number of ranks up to and including this one, r + 1.
+    """
     for _ in range(2 * before):
         row.forward(_DOWN)
     for _ in range(through):
@@ -206,7 +214,10 @@ def _fill(row: _Row, before: int, through: int) -> None:
 
 
 def _drain(row: _Row, before: int, through: int) -> None:
-    """The end of DualPipeV: halfway through the last backward passes their weight parts are put off, to fill waits."""
+    """Cooldown of DualPipeV: the second half of the last backward passes defers weight gradients, to fill the bubble.
+
+    Args: as in `_fill`.
+    """
     for _ in range(before):
         row.backward(_UP)
         row.forward(_UP)
@@ -223,16 +234,16 @@ def _drain(row: _Row, before: int, through: int) -> None:
 def zero_bubble_v(pipeline_ranks: int, micro_batches: int) -> list[list[Action]]:
     """ZB-V (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory"), found by list scheduling.
 
-    On a clock every rank runs what can start first, weight parts only where nothing else can; of a few orders of
-    preference the one that waits least is taken. At most 2p passes of a virtual stage wait on a rank,
-    1F1B's memory. Idle time, if m >= p, is p - 1 with two ranks and less than 2p - 1 with more: that is the price of
-    orders that also hold where the parts of a pass take different times.
+    In simulated time, every rank runs the pass that can start first, and weight-gradient parts only if nothing else can
+    run. Several priorities are tried, and the order with the smallest bubble is used. At most 2p passes of a virtual
+    stage are in flight on a rank, which is 1F1B's memory. If m >= p, idle time is p - 1 with two ranks and less than
+    2p - 1 with more; in exchange, the orders stay good if the parts of a pass take different times.
 
     Args:
         pipeline_ranks: p.
         micro_batches: m.
     """
-    # With two ranks an order that reckons with slow messages is as short without them; with more ranks none is.
+    # With two ranks, an order made for slow messages is as short with free ones; with more ranks it is not.
     message = 1 / 16 if pipeline_ranks == 2 else 0.0
     tried = list(product(_INPUT_TIMES, _PREFERENCES))
     if pipeline_ranks * micro_batches > _MOST_COMPARED:
@@ -246,7 +257,7 @@ def zero_bubble_v(pipeline_ranks: int, micro_batches: int) -> list[list[Action]]
 
 
 def _mean_bubble(rows: Sequence[Sequence[Action]], micro_batches: int) -> float:
-    """Share of waiting, over passes that take different times."""
+    """Mean bubble over `_CASES`, i.e. different durations of the passes."""
     ranks = tuple(range(len(rows)))
     placement = StagePlacement(ranks + ranks[::-1])
     schedule = Schedule("", placement, micro_batches, with_messages(placement, rows))
@@ -260,7 +271,7 @@ def _mean_bubble(rows: Sequence[Sequence[Action]], micro_batches: int) -> float:
 
 
 class _ListScheduler:
-    """Writes down a V-shaped order pass by pass, on a clock on which a message takes `message`."""
+    """List scheduler of a V-shaped order, in simulated time in which a p2p message takes `message`."""
 
     def __init__(
         self,
@@ -281,7 +292,7 @@ class _ListScheduler:
         }
 
     def run(self) -> None:
-        """Fills `rows`, and `free` with the time at which each rank is done."""
+        """Fills `rows`, and `free` with each rank's end time."""
         following = [self._next(rank) for rank in range(self.ranks)]
         for _ in range(6 * self.ranks * self.micro_batches):
             start, _, rank = min((found[0], found[1], rank) for rank, found in enumerate(following) if found)
@@ -301,7 +312,7 @@ class _ListScheduler:
         return min(inside, 2 * self.ranks - 1 - inside)
 
     def _next(self, rank: int) -> tuple[float, int, ActionKind, int] | None:
-        """What a rank runs next: (start, place in its preference, kind, stage); None while it can run nothing."""
+        """A rank's next pass: (start, index in its preference, kind, stage); None if it can run nothing."""
         best: tuple[float, int, ActionKind, int] | None = None
         for place, (kind, way) in enumerate(self.preference):
             stage = rank if way == _DOWN else 2 * self.ranks - 1 - rank
@@ -311,7 +322,7 @@ class _ListScheduler:
         return best
 
     def _ready(self, kind: ActionKind, stage: int, rank: int) -> float | None:
-        """When what a pass needs is there; None if something it needs has not run, or no memory is left."""
+        """Time at which a pass's inputs are available; None if an input is not scheduled, or no memory is left."""
         micro_batch = len(self._ends[kind, stage])
         if micro_batch == self.micro_batches:
             return None
@@ -320,7 +331,7 @@ class _ListScheduler:
         elif kind is _INPUT:
             needed = [(_FORWARD, stage), (_INPUT, stage + 1)]
         else:
-            # A pass down is followed by one up, for which memory must be left.
+            # A forward pass down needs memory for the following one up.
             if self._live[rank] + (2 if stage < self.ranks else 1) > 2 * self.ranks:
                 return None
             needed = [(_FORWARD, stage - 1)]
@@ -341,19 +352,19 @@ _ORDERS: dict[str, Callable[[int, int], list[list[Action]]]] = {
     "dualpipe_v": bidirectional_v,
     "zb_v": zero_bubble_v,
 }
-"""Computations of each rank, from p and m; interleaved takes more."""
+"""Functions that return the computations of each rank from p and m; interleaved needs more arguments."""
 
 
 def stage_placement(name: str, pipeline_ranks: int, virtual_stages: int | None = None) -> StagePlacement:
-    """Where a schedule puts its virtual stages; the number of micro-batches does not matter.
+    """Placement of a schedule's virtual stages, which does not depend on the number of micro-batches.
 
     Args:
-        name: of the schedule.
+        name: name of the schedule.
         pipeline_ranks: p.
-        virtual_stages: v, stages of each rank; None for 1 where the schedule has no more, else 2.
+        virtual_stages: v, stages per rank; None: 1 for 1f1b and zb_h1, else 2.
 
     Raises:
-        ConfigError: there is no such schedule, or it cannot have so many virtual stages.
+        ConfigError: the schedule does not exist or does not support this number of virtual stages.
     """
     if name not in list(ScheduleName):
         raise ConfigError(f"parallel.schedule = {name}: must be one of {', '.join(ScheduleName)}")
@@ -363,33 +374,33 @@ def stage_placement(name: str, pipeline_ranks: int, virtual_stages: int | None =
     if name in _SINGLE_STAGE:
         if virtual_stages not in (None, 1):
             raise ConfigError(
-                f"parallel.virtual_stages = {virtual_stages} with parallel.schedule = {name}, which has one stage a "
-                "rank: leave it out, or use parallel.schedule=interleaved"
+                f"parallel.virtual_stages = {virtual_stages} with parallel.schedule = {name}, which has one stage per "
+                "rank: remove it, or use parallel.schedule=interleaved"
             )
         return StagePlacement(ranks)
     if name in _V_SHAPED:
         if virtual_stages not in (None, 2):
             raise ConfigError(
                 f"parallel.virtual_stages = {virtual_stages} with parallel.schedule = {name}, whose V shape has two "
-                "stages a rank: leave it out, or use parallel.schedule=interleaved"
+                "stages per rank: remove it, or use parallel.schedule=interleaved"
             )
         return StagePlacement(ranks + ranks[::-1])
     return StagePlacement(ranks * (2 if virtual_stages is None else virtual_stages))
 
 
 def check_contiguous(name: str, pipeline_ranks: int, contiguous: int | None) -> None:
-    """Raises ConfigError on a number of contiguous micro-batches that a schedule cannot have."""
+    """Raises ConfigError on a number of contiguous micro-batches that the schedule does not support."""
     if contiguous is None:
         return
     if name != "interleaved":
         raise ConfigError(
-            f"parallel.contiguous_micro_batches = {contiguous} with parallel.schedule = {name}: only interleaved takes "
-            "it; leave it out"
+            f"parallel.contiguous_micro_batches = {contiguous} only applies to parallel.schedule=interleaved, but "
+            f"parallel.schedule = {name}: remove it"
         )
     if contiguous < pipeline_ranks:
         raise ConfigError(
             f"parallel.contiguous_micro_batches = {contiguous} is below parallel.pp = {pipeline_ranks}: the first rank "
-            "would wait for its second virtual stage's turn; use at least parallel.pp, or leave it out"
+            "would be idle before its second virtual stage; use at least parallel.pp, or remove it"
         )
 
 
@@ -397,17 +408,17 @@ def check_contiguous(name: str, pipeline_ranks: int, contiguous: int | None) -> 
 def build_schedule(
     name: str, pipeline_ranks: int, virtual_stages: int | None, micro_batches: int, *, contiguous: int | None = None
 ) -> Schedule:
-    """Writes out a schedule.
+    """Builds the schedule of a step.
 
     Args:
-        name: of the schedule.
+        name: name of the schedule.
         pipeline_ranks: p.
-        virtual_stages: v, stages of each rank; None for 1 where the schedule has no more, else 2.
-        micro_batches: m, any number from 1 on.
-        contiguous: micro-batches that an interleaved schedule runs through one virtual stage in a row; None for p.
+        virtual_stages: v, stages per rank; None: 1 for 1f1b and zb_h1, else 2.
+        micro_batches: m, at least 1.
+        contiguous: consecutive micro-batches that an interleaved schedule runs through one virtual stage; None: p.
 
     Raises:
-        ConfigError: there is no such schedule, or it cannot be.
+        ConfigError: the schedule does not exist or does not support these arguments.
     """
     assert pipeline_ranks >= 1 and micro_batches >= 1, (pipeline_ranks, micro_batches)
     placement = stage_placement(name, pipeline_ranks, virtual_stages)

@@ -1,6 +1,6 @@
-"""Runs pipeline schedules on a clock, and proves that they compute the right thing and cannot stand still.
+"""Simulates pipeline schedules in time, and verifies that they are correct and free of deadlocks.
 
-`schedule_faults` is what every schedule must pass; the other functions say what it costs.
+`schedule_faults` must be empty for every schedule; the other functions compute bubble, memory and posted receives.
 """
 
 from __future__ import annotations
@@ -12,23 +12,24 @@ from dataclasses import dataclass
 from megads.parallel.pipeline_actions import Action, ActionKind, Schedule, StagePlacement, message_from, message_to
 
 _BACKWARDS = (ActionKind.backward, ActionKind.backward_weight)
-"""What adds a micro-batch's gradients to the sums over micro-batches."""
+"""Actions that accumulate a micro-batch's weight gradients."""
 
 
 class StuckSchedule(AssertionError):
-    """Every rank that is not done waits for a message that nobody will send: a bug in the schedule."""
+    """Deadlock, a bug in the schedule: every unfinished rank waits for a message that is never sent."""
 
 
 @dataclass(frozen=True)
 class ScheduleCosts:
-    """Seconds, or any other unit, of what a schedule does; [stage] is the number of a virtual stage.
+    """Durations of a schedule's actions, in seconds or any other unit, indexed by virtual stage.
 
     Attributes:
-        forward: of a forward pass, [stage].
-        backward_input: of the part of a backward pass that the stage before waits for, [stage].
-        backward_weight: of the part that makes the gradients of weights, [stage]; a whole backward pass takes both.
-        latency: from the end of sending to the receiver's having it.
-        transfer: for which a message occupies its direction between two ranks: bytes over bandwidth.
+        forward: duration of a forward pass, [stage].
+        backward_input: duration of the input-gradient part of a backward pass, which the previous stage waits for,
+            [stage].
+        backward_weight: duration of the weight-gradient part, [stage]; a whole backward pass takes the sum of both.
+        latency: p2p latency from the end of the transfer to the arrival at the receiver.
+        transfer: time that a message occupies its direction between two ranks: bytes over bandwidth.
     """
 
     forward: Sequence[float]
@@ -38,7 +39,7 @@ class ScheduleCosts:
     transfer: float = 0.0
 
     def of(self, action: Action) -> float:
-        """How long a rank computes for an action; nothing for what only moves data."""
+        """Compute time of an action; 0 for loads, sends and receives."""
         stage = action.stage
         match action.kind:
             case ActionKind.forward:
@@ -55,7 +56,7 @@ class ScheduleCosts:
 
 @dataclass(frozen=True)
 class TimedAction:
-    """An action on the clock; a receive lasts as long as the rank waits for it."""
+    """An action with its start and end times; a receive lasts as long as the rank waits for it."""
 
     action: Action
     start: float
@@ -64,40 +65,40 @@ class TimedAction:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step on the clock.
+    """Simulated timeline of one step.
 
     Attributes:
-        spans: of each pipeline rank, in order.
+        spans: timed actions of each pipeline rank, in order.
     """
 
     spans: tuple[tuple[TimedAction, ...], ...]
 
     @property
     def step_time(self) -> float:
-        """From the start to the end of the last action of all."""
+        """Time from the start of the step to the end of its last action."""
         return max(row[-1].end for row in self.spans)
 
     def busy(self, rank: int) -> float:
-        """How long a rank computes."""
+        """Compute time of a rank."""
         return sum(span.end - span.start for span in self.spans[rank] if span.action.kind.computes)
 
     @property
     def bubble_share(self) -> float:
-        """Share of all ranks' time in which they compute nothing."""
+        """Pipeline bubble: share of all ranks' time without compute."""
         ranks = range(len(self.spans))
         return 1 - sum(self.busy(rank) for rank in ranks) / (len(ranks) * self.step_time)
 
 
 def _unit_costs(schedule: Schedule) -> ScheduleCosts:
-    """A forward pass and each part of a backward pass take 1, messages nothing."""
+    """Costs of 1 for a forward pass and for each part of a backward pass, and 0 for messages."""
     ones = [1.0] * schedule.placement.num_stages
     return ScheduleCosts(ones, ones, ones)
 
 
 def run_clock(schedule: Schedule, costs: ScheduleCosts) -> Timeline:
-    """Runs a schedule: ranks compute in program order, send without waiting and wait where they receive.
+    """Simulates a schedule: ranks run actions in program order, sends are asynchronous, receives block.
 
-    Messages of one direction between two ranks follow each other, each occupying it for `costs.transfer`.
+    Messages of one direction between two ranks are serialized, each taking `costs.transfer`.
 
     Raises:
         StuckSchedule: a rank waits for a message that is never sent.
@@ -130,19 +131,19 @@ def run_clock(schedule: Schedule, costs: ScheduleCosts) -> Timeline:
 
     stuck = [str(action) for action in advance(schedule, run)]
     if stuck:
-        raise StuckSchedule(f"{schedule.name} stands still; its ranks wait for: {'; '.join(stuck)}")
+        raise StuckSchedule(f"{schedule.name} deadlocks; its ranks wait for: {'; '.join(stuck)}")
     return Timeline(tuple(map(tuple, spans)))
 
 
 def advance(schedule: Schedule, run: Callable[[int, Action], bool]) -> list[Action]:
-    """Runs every rank's actions in program order, rank after rank as far as each comes, until none comes further.
+    """Runs every rank's actions in program order, each rank as far as it gets, until no rank can proceed.
 
     Args:
-        schedule: what to run.
-        run: is given a rank and its next action; False: the action has to wait for another rank.
+        schedule: the schedule.
+        run: called with a rank and its next action; returns False if the action has to wait for another rank.
 
     Returns:
-        What the ranks that are not done wait at; nothing where all came to the end.
+        The next action of every unfinished rank; empty if all ranks finished.
     """
     positions = [0 for _ in schedule.actions]
     moved = True
@@ -156,15 +157,15 @@ def advance(schedule: Schedule, run: Callable[[int, Action], bool]) -> list[Acti
 
 
 def schedule_faults(schedule: Schedule) -> list[str]:
-    """Everything that is wrong with a schedule; empty if nothing is.
+    """All violations of a schedule's invariants; empty if it is valid.
 
-    - Every micro-batch runs forward and backward once on every stage, on the rank that holds it; a backward pass is
-      whole, or has both its parts in order.
-    - On every stage micro-batches run forward, and add their gradients, in the order 0, 1, 2, ...
+    - Every micro-batch runs forward and backward once on every stage, on the rank that holds the stage; a backward pass
+      is whole, or has both its parts in order.
+    - On every stage, micro-batches run forward, and accumulate their gradients, in the order 0, 1, 2, ...
     - First and last stage load a micro-batch before its forward pass.
-    - Every tensor that crosses ranks is sent once after it was made and received once before it is used, nothing else
-      is, and receives stand in the order of the sends, for each direction between two ranks.
-    - The ranks come to the end with sends that do not wait for the receiver. `receives_ahead` has the harsher case.
+    - Every tensor that crosses ranks is sent once after it is produced and received once before it is used; there are
+      no other sends and receives, and receives are in the order of the sends for each direction between two ranks.
+    - All ranks finish if sends are asynchronous. `receives_ahead` covers synchronous sends.
     """
     found = [*_count_faults(schedule), *_order_faults(schedule), *_local_faults(schedule), *_channel_faults(schedule)]
     if not found:
@@ -176,7 +177,7 @@ def schedule_faults(schedule: Schedule) -> list[str]:
 
 
 def _count_faults(schedule: Schedule) -> Iterator[str]:
-    """Computations that are missing, twice there, or on the wrong rank."""
+    """Computations that are missing, duplicated, or on the wrong rank."""
     counts = Counter(action for row in schedule.actions for action in row if action.kind.computes)
     yield from (f"{action}: {number} times" for action, number in counts.items() if number > 1)
     for rank, row in enumerate(schedule.actions):
@@ -193,7 +194,7 @@ def _count_faults(schedule: Schedule) -> Iterator[str]:
 
 
 def _order_faults(schedule: Schedule) -> Iterator[str]:
-    """Stages that run micro-batches, or add their gradients, in another order than 0, 1, 2, ..."""
+    """Stages that run micro-batches, or accumulate their gradients, in another order than 0, 1, 2, ..."""
     for stage in range(schedule.placement.num_stages):
         row = schedule.actions[schedule.placement.rank_of(stage)]
         for what, kinds in (("runs forward", (ActionKind.forward,)), ("adds gradients of", _BACKWARDS)):
@@ -203,7 +204,7 @@ def _order_faults(schedule: Schedule) -> Iterator[str]:
 
 
 def _local_faults(schedule: Schedule) -> Iterator[str]:
-    """Actions of a rank that stand before what they need, and messages without a use."""
+    """Actions that precede an action of the same rank which they depend on, and unused receives and loads."""
     for row in schedule.actions:
         split = {action for action in row if action.kind is ActionKind.backward_input}
         before: set[Action] = set()
@@ -220,7 +221,13 @@ def _local_faults(schedule: Schedule) -> Iterator[str]:
 
 
 def _needs(placement: StagePlacement, action: Action, split: Set[Action]) -> Iterator[Action]:
-    """What must stand before an action in its rank's list, whose backward passes in two parts are given."""
+    """Actions that must precede an action in its rank's list.
+
+    Args:
+        placement: placement of the virtual stages.
+        action: the action.
+        split: all input-gradient parts of the rank's split backward passes.
+    """
     micro_batch, stage, last = action.micro_batch, action.stage, placement.num_stages - 1
     message = message_to(placement, action)
     if message is not None:
@@ -246,13 +253,13 @@ def _needs(placement: StagePlacement, action: Action, split: Set[Action]) -> Ite
 
 
 def _gradient_maker(split: Set[Action], micro_batch: int, stage: int) -> Action:
-    """The pass that makes the gradient of a stage's input."""
+    """The action that produces the gradient of a stage's input."""
     part = Action(ActionKind.backward_input, micro_batch, stage)
     return part if part in split else Action(ActionKind.backward, micro_batch, stage)
 
 
 def _channel_faults(schedule: Schedule) -> Iterator[str]:
-    """Messages that are not sent, sent twice, or not received in the order of sending."""
+    """Messages that are not sent, sent more than once, or not received in the order of sending."""
     expected: Counter[Action] = Counter()
     receives: dict[Action, Action] = {}
     senders: dict[Action, int] = {}
@@ -264,7 +271,7 @@ def _channel_faults(schedule: Schedule) -> Iterator[str]:
                 receives[message.send], senders[message.receive] = message.receive, message.sender
     sent = Counter(action for row in schedule.actions for action in row if action.kind.sends)
     for action in (sent | expected) - (sent & expected):
-        yield f"{action}: listed {sent[action]} times, but it is made {expected[action]} times"
+        yield f"{action}: listed {sent[action]} times, but its tensor is produced {expected[action]} times"
     ranks = range(len(schedule.actions))
     for sender in ranks:
         for receiver in ranks:
@@ -281,10 +288,11 @@ def _channel_faults(schedule: Schedule) -> Iterator[str]:
 
 
 def waiting_passes(schedule: Schedule, rank: int) -> Iterator[tuple[Action, Counter[int]]]:
-    """Each computation of a rank with what then waits for its backward pass, the computation's own included.
+    """Each computation of a rank, with the number of micro-batches that are in flight during it.
 
     Yields:
-        The computation, and how many micro-batches of each virtual stage wait. The counter is updated in place.
+        The computation, and the number of micro-batches of each virtual stage between their forward and (weight part of
+        the) backward passes, including the computation's own. The counter is updated in place.
     """
     waiting: Counter[int] = Counter()
     for action in schedule.actions[rank]:
@@ -297,21 +305,21 @@ def waiting_passes(schedule: Schedule, rank: int) -> Iterator[tuple[Action, Coun
 
 
 def peak_waiting(schedule: Schedule) -> list[int]:
-    """Most micro-batches times virtual stages between forward and (weight part of the) backward pass, of each rank."""
+    """Maximum number of micro-batches in flight on each rank, summed over its virtual stages; see `waiting_passes`."""
     ranks = range(len(schedule.actions))
     return [max(waiting.total() for _, waiting in waiting_passes(schedule, rank)) for rank in ranks]
 
 
 def bubble_share(schedule: Schedule) -> float:
-    """Share of all ranks' time in which they wait, where a forward pass and each part of a backward pass take 1."""
+    """Pipeline bubble if a forward pass and each part of a backward pass take 1 and messages take no time."""
     return run_clock(schedule, _unit_costs(schedule)).bubble_share
 
 
 def known_bubble_share(name: str, pipeline_ranks: int, virtual_stages: int, micro_batches: int) -> float | None:
-    """What `bubble_share` has to be; None where there is no formula: some with m < p, orders found by search if p > 2.
+    """Closed form of `bubble_share`; None if there is none: for some with m < p, and searched orders with p > 2.
 
     1F1B (p - 1) / (m + p - 1); interleaved (p - 1) / (v m + p - 1); ZB-H1 (p - 1) / (3 m + p - 1), a third of the idle
-    time; V shapes (p - 1) / (6 m + p - 1): only the way of the first micro-batch to the last rank is left.
+    time; V shapes (p - 1) / (6 m + p - 1), which is the forward pass of the first micro-batch to the last rank.
     """
     p, m = pipeline_ranks, micro_batches
     works = {"1f1b": 1, "interleaved": virtual_stages, "zb_h1": 3, "dualpipe_v": 6, "zb_v": 6}
@@ -322,20 +330,20 @@ def known_bubble_share(name: str, pipeline_ranks: int, virtual_stages: int, micr
 
 
 def receives_ahead(schedule: Schedule) -> int | None:
-    """Receives that must be posted ahead on each peer so that the ranks come to the end even if every send blocks.
+    """Number of receives to post ahead for each peer so that no rank deadlocks even if every send blocks.
 
-    The harshest case, synchronous sends: a send returns once the receiver has posted the matching receive. A receiver
-    has so many receives of each peer posted at a time, in list order, and waits for one where the list has it.
+    Assumes synchronous sends, the worst case: a send returns once the receiver has posted the matching receive. A
+    receiver has this number of receives posted for each peer, in list order, and waits for one where it is listed.
 
     Returns:
-        The least number, 0 if nothing is sent; None if there is none.
+        The minimum number, 0 if nothing is sent; None if no number suffices.
     """
     most = max((sum(action.kind.receives for action in row) for row in schedule.actions), default=0)
     return next((ahead for ahead in range(most + 1) if _ends(schedule, ahead)), None)
 
 
 def _ends(schedule: Schedule, ahead: int) -> bool:
-    """Whether all ranks come to the end with blocking sends and so many posted receives a peer."""
+    """Whether all ranks finish with blocking sends and `ahead` posted receives per peer."""
     channels: dict[Action, tuple[int, int]] = {}
     sends: dict[Action, Action] = {}
     for row in schedule.actions:

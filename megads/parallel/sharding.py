@@ -1,8 +1,8 @@
-"""Cuts a stage by its sharding table: swaps layers for tensor-parallel ones, cuts heads, places parameters.
+"""Applies a sharding table to a stage: replaces layers by tensor-parallel ones, narrows heads, places parameters.
 
-Knows no model. Each layer (Shoeybi et al. 2019) holds one rank's share of the weights. With sequence parallelism
-(Korthikanti et al. 2022) what is replicated outside of a parallel region is cut along the sequence instead: layers that
-open a region gather it, layers that close one scatter it.
+Independent of the model. Each layer (Shoeybi et al. 2019) holds one rank's shard of the weights. With sequence
+parallelism (Korthikanti et al. 2022), activations outside parallel regions are sharded along the sequence instead of
+replicated: layers that enter a region all-gather them, layers that leave one reduce-scatter them.
 
 Shape suffixes: b = batch, s = sequence, t = this rank's share of the sequence (s / size with sequence parallelism, else
 s), i = local input features, o = local output features, h = hidden size.
@@ -30,33 +30,33 @@ from megads.parallel.partition import Cut, ShardingTable, cut_dim, first_match
 from megads.parallel.rank_order import padded_rows
 from megads.parallel.region_linear import (
     Region,
-    closing_linears,
-    opening_linear,
-    opening_linears,
+    column_parallel_linear,
+    column_parallel_linears,
     reduce_from_tp_region,
     reduce_scatter_to_sp_region,
+    row_parallel_linears,
 )
 from megads.parallel.weight_gradients import SplitLayer, TiedGradient, WeightGradients, add_whole, linear
 
 
 class RowGradient:
-    """The gradient of a table from those of the rows that were read."""
+    """Gradient of an embedding table, from the gradients of the rows that were looked up."""
 
     def __init__(self, grad_bsh: Tensor, rows_bs: Tensor) -> None:
-        """Computes nothing yet.
+        """Stores the operands; `add_to` computes the gradient.
 
         Args:
-            grad_bsh: of what was read.
-            rows_bs: int64, the rows that were.
+            grad_bsh: gradient of the lookup's output.
+            rows_bs: indices of the rows, int64.
         """
         self._grad_mh, self._rows_m = grad_bsh.flatten(0, -2), rows_bs.flatten()
 
     def add_to(self, main_grad_rh: Tensor, first: bool) -> None:
-        """Adds it to main_grad; the bits are the same for any number of threads, and on every run.
+        """Accumulates the gradient into main_grad; bitwise deterministic for any number of threads.
 
         Args:
-            main_grad_rh: fp32 or wider.
-            first: what it holds does not count.
+            main_grad_rh: main_grad of the table, fp32 or wider.
+            first: whether to overwrite main_grad instead.
         """
         if first:
             main_grad_rh.zero_()
@@ -68,7 +68,7 @@ class RowGradient:
 
 
 def add_sorted(main_grad_rh: Tensor, rows_m: Tensor, grad_mh: Tensor) -> None:
-    """Adds to rows of main_grad in one order on a GPU, too: it sorts them, where index_add_ has atomics."""
+    """Adds to rows of main_grad, deterministically on a GPU too: sorts the rows, while index_add_ uses atomics."""
     main_grad_rh.index_put_((rows_m,), grad_mh, accumulate=True)
 
 
@@ -76,7 +76,7 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_bs: Tensor, weight: nn.Parameter, gradients: WeightGradients | None) -> Tensor:
         ctx.save_for_backward(rows_bs)
-        # Where weights are cut over ranks, this one may be empty by the time of the backward pass.
+        # Stores the shape, as ZeRO-3 may have freed the weight by the time of the backward pass.
         ctx.weight, ctx.shape, ctx.gradients = weight, weight.shape, gradients
         return F.embedding(rows_bs, weight)
 
@@ -98,12 +98,13 @@ class _Lookup(torch.autograd.Function):
 
 
 def lookup(rows_bs: Tensor, weight: nn.Parameter, gradients: WeightGradients | None) -> Tensor:
-    """The rows of a table, [b, s, h] in its dtype.
+    """Embedding lookup, [b, s, h] in the table's dtype.
 
     Args:
         rows_bs: int64 [b, s].
         weight: [r, h].
-        gradients: whose main_grad the table's gradient goes to, never deferred; None, or without one: autograd's.
+        gradients: holds the main_grads that the table's gradient is accumulated into; it is never deferred. None, or
+            one without main_grads, leaves the gradient to autograd.
     """
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return F.embedding(rows_bs, weight)
@@ -112,20 +113,20 @@ def lookup(rows_bs: Tensor, weight: nn.Parameter, gradients: WeightGradients | N
 
 
 class RegionBorder(nn.Module):
-    """What enters or leaves a parallel region."""
+    """A module that enters or leaves a parallel region."""
 
     region: Region
 
     @property
     def untraced(self) -> tuple[str, ...]:
-        """Excluded from torch.compile: overlapped communication, and our own matrix products on CPUs."""
+        """Methods excluded from torch.compile: overlapped communication, and megads' GEMMs on CPUs."""
         on_cpu = any(parameter.device.type == "cpu" for parameter in self.parameters(recurse=False))
         own = on_cpu and self.region.kernels.fused(KernelOp.linear)
         return ("forward",) if own or self.region.axis.size > 1 else ()
 
 
 class ColumnParallelLinear(RegionBorder, SplitLayer):
-    """y = x W^T + b with the rows of W, the output features, cut over the axis, b or none. Opens a parallel region."""
+    """y = x W^T (+ b) with the rows of W, the output features, sharded over the axis. Enters a parallel region."""
 
     def __init__(self, in_features: int, out_features: int, region: Region, bias: bool = True) -> None:
         super().__init__()
@@ -135,13 +136,13 @@ class ColumnParallelLinear(RegionBorder, SplitLayer):
 
     def forward(self, x_bti: Tensor) -> Tensor:
         """[b, t, in] -> [b, s, out / size]."""
-        return opening_linear(x_bti, self.weight, self.bias, self.region, self.weight_gradients)
+        return column_parallel_linear(x_bti, self.weight, self.bias, self.region, self.weight_gradients)
 
 
 class RowParallelLinear(RegionBorder, SplitLayer):
-    """y = x W^T + b with the columns of W, the input features, cut over the axis. Closes a parallel region.
+    """y = x W^T (+ b) with the columns of W, the input features, sharded over the axis. Leaves a parallel region.
 
-    A bias is added once, after the sum over ranks; with sequence parallelism by every rank to its own tokens.
+    A bias is added once, after the all-reduce; with sequence parallelism, by every rank to its own tokens.
     """
 
     def __init__(self, in_features: int, out_features: int, region: Region, bias: bool = True) -> None:
@@ -153,14 +154,14 @@ class RowParallelLinear(RegionBorder, SplitLayer):
     def forward(self, x_bsi: Tensor) -> Tensor:
         """[b, s, in / size] -> [b, t, out]."""
         if self.region.axis.size == 1:
-            # The product is then rounded once, as in nn.Linear.
+            # The bias is added inside the GEMM, which rounds once, as in nn.Linear.
             return linear(x_bsi, self.weight, self.bias, self.weight_gradients, self.region.kernels)
-        out_bto = closing_linears([x_bsi], [self.weight], self.region, self.weight_gradients)
+        out_bto = row_parallel_linears([x_bsi], [self.weight], self.region, self.weight_gradients)
         return out_bto if self.bias is None else out_bto + self.bias
 
 
 class ColumnParallelBranches(RegionBorder):
-    """Several `ColumnParallelLinear` of one input, which enter their region once."""
+    """Several `ColumnParallelLinear` of the same input, which share one collective to enter their region."""
 
     def __init__(self, region: Region) -> None:
         super().__init__()
@@ -171,13 +172,13 @@ class ColumnParallelBranches(RegionBorder):
         if self.region.axis.size == 1:
             return tuple(layer(x_bti) for layer in layers)
         weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-        return opening_linears(x_bti, weights, biases, self.region, layers[0].weight_gradients)
+        return column_parallel_linears(x_bti, weights, biases, self.region, layers[0].weight_gradients)
 
 
 class RowParallelBranches(RegionBorder):
-    """The sum of several `RowParallelLinear`, which leave their region once.
+    """The sum of several `RowParallelLinear`, which share one collective to leave their region.
 
-    What a rank has of the sum is added before the message, so it is sent, and rounded, once.
+    Each rank adds its partial outputs before the collective, so that they are communicated and rounded once.
     """
 
     def __init__(self, region: Region) -> None:
@@ -189,15 +190,17 @@ class RowParallelBranches(RegionBorder):
         if self.region.axis.size == 1:
             first_bto, *others = (layer(x_bsi) for layer, x_bsi in zip(layers, inputs, strict=True))
             return sum(others, start=first_bto)
-        out_bto = closing_linears(inputs, [layer.weight for layer in layers], self.region, layers[0].weight_gradients)
+        out_bto = row_parallel_linears(
+            inputs, [layer.weight for layer in layers], self.region, layers[0].weight_gradients
+        )
         biases = [layer.bias for layer in layers if layer.bias is not None]
         return out_bto + sum(biases) if biases else out_bto
 
 
 class ColumnParallelNorms(RegionBorder):
-    """Norms of tensors whose features are cut over the axis, each by the statistics of all ranks' features.
+    """Norms of tensors whose features are sharded over the axis, with statistics over the features of all ranks.
 
-    It holds none of the norms, each of which has this rank's gains.
+    The norm modules, which hold this rank's gains, are arguments of `forward`.
     """
 
     def __init__(self, region: Region) -> None:
@@ -217,9 +220,10 @@ class ColumnParallelNorms(RegionBorder):
 
 
 class VocabParallelEmbedding(SplitLayer):
-    """An embedding table whose rows are cut over the axis; each rank looks up the tokens it holds, the sum is whole.
+    """Embedding table whose rows are sharded over the axis; lookups of all ranks are all-reduced.
 
-    Its gradient is added to main_grad where there is one; it is never deferred, as nobody waits for more.
+    With sequence parallelism, they are reduce-scattered. The gradient is accumulated into main_grad if there is one; it
+    is never deferred, since no other stage waits for this backward pass.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, axis: Axis, sequence_parallel: bool) -> None:
@@ -239,9 +243,9 @@ class VocabParallelEmbedding(SplitLayer):
 
 
 class PositionShardEmbedding(nn.Module):
-    """A whole table of positions, of which every rank looks up those of its share of the sequence.
+    """Replicated table of position embeddings; every rank looks up the positions of its share of the sequence.
 
-    Only with sequence parallelism: what is added to a sharded hidden state is the shard's.
+    Used with sequence parallelism only, where the result is added to sequence-sharded hidden states.
     """
 
     def __init__(self, num_positions: int, hidden_size: int, axis: Axis) -> None:
@@ -250,19 +254,19 @@ class PositionShardEmbedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_positions, hidden_size))
 
     def forward(self, positions: Tensor) -> Tensor:
-        """int64 [..., s], of all the tokens that this rank's region holds -> [..., t, h]."""
+        """Positions of all tokens of the region, int64 [..., s] -> [..., t, h]."""
         share = positions.shape[-1] // self.axis.size
         return F.embedding(positions.narrow(-1, self.axis.rank * share, share), self.weight)
 
 
 class VocabParallelHead(RegionBorder, SplitLayer):
-    """Output projection whose rows are cut over the axis. The region it opens is closed by the loss.
+    """Output projection whose rows are sharded over the axis. Enters a region that the loss leaves.
 
     Args:
-        vocab_size: rows of the whole.
-        hidden_size: columns.
-        region: that it opens.
-        cap: bound of the logits; None: none.
+        vocab_size: rows of the unsharded weight.
+        hidden_size: columns of the weight.
+        region: region that it enters.
+        cap: softcap of the logits; None: no softcap.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, region: Region, cap: float | None = None) -> None:
@@ -271,33 +275,33 @@ class VocabParallelHead(RegionBorder, SplitLayer):
         self.weight = nn.Parameter(torch.empty(padded_rows(vocab_size, region.axis.size), hidden_size))
 
     def forward(self, hidden_bth: Tensor, info: BatchInfo, targets: Targets | None = None) -> Tensor:
-        """[b, t, h] -> logits [b, s, rows] of this rank's rows, padding rows included.
+        """[b, t, h] -> logits [b, s, rows] of this rank's rows, including padding.
 
         Args:
-            hidden_bth: what is projected.
-            info: of the micro-batch.
-            targets: where the logits are only wanted for the loss: what it compares them with. Returns the loss then,
-                see `megads.parallel.loss.head_loss`, and the logits are never whole.
+            hidden_bth: hidden states.
+            info: description of the micro-batch.
+            targets: if given, returns the loss instead, see `megads.parallel.loss.head_loss`, and never holds all
+                logits.
         """
         if targets is not None:
             of_logits = replace(targets, softcap=self.cap)
             return head_loss(hidden_bth, self.weight, of_logits, self.region, self.weight_gradients)
-        logits_bsr = opening_linear(hidden_bth, self.weight, None, self.region, self.weight_gradients)
+        logits_bsr = column_parallel_linear(hidden_bth, self.weight, None, self.region, self.weight_gradients)
         return logits_bsr if self.cap is None else softcap(logits_bsr, self.cap)
 
 
 @dataclass(frozen=True)
 class ParameterPlacement:
-    """Where a rank's parameter lies in the unsharded one.
+    """Position of a rank's shard in the unsharded parameter.
 
     Attributes:
         key: name of the unsharded parameter in the whole model.
-        global_shape: its shape.
-        dim: dim that is cut, None for a replicated parameter.
+        global_shape: shape of the unsharded parameter.
+        dim: sharded dim, None for a replicated parameter.
         start: first index along `dim` that this rank holds.
-        length: indices along `dim` that are real; the rest of the local tensor is vocabulary padding.
-        partial: a replicated parameter that meets only this rank's share of the sequence, or of the features: its
-            gradient is to be summed over tensor-parallel ranks.
+        length: number of indices along `dim` without padding; the rest of the local tensor is vocabulary padding.
+        partial: whether the parameter is replicated but applied to this rank's share of the sequence or features only,
+            so that its gradient must be all-reduced over tensor-parallel ranks.
     """
 
     key: str
@@ -309,7 +313,7 @@ class ParameterPlacement:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of the real part of the local tensor."""
+        """Shape of the local tensor without padding."""
         return tuple(self.length if d == self.dim else size for d, size in enumerate(self.global_shape))
 
 
@@ -352,12 +356,12 @@ def _placement(
 
 
 def attention_cores(stage: nn.Module, name: str, table: ShardingTable) -> list[nn.Module]:
-    """The modules of a stage that the table names as attention cores.
+    """The attention cores of a stage according to a sharding table.
 
     Args:
-        stage: the stage, cut or not.
-        name: its prefix in the whole model.
-        table: the patterns.
+        stage: the stage, sharded or not.
+        name: prefix of the stage in the whole model.
+        table: sharding table of the model.
     """
     paths = ((f"{name}.{path}", module) for path, module in stage.named_modules())
     return [m for path, m in paths if any(fnmatchcase(path, pattern) for pattern in table.attention_cores)]
@@ -373,23 +377,22 @@ def shard_stage(
     chunks: int = 1,
     kernels: Kernels = TORCH,
 ) -> tuple[nn.Module, dict[str, ParameterPlacement]]:
-    """Cuts a stage built on the meta device down to this rank's share.
+    """Shards a stage over the tensor-parallel axis, on the meta device.
 
     Args:
         stage: the unsharded stage, on the meta device.
-        name: its prefix in the whole model.
-        table: how it may be cut.
-        axis: the tensor-parallel axis; size 1 runs the same layers without their collectives.
-        sequence_parallel: outside of the regions each rank holds its share of dim 1 of the activations; of no effect
-            on one rank.
-        chunks: parts in which messages travel beside products; see `megads.parallel.region_linear.Region`.
-        kernels: whose kernel multiplies.
+        name: prefix of the stage in the whole model.
+        table: sharding table of the model.
+        axis: the tensor-parallel axis; size 1 uses the same layers without their collectives.
+        sequence_parallel: shard activations outside regions along dim 1; no effect if the axis has size 1.
+        chunks: parts by which collectives and GEMMs overlap; see `megads.parallel.region_linear.Region`.
+        kernels: implementation of the GEMMs.
 
     Returns:
         The stage (its root may have been replaced) and the placement of every parameter by its path in the stage.
 
     Raises:
-        ConfigError: a size does not divide.
+        ConfigError: a size is not divisible by the axis size.
     """
     sequence_parallel = sequence_parallel and axis.size > 1
     region = Region(axis, sequence_parallel, chunks, kernels)
@@ -423,12 +426,12 @@ def materialise(
     value: Callable[[str, tuple[int, ...]], Tensor] | None,
     device: torch.device,
 ) -> nn.Module:
-    """Allocates a stage's parameters and gives each its slice of the full initial value, one full tensor at a time.
+    """Allocates a stage's parameters and fills them with slices of the full initial values, one full tensor at a time.
 
-    Without a value they are 0: a checkpoint is going to be read into them.
+    If `value` is None they are 0, as a checkpoint is going to be loaded into them.
 
-    Sharded parameters are marked `tensor_model_parallel`, which is what the gradient norm goes by; those whose
-    gradients must be summed over tensor-parallel ranks are marked `gradient_partial`.
+    Sharded parameters are marked `tensor_model_parallel`, which the gradient norm uses; those whose gradients must be
+    all-reduced over tensor-parallel ranks are marked `gradient_partial`.
     """
     _allocate(stage, device)
     for path, parameter in stage.named_parameters():
@@ -444,14 +447,14 @@ def materialise(
                 parameter.narrow(place.dim, 0, place.length).copy_(full.narrow(place.dim, place.start, place.length))
         parameter.tensor_model_parallel = place.dim is not None  # type: ignore[attr-defined]
         parameter.gradient_partial = place.partial  # type: ignore[attr-defined]
-        del full  # before the next one is drawn
+        del full  # frees it before the next one is generated
     return stage
 
 
 def _allocate(stage: nn.Module, device: torch.device) -> None:
-    """Moves parameters off the meta device, their values undefined.
+    """Moves parameters off the meta device, leaving their values uninitialized.
 
-    `Module.to_empty` does the same by way of torch's symbolic shapes, which load sympy: 0.4 s of each rank's start.
+    `Module.to_empty` does the same but imports sympy for symbolic shapes, which takes 0.4 s at the start of each rank.
     """
     assert not list(stage.buffers()), "a buffer would stay on the meta device"
     for module in stage.modules():

@@ -1,7 +1,7 @@
-"""How likely a model holds given tokens, place by place, and which token it holds likeliest; over cut vocabularies.
+"""Log-likelihoods of given tokens and greedy (argmax) predictions per position, with a sharded vocabulary.
 
 Shape suffixes: b = batch, s = tokens of this context rank, t = this rank's share of them, h = hidden size, r = rows of
-the vocabulary that this rank holds, n = rows that are scored together, l = their whole length, p = positions.
+the vocabulary that this rank holds, n = sequences that are scored together, l = their whole length, p = positions.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from megads.parallel.rank_order import padded_rows
 
 
 class RowScores(NamedTuple):
-    """What a model makes of rows of tokens.
+    """Scores of a model for sequences of tokens.
 
     Attributes:
-        log_likelihoods_nl: fp64, log-probability in nats of the label of each counted place.
-        likeliest_nl: int64, the likeliest token of each counted place, the first of several.
+        log_likelihoods_nl: log-probability in nats of the label of each unmasked position, fp64.
+        likeliest_nl: most likely token at each unmasked position, int64; the smallest token id in case of ties.
     """
 
     log_likelihoods_nl: Tensor
@@ -32,10 +32,10 @@ class RowScores(NamedTuple):
 
 
 class ScoreRecorder:
-    """Computes scores where the loss would be computed, and keeps them.
+    """Computes scores in place of the loss, and stores them.
 
     Args:
-        vocab_size: true size of the vocabulary.
+        vocab_size: vocabulary size without padding.
         axis: the tensor-parallel axis.
     """
 
@@ -44,16 +44,16 @@ class ScoreRecorder:
         self._found: list[tuple[BatchInfo, Tensor, Tensor]] = []
 
     def __call__(self, head: nn.Module, hidden_bth: Tensor, info: BatchInfo, targets: tuple[Tensor, Tensor]) -> Tensor:
-        """Scores the counted tokens of a micro-batch, a part of them at a time, as all their logits may be too many.
+        """Scores the unmasked tokens of a micro-batch, in chunks to bound the memory of the logits.
 
         Args:
-            head: the output projection, which closes no region.
-            hidden_bth: its input.
-            info: of the micro-batch.
+            head: the output projection.
+            hidden_bth: input of the head.
+            info: description of the micro-batch.
             targets: labels and mask, [b, s].
 
         Returns:
-            The sum of the losses, fp64 scalar.
+            The sum of the losses of unmasked tokens, fp64 scalar.
         """
         labels_bs, mask_bs = targets
         batch, tokens = labels_bs.shape
@@ -62,7 +62,7 @@ class ScoreRecorder:
         rows = padded_rows(self._vocab_size, self._axis.size)
         room = chunk_tokens(labels_bs.numel(), rows * hidden_bth.element_size(), hidden_bth.device.type)
         if hidden_bth.shape[1] != tokens:
-            # Sequence parallelism: a rank has its share of every row.
+            # With sequence parallelism a rank has a share of every sequence, so chunks are whole sequences.
             step = max(1, room // tokens)
             for first in range(0, batch, step):
                 part = slice(first, first + step)
@@ -71,7 +71,7 @@ class ScoreRecorder:
                 )
         else:
             counted_m = mask_bs.flatten().nonzero()[:, 0]
-            # One at least: ranks that share the head's weights call it together.
+            # At least one token, as all ranks that share the head's weights must call it.
             counted_m = counted_m if len(counted_m) else counted_m.new_zeros(1)
             flat_mh = hidden_bth.flatten(0, 1)
             for part_c in counted_m.split(room):
@@ -86,17 +86,17 @@ class ScoreRecorder:
         return -losses_bs.double(), likeliest_bs
 
     def share(self, num_rows: int, length: int, grid: ParallelGrid, loss_rank: int, device: torch.device) -> RowScores:
-        """Gives every rank the scores of all rows, on the CPU; collective over the world.
+        """Returns the scores of all sequences to every rank, on the CPU; collective over the world.
 
         Args:
-            num_rows: rows are numbered by their sample_ids from 0; what has a higher one is filling.
-            length: of a whole row.
-            grid: the ranks.
+            num_rows: number of sequences, with sample_ids from 0; samples with a higher id are padding.
+            length: length of a whole sequence.
+            grid: the grid of ranks.
             loss_rank: pipeline rank that holds the last stage.
-            device: of this rank.
+            device: device of this rank.
         """
         values_2nl = torch.zeros(2, num_rows, length, dtype=torch.float64, device=device)
-        # Of tensor-parallel ranks all know the same.
+        # All tensor-parallel ranks have the same values, so only one contributes to the sum.
         if grid.pp.rank == loss_rank and grid.tp.is_first:
             for info, log_likelihoods_bs, likeliest_bs in self._found:
                 counted_b = info.sample_ids < num_rows
@@ -113,13 +113,13 @@ class ScoreRecorder:
 
 
 class PositionLosses(ScoreRecorder):
-    """Sums losses by the position of their tokens, where the loss would be computed.
+    """Sums losses by token position, in place of the loss.
 
     Args:
-        vocab_size: true size of the vocabulary.
+        vocab_size: vocabulary size without padding.
         axis: the tensor-parallel axis.
-        positions: how many there are.
-        device: of this rank.
+        positions: number of positions.
+        device: device of this rank.
     """
 
     def __init__(self, vocab_size: int, axis: Axis, positions: int, device: torch.device) -> None:
@@ -127,7 +127,7 @@ class PositionLosses(ScoreRecorder):
         self._sums_2p = torch.zeros(2, positions, dtype=torch.float64, device=device)
 
     def __call__(self, head: nn.Module, hidden_bth: Tensor, info: BatchInfo, targets: tuple[Tensor, Tensor]) -> Tensor:
-        """See ScoreRecorder; what it keeps is added up at once."""
+        """See ScoreRecorder; accumulates the scores immediately instead of storing them."""
         loss = super().__call__(head, hidden_bth, info, targets)
         labels_bs, mask_bs = targets
         _, log_likelihoods_bs, _ = self._found.pop()
@@ -138,8 +138,8 @@ class PositionLosses(ScoreRecorder):
         return loss
 
     def sums(self, grid: ParallelGrid, loss_rank: int) -> Tensor:
-        """Loss and tokens of every position over all ranks, fp64 [2, p] on the CPU; collective over the world."""
-        # Of tensor-parallel ranks all know the same.
+        """Sum of losses and number of tokens per position, fp64 [2, p] on the CPU; collective over the world."""
+        # All tensor-parallel ranks have the same values, so only one contributes to the sum.
         if grid.pp.rank != loss_rank or not grid.tp.is_first:
             self._sums_2p.zero_()
         if grid.world_size > 1:
@@ -148,11 +148,11 @@ class PositionLosses(ScoreRecorder):
 
 
 def likeliest_tokens(logits_bsr: Tensor, vocab_size: int, axis: Axis) -> Tensor:
-    """The token with the largest logit, of several the first, int64 [b, s], the same on all ranks of the axis.
+    """Token with the largest logit (the smallest id in case of ties), int64 [b, s], the same on all ranks of the axis.
 
     Args:
-        logits_bsr: this rank's rows, those beyond the vocabulary included.
-        vocab_size: true size of the vocabulary.
+        logits_bsr: logits of this rank's rows, including padding.
+        vocab_size: vocabulary size without padding.
         axis: the tensor-parallel axis.
     """
     start, valid = own_rows(vocab_size, axis)

@@ -1,8 +1,8 @@
-"""The gradients of linear layers' weights: deferred (Qi et al. 2023, zero bubble), or added straight to fp32 main_grad.
+"""Weight gradients (wgrads) of linear layers: deferred (Qi et al. 2023, zero bubble), or accumulated into main_grad.
 
-The gradient of an input is what the previous pipeline stage waits for; that of a weight is due at the end of the step.
-Only matrix products are worth deferring: biases, norms and embeddings stay where autograd computes them. And a
-product whose kernel keeps its sums in fp32 need not round them to the weight's dtype before they are added up.
+The previous pipeline stage waits for the input gradient; the weight gradient is needed only at the end of the step.
+Only GEMMs are worth deferring: gradients of biases, norms and embeddings are computed by autograd as usual. A GEMM that
+accumulates in fp32 can add to an fp32 main_grad without rounding to the weight's dtype first.
 
 Shape suffixes: b = batch, s = sequence, i = local input features, o = local output features.
 """
@@ -16,40 +16,40 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from megads.ops import linear as products
+from megads.ops import linear as gemm
 from megads.ops.config import TORCH, KernelOp, Kernels
 
 
 class WeightGradient:
-    """A weight's gradient that is yet to be computed, once; holds the layer's input and its output's gradient."""
+    """A weight gradient to be computed later, exactly once; holds the layer's input and its output gradient."""
 
     def __init__(self, grad_bso: Tensor, x_bsi: Tensor | Callable[[], Tensor], kernels: Kernels) -> None:
-        """Computes nothing yet.
+        """Stores the operands.
 
         Args:
-            grad_bso: [b, s, o].
-            x_bsi: [b, s, i], or what gathers it.
-            kernels: whose kernel multiplies.
+            grad_bso: gradient of the output, [b, s, o].
+            x_bsi: input [b, s, i], or a function that all-gathers it.
+            kernels: implementation of the GEMM.
         """
         self._grad_bso, self._x_bsi, self._kernels = grad_bso, x_bsi, kernels
 
     @property
     def straight(self) -> bool:
-        """Whether `add_to` accumulates inside the product; else it is no better than adding up `compute`'s."""
-        return self._kernels.fused(KernelOp.linear) and products.fuses_accumulation(self._grad_bso, self._input())
+        """Whether `add_to` fuses accumulation into the GEMM; otherwise it is the same as adding up `compute`."""
+        return self._kernels.fused(KernelOp.linear) and gemm.fuses_accumulation(self._grad_bso, self._input())
 
     def compute(self) -> Tensor:
-        """Returns it: [o, i] in the weight's dtype."""
-        return products.weight_gradient(self._grad_bso, self._input(), self._kernels)
+        """Returns the gradient, [o, i] in the weight's dtype."""
+        return gemm.weight_gradient(self._grad_bso, self._input(), self._kernels)
 
     def add_to(self, main_grad_oi: Tensor, first: bool) -> None:
-        """Adds it to fp32 main_grad [o, i], or writes it over what that holds.
+        """Accumulates the gradient into main_grad.
 
         Args:
-            main_grad_oi: contiguous.
-            first: what it holds does not count.
+            main_grad_oi: fp32 [o, i], contiguous.
+            first: whether to overwrite main_grad instead.
         """
-        products.add_weight_gradient(main_grad_oi, self._grad_bso, self._input(), first, self._kernels)
+        gemm.add_weight_gradient(main_grad_oi, self._grad_bso, self._input(), first, self._kernels)
 
     def _input(self) -> Tensor:
         if not isinstance(self._x_bsi, Tensor):
@@ -58,50 +58,50 @@ class WeightGradient:
 
 
 class Addend(Protocol):
-    """A weight's gradient, or a part of it, that can be computed in its main_grad."""
+    """A weight gradient, or a part of it, that can be accumulated into a main_grad."""
 
     def add_to(self, main_grad: Tensor, first: bool, /) -> None:
         """See `WeightGradient.add_to`."""
 
 
 class MainGrads(Protocol):
-    """The fp32 gradients of a step, accumulated over micro-batches; `main_grad` in Megatron."""
+    """The fp32 gradients of a step, accumulated over micro-batches; `main_grad` in Megatron-LM."""
 
     def add(self, weight: nn.Parameter, gradient: Addend) -> None:
-        """Computes a weight's gradient, or a part of it, and adds it up."""
+        """Computes a weight gradient, or a part of it, and accumulates it."""
 
     def done(self, weight: nn.Parameter) -> None:
-        """The backward pass that runs adds no more to this weight's."""
+        """Marks a weight's gradient of the current backward pass as complete."""
 
 
 def add_whole(main_grads: MainGrads, weight: nn.Parameter, gradient: Addend) -> None:
-    """Adds all that the backward pass that runs has for a weight."""
+    """Accumulates the complete gradient of a weight in the current backward pass."""
     main_grads.add(weight, gradient)
     main_grads.done(weight)
 
 
 class DeferredWgrads:
-    """Weight gradients that one backward pass has deferred, in the order in which it came to them."""
+    """Weight gradients deferred by one backward pass, in the order of that pass."""
 
     def __init__(self) -> None:
         self._deferred: list[tuple[nn.Parameter, WeightGradient]] = []
 
     def add(self, weight: nn.Parameter, gradient: WeightGradient) -> None:
-        """Takes note of a gradient."""
+        """Defers a gradient."""
         self._deferred.append((weight, gradient))
 
     def compute(self, main_grads: MainGrads) -> None:
-        """Adds every gradient to main_grad, and frees what it was computed from."""
+        """Accumulates every gradient into main_grad, and frees its operands."""
         self._deferred.reverse()
         while self._deferred:
             add_whole(main_grads, *self._deferred.pop())
 
 
 class WeightGradients:
-    """Says to the linear layers of a rank what becomes of their weights' gradients in the backward pass that runs.
+    """Handles the weight gradients of a rank's linear layers in the current backward pass: defer, accumulate or return.
 
     Attributes:
-        main_grads: of the step; None leaves gradients that are not deferred to autograd.
+        main_grads: main_grads of the step; if None, gradients that are not deferred are returned to autograd.
     """
 
     def __init__(self, main_grads: MainGrads | None = None) -> None:
@@ -110,7 +110,7 @@ class WeightGradients:
 
     @contextmanager
     def defer(self) -> Iterator[DeferredWgrads]:
-        """The backward pass inside defers the gradients of weights to what is yielded."""
+        """Context in which a backward pass defers its weight gradients to the yielded object."""
         assert self._open is None, "a backward pass inside of another one"
         self._open = DeferredWgrads()
         try:
@@ -120,11 +120,11 @@ class WeightGradients:
 
     @property
     def defers(self) -> bool:
-        """Whether the backward pass that runs defers them."""
+        """Whether the current backward pass defers weight gradients."""
         return self._open is not None
 
     def give(self, weight: nn.Parameter, gradient: WeightGradient) -> Tensor | None:
-        """Returns what autograd is to add up; None where the gradient is deferred, or in main_grad already."""
+        """Returns the gradient for autograd; None if it is deferred, or was accumulated into main_grad."""
         if self._open is not None:
             self._open.add(weight, gradient)
         elif self.main_grads is not None and gradient.straight:
@@ -135,14 +135,14 @@ class WeightGradients:
 
 
 class TiedGradient(WeightGradients):
-    """Adds the gradients of an embedding and of the output projection that shares its weight in fp32, for autograd.
+    """Accumulates in fp32 the gradients of an embedding and of the output projection tied to it, for autograd.
 
-    Autograd would round both to the weight's dtype and add them in it. The projection's backward pass comes first and
-    leaves its own here; the embedding's adds to it, and returns the sum, rounded once. For engines that leave gradients
-    to autograd; others have `alias_of` and a main_grad that is fp32 anyway.
+    Autograd would round both to the weight's dtype before adding them. The projection's backward pass runs first and
+    stores its gradient here; the embedding's backward pass adds to it and returns the sum, rounded once. For engines
+    that leave gradients to autograd; others use `alias_of` and an fp32 main_grad.
 
     Args:
-        shape: of the weight before ZeRO-3 cuts it.
+        shape: shape of the weight before ZeRO-3 shards it.
     """
 
     def __init__(self, shape: tuple[int, ...]) -> None:
@@ -151,7 +151,7 @@ class TiedGradient(WeightGradients):
         self._sum: Tensor | None = None
 
     def give(self, weight: nn.Parameter, gradient: Addend) -> None:
-        """Keeps the projection's, or a part of it, for the embedding."""
+        """Stores the projection's gradient, or a part of it, for the embedding."""
         first = self._sum is None
         if self._sum is None:
             dtype = torch.promote_types(weight.dtype, torch.float32)
@@ -159,7 +159,7 @@ class TiedGradient(WeightGradients):
         gradient.add_to(self._sum, first)
 
     def take(self, weight: nn.Parameter, gradient: Addend) -> Tensor:
-        """The sum with the embedding's, in the weight's dtype; forgets it."""
+        """Adds the embedding's gradient, returns the sum in the weight's dtype, and resets."""
         self.give(weight, gradient)
         assert self._sum is not None
         total, self._sum = self._sum, None
@@ -167,7 +167,7 @@ class TiedGradient(WeightGradients):
 
 
 def give(gradients: WeightGradients | None, weight: nn.Parameter, gradient: WeightGradient) -> Tensor | None:
-    """`WeightGradients.give`; the gradient itself where there are none."""
+    """`gradients.give`, or the computed gradient if `gradients` is None."""
     return gradient.compute() if gradients is None else gradients.give(weight, gradient)
 
 
@@ -182,16 +182,16 @@ class _SplitLinear(torch.autograd.Function):
         kernels: Kernels,
     ) -> Tensor:
         ctx.save_for_backward(x_bsi, weight)
-        # Under recomputation what was saved is another tensor of the same values.
+        # Under activation recomputation, the saved weight is another tensor with the same values.
         ctx.parameter = weight
         ctx.gradients, ctx.has_bias, ctx.kernels = gradients, bias is not None, kernels
-        return products.linear(x_bsi, weight, bias, kernels)
+        return gemm.linear(x_bsi, weight, bias, kernels)
 
     @staticmethod
     def backward(ctx: Any, grad_bso: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:  # type: ignore[override]
         x_bsi, weight = ctx.saved_tensors
         kernels = ctx.kernels
-        grad_x_bsi = products.input_gradient(grad_bso, weight, kernels) if ctx.needs_input_grad[0] else None
+        grad_x_bsi = gemm.input_gradient(grad_bso, weight, kernels) if ctx.needs_input_grad[0] else None
         grad_bias = grad_bso.flatten(0, -2).sum(0) if ctx.has_bias else None
         grad_weight = give(ctx.gradients, ctx.parameter, WeightGradient(grad_bso, x_bsi, kernels))
         return grad_x_bsi, grad_weight, grad_bias, None, None
@@ -204,29 +204,29 @@ def linear(
     gradients: WeightGradients | None,
     kernels: Kernels = TORCH,
 ) -> Tensor:
-    """x W^T + b, whose weight's gradient can be deferred or go straight to its main_grad.
+    """x W^T + b, whose weight gradient can be deferred or accumulated into main_grad.
 
     Args:
         x_bsi: [b, s, i].
         weight: [o, i].
         bias: [o], or None.
-        gradients: decides in the backward pass; None where autograd gets them all.
-        kernels: whose kernel multiplies.
+        gradients: handles the weight gradient in the backward pass; None returns it to autograd.
+        kernels: implementation of the GEMMs.
 
     Returns:
         [b, s, o], in x's dtype; gradients are those of F.linear.
     """
     if not torch.is_grad_enabled() or (gradients is None and not kernels.fused(KernelOp.linear)):
-        return products.linear(x_bsi, weight, bias, kernels)
+        return gemm.linear(x_bsi, weight, bias, kernels)
     out_bso: Tensor = _SplitLinear.apply(x_bsi, weight, bias, gradients, kernels)
     return out_bso
 
 
 class SplitLayer(nn.Module):
-    """A layer whose weight's gradient can be deferred, if it is a linear one, or go straight to its main_grad.
+    """A layer whose weight gradient can be accumulated into main_grad or, if the layer is linear, deferred.
 
     Attributes:
-        weight_gradients: of the rank; None leaves the gradient to autograd.
+        weight_gradients: handles the weight gradient; None leaves it to autograd.
     """
 
     weight: nn.Parameter
@@ -234,11 +234,11 @@ class SplitLayer(nn.Module):
 
 
 def split_backward(module: nn.Module, gradients: WeightGradients) -> None:
-    """Lets the tensor-parallel layers of a module hand over the gradients of their weights.
+    """Makes the tensor-parallel layers of a module use `gradients` for their weight gradients.
 
     Args:
-        module: cut already; changed in place.
-        gradients: of the rank.
+        module: sharded module; changed in place.
+        gradients: handler of the rank's weight gradients.
     """
     for layer in module.modules():
         if isinstance(layer, SplitLayer):

@@ -1,5 +1,5 @@
-"""Arithmetic about a run before it starts: parameters, FLOPs, the memory of every rank, the time of a step;
-the failures of its cluster, and what its compute is best spent on."""
+"""Planning a run before it starts: parameter count, FLOPs, memory of every rank, step time, goodput under failures of
+the cluster, and compute-optimal model size."""
 
 __all__ = [
     "checkpoint_interval",

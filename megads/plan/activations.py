@@ -1,11 +1,11 @@
-"""What the model's operations hold in memory, one micro-batch on one rank.
+"""Activation memory of the model's operations, for one micro-batch on one rank.
 
-Derived from the code of `megads.model`, `megads.parallel` and of torch's kernels, not from a paper's table: `kept` is
-what autograd saves (tests compare it with `saved_tensors_hooks`), `forward` and `backward` are the temporaries that
-are alive together (tests compare the whole with the allocator's peak). Our own kernels hold nothing for dropout, plain
-torch what it needs to draw and apply a mask.
+Derived from the code of `megads.model`, `megads.parallel` and PyTorch's kernels, not from a paper's table. `kept` is
+what autograd saves (tests compare it with `saved_tensors_hooks`). `forward` and `backward` are temporaries that are
+alive at the same time (tests compare the total with the allocator's peak). megads' kernels save nothing for dropout;
+plain PyTorch saves the mask and needs memory to generate and apply it.
 
-Letters as in `megads.plan.micro_batch`.
+Symbols as in `megads.plan.micro_batch`.
 """
 
 from __future__ import annotations
@@ -22,102 +22,104 @@ from megads.plan.memory_timeline import Op, recomputed
 from megads.plan.micro_batch import FP32, INT64, Pass
 
 
-def _drawing(elements: int, width: int) -> int:
-    """Bytes beside the mask while plain torch draws it: a byte of four tensors for a bit that is drawn, and counters.
+def _mask_temporaries(elements: int, width: int) -> int:
+    """Temporary bytes while plain PyTorch generates a dropout mask, the mask excluded.
+
+    Eight bytes per element that is generated at once, and three int64 counters per row.
 
     Args:
-        elements: of the mask.
-        width: of a row of it.
+        elements: number of elements of the mask.
+        width: number of elements of one row of the mask.
     """
     return INT64 * min(elements, max(DRAWN_AT_ONCE, width)) + 3 * INT64 * (elements // width)
 
 
 def _hidden_dropout(p: Pass) -> tuple[int, int]:
-    """(kept, forward): torch's mask, a byte an element; while it is drawn, or applied with a product on the way."""
+    """(kept, forward): PyTorch's mask, one byte per element, and the temporaries to generate or apply it."""
     if not p.model.hidden_dropout:
         return 0, 0
     if p.fused:
         return 0, p.hidden
     elements = p.tokens * p.model.hidden_size // p.shards
-    return elements, max(_drawing(elements, p.model.hidden_size), 2 * p.hidden)
+    return elements, max(_mask_temporaries(elements, p.model.hidden_size), 2 * p.hidden)
 
 
 def _explicit_attention(p: Pass) -> tuple[int, int, int]:
-    """(kept, forward, backward) of scores in memory, beside queries, keys and values.
+    """(kept, forward, backward) of attention that materializes its scores; queries, keys and values are excluded.
 
-    Kept are probabilities. Forward and backward are what is alive beyond that: scores and what dropout leaves; the
-    gradients of both, and what dropout leaves, made again. Plain torch computes the softmax in fp32, and holds a mask
-    meanwhile.
+    The probabilities are kept. The forward pass also holds the scores and the dropout output; the backward pass holds
+    the gradients of both and the recomputed dropout output. Plain PyTorch computes the softmax in fp32, while it holds
+    a mask.
     """
     w, scores = p.weight_bytes, p.scores
     if p.model.attention_logit_softcap is not None:
         kept, forward, backward = _explicit_softmax(p)
-        # The slope of the cap; while it is made scores are there in fp32 twice.
+        # The derivative of the softcap is kept; computing it needs the scores in fp32 twice.
         return kept + w * scores, forward + 2 * FP32 * scores, backward + w * scores
     return _explicit_softmax(p)
 
 
 def _explicit_softmax(p: Pass) -> tuple[int, int, int]:
-    """The same of scores that are not capped."""
+    """`_explicit_attention` without a softcap."""
     w, scores = p.weight_bytes, p.scores
     if not p.model.attention_dropout and not p.masked_by_kernel:
-        # The softmax, in fp32, and its cast; with sinks a column more.
+        # The fp32 softmax and its cast; attention sinks add one column.
         column = FP32 * p.tokens * p.heads if p.model.attention_sinks else 0
         cast = w * scores if w < FP32 else 0
         kept = FP32 * scores + column + cast
         return kept, 2 * FP32 * scores + column, 3 * FP32 * scores + column
-    if not p.model.attention_dropout:  # raw scores; gradients of probabilities and scores
+    if not p.model.attention_dropout:  # raw scores; gradients of probabilities and of scores
         return w * scores, w * scores, 2 * w * scores
     if p.masked_by_kernel:
         return w * scores, 2 * w * scores, 3 * w * scores
-    mask = scores + _drawing(scores, p.seq_len)
+    mask = scores + _mask_temporaries(scores, p.seq_len)
     forward = w * scores + max((2 * FP32 - w) * scores, mask, (1 + w) * scores)
-    wide = (3 if w < FP32 else 1) * FP32 * scores  # gradient and probabilities cast, and the gradient of the scores
+    wide = (3 if w < FP32 else 1) * FP32 * scores  # fp32 copies of gradient and probabilities, and the score gradient
     backward = w * scores + max(mask, scores + max(wide, 2 * w * scores))
     return w * scores, forward, backward
 
 
-def _norm_op(p: Pass, name: str, *, beside: int = 0, backward: int) -> Op:
-    """A norm: its input is kept, its output is not its own.
+def _norm_op(p: Pass, name: str, *, alive: int = 0, backward: int) -> Op:
+    """A norm, which keeps its input; its output is counted at the next operation.
 
     Args:
         p: the micro-batch.
         name: which norm.
-        beside: bytes that are alive beside it forward.
-        backward: of the gradients that are alive together.
+        alive: bytes of other tensors that are alive during its forward pass.
+        backward: bytes of the gradients that are alive at the same time in its backward pass.
     """
-    # The square, or the product, beside the output.
+    # The fp32 square, or the scaled input, is alive with the output.
     working = p.norm_working
-    forward = beside + p.hidden + working
-    return Op(name, kept=p.norm_kept, forward=forward, backward=backward + 3 * working + p.norm_sums)
+    forward = alive + p.hidden + working
+    return Op(name, kept=p.norm_kept, forward=forward, backward=backward + 3 * working + p.norm_partial_grads)
 
 
 def embedding_ops(p: Pass) -> list[Op]:
     """Word embedding, learned positions, embedding norm, dropout."""
     model, hidden = p.model, p.hidden
-    mask, drawing = _hidden_dropout(p)
+    mask, generating = _hidden_dropout(p)
     positions = p.matrix(model.max_seq_len, model.hidden_size) if model.position is Position.learned else 0
     words = p.matrix(p.vocab_rows, model.hidden_size)
-    straight = p.step_sums and not p.cuda and not positions
-    # On a CPU gradients of tokens are added in fp32, in the sums of the step or in a table of their own.
+    in_main_grad = p.fused_accumulation and not p.cuda and not positions
+    # On a CPU token gradients are accumulated in fp32, in main_grad or in a separate table.
     wide = 0 if p.cuda or p.weight_bytes == FP32 else FP32 * p.tokens * model.hidden_size
-    table = 0 if p.cuda or p.step_sums or p.weight_bytes == FP32 else FP32 * words // p.weight_bytes
-    # Both ways: what was looked up, and its copy with foreign tokens masked or positions added.
+    table = 0 if p.cuda or p.fused_accumulation or p.weight_bytes == FP32 else FP32 * words // p.weight_bytes
+    # In both passes: the lookup's output, and a copy of it with other ranks' tokens masked or positions added.
     lookup = Op(
         "embedding",
         kept=4 * INT64 * p.tokens,
-        forward=max(2 * p.region_hidden, p.closed()),
-        backward=p.closed_backward(p.region_hidden) + wide + table,
+        forward=max(2 * p.region_hidden, p.row_parallel_forward()),
+        backward=p.row_parallel_backward(p.region_hidden) + wide + table,
         gradient=words + positions,
-        in_sums=straight,
+        in_main_grad=in_main_grad,
     )
     norm = _norm_op(p, "embedding norm", backward=2 * hidden)
-    dropout = Op("embedding dropout", kept=mask, forward=hidden + drawing, backward=2 * hidden)
+    dropout = Op("embedding dropout", kept=mask, forward=hidden + generating, backward=2 * hidden)
     return [lookup, *([norm] if model.embedding_norm else []), *([dropout] if mask else [])]
 
 
 def _document_mask_ops(p: Pass) -> list[Op]:
-    """The micro-batch's own additive mask, [b, n or 1, s/cp, s], that the blocks of a stage share."""
+    """The additive document mask of the micro-batch, [b, n or 1, s/cp, s], shared by the blocks of a stage."""
     if not p.document_mask or p.masked_by_kernel:
         return []
     hidden_keys = p.tokens * p.seq_len
@@ -126,43 +128,44 @@ def _document_mask_ops(p: Pass) -> list[Op]:
 
 
 def _head_norm_ops(p: Pass) -> list[Op]:
-    """Norms of queries and keys, which keep copies of both."""
+    """QK norms, which keep copies of queries and keys."""
     if not p.model.qk_norm:
         return []
-    working = FP32 * p.attention // p.weight_bytes if p.norm_in_steps else 0
-    if p.model.qk_norm_width is QKNormWidth.full and p.tp > 1:  # of both in fp32
+    working = FP32 * p.attention // p.weight_bytes if p.unfused_rmsnorm else 0
+    if p.model.qk_norm_width is QKNormWidth.full and p.tp > 1:  # queries and keys in fp32
         working = FP32 * (p.attention + p.keys) // p.weight_bytes
     return [
         Op(
             "query and key norms",
             kept=p.head_norms_kept,
             forward=p.projection + p.attention + p.keys + working,
-            backward=p.hidden + 2 * p.projection + 3 * working + p.head_norm_sums,
+            backward=p.hidden + 2 * p.projection + 3 * working + p.head_norm_partial_grads,
         )
     ]
 
 
-def _copied_ops(p: Pass) -> list[Op]:
-    """Queries and keys normed and turned, or queries of several groups put beside each other; values copied.
+def _head_layout_ops(p: Pass) -> list[Op]:
+    """QK norms, rotary embedding, and copies of the heads before the attention core.
 
-    But for what the norms keep, all of it is kept by the attention core alone. Turning, beside the QKV projection and
-    the turned queries, the keys are cast to fp32, turned in halves and joined; backward runs the same way for each.
+    Except for what the norms keep, these tensors are counted at the attention core. Rotary embedding of the keys casts
+    them to fp32, rotates the halves and concatenates them, while the QKV projection and the rotated queries are alive.
+    The backward pass needs the same temporaries.
     """
-    # Beside the projection: queries and keys that the norms made, or queries that are copied.
-    beside = p.attention if p.model.queries_per_kv > 1 and p.model.kv_heads > p.tp else 0
+    # Alive with the projection: normalized queries and keys, or copied queries.
+    alive = p.attention if p.model.queries_per_kv > 1 and p.model.kv_heads > p.tp else 0
     if p.model.qk_norm:
-        beside = p.attention + p.keys
+        alive = p.attention + p.keys
     elif p.model.query_scale != 1.0:
-        beside = p.attention
+        alive = p.attention
     norms = _head_norm_ops(p)
     if p.model.position is not Position.rope:
         copied = Op("heads copied", forward=2 * p.projection, backward=p.hidden + 2 * p.projection)
-        return [*norms, copied] if beside else []
-    there = p.projection + beside
-    if p.fused:  # the kernel has no temporaries
-        return [*norms, Op("rotary", forward=there + p.projection, backward=p.hidden + beside + 2 * p.projection)]
+        return [*norms, copied] if alive else []
+    there = p.projection + alive
+    if p.fused:  # the fused kernel needs no temporaries
+        return [*norms, Op("rotary", forward=there + p.projection, backward=p.hidden + alive + 2 * p.projection)]
 
-    def turning(size: int) -> int:
+    def rotary_temporaries(size: int) -> int:
         fp32 = FP32 * size // p.weight_bytes
         return 2 * fp32 + (fp32 + size if p.weight_bytes < FP32 else 0)
 
@@ -170,18 +173,18 @@ def _copied_ops(p: Pass) -> list[Op]:
         *norms,
         Op(
             "rotary",
-            forward=there + max(turning(p.attention), p.attention + turning(p.keys)),
-            backward=p.hidden + there + turning(p.attention),
+            forward=there + max(rotary_temporaries(p.attention), p.attention + rotary_temporaries(p.keys)),
+            backward=p.hidden + there + rotary_temporaries(p.attention),
         ),
     ]
 
 
 def _gather_op(p: Pass) -> list[Op]:
-    """Context parallelism's gathering of keys and values.
+    """Context parallelism's all-gather of keys and values.
 
-    Forward, beside the QKV projection, this rank's and all ranks' keys and values are there in the order of ranks, and,
-    kept, in that of the sample. Backward sums their gradients in fp32, in a copy in the order of ranks; gloo makes
-    another one.
+    The forward pass holds the QKV projection, this rank's keys and values, and all ranks' keys and values in rank
+    order; it keeps those in sample order. The backward pass reduce-scatters their gradients in fp32, from a copy in
+    rank order; gloo makes another copy.
     """
     if p.cp == 1:
         return []
@@ -201,32 +204,32 @@ def _gather_op(p: Pass) -> list[Op]:
 
 
 def _attention_op(p: Pass) -> Op:
-    """The kernel of scaled_dot_product_attention or our own, or the explicit product of attention dropout.
+    """The attention core: scaled_dot_product_attention, megads' fused kernel, or attention with explicit scores.
 
-    The kernel saves queries, keys and values (views of the QKV projection, or copies where they were turned or
-    gathered), its output and an fp32 logsumexp of every row; backward makes the gradients of the three from that of the
-    output. Gathered keys and values are counted where they are gathered. So do the kernels for GPUs, of which none has
-    been measured: FlexAttention's, flash-attn's, cuDNN's.
+    The kernels save queries, keys and values (views of the QKV projection, or copies after rotary embedding or an
+    all-gather), their output and one fp32 logsumexp per row. The backward pass computes the three gradients from that
+    of the output. Gathered keys and values are counted at the all-gather. The GPU kernels of FlexAttention, flash-attn
+    and cuDNN are assumed to behave the same; none has been measured.
 
-    The explicit product saves contiguous copies of queries, keys and values beside its probabilities; the QKV
-    projection, which nobody saves, is alive beside it.
+    Explicit attention saves the probabilities and contiguous copies of queries, keys and values. The QKV projection is
+    alive during it, but not saved.
     """
     inputs = p.attention if p.cp > 1 else p.projection
     made = p.attention + (p.gathered_keys_and_values or 2 * p.keys)
     if p.augmented_attention:
         return _augmented_attention_op(p)
     if not p.explicit_attention:
-        # Our own kernel keeps two numbers of every row in its place.
+        # megads' kernel keeps two numbers per row instead of the logsumexp.
         logsumexp = (2 if p.fused_attention else 1) * FP32 * p.tokens * p.heads
         return Op(
             "attention",
             kept=inputs + p.attention + logsumexp + p.repeated_keys,
             forward=0 if p.cp == 1 else p.projection,
-            backward=p.hidden + p.attention + made + p.repeated_keys + p.split_sums,
+            backward=p.hidden + p.attention + made + p.repeated_keys + p.dq_partials,
         )
     one_group = p.model.queries_per_kv > 1 and p.model.kv_heads == p.tp
     if one_group and p.cp == 1 and p.model.position is not Position.rope and not p.model.qk_norm:
-        inputs += p.attention  # the queries are copied, keys and values are views of the projection
+        inputs += p.attention  # queries are copied; keys and values are views of the projection
     kept, forward, backward = _explicit_attention(p)
     return Op(
         "attention",
@@ -237,7 +240,7 @@ def _attention_op(p: Pass) -> Op:
 
 
 def _augmented_attention_op(p: Pass) -> Op:
-    """Longer copies of queries, keys, values and the output, and of the output what the next product reads."""
+    """Augmented attention keeps padded copies of queries, keys, values and output, and the output for the next GEMM."""
     length = p.model.head_dim + AUGMENTED_FEATURES
     wide = (2 * p.attention + 2 * p.keys) * length // p.model.head_dim
     return Op(
@@ -249,14 +252,14 @@ def _augmented_attention_op(p: Pass) -> Op:
 
 
 def _core_ops(p: Pass, recompute: bool) -> list[Op]:
-    """The attention core; recomputed, it keeps the QKV projection, and its output is the next operation's."""
+    """The attention core. If recomputed, it keeps the QKV projection; its output counts at the next operation."""
     ops = [*_gather_op(p), _attention_op(p)]
     if not recompute:
         return ops
     projection = p.projection
-    if p.cp > 1 or p.explicit_attention:  # what is kept otherwise are copies
+    if p.cp > 1 or p.explicit_attention:  # without recomputation copies are kept instead
         ops[0] = replace(ops[0], kept=ops[0].kept + projection, forward=ops[0].forward - projection)
-    # The gradients of the core's output and of the residual beside it.
+    # The gradients of the core's output and of the residual.
     return recomputed(ops, inputs=projection, arriving=p.hidden + p.attention)
 
 
@@ -264,18 +267,18 @@ def _attention_ops(p: Pass, recompute_core: bool) -> list[Op]:
     """x + dropout(attention(norm(x))), or x + dropout(norm(attention(x)))."""
     before = p.model.norm_placement is NormPlacement.input
     hidden, attention, projection, width = p.hidden, p.attention, p.projection, p.model.hidden_size
-    mask, drawing = _hidden_dropout(p)
+    mask, generating = _hidden_dropout(p)
     dropped = hidden if mask else 0
     qkv = p.matrix(p.model.qkv_width // p.tp, width)
-    # The output of the explicit product is copied for the projection; it and QKV live until attention returns.
+    # Explicit attention's output is copied for the projection; it and QKV stay alive until attention returns.
     copied, still_there = (attention, attention + projection) if p.explicit_attention else (0, 0)
     if recompute_core:
         copied, still_there = attention, attention if p.explicit_attention else 0
     output = Op(
         "attention output",
         kept=copied + mask,
-        forward=max(p.closed() + still_there, hidden + drawing),
-        backward=hidden + dropped + p.closed_backward(attention),
+        forward=max(p.row_parallel_forward() + still_there, hidden + generating),
+        backward=hidden + dropped + p.row_parallel_backward(attention),
         gradient=p.matrix(width, p.model.attention_width // p.tp),
         deferred=attention + p.region_hidden,
     )
@@ -284,12 +287,12 @@ def _attention_ops(p: Pass, recompute_core: bool) -> list[Op]:
         Op(
             "qkv",
             kept=hidden,
-            forward=p.opened(projection),
-            backward=hidden + p.opened_backward(projection, qkv),
+            forward=p.column_parallel_forward(projection),
+            backward=hidden + p.column_parallel_backward(projection, qkv),
             gradient=qkv,
             deferred=hidden + projection,
         ),
-        *_copied_ops(p),
+        *_head_layout_ops(p),
         *_core_ops(p, recompute_core),
         output,
         *([] if before else [_norm_op(p, "attention output norm", backward=3 * hidden)]),
@@ -297,11 +300,11 @@ def _attention_ops(p: Pass, recompute_core: bool) -> list[Op]:
     ]
 
 
-def _inner_op(p: Pass, attended: int) -> tuple[Op, int]:
-    """What is between the MLP's projections, and the bytes of its input.
+def _activation_op(p: Pass, attended: int) -> tuple[Op, int]:
+    """The MLP's activation function, and the bytes of its input.
 
-    Of GELU that is kept, and of our own kernel of SwiGLU; torch's also keeps silu(gate), and backward has the gradients
-    of both factors before they are put together.
+    GELU and megads' SwiGLU kernel keep their input. PyTorch's SwiGLU also keeps silu(gate), and its backward pass
+    holds the gradients of both factors before they are concatenated.
     """
     hidden, ffn = p.hidden, p.ffn
     if p.model.mlp is MLPKind.gelu:
@@ -312,22 +315,22 @@ def _inner_op(p: Pass, attended: int) -> tuple[Op, int]:
 
 
 def _mlp_ops(p: Pass) -> list[Op]:
-    """x + dropout(mlp(norm(x))), beside which the output of attention lives; or x + dropout(norm(mlp(x)))."""
+    """x + dropout(mlp(norm(x))), during which attention's output is alive; or x + dropout(norm(mlp(x)))."""
     hidden, ffn, width = p.hidden, p.ffn, p.model.hidden_size
     before = p.model.norm_placement is NormPlacement.input
     attended = hidden if before else 0
-    mask, drawing = _hidden_dropout(p)
+    mask, generating = _hidden_dropout(p)
     dropped = hidden if mask else 0
-    inner, opened = _inner_op(p, attended)
+    inner, opened = _activation_op(p, attended)
     into, out_of = p.matrix(p.model.mlp_rows // p.tp, width), p.matrix(p.model.ffn_width // p.tp, width)
-    norm = _norm_op(p, "post-attention norm", beside=attended + dropped, backward=3 * hidden)
+    norm = _norm_op(p, "post-attention norm", alive=attended + dropped, backward=3 * hidden)
     return [
         *([norm] if before else []),
         Op(
             "mlp up",
             kept=hidden,
-            forward=attended + p.opened(opened),
-            backward=hidden + p.opened_backward(opened, into),
+            forward=attended + p.column_parallel_forward(opened),
+            backward=hidden + p.column_parallel_backward(opened, into),
             gradient=into,
             deferred=hidden + opened,
         ),
@@ -335,8 +338,8 @@ def _mlp_ops(p: Pass) -> list[Op]:
         Op(
             "mlp down",
             kept=ffn + mask,
-            forward=attended + max(p.closed(), hidden + drawing),
-            backward=hidden + dropped + p.closed_backward(ffn),
+            forward=attended + max(p.row_parallel_forward(), hidden + generating),
+            backward=hidden + dropped + p.row_parallel_backward(ffn),
             gradient=out_of,
             deferred=ffn + p.region_hidden,
         ),
@@ -346,25 +349,25 @@ def _mlp_ops(p: Pass) -> list[Op]:
 
 
 def _parallel_ops(p: Pass, recompute_core: bool) -> list[Op]:
-    """x + dropout(attention(norm(x)) + mlp(norm(x))): both enter and leave their region together.
+    """x + dropout(attention(norm(x)) + mlp(norm(x))), whose two branches share their tensor-parallel collectives.
 
-    What the MLP's first projection made waits for attention to be done, and its gradient backward.
+    The output of the MLP's first projection stays alive during attention, as does its gradient in the backward pass.
     """
     hidden, attention, projection, ffn, width = p.hidden, p.attention, p.projection, p.ffn, p.model.hidden_size
-    mask, drawing = _hidden_dropout(p)
+    mask, generating = _hidden_dropout(p)
     dropped = hidden if mask else 0
     copied = attention if p.explicit_attention or recompute_core else 0
-    inner, opened = _inner_op(p, attended=copied)
+    inner, opened = _activation_op(p, attended=copied)
     into = p.matrix(p.model.qkv_width // p.tp, width) + p.matrix(p.model.mlp_rows // p.tp, width)
     out_of = p.matrix(width, p.model.attention_width // p.tp) + p.matrix(p.model.ffn_width // p.tp, width)
-    core = [*_copied_ops(p), *_core_ops(p, recompute_core)]
+    core = [*_head_layout_ops(p), *_core_ops(p, recompute_core)]
     return [
         _norm_op(p, "input norm", backward=3 * hidden),
         Op(
             "qkv and mlp up",
             kept=hidden + opened,
-            forward=p.opened(projection + opened) - opened,
-            backward=hidden + p.opened_backward(projection + opened, into),
+            forward=p.column_parallel_forward(projection + opened) - opened,
+            backward=hidden + p.column_parallel_backward(projection + opened, into),
             gradient=into,
             deferred=hidden + projection + opened,
         ),
@@ -373,8 +376,8 @@ def _parallel_ops(p: Pass, recompute_core: bool) -> list[Op]:
         Op(
             "attention output and mlp down",
             kept=copied + ffn + mask,
-            forward=max(p.closed() + copied, hidden + drawing),
-            backward=hidden + dropped + p.closed_backward(attention + ffn),
+            forward=max(p.row_parallel_forward() + copied, hidden + generating),
+            backward=hidden + dropped + p.row_parallel_backward(attention + ffn),
             gradient=out_of,
             deferred=attention + ffn + p.region_hidden,
         ),
@@ -387,12 +390,13 @@ def block_ops(p: Pass, mode: Recompute = Recompute.none) -> list[Op]:
 
     Args:
         p: the micro-batch.
-        mode: what is recomputed of it.
+        mode: recomputation mode.
     """
     selective = mode is Recompute.selective
     ops = _parallel_ops(p, selective) if p.model.parallel_block else [*_attention_ops(p, selective), *_mlp_ops(p)]
     normed = ops[0].name == "input norm"
-    if mode is Recompute.full and normed and p.norm_in_steps and p.weight_bytes < FP32:  # a copy is kept, not the input
+    # Without a fused kernel the norm keeps an fp32 copy, not its input.
+    if mode is Recompute.full and normed and p.unfused_rmsnorm and p.weight_bytes < FP32:
         ops[0] = replace(ops[0], kept=ops[0].kept + p.hidden)
     return recomputed(ops, inputs=p.hidden, arriving=p.hidden) if mode is Recompute.full else ops
 
@@ -400,15 +404,16 @@ def block_ops(p: Pass, mode: Recompute = Recompute.none) -> list[Op]:
 def final_norm_ops(p: Pass) -> list[Op]:
     """The norm after the last block."""
     norm = _norm_op(p, "final norm", backward=2 * p.hidden)
-    # What is multiplied is there beside the product.
+    # The scaled copy is alive with the norm's output.
     return [norm if p.model.logit_multiplier == 1.0 else replace(norm, forward=norm.forward + p.hidden)]
 
 
 def _head_ops(p: Pass) -> list[Op]:
     """Output projection and vocabulary-parallel cross entropy.
 
-    The loss saves fp32 probabilities, beside which the logits live until it is computed; backward writes its gradient
-    into a second such tensor and, under bf16, casts that. Our own kernels write the gradient over the logits, forward.
+    The loss saves fp32 probabilities; the logits stay alive until it is computed. The backward pass writes the gradient
+    to a second fp32 tensor and casts it under bf16. megads' kernels overwrite the logits with their gradient in the
+    forward pass.
     """
     if p.in_chunks:
         return [_chunked_head_op(p)]
@@ -430,14 +435,14 @@ def _head_ops(p: Pass) -> list[Op]:
             backward=probabilities + cast + 6 * FP32 * tokens,
             is_loss=True,
         )
-    # The slope of capped logits; while it is made they are there in fp32 twice.
+    # The derivative of the logit softcap is kept; computing it needs the logits in fp32 twice.
     capped = 0 if p.model.final_logit_softcap is None else p.logits
     return [
         Op(
             "head",
             kept=p.hidden + capped,
-            forward=p.opened(p.logits) + (2 * probabilities if capped else 0),
-            backward=p.opened_backward(p.logits, matrix),
+            forward=p.column_parallel_forward(p.logits) + (2 * probabilities if capped else 0),
+            backward=p.column_parallel_backward(p.logits, matrix),
             arriving=p.logits,
             gradient=matrix,
             deferred=p.hidden + p.logits,
@@ -447,50 +452,50 @@ def _head_ops(p: Pass) -> list[Op]:
 
 
 def _chunked_head_op(p: Pass) -> Op:
-    """Both in chunks of tokens, whose gradients are made forward; that of the input is kept, and waits for backward."""
+    """Head and loss in chunks of tokens; gradients are computed in the forward pass, and the input's is kept."""
     matrix, logits = p.matrix(p.vocab_rows, p.model.hidden_size), p.chunk * p.vocab_rows * p.weight_bytes
     wide = FP32 * p.chunk * p.vocab_rows if p.weight_bytes < FP32 else 0
     loss = 12 * FP32 * p.chunk if p.fused else wide + 6 * FP32 * p.chunk
-    # Our own products add to the sums; torch's are made first and, on a CPU, cast.
+    # megads' GEMMs accumulate into main_grad; PyTorch's need a temporary gradient and, on a CPU, an fp32 cast of it.
     cast = FP32 * matrix // p.weight_bytes if p.weight_bytes < FP32 and not p.cuda else 0
-    in_sums = p.fused and not p.cuda and processor.multiplies(low=p.weight_bytes < FP32)
-    working = logits + max(loss, 0 if in_sums else matrix + cast)
+    in_main_grad = p.fused and not p.cuda and processor.multiplies(low=p.weight_bytes < FP32)
+    working = logits + max(loss, 0 if in_main_grad else matrix + cast)
     if p.model.final_logit_softcap is not None:
         working += logits + 2 * FP32 * p.chunk * p.vocab_rows
     if p.shards > 1:
-        # Input and its gradient, of all tokens each; then the gradient is scattered.
+        # The input and its gradient, each of all tokens; then the gradient is reduce-scattered.
         working = max(2 * p.region_hidden - p.hidden + working, p.region_hidden + p.reordered + p.gloo_copy)
     return Op(
         "head and loss",
-        kept=p.hidden + (0 if p.step_sums else FP32 * matrix // p.weight_bytes),
+        kept=p.hidden + (0 if p.fused_accumulation else FP32 * matrix // p.weight_bytes),
         forward=p.hidden + working,
-        gradient=0 if p.step_sums else matrix,
-        early=matrix if p.step_sums else 0,
+        gradient=0 if p.fused_accumulation else matrix,
+        early=matrix if p.fused_accumulation else 0,
         is_loss=True,
     )
 
 
 def _received_ops(p: Pass) -> list[Op]:
-    """A later stage's input, read where it arrived; backward leaves its gradient, which is sent."""
+    """Input of a stage after the first, used in its receive buffer; the backward pass sends its gradient."""
     return [Op("received", kept=p.hidden, backward=p.hidden)]
 
 
 def _sent_ops(p: Pass) -> list[Op]:
-    """An earlier stage's output, of which only the graph is kept for backward, and the test whether it is finite."""
+    """Output of a stage before the last: only its graph is kept for backward; includes the check that it is finite."""
     return [Op("sent", forward=p.hidden + 3 * p.tokens * p.model.hidden_size // p.shards)]
 
 
 def stage_ops(
     one_pass: Pass, layers: Sequence[str], recompute: Mapping[str, Recompute], *, first: bool, last: bool
 ) -> list[Op]:
-    """The operations of a pipeline stage, in order.
+    """The operations of a pipeline stage, in forward order.
 
     Args:
         one_pass: the micro-batch.
-        layers: names of the model's stages it holds.
-        recompute: what each of the blocks among them recomputes.
-        first: it reads tokens instead of receiving activations.
-        last: it computes the loss instead of sending activations.
+        layers: names of the layers of this stage.
+        recompute: recomputation mode of each block in `layers`.
+        first: whether the stage reads tokens instead of receiving activations.
+        last: whether the stage computes the loss instead of sending activations.
     """
     first_block = next((layer for layer in layers if layer.startswith("blocks.")), None)
     ops: list[Op] = [] if first else _received_ops(one_pass)

@@ -1,9 +1,9 @@
-"""How often to save: Young's and Daly's intervals, and the share of the time that then trains.
+"""Optimal checkpoint interval (Young, Daly) and the resulting goodput.
 
-An interval is seconds of training between two saves; M is the mean time between failures, and the steps wait
-`stall` for a save. A synchronous save stalls for as long as it writes. An asynchronous one stalls for a copy, and the
-state is safe `write` seconds later: a failure loses that time, too, which costs the same at every interval and moves no
-optimum.
+The interval is the training time in seconds between two saves. M is the mean time between failures (MTBF); `stall` is
+the time that training is blocked by a save. A synchronous save blocks until it is written. An asynchronous save blocks
+only for the copy, and the checkpoint is usable `write` seconds later: a failure loses that time as well, which costs
+the same at every interval and does not move the optimum.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ def daly(stall_s: float, mean_time_between_s: float) -> float:
 def expected_share(
     interval_s: float, stall_s: float, write_s: float, restart_s: float, mean_time_between_s: float
 ) -> float:
-    """Share of the time that trains, where failures are a Poisson process and may strike a restart, too.
+    """Expected goodput (share of wall time that is useful training) under failures from a Poisson process.
 
-    A run saves once every `interval_s + stall_s` and a state counts `write_s` later, so between two failures
-    exp(-write/M) / (exp((interval + stall)/M) - 1) states are expected to be kept, in M * exp(restart/M) seconds. For
-    write = 0 it is the inverse of Daly's complete cost (2006, equation 20).
+    Failures may also occur during a restart. A run saves once every `interval_s + stall_s`, and a checkpoint is usable
+    `write_s` later, so exp(-write/M) / (exp((interval + stall)/M) - 1) checkpoints are expected between two failures,
+    in M * exp(restart/M) seconds. For write = 0 the result is the inverse of Daly's complete cost (2006, equation 20).
 
     Args:
-        interval_s: training between two saves.
-        stall_s: of each save.
-        write_s: from the end of the stall until the state survives a failure.
-        restart_s: from a failure to the next step: detection, restart and load.
-        mean_time_between_s: between two failures.
+        interval_s: training time between two saves.
+        stall_s: time that each save blocks training.
+        write_s: time from the end of the stall until the checkpoint survives a failure.
+        restart_s: time from a failure to the next step: detection, restart and load.
+        mean_time_between_s: mean time between failures (MTBF).
     """
     mean = mean_time_between_s
     if math.isinf(mean):

@@ -1,9 +1,10 @@
-"""Devices on which a step is planned: peaks, bandwidths and the shares of them that operators reach.
+"""Devices for step estimates: peak FLOPs, bandwidths, and the fractions of them that operators achieve.
 
-Peaks are the vendors' (dense bf16, without sparsity); bandwidths count one direction. Five shares are calibrated on
-published steps of whole trainings, where GPUs run at their power limit and networks are busy: `matmul_efficiency` of
-A100 and H100, `memory_efficiency`, `nic_efficiency`, and `JITTER` of megads.plan.step_estimate (docs/planning.md);
-others come from the measurements named beside them, or all of them from a file (`read_device`).
+Peaks are the vendors' (dense bf16, without sparsity); bandwidths are for one direction. Five constants are calibrated
+on published step times of whole training runs, where GPUs run at their power limit and networks are busy:
+`matmul_efficiency` of A100 and H100, `memory_efficiency`, `nic_efficiency`, and `JITTER` of megads.plan.step_estimate
+(docs/planning.md). The others come from the measurements cited next to them, or all of them from a file
+(`read_device`).
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from megads.plan.measured_rates import MeasuredProduct
 
 @dataclass(frozen=True)
 class PassCosts:
-    """What a pass over layers takes beside its products and attention, as megads calibrate measures it.
+    """Costs of a forward or backward pass besides GEMMs and attention, as measured by megads calibrate.
 
     Attributes:
-        block_us: of a block whatever its size: Python, autograd, launches.
-        pass_us: likewise of a pass.
-        gigabytes_per_s: of what elementwise kernels read and write.
-        logit_ns: of a logit of the loss.
+        block_us: fixed overhead per block: Python, autograd, kernel launches.
+        pass_us: fixed overhead per pass.
+        gigabytes_per_s: memory bandwidth of elementwise kernels, reads and writes together.
+        logit_ns: time per logit of the loss.
     """
 
     block_us: float
@@ -38,14 +39,15 @@ class PassCosts:
 
 @dataclass(frozen=True)
 class LayoutCosts:
-    """What a block takes more of a micro-batch in a layout than its messages, as megads calibrate measures it.
+    """Overhead of a layout per block and micro-batch, communication excluded, as measured by megads calibrate.
 
     Attributes:
-        layout: zero_2 and zero_3; tp, sp (with sequence_parallel), sp_chunks (in several tp_chunks) and cp;
-            recompute_selective and recompute_full: more than the forward pass again, on a GPU of its host alone; pp: of
-            a rank, whatever its stages; split: of schedules that split backward passes, beside that.
-        block_us: of a block whatever its size: hooks, calls.
-        element_ns: of a parameter of the block under ZeRO, else of an element of its input: copies, casts.
+        layout: zero_2 and zero_3; tp, sp (with sequence_parallel), sp_chunks (with several tp_chunks) and cp;
+            recompute_selective and recompute_full: overhead on top of the repeated forward pass, on a GPU host time
+            only; pp: overhead per rank, independent of its number of virtual stages; split: additional overhead of
+            schedules that split the backward pass.
+        block_us: fixed overhead per block: hooks, calls.
+        element_ns: time per parameter of the block under ZeRO, otherwise per element of its input: copies, casts.
     """
 
     layout: str
@@ -55,13 +57,13 @@ class LayoutCosts:
 
 @dataclass(frozen=True)
 class MeasuredCollective:
-    """A collective between the ranks of a node.
+    """Measured collective or point-to-point transfer between the ranks of a node.
 
     Attributes:
-        name: all_reduce, all_gather (a reduce_scatter likewise), message.
-        width: bytes of an element.
-        latency_us: of a step of its ring.
-        gigabytes_per_s: of its bus.
+        name: all_reduce, all_gather, reduce_scatter or message (point-to-point).
+        width: bytes per element.
+        latency_us: latency of one step of the ring.
+        gigabytes_per_s: bus bandwidth.
     """
 
     name: str
@@ -72,46 +74,46 @@ class MeasuredCollective:
 
 @dataclass(frozen=True)
 class Device:
-    """One rank's device, its node and its network.
+    """Compute, memory, intra-node links and network of one rank.
 
     Attributes:
-        name: as in device=<name>.
-        peak_tflops: dense bf16.
-        memory_gib: that programs can allocate.
-        memory_gigabytes_per_s: of its memory.
-        processors: streaming multiprocessors or compute units, over which a product's tiles are spread.
-        ranks_per_node: devices that `node_gigabytes_per_s` connects.
-        node_gigabytes_per_s: of one device to the others of its node, one direction.
-        nic_gigabytes_per_s: of the network for each device, one direction.
-        host_gigabytes_per_s: to the host's memory, one direction: what saves are copied over.
-        matmul_efficiency: share of the peak that the largest matrix products reach.
-        attention_efficiency: share of the peak that a flash kernel reaches forward and backward, causal work counted
-            once.
-        memory_efficiency: share of the memory's bandwidth that elementwise kernels reach.
-        link_efficiency: share of `node_gigabytes_per_s` that collectives reach (NCCL's bus bandwidth).
-        nic_efficiency: likewise of `nic_gigabytes_per_s`.
-        node_latency_us: of one step of a collective inside a node.
-        nic_latency_us: of one step between nodes.
-        kernel_us: least time of a kernel.
-        fp32_tflops: peak in fp32.
-        on_cpu: ranks share a machine's memory and compute on its cores.
-        products: measured matrix products (m, n, k, TFLOPs); where there are some they replace `matmul_efficiency`.
-        input_products, weight_products: likewise of gradients of inputs, and of weights with their fp32 sum; without
-            any, `products` count.
-        attention_rates: measured attention (tokens a sample, TFLOPs forward, backward), hidden scores not counted;
-            instead of `attention_efficiency`.
-        alibi_attention_rates: likewise of attention with ALiBi, where another kernel computes it.
-        repeatable_attention_rates: of a kernel that gives the same bits on every run, and knows ALiBi: features of a
-            head, TFLOPs forward, backward. Without any, the other rates count.
-        forward_costs, backward_costs: what passes take beside both; None: elementwise kernels reach
+        name: device name, as in device=<name>.
+        peak_tflops: peak TFLOPs in bf16, dense.
+        memory_gib: memory that programs can allocate.
+        memory_gigabytes_per_s: memory bandwidth.
+        processors: number of streaming multiprocessors or compute units, over which a GEMM's tiles are spread.
+        ranks_per_node: number of devices that are connected at `node_gigabytes_per_s`.
+        node_gigabytes_per_s: bandwidth from one device to the others of its node, one direction.
+        nic_gigabytes_per_s: network bandwidth per device, one direction.
+        host_gigabytes_per_s: bandwidth to host memory, one direction; checkpoints are copied at this rate.
+        matmul_efficiency: fraction of the peak that the largest GEMMs achieve.
+        attention_efficiency: fraction of the peak that a flash attention kernel achieves in forward and backward; FLOPs
+            masked by causality are not counted.
+        memory_efficiency: fraction of the memory bandwidth that elementwise kernels achieve.
+        link_efficiency: fraction of `node_gigabytes_per_s` that collectives achieve (NCCL's bus bandwidth).
+        nic_efficiency: fraction of `nic_gigabytes_per_s` that collectives achieve.
+        node_latency_us: latency of one step of a collective within a node.
+        nic_latency_us: latency of one step of a collective between nodes.
+        kernel_us: minimum time of a kernel.
+        fp32_tflops: peak TFLOPs in fp32.
+        on_cpu: whether ranks compute on a machine's CPU cores and share its memory.
+        products: measured forward GEMMs (m, n, k, TFLOPs); if there are any, they replace `matmul_efficiency`.
+        input_products, weight_products: measured GEMMs of input gradients, and of weight gradients including fp32
+            accumulation; `products` is used if empty.
+        attention_rates: measured attention (tokens per sample, TFLOPs forward, TFLOPs backward), masked scores not
+            counted; replaces `attention_efficiency`.
+        alibi_attention_rates: measured attention with ALiBi, if a different kernel computes it; same columns.
+        repeatable_attention_rates: measured attention of a deterministic kernel that supports ALiBi (head dim, TFLOPs
+            forward, TFLOPs backward); the other rates are used if empty.
+        forward_costs, backward_costs: costs of passes besides GEMMs and attention; None: elementwise kernels achieve
             `memory_efficiency`.
-        forward_launch_us, backward_launch_us: what the host takes to launch a block's passes, where those costs are
-            None.
-        update_ns: of a parameter in the optimizer's step; None: its traffic counts.
-        step_us: of a step whatever it holds.
-        collectives: measured ones, instead of `node_gigabytes_per_s` and `node_latency_us`.
-        layout_costs: of layouts, measured between the ranks of a node.
-        hidden_cost: share of a collective's time that it takes from the work beside it.
+        forward_launch_us, backward_launch_us: host time to launch one block's kernels in each pass, used if the costs
+            above are None.
+        update_ns: optimizer step time per parameter; None: derived from its memory traffic.
+        step_us: fixed overhead per step.
+        collectives: measured collectives; replace `node_gigabytes_per_s` and `node_latency_us`.
+        layout_costs: overhead of layouts, measured between the ranks of a node.
+        hidden_cost: slowdown of the overlapped compute, as a fraction of the collective's time.
     """
 
     name: str
@@ -150,17 +152,17 @@ class Device:
     hidden_cost: float = 0.2
 
     def in_fp32(self) -> Device:
-        """The same device for products in fp32.
+        """The same device with its fp32 peak.
 
         Raises:
-            ConfigError: its peak in fp32 is not known.
+            ConfigError: its fp32 peak is unknown.
         """
         if self.fp32_tflops is None:
-            raise ConfigError(f"device = {self.name}: its peak in fp32 is not known; set train.precision=bf16")
+            raise ConfigError(f"device = {self.name}: its fp32 peak is unknown; set train.precision=bf16")
         return replace(self, peak_tflops=self.fp32_tflops)
 
     def layout_seconds(self, layout: str, elements: float) -> float:
-        """What a block of so many elements takes more in a layout; 0 where that was not measured."""
+        """Overhead of a layout for a block of `elements` elements, in seconds; 0 if it was not measured."""
         return sum(
             1e-6 * costs.block_us + 1e-9 * costs.element_ns * elements
             for costs in self.layout_costs
@@ -173,27 +175,28 @@ class Device:
 
     @property
     def memory_bytes_per_s(self) -> float:
-        """That elementwise kernels reach."""
+        """Memory bandwidth that elementwise kernels achieve."""
         return self.memory_gigabytes_per_s * 1e9 * self.memory_efficiency
 
     @property
     def node_bytes_per_s(self) -> float:
-        """That collectives inside a node reach."""
+        """Bus bandwidth that collectives within a node achieve."""
         return self.node_gigabytes_per_s * 1e9 * self.link_efficiency
 
     @property
     def nic_bytes_per_s(self) -> float:
-        """That collectives between nodes reach, of one device."""
+        """Network bandwidth per device that collectives between nodes achieve."""
         return self.nic_gigabytes_per_s * 1e9 * self.nic_efficiency
 
 
 _FORWARD_LAUNCH_US, _BACKWARD_LAUNCH_US = 570.0, 760.0
-"""Of a host beside one H200: 24 blocks of 1,024 features and 8 micro-batches of one sample took 238 to 300 ms a step,
-for which the GPU needs 150 (docs/performance.md); shared out as `megads calibrate` found it there."""
+"""Host time per block, measured on the host of one H200: with 24 blocks of hidden size 1,024 and 8 micro-batches of one
+sample, a step took 238 to 300 ms, of which the GPU needs 150 ms (docs/performance.md). The split between forward and
+backward is what `megads calibrate` measured there."""
 _A100 = Device(
-    # NVIDIA A100 datasheet (2021): 312 TFLOPS bf16, 600 GB/s NVLink both ways together; 108 SMs (Ampere whitepaper).
-    # DGX A100: one HDR InfiniBand port of 200 Gb/s a GPU; PCIe 4.0 x16 to the host, 31.5 GB/s.
-    # 39.4 and 79.2 GiB: what nvidia-smi shows less what the driver reserves.
+    # NVIDIA A100 datasheet (2021): 312 TFLOPS bf16, 600 GB/s NVLink bidirectional; 108 SMs (Ampere whitepaper).
+    # DGX A100: one HDR InfiniBand port of 200 Gb/s per GPU; PCIe 4.0 x16 to the host, 31.5 GB/s.
+    # 39.4 and 79.2 GiB: memory shown by nvidia-smi minus what the driver reserves.
     name="a100_80gb",
     peak_tflops=312.0,
     memory_gib=79.2,
@@ -207,12 +210,12 @@ _A100 = Device(
     backward_launch_us=_BACKWARD_LAUNCH_US,
     fp32_tflops=19.5,
     matmul_efficiency=0.79,
-    # FlashAttention-2 (Dao 2023), figures 4 to 6: 175 to 225 TFLOPs forward and backward, heads of 128, causal.
+    # FlashAttention-2 (Dao 2023), figures 4 to 6: 175 to 225 TFLOPs forward and backward, head dim 128, causal.
     attention_efficiency=0.58,
 )
 _H100 = Device(
     # NVIDIA H100 datasheet (2023): 989.4 TFLOPS bf16, 3.35 TB/s, 900 GB/s NVLink; 132 SMs (Hopper whitepaper).
-    # DGX H100: one NDR InfiniBand port of 400 Gb/s a GPU; PCIe 5.0 x16.
+    # DGX H100: one NDR InfiniBand port of 400 Gb/s per GPU; PCIe 5.0 x16.
     name="h100",
     peak_tflops=989.4,
     memory_gib=79.1,
@@ -228,7 +231,7 @@ _H100 = Device(
     matmul_efficiency=0.64,
     # FlashAttention-3 (Shah et al. 2024), figures 5 and 6: cuDNN and FA3 450 to 600 TFLOPs, FA2 about 350.
     attention_efficiency=0.45,
-    # FlexAttention of torch 2.11 on one H200, 2048 tokens a sample, in profiles of steps (docs/performance.md).
+    # FlexAttention of torch 2.11 on one H200, 2048 tokens per sample, from profiled steps (docs/performance.md).
     repeatable_attention_rates=((64, 267.0, 192.0), (128, 284.0, 254.0)),
 )
 DEVICES = {
@@ -239,11 +242,11 @@ DEVICES = {
         _A100,
         _H100,
         # NVIDIA H200 datasheet (2024): the same chip, 141 GB HBM3e, 4.8 TB/s.
-        # KempnerForge reports 10,471 tokens/s of Llama-3-8B on one, 4096 tokens a sample, every block recomputed.
+        # KempnerForge reports 10,471 tokens/s for Llama-3-8B on one GPU, 4096 tokens per sample, full recomputation.
         replace(_H100, name="h200", memory_gib=139.8, memory_gigabytes_per_s=4800.0, matmul_efficiency=0.77),
         # AMD Instinct MI300X data sheet (2023): 1,307.4 TFLOPS bf16, 192 GB, 5.3 TB/s, 304 compute units, seven
-        # Infinity Fabric links of 128 GB/s both ways together. Products at about half the peak, attention at a third:
-        # AMD's ROCm blog, "Measuring Max-Achievable FLOPs" (2025), and its Megatron-LM results.
+        # Infinity Fabric links of 128 GB/s bidirectional. GEMMs reach about half the peak, attention a third: AMD's
+        # ROCm blog, "Measuring Max-Achievable FLOPs" (2025), and its Megatron-LM results.
         Device(
             name="mi300x",
             peak_tflops=1307.4,
@@ -262,40 +265,40 @@ DEVICES = {
         ),
     )
 }
-"""By name, SXM or OAM modules in nodes of 8."""
+"""Built-in devices by name: SXM or OAM modules, 8 per node."""
 
 _FILE_ENDS = (".yaml", ".yml", ".json")
 
 
 def is_file(name: str) -> bool:
-    """Whether device=<name> means a file."""
+    """Whether device=<name> is a file."""
     return name.endswith(_FILE_ENDS)
 
 
 def find_device(name: str) -> Device:
-    """The device of a name, or of a file that `megads calibrate` wrote.
+    """Returns the built-in device of this name, or reads a file written by `megads calibrate`.
 
     Raises:
-        ConfigError: there is none, or the file is none of a device.
+        ConfigError: the name is unknown, or the file does not describe a device.
     """
     if is_file(name):
         return read_device(Path(name))
     if name not in DEVICES:
         raise ConfigError(
-            f"device = {name}: must be auto, cpu, cuda, one of {', '.join(DEVICES)}, or a file that megads calibrate "
-            "wrote (.yaml)"
+            f"device = {name}: must be auto, cpu, cuda, one of {', '.join(DEVICES)}, or a file "
+            "written by megads calibrate (.yaml)"
         )
     return DEVICES[name]
 
 
 def shipped_device(gpu: str) -> str | None:
-    """The name in `DEVICES` of a GPU.
+    """The key in `DEVICES` of a GPU.
 
     Args:
-        gpu: as the driver names it: "NVIDIA H100 80GB HBM3".
+        gpu: the driver's name of the GPU, for example "NVIDIA H100 80GB HBM3".
 
     Returns:
-        None for one that is not among them, such as a PCIe card, which has other links, or a MIG slice.
+        None if the GPU is not in `DEVICES`, such as a PCIe card, whose links differ, or a MIG slice.
     """
     words = set(gpu.lower().replace("-", " ").split())
     if words & {"mig", "pcie", "nvl"}:
@@ -304,10 +307,10 @@ def shipped_device(gpu: str) -> str | None:
 
 
 def read_device(path: Path) -> Device:
-    """Reads a device from YAML: the attributes of `Device`, those of `like: <name>` where they are left out.
+    """Reads a device from YAML: the attributes of `Device`; `like: <name>` provides those that are left out.
 
     Raises:
-        ConfigError: the file cannot be read, or a value is none.
+        ConfigError: the file cannot be read, or a value is invalid.
     """
     try:
         found: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -320,17 +323,17 @@ def read_device(path: Path) -> Device:
 
 
 def device_from(found: Any, name: str) -> Device:
-    """A device from what a file holds.
+    """Builds a device from the content of a device file.
 
     Args:
-        found: attributes of `Device`, and `like`.
-        name: of the device, where it has none.
+        found: mapping with the attributes of `Device`, and optionally `like`.
+        name: name of the device if `found` has none.
 
     Raises:
-        ConfigError: an attribute is missing, unknown or none.
+        ConfigError: an attribute is missing, unknown or invalid.
     """
     if not isinstance(found, dict):
-        raise ConfigError("must hold the attributes of a device, as megads calibrate writes them")
+        raise ConfigError("must contain the attributes of a device, as written by megads calibrate")
     known = {field.name for field in fields(Device)}
     base: dict[str, Any] = {"name": name}
     if "like" in found:
@@ -341,7 +344,7 @@ def device_from(found: Any, name: str) -> Device:
     missing = sorted(_REQUIRED - (base | own).keys())
     if unknown or missing:
         what = f"unknown: {', '.join(unknown)}" if unknown else f"missing: {', '.join(missing)}"
-        raise ConfigError(f"{what}; megads calibrate writes such a file, like: h100 fills in the rest")
+        raise ConfigError(f"{what}; megads calibrate writes complete files, like: h100 fills in missing attributes")
     return Device(**(base | {key: _attribute(key, value) for key, value in own.items()}))
 
 
@@ -349,15 +352,15 @@ _ROWS = {
     "products": "m, n, k and TFLOPs",
     "input_products": "m, n, k and TFLOPs",
     "weight_products": "m, n, k and TFLOPs",
-    "attention_rates": "tokens a sample, TFLOPs forward and backward",
-    "alibi_attention_rates": "tokens a sample, TFLOPs forward and backward",
-    "repeatable_attention_rates": "features of a head, TFLOPs forward and backward",
-    "collectives": "a name, bytes of an element, microseconds of latency and GB/s",
-    "layout_costs": "a layout, microseconds of a block and nanoseconds of an element",
+    "attention_rates": "tokens per sample, TFLOPs forward and backward",
+    "alibi_attention_rates": "tokens per sample, TFLOPs forward and backward",
+    "repeatable_attention_rates": "head dim, TFLOPs forward and backward",
+    "collectives": "name, bytes per element, latency in microseconds and GB/s",
+    "layout_costs": "layout, microseconds per block and nanoseconds per element",
 }
-"""Attributes that are lists of rows, and what a row has."""
+"""Attributes that are lists of rows, and the columns of a row."""
 _NAMED = ("collectives", "layout_costs")
-"""Those whose rows begin with a name."""
+"""Attributes whose rows start with a name."""
 _OPTIONAL = ("fp32_tflops", "update_ns", "forward_costs", "backward_costs")
 """Attributes that may be null."""
 _MAY_BE_ZERO = ("step_us", "hidden_cost", "forward_launch_us", "backward_launch_us")
@@ -372,10 +375,10 @@ _REQUIRED = frozenset(
 
 
 def _attribute(key: str, value: Any) -> Any:
-    """A value as `Device` has it.
+    """Converts a YAML value to the type that `Device` expects.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the value is invalid.
     """
     if value is None and key in _OPTIONAL:
         return None
@@ -397,15 +400,15 @@ def _attribute(key: str, value: Any) -> Any:
 
 
 def _number(key: str, value: Any, *, zero: bool = False) -> Any:
-    """Raises ConfigError on what is no number above zero, or none from zero on."""
+    """Returns a positive number (or zero, if `zero`); raises ConfigError for anything else."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
     if not is_number or value < 0 or (value == 0 and not zero):
-        raise ConfigError(f"{key} = {value}: must be a number {'from 0 on' if zero else 'above 0'}")
+        raise ConfigError(f"{key} = {value}: must be a number {'of at least 0' if zero else 'above 0'}")
     return value
 
 
 def _rows(key: str, value: Any) -> tuple[Any, ...]:
-    """A list of measurements; raises ConfigError on rows that are none."""
+    """Converts a list of rows of measurements; raises ConfigError for invalid rows."""
     columns = _ROWS[key].replace(" and ", ", ").split(", ")
     if not isinstance(value, list) or any(not isinstance(row, list) or len(row) != len(columns) for row in value):
         raise ConfigError(f"{key} = {value}: must be a list of rows of {_ROWS[key]}")

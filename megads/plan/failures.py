@@ -1,7 +1,7 @@
-"""Published interruptions of training jobs by cause, as rates a GPU and hour, and what each kind of failure takes away.
+"""Published interruptions of training jobs by cause, as rates per GPU-hour, and what state each kind of failure loses.
 
-A rate is scaled by the number of GPUs: the time between failures falls as 1 / GPUs (arXiv 2410.21680, section III). Far
-beyond a source's own size it is an extrapolation.
+Rates scale with the number of GPUs: MTBF is proportional to 1 / GPUs (arXiv 2410.21680, section III). For jobs much
+larger than those of the source this is an extrapolation.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ HOUR_S = 3600.0
 
 
 class Sign(StrEnum):
-    """How a failure shows."""
+    """Symptom of a failure."""
 
     crash = "crash"
-    """A process or a node ends, or says that it cannot go on."""
+    """A process or node exits, or reports a fatal error."""
     hang = "hang"
-    """Nobody ends: a step that lasts too long is the sign."""
+    """No process exits; detected because a step takes too long."""
     silent = "silent"
-    """The step is computed, and wrong."""
+    """The step completes with a wrong result."""
 
 
 class Loss(StrEnum):
-    """What a failure takes away, and so where the state that the run goes on from must lie."""
+    """What a failure loses, which determines the checkpoints that the run can resume from."""
 
     process = "process"
-    """Ranks, which start again on the same node: checkpoints in its memory are there."""
+    """Ranks, which restart on the same node: checkpoints in its memory survive."""
     node = "node"
-    """A node, and what lies in its memory."""
+    """One node, including checkpoints in its memory."""
     nodes = "nodes"
-    """Several nodes at once, as those behind one switch: copies in each other's memory may be gone, too."""
+    """Several nodes at once, such as those behind one switch: their copies of each other's checkpoints may be lost."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class FailureCause:
     """Interruptions of one cause.
 
     Attributes:
-        name: as in the source.
-        count: interruptions in the source's period; also a fraction, where the source gives a rate.
-        sign: how they show.
-        loss: what they take away.
+        name: name of the cause in the source.
+        count: number of interruptions in the source's period; may be fractional if the source gives a rate.
+        sign: symptom of these failures.
+        loss: what these failures lose.
     """
 
     name: str
@@ -53,7 +53,7 @@ class FailureCause:
 
     @property
     def loses_node(self) -> bool:
-        """Whether a node is not used any more."""
+        """Whether at least one node has to be replaced."""
         return self.loss is not Loss.process
 
 
@@ -62,11 +62,11 @@ class FailureTable:
     """A published table of failures.
 
     Attributes:
-        title: where it was published.
-        gpu_hours: GPU hours in which the interruptions were counted.
-        gpus: of the jobs they were counted on.
-        causes: the rows.
-        remark: what the figures are not.
+        title: source of the table.
+        gpu_hours: GPU-hours in which the interruptions were counted.
+        gpus: number of GPUs of the observed jobs.
+        causes: rows of the table.
+        remark: limitations of the figures.
     """
 
     title: str
@@ -77,19 +77,19 @@ class FailureTable:
 
     @property
     def interruptions(self) -> float:
-        """Of all causes."""
+        """Number of interruptions of all causes."""
         return sum(cause.count for cause in self.causes)
 
     def per_second(self, cause: FailureCause, gpus: float) -> float:
-        """Interruptions a second of one cause on so many GPUs."""
+        """Failure rate of one cause on `gpus` GPUs, in interruptions per second."""
         return cause.count / self.gpu_hours * gpus / HOUR_S
 
     def mean_time_between_s(self, gpus: float) -> float:
-        """Seconds between two interruptions of any cause on so many GPUs."""
+        """MTBF over all causes on `gpus` GPUs, in seconds."""
         return self.gpu_hours * HOUR_S / (self.interruptions * gpus)
 
 
-# The paper gives counts; signs and losses are megads' reading of them.
+# The paper gives counts; symptoms and losses are megads' interpretation.
 LLAMA3 = FailureTable(
     "The Llama 3 Herd of Models (arXiv 2407.21783), Table 5: 54 days of 405B on 16,384 H100",
     gpu_hours=16_384 * 54 * 24,
@@ -116,8 +116,8 @@ LLAMA3 = FailureTable(
     ),
 )
 
-# Exposure: the row of NVLink errors has 54 failures x 800 GPUs x 868.1 minutes, 30.25% of the GPU time of all jobs that
-# failed. The rows of jobs of a few GPUs (connection errors, the scripts' own errors) say nothing about large jobs.
+# Exposure: the NVLink error row has 54 failures x 800 GPUs x 868.1 minutes, 30.25% of the GPU time of all failed jobs.
+# Rows of jobs with few GPUs (connection errors, errors of the scripts) are left out: they do not apply to large jobs.
 ACME = FailureTable(
     "Characterization of Large Language Model Development in the Datacenter (Hu et al., NSDI 2024, arXiv 2403.07648), "
     "Table 3: infrastructure failures of six months on A100",
@@ -133,8 +133,8 @@ ACME = FailureTable(
         FailureCause("NCCL timeout", 6, Sign.hang, Loss.process),
         FailureCause("NCCL remote error", 3, loss=Loss.process),
     ),
-    # Written down from memory, and no copy of the paper was at hand to compare it with.
-    remark="counted per GPU hour of the jobs that failed, so the rates are upper bounds; not compared with the paper",
+    # Written from memory; no copy of the paper was available to check the figures.
+    remark="counted per GPU-hour of failed jobs, so the rates are upper bounds; not checked against the paper",
 )
 
 RSC1 = FailureTable(
@@ -143,7 +143,7 @@ RSC1 = FailureTable(
     gpu_hours=1000 * 8 * 24,
     gpus=16_000,
     causes=(FailureCause("any hardware", 6.50),),
-    remark="not told apart by cause",
+    remark="not broken down by cause",
 )
 
 RSC2 = FailureTable(
@@ -152,8 +152,8 @@ RSC2 = FailureTable(
     gpu_hours=1000 * 8 * 24,
     gpus=8_000,
     causes=(FailureCause("any hardware", 2.34),),
-    remark="not told apart by cause",
+    remark="not broken down by cause",
 )
 
 TABLES: Mapping[str, FailureTable] = {"llama3": LLAMA3, "acme": ACME, "rsc1": RSC1, "rsc2": RSC2}
-"""By the name that `megads plan` gives them."""
+"""Failure tables by the name used in `megads plan`."""

@@ -1,8 +1,8 @@
-"""The quickest layouts of a model on so many devices: every candidate by a bound, the promising ones exactly.
+"""Branch-and-bound search for the fastest layouts of a model on a number of devices.
 
-A candidate's bound is below its step time (work of the busiest rank and the least bubble of its schedule) and below its
-memory (weights, gradients, optimizer state, and what no pass can do without). Candidates are examined in the order of
-their time bounds, exactly in time and memory, until no bound is below the worst of the best found.
+Every candidate gets lower bounds of its step time (compute of the busiest rank and the smallest bubble of its schedule)
+and of its memory (weights, gradients, optimizer state and the activations that every pass needs). Candidates are
+evaluated exactly in the order of their time bounds, until no bound is below the step time of the worst result kept.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from megads.plan.step_estimate import JITTER, StepEstimate, StepModel, StepShape
 _VIRTUAL = (2, 4, 8)
 _MICRO_BATCH_SIZES = (1, 2, 4, 8)
 _V_SHAPED_RANKS = 8
-"""Pipeline ranks up to which schedules in the shape of a V are candidates; beyond, finding an order takes seconds."""
+"""Maximum pipeline size for V-shaped schedules (ZB-V, DualPipeV); above it, generating a schedule takes seconds."""
 
 
 @dataclass(frozen=True)
 class LayoutCandidate:
-    """A layout to examine.
+    """A layout to evaluate.
 
     Attributes:
         parallel: the layout.
-        micro_batch_size: samples of a pass.
-        micro_batches: passes of a data-parallel rank.
-        bound_s: seconds below its step's.
-        bound_bytes: below its memory.
+        micro_batch_size: samples per micro-batch.
+        micro_batches: micro-batches per step and data-parallel rank.
+        bound_s: lower bound of the step time in seconds.
+        bound_bytes: lower bound of the memory per device.
     """
 
     parallel: ParallelConfig
@@ -49,13 +49,13 @@ class LayoutCandidate:
 
 @dataclass(frozen=True)
 class Examined:
-    """A candidate with exact figures.
+    """A candidate with its exact estimates.
 
     Attributes:
-        candidate: that was examined.
-        refused: why there is no such layout; empty where there is.
-        memory_bytes: of the fullest device.
-        estimate: of the step; None where it was refused.
+        candidate: the evaluated candidate.
+        refused: reason why the layout is invalid; empty if it is valid.
+        memory_bytes: peak memory of the device that needs most.
+        estimate: step estimate; None if the layout is invalid.
     """
 
     candidate: LayoutCandidate
@@ -70,19 +70,19 @@ class Examined:
 
 @dataclass(frozen=True)
 class Question:
-    """What is searched.
+    """Inputs of a layout search.
 
     Attributes:
-        model: the model's shape.
-        parallel: what candidates have beside what is searched: the rank order, bucket size and so on.
-        seq_len: tokens a sample.
-        batch: samples of a step.
-        devices: to be used, all of them.
-        device: of a rank.
-        width: bytes of an element.
-        memory_bytes: that a device has.
-        network: between nodes.
-        execution: the trainer's ways.
+        model: model config.
+        parallel: settings that are not searched, such as rank order and bucket size.
+        seq_len: tokens per sample.
+        batch: global batch size in samples.
+        devices: number of devices; a layout must use all of them.
+        device: device of each rank.
+        width: bytes per element of weights and activations.
+        memory_bytes: memory per device.
+        network: network between nodes.
+        execution: execution strategy of the trainer.
     """
 
     model: ModelConfig
@@ -102,7 +102,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def layouts(asked: Question) -> Iterator[LayoutCandidate]:
-    """Every candidate that divides the devices and the batch, without bounds."""
+    """Yields every candidate that evenly divides devices and batch, without bounds."""
     model, most_tp = asked.model, 2 * asked.device.ranks_per_node
     for tp in (n for n in _divisors(asked.devices) if n <= most_tp and model.kv_heads % n == 0):
         for cp in (
@@ -110,11 +110,11 @@ def layouts(asked: Question) -> Iterator[LayoutCandidate]:
         ):
             for pp in (n for n in _divisors(asked.devices // (tp * cp)) if n <= model.num_layers + 2):
                 dp = asked.devices // (tp * cp * pp)
-                yield from _of_grid(asked, tp, cp, pp, dp)
+                yield from _grid_candidates(asked, tp, cp, pp, dp)
 
 
-def _of_grid(asked: Question, tp: int, cp: int, pp: int, dp: int) -> Iterator[LayoutCandidate]:
-    """Candidates of one grid: schedules, sequence parallelism, micro-batches, recomputation, ZeRO."""
+def _grid_candidates(asked: Question, tp: int, cp: int, pp: int, dp: int) -> Iterator[LayoutCandidate]:
+    """Candidates of one process grid: schedule, sequence parallelism, micro-batch size, recomputation, ZeRO stage."""
     shards = [replace(asked.parallel, zero_stage=1, zero_shard_size=None)]
     if pp == 1 and cp * dp > 1:
         shards += [replace(shards[0], zero_stage=stage) for stage in GRADIENT_STAGES]
@@ -153,7 +153,7 @@ def _of_grid(asked: Question, tp: int, cp: int, pp: int, dp: int) -> Iterator[La
 
 
 class Bounds:
-    """Bounds of candidates; what several share is computed once."""
+    """Computes lower bounds of candidates; layer costs that candidates share are cached."""
 
     def __init__(self, asked: Question) -> None:
         self._asked = asked
@@ -163,32 +163,32 @@ class Bounds:
         self._vocabulary = model.vocabulary * model.hidden_size
 
     def of(self, candidate: LayoutCandidate) -> LayoutCandidate:
-        """The candidate with its bounds."""
+        """Returns the candidate with its bounds filled in."""
         parallel, asked = candidate.parallel, self._asked
         tokens = candidate.micro_batch_size * asked.seq_len // parallel.cp
         split = parallel.schedule in (ScheduleName.zb_h1, ScheduleName.zb_v, ScheduleName.dualpipe_v)
         key = (parallel.tp, parallel.cp, parallel.sequence_parallel, candidate.micro_batch_size, split)
         block, head = self._costs((*key, parallel.recompute), parallel, tokens)
         blocks = ceil(asked.model.num_layers / parallel.pp)
-        of_block, of_head = _passes(block), _passes(head)
+        of_block, of_head = _pass_seconds(block), _pass_seconds(head)
         work = candidate.micro_batches * (blocks * of_block + of_head / parallel.pp)
         idle = (parallel.pp - 1) * blocks * of_block / (3.0 if split else 1.0) / (parallel.virtual_stages or 1)
         idle = 0.0 if parallel.schedule in (ScheduleName.zb_v, ScheduleName.dualpipe_v) else idle
         shards = parallel.shard_size
         held = (asked.model.num_layers * self._block + self._vocabulary) / parallel.pp / parallel.tp
-        low, sums = float(asked.width), 4.0
+        low, main_grad = float(asked.width), 4.0
         if parallel.zero_stage in GRADIENT_STAGES:
-            sums = 4.0 / shards
+            main_grad = 4.0 / shards
             low = low / shards if parallel.zero_stage == 3 else low
-        state = held * (low + sums + 12.0 / (shards if parallel.zero_stage else 1))
+        state = held * (low + main_grad + 12.0 / (shards if parallel.zero_stage else 1))
         waiting = min(candidate.micro_batches, parallel.pp) * blocks
-        kept = waiting * tokens * asked.width * self._kept(parallel)
-        late = 1 + JITTER * sqrt(2 * log(asked.devices))
-        seconds = (work + idle + self._data_parallel(candidate, held)) * late
+        kept = waiting * tokens * asked.width * self._kept_elements(parallel)
+        straggling = 1 + JITTER * sqrt(2 * log(asked.devices))
+        seconds = (work + idle + self._data_parallel(candidate, held)) * straggling
         return replace(candidate, bound_s=seconds, bound_bytes=state + kept)
 
     def _data_parallel(self, candidate: LayoutCandidate, held: float) -> float:
-        """Seconds of the collectives over data parallelism that nothing hides; of `held` elements of a rank."""
+        """Exposed seconds of data-parallel collectives for `held` parameters per rank."""
         asked, parallel = self._asked, candidate.parallel
         group = group_of(parallel, ("cp", "dp"), asked.device.ranks_per_node, asked.network)
         if parallel.zero_stage in GRADIENT_STAGES:
@@ -196,11 +196,11 @@ class Bounds:
                 return 0.0
             reduced = reduce_scatter(asked.device, group, held * asked.execution.gradient_bytes)
             return candidate.micro_batches * reduced
-        hidden = parallel.zero_stage == 0 or asked.execution.overlap_gather
+        hidden = parallel.zero_stage == 0 or asked.execution.overlap_param_gather
         return 0.0 if hidden else all_gather(asked.device, group, held * asked.width)
 
-    def _kept(self, parallel: ParallelConfig) -> float:
-        """Elements of a token that a block keeps at least: inputs of its products and norms, or its own alone."""
+    def _kept_elements(self, parallel: ParallelConfig) -> float:
+        """Fewest elements per token that a block keeps: inputs of GEMMs and norms, or only its own input."""
         model, cut = self._asked.model, parallel.tp if parallel.sequence_parallel else 1
         if parallel.recompute is Recompute.full:
             return model.hidden_size / cut
@@ -228,7 +228,7 @@ class Bounds:
         return found
 
 
-def _passes(layer: LayerSeconds) -> float:
+def _pass_seconds(layer: LayerSeconds) -> float:
     return total(layer.forward) + total(layer.backward_input) + total(layer.backward_weight)
 
 
@@ -237,15 +237,15 @@ Examine = Callable[[LayoutCandidate], Examined]
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found.
+    """Result of a layout search.
 
     Attributes:
-        best: the quickest that fit, in order.
-        unfit: quicker ones, by their bounds, that were examined and do not fit.
-        considered: candidates.
-        pruned: of these, how many cannot fit by their bounds.
-        examined: how many were examined exactly.
-        complete: whether no other can be quicker; False where the time was up.
+        best: fastest layouts that fit into memory, fastest first.
+        unfit: evaluated layouts that are fast by their bounds but do not fit into memory.
+        considered: number of candidates.
+        pruned: number of candidates whose memory bound exceeds the device's memory.
+        examined: number of candidates that were evaluated exactly.
+        complete: whether no other layout can be faster; False if the time limit was reached.
     """
 
     best: tuple[Examined, ...]
@@ -257,13 +257,13 @@ class Found:
 
 
 def search(asked: Question, examine: Examine, most: int = 10, limit_s: float = 10.0) -> Found:
-    """The quickest layouts.
+    """Searches for the fastest layouts.
 
     Args:
-        asked: the question.
-        examine: gives a candidate its exact figures, or says why there is no such layout.
-        most: layouts to return.
-        limit_s: seconds after which what was found has to do.
+        asked: inputs of the search.
+        examine: evaluates a candidate exactly, or returns why it is invalid.
+        most: maximum number of layouts to return.
+        limit_s: time limit in seconds, after which the search returns what it has found.
     """
     bounds = Bounds(asked)
     every = [bounds.of(candidate) for candidate in layouts(asked)]
@@ -289,13 +289,13 @@ def search(asked: Question, examine: Examine, most: int = 10, limit_s: float = 1
 
 
 def step_model(asked: Question, candidate: LayoutCandidate) -> StepModel:
-    """The exact step of a candidate."""
+    """The step model of a candidate."""
     shape = StepShape(asked.seq_len, candidate.micro_batch_size, candidate.micro_batches, asked.width)
     return StepModel(asked.model, candidate.parallel, shape, asked.device, asked.network, asked.execution)
 
 
 def neighbours(asked: Question, winner: LayoutCandidate) -> list[tuple[str, LayoutCandidate]]:
-    """What people would try instead of the winner, one change each, with what it is."""
+    """Layouts that differ from the winner in one setting, each with a description of the change."""
     own, found = winner.parallel, list[tuple[str, LayoutCandidate]]()
 
     def add(what: str, size: int = winner.micro_batch_size, **changes: Any) -> None:

@@ -1,8 +1,8 @@
-"""The life of a run on a cluster: failures, detection, restarts and saves, simulated event by event, many at once.
+"""Discrete-event simulation of a run's lifetime on a cluster: failures, detection, restarts and checkpoints.
 
-Failures are a Poisson process of the wall time, drawn before anything else: two plans with the same seed meet the same
-failures, and their difference is the plan's. Between two failures everything is arithmetic on whole runs, so a month at
-16,384 GPUs (some 230 failures a run, 64 runs) takes a fraction of a second.
+Failures are a Poisson process in wall time and are sampled independently of the plan: two plans with the same seed see
+the same failures, so their results differ only because of the plan. Time between two failures is computed in closed
+form for all runs at once, so a month at 16,384 GPUs (some 230 failures per run, 64 runs) takes a fraction of a second.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from megads.plan.failures import HOUR_S, FailureCause, FailureTable, Loss, Sign
 FloatArray = NDArray[np.float64]
 DAY_S = 24 * HOUR_S
 _DEFAULT_INTERVAL_S = HOUR_S
-"""Between saves that no failure of the table needs."""
+"""Checkpoint interval for a tier that no failure of the table needs."""
 _LEAST_INTERVAL_S = 1.0
-"""Between saves that cost nothing."""
+"""Minimum checkpoint interval, for saves that cost nothing."""
 _GRID = np.geomspace(0.25, 4.0, 17)
-"""Intervals that are tried, in those of the formula."""
+"""Intervals to try, as multiples of the formula's interval."""
 
 
 class Spent(IntEnum):
-    """What a failure costs, in the order in which it is paid."""
+    """Components of the time lost to a failure, in chronological order; lost work last."""
 
     detect = 0
     wait = 1
@@ -40,13 +40,13 @@ class Spent(IntEnum):
 
 @dataclass(frozen=True)
 class SaveTier:
-    """Saves into one place.
+    """Checkpoint costs of one storage tier.
 
     Attributes:
-        every_s: training between two saves.
-        stall_s: the steps wait so long for each.
-        write_s: from then until the state survives a failure.
-        load_s: a start takes so long to read one.
+        every_s: training time between two saves.
+        stall_s: time that each save blocks training.
+        write_s: time from the end of the stall until the checkpoint survives a failure.
+        load_s: time to load a checkpoint at a restart.
     """
 
     every_s: float
@@ -57,22 +57,22 @@ class SaveTier:
 
 @dataclass(frozen=True)
 class Life:
-    """A run on a cluster; all times in seconds.
+    """A run on a cluster; all times in seconds unless stated otherwise.
 
     Attributes:
-        table: what fails how often.
-        gpus: that the run needs, all of them.
-        days: of wall time.
-        disk: saves that survive everything.
-        memory: saves in the memory of the nodes; None without.
-        copies: each node's saves in memory lie on another node, too, and survive the loss of one.
-        crash_s: from a failure to its detection, where something ends.
-        hang_s: where nothing ends.
-        silent_s: where nothing shows; what is computed meanwhile counts as lost, and no save of it is used.
-        restart_s: from there to the load of the state.
-        spares: idle nodes.
-        replace_s: until another node is there when no spare is.
-        repair_s: mean time until a broken node is a spare one again.
+        table: failure rates by cause.
+        gpus: number of GPUs, all of which the run needs.
+        days: wall time in days.
+        disk: checkpoints on disk, which survive every failure.
+        memory: local checkpoints, in node memory; None if there are none.
+        copies: whether each node's local checkpoints are replicated on another node and survive the loss of one.
+        crash_s: detection time of a crash.
+        hang_s: detection time of a hang.
+        silent_s: detection time of silent corruption; work done meanwhile is lost, and its checkpoints are not used.
+        restart_s: time from detection, or from the arrival of a replacement node, to the load of the checkpoint.
+        spares: number of spare nodes.
+        replace_s: time to get a replacement node when no spare is available.
+        repair_s: mean time until a failed node is repaired and becomes a spare.
     """
 
     table: FailureTable
@@ -91,26 +91,26 @@ class Life:
 
     @property
     def horizon_s(self) -> float:
-        """The simulated time."""
+        """Simulated wall time."""
         return self.days * DAY_S
 
     @property
     def mean_time_between_s(self) -> float:
-        """Between two failures of any cause."""
+        """MTBF over all causes."""
         return self.table.mean_time_between_s(self.gpus)
 
     def detection_s(self, cause: FailureCause) -> float:
-        """Until a failure of this cause is noticed."""
+        """Detection time of a failure of this cause."""
         return {Sign.crash: self.crash_s, Sign.hang: self.hang_s, Sign.silent: self.silent_s}[cause.sign]
 
     def survives_in_memory(self, cause: FailureCause) -> bool:
-        """Whether the run goes on from a save in memory after a failure of this cause."""
+        """Whether the run can resume from a local checkpoint after a failure of this cause."""
         if self.memory is None or cause.sign is Sign.silent:
             return False
         return cause.loss is Loss.process or (self.copies and cause.loss is Loss.node)
 
     def needs(self, *, memory: bool) -> float:
-        """Seconds between two failures after which a save in memory, or on disk, is what remains; infinite if none."""
+        """MTBF of the failures that a tier (memory or disk) recovers from; infinite if there are none."""
         rate = sum(
             self.table.per_second(cause, self.gpus)
             for cause in self.table.causes
@@ -119,12 +119,12 @@ class Life:
         return 1 / rate if rate else math.inf
 
     def expected_failures(self, cause: FailureCause) -> float:
-        """Mean number in the simulated time."""
+        """Expected number of failures of this cause in the simulated time."""
         return self.table.per_second(cause, self.gpus) * self.horizon_s
 
 
 def formula_interval(life: Life, *, memory: bool = False) -> float:
-    """Daly's interval for the failures that a tier is there for, at least as long as a save takes to be written."""
+    """Daly's interval for the failures that a tier recovers from; at least the time to write a checkpoint."""
     tier = life.memory if memory else life.disk
     assert tier is not None
     mean = life.needs(memory=memory)
@@ -135,13 +135,13 @@ def formula_interval(life: Life, *, memory: bool = False) -> float:
 
 @dataclass(frozen=True)
 class LifeResult:
-    """What simulated runs came to.
+    """Results of the simulated runs.
 
     Attributes:
-        shares: training that counts over wall time, of each run.
-        failures: of each cause, mean of the runs.
-        seconds: [what it was spent on, cause], mean of the runs.
-        stall_s: waited for saves, mean of the runs.
+        shares: goodput (useful training time over wall time) of each run.
+        failures: number of failures by cause, mean over runs.
+        seconds: lost seconds, [`Spent`, cause], mean over runs.
+        stall_s: seconds that saves blocked training, mean over runs.
     """
 
     shares: FloatArray
@@ -151,28 +151,28 @@ class LifeResult:
 
     @property
     def share(self) -> float:
-        """Effective share, mean of the runs."""
+        """Goodput, mean over runs."""
         return float(self.shares.mean())
 
     @property
     def confidence(self) -> float:
-        """Half of the 95% confidence interval of that mean."""
+        """Half-width of the 95% confidence interval of the mean goodput."""
         return float(1.96 * self.shares.std(ddof=1) / math.sqrt(len(self.shares)))
 
     @property
     def range(self) -> tuple[float, float]:
-        """Where 95% of single runs lie."""
+        """Interval that contains the goodput of 95% of the runs."""
         low, high = np.quantile(self.shares, [0.025, 0.975])
         return float(low), float(high)
 
 
 def simulate(life: Life, runs: int, seed: int) -> LifeResult:
-    """Simulates so many runs of the whole time.
+    """Simulates `runs` runs over the full wall time.
 
     Args:
         life: the run and its cluster.
-        runs: at least 2.
-        seed: of the failures.
+        runs: number of simulated runs, at least 2.
+        seed: random seed of the failures.
     """
     clock = _RunClock(life, runs)
     for times, causes, repairs in _failures(life, runs, seed):
@@ -183,7 +183,7 @@ def simulate(life: Life, runs: int, seed: int) -> LifeResult:
 
 
 def _failures(life: Life, runs: int, seed: int) -> Iterator[tuple[FloatArray, NDArray[np.int64], FloatArray]]:
-    """Yields the time, cause and repair of the next failure of every run until the time of all is over."""
+    """Yields time, cause and repair time of every run's next failure, until all runs are past the simulated time."""
     draw = np.random.default_rng(seed)
     rates = np.array([life.table.per_second(cause, life.gpus) for cause in life.table.causes])
     now = np.zeros(runs)
@@ -194,7 +194,7 @@ def _failures(life: Life, runs: int, seed: int) -> Iterator[tuple[FloatArray, ND
 
 
 class _RunClock:
-    """Simulated runs side by side; positions are seconds of training that count."""
+    """State of all simulated runs; positions are seconds of useful training."""
 
     def __init__(self, life: Life, runs: int) -> None:
         causes = life.table.causes
@@ -213,7 +213,7 @@ class _RunClock:
         self.stall_s = 0.0
 
     def advance(self, until: FloatArray) -> None:
-        """Goes on to these times: first what is left of the last failure, then training."""
+        """Advances to these times: first the remaining downtime of the last failure, then training."""
         left = until - self._now
         for part in range(len(self._down)):
             used = np.minimum(self._down[part], left)
@@ -224,9 +224,9 @@ class _RunClock:
         self._now = until
 
     def _train(self, seconds: FloatArray) -> None:
-        """Trains and saves; of saves in memory only their share of the time is counted, as each stall is short."""
+        """Trains and saves. Stalls of local saves are short and are modelled as a uniform slowdown."""
         disk, memory, speed = self._life.disk, self._life.memory, self._speed
-        # Rounding must not put a position that is a save before it.
+        # Rounding must not move a position exactly at a save to before it.
         base = np.floor(self.done / disk.every_s + 1e-9) * disk.every_s
         since_save = np.maximum(self.done - base, 0.0)
         cycle = disk.every_s / speed + disk.stall_s
@@ -242,7 +242,7 @@ class _RunClock:
             self._in_memory = np.maximum(self._in_memory, np.minimum(kept, self.done))
 
     def fail(self, struck: NDArray[np.int64], causes: NDArray[np.int64], repairs: FloatArray) -> None:
-        """Takes these runs back to what is left, and notes what they must wait for."""
+        """Rolls these runs back to their latest usable checkpoint and records their downtime."""
         life, done = self._life, self.done[struck]
         in_memory = self._from_memory[causes] & (self._in_memory[struck] >= self._on_disk[struck])
         position = np.where(in_memory, self._in_memory[struck], self._on_disk[struck])
@@ -258,7 +258,7 @@ class _RunClock:
     def _replacement(
         self, struck: NDArray[np.int64], causes: NDArray[np.int64], known: FloatArray, repairs: FloatArray
     ) -> FloatArray:
-        """Seconds until lost nodes have a successor: the spare that is ready first, or one from elsewhere."""
+        """Seconds until lost nodes are replaced, by the first available spare or by a newly provisioned node."""
         lost = self._loses_node[causes]
         wait = np.where(lost, self._life.replace_s, 0.0)
         if self._life.spares:
@@ -272,13 +272,13 @@ class _RunClock:
 
 @dataclass(frozen=True)
 class Optimum:
-    """The interval of saves on disk under which simulated runs train most.
+    """Disk checkpoint interval with the highest simulated goodput.
 
     Attributes:
-        every_s: of these saves.
-        share: effective share there.
-        low_s: shortest interval that was tried whose share is within 0.1% of it.
-        high_s: longest.
+        every_s: the interval.
+        share: goodput at this interval.
+        low_s: shortest interval that was tried whose goodput is within 0.1 percentage points of the best one tried.
+        high_s: longest such interval.
     """
 
     every_s: float
@@ -288,10 +288,10 @@ class Optimum:
 
 
 def optimal_interval(life: Life, runs: int, seed: int) -> Optimum:
-    """Finds the best interval of saves on disk by simulation, around that of the formula.
+    """Finds the best disk checkpoint interval by simulation, around the formula's interval.
 
-    The same failures strike every interval; a parabola through the shares over the logarithm of the interval smooths
-    what is left of chance.
+    Every interval sees the same failures. A parabola fitted to goodput over the logarithm of the interval smooths the
+    remaining noise.
     """
     tried = np.unique(np.maximum(_GRID * formula_interval(life), life.disk.write_s))
     shares = np.array([simulate(_saving_every(life, every), runs, seed).share for every in tried.tolist()])
@@ -309,12 +309,12 @@ def optimal_interval(life: Life, runs: int, seed: int) -> Optimum:
 
 
 def _saving_every(life: Life, every_s: float) -> Life:
-    """One save is written at a time."""
+    """The run with this disk interval, but at least the write time: only one save is written at a time."""
     return replace(life, disk=replace(life.disk, every_s=max(every_s, life.disk.write_s)))
 
 
 def sensitivity(life: Life, runs: int, seed: int) -> list[tuple[str, float]]:
-    """Effective share that is gained where one thing is halved, the most helpful first."""
+    """Goodput gained by halving one parameter at a time, largest gain first."""
     before = simulate(life, runs, seed).share
     gains = [(name, simulate(halved, runs, seed).share - before) for name, halved in _halved(life)]
     return sorted(gains, key=lambda item: -item[1])
@@ -329,11 +329,11 @@ def _halved(life: Life) -> Sequence[tuple[str, Life]]:
         ("restart", replace(life, restart_s=life.restart_s / 2)),
         ("load", replace(life, disk=loads[0], memory=loads[1])),
         ("waiting for a node", replace(life, replace_s=life.replace_s / 2, repair_s=life.repair_s / 2)),
-        ("interval of saves on disk", _saving_every(life, disk.every_s / 2)),
-        ("stall of a save on disk", replace(life, disk=replace(disk, stall_s=disk.stall_s / 2))),
-        ("time to write a save to disk", replace(life, disk=replace(disk, write_s=disk.write_s / 2))),
-        ("rate of failures", replace(life, table=replace(life.table, gpu_hours=2 * life.table.gpu_hours))),
+        ("disk checkpoint interval", _saving_every(life, disk.every_s / 2)),
+        ("disk checkpoint stall", replace(life, disk=replace(disk, stall_s=disk.stall_s / 2))),
+        ("disk checkpoint write time", replace(life, disk=replace(disk, write_s=disk.write_s / 2))),
+        ("failure rate", replace(life, table=replace(life.table, gpu_hours=2 * life.table.gpu_hours))),
     ]
     if memory is not None:
-        found.append(("interval of saves in memory", replace(life, memory=replace(memory, every_s=memory.every_s / 2))))
+        found.append(("local checkpoint interval", replace(life, memory=replace(memory, every_s=memory.every_s / 2))))
     return found

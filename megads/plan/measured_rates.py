@@ -1,8 +1,8 @@
-"""Rates of operators between those that were measured: a sum of costs, corrected by the measurements nearby.
+"""Interpolation of measured operator rates: a linear cost model, corrected by nearby measurements.
 
-The time of a matrix product [m, k] x [k, n] is c0 + c1 mnk + c2 mk + c3 nk + c4 mn: a call, multiply-adds, and what is
-read, packed and written of the three matrices. The coefficients are the least squares of relative errors, none
-negative; what they leave of a measurement goes to the shapes around it, the nearer in octaves the more.
+The time of a GEMM [m, k] x [k, n] is c0 + c1 mnk + c2 mk + c3 nk + c4 mn: call overhead, multiply-adds, and reading,
+packing and writing of the three matrices. The coefficients are a non-negative least-squares fit of the relative errors.
+The residuals of nearby measurements correct the prediction, weighted by their distance in octaves.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     import numpy as np
 
 MeasuredProduct = tuple[int, int, int, float]
-"""m, n, k, TFLOPs."""
+"""(m, n, k, TFLOPs)."""
 _NEIGHBOURS = 6
 _NEAR = 0.1
-"""Octaves within which measurements count alike."""
+"""Distance in octaves below which measurements have nearly the same weight."""
 
 
 def non_negative(features: np.ndarray, values: np.ndarray, scale_by: np.ndarray) -> list[float]:
-    """Coefficients, none below zero, of the least squares of errors relative to something.
+    """Non-negative least squares with scaled errors; returns the coefficients.
 
     Args:
-        features: [measurements, coefficients].
-        values: [measurements], that the features are to add up to.
-        scale_by: [measurements], above zero: what an error is measured by.
+        features: design matrix, [measurements, coefficients].
+        values: target values, [measurements].
+        scale_by: positive divisors of the errors, [measurements].
     """
     import numpy as np
 
@@ -37,7 +37,7 @@ def non_negative(features: np.ndarray, values: np.ndarray, scale_by: np.ndarray)
     scale = features.max(axis=0)
     scaled, wanted = features / np.where(scale > 0, scale, 1.0) / scale_by[:, None], values / scale_by
     best = (float("inf"), [0.0] * count)
-    # Few coefficients: the best of all subsets of which none comes out negative.
+    # There are few coefficients, so all subsets are tried; the best one without a negative coefficient is used.
     for size in range(1, count + 1):
         for chosen in itertools.combinations(range(count), size):
             solution = np.linalg.lstsq(scaled[:, chosen], wanted, rcond=None)[0]
@@ -62,36 +62,36 @@ def _coefficients(products: tuple[MeasuredProduct, ...]) -> tuple[float, ...]:
     return tuple(non_negative(np.array([_terms(m, n, k) for m, n, k, _ in products]), times, times))
 
 
-def _summed(products: tuple[MeasuredProduct, ...], m: float, n: float, k: float) -> float:
+def _predicted(products: tuple[MeasuredProduct, ...], m: float, n: float, k: float) -> float:
     return sum(c * term for c, term in zip(_coefficients(products), _terms(m, n, k), strict=True))
 
 
 @lru_cache(maxsize=4096)
 def product_seconds(products: tuple[MeasuredProduct, ...], m: float, n: float, k: float) -> float:
-    """Seconds of a product.
+    """Seconds of a GEMM.
 
     Args:
-        products: measured ones; with fewer than there are coefficients only the nearest counts.
-        m, n, k: its dimensions.
+        products: measured GEMMs; if there are no more than coefficients, only the nearest one is used.
+        m, n, k: dimensions of the GEMM.
     """
     few = len(products) <= len(_terms(1, 1, 1))
     left = []
     for a, b, c, rate in products:
         seconds = 2 * a * b * c / rate / 1e12
-        expected = 2 * a * b * c / 1e12 if few else _summed(products, a, b, c)
+        expected = 2 * a * b * c / 1e12 if few else _predicted(products, a, b, c)
         left.append((abs(log2(m / a)) + abs(log2(n / b)) + abs(log2(k / c)), log(seconds / expected)))
     near = sorted(left)[: 1 if few else _NEIGHBOURS]
     shares = [(distance + _NEAR) ** -2 for distance, _ in near]
     correction = exp(sum(share * value for share, (_, value) in zip(shares, near, strict=True)) / sum(shares))
-    return correction * (2 * m * n * k / 1e12 if few else _summed(products, m, n, k))
+    return correction * (2 * m * n * k / 1e12 if few else _predicted(products, m, n, k))
 
 
 def between(points: Sequence[tuple[float, float]], place: float) -> float:
-    """A value between measured ones, straight in logarithms; beyond them the last one.
+    """Log-log linear interpolation between measured points; constant outside their range.
 
     Args:
-        points: places in order, and values, all above zero.
-        place: above zero.
+        points: (x, value) pairs in ascending order of x, all positive.
+        place: x at which to interpolate, positive.
     """
     if place <= points[0][0]:
         return points[0][1]

@@ -1,19 +1,19 @@
-"""Memory of every rank before anything is allocated.
+"""Memory estimate of every rank, before anything is allocated.
 
 Weights, gradients and optimizer state are exact: they follow from shapes, layout and the engine's flat buffers.
-Activations and temporaries follow from `megads.plan.activations`; tests compare the sum with what torch's allocator
-counts over real steps. docs/memory.md has the table.
+Activations and temporaries come from `megads.plan.activations`; tests compare the total with PyTorch's allocator over
+real steps. docs/memory.md has the table.
 
-Activations of a plugin's block are not modelled: they count as those of the built-in block of the same sizes.
-Not counted: the interpreter and its libraries (`megads.runtime.machine_memory` adds them), scratch space inside
-kernels, fragmentation of the heap. What CUDA, cuBLAS and NCCL take of a GPU is apart, in `beside_tensors`.
+Activations of a plugin's block are not modelled: they are counted as those of a built-in block of the same sizes.
+Not counted: the interpreter and its libraries (`megads.runtime.machine_memory` adds them), workspace inside kernels,
+and heap fragmentation. GPU memory of CUDA, cuBLAS and NCCL is listed separately, in `non_tensor_memory`.
 
-NCCL makes a communicator when its ranks first use it, and allocates buffers for every channel and every neighbour: at
-the receiving end one for each of its three protocols, at the sending end a page for pointers (src/transport/p2p.cc; the
-sizes are NCCL's defaults in src/init.cc and src/include/device.h, NCCL 2.28). Every allocation takes whole pages of 2
-MiB. How many channels there are follows from the machine: the figures here are those of GPUs that a switch of NVLink
-connects, the most that a communicator takes; between nodes there are fewer. None has been measured yet:
-`scripts/bench/gpu.sh --stage memory` measures all of them.
+NCCL creates a communicator when its ranks first use it, and allocates buffers per channel and peer: for receiving, one
+for each of its three protocols; for sending, one page for pointers (src/transport/p2p.cc; the sizes are NCCL's defaults
+in src/init.cc and src/include/device.h, NCCL 2.28). Every allocation takes whole pages of 2 MiB. The number of channels
+depends on the machine: the figures here are for GPUs connected by an NVLink switch, the maximum that a communicator
+takes; between nodes there are fewer. None has been measured yet; `scripts/bench/gpu.sh --stage memory` measures all of
+them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from megads.parallel.pipeline_actions import P2P_CTAS, Schedule, StagePlacement
 from megads.parallel.rank_order import GridCoordinate, rank_at
 from megads.plan.activations import stage_ops
 from megads.plan.memory_timeline import (
-    GradientSums,
+    MainGradMemory,
     Moment,
     Op,
     ShardedWeights,
@@ -56,26 +56,26 @@ from megads.plan.micro_batch import FP32, INT64, Pass
 from megads.plan.model_size import parameter_count, parameter_shapes
 
 BIAS_PHASE = "attention bias"
-"""The moment at which the additive mask is built."""
-STEADY_ROUNDS = 4  # micro-batches for every stage, after which a step only repeats itself
+"""Name of the phase that builds the additive attention mask."""
+STEADY_ROUNDS = 4  # micro-batches per stage after which the memory pattern of a step repeats
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What a step computes.
+    """Batch sizes and execution settings of a training step.
 
     Attributes:
-        seq_len: tokens a sample.
-        micro_batch_size: samples in one forward pass of one data-parallel rank.
-        micro_batches: forward passes of one data-parallel rank in a step.
-        weight_bytes: of one element of weights and activations: 2 for bf16, 4 for fp32.
-        steps_loaded: steps whose micro-batches are in memory, those read ahead included.
-        cuda: ranks compute on GPUs.
-        document_mask: packed documents are hidden from each other.
-        fused: megads' own kernels compute attention, GELU and the loss.
-        loss_chunk: ops.loss_chunk.
-        optim: the optimizer, of whose state and steps the memory is.
-        cuda_graphs: passes are captured and replayed.
+        seq_len: tokens per sample.
+        micro_batch_size: samples per micro-batch of one data-parallel rank.
+        micro_batches: micro-batches of one data-parallel rank per step.
+        weight_bytes: bytes per element of weights and activations: 2 for bf16, 4 for fp32.
+        steps_loaded: number of steps whose micro-batches are in memory, prefetched ones included.
+        cuda: whether ranks compute on GPUs.
+        document_mask: whether attention is masked across packed documents.
+        fused: whether megads' kernels compute attention, GELU and the loss.
+        loss_chunk: value of ops.loss_chunk.
+        optim: optimizer config, which determines the optimizer's state and temporaries.
+        cuda_graphs: whether passes are captured in CUDA graphs and replayed.
     """
 
     seq_len: int
@@ -93,25 +93,27 @@ class Workload:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """One rank of a pipeline stage, virtual ones together; all ranks of a stage are alike. Sizes in bytes.
+    """Memory of one rank of a pipeline stage, all its virtual stages together. Sizes in bytes.
+
+    All ranks of a stage need the same memory.
 
     Attributes:
-        stage: its place in the pipeline.
-        layers: names of the model's stages it holds, in the order of the forward pass.
-        recomputation: what each of its blocks recomputes: none, selective or full.
+        stage: pipeline rank.
+        layers: names of its layers, in forward order.
+        recomputation: recomputation mode of each of its blocks: none, selective or full.
         first_rank: lowest global rank of the stage.
-        parameters: unsharded parameters of the stage; a tied embedding counts on both stages that hold it.
-        rank_parameters: elements that one rank holds, padding of the vocabulary included.
-        weights: in the weights' dtype; this rank's share under ZeRO-3.
-        fp32_gradients: the sums over micro-batches, from the first backward pass of a step to the reduction.
-        reduced_gradients: this rank's share of them, from the reduction to the end of the step.
-        masters: this rank's share of the fp32 weights.
-        optimizer_state: this rank's share of what the optimizer keeps beside them: AdamW's two moments.
-        attention_bias: the cached additive mask, and the tables of rotary positions.
-        pipeline_buffers: the receive buffer and the micro-batches read ahead.
-        in_flight: most passes of its virtual stages between forward and the end of backward.
-        phases: the fullest moment of each phase of a step; they do not meet.
-        beside_tensors: what CUDA, cuBLAS and communicators take of a GPU, by name; empty on a CPU.
+        parameters: number of unsharded parameters; a tied embedding counts on both stages that hold it.
+        rank_parameters: number of parameters per rank, vocabulary padding included.
+        weights: weights in the compute dtype; this rank's shard under ZeRO-3.
+        fp32_gradients: main_grad (fp32 gradient accumulation), from a step's first backward pass to the reduction.
+        reduced_gradients: this rank's shard of the reduced gradients, from the reduction to the end of the step.
+        masters: this rank's shard of the fp32 master weights.
+        optimizer_state: this rank's shard of the other optimizer state, such as AdamW's two moments.
+        attention_bias: the cached additive attention mask and the rotary embedding tables.
+        pipeline_buffers: receive and send buffers, and prefetched micro-batches.
+        in_flight: maximum number of passes whose backward is not complete, over all virtual stages.
+        phases: peak moment of each phase of a step; phases do not overlap.
+        non_tensor_memory: GPU memory of CUDA, cuBLAS and communicators, by name; empty on a CPU.
     """
 
     stage: int
@@ -129,42 +131,42 @@ class StageMemory:
     pipeline_buffers: int
     in_flight: int
     phases: tuple[Moment, ...]
-    beside_tensors: Mapping[str, int] = field(default_factory=dict)
+    non_tensor_memory: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def permanent(self) -> int:
-        """Alive all the time."""
+        """Bytes that are allocated during the whole run."""
         return self.weights + self.masters + self.optimizer_state + self.attention_bias + self.pipeline_buffers
 
     @property
     def saved(self) -> int:
-        """What a checkpoint holds of the rank: the node's memory takes a copy where saves are asynchronous."""
+        """Bytes of the rank's checkpoint; an asynchronous save copies them to host memory."""
         return self.masters + self.optimizer_state
 
     @property
     def fullest(self) -> Moment:
-        """The moment that decides."""
+        """The moment with the peak memory."""
         return max(self.phases, key=lambda moment: moment.total)
 
     @property
     def peak(self) -> int:
-        """Most that is alive at once."""
+        """Peak memory of the rank's tensors."""
         return self.permanent + self.fullest.total
 
     @property
     def device_peak(self) -> int:
-        """Most that is taken of a GPU at once."""
-        return self.peak + sum(self.beside_tensors.values())
+        """Peak memory of the GPU: tensors, CUDA, cuBLAS and communicators."""
+        return self.peak + sum(self.non_tensor_memory.values())
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Memory of a layout.
+    """Memory of all ranks of a layout.
 
     Attributes:
-        parameters: of the whole model, padding excluded and a tied embedding counted once.
-        stages: one rank of every pipeline stage.
-        ranks_per_stage: tensor times context times data parallel ranks.
+        parameters: parameter count of the model, padding excluded and a tied embedding counted once.
+        stages: memory of one rank of each pipeline stage.
+        ranks_per_stage: product of tensor, context and data parallel sizes.
     """
 
     parameters: int
@@ -173,33 +175,33 @@ class MemoryPlan:
 
     @property
     def largest(self) -> StageMemory:
-        """The stage whose ranks need most; the first of equals."""
+        """The stage with the highest peak; the first one if several are equal."""
         return max(self.stages, key=lambda stage: stage.peak)
 
     @property
     def fullest_device(self) -> StageMemory:
-        """The stage whose GPUs are fullest: communicators count, and ranks amid a pipeline open most of them."""
+        """The stage with the highest `device_peak`; inner pipeline ranks have the most communicators."""
         return max(self.stages, key=lambda stage: stage.device_peak)
 
     @property
     def all_ranks(self) -> int:
-        """Bytes of all ranks together, each at its fullest moment."""
+        """Sum of the peak memory of all ranks, in bytes."""
         return self.ranks_per_stage * sum(stage.peak for stage in self.stages)
 
 
 def memory_plan(
     model: ModelConfig, parallel: ParallelConfig, workload: Workload, ranks: Collection[int] | None = None
 ) -> MemoryPlan:
-    """What every rank will hold; parallel.recompute and parallel.partition are not auto any more.
+    """Estimates the memory of every rank.
 
     Args:
-        model: the model's shape.
-        parallel: the layout.
-        workload: of a step.
-        ranks: of the pipeline, to be planned; None: all.
+        model: model config.
+        parallel: the layout; recompute and partition must be resolved (not auto).
+        workload: the training step.
+        ranks: pipeline ranks to plan; None: all.
 
     Raises:
-        ConfigError: more pipeline stages than layers, or more recomputed blocks than there are.
+        ConfigError: there are more pipeline stages than layers, or more recomputed blocks than blocks.
     """
     weights = stage_weights(model)
     names, bounds = list(weights), stage_bounds(list(weights.values()), parallel)
@@ -215,7 +217,7 @@ def memory_plan(
 
 
 def _steady(parallel: ParallelConfig, micro_batches: int) -> int:
-    """So many micro-batches that more of them are never held at a time: a step in its steady state repeats itself."""
+    """Reduced number of micro-batches with the same peak memory: beyond the steady state the pattern repeats."""
     beyond = micro_batches - STEADY_ROUNDS * parallel.num_stages
     return micro_batches - max(0, beyond // parallel.pp * parallel.pp)
 
@@ -229,7 +231,7 @@ def _stage_memory(
     rank: int,
     layers_of: Mapping[int, tuple[str, ...]],
 ) -> StageMemory:
-    """What a rank of the pipeline holds, given the layers of each of its virtual stages."""
+    """Memory of a pipeline rank, given the layers of each of its virtual stages."""
     micro_batch = one_pass(model, parallel, workload)
     layers = tuple(chain.from_iterable(layers_of.values()))
     held = {name: shape for name, shape in shapes.items() if _layer_of(name) in layers}
@@ -264,16 +266,16 @@ def _stage_memory(
         pipeline_buffers=_pipeline_buffers(micro_batch, parallel, workload, layers_of),
         in_flight=most_waiting(schedule, rank),
         phases=(*_pipeline_phases(ops, buckets, parallel, workload, schedule, rank), mask),
-        beside_tensors=beside_tensors(parallel, rank, tied=model.tie_embeddings) if workload.cuda else {},
+        non_tensor_memory=non_tensor_memory(parallel, rank, tied=model.tie_embeddings) if workload.cuda else {},
     )
     if parallel.zero_stage not in GRADIENT_STAGES:
         return memory
     (only,) = ops.values()  # without pipelines
-    return _sharded(memory, only, local, model, parallel, workload)
+    return _zero_sharded(memory, only, local, model, parallel, workload)
 
 
 def one_pass(model: ModelConfig, parallel: ParallelConfig, workload: Workload) -> Pass:
-    """What a rank computes at a time."""
+    """Sizes of one micro-batch on a rank."""
     return Pass(
         model,
         parallel.tp,
@@ -286,7 +288,7 @@ def one_pass(model: ModelConfig, parallel: ParallelConfig, workload: Workload) -
         document_mask=workload.document_mask,
         fused=workload.fused,
         loss_chunk=workload.loss_chunk,
-        step_sums=parallel.zero_stage not in GRADIENT_STAGES,
+        fused_accumulation=parallel.zero_stage not in GRADIENT_STAGES,
     )
 
 
@@ -296,7 +298,7 @@ def _ops_of(
     recompute: Mapping[str, Recompute],
     placement: StagePlacement,
 ) -> dict[int, list[Op]]:
-    """The operations of each of a rank's virtual stages; what stays on the rank is handed over, not copied."""
+    """Operations of each virtual stage of a rank; activations between stages of the same rank are not copied."""
     ops = {
         stage: stage_ops(
             micro_batch,
@@ -308,22 +310,23 @@ def _ops_of(
         for stage, layers in layers_of.items()
     }
     if micro_batch.model.tie_embeddings and {0, placement.num_stages - 1} <= ops.keys():
-        # Head and embedding share their weight, and the head's gradient is there first.
+        # Head and embedding share a weight; the head's backward pass comes first and allocates its gradient.
         at = next(i for i, op in enumerate(ops[0]) if op.name == "embedding")
         ops[0][at] = replace(ops[0][at], shared=True)
     return ops
 
 
 def _share(elements: int, parallel: ParallelConfig) -> int:
-    """Of the optimizer's elements of a stage, those that one rank updates."""
+    """Number of a stage's elements that one rank's optimizer updates."""
     return elements // parallel.data_size if parallel.zero_stage else elements
 
 
 def _step_transient(buckets: Sequence[BucketLayout], parallel: ParallelConfig, workload: Workload) -> int:
-    """Bytes beside the gradients while the optimizer steps under ZeRO-0 and ZeRO-1.
+    """Temporary bytes of the optimizer step under ZeRO-0 and ZeRO-1, gradients excluded.
 
-    LAMB and Lion have one temporary tensor as long as a master at a time. Muon sends its directions, takes those of the
-    matrices that it owns, multiplies them (three more copies of what it multiplies together), and sends the steps back.
+    LAMB and Lion need one temporary of the size of the largest bucket's shard of master weights. Muon sends its update
+    directions to the ranks that own the matrices, which orthogonalize them (three more copies of each batch of
+    matrices) and send the updates back.
     """
     name, low = workload.optim.name, workload.weight_bytes
     if name in (OptimizerName.lamb, OptimizerName.lion):
@@ -349,22 +352,22 @@ def _pipeline_phases(
     schedule: Schedule,
     rank: int,
 ) -> list[Moment]:
-    """The fullest moment of each phase of a step under ZeRO-0 and ZeRO-1."""
+    """Peak moment of each phase of a step under ZeRO-0 and ZeRO-1."""
     low, flat = workload.weight_bytes, sum(bucket.numel for bucket in buckets)
     full, share = FP32 * flat, _share(flat, parallel)
     on_cpu = not workload.cuda
-    straight = workload.fused and on_cpu and processor.multiplies(low=low < FP32)
-    begun = (lambda _made: full) if workload.cuda_graphs else _sums_begun(buckets)
-    sums = GradientSums(begun, full, FP32 // low, cast=low < FP32 and on_cpu, straight=straight)
-    passes = pipeline_phases(schedule, rank, ops, sums)
+    in_place = workload.fused and on_cpu and processor.multiplies(low=low < FP32)
+    allocated = (lambda _made: full) if workload.cuda_graphs else _allocated_main_grads(buckets)
+    main_grads = MainGradMemory(allocated, full, FP32 // low, cast=low < FP32 and on_cpu, in_place=in_place)
+    passes = pipeline_phases(schedule, rank, ops, main_grads)
     reduced, between = FP32 * share, Moment("")
-    if workload.cuda_graphs:  # main_grad stays beside its reduced slice, and the graphs keep their memory
+    if workload.cuda_graphs:  # main_grad is not freed after the reduction, and graphs keep their memory pool
         reduced = full + (FP32 * share if share < flat else 0)
         between = max(passes, key=lambda moment: moment.total - moment.gradients)
     transient = _step_transient(buckets, parallel, workload)
     phases = [*passes, replace(between, name="optimizer step", gradients=reduced, transient=transient)]
     if parallel.data_size > 1 and parallel.zero_stage:
-        # gloo copies what it reduces and what it gathers; NCCL does not.
+        # gloo copies the buffers of reductions and all-gathers; NCCL does not.
         copied = 0 if workload.cuda else 1
         gathered = copied * low * max(bucket.numel for bucket in buckets)
         phases += [
@@ -374,7 +377,7 @@ def _pipeline_phases(
     return phases
 
 
-def _sharded(
+def _zero_sharded(
     memory: StageMemory,
     ops: Sequence[Op],
     local: dict[str, int],
@@ -382,7 +385,7 @@ def _sharded(
     parallel: ParallelConfig,
     workload: Workload,
 ) -> StageMemory:
-    """The same rank under ZeRO-2 or ZeRO-3; the attention mask is built as ever."""
+    """Memory of the same rank under ZeRO-2 or ZeRO-3; the attention mask is unchanged."""
     optim, by_role = workload.optim, {role: dict[Rates, list[int]]() for role in Role}
     width_scale = model.width_scale(muon=optim.is_muon)
     for name, elements in local.items():
@@ -409,7 +412,7 @@ def _sharded(
 
 
 def _layer_of(name: str) -> str:
-    """Model stage that owns a parameter: blocks.3.mlp.up.weight is blocks.3's."""
+    """Layer that owns a parameter: blocks.3 for blocks.3.mlp.up.weight."""
     parts = name.split(".")
     return ".".join(parts[:2]) if parts[0] == "blocks" else parts[0]
 
@@ -417,7 +420,7 @@ def _layer_of(name: str) -> str:
 def _buckets(
     local: dict[str, int], model: ModelConfig, parallel: ParallelConfig, optim: OptimConfig
 ) -> list[BucketLayout]:
-    """The optimizer's flat buffers of a rank that holds these elements of every parameter."""
+    """The optimizer's buckets on a rank, given its number of elements of every parameter."""
     members, width_scale = [], model.width_scale(muon=optim.is_muon)
     for name, elements in local.items():
         is_tied = model.tie_embeddings and name in (TIED_PARAMETER, TIED_COPY)
@@ -428,45 +431,46 @@ def _buckets(
     return bucket_layouts(members, ranks, parallel.bucket_elements)
 
 
-def _sums_begun(buckets: Sequence[BucketLayout]) -> Callable[[int], int]:
-    """Bytes of the buckets that a step's first backward pass has begun, by how many of matrices' gradients it made.
+def _allocated_main_grads(buckets: Sequence[BucketLayout]) -> Callable[[int], int]:
+    """Bytes of main_grad allocated in a step's first backward pass, by bytes of matrix gradients computed so far.
 
-    A bucket comes into being as a whole; those of biases and norms, which no operation counts, with the first of all.
+    A bucket is allocated as a whole. Buckets of biases and norms, which no operation counts, are allocated with the
+    first one.
     """
     others = FP32 * sum(bucket.numel for bucket in buckets if not bucket.role.decays)
     matrices = sorted((bucket for bucket in buckets if bucket.role.decays), key=lambda bucket: bucket.begins)
-    begun = list(accumulate((FP32 * bucket.numel for bucket in matrices), initial=others))
+    allocated = list(accumulate((FP32 * bucket.numel for bucket in matrices), initial=others))
     made_by = list(accumulate(FP32 * sum(slot.member.numel for slot in bucket.slots) for bucket in matrices))
 
     def of(made: int) -> int:
-        return begun[min(bisect_left(made_by, made) + 1, len(matrices))] if made else 0
+        return allocated[min(bisect_left(made_by, made) + 1, len(matrices))] if made else 0
 
     return of
 
 
 def _pipeline_buffers(micro_batch: Pass, parallel: ParallelConfig, workload: Workload, stages: Collection[int]) -> int:
-    """What the engine holds between passes.
+    """Bytes that the engine holds between passes.
 
-    That is the buffer of a receive posted ahead for each peer, and an activation on its way to each that gets some.
-    First and last stage have tokens, labels and mask of every loaded micro-batch, and of those of the running step this
-    context rank's share.
+    One buffer of a pre-posted receive per peer, and one activation being sent per downstream peer. The first and last
+    stage hold tokens, labels and mask of every loaded micro-batch, and this context-parallel rank's share of those of
+    the current step.
     """
     placement = parallel.placement
     before, after = (
         {placement.rank_of(s + step) for s in stages if placement.crosses(s, s + step)} for step in (-1, 1)
     )
-    messages = micro_batch.hidden * (len(before | after) + len(after))
+    p2p_buffers = micro_batch.hidden * (len(before | after) + len(after))
     own = micro_batch.tokens * (2 * INT64 + FP32) if {0, parallel.num_stages - 1} & set(stages) else 0
     cut = own if parallel.cp > 1 else 0
-    return messages + workload.micro_batches * (workload.steps_loaded * own * parallel.cp + cut)
+    return p2p_buffers + workload.micro_batches * (workload.steps_loaded * own * parallel.cp + cut)
 
 
 def _bias_transient(micro_batch: Pass, elements: int) -> int:
-    """Bytes beside the cached mask while it is built: distances, a boolean mask, and the fp32 original of a cast.
+    """Temporary bytes while the cached mask is built: distances, a boolean mask, and the fp32 mask before a cast.
 
     Args:
         micro_batch: the micro-batch.
-        elements: of the mask.
+        elements: number of elements of the mask.
     """
     if not elements:
         return 0
@@ -476,30 +480,30 @@ def _bias_transient(micro_batch: Pass, elements: int) -> int:
 
 _MIB = 2**20
 CONTEXT_BYTES = 640 * _MIB
-"""A CUDA context on Hopper and the modules of torch's, cuBLAS' and megads' kernels; an estimate."""
+"""CUDA context on Hopper and the loaded kernels of PyTorch, cuBLAS and megads; an estimate."""
 CUBLAS_BYTES = 2 * 32 * _MIB
-"""Workspaces of cuBLAS and cuBLASLt on Hopper, 32 MiB each as torch sets them; `:4096:8` of deterministic runs is the
+"""Workspaces of cuBLAS and cuBLASLt on Hopper, 32 MiB each as set by PyTorch; `:4096:8` of deterministic runs has the
 same size."""
 _PAGE_BYTES = 2 * _MIB
 _CHANNELS = 24
-"""Of a collective communicator; those between two ranks that send and receive have `P2P_CTAS`."""
+"""Channels of a collective communicator; point-to-point communicators have `P2P_CTAS`."""
 _STEPS = 8
 _LL_BYTES = 8 * 512 * _STEPS * 16
 _LL128_BYTES = 120 * 640 * _STEPS * 8
 _SIMPLE_BYTES = 4 * _MIB
 _SEND_BYTES = _PAGE_BYTES
 RECEIVE_BYTES = -(-(_LL_BYTES + _LL128_BYTES + _SIMPLE_BYTES) // _PAGE_BYTES) * _PAGE_BYTES
-"""Of one channel to, and from, one neighbour: 2 and 10 MiB."""
+"""Buffers of one channel to send to, and to receive from, one peer: 2 and 10 MiB."""
 
 
 @dataclass(frozen=True)
 class _Communicator:
-    """One that a rank opens.
+    """A communicator of a rank.
 
     Attributes:
-        name: what it is for.
-        ranks: members.
-        pairs: one-way messages to one neighbour and from it; else collectives.
+        name: purpose of the communicator.
+        ranks: number of ranks.
+        pairs: whether it is a point-to-point communicator with one peer; otherwise it runs collectives.
     """
 
     name: str
@@ -508,7 +512,7 @@ class _Communicator:
 
     @property
     def bytes(self) -> int:
-        """Of this rank's GPU: a ring, and where there are more than two ranks trees, whose neighbours are others."""
+        """Bytes on this rank's GPU: a ring and, with more than two ranks, trees, which have other peers."""
         if self.pairs:
             return P2P_CTAS * (_SEND_BYTES + RECEIVE_BYTES)
         neighbours = 1 if self.ranks == 2 else 2
@@ -516,17 +520,17 @@ class _Communicator:
 
 
 def communicators(parallel: ParallelConfig, rank: int, *, tied: bool) -> list[_Communicator]:
-    """Those that a rank of the pipeline opens during training.
+    """Communicators that a rank creates during training.
 
     Args:
         parallel: the layout.
-        rank: along the pipeline.
-        tied: embedding and head share their weight.
+        rank: pipeline rank.
+        tied: whether embedding and head share their weight.
     """
-    return [found for found in _all(parallel, rank, tied) if found.ranks > 1]
+    return [found for found in _all_communicators(parallel, rank, tied) if found.ranks > 1]
 
 
-def _all(parallel: ParallelConfig, rank: int, tied: bool) -> Iterator[_Communicator]:
+def _all_communicators(parallel: ParallelConfig, rank: int, tied: bool) -> Iterator[_Communicator]:
     yield _Communicator("all ranks", parallel.world_size)
     yield _Communicator("tensor parallel", parallel.tp)
     yield _Communicator("context parallel", parallel.cp)
@@ -537,15 +541,15 @@ def _all(parallel: ParallelConfig, rank: int, tied: bool) -> Iterator[_Communica
     yield _Communicator("pipeline", parallel.pp)
     placement = parallel.placement
     pairs = {frozenset(pair) for pair in pairwise(placement.ranks)}
-    # Messages up and messages down the pipeline have a communicator each, so a pair opens two, each for one way.
+    # Transfers up and down the pipeline use separate communicators, so a pair of ranks has two, one per direction.
     for neighbour in sorted({other for pair in pairs if rank in pair for other in pair} - {rank}):
-        yield _Communicator(f"messages with stage {neighbour}", 2, pairs=True)
+        yield _Communicator(f"p2p with stage {neighbour}", 2, pairs=True)
     if tied and rank in placement.ends and len(set(placement.ends)) == 2:
         yield _Communicator("tied embedding", 2)
 
 
-def beside_tensors(parallel: ParallelConfig, rank: int, *, tied: bool) -> dict[str, int]:
-    """Bytes of a rank's GPU beside its tensors, by what takes them; arguments as of `communicators`."""
+def non_tensor_memory(parallel: ParallelConfig, rank: int, *, tied: bool) -> dict[str, int]:
+    """GPU memory outside of tensors, in bytes by component; arguments as in `communicators`."""
     found = communicators(parallel, rank, tied=tied)
     return {"CUDA context and kernels": CONTEXT_BYTES, "cuBLAS workspaces": CUBLAS_BYTES} | {
         f"NCCL, {communicator.name}": communicator.bytes for communicator in found

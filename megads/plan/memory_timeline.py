@@ -1,4 +1,4 @@
-"""What a rank holds at each moment of a step: pass by pass, over a pipeline's schedule, under ZeRO-2 and ZeRO-3."""
+"""Memory of a rank over a step: per operation of a pass, over a pipeline schedule, and under ZeRO-2 and ZeRO-3."""
 
 from __future__ import annotations
 
@@ -12,25 +12,24 @@ from megads.plan.micro_batch import FP32
 
 @dataclass(frozen=True)
 class Op:
-    """One operation; all sizes in bytes.
+    """Memory of one operation; all sizes in bytes.
 
     Attributes:
-        name: what it is, for people.
-        kept: what it saves for its own backward, its inputs among it, or the engine holds until then; each tensor is
-            counted at one operation, the first one in forward order that needs it until then.
-        forward: most that is alive while it runs forward beside everything kept so far, its own included. Its output
-            is among it, unless it is kept.
-        backward: most that is alive while it runs backward beside everything kept up to it, its own included; the
-            gradient of its weight is not among it.
-        arriving: the gradient of its output among `backward`, which is freed before the gradient of its weight is added
-            to the fp32 sums; 0 where it is too little to matter.
-        gradient: of its weight, as backward makes it, before it is added to the fp32 sums.
-        early: the same where the forward pass makes it and adds it.
-        in_sums: `gradient` is computed in the fp32 sums themselves, and never anywhere else.
-        deferred: what its gradient is made from where it is put off to the weight part of the backward pass: its input
-            and the gradient of its output; 0 where it cannot be.
-        shared: another operation has the same weight and comes before it in backward.
-        is_loss: its tensors are the loss's.
+        name: display name.
+        kept: tensors saved for the backward pass, inputs included, or held by the engine until then. Each tensor is
+            counted once, at the first operation in forward order that needs it in backward.
+        forward: peak of temporaries in the forward pass, on top of everything kept so far, this operation included. The
+            output is included unless it is kept.
+        backward: peak of temporaries in the backward pass, on top of everything kept up to this operation, itself
+            included; the weight gradient is excluded.
+        arriving: output gradient included in `backward` that is freed before the weight gradient is accumulated into
+            main_grad; 0 if negligible.
+        gradient: weight gradient computed by the backward pass, before it is accumulated into main_grad.
+        early: weight gradient computed and accumulated by the forward pass.
+        in_main_grad: whether `gradient` is computed directly in main_grad, without a temporary.
+        deferred: tensors held for a deferred wgrad (input and output gradient); 0 if wgrad cannot be deferred.
+        shared: whether an operation that comes earlier in the backward pass has the same weight.
+        is_loss: whether its tensors count as the loss's.
     """
 
     name: str
@@ -40,7 +39,7 @@ class Op:
     arriving: int = 0
     gradient: int = 0
     early: int = 0
-    in_sums: bool = False
+    in_main_grad: bool = False
     deferred: int = 0
     shared: bool = False
     is_loss: bool = False
@@ -48,16 +47,16 @@ class Op:
 
 @dataclass(frozen=True)
 class Moment:
-    """What a rank holds at one moment beside what it always holds; all sizes in bytes.
+    """Memory of a rank at one moment, permanent allocations excluded; all sizes in bytes.
 
     Attributes:
-        name: the operation and its direction.
-        gradients: fp32 sums over micro-batches, and this rank's slice of those that are reduced.
-        activations: kept for backward by all micro-batches in flight, the loss's share left out.
-        loss: the loss's, kept or temporary.
-        working: temporary tensors of other operations, gradients on their way included.
-        transient: copies that are made when no micro-batch runs, or for a reduction in its backward pass.
-        gathered: weights that ZeRO-3 put together for the layers at work.
+        name: the operation and its pass.
+        gradients: main_grad, and this rank's shard of reduced gradients.
+        activations: tensors kept for backward by all micro-batches in flight, the loss's excluded.
+        loss: the loss's tensors, kept or temporary.
+        working: temporaries of other operations, including gradients that are not yet accumulated.
+        transient: copies made while no micro-batch runs, or for a reduction during the backward pass.
+        gathered: weights gathered by ZeRO-3 for the running and prefetched layers.
     """
 
     name: str
@@ -74,20 +73,20 @@ class Moment:
 
 
 def kept_bytes(ops: Sequence[Op]) -> int:
-    """What a micro-batch holds between its forward and its backward pass."""
+    """Bytes that a micro-batch keeps between its forward and backward pass."""
     return sum(op.kept for op in ops)
 
 
 def recomputed(ops: Sequence[Op], *, inputs: int, arriving: int) -> list[Op]:
-    """The same operations where only their inputs are kept and backward first runs them forward again.
+    """Operations under activation recomputation: only their inputs are kept, and backward reruns their forward pass.
 
-    Forward they are taken to hold what they would keep until the last one is done. That is no less than they do, and
-    never decides: the second time the same is there, and the gradient beside it.
+    In the forward pass they are assumed to hold what they would keep until the last one is done. This upper bound never
+    determines the peak: the recomputed forward pass holds the same, plus the output gradient.
 
     Args:
-        ops: run again together, the last one first in backward.
-        inputs: bytes of their inputs, which are among what the first one keeps.
-        arriving: bytes that backward has in its hands when it reaches them: the gradient of their output.
+        ops: operations that are recomputed together, in forward order.
+        inputs: bytes of their inputs, which are included in what the first one keeps.
+        arriving: bytes of the output gradient, which is alive when their backward pass begins.
     """
     assert not any(op.is_loss for op in ops) and inputs <= ops[0].kept
     held, again = -inputs, 0
@@ -102,86 +101,88 @@ def recomputed(ops: Sequence[Op], *, inputs: int, arriving: int) -> list[Op]:
 
 
 def _deferred_bytes(ops: Sequence[Op]) -> int:
-    """What a micro-batch holds between the two parts of its backward pass."""
+    """Bytes that a micro-batch keeps between the two parts of a split backward pass."""
     return sum(op.deferred for op in ops)
 
 
 def moments(
-    ops: Sequence[Op], *, waiting: int, sums: Callable[[int], int], widening: int, cast: bool
+    ops: Sequence[Op], *, waiting: int, main_grads: Callable[[int], int], widening: int, cast: bool
 ) -> Iterator[Moment]:
-    """Each operation's fullest moment, forward from first to last and backward from last to first.
+    """Yields the peak moment of each operation, in the order of the forward and then of the backward pass.
 
     Args:
-        ops: what a micro-batch runs through.
-        waiting: other micro-batches that wait for their backward pass.
-        sums: bytes of the fp32 sums that are there once this pass has made gradients of so many bytes in fp32.
-        widening: fp32 bytes for every byte of a gradient in the weights' dtype.
-        cast: a gradient is copied to fp32 before it is added, as a CPU does.
+        ops: operations of a micro-batch, in forward order.
+        waiting: number of other micro-batches whose backward pass is pending.
+        main_grads: allocated bytes of main_grad, given the fp32 bytes of gradients that this pass has computed.
+        widening: ratio of fp32 bytes to bytes in the gradient's dtype.
+        cast: whether a gradient is cast to fp32 before it is accumulated, as on a CPU.
     """
     held = waiting * kept_bytes(ops)
-    yield from forward_moments(ops, held=held, sums=sums, widening=widening)
-    yield from backward_moments(ops, held=held, sums=sums, widening=widening, cast=cast)
+    yield from forward_moments(ops, held=held, main_grads=main_grads, widening=widening)
+    yield from backward_moments(ops, held=held, main_grads=main_grads, widening=widening, cast=cast)
 
 
 def _early_bytes(ops: Sequence[Op], widening: int) -> int:
-    """In fp32, of the gradients that a forward pass makes."""
+    """fp32 bytes of the gradients that a forward pass computes."""
     return widening * sum(op.early for op in ops)
 
 
-def forward_moments(ops: Sequence[Op], *, held: int, sums: Callable[[int], int], widening: int) -> Iterator[Moment]:
-    """Each operation's fullest moment in a forward pass, in which it adds what it keeps.
+def forward_moments(
+    ops: Sequence[Op], *, held: int, main_grads: Callable[[int], int], widening: int
+) -> Iterator[Moment]:
+    """Yields the peak moment of each operation in a forward pass, in which kept tensors accumulate.
 
     Args:
-        ops: what a micro-batch runs through.
+        ops: operations of a micro-batch, in forward order.
         held: bytes kept by other passes.
-        sums: bytes of the fp32 sums that are there once this pass has made gradients of so many bytes in fp32.
-        widening: fp32 bytes for every byte of a gradient in the weights' dtype.
+        main_grads: allocated bytes of main_grad, given the fp32 bytes of gradients that this pass has computed.
+        widening: ratio of fp32 bytes to bytes in the gradient's dtype.
     """
     activations, loss, made = held, 0, 0
     for op in ops:
         made += widening * op.early
         activations += 0 if op.is_loss else op.kept
         loss += op.kept if op.is_loss else 0
-        yield _moment(f"{op.name}, forward", op, op.forward, Moment("", sums(made), activations, loss))
+        yield _moment(f"{op.name}, forward", op, op.forward, Moment("", main_grads(made), activations, loss))
 
 
 def backward_moments(
     ops: Sequence[Op],
     *,
     held: int,
-    sums: Callable[[int], int],
+    main_grads: Callable[[int], int],
     widening: int,
     cast: bool,
-    straight: bool = False,
+    in_place: bool = False,
     split: bool = False,
 ) -> Iterator[Moment]:
-    """Each operation's fullest moment in a backward pass, after which it frees what it kept.
+    """Yields the peak moment of each operation in a backward pass; each operation then frees what it kept.
 
-    A weight's gradient is added to its fp32 sum and freed at once.
+    A weight gradient is accumulated into main_grad and freed immediately.
 
     Args:
-        ops: what a micro-batch runs through.
+        ops: operations of a micro-batch, in forward order.
         held: bytes kept by other passes.
-        sums: bytes of the fp32 sums that are there once this pass has made gradients of so many bytes in fp32.
-        widening: fp32 bytes for every byte of a gradient in the weights' dtype.
-        cast: a gradient is copied to fp32 before it is added, as a CPU does.
-        straight: gradients of linear layers may be computed in the sums, beside what they are made from.
-        split: gradients that can be put off are, with what they are made from.
+        main_grads: allocated bytes of main_grad, given the fp32 bytes of gradients that this pass has computed.
+        widening: ratio of fp32 bytes to bytes in the gradient's dtype.
+        cast: whether a gradient is cast to fp32 before it is accumulated, as on a CPU.
+        in_place: whether wgrad GEMMs of linear layers may accumulate into main_grad while their inputs are alive.
+        split: whether wgrads are deferred where possible, which keeps their inputs.
     """
     activations = held + sum(op.kept for op in ops if not op.is_loss)
     loss = sum(op.kept for op in ops if op.is_loss)
     made = _early_bytes(ops, widening)
     for op in reversed(ops):
-        gradient = 0 if op.in_sums or (split and op.deferred) else op.gradient
+        gradient = 0 if op.in_main_grad or (split and op.deferred) else op.gradient
         running = op.backward + gradient
         adding = running - op.arriving
-        if cast:  # once the operation is done and has freed what it kept
+        if cast:  # after the operation has freed what it kept
             adding += max(0, gradient * widening - op.kept)
-        name, before = f"{op.name}, backward", Moment("", sums(made), activations, loss)
+        name, before = f"{op.name}, backward", Moment("", main_grads(made), activations, loss)
         made += 0 if op.shared or (split and op.deferred) else op.gradient * widening
-        after = replace(before, gradients=sums(made))
-        fullest = [_moment(name, op, running, after if op.in_sums else before), _moment(name, op, adding, after)]
-        if straight and op.deferred and gradient:
+        after = replace(before, gradients=main_grads(made))
+        fullest = [_moment(name, op, running, after if op.in_main_grad else before), _moment(name, op, adding, after)]
+        if in_place and op.deferred and gradient:
             fullest.append(_moment(name, op, op.backward, after))
         yield max(fullest, key=lambda m: m.total)
         activations -= 0 if op.is_loss else op.kept
@@ -190,16 +191,16 @@ def backward_moments(
 
 
 def _weight_moments(
-    ops: Sequence[Op], *, held: int, sums: Callable[[int], int], widening: int, cast: bool
+    ops: Sequence[Op], *, held: int, main_grads: Callable[[int], int], widening: int, cast: bool
 ) -> Iterator[Moment]:
-    """Each operation's fullest moment while gradients are made that a backward pass put off.
+    """Yields the peak moment of each operation while deferred wgrads are computed.
 
     Args:
-        ops: what a micro-batch ran through.
+        ops: operations of a micro-batch, in forward order.
         held: bytes kept by other passes.
-        sums: bytes of the fp32 sums that are there once gradients of so many bytes in fp32 are made.
-        widening: fp32 bytes for every byte of a gradient in the weights' dtype.
-        cast: a gradient is copied to fp32 before it is added, as a CPU does.
+        main_grads: allocated bytes of main_grad, given the fp32 bytes of gradients that have been computed.
+        widening: ratio of fp32 bytes to bytes in the gradient's dtype.
+        cast: whether a gradient is cast to fp32 before it is accumulated, as on a CPU.
     """
     activations = held + _deferred_bytes(ops)
     made = _early_bytes(ops, widening)
@@ -211,7 +212,7 @@ def _weight_moments(
         temporary = op.gradient
         if cast:
             temporary += op.gradient * widening
-        yield Moment(f"{op.name}, weight gradient", sums(made), activations, working=temporary)
+        yield Moment(f"{op.name}, weight gradient", main_grads(made), activations, working=temporary)
         activations -= op.deferred
 
 
@@ -221,35 +222,35 @@ def _moment(name: str, op: Op, temporary: int, held: Moment) -> Moment:
 
 
 @dataclass(frozen=True)
-class GradientSums:
-    """The fp32 sums over micro-batches, and how a gradient gets into them.
+class MainGradMemory:
+    """main_grad (fp32 gradient accumulation over micro-batches), and how gradients are added to it.
 
     Attributes:
-        begun: bytes of the sums that are there once a step's first backward passes have made gradients of so many
-            bytes in fp32.
-        full: bytes of all of them.
-        widening: fp32 bytes for every byte of a gradient in the weights' dtype.
-        cast: a gradient is copied to fp32 before it is added, as a CPU does.
-        straight: gradients of linear layers may be computed in the sums, as our own products do.
+        allocated: allocated bytes of main_grad, given the fp32 bytes of gradients computed by a step's first backward
+            passes.
+        full: bytes of main_grad when all of it is allocated.
+        widening: ratio of fp32 bytes to bytes in the gradient's dtype.
+        cast: whether a gradient is cast to fp32 before it is accumulated, as on a CPU.
+        in_place: whether wgrad GEMMs of linear layers may accumulate into main_grad directly, as megads' GEMMs do.
     """
 
-    begun: Callable[[int], int]
+    allocated: Callable[[int], int]
     full: int
     widening: int
     cast: bool
-    straight: bool
+    in_place: bool
 
 
 @dataclass(frozen=True)
 class _Pass:
-    """A computation of a rank, as far as its memory goes; passes of one kind that differ in `others` only are alike.
+    """Key of a pass for its memory: passes with equal keys differ only in the bytes that other passes hold.
 
     Attributes:
-        kind: of the computation.
+        kind: kind of pass.
         stage: virtual stage.
-        made: bytes in fp32 of the gradients that the step's earlier passes of this stage made.
-        elsewhere: likewise, of the rank's other stages.
-        later: every weight has its first gradient.
+        made: fp32 bytes of gradients computed by earlier passes of this stage in the step.
+        elsewhere: fp32 bytes of gradients computed by the rank's other virtual stages in the step.
+        later: whether every weight already has a gradient.
     """
 
     kind: ActionKind
@@ -264,23 +265,23 @@ class _Pass:
 
 
 def most_waiting(schedule: Schedule, rank: int) -> int:
-    """Most passes of a rank's virtual stages between their forward and the end of their backward pass."""
+    """Maximum number of passes in flight (forward started, backward not complete), over a rank's virtual stages."""
     return max(waiting for _, waiting, _ in _replay(schedule, rank, {}))
 
 
 def pipeline_phases(
-    schedule: Schedule, rank: int, stages: Mapping[int, Sequence[Op]], sums: GradientSums
+    schedule: Schedule, rank: int, stages: Mapping[int, Sequence[Op]], main_grads: MainGradMemory
 ) -> list[Moment]:
-    """The fullest moments of a rank: until every weight has its first gradient, and after.
+    """Peak moments of a rank: one until every weight has its first gradient, one after that.
 
     Args:
-        schedule: of a step.
-        rank: of the pipeline.
-        stages: operations of each of the rank's virtual stages, by number.
-        sums: of gradients.
+        schedule: pipeline schedule of a step.
+        rank: pipeline rank.
+        stages: operations of each virtual stage of the rank, by stage number.
+        main_grads: main_grad of the rank.
     """
     most: dict[_Pass, int] = {}
-    widening = sums.widening
+    widening = main_grads.widening
     made: dict[int, int] = {}
     done: set[int] = set()
     for action, _, others in _replay(schedule, rank, stages):
@@ -294,14 +295,16 @@ def pipeline_phases(
             done.add(stage)
     fullest: dict[str, Moment] = {}
     for key, others in most.items():
-        moment = max(_moments(key, stages[key.stage], others, sums), key=lambda moment: moment.total, default=None)
+        moment = max(
+            _moments(key, stages[key.stage], others, main_grads), key=lambda moment: moment.total, default=None
+        )
         if moment is not None and (key.phase not in fullest or moment.total > fullest[key.phase].total):
             fullest[key.phase] = moment
     return [replace(moment, name=f"{phase}: {moment.name}") for phase, moment in fullest.items()]
 
 
 def _replay(schedule: Schedule, rank: int, stages: Mapping[int, Sequence[Op]]) -> Iterator[tuple[Action, int, int]]:
-    """Each computation of a rank with the passes that wait and the bytes that others than its own hold."""
+    """Yields each pass of a rank, the number of passes in flight, and the bytes held by other passes."""
     kept = {stage: kept_bytes(ops) for stage, ops in stages.items()}
     deferred = {stage: _deferred_bytes(ops) for stage, ops in stages.items()}
     waiting = held = 0
@@ -324,39 +327,41 @@ def _replay(schedule: Schedule, rank: int, stages: Mapping[int, Sequence[Op]]) -
                 waiting -= 1
 
 
-def _moments(of: _Pass, ops: Sequence[Op], others: int, sums: GradientSums) -> Iterator[Moment]:
-    """The moments of a pass, operation by operation."""
+def _moments(of: _Pass, ops: Sequence[Op], others: int, main_grads: MainGradMemory) -> Iterator[Moment]:
+    """Peak moment of each operation of a pass."""
 
-    def begun(made: int) -> int:
-        return sums.full if of.later else sums.begun(of.elsewhere + max(of.made, made))
+    def allocated(made: int) -> int:
+        return main_grads.full if of.later else main_grads.allocated(of.elsewhere + max(of.made, made))
 
     match of.kind:
         case ActionKind.forward:
-            yield from forward_moments(ops, held=others, sums=begun, widening=sums.widening)
+            yield from forward_moments(ops, held=others, main_grads=allocated, widening=main_grads.widening)
         case ActionKind.backward_weight:
-            yield from _weight_moments(ops, held=others, sums=begun, widening=sums.widening, cast=sums.cast)
+            yield from _weight_moments(
+                ops, held=others, main_grads=allocated, widening=main_grads.widening, cast=main_grads.cast
+            )
         case _:
             split = of.kind is ActionKind.backward_input
             yield from backward_moments(
                 ops,
                 held=others,
-                sums=begun,
-                widening=sums.widening,
-                cast=sums.cast,
-                straight=sums.straight,
+                main_grads=allocated,
+                widening=main_grads.widening,
+                cast=main_grads.cast,
+                in_place=main_grads.in_place,
                 split=split,
             )
 
 
 @dataclass(frozen=True)
 class ShardedWeights:
-    """A rank's parameters and how they are sharded.
+    """Parameters of a rank under ZeRO-2 or ZeRO-3.
 
     Attributes:
-        stage: ZeRO's, 2 or 3.
-        ranks: over which it shards.
-        groups: elements of every parameter before sharding, by parameter group, in order.
-        weight_bytes: of one element of the weights.
+        stage: ZeRO stage, 2 or 3.
+        ranks: number of ranks over which parameters are sharded.
+        groups: number of elements of every parameter before sharding, by parameter group, in order.
+        weight_bytes: bytes per element of the weights.
     """
 
     stage: int
@@ -366,39 +371,39 @@ class ShardedWeights:
 
     @property
     def sizes(self) -> list[int]:
-        """Elements of every parameter."""
+        """Number of elements of every parameter."""
         return [size for group in self.groups.values() for size in group]
 
     @property
     def partitions(self) -> list[int]:
-        """Elements of every parameter group that this rank updates, padding included."""
+        """Number of elements of each parameter group that this rank updates, padding included."""
         if self.stage == 3:
             return [sum(-(-size // self.ranks) for size in group) for group in self.groups.values()]
-        # Flat and 4-byte aligned.
+        # ZeRO-2 flattens a group and aligns partitions to 4 bytes.
         return [-(-sum(group) // (2 * self.ranks)) * 2 for group in self.groups.values()]
 
     @property
     def weights(self) -> int:
-        """Bytes of the working weights that are there all the time."""
+        """Bytes of the compute-dtype weights that are allocated during the whole run."""
         return self.weight_bytes * sum(self.partitions) * (1 if self.stage == 3 else self.ranks)
 
     @property
     def bucket(self) -> int:
-        """Elements of gradients that are reduced together."""
+        """Number of gradient elements per reduction bucket."""
         return bucket_elements(self.sizes)
 
     def accumulated_gradients(self, micro_batches: int) -> int:
-        """Bytes of the gradients that this rank adds up.
+        """Bytes of the gradients that this rank accumulates.
 
-        In fp32 DeepSpeed's ZeRO-2 keeps the whole gradient of every parameter of which the rank updates a part, and
-        that of the micro-batch beside the sum.
+        In fp32, DeepSpeed's ZeRO-2 keeps the full gradient of every parameter of which the rank updates a part, plus
+        the micro-batch's gradient of the same size.
         """
         if self.stage == 2 and self.weight_bytes == FP32:
             return FP32 * self._touched() * min(micro_batches, 2)
         return FP32 * sum(self.partitions)
 
     def _touched(self) -> int:
-        """Elements of the parameters of which a rank updates a part; of the rank with the most."""
+        """Total elements of the parameters of which a rank updates a part; maximum over ranks."""
         counts = [0] * self.ranks
         for group, partition in zip(self.groups.values(), self.partitions, strict=True):
             offset = 0
@@ -410,17 +415,17 @@ class ShardedWeights:
 
 
 def sharded_phases(ops: Sequence[Op], sharded: ShardedWeights, micro_batches: int, *, cuda: bool) -> Iterator[Moment]:
-    """Moments of a step: the micro-batch, operation by operation, and the reductions of its gradients.
+    """Yields the moments of a step: each operation of a micro-batch, and the reductions of its gradients.
 
-    A bucket of gradients is in the weights' dtype until it is reduced; the reduction flattens it and casts it to fp32,
-    and gloo scatters a copy. ZeRO-3 holds the weights of the running layer and of those gathered ahead, twice while the
-    ranks' parts are put together.
+    A gradient bucket is in the weights' dtype until it is reduced; the reduction flattens it and casts it to fp32, and
+    gloo scatters a copy. ZeRO-3 holds the weights of the running and the prefetched layers, twice while the shards are
+    assembled.
 
     Args:
-        ops: what a micro-batch runs through.
-        sharded: the rank's parameters.
-        micro_batches: of a step.
-        cuda: ranks compute on GPUs.
+        ops: operations of a micro-batch, in forward order.
+        sharded: parameters of the rank.
+        micro_batches: number of micro-batches per step.
+        cuda: whether ranks compute on GPUs.
     """
     low, bucket = sharded.weight_bytes, sharded.bucket
     copies = low * bucket
@@ -430,26 +435,28 @@ def sharded_phases(ops: Sequence[Op], sharded: ShardedWeights, micro_batches: in
         copies += FP32 * bucket
     ahead = min(bucket + max(sharded.sizes), sum(sharded.sizes))
     gathered = 2 * low * ahead if sharded.stage == 3 else 0
-    row = list(moments(ops, waiting=0, sums=lambda _: 0, widening=1, cast=False))
-    # ZeRO-3 has the sums all the time, ZeRO-2 from a step's first reduction on.
-    summed = sharded.accumulated_gradients(micro_batches)
-    sums = summed if sharded.stage == 3 or micro_batches > 1 else 0
-    yield from (replace(m, name=f"micro-batch: {m.name}", gradients=sums, gathered=gathered) for m in row[: len(ops)])
+    row = list(moments(ops, waiting=0, main_grads=lambda _: 0, widening=1, cast=False))
+    # ZeRO-3 holds accumulated gradients permanently, ZeRO-2 from a step's first reduction on.
+    accumulated = sharded.accumulated_gradients(micro_batches)
+    main_grads = accumulated if sharded.stage == 3 or micro_batches > 1 else 0
+    yield from (
+        replace(m, name=f"micro-batch: {m.name}", gradients=main_grads, gathered=gathered) for m in row[: len(ops)]
+    )
     waiting, full = 0, low * bucket
     buffered = False
     for op, moment in zip(reversed(ops), row[len(ops) :], strict=True):
         buffered = buffered or op.gradient > 0
-        held = sums + (full if buffered else 0)
+        held = main_grads + (full if buffered else 0)
         yield replace(moment, name=f"micro-batch: {moment.name}", gradients=held, gathered=gathered)
         waiting += op.gradient
         if waiting >= full:
-            waiting, sums = 0, summed
+            waiting, main_grads = 0, accumulated
             kept = max(0, moment.activations - op.kept)
-            yield Moment("gradient reduction", sums + full, kept, transient=copies, gathered=gathered)
-    yield Moment("gradient reduction", summed + full, transient=copies, gathered=gathered)
+            yield Moment("gradient reduction", main_grads + full, kept, transient=copies, gathered=gathered)
+    yield Moment("gradient reduction", accumulated + full, transient=copies, gathered=gathered)
     reduced = FP32 * sum(sharded.partitions)
     if sharded.stage == 3:
         yield Moment("optimizer step", reduced, transient=FP32 * max(sharded.partitions))
     else:
         copied = 0 if cuda else low * max(sharded.partitions) * sharded.ranks
-        yield Moment("weight all-gather", max(reduced, summed), transient=copied)
+        yield Moment("weight all-gather", max(reduced, accumulated), transient=copied)

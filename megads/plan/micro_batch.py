@@ -1,9 +1,8 @@
-"""One micro-batch on one rank: the sizes from which the plan's operations are made.
+"""Tensor sizes of one micro-batch on one rank, from which the planner builds its operations.
 
-Letters: T = tokens of a micro-batch, w = bytes of a weight, h = hidden size; a/t and f/t are this tensor-parallel
-rank's share of the attention width and the MLP width, k/t of that of the keys; n = this rank's heads, s = tokens of a
-whole sample. With sequence parallelism a rank holds T/t tokens outside of the tensor-parallel regions, all T inside of
-them.
+Symbols: T = tokens of a micro-batch, w = bytes per weight, h = hidden size; a/t, f/t and k/t = this tensor-parallel
+rank's share of the attention width, the MLP width and the width of the keys; n = heads of this rank, s = tokens of a
+whole sample. With sequence parallelism a rank holds T/t tokens outside of tensor-parallel regions and all T inside.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from megads.parallel.rank_order import padded_rows
 
 FP32, INT64 = 4, 8
 MULTIPROCESSORS = 160
-"""Of a GPU, at most; flash-attn gives each a sum of its own where there are few heads and samples."""
+"""Upper bound for a GPU. With few heads and samples, deterministic flash-attn has one partial dQ per multiprocessor."""
 
 
 @dataclass(frozen=True)
@@ -26,19 +25,19 @@ class Pass:
     """One micro-batch on one rank.
 
     Attributes:
-        model: the model's shape.
+        model: model config.
         tp: tensor parallel size.
         cp: context parallel size.
-        micro_batch_size: samples.
-        seq_len: tokens a sample.
-        weight_bytes: of one element of weights and activations: 2 for bf16, 4 for fp32.
-        cuda: on a GPU; else on a CPU.
-        sequence_parallel: hidden states outside of the tensor-parallel regions are cut along the sequence.
-        document_mask: packed documents are hidden from each other.
-        fused: megads' own kernels compute attention, norms, what is between the MLP's projections, and the loss.
-        loss_chunk: tokens whose logits are in memory at a time; None goes by their size.
-        step_sums: embedding and head can add to the fp32 sums of the step themselves; under ZeRO-2 and ZeRO-3 they
-            cannot, as DeepSpeed's optimizer has gradients from autograd.
+        micro_batch_size: number of samples.
+        seq_len: tokens per sample.
+        weight_bytes: bytes per element of weights and activations: 2 for bf16, 4 for fp32.
+        cuda: whether the rank computes on a GPU; otherwise on a CPU.
+        sequence_parallel: whether hidden states outside of tensor-parallel regions are split along the sequence.
+        document_mask: whether attention is masked across packed documents.
+        fused: whether megads' kernels compute attention, norms, the MLP's activation function and the loss.
+        loss_chunk: number of tokens whose logits are in memory at a time; None: chosen by their size.
+        fused_accumulation: whether embedding and head accumulate into main_grad themselves. Not possible under
+            ZeRO-2 and ZeRO-3, where DeepSpeed's optimizer takes gradients from autograd.
     """
 
     model: ModelConfig
@@ -52,41 +51,41 @@ class Pass:
     document_mask: bool = False
     fused: bool = False
     loss_chunk: int | None = None
-    step_sums: bool = True
+    fused_accumulation: bool = True
 
     @property
     def tokens(self) -> int:
-        """T: those that this rank holds."""
+        """T: number of tokens that this rank holds."""
         return self.micro_batch_size * self.seq_len // self.cp
 
     @property
     def shards(self) -> int:
-        """Ranks that share the sequence outside of the tensor-parallel regions."""
+        """Number of ranks over which the sequence is split outside of tensor-parallel regions."""
         return self.tp if self.sequence_parallel else 1
 
     @property
     def heads(self) -> int:
-        """Attention heads of this rank."""
+        """Number of attention heads on this rank."""
         return self.model.num_heads // self.tp
 
     @property
     def region_hidden(self) -> int:
-        """T h w: bytes of one [b, s, h] tensor inside of a tensor-parallel region, which has all tokens."""
+        """T h w: bytes of one [b, s, h] tensor inside a tensor-parallel region, which has all tokens."""
         return self.tokens * self.model.hidden_size * self.weight_bytes
 
     @property
     def hidden(self) -> int:
-        """Bytes of what this rank holds of a [b, s, h] tensor outside of the tensor-parallel regions."""
+        """Bytes of this rank's part of a [b, s, h] tensor outside of tensor-parallel regions."""
         return self.region_hidden // self.shards
 
     @property
     def attention(self) -> int:
-        """T a/t w: bytes of this rank's queries or context."""
+        """T a/t w: bytes of this rank's queries, or of its attention output."""
         return self.tokens * self.model.attention_width // self.tp * self.weight_bytes
 
     @property
     def keys(self) -> int:
-        """T k/t w: bytes of this rank's keys, or values."""
+        """T k/t w: bytes of this rank's keys, or of its values."""
         return self.attention // self.model.queries_per_kv
 
     @property
@@ -96,35 +95,35 @@ class Pass:
 
     @property
     def reordered(self) -> int:
-        """A copy of a whole sequence in the order of shares, which a micro-batch of one sample does without."""
+        """Bytes of a copy of the full sequence in rank order; not needed for a micro-batch of one sample."""
         return self.region_hidden if self.micro_batch_size > 1 else 0
 
     @property
     def gloo_copy(self) -> int:
-        """Gloo's own copy of what it gathers or reduces and scatters."""
+        """Bytes of gloo's copy in an all-gather or reduce-scatter."""
         return 0 if self.cuda else self.region_hidden
 
-    def opened(self, output: int) -> int:
-        """While a layer opens a region forward: its output of so many bytes, beside the gathered sequence."""
+    def column_parallel_forward(self, output: int) -> int:
+        """Bytes during a column-parallel layer's forward pass: its output of `output` bytes, and the gathered input."""
         if self.shards == 1:
             return output
         return self.region_hidden + max(self.gloo_copy, self.reordered, output)
 
-    def closed(self) -> int:
-        """While a layer closes a region forward: the product and, biased, the sum over ranks."""
+    def row_parallel_forward(self) -> int:
+        """Bytes during a row-parallel layer's forward pass: the GEMM output and the reduced output with bias."""
         if self.shards == 1:
             return 2 * self.hidden
         return self.region_hidden + self.reordered + self.gloo_copy + self.hidden
 
-    def opened_backward(self, output: int, gradient: int) -> int:
-        """While a layer that opened a region runs backward, the gradient of its weight left out.
+    def column_parallel_backward(self, output: int, gradient: int) -> int:
+        """Bytes during a column-parallel layer's backward pass, the weight gradient excluded.
 
-        Where the sequence is cut the input is gathered again, beside the gradient of it; this is then scattered while
-        the gradient of the weight is made.
+        With sequence parallelism the input is gathered again while the input gradient is alive; the input gradient is
+        then reduce-scattered while wgrad is computed.
 
         Args:
-            output: bytes of the layer's output, whose gradient is there.
-            gradient: bytes of the gradient of its weight.
+            output: bytes of the layer's output, whose gradient is alive.
+            gradient: bytes of the weight gradient.
         """
         if self.shards == 1:
             summed = 2 * self.hidden if self.tp > 1 else 0
@@ -134,23 +133,23 @@ class Pass:
         scattering = whole + self.gloo_copy + self.hidden
         return output + whole + max(gathering - gradient, self.reordered + scattering - gradient, scattering)
 
-    def closed_backward(self, inside: int) -> int:
-        """While a layer that closed a region runs backward: the gradient inside, beside the gathered one outside."""
+    def row_parallel_backward(self, inside: int) -> int:
+        """Bytes during a row-parallel layer's backward pass: input gradient (`inside`) and gathered output gradient."""
         return inside if self.shards == 1 else self.region_hidden + max(self.gloo_copy, self.reordered, inside)
 
     @property
     def ffn(self) -> int:
-        """T f/t w: bytes of this rank's MLP activation."""
+        """T f/t w: bytes of this rank's MLP activations."""
         return self.tokens * self.model.ffn_width // self.tp * self.weight_bytes
 
     @property
     def scores(self) -> int:
-        """Elements of this rank's attention scores, [b, n, s/cp, s]."""
+        """Number of elements of this rank's attention scores, [b, n, s/cp, s]."""
         return self.tokens * self.seq_len * self.heads
 
     @property
     def vocab_rows(self) -> int:
-        """Rows of the embedding on this rank, padding included."""
+        """Number of embedding rows on this rank, padding included."""
         return padded_rows(self.model.vocabulary, self.tp)
 
     @property
@@ -160,31 +159,31 @@ class Pass:
 
     @property
     def chunk(self) -> int:
-        """Tokens whose logits are in memory at a time."""
+        """Number of tokens whose logits are in memory at a time."""
         device = "cuda" if self.cuda else "cpu"
         return chunk_tokens(self.tokens, self.vocab_rows * self.weight_bytes, device, self.loss_chunk)
 
     @property
     def in_chunks(self) -> bool:
-        """Head and loss run forward and back in the forward pass."""
+        """Whether head and loss run in chunks, with their backward pass inside the forward pass."""
         return self.chunk < self.tokens
 
     @property
-    def norm_in_steps(self) -> bool:
-        """Torch's RMSNorm on a CPU, which has no kernel: products in fp32, whose factors are kept."""
+    def unfused_rmsnorm(self) -> bool:
+        """Whether RMSNorm is PyTorch's on a CPU, which has no fused kernel and keeps fp32 intermediates."""
         return self.model.norm is NormKind.rmsnorm and not self.fused and not self.cuda
 
     @property
     def norm_kept(self) -> int:
-        """Bytes that a norm keeps: its input and two statistics of every token, in fp32.
+        """Bytes that a norm keeps: its input, and two fp32 statistics per token.
 
-        Torch's LayerNorm has them in the weights' dtype on a CPU; its RMSNorm has one of them alone.
+        PyTorch's LayerNorm keeps the statistics in the weights' dtype on a CPU; its RMSNorm keeps only one.
         """
         return self._kept_by_norm(self.tokens // self.shards, self.model.hidden_size)
 
     @property
     def head_norms_kept(self) -> int:
-        """Bytes that the norms of queries and keys keep; a number of every token where their features are cut."""
+        """Bytes that the QK norms keep; one statistic per token for each if full-width norms are split by tp."""
         kv_heads = self.heads // self.model.queries_per_kv
         if not self.model.qk_norm:
             return 0
@@ -195,7 +194,7 @@ class Pass:
         return sum(self._kept_by_norm(self.tokens, heads * self.model.head_dim) for heads in (self.heads, kv_heads))
 
     def _kept_by_norm(self, rows: int, width: int) -> int:
-        if self.norm_in_steps:
+        if self.unfused_rmsnorm:
             return FP32 * rows * (2 * width + 1)
         normed = rows * width * self.weight_bytes
         if self.fused:
@@ -205,30 +204,30 @@ class Pass:
 
     @property
     def norm_working(self) -> int:
-        """Bytes of the fp32 products that are alive beside a norm's output, or beside the gradient of its input."""
-        return FP32 * self.tokens // self.shards * self.model.hidden_size if self.norm_in_steps else 0
+        """Bytes of fp32 temporaries that are alive with a norm's output, or with its input gradient."""
+        return FP32 * self.tokens // self.shards * self.model.hidden_size if self.unfused_rmsnorm else 0
 
     @property
-    def norm_sums(self) -> int:
-        """Our own kernel's sums of the gradients of gain and bias, one of each block of rows (row_blocks.h)."""
-        return self._sums_of_norm(self.tokens // self.shards, self.model.hidden_size)
+    def norm_partial_grads(self) -> int:
+        """Bytes of the norm kernel's partial gradients of gain and bias, one per block of rows (row_blocks.h)."""
+        return self._partial_grads_of_norm(self.tokens // self.shards, self.model.hidden_size)
 
     @property
-    def head_norm_sums(self) -> int:
-        """The same of the norm of queries."""
+    def head_norm_partial_grads(self) -> int:
+        """`norm_partial_grads` of the query norm."""
         if self.model.qk_norm_width is QKNormWidth.full:
-            return self._sums_of_norm(self.tokens, self.heads * self.model.head_dim) if self.tp == 1 else 0
-        return self._sums_of_norm(self.tokens * self.heads, self.model.head_dim)
+            return self._partial_grads_of_norm(self.tokens, self.heads * self.model.head_dim) if self.tp == 1 else 0
+        return self._partial_grads_of_norm(self.tokens * self.heads, self.model.head_dim)
 
-    def _sums_of_norm(self, rows: int, width: int) -> int:
+    def _partial_grads_of_norm(self, rows: int, width: int) -> int:
         blocks = -(-rows // max(16, -(-rows // 64)))
         return 2 * FP32 * blocks * width if self.fused else 0
 
     @property
     def attention_kind(self) -> AttentionKind:
-        """What computes attention, as `AttentionCore.taken` says; auto on GPUs is taken for sdpa.
+        """The attention implementation, as in `AttentionCore.taken`; auto on GPUs is planned as sdpa.
 
-        What auto measures there keeps little more at most (`megads.engine.attention_trials`).
+        The implementations that auto tries there keep little more at most (`megads.engine.attention_trials`).
         """
         kind, low = self.model.attention, self.weight_bytes < FP32
         if kind is AttentionKind.auto:
@@ -245,14 +244,14 @@ class Pass:
 
     @property
     def explicit_attention(self) -> bool:
-        """Attention scores are in memory."""
+        """Whether attention materializes its scores."""
         kind = self.attention_kind
         drops = self.model.attention_dropout > 0 and kind is not AttentionKind.fused
         return kind is AttentionKind.fused_softmax or drops or self.model.scores_in_memory
 
     @property
     def masked_by_kernel(self) -> bool:
-        """Kernels hide keys and add biases themselves, so that no mask is in memory."""
+        """Whether kernels apply masks and biases themselves, so that no mask is in memory."""
         if self.explicit_attention:
             by_torch = self.model.attention is AttentionKind.sdpa or self.model.attention_sinks
             return self.fused and not by_torch
@@ -263,25 +262,25 @@ class Pass:
 
     @property
     def fused_attention(self) -> bool:
-        """Megads' own kernel computes the whole of attention."""
+        """Whether megads' fused kernel computes attention."""
         return self.attention_kind is AttentionKind.fused and not self.explicit_attention
 
     @property
     def augmented_attention(self) -> bool:
-        """Torch's causal kernel computes attention on longer queries, keys and values."""
+        """Whether PyTorch's causal kernel computes attention on augmented queries, keys and values."""
         return self.attention_kind is AttentionKind.augmented and not self.explicit_attention
 
     @property
     def repeated_keys(self) -> int:
-        """Bytes of keys and values repeated for every head of queries: CUDA's kernels with a mask do not share."""
+        """Bytes of keys and values repeated for every query head: CUDA kernels with a mask have no GQA."""
         with_mask = self.attention_kind in (AttentionKind.sdpa, AttentionKind.cudnn) and not self.explicit_attention
         if self.attention_kind is AttentionKind.sdpa and self.masked_by_kernel:
             with_mask = not shares_keys(low=self.weight_bytes < FP32, head_dim=self.model.head_dim)
         return 2 * self.cp * self.attention if self.cuda and with_mask and self.model.queries_per_kv > 1 else 0
 
     @property
-    def split_sums(self) -> int:
-        """Bytes of the partial gradients of queries, fp32, by which flash-attn's are the same on every run."""
+    def dq_partials(self) -> int:
+        """Bytes of flash-attn's fp32 partial query gradients, which make its backward pass deterministic."""
         if self.attention_kind is not AttentionKind.flash:
             return 0
         splits = -(-MULTIPROCESSORS // (self.micro_batch_size * self.heads))
@@ -289,26 +288,26 @@ class Pass:
 
     @property
     def bias_table(self) -> int:
-        """Elements of the cached additive mask, [1, n or 1, s/cp, s]."""
+        """Number of elements of the cached additive mask, [1, n or 1, s/cp, s]."""
         if self.masked_by_kernel:
             return 0
         return (self.heads if self.model.position is Position.alibi else 1) * self.seq_len**2 // self.cp
 
     @property
     def mask_bytes(self) -> int:
-        """Of one element of the additive mask."""
+        """Bytes per element of the additive mask."""
         return self.weight_bytes if self.cuda and not self.model.attention_dropout else FP32
 
     @property
     def rotary_tables(self) -> int:
-        """Bytes of the cached cosines and sines of rotary positions, each [s/cp, d/2] in fp32."""
+        """Bytes of the cached rotary cosines and sines, each [s/cp, d/2] in fp32."""
         return FP32 * self.seq_len // self.cp * self.model.head_dim if self.model.position is Position.rope else 0
 
     @property
     def gathered_keys_and_values(self) -> int:
-        """Bytes of the whole sample's keys and values where samples are cut, else 0."""
+        """Bytes of the gathered keys and values of whole samples under context parallelism, else 0."""
         return 2 * self.cp * self.keys if self.cp > 1 else 0
 
     def matrix(self, *shape: int) -> int:
-        """Bytes of a weight's gradient as a backward pass makes it, before it is added to the one that is there."""
+        """Bytes of a weight gradient of this shape in the weights' dtype, before it is accumulated."""
         return prod(shape) * self.weight_bytes

@@ -1,8 +1,8 @@
-"""Size of a model: names, shapes and number of its parameters, and the floating-point operations of training it.
+"""Parameter names, shapes and counts of a model, and its training FLOPs.
 
-Nothing is allocated. Convention of megads: MODEL operations, those the algorithm needs. Two per multiply-add, forward
-once and backward twice, causal attention counted in full, no recomputation; norms, biases, activations and the
-embedding lookup are left out. HARDWARE operations are these and the ones that recomputation does again.
+Nothing is allocated. Convention: model FLOPs are those that the algorithm needs. Two per multiply-add, forward once and
+backward twice, causal attention counted in full, no recomputation; norms, biases, activation functions and the
+embedding lookup are not counted. Hardware FLOPs are model FLOPs plus those of activation recomputation.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def parameter_shapes(config: ModelConfig) -> Shapes:
-    """Unsharded shape of every parameter by name, in the model's order; a tied head has no entry of its own."""
+    """Unsharded shape of every parameter by name, in model order; a tied head has no separate entry."""
     hidden = config.hidden_size
     shapes: Shapes = {"embedding.word.weight": (config.vocabulary, hidden)}
     if config.position is Position.learned:
@@ -46,12 +46,12 @@ def parameter_shapes(config: ModelConfig) -> Shapes:
 
 
 def shapes_of_any_vocabulary(config: ModelConfig) -> Shapes:
-    """The same; where the size of the vocabulary is not known yet, as if it were 1."""
+    """`parameter_shapes`, with a vocabulary size of 1 if it is not known yet."""
     return parameter_shapes(replace(config, vocab_size=config.vocab_size or 1))
 
 
 def check_parameter_groups(config: ModelConfig, optim: OptimConfig) -> None:
-    """Raises ConfigError where a pattern of optim.groups matches no parameter of the model."""
+    """Raises ConfigError if a pattern of optim.groups matches no parameter of the model."""
     if optim.groups:
         require_matches(optim, shapes_of_any_vocabulary(config))
 
@@ -67,7 +67,7 @@ def _linear(config: ModelConfig, name: str, rows: int, columns: int) -> Shapes:
 
 
 def _block_shapes(config: ModelConfig) -> Shapes:
-    """Unsharded shape of every parameter of a built-in block, by its path in the block's stage."""
+    """Unsharded shape of every parameter of a built-in block, by its path within the block."""
     hidden, before = config.hidden_size, config.norm_placement is NormPlacement.input
     shapes = _norm(config, "input_norm", hidden) if before else {}
     if config.qk_norm:
@@ -88,8 +88,8 @@ def _block_shapes(config: ModelConfig) -> Shapes:
 
 
 def _custom_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Unsharded shape of every parameter of one of a plugin's blocks, by its path in the block's stage."""
-    # Only a plugin's block has to be built, on the meta device: the planner imports no torch for any other.
+    """Unsharded shape of every parameter of a plugin's block, by its path within the block."""
+    # A plugin's block must be built, on the meta device. Otherwise the planner does not import torch.
     import torch
 
     from megads.model.gpt import make_block
@@ -100,18 +100,18 @@ def _custom_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def parameter_count(config: ModelConfig) -> int:
-    """Number of parameters, vocabulary padding excluded and a tied embedding counted once."""
+    """Parameter count; vocabulary padding is excluded and a tied embedding is counted once."""
     return sum(prod(shape) for shape in parameter_shapes(config).values())
 
 
 @dataclass(frozen=True)
 class LayerFlops:
-    """Operations a token of one layer.
+    """FLOPs per token of one layer.
 
     Attributes:
-        forward: of a forward pass.
-        backward_input: of a backward pass but for the gradients of weights; attention's products count twice here.
-        backward_weight: of the gradients of its matrices.
+        forward: FLOPs of the forward pass.
+        backward_input: FLOPs of dgrad, including attention's backward pass (twice its forward FLOPs).
+        backward_weight: FLOPs of wgrad.
     """
 
     forward: int
@@ -124,71 +124,71 @@ class LayerFlops:
 
 
 def block_flops(config: ModelConfig, seq_len: int) -> LayerFlops:
-    """Of one block: its matrices and attention's two products, as PaLM counts them.
+    """FLOPs per token of one block: its linear layers and attention's two matmuls, counted as in PaLM.
 
-    Of a plugin's block: two per element of each matrix, and attention's products where it names an attention core.
+    A plugin's block counts two per element of each matrix, and attention's matmuls if it has an attention core.
     """
     if config.block.is_custom:
         matrices = 2 * sum(prod(shape) for shape in _custom_shapes(config).values() if len(shape) == 2)
-        attention = 2 * _product(config, seq_len) if has_attention_core(config) else 0
+        attention = 2 * _attention_matmul(config, seq_len) if has_attention_core(config) else 0
     else:
-        matrices, attention = sum(_matrices(config)), 2 * _product(config, seq_len)
+        matrices, attention = sum(_matrices(config)), 2 * _attention_matmul(config, seq_len)
     return LayerFlops(matrices + attention, matrices + 2 * attention, matrices)
 
 
 def _matrices(config: ModelConfig) -> tuple[int, int, int]:
-    """Operations a token of a block's projections: attention's, those into the MLP, and the one out of it."""
+    """FLOPs per token of a block's projections: attention's, the MLP's up (and gate), and the MLP's down."""
     twice = 2 * config.hidden_size
     return twice * (config.qkv_width + config.attention_width), twice * config.mlp_rows, twice * config.ffn_width
 
 
-def _product(config: ModelConfig, seq_len: int) -> int:
-    """Operations a token of one of attention's two products; a window is as many keys as a token sees at most."""
+def _attention_matmul(config: ModelConfig, seq_len: int) -> int:
+    """FLOPs per token of one of attention's two matmuls; a sliding window limits the keys per token."""
     return 2 * config.attention_width * min(seq_len, config.window or seq_len)
 
 
 def head_flops(config: ModelConfig) -> LayerFlops:
-    """Of the output projection."""
+    """FLOPs per token of the output projection."""
     matrix = 2 * config.vocabulary * config.hidden_size
     return LayerFlops(matrix, matrix, matrix)
 
 
 def model_flops_per_token(config: ModelConfig, seq_len: int) -> int:
-    """Forward and backward operations a token: 6 per matmul weight, the output head included, plus 12*L*a*S.
+    """Model FLOPs per token, forward and backward: 6 per matmul weight, the output head included, plus 12*L*a*S.
 
-    The second term is attention's two products (scores and values), as in PaLM (Chowdhery et al. 2022, appendix B). A
-    window takes the place of S where it is smaller.
+    The second term is attention's two matmuls (scores and values), as in PaLM (Chowdhery et al. 2022, appendix B). A
+    sliding window smaller than S replaces S.
 
     Args:
-        config: the model; L = num_layers, a = features of all heads' queries, hidden_size by default.
-        seq_len: tokens a sample, S.
+        config: model config; L = num_layers, a = total query width, hidden_size by default.
+        seq_len: tokens per sample, S.
     """
     return config.num_layers * block_flops(config, seq_len).total + head_flops(config).total
 
 
 def hardware_flops_per_token(config: ModelConfig, seq_len: int, blocks: Iterable[Recompute]) -> int:
-    """Operations a token with what is recomputed.
+    """Hardware FLOPs per token: model FLOPs plus activation recomputation.
 
-    Recomputation stops at the last tensor that backward needs. Of a block that is the input of its last matrix, whose
-    product is therefore made again only where a dropout follows; of attention whose scores are in memory (by
-    fused_softmax, or capped) without dropout it is the probabilities, which are not multiplied by the values again;
-    all others need their output.
+    Recomputation stops at the last tensor that backward needs. For a block that is the input of its last linear layer,
+    whose GEMM is therefore repeated only if dropout follows. For attention that materializes its scores (fused_softmax
+    or softcap) without dropout it is the probabilities, so the matmul with the values is not repeated; other attention
+    implementations need their output.
 
     Args:
-        config: the model.
-        seq_len: tokens a sample.
-        blocks: what each block of the model recomputes.
+        config: model config.
+        seq_len: tokens per sample.
+        blocks: recomputation mode of each block of the model.
     """
     again = recompute_flops(config, seq_len)
     return model_flops_per_token(config, seq_len) + sum(again[block] for block in blocks)
 
 
 def recompute_flops(config: ModelConfig, seq_len: int) -> dict[Recompute, int]:
-    """Operations a token that a block's backward pass does again, by what is recomputed of it."""
+    """FLOPs per token that a block recomputes, by recomputation mode."""
     attention, into, out_of = _matrices(config)
-    product = _product(config, seq_len)
+    matmul = _attention_matmul(config, seq_len)
     in_memory = config.attention is AttentionKind.fused_softmax or config.scores_in_memory
     explicit = in_memory and not config.attention_dropout
-    core = product if explicit else 2 * product
-    full = attention + 2 * product + into + (out_of if config.hidden_dropout else 0)
+    core = matmul if explicit else 2 * matmul
+    full = attention + 2 * matmul + into + (out_of if config.hidden_dropout else 0)
     return {Recompute.none: 0, Recompute.selective: core, Recompute.full: full}

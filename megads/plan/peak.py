@@ -1,4 +1,4 @@
-"""The peak of one device, the denominator of MFU."""
+"""Peak TFLOPs of one device, the denominator of MFU."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ KNOWN_BF16_TFLOPS = (
     ("L40", 181.0),
     ("L4", 121.0),
 )
-"""Dense bf16 TFLOPs from the vendor's data sheets, half of those with sparsity, by words of the device's name; the
-first entry whose words are all in it counts."""
+"""Dense bf16 TFLOPs from the vendors' data sheets (half of those with sparsity), by words of the device name. The first
+entry whose words all occur in the name is used."""
 
 _GEMM_SIZE = {"cpu": 1024, "cuda": 8192}
 _MEASURE_S = 1.0
@@ -55,16 +55,16 @@ def device_peak_tflops(
 ) -> float:
     """Peak TFLOPs of one device.
 
-    The configured figure, else the data sheet's for a known GPU in bf16, else the best matrix product measured on this
-    device, torch's or that of the kernels this process has loaded, which is cached. Where several ranks share a CPU,
-    call it on one rank while the others wait: they would measure each other.
+    Returns the configured value if there is one, else the data sheet's for a known GPU in bf16, else the rate of the
+    fastest GEMM measured on this device, PyTorch's or that of this process's loaded kernels. The measurement is cached.
+    If several ranks share a CPU, call this on one rank while the others wait, so that they do not slow it down.
 
     Args:
-        device: where the rank computes.
-        dtype: dtype of its matrix products.
-        threads: CPU threads of the rank; does not matter on a GPU.
-        configured: cluster.peak_tflops.
-        cache_dir: folder of measurements; None is ~/.cache/megads.
+        device: device of the rank.
+        dtype: dtype of the GEMMs.
+        threads: CPU threads of the rank; ignored on a GPU.
+        configured: value of cluster.peak_tflops.
+        cache_dir: folder for cached measurements; None: ~/.cache/megads.
     """
     if configured is not None:
         return configured
@@ -91,13 +91,13 @@ def device_peak_tflops(
 
 
 def data_sheet_tflops(name: str) -> float | None:
-    """Dense bf16 TFLOPs of a whole GPU.
+    """Dense bf16 TFLOPs of a GPU according to its data sheet.
 
     Args:
-        name: as the driver gives it: "NVIDIA A100-SXM4-80GB".
+        name: the driver's name of the GPU, for example "NVIDIA A100-SXM4-80GB".
 
     Returns:
-        None for a GPU that is not in the table, and for a MIG slice, which has a part of its GPU.
+        None for a GPU that is not in the table, and for a MIG slice, which is only a part of a GPU.
     """
     words = set(name.upper().replace("-", " ").split())
     if "MIG" in words:
@@ -106,7 +106,7 @@ def data_sheet_tflops(name: str) -> float | None:
 
 
 def cpu_model() -> str:
-    """The processor's name, as its maker has it."""
+    """Model name of the CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -116,7 +116,7 @@ def cpu_model() -> str:
 
 
 def _read_cache(path: Path, key: dict[str, object]) -> float | None:
-    """The cached figure, None when there is none, it is damaged or it belongs to another key."""
+    """The cached value; None if it is missing, corrupt or belongs to another key."""
     try:
         entry = read_json(path)
         tflops = float(entry.pop("tflops"))
@@ -126,7 +126,7 @@ def _read_cache(path: Path, key: dict[str, object]) -> float | None:
 
 
 def _write_cache(path: Path, entry: dict[str, object]) -> None:
-    """Replaces the entry atomically; a folder that cannot be written only costs the next run a measurement."""
+    """Writes the entry atomically. An unwritable folder is ignored: the next run measures again."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_writer(path) as file:
@@ -134,10 +134,9 @@ def _write_cache(path: Path, entry: dict[str, object]) -> None:
 
 
 def _measure_tflops(device: torch.device, dtype: torch.dtype, threads: int, kernels: Kernels) -> float:
-    """TFLOPs of the fastest of several square matrix products, in about a second.
+    """TFLOPs of the fastest of several square GEMMs, measured for about a second.
 
-    On a CPU the time is what its threads computed, so that other programs beside this one do not lower a peak that is
-    remembered.
+    On a CPU, CPU time is measured instead of wall time, so that other processes do not lower the cached peak.
     """
     size = _GEMM_SIZE.get(device.type, 1024)
     left = torch.ones(size, size, dtype=dtype, device=device)

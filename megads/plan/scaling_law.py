@@ -1,7 +1,7 @@
-"""Published scaling laws: the loss that a size and a number of tokens come to, and the best of both for some compute.
+"""Published scaling laws: predicted loss by model size and tokens, and the compute-optimal values of both.
 
 Approach 3 of Hoffmann et al. (2022): L(N, D) = E + A / N^alpha + B / D^beta, with N parameters, D tokens and
-C = 6 * N * D operations; the loss in nats per token of their data and vocabulary.
+C = 6 * N * D FLOPs; the loss is in nats per token of their data and vocabulary.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 FLOPS_PER_PARAMETER_AND_TOKEN = 6
-"""The laws' own convention: forward twice, backward four times; attention is left out."""
+"""Convention of the scaling laws: 2 in forward and 4 in backward; attention is not counted."""
 
 
 @dataclass(frozen=True)
 class ScalingLaw:
-    """A fitted law.
+    """A fitted scaling law.
 
     Attributes:
-        title: where its coefficients were published.
+        title: source of the coefficients.
         irreducible: E, nats per token.
         parameter_factor: A.
         token_factor: B.
         parameter_exponent: alpha.
         token_exponent: beta.
-        most_compute: operations of the largest runs it was fitted to; beyond, it is an extrapolation.
+        most_compute: FLOPs of the largest runs in the fit; above this, the law is an extrapolation.
     """
 
     title: str
@@ -42,7 +42,7 @@ class ScalingLaw:
 
     @property
     def size_exponent(self) -> float:
-        """Of compute, in the best number of parameters: a = beta / (alpha + beta)."""
+        """Exponent of compute in the optimal parameter count: a = beta / (alpha + beta)."""
         return self.token_exponent / (self.parameter_exponent + self.token_exponent)
 
     @property
@@ -52,19 +52,20 @@ class ScalingLaw:
         return ratio ** (1 / (self.parameter_exponent + self.token_exponent))
 
     def best(self, flops: float) -> tuple[float, float]:
-        """Parameters and tokens with the least loss for so many operations (Hoffmann et al. 2022, equation 4)."""
+        """Compute-optimal (parameters, tokens) for `flops` FLOPs (Hoffmann et al. 2022, equation 4)."""
         pairs = flops / FLOPS_PER_PARAMETER_AND_TOKEN
         parameters = self._size_factor * pairs**self.size_exponent
         return parameters, pairs / parameters
 
     def best_tokens(self, parameters: float) -> float:
-        """Tokens for which so many parameters are the best size."""
+        """Number of tokens for which `parameters` is the compute-optimal size."""
         return float((parameters / self._size_factor) ** (1 / self.size_exponent) / parameters)
 
     def flops_of_loss(self, loss: float) -> float:
-        """Operations with which the best size reaches a loss; `loss` lies above the irreducible one.
+        """FLOPs at which the compute-optimal model reaches `loss`, which must exceed the irreducible loss.
 
-        The best loss falls as C^-g with g = alpha beta / (alpha + beta), so one point of it gives all.
+        The reducible loss of compute-optimal models falls as C^-g with g = alpha beta / (alpha + beta), so one point
+        determines the curve.
         """
         a, b = self.parameter_exponent, self.token_exponent
         above_one = self.loss(*self.best(1.0)) - self.irreducible
@@ -74,7 +75,7 @@ class ScalingLaw:
 LAWS: Mapping[str, ScalingLaw] = {
     "epoch2024": ScalingLaw(
         "Besiroglu et al. 2024 (Chinchilla Scaling: A replication attempt, arXiv 2404.10102, Table 1): approach 3 of "
-        "Hoffmann et al., fitted again",
+        "Hoffmann et al., refitted",
         1.8172,
         482.01,
         2085.43,
@@ -84,7 +85,7 @@ LAWS: Mapping[str, ScalingLaw] = {
     ),
     "hoffmann2022": ScalingLaw(
         "Hoffmann et al. 2022 (Training Compute-Optimal Large Language Models, arXiv 2203.15556), approach 3, with the "
-        "exponents of the paper's source, which the text rounds",
+        "unrounded exponents of the paper's source",
         1.6934,
         406.4,
         410.7,
@@ -93,4 +94,4 @@ LAWS: Mapping[str, ScalingLaw] = {
         most_compute=3e21,
     ),
 }
-"""By the name that `megads plan` gives them; the largest IsoFLOP runs have 3e21 operations (Hoffmann, figure 3)."""
+"""Scaling laws by the name used in `megads plan`; the largest IsoFLOP runs have 3e21 FLOPs (Hoffmann, figure 3)."""

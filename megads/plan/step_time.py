@@ -1,4 +1,4 @@
-"""The time of a step: estimated by FLOPs on the clock of its schedule; measured or simulated, as a trace."""
+"""Pipeline timeline of a step from a FLOP-based cost model, and traces of measured and simulated steps."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from megads.runtime.span import Span
 
 @dataclass(frozen=True)
 class Speed:
-    """Of a rank and of what connects it.
+    """Compute and link speed of one rank.
 
     Attributes:
-        tflops: TFLOPs that a rank achieves.
-        gigabytes_per_s: of one direction between two ranks; None for infinitely many.
-        latency_us: of a message.
+        tflops: achieved TFLOPs per rank.
+        gigabytes_per_s: p2p bandwidth between two ranks, one direction; None: unlimited.
+        latency_us: latency of a p2p transfer.
     """
 
     tflops: float
@@ -44,14 +44,14 @@ class Speed:
 
 @dataclass(frozen=True)
 class Outlook:
-    """What a schedule promises for a step.
+    """Predicted timeline and bubble of one step under a pipeline schedule.
 
     Attributes:
-        schedule: of the step.
-        unit_bubble_share: share of all ranks' time in which they wait, where a forward pass and each part of a backward
-            pass of a virtual stage take 1 and messages nothing.
-        timeline: with the estimated costs, in seconds.
-        waiting: most passes between forward and the end of backward, of each rank.
+        schedule: pipeline schedule of the step.
+        unit_bubble_share: bubble fraction if a forward pass and each part of a backward pass of a virtual stage take 1
+            and p2p transfers take no time.
+        timeline: simulated timeline with the estimated costs, in seconds.
+        waiting: maximum number of passes in flight on each rank, over its virtual stages.
     """
 
     schedule: Schedule
@@ -61,17 +61,17 @@ class Outlook:
 
     @property
     def bubble_share(self) -> float:
-        """With the estimated costs; what stages are slower than others counts too."""
+        """Bubble fraction with the estimated costs; includes imbalance between stages."""
         return self.timeline.bubble_share
 
     @property
     def over_ideal(self) -> float:
-        """Time of the step over that of ranks that share the same work evenly and never wait."""
+        """Step time relative to perfectly balanced ranks without a bubble."""
         return 1 / (1 - self.bubble_share)
 
 
 def outlook(model: ModelConfig, parallel: ParallelConfig, workload: Workload, speed: Speed) -> Outlook:
-    """Runs the layout's schedule on the clock; neither parallel.recompute nor parallel.partition is auto any more."""
+    """Simulates the layout's schedule; parallel.recompute and parallel.partition must be resolved (not auto)."""
     schedule = parallel.schedule_of(workload.micro_batches)
     timeline = run_clock(schedule, estimated_costs(model, parallel, workload, speed))
     known = known_bubble_share(schedule.name, parallel.pp, parallel.virtual_stages or 1, workload.micro_batches)
@@ -80,9 +80,9 @@ def outlook(model: ModelConfig, parallel: ParallelConfig, workload: Workload, sp
 
 
 def estimated_costs(model: ModelConfig, parallel: ParallelConfig, workload: Workload, speed: Speed) -> ScheduleCosts:
-    """Seconds of each virtual stage's passes on a rank by their FLOPs, and of a message by its bytes.
+    """Seconds of each virtual stage's passes, derived from their FLOPs, and of a p2p transfer, from its bytes.
 
-    Norms, activations, the embedding and the messages inside of tensor and context parallelism are left out.
+    Not counted: norms, activation functions, the embedding, and tensor- and context-parallel communication.
     """
     weights = stage_weights(model)
     names, bounds = list(weights), stage_bounds(list(weights.values()), parallel)
@@ -112,7 +112,7 @@ def estimated_costs(model: ModelConfig, parallel: ParallelConfig, workload: Work
 
 
 def _modes(layers: Sequence[Sequence[str]], parallel: ParallelConfig) -> dict[str, Recompute]:
-    """What each block recomputes, by name."""
+    """Recomputation mode of each block, by name."""
     found: dict[str, Recompute] = {}
     for rank in range(parallel.pp):
         stages = parallel.placement.stages_of(rank)
@@ -122,14 +122,14 @@ def _modes(layers: Sequence[Sequence[str]], parallel: ParallelConfig) -> dict[st
 
 
 def with_estimated_partition(model: ModelConfig, parallel: ParallelConfig, seq_len: int) -> ParallelConfig:
-    """Replaces parallel.partition=auto by the layers' costs in FLOPs; the layout as it is where it is not auto.
+    """Replaces parallel.partition=auto by the layers' costs in FLOPs; returns other layouts unchanged.
 
-    Blocks that are all recomputed count what they do again; single ones that are count as the others.
+    Recomputation is included in the block cost only if it applies to all blocks.
 
     Args:
-        model: the model's shape.
+        model: model config.
         parallel: the layout; `recompute` may still be auto.
-        seq_len: tokens a sample.
+        seq_len: tokens per sample.
     """
     if parallel.partition is not Partition.auto:
         return parallel
@@ -144,18 +144,18 @@ _SENDS: Mapping[str, tuple[str, int]] = {
     ActionKind.send_activation: (ActionKind.receive_activation, 1),
     ActionKind.send_gradient: (ActionKind.receive_gradient, -1),
 }
-"""What receives a message, and how many stages further."""
+"""Receive action and stage offset of each send action."""
 
 
 @dataclass(frozen=True)
 class RankTrace:
-    """What one rank did in a step.
+    """Timeline of one rank in a step.
 
     Attributes:
-        rank: global rank; the place in the pipeline of a simulated one.
-        pipeline_rank: its place in the pipeline.
-        replica: what tells its pipeline from others: places along the other axes.
-        bars: by their starts; times are seconds since the first thing that any rank did.
+        rank: global rank; the pipeline rank in a simulated step.
+        pipeline_rank: pipeline rank.
+        replica: coordinates along the other axes, which identify the pipeline.
+        bars: spans ordered by start; times are seconds since the first span of any rank.
     """
 
     rank: int
@@ -165,7 +165,7 @@ class RankTrace:
 
 
 def simulated_step(timeline: Timeline) -> list[RankTrace]:
-    """A simulated step, one row a pipeline rank; what takes no time is left out."""
+    """Traces of a simulated step, one per pipeline rank; spans of zero length are omitted unless they are p2p."""
     return [
         RankTrace(
             rank,
@@ -182,7 +182,7 @@ def simulated_step(timeline: Timeline) -> list[RankTrace]:
 
 
 def idle_share(traces: Sequence[RankTrace]) -> float:
-    """Share of the time from the first to the last pass of all ranks in which they run none."""
+    """Fraction of the time from the first to the last pass of all ranks in which ranks run no pass."""
     passes = [[bar for bar in trace.bars if _is_pass(bar)] for trace in traces]
     every = [bar for row in passes for bar in row]
     if not every:
@@ -196,11 +196,11 @@ def _is_pass(bar: Span) -> bool:
 
 
 def mean_costs(traces: Sequence[RankTrace], num_stages: int) -> ScheduleCosts:
-    """Mean seconds of each virtual stage's passes, and of messages for which a rank was already waiting.
+    """Mean seconds of each virtual stage's passes, and of p2p transfers whose receiver was already waiting.
 
     Args:
-        traces: a measured step, or several.
-        num_stages: virtual stages of the pipeline.
+        traces: traces of one or several measured steps.
+        num_stages: number of virtual stages of the pipeline.
     """
     seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
     for trace in traces:
@@ -216,7 +216,7 @@ def mean_costs(traces: Sequence[RankTrace], num_stages: int) -> ScheduleCosts:
     inputs = [mean(ActionKind.backward_input, stage) for stage in stages]
     weights = [mean(ActionKind.backward_weight, stage) for stage in stages]
     whole = [mean(ActionKind.backward, stage) for stage in stages]
-    # A stage that runs whole passes beside split ones has the same costs in both, or only one of them.
+    # A stage may run whole or split backward passes, or both; then both are assumed to cost the same.
     parts = [i + w if i + w else b for i, w, b in zip(inputs, weights, whole, strict=True)]
     first = [i if i else b / 2 for i, b in zip(inputs, whole, strict=True)]
     second = [total - part for total, part in zip(parts, first, strict=True)]
@@ -226,16 +226,17 @@ def mean_costs(traces: Sequence[RankTrace], num_stages: int) -> ScheduleCosts:
 
 
 def measured_layer_costs(costs: ScheduleCosts, bounds: Sequence[int]) -> tuple[float, float, float] | None:
-    """What `parallel.layer_costs` wants, from the costs of stages: the embedding and the head in blocks.
+    """Value for `parallel.layer_costs` from measured stage costs, in units of one block.
 
-    A block costs what it does on the stages between the first and the last, and the ends what is left there.
+    The cost of a block is measured on the stages between the first and the last; embedding and head get the remaining
+    time of the first and last stage.
 
     Args:
-        costs: of each virtual stage.
+        costs: costs of each virtual stage.
         bounds: virtual stage i holds layers bounds[i] to bounds[i + 1] - 1: embedding, blocks, final norm, head.
 
     Returns:
-        Costs of the embedding, of a block (1) and of the head; None without a stage in between.
+        Costs of the embedding, of a block (1) and of the head; None if there is no inner stage.
     """
     totals = [sum(parts) for parts in zip(costs.forward, costs.backward_input, costs.backward_weight, strict=True)]
     layers = [end - start for start, end in pairwise(bounds)]
@@ -248,7 +249,7 @@ def measured_layer_costs(costs: ScheduleCosts, bounds: Sequence[int]) -> tuple[f
 
 
 def _transits(traces: Sequence[RankTrace]) -> Iterator[float]:
-    """Seconds from the begin of a send to the end of a receive that had begun before."""
+    """Seconds from the start of a send to the end of its receive, for receives that started earlier."""
     receives = {(trace.replica, bar.kind, bar.micro_batch, bar.stage): bar for trace in traces for bar in trace.bars}
     for trace in traces:
         for bar in trace.bars:
@@ -261,10 +262,10 @@ def _transits(traces: Sequence[RankTrace]) -> Iterator[float]:
 
 
 def perfetto_trace(groups: Mapping[str, Sequence[RankTrace]]) -> dict[str, Any]:
-    """The trace-event format that ui.perfetto.dev and chrome://tracing open.
+    """Converts traces to the trace-event format of ui.perfetto.dev and chrome://tracing.
 
     Args:
-        groups: steps by name; each is a process of the trace, each of its ranks a thread, and each message an arrow.
+        groups: steps by name; each is a process of the trace, each rank a thread, and each p2p transfer an arrow.
 
     Returns:
         A JSON object; times in microseconds.
@@ -294,7 +295,7 @@ def perfetto_trace(groups: Mapping[str, Sequence[RankTrace]]) -> dict[str, Any]:
 
 
 def _arrows(traces: Sequence[RankTrace], process: int) -> Iterable[dict[str, Any]]:
-    """From each send to its receive."""
+    """Flow events from each send to its receive."""
     ends = {
         (trace.replica, bar.kind, bar.micro_batch, bar.stage): (trace.rank, bar)
         for trace in traces

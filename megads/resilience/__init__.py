@@ -1,8 +1,8 @@
-"""What a run does about faults: non-finite steps, loss spikes, and ranks or nodes that failed.
+"""Fault tolerance: non-finite steps, loss spikes, silent data corruption, and failed ranks or nodes.
 
-`config` holds the settings, `hooks` watches the steps of a run, `spikes` finds loss spikes, `rollbacks` says what a
-rollback decided, `replicas` finds flipped bits, `compute` wrong values, and `restarts` what follows a start of the
-ranks that failed.
+`config` holds the settings, `hooks` monitors the steps of a run, `spikes` detects loss spikes, `rollbacks` reads
+recorded rollbacks, `replicas` detects flipped bits, `compute` detects wrong results, and `restarts` decides what
+follows a failed attempt.
 """
 
 __all__ = ["compute", "config", "hooks", "replicas", "restarts", "rollbacks", "spikes"]

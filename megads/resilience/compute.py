@@ -1,4 +1,4 @@
-"""Finds finite but wrong values: all computations of a step must agree bit for bit, whichever rank makes them."""
+"""Detects finite but wrong results: repeated computations of a step must agree bit for bit on any rank."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from megads.runtime.metrics import EventWriter
 
 @dataclass(frozen=True)
 class ComputeFault:
-    """Which ranks computed a step wrongly.
+    """Ranks that computed a step wrongly.
 
     Attributes:
-        persistent: the last two computations of the step differ, too.
+        persistent: whether the last two computations of the step differ, too.
         found: ranks that may be at fault, each with the name of the first tensor that it computed wrongly.
     """
 
@@ -30,7 +30,7 @@ class ComputeFault:
 
     @property
     def ranks(self) -> list[int]:
-        """Ranks at fault; both of two if it may be either."""
+        """Ranks at fault; both ranks of a pair if it is unknown which one is."""
         return sorted({rank for rank, _ in self.found})
 
     def __str__(self) -> str:
@@ -38,12 +38,12 @@ class ComputeFault:
 
 
 class _Deviation(NamedTuple):
-    """A rank whose computations differ.
+    """Difference between computations of a rank.
 
     Attributes:
         rank: global rank.
-        coordinates: see ComputeComparison.
-        difference: the first one.
+        coordinates: pipeline and data-parallel rank, see ComputeComparison.
+        difference: first difference.
     """
 
     rank: int
@@ -52,9 +52,9 @@ class _Deviation(NamedTuple):
 
 
 def _origins(deviations: Sequence[_Deviation]) -> list[tuple[int, str]]:
-    """Ranks that computed a wrong value themselves, not from one that they received, and the name of its tensor.
+    """Returns the ranks that computed a wrong value themselves instead of receiving it, with the name of its tensor.
 
-    If all deviations were received, a message was corrupted in transit; then its receivers are returned.
+    If all deviating values were received, the data was corrupted in transit; then the receivers are returned.
     """
     computed = [deviation for deviation in deviations if not deviation.difference.received] or list(deviations)
     first: dict[tuple[int, int], int] = {}
@@ -69,11 +69,11 @@ def compute_fault(comparisons: Sequence[ComputeComparison]) -> ComputeFault:
     """Finds the ranks that computed a step wrongly.
 
     A rank whose own two computations differ is at fault. The fault is transient if the last computations of rank and
-    peer agree, else persistent. If every rank reproduces its own result but peers disagree, one of the two makes the
-    same mistake every time: with three peers or more, the one that disagrees with both of its neighbours.
+    peer agree, else persistent. If every rank reproduces its own result but a rank and its peer disagree, one of the
+    two makes the same mistake every time: with three ranks or more, the one that disagrees with both of its neighbours.
 
     Args:
-        comparisons: of all ranks; computations differ in at least one.
+        comparisons: comparisons of all ranks; at least one contains a difference.
     """
     coordinates = {comparison.rank: comparison.coordinates for comparison in comparisons}
     unstable = [
@@ -98,13 +98,13 @@ def compute_fault(comparisons: Sequence[ComputeComparison]) -> ComputeFault:
 
 
 class ComputeHook:
-    """Computes steps again and compares the results; a persistent fault ends the run with exit 9. A ComputeCheck.
+    """Recomputes steps and compares the results; a persistent fault ends the run with exit 9. Is a ComputeCheck.
 
     Args:
-        engine: that computes.
-        events: where faults are recorded.
-        every_steps: interval of the checks; 0: only suspicious steps are checked.
-        suspects: whether the loss and the gradient norm of a step are suspicious; None: no step is.
+        engine: training engine.
+        events: event log for faults.
+        every_steps: interval of the checks in steps; 0 checks suspicious steps only.
+        suspects: whether a step is suspicious, from its number, loss and gradient norm; None: no step is.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class ComputeHook:
         """See ComputeCheck.
 
         Raises:
-            UnhealthyNode: the fault is persistent.
+            UnhealthyNode: The fault is persistent.
         """
         fault = compute_fault(comparisons)
         kind = "persistent" if fault.persistent else "transient"
@@ -157,17 +157,15 @@ class ComputeHook:
         if self._engine.grid.rank not in fault.ranks:
             time.sleep(HEAD_START_S)
         raise UnhealthyNode(
-            f"step {self._step + 1} does not come out the same when it is computed again from the same weights and "
-            f"samples: {fault}. The run goes on from the last checkpoint; leave the node out if this comes again"
+            f"step {self._step + 1} gives another result when it is recomputed from the same weights and samples: "
+            f"{fault}. The run continues from the last checkpoint; exclude the node if this happens again"
         )
 
     def report_suspicious(self, first: tuple[float, float], again: tuple[float, float], ranks: list[int]) -> None:
         """See ComputeCheck."""
         named = {"step": self._step + 1, "loss": first[0], "grad_norm": first[1]}
         if not ranks and first[0] == again[0]:
-            self._events.write(
-                "suspicious_step", **named, message="a suspicious step, computed again with the same result"
-            )
+            self._events.write("suspicious_step", **named, message="a suspicious step, recomputed with the same result")
             return
         self._events.write(
             "compute_differs",
@@ -177,5 +175,5 @@ class ComputeHook:
             ranks=ranks,
             first=[[rank, "a gradient, before any reduction"] for rank in ranks],
             message=f"step {self._step + 1} had a loss of {first[0]:.4g} and a gradient norm of {first[1]:.4g}; "
-            f"computed again, {again[0]:.4g} and {again[1]:.4g}, which count. One of the ranks {ranks} was wrong once",
+            f"recomputed: {again[0]:.4g} and {again[1]:.4g}, which are used. A transient fault on one of ranks {ranks}",
         )

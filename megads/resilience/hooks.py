@@ -1,4 +1,4 @@
-"""Watches the steps of a run for numerical faults: non-finite steps and loss spikes."""
+"""Hooks that handle non-finite steps and loss spikes, and the list of all hooks against numerical faults."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class NonFiniteHook:
     """Records every skipped step with its culprit.
 
     Args:
-        events: where skips are recorded.
-        most_in_a_row: skipped steps in a row that the run survives; one more raises NumericalError on every rank.
-        saved_before: the newest checkpoint from before a step; None: there is none.
+        events: event log for skipped steps.
+        most_in_a_row: largest number of consecutive skipped steps; one more raises NumericalError on every rank.
+        saved_before: returns the newest checkpoint from before a step, or None.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class NonFiniteHook:
             )
 
     def _healthy(self, last_finite: int) -> str:
-        """Names a checkpoint after which a step was finite."""
+        """Returns advice that names a checkpoint from before the non-finite steps."""
         path = self._saved_before(last_finite)
         return f"continue from an earlier checkpoint with checkpoint.load={path or '<path> (this run has none yet)'}"
 
@@ -66,11 +66,11 @@ class NonFiniteHook:
 
 
 class RerunHook:
-    """Computes every non-finite step once more, and records whether the fault was transient or persistent.
+    """Recomputes every non-finite step once, and records whether the fault was transient or persistent.
 
     Args:
-        engine: that computes.
-        events: where that is recorded.
+        engine: training engine.
+        events: event log for reruns.
     """
 
     def __init__(self, engine: TrainEngine, events: EventWriter) -> None:
@@ -101,12 +101,12 @@ class RerunHook:
 
 @dataclass(frozen=True)
 class SavedState:
-    """A checkpoint that a run can go back to.
+    """A checkpoint to which a run can roll back.
 
     Attributes:
-        step: of it.
-        name: of its folder.
-        digest: of its manifest.
+        step: step of the checkpoint.
+        name: folder name.
+        digest: digest of the manifest.
     """
 
     step: int
@@ -115,19 +115,20 @@ class SavedState:
 
 
 class SpikeHook:
-    """Finds loss spikes, and rolls the run back where that is asked for.
+    """Detects loss spikes, and rolls the run back if the config says so.
 
-    All ranks see the same losses, those before a restart included, and so find the same. Rank 0 decides and records the
-    decision (event roll_back); then all ranks end by RollBack, and the launcher starts them again as the event says. A
-    run that is killed in between comes to the same decision again, or finds the event.
+    All ranks see the same losses, including those before a restart, and therefore detect the same spikes. Rank 0
+    decides and records the decision (event roll_back). Then all ranks exit with RollBack, and the launcher restarts
+    them as the event says. If the run is killed in between, its next start reaches the same decision again or finds
+    the event.
 
     Args:
-        run_dir: the run's folder.
-        config: when a rise of the loss is a spike, and what follows.
-        events: where spikes and decisions are recorded.
-        control: of all ranks.
-        num_skips: entries of data.skip in force.
-        saved_up_to: the newest checkpoint of at most a step; None: there is none.
+        run_dir: run directory.
+        config: detection of loss spikes, and the action on one.
+        events: event log for spikes and decisions.
+        control: control plane of all ranks.
+        num_skips: number of active entries in data.skip.
+        saved_up_to: returns the newest checkpoint of at most a given step, or None.
     """
 
     def __init__(
@@ -147,15 +148,15 @@ class SpikeHook:
         past = self._control.first_decides(lambda: self._last_steps(state.step), list[tuple[int, int, float, float]])
         self._detector = SpikeDetector(self._config)
         found = self._detector.replay(StepLoss(*step) for step in past)
-        # A run that was asked to stop at the very step saved first.
+        # A run that was asked to stop at the step of the spike saved a checkpoint of that step.
         if found is not None and found.step == state.step and self._config.action is SpikeAction.roll_back:
             self._roll_back(found)
 
     def _last_steps(self, last: int) -> list[tuple[int, int, float, float]]:
-        """Of the ledger, as many as the detector remembers."""
+        """Reads as many finite steps from metrics.jsonl as the detector remembers."""
         found: deque[tuple[int, int, float, float]] = deque(maxlen=self._detector.memory_steps)
         for line in read_json_lines(self._run_dir / METRICS_FILE):
-            # Lines of validations have none of these, and those of skipped steps no finite gradient norm.
+            # Validation lines lack these keys, and skipped steps have no finite gradient norm.
             values = [line.get(key) for key in ("step", "samples", "loss", "grad_norm")]
             numbers = [value for value in values if isinstance(value, int | float) and math.isfinite(value)]
             if len(numbers) == len(values) and numbers[0] <= last:
@@ -180,30 +181,30 @@ class SpikeHook:
         return self._detector.suspects(StepLoss(step, 0, loss, grad_norm))
 
     def _roll_back(self, spike: Spike) -> None:
-        """Raises RollBack, or NumericalError where there were too many; returns where there is no checkpoint before."""
+        """Raises RollBack, or NumericalError after too many rollbacks; returns if no checkpoint precedes the spike."""
         decided = self._control.first_decides(lambda: self._decide(spike), str)
         if decided:
             raise RollBack(decided)
 
     def _decide(self, spike: Spike) -> str:
-        """Records what rank 0 decides and returns it in words; empty for going on."""
+        """Decides and records a rollback on rank 0; returns its message, or an empty string if training continues."""
         most, rollbacks = self._config.max_rollbacks, recorded_rollbacks(self._run_dir)
         if len(rollbacks) >= most:
             raise NumericalError(
                 f"{spike}: the run has been rolled back {len(rollbacks)} times (resilience.spikes.max_rollbacks = "
-                f"{most}). Lower optim.lr or look at the data; to go on all the same, raise max_rollbacks, or set "
+                f"{most}). Lower optim.lr or look at the data; to continue anyway, raise max_rollbacks, or set "
                 "resilience.spikes.action=warn"
             )
         saved = self._saved_up_to(spike.begin)
         if saved is None:
-            reason = f"there is no checkpoint of step {spike.begin} or before: the run goes on"
+            reason = f"there is no checkpoint of step {spike.begin} or before: training continues"
             self._events.write("roll_back_impossible", level="error", step=spike.step, reason=reason)
             return ""
-        # Where the run came no further than its last rollback, the bad data is longer than what was left out.
+        # If the run spikes again without a newer checkpoint, the bad data is longer than the skipped range: skip more.
         again = sum(record.checkpoint_step >= saved.step for record in rollbacks)
         end = spike.samples + (2**again - 1) * (spike.samples - spike.begin_samples)
         record = RollbackRecord(saved.step, saved.digest, (spike.begin_samples, end), self._num_skips)
-        said = f"{spike}: going back to {saved.name}, leaving out samples {spike.begin_samples} to {end}"
+        said = f"{spike}: rolling back to {saved.name}, skipping samples {spike.begin_samples} to {end}"
         self._events.write(
             ROLL_BACK, level="warning", message=said, **asdict(spike), checkpoint=saved.name, **asdict(record)
         )
@@ -218,15 +219,15 @@ def numerical_hooks(
     num_skips: int,
     saved_up_to: Callable[[Path, int], SavedState | None],
 ) -> list[Hook]:
-    """Makes the hooks that the config asks for: reruns, loss spikes, repeated computations, and flipped bits.
+    """Creates the hooks that the config enables: reruns, loss spikes, repeated computations, and replica checks.
 
     Args:
-        config: what is asked for.
-        engine: that computes.
-        events: where faults are recorded.
-        run_dir: the run's folder.
-        num_skips: entries of data.skip in force.
-        saved_up_to: the newest checkpoint of a run of at most a step; None: there is none.
+        config: enabled checks.
+        engine: training engine.
+        events: event log for faults.
+        run_dir: run directory.
+        num_skips: number of active entries in data.skip.
+        saved_up_to: returns the newest checkpoint of a run directory of at most a given step, or None.
     """
     found: list[Hook] = []
     suspects = None

@@ -1,5 +1,5 @@
-"""Finds flipped bits: what several ranks hold must be the same on all, and what one rank holds must not change between
-two steps (docs/numerics.md, N8).
+"""Detects flipped bits: replicated state must be equal on all ranks, and no state may change between two updates
+(docs/numerics.md, N8).
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from megads.runtime.hooks import StepInfo, TrainState
 from megads.runtime.metrics import EventWriter
 
 _LINES = ("data", "replica", "tp", "pair")
-"""In the order in which every rank compares."""
+"""Order of the comparisons, the same on every rank."""
 _NAMED = 8
 HEAD_START_S = 2.0
-"""The ranks at fault end first: the launcher blames the earliest failure, and excludes its node if that goes on."""
+"""Delay of the other ranks, so that ranks at fault exit first: the launcher blames the earliest failure, and excludes
+its node if the fault recurs."""
 
 
 class BitSymptom(NamedTuple):
-    """What one rank sees of a tensor.
+    """Inconsistency of a tensor as one rank observes it.
 
     Attributes:
-        rank: that sees it.
-        key: of the tensor, see Replica.
-        line: the ranks that should hold the same; empty for what the rank compares with itself.
-        digest: of the rank's own tensor, hex; empty without a line.
-        what: differs, changed or stale.
+        rank: observing rank.
+        key: tensor key, see Replica.
+        line: ranks that should hold the same bits; empty if the rank compared its own state.
+        digest: digest of the rank's own tensor, hexadecimal; empty without a line.
+        what: "differs", "changed" or "stale", see BitFault.
     """
 
     rank: int
@@ -45,14 +46,14 @@ class BitSymptom(NamedTuple):
 
 @dataclass(frozen=True)
 class BitFault:
-    """A tensor that is not what it must be.
+    """A corrupt tensor.
 
     Attributes:
-        key: of the tensor.
-        ranks: at fault; where two copies differ, both.
-        copies: the ranks that should hold the same; one for what a rank compared with itself.
-        what: "differs" between copies, "changed" between two steps, or "stale": a working weight that is not its master
-            weight rounded.
+        key: tensor key, see Replica.
+        ranks: ranks at fault; if two replicas differ and it is unknown which one is wrong, both.
+        copies: ranks that should hold the same bits; a single rank if it compared its own state.
+        what: "differs" between replicas, "changed" between two steps, or "stale": a working weight that is not its
+            rounded master weight.
     """
 
     key: str
@@ -66,11 +67,11 @@ class BitFault:
             return f"{self.key} of {ranks} differs from its copies on ranks {', '.join(map(str, self.copies))}"
         if self.what == "changed":
             return f"{self.key} of {ranks} changed between two steps"
-        return f"{self.key} of {ranks} is not its master weight, rounded"
+        return f"{self.key} of {ranks} is not its rounded master weight"
 
 
 def digests(replicas: Sequence[Replica]) -> Tensor:
-    """Returns int64 [tensors], the sum of the words of each modulo 2**64: any flipped bit changes it."""
+    """Returns the sum of the words of each tensor modulo 2**64, int64 [tensors]; any flipped bit changes it."""
     sums = [_words(replica.tensor).sum(dtype=torch.int64) for replica in replicas]
     return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64)
 
@@ -80,12 +81,12 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 def differing(replicas: Sequence[Replica], found: Tensor, rank: int) -> list[BitSymptom]:
-    """Compares tensors with those of the other ranks of their lines; collective over each line.
+    """Compares digests with those of the ranks that should hold the same bits; collective over each line of ranks.
 
     Args:
-        replicas: of this rank.
-        found: their digests.
-        rank: this one.
+        replicas: tensors of this rank.
+        found: digests of the tensors, int64 [tensors].
+        rank: this rank.
     """
     wrong: list[BitSymptom] = []
     for name in _LINES:
@@ -104,10 +105,10 @@ def differing(replicas: Sequence[Replica], found: Tensor, rank: int) -> list[Bit
 
 
 def bit_faults(findings: Iterable[BitSymptom]) -> list[BitFault]:
-    """What the findings of all ranks say: of copies that differ, those in the minority are at fault.
+    """Combines the findings of all ranks: among replicas that differ, those in the minority are at fault.
 
     Args:
-        findings: of all ranks; the same tensor may be seen along several lines.
+        findings: findings of all ranks; a tensor may be compared along several lines.
     """
     faults: dict[BitFault, None] = {}
     copies: dict[tuple[str, tuple[int, ...]], dict[int, str]] = {}
@@ -123,24 +124,24 @@ def bit_faults(findings: Iterable[BitSymptom]) -> list[BitFault]:
         most = max(values.count(value) for value in values)
         usual = {value for value in values if values.count(value) == most}
         odd = {rank for rank, value in by_rank.items() if len(usual) > 1 or value not in usual}
-        # Of two copies, the one whose own rank found something else with it.
+        # If some of these ranks also failed their own check of the tensor, only they are at fault.
         odd = (odd & alone.get(key, set())) or odd
         faults[BitFault(key, tuple(sorted(odd)), line, "differs")] = None
     return list(faults)
 
 
 class ReplicaHook:
-    """Looks for flipped bits every so many steps, before the step's state is saved.
+    """Checks for flipped bits every `every_steps` steps, before the state of the step is saved.
 
-    After such a step, working weights, master weights and optimizer state are compared with their copies on other
-    ranks, and working weights with their masters. All of it, ZeRO's slices included, which have no copy, must also be
-    the same right before the next update. What is found ends the run with exit 9, named, so that the launcher restarts
-    it from the last checkpoint.
+    After such a step, working weights, master weights and optimizer state are compared with their replicas on other
+    ranks, and working weights with their master weights. All of this state, including ZeRO shards without a replica,
+    must be unchanged right before the next update. A fault ends the run with exit 9 and names the rank; the launcher
+    restarts the run from the last checkpoint.
 
     Args:
-        engine: whose tensors these are.
-        events: where a fault is recorded.
-        every_steps: steps from one check to the next.
+        engine: training engine.
+        events: event log for faults.
+        every_steps: interval of the checks in steps.
     """
 
     def __init__(self, engine: TrainEngine, events: EventWriter, every_steps: int) -> None:
@@ -175,7 +176,7 @@ class ReplicaHook:
         pass
 
     def _compare_with_before(self, _gradients: list[Shard]) -> None:
-        """Right before the update of the next step."""
+        """Compares the state with its digests; called right before the update of the next step."""
         self._watched = True
         assert self._before is not None
         replicas = self._engine.replicas()
@@ -200,5 +201,5 @@ class ReplicaHook:
             time.sleep(HEAD_START_S)
         raise UnhealthyNode(
             f"the state of the run is corrupt at step {step}: {named}{more}. A bit flipped in memory, or a device "
-            "computed wrongly. The run goes on from the last checkpoint; leave the node out if this comes again"
+            "computed wrongly. The run continues from the last checkpoint; exclude the node if this happens again"
         )

@@ -1,4 +1,4 @@
-"""What follows a start of the ranks that failed: a pure function of the attempts so far and of the nodes at hand."""
+"""Decides what follows a failed attempt: a pure function of the attempts so far and of the available nodes."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from dataclasses import dataclass, field
 from megads.errors import EXIT_BUG, RankKilled, RestartsExhausted, UnhealthyNode
 
 _FAULTS = (EXIT_BUG, UnhealthyNode.exit_code, RankKilled.exit_code)
-"""A rank that died without a reason of its own or was killed, and a node. Every other code is the run's own word:
-another start would end with it too, or nobody wants one."""
+"""Exit codes after which a restart may help: an unexpected error in a rank, an unhealthy node, a killed rank. Any other
+code is final: a restart would end with it again, or is not wanted."""
 _SHORTEST_WAIT_S, _LONGEST_WAIT_S = 5.0, 300.0
 _PATIENCE = 4.0
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of the ranks, over.
+    """One finished start of the ranks.
 
     Attributes:
-        nodes: on which they were, in the order of their ranks.
-        exit_code: of the attempt, as documented.
-        blamed: of these nodes, those with the lost or faulty ones, or with the rank that failed.
-        lost: whether the blamed nodes themselves failed, and not only a rank on them.
-        rejected: nodes that health checks so far found faulty or got no answer from, with the reason.
-        stopping: the run had been asked to stop before it ended.
-        from_step: of the newest checkpoint when it started; 0 for none.
-        saved_step: of the newest checkpoint when it was over.
-        last_step: that was recorded when it was over.
-        failure: what the run's own code failed with; empty for a kill from outside, a hang or a lost node.
-        hung: it was ended because it took too long to do anything.
+        nodes: nodes of the ranks, in rank order.
+        exit_code: documented exit code of the attempt.
+        blamed: subset of `nodes`: the lost or faulty ones, or those of the rank that failed.
+        lost: whether the blamed nodes themselves failed, not only a rank on them.
+        rejected: nodes that have failed or not answered a health check so far, with the reason.
+        stopping: whether the run had been asked to stop before it ended.
+        from_step: step of the newest checkpoint at the start; 0 if none.
+        saved_step: step of the newest checkpoint at the end.
+        last_step: last recorded step at the end.
+        failure: error in the run's own code; empty for a kill from outside, a hang or a lost node.
+        hung: whether the attempt was ended because of a hang.
     """
 
     nodes: tuple[str, ...]
@@ -47,13 +47,13 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Means:
-    """What there is to go on with.
+    """Resources for further attempts.
 
     Attributes:
-        nodes: all of the allocation, spares included, in its order.
-        needed: nodes that the layout takes.
-        max_restarts: most restarts in a row without a new checkpoint, and without going back to the queue.
-        queue: there is one to go back to.
+        nodes: all nodes of the allocation, spares included, in allocation order.
+        needed: number of nodes that the layout needs.
+        max_restarts: largest number of consecutive restarts without a new checkpoint and without a requeue.
+        queue: whether the job can be requeued.
     """
 
     nodes: tuple[str, ...]
@@ -64,13 +64,13 @@ class Means:
 
 @dataclass(frozen=True)
 class Restart:
-    """Start again.
+    """Decision to restart the ranks.
 
     Attributes:
-        nodes: on which, in the order of their ranks.
-        excluded: nodes that are not used any more.
-        wait_s: before it: what failed twice may need a while.
-        patience: factor on how long ranks may take before they count as hung.
+        nodes: nodes of the ranks, in rank order.
+        excluded: nodes that are no longer used.
+        wait_s: delay before the restart, in seconds.
+        patience: factor on the time after which ranks count as hung.
     """
 
     nodes: tuple[str, ...]
@@ -81,10 +81,10 @@ class Restart:
 
 @dataclass(frozen=True)
 class Requeue:
-    """Give the nodes back and ask for others.
+    """Decision to requeue the job for other nodes.
 
     Attributes:
-        excluded: nodes that are not wanted again.
+        excluded: nodes that the job asks not to get again.
     """
 
     excluded: tuple[str, ...]
@@ -92,11 +92,11 @@ class Requeue:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """Nothing follows.
+    """Decision to end the run.
 
     Attributes:
-        exit_code: of the run.
-        reason: why there is no other start, for people; empty where the code says it.
+        exit_code: exit code of the run.
+        reason: readable reason why there is no further attempt; empty if the exit code implies it.
     """
 
     exit_code: int
@@ -106,15 +106,15 @@ class GiveUp:
 def next_attempt(history: Sequence[Attempt], means: Means) -> Restart | Requeue | GiveUp:
     """Decides what follows the last attempt.
 
-    A run that ended by its own word, or was asked to stop, ends; so does one that fails in its own code in the same
-    way at the same step as before. Nodes that were lost or rejected are left out, and one on which a rank failed twice
-    in a row where there is another. The others keep their places, and spares take those that are free. Where too few
-    are left, the job goes back to the queue and asks not to get them again. A second restart in a row waits a few
-    seconds, each further one twice as long.
+    A run ends if its exit code is final, if it was asked to stop, or if its own code fails in the same way at the same
+    step as before. Lost and rejected nodes are excluded, and a node on which a rank failed twice in a row if there is a
+    spare. The other nodes keep their ranks, and spares take the free places. If too few nodes are left, the job is
+    requeued and asks not to get the excluded nodes again. A second consecutive restart waits a few seconds, each
+    further one twice as long.
 
     Args:
-        history: all attempts of this job, the last one last.
-        means: what there is to go on with.
+        history: all attempts of this job, oldest first.
+        means: resources for further attempts.
     """
     last = history[-1]
     if last.exit_code not in _FAULTS or last.stopping:
@@ -141,7 +141,7 @@ def next_attempt(history: Sequence[Attempt], means: Means) -> Restart | Requeue 
 
 
 def _same_failure(history: Sequence[Attempt]) -> str:
-    """Why another start would fail too; empty where it may not."""
+    """Returns why a restart would fail in the same way; empty if it may succeed."""
     before, last = [history[0], *history][-2:]
     same = (last.failure, last.last_step) == (before.failure, before.last_step)
     if len(history) < 2 or not last.failure or not same:
@@ -150,12 +150,12 @@ def _same_failure(history: Sequence[Attempt]) -> str:
 
 
 def first_attempt(places: Sequence[str], rejected: Collection[str], means: Means) -> Restart | Requeue | GiveUp:
-    """Decides where the ranks start when a health check went before.
+    """Decides on which nodes the ranks start after a health check.
 
     Args:
-        places: nodes that the ranks would be on.
-        rejected: nodes that are not fit to train.
-        means: what there is to start with.
+        places: planned nodes of the ranks, in rank order.
+        rejected: nodes that failed the health check.
+        means: resources for the attempt.
     """
     healthy = [name for name in means.nodes if name not in rejected]
     if len(healthy) < means.needed:
@@ -169,12 +169,12 @@ def _too_few(healthy: Sequence[str], excluded: tuple[str, ...], means: Means) ->
 
 
 def take_places(before: Sequence[str], healthy: Sequence[str], needed: int) -> tuple[str, ...]:
-    """Returns the nodes of the next attempt: healthy ones where they were, others in the places that are free.
+    """Returns the nodes of the next attempt in rank order: healthy nodes keep their places, others take the free ones.
 
     Args:
-        before: nodes of the last attempt; fewer than needed where there was none.
-        healthy: nodes that may be used, at least `needed`.
-        needed: nodes to choose.
+        before: nodes of the last attempt; fewer than `needed` if there was none.
+        healthy: usable nodes, at least `needed`.
+        needed: number of nodes to choose.
     """
     used, usable = set(before), set(healthy)
     spares = iter([name for name in healthy if name not in used])
@@ -183,10 +183,10 @@ def take_places(before: Sequence[str], healthy: Sequence[str], needed: int) -> t
 
 
 def _fruitless_restarts(history: Sequence[Attempt]) -> int:
-    """Counts the last restarts that brought the run no further.
+    """Counts the last consecutive restarts without progress.
 
-    One that committed a later step than it began from did, unless an earlier attempt had got there too: a checkpoint
-    that is found damaged at every start would be saved again without end.
+    A restart made progress if it committed a later step than it began from and than any earlier attempt saved: else a
+    checkpoint that is found damaged at every start would be saved again without end.
     """
     count, furthest = 0, history[0].saved_step
     for attempt in history[1:]:
@@ -196,7 +196,7 @@ def _fruitless_restarts(history: Sequence[Attempt]) -> int:
 
 
 def _excluded(history: Sequence[Attempt], means: Means) -> tuple[str, ...]:
-    """Nodes that are not used any more, in the order in which they failed."""
+    """Returns the nodes that are no longer used, in the order in which they failed."""
     found: dict[str, None] = {}
     for attempt in history:
         found |= dict.fromkeys(attempt.blamed if attempt.lost else ())
@@ -210,7 +210,7 @@ def _excluded(history: Sequence[Attempt], means: Means) -> tuple[str, ...]:
 
 
 def _failed_twice(history: Sequence[Attempt]) -> Collection[str]:
-    """Nodes on which a rank failed in both of the last two attempts: software would fail anywhere."""
+    """Returns the nodes on which a rank failed in both of the last two attempts: software would fail on any node."""
     if len(history) < 2:
         return ()
     return [name for name in history[-1].blamed if name in history[-2].blamed]

@@ -1,4 +1,4 @@
-"""What rollbacks a run has decided on, as events.jsonl records them. Imports no torch."""
+"""Rollbacks of a run, as recorded in events.jsonl. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from megads.runtime.metrics import read_json_lines
 from megads.runtime.run_dir import EVENTS_FILE
 
 ROLL_BACK = "roll_back"
-"""Event of a decision; the launcher carries it out."""
+"""Name of the event that records a decision; the launcher carries it out."""
 LEFT_BEHIND = "left_behind"
-"""Event of the checkpoints that a rollback does away with, before they are deleted."""
+"""Name of the event that lists the checkpoints that a rollback discards, written before they are deleted."""
 _Count = Annotated[int, Field(ge=0)]
 
 
 @dataclass(frozen=True)
 class RollbackRecord:
-    """A rollback that was decided on.
+    """A recorded rollback.
 
     Attributes:
-        checkpoint_step: of the checkpoint from which the run goes on.
-        checkpoint_digest: of its manifest.
-        skip_samples: range of samples to leave out, as `data.skip` counts them.
-        skip_index: entries of data.skip that were in force.
+        checkpoint_step: step of the checkpoint from which the run continues.
+        checkpoint_digest: digest of the checkpoint's manifest.
+        skip_samples: range of samples to skip, as `data.skip` counts them.
+        skip_index: number of entries in data.skip at the time of the decision.
     """
 
     __pydantic_config__ = ConfigDict(extra="ignore")
@@ -40,7 +40,7 @@ class RollbackRecord:
 
     @property
     def entry(self) -> SkipConfig:
-        """As an entry of data.skip."""
+        """Entry of data.skip for this rollback."""
         return SkipConfig(samples=list(self.skip_samples))
 
 
@@ -49,13 +49,13 @@ _DIGESTS = TypeAdapter(dict[str, str])
 
 
 def recorded_rollbacks(run_dir: Path) -> list[RollbackRecord]:
-    """Returns every rollback that the run has decided on, in order."""
+    """Returns all recorded rollbacks of the run, in order."""
     found = (_read(event) for event in read_json_lines(run_dir / EVENTS_FILE) if event.get("event") == ROLL_BACK)
     return [record for record in found if record is not None]
 
 
 def pending_rollback(run_dir: Path) -> RollbackRecord | None:
-    """Returns the last rollback, if no start of the ranks went on since."""
+    """Returns the last rollback if the ranks have not started training since; else None."""
     pending = None
     for event in read_json_lines(run_dir / EVENTS_FILE):
         if event.get("event") == ROLL_BACK:
@@ -66,7 +66,7 @@ def pending_rollback(run_dir: Path) -> RollbackRecord | None:
 
 
 def left_behind(run_dir: Path) -> set[str]:
-    """Returns the digests of the manifests of checkpoints that rollbacks did away with."""
+    """Returns the manifest digests of checkpoints that rollbacks discarded."""
     found: set[str] = set()
     for event in read_json_lines(run_dir / EVENTS_FILE):
         if event.get("event") == LEFT_BEHIND:
@@ -78,7 +78,7 @@ def left_behind(run_dir: Path) -> set[str]:
 
 
 def _read(event: dict[str, Any]) -> RollbackRecord | None:
-    """None for a line that this version cannot read."""
+    """Parses a roll_back event; returns None if this version cannot read it."""
     try:
         return _RECORD.validate_python(event)
     except ValidationError:
@@ -88,13 +88,13 @@ def _read(event: dict[str, Any]) -> RollbackRecord | None:
 def skips_with_rollbacks(
     asked: Sequence[SkipConfig], rollbacks: Sequence[RollbackRecord], before: Sequence[SkipConfig], digest: str
 ) -> list[SkipConfig]:
-    """Returns data.skip as it is in force for a start that continues a checkpoint of the run.
+    """Returns the effective data.skip of a start that continues from a checkpoint of the run.
 
     Args:
-        asked: data.skip of the command line, which knows nothing of rollbacks.
-        rollbacks: that the run has decided on, in order.
-        before: data.skip of the start that wrote the checkpoint; a rollback in it stays.
-        digest: of the checkpoint's manifest; rollbacks that went back to it hold, too.
+        asked: data.skip from the command line, without rollbacks.
+        rollbacks: recorded rollbacks of the run, in order.
+        before: data.skip of the start that wrote the checkpoint; its rollbacks stay active.
+        digest: digest of the checkpoint's manifest; rollbacks to this checkpoint are active, too.
     """
     skips = list(asked)
     for rollback in rollbacks:

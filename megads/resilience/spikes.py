@@ -1,4 +1,4 @@
-"""Finds loss spikes: robust statistics over the losses of the steps before, as a pure function of the ledger."""
+"""Detects loss spikes by robust statistics over the losses of the previous steps, a pure function of metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ import numpy as np
 from megads.resilience.config import SpikeConfig
 
 _NORMAL = 1.4826
-"""Standard deviation of a normal distribution over its median absolute deviation."""
+"""Ratio of standard deviation to median absolute deviation of a normal distribution."""
 _LEAST_RISE = 0.02
-"""Of the loss; below it a rise is no spike, however quiet the steps before were."""
+"""Smallest relative rise of the loss that can be a spike, however low the noise of the previous steps is."""
 _LEAST_NORM_FACTOR = 2.0
-"""A gradient norm that grew by less is not far above its median."""
-_AT_ONCE = 10.0
-"""Times the rise that makes a loss high: with the gradient norm as a witness, one step is enough."""
+"""Smallest ratio of a gradient norm to its median at which it can be far above the median."""
+_IMMEDIATE_RISE = 10.0
+"""Multiple of the rise that makes a loss high: together with a high gradient norm, a single such step is a spike."""
 
 
 @dataclass(frozen=True)
 class StepLoss:
-    """What the ledger says of a finite step.
+    """Metrics of one step.
 
     Attributes:
-        step: the step.
-        samples: consumed after it.
-        loss: of it.
-        grad_norm: of it, before clipping.
+        step: step number.
+        samples: samples consumed after the step.
+        loss: training loss.
+        grad_norm: gradient norm before clipping.
     """
 
     step: int
@@ -43,16 +43,16 @@ class Spike:
     """A loss spike.
 
     Attributes:
-        begin: the step after which training is suspect: the patience before the first step. What was trained up to it
-            stays, and the samples after it are left out.
-        begin_samples: consumed after that step.
-        first_step: at which the loss was high, or the gradient norm just before it.
-        step: at which the spike was found.
-        samples: consumed after that step.
-        loss: of that step.
-        median: of the losses before.
-        deviation: standard deviation of the noise of these, from the median absolute deviation.
-        norm_ratio: gradient norm of that step over the median of those before.
+        begin: last step before the suspect ones, at least `patience_steps` before the first high step. Training up to
+            it is kept, and the samples after it are skipped.
+        begin_samples: samples consumed after step `begin`.
+        first_step: first step with a high loss, or with a high gradient norm just before it.
+        step: step at which the spike was detected.
+        samples: samples consumed after `step`.
+        loss: loss of `step`.
+        median: median of the previous losses.
+        deviation: standard deviation of the noise of the previous losses, from the median absolute deviation.
+        norm_ratio: gradient norm of `step` over the median of the previous ones.
     """
 
     begin: int
@@ -73,97 +73,98 @@ class Spike:
 
 
 @dataclass(frozen=True)
-class _Judgement:
-    """How a step compares with those before it."""
+class _StepStatistics:
+    """A step compared with the previous steps."""
 
     median: float
     deviation: float
     rise: float
-    """Over that at which a loss is high."""
+    """Rise of the loss over the rise at which it is high; above 1 the loss is high."""
     norm_ratio: float
-    wild: bool
-    """The gradient norm is far above its median."""
+    high_norm: bool
+    """Whether the gradient norm is far above its median."""
 
 
 class SpikeDetector:
-    """Watches the losses of a run, step after step.
+    """Detects loss spikes step by step.
 
-    Each step is compared with a window of the finite steps before it that ends `patience_steps` earlier, so that the
-    first steps of a spike are not part of it. A falling loss does not widen the standard deviation: that is taken about
-    a line through the medians of both halves of the window, and the loss is compared with the median of the later half.
-    The result at a step depends on the last `memory_steps` steps only, so a restart that reads these from the ledger
-    finds the same.
+    Each step is compared with a window of finite steps that ends `patience_steps` before it, so that the first steps of
+    a spike are not part of the window. The standard deviation is taken around a line through the medians of both halves
+    of the window, so that a falling loss does not increase it; the loss is compared with the median of the later half.
+    The result at a step depends only on the last `memory_steps` steps, so a restart that reads these from metrics.jsonl
+    reaches the same result.
 
     Args:
-        config: when a loss is high.
+        config: detection settings.
     """
 
     def __init__(self, config: SpikeConfig) -> None:
         self._config = config
         self._past: deque[StepLoss] = deque(maxlen=config.window_steps + 3 * config.patience_steps + 2)
-        self._wild: deque[bool] = deque(maxlen=2 * config.patience_steps + 2)
+        self._high_norm: deque[bool] = deque(maxlen=2 * config.patience_steps + 2)
         self._high: list[StepLoss] = []
         self._first = 0
         self._reported = False
 
     @property
     def memory_steps(self) -> int:
-        """Finite steps that the next judgement depends on."""
+        """Number of finite steps that the next result depends on."""
         return self._config.window_steps + 3 * self._config.patience_steps + 2
 
     def replay(self, steps: Iterable[StepLoss]) -> Spike | None:
-        """Observes the steps of an earlier start; returns what was found at the last one."""
+        """Observes the steps of an earlier start; returns the spike detected at the last one, if any."""
         found = None
         for step in steps:
             found = self.observe(step)
         return found
 
     def observe(self, step: StepLoss) -> Spike | None:
-        """Takes note of a step; returns the spike that it completes, once for each."""
+        """Adds a step; returns a spike if this step completes one, once per spike."""
         if not math.isfinite(step.loss) or not math.isfinite(step.grad_norm):
             return None
-        judged = self._judge(step)
-        found = None if judged is None else self._found(step, judged)
+        statistics = self._compare(step)
+        found = None if statistics is None else self._detect(step, statistics)
         self._past.append(step)
-        self._wild.append(judged is not None and judged.wild)
+        self._high_norm.append(statistics is not None and statistics.high_norm)
         return found
 
     def suspects(self, step: StepLoss) -> bool:
         """Whether the next step, not observed yet, has a high loss or a gradient norm far above its median."""
         if not math.isfinite(step.loss) or not math.isfinite(step.grad_norm):
             return False
-        judged = self._judge(step)
-        return judged is not None and (judged.rise > 1.0 or judged.wild)
+        statistics = self._compare(step)
+        return statistics is not None and (statistics.rise > 1.0 or statistics.high_norm)
 
-    def _judge(self, step: StepLoss) -> _Judgement | None:
-        """None while there are too few steps to compare with."""
+    def _compare(self, step: StepLoss) -> _StepStatistics | None:
+        """Compares a step with the window; returns None while there are too few steps."""
         config = self._config
         if len(self._past) < config.window_steps + config.patience_steps:
             return None
         before = list(self._past)[-config.window_steps - config.patience_steps : -config.patience_steps]
-        median, deviation = _level([item.loss for item in before])
+        median, deviation = _median_and_deviation([item.loss for item in before])
         needed = max(config.threshold * deviation, _LEAST_RISE * abs(median))
         norms = np.log([max(item.grad_norm, 1e-30) for item in before])
-        norm_median, norm_deviation = _level(norms.tolist())
+        norm_median, norm_deviation = _median_and_deviation(norms.tolist())
         norm_rise = math.log(max(step.grad_norm, 1e-30)) - norm_median
-        wild = norm_rise > max(config.threshold * norm_deviation, math.log(_LEAST_NORM_FACTOR))
+        high_norm = norm_rise > max(config.threshold * norm_deviation, math.log(_LEAST_NORM_FACTOR))
         rise = (step.loss - median) / needed if needed else 0.0
-        return _Judgement(median, deviation, rise, math.exp(min(norm_rise, 300.0)), wild)
+        return _StepStatistics(median, deviation, rise, math.exp(min(norm_rise, 300.0)), high_norm)
 
-    def _found(self, step: StepLoss, judged: _Judgement) -> Spike | None:
-        if judged.rise <= 1.0:
+    def _detect(self, step: StepLoss, statistics: _StepStatistics) -> Spike | None:
+        if statistics.rise <= 1.0:
             self._high, self._reported = [], False
             return None
         if not self._high:
             self._first = step.step
             # The gradient norm may have risen before the loss did.
-            for item, wild in zip(reversed(self._past), list(reversed(self._wild))[: self._patience], strict=False):
-                if not wild:
+            recent = list(reversed(self._high_norm))[: self._patience]
+            for item, high_norm in zip(reversed(self._past), recent, strict=False):
+                if not high_norm:
                     break
                 self._first = item.step
         self._high.append(step)
-        at_once = judged.rise > _AT_ONCE and judged.wild
-        if self._reported or (len(self._high) < self._patience and not at_once):
+        immediate = statistics.rise > _IMMEDIATE_RISE and statistics.high_norm
+        if self._reported or (len(self._high) < self._patience and not immediate):
             return None
         self._reported = True
         begin = self._before(self._first - self._patience)
@@ -174,9 +175,9 @@ class SpikeDetector:
             step.step,
             step.samples,
             step.loss,
-            judged.median,
-            judged.deviation,
-            judged.norm_ratio,
+            statistics.median,
+            statistics.deviation,
+            statistics.norm_ratio,
         )
 
     @property
@@ -184,12 +185,12 @@ class SpikeDetector:
         return self._config.patience_steps
 
     def _before(self, step: int) -> StepLoss:
-        """The last finite step before this one."""
+        """Returns the last finite step before a step."""
         return next(item for item in reversed(self._past) if item.step < step)
 
 
-def _level(values: Sequence[float]) -> tuple[float, float]:
-    """Median of the later half of a series, and the standard deviation of its noise about a line, both robust."""
+def _median_and_deviation(values: Sequence[float]) -> tuple[float, float]:
+    """Returns the median of the later half of a series, and a robust standard deviation of its noise around a line."""
     series, half = np.asarray(values), len(values) // 2
     early, late = float(np.median(series[:half])), float(np.median(series[half:]))
     slope = min((late - early) / (len(values) / 2), 0.0)

@@ -1,8 +1,8 @@
-"""What every process of a run stands on, whatever it computes.
+"""Infrastructure of every process of a run, independent of model and training.
 
 Environment variables, files and the run directory, the lease and the secret of a start, SLURM, process groups and the
-control plane, heartbeats, requests to stop, metrics, events and spans, the hook protocol, the registries of plugins,
-and what a terminal shows.
+control plane, heartbeats, stop requests, metrics, events and spans, the hook protocol, plugin registries, and terminal
+output.
 """
 
 __all__ = [

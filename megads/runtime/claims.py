@@ -1,10 +1,10 @@
-"""Divides the parts of a job among processes of several nodes, through a folder that all of them share.
+"""Distributes the parts of a job among processes on several nodes, through a shared folder.
 
-A process claims a part by creating a hard link, which is atomic on network file systems too, and touches a file of its
-own for as long as it lives. The claims of a process that died are taken over. No result depends on a claim: two
-processes that make the same part write the same bytes, each under a temporary name.
+A process claims a part by creating a hard link, which is atomic on network file systems too, and touches its own file
+while it lives. Claims of dead processes are taken over. Results do not depend on claims: two processes that work on the
+same part write the same bytes, each under a temporary name.
 
-`Claims` knows parts that are finished or not. `Presence`, `living` and `link_claim`, of which it is made, also serve
+In `Claims` a part is either finished or not. `Presence`, `living` and `link_claim`, on which it is built, also serve
 queues whose parts can fail and have a limited number of attempts.
 """
 
@@ -26,7 +26,7 @@ from megads.runtime.files import atomic_writer, read_json
 from megads.runtime.lease import BEAT_S, machine_id, process_birth
 
 _SILENT_S = 3.5 * BEAT_S
-"""A process whose file is older than this is dead; long enough for a slow file system."""
+"""A process whose file is older than this is dead; large enough for a slow file system."""
 _PARTICIPANTS, _CLAIMS, _FINISHED = "participants", "claims", "finished"
 
 
@@ -35,10 +35,10 @@ class Participant:
     """A process that works on the job.
 
     Attributes:
-        node: where it runs.
-        pid: its process id there.
-        machine: identifies the node's boot and PID namespace, in which the pid is unique.
-        born: start time in the kernel's ticks: a pid may be reused.
+        node: node of the process.
+        pid: process id.
+        machine: id of the node's boot and PID namespace, within which the pid is unique.
+        born: start time in kernel ticks, as pids are reused.
     """
 
     node: str
@@ -48,7 +48,7 @@ class Participant:
 
     @classmethod
     def of_this_process(cls, **more: Any) -> Self:
-        """This process, with the fields that a subclass adds."""
+        """Returns this process, with the fields that a subclass adds."""
         pid = os.getpid()
         return cls(node=environment.node_name(), pid=pid, machine=machine_id(), born=process_birth(pid) or 0, **more)
 
@@ -60,14 +60,14 @@ AnyParticipant = TypeVar("AnyParticipant", bound=Participant)
 
 
 class Presence(Generic[AnyParticipant]):
-    """A file by which others see that this process takes part and lives. A context manager.
+    """Context manager: a file that shows other processes that this one participates and is alive.
 
     Args:
-        path: of the file, in a folder that is there.
-        participant: what it says.
+        path: path of the file, in an existing folder.
+        participant: initial content.
 
     Attributes:
-        participant: what it says now.
+        participant: current content.
     """
 
     def __init__(self, path: Path, participant: AnyParticipant) -> None:
@@ -85,12 +85,12 @@ class Presence(Generic[AnyParticipant]):
     ) -> None:
         self._over.set()
         self._thread.join()
-        # It may have gone with its folder.
+        # The folder may have been removed.
         with suppress(OSError):
             self._path.unlink()
 
     def change(self, **fields: Any) -> None:
-        """Changes fields of the participant."""
+        """Changes fields of the participant and updates the file."""
         self.participant = replace(self.participant, **fields)
         self._write()
 
@@ -99,23 +99,23 @@ class Presence(Generic[AnyParticipant]):
             file.write(json.dumps(asdict(self.participant)).encode())
 
     def _beat(self) -> None:
-        """Body of the thread."""
+        """Target of the thread."""
         while not self._over.wait(BEAT_S):
-            # A file system that does not answer now may do so at the next beat.
+            # Ignored: the file system may respond at the next beat.
             with suppress(OSError):
                 try:
                     os.utime(self._path)
                 except FileNotFoundError:
-                    # Somebody took this process for dead.
+                    # Another process considered this one dead.
                     self._write()
 
 
 def living(folder: Path, kind: type[AnyParticipant]) -> Iterator[AnyParticipant | None]:
-    """Yields those of a folder of presence files who live; None for one whose file is damaged.
+    """Yields the live participants of a folder of presence files; None for one whose file is damaged.
 
     Args:
-        folder: of the files of `Presence`.
-        kind: of participant.
+        folder: folder of the files of `Presence`.
+        kind: class of the participants.
     """
     clock = _ServerClock(folder)
     for path in folder.glob("[!.]*"):
@@ -125,14 +125,14 @@ def living(folder: Path, kind: type[AnyParticipant]) -> Iterator[AnyParticipant 
 
 
 def link_claim(path: Path, identity: str) -> bool:
-    """Makes a file, which names who made it; False where it is there already.
+    """Creates a claim file that contains its owner; returns False if it exists.
 
     Args:
-        path: of the file.
-        identity: of this process, unlike that of any other.
+        path: path of the file.
+        identity: unique id of this process.
 
     Raises:
-        FileNotFoundError: its folder is gone.
+        FileNotFoundError: the folder is gone.
     """
     draft = path.with_name(f".{identity}")
     draft.write_text(identity)
@@ -146,14 +146,14 @@ def link_claim(path: Path, identity: str) -> bool:
 
 
 class Claims:
-    """Which parts of a job are claimed, by whom, and which are finished. A context manager.
+    """Context manager: claims and finished parts of a job.
 
     Args:
-        folder: holds the claims; created if missing.
+        folder: folder of the claims; created if missing.
         parts: names of the parts.
 
     Attributes:
-        identity: of this process, unique among all that ever worked on the job.
+        identity: id of this process, unique among all that ever worked on the job.
 
     Raises:
         OSError: as the system reports it; FileNotFoundError if the folder is removed at this moment.
@@ -191,7 +191,7 @@ class Claims:
         if holder is not None and self._is_alive(holder):
             return False
         if not link_claim(self._claim(part, number + 1), self.identity):
-            # Somebody was quicker.
+            # Another process claimed it first.
             return False
         self._own[part] = number + 1
         return True
@@ -200,7 +200,7 @@ class Claims:
         """Claims any part that is not finished and that no live process has claimed; None if there is none.
 
         Args:
-            first: index of the part to try first: processes that start at different parts read different files.
+            first: index of the part to try first; processes that start at different parts read different files.
 
         Raises:
             FileNotFoundError: the folder is gone: the job is done.
@@ -216,13 +216,13 @@ class Claims:
         return self._taken().get(part) == self._own[part]
 
     def holder(self, part: str) -> str:
-        """The process that claimed a part, for messages."""
+        """Returns the process that claimed a part, for messages."""
         _, holder = self._holder(part)
         participant = None if holder is None else _read_participant(self._participant(holder), Participant)
         return "another process" if participant is None else str(participant)
 
     def finish(self, part: str, record: dict[str, Any]) -> None:
-        """Marks a part as finished, with a record of it.
+        """Marks a part as finished and stores its record.
 
         Raises:
             FileNotFoundError: the folder is gone: the job is done.
@@ -238,18 +238,18 @@ class Claims:
         """
         names = {path.stem for path in (self._folder / _FINISHED).iterdir() if path.suffix == ".json"}
         for part in names - self._records.keys():
-            # A damaged record counts as none.
+            # A part with a damaged record is not finished.
             with suppress(ValueError):
                 self._records[part] = read_json(self._record(part))
         return {part: record for part, record in self._records.items() if part in names}
 
     def forget(self, part: str) -> None:
-        """Marks a part as unfinished: its result is damaged."""
+        """Marks a part as unfinished, because its result is damaged."""
         self._record(part).unlink(missing_ok=True)
         self._records.pop(part, None)
 
     def _taken(self) -> dict[str, int]:
-        """The number of the latest claim on each claimed part."""
+        """Returns the number of the latest claim by claimed part."""
         taken: dict[str, int] = {}
         for path in (self._folder / _CLAIMS).iterdir():
             part, dot, number = path.name.rpartition(".")
@@ -258,7 +258,7 @@ class Claims:
         return taken
 
     def _holder(self, part: str) -> tuple[int, str | None]:
-        """The number of the latest claim on a part, and the identity that made it; 0 and None if there is none."""
+        """Returns the number of the latest claim on a part and its owner; 0 and None if there is none."""
         number = self._taken().get(part, 0)
         return number, self._claim(part, number).read_text() if number else None
 
@@ -284,12 +284,12 @@ class Claims:
 
 
 def participants(folder: Path) -> Iterator[Participant | None]:
-    """Yields who takes part in the work of a folder of `Claims`, and lives; see `living`."""
+    """Yields the live participants of a folder of `Claims`; see `living`."""
     return living(folder / _PARTICIPANTS, Participant)
 
 
 class _ServerClock:
-    """The clock of the file server, read once: only times that it gives are compared, never two clocks."""
+    """The clock of the file server, read once: only its times are compared, never two clocks."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -307,21 +307,21 @@ class _ServerClock:
 
 
 def _is_alive(path: Path, participant: Participant | None, clock: _ServerClock) -> bool:
-    """Tells whether a participant lives: a process of this machine by its pid, any other by the age of its file."""
+    """Whether a participant is alive: by its pid on this machine, else by the age of its file."""
     if participant is not None and participant.machine == machine_id():
         return process_birth(participant.pid) == participant.born
     try:
-        # Opened, not looked up: over NFS only an open asks the server.
+        # open() instead of stat(): on NFS only an open asks the server.
         with path.open("rb") as file:
             beat_s = os.fstat(file.fileno()).st_mtime
         return clock.now_s() - beat_s <= _SILENT_S
     except FileNotFoundError:
-        # It left, or its folder is gone: the work is done.
+        # It has left, or the folder is gone because the job is done.
         return False
 
 
 def _read_participant(path: Path, kind: type[AnyParticipant]) -> AnyParticipant | None:
-    """What a participant's file says; None where it is gone or damaged."""
+    """Reads a participant's file; None if it is gone or damaged."""
     try:
         return kind(**read_json(path))
     except (OSError, ValueError, TypeError):

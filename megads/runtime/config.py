@@ -1,4 +1,4 @@
-"""How a run is named, where it writes and how its processes start; durations as people and SLURM write them."""
+"""Config of a run's identity, logging and cluster; parsing of durations, SLURM's format included."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megads.runtime.heartbeat import LOST_AFTER_S
 
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 LONGEST_WAIT_S = 86400.0 * 7
-"""Most that a wait can be set to: some of the system's calls count milliseconds in 31 bits."""
+"""Upper limit of configurable timeouts: some system calls take milliseconds in 31 bits."""
 
 
 class ClusterKind(StrEnum):
@@ -23,7 +23,7 @@ class ClusterKind(StrEnum):
 
 
 class HangAction(StrEnum):
-    """What follows when ranks hang."""
+    """Action when ranks hang."""
 
     auto = "auto"
     warn = "warn"
@@ -33,37 +33,41 @@ class HangAction(StrEnum):
 
 @dataclass
 class RunConfig:
-    """Identity and place of a run."""
+    """Name, directory and lifetime of a run."""
 
     id: str | None = None
-    """Name of the run; null derives one from the config, so that the same command continues the same run."""
+    """Name of the run. null: derived from the config, so that the same command continues the same run."""
     dir: str | None = None
-    """Folder the run writes to; null is runs/<run.id>."""
+    """Run directory; null: runs/<run.id>."""
     name: str | None = None
-    """First part of a derived run.id; null is the experiment's name, else the model's."""
+    """First part of a derived run.id; null: the name of the experiment, else of the model."""
     exit_after: str | None = None
-    """Length of one start: then it saves and stops, and exits 6 if work remains; as 90s, 30m, 1.5d, 1-12:00:00."""
+    """Longest duration of one start, for example 90s, 30m, 1.5d or 1-12:00:00: after it the run saves and stops, and
+    exits 6 if work remains."""
     save_before_limit_s: float | None = None
-    """Seconds before the SLURM job's time limit at which to save and stop; null measures steps and saves."""
+    """Seconds before the SLURM job's time limit at which to save and stop; null: from measured step and save
+    times."""
     stop_timeout_s: float | None = None
-    """Seconds from a request to stop until the ranks are killed and the last checkpoint counts; null measures steps and
-    saves, and allows five minutes at least. A rank whose process is stopped ends the wait after ten seconds."""
+    """Seconds from a stop request until the ranks are killed and the run ends with its last checkpoint; null: from
+    measured step and save times, at least five minutes. A rank whose process is stopped (SIGSTOP) ends the wait after
+    ten seconds."""
     kill_switch: str | None = None
-    """A file, for example in a folder of the group, that stops the run after its current step (exit 5) and keeps it
-    from starting; <run.dir>/stop does the same."""
+    """Path of a file, for example in a shared folder of the group. While it exists, the run stops after its current
+    step (exit 5) and does not start; <run.dir>/stop does the same."""
     dry_run: bool = False
-    """Check the config and print what would run and where it would write; start nothing."""
+    """Check the config, print what would run and where it would write, and exit without starting anything."""
     prepare_only: bool = False
-    """Prepare text, check the data and build the index maps that the run will need, then end: the job on the cluster
-    does not wait for them. Starts no rank, and asks for no memory or GPU of one."""
+    """Preprocess text, check the data and build the index maps of the run, then exit, so that the cluster job does not
+    wait for them. Starts no ranks, and needs neither their memory nor their GPUs."""
     allow_changes: list[str] = field(default_factory=list)
-    """Keys that this start may change although they say what the samples of the run are, for example [train.seed];
-    tokenizer for another tokenizer, data for data that changed in its place. Without it such a start is refused."""
+    """Keys that this start may change although they determine the samples of the run, for example [train.seed];
+    tokenizer allows another tokenizer, data allows data files that changed in place. Any other such change is
+    refused."""
     check_memory: bool = True
-    """Refuse a run whose planned memory this machine does not have; false tries all the same."""
+    """Refuse a run whose planned memory exceeds what this machine has; false: start it anyway."""
 
     def check(self) -> None:
-        """Raises ConfigError on an id that is no plain folder name, and on times that are none."""
+        """Raises ConfigError if run.id or run.name is not a plain folder name, or a duration or timeout is invalid."""
         if self.exit_after is not None:
             try:
                 parse_duration(self.exit_after)
@@ -82,7 +86,7 @@ class RunConfig:
 
 
 class ConsoleKind(StrEnum):
-    """How a run is shown."""
+    """Console output of a run."""
 
     auto = "auto"
     live = "live"
@@ -91,7 +95,7 @@ class ConsoleKind(StrEnum):
 
 
 class WandbMode(StrEnum):
-    """Where wandb records."""
+    """Mode of Weights & Biases."""
 
     auto = "auto"
     disabled = "disabled"
@@ -101,57 +105,57 @@ class WandbMode(StrEnum):
 
 @dataclass
 class WandbConfig:
-    """Recording with Weights & Biases, in <run.dir>/wandb, by a process beside the run that can fail without harm."""
+    """Weights & Biases logging, in <run.dir>/wandb, by a separate process whose failure does not affect the run."""
 
     mode: WandbMode = WandbMode.auto
-    """disabled, offline (`wandb sync` sends it later) or online; auto is WANDB_MODE, else offline if installed."""
+    """disabled, offline (`wandb sync` uploads it later) or online; auto: WANDB_MODE, else offline if installed."""
     project: str = "megads"
-    """Project on the server."""
+    """W&B project."""
     entity: str | None = None
-    """User or team that owns the project; null is the account's default."""
+    """User or team that owns the project; null: the account's default."""
     tags: list[str] = field(default_factory=list)
-    """Labels of the run."""
+    """Tags of the run."""
 
 
 @dataclass
 class TensorBoardConfig:
-    """Recording for TensorBoard, in <run.dir>/tensorboard, by the same process."""
+    """TensorBoard logging, in <run.dir>/tensorboard, by the same process as W&B."""
 
     enabled: bool = False
-    """Write event files: `tensorboard --logdir runs` shows them."""
+    """Write event files; view them with `tensorboard --logdir runs`."""
 
 
 @dataclass
 class LoggingConfig:
-    """What the console shows, and who else is told."""
+    """Console output, trackers and measurements."""
 
     level: str = "info"
-    """debug, info, warning or error."""
+    """Log level: debug, info, warning or error."""
     every_steps: int = 1
-    """Steps between plain console lines; metrics.jsonl has every step."""
+    """Steps between lines of the plain console; metrics.jsonl has every step."""
     console: ConsoleKind = ConsoleKind.auto
-    """live (a panel), plain (lines), quiet (warnings and errors only); auto is live on a terminal, plain
-    elsewhere and in CI jobs (CI=true)."""
+    """live (a panel), plain (lines) or quiet (warnings and errors only); auto: live on a terminal, plain elsewhere and
+    in CI jobs (CI=true)."""
     wandb: WandbConfig = field(default_factory=WandbConfig)
     """Weights & Biases."""
     tensorboard: TensorBoardConfig = field(default_factory=TensorBoardConfig)
     """TensorBoard."""
     trackers: dict[str, Any] = field(default_factory=dict)
-    """Trackers of your plugins, each with its settings: logging.trackers.<name>.<setting>=<value>, or
+    """Trackers from plugins, each with its options: logging.trackers.<name>.<option>=<value>, or
     logging.trackers.<name>={} (docs/extending.md)."""
     timeline_every_steps: int | None = None
-    """Time every n-th step on every rank, action by action, in <run.dir>/timeline; null times none."""
+    """Record a timeline of the actions of every rank in every n-th step, in <run.dir>/timeline; null: never."""
     straggler_every_steps: int | None = 10
-    """Time the forward and backward passes of every n-th step on every rank, and name ranks that are slower than others
-    with the same work; null times none."""
+    """Time the forward and backward passes of every n-th step on every rank, and report stragglers: ranks that are
+    slower than others with the same work; null: never."""
     layer_norms_every_steps: int | None = None
     """Measure the gradient norm and the root mean square of the output of each layer in every n-th step
-    (layers/<layer>/grad_norm and activation_rms in metrics.jsonl); null measures none."""
+    (layers/<layer>/grad_norm and activation_rms in metrics.jsonl); null: never."""
     flush_s: float = 10.0
-    """Longest wait for wandb and TensorBoard at the end of a run; what is missing then can be sent later."""
+    """Longest wait, in seconds, for wandb and TensorBoard at the end of a run; the rest can be uploaded later."""
 
     def check(self) -> None:
-        """Raises ConfigError on an unknown level, interval or wait."""
+        """Raises ConfigError on an unknown level or an invalid interval, tracker, wait or W&B project."""
         if self.level not in ("debug", "info", "warning", "error"):
             raise ConfigError(f"logging.level = {self.level!r}: want debug, info, warning or error")
         if self.every_steps < 1:
@@ -174,80 +178,81 @@ class LoggingConfig:
 
 @dataclass
 class ClusterConfig:
-    """The machine."""
+    """Machine or SLURM job that the run uses, and handling of its failures."""
 
     kind: ClusterKind = ClusterKind.local
-    """local: every rank on this machine; slurm: on the nodes of the SLURM job, one agent a node started by srun."""
+    """local: all ranks on this machine; slurm: on the nodes of the SLURM job, one agent per node started by srun."""
     threads_per_rank: int | None = None
-    """CPU threads of each rank, equal on all; null shares the cores out evenly."""
+    """CPU threads per rank, the same on all ranks; null: the cores of the machine divided evenly."""
     bind_cores: bool = False
-    """Keep each rank to an equal share of the machine's cores, neighbours together. For machines, or SLURM jobs, that
-    nothing else uses: of two runs side by side that do it both would take the same cores."""
+    """Bind each rank to an equal share of the machine's cores, adjacent cores together. Only for machines or SLURM jobs
+    that nothing else uses: two runs at the same time would bind to the same cores."""
     peak_tflops: float | None = None
-    """Peak of one device for MFU; null takes the known figure of the GPU, or measures the CPU once and caches it."""
+    """Peak TFLOP/s of one device, for MFU; null: the known value of the GPU, or measured once on a CPU and cached."""
     ranks_per_node: int | None = None
-    """Neighbouring ranks that share a node. On SLURM null is a rank a GPU, else the ranks shared out evenly; elsewhere
-    it is for the table of which rank holds what, and null leaves nodes out of it."""
+    """Number of consecutive ranks per node. null on SLURM: one rank per GPU, else the ranks divided evenly. Without
+    SLURM only the table of the layout uses it, and null leaves nodes out of that table."""
     nodes: int | None = None
-    """Nodes that a SLURM job will have, for a dry run outside of it; inside, the job tells. submit.sh fills it in."""
+    """Number of nodes of the SLURM job, for a dry run outside of it; inside, SLURM provides it. submit.sh sets it."""
     srun_options: list[str] = field(default_factory=list)
-    """Further options of the srun that starts the agents, as in ["--container-image=/images/megads.sqsh"]."""
+    """Additional options of the srun that starts the agents, as in ["--container-image=/images/megads.sqsh"]."""
     wrapper: list[str] = field(default_factory=list)
-    """Words before each agent's command, as in [apptainer, exec, --nv, /images/megads.sif]."""
+    """Command prefix of each agent, as in [apptainer, exec, --nv, /images/megads.sif]."""
     max_requeues: int = 100
-    """Most requeues of one SLURM job that a run asks for when it exits 6; 0 asks for none."""
+    """Maximum number of requeues of one SLURM job, which a run requests when it exits 6; 0: none."""
     spare_nodes: int = 0
-    """Nodes of the SLURM job beyond those the layout needs, to take the place of nodes that fail or that the health
-    check rejects; the job must be submitted with sbatch --no-kill."""
+    """Nodes of the SLURM job in addition to those the layout needs, to replace nodes that fail or that the health check
+    rejects; the job must be submitted with sbatch --no-kill."""
     check_nodes: bool | None = None
     """Check the health of the job's nodes before the first start and after every fault, as megads check_nodes does;
-    null does so where there are spare nodes."""
+    null: if there are spare nodes."""
     max_restarts: int | None = None
-    """Most times in a row that the ranks are started again in place, from the last checkpoint, after a rank was killed,
+    """Maximum number of consecutive in-place restarts of the ranks, from the last checkpoint, after a rank was killed,
     hung or failed in its own code, or a node was lost; then the run exits 8. A restart that saves a later checkpoint
-    makes the count begin anew, and the second one in a row waits some seconds, each further one twice as long. A run
-    that fails twice in the same way at the same step ends at once. null is 10 with spare nodes, else 3; with 0 the run
-    ends at the first fault."""
+    resets the count. The second consecutive restart waits some seconds, each further one twice as long. A run that
+    fails twice in the same way at the same step ends at once. null: 10 with spare nodes, else 3. 0: the run ends at the
+    first fault."""
     chain: bool = False
-    """The job is a task of an array whose tasks continue one run after the other: no requeue, and a run that is
-    finished, stopped or refused cancels the tasks that wait. Set by scripts/slurm/submit.sh --chain."""
+    """The job is a task of a job array whose tasks continue one run in turn: no requeue, and a run that is finished,
+    stopped or refused cancels the pending tasks. Set by scripts/slurm/submit.sh --chain."""
     gpu_memory_gib: float | None = None
-    """Memory of one GPU, for `megads plan device=cuda` on a machine that has none; null leaves open whether it fits."""
+    """Memory of one GPU, for `megads plan device=cuda` on a machine without GPUs; null: it is not checked whether the
+    run fits."""
     timeout_s: float = 600.0
-    """A collective that hangs this long fails."""
+    """Timeout of collectives, in seconds."""
     heartbeat_timeout_s: float | None = 300.0
-    """A rank whose process sends no heartbeat for this long, because it is stopped or native code holds its
-    interpreter, is killed and named (exit 9). null kills none; a warning names the rank within seconds either way."""
+    """A rank that sends no heartbeat for this many seconds, because its process is stopped or native code holds the
+    GIL, is killed and named (exit 9). null: none is killed. In either case a warning names the rank within seconds."""
     hang_action: HangAction = HangAction.auto
-    """What follows when a rank is in one phase for far longer than the run's own phases of that kind took, and all
-    others wait for it: kill collects evidence in <run.dir>/evidence, names the rank and ends the start (exit 9, or a
-    restart), warn does all but end it, ignore does not look; auto is kill where a restart follows
+    """Action when a rank hangs: it is in one phase for far longer than the run's phases of that kind took, and all
+    others wait for it. kill: collect evidence in <run.dir>/evidence, name the rank and end the start (exit 9, or a
+    restart). warn: the same without ending it. ignore: no hang detection. auto: kill if a restart follows
     (cluster.max_restarts), else warn."""
     hang_min_s: float | None = None
-    """A step that takes less never counts as hung; a phase that reads or writes files takes five times as long, a
-    hook ten times. null is 20 seconds, or 120 with ops.compile, which may compile again at any step."""
+    """Seconds below which a step never counts as hung; five times as long for a phase that reads or writes files, ten
+    times for a hook. null: 20, or 120 with ops.compile, which may recompile at any step."""
     gc_every_steps: int | None = 50
-    """Steps between two runs of Python's garbage collector, at the same steps on all ranks, so that none waits for
-    another's. null leaves it to Python, for hooks that leave large objects in reference cycles."""
+    """Steps between runs of Python's garbage collector, at the same steps on all ranks, so that no rank waits for
+    another's. null: automatic collection, for hooks that leave large objects in reference cycles."""
 
     @property
     def checks_nodes(self) -> bool:
-        """Whether nodes are checked, the default resolved."""
+        """Whether nodes are checked, with the default of check_nodes resolved."""
         return self.check_nodes if self.check_nodes is not None else self.spare_nodes > 0
 
     @property
     def restarts(self) -> int:
-        """Most restarts, the default resolved."""
+        """Maximum number of consecutive restarts, with the default of max_restarts resolved."""
         return self.max_restarts if self.max_restarts is not None else 10 if self.spare_nodes else 3
 
     @property
     def kills_hung(self) -> bool:
-        """Whether a start that hangs is ended, the default resolved."""
+        """Whether a start that hangs is ended, with the default of hang_action resolved."""
         action = self.hang_action
         return self.restarts > 0 if action is HangAction.auto else action is HangAction.kill
 
     def check(self) -> None:
-        """Raises ConfigError on non-positive sizes, and on keys of SLURM without it."""
+        """Raises ConfigError on invalid sizes and timeouts, and on SLURM keys without cluster=slurm."""
         for name in ("max_requeues", "spare_nodes", "max_restarts"):
             if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"cluster.{name} = {getattr(self, name)}: must not be negative")
@@ -271,7 +276,7 @@ class ClusterConfig:
         self._check_timeouts()
 
     def _check_timeouts(self) -> None:
-        """Within what clocks and timeouts of torch can hold; a busy machine delays heartbeats by seconds."""
+        """Checks the range of timeouts, which clocks and PyTorch limit; a busy machine delays heartbeats by seconds."""
         for name, least_s in (("timeout_s", 0.001), ("heartbeat_timeout_s", LOST_AFTER_S)):
             value = getattr(self, name)
             if value is not None and not least_s <= value <= LONGEST_WAIT_S:
@@ -282,7 +287,7 @@ def parse_duration(text: str) -> float:
     """Returns a duration in seconds: 90s, 30m, 2h30m, 1.5d, or SLURM's 12:00:00 and 1-12:00:00; a number is seconds.
 
     Raises:
-        ValueError: it is none, or not positive.
+        ValueError: the text is not a duration, or not positive.
     """
     seconds = _seconds(text.strip())
     if seconds is None or seconds <= 0:
@@ -299,7 +304,7 @@ def _seconds(text: str) -> float | None:
 
 
 def clock_seconds(text: str) -> float | None:
-    """Returns the seconds of [days-]hours:minutes:seconds or minutes:seconds; None where it is neither."""
+    """Returns the seconds of [days-]hours:minutes:seconds or minutes:seconds; None for any other text."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+(?::\d+){1,2})", text)
     if match is None:
         return None

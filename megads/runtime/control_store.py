@@ -1,13 +1,13 @@
-"""The key-value store at which the agents of a run's nodes meet, and by which they and the launcher talk.
+"""Key-value store for rendezvous of a run's node agents and for their messages to and from the launcher.
 
-The launcher serves it on a port that is free by construction, so nobody has to guess one; it outlives every rank. Words
-travel through it and not through files: a shared file system may show a file to another node seconds later.
+The launcher serves it on a free port that the system assigns; it outlives every rank. Messages use the store and not
+files, because a shared file system may show a new file to another node seconds later.
 
-Whoever reaches the port can read, write and list its keys: torch's store knows no password. So every word carries a
-proof that it comes from this start (megads.runtime.run_secret), and whatever does not is dropped. Names that nobody can
-guess keep out those who only guess.
+PyTorch's store has no authentication: whoever reaches the port can read, write and list its keys. So every message is
+authenticated with the secret of this start (`megads.runtime.run_secret`), and others are dropped. Key prefixes are
+derived from the secret, so they cannot be guessed.
 
-Imports torch: to be imported only by what starts ranks.
+Imports torch: to be imported only by code that starts ranks.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ _TIMEOUT = timedelta(seconds=300)
 _WORDS_AT_ONCE = 1000
 _END_KEY, _END = "end", "end this start"
 _ENDING_KEY = "ending"
-"""Is there once an end is ordered. `look_up` leaves a key behind, so nobody could wait for one that is looked up."""
+"""Set once an end is ordered. A separate key, as `look_up` creates the key that it reads, which ends a wait for it."""
 _WORDS_KEY = "words"
 _PLACE_KEY = "place of "
 _ABSENT = b"absent"
 _LONGEST_WAIT = timedelta(days=20)
-"""torch counts the milliseconds in 32 bits. A wait that times out writes two warnings."""
+"""PyTorch stores timeouts as milliseconds in 32 bits. A wait that times out logs two warnings."""
 _FORGED_PAUSE_S = 1.0
 
 
 def serve_store(address: str, timeout: timedelta = _TIMEOUT) -> TCPStore:
-    """A store that this process serves, on a free port of one address and not, as torch's own, on all of them.
+    """Serves a store on a free port of one address, unlike PyTorch's default, which listens on all addresses.
 
     Raises:
-        ConfigError: it is no address of this machine.
+        ConfigError: the address is not one of this machine.
     """
     server = listen(address)
     port, descriptor = server.getsockname()[1], server.detach()
@@ -57,31 +57,31 @@ def serve_store(address: str, timeout: timedelta = _TIMEOUT) -> TCPStore:
 
 
 def reach_store(host: str, port: int, timeout: timedelta = _TIMEOUT) -> TCPStore:
-    """A store that another process serves.
+    """Connects to a store that another process serves.
 
     Raises:
-        RuntimeError: nobody answers there.
+        RuntimeError: the server does not answer.
     """
     return TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
 
 
 def look_up(store: Store, key: str) -> bytes | None:
-    """The value of a key, None where it is not set; never waits, whoever removes keys meanwhile."""
+    """Returns the value of a key, or None if it is not set; never blocks, even if keys are removed concurrently."""
     found = bytes(store.compare_set(key, _ABSENT.decode(), _ABSENT.decode()))
     return None if found == _ABSENT else found
 
 
 class ControlStore:
-    """One end of the store.
+    """Authenticated message channel between launcher and agents; one instance per process or connection.
 
     Args:
-        secret: of this start.
+        secret: secret of this start.
         host: address at which the nodes reach the launcher.
-        port: where it listens; 0 serves the store in this process, on a free port.
+        port: port of the store; 0 serves the store in this process, on a free port.
 
     Raises:
-        ConfigError: it is to be served at an address that is not this machine's.
-        RuntimeError: nobody answers there.
+        ConfigError: the store is to be served at an address that is not one of this machine.
+        RuntimeError: the server does not answer.
     """
 
     def __init__(self, secret: Secret, host: str, port: int = 0):
@@ -95,25 +95,25 @@ class ControlStore:
         self._warned = False
 
     def say(self, word: dict[str, Any]) -> None:
-        """Tells the launcher something."""
+        """Sends a message to the launcher."""
         self._said += 1
         text = json.dumps([self._speaker, self._said, word])
-        # A queue has no numbers in which a stranger could leave a gap.
+        # A queue, because numbered keys could be blocked by a gap that an attacker leaves.
         self._words.queue_push(_WORDS_KEY, self._secret.seal("word", text))
 
     def report(self, word: dict[str, Any]) -> None:
-        """Tells the launcher something and returns once its store has it.
+        """Sends a message to the launcher and waits until its store has received it.
 
         Raises:
-            RuntimeError: the launcher is gone. `say` may not notice: a socket takes what it is given, though its other
-                end was closed a moment ago.
+            RuntimeError: the launcher is gone. `say` may not notice, as a socket accepts data after its peer has closed
+                it.
         """
         self.say(word)
-        # The store answers in turn.
+        # The store processes requests in order, so its answer confirms the message.
         self.end_ordered()
 
     def hear(self) -> list[dict[str, Any]]:
-        """Returns what was said since the last call; what was not said by this start's agents is dropped."""
+        """Returns the messages since the last call; messages that are not from this start are dropped."""
         words = []
         for _ in range(min(self._words.queue_len(_WORDS_KEY), _WORDS_AT_ONCE)):
             try:
@@ -125,38 +125,38 @@ class ControlStore:
                 self._warn()
                 continue
             speaker, number, word = json.loads(text)
-            # Whoever reads the store can say a word again.
+            # Drops replayed messages.
             if number > self._heard.get(speaker, 0):
                 self._heard[speaker] = number
                 words.append(word)
         return words
 
     def assign(self, places: Mapping[str, Any]) -> None:
-        """Tells nodes what each of them gets: every agent reads its own part only, however many there are.
+        """Publishes one value per node; each agent reads only its own.
 
         Args:
-            places: what JSON can hold, by the name of the node.
+            places: JSON-serializable values by node name.
         """
         for name, place in places.items():
             key = _PLACE_KEY + name
             self._words.set(key, self._secret.seal(key, json.dumps(place)))
-        # Setting does not wait for the server; this answer comes after all of it.
+        # set() does not wait for the server; this lookup is answered after all of them.
         self.assigned("")
 
     def assigned(self, name: str) -> Any | None:
-        """What the launcher has told a node; None where it has told it nothing."""
+        """Returns the value that the launcher has assigned to a node; None if there is none."""
         key = _PLACE_KEY + name
         sealed = look_up(self._words, key)
         text = self._secret.unseal(key, sealed) if sealed is not None else None
         return json.loads(text) if text is not None else None
 
     def order_end(self) -> None:
-        """Tells all agents to kill their ranks."""
+        """Orders all agents to kill their ranks."""
         self._words.set(_END_KEY, self._secret.seal(_END_KEY, _END))
         self._words.set(_ENDING_KEY, "")
 
     def end_ordered(self) -> bool:
-        """Whether the launcher said so.
+        """Whether the launcher has ordered the end.
 
         Raises:
             RuntimeError: the launcher is gone.
@@ -168,7 +168,7 @@ class ControlStore:
         return order is not None
 
     def await_end(self) -> None:
-        """Returns when the launcher orders the end. Nothing can be said through this end of the store meanwhile.
+        """Blocks until the launcher orders the end; this instance cannot be used otherwise meanwhile.
 
         Raises:
             RuntimeError: the launcher is gone.
@@ -176,18 +176,18 @@ class ControlStore:
         while not self.end_ordered():
             try:
                 self._words.wait([_ENDING_KEY], _LONGEST_WAIT)
-            except DistStoreError:  # the time is over
+            except DistStoreError:  # timeout
                 continue
             if not self.end_ordered():
-                # Forged: the wait would not be one.
+                # The key is forged, so the wait returns immediately.
                 time.sleep(_FORGED_PAUSE_S)
 
     def _warn(self) -> None:
-        """Says it once: a stranger could fill a disk with it."""
+        """Warns once, so that an attacker cannot fill the disk with warnings."""
         if not self._warned:
             self._warned = True
             logging.getLogger(__name__).warning(
-                "somebody who does not belong to this start wrote to its control store (%s port %d): dropped; "
+                "a process that does not belong to this start wrote to its control store (%s port %d): dropped; "
                 "docs/slurm.md, Ports and strangers, says how to keep others off",
                 self.host,
                 self.port,
@@ -195,13 +195,12 @@ class ControlStore:
 
 
 class EndOrder:
-    """Knows at once, and without asking, when the launcher orders the end, or is gone.
+    """Waits in a thread until the launcher orders the end or is gone, without polling.
 
-    It waits on a connection of its own. Agents that ask ten times a second are 20,000 messages a second from 2,000
-    nodes.
+    It uses its own connection. If agents polled ten times a second, 2,000 nodes would send 20,000 requests a second.
 
     Args:
-        control: another end of the store, used by nobody else.
+        control: another instance, used by nothing else.
     """
 
     def __init__(self, control: ControlStore):
@@ -214,7 +213,7 @@ class EndOrder:
         """Whether the launcher has ordered the end.
 
         Raises:
-            RuntimeError: it is gone.
+            RuntimeError: the launcher is gone.
         """
         if self._error is not None:
             raise self._error

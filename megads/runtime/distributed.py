@@ -1,10 +1,11 @@
-"""The world of processes: joining and leaving it, and the control plane, by which ranks agree on what is no tensor.
+"""Default process group, and the control plane: collectives on the CPU for values that are not tensors.
 
-Checkpoint commits, requests to stop, equal configs: small values between hosts, which wait for disks and for each
-other. On NCCL they would go through GPU memory, wait for all work in the stream, and run under the watchdog, which ends
-a run whose shared disk is slow. So the control plane is always a gloo group of its own, on the CPU.
+The control plane is used for checkpoint commits, stop requests and checks that configs are equal: small values between
+hosts, which wait for disks and for each other. On NCCL they would go through GPU memory, wait for all work in the
+stream, and run under the watchdog, which aborts a run whose shared disk is slow. So the control plane is always a gloo
+group.
 
-Values travel as JSON of a type that the caller declares, never as pickles: a pickle is a program of whoever sent it.
+Values are sent as JSON of a type that the caller declares, never as pickles, which can execute code of the sender.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ _NONCE_BYTES = 32
 _PURPOSE = "admission"
 _SHOWN = 8
 _REMEDY = (
-    "nothing of the run was told to it; keep other users and networks off the run's ports (docs/slurm.md, Ports and "
+    "no data of the run was sent to it; keep other users and networks off the run's ports (docs/slurm.md, Ports and "
     "strangers), look for ranks of an earlier start that still live, and start again"
 )
 
 _MOST_BYTES = 2**30
-"""Of one message: more is an error of a peer."""
+"""Most bytes of one value; a larger one is an error of the peer."""
 T = TypeVar("T")
 
 
@@ -51,30 +52,30 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def encode(value: Any, kind: Any) -> bytes:
-    """A value as JSON. Floats keep their bits, NaN and infinities too.
+    """Encodes a value as JSON. Floats round-trip exactly, including NaN and infinities.
 
     Args:
-        value: of this type.
-        kind: of None, bool, int, float, str, Path, enums, dataclasses and containers of them.
+        value: value of type `kind`.
+        kind: None, bool, int, float, str, Path, enums, dataclasses or containers of them.
 
     Raises:
-        pydantic_core.PydanticSerializationError: the value is of another type.
+        pydantic_core.PydanticSerializationError: the value has another type.
     """
     plain = _adapter(kind).dump_python(value, mode="json", warnings="error")
-    # A file's name may hold bytes that are no text: a question mark serves, as such names only are in messages.
+    # File names may contain bytes that are not UTF-8; replacing them is fine, as such names are only used in messages.
     return json.dumps(plain, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
 def decode(message: bytes, kind: Any, sender: int) -> Any:
-    """Reads what `encode` made of a value of the same type.
+    """Decodes a value encoded by `encode`.
 
     Args:
-        message: as it came.
-        kind: of the value.
+        message: received bytes.
+        kind: type of the value.
         sender: rank that sent it.
 
     Raises:
-        UnhealthyNode: it is anything else.
+        UnhealthyNode: the bytes do not encode a value of this type.
     """
     try:
         return _adapter(kind).validate_json(message, strict=True)
@@ -89,13 +90,13 @@ def decode(message: bytes, kind: Any, sender: int) -> Any:
 
 
 def encode_error(error: MegadsError) -> tuple[str, str]:
-    """An error as the name of its class in megads.errors, or of the nearest above it there, and its message."""
+    """Returns the name of an error's nearest class in megads.errors, and its message."""
     known = next(kind for kind in type(error).__mro__ if vars(errors).get(kind.__name__) is kind)
     return known.__name__, str(error)
 
 
 def decode_error(name: str, message: str) -> MegadsError:
-    """The error of `encode_error`; a name that is no error's makes a plain MegadsError."""
+    """Returns the error encoded by `encode_error`; an unknown class name gives a MegadsError."""
     kind = vars(errors).get(name)
     return kind(message) if isinstance(kind, type) and issubclass(kind, MegadsError) else MegadsError(message)
 
@@ -106,13 +107,13 @@ def _name(kind: Any) -> str:
 
 @dataclass(frozen=True)
 class ControlPlane:
-    """Collectives between the hosts of all ranks; every method is collective over the world.
+    """CPU collectives over all ranks; every method must be called by all ranks.
 
     Attributes:
-        group: gloo over the world; None for a process alone.
+        group: gloo group of all ranks; None for a single process.
         rank: global rank.
-        world_size: all ranks.
-        timeout: of its collectives, and of the groups that are made for tensors; None is torch's default.
+        world_size: number of ranks.
+        timeout: timeout of its collectives, and of the process groups created for tensors; None: PyTorch's default.
     """
 
     group: ProcessGroup | None
@@ -126,14 +127,14 @@ class ControlPlane:
         return ranks == 1
 
     def gather(self, value: T, kind: Any) -> list[T]:
-        """Every rank's value, by rank, on all of them.
+        """All-gathers values; returns those of all ranks, by rank.
 
         Args:
-            value: of this rank.
-            kind: type of the values, see json_message.encode.
+            value: value of this rank.
+            kind: type of the values, see `encode`.
 
         Raises:
-            UnhealthyNode: a rank sent something else.
+            UnhealthyNode: a rank sent a value of another type.
         """
         if self._is_alone():
             return [value]
@@ -141,7 +142,7 @@ class ControlPlane:
         return self._decoded(self.gather_bytes(own), lengths, kind)
 
     def gather_to_first(self, value: T, kind: Any) -> list[T] | None:
-        """As `gather`, on rank 0; None on the others."""
+        """Gathers values on rank 0, as `gather`; returns None on the other ranks."""
         if self._is_alone():
             return [value]
         own, lengths = self._padded(encode(value, kind))
@@ -153,15 +154,15 @@ class ControlPlane:
         return self._decoded(rows, lengths, kind)
 
     def broadcast(self, value: T, kind: Any, source: int = 0) -> T:
-        """The value of one rank, on all of them.
+        """Broadcasts a value.
 
         Args:
-            value: to send; not looked at on other ranks than the source.
-            kind: type of the value, see json_message.encode.
+            value: value to send; ignored on ranks other than `source`.
+            kind: type of the value, see `encode`.
             source: rank that sends.
 
         Raises:
-            UnhealthyNode: it sent something else.
+            UnhealthyNode: the source sent a value of another type.
         """
         if self._is_alone():
             return value
@@ -175,13 +176,13 @@ class ControlPlane:
         return value if sends else decode(shared.numpy().tobytes(), kind, source)  # type: ignore[no-any-return]
 
     def gather_numbers(self, own: Tensor) -> Tensor | None:
-        """Every rank's numbers, by rank, on rank 0; None on the others.
+        """Gathers a tensor of numbers on rank 0.
 
         Args:
-            own: [n], n and dtype the same on all ranks.
+            own: [n], with the same n and dtype on all ranks.
 
         Returns:
-            [world_size, n].
+            [world_size, n] on rank 0, None on the other ranks.
         """
         if self._is_alone():
             return own[None]
@@ -190,10 +191,10 @@ class ControlPlane:
         return rows
 
     def gather_bytes(self, own: Tensor) -> Tensor:
-        """Every rank's bytes, by rank, on all of them.
+        """All-gathers bytes.
 
         Args:
-            own: [n] uint8, n the same on all ranks.
+            own: [n] uint8, with the same n on all ranks.
 
         Returns:
             [world_size, n] uint8.
@@ -205,7 +206,7 @@ class ControlPlane:
         return rows
 
     def _padded(self, message: bytes) -> tuple[Tensor, list[int]]:
-        """A message, as long as the longest of all ranks, and the lengths of all."""
+        """Returns a message padded to the longest one of all ranks, and the lengths of all messages."""
         lengths = self.gather_bytes(torch.tensor([len(message)]).view(torch.uint8)).view(torch.int64)[:, 0].tolist()
         for rank, length in enumerate(lengths):
             _require_length(rank, length)
@@ -218,7 +219,7 @@ class ControlPlane:
         return [decode(row[:length].numpy().tobytes(), kind, rank) for rank, (row, length) in enumerate(pairs)]
 
     def broadcast_number(self, number: int) -> int:
-        """Rank 0's number, on all of them: one message of eight bytes, for every step."""
+        """Broadcasts rank 0's integer: eight bytes without a type check, cheap enough for every step."""
         if self._is_alone():
             return number
         shared = torch.tensor(number, dtype=torch.int64)
@@ -226,7 +227,7 @@ class ControlPlane:
         return int(shared)
 
     def any(self, flag: bool) -> bool:
-        """True on all ranks when the flag is set on at least one."""
+        """Logical OR over all ranks."""
         if self._is_alone():
             return flag
         shared = torch.tensor(int(flag))
@@ -234,17 +235,17 @@ class ControlPlane:
         return bool(shared)
 
     def barrier(self) -> None:
-        """Waits for the hosts of all ranks, not for their devices."""
+        """Synchronizes the processes of all ranks, but not their devices."""
         if not self._is_alone():
             dist.barrier(group=self.group)
 
     def require_equal(self, what: str, value: str, remedy: str = "every node must see the same run directory") -> None:
-        """Raises ConfigError on every rank unless all ranks hold the same value.
+        """Raises ConfigError on every rank unless all ranks have the same value.
 
         Args:
-            what: is compared.
-            value: this rank's.
-            remedy: what the user should do.
+            what: name of the value, for the message.
+            value: value of this rank.
+            remedy: what the user should do, for the message.
         """
         values = self.gather(value, str)
         if len(set(values)) > 1:
@@ -252,14 +253,15 @@ class ControlPlane:
             raise ConfigError(f"{what} differs between ranks: {by_value}; {remedy}")
 
     def first_decides(self, decide: Callable[[], T], kind: Any) -> T:
-        """Rank 0's answer, on every rank.
+        """Calls a function on rank 0 and broadcasts its result.
 
         Args:
-            decide: called on rank 0 only, so it must not communicate.
-            kind: type of its answer, see json_message.encode.
+            decide: function called on rank 0 only, so it must not use collectives.
+            kind: type of its result, see `encode`.
 
         Raises:
-            MegadsError: on every rank, when rank 0 met one; on the others of a class of megads.errors.
+            MegadsError: on every rank, if `decide` raised one; on the other ranks as its nearest class in
+                megads.errors.
         """
         answer, failure = None, None
         if self.rank == 0:
@@ -278,26 +280,26 @@ def _as_tensor(message: bytes) -> Tensor:
 
 
 def _require_length(rank: int, length: int) -> None:
-    """Raises UnhealthyNode on a length that no message has."""
+    """Raises UnhealthyNode if the length of a message is out of range."""
     if not 0 < length <= _MOST_BYTES:
         raise UnhealthyNode(
-            f"rank {rank} announces a message of {length} bytes, where 1 to {_MOST_BYTES} are possible: do all nodes "
+            f"rank {rank} announces a message of {length} bytes, but 1 to {_MOST_BYTES} are allowed: do all nodes "
             "run the same version of megads?"
         )
 
 
 ALONE = ControlPlane(None, 0, 1)
-"""Of one process without process groups, or in a world of one."""
+"""Control plane of a single process, with or without process groups."""
 
 
 def open_control_plane(timeout: timedelta | None = None) -> ControlPlane:
-    """The control plane of the default process group; collective, once a process.
+    """Creates the control plane of the default process group; collective, once per process.
 
-    Where the default group is gloo, as on CPUs, it is the control plane itself. Beside NCCL a group is made whose ranks
-    connect when they first talk: all to all would be 10,000 sockets on each of 10,000 ranks, most of them never used.
+    A gloo default group, as on CPUs, is used as it is. With NCCL a gloo group is created whose ranks connect lazily:
+    connecting all pairs would take 10,000 sockets on each of 10,000 ranks, most of them never used.
 
     Args:
-        timeout: of its collectives; None is torch's default.
+        timeout: timeout of its collectives; None: PyTorch's default.
     """
     if not dist.is_initialized():
         return ALONE
@@ -309,14 +311,14 @@ def open_control_plane(timeout: timedelta | None = None) -> ControlPlane:
 
 
 def admit(control: ControlPlane, secret: Secret | None) -> None:
-    """Makes sure that every rank belongs to this start; collective, before anything else is exchanged.
+    """Authenticates every rank of this start; collective, before anything else is exchanged.
 
-    Each rank sends a nonce, then the HMAC of all nonces, its rank and the world's size: a proof of an earlier start, or
-    of another rank, serves nobody.
+    Each rank sends a nonce, then the HMAC of all nonces, its rank and the world size, so that a proof of an earlier
+    start or of another rank cannot be replayed.
 
     Args:
-        control: of all ranks.
-        secret: of the start; None for a process started by hand. Where no rank has one, none is asked for.
+        control: control plane of all ranks.
+        secret: secret of the start; None for a process started by hand. If no rank has one, there is no check.
 
     Raises:
         UnhealthyNode: a rank has no secret, or another one.
@@ -340,7 +342,7 @@ def admit(control: ControlPlane, secret: Secret | None) -> None:
     shown = control.gather_bytes(torch.tensor(list(proof(control.rank)), dtype=torch.uint8))
     wrong = [r for r, row in enumerate(shown) if not hmac.compare_digest(proof(r), row.numpy().tobytes())]
     if 2 * len(wrong) > control.world_size:
-        # Most ranks agree with each other, not with this one.
+        # Most ranks agree with each other but not with this one, so this one is wrong.
         wrong = [control.rank]
     if wrong:
         raise UnhealthyNode(
@@ -355,16 +357,16 @@ def _ranks(numbers: Sequence[int]) -> str:
 
 @contextmanager
 def world(device: torch.device, timeout_s: float) -> Iterator[ControlPlane]:
-    """Default process group from the environment, gloo on CPU and NCCL on CUDA; yields the control plane beside it.
+    """Creates the default process group from the environment, gloo on CPU and NCCL on CUDA; yields the control plane.
 
-    Ranks that a launcher started meet under a name that strangers cannot guess, and are admitted (`admit`).
+    Ranks started by a launcher use a store prefix that others cannot guess, and authenticate each other (`admit`).
 
-    Left through a barrier only when all went well: on failure no further collective is started. Without the barrier
-    small gloo jobs sometimes abort at exit.
+    The block ends with a barrier only if it succeeds: after a failure no further collective is started. Without the
+    barrier small gloo jobs sometimes abort at exit.
 
     Args:
-        device: of this rank.
-        timeout_s: of every collective.
+        device: device of this rank.
+        timeout_s: timeout of every collective.
 
     Raises:
         UnhealthyNode: a process that does not belong to this start has joined.
@@ -372,11 +374,11 @@ def world(device: torch.device, timeout_s: float) -> Iterator[ControlPlane]:
     path = secret_file()
     secret = read_secret(path) if path is not None else None
     backend, timeout = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout_s)
-    # Without device_id. With it torch makes each further group, used or not, by a collective over the whole world;
-    # without it a group costs nothing before its members use it. And with it all p2p of a group shares one communicator
-    # and its stream, where without it each pair of ranks has its own: a receive that waits would hold up the sends that
-    # its own message depends on, and schedules would deadlock (tests/engine/test_stream_order.py).
-    dist.init_process_group(backend, timeout=timeout, **_meeting(secret, timeout))
+    # Without device_id. With it, PyTorch creates every further group eagerly by a collective over all ranks; without it
+    # a group costs nothing until it is used. With it, all p2p of a group also shares one communicator and its stream;
+    # without it each pair of ranks has its own. On a shared stream a waiting receive would block the sends that it
+    # depends on, and schedules would deadlock (tests/engine/test_stream_order.py).
+    dist.init_process_group(backend, timeout=timeout, **_rendezvous(secret, timeout))
     control = open_control_plane(timeout)
     admit(control, secret)
     yield control
@@ -384,8 +386,8 @@ def world(device: torch.device, timeout_s: float) -> Iterator[ControlPlane]:
     dist.destroy_process_group()
 
 
-def _meeting(secret: Secret | None, timeout: timedelta) -> dict[str, Any]:
-    """Where the ranks of a start meet, for init_process_group; nothing for ranks started by hand, as torch has it."""
+def _rendezvous(secret: Secret | None, timeout: timedelta) -> dict[str, Any]:
+    """Returns the rendezvous arguments of init_process_group; empty for ranks started by hand, which use env://."""
     if secret is None:
         return {}
     rank, (host, port) = rank_environment(), store_address()

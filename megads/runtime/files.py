@@ -1,4 +1,4 @@
-"""Files that others may write, kill or replace: read within limits, followed as they grow, written atomically."""
+"""File access: reading with size limits, following growing files, atomic writing."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from megads.errors import ConfigError
 
 
 def temporary_path(path: Path) -> Path:
-    """Returns a name beside `path` that nobody else uses, not even on another host that shares the folder."""
+    """Returns a unique path in the folder of `path`, also among other hosts that share the folder."""
     return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.partial")
 
 
 @contextmanager
 def atomic_writer(path: Path) -> Iterator[BinaryIO]:
-    """Opens a temporary beside `path` that takes its name once it is complete and on disk.
+    """Opens a temporary file that replaces `path` once it is complete and on disk.
 
-    Concurrent writers are harmless: each has its own temporary, and the last one to finish wins.
+    Concurrent writers are safe: each has its own temporary file, and the last one to finish wins.
 
     Args:
-        path: the file to make or replace; its folder must exist.
+        path: file to create or replace; its folder must exist.
 
     Yields:
-        The temporary, open for binary writing. An exception removes it and leaves `path` as it was.
+        The temporary file, open for binary writing. An exception removes it and leaves `path` unchanged.
 
     Raises:
         OSError: as the system reports it (full disk, no permission).
@@ -49,13 +49,13 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
 
 
 def sync(file: BinaryIO) -> None:
-    """Forces what was written to `file` onto the disk."""
+    """Flushes `file` to disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def sync_directory(directory: Path) -> None:
-    """Forces renames in `directory` onto the disk."""
+    """Flushes renames in `directory` to disk."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -68,12 +68,12 @@ _MOST_YAML, _MOST_DEPTH = 1 << 20, 100
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Opens a regular file to read it.
+    """Opens a regular file for reading.
 
     Raises:
         OSError: as the system reports it; EINVAL for a pipe, a socket or a device.
     """
-    # Without O_NONBLOCK the opening of a pipe waits for a writer.
+    # Without O_NONBLOCK, opening a pipe blocks until it has a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -85,7 +85,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular(path: Path) -> bytes:
-    """Returns the bytes of a regular file.
+    """Returns the content of a regular file.
 
     Raises:
         OSError: as `open_regular`; EFBIG for more than 1 GiB.
@@ -97,10 +97,10 @@ def read_regular(path: Path) -> bytes:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Returns what a JSON text says.
+    """Parses JSON.
 
     Raises:
-        ValueError: it is no JSON, or nested more deeply than anything of ours.
+        ValueError: the text is not JSON, or too deeply nested.
     """
     try:
         return json.loads(text)
@@ -109,16 +109,17 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """Returns what a JSON file says; raises OSError and ValueError as the two above do."""
+    """Parses a JSON file; raises as `read_regular` and `parse_json`."""
     return parse_json(read_regular(path))
 
 
 def require_bounded_yaml(text: str, most_characters: int = _MOST_YAML) -> None:
-    """Refuses a YAML text that takes minutes to parse: PyYAML reads some 100 KB a second, and brackets within brackets
-    in a time that grows with the square of their depth.
+    """Refuses a YAML text that would take minutes to parse.
+
+    PyYAML parses some 100 KB per second, and its time for nested brackets grows with the square of their depth.
 
     Raises:
-        ValueError: it is too long, or too deep.
+        ValueError: the text is too long or too deeply nested.
     """
     if len(text) > most_characters:
         raise ValueError(f"it is longer than {most_characters:,} characters, which no config is")
@@ -130,16 +131,16 @@ def require_bounded_yaml(text: str, most_characters: int = _MOST_YAML) -> None:
 
 
 def is_readable(path: Path) -> bool:
-    """Whether something is there to read; False where there is nothing.
+    """Whether a regular file exists at a path.
 
     Raises:
-        ConfigError: something else than a regular file has the name.
+        ConfigError: something else than a regular file exists there.
     """
     try:
-        # Asked once: between two questions the file may appear.
+        # A single stat(): the file may appear between two calls.
         regular = stat.S_ISREG(path.stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
-        # A link that leads nowhere is something, too.
+        # A dangling symlink counts as something else.
         if not path.is_symlink():
             return False
         regular = False
@@ -156,11 +157,11 @@ _CHUNK_BYTES = 4 * 2**20
 
 
 class Tail:
-    """Follows one file.
+    """Reads the lines of a growing JSON lines file incrementally.
 
     Args:
         path: the file; it need not exist yet.
-        position: byte to start from, the start of a line; None is the end that the file has now.
+        position: byte to start from, at the start of a line; None: the current end of the file.
     """
 
     def __init__(self, path: Path, position: int | None = None):
@@ -170,11 +171,11 @@ class Tail:
         self.position = position
 
     def read(self) -> list[dict[str, Any]]:
-        """Returns the objects of the lines completed since the last call, a few megabytes at most; [] at the end."""
+        """Returns the objects of the lines completed since the last call, at most a few megabytes; [] at the end."""
         if not self._path.is_file():
             return []
         with self._path.open("rb") as file:
-            # A resume cuts the file back to its checkpoint.
+            # A resume truncates the file to its checkpoint.
             self.position = min(self.position, file.seek(0, os.SEEK_END))
             file.seek(self.position)
             text = file.read(_CHUNK_BYTES)
@@ -184,7 +185,7 @@ class Tail:
 
 
 def read_end(path: Path, num_bytes: int) -> list[dict[str, Any]]:
-    """Returns the objects of the whole lines within the last `num_bytes` of a file; no file, no objects."""
+    """Returns the objects of the complete lines in the last `num_bytes` of a file; empty without a file."""
     if not path.is_file():
         return []
     with path.open("rb") as file:
@@ -197,7 +198,7 @@ def read_end(path: Path, num_bytes: int) -> list[dict[str, Any]]:
 
 
 def _objects(text: bytes) -> list[dict[str, Any]]:
-    """Parses lines, passing over those cut short by a kill."""
+    """Parses lines and skips partial ones."""
     records = []
     for line in text.splitlines():
         try:
@@ -208,7 +209,7 @@ def _objects(text: bytes) -> list[dict[str, Any]]:
 
 
 def last_line(path: Path) -> str:
-    """Returns the last line of a small text file that says something; empty where there is none."""
+    """Returns the last non-blank line of a small text file; empty if there is none."""
     if not path.is_file():
         return ""
     lines = [line.strip() for line in path.read_text(errors="replace").splitlines()]

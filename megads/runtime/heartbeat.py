@@ -1,11 +1,11 @@
-"""Heartbeats: what each rank does, for whoever watches it from outside.
+"""Heartbeats: step, phase and liveness of each rank, for a monitor in another process.
 
-A rank's main thread notes its step and phase, and a second thread counts beats. Both go into a small memory-mapped file
-among the node's temporary files, so that neither costs a system call. A stopped process, and one whose interpreter is
-held by native code, no longer beats. A main thread that waits for a disk or in a collective does: its beats go on while
-its phase stays the same.
+A rank's main thread records its step and phase, and a second thread counts beats. Both write to a small memory-mapped
+file in the node's temporary folder, which needs no system call. A stopped process, and one in which native code holds
+the GIL, sends no beats. A main thread that waits for a disk or in a collective does: its beats continue while its phase
+stays the same.
 
-No clock is in the file: the monitor goes by its own, so that ranks with wrong clocks are not blamed.
+The file contains no times: the monitor uses its own clock, so that ranks with wrong clocks are not blamed.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from pathlib import Path
 from megads.runtime.rank_evidence import dump_flights_on_request
 
 INTERVAL_S = 0.5
-"""Between two beats, and between two looks of the monitor."""
+"""Seconds between beats, and between readings of the monitor."""
 LOST_AFTER_S = 10.0
-"""Without a beat a rank counts as silent."""
+"""Seconds without a beat after which a rank counts as lost."""
 STOPPED_AFTER_S = 2.0
-"""The same for a process of which the kernel says that it is stopped."""
+"""LOST_AFTER_S of a process that is stopped according to the kernel."""
 
 LOADING_DATA, ENGINE_STEP, AGREEING = "loading data", "engine step", "agreeing on a stop"
-"""Phases of every step, in this order; the hooks follow, each by its class's name."""
+"""Phases of every step, in order; followed by the hooks, each named after its class."""
 VALIDATING, SAVING = "validating", "saving"
 SLOW_PHASES = (VALIDATING, SAVING)
-"""Phases between two steps that may last longer than a step: their names begin so."""
+"""Prefixes of the names of phases between steps that may last longer than a step."""
 
 _PHASE_BYTES = 48
 _RECORD = struct.Struct(f"<QQQ{_PHASE_BYTES}s")
@@ -44,8 +44,8 @@ _STATES = {
     "T": "its process is stopped (SIGSTOP)",
     "t": "a debugger has stopped its process",
     "D": "its process waits for a disk or a device",
-    "R": "native code holds its interpreter, or the machine is overloaded",
-    "S": "native code holds its interpreter",
+    "R": "native code holds the GIL, or the machine is overloaded",
+    "S": "native code holds the GIL",
     "Z": "its process has ended",
 }
 _STOPPED = ("T", "t")
@@ -57,13 +57,13 @@ def heartbeat_path(folder: Path, rank: int) -> Path:
 
 
 class Heartbeat:
-    """A rank's own end.
+    """Sender of a rank's heartbeats.
 
     Args:
-        record: of `_RECORD.size` bytes; None sends nothing.
+        record: mapped file of `_RECORD.size` bytes; None sends nothing.
 
     Attributes:
-        made_s: when it was made, in seconds since 1970.
+        made_s: time of creation, in seconds since 1970.
     """
 
     def __init__(self, record: mmap.mmap | None = None) -> None:
@@ -75,11 +75,11 @@ class Heartbeat:
         self._spent, self._timed, self._since_s = defaultdict[str, float](float), "starting", time.perf_counter()
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """Notes what the rank does from here on.
+        """Enters a phase.
 
         Args:
-            phase: a few words.
-            step: number of the step; None leaves it.
+            phase: name of the phase.
+            step: number of the step; None: unchanged.
         """
         now_s = time.perf_counter()
         self._spent[self._timed] += now_s - self._since_s
@@ -90,19 +90,19 @@ class Heartbeat:
         self._write()
 
     def spent(self) -> dict[str, float]:
-        """Seconds in each phase so far, in the order of their first begin; what follows a comma in one is left out."""
+        """Returns the seconds spent in each phase, in order of first entry; names are cut at a comma."""
         seconds = dict(self._spent)
         seconds[self._timed] = seconds.get(self._timed, 0.0) + time.perf_counter() - self._since_s
         return seconds
 
     def beat(self) -> None:
-        """Body of the second thread."""
+        """Target of the second thread."""
         while not self._ended.wait(INTERVAL_S):
             self._beats += 1
             self._write()
 
     def end(self) -> None:
-        """The last beat: the monitor expects none after it."""
+        """Sends the last beat, after which the monitor expects none."""
         self._ended.set()
         self._beats = 2**64 - 1
         self._write()
@@ -114,11 +114,11 @@ class Heartbeat:
 
 @contextmanager
 def heartbeat(folder: Path | None, rank: int) -> Iterator[Heartbeat]:
-    """Sends heartbeats for as long as the block runs; an error leaves them as they are for the monitor to read.
+    """Sends heartbeats during the block; after an exception the last record stays for the monitor.
 
     Args:
-        folder: of the monitor; None sends none, as in a process that was started by hand.
-        rank: of this process.
+        folder: folder of the monitor; None, as in a process started by hand, sends no heartbeats.
+        rank: rank of this process.
     """
     record = _record(folder, rank)
     own = Heartbeat(record)
@@ -130,31 +130,31 @@ def heartbeat(folder: Path | None, rank: int) -> Iterator[Heartbeat]:
 
 
 def _record(folder: Path | None, rank: int) -> mmap.mmap | None:
-    """The mapped file; None without a folder, or where the disk takes no file: training goes on without heartbeats."""
+    """Maps the heartbeat file; None, and training without heartbeats, if there is no folder or no file can be made."""
     if folder is None:
         return None
     try:
         with heartbeat_path(folder, rank).open("w+b") as file:
-            # Allocated, not sparse: writing to a mapped page that a full disk cannot hold kills with SIGBUS.
+            # Allocated, not sparse: on a full disk a write to a sparse mapped page raises SIGBUS.
             os.posix_fallocate(file.fileno(), 0, _RECORD.size)
             return mmap.mmap(file.fileno(), _RECORD.size)
     except OSError as error:
-        logging.getLogger(__name__).warning("no heartbeats are sent: %s takes no file (%s)", folder, error)
+        logging.getLogger(__name__).warning("no heartbeats are sent: cannot create a file in %s (%s)", folder, error)
         return None
 
 
 @dataclass(frozen=True)
 class RankPosition:
-    """What is known of a rank from its heartbeats.
+    """Position of a rank in the training loop, from its heartbeats.
 
     Attributes:
-        rank: the rank.
-        step: it was in.
-        phase: it was in.
-        phase_s: seconds that it has been in that phase.
-        silent_s: seconds since its last beat.
-        state: of its process, as /proc has it; empty where nobody looked.
-        node: that it is on; empty on a run of one machine.
+        rank: global rank.
+        step: last known step.
+        phase: last known phase.
+        phase_s: seconds in that phase.
+        silent_s: seconds since the last beat.
+        state: state of its process in /proc; empty if not read.
+        node: node of the rank; empty in a run on one machine.
     """
 
     rank: int
@@ -167,22 +167,22 @@ class RankPosition:
 
     @property
     def lost(self) -> bool:
-        """Whether it is silent for so long that it is worth a warning."""
+        """Whether it has been silent long enough for a warning."""
         return self.silent_s >= (STOPPED_AFTER_S if self.stopped else LOST_AFTER_S)
 
     @property
     def stopped(self) -> bool:
-        """Whether the kernel says that the process does nothing at all."""
+        """Whether its process is stopped, according to the kernel."""
         return self.state in _STOPPED
 
     @property
     def name(self) -> str:
-        """As in rank 3 on node-7."""
+        """For example `rank 3 on node-7`."""
         return f"rank {self.rank} on {self.node}" if self.node else f"rank {self.rank}"
 
     @property
     def place(self) -> str:
-        """Step and phase."""
+        """Step and phase, for messages."""
         return f"in step {self.step}, {self.phase}" if self.step else self.phase
 
     def __str__(self) -> str:
@@ -190,7 +190,7 @@ class RankPosition:
 
     @property
     def silence(self) -> str:
-        """That it sends no heartbeat, and why, as far as the kernel says."""
+        """Message that it sends no heartbeat, with the reason if the process state gives one."""
         why = f": {_STATES[self.state]}" if self.state in _STATES else ""
         return f"sends no heartbeat for {self.silent_s:.0f} s{why}; last {self.place}"
 
@@ -209,22 +209,22 @@ class HeartbeatMonitor:
     """Reads the heartbeats of a node's ranks.
 
     Args:
-        node: name of this node; empty on a run of one machine.
+        node: name of this node; empty in a run on one machine.
     """
 
     def __init__(self, node: str = "") -> None:
         self._node = node
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
-        with suppress(OSError):  # without room for temporary files a run goes on unwatched
+        with suppress(OSError):  # without space for temporary files the run continues without a monitor
             self._temporary = tempfile.TemporaryDirectory(prefix="megads-heartbeats-", ignore_cleanup_errors=True)
         self._seen: dict[int, _Seen] = {}
         self._last_look_s: float | None = None
         self.looks = 0
-        """So often the heartbeats were read."""
+        """Number of times the heartbeats were read."""
 
     @property
     def folder(self) -> Path | None:
-        """For the ranks' heartbeats; readable and writable by this user only."""
+        """Folder of the ranks' heartbeats, accessible by this user only; None if it could not be created."""
         return Path(self._temporary.name) if self._temporary is not None else None
 
     def close(self) -> None:
@@ -234,10 +234,10 @@ class HeartbeatMonitor:
             self._temporary = None
 
     def look(self, pids: Mapping[int, int]) -> list[RankPosition]:
-        """Reads all heartbeats if that is due; returns the ranks that fell silent, or are heard again, since then.
+        """Reads all heartbeats every INTERVAL_S; returns the ranks lost or recovered since the last reading.
 
         Args:
-            pids: of the ranks, by rank; those that have ended are passed over.
+            pids: process ids by rank; ranks that have ended are skipped.
         """
         now = time.monotonic()
         passed_s = 0.0 if self._last_look_s is None else now - self._last_look_s
@@ -245,7 +245,7 @@ class HeartbeatMonitor:
             return []
         self._last_look_s = now
         self.looks += 1
-        # A monitor that was itself held up, with the machine or its job, does not blame the ranks for it.
+        # If the monitor itself was delayed, with the machine or its job, the ranks must not be blamed for it.
         passed_s = min(passed_s, 2 * INTERVAL_S)
         changed = []
         for rank, pid in pids.items():
@@ -258,7 +258,7 @@ class HeartbeatMonitor:
         return changed
 
     def phase(self, rank: int) -> str:
-        """What a rank does at this moment; empty where nothing is known."""
+        """Reads the current phase of a rank; empty if unknown."""
         try:
             *_, phase = _RECORD.unpack(heartbeat_path(Path(str(self.folder)), rank).read_bytes())
         except (OSError, struct.error):
@@ -266,11 +266,11 @@ class HeartbeatMonitor:
         return _words(phase)
 
     def positions(self) -> list[RankPosition]:
-        """Of all ranks that send heartbeats, as of the last look."""
+        """Returns the positions of all ranks that send heartbeats, as of the last `look`."""
         return [seen.position for _, seen in sorted(self._seen.items()) if seen.position is not None]
 
     def _read(self, path: Path, rank: int, pid: int, seen: _Seen, passed_s: float) -> RankPosition | None:
-        """None for a rank that has sent none yet, or its last."""
+        """Reads one heartbeat file; None for a rank that has not sent a beat yet, or has sent its last."""
         try:
             beats, changes, step, phase = _RECORD.unpack(path.read_bytes())
         except (OSError, struct.error):
@@ -291,17 +291,17 @@ def _words(phase: bytes) -> str:
 
 
 def process_stat(pid: int) -> list[str]:
-    """The fields of /proc/<pid>/stat from the state on, see proc(5); none where there is no such process."""
+    """Returns the fields of /proc/<pid>/stat from the state on, see proc(5); empty if the process does not exist."""
     with suppress(OSError):
-        # The name before them may hold spaces and brackets.
+        # The name before them may contain spaces and parentheses.
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return []
 
 
 def process_started_s() -> float:
-    """When this process started or was forked, in seconds since 1970, to a hundredth of a second.
+    """Returns when this process started or was forked, in seconds since 1970, with a resolution of 0.01 s.
 
-    Where there is no /proc that is unknown: now.
+    Without /proc the start time is unknown, and the current time is returned.
     """
     with suppress(OSError, ValueError, IndexError):
         ticks = int(process_stat(os.getpid())[19])
@@ -311,7 +311,7 @@ def process_started_s() -> float:
 
 
 def render_positions(positions: Iterable[RankPosition]) -> str:
-    """Where ranks are, those at the same place together: ranks 0-2 in step 7, engine; rank 3 in step 7, data."""
+    """Formats positions, grouped by step and phase: `ranks 0, 1: in step 7, engine step for 3 s; rank 2: ...`."""
     places: dict[tuple[int, str], list[RankPosition]] = {}
     for position in positions:
         places.setdefault((position.step, position.phase), []).append(position)

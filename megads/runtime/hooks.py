@@ -1,4 +1,4 @@
-"""The protocol between the loop and everything that watches it. Each hook lives with its owner."""
+"""Hook protocol of the training loop. Each hook is defined in the package that it belongs to."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Protocol
 
 @dataclass
 class TrainState:
-    """The loop's only counters.
+    """Counters of the training loop.
 
     Attributes:
-        step: optimizer steps done, skipped ones included.
-        samples: samples consumed.
-        tokens: unmasked tokens consumed.
+        step: number of completed optimizer steps, skipped ones included.
+        samples: number of samples consumed.
+        tokens: number of unmasked tokens consumed.
     """
 
     step: int = 0
@@ -29,23 +29,23 @@ class TrainState:
 
 @dataclass(frozen=True)
 class StepInfo:
-    """What one step did; the same on every rank but for the timings.
+    """Results of one step; the same on every rank except for the timings.
 
     Attributes:
-        step, samples, tokens: the state after the step.
-        loss: mean over the step's unmasked tokens, nats.
-        grad_norm: global 2-norm before clipping.
+        step, samples, tokens: counters after the step.
+        loss: mean loss over the unmasked tokens of the step, in nats.
+        grad_norm: global L2 norm of the gradient before clipping.
         lr: learning rate of the step.
-        global_batch_size: samples in the step.
-        seq_len: tokens a sample.
-        step_time_s: wall time of the step, data waiting included.
-        data_time_s: share of it spent waiting for data.
-        skipped: a non-finite step that changed no weight.
-        culprit: who made it so, as text; empty otherwise.
-        batch_hash: hash of the step's global sample ids.
-        last: the loop ends after this step.
-        stop_reason: why it ends early; empty at the planned end.
-        ends_stage: it is the last step of a training stage that another one follows.
+        global_batch_size: number of samples in the step.
+        seq_len: tokens per sample.
+        step_time_s: wall time of the step, including waiting for data.
+        data_time_s: part of step_time_s spent waiting for data.
+        skipped: whether the step was skipped as non-finite, leaving the weights unchanged.
+        culprit: rank that made the step non-finite, as text; empty if the step was not skipped.
+        batch_hash: hash of the global sample ids of the step.
+        last: whether the loop ends after this step.
+        stop_reason: why the loop ends early; empty at the planned end.
+        ends_stage: whether this is the last step of a training stage that is followed by another.
     """
 
     step: int
@@ -67,9 +67,9 @@ class StepInfo:
 
 
 class Hook(Protocol):
-    """Called on every rank, in the order of registration; a hook may use collectives if it does so on all ranks.
+    """Hook called on every rank, in registration order; it may use collectives if all ranks do.
 
-    A subclass inherits the methods that it leaves out; they do nothing.
+    Methods that a subclass does not define do nothing.
     """
 
     def on_start(self, state: TrainState) -> None: ...

@@ -1,10 +1,10 @@
-"""Who may write a run directory: one start of the run at a time, by a lease in the directory that any node can read.
+"""Lease of a run directory: only one start of the run may write to it at a time.
 
-A file lock does not reach over nodes on every file system, and outlives its holder when a node is lost. So each start
-takes the next number: <run_dir>/lease/00000007.json appears by a hard link, which is atomic on network file systems
-too, says who holds it, and is touched every ten seconds. The holder is the highest number. Whoever finds a live holder
-is refused; the same SLURM job, requeued, takes over whatever is left of its earlier start, whose ranks find their
-number gone before the next step and before they commit a checkpoint.
+File locks do not work across nodes on every file system, and outlive their holder if a node is lost. So each start
+takes the next number: <run_dir>/lease/00000007.json is created by a hard link, which is atomic on network file systems
+too, names its holder, and is touched every ten seconds. The highest number holds the lease. A launcher that finds a
+live holder is refused. A requeued SLURM job takes the lease over from its earlier start, whose ranks find their file
+gone before the next step and before they commit a checkpoint.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megads.runtime.run_dir import create
 from megads.runtime.slurm import SlurmJob, ask_job
 
 BEAT_S = 10.0
-# A holder that is silent for so long is gone; a slow file system must not make it look so.
+# A holder whose file is not touched for this long is dead; large enough for a slow file system.
 _SILENT_S = 3.5 * BEAT_S
 _POLL_S = 0.5
 _GONE_STATES = ("", "PENDING", "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL",
@@ -35,17 +35,17 @@ _GONE_STATES = ("", "PENDING", "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "N
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a run directory.
+    """Holder of the lease of a run directory.
 
     Attributes:
-        number: of the start, from 1.
-        node: where the launcher runs.
-        pid: the launcher.
-        machine: names the node's boot and process space; only there the pid means something.
-        born: when the launcher's process started, in the kernel's ticks: a pid may be given out again.
-        job: the SLURM job, None outside of SLURM.
-        released: the start is over.
-        readable: False where its file says nothing of it but the number.
+        number: number of the start, from 1.
+        node: node of the launcher.
+        pid: process id of the launcher.
+        machine: id of the node's boot and PID namespace, within which the pid is unique.
+        born: start time of the launcher's process in kernel ticks, as pids are reused.
+        job: SLURM job; None outside of SLURM.
+        released: whether the start is over.
+        readable: False if the file is damaged and only its number is known.
     """
 
     number: int
@@ -59,31 +59,31 @@ class Holder:
 
     def __str__(self) -> str:
         if not self.readable:
-            return f"a start whose file {self.number:08d}.json in the folder lease cannot be read, but is kept up"
+            return f"a start whose file {self.number:08d}.json in the folder lease cannot be read, but is still updated"
         if self.job is not None:
             return f"SLURM job {self.job.id} (restart {self.job.restarts}, process {self.pid} on {self.node})"
         return f"process {self.pid}" + ("" if self.machine == machine_id() else f" on {self.node}")
 
     @property
     def remedy(self) -> str:
-        """The command that ends it."""
+        """The command that ends the holder."""
         if not self.readable:
             return "find it on the nodes that share the folder"
         return f"kill {self.pid}" if self.job is None else f"scancel {self.job.id}"
 
 
 class Lease:
-    """A launcher's hold on a run directory, kept up by a thread.
+    """The lease of a run directory that this launcher holds, renewed by a thread.
 
     Args:
-        run_dir: the run directory.
-        job: the SLURM job that this process is part of.
+        run_dir: run directory.
+        job: SLURM job of this process.
 
     Attributes:
-        number: of this start of the ranks.
+        number: number of the current start of the ranks.
 
     Raises:
-        ConfigError: a live launcher holds it.
+        ConfigError: another live launcher holds the lease.
     """
 
     def __init__(self, run_dir: Path, job: SlurmJob | None):
@@ -101,21 +101,21 @@ class Lease:
         self._thread.start()
 
     def renew(self) -> None:
-        """Takes the next number, for another start of the ranks: those of the last one may live on a lost node.
+        """Takes the next number for a restart: ranks of the last start may still run on a lost node.
 
         Raises:
-            ConfigError: another launcher was quicker.
+            ConfigError: another launcher has taken the lease meanwhile.
         """
         self.release()
         self._take()
 
     def check(self) -> None:
-        """Raises Fenced when another start took over, as far as the last beat saw."""
+        """Raises Fenced if another start had taken the lease over by the last beat."""
         if self._lost is not None:
             raise self._lost
 
     def release(self) -> None:
-        """Lets go of the run directory; the number stays, so that it is never given again."""
+        """Releases the lease; the file stays, so that the number is never reused."""
         self._over.set()
         self._thread.join()
         with suppress(OSError, Fenced):
@@ -123,9 +123,9 @@ class Lease:
             _write(self._path, Holder(**{**self._holder.__dict__, "released": True}))
 
     def _beat(self) -> None:
-        """Body of the thread."""
+        """Target of the thread."""
         while not self._over.wait(BEAT_S):
-            # A file system that does not answer now may do so at the next beat.
+            # Ignored: the file system may respond at the next beat.
             with suppress(OSError):
                 try:
                     self._fence.check()
@@ -136,33 +136,33 @@ class Lease:
 
 
 class Fence:
-    """Tells a rank whether the start that it belongs to still holds the run directory.
+    """Checks whether a start still holds the lease of its run directory.
 
     Args:
-        run_dir: the run directory.
-        number: of the start; None for a process that belongs to none and is never fenced.
+        run_dir: run directory.
+        number: number of the start; None for a process started by hand, which is never fenced.
     """
 
     def __init__(self, run_dir: Path, number: int | None):
         self._run_dir, self._number = run_dir, number
 
     def check(self) -> None:
-        """Raises Fenced when another start took over."""
+        """Raises Fenced if another start has taken the lease over."""
         if self._number is None:
             return
         try:
-            # Opened, not looked up: over NFS only an open asks the server.
+            # open() instead of stat(): on NFS only an open asks the server.
             os.close(os.open(_path(self._run_dir, self._number), os.O_RDONLY))
         except FileNotFoundError:
             holder = current_holder(self._run_dir)
             if holder is not None and holder.number > self._number:
                 raise Fenced(
                     f"start {self._number} of the run lost {self._run_dir} to start {holder.number}, {holder}: "
-                    "this start ends without writing anything more"
+                    "this start ends without further writes"
                 ) from None
 
     def reason(self) -> str:
-        """Why this start must end; empty while it holds the run directory."""
+        """Returns why this start must end; empty while it holds the lease."""
         try:
             self.check()
         except Fenced as error:
@@ -172,14 +172,14 @@ class Fence:
 
 @contextmanager
 def claimed(run_dir: Path, job: SlurmJob | None = None) -> Iterator[Lease]:
-    """Creates a run directory and holds it; lost when the process dies, however it dies.
+    """Creates a run directory and holds its lease during the block; the lease expires if the process dies.
 
     Args:
-        run_dir: the run directory.
-        job: the SLURM job that this process is part of.
+        run_dir: run directory.
+        job: SLURM job of this process.
 
     Raises:
-        ConfigError: it cannot be written to, or a live launcher holds it.
+        ConfigError: the directory is not writable, or another live launcher holds the lease.
     """
     create(run_dir)
     lease = Lease(run_dir, job)
@@ -190,52 +190,52 @@ def claimed(run_dir: Path, job: SlurmJob | None = None) -> Iterator[Lease]:
 
 
 def current_holder(run_dir: Path) -> Holder | None:
-    """Returns who holds, or last held, a run directory; None when nobody ever did.
+    """Returns the current or last holder of a run directory's lease; None if there was none.
 
     Raises:
-        ConfigError: what has a holder's name is no file, so that nobody can tell who held it.
+        ConfigError: a lease path is not a file, so its holder is unknown.
     """
     while (numbers := _numbers(run_dir)) != []:
         path = _path(run_dir, numbers[-1])
         try:
             if not stat.S_ISREG(path.lstat().st_mode):
-                raise ConfigError(f"{path} is no file: if nothing runs in {run_dir}, remove it and start again")
+                raise ConfigError(f"{path} is not a file: if nothing runs in {run_dir}, remove it and start again")
             content = path.read_bytes()
         except FileNotFoundError:
-            # Taken over between the listing and the reading.
+            # Taken over between listing and reading.
             continue
         return _holder(numbers[-1], content)
     return None
 
 
 def _holder(number: int, content: bytes) -> Holder:
-    """What a file says; of a damaged one no more than its number is known."""
+    """Parses a lease file; a damaged one gives a holder that is not readable."""
     try:
         fields = json.loads(content)
         job = fields.pop("job")
         holder = Holder(**fields, job=SlurmJob(**job) if job else None)
         if not (holder.number == number and isinstance(holder.pid, int) and isinstance(holder.machine, str)):
-            raise ValueError("not of the types that are written")
+            raise ValueError("unexpected types")
         return holder
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return Holder(number, "", 0, "", 0, readable=False)
 
 
 def in_use(run_dir: Path) -> bool:
-    """Tells whether a live launcher holds a run directory."""
+    """Whether a live launcher holds the lease of a run directory."""
     holder = current_holder(run_dir)
     return holder is not None and _is_alive(run_dir, holder, None)
 
 
 def refuse_in_use(run_dir: Path, job: SlurmJob | None = None) -> None:
-    """Refuses a run directory that is in use, before any work is done for it; it need not exist.
+    """Refuses a run directory that is in use, before any work is done for it.
 
     Args:
-        run_dir: the run directory.
-        job: the SLURM job that this process is part of.
+        run_dir: run directory; it need not exist.
+        job: SLURM job of this process.
 
     Raises:
-        ConfigError: a live launcher holds it.
+        ConfigError: a live launcher holds the lease.
     """
     _refuse_alive(run_dir, current_holder(run_dir), job)
 
@@ -249,10 +249,10 @@ def _refuse_alive(run_dir: Path, holder: Holder | None, job: SlurmJob | None) ->
 
 
 def _claim(run_dir: Path, job: SlurmJob | None) -> Holder:
-    """Takes the next number.
+    """Takes the lease under the next number.
 
     Raises:
-        ConfigError: a live launcher holds the last one, or what lies there cannot be a holder's.
+        ConfigError: a live launcher holds the lease, or the lease folder or its newest entry is of the wrong type.
     """
     while True:
         holder = current_holder(run_dir)
@@ -263,23 +263,23 @@ def _claim(run_dir: Path, job: SlurmJob | None) -> Holder:
         try:
             _write(draft, mine)
         except FileExistsError as error:
-            raise ConfigError(f"{draft.parent} is no folder: remove it and start again") from error
+            raise ConfigError(f"{draft.parent} is not a folder: remove it and start again") from error
         try:
             os.link(draft, _path(run_dir, number))
         except FileExistsError:
-            # Somebody was quicker: look who.
+            # Another launcher took the number first: check again.
             continue
         finally:
             draft.unlink()
         for old in _numbers(run_dir):
             if old < number:
-                with suppress(OSError):  # litter that is no file
+                with suppress(OSError):  # it may not be a file
                     _path(run_dir, old).unlink()
         return mine
 
 
 def _is_alive(run_dir: Path, holder: Holder, job: SlurmJob | None) -> bool:
-    """Tells whether a holder is still at work, by the best witness that there is."""
+    """Whether a holder is alive: by SLURM's state of its job, its pid on this machine, or else its file's mtime."""
     if holder.released:
         return False
     if not holder.readable:
@@ -287,7 +287,7 @@ def _is_alive(run_dir: Path, holder: Holder, job: SlurmJob | None) -> bool:
     if holder.job is not None and job is not None and holder.job.cluster == job.cluster:
         if holder.job.id == job.id and holder.job.restarts < job.restarts:
             return False
-        # A controller that does not answer leaves the question to the next witness.
+        # If the controller does not answer, the checks below decide.
         with suppress(ConfigError):
             state, restarts = ask_job(holder.job.id)
             if state in _GONE_STATES or restarts > holder.job.restarts:
@@ -298,7 +298,7 @@ def _is_alive(run_dir: Path, holder: Holder, job: SlurmJob | None) -> bool:
 
 
 def _beats(path: Path) -> bool:
-    """Watches a holder of which only its file is known; compares times of the file server only, never two clocks."""
+    """Whether a lease file is still touched; only times of the file server are compared, never two clocks."""
     probe = path.with_name(f".now.{environment.node_name()}.{os.getpid()}")
     try:
         first = path.stat().st_mtime
@@ -313,14 +313,14 @@ def _beats(path: Path) -> bool:
                     return True
         return False
     except FileNotFoundError:
-        # Taken over meanwhile; the next look tells by whom.
+        # Taken over meanwhile; the caller checks the new holder.
         return False
     finally:
         probe.unlink(missing_ok=True)
 
 
 def _numbers(run_dir: Path) -> list[int]:
-    """Returns the numbers that are there, the holder's last."""
+    """Returns all lease numbers in ascending order, the holder's last."""
     stems = (path.stem for path in (run_dir / "lease").glob("[0-9]*.json"))
     return sorted(int(stem) for stem in stems if len(stem) >= 8 and stem.isascii() and stem.isdigit())
 
@@ -330,19 +330,19 @@ def _path(run_dir: Path, number: int) -> Path:
 
 
 def _write(path: Path, holder: Holder) -> None:
-    """Writes the file, whole or not at all, and waits until it is on disk."""
+    """Writes a lease file atomically and syncs it to disk."""
     path.parent.mkdir(exist_ok=True)
     with atomic_writer(path) as file:
         file.write(json.dumps(asdict(holder)).encode() + b"\n")
 
 
 def machine_id() -> str:
-    """Names this boot of this machine and its process space."""
+    """Returns an id of this machine's boot and PID namespace."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').readlink()}"
 
 
 def process_birth(pid: int) -> int | None:
-    """Returns when a process of this machine started, in the kernel's ticks; None where none lives."""
+    """Returns the start time of a process of this machine in kernel ticks; None if it does not run."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""Where servers of a run listen: on one address, the loopback's where everybody is on this machine."""
+"""Listening addresses of a run's servers: a single address, the loopback for runs on one machine."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _ANY_PORT = 9
 
 
 def listen(address: str) -> socket.socket:
-    """A socket that listens on a free port of one address.
+    """Returns a socket that listens on a free port of one address.
 
     Raises:
-        ConfigError: it is no address of this machine.
+        ConfigError: the address is not one of this machine.
     """
     try:
         family, _, _, _, target = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
@@ -30,14 +30,14 @@ def listen(address: str) -> socket.socket:
 
 
 def launcher_address(own: str, nodes: Sequence[str]) -> str:
-    """The address of this machine at which the nodes of a job reach it, as a number.
+    """Returns the numeric address at which the nodes of a job reach this machine.
 
-    A name may mean the loopback on the machine that bears it (127.0.1.1 in many an /etc/hosts) and another address on
-    all others: then it is the one from which this machine reaches them.
+    The machine's own name may resolve to a loopback address on itself (127.0.1.1 in many /etc/hosts) and to another
+    address on all other nodes. In that case the source address of connections to the other nodes is returned.
 
     Args:
-        own: address of this machine, as the scheduler says.
-        nodes: those of the job's nodes.
+        own: name or address of this machine, as given by the scheduler.
+        nodes: names or addresses of the job's nodes.
 
     Raises:
         ConfigError: a name does not resolve.
@@ -45,26 +45,26 @@ def launcher_address(own: str, nodes: Sequence[str]) -> str:
     resolved = _resolve(own)
     if not _is_loopback(resolved):
         return resolved
-    # One that is not the loopback's is enough: thousands of names take a name server a while.
+    # One non-loopback address is enough: resolving thousands of names takes a while.
     other = next((address for address in map(_resolve, nodes) if not _is_loopback(address)), None)
     if other is None:
         return resolved
     try:
         return address_towards(other)
     except OSError as error:
-        raise ConfigError(f"{own} is a loopback address here, and there is no way to {other}: {error}") from error
+        raise ConfigError(f"{own} is a loopback address here, and there is no route to {other}: {error}") from error
 
 
 def address_towards(host: str) -> str:
-    """The address of this machine from which it reaches a host, as a number.
+    """Returns the numeric source address of connections from this machine to a host.
 
     Raises:
-        ConfigError: the host's name does not resolve.
-        OSError: there is no way to it.
+        ConfigError: the host name does not resolve.
+        OSError: there is no route to the host.
     """
     other = _resolve(host)
     with socket.socket(socket.AF_INET6 if ":" in other else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((other, _ANY_PORT))  # sends nothing: the kernel only looks for the way
+        probe.connect((other, _ANY_PORT))  # sends nothing: the kernel only selects a route
         return str(probe.getsockname()[0])
 
 

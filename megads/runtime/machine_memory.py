@@ -1,4 +1,4 @@
-"""How much memory this machine can still give: what its processes, its cgroup and its GPUs leave free."""
+"""Available memory of this machine, of its cgroup and of its GPUs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import psutil
 from megads.runtime.environment import chosen_gpus
 
 PROCESS_BYTES = 320 * 2**20
-"""Private memory of a rank beside its tensors: 168 MiB with torch and DeepSpeed imported, 143 more once an engine is
-built; measured on a CPU."""
+"""Private memory of a rank in addition to its tensors: 168 MiB with torch and DeepSpeed imported, 143 MiB more once an
+engine is built; measured on a CPU."""
 HEAP_SHARE = 1.25
-"""Resident over allocated bytes on a CPU: ranks keep freed blocks on the heap (`rank_variables`), which leaves holes.
-1.19 and 1.28 measured, in bf16 and fp32."""
+"""Ratio of resident to allocated bytes on a CPU: ranks keep freed blocks on the heap (`rank_variables`), which is then
+fragmented. Measured: 1.19 in bf16, 1.28 in fp32."""
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
-"""One of these is there where CUDA or ROCm can work: NVIDIA's driver, Windows' for Linux guests, AMD's."""
+"""CUDA or ROCm needs one of these devices: NVIDIA's driver, WSL's, or AMD's."""
 _GPU_QUERY = (
     "import json, torch; print(json.dumps([torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count())]))"
 )
@@ -28,19 +28,19 @@ _GPU_QUERY_TIMEOUT_S = 60.0
 
 
 def may_have_gpus() -> bool:
-    """Whether CUDA or ROCm could find a device; asks no driver."""
+    """Whether CUDA or ROCm could find a device, without calling a driver."""
     return any(device.exists() for device in _GPU_DEVICES)
 
 
 def available_memory(cgroup_root: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup")) -> int:
-    """Bytes that new processes on this machine may take without swapping.
+    """Returns the bytes that new processes on this machine can use without swapping.
 
-    The kernel's estimate, or what the limits of this process's cgroup and of those around it leave, if that is less;
-    page cache counts as free, as the kernel gives it up first.
+    The minimum of the kernel's estimate and what the limits of this process's cgroup and of its ancestors leave. Page
+    cache counts as free, as the kernel reclaims it first.
 
     Args:
-        cgroup_root: where the cgroup file systems are mounted.
-        membership: the kernel's list of this process's cgroups.
+        cgroup_root: mount point of the cgroup file systems.
+        membership: file with this process's cgroups.
     """
     left = psutil.virtual_memory().available
     for folder in _cgroup_folders(cgroup_root, membership):
@@ -50,22 +50,21 @@ def available_memory(cgroup_root: Path = _CGROUPS, membership: Path = Path("/pro
 
 
 def oom_kills(cgroup_root: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup")) -> int | None:
-    """Processes that the kernel has killed so far for want of memory in this process's cgroup; None where it keeps no
-    count.
+    """Returns the number of OOM kills in this process's cgroup so far; None if the kernel keeps no count.
 
     Args:
-        cgroup_root: where the cgroup file systems are mounted.
-        membership: the kernel's list of this process's cgroups.
+        cgroup_root: mount point of the cgroup file systems.
+        membership: file with this process's cgroups.
     """
     return memory_events(cgroup_root, membership).get("oom_kill")
 
 
 def memory_events(cgroup_root: Path = _CGROUPS, membership: Path = Path("/proc/self/cgroup")) -> dict[str, int]:
-    """What the kernel counted in this process's cgroup: how often memory was reclaimed, was at its limit, ran out.
+    """Returns the memory events of this process's cgroup, such as reclaims, hits of the limit and OOM kills.
 
     Args:
-        cgroup_root: where the cgroup file systems are mounted.
-        membership: the kernel's list of this process's cgroups.
+        cgroup_root: mount point of the cgroup file systems.
+        membership: file with this process's cgroups.
     """
     for folder in _cgroup_folders(cgroup_root, membership):
         for name in ("memory.events", "memory.oom_control"):
@@ -80,7 +79,7 @@ def memory_events(cgroup_root: Path = _CGROUPS, membership: Path = Path("/proc/s
 
 
 def _cgroup_folders(root: Path, membership: Path) -> list[Path]:
-    """The cgroups this process is in, from its own to the root, of version 2 and of version 1's memory controller."""
+    """Returns the cgroups of this process up to the root, of cgroup v2 and of v1's memory controller."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -97,7 +96,7 @@ def _cgroup_folders(root: Path, membership: Path) -> list[Path]:
 
 
 def _cgroup_room(folder: Path) -> int | None:
-    """Bytes below a cgroup's limit; None where it has none."""
+    """Returns the bytes left below a cgroup's limit; None without a limit."""
     for limit_file, usage_file in (
         ("memory.max", "memory.current"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -108,7 +107,7 @@ def _cgroup_room(folder: Path) -> int | None:
             cache = _inactive_file(folder)
         except (OSError, ValueError):
             continue
-        # Version 1 writes "no limit" as the largest number of whole pages.
+        # cgroup v1 represents "no limit" as the largest number of whole pages.
         if limit == "max" or int(limit) >= 2**62:
             return None
         return int(limit) - usage + cache
@@ -121,11 +120,12 @@ def _inactive_file(folder: Path) -> int:
 
 
 def free_gpu_memory() -> list[int]:
-    """Free bytes of every visible GPU; empty where there is none.
+    """Returns the free bytes of every visible GPU; empty without GPUs.
 
-    Asked in a process of its own: asking opens a CUDA context, which takes half a GB of each GPU until it ends.
+    Queried in a child process: the query creates a CUDA context, which takes half a GB of each GPU until the process
+    ends.
     """
-    # Most machines can be told apart without the seconds that importing torch takes.
+    # Avoids importing torch, which takes seconds, on machines without GPUs.
     if not may_have_gpus():
         return []
     answer = subprocess.run(
@@ -138,6 +138,6 @@ def free_gpu_memory() -> list[int]:
 
 
 def visible_gpus() -> list[str]:
-    """Names of the GPUs that this process sees, as CUDA_VISIBLE_DEVICES takes them; empty where there is none."""
+    """Returns the visible GPUs in the format of CUDA_VISIBLE_DEVICES; empty without GPUs."""
     count = len(free_gpu_memory())
     return (chosen_gpus() or [str(index) for index in range(count)])[:count]

@@ -1,6 +1,6 @@
-"""metrics.jsonl and events.jsonl: one JSON object a line, floats with every digit, each line flushed at once.
+"""metrics.jsonl and events.jsonl: one JSON object per line, with floats at full precision, flushed line by line.
 
-Non-finite floats are written as Python's json writes them: NaN, Infinity, -Infinity.
+Non-finite floats are written as by Python's json: NaN, Infinity, -Infinity.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _BLOCK_BYTES = 1 << 20
 
 
 class JsonLinesWriter:
-    """Appends to one file of JSON lines; one write a line, so that processes and threads may append to the same file.
+    """Appends to a JSON lines file with one write per line, so that processes and threads may share the file.
 
-    On a full disk lines wait in memory, and are written before the next one: the run's checkpoints, which cannot be
-    saved then either, decide how long it goes on (`checkpoint.max_failed_saves`).
+    If the disk is full, lines are buffered in memory and written before the next one. How long the run then continues
+    depends on its checkpoints, which cannot be saved either (`checkpoint.max_failed_saves`).
     """
 
     def __init__(self, path: Path, enabled: bool = True):
-        """Opens nothing and writes nothing unless `enabled`: every rank calls it, one writes."""
+        """Opens the file only if `enabled`: all ranks create a writer, and one of them writes."""
         self._path = path
         self._file: FileIO | None = None
         self._waiting: deque[bytes] = deque()
@@ -55,11 +55,11 @@ class JsonLinesWriter:
 
     @property
     def path(self) -> Path:
-        """Of the file."""
+        """Path of the file."""
         return self._path
 
     def _end_partial_line(self, file: FileIO) -> None:
-        """A process killed while writing leaves half a line: keep it from swallowing the next one."""
+        """Ends a partial line that a process killed while writing has left."""
         if file.tell() == 0:
             return
         with self._path.open("rb") as existing:
@@ -69,13 +69,13 @@ class JsonLinesWriter:
                 self._write_waiting(file)
 
     def write_line(self, record: Mapping[str, Any]) -> None:
-        """Appends one object, and before it what had to wait."""
+        """Appends one object, after any buffered lines."""
         if self._file is not None:
             self._waiting.append(json.dumps(record).encode() + b"\n")
             self._write_waiting(self._file)
 
     def _write_waiting(self, file: FileIO) -> bool:
-        """Whether all is written; raises OSError where a disk is not full, but broken."""
+        """Writes buffered lines; returns False if the disk is full, and raises any other OSError."""
         with self._writing:
             while self._waiting:
                 line = self._waiting[0]
@@ -101,11 +101,11 @@ class JsonLinesWriter:
 
 @dataclass(frozen=True)
 class LedgerRecord:
-    """What metrics.jsonl held when a checkpoint was saved: its beginning at any later time.
+    """Size and checksum of metrics.jsonl when a checkpoint was saved; later the file must begin with these bytes.
 
     Attributes:
-        bytes: its size.
-        checksum: xxh3_128 of them, hex.
+        bytes: size of the file.
+        checksum: xxh3_128 of its bytes, in hex.
     """
 
     bytes: int
@@ -113,24 +113,24 @@ class LedgerRecord:
 
 
 class MetricsWriter(JsonLinesWriter):
-    """The truth of the run: one line a step, and one a validation."""
+    """Writes metrics.jsonl, the complete record of the run: one line per step and per validation."""
 
     def __init__(self, run_dir: Path, enabled: bool):
         super().__init__(run_dir / METRICS_FILE, enabled)
         self._digest, self._hashed_bytes = xxhash.xxh3_128(), 0
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Appends one step or one validation; `record` holds its `step`."""
+        """Appends a step or a validation; `record` contains its `step`."""
         self.write_line(record)
 
     def record(self, *, wait: bool = True) -> LedgerRecord | None:
-        """What the file holds; None where another process writes it.
+        """Returns size and checksum of the file; None if another process writes it.
 
         Args:
-            wait: until that is on disk.
+            wait: wait until the file is on disk.
 
         Raises:
-            OSError: the disk is full, or broken.
+            OSError: the disk is full or faulty.
         """
         if self._file is None:
             return None
@@ -146,29 +146,29 @@ class MetricsWriter(JsonLinesWriter):
         return LedgerRecord(self._hashed_bytes, self._digest.hexdigest())
 
     def lacks(self, step: int, key: str) -> bool:
-        """True where this process writes the file and it has no line of that step with that key."""
+        """Whether this process writes the file and it has no line of that step with that key."""
         if self._file is None:
             return False
         return not any(line.get("step") == step and key in line for line in read_json_lines(self._path))
 
     def steps_after(self, step: int) -> list[dict[str, Any]]:
-        """Lines of steps beyond a step, of the last megabyte; empty where another process writes the file."""
+        """Returns lines of later steps in the last megabyte of the file; empty if another process writes it."""
         lines = read_end(self._path, _BLOCK_BYTES) if self._file is not None else []
         return [line for line in lines if "loss" in line and isinstance(line.get("step"), int) and line["step"] > step]
 
     def drop_after(self, step: int, known: LedgerRecord | None = None, keep_copy: bool = False) -> str:
-        """Cuts off what an earlier start wrote beyond the checkpoint that the run now continues from.
+        """Removes lines that an earlier start wrote after the checkpoint from which the run now continues.
 
-        Lines are in the order of steps, so this is one truncation: a crash leaves the file as it was or as it will be.
-        A damaged file is put aside, and every line of it that can be read goes on.
+        Lines are in the order of steps, so this is one truncation, which is atomic in a crash. A damaged file is backed
+        up, and all its readable lines up to the step are kept.
 
         Args:
             step: last step to keep.
-            known: what the file held when that checkpoint was saved; None: nobody knows.
-            keep_copy: put a copy aside if anything is cut off: the run will not write the same again.
+            known: size and checksum when that checkpoint was saved; None if unknown.
+            keep_copy: back the file up if lines are removed, because the run will not write the same lines again.
 
         Returns:
-            What was damaged or put aside, for people; empty where there was nothing.
+            A message about damage or a backup; empty if there was none.
         """
         if self._file is None:
             return ""
@@ -178,7 +178,7 @@ class MetricsWriter(JsonLinesWriter):
             if keep_copy and found.kept_bytes < self._path.stat().st_size:
                 aside = _free_name(self._path)
                 shutil.copyfile(self._path, aside)
-                note = f"{METRICS_FILE} as it was is kept as {aside.name}"
+                note = f"the previous {METRICS_FILE} is kept as {aside.name}"
             self._file.truncate(found.kept_bytes)
         else:
             aside = _free_name(self._path)
@@ -187,7 +187,7 @@ class MetricsWriter(JsonLinesWriter):
                 good.writelines(line for line in lines if (at := _step_of(line)) is not None and at <= step)
             self._file.close()
             self._file = self._path.open("ab", buffering=0)
-            note = f"{METRICS_FILE} is damaged: {found.damage}; what can be read goes on, as it was it is {aside.name}"
+            note = f"{METRICS_FILE} is damaged: {found.damage}; readable lines are kept, the old file is {aside.name}"
         os.fsync(self._file.fileno())
         self._digest, self._hashed_bytes = xxhash.xxh3_128(), 0
         return note
@@ -195,11 +195,11 @@ class MetricsWriter(JsonLinesWriter):
 
 @dataclass(frozen=True)
 class _Survey:
-    """What is in the ledger up to a step.
+    """Content of metrics.jsonl up to a step.
 
     Attributes:
-        kept_bytes: of the lines up to that step, if nothing is damaged.
-        damage: what is wrong; empty for nothing.
+        kept_bytes: size of the lines up to that step, if nothing is damaged.
+        damage: description of the damage; empty if there is none.
     """
 
     kept_bytes: int
@@ -217,7 +217,7 @@ def _survey(path: Path, step: int, known: LedgerRecord | None) -> _Survey:
                 steps.append(at)
                 lost |= cut
                 kept_bytes += 0 if cut else len(line)
-    # Half a line at the end is all that a killed process leaves.
+    # Apart from damage, only a partial line at the end can occur, from a killed process.
     if not lost if known is None else begins_as(path, known):
         return _Survey(kept_bytes, "")
     missing = [f"{a + 1} to {b - 1}" if b - a > 2 else f"{a + 1}" for a, b in pairwise(steps) if b - a > 1]
@@ -227,11 +227,11 @@ def _survey(path: Path, step: int, known: LedgerRecord | None) -> _Survey:
         *([f"steps missing: {', '.join(missing)}"] if missing else []),
         *([f"it ends at step {last} of {step}"] if last < step else []),
     ]
-    return _Survey(kept_bytes, ", ".join(wrong) or "it is not what it was when the checkpoint was saved")
+    return _Survey(kept_bytes, ", ".join(wrong) or "it has changed since the checkpoint")
 
 
 def begins_as(path: Path, known: LedgerRecord) -> bool:
-    """Whether a ledger begins with what is known of it."""
+    """Whether a file begins with the recorded bytes."""
     digest, left = xxhash.xxh3_128(), known.bytes
     with path.open("rb") as file:
         while left and (block := file.read(min(left, _BLOCK_BYTES))):
@@ -241,16 +241,16 @@ def begins_as(path: Path, known: LedgerRecord) -> bool:
 
 
 def _free_name(path: Path) -> Path:
-    """A name beside the file that nothing has: metrics.1.jsonl, metrics.2.jsonl, ..."""
+    """Returns an unused name in the same folder: metrics.1.jsonl, metrics.2.jsonl, ..."""
     return next(name for n in count(1) if not (name := path.with_stem(f"{path.stem}.{n}")).exists())
 
 
 class MetricHistory:
-    """The finite values of one metric by step; each look reads what metrics.jsonl has got since the last one.
+    """Finite values of one metric by step; reads metrics.jsonl incrementally.
 
     Args:
-        run_dir: the run's folder.
-        key: of the metric.
+        run_dir: run directory.
+        key: key of the metric.
     """
 
     def __init__(self, run_dir: Path, key: str) -> None:
@@ -258,7 +258,7 @@ class MetricHistory:
         self._read_bytes, self._values = 0, dict[int, float]()
 
     def values(self) -> dict[int, float]:
-        """Returns them; no file, no values.
+        """Returns the values by step; empty without a file.
 
         Raises:
             OSError: the file cannot be read.
@@ -266,14 +266,14 @@ class MetricHistory:
         if not is_readable(self._path):
             return {}
         with self._path.open("rb") as lines:
-            if os.fstat(lines.fileno()).st_size < self._read_bytes:  # it was cut back to a checkpoint
+            if os.fstat(lines.fileno()).st_size < self._read_bytes:  # truncated to a checkpoint
                 self._read_bytes, self._values = 0, {}
             lines.seek(self._read_bytes)
             for line in lines:
                 if not line.endswith(b"\n"):
                     break
                 self._read_bytes += len(line)
-                # Most lines are of steps without it; parsing takes longer than this.
+                # Most lines do not contain the key; this is faster than parsing them.
                 if self._key.encode() in line:
                     self._add(_parse(line) or {})
         return dict(self._values)
@@ -285,7 +285,7 @@ class MetricHistory:
 
 
 class EventWriter(JsonLinesWriter):
-    """Starts, stops, checkpoints, skips and faults, each with its cause."""
+    """Writes events.jsonl: starts, stops, checkpoints, skipped steps and faults, each with its cause."""
 
     def __init__(self, run_dir: Path, enabled: bool = True):
         super().__init__(run_dir / EVENTS_FILE, enabled)
@@ -296,7 +296,7 @@ class EventWriter(JsonLinesWriter):
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the objects of a file of JSON lines, passing over lines cut short by a kill; no file, no objects."""
+    """Yields the objects of a JSON lines file; skips partial lines, and yields nothing without a file."""
     if not is_readable(path):
         return
     with path.open("rb") as lines:
@@ -307,13 +307,13 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _step_of(line: bytes) -> int | None:
-    """Of a line of the ledger; None where it cannot be read."""
+    """Returns the step of a line of metrics.jsonl; None if the line cannot be parsed."""
     step = (_parse(line) or {}).get("step")
     return step if type(step) is int else None
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """Returns the object of a complete line, else None."""
+    """Returns the object of a complete line; None if there is none."""
     if not line.endswith(b"\n"):
         return None
     try:

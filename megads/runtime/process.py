@@ -1,6 +1,6 @@
-"""Processes: a rank's own settings (its cores, deterministic algorithms, garbage collection) and child processes.
+"""Process settings of a rank (core binding, deterministic algorithms, garbage collection), and child processes.
 
-A child keeps to some cores or GPUs and ends when this process dies. Torch is imported only where a rank needs it.
+A child can be bound to cores or GPUs, and ends when this process dies. Only functions of ranks import torch.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ _CORES = Path("/sys/devices/system/cpu")
 _TASKS = Path("/proc/self/task")
 
 _GENERATION = 1
-"""Older objects are those of the run itself; a scan of them takes a second and finds nothing."""
+"""Generation to collect. Older objects belong to the run itself; scanning them takes a second and frees nothing."""
 
 
 def start_child(
     command: Sequence[str], log: Path, cores: Collection[int] = (), variables: Mapping[str, str] = {}
 ) -> subprocess.Popen[bytes]:
-    """Starts a command in a session of its own, so that no signal of the terminal reaches it.
+    """Starts a command in a new session, so that signals of the terminal do not reach it.
 
     When this process dies, even by SIGKILL, the kernel sends the child SIGTERM.
 
     Args:
         command: arguments after the Python interpreter.
-        log: file that takes what it prints, behind what is there.
-        cores: those it may run on; empty for all.
-        variables: added to its environment.
+        log: file to which its output is appended.
+        cores: cores it may run on; empty for all.
+        variables: environment variables to add.
 
     Raises:
-        OSError: it cannot be started.
+        OSError: the command cannot be started.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
@@ -61,17 +61,17 @@ def start_child(
             stderr=subprocess.STDOUT,
             env=os.environ | dict(variables),
             start_new_session=True,
-            # It only makes system calls, so no lock that a thread holds can hang it.
+            # It only makes system calls, so it cannot deadlock on a lock that another thread holds.
             preexec_fn=_in_the_child(os.getpid(), cores),  # noqa: PLW1509
         )
 
 
 def die_with_parent(parent: int, number: int) -> None:
-    """Asks the kernel to send this process a signal when its parent dies, even by SIGKILL; ends it if that is gone.
+    """Asks the kernel to signal this process when its parent dies, even by SIGKILL; exits if it is already dead.
 
     Args:
-        parent: its pid, known before this process was made.
-        number: of the signal.
+        parent: pid of the parent, determined before the fork.
+        number: number of the signal.
     """
     if sys.platform != "linux":
         return
@@ -82,7 +82,7 @@ def die_with_parent(parent: int, number: int) -> None:
 
 
 def _in_the_child(parent: int, cores: Collection[int]) -> Callable[[], None]:
-    """What the child does between fork and exec: system calls only, everything else is looked up before."""
+    """Returns the function that a child runs between fork and exec; it only makes system calls."""
     libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
     def prepare() -> None:
@@ -98,20 +98,20 @@ def _in_the_child(parent: int, cores: Collection[int]) -> Callable[[], None]:
 
 
 def signal_child(process: subprocess.Popen[bytes], number: int) -> None:
-    """Sends a signal to a child that may have ended."""
+    """Sends a signal to a child; does nothing if it has ended."""
     with suppress(ProcessLookupError):
         process.send_signal(number)
 
 
 def bind_to_share(local_rank: int, local_world_size: int) -> list[int]:
-    """Binds all threads of this process, and those to come, to one rank's share of the cores that it may run on.
+    """Binds all present and future threads of this process to its rank's share of the available cores.
 
     Args:
-        local_rank: of this process among the ranks of its machine.
-        local_world_size: ranks of the machine.
+        local_rank: rank of this process on its machine.
+        local_world_size: number of ranks on the machine.
 
     Returns:
-        The cores, as the kernel numbers them; empty where there are fewer cores than ranks, and nothing is bound.
+        The core numbers; empty, with nothing bound, if there are fewer cores than ranks.
     """
     own = share_of(available_core_numbers(), local_rank, local_world_size)
     if own:
@@ -123,16 +123,17 @@ def bind_to_share(local_rank: int, local_world_size: int) -> list[int]:
 
 
 def share_of(cores: Sequence[int], local_rank: int, local_world_size: int, folder: Path = _CORES) -> list[int]:
-    """One of equal shares of the cores; those left over stay idle, as all ranks must have as many threads.
+    """Returns a rank's share of the cores.
 
-    Neighbours in a share are neighbours in the machine: by socket, die and core. The kernel numbers the second threads
-    of all cores after the first ones, so that equal runs of its numbers would put two ranks on every core.
+    Shares are equal, and the remainder stays idle, as all ranks need the same number of threads. Cores of a share are
+    adjacent by socket, die and core. The kernel numbers the second hardware threads of all cores after the first ones,
+    so consecutive numbers would put two ranks on every physical core.
 
     Args:
-        cores: as the kernel numbers them.
-        local_rank: whose share.
-        local_world_size: how many there are.
-        folder: where the kernel describes the cores.
+        cores: core numbers of the kernel.
+        local_rank: rank on the machine.
+        local_world_size: number of ranks on the machine.
+        folder: sysfs folder of the cores.
     """
     width = len(cores) // local_world_size
     ordered = sorted(cores, key=lambda core: (*_place(folder / f"cpu{core}" / "topology"), core))
@@ -140,7 +141,7 @@ def share_of(cores: Sequence[int], local_rank: int, local_world_size: int, folde
 
 
 def _place(folder: Path) -> tuple[int, ...]:
-    """Socket, die and core of a thread; zeros for what the kernel does not say."""
+    """Returns socket, die and core of a hardware thread; zero for values that the kernel does not provide."""
     found = []
     for name in ("physical_package_id", "die_id", "core_id"):
         try:
@@ -151,39 +152,39 @@ def _place(folder: Path) -> tuple[int, ...]:
 
 
 def make_deterministic(device: torch.device) -> None:
-    """Takes torch's deterministic algorithms from here on, in this process; before its first matrix product on a GPU
-    and its first process group.
+    """Enables PyTorch's deterministic algorithms in this process.
 
-    A CPU computes the same bits anyway, with as many threads.
+    To be called before the first GEMM on a GPU and the first process group. Results on a CPU are deterministic anyway,
+    with the same number of threads.
 
     Args:
-        device: that this process computes on.
+        device: device that this process computes on.
 
     Raises:
-        ConfigError: the user's NCCL_ALGO does not allow it.
+        ConfigError: the user's NCCL_ALGO allows non-deterministic algorithms.
     """
     if device.type != "cuda":
         return
-    import torch  # here, as whoever starts child processes need not wait for it
+    import torch  # imported late: code that only starts child processes does not need it
 
     fixed = fix_cublas_workspace()
     fix_nccl_algorithms()
     torch.use_deterministic_algorithms(True)
-    # Else every tensor that is made empty would be filled first; nothing here reads what nobody wrote.
+    # Otherwise torch.empty would fill tensors; nothing here reads uninitialized memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if fixed and torch.cuda.is_available():
-        # torch looks for the setting at its first product, and remembers that it was there. But up to 2.12 it also
-        # parses it at every product, by a regular expression, up to three times: 50 to 140 us on a host that launches
-        # a kernel in 6. Without it torch takes the size that it has for this GPU, as fixed as ours.
+        # PyTorch checks for the setting at the first GEMM and caches that it was set. But up to 2.12 it also parses it
+        # at every GEMM, up to three times, with a regular expression: 50 to 140 us on a host that launches a kernel in
+        # 6 us. Without the setting PyTorch uses its default size for this GPU, which is fixed as well.
         square = torch.ones(16, 16, device=device)
         torch.mm(square, square)
         forget_cublas_workspace()
 
 
 def sum_in_fp32() -> None:
-    """Keeps cuBLAS from adding up parts of a bf16 or fp16 product in that dtype.
+    """Disables reduced-precision reductions in cuBLAS GEMMs of bf16 and fp16.
 
-    It may by torch's default: a product that is split over many blocks then rounds each block's part.
+    PyTorch allows them by default: split-K GEMMs then round each partial result to the low precision.
     """
     import torch
 
@@ -193,10 +194,10 @@ def sum_in_fp32() -> None:
 
 
 class GarbageCollectionHook:
-    """Collects garbage after every `interval_steps` steps, and never in between.
+    """Runs Python's garbage collector every `interval_steps` steps, and never in between.
 
     Args:
-        interval_steps: steps from one collection to the next; None leaves the collector to Python.
+        interval_steps: steps between collections; None keeps automatic collection.
     """
 
     def __init__(self, interval_steps: int | None) -> None:

@@ -1,8 +1,8 @@
-"""What a command does now: one line on a terminal, erased when it is done; elsewhere a line, and sparse ones after it.
+"""Progress display of a command: one redrawn line on a terminal, erased at the end; occasional lines elsewhere.
 
-It goes to standard error, the plain lines of `megads train` to its standard output, which is its log. Everything that
-is printed meanwhile passes through `room`, which erases the line first. One thread draws, so that a terminal that takes
-no text (Ctrl-S) holds up nobody.
+It is written to standard error; the plain lines of `megads train` are part of its log on standard output. Other output
+passes through `room`, which erases the line first. A separate thread draws, so that a blocked terminal (Ctrl-S) does
+not block the command.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     from megads.runtime.terminal_region import LiveRegion
 
 DRAWN_AFTER_S = 0.2
-"""Shorter phases are not drawn: they would only flicker."""
+"""Shorter phases are not drawn, as they would flicker."""
 SAID_AFTER_S = 1.0
-"""Elsewhere than on a terminal, shorter phases are not said."""
+"""Shorter phases are not printed if there is no terminal."""
 SAID_AGAIN_S = 30.0
 _REDRAWN_S = 0.25
 _ERASED_WITHIN_S = 1.0
 
 
 class Progress:
-    """A part of a command's work, to be used in a `with` block; one within another is shown in its place.
+    """Context manager: one phase of a command; a nested phase is shown in place of the outer one.
 
     Args:
-        label: what is going on.
-        total_bytes: size of the whole input; 0 is unknown, such as a pipe's.
-        said_after_s: elsewhere than on a terminal, a line says so of a phase that lasts this long; infinite for none.
+        label: description of the phase.
+        total_bytes: size of the whole input; 0 if unknown, for example of a pipe.
+        said_after_s: seconds after which a line is printed if there is no terminal; infinite for no line.
     """
 
     def __init__(self, label: str, total_bytes: int = 0, said_after_s: float | None = None) -> None:
@@ -50,14 +50,14 @@ class Progress:
         self.say_at_s = self._start_s + (SAID_AFTER_S if said_after_s is None else said_after_s)
 
     def update(self, done_bytes: int = 0, note: str = "") -> None:
-        """Notes that `done_bytes` of the input are done; `note` is further text, such as a count of tokens."""
+        """Updates the number of bytes done and a note, such as a count of tokens."""
         self._done_bytes, self._note = done_bytes, note
 
     def go_on(self, *, anew: bool) -> None:
-        """Notes that phases within this one are over.
+        """Continues this phase after a nested one has ended.
 
         Args:
-            anew: its time begins now.
+            anew: restart its timer.
         """
         now = time.monotonic()
         self._start_s = now if anew else self._start_s
@@ -65,12 +65,12 @@ class Progress:
 
     @property
     def age_s(self) -> float:
-        """Seconds since it began."""
+        """Seconds since the phase began."""
         return time.monotonic() - self._start_s
 
     @property
     def title(self) -> str:
-        """The label, and how much there is to do."""
+        """Label and total size."""
         return f"{self.label}, {self._total_bytes / 1e6:,.1f} MB" if self._total_bytes else self.label
 
     def __str__(self) -> str:
@@ -98,11 +98,11 @@ class Progress:
 
 
 class _Line:
-    """Shows the innermost phase of this process."""
+    """Display of this process's innermost phase."""
 
     def __init__(self) -> None:
         self._reset()
-        # A child has no thread, and may have got the lock of its parent's.
+        # A forked child does not have the thread, and the lock may be held in the parent.
         os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
@@ -112,9 +112,9 @@ class _Line:
         self._quiet = False
         self._plain_on_stdout = False
         self._held = 0
-        """Blocks of `room` that have not ended."""
+        """Number of active `room` blocks."""
         self._shown = False
-        """Something is on the screen, or is about to be."""
+        """Whether a line is on the screen, or about to be."""
         self._thread: threading.Thread | None = None
 
     def push(self, phase: Progress) -> None:
@@ -174,7 +174,7 @@ class _Line:
         self._changed.notify_all()
 
     def _erased(self) -> None:
-        """Waits until nothing of a phase that is over, or of one that must make room, is on the screen."""
+        """Waits until the line is erased, if its phase has ended or other output is printed."""
         self._changed.notify_all()
         if threading.current_thread() is self._thread:
             return
@@ -185,7 +185,7 @@ class _Line:
                 return
 
     def _run(self) -> None:
-        """Body of the thread."""
+        """Target of the thread."""
         region: LiveRegion | None = None
         drawn = ""
         while True:
@@ -201,7 +201,7 @@ class _Line:
                 _write(f"{said}\n", sys.stdout if self._plain_on_stdout else sys.stderr)
             if wanted != drawn:
                 if region is None:
-                    # It pulls in rich, for which the first second must not wait.
+                    # Imported late: it imports rich, which is slow.
                     from megads.runtime.terminal_region import LiveRegion
 
                     region = LiveRegion()
@@ -215,7 +215,7 @@ class _Line:
 
 
 def _due_line(phase: Progress) -> str:
-    """What is to be said of a phase now, elsewhere than on a terminal; mostly nothing."""
+    """Returns the line to print now if there is no terminal; empty if none is due."""
     if time.monotonic() < phase.say_at_s:
         return ""
     line = str(phase) if phase.said or phase.age_s >= SAID_AGAIN_S else phase.title
@@ -224,7 +224,7 @@ def _due_line(phase: Progress) -> str:
 
 
 def _write(text: str, out: TextIO) -> None:
-    """Writes to a stream past its buffer, whose lock an interpreter that exits could wait for."""
+    """Writes to a stream without its buffer, on whose lock an exiting interpreter could block."""
     with suppress(OSError, ValueError):
         try:
             descriptor = out.fileno()
@@ -240,33 +240,33 @@ _LINE = _Line()
 
 
 def enter(label: str, note: str = "", said_after_s: float | None = None) -> None:
-    """Shows a phase from now on, until another one is entered or `leave`.
+    """Shows a phase until another one is entered or `leave` is called.
 
     Args:
-        label: what is going on; entering the same again changes its note alone.
-        note: further text.
+        label: description of the phase; entering the same label again only changes the note.
+        note: additional text.
         said_after_s: see `Progress`.
     """
     _LINE.enter(label, note, said_after_s)
 
 
 def leave() -> None:
-    """Ends what `enter` shows."""
+    """Ends the phase that `enter` shows."""
     _LINE.leave()
 
 
 def configure(*, quiet: bool, plain_on_stdout: bool) -> None:
-    """Says how phases are shown from now on.
+    """Configures the display.
 
     Args:
-        quiet: not at all.
-        plain_on_stdout: plain lines are part of what the command prints, in place of messages on standard error.
+        quiet: show nothing.
+        plain_on_stdout: print plain lines on standard output instead of standard error.
     """
     _LINE.configure(quiet=quiet, plain_on_stdout=plain_on_stdout)
 
 
 def room() -> AbstractContextManager[None]:
-    """Keeps the line off the screen while the block prints something else."""
+    """Context manager that hides the line while the block prints other output."""
     return _LINE.room()
 
 

@@ -1,8 +1,8 @@
-"""What a rank can say of itself while it hangs: the stacks of its threads and the collectives that it entered.
+"""Evidence from a hung rank: the stacks of its threads, and the flight recorder's list of collectives.
 
-Whoever watches it asks by a signal. The stacks are written by faulthandler in the signal's handler, also where native
-code holds the interpreter. The flight recorder's dump needs the interpreter: a thread of its own waits for the request,
-as the main thread may never run Python again.
+The monitor requests it by signals. faulthandler writes the stacks in the signal handler, even if native code holds the
+GIL. The flight recorder's dump needs the GIL; a separate thread waits for that signal, as the main thread may never run
+Python again.
 """
 
 from __future__ import annotations
@@ -19,47 +19,47 @@ from pathlib import Path
 
 STACKS_SIGNAL = signal.SIGRTMIN + 6
 FLIGHT_SIGNAL = signal.SIGRTMIN + 7
-"""Signals that nothing else uses: SLURM, torch and Python's own take those with names."""
+"""Real-time signals, as SLURM, PyTorch and Python use named ones."""
 _SETTLED_S = 0.05
 _POLL_S = 0.01
 
 
 def stacks_path(folder: Path, rank: int) -> Path:
-    """Returns the file that takes a rank's stacks; it is there from when the rank can answer."""
+    """Returns the file of a rank's stacks; it exists once the rank can answer requests."""
     return folder / f"stacks_{rank:05d}"
 
 
 def flight_path(folder: Path, rank: int) -> Path:
-    """Returns the file that takes a rank's dump of the flight recorder."""
+    """Returns the file of a rank's flight recorder dump."""
     return folder / f"flight_{rank:05d}"
 
 
 def answer_requests(folder: Path | None, rank: int) -> None:
-    """Prepares this process to answer; to be called by its main thread before there are others.
+    """Prepares this process to answer requests; to be called by the main thread before it starts other threads.
 
     Args:
-        folder: of this node's heartbeats; None where nobody watches.
-        rank: of this process.
+        folder: folder of this node's heartbeats; None if they are not monitored.
+        rank: rank of this process.
     """
     if folder is None:
         return
     path = stacks_path(folder, rank)
     unready = path.with_suffix(".unready")
-    with suppress(OSError):  # without room for it, there will be no stacks
+    with suppress(OSError):  # without disk space there will be no stacks
         # Kept open: faulthandler writes to the descriptor.
         file = unready.open("ab")
         faulthandler.register(STACKS_SIGNAL, file, all_threads=True)
-        # Blocked in every thread, so that only the one that waits for it gets it.
+        # Blocked in all threads, so that only sigwait() receives it.
         signal.pthread_sigmask(signal.SIG_BLOCK, {FLIGHT_SIGNAL})
         unready.rename(path)
 
 
 def dump_flights_on_request(folder: Path, rank: int) -> None:
-    """Starts the thread that dumps the flight recorder; after the processes that a rank forks, which must do so alone.
+    """Starts the thread that dumps the flight recorder; to be called after all forks, as forks need a single thread.
 
     Args:
-        folder: as `answer_requests` was told; without its call nobody asks.
-        rank: of this process.
+        folder: folder given to `answer_requests`; if that was not called, no thread is started.
+        rank: rank of this process.
     """
     if stacks_path(folder, rank).exists():
         threading.Thread(target=_dump_flights, args=(flight_path(folder, rank),), name="evidence", daemon=True).start()
@@ -75,7 +75,7 @@ def _dump_flights(path: Path) -> None:
 
 
 def _flight_dump() -> bytes:
-    """What torch recorded of this rank's collectives, as JSON; empty where it has none."""
+    """Returns the flight recorder's record of this rank's collectives as JSON; empty if there is none."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.distributed.is_initialized():
         return b""
@@ -86,11 +86,11 @@ def _flight_dump() -> bytes:
 
 
 def ask_ranks(folder: Path, pids: Mapping[int, int]) -> None:
-    """Asks ranks for their stacks and dumps.
+    """Requests stacks and flight recorder dumps from ranks.
 
     Args:
-        folder: of the node's heartbeats.
-        pids: of the ranks, by rank; one that cannot answer yet is left alone: the signals would end it.
+        folder: folder of the node's heartbeats.
+        pids: process ids by rank; a rank that is not ready yet is skipped, as the signals would kill it.
     """
     for rank, pid in pids.items():
         stacks = stacks_path(folder, rank)
@@ -102,7 +102,7 @@ def ask_ranks(folder: Path, pids: Mapping[int, int]) -> None:
 
 
 def wait_for_answers(folder: Path, ranks: Iterable[int], limit_s: float) -> None:
-    """Returns when all ranks have answered whole, or after a time."""
+    """Waits until all ranks have answered completely, at most `limit_s` seconds."""
     deadline = time.monotonic() + limit_s
     waiting = {rank: (-1, time.monotonic()) for rank in ranks}
     while waiting and time.monotonic() < deadline:

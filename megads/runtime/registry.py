@@ -1,8 +1,8 @@
-"""What plugins bring: six registries of named parts, each with its typed options.
+"""Plugin registries: six kinds of named components, each with typed options.
 
-A plugin is a module of the user's, named on the command line (`plugins=[my_package]`). Importing it registers its parts
-by the decorators below; the config then names a part as it names a built-in one. Nothing else imports a plugin: a
-checkpoint, a dataset or a frozen config that names one is only data.
+A plugin is a user's module, named on the command line (`plugins=[my_package]`). Importing it registers its components
+with the decorators below; the config then selects a component like a built-in one. Nothing else imports a plugin: a
+checkpoint, dataset or frozen config that names one does not cause an import.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _VERSIONS: dict[str, str] = {}
 
 @dataclass
 class NoOptions:
-    """The options of a part that has none."""
+    """Options of a component without options."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One registered part.
+    """One registered component.
 
     Attributes:
-        name: as the config names it.
-        make: the decorated class or function; its first argument is an instance of `options`.
+        name: name in the config.
+        make: decorated class or function; its first argument is an instance of `options`.
         options: dataclass of its options.
-        traits: what the decorator was told of it beside that.
+        traits: additional keyword arguments of the decorator.
     """
 
     name: str
@@ -52,11 +52,11 @@ class Part:
 
 
 class Registry:
-    """The parts of one kind.
+    """Registry of the components of one kind.
 
     Args:
-        kind: in words, for messages.
-        reserved: names of built-in parts that are not registered and have no options.
+        kind: name of the kind, for messages.
+        reserved: names of built-in components without options, which are not created by the registry.
     """
 
     def __init__(self, kind: str, reserved: Sequence[str] = ()) -> None:
@@ -64,34 +64,34 @@ class Registry:
         self._parts: dict[str, Part] = {}
 
     def reserve(self, name: str, options: type = NoOptions) -> None:
-        """Adds a built-in part that is not made from here.
+        """Reserves the name of a built-in component, which is not created by the registry.
 
         Args:
-            name: of the part.
+            name: name of the component.
             options: dataclass of its options.
         """
         self._reserved[name] = options
 
     def is_reserved(self, name: str) -> bool:
-        """Whether a name is a built-in part's, in place of a plugin's."""
+        """Whether a name is that of a built-in component that is not created by the registry."""
         return name in self._reserved
 
     def register(self, name: str, options: type, **traits: Any) -> Callable[[T], T]:
-        """Returns the decorator that registers a class or function.
+        """Returns a decorator that registers a class or function.
 
         Raises:
-            ConfigError: the name is taken or is no name, or `options` is no dataclass.
+            ConfigError: the name is taken or invalid, or `options` is not a dataclass.
         """
         if not _NAME.fullmatch(name):
-            raise ConfigError(f"the {self._kind} {name!r} cannot be registered: want letters, digits and _ in its name")
+            raise ConfigError(f"the {self._kind} {name!r} cannot be registered: use letters, digits and _ only")
         if not is_dataclass(options):
             raise ConfigError(
-                f"the {self._kind} {name!r} cannot be registered: its options {options!r} are no dataclass"
+                f"the {self._kind} {name!r} cannot be registered: its options {options!r} are not a dataclass"
             )
 
         def decorate(make: T) -> T:
             known = self._parts.get(name)
-            # A notebook defines the same part again and again.
+            # In a notebook the same component may be defined repeatedly.
             same = known is not None and _origin(known.make) == _origin(make)
             if name in self._reserved or (known is not None and not same):
                 owner = "megads" if known is None else ".".join(_origin(known.make))
@@ -103,47 +103,47 @@ class Registry:
 
     @property
     def parts(self) -> Mapping[str, Part]:
-        """All registered parts by name."""
+        """All registered components by name."""
         return self._parts
 
     def find(self, name: str, key: str) -> Part:
-        """Returns a part.
+        """Returns a component.
 
         Args:
-            name: of the part.
-            key: the config key that names it, for the message.
+            name: name of the component.
+            key: config key that selects it, for the message.
 
         Raises:
-            ConfigError: there is none of this name.
+            ConfigError: no component of this name is registered.
         """
         if name in self._parts:
             return self._parts[name]
         known = [*self._reserved, *self._parts]
         has = f"it is one of {', '.join(known)}" if known else "none is registered"
         raise ConfigError(
-            f"{key}: there is no {self._kind} {name!r}{_nearest(name, known)} ({has}); plugins=[<module>] imports a "
-            "module of your own that registers more"
+            f"{key}: there is no {self._kind} {name!r}{_nearest(name, known)} ({has}); plugins=[<module>] imports your "
+            "own module that registers more"
         )
 
     def complete(self, name: str, given: Mapping[str, Any], key: str, section: str) -> dict[str, Any]:
-        """Returns a part's options, checked, with defaults filled in, as plain dicts, lists, strings and numbers.
+        """Validates a component's options and fills in defaults; returns plain dicts, lists, strings and numbers.
 
         Args:
-            name: of the part.
-            given: what the config says of it.
-            key: the config key that names it.
-            section: the config key that holds `given`.
+            name: name of the component.
+            given: its options in the config.
+            key: config key that selects the component.
+            section: config key that contains `given`.
 
         Raises:
-            ConfigError: there is no such part, or an option is unknown, missing or of another type.
+            ConfigError: no such component is registered, or an option is unknown, missing or of another type.
         """
         if not isinstance(given, Mapping):
-            raise ConfigError(f"{section} = {given}: want settings by name, as in {section}.<setting>=<value>, or {{}}")
+            raise ConfigError(f"{section} = {given}: expected options by name, {section}.<option>=<value>, or {{}}")
         known = self._reserved.get(name)
         if known is NoOptions:
             if given:
                 raise ConfigError(
-                    f"{section}.{next(iter(given))}: {key} = {name} has no options of this kind: they are for plugins"
+                    f"{section}.{next(iter(given))}: {key} = {name} has no options here: they are for plugins"
                 )
             return {}
         schema = self.find(name, key).options if known is None else known
@@ -160,11 +160,11 @@ class Registry:
         return {str(name): value for name, value in plain.items()}
 
     def complete_all(self, named: dict[str, Any], section: str) -> None:
-        """Completes, in place, the options of several parts.
+        """Completes the options of several components in place.
 
         Args:
-            named: options by name.
-            section: the config key that holds them.
+            named: options by name of the component.
+            section: config key that contains them.
 
         Raises:
             ConfigError: see `complete`.
@@ -174,22 +174,22 @@ class Registry:
             named[name] = self.complete(name, given or {}, key, key)
 
     def options_of(self, part: Part, options: Mapping[str, Any]) -> Any:
-        """An instance of a part's dataclass from what `complete` returned, or from what is left to its defaults."""
+        """Returns an instance of a component's dataclass from completed options, or from partial ones with defaults."""
         return _typed(part.options, options)
 
     def reserved_options(self, name: str, options: Mapping[str, Any]) -> Any:
-        """The same for a built-in part that is not made from here."""
+        """As `options_of`, for a reserved component."""
         return _typed(self._reserved[name], options)
 
     def source_of(self, name: str) -> str:
-        """Version and digest of the module that registered a part: what it does may have changed where this has."""
+        """Returns version and digest of the module that registered a component, to detect changes of its behavior."""
         return _version(sys.modules[self.find(name, f"the {self._kind} {name}").make.__module__])
 
     def make(self, name: str, options: Mapping[str, Any], *arguments: Any) -> Any:
-        """Calls a part with its typed options and further arguments.
+        """Calls a component with its typed options and further arguments.
 
         Raises:
-            ConfigError: there is no such part.
+            ConfigError: no such component is registered.
         """
         part = self.find(name, f"the {self._kind} {name}")
         return part.make(self.options_of(part, options), *arguments)
@@ -197,12 +197,12 @@ class Registry:
 
 @runtime_checkable
 class UsesPlugins(Protocol):
-    """A verb's config that names plugins."""
+    """A verb's config with plugins."""
 
     plugins: list[str]
 
     def settle_plugins(self) -> None:
-        """Imports them, and checks and completes the settings of the parts that the config names."""
+        """Imports the plugins; validates and completes the options of the components in the config."""
 
 
 HOOKS = Registry("hook")
@@ -214,25 +214,27 @@ TRACKERS = Registry("tracker", reserved=("wandb", "tensorboard"))
 
 
 def register_hook(name: str, options: type = NoOptions) -> Callable[[T], T]:
-    """Registers a hook: called with its options and a `megads.HookContext`, it returns a `megads.Hook`."""
+    """Registers a hook: a callable that takes its options and a `megads.HookContext` and returns a `megads.Hook`."""
     return HOOKS.register(name, options)
 
 
 def register_model(name: str, options: type = NoOptions) -> Callable[[T], T]:
-    """Registers a model block: a module class called with its options, the model's config, the seed and its number.
+    """Registers a model block: a module class that takes its options, the model's config, the seed and its layer index.
 
-    Its attribute `sharding`, a `megads.ShardingTable` of paths within the block, says how it may be cut.
+    Its attribute `sharding`, a `megads.ShardingTable` of paths within the block, defines how it can be sharded.
     """
     return BLOCKS.register(name, options)
 
 
 def register_optimizer(name: str, options: type = NoOptions, *, state: Sequence[str] = ()) -> Callable[[T], T]:
-    """Registers an elementwise update: called with its options and a `megads.Update`, it changes its master weights.
+    """Registers an elementwise optimizer: a callable that takes its options and a `megads.Update`.
+
+    It updates the master weights in place.
 
     Args:
-        name: for optim.name.
+        name: value of optim.name that selects it.
         options: dataclass of optim.options.
-        state: names of the fp32 tensors that it keeps of every weight; they start at zero, and checkpoints hold them.
+        state: names of its fp32 state tensors per weight; they are initialized to zero and saved in checkpoints.
     """
     wrong = [kind for kind in state if not kind.isidentifier() or kind in ("weight", "gradient")]
     if wrong:
@@ -241,37 +243,37 @@ def register_optimizer(name: str, options: type = NoOptions, *, state: Sequence[
 
 
 def register_schedule(name: str, options: type = NoOptions) -> Callable[[T], T]:
-    """Registers the shape of the learning rate after the warmup.
+    """Registers a learning-rate schedule for the steps after the warmup.
 
-    Called with its options and the share of the decay that is done, in [0, 1], it returns the share of the way from
-    optim.min_lr to optim.lr.
+    The callable takes its options and the completed fraction of the decay, in [0, 1], and returns the learning rate as
+    a fraction of the way from optim.min_lr to optim.lr.
     """
     return SCHEDULES.register(name, options)
 
 
 def register_reader(name: str, options: type = NoOptions) -> Callable[[T], T]:
-    """Registers a data reader: called with its options and the path of a file, it yields the text of each document."""
+    """Registers a data reader: a callable that takes its options and a file's path and yields each document's text."""
     return READERS.register(name, options)
 
 
 def register_tracker(name: str, options: type = NoOptions) -> Callable[[T], T]:
-    """Registers a tracker: called with its options, a `megads.RunDescription` and the last step that it was told of
-    before, it returns a `megads.Tracker`."""
+    """Registers a tracker: a callable that takes its options, a `megads.RunDescription` and the last step that it has
+    already recorded, and returns a `megads.Tracker`."""
     return TRACKERS.register(name, options)
 
 
 def import_plugins(names: Sequence[str]) -> None:
-    """Imports plugins, from the current directory as `python -m` does, or installed ones.
+    """Imports plugins: installed modules, or modules in the current directory, as with `python -m`.
 
     Raises:
-        ConfigError: one cannot be imported.
+        ConfigError: a plugin cannot be imported.
     """
     here = str(Path.cwd())
     if names and not {"", here} & set(sys.path):
         sys.path.insert(0, here)
     for name in names:
         if not all(part.isidentifier() for part in name.split(".")):
-            raise ConfigError(f"plugins: {name!r} is no module's name: want one as in `import {Path(name).stem}`")
+            raise ConfigError(f"plugins: {name!r} is not a module name: expected one as in `import {Path(name).stem}`")
         try:
             module = importlib.import_module(name)
         except MegadsError as error:
@@ -282,7 +284,7 @@ def import_plugins(names: Sequence[str]) -> None:
 
 
 def plugin_versions() -> dict[str, str]:
-    """The plugins that this process imported, each with its version and a digest of its source."""
+    """Returns version and source digest of every plugin that this process has imported."""
     return dict(_VERSIONS)
 
 
@@ -300,7 +302,7 @@ def _why_not_imported(name: str, error: Exception) -> str:
 
 
 def _version(module: ModuleType) -> str:
-    """What the module says of itself, and a digest of its source: of all files, for a package."""
+    """Returns a module's `__version__` and a digest of its source; for a package, of all its files."""
     declared = getattr(module, "__version__", None)
     origin = getattr(module, "__file__", None)
     if origin is None:

@@ -1,4 +1,4 @@
-"""The run directory: its files' names, and its making."""
+"""The run directory: names of its files, creation and lookup."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ CONFIG_FILE = "config.yaml"
 DATA_FILE = "data_record.json"
 TOKENIZER_FILE = "tokenizer.json"
 STARTS_FOLDER = "configs"
-"""Keeps the config of every start, and what its data held."""
+"""Folder with the config and the data record of every start."""
 
 
 def recorded_config(path: Path) -> str:
-    """The text of a config that a start has written: plain values, which are no program for whoever reads them.
+    """Reads the text of a config that a start has written, which contains plain values only.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: something else has written it: an alias, of which a few lines make gigabytes, or ${...}, which takes
-            a reader's environment for a value.
+        OSError: the file cannot be read.
+        ValueError: the file was not written by a start: it has aliases, of which a few lines can expand to gigabytes,
+            or ${...}, which could read the environment of this process.
     """
     text = read_regular(path).decode()
     require_bounded_yaml(text)
@@ -41,75 +41,75 @@ def recorded_config(path: Path) -> str:
 
 
 def recorded_config_path(run_dir: Path, digest: str) -> Path:
-    """Returns the file that keeps the config of one start by its sha256; config.yaml is that of the last one only."""
+    """Returns the file with the config of one start, by its sha256; config.yaml is that of the last start."""
     return run_dir / STARTS_FOLDER / f"{digest[:16]}.yaml"
 
 
 def recorded_data_path(run_dir: Path, digest: str) -> Path:
-    """Returns the file that keeps what the data of one start held; data_record.json is that of the last one only."""
+    """Returns the file with the data record of one start, by its digest; data_record.json is that of the last start."""
     return run_dir / STARTS_FOLDER / f"data_{digest[:16]}.json"
 
 
 def kept_tokenizer_path(run_dir: Path, sha256: str) -> Path:
-    """Returns the file that keeps a tokenizer that tokenizer.json held before the run was told to take another one."""
+    """Returns the file that keeps an earlier tokenizer.json of a run whose tokenizer was changed."""
     return run_dir / f"tokenizer.{sha256[:16]}.json"
 
 
 def rank_log_path(run_dir: Path, rank: int) -> Path:
-    """Returns the file that holds everything a rank prints."""
+    """Returns the log file of a rank."""
     return run_dir / "logs" / f"rank_{rank:05d}.log"
 
 
 def slowdowns_path(run_dir: Path) -> Path:
-    """Returns the file that holds how much longer than its peers each rank computed, in the steps that were timed."""
+    """Returns the file with the slowdown of each rank relative to its peers, in the steps that were timed."""
     return run_dir / "slowdowns.jsonl"
 
 
 def agent_log_path(run_dir: Path, node: int) -> Path:
-    """Returns the file that holds everything that the agent of a node prints."""
+    """Returns the log file of a node's agent."""
     return run_dir / "logs" / f"agent_{node:05d}.log"
 
 
 def srun_log_path(run_dir: Path) -> Path:
-    """Returns the file that holds everything that srun prints."""
+    """Returns the log file of srun."""
     return run_dir / "logs" / "srun.log"
 
 
 def tracker_log_path(run_dir: Path) -> Path:
-    """Returns the file that holds everything the tracker process prints."""
+    """Returns the log file of the tracker process."""
     return run_dir / "logs" / "tracker.log"
 
 
 def uploader_log_path(run_dir: Path) -> Path:
-    """Returns the file that holds everything the process that uploads checkpoints prints."""
+    """Returns the log file of the process that uploads checkpoints."""
     return run_dir / "logs" / "uploader.log"
 
 
 def upload_status_path(run_dir: Path) -> Path:
-    """Returns the file in which that process says how far it is."""
+    """Returns the file with the progress of the process that uploads checkpoints."""
     return run_dir / "logs" / "upload.json"
 
 
 def failure_path(run_dir: Path, rank: int, start: int | None = None) -> Path:
-    """Returns the file in which a rank of a start (its lease's number) says why it failed.
+    """Returns the file in which a rank of a start (given by its lease number) records why it failed.
 
-    An orphan of an earlier start may fail while a later one runs, and must not be taken for its namesake there.
+    The start is in the name because an orphaned rank of an earlier start may fail while a later one runs.
     """
     return run_dir / "logs" / f"failure_{_start(start)}{rank:05d}.json"
 
 
 def evidence_path(run_dir: Path, start: int | None, name: str) -> Path:
-    """Returns the folder of evidence that one start collected at one time."""
+    """Returns the folder of one collection of evidence by a start."""
     return run_dir / "evidence" / f"{_start(start)}{name}"
 
 
 def exit_path(run_dir: Path, rank: int, start: int | None = None) -> Path:
-    """Returns the file in which a rank of a start that ended by itself leaves its exit code."""
+    """Returns the file in which a rank of a start that ended by itself records its exit code."""
     return run_dir / "logs" / f"exit_{_start(start)}{rank:05d}.json"
 
 
 def spare_path(path: Path) -> Path:
-    """Where a rank leaves a record that the run's own disk does not take: in its node's folder of temporary files."""
+    """Returns where a rank writes a record if the run directory's disk is full: in its node's temporary folder."""
     run = hashlib.sha256(str(path.parent.absolute()).encode()).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"megads-records-{os.getuid()}-{run}" / path.name
 
@@ -119,10 +119,10 @@ def _start(number: int | None) -> str:
 
 
 def create(run_dir: Path) -> None:
-    """Creates a run directory, or finds that it can be written to.
+    """Creates a run directory if it does not exist, and checks that it is writable.
 
     Raises:
-        ConfigError: it cannot be created or written to.
+        ConfigError: the directory cannot be created or is not writable.
     """
     probe = run_dir / "logs" / f".writable.{environment.node_name()}.{os.getpid()}"
     try:
@@ -134,10 +134,10 @@ def create(run_dir: Path) -> None:
 
 
 def refuse_unwritable(run_dir: Path) -> None:
-    """Refuses a run directory that cannot be made or written to, as far as that shows without making anything.
+    """Refuses a run directory that cannot be created or written to, without creating anything.
 
     Raises:
-        ConfigError: it, or the folder that it would be made in, is no folder or not writable.
+        ConfigError: it, or its nearest existing parent, is not a folder or not writable.
     """
     there = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
     if not there.is_dir():
@@ -154,16 +154,16 @@ def _unwritable(run_dir: Path, reason: str) -> ConfigError:
 
 
 def is_run_dir(folder: Path) -> bool:
-    """Whether a folder is a run's: it holds its config and its events, or the lease and the logs of a start."""
+    """Whether a folder is a run directory: it contains config and events, or the lease and the logs of a start."""
     recorded = (folder / CONFIG_FILE).is_file() and (folder / EVENTS_FILE).is_file()
     return recorded or ((folder / "lease").is_dir() and (folder / "logs").is_dir())
 
 
 def find_run(name: str) -> Path:
-    """The directory of a run, given itself or by the id of a run in runs/.
+    """Returns the directory of a run, given as a path or as the id of a run in runs/.
 
     Raises:
-        ConfigError: neither is there; names the runs that are.
+        ConfigError: neither exists; the message lists existing runs.
     """
     given, by_id = Path(name), Path("runs") / name
     if given.is_dir():
@@ -171,5 +171,5 @@ def find_run(name: str) -> Path:
     if by_id.is_dir():
         return by_id
     known = sorted(path.parent for path in Path("runs").glob("*/config.yaml"))
-    hint = f"; runs here: {', '.join(map(str, known[:10]))}" if known else ", as megads train names it at its start"
+    hint = f"; runs here: {', '.join(map(str, known[:10]))}" if known else "; megads train prints the id"
     raise ConfigError(f"run = {name}: there is no such run directory, and no run of that id in runs/{hint}")

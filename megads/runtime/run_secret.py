@@ -1,8 +1,8 @@
-"""The secret of one start of a run: who knows it belongs to the start, whoever else reaches its ports does not.
+"""Secret of one start of a run, with which its processes authenticate each other on open ports.
 
-It is handed over as a file of mode 600 in the run directory, which every agent and rank reads anyway. The environment
-would not do: `apptainer exec --cleanenv` drops it, srun sends it through the scheduler, and everything that a rank
-starts inherits it. Command lines are for everyone to read. A rank's environment holds the file's path only.
+It is passed in a file of mode 600 in the run directory, which every agent and rank can read anyway. Environment
+variables are unsuitable: `apptainer exec --cleanenv` drops them, srun sends them through the scheduler, and all child
+processes of a rank inherit them. Command lines are public. A rank's environment contains the file's path only.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _BYTES = 32
 _PATTERN = ".secret*"
 _POLL_S = 0.1
 APPEARS_WITHIN_S = 30.0
-"""A shared file system may show a file to another node seconds later."""
+"""Seconds to wait for the file: a shared file system may show it to another node seconds later."""
 
 
 class Secret:
-    """A key that never leaves the processes of a start: names, proofs and seals are derived from it.
+    """A key known only to the processes of a start; names, proofs and seals are derived from it.
 
     Args:
         key: 32 random bytes.
@@ -44,60 +44,60 @@ class Secret:
 
     @classmethod
     def random(cls) -> Secret:
-        """A new one."""
+        """Returns a new random secret."""
         return cls(secrets.token_bytes(_BYTES))
 
     @classmethod
     def decode(cls, text: str) -> Secret:
-        """Reads what `encode` wrote; raises ValueError on anything else, without quoting it."""
+        """Decodes the output of `encode`; raises ValueError, without quoting the text, on anything else."""
         try:
             return cls(bytes.fromhex(text.strip()))
         except ValueError:
-            raise ValueError("what is there is no secret") from None
+            raise ValueError("it contains no secret") from None
 
     def encode(self) -> str:
-        """The key as hex digits, for a file of mode 600 or a pipe."""
+        """Returns the key as hex digits, for a file of mode 600 or a pipe."""
         return self._key.hex()
 
     def proof(self, purpose: str, *parts: bytes) -> bytes:
-        """HMAC-SHA256 of some parts, 32 bytes; equal for nobody else, and for no other purpose."""
+        """Returns the HMAC-SHA256 of `purpose` and `parts`, 32 bytes."""
         mac = hmac.new(self._key, digestmod=hashlib.sha256)
         for part in (purpose.encode(), *parts):
             mac.update(len(part).to_bytes(8, "big") + part)
         return mac.digest()
 
     def name(self, purpose: str) -> str:
-        """A name that nobody can guess, of a part of a store."""
+        """Returns an unguessable prefix for a part of a store."""
         return self.proof("name", purpose.encode()).hex()
 
     def seal(self, purpose: str, text: str) -> str:
-        """A text with the proof that it comes from this start."""
+        """Returns a text with a proof that it comes from this start."""
         return f"{self.proof(f'seal {purpose}', text.encode()).hex()} {text}"
 
     def unseal(self, purpose: str, sealed: bytes) -> str | None:
-        """The text of `seal`; None for anything that was not sealed with this secret and for this purpose."""
+        """Returns the text given to `seal`; None if it was not sealed with this secret and for this purpose."""
         proof, _, text = sealed.partition(b" ")
         expected = self.proof(f"seal {purpose}", text).hex().encode()
         return text.decode() if hmac.compare_digest(proof, expected) else None
 
 
 def secret_path(run_dir: Path, lease: int | None) -> Path:
-    """Where the secret of a start is; an orphan of an earlier start finds no file of its own any more."""
+    """Returns the file of a start's secret; that of an earlier start no longer exists for its orphaned ranks."""
     return run_dir / (".secret" if lease is None else f".secret_start_{lease}")
 
 
 @contextmanager
 def start_secret(run_dir: Path, lease: int | None) -> Iterator[None]:
-    """Makes the secret of a start, which lives as long as the block; the caller holds the run directory.
+    """Creates the secret of a start for the duration of the block; the caller holds the lease of the run directory.
 
-    What a killed start left is removed: a secret that somebody may have read, or put there, is worth nothing.
+    Secrets left by killed starts are removed, as others may have read or planted them.
 
     Args:
-        run_dir: the run directory.
+        run_dir: run directory.
         lease: number of the start.
 
     Raises:
-        ConfigError: the file cannot be kept from others.
+        ConfigError: the file cannot be written, or cannot be protected from others.
     """
     path = secret_path(run_dir, lease)
     try:
@@ -119,16 +119,16 @@ def start_secret(run_dir: Path, lease: int | None) -> Iterator[None]:
 
 
 def _write(path: Path, secret: Secret) -> None:
-    """Makes the file; fails where there is one."""
+    """Creates the file; fails if it exists."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file:
-        # An inherited access list may have added to the mode.
+        # An inherited ACL may have added permissions.
         os.fchmod(file.fileno(), 0o600)
         mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
         if mode & 0o077:
             path.unlink()
             raise ConfigError(
-                f"{path} has mode {mode:03o} where 600 was asked for: the file system keeps no permissions, and others "
-                "could read the secret of this start; choose another folder with run.dir=<path>"
+                f"{path} has mode {mode:03o} where 600 was asked for: the file system does not keep permissions, and "
+                "others could read the secret of this start; choose another folder with run.dir=<path>"
             )
         file.write(secret.encode() + "\n")
 
@@ -137,11 +137,11 @@ def read_secret(path: Path, within_s: float = APPEARS_WITHIN_S) -> Secret:
     """Reads the secret of the start that this process belongs to.
 
     Args:
-        path: of its file.
-        within_s: how long it may take to appear.
+        path: file of the secret.
+        within_s: seconds to wait for the file to appear.
 
     Raises:
-        UnhealthyNode: it is not there, or is none that only this user could have read.
+        UnhealthyNode: the file does not exist, is readable by others, or does not contain a secret.
     """
     deadline = time.monotonic() + within_s
     while True:

@@ -1,4 +1,4 @@
-"""What SLURM says of the job that this process is part of, and what it can be asked: sbatch(1), squeue(1), scontrol.
+"""Information about SLURM jobs and nodes, from environment variables, squeue and scontrol.
 
 Tested with SLURM 22.05.
 """
@@ -28,8 +28,8 @@ class SlurmJob:
     """One start of a SLURM job.
 
     Attributes:
-        id: number of the job; every task of an array has its own.
-        restarts: how often it was requeued before.
+        id: job id; every task of a job array has its own.
+        restarts: number of requeues before this start.
         cluster: name of the SLURM cluster.
     """
 
@@ -43,8 +43,8 @@ class Node:
     """A node of an allocation.
 
     Attributes:
-        name: SLURM's.
-        address: at which the other nodes reach it.
+        name: name in SLURM.
+        address: address at which the other nodes reach it.
     """
 
     name: str
@@ -53,14 +53,14 @@ class Node:
 
 @dataclass(frozen=True)
 class Allocation:
-    """A SLURM job as its batch script sees it.
+    """Job and resources of this process's allocation, as seen by the batch script.
 
     Attributes:
-        job: which.
-        nodes: in SLURM's order; the batch script runs on the first.
-        gpus_per_node: as SLURM says; 0 where it says nothing.
-        cpus_per_task: as asked for; None where nobody did.
-        array: number of the array that the job is a task of; None for a job of its own.
+        job: the job.
+        nodes: nodes in SLURM's order; the batch script runs on the first.
+        gpus_per_node: number of GPUs per node; 0 if SLURM does not say.
+        cpus_per_task: requested CPUs per task; None if not requested.
+        array: id of the job array that the job is a task of; None if it is not an array task.
     """
 
     job: SlurmJob
@@ -71,17 +71,17 @@ class Allocation:
 
 
 def find_allocation() -> Allocation:
-    """Returns the job that this process is part of.
+    """Returns the allocation of this process.
 
     Raises:
-        ConfigError: it is part of none, or SLURM does not answer.
+        ConfigError: this process is not part of a SLURM job, or SLURM does not answer.
     """
     variables = environment.slurm_variables()
     job = variables.get("SLURM_JOB_ID")
     if job is None:
         raise ConfigError(
-            "cluster.kind = slurm, but this is no SLURM job (SLURM_JOB_ID is not set): submit it, "
-            "sbatch scripts/slurm/train.sbatch <overrides>, call it inside salloc, or say run.dry_run=true"
+            "cluster.kind = slurm, but this is no SLURM job (SLURM_JOB_ID is not set): submit it with "
+            "sbatch scripts/slurm/train.sbatch <overrides>, run it inside salloc, or set run.dry_run=true"
         )
     cpus = variables.get("SLURM_CPUS_PER_TASK")
     return Allocation(
@@ -94,7 +94,7 @@ def find_allocation() -> Allocation:
 
 
 def array_place() -> tuple[int, int] | None:
-    """Returns which task of a job array this process belongs to, from 0, and how many there are; None for no array."""
+    """Returns the index of this job array task, from 0, and the number of tasks; None if there is no array."""
     variables = environment.slurm_variables()
     try:
         task = int(variables["SLURM_ARRAY_TASK_ID"]) - int(variables["SLURM_ARRAY_TASK_MIN"])
@@ -105,10 +105,10 @@ def array_place() -> tuple[int, int] | None:
 
 
 def ask(*command: str) -> str:
-    """Runs one of SLURM's commands and returns what it prints.
+    """Runs a SLURM command and returns its output.
 
     Raises:
-        ConfigError: it is not there, fails, or does not answer within 20 s.
+        ConfigError: the command is not installed, fails, or does not answer within 20 s.
     """
     if shutil.which(command[0]) is None:
         raise ConfigError(f"{command[0]} is not on the PATH: SLURM's client commands are needed on the nodes")
@@ -125,7 +125,7 @@ def ask(*command: str) -> str:
 
 
 def ask_job(job_id: str) -> tuple[str, int]:
-    """Returns the state of a job, RUNNING for instance, and how often it was requeued; an unknown job has no state.
+    """Returns the state of a job, such as RUNNING, and its number of requeues; the state of an unknown job is empty.
 
     Raises:
         ConfigError: SLURM does not answer.
@@ -140,7 +140,7 @@ def ask_job(job_id: str) -> tuple[str, int]:
 
 
 def time_left_s(job_id: str) -> float | None:
-    """Returns how long a job may still run, None without a limit.
+    """Returns the remaining time of a job in seconds; None without a time limit.
 
     Raises:
         ConfigError: SLURM does not answer.
@@ -149,7 +149,7 @@ def time_left_s(job_id: str) -> float | None:
 
 
 def parse_time_left(text: str) -> float | None:
-    """Returns what squeue prints as %L in seconds; None for a job without a limit. An overdue job has 0 or less."""
+    """Parses squeue's %L; returns seconds, 0 or less for an overdue job, None for a job without a time limit."""
     text = text.strip()
     if text in _NO_LIMIT:
         return None
@@ -161,7 +161,7 @@ def parse_time_left(text: str) -> float | None:
 
 
 def steps(job_id: str, name: str) -> list[str]:
-    """Returns the steps of a job that run under a name, as 42.0.
+    """Returns the running steps of a job with a given name, for example 42.0.
 
     Raises:
         ConfigError: SLURM does not answer.
@@ -171,7 +171,7 @@ def steps(job_id: str, name: str) -> list[str]:
 
 
 def slurmd_answers(node: str) -> bool:
-    """Whether something listens where a node's slurmd should, without SLURM's own patience (SlurmdTimeout, minutes).
+    """Whether slurmd's port on a node accepts connections; faster than SLURM's own detection (SlurmdTimeout, minutes).
 
     Raises:
         ConfigError: SLURM does not answer, or does not know the node.
@@ -191,14 +191,14 @@ def slurmd_answers(node: str) -> bool:
 
 
 def fields(line: str) -> dict[str, str]:
-    """Reads the KEY=VALUE words of one line of scontrol."""
+    """Parses the KEY=VALUE fields of a line of scontrol."""
     return dict(word.split("=", 1) for word in line.split() if "=" in word)
 
 
 def compressed(names: Iterable[str]) -> str:
-    """Returns names of nodes as SLURM writes them, n[1-4,7] for instance; their order is lost.
+    """Compresses node names to SLURM's format, for example n[1-4,7]; their order is lost.
 
-    The kernel takes no argument of more than 128 KiB, which the names of some thousand nodes fill.
+    The kernel limits an argument to 128 KiB, which the names of some thousand nodes would exceed.
     """
     numbers: dict[tuple[str, int], set[int]] = {}
     plain = []
@@ -210,7 +210,7 @@ def compressed(names: Iterable[str]) -> str:
             plain.append(name)
     for (prefix, width), members in numbers.items():
         ordered = sorted(members)
-        # A range goes on while the number grows with its place.
+        # Within a range, number minus position is constant.
         runs = [[number for _, number in run] for _, run in groupby(enumerate(ordered), lambda at: at[1] - at[0])]
         ranges = [f"{run[0]:0{width}}" + (f"-{run[-1]:0{width}}" if len(run) > 1 else "") for run in runs]
         plain.append(f"{prefix}[{','.join(ranges)}]" if len(ordered) > 1 else f"{prefix}{ranges[0]}")
@@ -218,7 +218,7 @@ def compressed(names: Iterable[str]) -> str:
 
 
 def _nodes(names: str) -> tuple[Node, ...]:
-    """Returns the nodes of a compressed list, n[1-4] for instance, in its order."""
+    """Returns the nodes of a compressed list such as n[1-4], in its order."""
     shown = ask("scontrol", "--oneliner", "show", "node", names)
     addresses = {of["NodeName"]: of.get("NodeAddr", of["NodeName"]) for of in map(fields, shown.splitlines()) if of}
     ordered = ask("scontrol", "show", "hostnames", names).split()
@@ -226,7 +226,7 @@ def _nodes(names: str) -> tuple[Node, ...]:
 
 
 def _gpus(variables: dict[str, str]) -> int:
-    """Returns the GPUs that a job has on each node; the variable depends on how they were asked for."""
+    """Returns the number of GPUs per node; the variable depends on how they were requested."""
     for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):
         # As in 8, a100:8 or gpu:a100:8(S:0-1).
         numbers = re.findall(r"(?:^|:)(\d+)", variables.get(name, ""))

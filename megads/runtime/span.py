@@ -1,4 +1,4 @@
-"""What a rank did within a step, and when. Imports no torch."""
+"""Timed actions of a rank within a step. Does not import torch."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Span:
-    """Something that a rank did.
+    """One timed action of a rank.
 
     Attributes:
-        kind: an action of the pipeline's schedule, or what follows the schedule; a receive is the wait for it.
-        micro_batch: for which; None for what concerns all.
-        stage: of which virtual stage; None likewise.
-        start_s: when it began, in seconds: on the rank's monotonic clock where it was just measured, after the first
-            thing that any rank did in the step where ranks are put beside each other.
-        end_s: when it was over, likewise.
+        kind: action of the pipeline schedule, or work after the schedule; a receive is the wait for it.
+        micro_batch: index of the micro-batch; None for actions on all of them.
+        stage: index of the virtual stage; None for actions on all of them.
+        start_s: start in seconds: as measured, on the rank's monotonic clock; when ranks are compared, relative to the
+            first action of any rank in the step.
+        end_s: end in seconds, likewise.
     """
 
     kind: str
@@ -26,6 +26,6 @@ class Span:
 
     @property
     def name(self) -> str:
-        """As in forward 3."""
+        """For example `forward 3`."""
         words = self.kind.replace("_", " ")
         return words if self.micro_batch is None else f"{words} {self.micro_batch}"

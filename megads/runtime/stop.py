@@ -1,7 +1,7 @@
-"""Requests to stop a run after its current step: the file <run_dir>/stop, and how ranks agree on it between steps.
+"""Requests to stop a run after its current step: the file <run_dir>/stop, and its broadcast to all ranks.
 
-The launcher writes it on a signal; the loop reads it on rank 0, which tells the others. A file that was made by hand,
-empty or not JSON, counts as a request too (`touch runs/<id>/stop`) and stays until it is removed.
+The launcher writes the file on a signal; rank 0 reads it between steps and broadcasts it. A file created by hand, empty
+or not JSON, is a request too (`touch runs/<id>/stop`) and stays until it is removed.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ def stop_path(run_dir: Path) -> Path:
 
 
 def request_stop(run_dir: Path, reason: str) -> None:
-    """Asks the run to save and end after its current step; the file appears whole or not at all.
+    """Requests that the run saves and ends after its current step; the file is written atomically.
 
-    On a full disk it is a link to the reason: that needs no room but its name.
+    On a full disk a symlink is created whose target is the reason, as it needs no data block.
 
     Raises:
-        OSError: the folder cannot be written to.
+        OSError: the folder is not writable.
     """
     path = stop_path(run_dir)
     if path.is_dir():
-        return  # made by hand: a request already, in whose place no file can be put
+        return  # a folder created by hand is a request already, and a file cannot replace it
     partial = path.with_name(f"stop.{os.getpid()}.partial")
     try:
         partial.write_text(json.dumps({"reason": reason}) + "\n")
@@ -56,13 +56,13 @@ def request_stop(run_dir: Path, reason: str) -> None:
 
 
 def read_stop(run_dir: Path) -> str | None:
-    """Returns why the run was asked to stop, or None when nobody asked."""
+    """Returns the reason of a stop request, or None if there is none."""
     try:
         text = read_regular(stop_path(run_dir)).decode(errors="replace")
     except (FileNotFoundError, NotADirectoryError):
         return _linked_reason(stop_path(run_dir))
     except OSError:
-        # Whatever has the name was made by somebody who wants the run to stop.
+        # Anything with this name is a request of a user.
         return _linked_reason(stop_path(run_dir)) or REQUESTED
     try:
         content = parse_json(text)
@@ -80,19 +80,19 @@ def _linked_reason(path: Path) -> str | None:
 
 
 def clear_stop(run_dir: Path) -> None:
-    """Forgets the launcher's own request of an earlier start; one made by hand stays."""
+    """Removes a request that the launcher wrote in an earlier start; one made by hand stays."""
     if read_stop(run_dir) in _OF_ONE_START:
         stop_path(run_dir).unlink(missing_ok=True)
 
 
 class StopSignal:
-    """One small broadcast a step.
+    """Checks for stop requests with one small broadcast per step.
 
     Args:
-        run_dir: where the stop file would appear.
-        control: of all ranks.
-        fence: of the start that this rank belongs to; None for none.
-        kill_switch: another file that stops the run; None for none.
+        run_dir: run directory, in which the stop file appears.
+        control: control plane of all ranks.
+        fence: fence of the start that this rank belongs to; None: no check of the lease.
+        kill_switch: additional file that stops the run; None: no such file.
     """
 
     def __init__(
@@ -105,10 +105,10 @@ class StopSignal:
         self._run_dir, self._control, self._fence, self._kill_switch = run_dir, control, fence, kill_switch
 
     def reason(self) -> str:
-        """Why to stop, the same on every rank; empty to go on. Collective.
+        """Returns why to stop, the same on all ranks; empty to continue. Collective.
 
         Raises:
-            Fenced: on every rank, when another start took the run directory over.
+            Fenced: on all ranks, if another start has taken the run directory over.
         """
         reason = self._look() if self._control.rank == 0 else None
         seen = _REASONS.index(reason if reason in _REASONS else REQUESTED) if reason else 0
@@ -118,7 +118,7 @@ class StopSignal:
         return heard
 
     def _look(self) -> str | None:
-        """What rank 0 sees."""
+        """Returns the reason as read by rank 0."""
         lost = self._fence.reason() if self._fence is not None else ""
         if lost:
             sys.stdout.write(f"{lost}\n")

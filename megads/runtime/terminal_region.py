@@ -1,6 +1,6 @@
-"""Lines at the bottom of a terminal that are drawn again and again, below text that scrolls.
+"""Redrawn lines at the bottom of a terminal, below scrolling text.
 
-No mode is left on between two updates but for the update itself, so that a killed process leaves a usable terminal.
+Terminal modes are only changed within one update, so that a killed process leaves a usable terminal.
 """
 
 from __future__ import annotations
@@ -19,47 +19,47 @@ _STYLE_CODE = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class LiveRegion:
-    """Knows what is drawn, and says what to write to change it."""
+    """Tracks the drawn lines, and returns the text to write for each update."""
 
     def __init__(self) -> None:
         self._drawn: list[str] = []
         self._above: list[str] = []
 
     def print_above(self, line: str) -> None:
-        """Keeps a line that the next `update` scrolls above the region."""
+        """Queues a line that the next `update` prints above the region."""
         self._above.append(line)
 
     def update(self, lines: Sequence[str], width: int) -> str:
-        """Returns the text that replaces the region by `lines` and scrolls the kept lines above it.
+        """Returns the text that replaces the region with `lines` and prints the queued lines above it.
 
         Args:
-            lines: the new region; color codes are allowed, no other control codes. Empty removes it.
-            width: columns of the terminal now; one that became narrower has folded the old lines.
+            lines: new lines of the region, without control codes other than colors; empty removes the region.
+            width: current columns of the terminal; if it has become narrower, the old lines are wrapped.
         """
         rows = sum(max(1, -(-_cells(line) // max(1, width))) for line in self._drawn)
         up = f"\x1b[{rows}A" if rows else ""
-        # These may fold, over rows of the old region.
+        # These lines may wrap, over rows of the old region.
         above = _ERASE_BELOW + "".join(f"{line}\n" for line in self._above) if self._above else ""
-        # A full line needs no erasing, and erasing at its end would take its last character.
+        # A full line needs no erasing, and erasing at its end would remove its last character.
         region = "".join(f"{line}{_ERASE_LINE_END if _cells(line) < width else ''}\n" for line in lines)
         self._above = []
         self._drawn = list(lines)
         return f"{_BEGIN_UPDATE}\r{up}{above}{_NO_WRAP}{region}{_WRAP}{_ERASE_BELOW}{_END_UPDATE}"
 
     def one_line(self, text: str, out: TextIO) -> str:
-        """Returns the text that makes the region this one line, cut to the terminal's width; empty removes it."""
+        """Returns the text that replaces the region with one line, cut to the terminal's width; empty removes it."""
         width = terminal_size(out).columns
         fitting = set_cell_size(text, width - 1) if cell_len(text) >= width else text
         return self.update([fitting] if text else [], width)
 
 
 def _cells(line: str) -> int:
-    """Columns that a line takes, its color codes none."""
+    """Returns the columns of a line; color codes have no width."""
     return cell_len(_STYLE_CODE.sub("", line))
 
 
 def terminal_size(out: TextIO) -> os.terminal_size:
-    """Returns columns and rows as the terminal says; one that does not know its size, or is gone, counts as 80 x 24."""
+    """Returns columns and rows of a terminal; 80 x 24 if its size is unknown or it is closed."""
     try:
         size = os.get_terminal_size(out.fileno())
     except OSError:

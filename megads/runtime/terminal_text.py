@@ -1,7 +1,7 @@
-"""Text of ranks, files and users on a terminal: none of its characters may steer the terminal.
+"""Escaping of control characters in terminal output with text from ranks, files and users.
 
-An escape sequence in a message could hide lines, retitle the window or answer in the user's place, and a bidirectional
-override shows a name that is another. Files keep such text as it is.
+An escape sequence in a message could hide lines, change the window title or send input in the user's place, and a
+bidirectional override can disguise a name. Files keep such text unchanged.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TextIO
 
-# C0 without tab and newline, DEL and C1, bidirectional controls, line separators, and surrogates, which no terminal
-# takes.
+# C0 without tab and newline, DEL and C1, bidirectional controls, line separators, and surrogates, which terminals do
+# not accept.
 _STEERING = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def visible(text: str) -> str:
-    """Returns the text with control characters written out, as in \\x1b and \\u202e; newlines and tabs stay."""
+    """Returns the text with control characters escaped, as in \\x1b and \\u202e; newlines and tabs are kept."""
     return _STEERING.sub(_written_out, text)
 
 
@@ -29,15 +29,15 @@ def _written_out(found: re.Match[str]) -> str:
 
 
 class VisibleStream(io.TextIOWrapper):
-    """Writes `visible` text to the descriptor of another stream.
+    """Stream that writes `visible` text to the descriptor of another stream.
 
     Args:
-        stream: the other one.
-        room: makes room for text on the terminal for as long as its block lasts.
+        stream: the other stream.
+        room: context manager that clears the terminal line for other output.
 
     Attributes:
-        rich_proxied_file: where rich writes, past this stream: its own codes must reach the terminal (visible_console
-            escapes the texts between them).
+        rich_proxied_file: stream to which rich writes directly, as its own codes must reach the terminal
+            (`visible_console` escapes the texts between them).
     """
 
     def __init__(self, stream: TextIO, room: Callable[[], AbstractContextManager[None]] = nullcontext):
@@ -53,12 +53,12 @@ class VisibleStream(io.TextIOWrapper):
 
 
 def escape_terminal_output(room: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
-    """Has everything that this process prints pass through `visible`.
+    """Passes the output of this process through `visible`.
+
+    Standard error is always escaped; standard output only on a terminal, as elsewhere a program reads it.
 
     Args:
-        room: makes room for text on the terminal for as long as its block lasts.
-
-    Messages on standard error always do. Results on standard output do on a terminal: elsewhere a program reads them.
+        room: context manager that clears the terminal line for other output.
     """
     if sys.stdout is not None and sys.stdout.isatty():
         sys.stdout.flush()

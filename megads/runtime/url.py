@@ -1,4 +1,4 @@
-"""What may be the URL of a store of checkpoints, or of a dataset. Imports no torch."""
+"""Validation of URLs of checkpoint stores and datasets. Does not import torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from megads.errors import ConfigError
 
 LOCAL_SCHEMES = ("file", "local")
-# They hold nothing beyond this process, or are views of other stores.
+# They do not persist data beyond this process, or are views of other stores.
 _NO_STORES = (
     *("memory", "data", "zip", "tar", "libarchive", "git", "github", "reference", "root", "dir"),
     *("cached", "blockcache", "filecache", "simplecache", "generic", "asynclocal"),
@@ -18,21 +18,22 @@ _READ_ONLY = ("http", "https")
 
 
 def is_url(text: str) -> bool:
-    """Whether a text is a URL rather than a path."""
+    """Whether a text is a URL and not a path."""
     return "://" in text
 
 
 def check_url(url: str, key: str, holds: str = "checkpoints", read_only: bool = False) -> None:
-    """Refuses what cannot be a store of files; looks at the text and installed packages alone.
+    """Refuses URLs that cannot be file stores; checks only the text and installed packages.
 
     Args:
-        url: for example "s3://bucket/prefix".
-        key: of the config, for the message.
-        holds: what is kept there, for the message.
-        read_only: whether a store that takes no files will do.
+        url: URL, for example "s3://bucket/prefix".
+        key: config key, for the message.
+        holds: content of the store, for the message.
+        read_only: whether a read-only store is acceptable.
 
     Raises:
-        ConfigError: it is malformed, holds credentials, is of a scheme that keeps no files, or its driver is missing.
+        ConfigError: the URL is malformed, contains credentials, has a scheme that does not store files, or its driver
+            is not installed.
     """
     try:
         parts = urlsplit(url)
@@ -40,7 +41,7 @@ def check_url(url: str, key: str, holds: str = "checkpoints", read_only: bool = 
         raise ConfigError(f"{key} is no URL ({error}): give one like s3://bucket/prefix") from None
     if parts.username is not None or parts.password is not None or "@" in parts.netloc:
         raise ConfigError(
-            f"{key} holds credentials: leave them out of the URL, and give them as the driver reads them "
+            f"{key} holds credentials: remove them from the URL and set them as the driver expects them "
             "(AWS_ACCESS_KEY_ID, AWS_PROFILE, GOOGLE_APPLICATION_CREDENTIALS)"
         )
     if not is_url(url):
@@ -61,7 +62,7 @@ def check_url(url: str, key: str, holds: str = "checkpoints", read_only: bool = 
 
 
 def _require_driver(scheme: str, url: str, key: str) -> None:
-    # It pulls in asyncio, for which the tab key must not wait.
+    # Imported late: it imports asyncio, which slows shell completion down.
     import fsspec
     from fsspec.registry import known_implementations
 

@@ -1,4 +1,4 @@
-"""Rich's console, for text of ranks, files and users. Apart from `terminal_text`: rich takes longer to import."""
+"""Rich console that escapes control characters. Separate from `terminal_text`, as rich is slow to import."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megads.runtime.terminal_text import visible
 
 
 class VisibleConsole(Console):
-    """Writes control characters of any text out, as terminal_text.visible does; rich's own codes stay."""
+    """Escapes control characters in any text, as `terminal_text.visible`; rich's own codes are kept."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):

@@ -1,3 +1,3 @@
-"""What people run beside training; each tool owns its config, its work and its output, and no other room needs it."""
+"""Commands other than training. Each tool owns its config, work and output; no other package depends on it."""
 
 __all__ = ["checkpoints", "generate", "notebook", "output_folder", "remote_checkpoints"]

@@ -1,5 +1,4 @@
-"""What can be done with the checkpoints of a run beside training: a list, a check of every byte, an average, a copy in
-other files."""
+"""Operations on the checkpoints of a run: list, verify, average and reshard."""
 
 from __future__ import annotations
 
@@ -54,15 +53,15 @@ _MADE_BY = "megads checkpoint average"
 _RESHARDED_BY = "megads checkpoint reshard"
 _PIPE_WIDTH = 120
 _BLOCK_BYTES = 64 * 2**20
-"""Of a tensor that is resharded, so much is in memory at a time, or one row where that is more."""
+"""Bytes of a resharded tensor that are in memory at a time; one row if a row is larger."""
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def list_all(run: str) -> None:
-    """Prints a line for every checkpoint of a run; reads manifests, no tensors.
+    """Prints one line per checkpoint of a run. Reads only manifests.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: the run has no checkpoints.
     """
     run_dir, found = _checkpoints(run)
     losses = _losses(run_dir)
@@ -83,35 +82,35 @@ def list_all(run: str) -> None:
 
 
 def manifest_cells(manifest: Manifest) -> tuple[str, str, str, str]:
-    """Samples, tokens, layout and size of a checkpoint, as lists show them."""
+    """Returns samples, tokens, layout and size of a checkpoint, formatted for tables."""
     state, layout = manifest.run.state, manifest.run.layout
     axes = " ".join(f"{axis}{size}" for axis, size in layout.items() if size > 1) or "one process"
     return f"{state['samples']:,}", f"{state['tokens']:,}", axes, f"{manifest.nbytes / 1e6:,.1f} MB"
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Prints a table of checkpoints; numbers are aligned to the right."""
+    """Prints a table of checkpoints with right-aligned numbers."""
     table = Table(box=SIMPLE_HEAD)
     for name in columns:
         table.add_column(name, justify="left" if name in ("layout", "") else "right")
     for row in rows:
         table.add_row(*row)
-    # A file or a pipe is read by whoever gives it room.
+    # A file or a pipe has no terminal width.
     VisibleConsole(width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(table)
 
 
 def verify(run: str, steps: Sequence[int] | None) -> int:
-    """Verifies every checksum of checkpoints, and says of each whether it is sound.
+    """Verifies all checksums of checkpoints and prints the result for each.
 
     Args:
-        run: the run.
-        steps: of the checkpoints; None: all.
+        run: path or name of the run.
+        steps: steps of the checkpoints; None verifies all.
 
     Returns:
-        The exit code: 4 where one is damaged.
+        The exit code: 4 if a checkpoint is damaged, otherwise 0.
 
     Raises:
-        CheckpointError: there is no such checkpoint.
+        CheckpointError: a requested checkpoint does not exist.
     """
     run_dir, found = _checkpoints(run, steps)
     code, total = EXIT_OK, sum(m.nbytes for m in found.values() if isinstance(m, Manifest))
@@ -133,11 +132,11 @@ def verify(run: str, steps: Sequence[int] | None) -> int:
 
 @dataclass(frozen=True)
 class Averaged:
-    """What was made.
+    """Result of `average`.
 
     Attributes:
-        folder: a run without training.
-        steps: of the checkpoints whose mean it is.
+        folder: folder of the new run, which has one checkpoint at step 0.
+        steps: steps of the averaged checkpoints.
     """
 
     folder: Path
@@ -152,14 +151,14 @@ class Averaged:
 
 
 def average(config: CheckpointActionConfig) -> Averaged:
-    """Writes the mean of the weights of several checkpoints (Polyak and Juditsky 1992), summed in fp64.
+    """Writes the mean of the weights of several checkpoints (Polyak and Juditsky 1992), accumulated in fp64.
 
-    One parameter is in memory at a time. The result has no optimizer state: a run starts from it by
+    One parameter is in memory at a time. The result has no optimizer state; a run starts from it with
     checkpoint.init_from.
 
     Raises:
-        ConfigError: the output is taken.
-        CheckpointError: a checkpoint is missing or damaged, or of another model; or the output cannot be written.
+        ConfigError: the output exists and may not be replaced.
+        CheckpointError: a checkpoint is missing, damaged or of another model, or the output cannot be written.
     """
     output = Path(str(config.output))
     require_free(output, config.overwrite, _MADE_BY)
@@ -196,7 +195,7 @@ def _weight(handle: CheckpointHandle, name: str, shape: tuple[int, ...]) -> Tens
 
 
 def _record(newest: CheckpointHandle) -> RunRecord:
-    """Of a run at step 0: it is one that has not begun."""
+    """Returns the record of a run at step 0, which has not trained."""
     return RunRecord(
         state={"step": 0, "samples": 0, "tokens": 0},
         optimizer_steps=0,
@@ -209,14 +208,14 @@ def _record(newest: CheckpointHandle) -> RunRecord:
 
 @dataclass(frozen=True)
 class Resharded:
-    """What was made.
+    """Result of `reshard`.
 
     Attributes:
-        folder: a run with one checkpoint.
-        source: the checkpoint that has the same values.
-        files_before: files of tensors that the source has.
-        files: those that were made.
-        asked: those that were asked for.
+        folder: folder of the new run, which has one checkpoint.
+        source: the source checkpoint, which has the same values.
+        files_before: number of tensor files of the source.
+        files: number of tensor files written.
+        asked: number of tensor files requested.
     """
 
     folder: Path
@@ -226,7 +225,7 @@ class Resharded:
     asked: int
 
     def __str__(self) -> str:
-        fewer = f" ({self.asked:,} were asked for; rows are not cut)" if self.files < self.asked else ""
+        fewer = f" ({self.asked:,} requested; rows are not split)" if self.files < self.asked else ""
         return (
             f"{self.folder}: step {self.source.state['step']:,} in {self.files:,} file{'s' * (self.files > 1)}{fewer}, "
             f"{self.files_before:,} before\ncontinue it: megads train ... checkpoint.load={self.folder}"
@@ -234,14 +233,14 @@ class Resharded:
 
 
 def reshard(config: CheckpointActionConfig) -> Resharded:
-    """Writes a checkpoint again, byte for byte the same values in another number of files.
+    """Writes a copy of a checkpoint with another number of files; the values are identical byte for byte.
 
-    The output is a run that goes on where the source would: it has weights, optimizer state, counters, and the run's
-    records of config, data and tokenizer. A block of a tensor is in memory at a time.
+    The output is a run that resumes where the source would: it has weights, optimizer state, counters, and the run's
+    records of config, data and tokenizer. One block of a tensor is in memory at a time.
 
     Raises:
-        ConfigError: the output is taken, or in the run itself.
-        CheckpointError: the checkpoint is missing or damaged; or the output cannot be written.
+        ConfigError: the output exists and may not be replaced, or overlaps with the run.
+        CheckpointError: the checkpoint is missing or damaged, or the output cannot be written.
     """
     assert config.files is not None
     output, source = Path(str(config.output)), _one_checkpoint(config.run, config.wanted_steps)
@@ -253,7 +252,7 @@ def reshard(config: CheckpointActionConfig) -> Resharded:
     size = handle.manifest.nbytes
     require_room(output, size)
     parts = list(_spread(_whole_tensors(handle), config.files))
-    # What metrics.jsonl held is for the run that has it.
+    # The ledger describes metrics.jsonl, which is not copied.
     record = replace(handle.manifest.run, ledger=None)
     with new_folder(output) as partial, Progress("resharding", size) as progress:
         blocks = _BlockReader(handle, progress)
@@ -265,7 +264,7 @@ def reshard(config: CheckpointActionConfig) -> Resharded:
 
 
 def _one_checkpoint(run: str, steps: Sequence[int] | None) -> Path:
-    """The checkpoint of a step, the given one, or a run's newest, which is not passed by where it is damaged."""
+    """Returns the folder of a step's checkpoint, the given folder, or a run's newest checkpoint, even if damaged."""
     if not steps:
         return readable_folders(run_path(run))[0]
     run_dir, found = _checkpoints(run, steps)
@@ -275,17 +274,17 @@ def _one_checkpoint(run: str, steps: Sequence[int] | None) -> Path:
 def _require_apart(output: Path, source: Path) -> None:
     made, there = output.resolve(), source.resolve()
     if made.is_relative_to(there) or there.is_relative_to(made):
-        where = "is" if made == there else "is inside" if made.is_relative_to(there) else "holds"
-        raise ConfigError(f"output = {output}: {where} {source}, which is only read; choose a folder beside it")
+        where = "is" if made == there else "is inside" if made.is_relative_to(there) else "contains"
+        raise ConfigError(f"output = {output}: {where} {source}, which is only read; choose another folder")
 
 
 def _whole_tensors(handle: CheckpointHandle) -> list[Shard]:
-    """What a checkpoint holds, every tensor as one shard without values, in the order of its files."""
+    """Returns every tensor of a checkpoint as one shard on the meta device, in the order of its files."""
     wholes = []
     for key, record in handle.manifest.tensors.items():
         dtypes = {part.dtype for part in handle.parts_of(key)}
         shape = record.shape
-        # Reading would convert, and the values would not be the same bytes.
+        # Reading would convert to one dtype, and the bytes would differ.
         if len(dtypes) > 1 or not dtypes <= _DTYPES.keys():
             raise CheckpointError(f"{handle.folder}: {key} is stored as {', '.join(sorted(dtypes))}, want one dtype")
         without_values = torch.empty(shape, dtype=_DTYPES[dtypes.pop()], device="meta")
@@ -294,7 +293,7 @@ def _whole_tensors(handle: CheckpointHandle) -> list[Shard]:
 
 
 def _spread(wholes: Sequence[Shard], num_files: int) -> Iterator[list[Shard]]:
-    """Cuts tensors between rows into parts of about as many bytes each; there are at most as many parts as rows."""
+    """Splits tensors by rows into parts of about equal bytes; there are at most as many parts as rows."""
     total, num_files = sum(whole.tensor.nbytes for whole in wholes), min(num_files, sum(map(_num_rows, wholes)))
     part: list[Shard] = []
     number, start = 1, 0
@@ -329,14 +328,14 @@ class _BlockReader:
 
     Args:
         handle: the checkpoint.
-        progress: is told of every byte.
+        progress: progress display, updated after each block.
     """
 
     def __init__(self, handle: CheckpointHandle, progress: Progress) -> None:
         self._handle, self._progress, self._done_bytes = handle, progress, 0
 
     def read(self, shard: Shard) -> Iterator[Tensor]:
-        """The values of a shard, whose tensor has none."""
+        """Yields the values of a shard, whose tensor is on the meta device, in blocks of rows."""
         num_rows = _num_rows(shard)
         step = max(1, _BLOCK_BYTES * num_rows // shard.tensor.nbytes)
         for start in range(0, num_rows, step):
@@ -349,9 +348,9 @@ class _BlockReader:
 
 
 def _copy_records(run_dir: Path, folder: Path) -> None:
-    """Copies what a start that continues a checkpoint asks of the run that wrote it: config, data, tokenizer."""
+    """Copies the run's records that resuming needs: config, data, tokenizer."""
     paths = [run_dir / CONFIG_FILE, run_dir / DATA_FILE, template_path(run_dir / TOKENIZER_FILE)]
-    # All of them: what a manifest names is no path to write to.
+    # All tokenizers, because a file name from a manifest must not be used as a path to write to.
     for path in (*paths, *run_dir.glob("tokenizer*.json"), *run_dir.glob(f"{STARTS_FOLDER}/*")):
         if path.is_file():
             copy = folder / path.relative_to(run_dir)
@@ -360,10 +359,10 @@ def _copy_records(run_dir: Path, folder: Path) -> None:
 
 
 def _checkpoints(run: str, steps: Sequence[int] | None = None) -> tuple[Path, dict[int, Manifest | str]]:
-    """A run's folder, and its checkpoints' manifests by step, or why one cannot be read.
+    """Returns a run's folder, and by step the manifest of each checkpoint, or the error if it cannot be read.
 
     Raises:
-        CheckpointError: there is none, or none of a step.
+        CheckpointError: the run has no checkpoints, or none of a requested step.
     """
     run_dir = run_path(run)
     folders = list_checkpoints(run_dir)
@@ -387,7 +386,7 @@ def _folder(run_dir: Path, step: int) -> Path:
 
 
 def _losses(run_dir: Path) -> dict[int, tuple[str, str]]:
-    """The training loss, and that of each validation set, by step."""
+    """Returns the training loss and the validation losses by step, formatted."""
     found: dict[int, tuple[str, str]] = {}
     for line in read_json_lines(run_dir / METRICS_FILE):
         step = line.get("step")
@@ -403,7 +402,7 @@ def _losses(run_dir: Path) -> dict[int, tuple[str, str]]:
 
 
 def _kept(run_dir: Path, found: Mapping[int, Manifest | str]) -> dict[int, str]:
-    """Why each checkpoint stays, by the config of the run's last start; the newest alone where that is not there."""
+    """Returns why each checkpoint is kept, by the config of the run's last start; without it, marks only the newest."""
     sequences = {step: 0 if isinstance(manifest, str) else manifest.sequence for step, manifest in found.items()}
     kept = dict.fromkeys(sequences, "")
     with suppress(ConfigError):

@@ -1,10 +1,10 @@
-"""Steps of a datatrove pipeline that make a dataset: what datatrove reads, filters and deduplicates, megads tokenizes.
+"""Steps of a datatrove pipeline that tokenize documents into a dataset of megads.
 
     writer = MegadsWriter("data/web", "tokenizer.json")
     write = LocalPipelineExecutor(pipeline=[JsonlReader("raw/"), LambdaFilter(...), writer], tasks=8)
     LocalPipelineExecutor(pipeline=[MegadsJoin(writer)], depends=write).run()
 
-Any executor of datatrove runs them. A task that is killed is run again, as datatrove does with any task.
+They run in any executor of datatrove, which reruns killed tasks.
 """
 
 from __future__ import annotations
@@ -28,24 +28,25 @@ _ORDERS = ("file", "rank")
 
 
 class MegadsWriter(PipelineStep):
-    """Tokenizes the documents of each task into parts of a dataset, and passes them on.
+    """Tokenizes the documents of each task into a part of a dataset, and yields the documents.
 
-    The dataset is complete once `MegadsJoin` has joined the parts. Its documents are in the order of the names of the
-    files that they were read from (`file_path` of their metadata, which datatrove's readers of files set), those of one
-    file as they came. So its bytes do not depend on the number of tasks, as long as no file is read by several of them
-    and no other step depends on it.
+    `MegadsJoin` joins the parts to the dataset. Its documents are ordered by the name of the file that they were read
+    from (`file_path` of their metadata, which datatrove's file readers set); documents of one file keep their order.
+    The bytes of the dataset do not depend on the number of tasks, unless several tasks read one file or another step
+    depends on the number of tasks.
 
     Args:
-        output: prefix of the <output>.bin and <output>.idx to write, in a folder that all tasks see.
+        output: prefix of <output>.bin and <output>.idx, in a folder that all tasks can write to.
         tokenizer: file in the format of Hugging Face `tokenizers`.
         end_of_document: token appended to every document; None appends none.
-        text_special_tokens: ignore: text that spells a special token is ordinary text; parse: it is the token.
-        engine: hf, fast or auto, as `megads preprocess` has it.
-        order: file; or rank, for documents in the order of the tasks, whatever files they come from.
-        overwrite: replace a dataset that is there.
+        text_special_tokens: how text that spells a special token is tokenized: ignore, as ordinary text; parse, as the
+            special token.
+        engine: hf, fast or auto, as in `megads preprocess`.
+        order: file, or rank for documents in the order of the tasks, regardless of files.
+        overwrite: replace an existing dataset.
 
     Raises:
-        ConfigError: a setting is none of those that are known.
+        ConfigError: a setting has an unknown value.
     """
 
     name = "megads dataset"
@@ -78,10 +79,10 @@ class MegadsWriter(PipelineStep):
 
         Raises:
             ConfigError: the output exists, or the end-of-document token is not in the tokenizer.
-            DataError: a damaged tokenizer file, or a full disk.
+            DataError: the tokenizer file is damaged, or the disk is full.
         """
         refuse_output(self.output, self.overwrite)
-        # A task has one core as a rule.
+        # A task usually has one core.
         with exported({"TOKENIZERS_PARALLELISM": "false"}):
             writer = DocumentRank(self.tokenizing(), Engine(self.engine), rank, world_size)
             for document in data or ():
@@ -95,7 +96,7 @@ class MegadsWriter(PipelineStep):
             self.stat_update("tokens", value=writer.num_tokens, unit="task")
 
     def tokenizing(self) -> Tokenizing:
-        """Loads the tokenizer; raises as `run` does."""
+        """Loads the tokenizer; raises the same errors as `run`."""
         return Tokenizing(
             self.tokenizer,
             self.output,
@@ -106,11 +107,10 @@ class MegadsWriter(PipelineStep):
 
 
 class MegadsJoin(PipelineStep):
-    """Joins the parts that the tasks of a `MegadsWriter` have written, by copying: the pipeline of one task, run when
-    the others are complete.
+    """Joins the parts written by the tasks of a `MegadsWriter`, by copying. Runs as one task after the others.
 
     Args:
-        writer: the step that wrote them.
+        writer: the step that wrote the parts.
     """
 
     name = "megads dataset, joined"
@@ -121,11 +121,11 @@ class MegadsJoin(PipelineStep):
         self.writer = writer
 
     def run(self, data: Iterable[Document] | None = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Joins them, in the first task.
+        """Joins the parts, in task 0.
 
         Raises:
-            ConfigError: the tasks have written nothing with these settings.
-            DataError: a task is missing, a part is damaged, or the disk is full.
+            ConfigError: no task has written a part with these settings.
+            DataError: the part of a task is missing or damaged, or the disk is full.
         """
         if rank == 0:
             with self.track_time("dataset"):

@@ -1,4 +1,4 @@
-"""Continues prompts with a trained model: from the command line, from files, or as they are typed."""
+"""Generates text with a trained model from prompts on the command line, in files, or typed interactively."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ from megads.runtime.run_dir import CONFIG_FILE, recorded_config
 
 
 def dataset_prefixes(run_dir: Path) -> list[Path]:
-    """Places where the training data of a run may be, from its frozen config; none where that is not there.
+    """Returns paths where a run's training data may be, from its frozen config; empty if the config is missing.
 
-    Paths there are relative to where the run was started: that is here, or the folder that holds runs/.
+    Relative paths are relative to the folder where the run was started: the current folder, or the parent of runs/.
     """
     try:
         content = yaml.safe_load(recorded_config(run_dir / CONFIG_FILE))
     except (OSError, ValueError, yaml.YAMLError, RecursionError):
         return []
-    # Not load_frozen: a run of an earlier version, whose config lacks today's keys, can still be read.
+    # Not load_frozen, so that runs of earlier versions, whose config lacks current keys, can be read.
     data = content.get("data") if isinstance(content, dict) else None
     datasets: Any = data.get("train") if isinstance(data, dict) else None
     items = datasets if isinstance(datasets, list) else []
@@ -54,11 +54,11 @@ def dataset_prefixes(run_dir: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class Task:
-    """A prompt and what came with it.
+    """A prompt and the record that it comes from.
 
     Attributes:
         prompt: the text to continue.
-        record: the line of JSON it was in; empty for other sources. Its other fields go to the output.
+        record: the JSON object of its line, whose fields are copied to the output; empty for other sources.
     """
 
     prompt: str
@@ -66,10 +66,10 @@ class Task:
 
 
 def given_tasks(config: GenerateConfig) -> list[Task]:
-    """Returns what the config says to continue, nothing where it leaves that to stdin.
+    """Returns the prompts that the config gives; empty if prompts are read from stdin.
 
     Raises:
-        DataError: the input cannot be read or holds no prompts.
+        DataError: the input cannot be read or has no prompts.
     """
     if config.prompt is not None:
         return [Task(config.prompt)]
@@ -79,7 +79,7 @@ def given_tasks(config: GenerateConfig) -> list[Task]:
 
 
 def completion_line(task: Task, completion: Completion) -> str:
-    """Returns the line of JSON that the output file gets."""
+    """Returns the JSON line of a completion for the output file."""
     made = {
         "prompt": task.prompt,
         "completion": completion.text,
@@ -90,12 +90,12 @@ def completion_line(task: Task, completion: Completion) -> str:
 
 
 def refuse_to_overwrite(config: GenerateConfig) -> None:
-    """Raises ConfigError where the output exists and its loss was not asked for, or where it is the input."""
+    """Raises ConfigError if the output exists and overwrite is not set, or if it is the input."""
     if config.output is None:
         return
     output = Path(config.output)
     if config.input is not None and output.resolve() == Path(config.input).resolve():
-        raise ConfigError(f"output = {output}: is the input and would be lost; choose another output")
+        raise ConfigError(f"output = {output}: is the input, which would be overwritten; choose another output")
     if output.exists() and not config.overwrite:
         raise ConfigError(f"output = {output}: exists; choose another output or give overwrite=true")
 
@@ -119,9 +119,9 @@ def _task(place: str, line: str, field_name: str) -> Task:
     try:
         record = json.loads(line)
     except ValueError as error:
-        raise DataError(f"{place}: not JSON: {error}; lines of plain text belong in a .txt file") from error
+        raise DataError(f"{place}: not JSON: {error}; put plain text in a .txt file") from error
     if not isinstance(record, dict) or not isinstance(record.get(field_name), str):
-        found = f"it has {', '.join(record)}" if isinstance(record, dict) else "it is no object"
+        found = f"it has {', '.join(record)}" if isinstance(record, dict) else "it is not an object"
         raise DataError(f"{place}: has no text in {field_name!r}, {found}: give prompt_field=<name>")
     return Task(record[field_name], record)
 
@@ -129,10 +129,10 @@ def _task(place: str, line: str, field_name: str) -> Task:
 def stream(
     generator: TextGenerator, prompt: Prompt, number: int, echo: bool, interrupted: Callable[[], bool] = lambda: False
 ) -> None:
-    """Prints one completion as it comes, and then its speed on stderr, also when it is interrupted.
+    """Prints one completion token by token, then its speed on stderr, even if it is interrupted.
 
     Raises:
-        KeyboardInterrupt: `interrupted`, which is asked after every token, said so.
+        KeyboardInterrupt: `interrupted`, which is called after every token, returned True.
     """
 
     speed = GenerationSpeed()
@@ -150,24 +150,25 @@ def stream(
 
 
 def say(message: object) -> None:
-    """One line on stderr."""
+    """Prints one line to stderr."""
     print(message, file=sys.stderr, flush=True)
 
 
 HISTORY_LINES = 1000
-_HELP = "Type a text to continue; a backslash at the end goes on in the next line. Ctrl-C stops a text, Ctrl-D leaves."
+_HELP = "Type a prompt; end a line with a backslash to continue it. Ctrl-C stops the generation, Ctrl-D exits."
 
 
 def converse(generator: TextGenerator, source: TextIO, echo: bool) -> int:
-    """Continues every prompt of a source until it ends.
+    """Completes every prompt of a source until it ends.
 
     Args:
-        generator: makes the text.
+        generator: generates the text.
         source: stdin.
-        echo: print a prompt in front of its completion, where it does not stand on the terminal already.
+        echo: print each prompt before its completion, unless it was typed at the terminal.
 
     Raises:
-        ConfigError: a piped prompt does not fit the model, or there was none. At a terminal the user is told.
+        ConfigError: a piped prompt does not fit the model, or there is no prompt. At a terminal the error is printed
+            instead.
     """
     typed = source.isatty()
     number = 0
@@ -185,7 +186,7 @@ def converse(generator: TextGenerator, source: TextIO, echo: bool) -> int:
             if not typed:
                 raise
             print("stopped", file=sys.stderr, flush=True)
-        # Every text has draws of its own: the same prompt again is continued in another way.
+        # Every prompt has its own random numbers, so that repeating a prompt gives another completion.
         number += 1
     if not number and not typed:
         raise ConfigError("there is no prompt: give prompt='...', prompts, input, or lines on stdin")
@@ -194,10 +195,10 @@ def converse(generator: TextGenerator, source: TextIO, echo: bool) -> int:
 
 @contextmanager
 def _interrupts() -> Iterator[Callable[[], bool]]:
-    """Tells whether Ctrl-C was pressed since the start of a text, without raising anything; a second one raises.
+    """Yields a function that returns whether Ctrl-C was pressed in the block; a second Ctrl-C raises KeyboardInterrupt.
 
-    An exception in the midst of a token may come up inside of a library that swallows it: seen once in a busy machine's
-    tests, and the text went on.
+    An exception raised during a token may occur inside a library that swallows it, so that generation continues. This
+    was seen once, in tests on a busy machine.
     """
     pressed = Event()
 
@@ -214,7 +215,7 @@ def _interrupts() -> Iterator[Callable[[], bool]]:
 
 
 def _joined(lines: TextIO | Iterator[str]) -> Iterator[str]:
-    """Yields prompts: a line that ends in a backslash goes on in the next one."""
+    """Yields prompts, with lines that end in a backslash joined to the next line."""
     begun = ""
     for line in lines:
         text = begun + line.removesuffix("\n")
@@ -228,7 +229,7 @@ def _joined(lines: TextIO | Iterator[str]) -> Iterator[str]:
 
 
 def _typed() -> Iterator[str]:
-    """Yields what the user types, with the history of earlier sessions on the arrow keys."""
+    """Yields prompts typed by the user, with the history of earlier sessions on the arrow keys."""
     print(_HELP, file=sys.stderr, flush=True)
     history = user_cache_dir() / "generate_history"
     with suppress(ImportError, OSError):  # a Python without readline, or no history yet
@@ -261,7 +262,7 @@ RUNS = Path("runs")
 
 
 def generate(config: GenerateConfig) -> int:
-    """Loads the model and continues what the config gives, or what is typed."""
+    """Loads the model and completes the prompts of the config, of stdin or typed at the terminal."""
     config.check()
     tasks = given_tasks(config)
     refuse_to_overwrite(config)
@@ -279,11 +280,11 @@ def generate(config: GenerateConfig) -> int:
 
 
 def text_generator(config: GenerateConfig) -> TextGenerator:
-    """Loads what the config names and says so on stderr."""
+    """Loads the model and tokenizer of the config, and prints what was loaded to stderr."""
     device = choose_device(config.device)
     handle = open_checkpoint(run_path(config.run))
     for reason in handle.passed_by:
-        say(f"passed by: {reason}")
+        say(f"skipped: {reason}")
     found = checkpoint_tokenizer(handle, config.tokenizer)
     model = load_unsharded(handle, device, choose_dtype(config.precision, device))
     sampling = Sampling(config.temperature, config.top_p, config.top_k, config.seed)
@@ -296,7 +297,7 @@ def text_generator(config: GenerateConfig) -> TextGenerator:
     say(
         f"{handle.folder}: {sum(weight.numel() for weight in weights):,} parameters, "
         f"{str(weights[0].dtype).removeprefix('torch.')} on {device}; "
-        f"tokenizer {found.path}{'' if found.verified else ' (not verified: its dataset is not here)'}"
+        f"tokenizer {found.path}{'' if found.verified else ' (not verified: its dataset is missing)'}"
     )
     return generator
 
@@ -305,37 +306,37 @@ def _chat_template(found: FoundTokenizer) -> ChatTemplate:
     source = template_beside(found.path)
     if source is None:
         raise ConfigError(
-            f"chat = true, but there is no chat template beside {found.path}: the run learnt no conversations "
-            f"(data.messages_field); leave chat out, or put a {template_path(found.path).name} there"
+            f"chat = true, but there is no chat template next to {found.path}: the run was not trained on "
+            f"conversations (data.messages_field); remove chat, or put a {template_path(found.path).name} there"
         )
-    # What the template writes are tokens; messages may not spell one.
+    # Special tokens in the template's text are tokenized as such; messages must not contain one.
     found.tokenizer.encode_special_tokens = False
     end = None if found.end_of_document_id is None else found.tokenizer.id_to_token(found.end_of_document_id)
     return ChatTemplate(source, end or "", special_tokens(found.tokenizer))
 
 
 def _as_message(template: ChatTemplate | None) -> Callable[[str], str]:
-    """What makes a prompt of a text."""
+    """Returns the function that turns a text into a prompt."""
 
     def prompt(text: str) -> str:
         assert template is not None
         try:
             return template.prompt([{"role": USER, "content": text}])
         except TemplateFault as fault:
-            raise ConfigError(f"{fault}, which a prompt cannot hold with chat=true") from fault
+            raise ConfigError(f"{fault}, which a prompt cannot contain with chat=true") from fault
 
     return str if template is None else prompt
 
 
 def checkpoint_tokenizer(handle: CheckpointHandle, given: str | None = None) -> FoundTokenizer:
-    """Opens the tokenizer that a checkpoint was trained with: the run's own, whether its data is there or not.
+    """Opens the tokenizer that a checkpoint was trained with: the run's own, even if its data is missing.
 
     Args:
-        handle: the checkpoint; one of an earlier version does not know it, and its dataset tells.
-        given: a file to use.
+        handle: the checkpoint; for one of an earlier version, without a tokenizer record, the dataset's is used.
+        given: path of a tokenizer file to use instead.
 
     Raises:
-        DataError: there is none, it is damaged, or another one.
+        DataError: the tokenizer is missing, damaged or not the one of the training.
     """
     run_dir, record = handle.folder.parent.parent, handle.manifest.run.tokenizer
     prefixes = dataset_prefixes(run_dir)
@@ -345,10 +346,10 @@ def checkpoint_tokenizer(handle: CheckpointHandle, given: str | None = None) -> 
 
 
 def run_path(given: str) -> Path:
-    """Returns the folder that `run` means: a path, or the name of a run in runs/.
+    """Returns the folder of a run, given as a path or as the name of a run in runs/.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no such folder.
     """
     for path in (Path(given), RUNS / given):
         if path.is_dir():
@@ -376,7 +377,7 @@ def _print_all(generator: TextGenerator, prompts: Sequence[Prompt], config: Gene
 
 
 def _write(generator: TextGenerator, tasks: Sequence[Task], prompts: Sequence[Prompt], config: GenerateConfig) -> None:
-    """Writes the completions line by line, so that a killed batch leaves those that were finished."""
+    """Writes the completions line by line, so that a killed batch keeps the finished ones."""
     speed = GenerationSpeed()
     output = Path(str(config.output))
     try:

@@ -1,4 +1,4 @@
-"""A run as a notebook reads it: its model, its config, its numbers and its data."""
+"""Reads a run in a notebook: its model, config, metrics and data."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class LoadedModel:
     """The unsharded model of a checkpoint, in evaluation mode.
 
     Attributes:
-        model: the module; called with tokens [b, s] and a BatchInfo it returns logits.
-        folder: the checkpoint's.
-        step: steps that it was trained for.
+        model: the module; returns logits for tokens [b, s] and a BatchInfo.
+        folder: folder of the checkpoint.
+        step: number of training steps.
     """
 
     def __init__(self, model: GPT, handle: CheckpointHandle) -> None:
@@ -44,7 +44,7 @@ class LoadedModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return next(self.model.parameters()).device
 
     @cached_property
@@ -52,40 +52,40 @@ class LoadedModel:
         """The config of the start that wrote the checkpoint.
 
         Raises:
-            CheckpointError: it does not lie beside the checkpoint.
+            CheckpointError: the run does not have that config.
         """
         found = config_of_start(self._run_dir, self._handle.manifest.run.config_digest)
         if found is None:
             raise CheckpointError(
-                f"{self._run_dir} does not hold the config with which {self.folder.name} was written; "
+                f"{self._run_dir} does not have the config with which {self.folder.name} was written; "
                 f"its model is {self.model.config}"
             )
         return found
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that the run was trained with, of Hugging Face `tokenizers`."""
+        """The Hugging Face tokenizer that the run was trained with."""
         return self._found.tokenizer
 
     @torch.no_grad()
     def logits(self, ids_bs: Tensor | Sequence[Sequence[int]]) -> Tensor:
-        """Logits of the token after each one.
+        """Returns the next-token logits at each position.
 
         Args:
             ids_bs: token ids [b, s].
 
         Returns:
-            [b, s, vocabulary] in the model's dtype.
+            Logits [b, s, vocabulary] in the model's dtype.
 
         Raises:
-            ConfigError: ids are not [b, s], or beyond the vocabulary.
+            ConfigError: the ids do not have shape [b, s], or are outside the vocabulary.
         """
         tokens_bs = torch.as_tensor(ids_bs, dtype=torch.int64, device=self.device)
         vocabulary = self.model.config.vocabulary
         if tokens_bs.dim() != 2 or not tokens_bs.numel():
-            raise ConfigError(f"ids_bs has shape {list(tokens_bs.shape)}: want [batch, sequence], neither of them 0")
+            raise ConfigError(f"ids_bs has shape {list(tokens_bs.shape)}: want [batch, sequence], not empty")
         if int(tokens_bs.min()) < 0 or int(tokens_bs.max()) >= vocabulary:
-            raise ConfigError(f"ids_bs reaches from {tokens_bs.min()} to {tokens_bs.max()}: want 0 to {vocabulary - 1}")
+            raise ConfigError(f"ids_bs ranges from {tokens_bs.min()} to {tokens_bs.max()}: want 0 to {vocabulary - 1}")
         logits_bsv: Tensor = self.model(tokens_bs, BatchInfo(torch.arange(len(tokens_bs), device=self.device)))
         return logits_bsv
 
@@ -100,13 +100,13 @@ class LoadedModel:
         seed: int = 1234,
         end_of_document: str = "auto",
     ) -> str:
-        """The text that follows a prompt; the arguments are the keys of `megads generate`.
+        """Returns the completion of a prompt; the arguments are the keys of `megads generate`.
 
         Raises:
             ConfigError: the prompt does not fit the model.
         """
         sampling = Sampling(temperature, top_p, top_k, seed)
-        # A generator puts caches into its model; the weights are shared.
+        # The generator adds KV caches to its model, so it gets a copy that shares the weights.
         shared = {id(weight): weight for weight in self.model.parameters()}
         model = copy.deepcopy(self.model, dict(shared))
         generator = TextGenerator(model, self._found, sampling, max_new_tokens, end_of_document)
@@ -125,17 +125,17 @@ class LoadedModel:
 def load_model(
     run: str | Path, *, dtype: str | torch.dtype = "auto", device: str = "auto", plugins: Sequence[str] = ()
 ) -> LoadedModel:
-    """Loads the whole model of a run, or of one checkpoint, whatever its layout was.
+    """Loads the unsharded model of a run or checkpoint, regardless of its layout.
 
     Args:
-        run: a run's folder or its name in runs/, of which the newest usable checkpoint is taken, or a checkpoint's.
-        dtype: of weights and activations: bf16, fp32, a torch dtype, or auto: bf16 on a GPU, fp32 on a CPU.
-        device: auto (a GPU where there is one), cpu, cuda or cuda:<number>.
-        plugins: modules to import, for a model with a block of a plugin. A checkpoint imports nothing.
+        run: folder of a run or its name in runs/, whose newest usable checkpoint is loaded; or folder of a checkpoint.
+        dtype: dtype of weights and activations: bf16, fp32, a torch dtype, or auto (bf16 on a GPU, fp32 on a CPU).
+        device: auto (a GPU if there is one), cpu, cuda or cuda:<number>.
+        plugins: modules to import, for a model whose block comes from a plugin. A checkpoint imports nothing itself.
 
     Raises:
         CheckpointError: there is no usable checkpoint.
-        ConfigError: there is no such device or dtype, or the block is of a plugin that is not imported.
+        ConfigError: the device or dtype does not exist, or the block's plugin is not imported.
     """
     import_plugins(plugins)
     where = choose_device(device)
@@ -148,30 +148,30 @@ def load_model(
 
 
 def read_metrics(run: str | Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl: one a step, with its loss, and one a validation, with valid/<name>/loss."""
+    """Returns the lines of metrics.jsonl: one per step with the loss, one per validation with valid/<name>/loss."""
     return list(read_json_lines(run_path(str(run)) / METRICS_FILE))
 
 
 def read_events(run: str | Path) -> list[dict[str, Any]]:
-    """The lines of a run's events.jsonl: starts, stops, checkpoints, faults, each with its cause."""
+    """Returns the lines of a run's events.jsonl: starts, stops, checkpoints and faults with their causes."""
     return list(read_json_lines(run_path(str(run)) / EVENTS_FILE))
 
 
 def read_config(run: str | Path) -> RootConfig:
-    """The config of a run's last start; keys that its version did not have take their defaults, no plugin is imported.
+    """Returns the config of a run's last start. Keys that its version lacks take their defaults; imports no plugins.
 
     Raises:
-        ConfigError: there is none, or it does not fit this version.
+        ConfigError: the config is missing, or does not fit this version.
     """
     return load_frozen(run_path(str(run)) / CONFIG_FILE, complete=False)
 
 
 class RunData(NamedTuple):
-    """What a run reads.
+    """Data of a run.
 
     Attributes:
-        train: its training samples, without an end; `megads why` shows those of a step.
-        valid: its validation windows by the set's name.
+        train: training samples, an endless sequence; `megads why` prints those of a step.
+        valid: validation windows by name of the validation set.
     """
 
     train: TrainSource
@@ -179,10 +179,10 @@ class RunData(NamedTuple):
 
 
 def read_data(run: str | Path) -> RunData:
-    """Opens the data of a run; paths are relative to where the run was started.
+    """Opens the data of a run; paths are relative to the folder where the run was started.
 
     Raises:
-        DataError: it is missing, damaged, or not what the run was trained on.
+        DataError: the data is missing, damaged, or not the data that the run was trained on.
     """
     folder = run_path(str(run))
     return RunData(*open_run_data(read_config(folder), read_record(folder)))

@@ -1,4 +1,4 @@
-"""Folders that commands make: whole or not at all, on the disk, and never over somebody else's."""
+"""Output folders of commands: written atomically, synced to disk, and replaced only by the same command."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _ORIGIN_FILE = "megads.json"
 
 
 def require_free(output: Path, overwrite: bool, made_by: str) -> None:
-    """Refuses a folder that is there, but for an earlier one of the same command that may be replaced.
+    """Raises if a folder exists, unless the same command created it and it may be replaced.
 
     Args:
         output: the folder.
-        overwrite: it may be replaced.
-        made_by: the command.
+        overwrite: whether it may be replaced.
+        made_by: name of the command.
 
     Raises:
-        ConfigError: it is taken.
+        ConfigError: the folder exists and may not be replaced.
     """
     if not output.exists():
         return
@@ -35,26 +35,28 @@ def require_free(output: Path, overwrite: bool, made_by: str) -> None:
         found = parse_json(read_regular(output / _ORIGIN_FILE))
     except (OSError, ValueError, RecursionError):
         found = None
-    # A run that was trained in an imported folder is more than that folder. Every start writes events; the config may
-    # have been copied along with a checkpoint.
+    # A run may have been trained in an imported folder. Events show that, as every start writes them; the config does
+    # not, as it may have been copied with a checkpoint.
     if found != {"made_by": made_by} or (output / EVENTS_FILE).exists():
-        raise ConfigError(f"output = {output}: is none of {made_by}, and overwrite=true replaces no other folder")
+        raise ConfigError(
+            f"output = {output}: was not created by {made_by}; overwrite=true replaces only its own folders"
+        )
 
 
 def write_origin(folder: Path, made_by: str) -> None:
-    """Notes which command made a folder, which that command may then replace."""
+    """Records which command created a folder, so that the command may replace it later."""
     (folder / _ORIGIN_FILE).write_text(json.dumps({"made_by": made_by}) + "\n", encoding="utf-8")
 
 
 @contextmanager
 def new_folder(output: Path) -> Iterator[Path]:
-    """Gives a folder to write to, which then appears whole in the place of what was there, or not at all.
+    """Yields a temporary folder that atomically replaces `output` at the end, or is removed on an error.
 
     Args:
-        output: where it goes.
+        output: path of the folder.
 
     Raises:
-        CheckpointError: it cannot be written.
+        CheckpointError: the folder cannot be written.
     """
     partial, replaced = (output.with_name(f".{output.name}.{suffix}") for suffix in ("partial", "replaced"))
     try:
@@ -81,14 +83,14 @@ def new_folder(output: Path) -> Iterator[Path]:
 
 
 def _bring_to_disk(path: Path) -> None:
-    """Waits for what was written before; after all files are written, for the disk is busy while they are made."""
+    """Calls fsync on a file; done after all files are written, because the disk is busy while they are."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
 def require_room(output: Path, nbytes: int) -> None:
-    """Raises CheckpointError where a folder's disk has no room for so many bytes."""
+    """Raises CheckpointError if the disk of a folder has less free space than `nbytes`."""
     parent = next(folder for folder in (output.absolute().parent, *output.absolute().parents) if folder.is_dir())
     free = shutil.disk_usage(parent).free
     if free < nbytes:
-        raise CheckpointError(f"output = {output}: it takes {nbytes:,} bytes, {parent} has {free:,} free")
+        raise CheckpointError(f"output = {output}: needs {nbytes:,} bytes, {parent} has {free:,} free")

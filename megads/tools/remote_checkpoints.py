@@ -1,4 +1,4 @@
-"""What can be done with checkpoints in a store beside training: bring those of a run there, fetch, list and verify."""
+"""Operations on checkpoints in an object store: upload, download, list and verify."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _TRIES = 3
 
 
 def upload(run: str, url: str | None) -> str:
-    """Uploads what a store lacks of a run's checkpoints; goes on where another upload ended.
+    """Uploads the files of a run's checkpoints that a store lacks; continues an interrupted upload.
 
     Args:
-        run: the run.
-        url: in place of the run's checkpoint.upload.
+        run: path or name of the run.
+        url: URL of the store; None uses the run's checkpoint.upload.
 
     Returns:
-        What was done, in words.
+        A summary to print.
 
     Raises:
-        ConfigError: nobody says where to.
+        ConfigError: no URL is given and the run has no checkpoint.upload.
         CheckpointError: there are no checkpoints, or the store fails three times in a row.
     """
     run_dir = run_path(run)
@@ -48,7 +48,9 @@ def upload(run: str, url: str | None) -> str:
         check_url(url, "output")
         config = replace(config, checkpoint=replace(config.checkpoint, upload=url))
     if config.checkpoint.upload is None:
-        raise ConfigError(f"{run_dir} was started without checkpoint.upload: give output=<url>, as s3://bucket/prefix")
+        raise ConfigError(
+            f"{run_dir} was started without checkpoint.upload: give output=<url>, such as s3://bucket/prefix"
+        )
     if not list_checkpoints(run_dir):
         raise CheckpointError(f"{run_dir} holds no checkpoints")
     with closing(EventWriter(run_dir)) as events, Progress("uploading checkpoints") as progress:
@@ -59,18 +61,20 @@ def upload(run: str, url: str | None) -> str:
         uploader = Uploader(config, run_dir, lambda: True, events, tell, _TRIES)
         uploader.run()
     steps = ", ".join(f"{step:,}" for step in sorted(uploader.uploaded))
-    done = f"uploaded step{'s' * (len(uploader.uploaded) > 1)} {steps}" if steps else "has all of them already"
+    done = (
+        f"uploaded step{'s' * (len(uploader.uploaded) > 1)} {steps}" if steps else "all checkpoints are already there"
+    )
     return f"{run_url(config)}: {done}"
 
 
 @dataclass(frozen=True)
 class Downloaded:
-    """What was fetched.
+    """Result of `download`.
 
     Attributes:
-        folder: a run with one checkpoint.
-        step: of the checkpoint.
-        passed_by: newer ones that are not usable.
+        folder: folder of the new run, which has one checkpoint.
+        step: step of the checkpoint.
+        passed_by: newer checkpoints that were skipped because they are not usable, with the reason.
     """
 
     folder: Path
@@ -84,13 +88,13 @@ class Downloaded:
 
 
 def download(config: CheckpointActionConfig) -> Downloaded:
-    """Fetches the newest usable checkpoint of a run in a store, or that of a step, with what belongs to the run.
+    """Downloads the newest usable checkpoint of a run in a store, or that of a step, with the run's records.
 
-    The same command goes on where a killed one ended.
+    The same command continues an interrupted download.
 
     Raises:
-        ConfigError: the output is taken.
-        CheckpointError: there is no usable one, or it cannot be written.
+        ConfigError: the output exists and may not be replaced.
+        CheckpointError: there is no usable checkpoint, or it cannot be written.
     """
     output = Path(str(config.output))
     if list_checkpoints(output) or not output.exists():
@@ -110,10 +114,10 @@ def download(config: CheckpointActionConfig) -> Downloaded:
 
 
 def list_remote(url: str) -> None:
-    """Prints a line for every checkpoint of a run in a store; reads manifests alone.
+    """Prints one line per checkpoint of a run in a store. Reads only manifests.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: the run has no checkpoints.
     """
     store, found = _found(url, None)
     rows: list[Sequence[str]] = []
@@ -129,15 +133,15 @@ def list_remote(url: str) -> None:
 
 
 def verify_remote(url: str, steps: Sequence[int] | None) -> int:
-    """Fetches every file of checkpoints, verifies its checksums, and says of each checkpoint whether it is sound.
+    """Downloads every file of checkpoints, verifies its checksums, and prints the result for each checkpoint.
 
-    One file at a time is on the disk, in the folder of temporary files.
+    One file at a time is on disk, in the folder for temporary files.
 
     Returns:
-        The exit code: 4 where one is damaged.
+        The exit code: 4 if a checkpoint is damaged, otherwise 0.
 
     Raises:
-        CheckpointError: there is no such checkpoint.
+        CheckpointError: a requested checkpoint does not exist.
     """
     store, found = _found(url, steps)
     code = EXIT_OK

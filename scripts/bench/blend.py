@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Benchmark 7: the sample index, and the blending of 2, 10 and 100 datasets against Megatron's greedy rule and memory.
+"""Benchmark 7: sample index and blending of 2, 10 and 100 datasets against Megatron's greedy rule and memory bandwidth.
 
-Blends in our own order, and in Megatron's (`data.order=megatron`), by our compiled loop. The peer is Megatron's
-loop: `--peer <folder>` takes the compiled one of a megatron-core that is unpacked there, in place of one in Python. The
-limit writes the same bytes with one `numpy.copyto`. `--cached <samples>` deals Megatron's order of so many samples into
-a cache instead, as a launcher does, and opens it as a rank does, with the time and the memory of both.
+Blends in megads' order, and in Megatron's (`data.order=megatron`), with megads' compiled loop. The peer is Megatron's
+loop: `--peer <folder>` takes the compiled one of an unpacked megatron-core instead of one in Python. The limit writes
+the same bytes with one `numpy.copyto`. `--cached <samples>` instead writes Megatron's order of that many samples into a
+cache, as a launcher does, and opens it as a rank does; it prints time and memory of both.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Work = Callable[[], object]
 
 
 def rates(works: dict[str, tuple[int, Work]], rounds: int) -> dict[str, float]:
-    """Median items a second of each work, all works alternating."""
+    """Returns the median items per second of each case; all cases alternate."""
     found: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(rounds):
         for name, (count, work) in works.items():
@@ -55,13 +55,13 @@ def rates(works: dict[str, tuple[int, Work]], rounds: int) -> dict[str, float]:
 
 
 def copying(bytes_each: int, count: int) -> Work:
-    """Writes so many bytes as the result has."""
+    """Returns a function that writes as many bytes as the result has."""
     source, target = np.ones(count * bytes_each, np.uint8), np.empty(count * bytes_each, np.uint8)
     return lambda: np.copyto(target, source)
 
 
 def peer_helpers(folder: Path | None) -> object:
-    """The compiled helpers of a megatron-core unpacked in a folder; None without one."""
+    """Returns the compiled helpers of a megatron-core unpacked in a folder, or None without a folder."""
     if folder is None:
         return None
     sys.path.insert(0, str(folder / "megatron" / "core" / "datasets"))
@@ -71,7 +71,7 @@ def peer_helpers(folder: Path | None) -> object:
 
 
 def sample_index(documents: int, rounds: int, helpers: object) -> dict[str, float]:
-    """Documents a second."""
+    """Documents per second of building the sample index."""
     random = np.random.default_rng(0)
     sizes = random.integers(100, 2000, documents).astype(np.int32)
     order = random.permutation(documents).astype(np.int32)
@@ -87,13 +87,13 @@ def sample_index(documents: int, rounds: int, helpers: object) -> dict[str, floa
 
 
 def some_weights(datasets: int) -> npt.NDArray[np.float64]:
-    """Weights that sum to 1."""
+    """Returns weights that sum to 1."""
     weights = np.random.default_rng(1).random(datasets)
     return weights / weights.sum()
 
 
 def megatrons_loop(weights: npt.NDArray[np.float64], samples: int, helpers: object) -> tuple[int, Work]:
-    """Samples, and Megatron's loop over them: a hundredth of them where it is in Python."""
+    """Returns a number of samples (a hundredth for the Python loop) and Megatron's loop over them."""
     if helpers is None:
         few = samples // 100
         return few, lambda: _deal_in_python(weights, np.zeros_like(weights), 0, np.empty(few, np.int16))
@@ -103,7 +103,7 @@ def megatrons_loop(weights: npt.NDArray[np.float64], samples: int, helpers: obje
 
 
 def blending(datasets: int, samples: int, rounds: int, helpers: object) -> dict[str, float]:
-    """Samples a second."""
+    """Samples per second of megads' blend."""
     weights = some_weights(datasets)
     order, numbers = BalancedOrder(weights.tolist()), np.arange(samples)
     works: dict[str, tuple[int, Work]] = {
@@ -115,7 +115,7 @@ def blending(datasets: int, samples: int, rounds: int, helpers: object) -> dict[
 
 
 def megatrons_blending(datasets: int, samples: int, rounds: int, helpers: object) -> dict[str, float]:
-    """Samples a second that are dealt in Megatron's order."""
+    """Samples per second of the blend in Megatron's order."""
     weights, dealt = some_weights(datasets), np.empty(samples, np.int16)
     deal = compiled_deal(print)
     works: dict[str, tuple[int, Work]] = {
@@ -127,7 +127,7 @@ def megatrons_blending(datasets: int, samples: int, rounds: int, helpers: object
 
 
 def cached_order(datasets: int, samples: int, folder: str) -> None:
-    """Opens Megatron's order of so many samples in a cache, dealt there if need be; prints time and memory."""
+    """Opens Megatron's order of this many samples from a cache, built if missing; prints time and memory."""
     before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
     order = MegatronOrder(some_weights(datasets).tolist(), samples, ArrayCache("", folder))
     opened = time.perf_counter()
@@ -141,7 +141,7 @@ def cached_order(datasets: int, samples: int, folder: str) -> None:
 
 
 def in_processes(samples: int) -> None:
-    """Runs `cached_order` in processes of their own: one that deals, two that open."""
+    """Runs `cached_order` in separate processes: one that builds the order, two that open it."""
     for datasets in (2, 10, 100):
         with tempfile.TemporaryDirectory() as folder:
             for who in ("deals", "opens first", "opens"):
@@ -149,11 +149,11 @@ def in_processes(samples: int) -> None:
                 command = [sys.executable, "-c", f"from scripts.bench.blend import cached_order; {call}"]
                 done = subprocess.run(command, capture_output=True, text=True, check=True)
                 print(f"{who}: {done.stdout.strip()}", flush=True)
-                time.sleep(3)  # younger files are verified by everybody
+                time.sleep(3)  # every process verifies newer files
 
 
 def verdicts_of(figures: dict[str, dict[str, float]], compiled_peer: bool) -> list[Verdict]:
-    """Targets are against the compiled loops; Megatron's rule in Python only shows what dealing one by one costs."""
+    """Compares with the compiled loops; Megatron's rule in Python only shows the cost of one sample at a time."""
     peer = "Megatron's C++" if compiled_peer else "Megatron's rule in Python"
     return [
         against_rate(
@@ -177,7 +177,9 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=2_000_000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peer", type=Path, help="folder of an unpacked megatron-core")
-    parser.add_argument("--cached", type=int, help="samples of an order in a cache")
+    parser.add_argument(
+        "--cached", type=int, help="write Megatron's order of this many samples into a cache, and open it"
+    )
     add_results_option(parser)
     arguments = parser.parse_args()
     if arguments.cached is not None:

@@ -1,8 +1,8 @@
-"""DeepSpeed's own checkpoints, for benchmark 9: its engine with ZeRO-1, a state of the same size, its own steps.
+"""DeepSpeed's checkpoints, for benchmark 9: its engine with ZeRO-1, a state of the same size, its own training steps.
 
-Its checkpoint engines differ in who writes: torch.save; its writer, here the Python one (the one with asynchronous I/O
-needs a GPU's pinned memory); and, decoupled, that writer in a process of its own, which every optimizer step waits for
-until the checkpoint is written.
+Its checkpoint engines differ in the writer: torch.save; DeepSpeed's writer, here the Python one (the one with
+asynchronous I/O needs a GPU's pinned memory); and, decoupled, that writer in a separate process, which every optimizer
+step waits for until the checkpoint is written.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megads.model.gpt import GPT
 from megads.runtime.environment import exported
 from tests.parity import Scenario
 
-# data_parallel: without it DeepSpeed 0.19.8 asks for a rank that it has not noted.
+# data_parallel: without it DeepSpeed 0.19.8 uses a rank that it has not set.
 _WRITER = {"type": "python", "data_parallel": "replica"}
 WRITERS: dict[str, dict[str, Any] | None] = {
     "DeepSpeed": None,
@@ -36,12 +36,12 @@ _ONE_MACHINE = {"CROSS_RANK": "0", "CROSS_SIZE": "1"}
 
 
 class DeepSpeedPeer:
-    """An engine of DeepSpeed's over the benchmark's model.
+    """A DeepSpeed engine with the benchmark's model.
 
     Args:
-        scenario: gives model and precision.
+        scenario: defines model and precision.
         writer: DeepSpeed's section checkpoint.writer; None saves with torch.save.
-        folder: where it saves.
+        folder: folder of its checkpoints.
     """
 
     def __init__(self, scenario: Scenario, writer: dict[str, Any] | None, folder: Path) -> None:
@@ -63,7 +63,7 @@ class DeepSpeedPeer:
         self._folder = folder
 
     def step(self, batches: Sequence[MicroBatch]) -> None:
-        """One optimizer step; a decoupled checkpoint is committed before it changes the weights."""
+        """Runs an optimizer step; a decoupled checkpoint is committed before it changes the weights."""
         (batch,) = batches
         with _quiet():
             logits_bsv = self._engine(batch.tokens_bs, batch.info)
@@ -73,20 +73,20 @@ class DeepSpeedPeer:
             self._engine.step()
 
     def save(self, number: int) -> None:
-        """What the loop waits for."""
-        # Outside of no_grad its fp32 partitions are not leaves, and torch refuses to hand them to another process.
+        """Saves a checkpoint, as far as the training loop waits for it."""
+        # Without no_grad its fp32 partitions are not leaves, and torch refuses to pass them to another process.
         with torch.no_grad(), _quiet():
             self._engine.save_checkpoint(str(self._folder), tag=str(number))
 
     def close(self) -> None:
-        """Ends the process that it may have."""
+        """Terminates its writer process, if there is one."""
         with _quiet():
             getattr(self._engine.checkpoint_engine, "cleanup", lambda: None)()
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """What DeepSpeed prints, and warns of, is no result."""
+    """Suppresses the output and warnings of DeepSpeed."""
     with Path(os.devnull).open("w") as nothing:
         before = sys.stdout
         sys.stdout = nothing

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""checkpoint.read: what data-parallel replicas read of a checkpoint that all of them need, and how long that takes.
+"""checkpoint.read: how much data-parallel replicas read of a checkpoint that all of them need, and how long it takes.
 
-On one node the replicas read one folder and share its page cache. For "nodes", each has a copy of the checkpoint of its
-own, as each node has a page cache of its own. The pages are dropped before each round ("cold") or are in memory
-("warm"). Bytes of tensors are counted by the reader, bytes from the disk by the kernel (/proc/self/io), over all ranks.
-Seconds are of the slowest rank; medians.
+On one node the replicas read one folder and share its page cache. For "nodes", each has its own copy of the checkpoint,
+because each node has its own page cache. The pages are dropped before each round ("cold") or are in memory ("warm").
+The reader counts bytes of tensors, the kernel bytes from the disk (/proc/self/io), summed over all ranks. Seconds are
+those of the slowest rank. All values are medians.
 
 Run from the repository: python -m scripts.bench.checkpoint_read [--ranks 4] [--megabytes 400] [--rounds 5]
 """
@@ -43,7 +43,7 @@ PLACES, STATES, WAYS = ("one node", "nodes"), ("cold", "warm"), (CheckpointRead.
 
 @dataclass(frozen=True)
 class Seen:
-    """Of one rank in one round: bytes of tensors read by all ranks, bytes that this rank had from the disk, seconds."""
+    """One rank in one round: bytes of tensors read by all ranks, bytes read from disk by this rank, seconds."""
 
     read_bytes: int
     disk_bytes: int
@@ -54,14 +54,14 @@ Case = tuple[str, str, str]
 
 
 def rank_main(rank: int, ranks: int, port: int, folders: list[Path], megabytes: float, rounds: int, queue: Any) -> None:
-    """Reads the state again and again, each time in each way."""
+    """Reads the state repeatedly, in each way per round."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
     grid = build_grid(ParallelConfig(dp=ranks, zero_stage=0), rank, ranks)
     opened = open_checkpoint(folders[0], grid.control)
     shards, found = zeros_like(state_of(megabytes, 0.0)), defaultdict[Case, list[Seen]](list)
     for _, place, state, how in product(range(rounds), PLACES, STATES, WAYS):
-        # Headers are read anew, as at a start.
+        # Headers are read again, as at a start.
         folder = opened.folder if place == "one node" else folders[rank]
         handle = replace(opened, folder=folder, headers={})
         if state == "cold":
@@ -82,13 +82,13 @@ def rank_main(rank: int, ranks: int, port: int, folders: list[Path], megabytes: 
 
 
 def touch(handle: CheckpointHandle) -> None:
-    """Brings a checkpoint into memory."""
+    """Reads a checkpoint into the page cache."""
     for path in handle.folder.iterdir():
         path.read_bytes()
 
 
 def measure(folder: Path, ranks: int, megabytes: float, rounds: int) -> dict[Case, Seen]:
-    """Sums and slowest ranks of each case, medians over rounds."""
+    """Returns the sums and the slowest rank of each case, as medians over rounds."""
     first = save_checkpoint(folder / "run", state_of(megabytes, 1.0), run_at(1))
     folders = [first, *(folder / f"copy_{rank}" for rank in range(1, ranks))]
     for copy in folders[1:]:
@@ -121,9 +121,9 @@ def measure(folder: Path, ranks: int, megabytes: float, rounds: int) -> dict[Cas
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4, help="data-parallel replicas")
-    parser.add_argument("--megabytes", type=float, default=400, help="of the state")
+    parser.add_argument("--megabytes", type=float, default=400, help="size of the state")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, help="on the disk to read from; default: the temporary folder")
+    parser.add_argument("--folder", type=Path, help="folder on the disk to read from (default: the temporary folder)")
     add_results_option(parser)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""What checkpoints of many ranks cost a rank apart from their data: BLOOM-176B on 384, 10,272 and 99,984 ranks.
+"""Per-rank cost of checkpoints with many ranks, without their data: BLOOM-176B on 384, 10,272 and 99,984 ranks.
 
     python -m scripts.bench.checkpoint_scale --folder <disk with 2 million free inodes> [--dp 8 214 2083]
 
-Files are what tp 4, pp 12 and dp ranks of ZeRO-1 leave, with real headers and holes for data. Each step is the real
-code, in a process of its own: rank 0's writer collects what the others leave and commits; rank 0 finds the next
-checkpoint's number among twenty that are kept; a rank starts that loads what it saved, and one of another layout (tp 8,
-pp 6). Memory is what the process takes at its peak beyond that after the imports.
+The files are those that tp 4, pp 12 and dp ranks of ZeRO-1 write, with real headers and holes for data. Each step runs
+the real code in a separate process: rank 0's writer collects the summaries of the other ranks' files and commits; rank
+0 finds the number of the next checkpoint among twenty kept ones; a rank locates its shards in manifest and headers, in
+the same layout and in another (tp 8, pp 6). Memory is the peak of the process minus its memory after the imports.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ _COLUMN_CUT = ("attention.dense.weight", "mlp.down.weight")
 
 
 class Layout:
-    """Which parts of BLOOM-176B each rank of a layout saves.
+    """The parts of BLOOM-176B that each rank of a layout saves.
 
     Args:
-        shapes: of its parameters.
-        tp, pp, dp: the axes; ranks in this order, tp fastest.
+        shapes: shapes of the parameters.
+        tp, pp, dp: parallel sizes; tp is the fastest axis of the rank order.
     """
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], tp: int, pp: int, dp: int) -> None:
@@ -69,7 +69,7 @@ class Layout:
         return self.tp * self.pp * self.dp
 
     def shards(self, rank: int) -> list[Shard]:
-        """Of a rank, on no device: a share of the flattened parameters of its stage, as ZeRO-1 cuts them."""
+        """Returns a rank's meta shards: its share of the flattened parameters of its stage, as in ZeRO-1."""
         tp, pp, dp = rank % self.tp, rank // self.tp % self.pp, rank // self.tp // self.pp
         local = [self._local(name, shape, tp) for name, shape in self._stages[pp]]
         ends = list(accumulate(torch.Size(shape).numel() for _, shape in local))
@@ -83,7 +83,7 @@ class Layout:
                 break
             first = max(begin, start) - start
             if tp and place.dim is None:
-                # What is not cut belongs to the first tensor-parallel rank.
+                # Unsharded parameters belong to the first tensor-parallel rank.
                 continue
             flat = torch.empty(min(end, ends[index]) - start - first, device="meta")
             found += [shard for kind in KINDS for shard in parameter_shards(kind, place, shape, first, flat)]
@@ -99,7 +99,7 @@ class Layout:
 
 
 def write_holes(folder: Path, layout: Layout) -> None:
-    """Each rank's file, whose data is a hole, and the part by which rank 0's writer learns of it."""
+    """Writes each rank's file, whose data is a hole, and the summary from which rank 0's writer learns of it."""
     for rank in range(layout.world_size):
         shards = layout.shards(rank)
         layouts, notes = describe(shards)
@@ -112,7 +112,7 @@ def write_holes(folder: Path, layout: Layout) -> None:
 
 
 def cost(work: Callable[..., str], *arguments: Any) -> tuple[str, str]:
-    """Seconds and megabytes of a piece of work, and what it says."""
+    """Returns seconds, megabytes and remark of a function call."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     begin = time.perf_counter()
     said = work(*arguments)
@@ -122,13 +122,13 @@ def cost(work: Callable[..., str], *arguments: Any) -> tuple[str, str]:
 
 
 def measured(work: Callable[..., str], *arguments: Any) -> tuple[str, str]:
-    """The same in a process of its own."""
+    """Returns `cost` in a separate process."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
         return pool.submit(cost, work, *arguments).result()
 
 
 def collect_and_commit(partial: Path, final: Path, record: RunRecord, ranks: int) -> str:
-    """What the writer of rank 0 does once all others have written."""
+    """Runs the commit of rank 0's writer after all others have written."""
     parts = [await_part(partial, rank, lambda: False) for rank in range(ranks)]
     commit(partial, final, record, parts, software())
     return f"manifest of {(final / MANIFEST_FILE).stat().st_size / 1e6:.3g} MB"
@@ -139,7 +139,7 @@ def number_among_kept(run_dir: Path) -> str:
 
 
 def load(folder: Path, layout: Layout, rank: int) -> str:
-    """What a rank reads of manifest and headers to know where all of its shards lie."""
+    """Reads manifest and headers as a rank does to locate all of its shards."""
     handle = CheckpointHandle(folder, read_manifest(folder))
     headers = set()
     for shard in layout.shards(rank):
@@ -152,7 +152,7 @@ def load(folder: Path, layout: Layout, rank: int) -> str:
 
 
 def simulate(folder: Path, shapes: dict[str, tuple[int, ...]], dp: int) -> list[tuple[str, str, str]]:
-    """All measurements of one size: what, cost, remark."""
+    """Returns all measurements of one size: what, cost, remark."""
     run_dir, saved, other = folder / f"dp{dp}", Layout(shapes, 4, 12, dp), Layout(shapes, 8, 6, dp)
     record = RunRecord({"step": 1, "samples": 1, "tokens": 1}, 1, "", {}, {"tp": 4, "pp": 12, "dp": dp})
     final = step_folder(run_dir, 1)
@@ -175,7 +175,7 @@ def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dp", type=int, nargs="+", default=[8, 214, 2083])
-    parser.add_argument("--folder", type=Path, help="where files are made for a while")
+    parser.add_argument("--folder", type=Path, help="folder for temporary files")
     arguments = parser.parse_args()
     shapes = parameter_shapes(model_of("bloom_176b"))
     table = Table("ranks", "what", "cost", "")

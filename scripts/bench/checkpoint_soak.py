@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Hundreds of checkpoints of one run, written behind the training: memory and descriptors must stay what they were.
+"""Hundreds of asynchronous checkpoints of one run: memory and file descriptors must not grow.
 
     python -m scripts.bench.checkpoint_soak [--saves 200] [--megabytes 100] [--folder runs/bench]
 
 The real command trains and saves as often as its writer can. After every save the resident memory of rank and writer,
-the shared memory that they have mapped (memfd and /dev/shm) and their open descriptors are noted from outside; what
-they have in the second half is compared with the tenth to the twentieth save. Ends with code 1 where memory grew by
-more than 1%, or descriptors at all.
+the shared memory that they map (memfd and /dev/shm) and their open descriptors are measured from outside. The second
+half is compared with saves ten to twenty. Exits with code 1 if memory grew by more than 1%, or the number of
+descriptors at all.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from scripts.bench.synthetic_dataset import write
 
 MODEL = ModelConfig(num_layers=1, hidden_size=256, num_heads=4, vocab_size=1024, max_seq_len=64)
 SETTLED, COMPARED = 10, 20
-"""Saves after which everything that is taken once has been taken, and up to which it is what later ones may have."""
+"""One-time allocations are done after SETTLED saves; later saves may use what saves up to COMPARED used."""
 MOST_GROWTH = 0.01
 _BYTES_A_PARAMETER = 12
-"""Of a checkpoint: an fp32 master and two moments."""
+"""Size of a checkpoint: fp32 master weight and two moments."""
 _SHARED = ("/memfd:megads", "/dev/shm/")
 _POLL_S = 0.01
 _LONGEST_S = 3600.0
@@ -46,12 +46,12 @@ _END_S = 120.0
 
 @dataclass(frozen=True)
 class Held:
-    """What a process has after a save.
+    """Resources of a process after a save.
 
     Attributes:
-        resident_bytes: of all its memory.
-        shared_bytes: of that, what it has of memfd and /dev/shm.
-        descriptors: open ones.
+        resident_bytes: resident memory.
+        shared_bytes: resident memory of memfd and /dev/shm, included above.
+        descriptors: number of open file descriptors.
     """
 
     resident_bytes: int
@@ -61,11 +61,11 @@ class Held:
 
 @dataclass(frozen=True)
 class Growth:
-    """Of one process and quantity.
+    """Growth of one quantity in one process.
 
     Attributes:
-        before: the most from the tenth to the twentieth save; of descriptors the fewest, as files come and go.
-        after: the same in the second half.
+        before: maximum from the tenth to the twentieth save; minimum for descriptors, because files come and go.
+        after: the same for the second half.
     """
 
     before: int
@@ -77,14 +77,14 @@ class Growth:
 
 
 def shape_of(megabytes: float) -> ModelConfig:
-    """A model whose optimizer state has about so many megabytes."""
+    """Returns a model whose optimizer state has about this many megabytes."""
     one, two = (parameter_count(replace(MODEL, num_layers=layers)) for layers in (1, 2))
     layers = 1 + round((1e6 * megabytes / _BYTES_A_PARAMETER - one) / (two - one))
     return replace(MODEL, num_layers=max(1, layers))
 
 
 def overrides(run_dir: Path, corpus: Path, model: ModelConfig) -> list[str]:
-    """Of a run that saves after every step for which its writer is ready, without an end."""
+    """Returns the overrides of an endless run that saves after every step for which its writer is ready."""
     values = {
         **{f"model.{key}": getattr(model, key) for key in ("num_layers", "hidden_size", "num_heads", "vocab_size")},
         "model.max_seq_len": model.max_seq_len, "data.train": f"[{{path: {corpus}, max_epochs: 1000000}}]",
@@ -99,7 +99,7 @@ def overrides(run_dir: Path, corpus: Path, model: ModelConfig) -> list[str]:
 
 @contextmanager
 def training(words: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """The real command; is asked to stop, and must then end by itself."""
+    """Runs the real command; on exit asks it to stop, and requires it to end by itself."""
     command = [sys.executable, "-m", "megads.cli.main", "train", *words]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                text=True)  # fmt: skip
@@ -115,7 +115,7 @@ def training(words: list[str]) -> Iterator[subprocess.Popen[str]]:
 
 
 def shared_bytes(pid: int) -> int:
-    """Of memfd and /dev/shm, resident."""
+    """Resident bytes of memfd and /dev/shm."""
     total, counted = 0, False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         words = line.split()
@@ -127,19 +127,19 @@ def shared_bytes(pid: int) -> int:
 
 
 def held(process: psutil.Process) -> Held:
-    """What a process has now."""
+    """Returns the current resources of a process."""
     return Held(process.memory_info().rss, shared_bytes(process.pid), process.num_fds())
 
 
 def rank_and_writer(launcher: int) -> dict[str, psutil.Process]:
-    """The processes that have a copy mapped: the writer is the rank's child."""
+    """Returns the processes that have a copy mapped: the writer is a child of the rank."""
     having = [process for process in psutil.Process(launcher).children(recursive=True) if shared_bytes(process.pid)]
     pids = {process.pid for process in having}
     return {"writer" if process.ppid() in pids else "rank": process for process in having}
 
 
 def saves_of(run_dir: Path) -> int:
-    """Checkpoints that have been saved behind the training so far."""
+    """Number of checkpoints saved asynchronously so far."""
     if not (run_dir / EVENTS_FILE).exists():
         return 0
     lines = read_json_lines(run_dir / EVENTS_FILE)
@@ -147,13 +147,13 @@ def saves_of(run_dir: Path) -> int:
 
 
 def soak(folder: Path, saves: int, megabytes: float, say: Callable[[str], object] = print) -> dict[str, list[Held]]:
-    """Trains until so many checkpoints are saved; returns what rank and writer had after each.
+    """Trains until this many checkpoints are saved; returns the resources of rank and writer after each.
 
     Args:
-        folder: an empty one on the disk that is meant.
+        folder: an empty folder on the disk to measure.
         saves: more than 2 COMPARED.
-        megabytes: of a checkpoint, about.
-        say: told from time to time how far it is.
+        megabytes: approximate size of a checkpoint.
+        say: called with a progress message from time to time.
     """
     corpus, run_dir = folder / "corpus", folder / "run"
     model = shape_of(megabytes)
@@ -170,7 +170,7 @@ def soak(folder: Path, saves: int, megabytes: float, say: Callable[[str], object
                 continue
             processes = processes or rank_and_writer(launcher.pid)
             for name, process in processes.items():
-                # Several saves between two looks: none is without a figure.
+                # There may be several saves between two polls: each gets a figure.
                 found[name] += [held(process)] * (now - seen)
             if now // 50 > seen // 50:
                 say(f"{now} saves")
@@ -179,14 +179,14 @@ def soak(folder: Path, saves: int, megabytes: float, say: Callable[[str], object
 
 
 def growth(values: list[Held]) -> dict[str, Growth]:
-    """By quantity."""
+    """Returns the growth by quantity."""
     early, late = values[SETTLED:COMPARED], values[len(values) // 2 :]
     of = {name: [[getattr(each, name) for each in part] for part in (early, late)] for name in Held.__annotations__}
     return {name: Growth(*map(min if name == "descriptors" else max, parts)) for name, parts in of.items()}
 
 
 def faults(found: dict[str, list[Held]]) -> list[str]:
-    """What grew by more than it may."""
+    """Returns the quantities that grew by more than the limit."""
     told = []
     for process, values in found.items():
         for name, grown in growth(values).items():
@@ -199,8 +199,8 @@ def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--saves", type=int, default=200)
-    parser.add_argument("--megabytes", type=float, default=100, help="of a checkpoint")
-    parser.add_argument("--folder", type=Path, default=Path("runs/bench"), help="on the disk that is meant")
+    parser.add_argument("--megabytes", type=float, default=100, help="size of a checkpoint")
+    parser.add_argument("--folder", type=Path, default=Path("runs/bench"), help="folder on the disk to measure")
     add_results_option(parser)
     arguments = parser.parse_args()
     if arguments.saves <= 2 * COMPARED:

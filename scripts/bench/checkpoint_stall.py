@@ -1,21 +1,21 @@
 #!/usr/bin/env python3
-"""Benchmark 9: by how much a checkpoint delays the training steps after it.
+"""Benchmark 9: training delay caused by a checkpoint.
 
-The real engine trains a model whose fp32 masters and moments come to --megabytes. In every round each side saves that
-same state and the engine takes --steps steps; the delay is the time of all that less so many median steps without a
-save, so what goes on in the background and slows the steps counts, too. Sides take turns, in another order each round;
-between them, untimed, everything is let go to disk and deleted. Limits are a copy of the bytes in memory, which a save
-must make before weights may change, and the disk's plain write with fsync. Medians.
+The real engine trains a model whose fp32 master weights and moments total --megabytes. In every round each side saves
+this same state and the engine takes --steps steps. The delay is the total time minus the same number of median steps
+without a save, so that background work which slows the steps is included. Sides alternate, in another order each round;
+between them, untimed, everything is flushed to disk and deleted. The limits are a copy of the bytes in memory, which a
+save must make before weights may change, and a plain write to the disk with fsync. All values are medians.
 
-megads' save is the hook of a run: with checkpoint.async_save it waits for a copy, without until the checkpoint is on
-disk and committed. torch.save does not wait for the disk, `torch.save, fsync` does; DCP is
-torch.distributed.checkpoint, which waits, but for async_save, whose work a thread or a process of its own does.
-DeepSpeed's sides are engines of its own, with ZeRO-1 and a state of the same size; their delay is that of their own
+megads' save is the hook of a run: with checkpoint.async_save it waits for a copy, otherwise until the checkpoint is on
+disk and committed. torch.save does not wait for the disk, `torch.save, fsync` does. DCP is
+torch.distributed.checkpoint, which waits, except for async_save, whose work a thread or a separate process does.
+DeepSpeed's sides are separate engines, with ZeRO-1 and a state of the same size; their delay is measured on their own
 steps.
 
-Memory is measured before: each side that is no limit saves three times in a process tree of its own, steps between.
-Counted is what all its processes have resident, shared memory once (PSS), less what they had before the first save:
-when a save has returned, and when nothing goes on in the background.
+Memory is measured first: each side except the limits saves three times in a separate process tree, with steps between
+the saves. It is the resident memory of all its processes, with shared memory counted once (PSS), minus that before the
+first save: when a save has returned, and when no background work is left.
 
 Run from the repository: python -m scripts.bench.checkpoint_stall [--megabytes 1000] [--folder runs/bench]
 """
@@ -64,14 +64,14 @@ from tests.parity import Scenario, build_engine, step_batches
 
 ROW = 9
 ONE_PROCESS = {**ONE_RANK, "MASTER_ADDR": "127.0.0.1"}
-"""Of the environment; DCP's process listens at that address."""
+"""Environment; DCP's process listens at this address."""
 BYTES_A_PARAMETER = 12
-"""Of the state: an fp32 master and two moments."""
+"""Size of the state: fp32 master weight and two moments."""
 MODEL = ModelConfig(num_layers=1, hidden_size=512, num_heads=8, vocab_size=8192, max_seq_len=16)
 COPY_TARGET = 1 / 1.3
-"""The loop waits for at most 1.3 copies in memory."""
+"""The training loop is blocked for at most 1.3 copies in memory."""
 STEPS_TARGET = 1 / 1.05
-"""A save makes the steps after it at most 5% longer, what the loop waits for included."""
+"""A save and the steps after it take at most 5% longer than the steps alone."""
 CHUNK_BYTES = 2**24
 OURS, OURS_WAITS, COPY, WRITE = "megads", "megads, synchronous", "copy in memory", "plain write, fsync"
 PEERS = {
@@ -95,13 +95,13 @@ _CACHED = StagingOptions(
 
 @dataclass(frozen=True)
 class Side:
-    """Somebody who saves.
+    """A way to save.
 
     Attributes:
-        save: what the loop waits for, given the number of the save.
-        settle: waits, untimed, until nothing goes on in the background.
-        step: of a side that trains an engine of its own; None: it saves the state of the one that all share.
-        close: ends what it started.
+        save: the part for which the training loop waits, given the number of the save.
+        settle: waits, untimed, until no background work is left.
+        step: step of a side with an engine of its own; None: the side saves the state of the shared engine.
+        close: terminates its processes.
     """
 
     save: Callable[[int], object]
@@ -111,7 +111,7 @@ class Side:
 
 
 def scenario_of(megabytes: int) -> Scenario:
-    """A model whose optimizer state has about so many megabytes, and steps of 32 tokens."""
+    """Returns a model whose optimizer state has about this many megabytes, and steps of 32 tokens."""
     one, two = (parameter_count(replace(MODEL, num_layers=layers)) for layers in (1, 2))
     layers = max(1, 1 + round((1e6 * megabytes / BYTES_A_PARAMETER - one) / (two - one)))
     return Scenario(
@@ -121,7 +121,7 @@ def scenario_of(megabytes: int) -> Scenario:
 
 
 def megads_side(engine: TrainEngine, folder: Path, writer: CheckpointWriter | None) -> Side:
-    """The hook with which `megads train` saves; every save gives way to the next."""
+    """The hook with which `megads train` saves; a new save replaces an older one in progress."""
     state = TrainState()
     about = RunRecord({}, 0, "digest", {}, {})
     config = CheckpointConfig(every_steps=1, keep=1, async_save=writer is not None)
@@ -136,7 +136,7 @@ def megads_side(engine: TrainEngine, folder: Path, writer: CheckpointWriter | No
 
 
 def torch_side(tensors: dict[str, Tensor], folder: Path, fsync: bool) -> Side:
-    """torch.save into one file."""
+    """torch.save to one file."""
 
     def save(number: int) -> None:
         with (folder / f"{number}.pt").open("wb") as file:
@@ -149,7 +149,7 @@ def torch_side(tensors: dict[str, Tensor], folder: Path, fsync: bool) -> Side:
 
 
 def async_side(tensors: dict[str, Tensor], folder: Path, **options: Any) -> Side:
-    """DCP's async_save, which returns once it has copied the state."""
+    """DCP's async_save, which returns after copying the state."""
     running: list[Any] = []
 
     def settle() -> None:
@@ -162,7 +162,7 @@ def async_side(tensors: dict[str, Tensor], folder: Path, **options: Any) -> Side
 
 
 def plain_write(tensors: dict[str, Tensor], path: Path) -> None:
-    """The bytes of all tensors, one after the other, and fsync."""
+    """Writes the bytes of all tensors one after the other, and calls fsync."""
     with path.open("wb", buffering=0) as file:
         for tensor in tensors.values():
             data = tensor.reshape(-1).view(torch.uint8).numpy().data
@@ -178,7 +178,7 @@ def deepspeed_side(scenario: Scenario, folder: Path, writer: dict[str, Any] | No
 
 
 def copy_side(tensors: dict[str, Tensor]) -> Side:
-    """A limit: the bytes from one place in memory to another."""
+    """A limit: copies the bytes in memory."""
     copies = {key: torch.zeros_like(tensor) for key, tensor in tensors.items()}
 
     def copy(_number: int) -> None:
@@ -191,7 +191,7 @@ def copy_side(tensors: dict[str, Tensor]) -> Side:
 def makes_of(
     scenario: Scenario, engine: TrainEngine, folder: Path, writer: CheckpointWriter | None
 ) -> dict[str, Callable[[], Side]]:
-    """What makes each side, in the order of their turns; each has a folder of its own."""
+    """Returns the factories of the sides in their order; each has its own folder."""
     tensors = {shard.key: shard.tensor for shard in engine.named_shards()}
     process = AsyncCheckpointerType.PROCESS
 
@@ -224,7 +224,7 @@ def makes_of(
 
 
 def in_turn(sides: dict[str, Side], number: int) -> list[tuple[str, Side]]:
-    """The order of a round: each starts elsewhere, as a disk remembers for a while how much it was just given."""
+    """Order of a round: each starts with another side, because earlier writes affect a disk for a while."""
     ordered = list(sides.items())
     first = 3 * number % len(ordered)
     return ordered[first:] + ordered[:first]
@@ -232,7 +232,7 @@ def in_turn(sides: dict[str, Side], number: int) -> list[tuple[str, Side]]:
 
 @contextmanager
 def engine_and_writer(scenario: Scenario, threads: int, writes: bool = True) -> Iterator[tuple[Any, Any]]:
-    """The engine of the only rank, and the writer that was forked before it."""
+    """The engine of a single rank, and the writer that was forked before it."""
     writer = CheckpointWriter(0, 1) if writes else None
     torch.set_num_threads(threads)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -245,7 +245,7 @@ def engine_and_writer(scenario: Scenario, threads: int, writes: bool = True) -> 
 
 
 def timed(step: Callable[[], object]) -> float:
-    """Milliseconds."""
+    """Milliseconds of a call."""
     begin = time.perf_counter()
     step()
     return 1e3 * (time.perf_counter() - begin)
@@ -254,8 +254,8 @@ def timed(step: Callable[[], object]) -> float:
 def measure(
     megabytes: int, folder: Path, rounds: int, threads: int, num_steps: int, names: Sequence[str]
 ) -> dict[str, Any]:
-    """Milliseconds of every side by round: `save`, what the loop waits for, `both`, with the steps, and `step`, of one
-    without a save; of one rank."""
+    """Returns milliseconds of every side by round, on one rank: `save`, the blocking time; `both`, with the steps after
+    it; and `step`, a step without a save."""
     scenario = scenario_of(megabytes)
     with engine_and_writer(scenario, threads) as (engine, writer):
         batches, state = step_batches(scenario, 0), sum(shard.tensor.nbytes for shard in engine.named_shards())
@@ -291,21 +291,21 @@ def measure(
 
 
 def require_saved(name: str, folder: Path, state_bytes: int) -> None:
-    """Raises RuntimeError where a side was quick because it has saved nothing; DeepSpeed's model pads no vocabulary."""
+    """Raises RuntimeError if a side was fast because it saved nothing; DeepSpeed's model has no vocabulary padding."""
     found = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     if name != COPY and found < 0.9 * state_bytes:
         raise RuntimeError(f"{name} has saved {found:,} bytes of {state_bytes:,}")
 
 
 def empty(folder: Path) -> None:
-    """Deletes what was saved, once all is on disk."""
+    """Deletes what was saved, after flushing it to disk."""
     for leftover in folder.iterdir():
         shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
     os.sync()
 
 
 def tree_bytes() -> int:
-    """What this process and all that it started have resident, memory that they share counted once."""
+    """Resident memory of this process and its descendants; shared memory is counted once."""
     this = psutil.Process()
     total = 0
     for process in [this, *this.children(recursive=True)]:
@@ -317,7 +317,7 @@ def tree_bytes() -> int:
 
 
 def measure_memory(name: str, megabytes: int, folder: Path, threads: int) -> dict[str, int]:
-    """What the saves of one side take: the most when a save had returned, and in the end."""
+    """Memory of one side's saves: the maximum at the return of a save, and the memory at the end."""
     scenario = scenario_of(megabytes)
     (folder / name).mkdir()
     with engine_and_writer(scenario, threads, writes=name == OURS) as (engine, writer):
@@ -343,7 +343,7 @@ def measure_memory(name: str, megabytes: int, folder: Path, threads: int) -> dic
 
 
 def memory_of_all(arguments: argparse.Namespace, folder: Path) -> dict[str, dict[str, int]]:
-    """`measure_memory` of every side that is no limit, each in a new process."""
+    """`measure_memory` of every side except the limits, each in a new process."""
     found = {}
     for name in (OURS, *PEERS):
         command = [sys.executable, "-m", "scripts.bench.checkpoint_stall", "--memory-of", name, "--folder", str(folder)]
@@ -354,7 +354,7 @@ def memory_of_all(arguments: argparse.Namespace, folder: Path) -> dict[str, dict
 
 
 def delays(found: dict[str, Any]) -> dict[str, float]:
-    """Median delay of every side in milliseconds; of the limits, which nobody waits for in a step, their own time."""
+    """Median delay of every side in milliseconds; for the limits, which no step waits for, their own time."""
     alone, steps = (COPY, WRITE), found["num_steps"]
     return {
         name: statistics.median(
@@ -367,7 +367,7 @@ def delays(found: dict[str, Any]) -> dict[str, float]:
 
 
 def verdicts_of(found: dict[str, Any]) -> list[Verdict]:
-    """What the loop waits for, against a copy; and a save and the steps after it, against the steps and every peer."""
+    """Compares blocking time with a copy, and a save with the steps after it with the steps alone and every peer."""
     taken, size = delays(found), f"{found['state_bytes'] / 1e6:,.0f} MB"
     steps = found["num_steps"] * statistics.median(found["step_ms"])
     stall, copy = (statistics.median(found["sides"][name]["save"]) for name in (OURS, COPY))
@@ -386,15 +386,15 @@ def verdicts_of(found: dict[str, Any]) -> list[Verdict]:
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, default=1000, help="of optimizer state")
+    parser.add_argument("--megabytes", type=int, default=1000, help="size of the optimizer state")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=20, help="after each save")
+    parser.add_argument("--steps", type=int, default=20, help="training steps after each save")
     parser.add_argument(
-        "--threads", type=int, default=1, help="of the rank; what goes on beside it has the other cores"
+        "--threads", type=int, default=1, help="threads of the rank; background work has the other cores"
     )
-    parser.add_argument("--folder", type=Path, default=Path("runs/bench"), help="on the disk that is meant")
-    parser.add_argument("--no-memory", action="store_true", help="measure times alone")
-    parser.add_argument("--no-peers", action="store_true", help="measure megads and the limits alone")
+    parser.add_argument("--folder", type=Path, default=Path("runs/bench"), help="folder on the disk to measure")
+    parser.add_argument("--no-memory", action="store_true", help="measure only times")
+    parser.add_argument("--no-peers", action="store_true", help="measure only megads and the limits")
     parser.add_argument("--memory-of", help="measure the memory of one side and print it as JSON")
     add_results_option(parser)
     arguments = parser.parse_args()
@@ -419,12 +419,12 @@ def main() -> int:
 
 
 def print_table(found: dict[str, Any]) -> None:
-    """For people."""
+    """Prints the table."""
     step, taken = statistics.median(found["step_ms"]), delays(found)
     print(f"{found['state_bytes'] / 1e6:,.0f} MB of state; a step without a save takes {step:,.0f} ms; medians in ms")
     print(
-        f"| side | the loop waits | delay of the next {found['num_steps']} steps | memory when it returns, MB | and at "
-        "rest, MB |\n|---|---|---|---|---|"
+        f"| side | the loop waits | delay of the next {found['num_steps']} steps | memory at return, MB "
+        "| memory at rest, MB |\n|---|---|---|---|---|"
     )
     for name, times in found["sides"].items():
         memory = found["memory"].get(name)

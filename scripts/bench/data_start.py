@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Benchmark 13: how long a rank takes to its first step's samples, and in how much memory of its own, by dataset size.
+"""Benchmark 13: time and private memory until a rank has the samples of its first step, by dataset size.
 
     python -m scripts.bench.data_start --documents 100000000 --tokens 1000000000000 --folder <disk with 13 GB>
-    python -m scripts.bench.data_start --nodes 4 ...     the first start of a job on so many nodes of a private SLURM
+    python -m scripts.bench.data_start --nodes 4 ...     first start of a job on that many nodes of a private SLURM
 
-The dataset is made up: documents of random lengths beside a .bin that is one hole. Processes of their own start after
-each other: the one that builds the index map, one on a node that has verified nothing yet, and two ranks at once on a
-node that has. Memory is what a process cannot share (anonymous, from smaps_rollup), without what imports take; the
-peak is sampled. Pages of mapped files are the system's, which has them once for all ranks.
+The dataset is synthetic: documents of random lengths with a .bin that is one hole. Separate processes start one after
+the other: the one that builds the index map, one on a node that has verified nothing yet, and two ranks at once on a
+node that has. Memory is what a process cannot share (anonymous, from smaps_rollup), without that of the imports; the
+peak is sampled. Pages of mapped files belong to the system, which holds them once for all ranks.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ ROW = 13
 SEQ_LEN = 2048
 STEP_SAMPLES = 64
 ALLOWED_S, ALLOWED_MB = 5.0, 200.0
-"""Targets of a start that builds nothing, at 10^12 tokens."""
+"""Targets of a start without building an index map, at 10^12 tokens."""
 CHUNK = 1 << 20
 SETTLE_S = 2.5
 
 
 def fabricate(prefix: Path, documents: int, tokens: int) -> None:
-    """Writes an index of documents of all lengths up to twice the mean, and a .bin without content."""
+    """Writes an index of documents of all lengths up to twice the mean, and a .bin that is a hole."""
     random, mean = np.random.default_rng(0), tokens // documents
     sizes = np.memmap(f"{prefix}.sizes", "<i4", "w+", shape=(documents,))
     for begin in range(0, documents, CHUNK):
         count = min(CHUNK, documents - begin)
-        # In pairs that add up to twice the mean.
+        # In pairs whose sum is twice the mean.
         half = random.integers(1, 2 * mean, -(-count // 2))
         sizes[begin : begin + count] = np.stack((half, 2 * mean - half), 1).reshape(-1)[:count]
     sizes[-1] += tokens - int(sizes.sum(dtype=np.int64))
@@ -81,7 +81,7 @@ def anonymous_mb() -> float:
 
 @contextmanager
 def peak_of_memory(found: list[float]) -> Iterator[None]:
-    """Appends the largest `anonymous_mb` of the block, sampled every 20 ms."""
+    """Appends the peak of `anonymous_mb` in the block, sampled every 20 ms."""
     ended, seen = threading.Event(), [anonymous_mb()]
 
     def look() -> None:
@@ -97,14 +97,14 @@ def peak_of_memory(found: list[float]) -> Iterator[None]:
 
 
 def start(prefix: str, temporary: str, ready: Any, results: Any) -> None:
-    """What a rank does on its node, with others at once."""
+    """Runs the start of a rank on its node, concurrently with others."""
     tempfile.tempdir = temporary
     ready.wait()
     results.put(first_samples(prefix)[0])
 
 
 def first_samples(prefix: str) -> tuple[dict[str, float], set[Path]]:
-    """What a rank does before its first step, opens the data and reads a step's samples; returns its figures, and the
+    """Opens the data and reads the samples of a step, as a rank before its first step; returns its figures, and the
     files that it has mapped."""
     config = DataConfig(train=[DatasetConfig(prefix)], split=[1.0, 0.0])
     before, read, processor, begin = anonymous_mb(), disk_bytes(), time.process_time(), time.perf_counter()
@@ -128,7 +128,7 @@ def first_samples(prefix: str) -> tuple[dict[str, float], set[Path]]:
 
 
 def rank_of_a_job(prefix: str) -> None:
-    """Prints one line of JSON: the figures of a rank of a SLURM job, its node, and what the cache of maps said."""
+    """Prints one line of JSON: the figures of a rank of a SLURM job, its node, and the messages of the map cache."""
     said: list[str] = []
 
     class Said(logging.Handler):
@@ -143,13 +143,13 @@ def rank_of_a_job(prefix: str) -> None:
 
 
 def mapped_files() -> set[Path]:
-    """The files that this process has mapped."""
+    """Returns the files that this process has mapped."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return {Path(words[5]) for words in (line.split(maxsplit=5) for line in lines) if len(words) == 6}
 
 
 def on_nodes(prefix: Path, nodes: int, ranks_per_node: int = 2) -> list[dict[str, Any]]:
-    """Figures of the ranks of a job on a private SLURM, which start at once."""
+    """Figures of the ranks of a job on a private SLURM, which start concurrently."""
     with PrivateSlurm(ClusterSize(num_nodes=nodes, cpus_per_node=8, gpus_per_node=0)) as cluster:
         done = subprocess.run(
             [
@@ -162,7 +162,7 @@ def on_nodes(prefix: Path, nodes: int, ranks_per_node: int = 2) -> list[dict[str
 
 
 def starts(prefix: Path, temporary: Path, ranks: int) -> list[dict[str, float]]:
-    """Figures of so many ranks that start at once."""
+    """Figures of this many ranks that start concurrently."""
     temporary.mkdir(exist_ok=True)
     context = multiprocessing.get_context("spawn")
     results, ready = context.Queue(), context.Barrier(ranks)
@@ -178,7 +178,7 @@ def starts(prefix: Path, temporary: Path, ranks: int) -> list[dict[str, float]]:
 
 
 def verdicts_of(size: str, figures: dict[str, list[dict[str, float]]]) -> list[Verdict]:
-    """Of the slowest and the largest rank where nothing is built."""
+    """Judges the slowest and the largest rank of the starts that build nothing."""
     ranks = figures["later starts"]
     slowest, largest = (max(rank[name] for rank in ranks) for name in ("start_s", "peak_mb"))
     work = f"start of a rank, {size}"
@@ -196,8 +196,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--documents", type=int, default=10_000_000)
     parser.add_argument("--tokens", type=int, default=100_000_000_000)
-    parser.add_argument("--folder", help="on the disk to measure; a temporary one without it")
-    parser.add_argument("--nodes", type=int, help="of a private SLURM, whose ranks start at once and find no map")
+    parser.add_argument("--folder", help="folder on the disk to measure (default: a temporary folder)")
+    parser.add_argument(
+        "--nodes", type=int, help="nodes of a private SLURM, whose ranks start at once and find no index map"
+    )
     parser.add_argument("--rank", metavar="PREFIX", help=argparse.SUPPRESS)
     add_results_option(parser)
     arguments = parser.parse_args()
@@ -222,7 +224,7 @@ def main() -> None:
         for who, node, ranks in (
             ("builds the map", "one", 1), ("later starts", "one", 2), ("first on a node", "other", 1),
         ):  # fmt: skip
-            time.sleep(SETTLE_S)  # younger files are verified by everybody
+            time.sleep(SETTLE_S)  # every process verifies newer files
             figures[who] = starts(prefix, folder / node, ranks)
             print(who, *(json.dumps({key: round(value, 3) for key, value in rank.items()}) for rank in figures[who]))
         maps = sum(path.stat().st_size for path in Path(f"{prefix}.cache").iterdir())

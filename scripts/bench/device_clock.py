@@ -1,4 +1,4 @@
-"""Time on a device by its own clock, or on the CPU by that of the machine."""
+"""Timing of work on a device: device events on a GPU, the host's clock on a CPU."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 
 WARM_UP = 3
 _AHEAD_CYCLES = 2_000_000
-"""A GPU's idling for each call that is to be issued meanwhile, about a millisecond: its clock must not count how long
-Python takes to issue a call."""
+"""Cycles for which the GPU idles per call that is issued meanwhile, about a millisecond, so that the time excludes
+Python's launch overhead."""
 
 
 def median_seconds(call: Callable[[], object], device: str, rounds: int) -> float:
-    """Median time of `rounds` calls, after some that do not count; on a GPU from event to event, without waits between.
+    """Median time of `rounds` calls after a warmup; on a GPU between events, without synchronizing in between.
 
     Args:
         call: issues work to the current stream.
         device: cuda or cpu.
-        rounds: calls.
+        rounds: number of timed calls.
     """
     for _ in range(WARM_UP):
         call()
@@ -39,7 +39,7 @@ def median_seconds(call: Callable[[], object], device: str, rounds: int) -> floa
 
 
 def step_seconds(call: Callable[[], object], device: str) -> float:
-    """Time of one call that starts on an idle device and is waited for: what Python takes counts, as in a training."""
+    """Time of one call from an idle device to its completion; it includes Python's overhead, as in training."""
     if device == "cpu":
         begin = time.perf_counter()
         call()
@@ -54,14 +54,14 @@ def step_seconds(call: Callable[[], object], device: str) -> float:
 
 
 def copy_bandwidth(device: str, rounds: int, count: int) -> float:
-    """Bytes a second, read and written, of a copy of `count` bytes."""
+    """Bytes read and written per second by a copy of `count` bytes."""
     source = torch.randint(0, 256, (count,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * count / median_seconds(lambda: target.copy_(source), device, rounds)
 
 
 def matrix_flops_per_s(device: str, rounds: int, size: int) -> float:
-    """Operations a second of a square bf16 matrix product of normal values: zeros would be faster than any training."""
+    """FLOP/s of a square bf16 GEMM of normally distributed values; with zeros it would be unrealistically fast."""
     left, right = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
     out = torch.empty_like(left)
     return 2 * size**3 / median_seconds(lambda: torch.mm(left, right, out=out), device, rounds)

@@ -1,7 +1,7 @@
-"""How fast `megads diagnose` reads logs: `python -m scripts.bench.diagnosis [--megabytes 300]`.
+"""Throughput of `megads diagnose` on large logs: `python -m scripts.bench.diagnosis [--megabytes 300]`.
 
-Three logs of that size: a trainer's lines of 64 ranks, which are a few templates; the same with a line of random text
-after each, which is as many templates as lines; and the first as .gz. Each ends in an error, which must be found.
+Three logs of that size: a trainer's lines of 64 ranks, which have few templates; the same with a line of random text
+after each, which has as many templates as lines; and the first as .gz. Each ends in an error, which must be found.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WORDS = ["".join(random.Random(seed).choices("abcdefghijklmnopqrstuvwxyz", k=se
 
 
 def lines(random_text: bool) -> Iterator[bytes]:
-    """Yields the lines of a log without an end."""
+    """Yields the lines of an endless log."""
     draw, step = random.Random(1), 0
     while True:
         step += 1
@@ -47,7 +47,7 @@ def write(path: Path, num_bytes: int, random_text: bool) -> None:
 
 
 def main() -> None:
-    """Writes the logs, reads them, and prints a line each."""
+    """Writes the logs, reads them, and prints a line for each."""
     parser = argparse.ArgumentParser(prog="python -m scripts.bench.diagnosis", description=__doc__)
     parser.add_argument("--megabytes", type=int, default=300)
     num_bytes = parser.parse_args().megabytes * 1_000_000

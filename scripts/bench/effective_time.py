@@ -3,10 +3,9 @@
     python -m scripts.bench.effective_time [--spares 0 16] [--start-s 30 60 120 300] [--save-every-s 60 1800]
 
 The faults are those of Table 5 of The Llama 3 Herd of Models (arXiv 2407.21783): 419 unexpected interruptions in 54
-days on 16,384 GPUs, here at random times. Each goes through `next_attempt` of `megads.resilience.restarts`, which
-decides as it does for a real run: restart in place, with a spare node for one that is lost, or back to the queue when
-the spares are used up. What each costs at that size is no measurement of ours: the options give it, and the table shows
-what depends on it.
+days on 16,384 GPUs, here at random times. `next_attempt` of `megads.resilience.restarts` decides each as in a real run:
+restart in place, with a spare node for a lost one, or requeue when the spares are used up. Their costs at
+that size were not measured: the options set them, and the table shows what depends on them.
 """
 
 from __future__ import annotations
@@ -43,15 +42,15 @@ _FOUND = {
 
 @dataclass(frozen=True)
 class Costs:
-    """What each part takes, in seconds.
+    """Cost of each part, in seconds.
 
     Attributes:
-        crash: until a rank that ended is noticed.
-        hang: until a rank that hangs is noticed.
-        start: from the decision to the first step: node check, processes, groups, load.
-        save_every: between two states that survive the fault.
-        stall: a step waits so long for each of them.
-        queue: a job waits so long for its next nodes.
+        crash: until the exit of a rank is detected.
+        hang: until a hung rank is detected.
+        start: from the decision to the first step: node check, processes, process groups, load.
+        save_every: interval between two states that survive the fault.
+        stall: time for which each save blocks the training.
+        queue: queue time of a job for new nodes.
     """
 
     crash: float
@@ -64,7 +63,7 @@ class Costs:
 
 @dataclass
 class Spent:
-    """Seconds of a replay by what they were spent on, and what the policy decided."""
+    """Seconds of a replay by cause, and the decisions of the policy."""
 
     train: float = 0.0
     save: float = 0.0
@@ -77,12 +76,12 @@ class Spent:
 
     @property
     def wall(self) -> float:
-        """All of them."""
+        """Total seconds."""
         return self.train + self.save + self.detect + self.recover + self.lost_work + self.queue
 
 
 def replay(costs: Costs, spares: int, seed: int) -> Spent:
-    """Replays 54 days' worth of interruptions, at random moments of the time in which the ranks run."""
+    """Replays the interruptions of 54 days, at random moments of the ranks' run time."""
     draw = np.random.default_rng(seed)
     causes = [cause for cause in LLAMA3.causes for _ in range(int(cause.count))]
     gaps = draw.exponential(DAYS * DAY_S / len(causes), len(causes))
@@ -97,7 +96,7 @@ def replay(costs: Costs, spares: int, seed: int) -> Spent:
         spent.detect += costs.hang if cause.sign is Sign.hang else costs.crash
         blamed = places[int(draw.integers(NODES))]
         code = UnhealthyNode.exit_code if cause.loses_node else RankKilled.exit_code
-        # It got further than the start before wherever it saved once.
+        # A start made progress over the previous one if it saved once.
         saved = number + int(saves > 0)
         history.append(Attempt(places, code, (blamed,), lost=cause.loses_node, from_step=number, saved_step=saved))
         decision = next_attempt(history, means)
@@ -124,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--crash-s", type=float, default=2.0)
     parser.add_argument("--hang-s", type=float, default=60.0)
     parser.add_argument("--queue-s", type=float, default=600.0)
-    parser.add_argument("--seeds", type=int, default=3, help="replays of each line; the table has their mean")
+    parser.add_argument("--seeds", type=int, default=3, help="replays per row; the table shows their mean")
     options = parser.parse_args(arguments)
     table = Table(box=SIMPLE_HEAD)
     for name in (

@@ -1,12 +1,12 @@
-"""Evaluates small checkpoints on small tasks, for real: the coordinator against one job a task, and equal results.
+"""Evaluates small checkpoints on small tasks with the real coordinator and with one job per task; results must match.
 
     python -m scripts.bench.evaluation_coordinator [--checkpoints 3] [--tasks 4] [--documents 300] [--workers 2]
 
-One job a task is `megads evaluate run=<checkpoint> tasks=[<task>]`, as many at once as the coordinator has workers,
+One job per task is `megads evaluate run=<checkpoint> tasks=[<task>]`, as many at once as the coordinator has workers,
 each on its share of the cores, in the order of checkpoints and tasks. The coordinator runs twice: without measured
-times, and in a fresh copy with those of the first. The model is small, so what a job costs beside its inference (the
-start of Python, torch and lm-eval) weighs more than on a GPU: the simulation (evaluation_packing) is about larger ones.
-Of use on an idle machine only.
+times, and in a fresh copy with the times of the first run. The model is small, so the fixed cost of a job (starting
+Python, torch and lm-eval) is a larger share than on a GPU; the simulation (evaluation_packing) covers larger models.
+Only meaningful on an idle machine.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ KINDS = {
 
 
 def make(folder: Path, checkpoints: int, tasks: int, documents: int) -> list[str]:
-    """A run in a folder, and tasks of which each has half as many documents as the one before; returns their names."""
+    """Creates a run in a folder, and tasks, each with half the documents of the one before; returns the task names."""
     (folder / "data").mkdir(parents=True)
     text, tokenizer, prefix = folder / "data" / "text.jsonl", folder / "data" / "any.json", folder / "data" / "corpus"
     text.write_text("".join(json.dumps({"text": line}) + "\n" for line in TEXTS))
@@ -83,7 +83,7 @@ def make(folder: Path, checkpoints: int, tasks: int, documents: int) -> list[str
 
 
 def command(folder: Path, names: Sequence[str], *more: str) -> list[str]:
-    """Of an evaluation."""
+    """Command line of an evaluation."""
     listed = f"tasks=[{','.join(names)}]"
     return [
         sys.executable,
@@ -98,7 +98,7 @@ def command(folder: Path, names: Sequence[str], *more: str) -> list[str]:
 
 
 def one_job_a_task(folder: Path, names: Sequence[str], workers: int, environment: dict[str, str]) -> float:
-    """Seconds of jobs that run as many at once as there are workers."""
+    """Seconds of one job per task, as many at once as there are workers."""
     cores = available_core_numbers()
     width = max(len(cores) // workers, 1)
     free = [cores[number * width % len(cores) :][:width] for number in range(workers)]
@@ -128,7 +128,7 @@ def one_job_a_task(folder: Path, names: Sequence[str], workers: int, environment
 
 
 def coordinated(folder: Path, names: Sequence[str], workers: int, environment: dict[str, str]) -> float:
-    """Seconds of the coordinator's command."""
+    """Seconds of the coordinator."""
     begin = time.perf_counter()
     words = command(folder, names, f"run={folder}/run", "checkpoints=all", f"workers={workers}")
     subprocess.run(words, env=environment, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -136,7 +136,7 @@ def coordinated(folder: Path, names: Sequence[str], workers: int, environment: d
 
 
 def results(files: Sequence[Path]) -> dict[str, Any]:
-    """What lm-eval says of each task, by checkpoint and task."""
+    """lm-eval's results of each task, by checkpoint and task."""
     found: dict[str, Any] = {}
     for path in files:
         content = json.loads(path.read_text())
@@ -150,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoints", type=int, default=3)
     parser.add_argument("--tasks", type=int, default=4)
-    parser.add_argument("--documents", type=int, default=300, help="of the first task")
+    parser.add_argument("--documents", type=int, default=300, help="documents of the first task")
     parser.add_argument("--workers", type=int, default=2)
     add_results_option(parser)
     given = parser.parse_args(arguments)

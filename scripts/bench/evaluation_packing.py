@@ -1,22 +1,23 @@
-"""Simulates the evaluation of checkpoints on many tasks: the coordinator's rules against one job a task.
+"""Simulates the evaluation of checkpoints on many tasks: the coordinator's rules against one job per task.
 
     python -m scripts.bench.evaluation_packing [--nodes 1 2 4 8] [--seeds 20] [--checkpoints 1] [--prior-error 0.3]
 
-Acme's coordinator (Hu et al., arXiv 2403.07648, section 6.2) evaluates a 7B model on 63 datasets, and ends 1.3 times
-(one node) and 1.8 times (four nodes) sooner than one job a dataset. The paper's text could not be read here, so that
-what is said to be from it is recalled: these figures; that of an evaluation of a 7B model on HumanEval 29.5% of the
-time is the load of the model and of the data, and 19% (42 s) the metric, while the GPU idles; that nodes of 8 GPUs
-share a link of 25 Gb/s to the storage. Everything else is assumed:
+Acme's coordinator (Hu et al., arXiv 2403.07648, section 6.2) evaluates a 7B model on 63 datasets, and finishes 1.3
+times (one node) and 1.8 times (four nodes) sooner than one job per dataset. The paper's text was not available here, so
+the following is quoted from memory: these figures; that in an evaluation of a 7B model on HumanEval loading the model
+and the data takes 29.5% of the time, and the metric 19% (42 s), while the GPU idles; that nodes of 8 GPUs share a link
+of 25 Gb/s to the storage. Everything else is assumed:
 
-- the inference of a dataset takes a log-normal time, median 113 s (the rest of HumanEval's) and sigma 1.0, cut to 10 s
-  to 1 h: a heavy tail, in which one dataset of 63 takes some 15 minutes;
+- the inference time of a dataset is log-normal, median 113 s (the rest of HumanEval's) and sigma 1.0, limited to 10 s
+  to 1 h: a heavy tail, in which one dataset of 63 takes about 15 minutes;
 - the metric of one dataset in three is a computation (programs that are run, a judge), log-normal, median 42 s and
   sigma 1.0; that of the others takes 1 s;
-- a process starts in 30 s (imports, data); 14 GB of weights take 4.5 s over the link alone, 2 s from memory to a GPU;
-- a unit costs 2 s beside its inference; a node has two CPU processes for metrics; tasks are submitted in any order;
-- the times that the coordinator goes by are wrong by a log-normal factor of sigma 0.3.
+- a process starts in 30 s (imports, data); 14 GB of weights take 4.5 s over an unshared link, 2 s from memory to a GPU;
+- a unit costs 2 s in addition to its inference; a node has two CPU processes for metrics; tasks are submitted in any
+  order;
+- the coordinator's time estimates are wrong by a log-normal factor of sigma 0.3.
 
-The times are those of `megads.tools.evaluate.packing_simulation`; the rules are those of a real evaluation.
+The simulator is `megads.tools.evaluate.packing_simulation`; the rules are those of a real evaluation.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from scripts.bench.results import Verdict, add_results_option, record
 
 TASKS, GPUS_A_NODE = 63, 8
 PAPER = {1: 1.3, 4: 1.8}
-"""Times shorter than one job a task in the paper, by nodes."""
+"""Speedup over one job per task in the paper, by number of nodes."""
 RULE_BY_RULE = {
     "one job a task": ONE_JOB_A_TASK,
     "+ staged once a node": PackingRules(decoupled=False, ordered=False, split=False),
@@ -60,7 +61,7 @@ WITHOUT = {
 
 
 def trace(seed: int, checkpoints: int, prior_error: float) -> list[SimulatedTask]:
-    """Tasks on checkpoints, in the order of their submission; every checkpoint takes the same times."""
+    """Tasks on checkpoints, in submission order; task times are the same for every checkpoint."""
     draw = np.random.default_rng(seed)
     inference_s = np.clip(draw.lognormal(np.log(113.0), 1.0, TASKS), 10.0, 3600.0)
     computed = draw.random(TASKS) < 1 / 3
@@ -84,14 +85,14 @@ def trace(seed: int, checkpoints: int, prior_error: float) -> list[SimulatedTask
 
 
 def cluster(nodes: int) -> SimulatedCluster:
-    """Nodes of 8 GPUs; see the top of this file."""
+    """Nodes of 8 GPUs; see the module docstring."""
     return SimulatedCluster(
         nodes, GPUS_A_NODE, metric_workers=2, start_s=30.0, read_s=14e9 / (25e9 / 8), load_s=2.0, unit_s=2.0
     )
 
 
 def makespans(nodes: int, seeds: int, checkpoints: int, prior_error: float) -> dict[str, np.ndarray]:
-    """Seconds by rules, of every seed."""
+    """Seconds by rules, for every seed."""
     found: dict[str, list[float]] = {}
     for seed in range(seeds):
         tasks, where = trace(seed, checkpoints, prior_error), cluster(nodes)
@@ -105,16 +106,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--seeds", type=int, default=20, help="traces")
+    parser.add_argument("--seeds", type=int, default=20, help="number of random traces")
     parser.add_argument("--checkpoints", type=int, default=1)
-    parser.add_argument("--prior-error", type=float, default=0.3, help="sigma of the logarithm")
+    parser.add_argument(
+        "--prior-error", type=float, default=0.3, help="sigma of the log-normal error of the time estimates"
+    )
     add_results_option(parser)
     given = parser.parse_args(arguments)
     report(given.nodes, given.seeds, given.checkpoints, given.prior_error, given.append)
 
 
 def report(nodes: Sequence[int], seeds: int, checkpoints: int, prior_error: float, append: Path | None) -> None:
-    """Prints means over the traces, and how many times shorter than one job a task."""
+    """Prints the means over the traces, and the speedups over one job per task."""
     by_nodes = {number: makespans(number, seeds, checkpoints, prior_error) for number in nodes}
     whole = list(RULE_BY_RULE)
     table = Table(box=SIMPLE_HEAD, title=f"{TASKS} tasks x {checkpoints} checkpoints: minutes, times shorter")

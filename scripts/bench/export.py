@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Export to Hugging Face's format beside transformers' `save_pretrained`, and beside writing the same bytes.
+"""Export to the Hugging Face format, compared with transformers' `save_pretrained` and with writing the same bytes.
 
     python -m scripts.bench.export                         # BLOOM-1.1B, 4.3 GB in fp32
     python -m scripts.bench.export --model bloom_560m --rounds 2
 
-Each side is a process of its own, in turns; the fastest round counts. `save_pretrained` starts from a model that is in
-memory, which is not timed; megads from a checkpoint on disk, whose checksums it verifies. All wait until the bytes are
-on disk. Memory is the process's at its peak, less that of one that has imported the same and done nothing: all that is
-resident, and its anonymous part. The rest are pages of mapped files, which the kernel takes back when it needs them.
+Each side is a separate process; they alternate, and the fastest round is used. `save_pretrained` starts from a model in
+memory, whose loading is not timed; megads from a checkpoint on disk, whose checksums it verifies. All wait until the
+bytes are on disk. Memory is the peak of the process minus that of a process with only the same imports: total resident
+memory, and its anonymous part. The rest are pages of mapped files, which the kernel can reclaim.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SIDES = ("megads", "save_pretrained", "write", "nothing")
 
 
 def model_of(preset: str) -> ModelConfig:
-    """The shape of a preset."""
+    """Returns the model shape of a preset."""
     found = OmegaConf.to_object(
         OmegaConf.merge(OmegaConf.structured(ModelConfig), OmegaConf.load(PRESETS / f"{preset}.yaml").model)
     )
@@ -54,7 +54,7 @@ def model_of(preset: str) -> ModelConfig:
 
 
 def write_run(run_dir: Path, model: ModelConfig, tokenizer: Path) -> None:
-    """A checkpoint of random weights, a file for each stage."""
+    """Writes a checkpoint of random weights, one file per stage."""
 
     def parts() -> Iterator[list[Shard]]:
         stages: dict[str, list[str]] = {}
@@ -75,7 +75,7 @@ def write_run(run_dir: Path, model: ModelConfig, tokenizer: Path) -> None:
 
 
 def one_side(side: str, folder: Path) -> dict[str, float]:
-    """Times one side in this process, and takes its memory: all that was resident, and of it what no file is behind."""
+    """Times one side in this process, and measures its resident memory, total and anonymous."""
     done, peaks = threading.Event(), {"resident_bytes": 0, "anonymous_bytes": 0}
 
     def watch() -> None:
@@ -127,11 +127,11 @@ def _seconds_of(side: str, folder: Path) -> float:
 
 
 def main() -> None:
-    """Prints the sides' times and memory."""
+    """Prints times and memory of the sides."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="bloom_1b1", help="an option of conf/model")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", type=Path, help="where to write; a temporary folder unless given")
+    parser.add_argument("--folder", type=Path, help="folder to write to (default: a temporary folder)")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.side:

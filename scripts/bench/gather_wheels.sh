@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Gathers the wheels that scripts/bench/gpu.sh needs on a machine without network whose Python 3.12 has torch with CUDA,
-# triton, transformers, tokenizers, safetensors, pytest and what these bring; x86-64 Linux. Versions are those of
-# constraints.txt; what the machine has is used as it is.
-#   scripts/bench/gather_wheels.sh <dir>    then there: WHEELS=<dir> scripts/bench/gpu.sh
-#   BARE=1          for a machine with torch and NumPy alone: also what the list above leaves out
+# Downloads the wheels that scripts/bench/gpu.sh needs on a machine without network whose Python 3.12 has torch with
+# CUDA, triton, transformers, tokenizers, safetensors, pytest and their dependencies; x86-64 Linux. Versions are those
+# of constraints.txt; packages that the machine already has are used as they are.
+#   scripts/bench/gather_wheels.sh <dir>    then on that machine: WHEELS=<dir> scripts/bench/gpu.sh
+#   BARE=1          for a machine with only torch and NumPy: also download the packages listed above
 #   PYTHON=<path>   interpreter with pip (python3); TARGET_PYTHON=3.12; PLATFORM=x86_64
-#   LIMIT_MIB=45    for all wheels: with the checkout (6 MiB) they must travel together; the peers are left out beyond it
+#   LIMIT_MIB=45    size limit of all wheels, which are copied with the checkout (6 MiB); above it the peers are omitted
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 
@@ -20,16 +20,16 @@ fi
 mkdir -p "$1"
 folder=$(cd "$1" && pwd)
 if compgen -G "$folder/*.whl" >/dev/null; then
-    echo "gather_wheels.sh: $folder has wheels already, and two versions of a package stop pip: take an empty folder" >&2
+    echo "gather_wheels.sh: $folder already has wheels; pip fails on two versions of a package: use an empty one" >&2
     exit 2
 fi
 
-# What megads, its tests and DeepSpeed import beyond that image.
+# Imported by megads, its tests and DeepSpeed, and missing on that machine.
 wheels=(annotated-types hjson hydra-core omegaconf pydantic pydantic_core typing_extensions typing-inspection zstandard)
-# On the package index as sources only; pure Python once built.
+# Only source distributions on the package index; pure Python when built.
 sources=(antlr4-python3-runtime deepspeed)
-# torchtitan's Llama, a peer of training steps, for torch 2.11, and what it imports. Nothing else needs them, so
-# constraints.txt does not have them. Without them the peer's rows say that they did not run.
+# torchtitan's Llama, a peer in the training steps, for torch 2.11, and its dependencies. Nothing else needs them, so
+# they are not in constraints.txt. Without them the peer's rows are reported as not run.
 peers=(
     torchtitan==0.2.2 torchdata==0.11.0 datasets==4.7.0 dill==0.4.0 multiprocess==0.70.18 tyro==1.0.17 tomli==2.5.0
     docstring-parser==0.18.0 typeguard==4.6.0
@@ -75,7 +75,7 @@ DS_BUILD_OPS=0 "$PYTHON" -m pip wheel --quiet --no-deps --wheel-dir "$folder" "$
 for built in "$folder"/{antlr4_python3_runtime,deepspeed}-*.whl; do
     case $built in
     *-py3-none-any.whl) ;;
-    *) echo "gather_wheels.sh: $built is for this machine alone" >&2 && exit 1 ;;
+    *) echo "gather_wheels.sh: $built is not pure Python" >&2 && exit 1 ;;
     esac
 done
 kib() { du -skc "$@" | tail -n 1 | cut -f1; }
@@ -86,11 +86,11 @@ if ((${#peers[@]})); then
     if (($(kib "$folder"/*.whl "$scratch"/*.whl) <= LIMIT_MIB * 1024)); then
         mv "$scratch"/*.whl "$folder"
     else
-        echo "left out, as all would be more than $LIMIT_MIB MiB: torchtitan's $(kib "$scratch"/*.whl) KiB"
+        echo "omitted to stay below LIMIT_MIB=$LIMIT_MIB: torchtitan's wheels, $(kib "$scratch"/*.whl) KiB"
     fi
 fi
 echo "$(find "$folder" -name '*.whl' | wc -l) wheels, $(kib "$folder"/*.whl) KiB, in $folder"
 (($(kib "$folder"/*.whl) <= LIMIT_MIB * 1024)) || {
-    echo "gather_wheels.sh: more than LIMIT_MIB=$LIMIT_MIB" >&2
+    echo "gather_wheels.sh: the wheels exceed LIMIT_MIB=$LIMIT_MIB" >&2
     exit 1
 }

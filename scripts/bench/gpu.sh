@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# For whatever machine with a GPU comes by, without network: one command, within nine minutes, a short table last.
+# Runs all GPU benchmarks on a machine without network, within nine minutes, and prints a short table last.
 #   scripts/bench/gpu.sh [--stage kernels|attention|train|resume|tests|plan|layouts|... ...] [key=value ...]
-#   scripts/bench/gpu.sh --check            all stages on a CPU, with tiny shapes: does it work?
-#   python -m scripts.bench.gpu_table bench.jsonl      the table again
-# In the order of their worth: the build, timed; compute-sanitizer, the tests marked gpu, killed and resumed runs, and
-# what a process takes of the GPU; kernels against fp64, a copy, torch eager and apex; every kind of attention; training
-# steps of 1.3B, Llama-3-8B, BLOOM-1B1 and a Llama of 1B, beside Hugging Face's and torchtitan's, and without
-# train.deterministic; an ncu profile of the three slowest kernels; `megads calibrate`, and its plans beside measured
-# steps; torch.compile; `megads train` over NCCL in each layout that the GPUs have room for, to which key=value go. The
-# plan is printed first; what does not fit into BUDGET_S is reported as not run; results are appended to BENCH as they
-# come; each item's output is in a log under WORK/logs.
-#   BUDGET_S=540    seconds for all of it, installing wheels included (3600 with --check)
-#   WHEELS=<dir>    installs the wheels of this folder first, into a folder of their own; gather_wheels.sh fills it
-#   RESULTS=<dir>   keeps what is worth carrying home: bench.jsonl, output.txt, logs.tar.gz
+#   scripts/bench/gpu.sh --check            check that all stages run, on a CPU with tiny shapes
+#   python -m scripts.bench.gpu_table bench.jsonl      print the table again
+# In order of value: build time; compute-sanitizer, the tests marked gpu, killed and resumed runs, and the GPU memory of
+# a process; kernels against fp64, a copy, torch eager and apex; every attention backend; training steps of 1.3B,
+# Llama-3-8B, BLOOM-1B1 and a Llama of 1B, compared with Hugging Face's and torchtitan's, and without
+# train.deterministic; an ncu profile of the three slowest kernels; `megads calibrate`, and its predictions against
+# measured steps; torch.compile; `megads train` over NCCL in each layout that fits the GPUs (key=value: overrides).
+# The schedule is printed first. Items that do not fit into BUDGET_S are reported as not run. Results are appended to
+# BENCH immediately; the output of each item is logged under WORK/logs.
+#   BUDGET_S=540    seconds in total, including the installation of wheels (3600 with --check)
+#   WHEELS=<dir>    first install the wheels of this folder, into a separate folder; gather_wheels.sh fills it
+#   RESULTS=<dir>   copy results here: bench.jsonl, output.txt, logs.tar.gz
 #   PYTHON=<path>   interpreter (python3); BENCH=<path> file of results (bench.jsonl); WORK=<dir> (runs/bench)
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -35,13 +35,13 @@ if [[ -n ${WHEELS:-} ]]; then
     export PYTHONPATH="$site:$PYTHONPATH"
     echo "wheels of $WHEELS installed in $site"
 fi
-# DeepSpeed's import looks for nvcc; nothing of it is compiled here.
+# DeepSpeed's import looks for nvcc, but none of its operators are compiled here.
 command -v nvcc >/dev/null || export DS_IGNORE_CUDA_DETECTION=1
-# A process that a time limit ends must have said what it was doing.
+# Output of a process that is killed at its time limit must not be lost in a buffer.
 export PYTHONUNBUFFERED=1
 
 if ((!check)) && ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
-    echo "gpu.sh: no CUDA device found; scripts/bench/gpu.sh --check does what a CPU can" >&2
+    echo "gpu.sh: no CUDA device found; scripts/bench/gpu.sh --check runs on a CPU" >&2
     exit 1
 fi
 stages=("$PYTHON" -m scripts.bench.gpu_stages --budget-s "$BUDGET_S" --spent-s "$SECONDS" --work "$WORK"

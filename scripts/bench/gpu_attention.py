@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Every kind of causal attention with ALiBi that runs here: time, memory, error against fp64; by the model's own code.
+"""Every attention kernel for causal attention with ALiBi that runs here: time, memory, error against fp64.
 
     python -m scripts.bench.gpu_attention [--device cuda] [--append bench.jsonl]
 
-What `model.attention=auto` does at the start of a run (megads.engine.attention_trials), one kind after the other, and
-the formula in plain torch with all scores in memory, as Hugging Face has it. A kind whose error against fp64 is more
-than twice plain torch's is left out, with the reason. Trainings in the same run of gpu.sh take the quickest.
+Runs the trials of `model.attention=auto` at the start of a run (megads.engine.attention_trials), one kernel after the
+other, and the formula in plain torch with all scores in memory, as in Hugging Face. A kernel whose error against fp64
+is more than twice plain torch's is excluded, with the reason. Training runs of the same run of gpu.sh use the fastest.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FORMULA = "scores in memory, plain torch"
 
 @dataclass(frozen=True)
 class Shape:
-    """Batch, heads, sequence length and head dim: by default those of the 1.3B model."""
+    """Batch, heads, sequence length and head dim; default: the 1.3B model."""
 
     batch: int = 4
     heads: int = 16
@@ -44,7 +44,7 @@ class Shape:
 
     @property
     def flops(self) -> int:
-        """Two products forward and five backward, of the half of the square that causality leaves."""
+        """FLOPs of two GEMMs forward and five backward over the causal half of the scores."""
         return 7 * self.batch * self.heads * self.seq_len**2 * self.dim
 
     @property
@@ -52,7 +52,7 @@ class Shape:
         return ModelConfig(hidden_size=self.heads * self.dim, num_heads=self.heads)
 
     def work(self, cuda: bool) -> AttentionWork:
-        """What one rank computes of it, with megads' kernels."""
+        """The attention of one rank, with megads' kernels."""
         return replace(
             self.model.attention_work(),
             bf16=True,
@@ -67,7 +67,7 @@ SMALL = Shape(1, 2, 48, 8)
 
 
 def outcome_of(kind: AttentionKind, shape: Shape, device: torch.device, rounds: int) -> TuningResult:
-    """What the trial of one kind showed, or why there was none."""
+    """Returns the result of the trial of one kernel, or the reason why there is none."""
     work = shape.work(device.type == "cuda")
     try:
         found = measure(shape.model, work, device, (kind,), rounds=rounds).outcomes or {}
@@ -77,7 +77,7 @@ def outcome_of(kind: AttentionKind, shape: Shape, device: torch.device, rounds: 
 
 
 def formula_outcome(shape: Shape, device: torch.device, rounds: int) -> TuningResult:
-    """The same of plain torch."""
+    """Returns the same for plain torch."""
     problem, _ = trial_problem(shape.model, shape.work(device.type == "cuda"), device, None)
 
     def attend(q_bnsd: Tensor, k_bnsd: Tensor, v_bnsd: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def formula_outcome(shape: Shape, device: torch.device, rounds: int) -> TuningRe
 
 
 def line_of(name: str, shape: Shape, found: TuningResult) -> Line:
-    """What is kept of an outcome."""
+    """Returns the result line of an outcome."""
     line: Line = {"kind": name, "shape": shape.text, "flops": shape.flops, "reason": found.reason}
     if found.time_ms is None:
         return line | {"outcome": "left out" if found.error is not None else "not run"}
@@ -102,7 +102,7 @@ def line_of(name: str, shape: Shape, found: TuningResult) -> Line:
 
 
 def main() -> int:
-    """Tries, appends."""
+    """Runs the trials and appends the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_line_options(parser)
     parser.add_argument("--rounds", type=int, default=10)

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Compiles megads' kernels, the CPU's and the GPU's beside each other, and says how long each took.
+"""Compiles megads' CPU and GPU kernels concurrently, and reports how long each took.
 
     python -m scripts.bench.gpu_build [--device cuda] [--append bench.jsonl]
 
-With --device cpu the GPU's are left out. A library that is there already takes no time. Exit 1 and the reason where one
-cannot be had, or cannot be loaded into this torch.
+--device cpu omits the GPU kernels. An existing library takes no time. Exits with code 1 and the reason if one cannot be
+built, or cannot be loaded into this torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Make = Callable[[Callable[[str], None]], Path]
 
 
 def seconds_of(make: Make) -> float:
-    """Time until a library is there."""
+    """Seconds until a library is built."""
     begin = time.monotonic()
     print(make(lambda text: print(text, flush=True)), flush=True)
     return time.monotonic() - begin

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""What a rank takes of a GPU beside its tensors: CUDA's context, kernels, cuBLAS, and every communicator of NCCL.
+"""GPU memory of a rank in addition to its tensors: CUDA context, kernels, cuBLAS, and every NCCL communicator.
 
     python -m scripts.bench.gpu_communicators [--device cuda] [--append bench.jsonl]
 
-One rank a GPU. Each kind is opened as a run opens it and used once, as NCCL allocates at the first use; what the device
-has less of then is its own. megads.plan.memory plans these figures. On a CPU, with gloo, the resident memory of
-two ranks stands for it: does it run?
+One rank per GPU. Each communicator is created as in a run and used once, because NCCL allocates at the first use; its
+memory is the decrease of the device's free memory. megads.plan.memory uses these figures. On a CPU the resident memory
+of two gloo ranks is measured instead, to check that the script runs.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from megads.ops.resolve import load
 from scripts.bench.gpu_lines import Line, add_line_options, appender
 
 MESSAGE_ELEMENTS = 2**24
-"""fp32 of a collective: large enough for every channel."""
+"""fp32 elements of a collective, enough to use every channel."""
 COMMUNICATORS = 3
 
 
 def used_bytes(cuda: bool) -> int:
-    """Taken of the device, torch's own blocks left out; resident memory on a CPU."""
+    """Device memory in use, without torch's blocks; resident memory on a CPU."""
     if not cuda:
         return int(psutil.Process().memory_info().rss)
     torch.cuda.synchronize()
@@ -38,7 +38,7 @@ def used_bytes(cuda: bool) -> int:
 
 
 def steps_of(rank: int, world_size: int, device: str) -> list[tuple[str, Callable[[], object]]]:
-    """What is opened one after the other, by name."""
+    """Returns what is created one after the other, by name."""
     cuda = device == "cuda"
     message = torch.ones(MESSAGE_ELEMENTS if cuda else 64, device=device)
 
@@ -61,15 +61,15 @@ def steps_of(rank: int, world_size: int, device: str) -> list[tuple[str, Callabl
 
     return [
         ("kernels", lambda: load(OpsConfig(Implementation.fused), print, cuda=cuda)),
-        ("matrix products", multiply),
+        ("GEMMs", multiply),
         ("communicator of all ranks", lambda: collective(None)),
         *((f"communicator {number}", lambda: collective(dist.new_group())) for number in range(2, COMMUNICATORS + 1)),
-        ("pair of neighbours", pair),
+        ("pair of adjacent ranks", pair),
     ]
 
 
 def measure(rank: int, world_size: int, device: str, port: int, found: multiprocessing.SimpleQueue) -> None:  # type: ignore[type-arg]
-    """One rank; the first says what it found."""
+    """Runs one rank; rank 0 reports."""
     cuda = device == "cuda"
     lines: list[Line] = []
     if cuda:

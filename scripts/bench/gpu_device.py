@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What gpu.sh ran on: the device, how fast it copies and multiplies, and the versions of what takes part.
+"""What gpu.sh ran on: the device, its copy and GEMM throughput, and the versions of the software.
 
 python -m scripts.bench.gpu_device [--device cuda] [--append bench.jsonl]
 """
@@ -22,7 +22,7 @@ from scripts.bench.device_clock import copy_bandwidth, matrix_flops_per_s
 from scripts.bench.gpu_lines import Line, add_line_options, appender
 
 PEERS = ("transformers", "flash-attn", "triton")
-"""Packages that are measured beside ours where they are installed, and what torch.compile needs."""
+"""Packages that are benchmarked as peers if installed, and what torch.compile needs."""
 
 
 def installed(package: str) -> str:
@@ -34,7 +34,7 @@ def installed(package: str) -> str:
 
 
 def driver() -> str:
-    """Version of NVIDIA's driver; empty where its tool is missing."""
+    """Version of NVIDIA's driver; empty without its tool."""
     if shutil.which("nvidia-smi") is None:
         return ""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -43,7 +43,7 @@ def driver() -> str:
 
 
 def device_line(device: str) -> Line:
-    """Names, sizes, versions and measured speeds."""
+    """Returns names, sizes, versions and measured throughputs."""
     cuda = device == "cuda"
     line: Line = {"device": "CPU", "devices": 1, "memory_bytes": 0, "driver": ""}
     if cuda:

@@ -1,4 +1,4 @@
-"""What scripts/bench/gpu.sh runs: items, each a process, the most valuable first, with the time that each may take."""
+"""Items of scripts/bench/gpu.sh: one process each, in order of value, with a time limit."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from scripts.bench.gpu_layouts import LAYOUTS
 
 STAGES = ("sanitizer", "tests", "resume", "memory", "kernels", "attention", "train", "profile", "plan", "layouts")
 ALWAYS = "start"
-"""The stage of what every other one needs."""
+"""Stage that all other stages need."""
 BUILD = "build"
 """The item that compiles the kernels."""
 NEEDS = "needs"
-"""How the reason begins why an item has too few GPUs."""
+"""Prefix of the reason for an item that needs more GPUs."""
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 """Tools of compute-sanitizer."""
 ENDING_S = 10.0
-"""What an item with a limit of its own takes to end."""
+"""Time that an item with --limit-s takes to end after its limit."""
 CUDA_GRAPHS = "ops.cuda_graphs=true"
 CHECKED = ("one device", "parallel.dp=2")
-"""Layouts that a check starts."""
+"""Layouts that --check starts."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """One process.
+    """One process of gpu.sh.
 
     Attributes:
         stage: one of STAGES, or ALWAYS.
-        name: of it, short.
-        arguments: of Python.
-        expected_s: how long it takes; an estimate until a GPU has run it. It is not begun with less time left.
-        most_s: it is ended after that.
-        devices: GPUs that it needs.
-        appends: takes --device, --append and --run.
-        alone: nothing else may run beside it, because it measures time; the others run beside their neighbours.
+        name: short name.
+        arguments: arguments of Python.
+        expected_s: expected duration, an estimate until measured on a GPU; with less time left it is not started.
+        most_s: time limit.
+        devices: number of GPUs it needs.
+        appends: accepts --device, --append and --run.
+        alone: runs exclusively, because it measures time; the others run concurrently with their neighbors.
         kernels: needs the compiled kernels.
-        limited: takes --limit-s, by which it ends on its own.
+        limited: accepts --limit-s, at which it ends by itself.
     """
 
     stage: str
@@ -61,19 +61,19 @@ def bench(module: str, *arguments: str) -> tuple[str, ...]:
 
 
 def items(check: bool, work: Path, overrides: list[str]) -> list[Item]:
-    """All that there is, the most valuable first.
+    """Returns all items, in order of value.
 
     Args:
         check: on a CPU, with tiny shapes.
         work: folder of data and runs.
-        overrides: of `megads train`, in the layouts' trainings.
+        overrides: overrides of `megads train` in the layout runs.
     """
     if check:
         return checked(work, overrides)
     return [
         Item(ALWAYS, "device", bench("gpu_device"), 5.0),
         Item(ALWAYS, BUILD, bench("gpu_build"), 40.0, 200.0),
-        # Nothing of these is timed, so they share the GPU.
+        # None of these is timed, so they share the GPU.
         *(sanitizer(tool) for tool in SANITIZERS),
         Item("tests", "GPU tests", bench("gpu_tests"), 130.0, 240.0, alone=False, limited=True),
         resume("fused", work),
@@ -106,7 +106,7 @@ def items(check: bool, work: Path, overrides: list[str]) -> list[Item]:
 
 
 def checked(work: Path, overrides: list[str]) -> list[Item]:
-    """Every stage's code once, as far as a CPU can run it."""
+    """Returns items that run every stage's code once, as far as a CPU can."""
     kernels = bench("gpu_kernels", "--dtype", "fp32", "--rounds", "1")
     started = [item for item in layouts(work, overrides) if item.name in CHECKED]
     found = [
@@ -127,29 +127,29 @@ def checked(work: Path, overrides: list[str]) -> list[Item]:
         Item("layouts", "configs", bench("gpu_layouts", "--work", str(work), *overrides, "--configs")),
         *started,
     ]
-    # Nobody waits for a GPU here, and a machine that others use may be slow.
+    # Without a GPU there is no need to hurry, and a shared machine may be slow.
     return [replace(item, expected_s=10.0, most_s=240.0) for item in found]
 
 
 def sanitizer(tool: str) -> Item:
-    """A tool of compute-sanitizer over all kernels."""
+    """Runs a tool of compute-sanitizer over all kernels."""
     return Item("sanitizer", tool, bench("gpu_sanitizer", "--tool", tool), 15.0, 100.0, alone=False, kernels=True)
 
 
 def training(size: str, side: str, expected_s: float = 30.0, most_s: float = 75.0) -> Item:
-    """A row of trainings."""
+    """A row of the training table."""
     arguments = bench("gpu_train", "--size", size, "--side", side)
     return Item("train", f"{size} {side}", arguments, expected_s, most_s, kernels=side.startswith("fused"))
 
 
 def resume(impl: str, work: Path, *overrides: str) -> Item:
-    """A killed run with these operators."""
+    """A killed and resumed run with these operators."""
     arguments = bench("gpu_resume", "--impl", impl, "--work", str(work), *overrides)
     return Item("resume", " ".join((impl, *overrides)), arguments, 100.0, 185.0, alone=False, kernels=impl == "fused")
 
 
 def layouts(work: Path, overrides: list[str]) -> list[Item]:
-    """The real command in each layout; the first is what the others must agree with."""
+    """`megads train` in each layout; the first is the reference."""
     module = bench("gpu_layouts", "--work", str(work), *overrides)
     return [
         Item("layouts", layout.name, (*module, "--number", str(number)), 30.0, 90.0, devices=layout.devices)
@@ -158,19 +158,19 @@ def layouts(work: Path, overrides: list[str]) -> list[Item]:
 
 
 def chosen(found: list[Item], stages: list[str]) -> list[Item]:
-    """Items of these stages, and what they need."""
+    """Items of these stages and the items they depend on."""
     return [item for item in found if item.stage == ALWAYS or item.stage in stages]
 
 
 def rounds(found: list[Item]) -> list[list[Item]]:
-    """Items in the order in which they run; those of one list run beside each other."""
+    """Items in execution order; those of one list run concurrently."""
     numbered = list(enumerate(found))
     together = groupby(numbered, key=lambda pair: pair[0] if pair[1].alone else None)
     return [[item for _, item in group] for _, group in together]
 
 
 def command(item: Item, device: str, append: Path, run: str, limit_s: float) -> list[str]:
-    """Its command line; it is ended after the limit."""
+    """Command line of an item; the process is killed after the limit."""
     results = ["--device", device, "--append", str(append), "--run", run] if item.appends else []
     limit = ["--limit-s", f"{max(1.0, limit_s - ENDING_S):.0f}"] if item.limited else []
     return [sys.executable, *item.arguments, *results, *limit]

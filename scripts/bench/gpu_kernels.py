@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Holds every kernel to fp64 on the device at hand, then times it beside torch eager, apex, torch.compile and a copy.
+"""Checks every kernel against fp64 on this device, then times it against torch eager, apex, torch.compile and a copy.
 
     python -m scripts.bench.gpu_kernels [--device cuda] [--dtype bf16] [--compiled] [--append bench.jsonl]
 
-With --device cpu the CPU's kernels run on small tensors: so a machine without a GPU checks that this file works. With
---compiled torch.compile's side alone is timed, which takes longer than all others. Each kernel's line is appended as
-it comes; `python -m scripts.bench.gpu_table` shows them. Exit 1: a kernel's error is more than twice that of torch's
+With --device cpu the CPU kernels run on small tensors, so that a machine without a GPU can check this file. --compiled
+times only torch.compile's side, which takes longer than all others. Each kernel's line is appended as soon as it is
+measured; `python -m scripts.bench.gpu_table` shows them. Exit 1: a kernel's error is more than twice that of torch's
 operators in the same dtype.
 """
 
@@ -45,7 +45,7 @@ Function = Callable[..., Tensor]
 class Sizes:
     """Shapes of all cases: rows and width of norms, width of the MLP, scores, logits, queries.
 
-    Every tensor is more than twice what a GPU's second-level cache holds, or repeated calls would measure that.
+    Every tensor is more than twice the size of a GPU's L2 cache, so that repeated calls do not measure the cache.
     """
 
     rows: int = 16384
@@ -65,10 +65,10 @@ class Case:
     """One operator.
 
     Attributes:
-        name: of it.
+        name: name of the operator.
         function: takes the kernels and the inputs, in any floating dtype.
         inputs: leaves that get gradients.
-        moved: elements read and written at least, forward and backward.
+        moved: minimum of elements read and written, forward and backward.
     """
 
     name: str
@@ -77,12 +77,12 @@ class Case:
     moved: tuple[int, int]
 
     def using(self, kernels: Kernels) -> Function:
-        """The operator, of its inputs alone."""
+        """Returns the operator as a function of its inputs only."""
         return partial(self.function, kernels)
 
 
 def cases(sizes: Sizes, dtype: torch.dtype, device: str) -> list[Case]:
-    """All operators, with inputs drawn from one seed."""
+    """Returns all operators, with inputs drawn from one seed."""
     generator = torch.Generator(device).manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
@@ -148,11 +148,11 @@ def results(case: Case, kernels: Kernels, dtype: torch.dtype) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Error:
-    """How far a kernel is from fp64; the worst of its output and gradients.
+    """Error of a kernel against fp64, the maximum over output and gradients.
 
     Attributes:
         relative: norm of the difference over the norm of the exact result.
-        ratio: our difference over that of torch's operators in the same dtype.
+        ratio: error relative to that of torch's operators in the same dtype.
     """
 
     relative: float = 0.0
@@ -160,28 +160,28 @@ class Error:
 
 
 def error(case: Case) -> Error:
-    """Of our kernel, in the dtype of the case's inputs."""
+    """Error of megads' kernel, in the dtype of the case's inputs."""
     dtype = case.inputs[0].dtype
     ours, eager = results(case, FUSED, dtype), results(case, TORCH, dtype)
     relative = ratio = 0.0
     for mine, theirs, exact in zip(ours, eager, results(case, TORCH, torch.float64), strict=True):
         if exact.numel() == 1:
-            continue  # the error of one number is chance
+            continue  # the error of a single number is random
         off, measure = ((found.double() - exact).norm().item() for found in (mine, theirs))
         found = off / measure if measure else (0.0 if off == 0 else float("inf"))
-        # max() would pass over a NaN.
+        # max() may ignore a NaN.
         ratio = found if not found <= ratio else ratio
         relative = max(relative, off / max(exact.norm().item(), 1e-300))
     return Error(relative, ratio)
 
 
 def error_ratio(case: Case) -> float:
-    """Our error over that of torch's operators in the same dtype, the worst of output and gradients; against fp64."""
+    """Error of megads' kernel over that of torch's operators in the same dtype, against fp64; the maximum."""
     return error(case).ratio
 
 
 def timings(case: Case, function: Function, device: str, rounds: int) -> Line:
-    """Microseconds forward without a graph, and backward alone, unless that is not to be repeated (`moved` is 0)."""
+    """Microseconds of forward without a graph, and of backward alone if it can be repeated (`moved` is not 0)."""
     leaves = [x.detach().requires_grad_() for x in case.inputs]
     with torch.no_grad():
         found = {"fwd_us": median_seconds(lambda: function(*leaves), device, rounds) * 1e6}
@@ -197,7 +197,7 @@ def timings(case: Case, function: Function, device: str, rounds: int) -> Line:
 
 
 def run_once(device: str) -> int:
-    """Every kernel of ours forward and backward, on small tensors of every dtype."""
+    """Runs every kernel of megads forward and backward, on small tensors of every dtype."""
     for dtype in DTYPES.values():
         for case in cases(SMALL, dtype, device):
             found = results(case, FUSED, dtype)
@@ -206,7 +206,7 @@ def run_once(device: str) -> int:
 
 
 def run_profiled(case: Case) -> int:
-    """One kernel of ours, forward and backward, between the profiler's marks; once before, which loads it."""
+    """Runs one kernel of megads forward and backward between profiler marks, after one warmup call."""
     leaves = [x.detach().requires_grad_() for x in case.inputs]
     out = case.function(FUSED, *leaves)
     grad = torch.randn_like(out)
@@ -223,7 +223,7 @@ def run_profiled(case: Case) -> int:
 
 
 def apex_norms() -> dict[str, Function]:
-    """NVIDIA apex's norms, through megads' face, by the name of our case; empty where it is not here."""
+    """NVIDIA apex's norms, through megads' interface, by name of the case; empty without apex."""
     if find_apex().state is not ApexState.present:
         return {}
     return {
@@ -233,10 +233,10 @@ def apex_norms() -> dict[str, Function]:
 
 
 def sides_of(case: Case, compiled: bool) -> dict[str, Function]:
-    """What is timed."""
+    """Returns the sides that are timed."""
     eager = case.using(TORCH)
     if compiled:
-        # One cache for all cases would be full after the eighth, and the rest would run eagerly.
+        # A cache shared by all cases would be full after the eighth, and the rest would run eagerly.
         torch.compiler.reset()
         return {"compiled": torch.compile(eager, dynamic=False)}
     apex = apex_norms()
@@ -245,14 +245,16 @@ def sides_of(case: Case, compiled: bool) -> dict[str, Function]:
 
 
 def main() -> int:
-    """Checks, times, appends."""
+    """Checks and times the kernels, and appends the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_line_options(parser)
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--only", help="the kernel of this name alone")
-    parser.add_argument("--compiled", action="store_true", help="time torch.compile's side alone")
-    parser.add_argument("--once", action="store_true", help="run ours once on small tensors; for compute-sanitizer")
+    parser.add_argument("--only", help="only the kernel of this name")
+    parser.add_argument("--compiled", action="store_true", help="time only torch.compile's side")
+    parser.add_argument(
+        "--once", action="store_true", help="run megads' kernels once on small tensors; for compute-sanitizer"
+    )
     parser.add_argument("--profiled", action="store_true", help="run --only once on large tensors; for ncu")
     args = parser.parse_args()
     device, cuda, append = args.device, args.device == "cuda", appender(args, "gpu_kernels")

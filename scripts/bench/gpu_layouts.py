@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""The real command, `megads train`, in one layout of the GPUs at hand: speed, memory, and the first loss of one GPU.
+"""`megads train` in one layout of the available GPUs: speed, memory, and the first loss compared with one GPU's.
 
     python -m scripts.bench.gpu_layouts --number 2 [--device cuda] [--work runs/bench] [key=value ...]
     python -m scripts.bench.gpu_layouts --configs       every layout's config is composed and checked, nothing starts
 
-Layout 0 is one GPU with `ops.impl=torch`; of all others the first loss must be its (2e-4, N4 of docs/numerics.md) where
+Layout 0 is one GPU with `ops.impl=torch`. The first loss of all others must equal its (2e-4, N4 of docs/numerics.md) if
 it has run in the same run of gpu.sh.
 """
 
@@ -26,7 +26,7 @@ from scripts.bench.training_speed import SAME_LOSS, figures
 
 @dataclass(frozen=True)
 class Layout:
-    """How many GPUs it needs, and what is said to `megads train`."""
+    """Number of GPUs, and the overrides of `megads train`."""
 
     devices: int
     overrides: str = ""
@@ -40,7 +40,7 @@ LAYOUTS = (
     Layout(1),
     Layout(1, "ops.impl=fused"),
     Layout(2, "parallel.dp=2"),
-    Layout(2, "parallel.dp=2 parallel.bucket_elements=1000000000"),  # nothing overlaps: what overlap is worth
+    Layout(2, "parallel.dp=2 parallel.bucket_elements=1000000000"),  # no overlap, to measure its benefit
     Layout(2, "parallel.dp=2 parallel.zero_stage=0"),
     Layout(2, "parallel.dp=2 parallel.zero_stage=2"),
     Layout(2, "parallel.dp=2 parallel.zero_stage=3"),
@@ -70,11 +70,11 @@ ON_CPU = (
     *("cluster.threads_per_rank=1", "schedule.warmup_samples=4"),
 )
 SKIPPED = {"cuda": 10, "cpu": 1}
-"""Steps that warm up."""
+"""Warmup steps."""
 
 
 def command(device: str, work: Path, overrides: list[str]) -> list[str]:
-    """Overrides of `megads train`; its data is written where it is missing."""
+    """Overrides of `megads train`; writes its data if missing."""
     cuda = device == "cuda"
     prefix = work / ("synthetic" if cuda else "synthetic_small")
     if not prefix.with_suffix(".idx").exists():
@@ -84,7 +84,7 @@ def command(device: str, work: Path, overrides: list[str]) -> list[str]:
 
 
 def check_configs(device: str, work: Path, overrides: list[str]) -> int:
-    """Composes and checks every layout as the command would; starts nothing."""
+    """Composes and validates every layout's config as the command does; starts nothing."""
     from megads.cli.main import run
 
     training = command(device, work, overrides)
@@ -100,7 +100,7 @@ def check_configs(device: str, work: Path, overrides: list[str]) -> int:
 
 
 def first_loss(path: Path | None, run: str) -> float | None:
-    """Of layout 0 in this run of gpu.sh; None where it has not run."""
+    """First loss of layout 0 in this run of gpu.sh; None if it has not run."""
     lines = lines_of_runs(path) if path is not None and path.exists() else []
     found = [line for line in lines if line["bench"] == "gpu_layouts" and line["run"] == run and line["number"] == 0]
     return float(found[-1]["first_loss"]) if found else None
@@ -109,10 +109,10 @@ def first_loss(path: Path | None, run: str) -> float | None:
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--number", type=int, default=0, help="of the layout")
+    parser.add_argument("--number", type=int, default=0, help="number of the layout")
     parser.add_argument("--configs", action="store_true", help="check all configs, start nothing")
     parser.add_argument("--work", type=Path, default=Path("runs/bench"))
-    parser.add_argument("overrides", nargs="*", help="of megads train")
+    parser.add_argument("overrides", nargs="*", help="overrides of megads train")
     add_line_options(parser)
     arguments = parser.parse_args()
     device, work = arguments.device, arguments.work

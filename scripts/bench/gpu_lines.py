@@ -1,4 +1,4 @@
-"""The lines that scripts/bench/gpu.sh leaves in bench.jsonl: one a result, written as it comes."""
+"""Result lines of scripts/bench/gpu.sh in bench.jsonl: one per result, appended immediately."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from megads.runtime.metrics import JsonLinesWriter, read_json_lines
 
 PREFIX = "gpu_"
-"""Of the names of these benchmarks."""
+"""Prefix of the names of these benchmarks."""
 
 Append = Callable[[Mapping[str, Any]], None]
 """Keeps one result."""
@@ -22,11 +22,11 @@ def add_line_options(parser: argparse.ArgumentParser) -> None:
     """Adds --device, --append and --run."""
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--append", type=Path, help="file of results, JSON lines")
-    parser.add_argument("--run", default="", help="name of the run of gpu.sh that this belongs to")
+    parser.add_argument("--run", default="", help="name of the run of gpu.sh to which the results belong")
 
 
 def appender(arguments: argparse.Namespace, bench: str) -> Append:
-    """What appends results of one benchmark to the file of the command line; without a file nothing is kept.
+    """Returns a function that appends results of one benchmark to the file given on the command line, if any.
 
     Args:
         arguments: those of `add_line_options`.
@@ -43,11 +43,11 @@ def appender(arguments: argparse.Namespace, bench: str) -> Append:
 
 
 def lines_of_runs(path: Path, runs: int = 1) -> list[Line]:
-    """The lines of the last runs in a file, in the order in which they were written.
+    """Returns the lines of the last runs in a file, in the order in which they were written.
 
     Args:
-        path: bench.jsonl, which other benchmarks may share.
-        runs: how many.
+        path: bench.jsonl, possibly with results of other benchmarks.
+        runs: number of runs.
 
     Raises:
         SystemExit: there is no such line.

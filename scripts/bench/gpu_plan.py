@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Plans of training steps on one GPU, from a calibration of the minute before, beside the steps themselves.
+"""Predicted step times on one GPU, from a calibration done just before, compared with measured steps.
 
     python -m scripts.bench.gpu_plan [--device cuda] [--append bench.jsonl]
 
-`megads calibrate ranks=1` measures the GPU, then the real engine trains models that it did not train: 124M to 1.4
-billion parameters, like BLOOM, GPT-3 and Llama, 1,024 to 8,192 tokens a sample, with and without recomputation. Each
-is planned from the calibration and, where megads.plan.devices has the GPU, from its table. Nothing is fitted to these
-steps. Attention is of the kind that the calibration found quickest, as model.attention=auto would mostly choose.
-A step is timed by the device's events, waiting for the device before and after; median.
+`megads calibrate ranks=1` measures the GPU, then the real engine trains models that the calibration did not train: 124M
+to 1.4 billion parameters, like BLOOM, GPT-3 and Llama, 1,024 to 8,192 tokens per sample, with and without
+recomputation. Each is predicted from the calibration and, if megads.plan.devices contains the GPU, from its table.
+Nothing is fitted to these steps. The attention kernel is the one that the calibration found fastest, as
+model.attention=auto would mostly choose. A step is timed with device events, synchronizing before and after; median.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ from scripts.bench.processes import ONE_RANK
 from scripts.bench.training_sides import TrainingWork, megads_side
 
 WARM_UP, TIMED = EAGER_STEPS + 1, 4
-"""Steps."""
+"""Warmup steps and timed steps."""
 WITHIN = 0.1
-"""Relative error of a good plan."""
+"""Relative error of an accurate prediction."""
 
 
 @dataclass(frozen=True)
 class PlannedRow:
-    """A step that is planned and measured.
+    """A step that is predicted and measured.
 
     Attributes:
         like: bloom, gpt (learned positions) or llama.
-        layers, hidden, heads, vocabulary: of the model.
-        seq_len, micro_batch, micro_batches: of the step.
+        layers, hidden, heads, vocabulary: model shape.
+        seq_len, micro_batch, micro_batches: shape of the step.
         recompute: parallel.recompute.
-        kv_heads, ffn: of Llama's.
+        kv_heads, ffn: KV heads and MLP width of Llama models.
         cuda_graphs: ops.cuda_graphs.
     """
 
@@ -86,7 +86,7 @@ class PlannedRow:
 
     @property
     def model(self) -> ModelConfig:
-        """The model's shape."""
+        """Model shape."""
         found = ModelConfig(
             num_layers=self.layers, hidden_size=self.hidden, num_heads=self.heads, vocab_size=self.vocabulary,
             max_seq_len=self.seq_len,
@@ -108,7 +108,7 @@ class PlannedRow:
         )  # fmt: skip
 
     def planned(self, device: Device) -> StepEstimate:
-        """The step by a device's table."""
+        """Predicted step by a device's table."""
         shape = StepShape(self.seq_len, self.micro_batch, self.micro_batches)
         layout = ParallelConfig(recompute=Recompute(self.recompute))
         execution = replace(MEGADS, repeatable=True, cuda_graphs=self.cuda_graphs)
@@ -126,13 +126,13 @@ BUSY_OR_NOT = (
     PlannedRow("llama", 5, 4096, 32, 32000, 4096, 1, 4, "full", 8, 14336),
 )
 ROWS = (*BUSY_OR_NOT, *(replace(row, cuda_graphs=True) for row in BUSY_OR_NOT[:2] + BUSY_OR_NOT[3:5]))
-"""Those that wait for their host once more, by CUDA graphs."""
+"""All rows, and those that are bound by the host again with CUDA graphs."""
 SMALL: dict[str, Any] = {"layers": 2, "hidden": 64, "heads": 4, "vocabulary": 512, "seq_len": 64, "micro_batch": 2}
-"""Does it run? On a CPU."""
+"""Smoke test on a CPU."""
 
 
 def rows_for(device: str) -> list[PlannedRow]:
-    """What is trained; on a CPU one model of each kind."""
+    """Returns the rows; on a CPU one model of each kind."""
     if device == "cuda":
         return list(ROWS)
     llama: dict[str, Any] = {"kv_heads": 2, "ffn": 128}
@@ -141,11 +141,11 @@ def rows_for(device: str) -> list[PlannedRow]:
 
 def measured_s(row: PlannedRow, device: str, attention: str) -> float:
     """Median seconds of a step."""
-    gc.unfreeze()  # the engine before it froze what it found
+    gc.unfreeze()  # the previous engine froze existing objects
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
-        torch.compiler.reset()  # after eight shapes it would compile no more
+        torch.compiler.reset()  # it stops compiling after eight shapes
     implementation = "auto" if device == "cpu" else gpu_kernels().model.value
     turn = megads_side(row.work(device, attention), implementation, cuda_graphs=row.cuda_graphs)
     for _ in range(WARM_UP):
@@ -154,7 +154,7 @@ def measured_s(row: PlannedRow, device: str, attention: str) -> float:
 
 
 def attention_of(device: str) -> dict[bool, str]:
-    """Kinds of attention that the calibration has found, which the user's cache remembers; with ALiBi and without."""
+    """Attention kernels that the calibration found fastest, from the user's cache; with ALiBi and without."""
     if device == "cpu":
         return dict.fromkeys((False, True), AttentionKind.auto.value)
     bench = Bench(torch.device("cuda", 0), torch.bfloat16, gpu_kernels(), 0.0, GPU_SHAPES)
@@ -164,7 +164,7 @@ def attention_of(device: str) -> dict[bool, str]:
 
 
 def line_of(row: PlannedRow, measured: float, calibrated: Device, shipped: Device | None) -> Line:
-    """What is kept of a row."""
+    """Returns the result line of a row."""
     planned = row.planned(calibrated)
     line: Line = {
         "name": f"plan, {row.name}", "row": row.name, "parameters": parameter_count(row.model), "step_s": measured,
@@ -176,12 +176,12 @@ def line_of(row: PlannedRow, measured: float, calibrated: Device, shipped: Devic
 
 
 def error(line: Line, plan: str) -> str:
-    """Relative, of a plan; for people."""
+    """Formats the relative error of a prediction."""
     return "-" if line[plan] is None else f"{line[plan] / line['step_s'] - 1:+.1%}"
 
 
 def table(lines: list[Line]) -> str:
-    """All rows."""
+    """Formats all rows."""
     rows = [f"{'step':52}{'M params':>9}{'measured':>11}{'calibrated':>12}{'error':>8}{'shipped':>11}{'error':>8}"]
     for line in lines:
         times = [
@@ -195,7 +195,7 @@ def table(lines: list[Line]) -> str:
 
 
 def summary(lines: list[Line]) -> str:
-    """How far both plans are off."""
+    """Summarizes the errors of both predictions."""
     said = []
     for name, plan in (("calibrated", "calibrated_s"), ("shipped", "shipped_s")):
         errors = [abs(line[plan] / line["step_s"] - 1) for line in lines if line[plan]]
@@ -209,11 +209,11 @@ def summary(lines: list[Line]) -> str:
 
 
 def main() -> int:
-    """Calibrates, trains, plans, prints."""
+    """Calibrates, trains, predicts, prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_line_options(parser)
-    parser.add_argument("--seconds", type=float, default=0.05, help="for which each operator is measured")
-    parser.add_argument("--file", type=Path, help="keep the calibration here, or take it from there if it exists")
+    parser.add_argument("--seconds", type=float, default=0.05, help="seconds of measurement per operator")
+    parser.add_argument("--file", type=Path, help="file of the calibration; used if it exists, else written")
     arguments = parser.parse_args()
     append, begin = appender(arguments, "gpu_plan"), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:

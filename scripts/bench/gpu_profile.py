@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Nsight Compute's counters of the kernels that are furthest from the copy's bandwidth in the same run of gpu.sh.
+"""Nsight Compute counters of the kernels that are furthest from the copy bandwidth in the same run of gpu.sh.
 
     python -m scripts.bench.gpu_profile --work runs/bench [--device cuda] [--append bench.jsonl] [--run name]
 
-Of each of the three slowest every kernel of forward and backward pass, at the size that gpu_kernels timed: how long it
-took, which share of the memory's and the arithmetic units' throughput it reached, how full the processors were and what
-its warps waited for. The report lies in the work folder. Where ncu is missing the kernels run without it.
+For every kernel launch of forward and backward pass of the three slowest, at the size that gpu_kernels timed: duration,
+memory and compute throughput as shares of the peak, occupancy and warp stall reasons. The report is written to the work
+folder. Without ncu the kernels run unprofiled.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from scripts.bench.gpu_lines import Line, add_line_options, appender, lines_of_r
 from scripts.bench.gpu_table import share_of_copy
 
 TIMEOUT_S = 40.0
-"""For one of them."""
+"""Time limit per kernel."""
 SECTIONS = ("SpeedOfLight", "Occupancy", "LaunchStats", "WarpStateStats", "MemoryWorkloadAnalysis")
 METRICS = {
     "Duration": "", "Memory Throughput": "memory ", "Compute (SM) Throughput": "compute ",
@@ -32,11 +32,11 @@ METRICS = {
 
 
 def slowest(lines: Iterable[Line], count: int) -> list[str]:
-    """Names of the kernels with the lowest share of the copy's bandwidth, over both passes.
+    """Names of the kernels with the lowest share of the copy bandwidth over both passes.
 
     Args:
-        lines: of a run of gpu.sh; cross entropy, whose gradient comes with the loss, is left out.
-        count: how many.
+        lines: result lines of a run of gpu.sh; cross entropy, whose gradient comes with the loss, is excluded.
+        count: number of kernels.
     """
     shares: dict[str, float] = {}
     for line in lines:
@@ -48,11 +48,11 @@ def slowest(lines: Iterable[Line], count: int) -> list[str]:
 
 
 def profile_command(name: str, path: str, device: str) -> list[str]:
-    """What profiles one kernel; the clocks are left as they are.
+    """Returns the command that profiles one kernel; GPU clocks are not changed.
 
     Args:
-        name: of a case of gpu_kernels.
-        path: of ncu; empty runs the kernel alone.
+        name: name of a case of gpu_kernels.
+        path: path of ncu; empty runs the kernel without it.
         device: cuda or cpu.
     """
     kernel = [sys.executable, "-m", "scripts.bench.gpu_kernels", "--profiled", "--only", name, "--device", device]
@@ -64,7 +64,7 @@ def profile_command(name: str, path: str, device: str) -> list[str]:
 
 
 def read_report(output: str) -> list[tuple[str, str]]:
-    """Kernels of a report of ncu, as CSV between other lines, and what is shown of each."""
+    """Parses ncu's CSV, which is mixed with other lines; returns the shown metrics of each kernel."""
     lines = output.splitlines()
     begin = next((number for number, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
     found: dict[str, tuple[str, dict[str, str]]] = {}

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Does a killed run continue bit for bit on this device? The real command, a real kill -9.
+"""Does a killed run continue bit for bit on this device? Uses the real command and a real kill -9.
 
     python -m scripts.bench.gpu_resume --impl torch|fused --work runs/bench [--device cuda] [key=value ...]
 
-Two runs of the same command start, in bf16 with dropout, the second once the first has chosen what a first start
-chooses by measurement. It is killed, launcher and rank, after a checkpoint and a few steps more, and started again.
-Then every step's loss, gradient norm, samples, learning rate and batch hash, and every tensor's checksum in the last
-checkpoint, must be those of the other to the bit.
+Two runs of the same command start, in bf16 with dropout; the second starts once the first has finished the autotuning
+of a first start. It is killed, launcher and rank, a few steps after a checkpoint, and started again. Then every step's
+loss, gradient norm, samples, learning rate and batch hash, and every tensor's checksum in the last checkpoint, must
+equal the other run's bit for bit.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ EQUAL = "equal"
 
 @dataclass(frozen=True)
 class Training:
-    """What is run.
+    """The run that is killed and resumed.
 
     Attributes:
-        overrides: of `megads train`.
-        vocabulary: of the data.
-        steps: of the whole run.
-        every: steps from checkpoint to checkpoint.
-        killed_after: the step after which one run is killed, if it can be caught there.
+        overrides: overrides of `megads train`.
+        vocabulary: vocabulary size of the data.
+        steps: steps of the whole run.
+        every: steps between checkpoints.
+        killed_after: the step after which one run is killed, if it is caught in time.
     """
 
     overrides: tuple[str, ...]
@@ -67,20 +67,20 @@ ON_CPU = Training(
 
 
 def last_step(run_dir: Path) -> int:
-    """The last step in a run's ledger; 0 for none."""
+    """Returns the last step in a run's metrics.jsonl; 0 for none."""
     path = run_dir / "metrics.jsonl"
     steps = [line["step"] for line in read_json_lines(path) if "loss" in line] if path.exists() else []
     return steps[-1] if steps else 0
 
 
 def verdict(reference: Path, killed: Path, training: Training, ledger_at_kill: int) -> str:
-    """EQUAL, or where the two part.
+    """Returns EQUAL, or where the two runs differ.
 
     Args:
-        reference: folder of the run that nobody disturbed.
-        killed: that of the one that was killed and went on.
+        reference: folder of the undisturbed run.
+        killed: folder of the killed and resumed run.
         training: what both trained.
-        ledger_at_kill: last step of the killed run's ledger when it died.
+        ledger_at_kill: last step in the killed run's metrics.jsonl at its death.
     """
     ours, theirs = steps_of(killed), steps_of(reference)
     if [line["step"] for line in theirs] != list(range(1, training.steps + 1)):
@@ -102,9 +102,9 @@ def verdict(reference: Path, killed: Path, training: Training, ledger_at_kill: i
 
 
 def trained(megads: StartCommand, training: Training, overrides: tuple[str, ...]) -> str:
-    """Runs both and returns the verdict."""
+    """Trains both runs and returns the verdict."""
     reference, killed = megads.folder / "reference", megads.folder / "killed"
-    # Packages may lie in a folder of their own.
+    # Packages may be in a separate folder.
     variables = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
     undisturbed = megads("train", *overrides, f"run.dir={reference}", variables=variables)
     undisturbed.wait_for(lambda: last_step(reference) > 0)
@@ -131,7 +131,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--impl", choices=("torch", "fused"), required=True)
     parser.add_argument("--work", type=Path, default=Path("runs/bench"))
-    parser.add_argument("overrides", nargs="*", help="of megads train, beside ops.impl")
+    parser.add_argument("overrides", nargs="*", help="overrides of megads train, in addition to ops.impl")
     add_line_options(parser)
     arguments = parser.parse_args()
     training = ON_GPU if arguments.device == "cuda" else ON_CPU

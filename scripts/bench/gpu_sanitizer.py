@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Every kernel once on small tensors under compute-sanitizer: memory accesses, races, barriers.
+"""Runs every kernel once on small tensors under compute-sanitizer: memory accesses, races, barriers.
 
     python -m scripts.bench.gpu_sanitizer --tool memcheck|racecheck|synccheck [--device cuda] [--append bench.jsonl]
 
-Every tensor is an allocation of its own, or torch's caching allocator would hide what lies a little beyond its end.
-Where the tool is missing the kernels run without it, so that a CPU checks the command behind it. Exit 1: it found
-something, or the kernels failed.
+Every tensor is a separate allocation, because torch's caching allocator would hide small out-of-bounds accesses.
+Without the tool the kernels run by themselves, so that a CPU can check the command. Exit 1: it found something, or the
+kernels failed.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from scripts.bench.gpu_lines import add_line_options, appender
 
 PROGRAM = "compute-sanitizer"
 ERROR_CODE = 86
-"""Exit code of the tool where it found something."""
+"""Exit code of the tool for findings."""
 UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
 
 def sanitizer_command(tool: str, path: str, device: str) -> list[str]:
-    """What runs all kernels under a tool.
+    """Returns the command that runs all kernels under a tool.
 
     Args:
         tool: one of SANITIZERS.
-        path: of compute-sanitizer; empty runs the kernels alone.
+        path: path of compute-sanitizer; empty runs the kernels without it.
         device: cuda or cpu.
     """
     kernels = [sys.executable, "-m", "scripts.bench.gpu_kernels", "--once", "--device", device]
@@ -42,7 +42,7 @@ def sanitizer_command(tool: str, path: str, device: str) -> list[str]:
 
 
 def findings(output: str) -> str:
-    """The tool's own summary, and the first thing that it found; empty where it says nothing."""
+    """Returns the tool's summary and first finding; empty without a summary."""
     told = [line.removeprefix("=========").strip() for line in output.splitlines() if line.startswith("=========")]
     summary = next((line for line in reversed(told) if re.search(r"(ERROR|RACECHECK) SUMMARY", line)), "")
     first = next((line for line in told if re.match(r"(Invalid|Error|Barrier|Race|Program hit|.*[Hh]azard)", line)), "")

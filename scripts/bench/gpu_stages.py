@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Runs what scripts/bench/gpu.sh asks for, within a budget of time, and prints the table of it last.
+"""Runs the stages of scripts/bench/gpu.sh within a time budget, and prints the table of results last.
 
     scripts/bench/gpu.sh [--stage kernels|attention|train|resume|tests|profile|...|all ...] [key=value ...]
 
-The plan is printed first: what runs, when it is expected to begin, and after how many seconds it is ended. Every item
-is a process that appends its results to bench.jsonl as they come, so that nothing is lost when the time is over, or one
-of them dies. The most valuable go first; those that time nothing run beside each other; what no longer fits is reported
-as not run. An item that fails leaves the others running: its first error is in the table, its whole output in a log of
-its own. One that takes too long is told to print the stacks of its threads before it is killed, and one that fails in
-CUDA is run once more with launches that block, so that the log names the operator. Exit 1: something failed.
+The schedule is printed first: what runs, the expected start, and the time limit in seconds. Every item is a process
+that appends its results to bench.jsonl immediately, so that nothing is lost if the budget runs out or an item dies. The
+most valuable go first; items that time nothing run concurrently; items that no longer fit are reported as not run. The
+failure of an item does not stop the others: its first error is in the table, its whole output in a separate log. An
+item that exceeds its limit is told to print the stacks of its threads before it is killed. One that fails in CUDA is
+run again with blocking kernel launches, so that the log names the operator. Exit 1: something failed.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from scripts.bench.gpu_lines import Append, appender, lines_of_runs
 from scripts.bench.gpu_table import table
 
 RESERVE_S = 6.0
-"""Kept for ending the last item and for the table."""
+"""Reserved for ending the last item and for the table."""
 SHOWN_LINES = 12
-"""Of a failed item's output."""
+"""Lines shown of a failed item's output."""
 STACKS_S = 3.0
-"""For an item that is ended to print its stacks."""
+"""Time for a killed item to print its stacks."""
 LEAST_BLOCKING_S = 20.0
-"""Time that must be left for an item to be run again with launches that block."""
+"""Minimum remaining time to run an item again with blocking launches."""
 BLOCKING = {"CUDA_LAUNCH_BLOCKING": "1", "TORCH_SHOW_CPP_STACKTRACES": "1"}
-"""Makes the host stop at the launch that failed."""
+"""Blocking launches, so that the error is raised at the launch that failed."""
 _ERROR = re.compile(
     r"(\w+\.)*\w*(Error|Exception|Exit)\b|.*\berror:|.*CUDA error|no kernels:|FAILED |Fatal |terminate called"
 )
@@ -52,10 +52,10 @@ _ERROR = re.compile(
 
 
 class Clock:
-    """How much of the budget is left.
+    """Remaining time of the budget.
 
     Args:
-        budget_s: of the whole run.
+        budget_s: total seconds.
         spent_s: before this process began to count.
     """
 
@@ -65,21 +65,21 @@ class Clock:
 
     @property
     def spent_s(self) -> float:
-        """Since the beginning."""
+        """Seconds since the start."""
         return time.monotonic() - self._begin
 
     @property
     def left_s(self) -> float:
-        """For items."""
+        """Seconds left for items."""
         return self._budget_s - RESERVE_S - self.spent_s
 
 
 class Runner:
-    """Runs items, and keeps what became of them.
+    """Runs items and records their outcomes.
 
     Args:
-        arguments: of the command line.
-        clock: of the budget.
+        arguments: parsed command line.
+        clock: clock of the budget.
     """
 
     def __init__(self, arguments: argparse.Namespace, clock: Clock) -> None:
@@ -91,7 +91,7 @@ class Runner:
         self._running: list[subprocess.Popen[bytes]] = []
 
     def run(self, together: list[Item]) -> None:
-        """Runs items beside each other, or says why not.
+        """Runs items concurrently, or records why not.
 
         Raises:
             KeyboardInterrupt: this process was told to stop; nothing runs any more.
@@ -128,7 +128,7 @@ class Runner:
 
     @property
     def devices(self) -> int:
-        """GPUs here, as the first item found: this process must not take memory of one. A CPU has ranks as it likes."""
+        """GPUs found by the first item, because this process must not use GPU memory. A CPU has no limit on ranks."""
         if self.arguments.device == "cpu":
             return sys.maxsize
         lines = lines_of_runs(self.arguments.append)
@@ -162,19 +162,19 @@ class Runner:
 
 
 def first_error(text: str) -> str:
-    """The first line of an output that reports an error, which later ones often follow from; else the last line."""
+    """First line of an output that reports an error, because later errors often follow from it; else the last line."""
     lines = text.splitlines() or ["no output"]
     return next((line for line in lines if _ERROR.match(line)), lines[-1]).strip()[:300]
 
 
 def plan(found: list[list[Item]], clock: Clock) -> str:
-    """What will run and when, if everything takes as long as expected."""
+    """Returns the schedule if everything takes as long as expected."""
     rows, begin_s = [f"{'begins':>8}{'takes':>7}{'at most':>9}  of {clock.spent_s + clock.left_s:.0f} s"], clock.spent_s
     for together in found:
         if together[0].devices > 1:
             continue
         for item in together:
-            beside = "" if item.alone else ", beside others"
+            beside = "" if item.alone else ", concurrent"
             rows.append(
                 f"{begin_s:6.0f} s{item.expected_s:5.0f} s{item.most_s:7.0f} s  {item.stage}: {item.name}{beside}"
             )
@@ -184,7 +184,7 @@ def plan(found: list[list[Item]], clock: Clock) -> str:
 
 
 def end_tree(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process of ours and all that it started, if it still runs; faulthandler first prints their stacks."""
+    """Kills a process of gpu.sh and its descendants if it still runs; faulthandler prints their stacks first."""
     if process.poll() is not None:
         return
     with suppress(psutil.NoSuchProcess):
@@ -201,20 +201,20 @@ def end_tree(process: subprocess.Popen[bytes]) -> None:
 
 
 def stop(_signal: int, _frame: FrameType | None) -> None:
-    """Ends the running item and goes on to the table."""
+    """Ends the running item and continues with the table."""
     raise KeyboardInterrupt
 
 
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stage", choices=(*STAGES, "all"), action="append", help="what to run; all by default")
-    parser.add_argument("--check", action="store_true", help="everything on a CPU, with tiny shapes: does it work?")
+    parser.add_argument("--stage", choices=(*STAGES, "all"), action="append", help="stages to run (default: all)")
+    parser.add_argument("--check", action="store_true", help="check everything on a CPU, with tiny shapes")
     parser.add_argument("--budget-s", type=float, default=540.0)
-    parser.add_argument("--spent-s", type=float, default=0.0, help="of the budget, before this began")
+    parser.add_argument("--spent-s", type=float, default=0.0, help="seconds of the budget that are already spent")
     parser.add_argument("--work", type=Path, default=Path("runs/bench"))
     parser.add_argument("--append", type=Path, default=Path("bench.jsonl"))
-    parser.add_argument("overrides", nargs="*", help="of megads train, in the stage layouts")
+    parser.add_argument("overrides", nargs="*", help="overrides of megads train in the stage layouts")
     arguments = parser.parse_args()
     arguments.device = "cpu" if arguments.check else "cuda"
     arguments.run = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}"

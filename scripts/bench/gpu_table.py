@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""The table of scripts/bench/gpu.sh, made from the lines that it left: under 80 lines, 120 columns wide.
+"""The table of scripts/bench/gpu.sh, made from its result lines: under 80 lines, 120 columns wide.
 
     python -m scripts.bench.gpu_table bench.jsonl [--runs 1]
 
-Of the last run in the file, or, of the last few, the newest result of everything. Kernels: microseconds forward and
-backward, and the share of the measured copy's bandwidth that the bytes which must be moved come to; `error` is the
-relative difference to fp64 (norms), `ratio` that over the difference of torch's operators in the same dtype, which may
-be 2. `reached` says whether a forward pass comes to its target. Trainings: `same` says whether a side's losses and
-first gradient norm are those of megads' torch operators (fused ones where these did not run), but for rounding;
-`target` is MFU, tokens a second, how much longer a deterministic step takes (nondeterm.), or our speed over a peer's.
+Shows the last run in the file or, of the last few, the newest result of everything. Kernels: microseconds of forward
+and backward pass, and the share of the measured copy bandwidth that the necessary bytes reach; `error` is the relative
+difference to fp64 (norms), `ratio` is its ratio to the error of torch's operators in the same dtype, at most 2.
+`reached` says whether the forward pass reaches its target. Training: `same` says whether a side's losses and first
+gradient norm equal those of megads' torch operators (of the fused ones if these did not run), up to rounding; `target`
+is MFU, tokens per second, how much longer a deterministic step takes (nondeterm.), or megads' speed over a peer's.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from scripts.bench.train_step import faults
 
 WIDTH, LONGEST = 120, 79
 COPY_TARGET = 0.9
-"""Of the copy bandwidth, forward: docs/performance.md."""
+"""Target share of the copy bandwidth, forward: docs/performance.md."""
 TARGET_KERNELS = ("ALiBi softmax", "LayerNorm", "RMSNorm")
 MFU_TARGETS = {"1.3b": 0.5}
 """llm-foundry publishes 41.8% for its 1.3B on H100s."""
 SPEED_TARGETS = {"8b": 10471}
-"""Tokens a second; KempnerForge's Llama-3-8B on one H200, full recomputation, without fp32 masters."""
+"""Tokens per second; KempnerForge's Llama-3-8B on one H200, full recomputation, without fp32 master weights."""
 DETERMINISM_TARGET = 0.05
-"""Of a step; Megatron-LM's costs 15%."""
+"""Largest overhead of a deterministic step; Megatron-LM's is 15%."""
 PEERS = ("hf", "hf_compiled", "torchtitan")
 """Sides that are not megads'."""
 KERNEL_SIDES = ("ours", "eager", "compiled", "apex")
@@ -52,10 +52,10 @@ Rows = list[Line]
 
 
 def table(lines: Rows) -> str:
-    """All sections that there are lines of.
+    """Formats all sections that have lines.
 
     Args:
-        lines: in the order in which they were written; the last of equal things counts.
+        lines: result lines in the order in which they were written; of duplicates the last is used.
     """
     found: dict[str, Rows] = {}
     for line in lines:
@@ -75,7 +75,7 @@ def table(lines: Rows) -> str:
 
 
 def newest(lines: Rows, *keys: str) -> dict[tuple[object, ...], Line]:
-    """The last line of each combination of these fields, in the order of the first."""
+    """Returns the last line of each combination of these fields, ordered by the first occurrence."""
     found: dict[tuple[object, ...], Line] = {}
     for line in lines:
         found[tuple(line[key] for key in keys)] = line
@@ -83,7 +83,7 @@ def newest(lines: Rows, *keys: str) -> dict[tuple[object, ...], Line]:
 
 
 def device_rows(lines: Rows) -> list[str]:
-    """Where it ran."""
+    """Rows on device and versions."""
     line = lines[-1]
     when = datetime.fromtimestamp(line["time"], UTC)
     driver, cuda = (
@@ -91,10 +91,10 @@ def device_rows(lines: Rows) -> list[str]:
     )
     memory = f", {line['memory_bytes'] / 2**30:.0f} GiB" if line["memory_bytes"] else ""
     peers = ", ".join(f"{name} {found}" for name, found in line["peers"].items())
-    memory += "" if line["cuda"] else ", a check without a GPU: its figures mean nothing"
+    memory += "" if line["cuda"] else ", a check without a GPU: its figures are meaningless"
     rows = [
         f"{line['devices']} x {line['device']}{memory}{driver}{cuda}; {when:%Y-%m-%d %H:%M} UTC; run {line['run']}",
-        f"copy {line['copy_bytes_per_s'] / 1e9:,.0f} GB/s; bf16 product {line['matrix_tflops']:,.1f} TFLOP/s of "
+        f"copy {line['copy_bytes_per_s'] / 1e9:,.0f} GB/s; bf16 GEMM {line['matrix_tflops']:,.1f} TFLOP/s of "
         f"{line['peak_tflops']:,.1f} peak (MFU is of the peak)",
         f"megads {line['megads']}, python {line['python']}, torch {line['torch']}, deepspeed {line['deepspeed']}, "
         f"{peers}",
@@ -103,7 +103,7 @@ def device_rows(lines: Rows) -> list[str]:
 
 
 def item_rows(lines: Rows) -> list[str]:
-    """What did not run or failed."""
+    """Rows of items that did not run or failed."""
     last = list(newest(lines, "stage", "name").values())
     too_few = [line for line in last if line["reason"].startswith(NEEDS)]
     last = [line for line in last if line not in too_few]
@@ -120,7 +120,7 @@ def item_rows(lines: Rows) -> list[str]:
 
 
 def kernel_rows(lines: Rows) -> list[str]:
-    """A kernel a row; what different runs timed of it is joined."""
+    """One row per kernel, merged from different runs."""
     joined: dict[tuple[object, ...], Line] = {}
     for line in lines:
         key = (line["kernel"], line["dtype"])
@@ -140,12 +140,12 @@ def kernel_rows(lines: Rows) -> list[str]:
 
 
 def cell_width(side: str) -> int:
-    """Columns of a side; ours has the shares of the copy beside."""
+    """Columns of a side; megads' side also shows shares of the copy bandwidth."""
     return 24 if side == "ours" else 12
 
 
 def kernel_cell(line: Line, side: str) -> str:
-    """Times of a side, and for ours the share of the copy's bandwidth."""
+    """Times of a side, and for megads the share of the copy bandwidth."""
     times = line["sides"].get(side)
     if times is None:
         return "-"
@@ -157,14 +157,14 @@ def kernel_cell(line: Line, side: str) -> str:
 
 
 def share_of_copy(line: Line, way: str) -> float | None:
-    """Of our kernel; None where it was not timed."""
+    """Share of the copy bandwidth of megads' kernel; None if not timed."""
     taken_us = line["sides"].get("ours", {}).get(way)
     moved = line["moved_bytes"][("fwd_us", "bwd_us").index(way)]
     return None if taken_us is None else float(moved / taken_us * 1e6 / line["copy_bytes_per_s"])
 
 
 def reached(line: Line) -> str:
-    """Whether the kernel is right, and, where something is asked, quick enough."""
+    """Whether the kernel is correct and, if it has a target, fast enough."""
     if line.get("error_ratio", 0.0) > 2 or line.get("error_ratio", 0.0) != line.get("error_ratio", 0.0):
         return "WRONG"
     share = share_of_copy(line, "fwd_us")
@@ -174,10 +174,10 @@ def reached(line: Line) -> str:
 
 
 def attention_rows(lines: Rows) -> list[str]:
-    """Kinds of attention, the quickest first."""
+    """Attention kernels, fastest first."""
     last = list(newest(lines, "kind").values())
     done = sorted((line for line in last if line["outcome"] == "done"), key=lambda line: line["us"])
-    heads = f"{'us fwd+bwd':>12}{'TFLOP/s':>9}{'kept MiB':>10}{'peak MiB':>10}{'ratio':>7}  same bits again"
+    heads = f"{'us fwd+bwd':>12}{'TFLOP/s':>9}{'kept MiB':>10}{'peak MiB':>10}{'ratio':>7}  reproducible"
     rows = [f"{'attention, ' + last[-1]['shape']:48}{heads}"]
     rows += [
         f"{line['kind']:48}{line['us']:12.0f}{line['flops'] / line['us'] / 1e6:9.1f}"
@@ -189,7 +189,7 @@ def attention_rows(lines: Rows) -> list[str]:
 
 
 def train_rows(lines: Rows) -> list[str]:
-    """Sizes and sides."""
+    """Rows of the training sizes and sides."""
     last = newest(lines, "size", "side")
     heads = f"{'ms':>9}{'tokens/s':>10}{'TFLOP/s':>9}{'MFU':>7}{'GiB':>7}{'planned':>8}{'micro':>8}{'attention':>15}"
     rows = [f"{'training step, bf16':27}{heads}  same? target"]
@@ -200,7 +200,7 @@ def train_rows(lines: Rows) -> list[str]:
 
 
 def train_row(line: Line, sides: dict[str, Line]) -> str:
-    """One size and side, among all sides of the size."""
+    """Row of one size and side; `sides` are all sides of the size."""
     name = f"{line['size']} {SIDE_NAMES[line['side']]}"
     if line["outcome"] != "done":
         return f"{name:27}{line['outcome']}: {line['reason']}"
@@ -216,7 +216,7 @@ def train_row(line: Line, sides: dict[str, Line]) -> str:
 
 
 def target_of(line: Line, sides: dict[str, Line]) -> str:
-    """What is asked of a side, and whether it is reached."""
+    """Returns the target of a side and whether it is reached."""
     size, side = line["size"], line["side"]
     done = {name: of for name, of in sides.items() if of["outcome"] == "done"}
     said = []
@@ -233,7 +233,7 @@ def target_of(line: Line, sides: dict[str, Line]) -> str:
 
 
 def same(line: Line, sides: dict[str, Line]) -> str:
-    """Whether a side trained what megads' torch operators did, or the fused ones; as far as both went."""
+    """Whether a side's training equals that of megads' torch operators, or the fused ones, as far as both ran."""
     reference = next((sides[side] for side in ("torch", "fused") if sides.get(side, {}).get("losses")), None)
     if reference is None or reference is line:
         return "-"
@@ -246,7 +246,7 @@ def same(line: Line, sides: dict[str, Line]) -> str:
 
 
 def verdict_rows(lines: Rows) -> list[str]:
-    """Those that say themselves how they ended."""
+    """Rows of results that contain their verdict."""
     said = [f"{line['name']}: {line['verdict']}" for line in newest(lines, "name").values()]
     return [row for text in said for row in textwrap.wrap(text, WIDTH, subsequent_indent="    ")[:3]]
 
@@ -272,7 +272,9 @@ def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path, nargs="?", default=Path("bench.jsonl"))
-    parser.add_argument("--runs", type=int, default=1, help="how many of the last, the newest result counts")
+    parser.add_argument(
+        "--runs", type=int, default=1, help="number of last runs from which the newest results are shown"
+    )
     arguments = parser.parse_args()
     print(table(lines_of_runs(arguments.path, arguments.runs)))
     return 0

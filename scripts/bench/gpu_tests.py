@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""The tests that need a GPU, and how many of them passed; on a CPU they say that they skip.
+"""Runs the tests that need a GPU and counts those that passed; on a CPU they report that they are skipped.
 
     python -m scripts.bench.gpu_tests [--device cuda] [--limit-s 170] [--append bench.jsonl]
 
-Each function runs in a pytest of its own, beside the others: most of their time goes into starting processes and
-compiling FlexAttention, not into the GPU. Tests are shown as they end, and those that have ended count where the time
-is over; that is exit 1, too.
+Each test function runs in a separate pytest, concurrently with the others, because most of their time goes into
+starting processes and compiling FlexAttention, not into the GPU. Tests are shown as they finish. When the time is over,
+those that have finished are counted, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from scripts.bench.gpu_lines import add_line_options, appender
 
 TESTS = Path(__file__).parents[2] / "tests"
 NOTHING_SELECTED = 5
-"""Pytest's exit code where there is no test."""
+"""Pytest's exit code for no tests."""
 STACKS_S = 5.0
-"""For a pytest that is ended to print where it was."""
+"""Time for a killed pytest to print its stacks."""
 _OUTCOME = re.compile(r"(tests/\S.*?) (PASSED|FAILED|ERROR|SKIPPED)\b")
 
 
 def parts(device: str) -> list[str]:
-    """Functions of files with tests for GPUs: to collect all of the others takes longer than these take.
+    """Returns the test functions for GPUs by file, because collecting all other tests takes longer than running these.
 
-    On a CPU whole files: what skips need not run beside anything.
+    On a CPU whole files: skipped tests do not need to run concurrently.
     """
     files = sorted(path for path in TESTS.rglob("test_*.py") if "mark.gpu" in path.read_text())
     if device == "cpu":
@@ -46,10 +46,10 @@ def parts(device: str) -> list[str]:
 
 
 class Run:
-    """Pytest on one part; its output is shown as it comes.
+    """Pytest on one part; its output is shown immediately.
 
     Attributes:
-        outcomes: of the tests that have ended, by name.
+        outcomes: outcomes of finished tests, by name.
     """
 
     def __init__(self, part: str) -> None:
@@ -66,12 +66,12 @@ class Run:
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            sys.stdout.write(f"{self.name}: {line.rstrip()[:300]}\n")  # in one piece, beside the other readers
+            sys.stdout.write(f"{self.name}: {line.rstrip()[:300]}\n")  # a single write, as others write too
             if found := _OUTCOME.match(line):
                 self.outcomes[found[1]] = found[2]
 
     def end(self, left_s: float) -> int | None:
-        """Waits for it, no longer than that; its exit code, None where it was ended."""
+        """Waits until the deadline; returns the exit code, None if it was killed."""
         code: int | None = None
         try:
             code = self.process.wait(max(left_s, 0.1))
@@ -86,11 +86,11 @@ class Run:
 
 
 def verdict(outcomes: dict[str, str], unfinished: list[str]) -> str:
-    """What is shown of all tests.
+    """Returns the summary of all tests.
 
     Args:
-        outcomes: of those that ended, by name.
-        unfinished: parts of which some did not.
+        outcomes: outcomes of finished tests, by name.
+        unfinished: parts with unfinished tests.
     """
     counts = Counter(outcomes.values())
     said = ", ".join(f"{count} {outcome.lower()}" for outcome, count in sorted(counts.items())) or "no test ended"
@@ -102,7 +102,9 @@ def verdict(outcomes: dict[str, str], unfinished: list[str]) -> str:
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--limit-s", type=float, default=170.0, help="tests that have not ended by then are ended")
+    parser.add_argument(
+        "--limit-s", type=float, default=170.0, help="stop the tests that are unfinished after this time"
+    )
     add_line_options(parser)
     arguments = parser.parse_args()
     end_s = time.monotonic() + arguments.limit_s

@@ -1,24 +1,24 @@
 #!/usr/bin/env python3
-"""Training steps of one size by one side, in a process of its own: its memory and its failures are its alone.
+"""Training steps of one model size by one side, in a separate process, so that its memory and failures affect no other.
 
     python -m scripts.bench.gpu_train --size 1.3b --side fused [--device cuda] [--append bench.jsonl]
 
 Models: llm-foundry's 1.3B (learned positions, V 50,368, S 2,048), Llama-3-8B (S 4,096, every block recomputed),
 BLOOM-1B1 (V 250,880), Llama-3.2-1B (S 2,048, V 128,256) and GPT-3 350M in micro-batches of one sample, in bf16 with
-fp32 masters, moments and gradients: 18 bytes a parameter, so that 8.03 billion take 134.6 of the 139 GiB of an H200.
-Sides: megads' engine with ops.impl=fused, torch, apex, with ops.compile, with ops.cuda_graphs, and with
-train.deterministic=false; Hugging Face's BloomForCausalLM, eager and compiled; torchtitan's Llama, its blocks compiled.
+fp32 master weights, moments and gradients: 18 bytes per parameter, so that 8.03 billion take 134.6 of the 139 GiB of an
+H200. Sides: megads' engine with ops.impl=fused, torch, apex, with ops.compile, with ops.cuda_graphs, and with
+train.deterministic=false; Hugging Face's BloomForCausalLM, eager and compiled; torchtitan's Llama with compiled blocks.
 Both peers run under autocast with torch's fused AdamW, which keeps weights and moments in fp32. All sides of a size
-begin with the same weights and see the same tokens.
+start with the same weights and see the same tokens.
 
-megads' attention in models with ALiBi is the quickest that gpu_attention found in the same run of gpu.sh, else what
-model.attention=auto chooses. Its micro-batch is the largest that the memory plan says fits, recomputing only where none
-else does; the peers' follows from a rough count of what they keep. Where memory runs out all the same, half of it is
-tried.
+In models with ALiBi megads uses the fastest attention that gpu_attention found in the same run of gpu.sh, else what
+model.attention=auto chooses. Its micro-batch is the largest that fits according to the memory plan, with recomputation
+only if none fits without; the peers' follows from a rough estimate of their activation memory. If memory still runs
+out, half the micro-batch is tried.
 
-A step is timed by the device's events, waiting for the device before and after; median. MFU is model FLOPs
-(megads.plan.model_size: 6 a matrix weight and token, 12 L h S for attention, nothing for recomputation) over the data
-sheet's dense bf16 peak (megads.plan.peak).
+A step is timed with device events, synchronizing before and after; median. MFU is model FLOPs (megads.plan.model_size:
+6 per weight of a matrix and token, 12 L h S for attention, nothing for recomputation) over the dense bf16 peak of the
+data sheet (megads.plan.peak).
 """
 
 from __future__ import annotations
@@ -56,23 +56,23 @@ from scripts.bench.torchtitan_side import torchtitan_side
 from scripts.bench.training_sides import TrainingWork, hugging_face_side, megads_side
 
 LEARNING_RATE = 1e-4
-"""Without a warm-up; at larger ones rounding alone soon tells trainings of such models apart."""
+"""No warmup; at larger learning rates rounding alone soon makes runs of such models diverge from each other."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """A model that is trained.
+    """A model to train.
 
     Attributes:
-        preset: of conf/model.
-        batch: samples a step, as many as make a step of a second or more.
-        seq_len: tokens a sample.
-        vocabulary: in place of the preset's.
-        layers: in place of the preset's.
-        hidden: in place of the preset's, with `ffn`.
-        ffn: in place of the preset's.
+        preset: option of conf/model.
+        batch: samples per step, enough for a step of a second or more.
+        seq_len: tokens per sample.
+        vocabulary: overrides the preset's.
+        layers: overrides the preset's.
+        hidden: overrides the preset's, with `ffn`.
+        ffn: overrides the preset's.
         recompute: parallel.recompute; None: as little as fits.
-        micro_batch: samples in a forward pass; None: as many as fit.
+        micro_batch: samples per forward pass; None: as many as fit.
         loss_chunk: ops.loss_chunk.
     """
 
@@ -89,7 +89,7 @@ class Size:
 
     @property
     def model(self) -> ModelConfig:
-        """Its shape."""
+        """Model shape."""
         preset = OmegaConf.merge(
             OmegaConf.structured(ModelConfig), OmegaConf.load(PRESETS / f"{self.preset}.yaml").model
         )
@@ -118,7 +118,7 @@ SIZES = {
     "350m": Size("gpt3_350m", batch=8, micro_batch=1),
 }
 SMALL: dict[str, Any] = {"layers": 2, "hidden": 48, "heads": 6, "vocabulary": 512, "batch": 4, "seq_len": 32}
-"""Does it run? On a CPU, with the positions, norms and MLP of the size."""
+"""Smoke test on a CPU, with the positions, norms and MLP of the size."""
 SIDES: dict[str, Callable[[TrainingWork], Turn]] = {
     "fused": lambda work: megads_side(work, "fused"),
     "fused_free": lambda work: megads_side(work, "fused", deterministic=False),
@@ -131,30 +131,30 @@ SIDES: dict[str, Callable[[TrainingWork], Turn]] = {
     "torchtitan": lambda work: torchtitan_side(work, compiled=work.device == "cuda"),
 }
 OF_KERNELS = {AttentionKind.fused.value, AttentionKind.fused_softmax.value}
-"""Kinds of attention that need megads' own kernels."""
+"""Attention backends that need megads' kernels."""
 FREE = "fused_free"
 """The side without train.deterministic."""
 WARM_UP = EAGER_STEPS + 1
 ROUNDS, FEWEST_ROUNDS, TIMED_S = 10, 3, 8.0
-"""Timed steps, and after how many seconds of them no further one begins, but for the fewest."""
+"""Timed steps, their minimum number, and seconds after which no step beyond the minimum starts."""
 SPARE = 0.95
-"""Of the free memory what a plan may fill: the allocator leaves holes."""
+"""Share of the free memory that a plan may use, because the allocator fragments."""
 LARGEST_MICRO_BATCH = 16
 _SCORES_BYTES = 10
-"""Of an element of the attention scores, of all that Hugging Face's layers keep of them: a rough figure from its code
-(bf16 and fp32 scores, fp32 probabilities), not measured."""
+"""Bytes that Hugging Face's layers keep per element of the attention scores: a rough figure from its code (bf16 and
+fp32 scores, fp32 probabilities), not measured."""
 _KEPT_HIDDENS = 40
-"""bf16 values that a block without scores keeps for every feature of a token: rough, for Llama's with its wide MLP."""
+"""bf16 values that a block without scores keeps per feature and token: rough, for Llama with its wide MLP."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """How a size is trained in the memory at hand.
+    """How a size is trained in the available memory.
 
     Attributes:
-        micro_batch: samples in one forward pass.
+        micro_batch: samples per forward pass.
         recompute: none, selective or full.
-        planned_bytes: what the plan says that it takes.
+        planned_bytes: planned memory.
     """
 
     micro_batch: int
@@ -163,13 +163,13 @@ class Fit:
 
 
 def fit_of(work: TrainingWork, fused: bool, free_bytes: int, *, fixed: bool = False) -> Fit:
-    """The largest micro-batch whose plan fits, with as little recomputation as any fits; else the smallest of all.
+    """Returns the largest micro-batch whose plan fits, with the least recomputation that fits; else the smallest plan.
 
     Args:
         work: what is trained.
-        fused: by megads' kernels.
-        free_bytes: of the GPU's memory.
-        fixed: the work's own recomputation and micro-batch are taken.
+        fused: with megads' kernels.
+        free_bytes: free GPU memory.
+        fixed: use the work's own recomputation and micro-batch.
     """
     found = None
     modes = [Recompute(work.recompute)] if fixed else [Recompute.none, Recompute.selective, Recompute.full]
@@ -188,15 +188,15 @@ def fit_of(work: TrainingWork, fused: bool, free_bytes: int, *, fixed: bool = Fa
 
 
 def peer_fit(work: TrainingWork, free_bytes: int, *, scores: bool) -> Fit:
-    """The same for a peer with fp32 weights and moments and fp32 logits.
+    """Returns the same for a peer with fp32 weights, moments and logits.
 
     Args:
         work: what is trained.
-        free_bytes: of the GPU's memory.
-        scores: all attention scores are in memory, as in Hugging Face's BLOOM.
+        free_bytes: free GPU memory.
+        scores: attention scores are materialized, as in Hugging Face's BLOOM.
     """
     block = _SCORES_BYTES * work.heads * work.seq_len + 34 * work.hidden if scores else 2 * _KEPT_HIDDENS * work.hidden
-    # Logits, their fp32 copy and its gradient, in part at the same time.
+    # Logits, their fp32 copy and its gradient, partly at the same time.
     tokens_bytes = work.layers * block + 12 * work.vocabulary
     for micro_batch in halves(min(work.batch, LARGEST_MICRO_BATCH)):
         planned = 16 * parameter_count(work.model) + micro_batch * work.seq_len * tokens_bytes
@@ -206,20 +206,20 @@ def peer_fit(work: TrainingWork, free_bytes: int, *, scores: bool) -> Fit:
 
 
 def halves(number: int) -> Iterator[int]:
-    """The number, half of it, and so on to 1."""
+    """Yields the number, half of it, and so on to 1."""
     while number:
         yield number
         number //= 2
 
 
 def quickest_attention(lines: Iterable[Line], kernels: bool, repeats: bool = True) -> str:
-    """The quickest kind of attention among results of gpu_attention; auto, which tries them on the size's own shapes,
-    where there are none.
+    """Returns the fastest attention backend in the results of gpu_attention; without results auto, which benchmarks
+    them on the size's own shapes.
 
     Args:
-        lines: of any benchmark.
-        kernels: megads' own are there.
-        repeats: it must give the same bits again.
+        lines: result lines of any benchmark.
+        kernels: megads' kernels are built.
+        repeats: the backend must be bitwise reproducible.
     """
     done = [line for line in lines if line["bench"] == "gpu_attention" and line["outcome"] == "done"]
     kinds = {kind.value for kind in AttentionKind} - (set() if kernels else OF_KERNELS)
@@ -228,7 +228,7 @@ def quickest_attention(lines: Iterable[Line], kernels: bool, repeats: bool = Tru
 
 
 def work_of(size: str, side: str, device: str, attention: str) -> tuple[TrainingWork, Fit]:
-    """What is trained, with the micro-batch that fits the device's free memory."""
+    """Returns what is trained, with the micro-batch that fits into the device's free memory."""
     work, fixed = SIZES[size].work(device, attention), SIZES[size].micro_batch is not None
     fused = side.startswith("fused")
     if device == "cpu":
@@ -247,7 +247,7 @@ def work_of(size: str, side: str, device: str, attention: str) -> tuple[Training
 
 
 def planned_step_s(work: TrainingWork, side: str) -> float | None:
-    """Seconds of megads' step by the table of this GPU's kind; None for a peer's, and for a GPU that has no table."""
+    """Predicted seconds of megads' step from this GPU's table; None for a peer, or a GPU without a table."""
     name = shipped_device(torch.cuda.get_device_name()) if work.device == "cuda" and side not in PEERS else None
     if name is None:
         return None
@@ -258,7 +258,7 @@ def planned_step_s(work: TrainingWork, side: str) -> float | None:
 
 
 def warm_turn(work: TrainingWork, side: str) -> tuple[TrainingWork, Turn, list[dict[str, float]]]:
-    """Builds a side and warms it up; with half the micro-batch where memory runs out.
+    """Builds a side and warms it up; halves the micro-batch if memory runs out.
 
     Returns:
         What is trained, its turn, and what the first steps found.
@@ -273,17 +273,17 @@ def warm_turn(work: TrainingWork, side: str) -> tuple[TrainingWork, Turn, list[d
         except torch.OutOfMemoryError:
             if work.micro_batch_size == 1:
                 raise
-        # Outside of the except block, whose traceback holds on to all tensors.
+        # Outside of the except block, whose traceback keeps all tensors alive.
         turn = None  # type: ignore[assignment]
         print(f"micro-batch {work.micro_batch_size}: out of memory", flush=True)
         work = replace(work, micro_batch=work.micro_batch_size // 2)
-        gc.unfreeze()  # the engine froze what it found, itself from a failed try included
+        gc.unfreeze()  # the engine froze existing objects, including those of a failed try
         gc.collect()
         torch.cuda.empty_cache()
 
 
 def timed(turn: Turn, device: str) -> tuple[list[float], list[dict[str, float]]]:
-    """Seconds of every timed step, and what it found."""
+    """Seconds and results of every timed step."""
     seconds: list[float] = []
     found: list[dict[str, float]] = []
     begin = time.perf_counter()
@@ -293,7 +293,7 @@ def timed(turn: Turn, device: str) -> tuple[list[float], list[dict[str, float]]]
 
 
 def measured(size: str, side: str, device: str, attention: str) -> Line:
-    """The line of one size and side."""
+    """Returns the result line of one size and side."""
     cuda = device == "cuda"
     work, fit = work_of(size, side, device, attention)
     about: Line = {"size": size, "side": side, "parameters": parameter_count(work.model)}
@@ -341,7 +341,7 @@ def main() -> int:
     planned = "" if line["planned_step_s"] is None else f" (planned {line['planned_step_s'] * 1e3:.1f})"
     memory = f"{line['peak_memory_bytes'] / 2**30:.1f} GiB, micro-batch {line['micro_batch']}"
     speed = f"{line['tokens_per_s']:,.0f} tokens/s, MFU {line['mfu']:.1%}"
-    print(f"{line['step_s'] * 1e3:.1f} ms a step{planned}, {speed}, {memory}")
+    print(f"{line['step_s'] * 1e3:.1f} ms per step{planned}, {speed}, {memory}")
     return 0
 
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Benchmark 6, batches a second: megads' loader, reads of one sample at a time as we once did, a torch DataLoader.
+"""Benchmark 6, batches per second: megads' loader, reading one sample at a time, and a torch DataLoader.
 
 All read samples of the same files, alternating, in one process, and hold the 64 micro-batches of a step, as a run does.
-The limit of the machine is the two casts to int64 that make tokens and labels, from a cached block. Run from the
-repository: python -m scripts.bench.loader
+Reading one sample at a time is what megads did before. The hardware limit is the two casts to int64 that make tokens
+and labels, from a cached block. Run from the repository: python -m scripts.bench.loader
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def read_one(samples: TrainSamples, sample: int, out: np.ndarray[Any, Any]) -> N
 
 
 class OneSampleAtATime(Dataset[dict[str, torch.Tensor]]):
-    """A map-style dataset as Megatron's GPTDataset is: each item reads, casts and makes its own tensors."""
+    """A map-style dataset like Megatron's GPTDataset: each item is read, cast and turned into tensors separately."""
 
     def __init__(self, samples: TrainSamples) -> None:
         self.samples = samples
@@ -68,7 +68,7 @@ class OneSampleAtATime(Dataset[dict[str, torch.Tensor]]):
 
 
 def single_reads(samples: TrainSamples, ids_mb: np.ndarray[Any, Any]) -> list[MicroBatch]:
-    """What the loader did before batches were assembled from runs."""
+    """The loader before batches were assembled from runs."""
     batches = []
     for ids_b in ids_mb:
         block = np.empty((ids_b.size, samples.seq_len + 1), np.int64)
@@ -83,12 +83,12 @@ def single_reads(samples: TrainSamples, ids_mb: np.ndarray[Any, Any]) -> list[Mi
 
 
 def casts_alone(block: np.ndarray[Any, Any], ids_mb: np.ndarray[Any, Any]) -> list[Any]:
-    """Nothing but the two casts."""
+    """Only the two casts."""
     return [(block[:, :-1].astype(np.int64), block[:, 1:].astype(np.int64)) for _ in ids_mb]
 
 
 def sides(samples: TrainSamples, micro: int) -> dict[str, Callable[[int], Any]]:
-    """By name, what is timed: a function of the step."""
+    """Returns the timed functions of the step, by name."""
     step = MICRO_BATCHES * micro
 
     def ids(number: int) -> np.ndarray[Any, Any]:
@@ -118,7 +118,7 @@ def sides(samples: TrainSamples, micro: int) -> dict[str, Callable[[int], Any]]:
 
 
 def measure(samples: TrainSamples, micro: int, rounds: int) -> dict[str, float]:
-    """Median samples a second of each side."""
+    """Returns the median samples per second of each side."""
     timed = sides(samples, micro)
     seconds: dict[str, list[float]] = {name: [] for name in timed}
     for number in range(rounds + 2):

@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""Local checkpoints: what a step waits for, and how long the next start takes, a GB of state.
+"""Local checkpoints: stall of a training step, and time of the next start, per GB of state.
 
 Each round copies the state into memory, waits until the copy is a complete local checkpoint, and lets a new start find,
-verify and load it. Beside it torch.save and torch.load of the same tensors in the same folder in memory, which have no
-checksums, and megads' own checkpoint on disk, whose pages the disk's cache has. The limit is a plain copy. Medians.
+verify and load it. For comparison: torch.save and torch.load of the same tensors in the same folder in memory, which
+have no checksums, and megads' checkpoint on disk with a warm page cache. The limit is a plain copy. Medians.
 
-Then two ranks, each on a node of its own as far as they know, keep copies of each other (checkpoint.replicate): how
-long until both copies are complete, and how long the next start takes if the memory of one of them is gone. The limit
-is the same number of bytes through a TCP connection into a file in memory, without checksums, both ways at once.
+Then two ranks, each configured as if on a separate node, keep replicas of each other's state (checkpoint.replicate):
+how long until both replicas are complete, and how long the next start takes if the memory of one of them is lost. The
+limit is the same number of bytes through a TCP connection into a file in memory, without checksums, in both directions
+at once.
 
 Run from the repository: python -m scripts.bench.local_checkpoint [--megabytes 1000] [--rounds 5] [--memory /dev/shm]
 """
@@ -50,44 +51,44 @@ from scripts.bench.results import add_results_option, against_time, record
 
 ROW = 9
 COPY_TARGET = 1 / 1.3
-"""A step waits for at most 1.3 copies."""
+"""A step is blocked for at most 1.3 copies."""
 RESTART_TARGET_MS_PER_GB = 1000.0
 _TENSOR_ELEMENTS = 10**6
 
 
 def state_of(megabytes: float, value: float) -> list[Shard]:
-    """So much fp32, in tensors of 4 MB."""
+    """Returns fp32 tensors of 4 MB each, of this total size."""
     count, side = max(1, round(megabytes / 4)), 1000
     shape = (_TENSOR_ELEMENTS // side, side)
     return [Shard(f"weight/{n}", shape, (0, 0), torch.full(shape, value)) for n in range(count)]
 
 
 def zeros_like(state: list[Shard]) -> list[Shard]:
-    """Memory to read a state into, resident already."""
+    """Resident memory to read a state into."""
     return [replace(shard, tensor=torch.zeros_like(shard.tensor).fill_(0.5)) for shard in state]
 
 
 def run_at(step: int) -> RunRecord:
-    """What a manifest says of a run; the state is of no model."""
+    """Run information for a manifest; the state belongs to no model."""
     return RunRecord({"step": step, "samples": step, "tokens": step}, step, "", {}, {"tp": 1, "pp": 1, "dp": 1})
 
 
 def timed_ms(action: Callable[[], object]) -> float:
-    """Milliseconds of one call."""
+    """Milliseconds of a call."""
     begin = time.perf_counter()
     action()
     return 1e3 * (time.perf_counter() - begin)
 
 
 class LocalRounds:
-    """Starts that follow each other, each of which saves once and is found by the next."""
+    """Consecutive starts, each of which saves once and is found by the next."""
 
     def __init__(self, run_dir: Path, memory: Path, state: list[Shard]) -> None:
         self._run_dir, self._state, self._start = run_dir, state, 0
         self._config = CheckpointConfig(local_every_steps=1, local_folder=str(memory))
 
     def round(self) -> dict[str, float]:
-        """Milliseconds of the copy, of its completion behind the training, and of the next start's two parts."""
+        """Milliseconds of the copy, of its asynchronous completion, and of the two parts of the next start."""
         with closing(self._begin()) as saves:
             saves.find()
             reason = saves.allocate(self._state, self._state, free_bytes=2**62)
@@ -100,7 +101,7 @@ class LocalRounds:
             find_ms = timed_ms(saves.find)
             assert saves.base is not None and saves.base.state == run.state
             found = saves.base
-            # Made now: pages that are older than the fork of the writer would be copied as they are written.
+            # Allocated now, because pages older than the fork of the writer would be copied on write.
             into = zeros_like(self._state)
             load_ms = timed_ms(lambda: read_into(found, into))
         return {"copy": copy_ms, "complete": complete_ms, "find and verify": find_ms, "load": load_ms}
@@ -117,7 +118,7 @@ class LocalRounds:
 
 
 class ReplicaRounds:
-    """One of two ranks that keep copies of each other's local checkpoints; the methods are collective."""
+    """One of two ranks that replicate each other's local checkpoints; the methods are collective."""
 
     def __init__(self, run_dir: Path, memory: Path, state: list[Shard]) -> None:
         self._control = open_control_plane()
@@ -163,7 +164,7 @@ class ReplicaRounds:
         time.sleep(0.002)
 
     def plain(self) -> float:
-        """Milliseconds of the same bytes through a socket, to and from the other rank at once."""
+        """Milliseconds of the same bytes through a socket, to and from the other rank concurrently."""
         other, size = 1 - self._control.rank, self._bytes
         source, target = self._own / "source", self._own / "target"
         with source.open("w+b") as file, target.open("w+b") as into, socket.create_server((LOOPBACK, 0)) as server:
@@ -206,7 +207,7 @@ class ReplicaRounds:
 
 
 def replica_rank(rank: int, folder: Path, memory: Path, megabytes: float, rounds: int, answer: Connection) -> None:
-    """One of the two ranks."""
+    """Runs one of the two ranks."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     found: dict[str, list[float]] = defaultdict(list)
@@ -240,7 +241,7 @@ def measure_replicas(folder: Path, memory: Path, megabytes: float, rounds: int) 
 
 
 def measure(folder: Path, memory: Path, megabytes: float, rounds: int) -> dict[str, float]:
-    """Median milliseconds of everything."""
+    """Median milliseconds of all measurements."""
     found: dict[str, list[float]] = defaultdict(list)
     state = state_of(megabytes, 1.0)
     ours, tensors, saved = LocalRounds(folder, memory, state), memory / "tensors.pt", folder / "on_disk"
@@ -277,9 +278,9 @@ def measure(folder: Path, memory: Path, megabytes: float, rounds: int) -> dict[s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=float, default=1000, help="of the state")
+    parser.add_argument("--megabytes", type=float, default=1000, help="size of the state")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="a folder in memory")
+    parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), help="folder in memory")
     add_results_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)

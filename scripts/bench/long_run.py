@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
-"""1,000 steps on real text with ops.impl=fused against torch: the same curve, and the same model at the end.
+"""1,000 steps on real text with ops.impl=fused and torch: same loss curve, and same validation loss at the end.
 
     python -m scripts.bench.long_run --folder runs/long_run --picture docs/pictures/long_run.png
 
-Trains a small model on the demo's text by the real command from three seeds with each implementation. In fp32 every
-loss of the first 200 steps must be within 1e-4 of the other implementation's, relative; --precision bf16 rounds more
-than that. At the end validation losses are held to what chance does: their difference must be within the spread
-(largest minus smallest) of the seeds. The same command again continues runs that were stopped, and shows those that
-are done.
+Trains a small model on the demo's text with the real command from three seeds with each implementation. In fp32 every
+loss of the first 200 steps must be within 1e-4 (relative) of the other implementation's; --precision bf16 rounds more
+than that. At the end the difference between the validation losses must be within the spread (largest minus smallest) of
+the seeds. The same command continues interrupted runs, and shows finished ones.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ SEEDS = (1, 2, 3)
 IMPLEMENTATIONS = ("torch", "fused")
 COMPARED = 200
 BOUND = {"fp32": 1e-4, "bf16": math.inf}
-"""Of the first steps, by precision."""
+"""Bound on the relative difference of losses in the first steps, by precision."""
 SMOOTHED = 20
 WARMUP_SAMPLES = 400
-"""A quarter of the run where that is less."""
+"""At most a quarter of the run."""
 SHAPE: dict[str, Any] = {
     "model.num_layers": 2,
     "model.hidden_size": 128,
@@ -62,11 +61,11 @@ SHAPE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Curve:
-    """One run.
+    """Losses of one run.
 
     Attributes:
-        losses: of every step.
-        validation: token mean over the validation set after the last step.
+        losses: loss of every step.
+        validation: mean loss per token over the validation set after the last step.
     """
 
     losses: list[float]
@@ -74,7 +73,7 @@ class Curve:
 
     @classmethod
     def read(cls, run_dir: Path) -> Curve | None:
-        """From metrics.jsonl of a run; None before its end."""
+        """Reads metrics.jsonl of a run; None before its end."""
         lines = list(read_json_lines(run_dir / "metrics.jsonl"))
         ended = next((line for line in reversed(lines) if "loss" not in line), None)
         if ended is None:
@@ -90,7 +89,7 @@ Curves = dict[tuple[str, int], Curve]
 
 
 def command(*words: str) -> None:
-    """Runs a command of this Python; ends the program with what it said where it fails."""
+    """Runs a command with this Python; if it fails, prints its output and exits."""
     done = subprocess.run(
         [sys.executable, *words], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )
@@ -103,8 +102,8 @@ class Comparison:
     """What is compared.
 
     Attributes:
-        folder: text and runs; absolute.
-        steps: of every run.
+        folder: absolute path of the folder of text and runs.
+        steps: steps of every run.
         precision: fp32 or bf16.
     """
 
@@ -114,7 +113,7 @@ class Comparison:
 
     @property
     def overrides(self) -> list[str]:
-        """What all runs share."""
+        """Overrides of all runs."""
         shape = [f"{key}={value}" for key, value in SHAPE.items()]
         samples = self.steps * SHAPE["train.global_batch_size"]
         shape.append(f"schedule.warmup_samples={min(WARMUP_SAMPLES, samples // 4)}")
@@ -126,7 +125,7 @@ class Comparison:
 
 
 def prepare(work: Comparison, megabytes: float) -> None:
-    """Text, tokenizer and index maps, once."""
+    """Prepares text, tokenizer and index maps, once."""
     folder = work.folder
     folder.mkdir(parents=True, exist_ok=True)
     text = folder / "text.jsonl"
@@ -138,7 +137,7 @@ def prepare(work: Comparison, megabytes: float) -> None:
 
 
 def train(work: Comparison, implementation: str, seed: int) -> Curve:
-    """One run, continued where it was stopped."""
+    """Trains one run, or resumes it."""
     run_dir = work.run_dir(implementation, seed)
     if (done := Curve.read(run_dir)) is not None and len(done.losses) == work.steps:
         return done
@@ -150,7 +149,7 @@ def train(work: Comparison, implementation: str, seed: int) -> Curve:
 
 
 def train_all(work: Comparison) -> Curves:
-    """Every implementation from every seed, as many at a time as there are cores."""
+    """Trains every implementation from every seed, as many concurrently as there are cores."""
     runs = [(implementation, seed) for seed in SEEDS for implementation in IMPLEMENTATIONS]
     with ThreadPoolExecutor(available_cores()) as pool:
         curves = pool.map(lambda run: train(work, *run), runs)
@@ -158,7 +157,7 @@ def train_all(work: Comparison) -> Curves:
 
 
 def drift(curves: Curves, seed: int) -> list[float]:
-    """Relative difference of the two implementations' losses, step by step."""
+    """Relative difference of the two implementations' losses, per step."""
     return [
         abs(fused / torchs - 1)
         for fused, torchs in zip(curves["fused", seed].losses, curves["torch", seed].losses, strict=True)
@@ -172,7 +171,7 @@ def spread(curves: Curves, implementation: str) -> float:
 
 
 def verdict(curves: Curves, precision: str) -> list[str]:
-    """What does not hold."""
+    """Returns the conditions that are not met."""
     wrong, bound = [], BOUND[precision]
     allowed = spread(curves, "torch")
     for seed in SEEDS:
@@ -207,7 +206,7 @@ def show(curves: Curves) -> None:
 
 
 def draw(curves: Curves, precision: str) -> Figure:
-    """Left the losses, right how far the implementations are apart."""
+    """Draws the losses on the left, and the difference between the implementations on the right."""
     from matplotlib.figure import Figure
 
     from megads.tools.report.charts import smooth
@@ -222,7 +221,7 @@ def draw(curves: Curves, precision: str) -> Figure:
             label = f"ops.impl={name}" if seed == SEEDS[0] else None
             losses = smooth(np.array(curves[name, seed].losses), SMOOTHED)
             left.plot(steps, losses, color=colour, linewidth=width, label=label)
-        # Where the losses are equal there is nothing to draw on a log scale.
+        # Equal losses cannot be drawn on a log scale.
         apart = [(step, value) for step, value in zip(steps, drift(curves, seed), strict=True) if value]
         right.plot(*zip(*apart, strict=True), ".", markersize=3, color=CYCLE[seed - 1], label=f"seed {seed}")
     if math.isfinite(bound := BOUND[precision]):
@@ -240,7 +239,7 @@ def draw(curves: Curves, precision: str) -> Figure:
 
 
 def save(curves: Curves, precision: str, path: Path, say: Callable[[str], None]) -> None:
-    """Draws into a file."""
+    """Saves the figure."""
     from megads.tools.report.style import house_style, png
 
     with house_style():
@@ -252,10 +251,10 @@ def save(curves: Curves, precision: str, path: Path, say: Callable[[str], None])
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("runs/long_run"), help="text and runs")
+    parser.add_argument("--folder", type=Path, default=Path("runs/long_run"), help="folder for text and runs")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--precision", choices=BOUND, default="fp32")
-    parser.add_argument("--megabytes", type=float, default=8.0, help="of text")
+    parser.add_argument("--megabytes", type=float, default=8.0, help="size of the text")
     parser.add_argument("--picture", type=Path, help="PNG to write")
     add_results_option(parser)
     arguments = parser.parse_args()

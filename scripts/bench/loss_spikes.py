@@ -1,11 +1,11 @@
-"""How often the spike detector is wrong: false alarms on healthy curves, and planted spikes that it finds.
+"""Error rates of the loss spike detector: false alarms on healthy curves, and detected synthetic spikes.
 
 python scripts/bench/loss_spikes.py [steps=1000000] [threshold=6] [patience_steps=3] [window_steps=128]
 
-Healthy curves fall by a power law from 10.8 to 2.2 nats as those of language models do, with a steep beginning, a
-learning-rate warm-up and a batch-size ramp, under which the noise shrinks. The noise is normal, Student's t with 3
-degrees of freedom, or autocorrelated (0.9 from step to step), each of 0.5 to 5% of the loss. Spikes are planted in
-curves of the same kinds: the loss rises at once, or over 5 steps, by a share of itself for 30 steps.
+Healthy curves follow a power law from 10.8 to 2.2 nats like those of language models, with a steep beginning, a
+learning-rate warmup and a batch-size ramp, under which the noise shrinks. The noise is normal, Student's t with 3
+degrees of freedom, or autocorrelated (0.9 from step to step), each with 0.5 to 5% of the loss. Spikes are added to
+curves of the same kinds: the loss rises at once, or over 5 steps, by a fraction of itself for 30 steps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PLANTED_STEPS = 30
 
 
 def noise(kind: str, steps: int, draw: np.random.Generator) -> np.ndarray:
-    """Noise of standard deviation 1."""
+    """Noise with standard deviation 1."""
     if kind == "normal":
         return draw.standard_normal(steps)
     if kind == "t3":
@@ -48,7 +48,7 @@ def curve(kind: str, share: float, steps: int, draw: np.random.Generator) -> tup
 
 
 def alarms(config: SpikeConfig, losses: np.ndarray, norms: np.ndarray) -> list[int]:
-    """Indices at which a spike was found."""
+    """Indices at which a spike is detected."""
     detector = SpikeDetector(config)
     pairs = zip(losses.tolist(), norms.tolist(), strict=True)
     return [at for at, (loss, norm) in enumerate(pairs) if detector.observe(StepLoss(at + 1, at + 1, loss, norm))]
@@ -70,7 +70,7 @@ def main(arguments: list[str]) -> None:
         found += sum(counts)
         print(f"{kind:16}" + "".join(f"{count:>8}" for count in counts))
     print(f"{found} in {curves * CURVE_STEPS * len(NOISES) * len(SHARES):,} steps")
-    print(f"planted spikes found within {PLANTED_STEPS} steps, of {PLANTS} each, and median steps to detection")
+    print(f"synthetic spikes detected within {PLANTED_STEPS} steps, of {PLANTS} each, and median steps to detection")
     print(f"{'noise':16}{'':>8}" + "".join(f"{rise:>12.0%}" for rise in RISES))
     for kind in NOISES:
         for share in SHARES:
@@ -79,7 +79,7 @@ def main(arguments: list[str]) -> None:
 
 
 def planted(config: SpikeConfig, kind: str, share: float, rise: float, draw: np.random.Generator) -> str:
-    """How many spikes of a size are found, and after how many steps."""
+    """Number of detected spikes of a size, and the steps to their detection."""
     after = []
     for number in range(PLANTS):
         losses, norms = curve(kind, share, 500, draw)

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Benchmark 14: small batches of a blend of many small datasets, against megatron-core's BlendedDataset.
 
-Both read the same files, alternating, in one process: ours in either order of the blend, as the 16 micro-batches of 4
-that a rank reads for a step; theirs one sample at a time, and also collated into the same micro-batches. Judged by the
-processor time of one thread. Run from the repository: python -m scripts.bench.many_datasets
+Both read the same files, alternating, in one process: megads in either order of the blend, as the 16 micro-batches of 4
+that a rank reads for a step; megatron-core one sample at a time, and also collated into the same micro-batches. Judged
+by the CPU time of one thread. Run from the repository: python -m scripts.bench.many_datasets
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STEPS = 100
 
 
 def write(folder: Path, datasets: int) -> list[str]:
-    """Datasets of 200 documents of 50 to 3,000 tokens."""
+    """Writes datasets of 200 documents of 50 to 3,000 tokens."""
     random, made = np.random.default_rng(0), []
     for number in range(datasets):
         with IndexedDatasetWriter(folder / f"set_{number}", np.uint16) as writer:
@@ -48,7 +48,7 @@ def write(folder: Path, datasets: int) -> list[str]:
 
 
 def theirs(paths: list[str], weights: list[float], seq_len: int, samples: int, cache: Path) -> Any:
-    """megatron-core's training dataset; None where it is not installed."""
+    """megatron-core's training dataset; None if it is not installed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -75,14 +75,14 @@ def theirs(paths: list[str], weights: list[float], seq_len: int, samples: int, c
 def ours(
     paths: list[str], weights: list[float], seq_len: int, samples: int, cache: Path, order: Order
 ) -> BlendPart | BlendedSamples:
-    """The same blend."""
+    """megads' blend of the same datasets."""
     train = [DatasetConfig(path, weight, max_epochs=1e9) for path, weight in zip(paths, weights, strict=True)]
     config = DataConfig(train=train, split=[1.0, 0.0], order=order, cache_dir=str(cache))
     return open_datasets(config, seq_len, SEED, VOCAB_SIZE, samples)[0]
 
 
 class Stepping:
-    """Calls a function with the numbers of one step after the other."""
+    """Calls a function with consecutive step numbers."""
 
     def __init__(self, read: Any, batch: int) -> None:
         self._read, self._batch, self._step = read, batch, 0
@@ -133,14 +133,14 @@ def main() -> int:
             times = take_turns(sides, arguments.rounds)
             us = {side: 1e3 * found.summary[arguments.by] / arguments.batch for side, found in times.items()}
             figures[str(seq_len)] = us
-            print(f"S = {seq_len}: " + ", ".join(f"{side} {value:.1f} us a sample" for side, value in us.items()))
+            print(f"S = {seq_len}: " + ", ".join(f"{side} {value:.1f} us per sample" for side, value in us.items()))
             verdicts += verdicts_of(f"{arguments.datasets} datasets, batch {arguments.batch}, S = {seq_len}", us)
     record(arguments.append, "many_datasets", {"us_a_sample": figures}, verdicts)
     return 0
 
 
 def verdicts_of(work: str, us: dict[str, float]) -> list[Verdict]:
-    """Of both orders against what a rank would have to do with Megatron's samples, and against them alone."""
+    """Compares both orders with what a rank has to do with Megatron's samples, and with the samples alone."""
     return [
         against_time(ROW, f"{work}, {side}", us[side] / 1e3, peer, us[peer] / 1e3, 1.0)
         for side in us

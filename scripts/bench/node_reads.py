@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""What the ranks of a node that need the same tokens read twice: bytes from the disk, and time, by the number of ranks.
+"""Redundant reads of ranks of a node that need the same tokens: bytes from the disk, and time, by number of ranks.
 
-Each rank assembles the same steps from a file of which no page is in memory, and again when all pages are. Run from the
+Each rank assembles the same steps from a file with a cold page cache, and again with a warm one. Run from the
 repository: python -m scripts.bench.node_reads
 """
 
@@ -32,7 +32,7 @@ STEPS = 40
 
 
 def disk_bytes() -> int:
-    """Bytes that this process has had read from disks so far."""
+    """Bytes that this process has read from disks so far."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith("read_bytes")))
 
@@ -55,14 +55,14 @@ def rank(prefix: str, start: Barrier, results: Any) -> None:
 
 
 def forget(path: Path) -> None:
-    """Drops a file's pages from memory."""
+    """Evicts a file from the page cache."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def measure(prefix: Path, ranks: int) -> dict[str, tuple[float, float]]:
-    """(MB read by all ranks together, median ms a step) by the state of the page cache."""
+    """Returns (MB read by all ranks together, median ms per step) by the state of the page cache."""
     spawn = multiprocessing.get_context("spawn")
     start, results = spawn.Barrier(ranks), spawn.Queue()
     forget(bin_path(prefix))
@@ -82,7 +82,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=20_000_000)
-    parser.add_argument("--folder", help="on the disk to measure; a temporary one without it")
+    parser.add_argument("--folder", help="folder on the disk to measure (default: a temporary folder)")
     add_results_option(parser)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
@@ -91,10 +91,10 @@ def main() -> None:
         found = {ranks: measure(prefix, ranks) for ranks in (1, 2, 4)}
         size = bin_path(prefix).stat().st_size / 1e6
     wanted = STEPS * STEP_SAMPLES * (SEQ_LEN + 1) * 2 / 1e6
-    print(f".bin {size:.1f} MB, of which the steps want {wanted:.1f} MB a rank")
+    print(f".bin {size:.1f} MB, of which the steps want {wanted:.1f} MB per rank")
     for ranks, states in found.items():
         for state, (megabytes, milliseconds) in states.items():
-            print(f"{ranks} ranks, {state}: {megabytes:6.1f} MB from the disk, {milliseconds:6.2f} ms a step and rank")
+            print(f"{ranks} ranks, {state}: {megabytes:6.1f} MB from disk, {milliseconds:6.2f} ms per step and rank")
     record(arguments.append, "node_reads", {"tokens": arguments.tokens, "mb_and_ms": found})
 
 

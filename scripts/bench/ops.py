@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Benchmarks 2 to 5: each operator, ours, torch eager, torch.compile, and what the machine could do at best.
+"""Benchmarks 2 to 5: each operator by megads, torch eager, torch.compile, and the hardware limit.
 
     python -m scripts.bench.ops [--rounds 15] [--threads 2] [--only attention] [--append bench.jsonl]
 
-The sides take turns in one process with the allocator settings of a rank. `limit` is the time of reading and writing
-what the operator must read and write at the copy bandwidth measured beside it, or of its matrix products at the
-measured GEMM peak. Targets are judged by the fastest of the rounds, or, with --by processor_ms --threads 1, by
-processor time: where others use the machine, the clock says little.
+The sides alternate in one process with the allocator settings of a rank. `limit` is the time to read and write the
+operator's necessary bytes at the copy bandwidth measured in the same round, or of its GEMMs at the measured GEMM peak.
+Targets are judged by the fastest round or, with --by processor_ms --threads 1, by CPU time, because wall-clock time is
+unreliable on a machine that others use.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ CASES: dict[str, Callable[[Sizes, torch.dtype], Case]] = {
 
 
 def limit_of(case: Case, dtype: torch.dtype) -> Call:
-    """What the machine needs for the bytes, by moving them, or for the products, by large GEMMs that megads chooses."""
+    """Hardware limit: time to move the bytes, or for the FLOPs in large GEMMs by the kernel that megads chooses."""
     if case.moved_bytes:
         source = torch.empty(max(1, int(case.moved_bytes / 2 / dtype.itemsize)), dtype=dtype).normal_()
         if case.in_place:
@@ -76,7 +76,7 @@ def limit_of(case: Case, dtype: torch.dtype) -> Call:
 def measure(
     names: list[str], sizes: Sizes, rounds: int, with_compiled: bool
 ) -> Iterator[tuple[Case, str, dict[str, dict[str, float]]]]:
-    """Case, dtype, and milliseconds by side and column."""
+    """Yields case, dtype, and milliseconds by side and column."""
     for name in names:
         for dtype_name, dtype in DTYPES.items():
             case = CASES[name](sizes, dtype)
@@ -86,7 +86,7 @@ def measure(
 
 
 def verdicts_of(case: Case, dtype_name: str, sides: dict[str, dict[str, float]], by: str) -> list[Verdict]:
-    """What the case asks for, and in any case the share of the limit."""
+    """Verdicts on the case's targets, and always on the share of the limit."""
     asked = [target for target in case.targets if dtype_name in target.dtypes and target.side in sides]
     moves = "pass over its bytes in place" if case.in_place else "copy of its bytes"
     limit_name = moves if case.moved_bytes else "GEMM of its products"
@@ -108,7 +108,7 @@ def verdicts_of(case: Case, dtype_name: str, sides: dict[str, dict[str, float]],
 
 
 def show(case: Case, dtype_name: str, sides: dict[str, dict[str, float]]) -> None:
-    print(f"{case.name}, {dtype_name}: ms, and in brackets over ours")
+    print(f"{case.name}, {dtype_name}: ms (in brackets: over ours)")
     for side, found in sides.items():
         cells = [f"{title} {found[key]:9.2f} ({found[key] / sides[OURS][key]:5.2f})" for key, title in COLUMNS.items()]
         print(f"  {side:<28} {'   '.join(cells)}", flush=True)
@@ -121,8 +121,8 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=available_cores())
     parser.add_argument("--only", choices=CASES, action="append")
     add_judge_option(parser)
-    parser.add_argument("--small", action="store_true", help="tiny shapes, nothing compiled: does it run?")
-    parser.add_argument("--eager-only", action="store_true", help="without torch.compile, which takes long to compile")
+    parser.add_argument("--small", action="store_true", help="smoke test with tiny shapes, nothing compiled")
+    parser.add_argument("--eager-only", action="store_true", help="omit torch.compile, which takes long to compile")
     add_results_option(parser)
     arguments = parser.parse_args()
     with_rank_settings(arguments.threads, "scripts.bench.ops")

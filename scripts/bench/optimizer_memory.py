@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Benchmark 12: memory and gradient traffic of the optimizer against stock DeepSpeed's, on gloo ranks of this CPU.
 
-Both train the same untied model in bf16 with ZeRO-1 on hardly any tokens, so that weights, gradients and optimizer
-states are nearly all there is. Every allocation of torch's allocator counts; collectives are counted as they are
-issued. Run from the repository: python -m scripts.bench.optimizer_memory
+Both train the same untied model in bf16 with ZeRO-1 on very few tokens, so that memory is nearly all weights, gradients
+and optimizer states. Every allocation of torch's allocator is counted; collectives are counted as they are issued. Run
+from the repository: python -m scripts.bench.optimizer_memory
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ ROW = 12
 
 
 def scenario_of(dp: int) -> Scenario:
-    """Two micro-batches of 16 tokens a rank."""
+    """Two micro-batches of 16 tokens per rank."""
     return Scenario(
         model=MODEL, precision="bfloat16", hot=False, seq_len=16, micro_batch_size=1, global_batch_size=2 * dp
     )
 
 
 def train_ours(dp: int) -> Any:
-    """Builds our engine and trains; returns it, so that what it holds is still there."""
+    """Builds megads' engine and trains; returns it to keep its memory alive."""
     scenario = scenario_of(dp)
     engine = build_engine(scenario, ParallelConfig(dp=dp))
     for step in range(STEPS):
@@ -46,7 +46,7 @@ def train_ours(dp: int) -> Any:
 
 
 def train_stock(dp: int) -> Any:
-    """The same with DeepSpeed's."""
+    """The same with DeepSpeed's engine."""
     scenario = scenario_of(dp)
     engine = build_stock(scenario, ParallelConfig(dp=dp))
     for step in range(STEPS):
@@ -55,7 +55,7 @@ def train_stock(dp: int) -> Any:
 
 
 def measure(dp: int) -> dict[str, tuple[float, float, float]]:
-    """Peak bytes, bytes between steps and gradient bytes received in a step, a parameter, by engine; of this rank."""
+    """Peak bytes, bytes between steps and gradient bytes received per step, per parameter, by engine; of this rank."""
     found = {}
     parameters = parameter_count(MODEL)
     sides: list[tuple[str, Callable[[int], Any], Any]] = [
@@ -63,7 +63,7 @@ def measure(dp: int) -> dict[str, tuple[float, float, float]]:
         ("DeepSpeed", train_stock, deepspeed.runtime.engine),
     ]
     for name, train, module in sides:
-        train(dp)  # what loads at the first use is there then
+        train(dp)  # initializes everything that is loaded at first use
         seen: list[Collective] = []
         engines: list[Any] = []
         recorder = recorded_collectives(seen, module) if module else recorded_collectives(seen)
@@ -77,7 +77,7 @@ def measure(dp: int) -> dict[str, tuple[float, float, float]]:
 
 
 def verdicts_of(dp: int, sides: dict[str, dict[str, float]]) -> list[Verdict]:
-    """No more bytes a parameter than DeepSpeed's, at the peak and between steps."""
+    """Compares bytes per parameter with DeepSpeed's, at the peak and between steps."""
     ours, theirs = sides["megads"], sides["DeepSpeed"]
     return [
         Verdict(
@@ -91,11 +91,11 @@ def verdicts_of(dp: int, sides: dict[str, dict[str, float]]) -> list[Verdict]:
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dp", type=int, nargs="*", default=[1, 2, 4], help="data parallel sizes")
+    parser.add_argument("--dp", type=int, nargs="*", default=[1, 2, 4], help="data-parallel sizes")
     add_results_option(parser)
     arguments = parser.parse_args()
-    print(f"{parameter_count(MODEL):,} parameters, bf16, ZeRO-1; bytes a parameter on the fullest rank")
-    print("| dp | engine | peak | between steps | gradients received in a step |\n|---|---|---|---|---|")
+    print(f"{parameter_count(MODEL):,} parameters, bf16, ZeRO-1; bytes per parameter on the fullest rank")
+    print("| dp | engine | peak | between steps | gradients received per step |\n|---|---|---|---|---|")
     for dp in arguments.dp:
         by_rank = run_ranks(measure, dp, dp)
         sides: dict[str, dict[str, float]] = {}

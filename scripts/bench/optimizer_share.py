@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Benchmark 15: the share of a training step that each optimizer takes, on one thread of this CPU.
 
-A BLOOM of 8 layers x 512 as in benchmark 1, trained by the real engine in one process. The share is one of processor
-time, which other work on the machine hardly changes; the optimizer's is that of the gradient norm, clipping, the update
-and the rounding to working weights. It does not depend on the tokens of a step, so its share falls with them: the step
-of --tokens is that of the measured micro-batches times as many as it takes.
+The real engine trains a BLOOM of 8 layers x 512, as in benchmark 1, in one process. The share is one of CPU time, which
+other work on the machine hardly changes. The optimizer's time is that of the gradient norm, clipping, the update and
+the rounding to model weights. It does not depend on the tokens of a step, so its share decreases with them: the step of
+--tokens is extrapolated from the measured micro-batches.
 
 Run from the repository: python -m scripts.bench.optimizer_share [--tokens 2048 32768] [--precision bfloat16 float32]
 """
@@ -42,7 +42,7 @@ OPTIMIZERS = {
 
 
 def measure(name: str, precision: str, impl: str, steps: int) -> tuple[float, float]:
-    """Processor seconds of one micro-batch, forward and backward, and of the optimizer's step: medians."""
+    """Median CPU seconds of one micro-batch, forward and backward, and of the optimizer step."""
     scenario = Scenario(
         model=MODEL, precision=precision, hot=False, seq_len=SEQ_LEN, micro_batch_size=MICRO_BATCH,
         global_batch_size=MICRO_BATCH, optimizer=OPTIMIZERS[name], ops=OpsConfig(Implementation(impl)),
@@ -74,11 +74,15 @@ def _measure_on_one_thread(*arguments: Any) -> tuple[float, float]:
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, nargs="*", default=[2048, 8192, 32_768, 131_072], help="of a step")
-    parser.add_argument("--precision", nargs="*", default=["bfloat16", "float32"], help="of the weights")
-    parser.add_argument("--only", nargs="*", default=list(OPTIMIZERS), choices=list(OPTIMIZERS), help="optimizers")
-    parser.add_argument("--impl", default="fused", choices=["fused", "torch"], help="ops.impl")
-    parser.add_argument("--steps", type=int, default=3, help="steps, of which the median counts; one more to warm up")
+    parser.add_argument("--tokens", type=int, nargs="*", default=[2048, 8192, 32_768, 131_072], help="tokens per step")
+    parser.add_argument("--precision", nargs="*", default=["bfloat16", "float32"], help="dtype of the weights")
+    parser.add_argument(
+        "--only", nargs="*", default=list(OPTIMIZERS), choices=list(OPTIMIZERS), help="only these optimizers"
+    )
+    parser.add_argument("--impl", default="fused", choices=["fused", "torch"], help="value of ops.impl")
+    parser.add_argument(
+        "--steps", type=int, default=3, help="timed steps, of which the median is used, after one warmup step"
+    )
     add_results_option(parser)
     arguments = parser.parse_args()
     shown = " | ".join(f"{tokens:,} tokens" for tokens in arguments.tokens)

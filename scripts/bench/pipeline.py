@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Benchmark 10, step time of pipelines over the ideal: our schedules, stock DeepSpeed, torch.distributed.pipelining.
+"""Benchmark 10: step time over the ideal of megads' schedules, stock DeepSpeed and torch.distributed.pipelining.
 
-All train the same untied model in fp32 on gloo ranks of this CPU, one thread each, in one process group and in turn,
-and all times include clipping and AdamW. The ideal is 1F1B's formula, (m + p - 1) / m times the m-fold work of a rank
-on a micro-batch: no messages, no optimizer, no waiting but the bubble.
+All train the same untied model in fp32 on gloo ranks of this CPU, one thread each, in one process group, alternating;
+all times include clipping and AdamW. The ideal is 1F1B's formula, (m + p - 1) / m times the compute time of a rank for
+m micro-batches: no p2p communication, no optimizer, no waiting except the bubble.
 
-With --wait-ms every block waits so long forward and for each part of its backward pass instead of computing: the CPU is
-as idle as beside an accelerator, so that more ranks than cores, or other work on the machine, do not change what is
-measured: the schedule and what running it costs. Without it blocks compute, the ideal is measured on both sides of
-every step (every rank runs the whole model by itself, all at once), and each rank wants a core of its own. Run from
-the repository: python -m scripts.bench.pipeline --wait-ms 5 --pp 2 4
+With --wait-ms every block sleeps that long in the forward pass and in each part of its backward pass instead of
+computing. The CPU is then as idle as with an accelerator, so that more ranks than cores, or other work on the machine,
+do not affect the measurement of the schedule and its overhead. Without it blocks compute, the ideal is measured before
+and after every step (every rank runs the whole model by itself, all at once), and each rank needs a separate core. Run
+from the repository: python -m scripts.bench.pipeline --wait-ms 5 --pp 2 4
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Step = Callable[[], None]
 
 
 def scenario_of(model: ModelConfig, micro_batches: int) -> Scenario:
-    """So many micro-batches of 128 tokens."""
+    """A scenario with this many micro-batches of 128 tokens."""
     return Scenario(
         model=model, hot=False, seq_len=SEQ_LEN, micro_batch_size=BATCH, global_batch_size=BATCH * micro_batches,
         clip_grad=CLIP,
@@ -56,12 +56,12 @@ def scenario_of(model: ModelConfig, micro_batches: int) -> Scenario:
 
 
 def layout_of(schedule: str, ranks: int) -> ParallelConfig:
-    """The same blocks on every stage: embedding and head are small here."""
+    """The same blocks on every stage, because embedding and head are small here."""
     return ParallelConfig(pp=ranks, schedule=ScheduleName(schedule), partition=Partition.uniform)
 
 
 class WaitForAll(torch.autograd.Function):
-    """Waits as long as a block of our engine works; the part for the weight can be put off."""
+    """Waits as long as a block of megads' engine; the weight gradient can be deferred."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, layer: nn.Linear | SplitLayer, weight: Tensor, wait_s: float) -> Tensor:
@@ -85,7 +85,7 @@ class WaitForAll(torch.autograd.Function):
 
 
 class WaitForInput(torch.autograd.Function):
-    """Forward, and the part of the backward pass for the input."""
+    """Forward, and the input gradient in backward."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, wait_s: float) -> Tensor:
@@ -100,7 +100,7 @@ class WaitForInput(torch.autograd.Function):
 
 
 class WaitForWeight(torch.autograd.Function):
-    """The part of the backward pass for the weight, which torch's zero-bubble schedules run later."""
+    """The weight gradient, which torch's zero-bubble schedules run later."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, wait_s: float) -> Tensor:
@@ -115,7 +115,7 @@ class WaitForWeight(torch.autograd.Function):
 
 
 def wait_in_blocks(wait_s: float) -> None:
-    """Blocks wait from now on, in this process."""
+    """Makes all blocks wait instead of compute, in this process."""
 
     def forward(self: Block, hidden: Tensor, _info: BatchInfo) -> Tensor:
         layer = self.mlp.down
@@ -127,7 +127,7 @@ def wait_in_blocks(wait_s: float) -> None:
 
 
 class Chunk(nn.Module):
-    """Some of the model's stages as torch's pipelining calls them: with one argument."""
+    """Stages of the model in the form that torch's pipelining calls: with one argument."""
 
     def __init__(self, stages: list[nn.Module]) -> None:
         super().__init__()
@@ -135,14 +135,14 @@ class Chunk(nn.Module):
         self.info = BatchInfo(sample_ids=torch.arange(BATCH))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Tokens or [b, s, h] to [b, s, h] or logits."""
+        """Maps tokens or [b, s, h] to [b, s, h] or logits."""
         for stage in self.stages:
             hidden = stage(hidden, self.info)
         return hidden
 
 
 def cross_entropy(logits_bsv: Tensor, labels_bs: Tensor) -> Tensor:
-    """Mean over all tokens."""
+    """Mean loss over all tokens."""
     return F.cross_entropy(logits_bsv.flatten(0, 1), labels_bs.flatten())
 
 
@@ -150,10 +150,10 @@ def torch_step(model: ModelConfig, name: str, layout: str, micro_batches: int) -
     """A step of torch.distributed.pipelining with clipping and AdamW; collective.
 
     Args:
-        model: that is trained.
-        name: of its schedule.
-        layout: our schedule with the same placement of stages.
-        micro_batches: of the step.
+        model: the trained model.
+        name: name of its schedule.
+        layout: megads' schedule with the same placement of stages.
+        micro_batches: micro-batches of a step.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     parallel = layout_of(layout, ranks)
@@ -184,7 +184,7 @@ def torch_step(model: ModelConfig, name: str, layout: str, micro_batches: int) -
 
 
 def our_step(model: ModelConfig, schedule: str, micro_batches: int, engines: dict[str, Any]) -> Step:
-    """A step of ours, optimizer and all; collective."""
+    """A step of megads with the optimizer; collective."""
     if schedule not in engines:
         engines[schedule] = build_engine(scenario_of(model, 4), layout_of(schedule, dist.get_world_size()))
     batches, engine = step_batches(scenario_of(model, micro_batches), 0), engines[schedule]
@@ -192,7 +192,7 @@ def our_step(model: ModelConfig, schedule: str, micro_batches: int, engines: dic
 
 
 def stock_step(model: ModelConfig, micro_batches: int) -> Step:
-    """A step of DeepSpeed's, on stages of the same blocks; collective."""
+    """A step of DeepSpeed on stages with the same blocks; collective."""
     scenario = scenario_of(model, micro_batches)
     engine = build_stock(scenario, layout_of("1f1b", dist.get_world_size()))
     batches = step_batches(scenario, 0)
@@ -200,7 +200,7 @@ def stock_step(model: ModelConfig, micro_batches: int) -> Step:
 
 
 def alone_step(model: ModelConfig, micro_batches: int) -> Step:
-    """All micro-batches through the whole model on this rank: what a pipeline shares out."""
+    """All micro-batches through the whole model on this rank: the work that a pipeline divides."""
     whole = GPT(model, 0)
     batches = step_batches(scenario_of(model, micro_batches), 0)
 
@@ -221,11 +221,11 @@ PEERS = {
 
 
 class Taken(NamedTuple):
-    """One step.
+    """Time of one step.
 
     Attributes:
         over_ideal: its time over the ideal of the same round.
-        cpu_s: CPU time of rank 0, all its threads together.
+        cpu_s: CPU time of all threads of rank 0.
     """
 
     over_ideal: float
@@ -233,7 +233,7 @@ class Taken(NamedTuple):
 
 
 def time_s(step: Step) -> tuple[float, float]:
-    """Seconds until every rank has done its step, and CPU seconds of this one."""
+    """Seconds until every rank has finished its step, and CPU seconds of this rank."""
     dist.barrier()
     begin, busy = time.perf_counter(), time.process_time()
     step()
@@ -243,7 +243,7 @@ def time_s(step: Step) -> tuple[float, float]:
 
 
 def measure(counts: list[int], rounds: int, wait_s: float) -> dict[tuple[str, int], list[Taken]]:
-    """What every engine's steps took, by engine and micro-batches."""
+    """Returns the times of all engines' steps, by engine and micro-batches."""
     ranks = dist.get_world_size()
     engines: dict[str, Any] = {}
     found: dict[tuple[str, int], list[Taken]] = {}
@@ -264,7 +264,7 @@ def measure(counts: list[int], rounds: int, wait_s: float) -> dict[tuple[str, in
         for _ in range(rounds):
             before = work_s()
             for name, step in sides.items():
-                # Other processes on the machine come and go: the ideal is measured on both sides of every step.
+                # The load of the machine varies, so the ideal is measured before and after every step.
                 (taken, cpu_s), after = time_s(step), work_s()
                 ideal = (before + after) / 2 / ranks * (count + ranks - 1) / count
                 found.setdefault((name, count), []).append(Taken(taken / ideal, cpu_s))
@@ -273,9 +273,9 @@ def measure(counts: list[int], rounds: int, wait_s: float) -> dict[tuple[str, in
 
 
 def report(found: Mapping[tuple[str, int], list[Taken]], ranks: int, counts: list[int]) -> None:
-    """Prints the table: medians, and the least in brackets."""
+    """Prints the table of medians, with minima in brackets."""
     print(f"p = {ranks}: step time / ideal of 1F1B, median (least); load average {os.getloadavg()[0]:.1f}")
-    heads = [*(f"m = {count}" for count in counts), f"CPU ms a micro-batch, m = {counts[-1]}"]
+    heads = [*(f"m = {count}" for count in counts), f"CPU ms per micro-batch, m = {counts[-1]}"]
     print("| engine and schedule | " + " | ".join(heads) + " |")
     print("|---|" + "---|" * len(heads))
     for name in dict.fromkeys(name for name, _ in found):
@@ -287,7 +287,7 @@ def report(found: Mapping[tuple[str, int], list[Taken]], ranks: int, counts: lis
 
 
 def verdicts_of(found: Mapping[tuple[str, int], list[Taken]], ranks: int, counts: list[int]) -> list[Verdict]:
-    """Our 1F1B against DeepSpeed's, and the schedules that are to beat it against it; medians over the ideal."""
+    """Compares megads' 1F1B with DeepSpeed's, and the other schedules with 1F1B; medians over the ideal."""
     pairs = {"1f1b": "DeepSpeed 1F1B", "interleaved": "megads 1f1b", "zb_h1": "megads 1f1b"}
 
     def over(name: str, count: int) -> float:
@@ -306,10 +306,12 @@ def verdicts_of(found: Mapping[tuple[str, int], list[Taken]], ranks: int, counts
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pp", type=int, nargs="*", default=[2], help="pipeline ranks; each wants a core of its own")
+    parser.add_argument("--pp", type=int, nargs="*", default=[2], help="pipeline ranks; each needs a separate core")
     parser.add_argument("--micro-batches", type=int, nargs="*", default=[4, 8, 16, 32])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--wait-ms", type=float, default=0.0, help="blocks wait instead of computing")
+    parser.add_argument(
+        "--wait-ms", type=float, default=0.0, help="milliseconds for which blocks sleep instead of computing"
+    )
     add_results_option(parser)
     arguments = parser.parse_args()
     distributed.TIMEOUT_S = 3600.0

@@ -1,12 +1,12 @@
-"""Measures steps of 38 layouts and shapes on this machine, and prints them beside their plans.
+"""Measures steps of 38 layouts and shapes on this machine, and prints them with their predictions.
 
 For each number of ranks and threads and each precision `megads calibrate` measures the machine, then real engines train
-real steps, and `megads.plan` plans them from the calibration alone: no step that is planned was looked at. Half of the
-rows (fit) guided the work on the model of costs, the other half (judge) did not. On an idle machine, half an hour:
+real steps, and `megads.plan` predicts them from the calibration alone, without access to the measured steps. Half of
+the rows (fit) guided the work on the cost model, the other half (judge) did not. On an idle machine, half an hour:
 
     python -m scripts.bench.plan_measured --append bench.jsonl --picture docs/pictures/plan_measured.png --write
 
---write keeps calibrations and times in tests/plan/measured_steps.yaml, from which a test plans them again; --replay
+--write stores calibrations and times in tests/plan/measured_steps.yaml, from which a test predicts them again; --replay
 prints that file's table without measuring.
 """
 
@@ -34,18 +34,18 @@ from scripts.bench.results import add_results_option, record
 STORED = Path(__file__).parents[2] / "tests" / "plan" / "measured_steps.yaml"
 _WARM_UP = 2
 _ROUNDS = 2
-"""How often the rows of a machine are trained, of which the quicker one counts, as in calibrating."""
+"""Number of times the rows of a machine are trained; the fastest round is used, as in calibration."""
 _WITHIN = 0.1
 
 
 @dataclass(frozen=True)
 class ComparedStep:
-    """A row, its time and its plan.
+    """A row with its measured and predicted time.
 
     Attributes:
         row: what was trained.
-        measured_s: median of its steps, in the quicker round.
-        planned: from the calibration.
+        measured_s: median of its steps in the fastest round.
+        planned: prediction from the calibration.
     """
 
     row: MeasuredRow
@@ -54,18 +54,18 @@ class ComparedStep:
 
     @property
     def error(self) -> float:
-        """Relative, of the plan."""
+        """Relative error of the prediction."""
         return self.planned.step_time_s / self.measured_s - 1
 
 
 def machine_name(machine: tuple[int, int, str]) -> str:
-    """Of a calibration: 2x1 bf16 are two ranks of one thread."""
+    """Name of a calibration: 2x1 bf16 means two ranks of one thread."""
     ranks, threads, precision = machine
     return f"{ranks}x{threads} {precision}"
 
 
 def compared_steps(stored: Mapping[str, Any]) -> list[ComparedStep]:
-    """The rows of a stored run, planned again.
+    """Returns the rows of a stored run with new predictions.
 
     Args:
         stored: with `machines`, device files by `machine_name`, and `steps`, seconds by the rows' names.
@@ -83,13 +83,13 @@ def compared_steps(stored: Mapping[str, Any]) -> list[ComparedStep]:
 
 
 def read_stored(path: Path = STORED) -> dict[str, Any]:
-    """What --write kept."""
+    """Reads the file of --write."""
     found: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
     return found
 
 
 def store(found: Mapping[str, Any], path: Path) -> None:
-    """Keeps a run for `read_stored`."""
+    """Stores a run for `read_stored`."""
     head = "# yamllint disable\n# Written by scripts.bench.plan_measured --write: calibrations, and seconds of steps.\n"
     text = yaml.safe_dump(dict(found), sort_keys=False, width=118, default_flow_style=None)
     path.write_text(head + text, encoding="utf-8")
@@ -97,7 +97,7 @@ def store(found: Mapping[str, Any], path: Path) -> None:
 
 
 def train_rows(rows: Sequence[MeasuredRow], steps: int, result: str) -> None:
-    """One rank: trains every row for some steps; rank 0 writes the median seconds of each."""
+    """Runs one rank: trains every row for some steps; rank 0 writes the median seconds of each."""
     import torch.distributed as dist
 
     found = {}
@@ -108,7 +108,7 @@ def train_rows(rows: Sequence[MeasuredRow], steps: int, result: str) -> None:
 
 
 def _timed(row: MeasuredRow, steps: int) -> float:
-    """Median seconds of a step, from all ranks' start to all ranks' end; collective."""
+    """Median seconds of a step, from the start of all ranks to the end of all ranks; collective."""
     import torch
     import torch.distributed as dist
 
@@ -120,7 +120,7 @@ def _timed(row: MeasuredRow, steps: int) -> float:
     from megads.parallel.grid import build_grid
     from megads.tools.verify.scenario import Scenario, step_batches
 
-    gc.unfreeze()  # the engine before this one, which its own start has frozen
+    gc.unfreeze()  # the previous engine, which its start has frozen
     gc.collect()
     parallel = row.parallel
     grid = build_grid(parallel, dist.get_rank(), dist.get_world_size())
@@ -157,7 +157,7 @@ def _timed(row: MeasuredRow, steps: int) -> float:
 
 
 def measured(rows: Sequence[MeasuredRow], steps: int, seconds: float) -> dict[str, Any]:
-    """Calibrates every machine that the rows need, and trains them on it; as `compared_steps` takes it."""
+    """Calibrates every machine that the rows need, and trains them on it; returns the input of `compared_steps`."""
     from megads.plan.peak import cpu_model
     from megads.runtime.environment import available_cores
     from megads.tools.calibrate.config import CalibrateConfig
@@ -180,7 +180,7 @@ def measured(rows: Sequence[MeasuredRow], steps: int, seconds: float) -> dict[st
 
 
 def statistics(steps: Sequence[ComparedStep]) -> dict[str, Any]:
-    """How far plans are off."""
+    """Summarizes the errors of the predictions."""
     errors: list[float] = [step.error for step in steps]
     worst: float = max(errors, key=lambda error: error * error)
     return {
@@ -215,7 +215,7 @@ def report(steps: Sequence[ComparedStep], *, parts: bool) -> dict[str, dict[str,
 
 
 def draw(steps: Sequence[ComparedStep], path: Path) -> None:
-    """Planned against measured, both halves, with the bounds of 10%."""
+    """Draws predicted over measured times of both halves, with the bounds of 10%."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter
 
@@ -238,7 +238,7 @@ def draw(steps: Sequence[ComparedStep], path: Path) -> None:
                 color=color,
                 label=half,
             )
-        axes.set(xscale="log", yscale="log", xlabel="measured, ms a step", ylabel="planned, ms a step")
+        axes.set(xscale="log", yscale="log", xlabel="measured, ms per step", ylabel="planned, ms per step")
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
             axis.set_major_formatter(lambda value, _place: f"{value:g}")
@@ -254,13 +254,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", nargs="?", default="", help="only rows whose names contain this")
     parser.add_argument("--half", choices=("fit", "judge"), help="only this half")
-    parser.add_argument("--steps", type=int, default=5, help="timed steps of a row, of which the median counts")
-    parser.add_argument("--seconds", type=float, default=0.05, help="for which each operator is measured")
-    parser.add_argument("--parts", action="store_true", help="say what takes the planned time, in ms")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps per row, of which the median is used")
+    parser.add_argument("--seconds", type=float, default=0.05, help="seconds of measurement per operator")
+    parser.add_argument("--parts", action="store_true", help="print the parts of the predicted time, in ms")
     parser.add_argument("--picture", type=Path, help="PNG to write")
-    parser.add_argument("--replay", action="store_true", help="plan what is stored, and measure nothing")
+    parser.add_argument("--replay", action="store_true", help="predict the stored steps, measure nothing")
     parser.add_argument("--write", action="store_true", help=f"store the run in {STORED.name}")
-    parser.add_argument("--store", type=Path, default=STORED, help="another file for --write and --replay")
+    parser.add_argument("--store", type=Path, default=STORED, help="alternative file for --write and --replay")
     add_results_option(parser)
     asked = parser.parse_args(arguments)
     chosen = [row for row in ROWS if asked.name in row.name and asked.half in (None, half_of(row))]

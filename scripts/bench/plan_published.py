@@ -1,7 +1,7 @@
-"""Plans every step of tests/plan/published_steps.yaml and prints it beside what was published.
+"""Predicts every step of tests/plan/published_steps.yaml and prints it with the published value.
 
-Half of the rows chose the constants of megads/plan, the other half judges them, and blind rows came when the model was
-done; all are printed. Run it with
+Half of the rows chose the constants of megads/plan, the other half validates them, and blind rows were added after the
+model was finished; all are printed. Run it with
 
     python -m scripts.bench.plan_published [--parts] [rows whose names contain this]
 """
@@ -39,18 +39,18 @@ _GPT = {"position": "learned", "hidden_dropout": 0.1, "attention_dropout": 0.1, 
 
 @dataclass(frozen=True)
 class PublishedStep:
-    """A row.
+    """A published step time with its configuration.
 
     Attributes:
-        name: begins with its source.
+        name: starts with the source.
         half: fit, judge or blind.
-        seconds: of a step, converted from what was published.
+        seconds: step time, converted from the published value.
         model: the model's shape.
         parallel: the layout.
-        shape: of the step.
-        device: its name.
-        nic_gigabytes_per_s: of each device, where it is not the usual network.
-        execution: the trainer's ways.
+        shape: shape of the step.
+        device: name of the device.
+        nic_gigabytes_per_s: network bandwidth of each device, if not the default.
+        execution: how the trainer executes the step.
     """
 
     name: str
@@ -64,7 +64,7 @@ class PublishedStep:
     execution: Execution
 
     def planned(self) -> StepEstimate:
-        """The model's step."""
+        """Predicted step."""
         device = find_device(self.device)
         if self.nic_gigabytes_per_s is not None:
             device = replace(device, nic_gigabytes_per_s=self.nic_gigabytes_per_s)
@@ -73,7 +73,7 @@ class PublishedStep:
 
 @cache
 def published_steps(path: Path = ROWS) -> tuple[PublishedStep, ...]:
-    """All rows of the file."""
+    """Returns all rows of the file."""
     found = yaml.safe_load(path.read_text(encoding="utf-8"))
     return tuple(_row(name, row, found) for name, row in found["rows"].items())
 
@@ -97,7 +97,7 @@ def _row(name: str, row: dict[str, Any], found: dict[str, Any]) -> PublishedStep
 
 
 def _seconds(measured: dict[str, float], model: ModelConfig, devices: int, batch: int, seq_len: int) -> float:
-    """Seconds of a step by the source's own convention."""
+    """Step time in seconds by the convention of the source."""
     ((kind, value),) = measured.items()
     tokens, layers, hidden = batch * seq_len, model.num_layers, model.hidden_size
     if kind == "step_s":
@@ -113,15 +113,15 @@ def _seconds(measured: dict[str, float], model: ModelConfig, devices: int, batch
 
 
 def errors(rows: Iterable[PublishedStep]) -> dict[str, float]:
-    """Relative errors of planned steps, by name."""
+    """Relative errors of the predicted steps, by name."""
     return {row.name: row.planned().step_time_s / row.seconds - 1 for row in rows}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints the table, and what became of both halves."""
+    """Prints the table and the summary of both halves."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--parts", action="store_true", help="say what takes the planned time")
-    parser.add_argument("name", nargs="?", default="", help="print rows whose names contain this")
+    parser.add_argument("--parts", action="store_true", help="print the parts of the predicted time")
+    parser.add_argument("name", nargs="?", default="", help="only rows whose names contain this")
     asked = parser.parse_args(arguments)
     for half in ("fit", "judge", "blind"):
         print(f"\n| {half} | published | planned | error |\n|---|---:|---:|---:|")

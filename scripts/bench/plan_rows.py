@@ -1,6 +1,6 @@
-"""The layouts and shapes whose steps `scripts.bench.plan_measured` measures and plans; imports no torch.
+"""Layouts and shapes whose steps `scripts.bench.plan_measured` measures and predicts; does not import torch.
 
-`half` is fixed by hand, turn about: fit rows may guide changes of megads/plan, judge rows may not.
+`half` is assigned by hand, alternating: fit rows may guide changes of megads/plan, judge rows may not.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _ENUMS = {"recompute": Recompute, "schedule": ScheduleName}
 
 @dataclass(frozen=True)
 class MeasuredRow:
-    """A step that is measured and planned.
+    """A step that is measured and predicted.
 
     Attributes:
         like: bloom or llama.
-        layers, hidden, vocabulary: of the model; heads have 64 features, Llama's share keys in pairs.
-        seq_len, micro_batch_size, micro_batches: of the step, the latter of one data-parallel rank.
-        layout: of parallel.*.
+        layers, hidden, vocabulary: model shape; heads have 64 features, and Llama's share KV heads in pairs.
+        seq_len, micro_batch_size, micro_batches: shape of the step; micro_batches is per data-parallel rank.
+        layout: keys of parallel.*.
         precision: bf16 or fp32.
-        threads: of each rank.
+        threads: threads per rank.
     """
 
     like: str
@@ -42,7 +42,7 @@ class MeasuredRow:
 
     @property
     def name(self) -> str:
-        """Everything of it in a line."""
+        """All fields in one line."""
         layout = " ".join(f"{key}={value}" for key, value in self.layout.items())
         return (
             f"{self.like} L{self.layers} h{self.hidden} V{self.vocabulary} S{self.seq_len} "
@@ -52,7 +52,7 @@ class MeasuredRow:
 
     @property
     def model(self) -> ModelConfig:
-        """The model's shape."""
+        """Model shape."""
         heads = max(2, self.hidden // 64)
         common: dict[str, Any] = {
             "num_layers": self.layers,
@@ -76,20 +76,20 @@ class MeasuredRow:
 
     @property
     def parallel(self) -> ParallelConfig:
-        """The layout."""
+        """Layout."""
         typed: dict[str, Any] = {key: _ENUMS[key](v) if key in _ENUMS else v for key, v in self.layout.items()}
         return ParallelConfig(**typed)
 
     @property
     def shape(self) -> StepShape:
-        """What a step computes."""
+        """Shape of the step."""
         return StepShape(
             self.seq_len, self.micro_batch_size, self.micro_batches, width=2 if self.precision == "bf16" else 4
         )
 
     @property
     def machine(self) -> tuple[int, int, str]:
-        """What has to be calibrated for it: ranks, threads of each, precision."""
+        """What must be calibrated for it: ranks, threads per rank, precision."""
         return self.parallel.world_size, self.threads, self.precision
 
 
@@ -144,5 +144,5 @@ ROWS = tuple(_rows())
 
 
 def half_of(row: MeasuredRow) -> str:
-    """fit or judge, turn about."""
+    """Returns fit or judge, alternating."""
     return ("fit", "judge")[ROWS.index(row) % 2]

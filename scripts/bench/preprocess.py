@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """Benchmark 8, from JSON lines to an indexed dataset: megads against a loop like Megatron's preprocess_data.py.
 
-The peer is written here from the algorithm: lines through a pool of processes, one document at a time through Hugging
-Face `tokenizers`, token lists back to one writer. datatrove's own steps are a second peer where it is installed. Sides
-alternate; their tokens are compared, byte for byte. What counts is CPU seconds, of child processes too. Run from the
-repository: python -m scripts.bench.preprocess --megabytes 24
+The peer is reimplemented here: lines through a pool of processes, one document at a time through Hugging Face
+`tokenizers`, token lists back to one writer. datatrove is a second peer if it is installed. Sides alternate; their
+tokens are compared byte for byte. The measure is CPU time, including child processes. Run from the repository:
+python -m scripts.bench.preprocess --megabytes 24
 
---scaling is another measurement: megads by number of workers up to all cores, and in two tasks that share the work, by
-the clock and in CPU seconds (those of one worker, if nothing is lost), and the join of the parts beside a plain copy of
-as many bytes on the same disk.
+--scaling is another measurement: megads by number of workers up to all cores, and in two tasks that share the work, in
+wall-clock and CPU time (those of one worker, if nothing is lost), and the merge of the parts compared with a plain copy
+of as many bytes on the same disk.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from scripts.bench.results import Verdict, add_results_option, record
 ROW = 8
 PEERS = ("peer", "datatrove")
 LARGEST_DOCUMENT = 200_000
-"""Characters."""
+"""In characters."""
 ENCODER: dict[str, Tokenizer] = {}
 
 
 def write_real_text(path: Path, size: int) -> None:
-    """Writes the sources and texts that are installed with Python and its packages, half of each by bytes."""
+    """Writes the sources and texts installed with Python and its packages, half of each by bytes."""
     found: dict[bool, dict[str, Path]] = {True: {}, False: {}}
     for folder in {sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")}:
         for file in Path(folder).rglob("*"):
@@ -64,7 +64,7 @@ def write_real_text(path: Path, size: int) -> None:
         room = size // 2
         for _, file in sorted(files.items()):
             text = file.read_bytes().decode(errors="ignore")
-            # The peers take text that spells a special token for the token.
+            # The peers convert text that spells a special token to the token.
             if not text or text in seen or len(text) > LARGEST_DOCUMENT or "<|endoftext|>" in text:
                 continue
             seen.add(text)
@@ -77,7 +77,7 @@ def write_real_text(path: Path, size: int) -> None:
 
 
 def write_words(path: Path, size: int) -> None:
-    """Writes documents of words whose frequencies follow Zipf's law, the same on every machine."""
+    """Writes documents of words whose frequencies follow Zipf's law, identical on every machine."""
     generator = np.random.default_rng(0)
     letters = np.array(list("etaoinshrdlucmfwypvbgk"))
     words = np.array(["".join(generator.choice(letters, generator.integers(1, 11))) for _ in range(50_000)])
@@ -100,12 +100,12 @@ def start_encoder(tokenizer_file: str) -> None:
 
 
 def encode(line: str) -> list[int]:
-    """Encodes one line, as the peer's pool does."""
+    """Encodes one line in a process of the peer's pool."""
     return [*ENCODER["it"].encode(json.loads(line)["text"], add_special_tokens=False).ids, 0]
 
 
 def peer(text: Path, tokenizer_file: str, output: Path, workers: int) -> None:
-    """The same work, plainly: one writer, `workers` processes that encode."""
+    """A plain implementation of the same task: one writer, `workers` encoding processes."""
     sizes: list[int] = []
 
     def write_all(encoded: Iterator[list[int]]) -> None:
@@ -158,12 +158,12 @@ def ours(text: Path, tokenizer_file: str, output: Path, workers: int, engine: En
 
 
 def ours_fast(text: Path, tokenizer_file: str, output: Path, workers: int) -> None:
-    """The same with the fast engine."""
+    """The same with engine=fast."""
     ours(text, tokenizer_file, output, workers, Engine.fast)
 
 
 def cpu_s() -> float:
-    """Seconds of all cores that this process and its ended children took."""
+    """CPU seconds of this process and its finished children."""
     return sum(
         used.ru_utime + used.ru_stime
         for used in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
@@ -171,14 +171,14 @@ def cpu_s() -> float:
 
 
 def timed(side: Callable[..., Any], *arguments: Any) -> tuple[float, float]:
-    """Seconds by the clock and of all cores; the latter count on a machine that others use too."""
+    """Wall-clock and CPU seconds; the latter are meaningful on a shared machine too."""
     start_s, start_cpu_s = time.perf_counter(), cpu_s()
     side(*arguments)
     return time.perf_counter() - start_s, cpu_s() - start_cpu_s
 
 
 def measure(folder: Path, arguments: argparse.Namespace) -> tuple[dict[str, list[tuple[float, float]]], int]:
-    """Alternates the sides; returns seconds by the clock and of all cores by side, and the tokens that each makes."""
+    """Alternates the sides; returns wall-clock and CPU seconds by side, and the tokens that each writes."""
     text, tokenizer_file = folder / "text.jsonl", str(folder / "tokenizer.json")
     TEXTS[arguments.text](text, arguments.megabytes * 10**6)
     if arguments.tokenizer is None:
@@ -207,13 +207,13 @@ def measure(folder: Path, arguments: argparse.Namespace) -> tuple[dict[str, list
 
 @dataclass(frozen=True)
 class Scaled:
-    """What so many workers took, medians of the rounds.
+    """Times with a number of workers, medians of the rounds.
 
     Attributes:
-        clock_s: seconds by the clock.
-        cpu_s: of all cores.
-        join_s: of those by the clock in which parts were joined.
-        copy_s: what a copy of the tokens took, written to the disk as they are.
+        clock_s: wall-clock seconds.
+        cpu_s: CPU seconds.
+        join_s: wall-clock seconds of merging the parts, included above.
+        copy_s: seconds of a plain copy of the tokens to disk.
     """
 
     clock_s: float
@@ -223,7 +223,7 @@ class Scaled:
 
 
 def joined(text: Path, tokenizer_file: str, output: Path, workers: int, tasks: int, seconds: list[float]) -> None:
-    """megads preprocess in so many tasks at once; appends how long the join took."""
+    """Runs megads preprocess in this many concurrent tasks; appends the time of the merge."""
     config = PreprocessConfig(
         input=[str(text)], tokenizer=tokenizer_file, output=str(output), workers=workers, engine=Engine.hf
     )
@@ -237,7 +237,7 @@ def joined(text: Path, tokenizer_file: str, output: Path, workers: int, tasks: i
 
 
 def copied_s(source: Path) -> float:
-    """Seconds to copy a file and have it on the disk."""
+    """Seconds to copy a file to disk."""
     target = source.with_suffix(".copy")
     start_s = time.perf_counter()
     with source.open("rb") as read, target.open("wb") as write:
@@ -251,7 +251,7 @@ def copied_s(source: Path) -> float:
 
 
 def scaling(folder: Path, arguments: argparse.Namespace) -> dict[str, Scaled]:
-    """Figures by number of workers and tasks; all make the same bytes."""
+    """Figures by number of workers and tasks; all must write the same bytes."""
     text, tokenizer_file = folder / "text.jsonl", str(folder / "tokenizer.json")
     TEXTS[arguments.text](text, arguments.megabytes * 10**6)
     train_tokenizer(TokenizerConfig(input=[str(text)], output=tokenizer_file, vocab_size=arguments.vocab_size))
@@ -282,7 +282,7 @@ def show_scaling(arguments: argparse.Namespace, found: dict[str, Scaled]) -> Non
     for name, one in found.items():
         print(
             f"  {name:<22} clock {one.clock_s:6.2f} s, {first.clock_s / one.clock_s:4.2f} x;  CPU {one.cpu_s:6.2f} s, "
-            f"{first.cpu_s / one.cpu_s:4.0%} of one worker's rate a core;  join {one.join_s:5.2f} s, "
+            f"{first.cpu_s / one.cpu_s:4.0%} of one worker's rate per core;  join {one.join_s:5.2f} s, "
             f"{one.join_s / one.clock_s:4.0%}, a copy {one.copy_s:5.2f} s"
         )
     last = list(found.values())[-1]
@@ -296,12 +296,12 @@ def show_scaling(arguments: argparse.Namespace, found: dict[str, Scaled]) -> Non
 
 
 def ratio(theirs: list[tuple[float, float]], ours: list[tuple[float, float]]) -> float:
-    """How many times the CPU seconds of ours theirs took in the same round; the median of the rounds."""
+    """CPU seconds of a peer over megads' in the same round, median over the rounds."""
     return statistics.median(their_s / our_s for (_, their_s), (_, our_s) in zip(theirs, ours, strict=True))
 
 
 def verdicts_of(seconds: dict[str, list[tuple[float, float]]], tokens: int) -> list[Verdict]:
-    """Each side of ours, in CPU seconds, against the peers with as many processes."""
+    """Compares each of megads' sides with the peers that have as many processes, in CPU seconds."""
     found = []
     for name, rounds in seconds.items():
         workers = next(int(word) for word in name.split() if word.isdigit())
@@ -320,11 +320,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=int, default=24, help="size of the text")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--text", choices=sorted(TEXTS), default="real", help="what is installed, or random words")
-    parser.add_argument("--vocab-size", type=int, default=32000, help="of a tokenizer that is learnt from the text")
-    parser.add_argument("--tokenizer", type=Path, help="a file to use in its place, of at most 65,536 tokens")
-    parser.add_argument("--folder", type=Path, default=None, help="where to write; a temporary one unless given")
-    parser.add_argument("--scaling", action="store_true", help="by number of workers and tasks, without the peers")
+    parser.add_argument(
+        "--text", choices=sorted(TEXTS), default="real", help="text of the installed packages, or random words"
+    )
+    parser.add_argument(
+        "--vocab-size", type=int, default=32000, help="vocabulary size of a tokenizer trained on the text"
+    )
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer file to use instead, of at most 65,536 tokens")
+    parser.add_argument("--folder", type=Path, default=None, help="folder to write to (default: a temporary folder)")
+    parser.add_argument(
+        "--scaling", action="store_true", help="measure by number of workers and tasks, without the peers"
+    )
     add_results_option(parser)
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(dir=arguments.folder))

@@ -1,4 +1,4 @@
-"""Sides of a benchmark that work in a process each and take turns: none disturbs another's heap or peak memory.
+"""Sides of a benchmark that run in separate processes and alternate; none affects another's heap or peak memory.
 
 All have the environment of a rank: the same threads and allocator settings. A side that waits sleeps.
 """
@@ -24,22 +24,22 @@ Turn = Callable[[], dict[str, float]]
 
 _END_S = 10.0
 ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-"""What a launcher tells the only rank."""
+"""Environment of a single rank."""
 
 
 class UnavailableError(Exception):
-    """A side that cannot run here, with the reason and the remedy; the others go on."""
+    """A side that cannot run here, with the reason and the remedy; the other sides run."""
 
 
 @dataclass(frozen=True)
 class Taken:
-    """One turn.
+    """Measurements of one turn.
 
     Attributes:
-        clock_s: seconds until it was done.
-        processor_s: of all its threads; those that wait for each other count as busy.
-        found: what it returned.
-        peak_bytes: the most its process ever had resident (VmHWM).
+        clock_s: wall-clock seconds.
+        processor_s: CPU seconds of all threads; threads that wait for each other count as busy.
+        found: return value.
+        peak_bytes: peak resident memory of its process (VmHWM).
     """
 
     clock_s: float
@@ -49,10 +49,10 @@ class Taken:
 
 
 class SideProcess:
-    """One side; `make` runs in a process of its own, and so does each turn.
+    """A side in a separate process, in which `make` and every turn run.
 
     Attributes:
-        name: of the side.
+        name: name of the side.
     """
 
     def __init__(self, name: str, make: Callable[..., Turn], arguments: tuple[Any, ...]) -> None:
@@ -64,7 +64,7 @@ class SideProcess:
         theirs.close()
 
     def wait_until_ready(self) -> None:
-        """Waits until it is built.
+        """Waits until the side is built.
 
         Raises:
             UnavailableError: it cannot run here.
@@ -73,7 +73,7 @@ class SideProcess:
         self._receive()
 
     def take_turn(self) -> Taken:
-        """One turn, while the other sides sleep.
+        """Runs one turn, while the other sides sleep.
 
         Raises:
             RuntimeError: it failed.
@@ -96,7 +96,7 @@ class SideProcess:
         return answer
 
     def close(self) -> None:
-        """Ends the process; one that is in the middle of something is killed."""
+        """Ends the process, and kills it if it is busy."""
         with suppress(BrokenPipeError):
             self._connection.send(False)
         self._process.join(_END_S)
@@ -106,7 +106,7 @@ class SideProcess:
 
 
 def _serve(connection: Connection, make: Callable[..., Turn], arguments: tuple[Any, ...]) -> None:
-    # What libraries print belongs to no result; what goes wrong comes back through the connection.
+    # Output of libraries is not part of the results; errors are returned through the connection.
     with Path(os.devnull).open("w") as nothing:
         os.dup2(nothing.fileno(), sys.stdout.fileno())
     try:
@@ -126,7 +126,7 @@ def _serve(connection: Connection, make: Callable[..., Turn], arguments: tuple[A
 
 
 def peak_resident_bytes() -> int:
-    """The most memory that this process ever had resident."""
+    """Peak resident memory of this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
@@ -135,12 +135,12 @@ def peak_resident_bytes() -> int:
 def side_processes(
     makes: dict[str, tuple[Callable[..., Turn], tuple[Any, ...]]], threads: int, say: Callable[[str], None]
 ) -> Iterator[list[SideProcess]]:
-    """Builds sides one after the other and yields those that can run; ends them all.
+    """Builds sides one after the other and yields those that can run; ends them all at exit.
 
     Args:
-        makes: by name, what makes a side's turn, and its arguments; both travel by pickle.
-        threads: of each.
-        say: told of the sides that cannot run, and why.
+        makes: by name, the factory of a side's turn, and its arguments; both are pickled.
+        threads: threads of each side.
+        say: called with the sides that cannot run, and the reason.
     """
     with ExitStack() as stack:
         ready = []
@@ -158,7 +158,7 @@ def side_processes(
 
 
 def in_turns(sides: list[SideProcess], warm_up: int, rounds: int) -> dict[str, list[Taken]]:
-    """Every side's turns, one side after the other: `warm_up` whose times do not count, then `rounds`."""
+    """Runs every side's turns, one side after the other: `warm_up` untimed ones, then `rounds`."""
     taken: dict[str, list[Taken]] = {side.name: [] for side in sides}
     for _ in range(warm_up + rounds):
         for side in sides:

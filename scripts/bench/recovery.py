@@ -1,10 +1,10 @@
-"""From the kill of a rank to the next step: where the time goes.
+"""Recovery time from the kill of a rank to the next step, by phase.
 
     python scripts/bench/recovery.py [--kills 3] [--layout parallel.dp=2] [--data PREFIX]
 
 Starts a small run whose state is kept in memory after every step (checkpoint.local_every_steps=1), kills one of its
-ranks with SIGKILL, again and again, and prints what passed between the kill, the launcher's verdict, the next start of
-the ranks, their first sign of life, the loaded state and the next step.
+ranks with SIGKILL repeatedly, and prints the time between the kill, the launcher's verdict, the restart of the ranks,
+their first heartbeat, the loaded state and the next step.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _TIMEOUT_S = 120.0
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file of JSON lines."""
+    """Returns the complete lines of a JSON lines file."""
     return [json.loads(line) for line in _text(path).split("\n")[:-1] if line]
 
 
 def pids_of(log: Path) -> list[int]:
-    """The pids of a rank's starts."""
+    """Returns the pids of a rank's starts."""
     return [int(pid) for pid in re.findall(r"^--- rank .* pid (\d+),", _text(log), re.MULTILINE)]
 
 
@@ -49,7 +49,7 @@ def _text(path: Path) -> str:
 
 
 def wait_for(what: str, condition: Any, process: subprocess.Popen[bytes]) -> Any:
-    """Waits until the condition holds, and returns what it returns."""
+    """Waits until the condition is true, and returns its value."""
     deadline = time.monotonic() + _TIMEOUT_S
     while not (found := condition()):
         if process.poll() is not None or time.monotonic() > deadline:
@@ -59,7 +59,7 @@ def wait_for(what: str, condition: Any, process: subprocess.Popen[bytes]) -> Any
 
 
 def recover(run_dir: Path, number: int, process: subprocess.Popen[bytes]) -> dict[str, float]:
-    """Kills a rank and returns when each stage was reached, in seconds since then."""
+    """Kills a rank and returns the seconds from then to each stage."""
     log, events, metrics = run_dir / "logs" / "rank_00001.log", run_dir / "events.jsonl", run_dir / "metrics.jsonl"
     begun = wait_for("the start", lambda: [e for e in lines_of(events) if e["event"] == "start"][number:], process)
     first = begun[0]["step"]
@@ -79,12 +79,14 @@ def recover(run_dir: Path, number: int, process: subprocess.Popen[bytes]) -> dic
 
 
 def main() -> int:
-    """Prints one line a kill, and the medians."""
+    """Prints one line per kill, and the medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--layout", default="parallel.dp=2", help="overrides, separated by commas")
     parser.add_argument("--data", required=True, help="prefix of a prepared dataset")
-    parser.add_argument("--vocab-size", type=int, help="of its tokenizer, where there is none beside it")
+    parser.add_argument(
+        "--vocab-size", type=int, help="vocabulary size of its tokenizer, if there is no tokenizer beside it"
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
@@ -105,7 +107,7 @@ def main() -> int:
 
 
 def print_row(name: str, at: dict[str, float]) -> None:
-    """The time from one stage to the next, and all of it."""
+    """Prints the time from each stage to the next, and the total."""
     before, parts = 0.0, []
     for stage, title in zip(_STAGES, _NAMES, strict=True):
         parts.append(f"{title} {at[stage] - before:5.2f}")

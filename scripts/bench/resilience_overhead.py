@@ -1,16 +1,16 @@
-"""What watching a healthy run costs: the same run with and without it, in turns.
+"""Overhead of monitoring a healthy run: the same run with and without it, alternating.
 
     python -m scripts.bench.resilience_overhead [--pairs 5] [--steps 150] [--layout parallel.dp=2] [--hidden 512]
 
-`watched` has the defaults: heartbeats that the launcher looks at for hangs, torch's flight recorder, timed passes for
-stragglers, loss spikes. `checked` compares replicas every 100 steps as well. `plain` has nothing of it but the
-heartbeat, a thread that counts twice a second in a file. Ratios are taken pair by pair, of the median step and
-of the processor time of all processes of the run, which says more where other work takes a part of the machine.
+`watched` has the defaults: heartbeats that the launcher checks for hangs, torch's flight recorder, timed forward and
+backward passes for straggler detection, loss spike detection. `checked` also compares replicas every 100 steps. `plain`
+has only the heartbeat, a thread that increments a counter in a file twice a second. Ratios are taken pair by pair, of
+the median step and of the CPU time of all processes of the run, which is more reliable on a shared machine.
 
     python -m scripts.bench.resilience_overhead --parts
 
-Runs of minutes differ by more than watching costs, so this times each of its parts by itself, on two ranks: what a
-rank does in a step because of it, in microseconds.
+Runs of minutes differ by more than the overhead, so this times each part of the monitoring separately, on two ranks:
+the work that it adds to a rank's step, in microseconds.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _PLAIN = (
 _SIDES = {"plain": _PLAIN, "watched": (), "checked": ("resilience.check_replicas_every_steps=100",)}
 _WARM_UP_STEPS = 10
 _PHASES, _SPANS = 11, 16
-"""Of a step: what a rank does one after the other, and what an engine times."""
+"""Per step: heartbeat phases of a rank, and spans that the engine times."""
 
 
 def train(side: str, folder: Path, steps: int, hidden: int, layout: list[str]) -> tuple[float, float]:
-    """Trains one run; returns milliseconds of its median step, and of processor time a step."""
+    """Trains one run; returns milliseconds of its median step, and CPU milliseconds per step."""
     run_dir = folder / "run"
     shutil.rmtree(run_dir, ignore_errors=True)
     overrides = (
@@ -70,7 +70,7 @@ def train(side: str, folder: Path, steps: int, hidden: int, layout: list[str]) -
 
 
 def microseconds(work: Callable[[], object], repeats: int) -> float:
-    """Mean of many calls."""
+    """Mean of many calls, in microseconds."""
     begin = time.perf_counter()
     for _ in range(repeats):
         work()
@@ -78,7 +78,7 @@ def microseconds(work: Callable[[], object], repeats: int) -> float:
 
 
 def time_parts(result: str) -> None:
-    """One rank of two: times what a rank does because it is watched; rank 0 writes it."""
+    """Runs one of two ranks: times the parts of its monitoring; rank 0 writes the result."""
     import torch
     import torch.distributed as dist
 
@@ -123,7 +123,7 @@ def time_parts(result: str) -> None:
 
 
 def print_parts(rounds: int = 5) -> None:
-    """Medians of some rounds, each with the flight recorder and without it."""
+    """Prints medians of some rounds, each with the flight recorder and without it."""
     from megads.runtime.environment import exported
     from megads.tools.calibrate.measure import run_on_ranks
 
@@ -148,7 +148,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layout", default="parallel.dp=2", help="overrides, separated by commas")
-    parser.add_argument("--parts", action="store_true", help="time the parts of watching, and train nothing")
+    parser.add_argument("--parts", action="store_true", help="time the parts of the monitoring, without training")
     arguments = parser.parse_args()
     if arguments.parts:
         print_parts()
@@ -165,7 +165,7 @@ def main() -> int:
             for side, pairs in ratios.items():
                 pairs.append((found[side][0] / found["plain"][0], found[side][1] / found["plain"][1]))
             shown = ", ".join(f"{side} {step:.1f} / {cpu:.1f}" for side, (step, cpu) in found.items())
-            print(f"{number + 1}: ms of the median step / of processor time a step: {shown}", flush=True)
+            print(f"{number + 1}: ms of the median step / of CPU time per step: {shown}", flush=True)
     for side, pairs in ratios.items():
         steps, processor = ([pair[of] - 1 for pair in pairs] for of in (0, 1))
         print(

@@ -1,4 +1,4 @@
-"""What a benchmark leaves: a line of figures in bench.jsonl, and verdicts, ours against one other each."""
+"""Results of a benchmark: a line of figures in bench.jsonl, and verdicts, each comparing megads with one other side."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from scripts.bench.turns import COLUMNS
 
 @dataclass(frozen=True)
 class Verdict:
-    """One figure of ours against one of a peer or of the machine.
+    """A figure of megads compared with one of a peer or a hardware limit.
 
     Attributes:
-        row: number of the benchmark in docs/performance.md; 0 for what its table does not ask.
-        work: what was done, in which dtype.
-        ours: our figure with its unit.
-        against: name of the peer or of the limit.
+        row: number of the benchmark in docs/performance.md; 0 if it is not in its table.
+        work: what was measured, and the dtype.
+        ours: megads' figure with its unit.
+        against: name of the peer or limit.
         theirs: its figure with its unit.
-        times: how many times as good ours is: 1.5 is half as fast again, 0.8 of a limit is 80% of it.
-        target: what `times` should reach; None where nothing is asked.
-        limit: `against` is what the machine can do at best, not a peer.
+        times: ratio by which megads is better: 1.5 is 50% faster; for a limit, 0.8 is 80% of it.
+        target: target of `times`; None without one.
+        limit: `against` is a hardware limit, not a peer.
     """
 
     row: int
@@ -43,7 +43,7 @@ class Verdict:
 
     @property
     def reached(self) -> bool | None:
-        """None where there is no target."""
+        """Whether the target is reached; None without one."""
         return None if self.target is None else self.times >= self.target
 
 
@@ -71,14 +71,14 @@ def add_results_option(parser: argparse.ArgumentParser) -> None:
 def record(
     path: Path | None, bench: str, figures: Mapping[str, Any], verdicts: Iterable[Verdict] = (), unjudged: str = ""
 ) -> None:
-    """Appends one line of figures and verdicts with where and when they were taken; prints the verdicts.
+    """Appends figures and verdicts with their time and machine as one line; prints the verdicts.
 
     Args:
-        path: the file of results; None keeps nothing.
+        path: file of results; None writes nothing.
         bench: name of the benchmark.
-        figures: what was measured.
-        verdicts: what that means.
-        unjudged: work that could not be judged; earlier verdicts on it no longer count.
+        figures: measured figures.
+        verdicts: conclusions.
+        unjudged: benchmarks that could not be judged; earlier verdicts on them are no longer shown.
     """
     verdicts = list(verdicts)
     for verdict in verdicts:
@@ -100,7 +100,7 @@ def record(
 
 
 def one_line(verdict: Verdict) -> str:
-    """A verdict for the console."""
+    """Formats a verdict for the console."""
     wanted = "" if verdict.target is None else f", target {verdict.target:.2f}"
     end = {None: "", True: ": reached", False: ": NOT reached"}[verdict.reached]
     kind = "of the limit," if verdict.limit else "times"
@@ -111,7 +111,7 @@ def one_line(verdict: Verdict) -> str:
 
 
 def conditions(path: Path) -> list[str]:
-    """When, how busy and by what measure each benchmark was taken last."""
+    """When each benchmark last ran, the load of the machine, and the measure used."""
     last = {line["bench"]: line for line in read_json_lines(path) if line.get("verdicts")}
     return [
         f"{bench}: {datetime.fromtimestamp(line['time'], UTC):%Y-%m-%d %H:%M} UTC, load {line['load']:.1f} on "
@@ -122,7 +122,7 @@ def conditions(path: Path) -> list[str]:
 
 
 def latest_verdicts(path: Path) -> list[Verdict]:
-    """The verdicts on each piece of work when it was last measured, in the order of the rows."""
+    """The verdicts on each benchmark from its last run, in the order of the rows."""
     found: dict[str, list[Verdict]] = {}
     for line in read_json_lines(path):
         verdicts = [Verdict(**fields) for fields in line.get("verdicts", ())]

@@ -1,18 +1,19 @@
 #!/usr/bin/env python3
-"""Validation loss against seconds of training on this machine: the demo's recipe, nanoGPT, Hugging Face's Trainer.
+"""Validation loss against training time on this machine: the demo's recipe, nanoGPT, Hugging Face's Trainer.
 
     git clone https://github.com/karpathy/nanoGPT
     python -m scripts.bench.small_machine --nanogpt nanoGPT --picture docs/pictures/small_machine.png
 
-All train on the demo's text with its tokenizer, at its model's size, for the same time on the same cores, each by its
-own program and with a learning rate that falls to the end of that time: megads as `make demo` does; nanoGPT's train.py,
-unchanged, with its README's settings for a CPU; transformers' GPT-2 by its Trainer with default settings, in fp32 or
-with bf16=True, whichever is faster here. Both warm up in a twentieth of their steps, and are tried with each of --lr at
-the first of --batch, and with the other batches at the best rate; their best run is shown. A few steps first tell how
-many fit into the time; starts and validations do not count. Losses are means over the same validation tokens.
+All train on the demo's text with its tokenizer, at its model's size, for the same time on the same cores, each with its
+own program and with a learning rate that decays until the end of that time: megads as `make demo` does; nanoGPT's
+train.py, unchanged, with its README's settings for a CPU; transformers' GPT-2 with its Trainer and default settings, in
+fp32 or with bf16=True, whichever is faster here. Both peers warm up for a twentieth of their steps, and are tried with
+each of --lr at the first of --batch, and with the other batch sizes at the best learning rate; their best run is shown.
+A few steps first determine how many fit into the time; starts and validations are not counted. Losses are means over
+the same validation tokens.
 
-Where others use the machine, too, --by processor gives each side as much processor time instead of as much time, and
-the peers one thread: threads that wait for each other count as busy.
+On a machine that others use, --by processor gives each side the same CPU time instead of the same wall-clock time, and
+the peers one thread, because threads that wait for each other count as busy.
 """
 
 from __future__ import annotations
@@ -50,18 +51,18 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 OURS, NANOGPT, TRAINER = "megads", "nanoGPT", "HF Trainer"
 POINTS = 6
-"""Validations of a run, equally far apart."""
+"""Validations per run, equally spaced."""
 MARKS = (1 / 6, 1 / 3, 2 / 3, 1.0)
-"""Columns of the table, as shares of the time."""
+"""Columns of the table, as fractions of the time."""
 TRIAL_STEPS = {OURS: 40, NANOGPT: 12, TRAINER: 12}
 VALIDATED_TOKENS, QUICK_TOKENS = 40_960, 8_192
 SAME_SIZE = 0.02
-"""Numbers of parameters are at most so far apart, relative to ours."""
+"""Maximum difference of the numbers of parameters, relative to megads'."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """A validation: steps, seconds and processor seconds of training before it, and its loss."""
+    """A validation: steps, wall-clock and CPU seconds of training before it, and its loss."""
 
     step: int
     clock_s: float
@@ -74,14 +75,14 @@ class Point:
 
 @dataclass(frozen=True)
 class Curve:
-    """One run.
+    """Losses of one run over time.
 
     Attributes:
         side: OURS, NANOGPT or TRAINER.
         lr: peak learning rate; None is the recipe's.
-        batch: samples a step.
-        tokens: of a step.
-        parameters: of the model.
+        batch: samples per step.
+        tokens: tokens per step.
+        parameters: number of parameters.
         points: in order.
     """
 
@@ -101,11 +102,11 @@ class Curve:
         return self.points[-1].loss
 
     def loss_at(self, spent_s: float, by: str) -> float:
-        """Between two validations on the straight line; before the first and after the last theirs."""
+        """Linear interpolation between validations; constant before the first and after the last."""
         return float(np.interp(spent_s, [point.spent_s(by) for point in self.points], [p.loss for p in self.points]))
 
     def reached_s(self, loss: float, by: str) -> float | None:
-        """Seconds after which the loss was first no larger; None: never."""
+        """Seconds after which the loss was first at or below this value; None if never."""
         for before, after in zip(self.points, self.points[1:], strict=False):
             if after.loss <= loss:
                 share = (before.loss - loss) / (before.loss - after.loss) if before.loss > loss else 0.0
@@ -115,15 +116,15 @@ class Curve:
 
 @dataclass(frozen=True)
 class Bench:
-    """What is compared, and where.
+    """Setup of the comparison.
 
     Attributes:
-        folder: of data and runs; absolute.
-        seconds: of training.
+        folder: absolute path of the folder of data and runs.
+        seconds: seconds of training.
         by: clock or processor.
-        cores: of the machine, for seconds of processor time.
-        nanogpt: its checkout; None leaves it out.
-        tokens: of a validation.
+        cores: number of cores, for CPU seconds.
+        nanogpt: checkout of nanoGPT; None omits it.
+        tokens: tokens per validation.
     """
 
     folder: Path
@@ -135,16 +136,16 @@ class Bench:
 
     @property
     def budget_s(self) -> float:
-        """Seconds that a side may spend, of whichever kind."""
+        """Seconds of training of each side, wall-clock or CPU."""
         return self.seconds * (self.cores if self.by == "processor" else 1)
 
     def threads(self) -> dict[str, str]:
-        """The peers' environment; their threads are torch's default, all cores, unless processor time counts."""
+        """Environment of the peers: torch's default of all cores, or one thread if CPU time is compared."""
         return dict(os.environ) | ({"OMP_NUM_THREADS": "1"} if self.by == "processor" else {})
 
 
 def call(command: Sequence[str], environment: dict[str, str] | None = None) -> None:
-    """Runs a command; ends the program with what it said where it fails."""
+    """Runs a command; if it fails, prints its output and exits."""
     done = subprocess.run(
         command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )
@@ -153,7 +154,7 @@ def call(command: Sequence[str], environment: dict[str, str] | None = None) -> N
 
 
 def train_ours(bench: Bench, name: str, steps: int, points: int, overrides: Sequence[str] = ()) -> Curve:
-    """The demo's recipe by the command; `points` validations, the last one at the end."""
+    """Trains the demo's recipe with the real command; `points` validations, the last one at the end."""
     run_dir = bench.folder / name
     shutil.rmtree(run_dir, ignore_errors=True)
     call([
@@ -177,7 +178,7 @@ def train_ours(bench: Bench, name: str, steps: int, points: int, overrides: Sequ
 
 
 def points_of_ranks(ranks: Sequence[Sequence[dict[str, float]]], losses: dict[int, float]) -> list[Point]:
-    """Points of a run from the clocks of its ranks.
+    """Computes the points of a run from the clocks of its ranks.
 
     Args:
         ranks: lines of `TrainingClock`, a list a rank; the clock of the first one counts, and processors of all.
@@ -204,9 +205,9 @@ class Peer:
 
     Attributes:
         side: NANOGPT or TRAINER.
-        batch: samples a step.
-        steps: that fit into the time.
-        bf16: autocast, of the Trainer.
+        batch: samples per step.
+        steps: steps that fit into the time.
+        bf16: use autocast, in the Trainer.
     """
 
     side: str
@@ -216,7 +217,7 @@ class Peer:
 
 
 def train_peer(bench: Bench, config: RootConfig, peer: Peer, lr: float, name: str, points: int) -> Curve:
-    """A peer in a process of its own, at the size of the config's model."""
+    """Trains a peer in a separate process, at the size of the config's model."""
     output, model, side, steps = bench.folder / f"{name}.jsonl", config.model, peer.side, peer.steps
     output.unlink(missing_ok=True)
     work = SideWork(
@@ -231,7 +232,7 @@ def train_peer(bench: Bench, config: RootConfig, peer: Peer, lr: float, name: st
 
 
 def write_data(bench: Bench, config: RootConfig) -> None:
-    """The tokens that ours trains on and validates on, as the peers read them."""
+    """Writes the tokens of megads' training and validation in the format of the peers."""
     [item] = config.data.train
     dataset = open_dataset(config.data, item.path)
     shares = zip(("train", "val"), split_documents(dataset, config.data.split), strict=True)
@@ -245,14 +246,14 @@ def write_data(bench: Bench, config: RootConfig) -> None:
 
 
 def steps_within(trial: Curve, budget_s: float, by: str) -> int:
-    """Steps that fit, by the second half of a trial; a multiple of POINTS."""
+    """Number of steps that fit, from the second half of a trial; a multiple of POINTS."""
     first, last = trial.points[-2:]
     step_s = (last.spent_s(by) - first.spent_s(by)) / (last.step - first.step)
     return max(round(budget_s / step_s / POINTS), 1) * POINTS
 
 
 def try_peer(bench: Bench, config: RootConfig, side: str, batch: int, parameters: int) -> Peer:
-    """A few steps of a peer, in each precision that it has on CPUs: how many fit in the faster one."""
+    """Trains a few steps of a peer in each precision it has on CPUs; returns the steps that fit in the faster one."""
     found = []
     for bf16 in (False, True) if side == TRAINER else (False,):
         trial = train_peer(bench, config, Peer(side, batch, TRIAL_STEPS[side], bf16), 1e-3, "trial", 2)
@@ -265,7 +266,7 @@ def try_peer(bench: Bench, config: RootConfig, side: str, batch: int, parameters
 
 
 def say(curve: Curve) -> Curve:
-    """Prints what a run came to."""
+    """Prints the result of a run."""
     last = curve.points[-1]
     print(
         f"{curve.name}: loss {curve.loss:.4f} after {last.step} steps, {last.step * curve.tokens:,} tokens, "
@@ -278,7 +279,7 @@ def say(curve: Curve) -> Curve:
 def search_peer(
     bench: Bench, config: RootConfig, side: str, parameters: int, rates: Sequence[float], batches: Sequence[int]
 ) -> tuple[list[Curve], Peer]:
-    """Runs of a peer with each rate at the first batch, then with the other batches at the best rate.
+    """Trains a peer with each learning rate at the first batch size, then with the other batch sizes at the best rate.
 
     Returns:
         The runs, and how the best one trained.
@@ -297,7 +298,7 @@ def search_peer(
 def run_all(
     bench: Bench, rates: Sequence[float], batches: Sequence[int], rounds: int, overrides: Sequence[str]
 ) -> list[Curve]:
-    """Every side: the peers are searched in the first round; the others repeat the best run of each."""
+    """Runs every side: the peers are searched in the first round; later rounds repeat the best run of each."""
     trial = train_ours(bench, "trial", TRIAL_STEPS[OURS], 2, overrides)
     steps = steps_within(trial, bench.budget_s, bench.by)
     config = load_frozen(bench.folder / "trial" / CONFIG_FILE)
@@ -320,7 +321,7 @@ def run_all(
 
 
 def best(curves: Sequence[Curve], side: str) -> Curve:
-    """The run of a side that ended lowest."""
+    """The run of a side with the lowest final loss."""
     return min((curve for curve in curves if curve.side == side), key=lambda curve: curve.loss)
 
 
@@ -330,7 +331,7 @@ def shown(curves: Sequence[Curve]) -> list[Curve]:
 
 
 def table(curves: Sequence[Curve], bench: Bench) -> str:
-    """Markdown: losses after some of the time, one line a side."""
+    """Formats a Markdown table: losses after fractions of the time, one row per side."""
     unit = "s" if bench.by == "clock" else "s of processors"
     heads = ["", *(f"{share * bench.budget_s:.0f} {unit}" for share in MARKS), "steps", "tokens", "parameters"]
     lines = [heads, ["---"] * len(heads)]
@@ -342,7 +343,7 @@ def table(curves: Sequence[Curve], bench: Bench) -> str:
 
 
 def verdicts(curves: Sequence[Curve], bench: Bench) -> list[Verdict]:
-    """How much sooner ours has the loss that a peer ends with."""
+    """How much sooner megads reaches the final loss of a peer."""
     ours, *peers = shown(curves)
     found = []
     for peer in peers:
@@ -356,7 +357,7 @@ def verdicts(curves: Sequence[Curve], bench: Bench) -> list[Verdict]:
 
 
 def draw(curves: Sequence[Curve], bench: Bench) -> Figure:
-    """Loss against time, a line a side."""
+    """Draws loss over time, a line per side."""
     from matplotlib.figure import Figure
 
     from megads.tools.report.style import BLUE, GREEN, INK, ORANGE, REGULAR_INCHES
@@ -377,7 +378,7 @@ def draw(curves: Sequence[Curve], bench: Bench) -> Figure:
 
 
 def save(figure: Callable[[], Figure], path: Path) -> None:
-    """Draws into a file."""
+    """Saves the figure."""
     from megads.tools.report.style import house_style, png
 
     with house_style():
@@ -389,15 +390,17 @@ def save(figure: Callable[[], Figure], path: Path) -> None:
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "small-machine", help="of data and runs")
-    parser.add_argument("--nanogpt", type=Path, help="checkout of nanoGPT; without it that side is left out")
-    parser.add_argument("--minutes", type=float, default=1.5, help="of training, every run")
-    parser.add_argument("--lr", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3], help="the peers' learning rates")
-    parser.add_argument("--batch", type=int, nargs="+", default=[8, 4], help="the peers' samples a step")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "small-machine", help="folder for data and runs")
+    parser.add_argument("--nanogpt", type=Path, help="checkout of nanoGPT; without it this side is omitted")
+    parser.add_argument("--minutes", type=float, default=1.5, help="minutes of training per run")
+    parser.add_argument("--lr", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3], help="learning rates of the peers")
+    parser.add_argument("--batch", type=int, nargs="+", default=[8, 4], help="batch sizes of the peers, in samples")
     parser.add_argument("--rounds", type=int, default=1, help="runs of each side with its best learning rate")
-    parser.add_argument("--quick", action="store_true", help="a tenth of the time, one try, validation on less")
-    parser.add_argument("--by", choices=("clock", "processor"), default="clock", help="which time is the same")
-    parser.add_argument("--override", action="append", default=[], help="of megads' config, as on its command line")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the time, one try, less validation data")
+    parser.add_argument(
+        "--by", choices=("clock", "processor"), default="clock", help="time that is the same for all sides"
+    )
+    parser.add_argument("--override", action="append", default=[], help="override of megads' config")
     parser.add_argument("--picture", type=Path, help="PNG to write")
     add_results_option(parser)
     arguments = parser.parse_args()

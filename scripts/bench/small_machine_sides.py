@@ -1,6 +1,6 @@
-"""The sides of `scripts.bench.small_machine`, each a process that leaves JSON lines of its training clock.
+"""The sides of `scripts.bench.small_machine`, each a process that writes its training clock as JSON lines.
 
-The clock shows seconds of training: it starts before the first step, when the model is built, and stands still during
+The clock counts seconds of training: it starts before the first step, after the model is built, and is paused during
 validation. `TrainingClock` is a plugin of megads; nanoGPT and Hugging Face's Trainer are run by
 
     python -m scripts.bench.small_machine_sides <JSON of SideWork>
@@ -28,18 +28,18 @@ import megads
 from megads.runtime.metrics import JsonLinesWriter
 
 NO_TOKEN = -1
-"""Where a validation window has no token to predict."""
+"""Marks positions of a validation window without a token to predict."""
 WINDOWS_AT_ONCE = 8
 
 
 @dataclass
 class ClockOptions:
-    """The clock has none."""
+    """The clock has no options."""
 
 
 @megads.register_hook("training_clock", ClockOptions)
 class TrainingClock(megads.Hook):
-    """Writes seconds and processor seconds of every step of this rank; the last hook, so validation lies before it."""
+    """Writes wall-clock and CPU seconds of every step of this rank; the last hook, so validation runs before it."""
 
     def __init__(self, options: ClockOptions, context: megads.HookContext) -> None:
         self._lines = JsonLinesWriter(context.run_dir / f"clock_{context.rank}.jsonl")
@@ -62,13 +62,13 @@ class SideWork:
     Attributes:
         side: nanogpt or trainer.
         data: folder with train.bin and val.bin (uint16 tokens), meta.pkl (nanoGPT's) and windows.npy.
-        output: where lines of {step, clock_s, processor_s, loss} go; loss of validated steps only.
-        layers, hidden, heads, vocabulary, seq_len: of the model.
-        steps: to train.
-        validate_every: steps.
+        output: file of lines {step, clock_s, processor_s, loss}; loss only for validated steps.
+        layers, hidden, heads, vocabulary, seq_len: model shape.
+        steps: number of training steps.
+        validate_every: validation interval in steps.
         lr: peak learning rate.
-        batch: samples of a step.
-        bf16: autocast (Trainer only; nanoGPT computes in fp32 on CPUs).
+        batch: samples per step.
+        bf16: use autocast (Trainer only; nanoGPT computes in fp32 on CPUs).
         checkout: folder of nanoGPT; empty for others.
     """
 
@@ -89,7 +89,7 @@ class SideWork:
 
     @property
     def warmup(self) -> int:
-        """Steps of the warmup."""
+        """Warmup steps."""
         return self.steps // 20
 
     @property
@@ -98,7 +98,7 @@ class SideWork:
 
 
 class Watch:
-    """The clock of a peer, and its validation: the mean loss over the windows' tokens, in nats."""
+    """The clock of a peer, and its validation: mean loss over the windows' tokens, in nats."""
 
     def __init__(self, work: SideWork) -> None:
         self._work = work
@@ -112,14 +112,14 @@ class Watch:
         self._since = (time.perf_counter(), time.process_time())
 
     def pause(self) -> None:
-        """Stops the clock; it may stand already."""
+        """Stops the clock, if it runs."""
         if self._since is not None:
             self._done[0] += time.perf_counter() - self._since[0]
             self._done[1] += time.process_time() - self._since[1]
             self._since = None
 
     def step(self, step: int, logits: Callable[[Tensor], Tensor] | None) -> None:
-        """Writes the line of a step; with `logits`, validates, for which the clock must stand."""
+        """Writes the line of a step; with `logits` also validates, for which the clock must be stopped."""
         running = self._since is not None
         self.pause()
         line = {"step": step, "clock_s": self._done[0], "processor_s": self._done[1]}
@@ -140,14 +140,14 @@ class Watch:
         return loss_sum / tokens
 
     def parameters(self, model: nn.Module) -> None:
-        """Writes how many the model has."""
+        """Writes the number of parameters of the model."""
         self._lines.write_line({"parameters": sum(weight.numel() for weight in model.parameters())})
 
 
 def nanogpt(work: SideWork) -> None:
-    """Runs nanoGPT's own train.py, unchanged, as its README does on a CPU but for sizes, rate and warmup.
+    """Runs nanoGPT's train.py, unchanged, as in its README for a CPU except for sizes, learning rate and warmup.
 
-    Its estimate_loss puts the model into evaluation mode and back: there the clock stands, and the windows are
+    While its estimate_loss switches the model to evaluation mode and back, the clock is stopped and the windows are
     validated. It saves no checkpoint.
     """
     os.chdir(work.checkout)
@@ -189,7 +189,7 @@ def nanogpt(work: SideWork) -> None:
 
 
 def trainer(work: SideWork) -> None:
-    """Trains transformers' GPT-2 by its Trainer with default settings but for rate, warmup, length and batch."""
+    """Trains transformers' GPT-2 with its Trainer and default settings except for rate, warmup, length and batch."""
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
     config = GPT2Config(

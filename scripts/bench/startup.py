@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Benchmark 11: from `megads train` to the first step against bare imports, and the process groups of many ranks.
+"""Benchmark 11: time from `megads train` to the first step against bare imports, and process groups of many ranks.
 
     python -m scripts.bench.startup                    # both
     python -m scripts.bench.startup --ranks 64         # groups of tp4 x pp4 x dp4 over gloo
 
-The command and the bare imports (torch and deepspeed in one process, or as many as there are ranks) alternate; medians.
-Groups are made by real gloo ranks, forked from a process that has imported everything.
+The command and the bare imports (torch and deepspeed in one process, or in as many as there are ranks) alternate;
+medians. Groups are created by real gloo ranks, forked from a process that has imported everything.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LAYOUTS = {8: (2, 2, 2), 16: (4, 2, 2), 32: (4, 4, 2), 64: (4, 4, 4), 128: (4, 4
 TIMEOUT_S = 240.0
 ROW = 11
 ALLOWED_S = 2.0
-"""Target: so much longer than the imports of torch and DeepSpeed alone."""
+"""Target: seconds in addition to the imports of torch and DeepSpeed alone."""
 
 
 def seconds_to_first_step(folder: Path, corpus: Path, ranks: int) -> float:
@@ -60,13 +60,13 @@ def seconds_to_first_step(folder: Path, corpus: Path, ranks: int) -> float:
     begin = time.time()
     command = [sys.executable, "-m", "megads.cli.main", "train", *overrides, "logging.wandb.mode=disabled"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=TIMEOUT_S)
-    # The step itself takes milliseconds; its line has no time, the event that follows it has one.
+    # The step takes milliseconds; its line has no timestamp, but the event after it has.
     saved = next(line for line in read_json_lines(run_dir / "events.jsonl") if line["event"] == "checkpoint_saved")
     return float(saved["time"]) - begin
 
 
 def seconds_of_imports(ranks: int) -> float:
-    """Bare imports in as many processes at once."""
+    """Seconds of bare imports in this many concurrent processes."""
     begin = time.time()
     environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     started = [subprocess.Popen([sys.executable, "-c", IMPORTS], env=environment) for _ in range(ranks)]
@@ -132,7 +132,7 @@ def _rank(connection: Connection, rank: int, sizes: tuple[int, int, int], port: 
 
 
 def groups(ranks: int) -> None:
-    """Prints how long the groups of many ranks take."""
+    """Prints how long the creation of the process groups of many ranks takes."""
     context: Any = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "deepspeed", "megads.parallel.grid"])
     server = dist.TCPStore("127.0.0.1", 0, ranks + 1, is_master=True, wait_for_workers=False)
@@ -146,18 +146,20 @@ def groups(ranks: int) -> None:
     laps = [connection.recv() for connection in connections]
     for process in started:
         process.join()
-    names = ("world", "every line on all ranks", "own lines only", "a second group of all ranks")
+    names = ("world", "every group on all ranks", "own groups only", "a second group of all ranks")
     slowest = {name: round(max(lap[place] for lap in laps), 3) for place, name in enumerate(names)}
     print(f"groups of {ranks} ranks, tp x pp x dp = {LAYOUTS[ranks]}, seconds: {json.dumps(slowest)}")
 
 
 def main() -> None:
-    """Measures what the command line asks for."""
+    """Runs the measurements selected on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="*", choices=LAYOUTS, help="only groups, of so many ranks")
+    parser.add_argument(
+        "--ranks", type=int, nargs="*", choices=LAYOUTS, help="measure only process groups, of this many ranks"
+    )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--start-ranks", type=int, nargs="*", default=[1, 4], help="ranks of the runs that are started")
-    parser.add_argument("--no-groups", action="store_true", help="only the start")
+    parser.add_argument("--start-ranks", type=int, nargs="*", default=[1, 4], help="ranks of the started runs")
+    parser.add_argument("--no-groups", action="store_true", help="measure only the start")
     add_results_option(parser)
     arguments = parser.parse_args()
     if arguments.ranks is None:

@@ -1,7 +1,7 @@
-"""The time of a training step on local files and on the same files in object storage, by turns in one run.
+"""Time of a training step on local files and on the same files in object storage, alternating in one run.
 
-The store is moto's S3 server on this machine, which makes every request wait and fails some; it reads a whole object
-for every range of it, so the data is small. Each round begins with an empty cache, which holds half of the data: as a
+The store is moto's S3 server on this machine, which delays every request and fails some. It reads a whole object for
+every range of it, so the data is small. Each round starts with an empty cache that holds half of the data: because a
 start reads all of a small file, a cache of all of it would fetch nothing later. Run from the repository:
 
     python -m scripts.bench.streaming [--rounds 3] [--mb 16] [--delay-ms 50] [--fail 0.01] [--steps 40] [--dp 2]
@@ -29,11 +29,11 @@ from tests.s3_server import s3_server
 ROW = 15
 VOCAB_SIZE = 509
 FIRST_STEPS = 3
-"""Not counted: they wait for the first blocks, and compile."""
+"""Excluded: they wait for the first blocks, and compile."""
 
 
 def write(prefix: Path, megabytes: int) -> None:
-    """A dataset of documents of 100 to 5,000 tokens of two bytes."""
+    """Writes a dataset of documents of 100 to 5,000 tokens of two bytes."""
     random = np.random.default_rng(0)
     with IndexedDatasetWriter(prefix, np.uint16) as writer:
         while writer.num_tokens < megabytes * 500_000:
@@ -41,7 +41,7 @@ def write(prefix: Path, megabytes: int) -> None:
 
 
 def train(data: str, run_dir: Path, given: argparse.Namespace, variables: dict[str, str]) -> list[dict[str, float]]:
-    """Lines of the steps of one training that count."""
+    """Trains once and returns the metrics of the steps that are not excluded."""
     shutil.rmtree(run_dir, ignore_errors=True)
     shutil.rmtree(run_dir.with_name("cache"), ignore_errors=True)
     size = {"model__hidden_size": 96, "train__seq_len": 128, "train__global_batch_size": 16, "data__split": "[1, 0]"}
@@ -59,7 +59,7 @@ def train(data: str, run_dir: Path, given: argparse.Namespace, variables: dict[s
 
 
 def main() -> None:
-    """Alternates the two, and prints medians, waits and counters."""
+    """Alternates the two, and prints medians, wait times and counters."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--mb", type=int, default=16)
@@ -90,7 +90,7 @@ def main() -> None:
     for side, milliseconds in step_ms.items():
         rounds = ", ".join(f"{some:.1f}" for some in milliseconds)
         print(f"{side}: {median(milliseconds):.1f} ms a step ({rounds}), {median(wait_ms[side]):.3f} ms of it for data")
-    print("a training after its first steps:", ", ".join(f"{key} {value:,.0f}" for key, value in counted.items()))
+    print("training run without its first steps:", ", ".join(f"{key} {value:,.0f}" for key, value in counted.items()))
     work = f"step on streamed data, {given.delay_ms:g} ms latency, {100 * given.fail:g}% failing, dp{given.dp}"
     verdict = against_time(ROW, work, median(step_ms["streamed"]), "local files", median(step_ms["local"]), None)
     record(given.append, "streaming", {"step_ms": step_ms, "data_ms": wait_ms, **counted}, [verdict])

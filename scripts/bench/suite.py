@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""What `make bench` runs: every benchmark, one after the other, with the time of each; then the table and the picture.
+"""Runs the benchmarks of `make bench` one after the other, with the time of each; then shows the table and the figure.
 
     python -m scripts.bench.suite [--quick] [--only train_step] [--append bench.jsonl] [--megatron FOLDER]
 
 --quick ends within five minutes on two idle cores: fewer rounds, less data, nothing compiled. Its figures are rough.
-On a busy machine use --by processor_ms --threads 1 for what computes: the clock then tells more of the others.
+On a busy machine use --by processor_ms --threads 1 for compute benchmarks, because wall-clock time is unreliable there.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Part:
     """One benchmark.
 
     Attributes:
-        module: of scripts.bench.
-        full: its arguments.
-        quick: its arguments where it has to be short.
-        judged: takes --threads and --by.
+        module: module of scripts.bench.
+        full: arguments of a full run.
+        quick: arguments of a quick run.
+        judged: accepts --threads and --by.
     """
 
     module: str
@@ -61,7 +61,7 @@ PARTS = (
 
 
 def run(part: Part, quick: bool, more: list[str]) -> tuple[int, float]:
-    """Exit code and seconds of a part, in a process of its own."""
+    """Runs a benchmark in a separate process; returns exit code and seconds."""
     command = [
         sys.executable,
         "-m",
@@ -81,8 +81,12 @@ def main() -> int:
     parser.add_argument("--only", choices=[part.module for part in PARTS], action="append")
     parser.add_argument("--append", type=Path, default=Path("bench.jsonl"), help="file of results")
     parser.add_argument("--picture", type=Path, default=Path("bench.png"), help="PNG to write")
-    parser.add_argument("--megatron", type=Path, help="folder of an unpacked megatron-core, the peer of blends")
-    parser.add_argument("--threads", type=int, default=available_cores(), help="of training steps and operators")
+    parser.add_argument(
+        "--megatron", type=Path, help="folder of an unpacked megatron-core, the peer of the blend benchmark"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=available_cores(), help="threads of the training step and operator benchmarks"
+    )
     add_judge_option(parser)
     arguments = parser.parse_args()
     judged = ["--threads", str(arguments.threads), "--by", arguments.by]

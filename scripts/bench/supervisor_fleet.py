@@ -1,7 +1,7 @@
-"""The simulated side of scripts.bench.supervisor_scale: ranks that train in lockstep, agents of many nodes, and srun.
+"""The simulated part of scripts.bench.supervisor_scale: ranks that train in lockstep, agents of many nodes, and srun.
 
 The agents of most nodes are threads that run the real agent (megads.launch.node_agent.run_agent) with `SimulatedRanks`
-in the place of a node's processes. A few are real processes with real ranks, which are this file run as a script.
+in place of a node's processes. A few are real processes with real ranks, which run this file as a script.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ with socket.socket(socket.AF_UNIX) as slurm:
 
 
 class Lockstep:
-    """Where the ranks are, for every process that simulates some: all step together until none gets on.
+    """Position of the ranks, shared by the processes that simulate them: all step together until none makes progress.
 
     Args:
-        path: of a file that `create` made.
+        path: path of a file made by `create`.
     """
 
     _RECORD = struct.Struct("<ddq")
@@ -59,21 +59,21 @@ class Lockstep:
         return cls(path)
 
     def begin(self) -> None:
-        """Begins with step 1."""
+        """Starts with step 1."""
         self._record[:] = self._RECORD.pack(time.monotonic(), float("inf"), -1)
 
     def stop(self, culprit: int | None) -> float:
-        """No rank gets on from here; returns the time.
+        """Stops the progress of all ranks; returns the time.
 
         Args:
-            culprit: stays in this step, while the others wait for it in the next; None for all at the same place.
+            culprit: stays in this step, while the others wait for it in the next; None: all stop at the same position.
         """
         begin, now = self._RECORD.unpack(self._record[:])[0], time.monotonic()
         self._record[:] = self._RECORD.pack(begin, now, -1 if culprit is None else culprit)
         return now
 
     def place(self, rank: int, now: float) -> tuple[int, str, float]:
-        """Step and phase of a rank, and for how many seconds it has been in that phase."""
+        """Step and phase of a rank, and the seconds it has been in that phase."""
         from megads.runtime.heartbeat import ENGINE_STEP, LOADING_DATA
 
         begin, stopped, culprit = self._RECORD.unpack(self._record[:])
@@ -87,12 +87,12 @@ class Lockstep:
 
 
 class SimulatedRanks:
-    """What the agent of a node sees of ranks that are not there: positions and their end, in place of `NodeRanks`.
+    """Simulated ranks of a node for its agent: positions and exits, instead of `NodeRanks`.
 
     Args:
-        part: what would be started.
-        fleet: that the agent is one of.
-        name: of the node.
+        part: the assignment that would be started.
+        fleet: fleet of the agent.
+        name: name of the node.
     """
 
     def __init__(self, part: NodePart, fleet: Fleet, name: str) -> None:
@@ -168,9 +168,9 @@ class Fleet:
     """The agents of many nodes, as threads of this process.
 
     Args:
-        main: to the benchmark's process: orders come in, the ends of agents go out.
-        lockstep: file of it.
-        poll_s: between two looks of an agent.
+        main: connection to the benchmark's process: receives orders, and sends the exits of agents.
+        lockstep: file of the lockstep.
+        poll_s: polling interval of an agent.
     """
 
     def __init__(self, main: Connection, lockstep: Path, poll_s: float) -> None:
@@ -182,7 +182,7 @@ class Fleet:
         self._signals: list[list[int]] = []
 
     def serve(self) -> None:
-        """Does what the benchmark asks for, until it is gone."""
+        """Executes orders of the benchmark until it closes the connection."""
         with suppress(EOFError):
             while True:
                 order, *arguments = self._main.recv()
@@ -216,27 +216,27 @@ class Fleet:
 
 
 def run_fleet(main: Connection, lockstep: Path, poll_s: float) -> None:
-    """Body of a process that drives agents."""
-    # Of every connection it says that 127.0.0.1 has no name.
+    """Body of a process that runs simulated agents."""
+    # It warns for every connection that 127.0.0.1 has no name.
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
-    # Imported before agents start: on a cluster, each node imports it for itself.
+    # Imported before agents start, because on a cluster each node imports it separately.
     import megads.launch.node_agent
     import megads.runtime.control_store  # noqa: F401
 
     threading.stack_size(_STACK_BYTES)
-    # Each thread that waits for Python's lock wakes once in this interval, 5 ms by default: after a fault a thousand of
-    # them kept both cores busy with nothing else.
+    # Each thread that waits for the GIL wakes once per interval, 5 ms by default: after a fault a thousand of them kept
+    # both cores busy.
     sys.setswitchinterval(_SWITCH_S)
     main.send(("ready",))
     Fleet(main, lockstep, poll_s).serve()
 
 
 class Slurm:
-    """Stands in for srun and the daemons behind it: starts agents, and ends a step as --kill-on-bad-exit does.
+    """Simulates srun and SLURM's daemons: starts agents, and ends a step as --kill-on-bad-exit does.
 
     Args:
-        folder: for what it needs; `folder/bin` belongs into the launcher's PATH.
-        fleets: that drive the agents of most nodes.
+        folder: folder of its files; `folder/bin` belongs into the launcher's PATH.
+        fleets: processes with the simulated agents.
         real: nodes whose agents and ranks are processes.
     """
 
@@ -263,7 +263,7 @@ class Slurm:
             threading.Thread(target=self._hear, args=(number, fleet), daemon=True).start()
 
     def tell(self) -> tuple[int, list[float], list[float]]:
-        """So often the simulated agents have looked, and when each of this step was started and ordered to end."""
+        """Returns the simulated agents' number of polls, and when each agent of this step was started and stopped."""
         with self._changed:
             self.told.clear()
             for fleet in self._fleets:
@@ -327,14 +327,14 @@ class Slurm:
 
 
 def _expanded(names: str) -> list[str]:
-    """The nodes of a compressed list whose names all begin alike."""
+    """Expands a compressed node list whose names share one prefix."""
     prefix, _, ranges = names.rstrip("]").partition("[")
     bounds = [part.split("-") for part in ranges.split(",")]
     return [f"{prefix}{n:0{len(ends[0])}}" for ends in bounds for n in range(int(ends[0]), int(ends[-1]) + 1)]
 
 
 def run_rank(lockstep: Path) -> None:
-    """A real rank that only sends heartbeats."""
+    """Runs a real rank that only sends heartbeats."""
     from megads.runtime.environment import rank_environment
     from megads.runtime.heartbeat import heartbeat
     from megads.runtime.rank_evidence import answer_requests

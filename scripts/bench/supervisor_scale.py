@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Life at 16,000 GPUs: what the launcher of a SLURM job costs, and how fast a fault is answered, by number of nodes.
+"""Cost of a SLURM job's launcher, and response time to a fault, by number of nodes: up to 16,000 GPUs.
 
     python -m scripts.bench.supervisor_scale [--nodes 100 500 2000] [--ranks 8]
 
-The launcher is real (megads.launch.launcher with SlurmRanks, in a process of its own), and so are the agents' protocol
-and its TCP connections. Simulated are srun, the network, and all ranks but those of two nodes: on these, agents and
-ranks are processes, and faults are injected into them: a rank is killed (dead), a rank does not get on while all others
-wait for it (hung), none gets on and none is behind (stuck), a node stops with its agent (silent). After each the
-launcher starts all agents again.
+The launcher is real (megads.launch.launcher with SlurmRanks, in a separate process), and so are the agents' protocol
+and its TCP connections. srun, the network and the ranks of all but two nodes are simulated. On these two, agents and
+ranks are processes, and faults are injected into them: a rank is killed (dead), a rank makes no progress while all
+others wait for it (hung), no rank makes progress and none is behind (stuck), a node stops with its agent (silent).
+After each the launcher restarts all agents.
 
-The agents share the machine's cores with the launcher, so look at the launcher's own CPU seconds a second; `pace` says
-how many of their looks the simulated agents found time for.
+The agents share the machine's cores with the launcher, so use the launcher's own CPU seconds per second; `pace` is the
+share of their checks that the simulated agents found time for.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ from scripts.bench.supervisor_fleet import Lockstep, Slurm, run_fleet
 SPAWN = multiprocessing.get_context("spawn")
 FAULTS = ("dead", "hung", "stuck", "silent")
 _RAMP_S = 12.0
-"""Of steps, before a fault: from these the agents learn how long a step takes."""
+"""Seconds of training before a fault, from which the agents learn the duration of a step."""
 _GIVEN_UP_S = 150.0
-"""Longest wait for what should follow a fault."""
+"""Longest wait for the reaction to a fault."""
 
 
 @dataclass
 class Measured:
-    """Of one number of nodes.
+    """Results for one number of nodes.
 
     Attributes:
-        nodes: of the run.
-        ranks: on each node.
-        start_s: from the launcher's start of the agents until the last one has its ranks to start.
-        messages_per_s: that the launcher's store receives.
-        received_bytes_per_s: by it.
-        sent_bytes_per_s: by it.
-        cpu: CPU seconds a second of the launcher.
-        memory_bytes: resident, of the launcher.
+        nodes: nodes of the run.
+        ranks: ranks per node.
+        start_s: from the launcher's start of the agents until the last one has its assignment.
+        messages_per_s: messages per second received by the launcher's store.
+        received_bytes_per_s: bytes per second received by the store.
+        sent_bytes_per_s: bytes per second sent by the store.
+        cpu: CPU seconds per second of the launcher.
+        memory_bytes: resident memory of the launcher.
         connections: open files of the launcher.
-        pace: share of their looks that the agents found time for.
+        pace: share of their checks that the simulated agents found time for.
         faults: by fault, in seconds since it: detected (the launcher knows), ordered (it orders the end), agreed (the
             last agent has the order to end), ended (all agents have), restarted (the last agent has its new
             assignment); and the CPU seconds of the launcher and of the simulated agents until all agents had ended.
@@ -79,15 +79,15 @@ class Measured:
 
 
 def run_launcher(told: Any, folder: Path, nodes: int, ranks: int, hang_min_s: float, starts: int) -> None:
-    """Body of the launcher's process: starts the ranks again and again, as `megads train` does after a fault.
+    """Body of the launcher's process: starts the ranks repeatedly, as `megads train` does after a fault.
 
     Args:
-        told: where to say how each start ended.
-        folder: with the run directory.
-        nodes: that take part; one more is spare.
-        ranks: on each.
-        hang_min_s: as cluster.hang_min_s.
-        starts: so many.
+        told: connection to report how each start ended.
+        folder: folder of the run directory.
+        nodes: nodes that take part; one more is a spare.
+        ranks: ranks per node.
+        hang_min_s: value of cluster.hang_min_s.
+        starts: number of starts.
     """
     from megads.config import RootConfig
     from megads.launch.launcher import LaunchSpec, launch
@@ -124,7 +124,7 @@ def run_launcher(told: Any, folder: Path, nodes: int, ranks: int, hang_min_s: fl
 
 
 def names(count: int) -> list[str]:
-    """Of nodes, as long as those of many a cluster."""
+    """Names of nodes, of a length that is common on clusters."""
     return [f"gpu-node-{number:05d}" for number in range(count)]
 
 
@@ -132,13 +132,13 @@ class Simulation:
     """One run: its launcher, its agents, and the faults.
 
     Args:
-        folder: for all files.
-        nodes: of the run.
-        ranks: on each.
-        processes: that drive the simulated agents.
-        poll_s: between two looks of a simulated agent.
-        hang_min_s: as cluster.hang_min_s.
-        faults: to be injected, in this order.
+        folder: folder of all files.
+        nodes: nodes of the run.
+        ranks: ranks per node.
+        processes: processes that run the simulated agents.
+        poll_s: polling interval of a simulated agent.
+        hang_min_s: value of cluster.hang_min_s.
+        faults: faults to inject, in this order.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Simulation:
         for process in self._processes:
             process.start()
         all_names = names(nodes + 1)
-        # Not the first node, whose agent also tells the phase of rank 0.
+        # Not the first node, whose agent also reports the phase of rank 0.
         self._victim = all_names[nodes - 1]
         self._slurm = Slurm(folder, [ours for ours, _ in pipes], all_names[nodes - 2 : nodes])
         self._told, told = SPAWN.Pipe()
@@ -171,8 +171,8 @@ class Simulation:
         """Measures a healthy run, then each fault.
 
         Args:
-            steady_s: how long the healthy run is measured.
-            ramp_s: how long the ranks step before that, and before each further fault.
+            steady_s: duration of the measurement of the healthy run.
+            ramp_s: seconds of training before it, and before each further fault.
         """
         self._ramp_s, measured = ramp_s, self.measured
         measured.start_s = self._await_start()
@@ -184,7 +184,7 @@ class Simulation:
         return measured
 
     def close(self) -> None:
-        """Ends what still runs."""
+        """Ends all remaining processes."""
         for process in (self._launcher, *self._processes):
             process.kill()
         for agent in self._slurm.agents.values():
@@ -192,7 +192,7 @@ class Simulation:
                 process.kill()
 
     def _await_start(self) -> float:
-        """Waits until all agents have their part; returns how long the last one waited."""
+        """Waits until all agents have their assignment; returns the seconds until the last one."""
         word, began = self._told.recv()
         assert word == "starting"
         simulated = self._nodes - 2
@@ -205,14 +205,14 @@ class Simulation:
         return agent.poll() is not None or len(_ranks_of(agent.pid)) >= self._ranks
 
     def _steady(self, seconds: float) -> None:
-        """Of a healthy run."""
+        """Measures the healthy run."""
         time.sleep(self._ramp_s)
         launcher = psutil.Process(self._launcher.pid)
         begin, before, cpu_before, polls = time.monotonic(), launcher.io_counters(), _cpu_s(launcher), self._polls()
         time.sleep(seconds)
         took_s = time.monotonic() - begin
         after, measured = launcher.io_counters(), self.measured
-        # The store's server (libuv) reads one message a call; its own process's client does not count there.
+        # The store's server (libuv) reads one message per call; the client in its own process is not counted.
         measured.messages_per_s = (after.read_count - before.read_count) / took_s
         measured.received_bytes_per_s = (after.read_chars - before.read_chars) / took_s
         measured.sent_bytes_per_s = (after.write_chars - before.write_chars) / took_s
@@ -224,11 +224,11 @@ class Simulation:
         return self._slurm.tell()[0]
 
     def _inject(self, fault: str) -> dict[str, float | None]:
-        """Injects a fault; returns how long after it what happened."""
+        """Injects a fault; returns the seconds from it to each event."""
         time.sleep(0 if self.measured.faults == {} else self._ramp_s)
         culprit = self._nodes * self._ranks - 1
         agent = self._slurm.agents[self._victim]
-        # Of the real agent, whose ranks are its children.
+        # The real agent's ranks are its children.
         family, ranks = _family(agent.pid), _ranks_of(agent.pid)
         steps = self._slurm.steps
         cpu_before = self._cpu_seconds()
@@ -268,7 +268,7 @@ class Simulation:
         return found
 
     def _cpu_seconds(self) -> tuple[float, float]:
-        """Of the launcher, and of the processes that drive simulated agents."""
+        """CPU seconds of the launcher, and of the processes that run simulated agents."""
         fleets = (psutil.Process(process.pid) for process in self._processes)
         return _cpu_s(psutil.Process(self._launcher.pid)), sum(map(_cpu_s, fleets))
 
@@ -281,7 +281,7 @@ class Simulation:
 
 
 def _family(pid: int) -> list[psutil.Process]:
-    """A process and what it started, as far as it runs."""
+    """A process and its descendants that still run."""
     try:
         process = psutil.Process(pid)
         return [process, *process.children(recursive=True)]
@@ -290,7 +290,7 @@ def _family(pid: int) -> list[psutil.Process]:
 
 
 def _ranks_of(agent: int) -> dict[str, psutil.Process]:
-    """The processes of ranks that an agent has started so far, by their global numbers."""
+    """The rank processes that an agent has started so far, by global rank."""
     found: dict[str, psutil.Process] = {}
     for process in _family(agent)[1:]:
         with suppress(psutil.Error):  # it has ended meanwhile
@@ -379,13 +379,13 @@ def main() -> None:
     """Simulates each number of nodes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, nargs="+", default=[100, 500, 2000])
-    parser.add_argument("--ranks", type=int, default=8, help="on each node")
-    parser.add_argument("--processes", type=int, default=2, help="that drive the simulated agents")
-    parser.add_argument("--poll-s", type=float, help="between two looks of a simulated agent; the real one's is 0.1")
-    parser.add_argument("--hang-min-s", type=float, default=20.0, help="as cluster.hang_min_s")
+    parser.add_argument("--ranks", type=int, default=8, help="ranks per node")
+    parser.add_argument("--processes", type=int, default=2, help="processes that run the simulated agents")
+    parser.add_argument("--poll-s", type=float, help="polling interval of a simulated agent; a real one's is 0.1")
+    parser.add_argument("--hang-min-s", type=float, default=20.0, help="value of cluster.hang_min_s")
     parser.add_argument("--steady-s", type=float, default=10.0, help="how long a healthy run is measured")
     parser.add_argument("--faults", nargs="*", choices=FAULTS, default=list(FAULTS))
-    parser.add_argument("--json", type=Path, help="file that gets a line for each number of nodes")
+    parser.add_argument("--json", type=Path, help="file to which a JSON line per number of nodes is appended")
     given = parser.parse_args()
     found = []
     for nodes in given.nodes:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes an indexed dataset of random documents, the same on every machine: token frequencies follow Zipf's law."""
+"""Writes an indexed dataset of random documents, identical on every machine: token frequencies follow Zipf's law."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megads.data.indexed.writer import IndexedDatasetWriter
 
 
 def write(prefix: Path, num_tokens: int, vocab_size: int) -> int:
-    """Writes documents of 100 to 3000 tokens until there are `num_tokens`; returns the number of documents."""
+    """Writes documents of 100 to 3000 tokens until there are `num_tokens` tokens; returns the number of documents."""
     random = np.random.default_rng(0)
     frequencies = 1.0 / np.arange(1, vocab_size + 1)
     cumulated = np.cumsum(frequencies / frequencies.sum())

@@ -1,6 +1,6 @@
-"""torchtitan's Llama as a peer of a training step, with our initial weights (torchtitan 0.2, for torch 2.11).
+"""torchtitan's Llama as a peer of a training step, with megads' initial weights (torchtitan 0.2, for torch 2.11).
 
-Trained as torchtitan trains on one GPU: fp32 weights and moments, its blocks compiled one by one with fullgraph=True
+Trained as torchtitan trains on one GPU: fp32 weights and moments, blocks compiled one by one with fullgraph=True
 (`apply_compile` of its llama3), torch.autocast in bf16 around the forward pass and torch's fused AdamW.
 """
 
@@ -20,14 +20,14 @@ from scripts.bench.training_sides import TrainingWork, adamw, first_weights
 
 
 def torchtitan_weights(model: ModelConfig, value: InitialValue) -> dict[str, Tensor]:
-    """Our initial weights by torchtitan's names, fp32.
+    """Returns megads' initial weights under torchtitan's names, fp32.
 
-    Ours stack every group's queries, key and value and alternate gates and ups; a head's features i and i + d/2 are a
-    pair that turns together, where torchtitan pairs its neighbours.
+    megads stacks the queries, key and value of each group and interleaves gate and up. Its rotary embedding pairs the
+    features i and i + d/2 of a head, torchtitan's pairs adjacent features.
 
     Args:
-        model: a model in the manner of Llama.
-        value: of a weight, by our name and shape.
+        model: a Llama-like model.
+        value: returns a weight by megads' name and shape.
     """
     hidden, width, heads, group = model.hidden_size, model.head_dim, model.kv_heads, model.queries_per_kv
 
@@ -58,7 +58,7 @@ def torchtitan_weights(model: ModelConfig, value: InitialValue) -> dict[str, Ten
 
 
 def torchtitan_model(work: TrainingWork) -> nn.Module:
-    """Its Transformer of the work's shape with our weights, in fp32.
+    """Returns torchtitan's Transformer of the work's shape with megads' weights, in fp32.
 
     Raises:
         UnavailableError: torchtitan cannot be imported.
@@ -73,7 +73,7 @@ def torchtitan_model(work: TrainingWork) -> nn.Module:
         dim=model.hidden_size, n_layers=model.num_layers, n_heads=model.num_heads, n_kv_heads=model.kv_heads,
         vocab_size=model.vocabulary, multiple_of=1, norm_eps=model.norm_eps, rope_theta=model.rope_theta,
         max_seq_len=work.seq_len, rope_scaling_args=RoPEScalingArgs(scaling_factor=1.0),
-        # It takes two thirds of 4 h and multiplies; then rounds up to whole numbers.
+        # torchtitan multiplies two thirds of 4 h by this, and rounds to whole numbers.
         ffn_dim_multiplier=(model.ffn_width + 0.5) / int(8 * model.hidden_size / 3),
     )  # fmt: skip
     with torch.device(work.device):
@@ -83,11 +83,11 @@ def torchtitan_model(work: TrainingWork) -> nn.Module:
 
 
 def torchtitan_side(work: TrainingWork, compiled: bool = True) -> Turn:
-    """A step of it.
+    """Returns a training step of torchtitan.
 
     Args:
-        work: what is trained; its model is in the manner of Llama.
-        compiled: block by block, as torchtitan recommends.
+        work: what is trained; its model is Llama-like.
+        compiled: compile block by block, as torchtitan recommends.
 
     Raises:
         UnavailableError: torchtitan cannot be imported.

@@ -3,14 +3,14 @@
 
     python -m scripts.bench.train_step [--rounds 5] [--threads 2] [--precision bf16] [--eager-only]
 
-Every side works in a process of its own, all with a rank's threads and allocator settings; they take turns, step by
-step. All start at the same weights (a table of names carries ours into theirs), see the same tokens, clip and decay
-alike; where a side's losses or gradient norms are not ours, nothing is judged, and the exit code is 1. In bf16 Hugging
-Face keeps weights and moments in bf16, as its users do, or, under autocast, all in fp32; ours keeps fp32 masters,
-gradients and moments beside bf16 weights. Targets are judged by the fastest step after the warm-up, or, with
---by processor_ms --threads 1, by processor time: where others use the machine, the clock says little. The limit is
-model FLOPs (causal attention in full, nothing recomputed) at the best matrix product measured between the steps,
-torch's or ours.
+Each side runs in a separate process, with the threads and allocator settings of a rank; the sides alternate step by
+step. All start with the same weights (a name table maps megads' to the peers'), see the same tokens, and use the same
+clipping and weight decay. If a side's losses or gradient norms differ from megads', nothing is judged, and the exit
+code is 1. In bf16 Hugging Face keeps weights and moments in bf16, as its users do, or, under autocast, all in fp32;
+megads keeps fp32 master weights, gradients and moments in addition to bf16 weights. Targets are judged by the fastest
+step after the warmup or, with --by processor_ms --threads 1, by CPU time, because wall-clock time is unreliable on a
+machine that others use. The limit is model FLOPs (full causal attention, no recomputation) at the throughput of the
+fastest GEMM measured between the steps, torch's or megads'.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ AUTOCAST = "Hugging Face, autocast"
 MACHINE = "machine"
 SMALL: dict[str, Any] = {"layers": 2, "hidden": 48, "heads": 6, "vocabulary": 512, "batch": 2, "seq_len": 32}
 LIMITS = {"GEMM peak": "flops_per_s", "torch's GEMM peak": "torch_flops_per_s"}
-"""The best product of any kernel here, and torch's: on some processors ours is faster."""
+"""Throughput of the fastest GEMM of any kernel here, and of torch's: on some processors megads' is faster."""
 GEMM_SHARE = 0.85
 """Target in fp32."""
 TARGETS = {("bf16", EAGER): 1.5}
-"""How many times as fast as a peer; at least as fast as every other."""
+"""Speedup over a peer; 1 for all other peers."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """How far apart, relative, the same training may be by rounding.
+    """Bounds on the relative differences between runs of the same training due to rounding.
 
     Attributes:
         first: losses of the first step.
@@ -62,14 +62,14 @@ class Bounds:
 
 
 BOUNDS = {"fp32": Bounds(first=1e-6, norm=1e-4, curve=1e-4), "bf16": Bounds(first=2e-4, norm=1e-2, curve=2e-3)}
-"""fp32: N3 of docs/numerics.md for the first loss. torch adds up the squares of an embedding's 16 million gradients in
-fp32, which puts its norm, and so what it clips to, off by 3e-5; our kernel's is that of fp64. bf16: N4 for the first
-loss; without fp32 masters Hugging Face loses what is smaller than half a unit in the last place of a weight, so that
-the curves drift apart."""
+"""fp32: N3 of docs/numerics.md for the first loss. torch sums the squares of an embedding's 16 million gradients in
+fp32, so that its norm, and the clipped gradients, are off by 3e-5; megads' kernel gives the norm of fp64. bf16: N4 for
+the first loss; without fp32 master weights Hugging Face loses updates smaller than half a unit in the last place of a
+weight, so that the curves drift apart."""
 
 
 def sides_of(work: TrainingWork, with_compiled: bool) -> dict[str, tuple[Callable[..., Turn], tuple[Any, ...]]]:
-    """What takes turns."""
+    """Returns the alternating sides."""
     sides: dict[str, tuple[Callable[..., Turn], tuple[Any, ...]]] = {
         OURS: (megads_side, (work, "fused")),
         OURS_TORCH: (megads_side, (work, "torch")),
@@ -88,17 +88,17 @@ def apart(value: float, other: float) -> float:
 
 
 def losses(steps: list[dict[str, float]]) -> list[float]:
-    """Of every step."""
+    """Losses of all steps."""
     return [step["loss"] for step in steps]
 
 
 def faults(reference: list[dict[str, float]], other: list[dict[str, float]], precision: str) -> list[str]:
-    """Where two trainings differ by more than rounding; empty where they are the same.
+    """Returns where two trainings differ by more than rounding; empty if they are the same.
 
     Args:
         reference: loss and grad_norm of every step.
         other: likewise.
-        precision: of both.
+        precision: precision of both.
     """
     bounds = BOUNDS[precision]
     found = [
@@ -115,7 +115,7 @@ def faults(reference: list[dict[str, float]], other: list[dict[str, float]], pre
 
 
 def figures_of(work: TrainingWork, taken: list[Taken], peak_flops_per_s: float, by: str) -> dict[str, float]:
-    """Of one side, from its timed turns; speeds are by the time that targets are judged by."""
+    """Figures of one side from its timed steps; speeds use the time by which targets are judged."""
     times = Times([1e3 * turn.clock_s for turn in taken], [1e3 * turn.processor_s for turn in taken]).summary
     seconds = times[by] / 1e3
     return times | {
@@ -126,14 +126,14 @@ def figures_of(work: TrainingWork, taken: list[Taken], peak_flops_per_s: float, 
 
 
 def work_name(work: TrainingWork) -> str:
-    """In verdicts."""
+    """Name of the work in verdicts."""
     return f"train step, {work.precision}"
 
 
 def verdicts_of(
     work: TrainingWork, sides: dict[str, dict[str, float]], machine: dict[str, float], by: str
 ) -> list[Verdict]:
-    """Ours against other sides and the limits; none if ours did not run."""
+    """Compares megads with the other sides and the limits; none if megads did not run."""
     if OURS not in sides:
         return []
     name, ours_ms = work_name(work), sides[OURS][by]
@@ -161,7 +161,7 @@ def show(sides: dict[str, dict[str, float]]) -> None:
 
 
 def take(work: TrainingWork, arguments: argparse.Namespace) -> tuple[dict[str, list[Taken]], dict[str, float]]:
-    """Every side's turns, and the best rates of the machine between them."""
+    """Runs every side's steps, and measures the machine's peak throughput in between."""
     with side_processes(sides_of(work, with_compiled=not arguments.eager_only), arguments.threads, print) as sides:
         taken = in_turns(sides, arguments.warm_up, arguments.rounds)
     rates = [turn.found for turn in taken.pop(MACHINE)]
@@ -176,7 +176,7 @@ def measure(work: TrainingWork, arguments: argparse.Namespace) -> bool:
     reference = next(iter(found.values()))
     wrong = {name: differ for name, steps in found.items() if (differ := faults(reference, steps, work.precision))}
     timed = {name: figures_of(work, turns[arguments.warm_up :], peak, arguments.by) for name, turns in taken.items()}
-    print(f"{work.text}: {work.flops / 1e9:.0f} GFLOP a step; best matrix product {peak / 1e9:.0f} GFLOP/s "
+    print(f"{work.text}: {work.flops / 1e9:.0f} GFLOP a step; best GEMM {peak / 1e9:.0f} GFLOP/s "
           f"(torch's {machine['torch_flops_per_s'] / 1e9:.0f}), "
           f"best copy {machine['copied_bytes_per_s'] / 1e9:.1f} GB/s read and written")  # fmt: skip
     show({name: figures for name, figures in timed.items() if name not in wrong})
@@ -203,11 +203,13 @@ def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="timed steps of each side")
-    parser.add_argument("--warm-up", type=int, default=2, help="steps before; they count in the comparison of losses")
+    parser.add_argument(
+        "--warm-up", type=int, default=2, help="untimed steps before; included in the comparison of losses"
+    )
     parser.add_argument("--threads", type=int, default=available_cores())
     parser.add_argument("--precision", choices=DTYPES, action="append")
-    parser.add_argument("--eager-only", action="store_true", help="without torch.compile, which takes long to compile")
-    parser.add_argument("--small", action="store_true", help="a tiny model: does it run?")
+    parser.add_argument("--eager-only", action="store_true", help="omit torch.compile, which takes long to compile")
+    parser.add_argument("--small", action="store_true", help="smoke test with a tiny model")
     add_judge_option(parser)
     add_results_option(parser)
     arguments = parser.parse_args()

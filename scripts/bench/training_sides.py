@@ -1,7 +1,7 @@
 """One training step of the same BLOOM-like model: megads' engine, Hugging Face's model with torch's AdamW, and a limit.
 
-All start at the same weights, see the same tokens, clip at the same norm and decay the same parameters. Hugging Face
-shifts labels itself and leaves out the last position of a sample, so ours masks it.
+All start with the same weights, see the same tokens, clip at the same norm and decay the same parameters. Hugging Face
+shifts labels itself and excludes the last position of a sample, so megads' side masks it.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ class TrainingWork:
     """What every side trains.
 
     Attributes:
-        layers, hidden, heads, vocabulary: of the model.
-        batch, seq_len: samples a step, tokens a sample.
+        layers, hidden, heads, vocabulary: model shape.
+        batch, seq_len: samples per step, tokens per sample.
         precision: a key of DTYPES.
         device: cpu or cuda.
-        micro_batch: samples in one forward pass, a divisor of batch; None is all of them.
-        recompute: parallel.recompute, of megads' sides.
+        micro_batch: samples per forward pass, a divisor of batch; None: all of them.
+        recompute: parallel.recompute of megads' sides.
         lr: learning rate of every step.
-        attention: model.attention, of megads' sides.
-        loss_chunk: ops.loss_chunk, of megads' sides.
-        shape: the whole model where it is not like BLOOM; layers, hidden, heads and vocabulary are then its.
+        attention: model.attention of megads' sides.
+        loss_chunk: ops.loss_chunk of megads' sides.
+        shape: the whole model, if it is not like BLOOM; layers, hidden, heads and vocabulary are then the same.
     """
 
     layers: int = 8
@@ -82,22 +82,22 @@ class TrainingWork:
 
     @property
     def clip_grad(self) -> float:
-        """The norm at which every side clips."""
+        """Clipping norm of all sides."""
         return OPTIM.clip_grad
 
     @property
     def micro_batch_size(self) -> int:
-        """Samples in one forward pass."""
+        """Samples per forward pass."""
         return self.micro_batch or self.batch
 
     @property
     def tokens(self) -> int:
-        """A step."""
+        """Tokens per step."""
         return self.batch * self.seq_len
 
     @property
     def flops(self) -> int:
-        """Model FLOPs of a step, as megads.plan.model_size counts them."""
+        """Model FLOPs of a step as counted by megads.plan.model_size."""
         return self.tokens * model_flops_per_token(self.model, self.seq_len)
 
     @property
@@ -116,9 +116,9 @@ class TrainingWork:
 
 
 def first_weights(work: TrainingWork) -> InitialValue:
-    """Initial weights of all sides: megads' own on a CPU; on a GPU drawn there, where a billion of them take no time.
+    """Initial weights of all sides: megads' own on a CPU; on a GPU generated there, because that is faster.
 
-    Those have the same distributions, but for the projections that end a branch, which are not made smaller.
+    The latter have the same distributions, except that the last projections of the branches are not scaled down.
     """
     if work.device == "cpu":
         return initial_value(work.model, SEED)
@@ -141,7 +141,7 @@ def megads_side(
     deterministic: bool = True,
     cuda_graphs: bool = False,
 ) -> Turn:
-    """The real engine, one rank; bf16 keeps fp32 masters and fp32 gradients.
+    """The real engine with one rank; bf16 keeps fp32 master weights and fp32 gradients.
 
     Args:
         work: what is trained.
@@ -199,7 +199,7 @@ def megads_side(
 
 
 def _micro_batches(work: TrainingWork, tokens_bs: Tensor) -> list[MicroBatch]:
-    """One step of megads' sides; the last position of a sample, which Hugging Face leaves out, is masked."""
+    """One step of megads' sides; the last position of a sample, which Hugging Face excludes, is masked."""
     found = []
     for first in range(0, work.batch, work.micro_batch_size):
         part_bs = tokens_bs[first : first + work.micro_batch_size]
@@ -211,7 +211,7 @@ def _micro_batches(work: TrainingWork, tokens_bs: Tensor) -> list[MicroBatch]:
 
 
 def hugging_face_model(work: TrainingWork, value: InitialValue | None = None) -> nn.Module:
-    """BloomForCausalLM with our weights in the precision of the work.
+    """BloomForCausalLM with megads' weights in the precision of the work.
 
     Args:
         work: what is trained.
@@ -242,13 +242,13 @@ def hugging_face_model(work: TrainingWork, value: InitialValue | None = None) ->
 
 
 def hugging_face_side(work: TrainingWork, compiled: bool, autocast: bool = False) -> Turn:
-    """BloomForCausalLM and AdamW(fused) as their users train them; in bf16 weights and optimizer are bf16.
+    """BloomForCausalLM and AdamW(fused), trained as usual; in bf16, weights and optimizer are bf16.
 
     Args:
         work: what is trained.
-        compiled: through torch.compile.
-        autocast: keeps weights and optimizer in fp32 and computes in bf16 where torch.autocast does, as their Trainer
-            does with bf16=True.
+        compiled: use torch.compile.
+        autocast: keep weights and optimizer in fp32 and compute under torch.autocast in bf16, as the Trainer does with
+            bf16=True.
 
     Raises:
         UnavailableError: transformers is not installed.
@@ -276,7 +276,7 @@ def hugging_face_side(work: TrainingWork, compiled: bool, autocast: bool = False
 
 
 def adamw(parameters: list[nn.Parameter], lr: float) -> torch.optim.AdamW:
-    """Torch's fused AdamW, which decays what megads decays."""
+    """Torch's fused AdamW, with weight decay on the same parameters as megads."""
     matrices, vectors = ([p for p in parameters if (p.dim() > 1) is matrix] for matrix in (True, False))
     return torch.optim.AdamW(
         [{"params": matrices, "weight_decay": OPTIM.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
@@ -285,7 +285,7 @@ def adamw(parameters: list[nn.Parameter], lr: float) -> torch.optim.AdamW:
 
 
 def machine_side(work: TrainingWork) -> Turn:
-    """The best matrix product of the dtype, torch's and megads' where it has one, and the best copy."""
+    """The fastest GEMM of the dtype, torch's and megads' if it has one, and the fastest copy."""
     from megads.ops.linear import linear_into
     from megads.ops.resolve import load
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Says how fast a finished run was, by the medians of its steps, and appends the figures to a file of JSON lines."""
+"""Reports the speed of a finished run, by the medians of its steps, and appends the figures to a JSON lines file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MEDIANS = ("tokens_per_s", "tflops_per_device", "mfu", "step_time_s", "data_time
 
 
 def figures(run_dir: Path, skip: int) -> dict[str, Any]:
-    """Medians over the steps after the first `skip`, which warm up.
+    """Medians over the steps after the first `skip`, which are warmup.
 
     Raises:
         SystemExit: the run has no more steps than that.
@@ -54,8 +54,8 @@ def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--skip", type=int, default=10, help="steps left out at the start")
-    parser.add_argument("--same-as", type=Path, help="run whose first loss this one must have (exit 1)")
+    parser.add_argument("--skip", type=int, default=10, help="steps skipped at the start")
+    parser.add_argument("--same-as", type=Path, help="run whose first loss this run must reproduce (exit 1 otherwise)")
     parser.add_argument("--append", type=Path, required=True, help="file of results")
     arguments = parser.parse_args()
     found = figures(arguments.run_dir, arguments.skip)

@@ -1,4 +1,4 @@
-"""Sides that take turns in one process with a rank's settings, so that other work on the machine hits all alike."""
+"""Sides that alternate in one process with a rank's settings, so that other load on the machine affects all of them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from megads.runtime.environment import rank_variables
 
 COLUMNS = {"fastest_ms": "fastest", "median_ms": "median", "processor_ms": "processor"}
-"""What targets may be judged by."""
+"""Measures by which targets can be judged."""
 
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds of one side in every round: by the clock, and of all threads on the processor.
+    """Wall-clock and CPU milliseconds of one side in every round; CPU time is that of all threads.
 
-    Where other work takes most of the machine only the second says much, and only with --threads 1: threads that wait
-    for each other count as busy.
+    On a busy machine only CPU time is meaningful, and only with --threads 1, because threads that wait for each other
+    count as busy.
     """
 
     clock: list[float]
@@ -38,11 +38,11 @@ class Times:
 
 def add_judge_option(parser: argparse.ArgumentParser) -> None:
     """Adds --by."""
-    parser.add_argument("--by", choices=COLUMNS, default="fastest_ms", help="what targets are judged by")
+    parser.add_argument("--by", choices=COLUMNS, default="fastest_ms", help="measure by which targets are judged")
 
 
 def take_turns(sides: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Times]:
-    """Times of every side, after two calls each that warm up."""
+    """Times of every side, after two warmup calls each."""
     for call in sides.values():
         call()
         call()
@@ -57,11 +57,11 @@ def take_turns(sides: Mapping[str, Callable[[], object]], rounds: int) -> dict[s
 
 
 def with_rank_settings(threads: int, module: str) -> None:
-    """Starts this process anew with the environment of a rank, as glibc reads it at its start only.
+    """Restarts this process with the environment of a rank, because glibc reads it only at startup.
 
     Args:
-        threads: of the rank.
-        module: what runs, as in python -m.
+        threads: threads of the rank.
+        module: module to run, as in python -m.
     """
     variables = rank_variables(threads, cuda=False)
     if any(os.environ.get(name) != value for name, value in variables.items() if name.startswith(("MALLOC", "OMP"))):

@@ -1,4 +1,4 @@
-"""MB/s of a checkpoint's upload, its fetch, and s3fs's plain put, against moto's S3 server on this machine.
+"""MB/s of a checkpoint's upload and download, and of s3fs's plain put, against moto's S3 server on this machine.
 
 python -m scripts.bench.upload [--mib 256] [--rounds 3]
 """
@@ -26,7 +26,7 @@ from tests.s3_server import BUCKET, s3_server
 
 
 def main() -> None:
-    """Alternates the two, and prints the medians."""
+    """Alternates upload, download and plain put, and prints the medians."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--mib", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
@@ -65,6 +65,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    # s3fs's thread would wait for its connections.
+    # Otherwise s3fs's thread waits for its connections.
     sys.stdout.flush()
     os._exit(0)

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Collects a corpus for the demo from what is on every machine: Python sources and docs of the running interpreter.
+"""Collects a corpus for the demo from this machine: Python sources and docs of the running interpreter.
 
-Writes JSON lines {"text", "source", "bytes"}, one document a file, of the standard library and the installed packages.
-Needs no network and no package. The same installation gives the same file.
+Writes one JSON line {"text", "source", "bytes"} per file of the standard library and the installed packages. Needs no
+network and no third-party package. The same installation gives the same corpus.
 """
 
 from __future__ import annotations
@@ -26,14 +26,19 @@ PACKAGE_FOLDERS = ("site-packages", "dist-packages")
 
 @dataclass(frozen=True)
 class Candidate:
-    """A file that may become a document; `source` is its name relative to where packages are installed."""
+    """A file that may become a document.
+
+    Attributes:
+        path: path of the file.
+        source: path relative to the folder of the standard library or the packages, after the name of that root.
+    """
 
     path: str
     source: str
 
 
 def roots() -> list[tuple[str, Path]]:
-    """Returns name and folder of the standard library and of the installed packages, each folder once."""
+    """Returns (name, folder) of the standard library and of the installed packages, without duplicates."""
     paths = sysconfig.get_paths()
     named = [("stdlib", paths["stdlib"]), ("site-packages", paths["purelib"]), ("site-packages", paths["platlib"])]
     found: dict[Path, str] = {}
@@ -43,14 +48,14 @@ def roots() -> list[tuple[str, Path]]:
 
 
 def candidates(name: str, root: Path) -> Iterator[Candidate]:
-    """Yields the files below `root` whose kind and size fit."""
+    """Yields the text files of suitable size below `root`."""
     folders = [(str(root), name)]
     while folders:
         folder, source = folders.pop()
         with os.scandir(folder) as entries:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
-                    # Packages may be installed inside the standard library; they are a root of their own.
+                    # Packages may be installed inside the standard library; they are a separate root.
                     if entry.name not in (*PACKAGE_FOLDERS, "__pycache__"):
                         folders.append((entry.path, f"{source}/{entry.name}"))
                 elif _fits(entry):
@@ -63,16 +68,16 @@ def _fits(entry: os.DirEntry[str]) -> bool:
 
 
 def collect(max_bytes: int) -> tuple[list[tuple[str, str, bytes]], Counter[str]]:
-    """Reads documents until there is enough text.
+    """Reads documents up to a total size.
 
     Args:
-        max_bytes: where to stop.
+        max_bytes: total size at which to stop.
 
     Returns:
-        (hash of the text, source, text in UTF-8) in order of the hash, and how many files were left out and why.
+        (hash of the text, source, UTF-8 text) sorted by hash, and the number of skipped files by reason.
     """
     found = [candidate for name, root in roots() for candidate in candidates(name, root)]
-    # An order by hash is the same everywhere and mixes the packages, so any part of it represents the whole.
+    # Sorting by hash is reproducible and mixes the packages, so any prefix represents the whole.
     found.sort(key=lambda candidate: hashlib.sha256(candidate.source.encode(errors="replace")).digest())
     documents: dict[str, tuple[str, bytes]] = {}
     left_out: Counter[str] = Counter()
@@ -103,7 +108,7 @@ def collect(max_bytes: int) -> tuple[list[tuple[str, str, bytes]], Counter[str]]
 
 
 def write(documents: list[tuple[str, str, bytes]], output: Path) -> None:
-    """Writes the documents as JSON lines; the file appears complete or not at all."""
+    """Writes the documents as JSON lines; the file is replaced atomically."""
     output.parent.mkdir(parents=True, exist_ok=True)
     temporary = output.with_name(f".{output.name}.{os.getpid()}.partial")
     try:
@@ -117,7 +122,7 @@ def write(documents: list[tuple[str, str, bytes]], output: Path) -> None:
 
 
 def report(documents: list[tuple[str, str, bytes]], left_out: Counter[str]) -> str:
-    """Returns what was collected, by kind of file and by package."""
+    """Returns a summary of the corpus: bytes by file type and by package, and skipped files by reason."""
     kinds: Counter[str] = Counter()
     packages: Counter[str] = Counter()
     for _, source, content in documents:
@@ -137,7 +142,7 @@ def report(documents: list[tuple[str, str, bytes]], left_out: Counter[str]) -> s
 
 
 def main() -> int:
-    """Runs the command; returns its exit code."""
+    """Runs the command and returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="the .jsonl file to write")
     parser.add_argument("--min-megabytes", type=float, default=20, help="fail below this (default: %(default)s)")

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# From raw text to a validated model, with nothing but this machine: collects text that every Python installation has,
-# trains a tokenizer, indexes the text, trains a small model on two processes and compares its loss with a unigram's.
-# Stages whose output is there are skipped; FRESH=1 redoes them all. Needs `megads` on the PATH (make demo sees to it).
-# `scripts/demo/run.sh data` ends when the dataset is made.
+# Trains and validates a model from raw text, without network: collects text that every Python installation has, trains
+# a tokenizer, tokenizes the text, trains a small model on two processes and compares its loss with the unigram entropy.
+# Stages whose output exists are skipped; FRESH=1 repeats all. Needs `megads` on the PATH (`make demo` sets it).
+# `scripts/demo/run.sh data` stops after the dataset.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -19,7 +19,7 @@ stage() {
     echo
     echo "== $*"
 }
-# Outputs are written whole or not at all, so an output that is newer than its input is complete.
+# Outputs are written atomically, so an output that is newer than its input is complete.
 have() {
     local output=$1 input=$2
     [[ -s $output && ! $input -nt $output ]]

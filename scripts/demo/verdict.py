@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Says whether a run learned more than word frequencies: its last validation loss against the unigram entropy.
+"""Checks whether a run learned more than token frequencies: compares its last validation loss with the unigram entropy.
 
-Exits 0 when the loss is at least MARGIN below the unigram entropy of the same tokens, 1 otherwise. With --finished it
-prints nothing and exits 0 when the run ended by itself at its planned end.
+Exits 0 if the loss is at least MARGIN below the unigram entropy of the same tokens, 1 otherwise. With --finished it
+prints nothing and exits 0 if the run reached its planned end.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from megads.runtime.metrics import read_json_lines
 from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE
 
 MARGIN = 0.5
-"""Nats below the unigram entropy that a model which learned from context reaches within the demo."""
+"""Nats below the unigram entropy that a model which learns from context reaches within the demo."""
 
 
 def finished(run_dir: Path) -> bool:
-    """Tells whether the last start of the run ended with exit code 0."""
+    """Returns whether the last start of the run ended with exit code 0."""
     exits = [event for event in read_json_lines(run_dir / EVENTS_FILE) if event["event"] in ("launch", "exit")]
     return bool(exits) and exits[-1].get("exit_code") == 0
 
@@ -44,10 +44,10 @@ def verdict(run_dir: Path) -> int:
 
 
 def main() -> None:
-    """Reads the command line."""
+    """Parses the command line and runs the check."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--finished", action="store_true", help="only tell, by the exit code, whether the run finished")
+    parser.add_argument("--finished", action="store_true", help="only set the exit code: whether the run finished")
     arguments = parser.parse_args()
     if arguments.finished:
         sys.exit(0 if finished(arguments.run_dir) else 1)

@@ -6,10 +6,10 @@ usage() {
     cat <<'TEXT'
 usage: scripts/slurm/submit.sh [--dry-run] [--chain=K] [--<option of sbatch>=<value> ...] <overrides of megads train ...>
 
-  --dry-run   submit nothing: show the sbatch line, what SLURM says of it, and what the run would be
-  --chain=K   K jobs one after the other, for a run that is longer than a job may be; each continues the run of the one
-              before, and the rest is cancelled when the run is finished, stopped or refused
-  Words that begin with -- are options of sbatch, in the form --nodes=4; all others are overrides.
+  --dry-run   submit nothing: show the sbatch command line, SLURM's answer to it, and the dry run of megads train
+  --chain=K   submit a chain of K jobs, for a run longer than the time limit of a job; each continues the run of the job
+              before; the remaining jobs are cancelled when the run is finished, stopped or refused
+  Arguments that begin with -- are options of sbatch, in the form --nodes=4; all others are overrides.
 
   scripts/slurm/submit.sh --dry-run --nodes=2 --gpus-per-node=4 experiment=demo parallel.tp=2 parallel.pp=2
   scripts/slurm/submit.sh --chain=5 --nodes=48 --gpus-per-node=8 experiment=bloom_176b
@@ -33,7 +33,7 @@ for word in "$@"; do
             ;;
         *) overrides+=("$word") ;;
     esac
-    # A lost node must not end a job that has another in its place.
+    # The failure of a node must not end a job that has a spare node.
     if [[ "$word" =~ ^cluster\.spare_nodes=[1-9] ]]; then
         options+=("--no-kill")
     fi
@@ -51,7 +51,7 @@ if ((chain > 0)); then
     overrides+=("cluster.chain=true")
 fi
 
-# What sbatch would take for an option: the last one on the command line, else the script's own.
+# Value that sbatch uses for an option: the last one on the command line, else the one in the script.
 option() {
     local found
     found="$(printf '%s\n' "${options[@]}" | sed -n "s/^--$1=//p" | tail -n 1)"
@@ -80,6 +80,6 @@ if command -v sbatch >/dev/null; then
 else
     echo "no sbatch on this machine: what SLURM would say is not known"
 fi
-# What the user gave comes last and wins.
+# The user's overrides come last and take precedence.
 megads train cluster=slurm run.dry_run=true "${expected[@]}" "${overrides[@]}" || code=$?
 exit "$code"

@@ -106,21 +106,21 @@ def moved(header: Header) -> None:
 
 HOSTILE: dict[str, tuple[Change, str]] = {
     "a part elsewhere": (moved, "is not stored exactly once"),
-    "a key that is not there": (lambda header: renamed(header, "weight/z@0,0"), "no tensor that the manifest knows"),
+    "a key that is not there": (lambda header: renamed(header, "weight/z@0,0"), "not match a tensor of the manifest"),
     "no offset": (lambda header: renamed(header, "weight/a"), "does not end in an offset"),
     "an offset below 0": (lambda header: renamed(header, "weight/a@-1,0"), "does not end in an offset"),
     "an offset that is short": (lambda header: renamed(header, "weight/a@1"), "differ in length"),
-    "another global shape": (lambda header: noted(header, global_shape=[99, 12]), "no tensor that the manifest knows"),
+    "another global shape": (lambda header: noted(header, global_shape=[99, 12]), "not match a tensor of the manifest"),
     "a global shape of text": (lambda header: noted(header, global_shape="99"), "its header cannot be used"),
     "more notes": (lambda header: noted(header, code="x"), "its header cannot be used"),
     "another checksum": (lambda header: noted(header, xxh3_128="0" * 32), "fails its checksum"),
-    "another type": (lambda header: header[first(header)].update(dtype="F64"), "is no F64 of shape"),
-    "an unknown type": (lambda header: header[first(header)].update(dtype="F7"), "is no F7 of shape"),
-    "another shape": (lambda header: header[first(header)].update(shape=[1, 2]), "is no F32 of shape"),
-    "no bytes": (lambda header: header[first(header)].update(data_offsets=[10**9, 10**9]), "is no F32 of shape"),
+    "another type": (lambda header: header[first(header)].update(dtype="F64"), "is not F64 of shape"),
+    "an unknown type": (lambda header: header[first(header)].update(dtype="F7"), "is not F7 of shape"),
+    "another shape": (lambda header: header[first(header)].update(shape=[1, 2]), "is not F32 of shape"),
+    "no bytes": (lambda header: header[first(header)].update(data_offsets=[10**9, 10**9]), "is not F32 of shape"),
     "bytes elsewhere": (lambda header: header[first(header)].update(data_offsets=[10**9, 10**9 + 4]), "cannot be read"),
     "no metadata": (lambda header: header.pop("__metadata__"), "its header cannot be used"),
-    "a tensor without notes": (lambda header: header["__metadata__"].popitem(), "name other tensors"),
+    "a tensor without notes": (lambda header: header["__metadata__"].popitem(), "do not have the same names"),
 }
 
 

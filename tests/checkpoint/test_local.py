@@ -395,7 +395,7 @@ def test_the_folder_is_this_users_and_this_process(tmp_path: Path, monkeypatch: 
 
     folder = node_folder(tmp_path, tmp_path)
     folder.symlink_to(tmp_path / "elsewhere")
-    assert "belongs to somebody else" in opened()
+    assert "belongs to another user" in opened()
     folder.unlink()
     folder.mkdir()
     folder.chmod(0o777)

@@ -262,7 +262,7 @@ def test_an_impostor_gets_no_image(nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 def test_of_another_rank(nodes: Nodes) -> None:
     """Catches two ranks whose copies take turns in one folder."""
     server = ReplicaServer(replace(nodes.served, keeps=5))
-    with pytest.raises(CheckpointError, match="copies of rank 5 are kept here, not of rank 0"):
+    with pytest.raises(CheckpointError, match="replicas of rank 5 are kept here, not of rank 0"):
         nodes.send(1, server.port)
 
 
@@ -271,6 +271,6 @@ def test_what_is_not_there_is_not_fetched(nodes: Nodes, tmp_path: Path) -> None:
     server = ReplicaServer(nodes.served)
     nodes.send(1, server.port)
     (tmp_path / "image").mkdir()
-    with pytest.raises(CheckpointError, match="step 2 of rank 0 is not there any more"):
+    with pytest.raises(CheckpointError, match="step 2 of rank 0 no longer exists here"):
         fetch_image((LOOPBACK, server.port), nodes.secret, 0, (1, 2), tmp_path / "image")
     assert fetch_image((LOOPBACK, server.port), nodes.secret, 0, (1, 1), tmp_path / "image").saved == (1, 1)

@@ -268,7 +268,7 @@ def test_a_dead_partner(tmp_path: Path) -> None:
     told = [line for line in events_of(tmp_path) if line["event"].startswith("replica")]
     assert [line["event"] for line in told] == ["replica_restarted", "replicas_complete_again", "replica_failed"]
     reasons = [line.get("reason", "") for line in told]
-    assert reasons[0].startswith("rank 1: its process for copies on other nodes, ")
+    assert reasons[0].startswith("rank 1: its replica process, ")
     assert reasons[0].endswith(", killed by signal 9: started again (1 of 3)")
     assert reasons[2].endswith(", killed by signal 9, after 0 restarts: not started again")
 
@@ -309,7 +309,7 @@ def test_no_memory_for_copies(tmp_path: Path) -> None:
     local checkpoints of its own either."""
     assert run_ranks(without_memory_for_copies, 2, tmp_path) == [[1]] * 2
     (event,) = [event for event in events_of(tmp_path) if event["event"] == "replicas_off"]
-    assert "copies of another rank's state take" in event["reason"]
+    assert "replicas of another rank need" in event["reason"]
     assert not replica_folder(node_folder(memory_of(tmp_path, 0), tmp_path), 1).exists()
 
 

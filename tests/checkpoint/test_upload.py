@@ -138,7 +138,7 @@ def test_a_file_that_somebody_changes_before_the_commit(tmp_path: Path, url: str
     started = CheckpointUpload(RemoteStore(url), tmp_path / "run", pin)
     started.send()
     (tmp_path / "store" / "checkpoints" / folder.name / "rank_00002.safetensors").unlink()
-    with pytest.raises(RemoteError, match="changed or removed by somebody else"):
+    with pytest.raises(RemoteError, match="changed or removed by another process"):
         started.commit()
     assert complete(RemoteStore(url)) == []
 

@@ -65,10 +65,10 @@ def test_the_keys_of_a_schema() -> None:
         ({"items": [{"pth": "x"}]}, "unknown key pth: did you mean path?"),
         (
             {"part": {"size": "many"}},
-            "part.size: Value 'many' of type 'str' could not be converted to Integer (an integer",
+            "part.size: Value 'many' of type 'str' could not be converted to Integer (expected an integer",
         ),
-        ({"part": {"share": "half"}}, "(a number or null is wanted)"),
-        ({"part": {"on": "perhaps"}}, "(true or false is wanted)"),
+        ({"part": {"share": "half"}}, "(expected a number or null)"),
+        ({"part": {"on": "perhaps"}}, "(expected true or false)"),
         ({"part": {"colour": "green"}}, "expected one of [red, blue]"),
         ({"items": [{}]}, "items[0].path has no value: it must be set, for example items[0].path=<value>"),
     ],

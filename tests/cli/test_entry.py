@@ -78,13 +78,13 @@ def test_cfg_job_prints_the_config_and_leaves_no_files(megads: Run, tmp_path: Pa
         ("data.train=[{", "cannot read the override"),
         ("train.steps=1,2", "--multirun"),
         ("train.steps=${nope}", "'nope' not found"),
-        ("optim=adam", "optim is no group of configs but a section: did you mean optim.name=adam?"),
-        ("train=1", "train is no group of configs but a section; it has global_batch_size,"),
+        ("optim=adam", "optim is a section, not a config group: did you mean optim.name=adam?"),
+        ("train=1", "train is a section, not a config group; it has global_batch_size,"),
         ("train.seq_len=4k", "train.seq_len = 4k: is 4000 or 4096 meant? Write the number, or 4Ki"),
         ("train.tokens=1.5", "train.tokens: Value '1.5'"),
-        ("hydra.run.dir=x", "hydra.run.dir has no effect here: run.dir=<folder> is where a run is kept"),
+        ("hydra.run.dir=x", "hydra.run.dir has no effect here: run.dir=<folder> sets the directory of a run"),
         ("hydra/sweeper=basic", "hydra/sweeper has no effect here: hparams_search=grid|random|bayes"),
-        ("~hydra", "of Hydra's own settings only hydra.searchpath counts"),
+        ("~hydra", "the only Hydra setting that can be changed is hydra.searchpath"),
         ("--config-path=nowhere", "there is no train.yaml in it"),
         ("cluster.srun_options.a.b=1", "do not compose (TypeError"),
         ("parallel.layer_costs.parallel.layer_costs=/dev/null", "do not compose (AssertionError"),
@@ -104,11 +104,11 @@ def test_composition_errors_are_one_readable_message(megads: Run, tmp_path: Path
     [
         (
             ["tokenizer", "input=[{path: t.txt, weight: -1}]", "output=x"],
-            "{'path': 't.txt', 'weight': -1} is no text",
+            "{'path': 't.txt', 'weight': -1} is not a text",
         ),
         (
             ["preprocess", "input=[{}]", "tokenizer=x", "output=x"],
-            "input: {} is no text, and a list of texts is",
+            "input: {} is not a text; expected a list of texts",
         ),
         (["preprocess", "input=[t.txt]", "tokenizer=x", f"output={'a' * 300}"], "File name too long: choose another"),
     ],
@@ -140,7 +140,10 @@ def test_own_configs_in_conf(megads: Run, tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "mine.yaml").write_text("# @package _global_\ntrain: {steps: 7}\n")
     (folder / "bare.yaml").write_text("train: {steps: 7}\n")
-    assert "conf/experiment/mine.yaml is not searched: add --config-dir conf" in megads("train", "experiment=mine").err
+    assert (
+        "conf/experiment/mine.yaml is not in the search path: add --config-dir conf"
+        in megads("train", "experiment=mine").err
+    )
     own = ("--config-dir", "conf", "--cfg", "job")
     assert composed(megads("train", "experiment=mine", *own)).train.steps == 7
     refused = megads("train", "experiment=bare", *own)
@@ -202,7 +205,7 @@ def test_text_in_the_folder_of_its_runs(megads: Run, tmp_path: Path) -> None:
     ]
     assert named == again_named and "runs/tiny-" in named[0]
     again = megads(*train, "run.dry_run=true")
-    said = re.search(r"made before: .*passed over: (.*)", again.out)
+    said = re.search(r"made before: .*skipped: (.*)", again.out)
     assert said is not None and "run directories" in said[1] and "runs" in said[1].split(", "), again.out
 
 
@@ -323,23 +326,23 @@ def test_values_that_fit(given: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"part": [1]}, r"^part: \[1\] is no section of the kind that is wanted"),
-        ({"part": None}, "^part: None is no section"),
-        ({"other": ExampleConfig()}, "^other: .* is no section"),
-        ({"parts": [PartConfig(), {"size": 1}]}, r"^parts\[1\]: {'size': 1} is no section"),
-        ({"parts": PartConfig()}, "^parts: .* is no list"),
+        ({"part": [1]}, r"^part: \[1\] is not a section of the expected type"),
+        ({"part": None}, "^part: None is not a section"),
+        ({"other": ExampleConfig()}, "^other: .* is not a section"),
+        ({"parts": [PartConfig(), {"size": 1}]}, r"^parts\[1\]: {'size': 1} is not a section"),
+        ({"parts": PartConfig()}, "^parts: .* is not a list"),
         ({"part": PartConfig(2**63)}, r"^part.size = 9223372036854775808: must fit in a signed integer of 64 bits"),
         ({"part": PartConfig(-(2**63))}, "^part.size = -9223372036854775808: must fit"),
         ({"part": PartConfig(2**126)}, f"^part.size = {2**126}: must fit"),
         ({"part": PartConfig(2**127)}, "^part.size = an integer of 128 bits: must fit"),
         ({"share": math.nan}, "^share = nan: must be a finite number"),
         ({"rates": [1.0, -math.inf]}, r"^rates\[1\] = -inf: must be a finite number"),
-        ({"rates": [True]}, r"^rates\[0\]: True is no number"),
-        ({"rates": ["1"]}, r"^rates\[0\]: '1' is no number"),
-        ({"counts": [1.5]}, r"^counts\[0\]: 1.5 is no number"),
-        ({"names": ["a", 3]}, r"^names: 3 is no text, and a list of texts is wanted: names=\[a,b\]"),
-        ({"names": "a"}, "^names: 'a' is no list"),
-        ({"weights": [1.0]}, r"^weights: \[1.0\] is no map, and one is wanted: weights={a: 1}"),
+        ({"rates": [True]}, r"^rates\[0\]: True is not a number"),
+        ({"rates": ["1"]}, r"^rates\[0\]: '1' is not a number"),
+        ({"counts": [1.5]}, r"^counts\[0\]: 1.5 is not a number"),
+        ({"names": ["a", 3]}, r"^names: 3 is not a text; expected a list of texts: names=\[a,b\]"),
+        ({"names": "a"}, "^names: 'a' is not a list"),
+        ({"weights": [1.0]}, r"^weights: \[1.0\] is not a mapping; expected weights={a: 1}"),
         ({"anything": {"a": [1, {"b": math.inf}]}}, "^anything = inf: must be a finite number"),
     ],
 )

@@ -38,7 +38,7 @@ def test_life_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
         "best simulated",
         "within 0.1%",
         "tokens at 1,000,000 tokens/s",
-        "What would help",
+        "Sensitivity: each parameter halved",
         "by formula at the interval in use",
     ):
         assert part in out, part
@@ -182,7 +182,7 @@ def test_a_budget_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
         "arXiv 2404.10102",
         "this model",
         "price of GPUs",
-        "Losses are the law's",
+        "Losses are the scaling law's",
         "times the",
     ):
         assert part in out, part

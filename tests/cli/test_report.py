@@ -22,7 +22,7 @@ from tests.tools.report.written_runs import write_config
         ((), "run has no value: it must be set, for example run=<value>"),
         (("run=runs/nothing",), "run = runs/nothing: there is no such run directory, and no run of that id in runs/"),
         (("run=started",), "metrics.jsonl has no step yet"),
-        (("run=[started,.]",), "say where it goes, for example output=runs/comparison"),
+        (("run=[started,.]",), "set it, for example output=runs/comparison"),
         (("runs=started",), "unknown key runs: did you mean run?"),
     ],
 )

@@ -59,7 +59,7 @@ def test_the_sweeps_own_settings_are_no_part_of_its_points(composer: Composer) -
     [
         (["sweep.parallel=1,2"], "sweep.parallel is a setting of the sweep, so it cannot have several values"),
         (["hydra/launcher=submitit_slurm"], "hydra/launcher has no effect"),
-        (["optim.lr=tag(lgo, interval(1, 2))"], "the tag lgo means nothing here; log is known"),
+        (["optim.lr=tag(lgo, interval(1, 2))"], "unknown tag lgo; the only tag is log"),
         (["optim.lr=interval(1"], "cannot read the override"),
         (["swep.trials=2"], "unknown key swep.trials: did you mean sweep.trials?"),
         (["sweep.trials=many"], "sweep.trials: Value 'many'"),
@@ -91,10 +91,10 @@ def test_points_compose_each_with_its_number_and_choices(composer: Composer) -> 
     [
         ("", 4, 1, 2, None),
         ("", 4, 2, 1, None),
-        ("", 3, 1, 3, "3 points at once x 1 ranks x 3 threads = 9, but this machine has 8 cores: lower .* to 2"),
-        ("", 5, 2, 1, "5 points at once x 2 ranks x 1 threads = 10, but this machine has 8 cores: lower .* to 4"),
+        ("", 3, 1, 3, "3 concurrent points x 1 ranks x 3 threads = 9, but this machine has 8 cores: lower .* to 2"),
+        ("", 5, 2, 1, "5 concurrent points x 2 ranks x 1 threads = 10, but this machine has 8 cores: lower .* to 4"),
         ("ab", 2, 1, 100, None),
-        ("abc", 2, 2, 1, "2 points at once x 2 ranks = 4, but this machine has 3 GPUs: lower sweep.parallel to 1"),
+        ("abc", 2, 2, 1, "2 concurrent points x 2 ranks = 4, but this machine has 3 GPUs: lower sweep.parallel to 1"),
         ("", 1, 16, 16, None),
     ],
 )
@@ -138,12 +138,12 @@ def test_points_that_cannot_run_are_dropped_with_the_reason(megads: StartCommand
     ("overrides", "expected"),
     [
         (("optim.lr=1,2", "run.id=same"), "run.id=same is shared by several points of the sweep"),
-        (("optim.lr=interval(1,2)",), "optim.lr is an interval, of which a grid has no end"),
+        (("optim.lr=interval(1,2)",), "optim.lr is an interval, which a grid cannot enumerate"),
         (("hparams_search=random", "sweep.trials=2"), "no key has several values"),
         (("optim.lr=1,2", "sweep.pruning.name=median"), "evaluation.every_steps = 0: set it"),
         (("optim.lr=1,2", "sweep.launcher=slurm", "sweep.sbatch=no.sbatch"), "sweep.sbatch = no.sbatch: there is no"),
         (("optim.lr=1,2", "sweep.prune=median"), "unknown key sweep.prune"),
-        (("optim.lr=1,2", "--config-name=x"), "--config-name=x cannot stand beside -m"),
+        (("optim.lr=1,2", "--config-name=x"), "--config-name=x cannot be combined with -m"),
         (("optim.lr=1,2", "sweep.parallel=1000"), "sweep.parallel = 1000, but this machine has"),
     ],
 )

@@ -43,7 +43,7 @@ def test_help_lists_every_group_option_with_its_explanation(verb: str, verb_help
 def test_help_lists_keys_from_their_docstrings(verb_help: Help) -> None:
     """Catches a second, hand-written truth about what a key does."""
     text = verb_help("tokenizer")
-    assert "vocab_size=8192" in text and "Tokens to learn, the special ones included." in text
+    assert "vocab_size=8192" in text and "Vocabulary size, including the special tokens." in text
 
 
 def test_help_lists_own_configs(tmp_path: Path, verb_help: Help) -> None:

@@ -126,7 +126,7 @@ def test_a_defect_of_an_optimizer_is_named(
     assert run(list(words)) == 0
     plant(defect)
     assert run(list(words)) == 7
-    assert "N3 every weight in the end in fp32" in capsys.readouterr().out
+    assert "N3 every weight at the end in fp32" in capsys.readouterr().out
 
 
 SEQUENCE_PARALLEL = ("parallel.tp=2", "parallel.sequence_parallel=true")

@@ -112,7 +112,7 @@ def test_what_can_be_trained_on(settings: dict[str, Any]) -> None:
         ({"train": [DatasetConfig("x/a", 1), DatasetConfig("y/a", 1)]}, "are not distinct"),
         (blend(None, **BEST_FIT | {"document_mask": False}), "set both to true"),
         (blend(None, **BEST_FIT | {"reset_positions": False}), "set both to true"),
-        (blend(None, **BEST_FIT, order=Order.megatron), "Megatron's order cuts documents"),
+        (blend(None, **BEST_FIT, order=Order.megatron), "Megatron's order cuts concatenated documents"),
         (blend(None, skip=[SkipConfig()]), "want one range of one kind"),
         (blend(None, skip=[SkipConfig(steps=[1, 2], samples=[1, 2])]), "want one range of one kind"),
         (blend(None, skip=[SkipConfig(steps=[1, 2, 3])]), "want one range of one kind"),
@@ -226,7 +226,7 @@ def test_fields_of_a_record() -> None:
         with pytest.raises(ConfigError, match=r"leave one of them out|makes text of messages"):
             PreprocessConfig(**wrong).check()
     for wrong in ({"messages_field": "m"}, {"prompt_field": "q", "response_field": "a"}):
-        with pytest.raises(ConfigError, match="prompts would be learnt like responses"):
+        with pytest.raises(ConfigError, match="the loss would include the prompts"):
             DataConfig(raw="x.jsonl", **wrong).check()
     for settings, said in (
         ({"prompt_field": "q"}, "a pair needs both"),

@@ -94,7 +94,7 @@ def test_a_run_goes_on_with_its_own_choice() -> None:
         return before
 
     found = tune_attention(MODEL, work, CPU, earlier=earlier)
-    assert asked == [key] and found == replace(before, source="as at the run's earlier start")
+    assert asked == [key] and found == replace(before, source="as in the run's earlier start")
     assert TunedAttention.from_dict(json.loads(json.dumps(before.to_dict()))) == replace(before, outcomes={})
 
 
@@ -130,7 +130,7 @@ def test_what_was_asked_for_must_run() -> None:
         tune_attention(asked, work, CPU)
     kept = tune_attention(replace(MODEL, attention=AttentionKind.augmented), work, CPU)
     assert kept.kind is AttentionKind.augmented and kept.outcomes is not None
-    with pytest.raises(ConfigError, match=r"auto finds nothing.*flex: RuntimeError: there is no kernel"):
+    with pytest.raises(ConfigError, match=r"auto finds no usable.*flex: RuntimeError: there is no kernel"):
         measure(MODEL, work, CPU, (AttentionKind.flex,))
     for model in (MODEL, asked):
         untried = tune_attention(model, replace(work, cuda=False), CPU)
@@ -164,7 +164,7 @@ def test_memory_beyond_the_plan() -> None:
         "flex": TuningResult(reason="too old"),
     }
     judged = within_plan(found, inputs=300)
-    assert "by which the run is planned" in judged["fused_softmax"].reason and fastest(judged) == "augmented"
+    assert "by which memory is planned" in judged["fused_softmax"].reason and fastest(judged) == "augmented"
     assert {name: judged[name] for name in ("sdpa", "augmented", "flex")} == {
         name: found[name] for name in ("sdpa", "augmented", "flex")
     }

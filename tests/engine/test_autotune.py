@@ -142,7 +142,7 @@ BODIES: dict[KernelOp, tuple[Body, str]] = {
     KernelOp.dropout: (_raising, "RuntimeError: no kernel image is available"),
     KernelOp.add_norm: (
         lambda kernels, x: 2 * x + next(SHIFTS) if kernels is FUSED else slowly(kernels, x),
-        "other bits on every run",
+        "not bitwise reproducible",
     ),
 }
 CALLED: list[KernelOp] = []
@@ -220,7 +220,7 @@ def test_a_run_goes_on_with_its_own_kernels(tmp_path: Path, own_cache: Path) -> 
     shutil.rmtree(own_cache)
     CALLED.clear()
     found = tune(CASES, WORK_OF_OPERATORS, CPU, earlier=lambda key: earlier_operators(tmp_path, key))
-    assert found == replace(before, source="as at the run's earlier start") and not CALLED
+    assert found == replace(before, source="as in the run's earlier start") and not CALLED
     assert "operators: ops.impl=auto takes" in render_event(next(iter(read_json_lines(tmp_path / "events.jsonl"))))
 
 
@@ -250,4 +250,4 @@ def test_memory_beyond_the_plan() -> None:
     theirs = replace(ours, time_ms=2.0)
     assert not TunedOperator(KernelOp.norm, "9", ours, theirs).why_torch
     assert "keeps 1,100 bytes" in TunedOperator(KernelOp.norm, "9", replace(ours, kept_bytes=1100), theirs).why_torch
-    assert "nothing to compare" in TunedOperator(KernelOp.norm, "9", ours, TuningResult("no memory")).why_torch
+    assert "torch's operator not timed" in TunedOperator(KernelOp.norm, "9", ours, TuningResult("no memory")).why_torch

@@ -44,7 +44,7 @@ class Replays:
         """Runs it for what the host notes, and undoes what it computed."""
         self.captured += 1
         loss, optimizer = self._inner.module.token_loss, self._inner.optimizer
-        main_grads = [bucket._room() for bucket in optimizer.buckets]
+        main_grads = [bucket._allocated() for bucket in optimizer.buckets]
         values = [main_grad.clone() for main_grad in main_grads]
         scale, unwritten = loss.scale, optimizer.unwritten()
         run()

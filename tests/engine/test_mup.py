@@ -146,7 +146,10 @@ def test_the_plan_knows_the_masters(zero_stage: int) -> None:
         ({"mup": MupConfig(base_width=0)}, "model.mup.base_width = 0: must be at least 1"),
         ({"mup": MupConfig(output_multiplier=2.0)}, "model.mup only applies with model.mup.base_width"),
         ({"mup": MupConfig(64, output_multiplier=0.0)}, "model.mup.output_multiplier = 0.0: must be positive"),
-        ({"mup": MupConfig(64), "scale_embedding": True}, "model.scale_embedding = true cannot be had with model.mup"),
+        (
+            {"mup": MupConfig(64), "scale_embedding": True},
+            "model.scale_embedding = true cannot be combined with model.mup",
+        ),
     ],
 )
 def test_what_cannot_be(model: dict[str, object], said: str) -> None:

@@ -68,7 +68,7 @@ def test_checkpoints_at_the_same_time(keep: int, every: int, steps: int, there: 
     counted twice."""
     config = RootConfig()
     config.checkpoint.keep, config.checkpoint.every_steps, config.train.steps = keep, every, steps
-    assert disk_need._most_at_a_time(config, dict.fromkeys(there, Path())) == most
+    assert disk_need._max_on_disk(config, dict.fromkeys(there, Path())) == most
 
 
 def test_checkpoints_that_stay_for_good() -> None:
@@ -86,7 +86,7 @@ def test_checkpoints_that_stay_for_good() -> None:
         start, said, most, there = draw.randint(0, config.train.steps - 1), 0, 0, dict[int, int]()
         for step in range(1, config.train.steps + 1):
             if step == start + 1:
-                said, most = disk_need._most_at_a_time(config, dict.fromkeys(there, Path())), len(there)
+                said, most = disk_need._max_on_disk(config, dict.fromkeys(there, Path())), len(there)
             if step % every == 0 or step == config.train.steps:
                 there[step] = step
                 most = max(most, len(there))

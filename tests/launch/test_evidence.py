@@ -110,7 +110,7 @@ def test_tools_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     """Catches evidence that ends with a tool that is missing, fails, or does not end."""
     tool = tmp_path / "dmesg"
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(evidence, "_TOOL_S", 0.3)
+    monkeypatch.setattr(evidence, "_TOOL_TIMEOUT_S", 0.3)
     assert evidence._kernel_lines() == b""
     for script, lines in (
         ("exit 1", b""),

@@ -21,8 +21,8 @@ from megads.launch.node_check import (
     Measured,
     check_nodes,
     first_round,
-    judge_nodes,
     name_faulty,
+    node_problems,
     second_round,
 )
 from megads.runtime.config import ClusterKind
@@ -33,7 +33,7 @@ GOOD = Measured(("cpu",), (0.1,), (), 8e9, 1e11, 2e8, 2e9, 1e9, 0.001, 0.002, {}
 def problems_of(**changes: Any) -> list[str]:
     """What is wrong with one node of five, the others being good."""
     nodes = dict.fromkeys("abcd", GOOD) | {"e": dataclasses.replace(GOOD, **changes)}
-    found = judge_nodes(nodes, CheckNodesConfig(min_tflops=0.01))
+    found = node_problems(nodes, CheckNodesConfig(min_tflops=0.01))
     assert all(not found[name] for name in "abcd")
     return found["e"]
 
@@ -41,11 +41,11 @@ def problems_of(**changes: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"devices": ("cuda:0", "cuda:1"), "tflops": (0.1, 0.04)}, "matrix products at 0.04 TFLOP/s, the median"),
+        ({"devices": ("cuda:0", "cuda:1"), "tflops": (0.1, 0.04)}, "matrix multiplication at 0.04 TFLOP/s, the median"),
         ({"tflops": (0.009,)}, "0.009 TFLOP/s, min_tflops is 0.01"),
-        ({"wrong_products": ("cuda:3",)}, "cuda:3 computes wrong matrix products"),
-        ({"memory_bytes": 1e8}, "0.09 GiB of memory left"),
-        ({"disk_free_bytes": 1e8}, "0.09 GiB of disk left"),
+        ({"wrong_products": ("cuda:3",)}, "cuda:3 computes wrong matrix multiplications"),
+        ({"memory_bytes": 1e8}, "0.09 GiB of memory available"),
+        ({"disk_free_bytes": 1e8}, "0.09 GiB of disk free"),
         ({"write_bytes_per_s": 5e5}, "writes 0.5 MB/s"),
         ({"read_bytes_per_s": 1e7}, "reads from it at 10 MB/s, the median of the nodes is 2000 MB/s"),
         ({"clock_offset_s": -60.0, "clock_uncertainty_s": 1.0}, "its clock is off by -60.0 s"),
@@ -61,7 +61,7 @@ def test_a_healthy_node_is_not_rejected() -> None:
     """Catches false alarms: noise within the bounds, and a slow answer taken for a wrong clock."""
     changes = {"tflops": (0.06,), "read_bytes_per_s": 4e8, "clock_offset_s": 20.0, "clock_uncertainty_s": 19.0}
     assert problems_of(**changes) == []
-    assert judge_nodes({}, CheckNodesConfig()) == {}
+    assert node_problems({}, CheckNodesConfig()) == {}
 
 
 def test_measurements_survive_their_journey() -> None:
@@ -155,9 +155,9 @@ def test_a_wrong_product_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         inner(a, b, out=out).view(torch.int32)[17, 23] ^= 1 << 20
         return out
 
-    assert node_checker.products(torch.device("cpu"), 0.01)[1] == 1.0
+    assert node_checker.matmul_speed(torch.device("cpu"), 0.01)[1] == 1.0
     monkeypatch.setattr(torch, "mm", flipped)
-    assert node_checker.products(torch.device("cpu"), 0.01)[1] == 0.0
+    assert node_checker.matmul_speed(torch.device("cpu"), 0.01)[1] == 0.0
 
 
 def test_a_folder_that_cannot_be_written_is_a_problem(tmp_path: Path) -> None:

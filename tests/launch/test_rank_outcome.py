@@ -19,9 +19,9 @@ from megads.launch.rank_outcome import (
     Outcome,
     RankExit,
     clear_records,
+    determine_outcome,
     hang_outcome,
     hung,
-    judge,
     lost_nodes,
     read_exits,
     read_failures,
@@ -44,7 +44,7 @@ def record(run_dir: Path, rank: int, *, code: int = 1, at_s: float = 0.0, conseq
 def judged(run_dir: Path, num_ranks: int, exits: list[RankExit], killed: Collection[int] = ()) -> Outcome:
     """Judges a run of one machine."""
     failures, returned = read_failures(run_dir, range(num_ranks)), read_exits(run_dir, range(num_ranks))
-    return judge(run_dir, num_ranks, [NodeReport("", failures, exits, sorted(killed), returned)])
+    return determine_outcome(run_dir, num_ranks, [NodeReport("", failures, exits, sorted(killed), returned)])
 
 
 def test_the_earliest_cause_wins_over_earlier_consequences(run_dir: Path) -> None:
@@ -85,7 +85,7 @@ def test_nobody_is_blamed_where_all_aborted(run_dir: Path) -> None:
     restart would leave a healthy node out."""
     ends = [RankExit(rank, -signal.SIGABRT) for rank in range(4)]
     reports = [NodeReport("n1", exits=ends[:2]), NodeReport("n2", exits=ends[2:])]
-    outcome = judge(run_dir, 4, reports)
+    outcome = determine_outcome(run_dir, 4, reports)
     assert (outcome.exit_code, outcome.rank, outcome.nodes, outcome.lost) == (1, None, (), False)
     assert outcome.message.startswith("all 4 ranks aborted (SIGABRT)") and "no rank is known" in outcome.message
     assert str(run_dir / "logs" / "rank_*.log") in outcome.message
@@ -153,14 +153,14 @@ def test_failures_of_two_nodes_are_compared_by_the_time_of_day(run_dir: Path) ->
         NodeReport("n2", failures=[failure(1, monotonic_s=900.0, time_s=11.0)]),
     ]
     carried = [NodeReport.decode(json.loads(json.dumps(report.encode()))) for report in reports]
-    outcome = judge(run_dir, 2, carried)
+    outcome = determine_outcome(run_dir, 2, carried)
     assert (outcome.rank, outcome.message.splitlines()[0]) == (1, "rank 1 on n2: from 1")
 
 
 def test_a_lost_node_is_named_before_its_peers(run_dir: Path) -> None:
     """Catches a node that went away reported as the lost connection of the ranks that noticed."""
     peer = NodeReport("n1", failures=[failure(0, 1.0, 1.0, consequence=True)], returned={})
-    outcome = judge(run_dir, 2, [peer, *lost_nodes(["n2"], "Node failure on n2")])
+    outcome = determine_outcome(run_dir, 2, [peer, *lost_nodes(["n2"], "Node failure on n2")])
     assert (outcome.exit_code, outcome.rank) == (9, None)
     assert outcome.message == "node n2: lost, its agent ended without a report (Node failure on n2)"
 

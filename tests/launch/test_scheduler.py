@@ -26,7 +26,7 @@ def test_the_length_of_a_start_is_kept(tmp_path: Path) -> None:
     begin = time.monotonic()
     deadline = Deadline(tmp_path, 1.0, lambda: None, None)
     order = first_order(deadline, 10)
-    assert order is not None and order.reason == "time limit" and "run.exit_after is over" in order.message
+    assert order is not None and order.reason == "time limit" and "run.exit_after has passed" in order.message
     assert 1.0 <= time.monotonic() - begin < 5
     assert first_order(deadline, 1.2) is None
 

@@ -56,8 +56,8 @@ def test_ranks_fill_the_nodes(allocation: Allocation, settings: dict, per_node: 
     [
         (job(2, gpus=8), {"tp": 8}, "2 nodes of SLURM job 7 take 8 each (GPUs of each), 16 together: ask for them with "
          "sbatch --nodes=1, change parallel.dp, or set cluster.ranks_per_node to leave GPUs idle"),
-        (job(3), {"tp": 4}, "tp 4 x cp 1 x pp 1 x dp 1 = 4 ranks cannot be shared out evenly over the 3 nodes of SLURM "
-         "job 7: ask for another number of nodes (sbatch --nodes=2), or change parallel.dp"),
+        (job(3), {"tp": 4}, "tp 4 x cp 1 x pp 1 x dp 1 = 4 ranks cannot be distributed evenly over the 3 nodes of "
+         "SLURM job 7: ask for another number of nodes (sbatch --nodes=2), or change parallel.dp"),
         (job(2, gpus=4), {"tp": 8, "pp": 2, "ranks_per_node": 8}, "the job has 4 GPUs on each node"),
         (job(1, gpus=4), {"tp": 6}, "take 4 each (GPUs of each), 4 together: change parallel.dp"),
     ],
@@ -77,7 +77,7 @@ def test_outside_of_a_job_only_a_dry_run_is_possible(monkeypatch: pytest.MonkeyP
     assert find_placement(config(tp=2, dry_run=True)) is None
     found = find_placement(config(tp=2, dry_run=True, nodes=2))
     assert found is not None and found.ranks_per_node == 1
-    with pytest.raises(ConfigError, match=r"= 2 ranks cannot be shared out evenly over 3 nodes"):
+    with pytest.raises(ConfigError, match=r"= 2 ranks cannot be distributed evenly over 3 nodes"):
         find_placement(config(tp=2, dry_run=True, nodes=3))
 
 

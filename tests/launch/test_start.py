@@ -50,7 +50,7 @@ def test_any_member_of_the_group_can_reach_the_kill_switch(tmp_path: Path) -> No
     switch.touch()
     with pytest.raises(StopRequested, match="switches/stop"):
         refuse_while_stopped(config(tmp_path / "run", switch))
-    with pytest.raises(ConfigError, match=r"run.kill_switch: the folder .* cannot be made"):
+    with pytest.raises(ConfigError, match=r"run.kill_switch: the folder .* cannot be created"):
         refuse_while_stopped(config(tmp_path / "run", switch / "below" / "a file"))
 
 

@@ -101,9 +101,12 @@ def test_subgroups_of_hierarchical_sharding(size: int | None) -> None:
         (ParallelConfig(zero_stage=3, pp=2, dp=2), r"zero_stage = 3 with parallel.pp = 2"),
         (
             ParallelConfig(zero_stage=3, tp=2),
-            r"zero_stage = 3 with parallel.cp \* dp = 1: there is no rank to share",
+            r"zero_stage = 3 with parallel.cp \* dp = 1: there is no rank to shard over",
         ),
-        (ParallelConfig(zero_stage=2, dp=4, zero_shard_size=2), r"zero_shard_size = 2 with .*zero_stage = 2: only 3"),
+        (
+            ParallelConfig(zero_stage=2, dp=4, zero_shard_size=2),
+            r"zero_shard_size = 2 only applies to .*zero_stage = 3, but .*zero_stage = 2",
+        ),
         (ParallelConfig(zero_stage=3, dp=4, zero_shard_size=3), r"zero_shard_size = 3: must .* divide .* = 4"),
         (ParallelConfig(zero_stage=3, dp=4, zero_shard_size=1), r"zero_shard_size = 1: must be at least 2"),
     ],

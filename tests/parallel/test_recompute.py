@@ -26,7 +26,7 @@ def test_blocks_of_a_stage() -> None:
     [
         (ParallelConfig(recompute=FULL, recompute_interval=0), "recompute_interval = 0"),
         (ParallelConfig(recompute_interval=2), "recompute_interval = 2 does nothing with parallel.recompute = none"),
-        (ParallelConfig(recompute=SELECTIVE, recompute_blocks=[1]), r"recompute_blocks = \[1\] counts blocks"),
+        (ParallelConfig(recompute=SELECTIVE, recompute_blocks=[1]), r"recompute_blocks = \[1\] only applies"),
         (ParallelConfig(pp=2, recompute=FULL, recompute_blocks=[1]), "2 numbers"),
         (ParallelConfig(recompute=FULL, recompute_blocks=[-1]), r"\[-1\]"),
     ],

@@ -154,7 +154,7 @@ def test_placements() -> None:
         ("1f1b", 2, None, r"virtual_stages = 2 with parallel.schedule = 1f1b.*interleaved"),
         ("zb_v", 3, None, r"virtual_stages = 3 with parallel.schedule = zb_v.*two"),
         ("interleaved", 0, None, r"virtual_stages = 0: must be at least 1"),
-        ("zb_h1", 1, 8, r"contiguous_micro_batches = 8 .*only interleaved"),
+        ("zb_h1", 1, 8, r"contiguous_micro_batches = 8 only applies to .*interleaved"),
         ("interleaved", 2, 3, r"contiguous_micro_batches = 3 is below parallel.pp = 4"),
     ],
 )

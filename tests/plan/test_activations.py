@@ -271,9 +271,9 @@ def test_moments() -> None:
         Op("a", kept=3, forward=5, backward=7, gradient=4, shared=True),
         Op("b", kept=20, forward=1, backward=2, gradient=4),
     ]
-    first = moments(ops, waiting=1, sums=lambda made: made, widening=2, cast=True)
+    first = moments(ops, waiting=1, main_grads=lambda made: made, widening=2, cast=True)
     assert [m.total for m in first] == [23 + 3 + 5, 23 + 23 + 1, 8 + 23 + 23 + 2 + 4, 8 + 23 + 3 + 7 + 4 + (8 - 3)]
-    later = moments(ops, waiting=0, sums=lambda _: 9, widening=2, cast=False)
+    later = moments(ops, waiting=0, main_grads=lambda _: 9, widening=2, cast=False)
     assert [m.total for m in later] == [9 + 3 + 5, 9 + 23 + 1, 9 + 23 + 2 + 4, 9 + 3 + 7 + 4]
 
 
@@ -281,8 +281,8 @@ def test_moments_of_recomputed_operations() -> None:
     """Catches a plan in which what is made again costs nothing, or stays until the end of backward."""
     ops = [Op("a", kept=10, forward=5, backward=7), Op("b", kept=20, forward=9, backward=2)]
     again = recomputed(ops, inputs=4, arriving=3)
-    backward = [moment.total for moment in moments(again, waiting=2, sums=lambda _: 0, widening=1, cast=False)][2:]
-    assert backward == [3 * 4 + 3 + (10 - 4) + 20 + 9, 3 * 4 + (10 - 4) + 7]
+    found = [moment.total for moment in moments(again, waiting=2, main_grads=lambda _: 0, widening=1, cast=False)]
+    assert found[2:] == [3 * 4 + 3 + (10 - 4) + 20 + 9, 3 * 4 + (10 - 4) + 7]
 
 
 def test_sizes_worked_out_by_hand() -> None:
@@ -329,7 +329,7 @@ def test_sizes_worked_out_by_hand() -> None:
     ):
         _, head = stage_ops(replace(chunks, **changes), ["head"], {}, first=False, last=True)
         assert (head.kept, head.forward, head.backward, head.gradient, head.early) == (48, 48 + working, 0, 0, 80)
-    by_autograd = stage_ops(replace(chunks, step_sums=False), ["head"], {}, first=True, last=True)[0]
+    by_autograd = stage_ops(replace(chunks, fused_accumulation=False), ["head"], {}, first=True, last=True)[0]
     assert (by_autograd.kept, by_autograd.gradient, by_autograd.early) == (48 + 160, 80, 0)
 
 

@@ -15,7 +15,7 @@ from megads.plan.collectives import (
     all_reduce,
     crosses_nodes,
     group_of,
-    message,
+    p2p,
     placement,
 )
 from megads.plan.devices import DEVICES
@@ -76,8 +76,8 @@ def test_sums_take_the_quickest_algorithm() -> None:
 
 def test_messages_go_by_what_is_between() -> None:
     """Catches a message between nodes at the links' speed."""
-    assert message(DEVICE, 1e9, between_nodes=True) == (pytest.approx(0.1), pytest.approx(10e-6))
-    assert message(DEVICE, 1e9, between_nodes=False) == (pytest.approx(0.01), pytest.approx(1e-6))
+    assert p2p(DEVICE, 1e9, between_nodes=True) == (pytest.approx(0.1), pytest.approx(10e-6))
+    assert p2p(DEVICE, 1e9, between_nodes=False) == (pytest.approx(0.01), pytest.approx(1e-6))
 
 
 def test_placement_names_what_crosses_nodes_and_pods() -> None:

@@ -20,9 +20,9 @@ from megads.plan.memory import (
     CUBLAS_BYTES,
     RECEIVE_BYTES,
     Workload,
-    beside_tensors,
     communicators,
     memory_plan,
+    non_tensor_memory,
 )
 
 BLOOM = ModelConfig(num_layers=70, hidden_size=14336, num_heads=112, vocab_size=250_880)
@@ -140,21 +140,21 @@ def test_without_zero_every_replica_holds_everything() -> None:
         (
             ParallelConfig(tp=2, cp=2, pp=4, dp=3), 1, True,
             {"all ranks": 48, "tensor parallel": 2, "context parallel": 2, "gradients": 6, "pipeline": 4,
-             "messages with stage 0": 2, "messages with stage 2": 2},
+             "p2p with stage 0": 2, "p2p with stage 2": 2},
         ),
         (
             ParallelConfig(pp=4), 3, True,
-            {"all ranks": 4, "pipeline": 4, "messages with stage 2": 2, "tied embedding": 2},
+            {"all ranks": 4, "pipeline": 4, "p2p with stage 2": 2, "tied embedding": 2},
         ),
         (
             # Virtual stages go round: the last rank sends to the first.
             ParallelConfig(pp=3, schedule=ScheduleName.interleaved, virtual_stages=2), 0, False,
-            {"all ranks": 3, "pipeline": 3, "messages with stage 1": 2, "messages with stage 2": 2},
+            {"all ranks": 3, "pipeline": 3, "p2p with stage 1": 2, "p2p with stage 2": 2},
         ),
         (
             # A V ends where it begins: rank 0 holds embedding and head.
             ParallelConfig(pp=2, schedule=ScheduleName.zb_v), 0, True,
-            {"all ranks": 2, "pipeline": 2, "messages with stage 1": 2},
+            {"all ranks": 2, "pipeline": 2, "p2p with stage 1": 2},
         ),
         (
             ParallelConfig(dp=8, zero_stage=3, zero_shard_size=4), 0, False,
@@ -175,12 +175,12 @@ def test_bytes_follow_nccls_defaults() -> None:
     pipeline."""
     mib = 2**20
     assert 10 * mib == RECEIVE_BYTES
-    taken = beside_tensors(ParallelConfig(pp=4), 1, tied=False)
+    taken = non_tensor_memory(ParallelConfig(pp=4), 1, tied=False)
     assert taken == {
         "CUDA context and kernels": CONTEXT_BYTES, "cuBLAS workspaces": CUBLAS_BYTES, "NCCL, all ranks": 576 * mib,
-        "NCCL, pipeline": 576 * mib, "NCCL, messages with stage 0": 96 * mib, "NCCL, messages with stage 2": 96 * mib,
+        "NCCL, pipeline": 576 * mib, "NCCL, p2p with stage 0": 96 * mib, "NCCL, p2p with stage 2": 96 * mib,
     }  # fmt: skip
-    assert beside_tensors(ParallelConfig(tp=2), 0, tied=False)["NCCL, tensor parallel"] == 288 * mib
+    assert non_tensor_memory(ParallelConfig(tp=2), 0, tied=False)["NCCL, tensor parallel"] == 288 * mib
 
 
 def test_the_mask_is_built_beside_its_distances() -> None:

@@ -11,7 +11,7 @@ from megads.parallel.pipeline_actions import ActionKind
 from megads.parallel.schedule import ScheduleName, build_schedule
 from megads.plan.memory import Workload, memory_plan
 from megads.plan.memory_timeline import (
-    GradientSums,
+    MainGradMemory,
     Op,
     ShardedWeights,
     backward_moments,
@@ -23,7 +23,7 @@ from megads.plan.memory_timeline import (
 )
 
 OPS = [Op("a", kept=10, forward=3, backward=4, gradient=2, deferred=5), Op("b", kept=20, forward=1, backward=2)]
-SUMS = GradientSums(begun=lambda made: made, full=100, widening=1, cast=False, straight=False)
+SUMS = MainGradMemory(allocated=lambda made: made, full=100, widening=1, cast=False, in_place=False)
 
 
 def fullest(name: str, p: int, m: int, rank: int) -> dict[str, int]:
@@ -38,12 +38,12 @@ def test_1f1b_is_the_formula() -> None:
         for rank in range(p):
             found = fullest("1f1b", p, m, rank)
             waiting = min(p - rank, m)
-            first = moments(OPS, waiting=waiting - 1, sums=lambda made: made, widening=1, cast=False)
+            first = moments(OPS, waiting=waiting - 1, main_grads=lambda made: made, widening=1, cast=False)
             assert found["first micro-batch"] == max(moment.total for moment in first)
             assert ("later micro-batch" in found) == (m > 1)
             if m > 1:
                 left = min(p - rank, m - 1)
-                later = moments(OPS, waiting=left - 1, sums=lambda made: 100, widening=1, cast=False)
+                later = moments(OPS, waiting=left - 1, main_grads=lambda made: 100, widening=1, cast=False)
                 assert found["later micro-batch"] == max(moment.total for moment in later)
 
 
@@ -107,13 +107,13 @@ def test_sums_that_a_product_computes_in_lie_beside_what_it_reads() -> None:
     """Catches a plan that counts on a gradient's input being freed before its fp32 sums come into being."""
     op = Op("head", kept=0, backward=40, arriving=32, gradient=4, deferred=36)
     found = {
-        straight: max(
+        in_place: max(
             moment.total
             for moment in backward_moments(
-                [op], held=0, sums=lambda made: made, widening=2, cast=True, straight=straight
+                [op], held=0, main_grads=lambda made: made, widening=2, cast=True, in_place=in_place
             )
         )
-        for straight in (False, True)
+        for in_place in (False, True)
     }
     assert found == {False: 44, True: 48}
 
@@ -122,14 +122,14 @@ def test_sums_that_a_forward_pass_begins() -> None:
     """Catches sums of a head in chunks that the plan has from the backward pass on only, forgets there, or does not see
     in another stage's pass between the two."""
     block, head = Op("block", kept=10, backward=5, gradient=7), Op("head", kept=1, forward=30, early=4, is_loss=True)
-    forward = forward_moments([block, head], held=0, sums=lambda made: made, widening=2)
+    forward = forward_moments([block, head], held=0, main_grads=lambda made: made, widening=2)
     assert [moment.gradients for moment in forward] == [0, 2 * 4]
-    backward = backward_moments([block, head], held=0, sums=lambda made: made, widening=2, cast=False)
+    backward = backward_moments([block, head], held=0, main_grads=lambda made: made, widening=2, cast=False)
     assert [moment.gradients for moment in backward] == [2 * 4, 2 * 4 + 2 * 7]
     # One rank with both stages: F0 of the last one, then F1 of the first one, before anything runs backward.
     schedule = build_schedule("dualpipe_v", 1, None, 2)
     stages = {0: [Op("block", forward=50)], 1: [Op("head", early=7, is_loss=True)]}
-    first = pipeline_phases(schedule, 0, stages, replace(SUMS, begun=lambda made: made))[0]
+    first = pipeline_phases(schedule, 0, stages, replace(SUMS, allocated=lambda made: made))[0]
     assert (first.name, first.total) == ("first micro-batch: block, forward", 50 + 7)
 
 

@@ -146,7 +146,7 @@ def test_long_steps_are_as_if_they_were_simulated_whole() -> None:
         parallel = ParallelConfig(pp=4, schedule=ScheduleName(schedule), virtual_stages=virtual)
         model = StepModel(GPT, parallel, StepShape(2048, 1, 96), A100)
         whole = run_clock(parallel.schedule_of(96), model.costs()).step_time
-        timeline, left_out = model._clock()
+        timeline, left_out = model._simulate()
         assert timeline.step_time < whole
         assert timeline.step_time + left_out == pytest.approx(whole, rel=0.005)
 
@@ -161,8 +161,8 @@ def test_messages_are_hidden_as_the_engine_hides_them() -> None:
     beyond = step(ParallelConfig(tp=16, dp=1))
     assert beyond.parts["tp"] > 2 * whole.parts["tp"]
     reduced = step(ParallelConfig(dp=8), StepShape(2048, 1, 4))
-    late = step(ParallelConfig(dp=8), StepShape(2048, 1, 4), replace(MEGADS, overlap_reduction=False))
-    assert reduced.parts["reduction"] < 0.7 * late.parts["reduction"]
+    late = step(ParallelConfig(dp=8), StepShape(2048, 1, 4), replace(MEGADS, overlap_grad_reduce=False))
+    assert reduced.parts["grad_reduce"] < 0.7 * late.parts["grad_reduce"]
     contexts = step(ParallelConfig(cp=4))
     assert contexts.parts["cp"] > 0 and "cp" not in whole.parts
 
@@ -173,12 +173,12 @@ def test_optimizer_saves_and_new_weights_are_counted() -> None:
     found = step(parallel, replace(SHAPE, save_every_steps=10))
     parameters = GPT.num_layers * 12 * 4096**2 + 2 * 51200 * 4096
     assert found.parts["optimizer"] == pytest.approx(parameters / 8 * 34 / A100.memory_bytes_per_s, rel=1e-3)
-    assert found.parts["new weights"] == pytest.approx(7 / 8 * parameters * 2 / A100.node_bytes_per_s, rel=0.01)
-    assert found.parts["saves"] == pytest.approx(parameters / 8 * 12 / 25e9 / 10, rel=1e-3)
-    assert "new weights" not in step(replace(parallel, zero_stage=3)).parts
+    assert found.parts["param_gather"] == pytest.approx(7 / 8 * parameters * 2 / A100.node_bytes_per_s, rel=0.01)
+    assert found.parts["checkpoint"] == pytest.approx(parameters / 8 * 12 / 25e9 / 10, rel=1e-3)
+    assert "param_gather" not in step(replace(parallel, zero_stage=3)).parts
     # bf16 gradients are read, fp32 sums read and written, for every micro-batch.
     matrices = parameters - 51200 * 4096
-    assert found.parts["gradient sums"] == pytest.approx(32 * matrices * 10 / A100.memory_bytes_per_s, rel=0.01)
+    assert found.parts["main_grad"] == pytest.approx(32 * matrices * 10 / A100.memory_bytes_per_s, rel=0.01)
     stages = StepModel(GPT, ParallelConfig(pp=3), SHAPE, A100)
     held = [stages.parameters(stage) for stage in range(3)]
     assert sum(held) == parameters and held[1] % (12 * 4096**2) == 0

@@ -219,7 +219,7 @@ def compared(rank: int, peer: int, coordinates: tuple[int, int], **found: Differ
 def test_who_computed_wrongly() -> None:
     """Catches blame on the rank that a wrong value came to first in time, not in the order of computation."""
     sent, later = Difference(4, "a message", received=False), Difference(9, "a gradient", received=False)
-    got = Difference(2, "a message received", received=True)
+    got = Difference(2, "a received p2p tensor", received=True)
     own = [
         compared(0, 0, (0, 0), by_rank=later),
         compared(1, 1, (0, 0), by_rank=sent),
@@ -231,7 +231,7 @@ def test_who_computed_wrongly() -> None:
     assert compute_fault(pairs).ranks == [2]
     # Two ranks at once: what rank 2 computed first does not excuse what rank 0 computes in another group.
     assert compute_fault([compared(0, 2, (0, 0), by_rank=later, by_peer=sent), pairs[1]]).ranks == [0, 2]
-    assert compute_fault([compared(2, 2, (1, 0), by_rank=got)]).found == ((2, "a message received"),)
+    assert compute_fault([compared(2, 2, (1, 0), by_rank=got)]).found == ((2, "a received p2p tensor"),)
     # Each repeats itself: with three that compute the same, the one in both pairs; with two, both.
     three = [
         compared(0, 2, (0, 0)), compared(1, 0, (0, 1), across=sent), compared(2, 1, (0, 2), across=sent)

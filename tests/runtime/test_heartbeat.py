@@ -202,7 +202,7 @@ def test_a_stop_does_not_wait_for_a_stopped_rank(start: StartLauncher) -> None:
     launched.process.send_signal(signal.SIGTERM)
     code, _, err = launched.end()
     assert code == 6
-    assert "rank 1 cannot: stopped by SIGSTOP: killed, the last checkpoint counts" in err
+    assert "rank 1 cannot: stopped by SIGSTOP: killed; the last checkpoint remains" in err
     assert "rank 1: hung: sends no heartbeat" in err
 
 
@@ -213,7 +213,7 @@ def test_a_stop_that_does_not_come(start: StartLauncher) -> None:
     pid_of(launched, 1)
     launched.process.send_signal(signal.SIGINT)
     code, _, err = launched.end()
-    assert code == 9 and "run.stop_timeout_s is over: killed, the last checkpoint counts" in err
+    assert code == 9 and "run.stop_timeout_s has passed: killed; the last checkpoint remains" in err
     assert "ranks 0, 1: in step " in err or "rank 0: in step " in err
 
 
@@ -224,5 +224,5 @@ def test_native_code_that_holds_the_interpreter_is_named(start: StartLauncher) -
     launched = start("hold_the_interpreter", cluster__heartbeat_timeout_s=LOST_AFTER_S)
     code, _, err = launched.end()
     assert code == 9
-    assert "megads: rank 1: hung: sends no heartbeat for" in err and "native code holds its interpreter" in err
+    assert "megads: rank 1: hung: sends no heartbeat for" in err and "native code holds the GIL" in err
     assert "last in step 7, native code" in err

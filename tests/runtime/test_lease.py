@@ -112,14 +112,14 @@ def test_no_file_at_all(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "lease" / "00000003.json"
     path.parent.mkdir()
     {"folder": path.mkdir, "loop": lambda: path.symlink_to(path), "pipe": lambda: os.mkfifo(path)}[kind]()
-    with pytest.raises(ConfigError, match=r"00000003\.json is no file: .* remove it"), claimed(tmp_path):
+    with pytest.raises(ConfigError, match=r"00000003\.json is not a file: .* remove it"), claimed(tmp_path):
         pass
     path.rename(path.with_name("3x.json"))
     with claimed(tmp_path) as first:
         assert first.number == 1
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "lease").write_text("")
-    with pytest.raises(ConfigError, match="lease is no folder: remove it"), claimed(tmp_path / "other"):
+    with pytest.raises(ConfigError, match="lease is not a folder: remove it"), claimed(tmp_path / "other"):
         pass
 
 

@@ -73,7 +73,7 @@ def test_options_are_completed_as_plain_values_and_given_typed(parts: Registry) 
         ("echo", {"rate": "fast"}, "part.options.rate: Value 'fast'"),
         ("echo", {"kind": "three"}, "part.options.kind: Invalid value 'three'"),
         ("echo", {"rate": -1}, "rate = -1.0: must not be negative"),
-        ("echo", 3, "part.options = 3: want settings by name"),
+        ("echo", 3, "part.options = 3: expected options by name"),
         ("standard", {"rate": 1}, "part.options.rate: part.name = standard has no options"),
     ],
 )
@@ -89,7 +89,7 @@ def test_a_name_belongs_to_one_part(parts: Registry) -> None:
     for name in ("echo", "standard", "not a name"):
         with pytest.raises(ConfigError, match="cannot be registered"):
             parts.register(name, Options)(Options)
-    with pytest.raises(ConfigError, match="are no dataclass"):
+    with pytest.raises(ConfigError, match="are not a dataclass"):
         parts.register("other", int)
     with pytest.raises(ConfigError, match="cannot be called 'weight'"):
         register_optimizer("any", state=("weight",))
@@ -145,5 +145,5 @@ def test_a_plugin_that_fails_says_where(folder: Path, text: str, said: str) -> N
 @pytest.mark.parametrize("name", ["no_such_plugin", "no_such_plugin.part", "./plugin.py", ""])
 def test_a_missing_plugin_says_what_to_do(folder: Path, name: str) -> None:
     """Catches a traceback of importlib for a mistyped name."""
-    with pytest.raises(ConfigError, match=r"there is no module|is no module's name"):
+    with pytest.raises(ConfigError, match=r"there is no module|is not a module name"):
         import_plugins([name])

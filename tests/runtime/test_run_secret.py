@@ -63,7 +63,7 @@ def test_messages_do_not_tell_it(tmp_path: Path) -> None:
     with pytest.raises(UnhealthyNode) as raised:
         read_secret(path)
     assert "ccc" not in "".join(traceback.format_exception(raised.value))
-    assert "what is there is no secret" in str(raised.value)
+    assert "it contains no secret" in str(raised.value)
     assert "c" * 64 not in repr(Secret.decode("c" * 64))
 
 

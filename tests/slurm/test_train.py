@@ -182,8 +182,8 @@ def test_a_chain_continues_one_run_and_ends_with_it(reference: list[dict], train
     outputs = [(run.jobs.folder / f"chain-{task}.out") for task in range(4)]
     texts = [output.read_text() for output in outputs if output.exists()]
     assert steps_of(run.run_dir) == reference, texts
-    assert len(texts) == 2 and f"the next job of array {chain} goes on" in texts[0]
-    assert f"the waiting jobs of array {chain} are cancelled" in texts[-1]
+    assert len(texts) == 2 and f"the next job of array {chain} continues the run" in texts[0]
+    assert f"the pending jobs of array {chain} are cancelled" in texts[-1]
     assert [event["restarts"] for event in events_of(run.run_dir, "launch")] == [0, 0]
 
 

@@ -126,7 +126,7 @@ def test_nothing_half_made(run_dir: Path, tmp_path: Path) -> None:
         average(config)
     assert not (tmp_path / "mean").exists()
     config.output, config.overwrite = str(run_dir), True
-    with pytest.raises(ConfigError, match="is none of megads checkpoint average"):
+    with pytest.raises(ConfigError, match="was not created by megads checkpoint average"):
         average(config)
     with pytest.raises(CheckpointError, match="there is no such folder"):
         do(CheckpointAction.list, tmp_path / "nothing")

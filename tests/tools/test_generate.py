@@ -89,9 +89,9 @@ def test_files_of_prompts(tmp_path: Path) -> None:
         ("none.txt", None, "there is no such file"),
         ("empty.txt", b"\n \n", "holds no prompts"),
         ("latin.txt", b"na\xefve\n", "cannot be read as UTF-8"),
-        ("bad.jsonl", b'{"prompt": "a"}\nplain\n', r"bad.jsonl:2: not JSON.*belong in a .txt"),
+        ("bad.jsonl", b'{"prompt": "a"}\nplain\n', r"bad.jsonl:2: not JSON.*put plain text in a .txt"),
         ("field.jsonl", b'{"text": "a"}\n', r"field.jsonl:1: has no text in 'prompt', it has text: give prompt_field"),
-        ("number.jsonl", b"1\n", "it is no object"),
+        ("number.jsonl", b"1\n", "it is not an object"),
     ],
 )
 def test_bad_files(name: str, content: bytes | None, message: str, tmp_path: Path) -> None:
@@ -303,7 +303,7 @@ def test_a_terminal_session(small_run: Path, tmp_path: Path) -> None:
     )
     os.close(process_side)
     try:
-        assert "Ctrl-D leaves" in read_until(terminal, r"> ")
+        assert "Ctrl-D exits" in read_until(terminal, r"> ")
         os.write(terminal, b"def f(\n")
         shown = read_until(terminal, r"def f\(\r\n.+")
         process.send_signal(signal.SIGINT)

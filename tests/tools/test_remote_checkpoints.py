@@ -40,7 +40,7 @@ def test_upload_list_verify_download(run_dir: Path, tmp_path: Path, capsys: pyte
     assert do(CheckpointAction.upload, run_dir, output=root) == 0
     assert "uploaded steps 2, 4" in capsys.readouterr().out
     assert do(CheckpointAction.upload, run_dir, output=root) == 0
-    assert "has all of them already" in capsys.readouterr().out
+    assert "all checkpoints are already there" in capsys.readouterr().out
     assert [found.step for found in complete(RemoteStore(url))] == [4, 2]
     assert do(CheckpointAction.list, url) == 0 and do(CheckpointAction.verify, url) == 0
     said = capsys.readouterr().out

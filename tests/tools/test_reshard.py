@@ -184,7 +184,7 @@ def test_outputs_that_are_taken(tmp_path: Path) -> None:
         (run, "is .*/run, which is only read"),
         (tmp_path / "link", "is .*/run, which is only read"),
         (run / "checkpoints" / "other", "is inside .*/run"),
-        (tmp_path, "holds .*/run"),
+        (tmp_path, "contains .*/run"),
     ):
         with pytest.raises(ConfigError, match=told):
             do(run, output, overwrite=True)
@@ -195,10 +195,10 @@ def test_outputs_that_are_taken(tmp_path: Path) -> None:
         do(run, out)
     do(run, out, 2, overwrite=True)
     assert len(open_checkpoint(out).manifest.files) == 2
-    with pytest.raises(ConfigError, match="is none of megads checkpoint average"):
+    with pytest.raises(ConfigError, match="was not created by megads checkpoint average"):
         average(CheckpointActionConfig(CheckpointAction.average, str(run), output=str(out), overwrite=True))
     (out / "events.jsonl").write_text("{}\n")
-    with pytest.raises(ConfigError, match="is none of megads checkpoint reshard"):
+    with pytest.raises(ConfigError, match="was not created by megads checkpoint reshard"):
         do(run, out, overwrite=True)
 
 

@@ -1,4 +1,4 @@
-// Cross entropy over a part of the vocabulary, on a GPU.
+// Cross entropy over a vocabulary shard, on a GPU.
 #include "device_tensors.h"
 
 namespace megads::bindings {

@@ -1,4 +1,4 @@
-// What every CUDA binding needs: the tensors' device and stream, and the launchers' errors in words.
+// Shared by all CUDA bindings: device and stream of the tensors, and launcher errors as exceptions.
 #pragma once
 
 #include <torch/csrc/stable/accelerator.h>
@@ -8,24 +8,24 @@
 #include "../../cuda/launchers.h"
 #include "../tensors.h"
 
-// torch has it where it has CUDA. Elsewhere the library can be loaded all the same: no tensor comes here.
+// Exists only in a torch with CUDA. Weak, so that the library also loads without, where no tensor reaches this code.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device, void** stream);
 
 namespace megads::bindings {
 
-// Makes the device of the tensors the current one, for as long as it lives; kernels go to torch's current stream there.
+// Device guard for the device of the tensors; kernels are launched on torch's current stream there.
 class Launch {
  public:
   explicit Launch(const Tensor& x) : guard_(index_of(x)) {
     require(aoti_torch_get_current_cuda_stream != nullptr,
             "the CUDA kernels were built beside a torch without CUDA: remove them, and they are built anew");
     void* stream = nullptr;
-    // Not STABLE_TORCH_ERROR_CODE_CHECK, which torch has from 2.13 on.
+    // STABLE_TORCH_ERROR_CODE_CHECK requires torch 2.13.
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(index_of(x), &stream));
     stream_ = reinterpret_cast<int64_t>(stream);
   }
 
-  // launcher(arguments..., stream), and what went wrong as an exception.
+  // Calls launcher(arguments..., stream); throws if it returns an error.
   template <typename... Parameters, typename... Arguments>
   void operator()(int (*launcher)(Parameters...), const Arguments&... arguments) const {
     const int error = launcher(arguments..., stream_);
@@ -53,7 +53,7 @@ inline int64_t number_of_type(const Tensor& x) {
   return -1;
 }
 
-// All lie, contiguous, on the device of the first.
+// Checks that all tensors are contiguous and on the device of the first.
 inline void require_together(std::initializer_list<const Tensor*> tensors) {
   const Tensor* first = *tensors.begin();
   for (const Tensor* x : tensors)
@@ -61,7 +61,7 @@ inline void require_together(std::initializer_list<const Tensor*> tensors) {
             "tensors must be contiguous and on one device");
 }
 
-// What a dropout mask follows from; `require_together` says where it lies.
+// Checks the arguments of a dropout mask; `require_together` checks the device.
 inline void require_mask(const Tensor& samples, int64_t batch, int64_t threshold) {
   require(samples.scalar_type() == ScalarType::Long && samples.numel() == batch, "samples must be int64 [batch]");
   require(threshold >= 0 && threshold < 65536, "the threshold of dropout must be in 0..65535");

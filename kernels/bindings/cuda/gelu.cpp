@@ -1,4 +1,4 @@
-// GELU, also of a sum with a bias, on a GPU.
+// GELU, also with a fused bias, on a GPU.
 #include "device_tensors.h"
 
 namespace megads::bindings {

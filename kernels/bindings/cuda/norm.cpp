@@ -1,4 +1,4 @@
-// LayerNorm and RMSNorm, also of a sum that is kept, on a GPU.
+// LayerNorm and RMSNorm, also with a fused residual addition, on a GPU.
 #include "device_tensors.h"
 
 namespace megads::bindings {

@@ -1,4 +1,4 @@
-// Sums of squares and AdamW over flat state, on a GPU.
+// Sums of squares and AdamW over flat optimizer state, on a GPU.
 #include "device_tensors.h"
 
 namespace megads::bindings {

@@ -1,4 +1,4 @@
-// Rotary positions, on a GPU.
+// Rotary position embedding, on a GPU.
 #include "device_tensors.h"
 
 namespace megads::bindings {

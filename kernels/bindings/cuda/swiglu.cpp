@@ -1,4 +1,4 @@
-// The gated linear unit of SwiGLU, on a GPU.
+// SwiGLU, on a GPU.
 #include "device_tensors.h"
 
 namespace megads::bindings {

@@ -1,10 +1,10 @@
-"""The on-disk format of tokenised datasets: Megatron's, with a sidecar and the tokenizer beside it.
+"""The on-disk format of tokenized datasets: Megatron's, plus a sidecar and a copy of the tokenizer.
 
-`dataset` reads and `writer` writes them; `sidecar` is what lies beside them; `recorded` tells a later start of a run
-whether they changed; `run_tokenizer` is the run's own copy of their tokenizer; `actions` is what `megads dataset` does.
-`stream` reads datasets in object storage, from files and blocks that `remote_files` fetches and `block_cache` keeps.
-`verified_once` spares every rank but one the reading of large files, and is for the rooms of data only.
+`dataset` reads and `writer` writes them; `sidecar` describes a dataset; `recorded` detects changes of a dataset between
+starts of a run; `run_tokenizer` is the run's own copy of the tokenizer; `actions` implements `megads dataset`. `stream`
+reads datasets in object storage: `remote_files` fetches files and blocks, `block_cache` stores blocks. `verified_once`
+lets one rank verify large files for all ranks of a node; it is internal to `megads.data`.
 """
 
 __all__ = ["actions", "dataset", "recorded", "run_tokenizer", "sidecar", "stream", "writer"]
-"""Modules that rooms outside of data may import."""
+"""Modules that packages other than `megads.data` may import."""

@@ -1,4 +1,4 @@
-"""What `megads dataset` does: merges, splits, inspects, counts and checks indexed datasets."""
+"""The actions of `megads dataset`: merge, split, inspect, count and check indexed datasets."""
 
 from __future__ import annotations
 
@@ -30,39 +30,39 @@ from megads.data.indexed.writer import IndexedDatasetAppender, in_pieces
 from megads.errors import ConfigError, DataError
 from megads.runtime.progress import Progress
 
-# Documents whose index entries are handled at a time.
+# Number of documents whose index entries are processed at a time.
 _DOCUMENTS = 1 << 20
-# Lengths are counted one by one up to here, longer documents together: 8 MB, however many documents there are.
+# Longest document that is counted by its exact length: bounds the counts to 8 MB, however many documents there are.
 _LONGEST_COUNTED = 1 << 20
 
 
 def merge(prefixes: Sequence[str], output: str, overwrite: bool = False) -> IndexedDataset:
-    """Joins datasets into one, in the order given, by copying ranges of bytes.
+    """Concatenates datasets, in the order given, by copying bytes.
 
     Args:
-        prefixes: the datasets; all of one tokenizer where their sidecars tell.
-        output: prefix of the dataset to write. It has a sidecar if all of them have one.
-        overwrite: replace a dataset that is there.
+        prefixes: prefixes of the datasets; all made with one tokenizer, as far as their sidecars tell.
+        output: prefix of the dataset to write. It has a sidecar if all inputs have one.
+        overwrite: replace an existing dataset.
 
     Returns:
         The new dataset, opened.
 
     Raises:
         ConfigError: the output exists, or is one of the inputs.
-        DataError: a dataset is damaged, or made with another tokenizer; or the disk is full.
+        DataError: a dataset is damaged or made with another tokenizer, or the disk is full.
     """
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     sidecars = [read_sidecar(prefix) for prefix in prefixes]
     _require_one_tokenizer(prefixes, sidecars)
-    _claim(output, prefixes, overwrite)
+    _check_output(output, prefixes, overwrite)
     carried = next((carried_path(p).read_bytes() for p in prefixes if carried_path(p).is_file()), None)
     dtype = np.result_type(*(dataset.dtype for dataset in datasets))
     total_bytes = sum(dataset.num_tokens for dataset in datasets) * dtype.itemsize
-    counted = _Copied()
+    counted = _CopyStatistics()
     with IndexedDatasetAppender(output, dtype) as writer, Progress("merging", total_bytes) as progress:
         for dataset in datasets:
             _append(writer, dataset, range(dataset.num_documents), counted, progress)
-        _forget(output)
+        _remove_sidecar(output)
     made = [sidecar for sidecar in sidecars if sidecar is not None]
     if len(made) == len(sidecars):
         _write_sidecar(output, writer, counted, _joined(made))
@@ -72,13 +72,13 @@ def merge(prefixes: Sequence[str], output: str, overwrite: bool = False) -> Inde
 
 
 def split(prefix: str, output: str, parts: Mapping[str, float], overwrite: bool = False) -> dict[str, IndexedDataset]:
-    """Cuts a dataset at documents into datasets of its consecutive parts.
+    """Splits a dataset between documents into datasets of consecutive documents.
 
     Args:
-        prefix: the dataset.
-        output: part `name` is written at `<output>-<name>`.
-        parts: share of the documents by name, in order; they need not add up to one.
-        overwrite: replace datasets that are there.
+        prefix: prefix of the dataset.
+        output: part `name` is written to `<output>-<name>`.
+        parts: share of the documents by name, in order; the shares need not add up to one.
+        overwrite: replace existing datasets.
 
     Returns:
         The new datasets by name, opened.
@@ -97,15 +97,15 @@ def split(prefix: str, output: str, parts: Mapping[str, float], overwrite: bool 
                 f"parts = {dict(parts)}: {name} gets {len(documents)} of {dataset.num_documents} documents and no "
                 "tokens; give it a larger share or leave it out"
             )
-        _claim(f"{output}-{name}", [prefix], overwrite)
+        _check_output(f"{output}-{name}", [prefix], overwrite)
     with Progress("splitting", dataset.num_tokens * dataset.dtype.itemsize) as progress:
         for name, documents in ranges.items():
             _write_part(dataset, documents, f"{output}-{name}", sidecar, progress)
     return {name: IndexedDataset(f"{output}-{name}") for name in parts}
 
 
-class _Copied:
-    """What is learnt of tokens while they are copied."""
+class _CopyStatistics:
+    """Statistics of tokens, collected while they are copied."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -121,7 +121,11 @@ class _Copied:
 
 
 def _append(
-    writer: IndexedDatasetAppender, dataset: IndexedDataset, documents: range, counted: _Copied, progress: Progress
+    writer: IndexedDatasetAppender,
+    dataset: IndexedDataset,
+    documents: range,
+    counted: _CopyStatistics,
+    progress: Progress,
 ) -> None:
     for begin in range(documents.start, documents.stop, _DOCUMENTS):
         some = range(begin, min(begin + _DOCUMENTS, documents.stop))
@@ -133,13 +137,13 @@ def _append(
 def _write_part(
     dataset: IndexedDataset, documents: range, output: str, sidecar: Sidecar | None, progress: Progress
 ) -> None:
-    counted = _Copied()
+    counted = _CopyStatistics()
     counted.bytes = dataset.document_start(documents.start) * dataset.dtype.itemsize
     with IndexedDatasetAppender(output, dataset.dtype) as writer:
         _append(writer, dataset, documents, counted, progress)
-        _forget(output)
+        _remove_sidecar(output)
     if sidecar is not None:
-        # Which line of the input gave which document is not recorded: rejected lines stay with the whole.
+        # The sidecar does not record which line gave which document, so rejected lines are not assigned to parts.
         share = writer.num_tokens / dataset.num_tokens
         part = dataclasses.replace(
             sidecar,
@@ -155,7 +159,7 @@ def _write_part(
         write_carried(output, carried.read_bytes())
 
 
-def _write_sidecar(output: str, writer: IndexedDatasetAppender, counted: _Copied, base: Sidecar) -> None:
+def _write_sidecar(output: str, writer: IndexedDatasetAppender, counted: _CopyStatistics, base: Sidecar) -> None:
     made = dataclasses.replace(
         base,
         documents=writer.num_documents,
@@ -200,7 +204,7 @@ def _require_one_tokenizer(prefixes: Sequence[str], sidecars: Sequence[Sidecar |
             )
 
 
-def _claim(output: str, inputs: Sequence[str], overwrite: bool) -> None:
+def _check_output(output: str, inputs: Sequence[str], overwrite: bool) -> None:
     for path in (bin_path(output), idx_path(output), sidecar_path(output), carried_path(output)):
         if any(path.resolve() == make(p).resolve() for p in inputs for make in (bin_path, idx_path)):
             raise ConfigError(f"output = {output}: {path} is an input and would be lost; choose another output")
@@ -208,21 +212,21 @@ def _claim(output: str, inputs: Sequence[str], overwrite: bool) -> None:
             raise ConfigError(f"output = {output}: {path} exists; choose another output or give overwrite=true")
 
 
-def _forget(output: str) -> None:
-    """Removes what belongs to a dataset that is about to be replaced: valid without, wrong with another's."""
+def _remove_sidecar(output: str) -> None:
+    """Removes sidecar and tokenizer of a dataset that is about to be replaced; a dataset without them is valid."""
     for path in (sidecar_path(output), carried_path(output)):
         Path(path).unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
 class InspectedDocument:
-    """One document as text.
+    """One decoded document.
 
     Attributes:
-        number: in the dataset.
-        tokens: how many it has, its end included.
-        text: its beginning, special tokens spelt out.
-        cut: there is more of it.
+        number: index of the document in the dataset.
+        tokens: number of tokens, including the end-of-document token.
+        text: beginning of the text, including special tokens.
+        cut: whether the text is truncated.
     """
 
     number: int
@@ -237,11 +241,11 @@ def inspect(
     """Yields consecutive documents, decoded.
 
     Args:
-        prefix: the dataset.
-        first: number of the first document.
-        count: how many; fewer where the dataset ends.
-        max_characters: of each.
-        tokenizer: file to decode with; None is the one beside the dataset.
+        prefix: prefix of the dataset.
+        first: index of the first document.
+        count: number of documents; fewer if the dataset ends before.
+        max_characters: maximum number of characters per document.
+        tokenizer: tokenizer file for decoding; None is the one beside the dataset.
 
     Raises:
         ConfigError: the dataset has no such document.
@@ -254,7 +258,7 @@ def inspect(
     found = find_tokenizer([Path(prefix)], tokenizer)
     for number in range(first, min(first + count, dataset.num_documents)):
         tokens = dataset.document_tokens(number)
-        # A character takes four tokens at most, of one byte each.
+        # A character is at most four tokens, of one byte each.
         shown = tokens[: 4 * max_characters].tolist()
         with tokenizing(found.path):
             text = found.tokenizer.decode(shown, skip_special_tokens=False)
@@ -264,18 +268,18 @@ def inspect(
 
 @dataclass(frozen=True)
 class LengthStatistics:
-    """Counts of one dataset.
+    """Length statistics of one dataset.
 
     Attributes:
-        prefix: the dataset.
-        dtype: of its tokens.
-        documents: how many.
-        sequences: how many; more where documents consist of several.
-        tokens: how many.
+        prefix: prefix of the dataset.
+        dtype: token dtype.
+        documents: number of documents.
+        sequences: number of sequences; a document has one or more.
+        tokens: number of tokens.
         shortest: tokens in the shortest document.
-        longest: tokens in the longest.
-        percentiles: tokens below which so many percent of documents lie; those above 2^20 tokens count as 2^20.
-        histogram: int64 [32], documents of 0 tokens, 1, 2 to 3, 4 to 7, ... 2^(i-1) to 2^i - 1.
+        longest: tokens in the longest document.
+        percentiles: document length in tokens by percentile; lengths above 2^20 count as 2^20.
+        histogram: int64 [33], number of documents with 0 tokens, 1, 2 to 3, 4 to 7, ... 2^(i-1) to 2^i - 1.
     """
 
     prefix: str
@@ -303,7 +307,7 @@ def length_statistics(prefix: str) -> LengthStatistics:
         sizes = dataset.document_sizes(range(begin, min(begin + _DOCUMENTS, dataset.num_documents)))
         shortest, longest = min(shortest, int(sizes.min())), max(longest, int(sizes.max()))
         counts += np.bincount(np.minimum(sizes, _LONGEST_COUNTED), minlength=counts.size)
-        # The exponent of the next power of two: exact for whole numbers up to 2^53.
+        # frexp gives the exponent of the next power of two, exactly for integers up to 2^53.
         histogram += np.bincount(np.frexp(sizes)[1], minlength=histogram.size)
     ends = np.cumsum(counts)
     wanted = {share: int(np.searchsorted(ends, share / 100 * dataset.num_documents)) for share in (5, 25, 50, 75, 95)}
@@ -315,14 +319,14 @@ def length_statistics(prefix: str) -> LengthStatistics:
 
 @dataclass(frozen=True)
 class CheckedDataset:
-    """A dataset that is what was written, as far as can be told.
+    """A dataset that passed all checks.
 
     Attributes:
-        prefix: the dataset.
-        documents: how many.
-        tokens: how many.
-        empty_documents: documents without a token.
-        checksums_held: the sidecar records checksums, and they are right; False: it records none.
+        prefix: prefix of the dataset.
+        documents: number of documents.
+        tokens: number of tokens.
+        empty_documents: number of documents without tokens.
+        checksums_held: whether checksums in the sidecar were compared and match; False if it has none.
         bin_checksum: XXH3 of .bin.
         idx_checksum: XXH3 of .idx.
     """
@@ -337,10 +341,10 @@ class CheckedDataset:
 
 
 def check(prefix: str) -> CheckedDataset:
-    """Reads every byte of a dataset and holds it to its index and its sidecar.
+    """Reads every byte of a dataset and compares it with its index and its sidecar.
 
     Raises:
-        DataError: something does not fit; the message says what, and where.
+        DataError: a check fails; the message has the cause and the position.
     """
     dataset = IndexedDataset(prefix, anew=True)
     sidecar = read_sidecar(prefix)

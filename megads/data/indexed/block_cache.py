@@ -1,8 +1,8 @@
-"""Blocks of remote files on a disk of the node: bounded, shared by its processes, each fetched by one of them.
+"""Disk cache of blocks of remote files: bounded, shared by the processes of a node, each block fetched by one of them.
 
-A block is a file of its own: its bytes, and their XXH3. It is written under another name and renamed, so a process that
-is killed leaves no half block; what a lost machine tears is told by the checksum. An open block stays readable when it
-is evicted. Nothing here knows where blocks come from.
+A block is a separate file with its bytes and their XXH3. It is written under a temporary name and renamed, so a killed
+process leaves no partial block; the checksum detects blocks torn when a machine is lost. An open block stays readable
+after its eviction. This module does not fetch blocks.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from megads.errors import DISK_FULL, ConfigError
 Bytes = npt.NDArray[np.uint8]
 _DIGEST_BYTES = 8
 _FOLDER_BLOCKS = 1000
-"""In a folder, which lists slowly when it has many more."""
+"""Blocks per folder, since listing a folder with many more is slow."""
 _KEPT_SHARE = 0.9
-"""Of the bound, after an eviction: looking at every block is for many blocks."""
+"""Share of the limit that remains after an eviction; evicting several blocks at once amortizes listing all of them."""
 _ABANDONED_S = 600.0
 _LOCK = struct.Struct("hhqqi4x")
 """struct flock of Linux, 64 bit."""
@@ -36,17 +36,18 @@ _LOCK = struct.Struct("hhqqi4x")
 
 @dataclass(frozen=True)
 class StreamCounters:
-    """What the processes of a node have read of remote data, since the cache folder was made.
+    """Counters of remote reads by all processes of a node, since the cache folder was made.
 
     Attributes:
-        used_bytes: that blocks take on the disk now.
-        fetched_bytes: that came over the network.
-        requests: by which they came.
-        retries: requests that failed and were made again.
-        evicted_bytes: removed to make room.
-        hits: blocks that were there when a batch needed them.
+        used_bytes: current size of the blocks on disk.
+        fetched_bytes: bytes received over the network.
+        requests: number of successful requests.
+        retries: failed requests that were repeated.
+        evicted_bytes: bytes removed to free space.
+        hits: blocks that were in the cache when a batch needed them.
         waits: blocks that were not.
-        wait_us: microseconds that loaders waited for these; they read ahead of the training, which need not have.
+        wait_us: microseconds that dataloaders waited for these. Dataloaders read ahead, so training need not have
+            waited.
     """
 
     used_bytes: int = 0
@@ -59,7 +60,7 @@ class StreamCounters:
     wait_us: int = 0
 
     def since(self, before: StreamCounters) -> StreamCounters:
-        """What was counted after `before`; the bytes that are used are those of now."""
+        """Returns the increase of each counter after `before`; used_bytes is the current value."""
         differences = (now - then for now, then in zip(astuple(self)[1:], astuple(before)[1:], strict=True))
         return StreamCounters(self.used_bytes, *differences)
 
@@ -68,14 +69,14 @@ _NUMBERS = struct.Struct(f"<{len(fields(StreamCounters))}q")
 
 
 class CacheFolder:
-    """The folder of all remote data of a node, and the bound on it.
+    """The cache folder of all remote data of a node, with a size limit.
 
     Args:
-        folder: on a disk of the node; made if need be.
-        most_bytes: that blocks may take.
+        folder: folder on a disk of the node; created if missing.
+        most_bytes: maximum size of the blocks.
 
     Raises:
-        ConfigError: it cannot be made or written to.
+        ConfigError: the folder cannot be created or written to.
     """
 
     def __init__(self, folder: Path, most_bytes: int) -> None:
@@ -91,21 +92,21 @@ class CacheFolder:
         self._thread_lock = threading.Lock()
 
     def close(self) -> None:
-        """Closes its file."""
+        """Closes the file of the counters."""
         os.close(self._file)
 
     def counters(self) -> StreamCounters:
-        """What all processes of the node have counted."""
+        """Returns the counters of all processes of the node."""
         with self._locked():
             return self._read()
 
     def count(self, **more: int) -> None:
-        """Adds to counters, by their names."""
+        """Adds to counters, given by name."""
         with self._locked():
             self._write(self._added(self._read(), more))
 
     def reserve(self, size: int) -> None:
-        """Makes room for more bytes; what was used longest ago goes first."""
+        """Frees space for more bytes; the least recently used blocks are evicted first."""
         with self._locked():
             now = self._read()
             if now.used_bytes + size > self.most_bytes:
@@ -113,7 +114,7 @@ class CacheFolder:
             self._write(self._added(now, {"used_bytes": size}))
 
     def make_room(self) -> None:
-        """Removes half of what is there: the disk is full, whoever filled it."""
+        """Evicts half of the blocks, because the disk is full."""
         with self._locked():
             now = self._read()
             self._write(self._evict(now, None))
@@ -122,9 +123,9 @@ class CacheFolder:
         return StreamCounters(**{item.name: getattr(now, item.name) + more.get(item.name, 0) for item in fields(now)})
 
     def _evict(self, now: StreamCounters, target_bytes: int | None) -> StreamCounters:
-        """Removes blocks down to a size, or half of them.
+        """Evicts blocks down to a size, or half of them.
 
-        What is there is counted anew, as killed processes have reserved without use.
+        The size of all blocks is computed again, because killed processes may have reserved space without using it.
         """
         found = sorted(_blocks(self.folder))
         used = sum(size for _, size, _ in found)
@@ -158,7 +159,7 @@ class CacheFolder:
 
 
 def _blocks(folder: Path) -> Iterator[tuple[float, int, str]]:
-    """Last use, size and path of every block, and of what killed processes left of some."""
+    """Yields last use, size and path of every block, and of partial files of killed processes."""
     for blocks in folder.glob("*/*/blocks-*"):
         for inner in blocks.glob("*/"):
             with suppress(FileNotFoundError), os.scandir(inner) as entries:
@@ -169,13 +170,13 @@ def _blocks(folder: Path) -> Iterator[tuple[float, int, str]]:
 
 
 class BlockCache:
-    """The blocks of one remote file, in one version.
+    """The blocks of one version of a remote file.
 
     Args:
-        root: of the node.
-        folder: for these blocks, two levels below the root's.
-        num_bytes: of the file.
-        block_bytes: of a block; the last one may have fewer.
+        root: cache folder of the node.
+        folder: folder of these blocks, two levels below the root's.
+        num_bytes: size of the file.
+        block_bytes: size of a block; the last one may be smaller.
 
     Raises:
         ConfigError: the folder cannot be written to.
@@ -191,15 +192,15 @@ class BlockCache:
             raise ConfigError(f"data.stream.cache_dir: {self._folder} cannot be written: {error.strerror}") from error
 
     def close(self) -> None:
-        """Gives up what is claimed, and closes its file."""
+        """Releases all claims and closes their file."""
         os.close(self._claims)
 
     def size(self, block: int) -> int:
-        """Bytes of a block."""
+        """Returns the size of a block in bytes."""
         return min(self.block_bytes, self.num_bytes - block * self.block_bytes)
 
     def touch(self, block: int) -> bool:
-        """Whether a block is there; it counts as used now."""
+        """Returns whether a block is cached, and marks it as used now."""
         try:
             os.utime(self._path(block))
         except FileNotFoundError:
@@ -207,7 +208,7 @@ class BlockCache:
         return True
 
     def read(self, block: int) -> Bytes | None:
-        """Returns a block, uint8 [its size]; None where it is not there, or is damaged and has been removed.
+        """Returns a block, uint8 [its size]; None if it is missing, or was damaged and has been removed.
 
         Raises:
             OSError: the disk cannot be read.
@@ -224,10 +225,10 @@ class BlockCache:
         return None
 
     def put(self, block: int, content: Bytes) -> None:
-        """Keeps a block.
+        """Stores a block.
 
         Raises:
-            ConfigError: there is no room for it on the disk.
+            ConfigError: the disk is full.
         """
         assert content.size == self.size(block)
         self.root.reserve(content.size + _DIGEST_BYTES)
@@ -246,12 +247,12 @@ class BlockCache:
                 ) from again
 
     def try_claim(self, block: int) -> bool:
-        """Whether this process may fetch a block now; it is claimed until it is released or the process ends."""
-        # Of the open file, not of the process: other caches of this process are held off too, and none deadlock.
+        """Returns whether this process may fetch a block now; the claim ends with `release` or with the process."""
+        # An open-file-description lock: it also excludes other caches of this process, and cannot deadlock.
         return self._lock(fcntl.F_WRLCK, block)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Ends claims."""
+        """Releases claims."""
         for block in blocks:
             self._lock(fcntl.F_UNLCK, block)
 

@@ -28,16 +28,16 @@ VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {code: np.dtype(name) for code, name in ((1, "u1"), (2, "i1"), (3, "<i2"), (4, "<i4"), (5, "<i8"), (8, "<u2"))}
 _REMEDY = "copy the pair of files again, or make it anew with `megads preprocess`"
-# Checks and writes go over the index in pieces, so that memory stays small at a billion documents.
+# The index is checked and written in chunks, to bound memory for a billion documents.
 CHUNK = 1 << 20
 LARGE_INDEX_BYTES = 1 << 22
-"""A smaller index is read faster than an answer is looked up."""
+"""Smaller indexes are checked every time, because that is faster than looking up an earlier result."""
 Array = npt.NDArray[Any]
 IntArray = npt.NDArray[np.int64]
 
 
 class Tokens(Protocol):
-    """The tokens of a dataset: an array [size], or what is read like one."""
+    """The tokens of a dataset: an array [size], or an object that is sliced like one."""
 
     @property
     def size(self) -> int: ...
@@ -46,7 +46,7 @@ class Tokens(Protocol):
 
 
 class RemoteTokens(Tokens, Protocol):
-    """Tokens that are brought from elsewhere; a slice waits until they are there."""
+    """Tokens in remote storage; slicing waits until they are fetched."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -59,7 +59,7 @@ class RemoteTokens(Tokens, Protocol):
 
 
 def _refusal(path: Path, byte: int, found: str, remedy: str = _REMEDY) -> DataError:
-    """Returns the error of a damaged file, with the byte at which the damage shows."""
+    """Returns the error for a damaged file, with the byte offset of the damage."""
     return DataError(f"{path}: byte {byte}: {found}; {remedy}")
 
 
@@ -71,7 +71,8 @@ def _unpack_header(path: Path) -> tuple[bytes, int, int, int, int]:
 
 
 def _read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
-    """Returns token dtype, number of sequences and length of the document index; refuses all that does not fit."""
+    """Returns token dtype, number of sequences and length of the document index; raises DataError on an invalid
+    header."""
     with path.open("rb") as file:
         start = file.read(len(MAGIC))
     file_bytes = path.stat().st_size
@@ -130,17 +131,17 @@ def _check_offsets(
     token_bytes: int,
     bin_bytes: int,
 ) -> int:
-    """Refuses lengths and offsets that do not tile `.bin`; returns the byte at which they end.
+    """Checks that lengths and offsets tile `.bin`; returns the byte at which the last sequence ends.
 
     Args:
-        path: of `.idx`.
-        sizes: [sequences], tokens in each.
-        offsets: [sequences], byte of `.bin` at which each starts.
-        token_bytes: of one token.
-        bin_bytes: of `.bin`, for the message.
+        path: the `.idx` file.
+        sizes: [sequences], length of each sequence in tokens.
+        offsets: [sequences], byte offset of each sequence in `.bin`.
+        token_bytes: bytes per token.
+        bin_bytes: size of `.bin`, for the message.
 
     Raises:
-        DataError: names the first sequence that is wrong.
+        DataError: a sequence is wrong; the message names the first one.
     """
     end = 0
     for begin in range(0, sizes.size, CHUNK):
@@ -163,15 +164,15 @@ def _check_offsets(
 
 
 def _check_document_index(path: Path, index: npt.NDArray[np.integer[Any]], num_sequences: int) -> None:
-    """Refuses a document index that does not go from 0 to the number of sequences, never down.
+    """Checks that the document index rises from 0 to the number of sequences and never decreases.
 
     Args:
-        path: of `.idx`.
+        path: the `.idx` file.
         index: [documents + 1], first sequence of each document, and the end.
-        num_sequences: in the dataset.
+        num_sequences: number of sequences in the dataset.
 
     Raises:
-        DataError: names the first entry that is wrong.
+        DataError: an entry is wrong; the message names the first one.
     """
     base = HEADER.size + 12 * num_sequences
     if index[0] != 0:
@@ -192,7 +193,7 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 def bin_path(prefix: str | Path) -> Path:
-    """Returns the file of tokens of the dataset at `prefix`."""
+    """Returns the token file of the dataset at `prefix`."""
     return Path(f"{prefix}.bin")
 
 
@@ -202,18 +203,18 @@ def idx_path(prefix: str | Path) -> Path:
 
 
 class IndexedDataset:
-    """A dataset in Megatron's format, memory-mapped and checked in full when opened, a large one once a node and boot.
+    """A memory-mapped dataset in Megatron's format. It is checked when opened; a large index once per node and boot.
 
-    A document is one or more consecutive sequences. Sequences lie in `.bin` without gaps (checked), so any run of
+    A document is one or more consecutive sequences. Sequences lie in `.bin` without gaps (checked), so any range of
     consecutive documents is one contiguous stream of tokens.
 
     Args:
-        prefix: path without the `.bin` and `.idx` endings.
-        holds_the_same: tells whether a file that was written to after it was opened holds what it held; None: nobody
-            knows.
+        prefix: path without the `.bin` and `.idx` extensions.
+        holds_the_same: returns whether a file that was written to after it was opened still has the same content; None
+            if that cannot be determined.
         anew: check the index even if a process of this node has done so before.
-        name: as the user knows it; None is the prefix.
-        open_tokens: gives the tokens, of a dtype, where `.bin` is not beside `.idx`; None: it is.
+        name: name for messages; None is the prefix.
+        open_tokens: opens the tokens with a given dtype if `.bin` is not beside `.idx`; None if it is.
 
     Raises:
         DataError: a file is missing, empty or corrupt; the message names file, byte offset, value and remedy.
@@ -236,7 +237,7 @@ class IndexedDataset:
             if not path.is_file():
                 raise DataError(
                     f"{path}: no such file; make the dataset with `megads preprocess input=<files> output={prefix}`, "
-                    "or name one that is there: data.train='[{path: <prefix>}]'"
+                    "or name an existing one: data.train='[{path: <prefix>}]'"
                 )
         self._path = index
         self._state, self._anew = file_state(index), anew
@@ -260,7 +261,7 @@ class IndexedDataset:
             raise DataError(f"{self.name}.bin: holds no tokens; give `megads preprocess` documents with text")
         self._maps = {index: raw}
         self.all_tokens: Tokens
-        """[num_tokens], what `.bin` holds: a read-only view, unless it is somewhere else."""
+        """[num_tokens], the content of `.bin`: a read-only view of the file, unless it is remote."""
         if self._remote is not None:
             self.all_tokens = self._remote
         else:
@@ -269,16 +270,16 @@ class IndexedDataset:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the dataset."""
+        """Number of tokens in the dataset."""
         return self.all_tokens.size
 
     def tokens(self, sequence: int, offset: int = 0, length: int | None = None) -> Array:
         """Returns tokens of one sequence.
 
         Args:
-            sequence: number of the sequence.
-            offset: first token wanted.
-            length: how many; None is up to the end of the sequence.
+            sequence: index of the sequence.
+            offset: first token.
+            length: number of tokens; None is up to the end of the sequence.
 
         Returns:
             A read-only view [length] of the file in the dataset's dtype.
@@ -292,30 +293,30 @@ class IndexedDataset:
         return self._slice(begin, begin + int(self.sequence_sizes[sequence]), offset, length)
 
     def document_tokens(self, document: int, offset: int = 0, length: int | None = None) -> Array:
-        """Returns tokens of one document, all its sequences joined; arguments and errors as in `tokens`."""
+        """Returns tokens of one document, its sequences concatenated; arguments and errors as in `tokens`."""
         if not 0 <= document < self.num_documents:
             raise IndexError(f"document {document} of {self.num_documents}")
         return self._slice(self.document_start(document), self.document_start(document + 1), offset, length)
 
     def stream(self, documents: range) -> Array:
-        """Returns the tokens of consecutive documents as one read-only view of the file; remote ones in memory."""
+        """Returns the tokens of consecutive documents as one read-only view of the file; remote tokens are copied."""
         assert documents.step == 1
         return self.all_tokens[self.document_start(documents.start) : self.document_start(documents.stop)]
 
     def num_tokens_of(self, documents: range) -> int:
-        """Returns how many tokens consecutive documents have together."""
+        """Returns the total number of tokens of consecutive documents."""
         assert documents.step == 1
         return max(self.document_start(documents.stop) - self.document_start(documents.start), 0)
 
     def fetch_ahead(self, starts: IntArray, ends: IntArray) -> int:
-        """Begins to bring tokens that will be read soon.
+        """Starts fetching tokens that will be read soon.
 
         Args:
-            starts: int64 [n], position in `.bin` of the first token of each of n spans.
-            ends: int64 [n], the same of their ends, exclusive.
+            starts: int64 [n], positions in `.bin` of the first tokens of n spans.
+            ends: int64 [n], positions of their ends, exclusive.
 
         Returns:
-            Bytes that this node keeps for them; 0 of a dataset that is on this machine.
+            Bytes that they take in this node's cache; 0 for a local dataset.
         """
         return 0 if self._remote is None else self._remote.fetch_ahead(starts, ends)
 
@@ -323,34 +324,34 @@ class IndexedDataset:
         """Waits until tokens are on this machine; arguments as in `fetch_ahead`.
 
         Raises:
-            DataError: they cannot be had.
+            DataError: they cannot be read.
         """
         if self._remote is not None:
             self._remote.fetch(starts, ends)
 
     @property
     def is_remote(self) -> bool:
-        """Whether its tokens are brought from elsewhere."""
+        """Whether its tokens are in remote storage."""
         return self._remote is not None
 
     def bin_bytes(self, begin: int, end: int) -> npt.NDArray[np.uint8]:
-        """Returns bytes of `.bin`, uint8 [end - begin]; a view where it is on this machine."""
+        """Returns bytes of `.bin`, uint8 [end - begin]; a view of the file if it is local."""
         if self._remote is not None:
             return self._remote.read_bytes(begin, end)
         return np.frombuffer(self._maps[bin_path(self.prefix)], np.uint8, end - begin, begin)
 
     def document_start(self, document: int) -> int:
-        """Returns the position of a document's first token in `.bin`; that of `num_documents` is the end."""
+        """Returns the position in `.bin` of a document's first token; for `num_documents` the end."""
         sequence = self.document_index.item(document)
         return self._offsets.item(sequence) // self._token_bytes if sequence < self.num_sequences else self.num_tokens
 
     def document_bounds(self, documents: IntArray) -> tuple[IntArray, IntArray]:
-        """Returns, int64 [n] each, the positions in `.bin` of the first tokens of n documents and of their ends."""
+        """Returns the positions in `.bin` of the first tokens of n documents and of their ends, int64 [n] each."""
         index = self.document_index
         return self.sequence_starts(index[documents]), self.sequence_starts(index[documents + 1])
 
     def document_sizes(self, documents: range) -> IntArray:
-        """Returns int64 [len(documents)], tokens in each of consecutive documents."""
+        """Returns int64 [len(documents)], the number of tokens in each of consecutive documents."""
         assert documents.step == 1
         return np.diff(self.sequence_starts(self.document_index[documents.start : documents.stop + 1]))
 
@@ -360,7 +361,8 @@ class IndexedDataset:
         return np.where(sequences < self.num_sequences, starts, self.num_tokens)
 
     def addresses(self, first: int) -> DocumentOffsets:
-        """Returns where compiled code finds the starts of documents, `first` counting as 0; valid as long as this."""
+        """Returns the addresses of document starts for compiled code, from document `first` on; valid while this
+        lives."""
         return DocumentOffsets(
             self.document_index[first:].ctypes.data,
             self._offsets.ctypes.data,
@@ -386,9 +388,9 @@ class IndexedDataset:
         return digest.hexdigest()[:16]
 
     def require_whole(self) -> None:
-        """Raises DataError where a file is shorter than when it was opened.
+        """Raises DataError if a file is shorter than when it was opened.
 
-        What a mapped file has lost reads as zeros up to the end of a page, and kills the process by SIGBUS beyond it.
+        The missing part of a mapped file reads as zeros up to the end of a page, and raises SIGBUS beyond it.
         """
         for path, mapped in self._maps.items():
             if (found := mapped.size()) < len(mapped):
@@ -398,26 +400,26 @@ class IndexedDataset:
                 )
 
     def require_unwritten(self) -> None:
-        """Raises DataError where something has written to a file since it was opened, or it is no longer whole.
+        """Raises DataError if a file was written to or truncated since it was opened.
 
-        A file of another inode is no matter: what is mapped is the one that was opened. Nor is one that still holds the
-        same: files on scratch disks are touched, lest they be purged.
+        A file that was replaced by one with another inode is ignored, since the old one stays mapped. So is a file with
+        unchanged content: files on scratch disks are touched to avoid their deletion.
         """
         for path, before in self._written.items():
             now = _written(path)
             if before is None or now is None or now[0] != before[0]:
                 self.require_whole()
                 continue
-            # One look at a file tells both, unless its name stands for another one now.
+            # One stat call gives size and times, unless the path refers to another file now.
             if now[2] < len(self._maps[path]):
                 self.require_whole()
             if now[1] != before[1]:
                 if self._holds_the_same is not None and self._holds_the_same(path):
                     self._written[path] = now
-                    logging.getLogger(__name__).warning("%s was written to or touched, and holds the same", path)
+                    logging.getLogger(__name__).warning("%s was written to or touched, content unchanged", path)
                     continue
                 raise DataError(
-                    f"{path}: something wrote to it after this run had opened it: hold it to its checksums with "
+                    f"{path}: something wrote to it after this run had opened it: compare it with its checksums with "
                     f"`megads dataset check input={self.prefix}`, put it back if it is damaged, and start again"
                 )
 
@@ -428,7 +430,7 @@ class IndexedDataset:
         return self.all_tokens[begin + offset : begin + offset + wanted]
 
     def _once(self, claim: str, compute: Callable[[], str]) -> str:
-        """What follows from the index: computed once a node where that takes long and the file is the one opened."""
+        """Computes a result from the index, once per node if the index is large and still the one that was opened."""
         if self._anew or self._state[0] < LARGE_INDEX_BYTES or file_state(self._path) != self._state:
             return compute()
         return computed_once([self._path], claim, compute)
@@ -440,7 +442,7 @@ class IndexedDataset:
 
 
 def _written(path: Path) -> tuple[int, int, int] | None:
-    """Inode, time of the last write in ns, and size; None where there is no such file any more."""
+    """Inode, modification time in ns, and size; None if the file no longer exists."""
     try:
         status = path.stat()
     except OSError:

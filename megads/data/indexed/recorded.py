@@ -1,4 +1,4 @@
-"""data_record.json of a run: what its data held at its last start, so that a later one knows that it changed."""
+"""data_record.json of a run: describes its data at its last start, so that a later start detects changes."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ from megads.runtime.files import atomic_writer, read_json
 from megads.runtime.run_dir import DATA_FILE, recorded_data_path
 
 WHOLE_BYTES = 1 << 26
-"""Of a file of tokens up to this size every byte counts."""
+"""Token files up to this size are hashed completely."""
 PIECES, PIECE_BYTES = 256, 1 << 16
-"""Of a larger one so many pieces, evenly spaced from its first byte to its last: a start cannot read terabytes."""
+"""Number and size of the hashed pieces of larger files, evenly spaced from the first byte to the last, because a start
+cannot read terabytes."""
 
 _TOGETHER = 32
-"""Pieces that are requested together from a store."""
+"""Pieces that are requested at a time from a store."""
 
 
 @dataclass(frozen=True)
 class DatasetRecord:
-    """What one dataset held.
+    """Description of the content of one dataset.
 
     Attributes:
-        path: its prefix, as the config names it.
-        documents: how many.
-        tokens: how many.
-        index: hash of all of its index and of the size of `.bin`.
+        path: prefix of the dataset, as in the config.
+        documents: number of documents.
+        tokens: number of tokens.
+        index: hash of the whole index and of the size of `.bin`.
         content: XXH3 of the tokens, see WHOLE_BYTES.
-        tokenizer_sha256: from the sidecar, None where there is none.
+        tokenizer_sha256: sha256 of the tokenizer, from the sidecar; None if there is none.
     """
 
     path: str
@@ -50,11 +51,11 @@ class DatasetRecord:
     tokenizer_sha256: str | None
 
     def is_same_as(self, other: DatasetRecord) -> bool:
-        """Whether the other one has the same name, or the same content elsewhere."""
+        """Whether the other record has the same path, or the same content under another path."""
         return self.path == other.path or (self.index, self.content) == (other.index, other.content)
 
     def change(self, now: DatasetRecord) -> str:
-        """Says what differs now; nothing where all is as it was."""
+        """Returns a description of what differs now; empty if nothing does."""
         if (self.documents, self.tokens) != (now.documents, now.tokens):
             return (
                 f"{self.path} had {self.documents:,} documents of {self.tokens:,} tokens, now {now.documents:,} of "
@@ -72,12 +73,12 @@ class DatasetRecord:
 
 @dataclass(frozen=True)
 class DataRecord:
-    """What a run's data held.
+    """Description of the content of a run's data.
 
     Attributes:
-        datasets: of training and validation.
-        raw: data.raw, from which the launcher made them; empty where the user did.
-        tokenizer: of the run; None where nobody knows it, as in records of earlier versions.
+        datasets: training and validation datasets.
+        raw: data.raw, if the launcher made the datasets from it; otherwise empty.
+        tokenizer: the run's tokenizer; None if unknown, as in records of earlier versions.
     """
 
     datasets: tuple[DatasetRecord, ...]
@@ -85,23 +86,23 @@ class DataRecord:
     tokenizer: TokenizerRecord | None = None
 
     def encode(self) -> bytes:
-        """The text of its file."""
+        """Returns the content of data_record.json."""
         return (json.dumps(asdict(self), indent=1) + "\n").encode()
 
     @property
     def digest(self) -> str:
-        """sha256 of that text, by which a checkpoint knows it."""
+        """sha256 of the encoded record, by which a checkpoint refers to it."""
         return hashlib.sha256(self.encode()).hexdigest()
 
     @property
     def tokenizer_sha256(self) -> str | None:
-        """Of the run's tokenizer; a record of an earlier version knows it by its datasets."""
+        """sha256 of the run's tokenizer; in a record of an earlier version it is taken from the datasets."""
         if self.tokenizer is not None:
             return self.tokenizer.sha256
         return next((item.tokenizer_sha256 for item in self.datasets if item.tokenizer_sha256), None)
 
     def changes(self, now: DataRecord) -> list[str]:
-        """Lists what differs in datasets that both have, and text of the same name that gives another dataset."""
+        """Returns the changes of datasets that both records have, and of data.raw if its paths are the same."""
         known = {record.path: record for record in now.datasets}
         found = [record.change(known[record.path]) for record in self.datasets if record.path in known]
         if self.raw and self.raw == now.raw and not self.datasets[0].is_same_as(now.datasets[0]):
@@ -113,31 +114,31 @@ class DataRecord:
 
 
 def record_data(data: DataConfig, raw: Sequence[str] = (), tokenizer: TokenizerRecord | None = None) -> DataRecord:
-    """Looks at the datasets that a config names.
+    """Describes the datasets of a config.
 
     Args:
-        data: with data.train set.
-        raw: data.raw of which they were made.
-        tokenizer: with which they were made, where that is known.
+        data: data config with data.train set.
+        raw: data.raw from which the datasets were made.
+        tokenizer: tokenizer with which they were made, if known.
 
     Raises:
-        DataError: one is missing or damaged.
+        DataError: a dataset is missing or damaged.
     """
     return DataRecord(tuple(_record(path, data.stream) for path in data.paths), tuple(raw), tokenizer)
 
 
 def with_former(record: DataRecord, data: DataConfig) -> DataRecord:
-    """Returns the record with the datasets of former mixes, which a run that goes on must still have.
+    """Adds the datasets of earlier blends, which a continued run still needs, to a record.
 
     Args:
-        record: of the datasets that the user names.
-        data: with data.history filled in.
+        record: record of the datasets that the user names.
+        data: data config with data.history filled in.
 
     Raises:
-        DataError: one is missing or damaged.
+        DataError: a dataset is missing or damaged.
     """
     known = {item.path for item in record.datasets}
-    # At the end: what data.raw gives stays the first.
+    # Appended, because the dataset of data.raw must stay the first.
     more = tuple(_record(path, data.stream) for path in data.paths if path not in known)
     return replace(record, datasets=record.datasets + more)
 
@@ -156,10 +157,10 @@ def _record(path: str, stream: StreamConfig) -> DatasetRecord:
 
 
 def content_digest(path: Path) -> str:
-    """Returns the XXH3 of a file, 32 hex digits: of all of it, or of evenly spaced pieces of a large one.
+    """Returns the XXH3 of a file, 32 hex digits: of the whole file, or of evenly spaced pieces of a large one.
 
     Raises:
-        DataError: it cannot be read.
+        DataError: the file cannot be read.
     """
     digest = xxhash.xxh3_128()
     try:
@@ -173,14 +174,14 @@ def content_digest(path: Path) -> str:
 
 
 def _pieces(size: int) -> IntArray:
-    """Where the pieces of a file begin that count."""
+    """Returns the byte offsets of the hashed pieces of a file."""
     if size <= WHOLE_BYTES:
         return np.arange(0, size, PIECE_BYTES)
     return np.linspace(0, size - PIECE_BYTES, PIECES).astype(np.int64)
 
 
 def _remote_digest(dataset: IndexedDataset) -> str:
-    """The same as `content_digest` of tokens that are elsewhere, some pieces at a time."""
+    """As `content_digest`, for remote tokens, fetching some pieces at a time."""
     digest, width = xxhash.xxh3_128(), dataset.dtype.itemsize
     size = dataset.num_tokens * width
     begins = _pieces(size)
@@ -194,14 +195,14 @@ def _remote_digest(dataset: IndexedDataset) -> str:
 
 
 def holds_the_same(record: DatasetRecord, path: Path) -> bool:
-    """Whether a file of a dataset, or of a copy of it, holds what was recorded."""
+    """Whether a file of a dataset, or of a copy of it, still has the recorded content."""
     if path == bin_path(path.with_suffix("")):
         return content_digest(path) == record.content
     return IndexedDataset(path.with_suffix("")).fingerprint() == record.index
 
 
 def write_record(run_dir: Path, record: DataRecord) -> None:
-    """Writes a start's record as the run's data_record.json, and keeps a copy for the checkpoints of that start."""
+    """Writes the record of a start to the run's data_record.json, and a copy for the checkpoints of that start."""
     kept = recorded_data_path(run_dir, record.digest)
     kept.parent.mkdir(exist_ok=True)
     for path in (kept, run_dir / DATA_FILE):
@@ -210,11 +211,12 @@ def write_record(run_dir: Path, record: DataRecord) -> None:
 
 
 def read_record(run_dir: Path, digest: str | None = None) -> DataRecord | None:
-    """Returns what a run recorded; None where it did not, as in versions before there was a record.
+    """Returns a run's data record; None if it has none, as in early versions.
 
     Args:
-        run_dir: the run's folder.
-        digest: of the record of the start that wrote a checkpoint; None, or one that was not kept, is the last start's.
+        run_dir: run directory.
+        digest: digest of the record of the start that wrote a checkpoint; None, or one without a kept copy, selects the
+            record of the last start.
 
     Raises:
         DataError: the file is damaged.
@@ -230,12 +232,12 @@ def read_record(run_dir: Path, digest: str | None = None) -> DataRecord | None:
         return DataRecord(datasets, tuple(content["raw"]), TokenizerRecord(**tokenizer) if tokenizer else None)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
-            f"{path}: is no record of a run's data: {error}; delete it to go on without knowing whether data changed"
+            f"{path}: is not a data record: {error}; delete it to continue without the check for changed data"
         ) from error
 
 
 def renamed_datasets(before: DataRecord | None, now: DataRecord) -> dict[str, str]:
-    """Returns the new paths, by their old ones, of datasets that lie elsewhere but hold the same."""
+    """Returns the new path by old path of datasets that moved without a change of content."""
     if before is None:
         return {}
     old, new = ({record.path: record for record in some.datasets} for some in (before, now))
@@ -245,15 +247,15 @@ def renamed_datasets(before: DataRecord | None, now: DataRecord) -> dict[str, st
 
 
 def require_recorded(run_dir: Path, now: DataRecord) -> None:
-    """Refuses data that is not what the launcher recorded at the start.
+    """Checks that the data is what the launcher recorded at the start.
 
     Raises:
-        DataError: names each dataset and what differs.
+        DataError: the data differs; the message names each dataset and the difference.
     """
     before = read_record(run_dir)
     changes = [] if before is None else before.changes(now)
     if changes:
         raise DataError(
             f"the data of {run_dir} is not what its launcher saw: {'; '.join(changes)}. Every node must see the same "
-            "data, and nothing may write to it: put it right and start again"
+            "data, and nothing may write to it: restore it and start again"
         )

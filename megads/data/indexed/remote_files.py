@@ -1,7 +1,7 @@
-"""Reads files of a store that fsspec reaches: ranges of one version of a file, tried again where a request fails.
+"""Reads files of a store through fsspec: byte ranges of one version of a file, with retries.
 
-Only fsspec is imported here; the driver of a URL's scheme (s3fs, gcsfs, huggingface_hub) is the user's to install, and
-reads credentials from its own environment.
+Only fsspec is imported here. The user installs the driver of a URL's scheme (s3fs, gcsfs, huggingface_hub), which reads
+credentials from its own environment.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from megads.data.indexed.block_cache import Bytes
 from megads.errors import DataError
 
 _S3 = ("s3", "s3a")
-# It is tried again here, where it is counted, and sooner than the driver would.
+# Retries happen in this module, which counts them, and start sooner than the driver's.
 _S3_TIMES = {"connect_timeout": 10, "read_timeout": 60, "retries": {"mode": "standard", "total_max_attempts": 1}}
-# What stores tell of a file that changes whenever its content does; the first that is told counts.
+# Metadata that changes whenever a file's content does; the first that the store reports is used.
 _VERSIONS = ("ETag", "etag", "generation", "md5Hash", "sha256", "blob_id", "content_md5")
 _TIMES = ("mtime", "LastModified", "last_modified", "last_commit", "updated", "created")
 _HOPELESS = ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "GatedRepoError")
 _OTHER_VERSION = "FileExpired"
-"""What s3fs raises where S3 refuses to read another version."""
+"""Exception of s3fs when S3 refuses to read another version."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
 _CONTACT_S = 30.0
-"""How long a start waits for a store that does not answer: its URL may be wrong."""
+"""How long a start waits for a store that does not answer, because its URL may be wrong."""
 _RECHECK_S = 30.0
-"""Where a store does not refuse to read another version, how often its version is looked at."""
+"""How often the version is checked in a store that does not refuse to read another version."""
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class FileVersion:
-    """A file in a store, as it is at a time.
+    """One version of a file in a store.
 
     Attributes:
-        url: of it.
-        num_bytes: its size.
-        version: changes with its content.
+        url: URL of the file.
+        num_bytes: size of the file.
+        version: identifier that changes with the content.
     """
 
     url: str
@@ -58,15 +58,15 @@ class FileVersion:
 
 
 class RemoteFiles:
-    """The files whose URLs begin with that of a dataset.
+    """The files of a dataset, whose URLs start with the dataset's.
 
     Args:
-        url: checked, of the dataset: <url>.bin and so on.
-        connections: requests at a time.
-        retry_s: how long a request that fails is tried again.
+        url: URL of the dataset, already checked; its files are <url>.bin and so on.
+        connections: concurrent requests.
+        retry_s: how long a failed request is retried.
 
     Raises:
-        DataError: the driver cannot be made ready.
+        DataError: the driver cannot be initialized.
     """
 
     def __init__(self, url: str, connections: int = 8, retry_s: float = 300.0) -> None:
@@ -78,20 +78,20 @@ class RemoteFiles:
             options["config_kwargs"] = _S3_TIMES | {"max_pool_connections": max(connections, 10)} | own
         try:
             self.fs, self._path = fsspec.core.url_to_fs(url, **options)
-        # A driver raises what its libraries raise, and none of them share a class.
+        # Drivers raise exceptions of their libraries, which have no common base class.
         except Exception as error:
             raise DataError(f"{url}: {said(error)}") from error
         self.refuses_other_versions = self._scheme in _S3
 
     def path(self, ending: str) -> str:
-        """Returns the driver's name of a file."""
+        """Returns the driver's path of a file."""
         return f"{self._path}{ending}"
 
     def find(self, ending: str) -> FileVersion | None:
-        """Returns a file, None where it is not there.
+        """Returns a file; None if it does not exist.
 
         Raises:
-            DataError: the store does not tell, for as long as is waited.
+            DataError: the store did not answer in time.
         """
         url = f"{self.url}{ending}"
 
@@ -106,17 +106,18 @@ class RemoteFiles:
         return persistently(info, url, min(self.retry_s, _CONTACT_S))
 
     def describe(self, ending: str, about: dict[str, Any] | None) -> FileVersion:
-        """A file as an open one, or the store, describes it now; raises what the driver raises."""
+        """Returns the current version of a file, from the metadata of an open file or from the store; raises driver
+        errors."""
         return _described(f"{self.url}{ending}", about or self.fs.info(self.path(ending)))
 
 
 class VersionedFile:
-    """Reads one version of a file, by any number of threads.
+    """Reads one version of a file; thread-safe.
 
     Args:
-        files: where it lies.
-        ending: of its URL.
-        expected: the version.
+        files: files of the dataset.
+        ending: extension of the file's URL.
+        expected: version to read.
     """
 
     def __init__(self, files: RemoteFiles, ending: str, expected: FileVersion) -> None:
@@ -124,13 +125,13 @@ class VersionedFile:
         self._of_thread = threading.local()
         self._checked_s = time.monotonic()
         self.retries = 0
-        """Requests that failed and were made again."""
+        """Failed requests that were repeated."""
 
     def read(self, begin: int, end: int) -> Bytes:
-        """Returns bytes of the file, uint8 [end - begin], in one request.
+        """Returns bytes of the file, uint8 [end - begin], with one request.
 
         Raises:
-            DataError: it is gone, is another version now, may not be read, or the store does not answer.
+            DataError: the file is missing, has changed or may not be read, or the store does not answer.
         """
         return persistently(lambda: self._read(begin, end), self.expected.url, self._files.retry_s, self._failed)
 
@@ -145,11 +146,11 @@ class VersionedFile:
         file.seek(begin)
         content = file.read(end - begin)
         if len(content) != end - begin:
-            raise OSError(f"{len(content)} bytes came in place of {end - begin}")
+            raise OSError(f"{len(content)} bytes received instead of {end - begin}")
         return np.frombuffer(content, np.uint8)
 
     def _failed(self, error: Exception) -> None:
-        """Before a request is made again: the file that failed may be another one by now."""
+        """Called before a retry: reopens the file and checks that its version has not changed."""
         self.retries += 1
         if self._files.refuses_other_versions and type(error).__name__ != _OTHER_VERSION:
             return
@@ -163,23 +164,23 @@ class VersionedFile:
             raise DataError(
                 f"{now.url}: something wrote to it while this run read it: it had {self.expected.num_bytes:,} bytes "
                 f"(version {self.expected.version}), now {now.num_bytes:,} ({now.version}); put it back, or start "
-                "again, which tells whether its content is what the run was trained on"
+                "again, which checks whether its content is what the run was trained on"
             )
 
 
 def persistently(
     action: Callable[[], T], url: str, retry_s: float, failed: Callable[[Exception], None] = lambda _: None
 ) -> T:
-    """Does what a driver does, again and again with growing pauses where that may help.
+    """Calls a driver, and retries with growing pauses if the error may be temporary.
 
     Args:
-        action: of a driver.
-        url: for messages.
-        retry_s: for how long.
-        failed: called before each repetition, with what was raised; what it raises is treated like that.
+        action: the driver call.
+        url: URL for messages.
+        retry_s: how long to retry.
+        failed: called with the exception before each retry; its own exceptions are handled like those of `action`.
 
     Raises:
-        DataError: it is hopeless, or took too long; has what the driver says.
+        DataError: the error is permanent, or retries took too long; includes the driver's message.
     """
     before: Exception | None = None
     until, pause_s = time.monotonic() + retry_s, _FIRST_PAUSE_S
@@ -197,7 +198,7 @@ def persistently(
                 f"{url}: may not be read: {said(error)}; give this machine the store's credentials, as its driver "
                 "reads them (AWS_PROFILE, GOOGLE_APPLICATION_CREDENTIALS, HF_TOKEN)"
             ) from error
-        # A driver raises what its libraries raise, and none of them share a class.
+        # Drivers raise exceptions of their libraries, which have no common base class.
         except Exception as error:
             if type(error).__name__ in _HOPELESS or time.monotonic() + pause_s > until:
                 raise DataError(
@@ -210,7 +211,7 @@ def persistently(
 
 
 def said(error: Exception) -> str:
-    """What a driver says, on one line."""
+    """Returns a driver's error message on one line."""
     text = " ".join(str(error).split())[:300] or "no reason given"
     return f"{type(error).__name__}: {text}"
 

@@ -1,7 +1,7 @@
-"""A run's own tokenizer: tokenizer.json in the run directory, a copy of the one that made its data.
+"""A run's own tokenizer: tokenizer.json in the run directory, a copy of the one with which its data was made.
 
-Checkpoints know it by its sha256. A run that goes on with another one (run.allow_changes=[tokenizer]) keeps the copy of
-before beside it, for its earlier checkpoints.
+Checkpoints refer to it by its sha256. If a run continues with another tokenizer (run.allow_changes=[tokenizer]), the
+previous copy is kept for its earlier checkpoints.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ from megads.runtime.run_dir import TOKENIZER_FILE, kept_tokenizer_path
 
 @dataclass(frozen=True)
 class TokenizerRecord:
-    """What a run and its checkpoints know of their tokenizer.
+    """Identity of a tokenizer, as recorded by a run and its checkpoints.
 
     Attributes:
-        sha256: of its file.
+        sha256: sha256 of the tokenizer file.
         vocab_size: its largest id + 1.
-        end_of_document_id: token that ends every document of the data; None for none, and where no sidecar told.
-        text_special_tokens: how special tokens that a text spells were taken; None where no sidecar told.
+        end_of_document_id: token that ends every document of the data; None if there is none, or if no sidecar records
+            it.
+        text_special_tokens: how text that spells special tokens was tokenized; None if no sidecar records it.
     """
 
     __pydantic_config__: ClassVar = ConfigDict(strict=True, extra="forbid")
@@ -55,12 +56,12 @@ class TokenizerRecord:
 
 @dataclass(frozen=True)
 class TokenizerSource:
-    """A tokenizer that a run can make its own.
+    """A tokenizer that a run can copy.
 
     Attributes:
-        record: what it is.
-        content: of its file; None where a sidecar names it and the file itself is nowhere.
-        chat_template: that comes with it, or made text of the data's conversations; None where there is none.
+        record: identity of the tokenizer.
+        content: content of its file; None if a sidecar names it and the file is missing.
+        chat_template: chat template of the tokenizer or of the data's conversations; None if there is none.
     """
 
     record: TokenizerRecord
@@ -68,7 +69,7 @@ class TokenizerSource:
     chat_template: str | None = None
 
     def gives_the_ids_of(self, other: TokenizerSource) -> bool:
-        """Whether every token of both has the same id in both; False where a file is nowhere."""
+        """Whether both have the same id for every token; False if a file is missing."""
         if self.record.sha256 == other.record.sha256:
             return True
         if self.content is None or other.content is None:
@@ -81,11 +82,11 @@ def tokenizer_of_data(prefixes: Sequence[str], given: str | None) -> TokenizerSo
     """Finds the tokenizer with which a run's data was made.
 
     Args:
-        prefixes: of its datasets; the first with a sidecar counts, for all of them were made with one tokenizer.
-        given: tokenizer.path, which counts where no sidecar tells.
+        prefixes: prefixes of its datasets; the first with a sidecar is used, since all were made with one tokenizer.
+        given: tokenizer.path, used if there is no sidecar.
 
     Returns:
-        None where nobody knows it.
+        The tokenizer; None if it is unknown.
 
     Raises:
         DataError: a sidecar or a tokenizer is damaged.
@@ -110,7 +111,7 @@ def tokenizer_of_data(prefixes: Sequence[str], given: str | None) -> TokenizerSo
 
 
 def keep_tokenizer(run_dir: Path, source: TokenizerSource) -> None:
-    """Makes a tokenizer the run's own, with its chat template; another one that was it stays beside it."""
+    """Copies a tokenizer and its chat template into the run directory; a different previous tokenizer is kept."""
     path = run_dir / TOKENIZER_FILE
     if source.chat_template is not None:
         with atomic_writer(template_path(path)) as file:
@@ -126,10 +127,10 @@ def keep_tokenizer(run_dir: Path, source: TokenizerSource) -> None:
 
 
 def kept_tokenizer(run_dir: Path, sha256: str) -> Path | None:
-    """Returns the run's copy of a tokenizer, None where it has none.
+    """Returns the run's copy of a tokenizer; None if it has none.
 
     Raises:
-        DataError: tokenizer.json is another one.
+        DataError: tokenizer.json is a different tokenizer.
     """
     own = run_dir / TOKENIZER_FILE
     for path in (own, kept_tokenizer_path(run_dir, sha256)):
@@ -138,14 +139,14 @@ def kept_tokenizer(run_dir: Path, sha256: str) -> Path | None:
     if own.is_file():
         raise DataError(
             f"{own}: its sha256 starts with {tokenizer_sha256(own)[:12]}, but the run was trained with {sha256[:12]}: "
-            "with this one its ids would mean other text; put that one back, or remove this file where the data is at "
-            "hand, which carries a copy"
+            "its ids would mean other text with this one; restore the right one, or remove this file if the data is "
+            "available, which has a copy"
         )
     return None
 
 
 def source_of_run(run_dir: Path, record: TokenizerRecord) -> TokenizerSource:
-    """Returns a run's tokenizer for another run to take; raises DataError as `kept_tokenizer` does."""
+    """Returns a run's tokenizer for use by another run; raises DataError as `kept_tokenizer` does."""
     path = kept_tokenizer(run_dir, record.sha256)
     return TokenizerSource(record, *((None, None) if path is None else (path.read_bytes(), template_beside(path))))
 
@@ -156,13 +157,13 @@ def open_run_tokenizer(
     """Opens the tokenizer that a checkpoint was trained with.
 
     Args:
-        run_dir: the run's folder.
-        record: of the checkpoint.
-        given: a file to use; it must be this very tokenizer.
-        prefixes: places where the run's data may be, whose copy serves where the run has none.
+        run_dir: run directory.
+        record: the checkpoint's record of its tokenizer.
+        given: tokenizer file to use; it must be the same tokenizer.
+        prefixes: possible prefixes of the run's data, whose copy is used if the run has none.
 
     Raises:
-        DataError: it is nowhere, or what is there is another one.
+        DataError: the tokenizer is missing, or the one found is different.
     """
     if given is not None:
         path: Path | None = Path(given)

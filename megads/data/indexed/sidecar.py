@@ -1,7 +1,8 @@
-"""The files beside a dataset that say how it was made.
+"""The files beside a dataset that describe how it was made.
 
-`<prefix>.json`, the sidecar, holds its numbers and checksums; `<prefix>.tokenizer.json` is a copy of its tokenizer,
-whose sha256 the sidecar knows; `<prefix>.chat_template.jinja`, where the data is conversations, made text of them.
+`<prefix>.json`, the sidecar, holds its counts and checksums. `<prefix>.tokenizer.json` is a copy of its tokenizer,
+whose sha256 is in the sidecar. `<prefix>.chat_template.jinja` is the template that rendered the data's conversations,
+if any.
 """
 
 from __future__ import annotations
@@ -24,60 +25,60 @@ FORMAT_VERSION = 1
 TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 KEPT_EXAMPLES = 100
-"""Rejected lines of which a sidecar names file, line and reason."""
+"""Number of rejected lines that a sidecar lists with file, line and reason."""
 _PROBE = "A text with 1 number,\n\ta tab, and naïve 漢字 🚀."
 
 
 @dataclass(frozen=True)
 class Sidecar:
-    """Facts of one preprocessing."""
+    """Description of a preprocessed dataset."""
 
     tokenizer_sha256: str
-    """Of the tokenizer file."""
+    """sha256 of the tokenizer file."""
     vocab_size: int
-    """Rows that an embedding needs for this tokenizer: its largest id + 1."""
+    """Embedding rows that this tokenizer needs: its largest id + 1."""
     max_token_id: int
-    """Largest token in the dataset."""
+    """Largest token id in the dataset."""
     end_of_document_id: int | None
     """Token appended to every document, if any."""
     documents: int
-    """Documents in the dataset."""
+    """Number of documents in the dataset."""
     tokens: int
-    """Tokens in the dataset."""
+    """Number of tokens in the dataset."""
     text_bytes: int
-    """Their text in UTF-8."""
+    """Size of their text in UTF-8."""
     rejected_lines: int
-    """Lines of input that gave no document, and whole files."""
+    """Number of input lines without a document, and of rejected files."""
     rejected_reasons: dict[str, int]
-    """The same by reason."""
+    """Number of rejections by reason."""
     rejected_examples: list[str]
-    """File, line and reason of the first of them."""
+    """File, line and reason of the first rejections."""
     input_files: list[str]
-    """What was read, in order."""
+    """Input files, in order."""
     bin_checksum: str | None = None
-    """XXH3 of the .bin file, 16 hex digits; None where an older version made the dataset."""
+    """XXH3 of the .bin file, 16 hex digits; None for datasets of older versions."""
     idx_checksum: str | None = None
     """XXH3 of the .idx file."""
     text_special_tokens: str = "ignore"
-    """parse where special tokens that the text spelled out became tokens, in all of it or in a part."""
+    """How text that spells special tokens was tokenized; parse if that holds for any part of the data."""
     rejected_files: int = 0
-    """How many of rejected_lines are whole files, which are in an encoding that is not known."""
+    """Number of whole files among rejected_lines, which have an unknown encoding."""
     converted_files: dict[str, str] = field(default_factory=dict)
     """Encodings of the files that were not UTF-8 and were converted."""
     input_identity: str | None = None
-    """Hash of the settings and of the names and sizes of the input files; None where they are not files, or an older
-    version made the dataset."""
+    """Hash of the settings and of the names and sizes of the input files; None for other inputs, and for datasets of
+    older versions."""
     format_version: int = FORMAT_VERSION
-    """Of this file."""
+    """Version of the sidecar format."""
 
 
 def sidecar_path(prefix: str | Path) -> Path:
-    """Returns the sidecar's file of the dataset at `prefix`."""
+    """Returns the sidecar file of the dataset at `prefix`."""
     return Path(f"{prefix}.json")
 
 
 def file_checksum(path: Path) -> str:
-    """Returns the XXH3 of a file, 16 hex digits; raises DataError where it cannot be read."""
+    """Returns the XXH3 of a file, 16 hex digits; raises DataError if it cannot be read."""
     try:
         with path.open("rb", buffering=0) as file:
             return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
@@ -86,7 +87,7 @@ def file_checksum(path: Path) -> str:
 
 
 def write_sidecar(prefix: str | Path, sidecar: Sidecar) -> None:
-    """Writes the sidecar; raises DataError where the disk does not take it."""
+    """Writes the sidecar; raises DataError if it cannot be written."""
     path = sidecar_path(prefix)
     try:
         with atomic_writer(path) as file:
@@ -96,10 +97,10 @@ def write_sidecar(prefix: str | Path, sidecar: Sidecar) -> None:
 
 
 def read_sidecar(prefix: str | Path) -> Sidecar | None:
-    """Returns the sidecar, or None for a dataset without one, such as Megatron's own tools make.
+    """Returns the sidecar; None for a dataset without one, such as those of Megatron's own tools.
 
     Raises:
-        DataError: the file is there and is no sidecar.
+        DataError: the file exists and is not a sidecar.
     """
     path = sidecar_path(prefix)
     if not path.is_file():
@@ -119,21 +120,21 @@ def read_sidecar(prefix: str | Path) -> Sidecar | None:
 
 
 def embedding_rows(tokenizer: Tokenizer) -> int:
-    """Returns the rows that an embedding needs for a tokenizer: its largest id + 1."""
+    """Returns the number of embedding rows that a tokenizer needs: its largest id + 1."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Reads a tokenizer file.
+    """Loads a tokenizer file.
 
     Args:
         path: a file in the format of Hugging Face `tokenizers`.
 
     Returns:
-        The tokenizer, with truncation and padding off: either would change documents silently.
+        The tokenizer, with truncation and padding off, since either would change documents silently.
 
     Raises:
-        DataError: the file is missing, is no tokenizer, or one that fails on any text.
+        DataError: the file is missing, is not a tokenizer, or fails on a test text.
     """
     if not Path(path).is_file():
         raise DataError(f"{path}: no such tokenizer file; make one with `megads tokenizer input=<files> output={path}`")
@@ -141,7 +142,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         tokenizer: Tokenizer = Tokenizer.from_file(str(path))
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        # Much of what is wrong with a file shows at its first use only.
+        # Many defects of a file only show when it is used.
         tokenizer.decode(tokenizer.encode(_PROBE).ids)
     if not tokenizer.get_vocab_size(with_added_tokens=True):
         raise DataError(f"{path}: the tokenizer has no tokens; make one with `megads tokenizer`")
@@ -150,21 +151,21 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 @contextmanager
 def tokenizing(path: str | Path) -> Iterator[None]:
-    """Names the file of a tokenizer that cannot be read, or fails on a text.
+    """Context manager that reports errors of a tokenizer with the name of its file.
 
-    A pattern that takes too many steps on some text, or a part that refers to nothing, makes the library panic. A panic
-    is a BaseException, of a class that cannot be imported, and would pass every handler.
+    A pattern that takes too many steps on some text, or a part with a dangling reference, makes the library panic. The
+    panic is a BaseException of a class that cannot be imported, so ordinary handlers do not catch it.
 
     Args:
         path: the tokenizer file.
 
     Raises:
-        DataError: in place of what the library raises.
+        DataError: in place of the library's exception.
     """
     try:
         yield
     except BaseException as error:
-        # The library raises nothing more special than Exception itself.
+        # The library's other errors are plain Exception, not a subclass.
         if type(error) is not Exception and type(error).__name__ != "PanicException":
             raise
         raise DataError(
@@ -175,15 +176,15 @@ def tokenizing(path: str | Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class FoundTokenizer:
-    """A tokenizer and what is known of it.
+    """A tokenizer and its properties.
 
     Attributes:
-        tokenizer: encodes text that spells a special token as the dataset's was: as ordinary text, or with
+        tokenizer: the tokenizer; treats text that spells a special token as in the dataset: as ordinary text, or with
             text_special_tokens=parse as the token.
         path: its file.
         vocab_size: its largest id + 1.
-        end_of_document_id: token that ends every document of the dataset, None where no sidecar tells.
-        verified: a dataset's sidecar names this very file.
+        end_of_document_id: token that ends every document of the dataset; None if no sidecar records it.
+        verified: whether a dataset's sidecar names this tokenizer.
     """
 
     tokenizer: Tokenizer
@@ -194,15 +195,15 @@ class FoundTokenizer:
 
 
 def carried_path(prefix: str | Path) -> Path:
-    """Returns the file in which the dataset at `prefix` carries its tokenizer."""
+    """Returns the path of the tokenizer copy of the dataset at `prefix`."""
     return Path(f"{prefix}.tokenizer.json")
 
 
 def write_carried(prefix: str | Path, content: bytes, chat_template: str | None = None) -> None:
-    """Puts a tokenizer beside a dataset, and the chat template of conversations.
+    """Writes a dataset's copy of its tokenizer, and the chat template of its conversations.
 
     Raises:
-        DataError: the disk does not take it.
+        DataError: the file cannot be written.
     """
     path = carried_path(prefix)
     try:
@@ -218,13 +219,13 @@ def write_carried(prefix: str | Path, content: bytes, chat_template: str | None 
 
 
 def template_path(tokenizer_file: Path) -> Path:
-    """Returns the file in which a tokenizer carries its chat template."""
+    """Returns the path of the chat template that belongs to a tokenizer file."""
     prefix = tokenizer_file.name.removesuffix("tokenizer.json")
     return tokenizer_file.with_name(f"{prefix}{TEMPLATE_FILE}")
 
 
 def template_beside(tokenizer_file: Path) -> str | None:
-    """Returns the chat template that comes with a tokenizer, None where none does.
+    """Returns the chat template that belongs to a tokenizer file; None if there is none.
 
     Raises:
         ConfigError: it cannot be read.
@@ -244,14 +245,14 @@ def template_beside(tokenizer_file: Path) -> str | None:
 
 
 def find_tokenizer(prefixes: Sequence[Path], given: str | None) -> FoundTokenizer:
-    """Finds the tokenizer with which datasets were made.
+    """Finds the tokenizer with which a dataset was made.
 
     Args:
-        prefixes: places where the dataset of a run may be, best first; the first with a sidecar or tokenizer counts.
-        given: a tokenizer file to use instead; it must be the same one wherever a sidecar can tell.
+        prefixes: possible prefixes of a run's dataset, best first; the first with a sidecar or tokenizer is used.
+        given: tokenizer file to use instead; it must be the same tokenizer if a sidecar records it.
 
     Raises:
-        DataError: there is none, it is damaged, or it is another one than the dataset's.
+        DataError: there is no tokenizer, it is damaged, or it is not the dataset's.
     """
     prefix = next((p for p in prefixes if sidecar_path(p).is_file() or carried_path(p).is_file()), None)
     sidecar = None if prefix is None else read_sidecar(prefix)
@@ -279,7 +280,8 @@ def find_tokenizer(prefixes: Sequence[Path], given: str | None) -> FoundTokenize
 
 
 def tokenizer_beside(prefix: Path, sidecar: Sidecar | None) -> Path | None:
-    """Returns the carried tokenizer; for a dataset made before there was one, a tokenizer.json beside it that fits."""
+    """Returns the dataset's tokenizer copy; for older datasets, a tokenizer.json in the same folder with the right
+    sha256."""
     if carried_path(prefix).is_file():
         return carried_path(prefix)
     neighbour = prefix.parent / "tokenizer.json"
@@ -288,7 +290,7 @@ def tokenizer_beside(prefix: Path, sidecar: Sidecar | None) -> Path | None:
 
 
 def tokenizer_sha256(path: Path) -> str:
-    """Returns the sha256 of a tokenizer file, by which it is known."""
+    """Returns the sha256 of a tokenizer file, which identifies it."""
     try:
         return hashlib.sha256(read_regular(path)).hexdigest()
     except OSError as error:

@@ -1,8 +1,8 @@
-"""Datasets at a URL: the small files are copied to the node, tokens are read block by block as they are needed.
+"""Datasets at a URL: small files are copied to the node, tokens are fetched in blocks as needed.
 
-`<cache>/<hash of the URL>/<hash of the versions>/<name>.idx` and what else lies beside it is a copy; the blocks of
-`.bin` lie beside them. A process looks once whether the files in the store are those that were copied; of the processes
-of a node that start together, one.
+`<cache>/<hash of the URL>/<hash of the versions>/<name>.idx` and the other files of that name are copies; the blocks of
+`.bin` are in the same folder. Each process checks once whether the files in the store are still those that were copied;
+of processes that start together on a node, one does.
 """
 
 from __future__ import annotations
@@ -40,37 +40,37 @@ _BESIDE = (".json", ".tokenizer.json", ".chat_template.jinja")
 _GIB = 2**30
 _COPIED_BYTES = 8 * 2**20
 _STRETCH_BYTES = 4 * 2**20
-"""Most that one request brings."""
+"""Maximum number of bytes per request."""
 _OPEN_BLOCKS = 64
 _POLL_S = 0.005
 _TRIES = 10
-"""Before it is said that blocks vanish as fast as they come."""
+"""Attempts to read a block, before an error reports that blocks are evicted too fast."""
 
 
 def cache_folder(config: StreamConfig) -> Path:
-    """Returns the folder of remote data on this node; it may not exist yet."""
+    """Returns the cache folder of remote data on this node; it may not exist yet."""
     if config.cache_dir is not None:
         return Path(config.cache_dir)
     return Path(tempfile.gettempdir()) / f"megads-streams-{os.getuid()}"
 
 
 def open_root(config: StreamConfig) -> CacheFolder:
-    """Opens the folder of remote data on this node; raises ConfigError where it cannot be written to."""
+    """Opens the cache folder of remote data on this node; raises ConfigError if it cannot be written to."""
     return CacheFolder(cache_folder(config), int(config.cache_gib * _GIB))
 
 
 def local_prefix(path: str, config: StreamConfig) -> str:
-    """Returns the prefix of the files beside a dataset's tokens: of a URL's copies on this node, else the path itself.
+    """Returns the prefix of the files beside a dataset's tokens: of a URL's copies on this node, or the path itself.
 
     Raises:
         ConfigError: the cache cannot be written to.
         DataError: there is no dataset at the URL, or it cannot be read.
     """
-    return str(_mirrored(path, config)[0]) if is_url(path) else path
+    return str(_local_copy(path, config)[0]) if is_url(path) else path
 
 
 def streamed_text(data: DataConfig) -> str:
-    """Says which bytes a run reads from stores, and where it keeps them; empty where all data is on this machine.
+    """Describes how much data a run streams, and where it is cached; empty if all data is local.
 
     Raises:
         ConfigError: the cache cannot be written to.
@@ -78,7 +78,7 @@ def streamed_text(data: DataConfig) -> str:
     """
     if not data.urls:
         return ""
-    size = sum(_mirrored(url, data.stream)[1].num_bytes for url in data.urls)
+    size = sum(_local_copy(url, data.stream)[1].num_bytes for url in data.urls)
     return (
         f" ({size / 1e9:,.2f} GB streamed from {len(data.urls)} URL{'s' if len(data.urls) > 1 else ''}, at most "
         f"{data.stream.cache_gib:g} GiB kept in {cache_folder(data.stream)})"
@@ -88,12 +88,13 @@ def streamed_text(data: DataConfig) -> str:
 def open_indexed(
     path: str, config: StreamConfig, holds_the_same: Callable[[Path], bool] | None = None
 ) -> IndexedDataset:
-    """Opens a dataset of this machine or of a store.
+    """Opens a local or remote dataset.
 
     Args:
-        path: its prefix, or its URL without the endings.
-        config: of what is read from stores.
-        holds_the_same: see `IndexedDataset`; of a dataset in a store only the version that was opened counts.
+        path: prefix or URL of the dataset, without file extensions.
+        config: streaming settings.
+        holds_the_same: see `IndexedDataset`; not used for remote datasets, which are read in the version that was
+            opened.
 
     Raises:
         ConfigError: the cache cannot be written to.
@@ -101,24 +102,24 @@ def open_indexed(
     """
     if not is_url(path):
         return IndexedDataset(path, holds_the_same)
-    prefix, tokens = _mirrored(path, config)
+    prefix, tokens = _local_copy(path, config)
     return IndexedDataset(prefix, name=path, open_tokens=lambda dtype: StreamedTokens(prefix, tokens, config, dtype))
 
 
 class StreamedTokens:
-    """The tokens of a dataset in a store, read like an array [size] by slices.
+    """The tokens of a remote dataset, sliced like an array [size].
 
-    A slice waits for blocks that are not there. `fetch_ahead` begins to bring them before, by threads.
+    Slicing waits for missing blocks. `fetch_ahead` starts to fetch blocks in background threads.
 
     Args:
-        prefix: of the copies beside which blocks lie.
-        remote: the file of tokens, in the version to read.
-        config: of what is read from stores.
-        dtype: of tokens.
+        prefix: prefix of the local copies; blocks are in the same folder.
+        remote: token file, in the version to read.
+        config: streaming settings.
+        dtype: token dtype.
 
     Raises:
         ConfigError: the cache cannot be written to.
-        DataError: the store's driver cannot be made ready.
+        DataError: the store's driver cannot be initialized.
     """
 
     def __init__(self, prefix: Path, remote: FileVersion, config: StreamConfig, dtype: np.dtype[Any]) -> None:
@@ -132,7 +133,7 @@ class StreamedTokens:
         self._block_bytes = block_bytes
         self._pool = ThreadPoolExecutor(config.connections, thread_name_prefix="blocks")
         self._lock = threading.Lock()
-        self._coming: dict[int, Future[None]] = {}
+        self._in_flight: dict[int, Future[None]] = {}
         self._open: OrderedDict[int, Bytes] = OrderedDict()
 
     def __getitem__(self, part: slice) -> Array:
@@ -156,13 +157,13 @@ class StreamedTokens:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def fetch_ahead(self, starts: IntArray, ends: IntArray) -> int:
-        """Begins to bring the blocks of spans of tokens; returns the bytes of these blocks, there or not."""
+        """Starts fetching the blocks of spans of tokens; returns the total size of these blocks, cached or not."""
         blocks = self._blocks(starts, ends)
-        self._begin([block for block in blocks if not self._cache.touch(block)])
+        self._start_fetching([block for block in blocks if not self._cache.touch(block)])
         return sum(self._cache.size(block) for block in blocks)
 
     def fetch(self, starts: IntArray, ends: IntArray) -> None:
-        """Waits until the blocks of spans of tokens are there, and counts those that were not.
+        """Waits until the blocks of spans of tokens are cached, and counts those that were not.
 
         Raises:
             DataError: they cannot be read.
@@ -176,7 +177,7 @@ class StreamedTokens:
         self.root.count(hits=len(blocks) - len(missing), waits=len(missing), wait_us=waited_us)
 
     def _blocks(self, starts: IntArray, ends: IntArray) -> list[int]:
-        """Blocks of spans of tokens, each once, in order."""
+        """Returns the blocks of spans of tokens, without duplicates, in order."""
         filled = ends > starts
         width = self._dtype.itemsize
         first = starts[filled] * width // self._block_bytes
@@ -201,25 +202,26 @@ class StreamedTokens:
                     self._open.popitem(last=False)
             return content
         raise ConfigError(
-            f"data.stream.cache_dir = {self.root.folder}: blocks vanish before they are read: raise "
+            f"data.stream.cache_dir = {self.root.folder}: blocks are evicted before they are read: raise "
             "data.stream.cache_gib, and let nothing else write there"
         )
 
     def _await(self, blocks: Sequence[int]) -> None:
-        for future in self._begin(blocks):
+        for future in self._start_fetching(blocks):
             future.result()
 
-    def _begin(self, blocks: Sequence[int]) -> list[Future[None]]:
-        """Fetches blocks that are not coming yet, neighbours by one request; returns whom to wait for."""
+    def _start_fetching(self, blocks: Sequence[int]) -> list[Future[None]]:
+        """Fetches blocks that are not being fetched yet, adjacent ones with one request; returns the futures to wait
+        for."""
         with self._lock:
-            new = [block for block in blocks if block not in self._coming]
+            new = [block for block in blocks if block not in self._in_flight]
             for stretch in _stretches(new, max(_STRETCH_BYTES // self._block_bytes, 1)):
                 future = self._pool.submit(self._fetch, stretch)
-                self._coming |= dict.fromkeys(stretch, future)
-            return list({id(self._coming[block]): self._coming[block] for block in blocks}.values())
+                self._in_flight |= dict.fromkeys(stretch, future)
+            return list({id(self._in_flight[block]): self._in_flight[block] for block in blocks}.values())
 
     def _fetch(self, blocks: Sequence[int]) -> None:
-        """Brings blocks, or waits until other processes of the node have."""
+        """Fetches blocks, or waits until other processes of the node have."""
         left, retries = list(blocks), self._remote.retries
         try:
             while left:
@@ -227,7 +229,7 @@ class StreamedTokens:
                 try:
                     absent = [block for block in claimed if not self._cache.touch(block)]
                     for stretch in _stretches(absent, len(blocks)):
-                        self._bring(stretch)
+                        self._download(stretch)
                 finally:
                     self._cache.release(claimed)
                 left = [block for block in left if block not in claimed and not self._cache.touch(block)]
@@ -236,11 +238,11 @@ class StreamedTokens:
         finally:
             with self._lock:
                 for block in blocks:
-                    self._coming.pop(block, None)
+                    self._in_flight.pop(block, None)
             if (more := self._remote.retries - retries) > 0:
                 self.root.count(retries=more)
 
-    def _bring(self, blocks: Sequence[int]) -> None:
+    def _download(self, blocks: Sequence[int]) -> None:
         begin = blocks[0] * self._block_bytes
         end = blocks[-1] * self._block_bytes + self._cache.size(blocks[-1])
         content = self._remote.read(begin, end)
@@ -251,10 +253,10 @@ class StreamedTokens:
 
 
 class StreamMeter:
-    """Tells what the processes of this node have read of remote data, for metrics and events.
+    """Reports how much remote data the processes of this node have read, for metrics and events.
 
     Args:
-        data: of the run.
+        data: data config of the run.
 
     Raises:
         ConfigError: the cache cannot be written to.
@@ -265,12 +267,12 @@ class StreamMeter:
         self._first = self._last = self._now()
 
     def since_last(self) -> dict[str, float]:
-        """What was counted since the last call, by keys of metrics.jsonl; nothing where all data is on this machine."""
+        """Returns the counts since the last call, by keys of metrics.jsonl; empty if all data is local."""
         before, self._last = self._last, self._now()
         return self._shown(before)
 
     def total(self) -> dict[str, float]:
-        """The same since this meter was made."""
+        """Returns the counts since this meter was made, as `since_last`."""
         return self._shown(self._first)
 
     def _now(self) -> StreamCounters:
@@ -285,7 +287,7 @@ class StreamMeter:
 
 
 def _stretches(blocks: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Cuts numbers into runs of consecutive ones of bounded length."""
+    """Splits block numbers into runs of consecutive numbers of bounded length."""
     stretch: list[int] = []
     for block in blocks:
         if stretch and (block != stretch[-1] + 1 or len(stretch) == most):
@@ -296,16 +298,16 @@ def _stretches(blocks: Sequence[int], most: int) -> Iterator[list[int]]:
         yield stretch
 
 
-def _mirrored(url: str, config: StreamConfig) -> tuple[Path, FileVersion]:
-    """Copies the files beside the tokens unless that was done; returns their prefix, and the file of tokens."""
+def _local_copy(url: str, config: StreamConfig) -> tuple[Path, FileVersion]:
+    """Copies the files beside the tokens unless that was done before; returns their prefix, and the token file."""
     home = cache_folder(config) / hashlib.sha256(url.encode()).hexdigest()[:16]
     current = home / "current.json"
     try:
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _locked(home / "lock"):
-            known = _known(current)
+            known = _existing_copy(current)
             if known is None or current.stat().st_mtime <= process_started_s():
-                known = _checked(url, home, config, known)
+                known = _updated_copy(url, home, config, known)
                 with atomic_writer(current) as file:
                     file.write(json.dumps(known, indent=1).encode())
     except OSError as error:
@@ -316,8 +318,8 @@ def _mirrored(url: str, config: StreamConfig) -> tuple[Path, FileVersion]:
     return home / known["version"] / known["name"], FileVersion(**known["files"][TOKENS])
 
 
-def _known(current: Path) -> dict[str, Any] | None:
-    """What was copied before; None where nothing was, or it is not all there."""
+def _existing_copy(current: Path) -> dict[str, Any] | None:
+    """Returns the description of the existing copies; None if there are none or they are incomplete."""
     try:
         found: dict[str, Any] = read_json(current)
         prefix = current.parent / found["version"] / found["name"]
@@ -330,8 +332,8 @@ def _known(current: Path) -> dict[str, Any] | None:
     return found if whole else None
 
 
-def _checked(url: str, home: Path, config: StreamConfig, known: dict[str, Any] | None) -> dict[str, Any]:
-    """Looks at the files in the store, and copies them where they are not those that are known."""
+def _updated_copy(url: str, home: Path, config: StreamConfig, known: dict[str, Any] | None) -> dict[str, Any]:
+    """Compares the files in the store with the existing copies, and copies them again if they changed."""
     files = RemoteFiles(url, config.connections, config.retry_s)
     endings = (INDEX, TOKENS, *_BESIDE)
     with ThreadPoolExecutor(len(endings)) as pool:
@@ -339,7 +341,7 @@ def _checked(url: str, home: Path, config: StreamConfig, known: dict[str, Any] |
     for ending in (INDEX, TOKENS):
         if ending not in found:
             raise DataError(
-                f"{url}{ending}: no such file; copy both files of the dataset there, or mend the URL: it is that of "
+                f"{url}{ending}: no such file; copy both files of the dataset there, or correct the URL: it is that of "
                 "<prefix>.bin and <prefix>.idx without the endings"
             )
     described = {ending: asdict(file) for ending, file in found.items()}
@@ -363,7 +365,7 @@ def _copy(source: VersionedFile, target: Path, connections: int) -> None:
     size = source.expected.num_bytes
     begins = range(0, size, _COPIED_BYTES)
     with atomic_writer(target) as file, ThreadPoolExecutor(connections) as pool:
-        # Few pieces at a time: an index may be larger than the memory.
+        # Few pieces at a time, because an index may be larger than memory.
         for some in range(0, len(begins), connections):
             pieces = begins[some : some + connections]
             for piece in pool.map(lambda begin: source.read(begin, min(begin + _COPIED_BYTES, size)), pieces):
@@ -371,7 +373,7 @@ def _copy(source: VersionedFile, target: Path, connections: int) -> None:
 
 
 def _verify_index(url: str, prefix: Path) -> None:
-    """Holds the copy of an index to the checksum that its sidecar tells, if it tells one."""
+    """Compares the copy of an index with the checksum in its sidecar, if there is one."""
     sidecar = read_sidecar(prefix)
     if sidecar is None or sidecar.idx_checksum is None:
         return

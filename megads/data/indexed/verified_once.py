@@ -1,8 +1,7 @@
-"""Large files are verified and hashed once a node and boot, not by every rank at every start.
+"""Verifies and hashes large files once per node and boot, instead of in every rank at every start.
 
-What was found is remembered beside the node's other temporary files, under the files' states: size, times
-and inode, one of which every write changes. A rank that finds another at work waits for its answer. A node that boots
-looks again.
+Results are stored in the node's temporary folder, under the files' states: size, times and inode, one of which changes
+with every write. A rank that finds another one at work waits for its result. A reboot discards the results.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from pathlib import Path
 from megads.errors import DataError
 from megads.runtime.files import atomic_writer
 
-# A file written a moment ago may be written again within the same tick of the clock: its times prove nothing yet.
+# A recently written file may be written again within the same clock tick, so its times prove nothing yet.
 SETTLED_NS = 2 * 10**9
 FileState = tuple[int, int, int, int]
-"""Size, times of the last change of content and of inode, inode number: no write leaves all four as they were."""
+"""Size, modification time, inode change time, inode number: every write changes at least one of them."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def file_state(path: Path) -> FileState:
-    """Returns what changes whenever the file does; raises DataError where it is gone."""
+    """Returns the state of a file, which changes with every write; raises DataError if the file is missing."""
     try:
         status = path.stat()
     except OSError as error:
@@ -37,18 +36,18 @@ def file_state(path: Path) -> FileState:
 
 
 def require_unchanged(path: Path, state: FileState) -> None:
-    """Raises DataError where a file is no longer as it was."""
+    """Raises DataError if the state of a file has changed."""
     if file_state(path) != state:
         raise DataError(f"{path}: changed while it was read: start again when nothing writes to it")
 
 
 def verify_once(files: Sequence[Path], claim: str, verify: Callable[[], None]) -> None:
-    """Runs `verify`, unless a process of this node has done so since it booted and the files are what they were.
+    """Runs `verify`, unless a process of this node has done so since boot and the files are unchanged.
 
     Args:
-        files: on whose content alone the answer depends.
-        claim: what is verified of them, with all that it is compared with.
-        verify: raises where it does not hold.
+        files: files whose content alone determines the result.
+        claim: what is verified, including all values that the files are compared with.
+        verify: raises if the claim does not hold.
 
     Raises:
         DataError: a file cannot be read.
@@ -62,15 +61,16 @@ def verify_once(files: Sequence[Path], claim: str, verify: Callable[[], None]) -
 
 
 def computed_once(files: Sequence[Path], claim: str, compute: Callable[[], str]) -> str:
-    """Returns what `compute` returns, or returned in a process of this node since it booted, if the files are the same.
+    """Returns the result of `compute`, or of an earlier call in a process of this node since boot if the files are
+    unchanged.
 
-    For files that changed less than two seconds ago everybody computes: another write in the same tick of the clock
-    would leave no trace in their times.
+    For files that changed less than two seconds ago every process computes the result, because another write in the
+    same clock tick would not change their times.
 
     Args:
-        files: on whose content alone the answer depends.
-        claim: what is computed of them, with all else that it depends on.
-        compute: the answer; what it raises is not remembered.
+        files: files whose content, with `claim`, determines the result.
+        claim: what is computed, including everything else that the result depends on.
+        compute: returns the result; exceptions are not stored.
 
     Raises:
         DataError: a file cannot be read.
@@ -88,7 +88,7 @@ def computed_once(files: Sequence[Path], claim: str, compute: Callable[[], str])
         found = _remembered(memory)
         if found is None:
             found = compute()
-            # A full disk, or a file that changed meanwhile, costs only the next start's time.
+            # A full disk, or a file that changed meanwhile, only makes the next start slower.
             with suppress(OSError, DataError):
                 if [file_state(path) for path in files] == states:
                     with atomic_writer(memory) as file:
@@ -97,7 +97,7 @@ def computed_once(files: Sequence[Path], claim: str, compute: Callable[[], str])
 
 
 def _remembered(memory: Path) -> str | None:
-    """What was found before; None where nothing was, or what was written is damaged."""
+    """Returns the stored result; None if there is none or it is damaged."""
     try:
         return str(json.loads(memory.read_bytes())["found"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -106,7 +106,7 @@ def _remembered(memory: Path) -> str | None:
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Waits for other processes of this node; does not where there are no locks, or no room for one."""
+    """Waits for other processes of this node; does nothing if locks or disk space are unavailable."""
     with ExitStack() as opened:
         with suppress(OSError):
             fcntl.flock(opened.enter_context(path.open("ab")), fcntl.LOCK_EX)
@@ -114,7 +114,7 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def _memory() -> Path | None:
-    """The folder of this user, node and boot; None where there is none that only this user can write to."""
+    """Returns the result folder of this user, node and boot; None if there is none that only this user can write to."""
     try:
         boot = _BOOT_ID.read_text().strip()
         folder = Path(tempfile.gettempdir()) / f"megads-verified-{os.getuid()}-{boot}"

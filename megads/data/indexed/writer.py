@@ -1,4 +1,4 @@
-"""Writes indexed datasets: of one sequence a document, of several turns a document, or from bytes of other datasets.
+"""Writes indexed datasets: one sequence per document, several turns per document, or copied from other datasets.
 
 Only the index is held in memory.
 """
@@ -31,17 +31,17 @@ from megads.errors import DataError
 from megads.runtime.files import sync, sync_directory, temporary_path
 
 _LONGEST_SEQUENCE = np.iinfo(np.int32).max
-# Tokens are copied in pieces of this size.
+# Size of the pieces in which tokens are copied.
 COPY_BYTES = 1 << 22
 
 
 class IndexedDatasetWriter:
-    """Writes an indexed dataset of one sequence a document; it appears complete or not at all.
+    """Writes an indexed dataset with one sequence per document; it appears only when complete.
 
-    As a context manager it commits on success and removes its temporaries on failure.
+    As a context manager it commits on success and removes its temporary files on failure.
 
     Args:
-        prefix: path without the `.bin` and `.idx` endings; its folder is made where missing.
+        prefix: path without the `.bin` and `.idx` extensions; its folder is created if missing.
         dtype: a token dtype, see `token_dtype`.
 
     Raises:
@@ -66,15 +66,15 @@ class IndexedDatasetWriter:
 
     @property
     def num_documents(self) -> int:
-        """Documents appended so far."""
+        """Number of documents appended so far."""
         return len(self._sizes)
 
     def append(self, tokens: Sequence[int] | Array, *, continues: bool = False) -> None:
-        """Appends one document, or what is next of one.
+        """Appends one document, or the next part of one.
 
         Args:
             tokens: [length] token ids; may be empty.
-            continues: the next call goes on with the same document.
+            continues: whether the next call continues the same document.
 
         Raises:
             DataError: a token does not fit the dtype, the document is longer than 2^31 - 1 tokens, or the disk is full.
@@ -97,7 +97,7 @@ class IndexedDatasetWriter:
             self._sizes.append(size)
 
     def commit(self) -> None:
-        """Puts both files on disk and gives them their names, `.idx` last: without it there is no dataset.
+        """Syncs both files to disk and renames them, `.idx` last, since a dataset exists only with its index.
 
         Raises:
             DataError: nothing was appended, or the disk is full.
@@ -112,7 +112,7 @@ class IndexedDatasetWriter:
                 for piece in self._index_bytes():
                     file.write(piece)
                 sync(file)
-            # An old index must never be seen beside the new tokens, not even after a crash between the renames.
+            # An old index must never be beside the new tokens, not even after a crash between the renames.
             idx_path(self.prefix).unlink(missing_ok=True)
             self._temporary_bin.replace(bin_path(self.prefix))
             self._temporary_idx.replace(idx_path(self.prefix))
@@ -121,8 +121,8 @@ class IndexedDatasetWriter:
             raise self._write_error(error) from error
 
     def abort(self) -> None:
-        """Removes the temporaries; a dataset that was there before stays."""
-        # Closing flushes, and fails once more on the full disk that brought us here.
+        """Removes the temporary files; an existing dataset stays."""
+        # Closing flushes, which may fail again if the disk is full.
         with suppress(OSError):
             self._file.close()
         self._temporary_bin.unlink(missing_ok=True)
@@ -154,7 +154,7 @@ class IndexedDatasetWriter:
             yield self._document_index(begin, min(begin + CHUNK, entries)).astype("<i8").tobytes()
 
     def _document_index(self, begin: int, end: int) -> IntArray:
-        """Entries begin to end - 1: the first sequence of each document."""
+        """Returns entries begin to end - 1 of the document index: the first sequence of each document."""
         return np.arange(begin, end)
 
     def _require_short(self, tokens: int) -> None:
@@ -172,9 +172,9 @@ class IndexedDatasetWriter:
 
 
 class IndexedDatasetAppender(IndexedDatasetWriter):
-    """Writes an indexed dataset from tokens that are bytes already, many documents at a time.
+    """Writes an indexed dataset from tokens in bytes, many documents at a time.
 
-    Arguments, commit and errors are those of `IndexedDatasetWriter`; `append` is not for this one.
+    Arguments, commit and errors are those of `IndexedDatasetWriter`; do not use `append`.
     """
 
     def __init__(self, prefix: str | Path, dtype: npt.DTypeLike) -> None:
@@ -185,7 +185,7 @@ class IndexedDatasetAppender(IndexedDatasetWriter):
 
     @property
     def num_documents(self) -> int:
-        """Documents appended so far."""
+        """Number of documents appended so far."""
         return len(self._document_ends)
 
     @property
@@ -204,10 +204,11 @@ class IndexedDatasetAppender(IndexedDatasetWriter):
         """Appends consecutive documents.
 
         Args:
-            sizes: [sequences] their lengths in tokens.
+            sizes: [sequences], lengths in tokens.
             tokens: their tokens, in the dataset's dtype, in pieces of any size.
-            documents: [documents] how many of the sequences lie before the end of each; None makes each a document.
-            continues: the first sequence of the next call goes on with the last one of this.
+            documents: [documents], for each document the number of sequences up to its end; None makes each sequence a
+                document.
+            continues: whether the first sequence of the next call continues the last one of this call.
 
         Raises:
             DataError: a sequence is longer than 2^31 - 1 tokens, or the disk is full.
@@ -218,7 +219,7 @@ class IndexedDatasetAppender(IndexedDatasetWriter):
         ends = np.arange(1, sizes.size + 1) if documents is None else documents
         self._document_ends.frombytes((len(self._sizes) + ends.astype(np.int64)).tobytes())
         self._sizes.frombytes(sizes.astype(np.int32).tobytes())
-        # A piece without documents neither ends nor begins one.
+        # A call without sequences neither ends nor begins a document.
         self._open = continues if sizes.size else self._open
         try:
             for piece in tokens:
@@ -229,7 +230,7 @@ class IndexedDatasetAppender(IndexedDatasetWriter):
             raise self._write_error(error) from error
 
     def _take_back(self) -> int:
-        """Takes back the last document, which was not at its end, and returns its length."""
+        """Removes the last document, which is unfinished, and returns its length."""
         self._document_ends.pop()
         return self._sizes.pop()
 
@@ -239,7 +240,7 @@ class IndexedDatasetAppender(IndexedDatasetWriter):
 
 
 class TurnWriter(IndexedDatasetWriter):
-    """Writes a dataset of documents of several sequences: prompt, response, prompt and so on."""
+    """Writes a dataset with several sequences per document: prompt, response, prompt and so on."""
 
     def __init__(self, prefix: str | Path, dtype: npt.DTypeLike) -> None:
         self._first_sequences = array("q", [0])
@@ -249,7 +250,7 @@ class TurnWriter(IndexedDatasetWriter):
         """Appends one document.
 
         Args:
-            turns: [length] token ids each, what is given and what is learnt by turns; may be empty.
+            turns: [length] token ids each, alternating between prompts and responses; may be empty.
 
         Raises:
             DataError: as `append` does.
@@ -260,7 +261,7 @@ class TurnWriter(IndexedDatasetWriter):
 
     @property
     def num_documents(self) -> int:
-        """Documents appended so far."""
+        """Number of documents appended so far."""
         return len(self._first_sequences) - 1
 
     def _document_index(self, begin: int, end: int) -> IntArray:
@@ -268,6 +269,6 @@ class TurnWriter(IndexedDatasetWriter):
 
 
 def in_pieces(tokens: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
-    """Yields mapped tokens in pieces, so that no more than one is in memory."""
+    """Yields memory-mapped tokens in pieces, so that only one is in memory at a time."""
     for begin in range(0, tokens.size, COPY_BYTES // tokens.dtype.itemsize):
         yield tokens[begin : begin + COPY_BYTES // tokens.dtype.itemsize]

@@ -1,11 +1,10 @@
 """From raw text to an indexed dataset, on all cores and in constant memory.
 
-`tokenizer` learns a tokenizer; `preprocess` tokenizes files into a dataset; `preparation` does both for data.raw, once,
-and finds the result again; `distributed` shares the work between nodes; `document_ranks` takes documents
-that another program reads; `config` is what users set of it. Underneath, in the order in which text passes them:
-`text_files`, `chat`, `records`, `text`, `blocks`, `block_tokenizer` with its engines `engine` and `caching_engine`, and
-`tokenizing`, which joins their shards.
+`tokenizer` trains a tokenizer; `preprocess` tokenizes files into a dataset; `preparation` does both for data.raw and
+caches the result; `distributed` shares the work between nodes; `document_ranks` takes documents that another program
+reads; `config` holds the settings. They use, in the order of the data flow: `text_files`, `chat`, `records`, `text`,
+`blocks`, `block_tokenizer` with its engines `engine` and `caching_engine`, and `tokenizing`, which joins the shards.
 """
 
 __all__ = ["chat", "config", "document_ranks", "preparation", "preprocess", "tokenizer", "tokenizing"]
-"""Modules that rooms outside of data may import."""
+"""Modules that packages other than `megads.data` may import."""

@@ -1,8 +1,8 @@
-"""Tokenizes blocks into shards: what every preprocessing process does.
+"""Tokenizes blocks into shards, in every preprocessing process.
 
-Shards are what an interrupted preprocessing keeps, and what the dataset is joined from. A shard file: u32 length of the
-header, the header as JSON, int32 [sequences] lengths, int32 [documents] ends where documents have several sequences,
-the tokens.
+Shards are kept when preprocessing is interrupted, and are joined into the dataset. Layout of a shard file: u32 length
+of the header, the header as JSON, int32 [sequences] lengths, int32 [documents] document ends (if documents have several
+sequences), tokens.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ _LENGTH = struct.Struct("<I")
 Integers = npt.NDArray[np.int32]
 _BATCH_CHARACTERS = 1 << 20
 _LONG_CHARACTERS = 2 * PIECE_CHARACTERS
-"""Longer texts are cut. Pieces of plain text are not, which have up to so many."""
+"""Longer texts are cut into pieces. Pieces of plain text are at most this long, so they are not cut again."""
 
 
 @dataclass(frozen=True)
 class TokenizeSettings:
-    """What decides, with the input, which tokens come out.
+    """The settings that, with the input, determine the token ids.
 
     Attributes:
-        tokenizer_file: in the format of Hugging Face `tokenizers`.
-        tokenizer_sha256: of its content.
-        fields: what of a record holds its text; each text gives a sequence, all together a document.
-        end_id: token that ends every document, None for none, and where a template ends them.
-        dtype: token dtype, as numpy spells it.
+        tokenizer_file: tokenizer file in the format of Hugging Face `tokenizers`.
+        tokenizer_sha256: sha256 of its content.
+        fields: fields of a record that hold its text; each text becomes a sequence, all of them one document.
+        end_id: id of the token appended to every document; None if there is none, or if a template ends documents.
+        dtype: token dtype, as a NumPy string.
         engine: hf or fast.
-        text_special_tokens: whether text that spells a special token is text (ignore) or the token (parse).
+        text_special_tokens: whether text that spells a special token is ordinary text (ignore) or the token (parse).
     """
 
     tokenizer_file: str
@@ -66,21 +66,21 @@ class TokenizeSettings:
 
     @cached_property
     def identity(self) -> str:
-        """Hash of the settings and of the version of what tokenizes."""
+        """Hash of the settings and of the version of the tokenizer library."""
         settings = asdict(self) | {"tokenizer_file": None, "library": tokenizers.__version__, "format": 3}
         return hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class Finished:
-    """One block is done.
+    """Result of one block.
 
     Attributes:
-        documents: in its shard, parts included.
-        tokens: in its shard.
-        input_bytes: of input that it stands for.
-        kept: the shard was there already.
-        restarted: the engine gave other ids than the reference, which then made the shard.
+        documents: sequences in its shard, including partial ones.
+        tokens: tokens in its shard.
+        input_bytes: size of its input.
+        kept: whether the shard existed already.
+        restarted: whether the block was tokenized again by the reference, because the engine's ids differed.
     """
 
     documents: int
@@ -91,14 +91,14 @@ class Finished:
 
 
 class BlockTokenizer:
-    """Turns blocks into shards in a folder.
+    """Tokenizes blocks into shards in a folder.
 
     Args:
-        settings: which tokens.
-        folder: where shards go; it must exist.
+        settings: settings that determine the token ids.
+        folder: folder of the shards; it must exist.
 
     Raises:
-        DataError: the tokenizer file is missing, damaged, or was changed a moment ago.
+        DataError: the tokenizer file is missing, damaged, or has changed.
     """
 
     def __init__(self, settings: TokenizeSettings, folder: Path) -> None:
@@ -115,7 +115,7 @@ class BlockTokenizer:
 
     @property
     def last_cut(self) -> LastCut:
-        """Where long texts may be cut."""
+        """Finds positions at which long texts may be cut."""
         return self._cutter.last_cut
 
     def __call__(self, number: int, block: Block) -> Finished:
@@ -123,7 +123,7 @@ class BlockTokenizer:
         return self.make(shard_path(self._folder, number), block)
 
     def make(self, path: Path, block: Block) -> Finished:
-        """Makes the shard of a block, unless an earlier start did.
+        """Makes the shard of a block, unless an earlier start has made it.
 
         Raises:
             DataError: the input cannot be read, the tokenizer fails on it, or the disk is full.
@@ -140,7 +140,7 @@ class BlockTokenizer:
         try:
             header = self._make(path, loaded, identity, self._engine)
         except EngineMismatch:
-            # It is not asked again: what it does wrong need not be in the documents of a block that are checked.
+            # The engine is not used again: the checked documents of later blocks need not reveal the same defect.
             self._engine = self._reference
             header, restarted = self._make(path, loaded, identity, self._reference), True
         return Finished(header.sequences, header.tokens, loaded.input_bytes, kept=False, restarted=restarted)
@@ -154,7 +154,7 @@ class BlockTokenizer:
             return built.write(path, block, identity)
 
     def _parts(self, row: Document | RejectedLine) -> Iterator[Document | RejectedLine]:
-        """Yields a long document in pieces: a tokenizer takes a hundred bytes of memory for a byte of text."""
+        """Yields a long document in pieces, because a tokenizer needs a hundred bytes of memory per byte of text."""
         if isinstance(row, RejectedLine) or len(row.text) <= _LONG_CHARACTERS:
             yield row
             return
@@ -167,7 +167,7 @@ class BlockTokenizer:
 
 
 class _ShardBuilder:
-    """Collects the tokens of one block, a batch of documents at a time."""
+    """Collects the tokens of one block, one batch of documents at a time."""
 
     def __init__(self, engine: TextEngine, settings: TokenizeSettings) -> None:
         self._engine = engine
@@ -180,7 +180,7 @@ class _ShardBuilder:
         self._continues = False
 
     def add(self, row: Document | RejectedLine) -> None:
-        """Takes one document, or a line that is none."""
+        """Adds one document, or a rejected line."""
         if isinstance(row, RejectedLine):
             self._rejected.append([row.source, row.line, row.why.reason, row.why.detail])
             return
@@ -190,7 +190,7 @@ class _ShardBuilder:
             self._tokenize_batch()
 
     def write(self, path: Path, block: LoadedBlock, identity: str) -> ShardHeader:
-        """Writes the shard of all that was added."""
+        """Writes the shard with everything that was added."""
         self._tokenize_batch()
         sizes, ends = np.array(self._lengths, np.int32), None
         if has_turns(self._settings.fields):
@@ -230,7 +230,7 @@ class _ShardBuilder:
 
 
 def _cached(tokenizer: Tokenizer, reference: HuggingFaceEngine) -> TextEngine:
-    """Returns the reference with a cache of words, where it is known how the tokenizer splits text."""
+    """Returns the reference with a cache of words, if the way in which the tokenizer splits text is supported."""
     try:
         return CachingEngine(tokenizer, reference)
     except UnknownPattern:
@@ -238,7 +238,7 @@ def _cached(tokenizer: Tokenizer, reference: HuggingFaceEngine) -> TextEngine:
 
 
 def _unchanged_tokenizer(settings: TokenizeSettings) -> Tokenizer:
-    """Loads the tokenizer, set for special tokens in the text."""
+    """Loads the tokenizer, configured for special tokens in the text; raises DataError if its file has changed."""
     tokenizer = load_tokenizer(settings.tokenizer_file)
     if hashlib.sha256(Path(settings.tokenizer_file).read_bytes()).hexdigest() != settings.tokenizer_sha256:
         raise DataError(
@@ -250,41 +250,42 @@ def _unchanged_tokenizer(settings: TokenizeSettings) -> Tokenizer:
 
 @dataclass(frozen=True)
 class ShardHeader:
-    """What a shard holds."""
+    """Header of a shard."""
 
     identity: str
-    """Hash of the block and of all settings: equal ones give equal shards."""
+    """Hash of the block and of all settings; equal hashes mean equal shards."""
     sequences: int
-    """Sequences, a part of one at either end included."""
+    """Number of sequences, including partial ones at either end."""
     documents: int | None
-    """Documents, where they have several sequences; None where each is one."""
+    """Number of documents if they have several sequences; None if each sequence is a document."""
     tokens: int
-    """Their tokens."""
+    """Number of tokens."""
     text_bytes: int
-    """Their text in UTF-8."""
+    """Size of their text in UTF-8."""
     max_token_id: int
-    """Largest token, 0 for none."""
+    """Largest token id; 0 if there are no tokens."""
     continues: bool
-    """The last document goes on in the next shard."""
+    """Whether the last document continues in the next shard."""
     first: bool
-    """Lines of rejections are counted from the start of a file; else from where the shard before ended."""
+    """Whether line numbers of rejections start at the beginning of a file; if not, at the end of the previous shard."""
     lines: int
-    """Lines of input."""
+    """Number of input lines."""
     rejected: list[list[Any]]
-    """Source, line, reason and detail of every line that gave no document."""
+    """Source, line, reason and detail of every rejected line."""
     checksum: str
     """XXH3 of lengths and tokens."""
 
 
 @dataclass(frozen=True)
 class DatasetShard:
-    """A shard file, opened.
+    """An open shard file.
 
     Attributes:
         path: the file.
-        header: what it holds.
-        sizes: int32 [sequences] tokens of each.
-        ends: int32 [documents] sequences before the end of each; None where each sequence is a document.
+        header: its header.
+        sizes: int32 [sequences], length of each sequence in tokens.
+        ends: int32 [documents], number of sequences up to the end of each document; None if each sequence is a
+            document.
     """
 
     path: Path
@@ -297,7 +298,7 @@ class DatasetShard:
         """Yields the tokens in pieces.
 
         Raises:
-            DataError: they are not what was written; the file is removed, so that the next start makes it anew.
+            DataError: the checksum does not match; the file is removed, so that the next start makes it again.
         """
         digest = xxhash.xxh3_64(self.sizes.tobytes())
         if self.ends is not None:
@@ -316,19 +317,19 @@ class DatasetShard:
 
 
 def shard_path(folder: Path, number: int, piece: int | None = None) -> Path:
-    """Returns the file of the block with a number, or of one of several pieces of what has that number."""
+    """Returns the shard file of the block `number`, or of piece `piece` of the unit `number`."""
     return folder / (f"{number:08d}.shard" if piece is None else f"{number:08d}-{piece:06d}.shard")
 
 
 def _write_shard(
     path: Path, header: ShardHeader, sizes: Integers, ends: Integers | None, tokens: bytes | bytearray
 ) -> None:
-    """Writes a shard that is either complete under its name or not there.
+    """Writes a shard, which appears under its name only when complete.
 
-    Not forced onto the disk: after a loss of power its checksum tells.
+    The file is not synced to disk; its checksum detects losses after a power failure.
 
     Raises:
-        DataError: the disk does not take it.
+        DataError: the file cannot be written.
     """
     content = json.dumps(asdict(header)).encode()
     temporary = temporary_path(path)
@@ -350,8 +351,8 @@ def open_shard(path: Path) -> DatasetShard:
     """Reads a shard's header and lengths.
 
     Raises:
-        ValueError: it is no shard, or a truncated one.
-        OSError: as the system reports it.
+        ValueError: the file is not a shard, or is truncated.
+        OSError: the file cannot be read.
     """
     with path.open("rb") as file:
         start = file.read(_LENGTH.size)
@@ -368,7 +369,7 @@ def open_shard(path: Path) -> DatasetShard:
 
 
 def _kept_shard(path: Path, identity: str) -> DatasetShard | None:
-    """Returns the shard of an earlier start if it is what would be made now, to the last bit; else None."""
+    """Returns the shard of an earlier start if it is complete and has the same identity; else None."""
     try:
         shard = open_shard(path)
         if shard.header.identity != identity or shard.sizes.size != shard.header.sequences:
@@ -383,7 +384,7 @@ def _kept_shard(path: Path, identity: str) -> DatasetShard | None:
 
 
 def _shard_checksum(sizes: Integers, ends: Integers | None, tokens: bytes | bytearray) -> str:
-    """Returns the checksum that a shard's header carries."""
+    """Returns the checksum for a shard's header."""
     digest = xxhash.xxh3_64(sizes.tobytes())
     if ends is not None:
         digest.update(ends.tobytes())

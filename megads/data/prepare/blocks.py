@@ -1,7 +1,7 @@
 """Cuts the input into blocks that processes tokenize independently of each other.
 
-A block depends on the input and the tokenizer alone, not on who tokenizes it: the same input gives the same blocks in
-every run. Sampled documents from all over the input decide on the engine before the first block is tokenized.
+Blocks depend only on the input and the tokenizer, so the same input gives the same blocks in every run. The engine is
+chosen on documents sampled from the whole input, before the first block is tokenized.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from megads.data.prepare.text_files import Kind, kind, text_bytes_estimate
 
 STDIN = "-"
 SMALLEST_BLOCK_BYTES, LARGEST_BLOCK_BYTES = 1 << 20, 1 << 25
-# Blocks that the feeding process reads wait in memory, several for every worker.
+# Smaller, because blocks read by the feeding process wait in memory, several for every worker.
 LARGEST_FED_BYTES = 1 << 23
 _WANTED_BLOCKS = 64
 _FIRST_DOCUMENTS = 100
-"""Sampled from the first block."""
+"""Documents sampled from the first block."""
 PLACES, DOCUMENTS_OF_PLACE = 40, 5
-"""Places evenly spaced over the bytes of all files, and documents that are sampled from each on."""
+"""Positions evenly spaced over the bytes of all files, and documents sampled from each position on."""
 _WINDOW_BYTES = 1 << 18
-"""Read at each place; a longer line is passed over."""
+"""Bytes read at each position; a longer line is skipped."""
 _LARGEST_TEXT_CHARACTERS = 1 << 18
-"""Of a sampled document; memory for more would grow with the longest."""
+"""Maximum length of a sampled document, since the memory for checking it grows with its length."""
 _LARGEST_CHECKED_BYTES = 1 << 24
-"""Plain text and tables are checked to their end before they are believed to be text."""
+"""Larger plain text and tables are not sampled, because they would first be checked to their end for valid text."""
 
 
 @dataclass(frozen=True)
 class Lines:
-    """Whole lines of JSON.
+    """Complete JSON lines.
 
     Attributes:
-        source: file they come from.
-        content: the lines, each with its newline, the file's last one perhaps without.
-        first: the first of them is the first of the file.
-        input_bytes: how much of the input it stands for, as it is on disk.
+        source: file from which they come.
+        content: the lines, each with its newline, except possibly the last one of the file.
+        first: whether the first line is the first of the file.
+        input_bytes: size of the input, as it is on disk.
     """
 
     source: str
@@ -56,32 +56,32 @@ class Lines:
     input_bytes: int
 
     def digest(self) -> str:
-        """Hash of all that decides what the block gives."""
+        """Returns a hash of everything that determines the block's documents."""
         digest = xxhash.xxh3_128(b"%d" % self.first)
         digest.update(self.content)
         return str(digest.hexdigest())
 
     def rows(self, fields: Fields, last_cut: LastCut | None = None) -> Iterator[Document | RejectedLine]:
-        """Yields the documents, long ones in pieces; lines are counted from 1 at the block's start."""
+        """Yields the documents, long ones in pieces; lines are numbered from 1 at the block's start."""
         one_line = self.content.find(b"\n", 0, -1) < 0
-        # A long line is not copied.
+        # Avoids a copy of a long line.
         for number, line in enumerate((self.content,) if one_line else io.BytesIO(self.content), start=1):
             for texts in json_turns(line, fields):
                 yield from rows_of(texts, self.source, number, last_cut)
 
     def load(self) -> Lines:
-        """Returns itself: the lines are here already."""
+        """Returns itself, since the lines are in memory."""
         return self
 
     @property
     def num_lines(self) -> int:
-        """Lines, blank ones included."""
+        """Number of lines, including blank ones."""
         return self.content.count(b"\n")
 
 
 @dataclass(frozen=True)
 class LineRange:
-    """Lines of JSON that start in a range of bytes of an uncompressed file; read by whoever tokenizes them."""
+    """JSON lines that start in a range of bytes of an uncompressed file; read by the process that tokenizes them."""
 
     source: str
     begin: int
@@ -89,20 +89,20 @@ class LineRange:
 
     @property
     def first(self) -> bool:
-        """The range starts with the file."""
+        """Whether the range starts at the beginning of the file."""
         return self.begin == 0
 
     @property
     def input_bytes(self) -> int:
-        """How much of the input it stands for."""
+        """Size of the input."""
         return self.end - self.begin
 
     def load(self) -> Lines:
-        """Reads the lines, the last one to its end beyond the range."""
+        """Reads the lines; the last one is read to its end beyond the range."""
         position, content = self.begin, b""
         with Path(self.source).open("rb") as file:
             if not self.first:
-                # The line that reaches into the range belongs to whoever has its start.
+                # A line that starts before the range belongs to the previous range.
                 file.seek(self.begin - 1)
                 position = self.begin - 1
                 while position < self.end:
@@ -117,7 +117,7 @@ class LineRange:
 
 @dataclass(frozen=True)
 class Rows:
-    """Documents read already, of plain text or parquet, and what was no document between them."""
+    """Documents of plain text or parquet that are in memory, and the rejections between them."""
 
     content: list[Document | RejectedLine]
     input_bytes: int
@@ -126,7 +126,7 @@ class Rows:
     num_lines = 0
 
     def digest(self) -> str:
-        """Hash of all that decides what the block gives."""
+        """Returns a hash of everything that determines the block's documents."""
         digest = xxhash.xxh3_128()
         for row in self.content:
             digest.update(repr((row.source, row.line)).encode())
@@ -136,17 +136,19 @@ class Rows:
         return str(digest.hexdigest())
 
     def rows(self, fields: Fields, last_cut: LastCut | None = None) -> Iterator[Document | RejectedLine]:
-        """Yields the documents, with their lines in the file; they are in pieces already."""
+        """Yields the documents with their lines in the file; long ones are in pieces already."""
         yield from self.content
 
     def load(self) -> Rows:
-        """Returns itself: the documents are here already."""
+        """Returns itself, since the documents are in memory."""
         return self
 
 
 def _whole_lines(file: BinaryIO, begin: int, end: int) -> bytes:
-    """Reads from a line's start to the end of the line that reaches to `end`, which is measured first: a long one that
-    grows as it is read is in memory several times."""
+    """Reads from a line's start to the end of the line that contains `end - 1`.
+
+    The end is located first, because reading a long line while it grows would hold it in memory several times.
+    """
     file.seek(end - 1)
     while (part := file.readline(SMALLEST_BLOCK_BYTES)) and not part.endswith(b"\n"):
         pass
@@ -162,7 +164,7 @@ Block = LineRange | LoadedBlock
 
 
 def block_bytes_of(reader: DocumentReader) -> int:
-    """Returns the size of blocks: some dozens of them where the input is large enough, a function of it alone."""
+    """Returns the size of blocks, so that a large input has some dozens of them; depends only on the input."""
     wanted = text_bytes_estimate(reader.files) // _WANTED_BLOCKS
     return min(LARGEST_BLOCK_BYTES, max(SMALLEST_BLOCK_BYTES, 1 << wanted.bit_length()))
 
@@ -171,9 +173,9 @@ def blocks_of(reader: DocumentReader, block_bytes: int, last_cut: LastCut | None
     """Yields the blocks of the reader's files, in order.
 
     Args:
-        reader: names the files; what is not JSON lines is read through it.
-        block_bytes: text in a block, about.
-        last_cut: where long texts may be cut, see `text_pieces`.
+        reader: provides the files, and reads those that are not JSON lines.
+        block_bytes: approximate size of a block's text.
+        last_cut: finds positions at which long texts may be cut, see `text_pieces`.
 
     Raises:
         DataError: a file cannot be read.
@@ -193,7 +195,7 @@ def blocks_of(reader: DocumentReader, block_bytes: int, last_cut: LastCut | None
         for row in reader.read(path, last_cut):
             pending.append(row)
             pending_bytes += len(row.text) if isinstance(row, Document) else 100
-            # A prompt stays with its response.
+            # A prompt and its response stay in the same block.
             whole = isinstance(row, RejectedLine) or not (row.turn or (row.continues and has_turns(reader.fields)))
             if pending_bytes >= fed_bytes and whole:
                 yield Rows(pending, reader.bytes_read - reported_bytes)
@@ -204,7 +206,7 @@ def blocks_of(reader: DocumentReader, block_bytes: int, last_cut: LastCut | None
 
 
 def stdin_blocks() -> Iterator[Lines]:
-    """Yields the blocks of JSON lines that come through a pipe."""
+    """Yields the blocks of JSON lines from the standard input."""
     yield from _streamed(sys.stdin.buffer, sys.stdin.buffer, STDIN, LARGEST_FED_BYTES)
 
 
@@ -236,14 +238,15 @@ def _streamed(file: BinaryIO, raw: BinaryIO, source: str, fed_bytes: int) -> Ite
 
 
 def texts_of_places(source: DocumentReader, fields: Fields) -> list[str]:
-    """Returns up to 200 texts from all over the files.
+    """Returns up to 200 texts sampled from all files.
 
-    Of uncompressed JSON lines they come from evenly spaced places; of other files, which cannot be entered in their
-    middle, from the beginnings of those in which such places lie; of files that a plugin reads, from the first block.
+    From uncompressed JSON lines they are taken at evenly spaced positions. Other files cannot be read from the middle,
+    so texts are taken from the beginning of those that contain such positions. From files that a plugin reads nothing
+    is taken.
 
     Args:
         source: the files.
-        fields: of a record that hold its text.
+        fields: fields of a record that hold its text.
     """
     found: list[str] = []
     for path, position in _places(source) if source.custom is None else ():
@@ -252,18 +255,18 @@ def texts_of_places(source: DocumentReader, fields: Fields) -> list[str]:
 
 
 def first_texts(blocks: Sequence[Block], fields: Fields) -> list[str]:
-    """Returns up to 100 texts of the first block: all that there is of a pipe.
+    """Returns up to 100 texts of the first block, the only sample of a pipe.
 
     Args:
-        blocks: the first ones.
-        fields: of a record that hold its text.
+        blocks: the first blocks.
+        fields: fields of a record that hold its text.
     """
     rows = chain.from_iterable(block.load().rows(fields) for block in blocks[:1])
     return list(islice(_texts(rows), _FIRST_DOCUMENTS))
 
 
 def _places(source: DocumentReader) -> Iterator[tuple[Path, int]]:
-    """Files and positions in them; the beginning of a file that is entered there only comes once."""
+    """Yields files and positions in them; a file that is only read from its beginning is yielded once."""
     sizes = np.array([path.stat().st_size for path in source.files], np.int64)
     ends = np.cumsum(sizes)
     begun: set[Path] = set()
@@ -283,7 +286,7 @@ def _places(source: DocumentReader) -> Iterator[tuple[Path, int]]:
 def _rows_at(source: DocumentReader, path: Path, position: int, fields: Fields) -> Iterator[Document | RejectedLine]:
     if source.is_line_file(path):
         return LineRange(str(path), position, position + _WINDOW_BYTES).load().rows(fields)
-    # A reader of its own: the one that feeds the workers counts what it has read.
+    # A separate reader, because the reader that feeds the workers counts the bytes that it has read.
     return source.alone(path).read(path)
 
 

@@ -1,8 +1,8 @@
-"""Hugging Face `tokenizers` asked once for every pre-token: most of a text is words that were met before.
+"""Tokenizes each distinct pre-token once with Hugging Face `tokenizers` and caches its ids, since most words repeat.
 
-Texts are split into pre-tokens by Python's own regular expressions. The library splits by Oniguruma, whose classes of
-characters come from another version of Unicode than Python's. So the library itself is asked which characters a class
-has, a block of characters at a time when a text first has one of them.
+Texts are split into pre-tokens by Python's regular expressions. The library uses Oniguruma, whose character classes are
+based on another version of Unicode than Python's. So the characters of a class are determined by calling the library,
+one block of characters at a time, when a text first contains a character of that block.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 from megads.data.prepare.engine import CheckedEngine, HuggingFaceEngine, Ids
 
 BYTE_LEVEL = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"""The pattern that is built into the library's ByteLevel: GPT-2's."""
+"""The pattern built into the library's ByteLevel, which is GPT-2's."""
 BLOCK = 1 << 12
-"""Characters that the library is asked about at a time."""
+"""Characters whose class is determined in one call of the library."""
 _BEYOND_16_BITS = re.compile("[\U00010000-\U0010ffff]").search
 _SURROGATES = range(0xD800, 0xE000)
 _CONTRACTIONS = "'s|'t|'re|'ve|'m|'ll|'d"
 FindAll = Callable[[str], list[str]]
-# What means the same to Oniguruma and Python once classes are spelled out. Only a negative look-ahead: what can match
-# the empty string then matches an empty text, too.
+# Syntax with the same meaning in Oniguruma and Python once character classes are spelled out. The only look-ahead is
+# the negative one, so that a pattern that can match the empty string also matches an empty text.
 _PART = re.compile(
     r"""(?P<characters>\\[pP]\{\^?\w+\}|\\[sSdDwW])
     | (?P<contractions>\(\?i:'s\|'t\|'re\|'ve\|'m\|'ll\|'d\))
@@ -42,17 +42,17 @@ _PART = re.compile(
     re.VERBOSE,
 )
 MOST_WORDS = 1 << 18
-"""Kept, in some 40 MB of memory."""
+"""Maximum number of cached words, some 40 MB of memory."""
 LONGEST_WORD = 64
-"""Characters; a longer one does not come again."""
-# Characters before the first combining mark are their own composed forms.
+"""Maximum length of a cached word in characters; longer ones rarely repeat."""
+# NFC does not change characters before the first combining mark.
 _PERHAPS_NOT_COMPOSED = re.compile("[\u0300-\U0010ffff]").search
-# These see each piece for itself, wherever in the text it stands.
+# Steps whose result for a piece does not depend on its position in the text.
 _LATER_STEPS = {"ByteLevel", "Digits", "Punctuation", "Split"}
 
 
 class UnknownPattern(Exception):
-    """A regular expression that may mean something else to Python."""
+    """A regular expression that may have another meaning in Python."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Split:
     """One step of a pre-tokenizer.
 
     Attributes:
-        pattern: a regular expression as Oniguruma reads it.
-        keeps_gaps: whether what lies between two matches is a pre-token, too, or is dropped.
+        pattern: regular expression in Oniguruma syntax.
+        keeps_gaps: whether the text between two matches is a pre-token or is dropped.
     """
 
     pattern: str
@@ -70,25 +70,25 @@ class Split:
 
 @dataclass(frozen=True)
 class _Characters:
-    """A part of a pattern that matches one character, as Oniguruma reads it."""
+    """A part of a pattern that matches one character, in Oniguruma syntax."""
 
     pattern: str
 
 
-class _Known:
-    """What the library was asked.
+class _CharacterClasses:
+    """Character classes as determined by the library.
 
     Args:
-        asked: which classes of characters it is asked about.
+        asked: character classes to determine.
     """
 
     def __init__(self, asked: set[_Characters]) -> None:
         self._blocks: set[int] = set()
         self._runs: dict[_Characters, list[tuple[int, int]]] = {characters: [] for characters in asked}
-        """First and last code points."""
+        """First and last code points of the runs of characters in each class."""
 
     def learn(self, blocks: set[int]) -> bool:
-        """Asks about blocks; returns whether any of them is new."""
+        """Determines the classes of the characters in blocks; returns whether any block is new."""
         new = blocks - self._blocks
         for block in sorted(new):
             codes = range(block * BLOCK, (block + 1) * BLOCK)
@@ -104,33 +104,35 @@ class _Known:
         return bool(new)
 
     def spelled_out(self, characters: _Characters, largest: int) -> str:
-        """Returns a Python class of the characters that are known, up to the largest."""
+        """Returns a Python character class of the known characters, up to code point `largest`."""
         runs = [(begin, min(end, largest)) for begin, end in self._runs[characters] if begin <= largest]
         inside = "".join(f"\\U{begin:08x}-\\U{end:08x}" for begin, end in runs)
         return f"[{inside}]" if inside else r"[^\x00-\U0010ffff]"
 
 
 class PreTokenSplitter:
-    """Applies splits one after the other, each to the pre-tokens of the one before.
+    """Applies splits one after the other, each to the pre-tokens of the previous one.
 
     Args:
-        splits: at least one.
+        splits: at least one split.
 
     Raises:
-        UnknownPattern: a pattern is not understood.
+        UnknownPattern: a pattern is not supported.
     """
 
     def __init__(self, splits: list[Split]) -> None:
         self._splits = [(list(_parts(split.pattern)), split.keeps_gaps) for split in splits]
-        self._known = _Known({part for parts, _ in self._splits for part in parts if isinstance(part, _Characters)})
+        self._known = _CharacterClasses(
+            {part for parts, _ in self._splits for part in parts if isinstance(part, _Characters)}
+        )
         self._known.learn({0})
         self._of_ascii = self._compiled(0x7F)
-        # Fewer characters make a faster expression: most texts have none beyond 16 bits.
+        # Expressions with fewer characters are faster, and most texts have no characters beyond 16 bits.
         self._of_16_bits: list[FindAll] | None = None
         self._of_all: list[FindAll] | None = None
 
     def split(self, text: str) -> list[str]:
-        """Returns the pre-tokens of a text, which the normalizer must have seen."""
+        """Returns the pre-tokens of a normalized text."""
         if text.isascii():
             steps = self._of_ascii
         elif _BEYOND_16_BITS(text):
@@ -151,7 +153,7 @@ class PreTokenSplitter:
             self._of_all = None
 
     def _compiled(self, largest: int) -> list[FindAll]:
-        """Returns the steps for texts of known characters up to the largest."""
+        """Returns the compiled steps for texts with known characters up to code point `largest`."""
         steps: list[FindAll] = []
         for parts, keeps_gaps in self._splits:
             known = (part if isinstance(part, str) else self._known.spelled_out(part, largest) for part in parts)
@@ -167,7 +169,7 @@ class PreTokenSplitter:
 
 
 def _parts(pattern: str) -> Iterator[str | _Characters]:
-    """Yields a pattern of Oniguruma as parts that mean the same to Python, and its classes of characters."""
+    """Yields an Oniguruma pattern as parts with the same meaning in Python, and its character classes."""
     position = 0
     while position < len(pattern):
         if pattern[position] == "[":
@@ -185,7 +187,7 @@ def _parts(pattern: str) -> Iterator[str | _Characters]:
                 yield _Characters(part)
             case "contractions":
                 yield "(?:"
-                # Folding of case is Unicode's, too: it makes a long s an s.
+                # Oniguruma's case folding is Unicode's: it also matches the long s as s.
                 yield from (_Characters(f"(?i:{letter})") if letter.isalpha() else letter for letter in _CONTRACTIONS)
                 yield ")"
             case "capture":
@@ -197,7 +199,7 @@ def _parts(pattern: str) -> Iterator[str | _Characters]:
 
 
 def _class_end(pattern: str, begin: int) -> int:
-    """Returns where a class of characters ends, others within it included."""
+    """Returns the end of a character class, including nested classes."""
     if pattern.startswith(("[]", "[^]"), begin):
         raise UnknownPattern(f"a class that begins with ] in {pattern!r}")
     depth, position = 0, begin
@@ -211,16 +213,16 @@ def _class_end(pattern: str, begin: int) -> int:
 
 
 class CachingEngine(CheckedEngine):
-    """Splits texts into pre-tokens, and has the library tokenize those that it has not met.
+    """Splits texts into pre-tokens, and calls the library for those that are not cached.
 
-    Texts with an added token, which the library finds before it splits, go to the library as a whole.
+    Texts with an added token, which the library finds before it splits, are tokenized by the library as a whole.
 
     Args:
-        tokenizer: loaded, set for special tokens as it is used.
-        reference: the same without a cache.
+        tokenizer: the tokenizer, configured for special tokens as it is used.
+        reference: the same tokenizer without a cache.
 
     Raises:
-        UnknownPattern: the tokenizer splits in a way that is not known here.
+        UnknownPattern: the tokenizer splits text in an unsupported way.
     """
 
     def __init__(self, tokenizer: Tokenizer, reference: HuggingFaceEngine) -> None:
@@ -241,7 +243,7 @@ class CachingEngine(CheckedEngine):
         self._added_token = re.compile(added) if added else None
 
     def encode_unchecked(self, texts: Sequence[str]) -> tuple[Ids, list[int]]:
-        """The same without a check."""
+        """As `encode`, without a check."""
         all_ids = [self._ids(text) for text in texts]
         return np.frombuffer(b"".join(all_ids), np.uint32), [len(ids) // 4 for ids in all_ids]
 
@@ -255,11 +257,11 @@ class CachingEngine(CheckedEngine):
 
 
 class _WordCache(dict[str, bytes]):
-    """The ids of pre-tokens, as 4 bytes each.
+    """The ids of pre-tokens, 4 bytes per id.
 
     Args:
-        tokenizer: whose model is used.
-        later_steps: of its pre-tokenizer, which are yet to be applied to a pre-token.
+        tokenizer: tokenizer whose model is used.
+        later_steps: steps of its pre-tokenizer that are still to be applied to a pre-token.
     """
 
     def __init__(self, tokenizer: Tokenizer, later_steps: list[dict[str, Any]]) -> None:
@@ -280,10 +282,10 @@ class _WordCache(dict[str, bytes]):
 
 
 def _steps(tokenizer: Tokenizer) -> tuple[list[Split], list[dict[str, Any]]]:
-    """Returns the first steps of the pre-tokenizer, and the others, as the library writes them.
+    """Returns the first steps of the pre-tokenizer as splits, and the other steps as the library serializes them.
 
     Raises:
-        UnknownPattern: a step that is not known here, or a model that gives other ids each time.
+        UnknownPattern: a step is not supported, or the model is not deterministic.
     """
     if getattr(tokenizer.model, "dropout", None):
         raise UnknownPattern("a model with dropout")

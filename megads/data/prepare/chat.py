@@ -1,8 +1,8 @@
-"""Conversations: records of messages, and the chat template that makes text of them.
+"""Conversations: records of messages, and the chat template that renders them as text.
 
-Templates are Hugging Face's: Jinja that reads `messages`, `add_generation_prompt`, `bos_token` and `eos_token`. They
-come with a tokenizer, as chat_template.jinja or within tokenizer_config.json. They run in Jinja's sandbox, which lets
-them compute text and nothing else.
+Templates are Hugging Face's: Jinja templates with the variables `messages`, `add_generation_prompt`, `bos_token` and
+`eos_token`. They come with a tokenizer, as chat_template.jinja or in tokenizer_config.json. They run in Jinja's
+sandbox, so they can only compute text.
 """
 
 from __future__ import annotations
@@ -33,23 +33,24 @@ PLAIN_TEMPLATE = """\
 {% endfor %}
 {% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}
 """
-"""For tokenizers without a template of their own, which need no token but the end of a document."""
+"""Template for tokenizers without one; needs no special token except the end-of-document token."""
 USER, ASSISTANT = "user", "assistant"
 _SHARE_GPT_ROLES = {"human": USER, "gpt": ASSISTANT}
 Message = Mapping[str, Any]
 
 
 class TemplateFault(Exception):
-    """A template refuses messages; the text says why."""
+    """A template rejects messages; the text has the reason."""
 
 
 class _Generation(Extension):
-    """Accepts `{% generation %}`, which marks what an assistant says; megads finds it by the generation prompt."""
+    """Accepts `{% generation %}`, which marks assistant messages; megads finds them by the generation prompt
+    instead."""
 
     tags = {"generation"}  # noqa: RUF012 (as the base class has it)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Returns what stands between the tags."""
+        """Returns the nodes between the tags."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -70,12 +71,12 @@ def _compiled(source: str) -> jinja2.Template:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """Makes text of messages.
+    """Renders messages as text.
 
     Attributes:
-        source: Jinja.
-        eos_token: what it may put behind an answer; empty for none.
-        special_tokens: of the tokenizer, which messages may not spell; empty lets them.
+        source: Jinja source.
+        eos_token: token that the template may append to an answer; empty for none.
+        special_tokens: special tokens of the tokenizer that messages must not spell; empty allows all.
     """
 
     source: str
@@ -87,10 +88,10 @@ class ChatTemplate:
 
         Args:
             messages: each with `role` and `content`.
-            generation_prompt: end with what stands before an answer.
+            generation_prompt: whether to end with the text that precedes an answer.
 
         Raises:
-            TemplateFault: the template refuses them, or fails.
+            TemplateFault: the template rejects the messages, or fails.
         """
         try:
             return _compiled(self.source).render(
@@ -100,16 +101,16 @@ class ChatTemplate:
             raise TemplateFault(f"{type(error).__name__}: {error}") from error
 
     def turns(self, messages: Sequence[Message]) -> tuple[str, ...]:
-        """Returns what is given and what is learnt by turns: everything before an answer, and the answer with its end.
+        """Returns prompts and answers alternately: everything before an answer, and the answer with its end token.
 
-        What follows the last answer is left out. Where a template writes earlier answers in another way as soon as more
-        follows, as those of reasoning models do, only the last answer is learnt.
+        Text after the last answer is omitted. If a template renders earlier answers differently once more messages
+        follow, as those of reasoning models do, only the last answer is trained on.
 
         Args:
             messages: each with `role` and `content`.
 
         Raises:
-            TemplateFault: there is no answer to learn, or the template cannot tell where it begins.
+            TemplateFault: there is no answer, or where an answer begins cannot be determined.
         """
         self._require_no_special_token(messages)
         answers = [place for place, message in enumerate(messages) if message["role"] == ASSISTANT]
@@ -128,7 +129,8 @@ class ChatTemplate:
         return tuple(found)
 
     def prompt(self, messages: Sequence[Message]) -> str:
-        """Returns the text of messages and what stands before an answer; raises as `render`, and on special tokens."""
+        """Returns the text of messages and the generation prompt; raises as `render`, and on special tokens in
+        messages."""
         self._require_no_special_token(messages)
         return self.render(messages, True)
 
@@ -139,7 +141,7 @@ class ChatTemplate:
             raise TemplateFault(f"a message spells the special token {spelled}")
 
     def end_of_answer(self, tokenizer: Tokenizer) -> str | None:
-        """Returns the special token with which the template ends an answer; None where it ends with none."""
+        """Returns the special token with which the template ends an answer; None if there is none."""
         try:
             *_, answer = self.turns([{"role": USER, "content": "a"}, {"role": ASSISTANT, "content": "b"}])
         except TemplateFault:
@@ -155,7 +157,7 @@ def _texts(messages: Sequence[Message]) -> Iterator[str]:
 
 
 def special_tokens(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Returns the tokens that no ordinary text may spell."""
+    """Returns the special tokens of a tokenizer."""
     return tuple(token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special)
 
 
@@ -163,34 +165,34 @@ def messages_of(value: object) -> list[dict[str, Any]]:
     """Returns the messages of a record.
 
     Args:
-        value: a list of objects with `role` and `content`, or, as ShareGPT has them, `from` and `value`.
+        value: a list of objects with `role` and `content`, or with `from` and `value` as in ShareGPT.
 
     Raises:
-        TemplateFault: it is something else.
+        TemplateFault: the value has another form.
     """
     if not isinstance(value, list) or not value:
         raise TemplateFault("want a list of messages")
     found = []
     for number, given in enumerate(value, 1):
         if not isinstance(given, dict):
-            raise TemplateFault(f"message {number} is no object")
+            raise TemplateFault(f"message {number} is not an object")
         message = given
         if "role" not in given and "from" in given:
             role = given["from"]
             message = {"role": _SHARE_GPT_ROLES.get(role, role), "content": given.get("value")}
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-            raise TemplateFault(f"message {number} has no role and content that are text")
+            raise TemplateFault(f"message {number} lacks a role or content that is text")
         found.append(message)
     return found
 
 
 @dataclass(frozen=True)
 class Conversations:
-    """What of a record makes a document, where it is a conversation.
+    """How to read a document from a record that is a conversation.
 
     Attributes:
-        field: of the JSON object that holds the messages.
-        template: makes text of them.
+        field: JSON field that holds the messages.
+        template: chat template that renders them.
     """
 
     field: str
@@ -201,15 +203,15 @@ class Conversations:
 
 
 def find_template(given: str | None, tokenizer_file: Path | None, key: str) -> str:
-    """Returns the chat template that a dataset is made with.
+    """Returns the chat template for a dataset.
 
     Args:
-        given: a file with one: Jinja, or a tokenizer_config.json; None takes the tokenizer's own, or a plain one.
-        tokenizer_file: the tokenizer; None where it is yet to be learnt.
-        key: of the config that the file comes from, for messages.
+        given: file with a template: Jinja, or a tokenizer_config.json; None uses the tokenizer's own, or a plain one.
+        tokenizer_file: tokenizer file; None if the tokenizer is yet to be trained.
+        key: config key of `given`, for messages.
 
     Raises:
-        ConfigError: it cannot be read, or is no template.
+        ConfigError: the file cannot be read, or is not a template.
     """
     if given is None:
         found = None if tokenizer_file is None else template_beside(tokenizer_file)
@@ -228,7 +230,7 @@ def find_template(given: str | None, tokenizer_file: Path | None, key: str) -> s
         _compiled(source)
     except jinja2.TemplateError as error:
         shown = given or "the tokenizer's own"
-        raise ConfigError(f"{key} = {shown}: is no Jinja template: {error}") from error
+        raise ConfigError(f"{key} = {shown}: is not a valid Jinja template: {error}") from error
     return source
 
 
@@ -239,17 +241,17 @@ def conversations(
     text_special_tokens: TextSpecialTokens,
     section: str = "",
 ) -> Conversations | None:
-    """Returns how records of conversations are read; None where the config names no field of messages.
+    """Returns how to read records of conversations; None if the config names no field of messages.
 
     Args:
-        config: names the field, and perhaps the template.
-        tokenizer_file: the tokenizer; None where it is yet to be learnt.
-        end_of_document: its token.
-        text_special_tokens: with ignore, a message may not spell a special token.
-        section: of the config, with a dot at its end; or empty.
+        config: names the field, and optionally the template.
+        tokenizer_file: tokenizer file; None if the tokenizer is yet to be trained.
+        end_of_document: end-of-document token.
+        text_special_tokens: with ignore, messages must not spell a special token.
+        section: config section, with a trailing dot; or empty.
 
     Raises:
-        ConfigError: the template cannot be read, or is none.
+        ConfigError: the template cannot be read, or is invalid.
         DataError: the tokenizer cannot be read.
     """
     if config.messages_field is None:

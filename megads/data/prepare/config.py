@@ -1,4 +1,4 @@
-"""How raw text becomes a dataset: tokenizers to use or to learn, and `megads preprocess`."""
+"""Settings of the run's tokenizer, `megads tokenizer` and `megads preprocess`."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from megads.runtime.registry import import_plugins
 
 SMALLEST_VOCABULARY = 257
 SMALLEST_WANTED = f"must be at least {SMALLEST_VOCABULARY}, 256 bytes and the end-of-document token"
-# Learning takes memory for all of it at once, some 100 bytes a token.
+# Training a tokenizer allocates memory for the whole vocabulary at once, some 100 bytes per token.
 _LARGEST_VOCABULARY = 1 << 24
 
 
 def check_learning(section: str, vocab_size: int | None, min_frequency: int) -> None:
-    """Raises ConfigError on a vocabulary that cannot be learnt.
+    """Raises ConfigError on settings with which no tokenizer can be trained.
 
     Args:
-        section: of the config that holds the two keys, with a dot at its end; or empty.
-        vocab_size: tokens; None where that is left to the text.
-        min_frequency: of a pair that is merged.
+        section: config section that holds the two keys, with a trailing dot; or empty.
+        vocab_size: vocabulary size; None derives it from the text.
+        min_frequency: minimum frequency of a pair that is merged.
     """
     if vocab_size is not None and vocab_size < SMALLEST_VOCABULARY:
         raise ConfigError(f"{section}vocab_size = {vocab_size}: {SMALLEST_WANTED}")
@@ -41,7 +41,7 @@ def check_learning(section: str, vocab_size: int | None, min_frequency: int) -> 
 
 
 class Engine(StrEnum):
-    """What tokenizes."""
+    """Tokenizer implementation."""
 
     auto = "auto"
     hf = "hf"
@@ -50,29 +50,29 @@ class Engine(StrEnum):
 
 @dataclass
 class TextTokenizerConfig:
-    """The tokenizer of a run: given, or learnt from data.raw."""
+    """The tokenizer of a run: an existing one, or one trained on data.raw."""
 
     path: str | None = None
-    """Tokenizer file in Hugging Face `tokenizers` format; null learns one from data.raw."""
+    """Tokenizer file in Hugging Face `tokenizers` format; null trains one on data.raw."""
     vocab_size: int | None = None
-    """Tokens to learn from data.raw, the special one included; null grows with the text, from 512 to 32,768, and
-    stays within model.vocab_size."""
+    """Vocabulary size of a tokenizer trained on data.raw, including the special token; null depends on the size of the
+    text, from 512 to 32,768, and is at most model.vocab_size."""
     min_frequency: int = 2
     """Pairs seen less often are not merged."""
     end_of_document: str | None = "<|endoftext|>"
-    """Special token that ends every document of data.raw; null marks no ends."""
+    """Special token appended to every document of data.raw; null appends none."""
     engine: Engine = Engine.auto
-    """What tokenizes data.raw: hf is Hugging Face tokenizers; fast is gigatoken, held to hf's ids; auto takes fast
-    where it is installed and gives the same ids."""
+    """Tokenizer implementation for data.raw: hf is Hugging Face tokenizers; fast is gigatoken, checked against hf's
+    ids; auto uses fast if it is installed and gives the same ids."""
     text_special_tokens: TextSpecialTokens = TextSpecialTokens.ignore
-    """ignore: text of data.raw that spells a special token is ordinary text. parse: it is the token, for text that a
-    chat template made. With parse a text of strangers can forge the end of a document or a turn."""
+    """ignore: text of data.raw that spells a special token is ordinary text. parse: it becomes the token, for text that
+    a chat template produced. With parse untrusted text can forge the end of a document or a turn."""
 
     def check(self) -> None:
-        """Raises ConfigError on a size without room for the bytes, and on a size for a tokenizer that is given."""
+        """Raises ConfigError on an invalid vocabulary size, or on one together with an existing tokenizer."""
         if self.vocab_size is not None and self.path is not None:
             raise ConfigError(
-                f"tokenizer.vocab_size = {self.vocab_size} is for a tokenizer to learn, but tokenizer.path = "
+                f"tokenizer.vocab_size = {self.vocab_size} only applies to a new tokenizer, but tokenizer.path = "
                 f"{self.path} gives one: leave one of them out"
             )
         check_learning("tokenizer.", self.vocab_size, self.min_frequency)
@@ -85,22 +85,22 @@ class TokenizerConfig:
     """`megads tokenizer`: trains a byte-level BPE tokenizer."""
 
     input: list[str] = field(default_factory=list)
-    """Files, folders or globs: .jsonl, .csv, .tsv and .parquet hold a document a record ("text"), other files are one;
-    also .gz or .zst."""
+    """Files, folders or globs: .jsonl, .csv, .tsv and .parquet hold one document per record ("text"), any other file is
+    one document; also .gz or .zst."""
     output: str = "tokenizer.json"
-    """The tokenizer file to write, in Hugging Face `tokenizers` format."""
+    """Tokenizer file to write, in Hugging Face `tokenizers` format."""
     vocab_size: int = 8192
-    """Tokens to learn, the special ones included."""
+    """Vocabulary size, including the special tokens."""
     min_frequency: int = 2
     """Pairs seen less often are not merged."""
     text_field: str = "text"
-    """JSON field, or column of a table or of parquet, that holds the document."""
+    """JSON field, or column of a table or parquet file, that holds the document."""
     extensions: list[str] = field(default_factory=lambda: list(DEFAULT_EXTENSIONS))
-    """Extensions of the files that are taken out of folders, and by globs that spell none, compressed or not."""
+    """Extensions of the files that are read from folders and from globs without an extension, compressed or not."""
     encoding: str = AUTO_ENCODING
-    """Of the files that are not UTF-8, for example cp1252 or latin-1; see data.encoding of megads train."""
+    """Encoding of the files that are not UTF-8, for example cp1252 or latin-1; see data.encoding of megads train."""
     end_of_document: str = "<|endoftext|>"
-    """Special token that ends every document."""
+    """Special token at the end of every document."""
 
 
 @dataclass
@@ -108,56 +108,56 @@ class PreprocessConfig:
     """`megads preprocess`: turns raw text into an indexed dataset in Megatron's format."""
 
     input: list[str] = field(default_factory=list)
-    """Files, folders or globs: .jsonl, .csv, .tsv and .parquet hold a document a record ("text"), other files are one;
-    also .gz or .zst; '[-]' reads JSON lines from the standard input."""
+    """Files, folders or globs: .jsonl, .csv, .tsv and .parquet hold one document per record ("text"), any other file is
+    one document; also .gz or .zst; '[-]' reads JSON lines from the standard input."""
     tokenizer: str = MISSING
     """Tokenizer file in Hugging Face `tokenizers` format."""
     output: str = MISSING
     """Prefix of the <output>.bin and <output>.idx to write."""
     text_field: str = "text"
-    """JSON field, or column of a table or of parquet, that holds the document."""
+    """JSON field, or column of a table or parquet file, that holds the document."""
     extensions: list[str] = field(default_factory=lambda: list(DEFAULT_EXTENSIONS))
-    """Extensions of the files that are taken out of folders, and by globs that spell none, compressed or not."""
+    """Extensions of the files that are read from folders and from globs without an extension, compressed or not."""
     encoding: str = AUTO_ENCODING
-    """Of the files that are not UTF-8, for example cp1252 or latin-1; see data.encoding of megads train."""
+    """Encoding of the files that are not UTF-8, for example cp1252 or latin-1; see data.encoding of megads train."""
     prompt_field: str | None = None
-    """With response_field: each record becomes a document of two sequences, for data.packing=best_fit, where the loss
-    counts on the second only. May be empty text."""
+    """With response_field: each record becomes a document of two sequences, for data.packing=best_fit, which computes
+    the loss on the second only. The prompt may be empty."""
     response_field: str | None = None
-    """The field or column of what is learnt; the end-of-document token follows it."""
+    """Field or column of the response, which is trained on; the end-of-document token follows it."""
     messages_field: str | None = None
-    """Instead: the field of JSON lines that holds a conversation, a list of messages with role and content. Each is a
-    document of what is given and what the assistant says, by turns."""
+    """Alternative to text_field and prompt_field: field of JSON lines that holds a conversation, a list of messages
+    with role and content. Each becomes a document that alternates between prompts and the assistant's messages."""
     chat_template: str | None = None
-    """With messages_field: the Jinja file that makes text of messages, or a tokenizer_config.json; null takes what lies
+    """With messages_field: Jinja file, or tokenizer_config.json, that renders messages as text; null uses the one
     beside the tokenizer, or a plain "User: ... Assistant: ..."."""
     end_of_document: str | None = "<|endoftext|>"
     """Token appended to every document; null appends none."""
     overwrite: bool = False
     """Replace an existing dataset."""
     text_special_tokens: TextSpecialTokens = TextSpecialTokens.ignore
-    """ignore: text that spells a special token is ordinary text. parse: it is the token, for text that a chat template
-    made. With parse a text of strangers can forge the end of a document or a turn."""
+    """ignore: text that spells a special token is ordinary text. parse: it becomes the token, for text that a chat
+    template produced. With parse untrusted text can forge the end of a document or a turn."""
     engine: Engine = Engine.auto
-    """hf is Hugging Face tokenizers; fast is gigatoken, held to hf's ids on documents from all over the input
-    and on one in a thousand of them; auto takes fast where it is installed and gives the same ids."""
+    """hf is Hugging Face tokenizers; fast is gigatoken, checked against hf's ids on documents from all over the input
+    and on one document in a thousand; auto uses fast if it is installed and gives the same ids."""
     workers: int | None = None
-    """Processes that tokenize; null is as many as there are cores. The dataset does not depend on it."""
+    """Number of tokenizing processes; null is one per core. The dataset does not depend on it."""
     distributed: bool = False
-    """Share the work with all processes that are given the same command at the same time, on any nodes that see the
-    same folders: an array of SLURM jobs (scripts/slurm/preprocess.sbatch). The dataset does not depend on them."""
+    """Share the work with all processes that run the same command at the same time, on any nodes that see the same
+    folders: an array of SLURM jobs (scripts/slurm/preprocess.sbatch). The dataset does not depend on their number."""
     reader: ReaderConfig = field(default_factory=ReaderConfig)
-    """What reads the input."""
+    """Reader of the input."""
     plugins: list[str] = field(default_factory=list)
-    """Modules of your own to import, which register data readers (docs/extending.md)."""
+    """Your own modules to import, which register data readers (docs/extending.md)."""
 
     def settle_plugins(self) -> None:
-        """Imports the plugins, and checks and completes the settings of the reader; see `UsesPlugins`."""
+        """Imports the plugins, checks the settings of the reader and fills in defaults; see `UsesPlugins`."""
         import_plugins(self.plugins)
         self.reader.settle("reader")
 
     def check(self) -> None:
-        """Raises ConfigError on no workers, on the standard input beside files, and on half a pair."""
+        """Raises ConfigError on an invalid value, on the standard input together with files, and on half a pair."""
         check_fields("", self)
         if self.workers is not None and self.workers < 1:
             raise ConfigError(f"workers = {self.workers}: must be at least 1; null takes one for every core")

@@ -1,7 +1,7 @@
-"""Text files as streams of UTF-8: decompressed, and converted from the encoding that they are in.
+"""Text files as UTF-8 streams: decompressed, and converted from their encoding.
 
-Nothing is guessed: a file is UTF-8, or says by its first bytes that it is UTF-16 or UTF-32, or is in the encoding that
-the user names.
+Encodings are never guessed. A file is UTF-8, or its first bytes show that it is UTF-16 or UTF-32, or it has the
+encoding that the user names.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ if TYPE_CHECKING:
 COMPRESSED_ENDINGS = (".gz", ".zst")
 UTF8 = "utf-8"
 DAMAGED = (OSError, EOFError, zlib.error, zstandard.ZstdError)
-"""What reading a compressed file raises where it is damaged."""
-# Corpora are often compressed with `zstd --long=31`, which the library refuses unless told.
+"""Exceptions raised when a compressed file is damaged."""
+# Corpora are often compressed with `zstd --long=31`, which the library rejects by default.
 _MAX_WINDOW_BYTES = 1 << 31
 _READ_BYTES = 1 << 17
 _HEAD_BYTES = 1 << 16
-# The longer mark first: that of UTF-16 is how that of UTF-32 begins.
+# Longer marks first, since the UTF-32 mark begins with the UTF-16 mark.
 _MARKS = {
     codecs.BOM_UTF32_LE: "utf-32-le",
     codecs.BOM_UTF32_BE: "utf-32-be",
     codecs.BOM_UTF16_LE: "utf-16-le",
     codecs.BOM_UTF16_BE: "utf-16-be",
 }
-# Of all pairs of bytes in UTF-16: those with a zero byte, in any script with spaces and line ends.
+# Minimum share of byte pairs with a zero byte in UTF-16; text of any script with spaces and line ends has more.
 _ZERO_SHARE = 0.1
 _LINE_CONTROLS = "\t\n\r\f\v\x1b"
 
 
 def marked_encoding(head: bytes) -> str | None:
-    """Returns the encoding that the first bytes of a file show: its mark, or the zero bytes of UTF-16 without one.
+    """Returns the encoding that the first bytes of a file show, by a byte order mark or by the zero bytes of UTF-16.
 
     Args:
         head: the first bytes, at most some thousands.
 
     Returns:
-        utf-16-le, utf-16-be, utf-32-le or utf-32-be; None for everything else.
+        utf-16-le, utf-16-be, utf-32-le or utf-32-be; None for anything else.
     """
     for mark, encoding in _MARKS.items():
         if head.startswith(mark):
@@ -61,7 +61,7 @@ def marked_encoding(head: bytes) -> str | None:
 
 
 def _reads_as(head: bytes, encoding: str) -> bool:
-    """Whether bytes are text in an encoding: all of them, without control characters that no text has."""
+    """Whether all bytes decode in an encoding, without control characters that do not occur in text."""
     try:
         text = codecs.getincrementaldecoder(encoding)().decode(head)
     except UnicodeDecodeError:
@@ -81,10 +81,10 @@ def encoding_of(path: Path, wanted: str) -> str:
 
     Args:
         path: the file.
-        wanted: `auto`, or the encoding of files that are neither UTF-8 nor marked; `utf-8` converts none.
+        wanted: `auto`, or the encoding of files that are neither UTF-8 nor marked; `utf-8` converts nothing.
 
     Returns:
-        utf-8 where all of the file is, or where it is in none that is known; then reading it shows the fault.
+        The encoding; utf-8 also for a file in an unknown encoding, which then fails when it is read.
     """
     if wanted == UTF8:
         return UTF8
@@ -94,12 +94,12 @@ def encoding_of(path: Path, wanted: str) -> str:
             return marked or UTF8
         with opened(path) as (_, file):
             return UTF8 if text_fault(file) is None else wanted
-    # Damaged: whoever reads it says so.
+    # Damaged: the error is reported when the file is read.
     return UTF8
 
 
 def binary_fault(path: Path) -> str:
-    """Returns where a file shows in its first bytes that it is no text, in words; empty where it may be text."""
+    """Returns the position in the first bytes that shows that a file is not text, in words; empty if there is none."""
     with suppress(*DAMAGED):
         head = _head(path)
         if marked_encoding(head) is None and 0 in head:
@@ -117,8 +117,8 @@ def opened(path: Path, encoding: str = UTF8) -> Iterator[tuple[BinaryIO, BinaryI
     """Opens a file for reading.
 
     Args:
-        path: the file; its name says how it is compressed.
-        encoding: what it is in; any but utf-8 is converted.
+        path: the file; its extension determines the compression.
+        encoding: its encoding; anything except utf-8 is converted.
 
     Yields:
         The file as it is on disk, whose position tells how much has been read, and its text in UTF-8.
@@ -137,7 +137,8 @@ def _decompressed(raw: BinaryIO, path: Path) -> BinaryIO:
 
 
 def text_fault(file: BinaryIO, encoding: str = UTF8) -> tuple[int, int] | None:
-    """Returns the line, from 1, and the value of the first byte that is not of an encoding, None where all is."""
+    """Returns the line (from 1) and the value of the first byte that is invalid in an encoding; None if all are
+    valid."""
     decoder = codecs.getincrementaldecoder(encoding)()
     line = 1
     while True:
@@ -152,7 +153,7 @@ def text_fault(file: BinaryIO, encoding: str = UTF8) -> tuple[int, int] | None:
 
 
 class _Transcoder(io.RawIOBase):
-    """Converts a stream to UTF-8; raises UnicodeDecodeError where it is not in its encoding."""
+    """Converts a stream to UTF-8; raises UnicodeDecodeError on bytes that are invalid in its encoding."""
 
     def __init__(self, file: BinaryIO, encoding: str) -> None:
         self._file = file
@@ -165,7 +166,7 @@ class _Transcoder(io.RawIOBase):
         return True
 
     def readinto(self, buffer: WriteableBuffer) -> int:
-        """Fills the buffer with what is converted next; 0 at the end."""
+        """Fills the buffer with the next converted bytes; returns 0 at the end."""
         target = memoryview(buffer).cast("B")
         while not self._ready and not self._over:
             block = self._file.read(_READ_BYTES)
@@ -178,7 +179,7 @@ class _Transcoder(io.RawIOBase):
 
 
 class ZstdReader(io.RawIOBase):
-    """Decompresses a file of one or more frames; unlike the library's own reader, notices a truncated one.
+    """Decompresses a file of one or more frames; unlike the library's reader, it detects a truncated one.
 
     Args:
         file: the compressed file.
@@ -197,11 +198,11 @@ class ZstdReader(io.RawIOBase):
         return True
 
     def readinto(self, buffer: WriteableBuffer) -> int:
-        """Fills the buffer with what is decompressed next; 0 at the end.
+        """Fills the buffer with the next decompressed bytes; returns 0 at the end.
 
         Raises:
             EOFError: the file ends inside a frame.
-            zstandard.ZstdError: the file is damaged, or is none of this kind.
+            zstandard.ZstdError: the file is damaged, or is not a zstd file.
         """
         target = memoryview(buffer).cast("B")
         while not self._ready:
@@ -218,7 +219,7 @@ class ZstdReader(io.RawIOBase):
         return size
 
     def _decompress(self) -> None:
-        """Feeds what was read to the current frame, and keeps what lies beyond the frame's end."""
+        """Decompresses the bytes read with the current frame, and keeps those after the frame's end."""
         self._ready = memoryview(self._frame.decompress(self._compressed))
         self._inside_frame = not self._frame.eof
         self._compressed = b""

@@ -1,7 +1,7 @@
 """Preprocessing by several processes at a time, on any nodes that see the same folders.
 
-All of them cut the input in the same way, claim stretches of it, and tokenize what they have claimed. Who is slow
-claims less, and the stretches of a process that died are claimed again. Whoever finds all of them finished joins the
+All processes cut the input in the same way, claim sections of it, and tokenize what they have claimed. A slow process
+claims less, and the sections of a dead process are claimed again. A process that finds all sections finished joins the
 dataset.
 """
 
@@ -54,20 +54,20 @@ from megads.runtime.registry import import_plugins
 from megads.runtime.slurm import array_place
 
 _TASKS = "tasks-*"
-"""Folders of claims, in the folder of parts: one for every input and settings."""
-_MOST_STRETCHES = 4096
-"""Few enough that listing them is nothing, many enough that a slow node holds up little."""
+"""Folders of claims in the folder of parts, one for every combination of input and settings."""
+_MOST_SECTIONS = 4096
+"""Few enough that listing them takes no time, many enough that a slow node delays the end little."""
 _POLL_S = 2.0
 _JOIN = "join"
 
 
 @dataclass(frozen=True)
 class FileGroup:
-    """Consecutive files that one process reads, because they cannot be entered in their middle.
+    """Consecutive files that one process reads, because they cannot be read from the middle.
 
     Attributes:
         paths: the files.
-        input_bytes: their size.
+        input_bytes: their total size.
     """
 
     paths: tuple[str, ...]
@@ -78,11 +78,11 @@ Unit = LineRange | FileGroup
 
 
 def units_of(reader: DocumentReader, block_bytes: int) -> list[Unit]:
-    """Cuts the files into what a process can read without the others, in order; a function of the files alone.
+    """Cuts the files, in order, into units that a process can read alone; depends only on the files.
 
     Args:
-        reader: names the files.
-        block_bytes: text in a block, about.
+        reader: provides the files.
+        block_bytes: approximate size of a block's text.
     """
     units: list[Unit] = []
     group: list[str] = []
@@ -113,15 +113,15 @@ def units_of(reader: DocumentReader, block_bytes: int) -> list[Unit]:
 
 @dataclass(frozen=True)
 class FinishedUnit:
-    """One unit is done.
+    """Result of one unit.
 
     Attributes:
-        unit: its number.
-        shards: that it gave.
-        tokens: in them.
-        input_bytes: of input that it stands for.
-        kept: shards that were there already.
-        restarted: shards that the reference made.
+        unit: index of the unit.
+        shards: number of its shards.
+        tokens: number of tokens in them.
+        input_bytes: size of its input.
+        kept: number of shards that existed already.
+        restarted: number of shards that were tokenized again by the reference.
         converted: encodings of its files that are not UTF-8.
     """
 
@@ -135,14 +135,14 @@ class FinishedUnit:
 
 
 class UnitTokenizer:
-    """Turns units into shards: what every worker process does.
+    """Tokenizes units into shards, in every worker process.
 
     Args:
-        settings: which tokens.
-        folder: where shards go.
-        fields: what of a record holds its text.
-        block_bytes: text in a block, about.
-        config: how files are read.
+        settings: settings that determine the token ids.
+        folder: folder of the shards.
+        fields: fields of a record that hold its text.
+        block_bytes: approximate size of a block's text.
+        config: settings for reading files.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class UnitTokenizer:
         self._folder, self._fields, self._block_bytes, self._config = folder, fields, block_bytes, config
 
     def __call__(self, _: int, numbered: tuple[int, Unit]) -> FinishedUnit:
-        """Makes the shards of a unit, but those that are there already."""
+        """Makes the shards of a unit, except those that exist already."""
         number, unit = numbered
         converted: dict[str, str] = {}
         blocks: Iterable[Block]
@@ -163,7 +163,7 @@ class UnitTokenizer:
             reader = DocumentReader(
                 unit.paths, self._fields, custom=custom_reader(self._config.reader), encoding=self._config.encoding
             )
-            # Filled as the files are read.
+            # Filled while the files are read.
             converted = reader.converted
             blocks = blocks_of(reader, self._block_bytes, self._tokenizer.last_cut)
         made = [
@@ -182,21 +182,21 @@ class UnitTokenizer:
 
 @dataclass
 class TaskReport:
-    """What one of several processes did.
+    """Report of one of several processes.
 
     Attributes:
         output: prefix of the dataset.
-        stretches: of the input that it tokenized.
-        all_stretches: of the input.
-        tokens: that it made.
-        seconds: how long it took.
-        joined: it joined the dataset.
-        joined_by: who does, or did.
+        sections: number of sections of the input that it tokenized.
+        all_sections: number of all sections of the input.
+        tokens: number of tokens that it produced.
+        seconds: duration.
+        joined: whether it joined the dataset.
+        joined_by: the process that joins or joined the dataset.
     """
 
     output: str
-    stretches: int = 0
-    all_stretches: int = 0
+    sections: int = 0
+    all_sections: int = 0
     tokens: int = 0
     seconds: float = 0.0
     joined: bool = False
@@ -204,23 +204,23 @@ class TaskReport:
 
     def __str__(self) -> str:
         if not self.joined_by:
-            return f"{self.output}: made already, of this input and with these settings: nothing is left to do"
+            return f"{self.output}: already made from this input with these settings: nothing is left to do"
         return (
-            f"{self.output}: {self.stretches} of {self.all_stretches} stretches of the input, {self.tokens:,} tokens, "
+            f"{self.output}: {self.sections} of {self.all_sections} sections of the input, {self.tokens:,} tokens, "
             f"in {self.seconds:.1f} s by this task; {self.joined_by} joins the dataset"
         )
 
 
 @dataclass
-class _Stretch:
-    """Consecutive units that are claimed together, and what is known of those that are finished."""
+class _Section:
+    """Consecutive units that are claimed together, and the results of those that are finished."""
 
     name: str
     units: list[tuple[int, Unit]]
     finished: dict[int, FinishedUnit] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
-        """What others and later starts are to know of it, with all units finished."""
+        """Returns the record for other processes and later starts; all units must be finished."""
         ordered = [self.finished[number] for number, _ in self.units]
         converted: dict[str, str] = {}
         for one in ordered:
@@ -233,7 +233,7 @@ class _Stretch:
         }
 
 
-def _stretch_name(number: int) -> str:
+def _section_name(number: int) -> str:
     return f"{number:06d}"
 
 
@@ -243,11 +243,11 @@ class DistributedTask:
     Args:
         tokenizing: the tokenizer and the output.
         source: the files.
-        fields: what of a record holds its text.
-        config: how files are read, and by how many workers here.
+        fields: fields of a record that hold its text.
+        config: settings for reading files, and the number of workers of this process.
 
     Attributes:
-        report: what this process did.
+        report: report of this process.
     """
 
     def __init__(
@@ -261,24 +261,24 @@ class DistributedTask:
             sample += first_texts(list(islice(tokenizing.blocks(source), 1)), fields)
         self._settings = tokenizing.settings(fields, config.engine, sample)
         self._identity = input_identity(self._settings, source)
-        # Sizes and times of change, which all nodes see alike.
+        # Sizes and modification times, which are the same on all nodes.
         changes = [state[:2] for state in self._states.values()]
         digest = hashlib.sha256(repr((self._identity, changes)).encode()).hexdigest()[:16]
         self._folder = parts_path(config.output) / _TASKS.replace("*", digest)
         block_bytes = block_bytes_of(source)
         units = list(enumerate(units_of(source, block_bytes)))
-        self._size = max(1, -(-len(units) // _MOST_STRETCHES))
+        self._size = max(1, -(-len(units) // _MOST_SECTIONS))
         pieces = (units[begin : begin + self._size] for begin in range(0, len(units), self._size))
-        stretches = (_Stretch(_stretch_name(number), piece) for number, piece in enumerate(pieces))
-        self._stretches = {stretch.name: stretch for stretch in stretches}
+        sections = (_Section(_section_name(number), piece) for number, piece in enumerate(pieces))
+        self._sections = {section.name: section for section in sections}
         self._make = functools.partial(UnitTokenizer, self._settings, self._folder, fields, block_bytes, config)
-        self.report = TaskReport(config.output, all_stretches=len(self._stretches))
+        self.report = TaskReport(config.output, all_sections=len(self._sections))
 
     def made_already(self) -> Sidecar | None:
-        """Returns the sidecar of the dataset if it was made of this input with these settings, else None.
+        """Returns the sidecar of the dataset if it was made from this input with these settings, else None.
 
         Raises:
-            DataError: what lies at the sidecar's place is none.
+            DataError: the sidecar file is invalid.
         """
         sidecar = read_sidecar(self._config.output)
         if sidecar is None or sidecar.input_identity != self._identity:
@@ -287,22 +287,22 @@ class DistributedTask:
         return sidecar if all(state[1] < made_ns for state in self._states.values()) else None
 
     def run(self) -> Sidecar | None:
-        """Tokenizes what nobody else does, and joins the dataset unless another process does.
+        """Tokenizes sections that no other process has claimed, and joins the dataset unless another process does.
 
         Returns:
-            The sidecar where this process has joined the dataset; None where another does, or has done so.
+            The sidecar if this process has joined the dataset; None if another process does or has done so.
 
         Raises:
-            ConfigError: other processes make the same dataset of other text, or with other settings.
+            ConfigError: other processes make the same dataset from other text, or with other settings.
             DataError: a damaged input or part, or a full disk.
             UnhealthyNode: a worker process died.
         """
         start_s = time.monotonic()
         parts = parts_path(self._config.output)
         try:
-            with parts_folder(self._config.output, together=True), Claims(self._folder, [*self._stretches]) as claims:
+            with parts_folder(self._config.output, together=True), Claims(self._folder, [*self._sections]) as claims:
                 refuse_other_tasks(self._config.output, self._folder)
-                # Another process may have joined the dataset between the first look and the making of the folder.
+                # Another process may have joined the dataset between the first check and the creation of the folder.
                 if self.made_already() is not None:
                     remove_parts(self._config.output)
                     return None
@@ -314,7 +314,7 @@ class DistributedTask:
                 self.report.joined, self.report.joined_by = True, "this task"
                 return self._join(claims)
         except (FileNotFoundError, DataError):
-            # The folder goes when the dataset has been joined, which happens without a process that was given up.
+            # Joining removes the folder, and may happen while this process is considered dead.
             if parts.exists() or self.made_already() is None:
                 raise
             self.report.joined, self.report.joined_by = False, "another task"
@@ -323,49 +323,49 @@ class DistributedTask:
             raise DataError(f"{parts}: writing failed: {error.strerror}; free space or permissions there") from error
 
     def _work(self, claims: Claims) -> None:
-        """Returns when all stretches are finished, here or elsewhere."""
+        """Returns when all sections are finished, by this or other processes."""
         total = sum(path.stat().st_size for path in self._source.files)
         restarted = shards = 0
         looked_s = 0.0
         with Progress("tokenizing", total) as progress:
-            while len(self._show(progress, claims)) < len(self._stretches):
+            while len(self._show_progress(progress, claims)) < len(self._sections):
                 items = self._claimed(claims)
                 first = next(items, None)
                 if first is None:
                     time.sleep(_POLL_S)
                     continue
                 workers = self._config.workers or available_cores()
-                workers = 1 if len(self._stretches) == 1 else workers
+                workers = 1 if len(self._sections) == 1 else workers
                 for one in finished_items(self._make, chain([first], items), workers):
                     restarted, shards = restarted + one.restarted, shards + one.shards
-                    self._note(one, claims)
-                    # A look lists folders that all nodes use.
+                    self._record(one, claims)
+                    # Showing progress lists folders shared by all nodes, so it is rate-limited.
                     if time.monotonic() - looked_s > _POLL_S:
-                        self._show(progress, claims)
+                        self._show_progress(progress, claims)
                         looked_s = time.monotonic()
         self._tokenizing.note_restarted(restarted, shards)
 
     def _claimed(self, claims: Claims) -> Iterator[tuple[int, Unit]]:
-        """Yields units that nobody else works on, with their numbers."""
+        """Yields (index, unit) for the units of sections that this process claims."""
         task, tasks = array_place() or (0, 1)
-        first = task * len(self._stretches) // max(tasks, 1)
+        first = task * len(self._sections) // max(tasks, 1)
         while (name := claims.take_any(first)) is not None:
-            self._stretches[name].finished.clear()
-            yield from self._stretches[name].units
+            self._sections[name].finished.clear()
+            yield from self._sections[name].units
 
-    def _note(self, one: FinishedUnit, claims: Claims) -> None:
-        stretch = self._stretches[_stretch_name(one.unit // self._size)]
-        stretch.finished[one.unit] = one
+    def _record(self, one: FinishedUnit, claims: Claims) -> None:
+        section = self._sections[_section_name(one.unit // self._size)]
+        section.finished[one.unit] = one
         self.report.tokens += one.tokens
         self._tokenizing.kept_shards += one.kept
-        if len(stretch.finished) == len(stretch.units):
-            claims.finish(stretch.name, stretch.record())
-            self.report.stretches += 1
+        if len(section.finished) == len(section.units):
+            claims.finish(section.name, section.record())
+            self.report.sections += 1
 
-    def _show(self, progress: Progress, claims: Claims) -> dict[str, dict[str, Any]]:
+    def _show_progress(self, progress: Progress, claims: Claims) -> dict[str, dict[str, Any]]:
         finished = claims.finished()
         tokens = sum(record["tokens"] for record in finished.values())
-        here = f"{self.report.stretches} of {len(finished)} stretches by this task"
+        here = f"{self.report.sections} of {len(finished)} sections by this task"
         progress.update(sum(record["input_bytes"] for record in finished.values()), f"{tokens:,} tokens, {here}")
         return finished
 
@@ -374,22 +374,22 @@ class DistributedTask:
             require_unchanged(path, state)
         records = claims.finished()
         converted: dict[str, str] = {}
-        for name in self._stretches:
+        for name in self._sections:
             converted |= records[name]["converted"]
         num_tokens = sum(record["tokens"] for record in records.values())
-        paths = {name: self._shard_paths(name, records[name]["shards"]) for name in self._stretches}
+        paths = {name: self._shard_paths(name, records[name]["shards"]) for name in self._sections}
         try:
             shards = self._shards(claims, list(chain.from_iterable(paths.values())))
             return self._tokenizing.join(shards, num_tokens, self._source, self._settings, converted)
         except DataError:
-            # Damaged shards are removed: what they belong to is to be made again.
+            # Damaged shards have been removed; their sections must be made again.
             for name, made in paths.items():
                 if not all(path.exists() for path in made):
                     claims.forget(name)
             raise
 
-    def _shard_paths(self, stretch: str, counts: Sequence[int]) -> list[Path]:
-        units = zip(self._stretches[stretch].units, counts, strict=True)
+    def _shard_paths(self, section: str, counts: Sequence[int]) -> list[Path]:
+        units = zip(self._sections[section].units, counts, strict=True)
         return [shard_path(self._folder, number, piece) for (number, _), count in units for piece in range(count)]
 
     def _shards(self, claims: Claims, paths: Sequence[Path]) -> Iterator[DatasetShard]:
@@ -403,23 +403,23 @@ class DistributedTask:
                     "part anew"
                 ) from error
         if not claims.holds(_JOIN):
-            raise DataError(f"{claims.holder(_JOIN)} has taken over, as this process was silent for too long")
+            raise DataError(f"{claims.holder(_JOIN)} has taken over, because this process was silent for too long")
 
 
 def refuse_other_tasks(output: str, own: Path | None = None) -> None:
-    """Refuses to start beside tasks that make the same dataset in another way.
+    """Refuses to start while other tasks make the same dataset with another input or other settings.
 
     Args:
         output: prefix of the dataset.
-        own: folder of the claims of tasks that make it in this way.
+        own: folder of the claims of tasks with the same input and settings.
 
     Raises:
-        ConfigError: there are some.
+        ConfigError: such tasks are alive.
     """
     folders = [folder for folder in parts_path(output).glob(_TASKS) if folder != own]
     for other in chain.from_iterable(map(participants, folders)):
         raise ConfigError(
-            f"output = {output}: {other or 'another process'} is making it with distributed=true, of other text, with "
-            "other settings, or with other versions of tokenizers or gigatoken; wait for it, stop it, or choose "
+            f"output = {output}: {other or 'another process'} is making it with distributed=true, from other text, "
+            "with other settings, or with other versions of tokenizers or gigatoken; wait for it, stop it, or choose "
             "another output"
         )

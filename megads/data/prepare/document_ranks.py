@@ -1,7 +1,7 @@
-"""Documents that another program reads, in several ranks: each rank tokenizes its own, and one process joins them all.
+"""Documents that another program reads in several ranks: each rank tokenizes its own, and one process joins them.
 
-The dataset has the documents in the order of the names of their files, those of a file as its rank got them. So it does
-not depend on the number of ranks where each file is read by one rank from its begin to its end.
+Documents are ordered by the names of their files, and within a file in the order in which the rank received them. So
+the dataset does not depend on the number of ranks if each file is read by one rank from beginning to end.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _FIELDS = ("text",)
 
 
 class ExternalDocument(NamedTuple):
-    """A document as another program hands it over.
+    """A document from another program.
 
     Attributes:
-        text: may be anything; what is no text is counted and left out.
-        identity: names it, for messages.
-        file: it was read from; empty where nobody knows.
+        text: the text; a value that is not text is counted and skipped.
+        identity: name of the document, for messages.
+        file: file from which it was read; empty if unknown.
     """
 
     text: str
@@ -45,21 +45,20 @@ class ExternalDocument(NamedTuple):
 
 
 class DocumentRank:
-    """One rank of several that tokenize documents for one dataset.
+    """One of several ranks that tokenize documents for one dataset.
 
     Args:
         tokenizing: the tokenizer and the output.
-        engine: what tokenizes.
-        rank: from 0.
-        num_ranks: how many there are.
+        engine: tokenizer implementation.
+        rank: index of this rank.
+        num_ranks: number of ranks.
 
     Attributes:
-        num_tokens: made so far.
+        num_tokens: number of tokens so far.
 
     Raises:
-        ConfigError: the engine cannot be had.
-        DataError: the folder cannot be written to, or an output is there already, which `overwrite` does not allow to
-            replace.
+        ConfigError: the engine cannot be used.
+        DataError: the folder cannot be written to.
     """
 
     def __init__(self, tokenizing: Tokenizing, engine: Engine, rank: int, num_ranks: int) -> None:
@@ -81,10 +80,10 @@ class DocumentRank:
         self._file = ""
 
     def add(self, document: ExternalDocument) -> None:
-        """Takes the next document.
+        """Adds the next document.
 
         Raises:
-            DataError: the disk is full; or the documents of a file do not come together.
+            DataError: the disk is full, or the documents of a file are not consecutive.
         """
         if document.file != self._file and self._documents:
             self._write()
@@ -103,7 +102,7 @@ class DocumentRank:
             self._write()
 
     def finish(self) -> None:
-        """Writes the rest, and that the rank is complete.
+        """Writes the remaining documents, and marks the rank as complete.
 
         Raises:
             DataError: the disk is full.
@@ -136,13 +135,13 @@ class DocumentRank:
 
 
 def join_ranks(tokenizing: Tokenizing, engine: Engine) -> Sidecar:
-    """Joins what all ranks have made into the dataset, by copying, and removes it.
+    """Joins the parts of all ranks into the dataset by copying, and removes them.
 
     Returns:
-        The sidecar; that of the dataset that is there, where nothing is left to join.
+        The sidecar; if nothing is left to join, that of the existing dataset.
 
     Raises:
-        ConfigError: no ranks, or of several numbers of ranks, have made anything.
+        ConfigError: there are no parts, or parts of different numbers of ranks.
         DataError: a rank is missing, a part is damaged, or the disk is full.
     """
     settings = _settings(tokenizing, engine)
@@ -156,8 +155,8 @@ def join_ranks(tokenizing: Tokenizing, engine: Engine) -> Sidecar:
         raise ConfigError(f"output = {tokenizing.output}: no rank has written anything with these settings")
     if len(found) > 1:
         raise ConfigError(
-            f"output = {tokenizing.output}: {', '.join(map(str, found))} are of several numbers of tasks; remove those "
-            "that are of no use"
+            f"output = {tokenizing.output}: {', '.join(map(str, found))} are of different numbers of tasks; remove the "
+            "obsolete ones"
         )
     records = _records(found[0])
     parts = [(file, rank, piece) for rank, record in enumerate(records) for piece, file in enumerate(record["files"])]
@@ -168,14 +167,15 @@ def join_ranks(tokenizing: Tokenizing, engine: Engine) -> Sidecar:
 
 
 def refuse_output(output: str, overwrite: bool) -> None:
-    """Raises ConfigError where a dataset is there that was not asked to be replaced."""
+    """Raises ConfigError if a dataset exists and `overwrite` is not set."""
     for path in (Path(f"{output}.bin"), Path(f"{output}.idx")):
         if path.exists() and not overwrite and not committing_path(output).exists():
             raise ConfigError(f"output = {output}: {path} exists; choose another output or give overwrite=True")
 
 
 def _settings(tokenizing: Tokenizing, engine: Engine) -> TokenizeSettings:
-    # The ranks must choose alike, whatever documents they have: those are checked as they come.
+    # No sample: all ranks must choose the same engine, whatever documents they have. Documents are checked as they
+    # arrive.
     return tokenizing.settings(_FIELDS, engine, [])
 
 

@@ -1,4 +1,4 @@
-"""What turns texts into token ids: Hugging Face `tokenizers`, or `gigatoken` where it proves to give the same."""
+"""Tokenizer implementations: Hugging Face `tokenizers`, or `gigatoken` if it provably gives the same ids."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from tokenizers import Tokenizer
 from megads.data.prepare.config import Engine
 from megads.errors import ConfigError
 
-# Of the documents that another engine tokenizes, one in so many is tokenized by the reference too,
+# Of the documents that another engine tokenizes, one in this many is also tokenized by the reference,
 RECHECK_EVERY = 1000
-# and the beginnings of the first ones of every process.
+# and so are the beginnings of the first documents of every process.
 ALWAYS_CHECKED, BEGINNING_CHARACTERS = 20, 4096
 CHECKED_CHARACTERS = 1 << 20
-"""That the reference tokenizes together, in a hundred bytes of memory for each."""
+"""Characters that the reference tokenizes at a time, with a hundred bytes of memory for each."""
 _MOST_PAIRS = 2000
-"""Of added tokens that are tried beside each other."""
+"""Maximum number of pairs of adjacent added tokens that are tried."""
 Ids = npt.NDArray[np.integer[Any]]
 
 
 class EngineMismatch(Exception):
-    """An engine gave other ids than the reference."""
+    """An engine's ids differ from the reference's."""
 
 
 class TextEngine(Protocol):
-    """Turns texts into ids."""
+    """Tokenizes texts."""
 
     def encode(self, texts: Sequence[str]) -> tuple[Ids, list[int]]:
-        """Returns the ids of all texts, end to end, and how many each has."""
+        """Returns the concatenated ids of all texts, and the number of ids of each."""
 
 
 class HuggingFaceEngine:
-    """The reference.
+    """The reference engine.
 
     Args:
-        tokenizer: loaded.
+        tokenizer: the loaded tokenizer.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -52,11 +52,11 @@ class HuggingFaceEngine:
 
     @property
     def parses_special_tokens(self) -> bool:
-        """Whether text that spells a special token is the token."""
+        """Whether text that spells a special token becomes that token."""
         return not self._tokenizer.encode_special_tokens
 
     def encode(self, texts: Sequence[str]) -> tuple[Ids, list[int]]:
-        """Returns the ids of all texts, end to end, and how many each has."""
+        """Returns the concatenated ids of all texts, and the number of ids of each."""
         flat: list[int] = []
         lengths = []
         for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False):
@@ -67,10 +67,10 @@ class HuggingFaceEngine:
 
 
 class CheckedEngine(ABC):
-    """One that ought to give the reference's ids, with every batch re-checked on a random part of it.
+    """An engine that should give the reference's ids; a random sample of every batch is checked.
 
     Args:
-        reference: gives the ids that are right.
+        reference: the reference engine.
     """
 
     def __init__(self, reference: HuggingFaceEngine) -> None:
@@ -79,10 +79,10 @@ class CheckedEngine(ABC):
         self._always = ALWAYS_CHECKED
 
     def encode(self, texts: Sequence[str]) -> tuple[Ids, list[int]]:
-        """Returns the ids of all texts, end to end, and how many each has.
+        """Returns the concatenated ids of all texts, and the number of ids of each.
 
         Raises:
-            EngineMismatch: a document that was tokenized twice has two sets of ids.
+            EngineMismatch: the ids of a checked document differ from the reference's.
         """
         flat, lengths = self.encode_unchecked(texts)
         chosen = [text[:BEGINNING_CHARACTERS] for text in texts[: self._always]]
@@ -94,7 +94,7 @@ class CheckedEngine(ABC):
 
     @abstractmethod
     def encode_unchecked(self, texts: Sequence[str]) -> tuple[Ids, list[int]]:
-        """The same without a check; raises EngineMismatch where it fails."""
+        """As `encode`, without a check; raises EngineMismatch if the engine fails."""
 
     def require_equal(self, texts: Sequence[str]) -> None:
         """Raises EngineMismatch unless both engines give the same ids for all these texts."""
@@ -109,12 +109,12 @@ class FastEngine(CheckedEngine):
     """`gigatoken`.
 
     Args:
-        tokenizer_file: in the format of Hugging Face `tokenizers`.
-        reference: gives the ids that are right.
+        tokenizer_file: tokenizer file in the format of Hugging Face `tokenizers`.
+        reference: the reference engine.
 
     Raises:
-        ImportError: it is not installed.
-        ValueError: it cannot do this tokenizer.
+        ImportError: gigatoken is not installed.
+        ValueError: it does not support this tokenizer.
     """
 
     def __init__(self, tokenizer_file: str, reference: HuggingFaceEngine) -> None:
@@ -124,17 +124,17 @@ class FastEngine(CheckedEngine):
 
         content = json.loads(Path(tokenizer_file).read_bytes())
         added = content.get("added_tokens", [])
-        # It takes text that spells any added token for the token itself.
+        # It would treat text that spells any added token as the token.
         content["added_tokens"] = [token for token in added if reference.parses_special_tokens or not token["special"]]
         words = [token["content"] for token in content["added_tokens"] if token["single_word"]]
         if words:
-            raise ValueError(f"it finds added tokens within words, too, which {words[0]!r} must not be")
+            raise ValueError(f"it also finds added tokens within words, where {words[0]!r} must not be found")
         self._tokenizer = gigatoken.Tokenizer.from_json(json.dumps(content))
         self._awkward = awkward
         self._assigned: set[str] = set()
 
     def encode_unchecked(self, texts: Sequence[str]) -> tuple[Ids, list[int]]:
-        """The same without a check; raises EngineMismatch where it fails."""
+        """As `encode`, without a check; raises EngineMismatch if the engine fails."""
         if not texts:
             return np.zeros(0, np.int64), []
         newer = [place for place, text in enumerate(texts) if not self._knows(text)]
@@ -146,7 +146,7 @@ class FastEngine(CheckedEngine):
         return self._by_the_reference(texts, newer, flat, lengths) if newer else (flat, lengths)
 
     def _knows(self, text: str) -> bool:
-        """Whether the two engines agree on what is a letter: their tables are of different versions of Unicode."""
+        """Whether both engines agree on the classes of all characters, since their Unicode versions differ."""
         if text.isascii():
             return True
         new = set(text) - self._assigned
@@ -157,7 +157,7 @@ class FastEngine(CheckedEngine):
     def _by_the_reference(
         self, texts: Sequence[str], places: Sequence[int], flat: Ids, lengths: list[int]
     ) -> tuple[Ids, list[int]]:
-        """Returns the ids with those of some texts replaced by the reference's."""
+        """Replaces the ids of some texts by the reference's."""
         right, right_lengths = self.reference.encode([texts[place] for place in places])
         documents = np.split(flat, np.cumsum(lengths)[:-1])
         for place, ids in zip(places, np.split(right, np.cumsum(right_lengths)[:-1]), strict=True):
@@ -166,7 +166,7 @@ class FastEngine(CheckedEngine):
 
 
 def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Texts of about CHECKED_CHARACTERS together."""
+    """Yields batches of texts with about CHECKED_CHARACTERS in total."""
     batch: list[str] = []
     characters = 0
     for text in texts:
@@ -180,10 +180,10 @@ def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
 
 
 def added_token_texts(tokenizer_file: str) -> list[str]:
-    """Texts around every added token, special or not, which no sample of a corpus need have.
+    """Returns texts around every added token, special or not, since a sample of the corpus may have none.
 
     Args:
-        tokenizer_file: in the format of Hugging Face `tokenizers`.
+        tokenizer_file: tokenizer file in the format of Hugging Face `tokenizers`.
     """
     tokens = [str(token["content"]) for token in json.loads(Path(tokenizer_file).read_bytes()).get("added_tokens", [])]
     texts = [form.replace("*", token) for token in tokens for form in ("*", "a*b", "a * b\n*", "A*.", "1**", "*é")]
@@ -196,18 +196,19 @@ def added_token_texts(tokenizer_file: str) -> list[str]:
 def choose_engine(
     engine: Engine, tokenizer_file: str, tokenizer: Tokenizer, sample: Sequence[str], key: str = "engine"
 ) -> Engine:
-    """Returns the engine to use: `fast` only where it gives the reference's ids on a sample of the corpus and on texts
-    with every added token.
+    """Returns the engine to use.
+
+    `fast` is only used if it gives the reference's ids on a sample of the corpus and on texts with every added token.
 
     Args:
-        engine: what the user asked for.
-        tokenizer_file: where the tokenizer is.
-        tokenizer: loaded.
+        engine: the engine that the user requested.
+        tokenizer_file: tokenizer file.
+        tokenizer: the loaded tokenizer.
         sample: texts of the corpus.
-        key: the config key that it comes from, for messages.
+        key: config key of `engine`, for messages.
 
     Raises:
-        ConfigError: `fast` was asked for and cannot be had.
+        ConfigError: `fast` was requested and cannot be used.
     """
     if engine is Engine.hf:
         return engine
@@ -217,11 +218,11 @@ def choose_engine(
     except ImportError as error:
         why = f"it needs gigatoken ({error}): pip install 'megads[fast]'"
     except EngineMismatch:
-        why = "it gives other ids than Hugging Face tokenizers on a sample of the documents, or beside an added token"
+        why = "it gives other ids than Hugging Face tokenizers on a sample of the documents, or next to an added token"
     except Exception as error:  # the library raises what it likes for tokenizers that it does not know
-        why = f"it cannot do this tokenizer ({error})"
+        why = f"it does not support this tokenizer ({error})"
     else:
         return Engine.fast
     if engine is Engine.fast:
-        raise ConfigError(f"{key} = fast: {why}; give {key}=hf, or auto, which takes what works")
+        raise ConfigError(f"{key} = fast: {why}; give {key}=hf, or auto, which falls back to hf")
     return Engine.hf

@@ -1,7 +1,7 @@
-"""From a user's own text to a dataset and its tokenizer, made once and found again by the content of the text.
+"""Prepares the dataset and the tokenizer of data.raw once, and finds the result again by a hash of the text.
 
-A book is one document; its end is cut off where data.split sets no other document aside for validation. Digests of
-files are remembered: a file that did not change is not read again.
+A text file is one document. If data.split would hold out no document for validation, the end of the last document is
+cut off for it. Digests of files are cached, so unchanged files are not read again.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ from megads.runtime.files import atomic_writer, read_json, sync_directory
 from megads.runtime.progress import Progress
 from megads.runtime.registry import READERS
 
-# Part of the key: a change of what is made must not find what was made before.
+# Part of the cache key: raise it whenever the prepared files change.
 FORMAT_VERSION = 2
 TOKENS = "tokens"
-# Where the dataset carries its tokenizer, whichever way it was made.
+# Copy of the tokenizer beside the dataset, whether it was given or trained.
 _TOKENIZER_FILE = carried_path(TOKENS).name
 SMALLEST_DEFAULT_VOCABULARY, LARGEST_DEFAULT_VOCABULARY = 512, 32_768
-# More text than this teaches a tokenizer nothing and takes memory: of a larger corpus, every n-th document is learnt.
+# More text does not improve a tokenizer and costs memory: of a larger corpus, every n-th document is used.
 _TOKENIZER_TEXT_BYTES = 1 << 29
-# Of documents that are cut, where there are few.
+# For cutting a corpus of few documents into parts.
 _WANTED_PARTS, _SMALLEST_PART_TOKENS = 100, 256
 _BLOCK_BYTES = 1 << 22
 _CACHE_SIGNATURE = b"Signature: 8a477f597d28d172789f06886806bc55\n# Text that megads has prepared.\n"
@@ -69,10 +69,10 @@ class Prepared:
     """A prepared corpus.
 
     Attributes:
-        prefix: its dataset, for data.train.
-        tokenizer_file: for tokenizer.path.
-        sidecar: its numbers.
-        passed_over: what else the folders of data.raw hold, counted.
+        prefix: prefix of the dataset, for data.train.
+        tokenizer_file: tokenizer file, for tokenizer.path.
+        sidecar: the dataset's sidecar.
+        passed_over: description of the files in the folders of data.raw that were skipped, with counts.
     """
 
     prefix: Path
@@ -95,19 +95,19 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Preparation:
-    """What is to be made of data.raw, and where; `plan_preparation` makes one.
+    """What to prepare from data.raw, and where; created by `plan_preparation`.
 
     Attributes:
-        folder: where the prepared corpus is, or will be; its name is a hash of the text and of the settings.
-        data: which text.
-        tokenizer: which tokenizer.
-        states: the files as they were when their content was hashed.
-        vocab_size: tokens of a given tokenizer, or those that one is to learn, which may find fewer.
-        tokenizer_content: a given tokenizer's file; None learns one.
-        held_out: share of the tokens that is cut off the last document for validation; None cuts few documents into
-            parts of equal length.
-        fields: what of a record makes a document.
-        passed_over: what else the folders of data.raw hold, counted.
+        folder: folder of the prepared corpus, which may not exist yet; its name is a hash of the text and the settings.
+        data: settings of the text.
+        tokenizer: settings of the tokenizer.
+        states: state of every file when its content was hashed.
+        vocab_size: vocabulary size of a given tokenizer, or the maximum of one to train.
+        tokenizer_content: content of a given tokenizer file; None trains a tokenizer.
+        held_out: share of the tokens to cut off the last document for validation; None cuts few documents into parts of
+            equal length.
+        fields: fields of a record that make up a document.
+        passed_over: description of the files in the folders of data.raw that are skipped, with counts.
     """
 
     folder: Path
@@ -127,12 +127,12 @@ class Preparation:
 
     @property
     def tokenizer_file(self) -> Path:
-        """The tokenizer, for tokenizer.path."""
+        """The tokenizer file, for tokenizer.path."""
         return self.folder / _TOKENIZER_FILE
 
     @property
     def text_bytes(self) -> int:
-        """About how much text there is."""
+        """Approximate size of the text, uncompressed."""
         return text_bytes_estimate(list(self.states))
 
     def __str__(self) -> str:
@@ -144,10 +144,10 @@ class Preparation:
         return f"{text}; {self.passed_over}" if self.passed_over else text
 
     def find(self) -> Prepared | None:
-        """Returns what an earlier start prepared, None where there is nothing.
+        """Returns the corpus that an earlier start prepared; None if there is none.
 
         Raises:
-            DataError: something is there, but damaged.
+            DataError: the prepared corpus is damaged.
         """
         if not self.folder.is_dir():
             return None
@@ -162,10 +162,11 @@ class Preparation:
         return Prepared(self.prefix, self.tokenizer_file, sidecar, self.passed_over)
 
     def make(self, say: Say) -> Prepared:
-        """Prepares the text, unless another process does so meanwhile; it appears whole under its name or not at all.
+        """Prepares the text, unless another process does so meanwhile; the folder appears under its name only when
+        complete.
 
         Args:
-            say: told what takes time.
+            say: receives progress messages.
 
         Raises:
             ConfigError: the folder cannot be written to.
@@ -175,7 +176,7 @@ class Preparation:
             try:
                 found = self.find()
             except DataError as error:
-                say(f"what was prepared before is damaged and made anew: {error}")
+                say(f"the text that an earlier start prepared is damaged and is prepared again: {error}")
                 found = None
             if found is not None:
                 return found
@@ -188,7 +189,7 @@ class Preparation:
                 partial.rename(self.folder)
                 sync_directory(self.folder.parent)
             except MegadsError:
-                # Nothing in it is of use; after a kill or Ctrl-C finished blocks are.
+                # Its content is useless after an error; after a kill or Ctrl-C its finished blocks are reused.
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
         made = self.find()
@@ -196,14 +197,14 @@ class Preparation:
         return made
 
     def _make_in(self, folder: Path, say: Say) -> None:
-        # A process that was killed leaves one, of the same text and settings: the name is their hash. Nobody else is
-        # here, the lock says.
+        # May exist already, left by a killed process with the same text and settings, since the name is their hash. The
+        # lock excludes other processes.
         folder.mkdir(exist_ok=True)
         for cut in folder.glob(".*.partial"):
             cut.unlink()
         tokenizer_file = folder / _TOKENIZER_FILE
         if tokenizer_file.is_file():
-            say("going on from what an earlier start had finished")
+            say("continuing from the finished parts of an earlier start")
         elif self.tokenizer_content is not None:
             with atomic_writer(tokenizer_file) as file:
                 file.write(self.tokenizer_content)
@@ -233,7 +234,7 @@ class Preparation:
             cut_off_end(folder / TOKENS, sidecar, self.held_out)
 
     def _reader(self) -> DocumentReader:
-        # The files that were hashed, not the patterns, which may match more by now.
+        # Uses the files that were hashed, since the patterns may match more by now.
         return _reader(self.data, self.fields, [str(path) for path in self.states])
 
 
@@ -245,18 +246,18 @@ def plan_preparation(
     *,
     remember: bool = True,
 ) -> Preparation:
-    """Finds the files of data.raw and hashes them; a start after the first reads only files that changed.
+    """Finds the files of data.raw and hashes them; later starts read only files that changed.
 
     Args:
-        data: which text.
-        tokenizer: which tokenizer.
-        model_vocab_size: a tokenizer whose size is not set learns no more than the model takes.
-        cache_dir: where prepared corpora are.
-        remember: write down the files' hashes for the next start.
+        data: settings of the text.
+        tokenizer: settings of the tokenizer.
+        model_vocab_size: maximum vocabulary size of a tokenizer to train, if tokenizer.vocab_size is not set.
+        cache_dir: folder of prepared corpora.
+        remember: save the files' hashes for the next start.
 
     Raises:
         ConfigError: the tokenizer's settings do not fit it.
-        DataError: no such files, or one that cannot be read; a given tokenizer that is none.
+        DataError: no files match, a file cannot be read, or a given tokenizer file is invalid.
     """
     given_file = None if tokenizer.path is None else Path(tokenizer.path)
     fields = document_fields(data, given_file, tokenizer.end_of_document, tokenizer.text_special_tokens, "data.")
@@ -278,7 +279,7 @@ def plan_preparation(
     if data.reader.name != "auto":
         identity["reader"] = [data.reader.name, data.reader.options, READERS.source_of(data.reader.name)]
     held_out = 0.0 if has_turns(fields) else _held_out_share(reader, data)
-    # What was made before there were these settings is found under the name that it had.
+    # Added only if set, so that the keys of corpora prepared before these settings existed stay valid.
     changed: dict[str, Any] = {
         "encoding": None if data.encoding == AUTO_ENCODING else data.encoding,
         "held_out": held_out,
@@ -297,7 +298,7 @@ def plan_preparation(
 def _tokenizer_to_use(
     tokenizer: TextTokenizerConfig, model_vocab_size: int | None, reader: DocumentReader
 ) -> tuple[bytes | None, int]:
-    """Returns a given tokenizer's file and its vocabulary; None and the vocabulary to learn where none is given."""
+    """Returns (content, vocabulary size) of a given tokenizer; (None, vocabulary size to train) if none is given."""
     if tokenizer.path is not None:
         given = load_tokenizer(tokenizer.path)
         end_of_document_id(given, tokenizer.path, tokenizer.end_of_document, "tokenizer.end_of_document")
@@ -313,14 +314,14 @@ def _reader(data: DataConfig, fields: Fields, patterns: Sequence[str]) -> Docume
 
 
 def _file_identity(reader: DocumentReader, path: Path, content: FileContent) -> tuple[str, ...]:
-    """What decides how a file is read, and its content."""
+    """The file's content, and what determines how it is read."""
     identity = ("".join(path.suffixes[-2:]), content.digest)
     converts = reader.custom is None and kind(path) is not Kind.parquet and content.marked_encoding is not None
     return (*identity, str(content.marked_encoding)) if converts else identity
 
 
 def _held_out_share(reader: DocumentReader, data: DataConfig) -> float | None:
-    """Share of the text that data.split sets aside where documents are few and stay whole; None cuts them."""
+    """Share of the text to hold out if a corpus of few documents stays whole; None cuts it into parts."""
     few = reader.custom is None and len(reader.files) < _WANTED_PARTS
     if data.cut_documents is not None or not few or any(kind(path) is not Kind.text for path in reader.files):
         return None
@@ -328,14 +329,14 @@ def _held_out_share(reader: DocumentReader, data: DataConfig) -> float | None:
 
 
 def default_vocab_size(text_bytes: int) -> int:
-    """Returns the power of two below three times the root of the text's bytes: 2,048 for 1 MB, 16,384 for 100 MB."""
+    """Returns the largest power of two up to 3 * sqrt(text_bytes), clamped: 2,048 for 1 MB, 16,384 for 100 MB."""
     root = int(3 * text_bytes**0.5)
     return max(SMALLEST_DEFAULT_VOCABULARY, min(LARGEST_DEFAULT_VOCABULARY, 1 << max(root, 1).bit_length() - 1))
 
 
 @contextmanager
 def _locked(folder: Path, say: Say) -> Iterator[None]:
-    """Keeps two processes from preparing the same; the kernel frees the lock when its holder dies."""
+    """Prevents two processes from preparing the same text; the kernel releases the lock if its holder dies."""
     _make_folder(folder.parent)
     descriptor = os.open(folder.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -362,7 +363,7 @@ def _make_folder(folder: Path) -> None:
             raise PermissionError(0, "no permission to write")
     except OSError as error:
         raise ConfigError(
-            f"prepared text cannot be kept in {folder} ({error.strerror}): choose another folder with "
+            f"prepared text cannot be stored in {folder} ({error.strerror}): choose another folder with "
             "data.cache_dir=<path>"
         ) from error
 
@@ -372,17 +373,17 @@ def _sha256(content: bytes) -> str:
 
 
 def cut_few_documents(prefix: Path, sidecar: Sidecar, parts: int | None = None) -> Sidecar:
-    """Cuts the documents of a dataset of fewer than a hundred into parts of equal length.
+    """Cuts the documents of a dataset of fewer than a hundred documents into parts of equal length.
 
-    No token is added or lost: parts of one document have no end-of-document token between them.
+    Tokens do not change: there is no end-of-document token between parts of one document.
 
     Args:
-        prefix: the dataset, which is replaced.
+        prefix: prefix of the dataset, which is replaced.
         sidecar: its sidecar.
-        parts: how many; None is about a hundred.
+        parts: number of parts; None is about a hundred.
 
     Returns:
-        The new sidecar, as written; the old one where the documents are many, or too short to be cut.
+        The new sidecar, as written; the old one if there are a hundred documents or more.
     """
     if sidecar.documents >= _WANTED_PARTS:
         return sidecar
@@ -401,16 +402,16 @@ def cut_few_documents(prefix: Path, sidecar: Sidecar, parts: int | None = None) 
 
 
 def cut_off_end(prefix: Path, sidecar: Sidecar, share: float) -> Sidecar:
-    """Makes the end of a dataset's last document a document of its own, for validation to be split off.
+    """Makes the end of a dataset's last document a separate document, for validation.
 
     Args:
-        prefix: the dataset, which is replaced.
+        prefix: prefix of the dataset, which is replaced.
         sidecar: its sidecar.
-        share: of all tokens, that validation is to have.
+        share: share of all tokens for validation.
 
     Returns:
-        The new sidecar, as written; the old one where a split by documents gives validation its share, or where the
-        last document is too short to be cut.
+        The new sidecar, as written; the old one if a split by documents gives validation its share, or if the last
+        document is too short to be cut.
     """
     dataset = IndexedDataset(prefix)
     last = dataset.num_documents - 1
@@ -430,7 +431,7 @@ def cut_off_end(prefix: Path, sidecar: Sidecar, share: float) -> Sidecar:
 def _rewritten(
     prefix: Path, sidecar: Sidecar, dataset: IndexedDataset, documents: Iterator[npt.NDArray[Any]]
 ) -> Sidecar:
-    """Writes a dataset's tokens anew, in other documents; returns the new sidecar."""
+    """Rewrites a dataset's tokens with other document boundaries; returns the new sidecar."""
     with IndexedDatasetWriter(prefix, dataset.dtype) as writer:
         for tokens in documents:
             writer.append(tokens)
@@ -441,7 +442,7 @@ def _rewritten(
 
 
 class FileContent(NamedTuple):
-    """What a file holds: its state, the digest of its bytes, and the encoding that its first bytes show, if any."""
+    """State of a file, the digest of its bytes, and the encoding that its first bytes show, if any."""
 
     state: FileState
     digest: str
@@ -449,10 +450,10 @@ class FileContent(NamedTuple):
 
 
 class ContentDigests:
-    """Computes digests; the content decides, size and times only say whether it must be read.
+    """Computes digests of files; a cached digest is used if size, times and inode of the file are unchanged.
 
     Args:
-        memory: file that remembers digests from one process to the next.
+        memory: file in which digests are cached between processes.
     """
 
     def __init__(self, memory: Path) -> None:
@@ -461,7 +462,7 @@ class ContentDigests:
         self._learnt = False
 
     def of(self, files: Sequence[Path]) -> list[FileContent]:
-        """Returns what every file holds, in order.
+        """Returns the content of every file, in order.
 
         Raises:
             DataError: a file cannot be read, or is being written to.
@@ -472,7 +473,7 @@ class ContentDigests:
             state = file_state(path)
             known = self._known.get(str(path.absolute()))
             if known is not None and tuple(known[:4]) == state:
-                # Versions before this one remembered no encoding.
+                # Entries of earlier versions have no encoding.
                 encoding = known[5] if len(known) > 5 else first_encoding(path)
                 found[path] = FileContent(state, str(known[4]), encoding)
             else:
@@ -489,7 +490,7 @@ class ContentDigests:
         return [found[path] for path in files]
 
     def save(self) -> None:
-        """Writes what was learnt; a disk that does not take it costs only the next start's time."""
+        """Saves new digests; a write failure is ignored, since it only makes the next start slower."""
         if self._learnt:
             with suppress(OSError), atomic_writer(self._memory) as file:
                 file.write(json.dumps(self._known).encode())
@@ -514,7 +515,7 @@ def _digest(path: Path, progress: Progress, done_bytes: int) -> str:
 
 
 def _read_memory(memory: Path) -> dict[str, list[Any]]:
-    """Returns what is remembered, nothing where the file is missing or damaged."""
+    """Returns the cached digests; empty if the file is missing or damaged."""
     try:
         content = read_json(memory)
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""From raw text to an indexed dataset: in parallel, in constant memory, and on from where a killed start was."""
+"""Preprocesses raw text into an indexed dataset: in parallel, in constant memory, and resumable after a kill."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from megads.errors import ConfigError
 
 @dataclass(frozen=True)
 class PreprocessReport:
-    """What `preprocess` made.
+    """Result of `preprocess`.
 
     Attributes:
         output: prefix of the dataset.
-        sidecar: the numbers, as written beside it.
-        seconds: how long it took.
-        kept_shards: parts that an earlier start had finished.
-        engine: what tokenized.
-        passed_over: files and folders that were not read, counted.
-        join_seconds: how long of it the copying of the parts took.
+        sidecar: the dataset's sidecar, as written.
+        seconds: total duration.
+        kept_shards: number of parts reused from an earlier start.
+        engine: tokenizer implementation that was used.
+        passed_over: description of skipped files and folders, with counts.
+        join_seconds: part of the duration that was spent on joining the parts.
     """
 
     output: str
@@ -60,15 +60,15 @@ class PreprocessReport:
 def preprocess(config: PreprocessConfig) -> PreprocessReport:
     """Tokenizes documents into `<output>.bin`, `<output>.idx` and the sidecar `<output>.json`.
 
-    A copy of the tokenizer goes with them, as `<output>.tokenizer.json`: who has the dataset can read it. Finished
-    parts are in `<output>.parts` meanwhile; the same call after a kill goes on from them. The bytes written do not
+    A copy of the tokenizer is written to `<output>.tokenizer.json`, so that the dataset can be decoded. Until the end,
+    finished parts are in `<output>.parts`; after a kill, the same call continues from them. The bytes written do not
     depend on the number of workers or on kills.
 
     Args:
         config: input, tokenizer and output.
 
     Returns:
-        What was made.
+        A report.
 
     Raises:
         ConfigError: the output exists, or the end-of-document token is not in the tokenizer.
@@ -85,18 +85,21 @@ def preprocess(config: PreprocessConfig) -> PreprocessReport:
 
 
 def preprocess_together(config: PreprocessConfig) -> PreprocessReport | TaskReport:
-    """Does a share of what `preprocess` does: every process that is given the same config at the same time, on any node
-    that sees the same folders, does another, and the last one joins the dataset. Its bytes are those of `preprocess`.
+    """Does a share of the work of `preprocess`, together with other processes that run it with the same config at the
+    same time.
+
+    The processes may run on any nodes that see the same folders. The last one joins the dataset, whose bytes are those
+    of `preprocess`.
 
     Args:
         config: input, tokenizer and output.
 
     Returns:
-        What was made by all, in the process that joined the dataset; in the others what they did.
+        A report of the whole work in the process that joined the dataset; in the others, of their own.
 
     Raises:
-        ConfigError, DataError, UnhealthyNode: as `preprocess` does; or other processes make the same dataset, of other
-            text or with other settings.
+        ConfigError, DataError, UnhealthyNode: as `preprocess` does; also ConfigError if other processes make the same
+        dataset, from other text or with other settings.
     """
     start_s = time.monotonic()
     config.check()
@@ -127,7 +130,8 @@ def _report(
 
 
 def _prepared(config: PreprocessConfig) -> tuple[DocumentReader | None, Fields, Tokenizing]:
-    """Returns the files, None for the standard input, what of a record makes a document, and what tokenizes."""
+    """Returns the files (None for the standard input), the fields that make up a document, and the tokenizing
+    settings."""
     custom = custom_reader(config.reader)
     fields = document_fields(config, Path(config.tokenizer), config.end_of_document, config.text_special_tokens)
     source = None
@@ -152,7 +156,7 @@ def document_fields(
     text_special_tokens: TextSpecialTokens,
     section: str = "",
 ) -> Fields:
-    """Returns what of a record makes a document; arguments and errors as in `conversations`."""
+    """Returns the fields of a record that make up a document; arguments and errors as in `conversations`."""
     chat = conversations(config, tokenizer_file, end_of_document, text_special_tokens, section)
     if chat is not None:
         return chat

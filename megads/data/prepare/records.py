@@ -1,7 +1,7 @@
-"""The texts of the records of JSON lines, tables of CSV and parquet, or why they have none.
+"""Extracts the texts of records of JSON lines, CSV tables and parquet, or the reason why there are none.
 
-Texts of hundreds of megabytes are decoded a stretch at a time: a `str` has up to four bytes for a character of one, and
-a record is copied a few times on its way to one.
+Texts of hundreds of megabytes are decoded in pieces, because a `str` needs up to four bytes for a character of one
+byte, and a record is copied several times while it is decoded.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
 LONG_BYTES = 1 << 20
-"""Shorter texts are read whole."""
+"""Texts up to this size are decoded as a whole."""
 _STRETCH_BYTES = 1 << 17
-# Whole characters and escapes; both halves of a surrogate pair are one. It stops before what is none of these.
+# Matches complete characters and escapes, with surrogate pairs as one; stops before anything else.
 _WHOLE = re.compile(
     rb"(?:[^\\]++|\\[^u]|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}|\\u[dD][89abAB]..\\u[dD][c-fC-F][0-9a-fA-F]{2})*+",
     re.DOTALL,
@@ -39,12 +39,12 @@ _WHOLE = re.compile(
 _UTF8_MARK = b"\xef\xbb\xbf"
 Names = tuple[str, ...]
 Fields = Names | Conversations
-"""What of a record makes a document: the text, what is given and what is learnt by turns, or messages."""
+"""Fields of a record that make up a document: the text, prompt and response, or the messages."""
 _ROWS, _BATCH_BYTES = 256, 1 << 24
-"""Rows of parquet that are decoded at a time, and bytes of them where the rows are longest."""
+"""Maximum number of parquet rows decoded at a time, and their maximum size for the row group with the longest rows."""
 _READ_BYTES = 1 << 20
 _LARGEST_CELL = 1 << 29
-"""Characters of a table's cell; the library's own bound is 131,072."""
+"""Maximum number of characters of a table cell; the library's default limit is 131,072."""
 _DELIMITERS = ",;\t|"
 
 
@@ -53,13 +53,13 @@ class LongText:
     """A text that is not in memory as one `str`.
 
     Attributes:
-        stretches: decodes it anew, from its begin to its end.
+        stretches: decodes the text in pieces, from the beginning, whenever it is called.
     """
 
     stretches: Callable[[], Iterator[str]]
 
     def is_valid(self) -> bool:
-        """Whether all of it can be decoded; only then are its stretches for use."""
+        """Whether the whole text can be decoded; `stretches` may only be used if it can."""
         try:
             for _ in self.stretches():
                 pass
@@ -73,22 +73,22 @@ T = TypeVar("T", str, Text)
 
 
 def _utf8_stretches(content: memoryview) -> Iterator[str]:
-    """Decodes UTF-8; raises UnicodeDecodeError where it is none."""
+    """Decodes UTF-8 in pieces; raises UnicodeDecodeError on invalid bytes."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     for begin in range(0, len(content), _STRETCH_BYTES):
         yield decoder.decode(content[begin : begin + _STRETCH_BYTES])
     yield decoder.decode(b"", final=True)
 
 
-def _long_strings_apart(line: bytes) -> tuple[bytes, dict[str, LongText]]:
-    """Takes the long strings out of a line of JSON.
+def _extract_long_strings(line: bytes) -> tuple[bytes, dict[str, LongText]]:
+    """Replaces the long strings in a line of JSON by placeholders.
 
     Args:
-        line: the line; it need not be JSON.
+        line: the line; it need not be valid JSON.
 
     Returns:
-        The line with a placeholder for every long string, and the text that each placeholder stands for. A string that
-        does not end stays.
+        The line with a placeholder for every long string, and the text of each placeholder. An unterminated string
+        stays.
     """
     parts: list[bytes] = []
     found: dict[str, LongText] = {}
@@ -105,7 +105,7 @@ def _long_strings_apart(line: bytes) -> tuple[bytes, dict[str, LongText]]:
 
 
 def _closing_quote(line: bytes, begin: int) -> int:
-    """Position of the first quote from `begin` on that no backslash escapes; -1 where there is none."""
+    """Position of the first unescaped quote from `begin` on; -1 if there is none."""
     end = line.find(b'"', begin)
     while end >= 0:
         backslashes = end
@@ -122,13 +122,13 @@ def _json_string(line: bytes, begin: int, end: int) -> LongText:
 
 
 def _unescaped(line: bytes, begin: int, end: int) -> Iterator[str]:
-    """Decodes what is between the quotes of a string; raises ValueError where that is no text."""
+    """Decodes the content of a JSON string in pieces; raises ValueError if it is invalid."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     while begin < end:
         whole = _WHOLE.match(line, begin, min(begin + _STRETCH_BYTES, end))
         assert whole is not None
         if whole.end() == begin:
-            raise ValueError("half a surrogate pair, or an escape that is none")
+            raise ValueError("half a surrogate pair, or an invalid escape")
         begin = whole.end()
         text: str = json.loads(f'"{decoder.decode(whole[0], final=begin == end)}"')
         yield text
@@ -136,11 +136,11 @@ def _unescaped(line: bytes, begin: int, end: int) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class NotText:
-    """Why a record gives no document.
+    """Reason why a record has no document.
 
     Attributes:
-        reason: one of a few, to count by.
-        detail: what is particular to this record.
+        reason: category, for counting.
+        detail: detail of this record.
     """
 
     reason: str
@@ -151,14 +151,14 @@ class NotText:
 
 
 def json_turns(line: bytes, fields: Fields) -> Iterator[tuple[Text, ...] | NotText]:
-    """Yields the texts of one line of JSON, or why it has none; nothing for a blank line.
+    """Yields the texts of one JSON line, or why it has none; nothing for a blank line.
 
-    Files that are joined by `cat` keep their byte order marks, which then stand at the start of some line, or between
-    two records where a file did not end with a newline. Marks within a text are part of it.
+    Files joined by `cat` keep their byte order marks, which are then at the start of a line, or between two records if
+    a file did not end with a newline. Marks within a text are part of it.
 
     Args:
-        line: the line, its newline included or not.
-        fields: those of the object that hold the texts. The last one must not be empty.
+        line: the line, with or without its newline.
+        fields: fields of the object that hold the texts. The last one must not be empty.
     """
     if isinstance(fields, Conversations):
         yield from _turns(line, fields)
@@ -173,9 +173,9 @@ def _turns(line: bytes, fields: Fields) -> Iterator[tuple[str, ...] | NotText]:
 
 
 def _long_turns(line: bytes, fields: Names) -> list[tuple[Text, ...]]:
-    """Texts of a line with long ones; none where it has no long ones, or has a fault: that is described by its place
-    in the line, which is read whole for it."""
-    short, long = _long_strings_apart(line) if len(line) > LONG_BYTES else (line, {})
+    """Returns the texts of a line with long ones; empty if it has no long ones, or is invalid. An invalid line is
+    decoded as a whole by the caller, to report the position of the error."""
+    short, long = _extract_long_strings(line) if len(line) > LONG_BYTES else (line, {})
     if not long or not all(text.is_valid() for text in long.values()):
         return []
     found: list[tuple[Text, ...]] = []
@@ -217,7 +217,7 @@ def _record_turns(line: bytes, fields: Fields) -> tuple[str, ...] | NotText:
                 return NotText(f"no field {field!r}")
             if not isinstance(text, str):
                 return NotText(f"field {field!r} is not text", type(text).__name__)
-            # JSON can spell half a surrogate pair, which is no character and which no tokenizer takes.
+            # JSON can spell half a surrogate pair, which is not a character and which tokenizers reject.
             text.encode()
     except UnicodeDecodeError as error:
         return NotText("not UTF-8", f"byte {line[error.start]:#04x}")
@@ -242,7 +242,7 @@ def _conversation_turns(record: dict[str, Any], fields: Conversations) -> tuple[
 
 
 def filled(fields: Names, texts: tuple[T, ...]) -> tuple[T, ...] | NotText:
-    """Returns the texts unless there is nothing to learn; a prompt may be empty."""
+    """Returns the texts unless the last one, which is trained on, is empty; a prompt may be empty."""
     if texts[-1]:
         return texts
     return NotText("empty text" if len(fields) == 1 else f"empty field {fields[-1]!r}")
@@ -251,21 +251,22 @@ def filled(fields: Names, texts: tuple[T, ...]) -> tuple[T, ...] | NotText:
 def table_rows(
     file: BinaryIO, path: Path, columns: Names, delimiter: str, section: str = ""
 ) -> Iterator[tuple[int, tuple[str, ...] | NotText]]:
-    """Reads columns of CSV, whose first row names them; a quoted cell may hold delimiters and line ends.
+    """Reads columns of a CSV table whose first row has the column names; quoted cells may hold delimiters and line
+    ends.
 
     Args:
-        file: the table in UTF-8, a byte order mark allowed.
-        path: where it comes from.
-        columns: their names.
-        delimiter: between cells; where it leaves the columns unknown, another that is in use and does not is taken.
-        section: of the config that names the columns, with a dot at its end; or empty.
+        file: the table in UTF-8, optionally with a byte order mark.
+        path: its path, for messages.
+        columns: column names.
+        delimiter: delimiter of cells; if it does not yield the columns, another common delimiter that does is used.
+        section: config section that names the columns, with a trailing dot; or empty.
 
     Yields:
         The line, from 1, in which a row ends, and its texts or why there are none; line 0 for an empty file, nothing
         for a blank line.
 
     Raises:
-        DataError: there is no such column.
+        DataError: a column is missing.
     """
     csv.field_size_limit(_LARGEST_CELL)
     text = io.TextIOWrapper(file, "utf-8-sig", newline="")
@@ -305,19 +306,19 @@ def _no_column(path: Path, column: str, names: list[str], key: str) -> str:
 
 
 def parquet_rows(path: Path, columns: Names, section: str = "") -> Iterator[tuple[float, tuple[Text, ...] | NotText]]:
-    """Reads columns of text in constant memory, however large the row groups are.
+    """Reads text columns in constant memory, whatever the size of the row groups.
 
     Args:
         path: the file.
-        columns: their names, at the top level of the schema.
-        section: of the config that names them, with a dot at its end; or empty.
+        columns: column names, at the top level of the schema.
+        section: config section that names the columns, with a trailing dot; or empty.
 
     Yields:
         The share of rows read so far, and the texts or why there are none.
 
     Raises:
         ConfigError: pyarrow is not installed.
-        DataError: the file is damaged or has no such column of text.
+        DataError: the file is damaged or a text column is missing.
     """
     try:
         import pyarrow as pa
@@ -345,7 +346,7 @@ def parquet_rows(path: Path, columns: Names, section: str = "") -> Iterator[tupl
 
 
 def _rows_of_batch(metadata: pq.FileMetaData, columns: Names) -> int:
-    """Rows that hold about _BATCH_BYTES where the rows are longest, and at most _ROWS."""
+    """Number of rows with a total size of about _BATCH_BYTES in the row group with the longest rows, at most _ROWS."""
     longest = 1
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
@@ -377,7 +378,7 @@ def _record(columns: Names, texts: tuple[Text | NotText, ...]) -> tuple[Text, ..
 
 
 def _texts(column: pa.Array) -> Iterator[Text | NotText]:
-    """Yields the texts of a column out of its own memory: Arrow's scalars are copies."""
+    """Yields the texts of a column from its buffer, because Arrow's scalars are copies."""
     import pyarrow as pa
 
     column = column.dictionary_decode() if isinstance(column, pa.DictionaryArray) else column

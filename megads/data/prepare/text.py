@@ -1,7 +1,7 @@
-"""Documents out of raw text files: plain text, JSON lines, tables and parquet, all but the last also compressed.
+"""Reads documents from raw text files: plain text, JSON lines, tables and parquet, all but the last also compressed.
 
-What is no document is counted and reported, a line or a whole file that is in another encoding; only a damaged file is
-fatal. Long documents come in pieces, cut where the pieces tokenize to what the whole would.
+Invalid lines, and whole files in another encoding, are counted and reported; only damaged files raise. Long documents
+are read in pieces, cut where tokenizing the pieces gives the same ids as tokenizing the whole.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ from megads.errors import DataError, MegadsError
 from megads.runtime.registry import READERS
 
 PIECE_CHARACTERS = 1 << 17
-"""Of a piece of a long text: few enough that a batch of pieces keeps every core busy."""
+"""Length of a piece of a long text: small enough that a batch of pieces keeps every core busy."""
 REACH = 512
-"""Characters on either side of a place that `TextCutter` looks at."""
+"""Characters on either side of a possible cut that `TextCutter` examines."""
 _TRIES, _CANDIDATES, _SHIFTS = 8, 4, 4
 _READ_BYTES = 1 << 17
 LastCut = Callable[[str, int, int], int | None]
-"""Returns a place to cut a text between two positions; see `TextCutter.last_cut`."""
+"""Returns a position at which to cut a text between two positions; see `TextCutter.last_cut`."""
 TextReader = Callable[[Path], Iterable[str]]
-"""A plugin's: the texts of a file's documents."""
+"""Reader of a plugin: returns the texts of a file's documents."""
 
 
 class Document(NamedTuple):
-    """One document, or a piece of a long one, and where it came from."""
+    """One document, or a piece of a long one, and its origin."""
 
     text: str
     source: str
     line: int
     continues: bool = False
-    """More of the same document follows."""
+    """Whether more of the same sequence follows."""
     turn: bool = False
-    """The next sequence of the same document follows: this is a prompt, and its response comes."""
+    """Whether another sequence of the same document follows, as a response follows a prompt."""
 
 
 class RejectedLine(NamedTuple):
-    """A line that gave no document, or a whole file, whose line is 0."""
+    """A line without a document, or a whole file, which has line 0."""
 
     source: str
     line: int
@@ -70,7 +70,7 @@ class RejectedLine(NamedTuple):
 def rows_of(
     texts: tuple[Text, ...] | NotText, source: str, line: int, last_cut: LastCut | None = None
 ) -> Iterator[Document | RejectedLine]:
-    """Yields the sequences of one record, or that it has none; long ones in pieces, see `text_pieces`."""
+    """Yields the sequences of one record, long ones in pieces (see `text_pieces`), or its rejection."""
     if isinstance(texts, NotText):
         yield RejectedLine(source, line, texts)
         return
@@ -94,12 +94,12 @@ def _pieces(texts: Iterator[str], source: str, line: int, turn: bool = False) ->
 
 @dataclass
 class Rejections:
-    """Lines and whole files that gave no document.
+    """Lines and whole files without a document.
 
     Attributes:
-        reasons: number of them by reason.
+        reasons: number of rejections by reason.
         examples: "<file>:<line>: <reason>" of the first hundred.
-        files: how many are whole files.
+        files: number of rejected whole files.
     """
 
     reasons: Counter[str] = field(default_factory=Counter)
@@ -108,7 +108,7 @@ class Rejections:
 
     @property
     def count(self) -> int:
-        """Lines and files rejected in all."""
+        """Total number of rejected lines and files."""
         return self.reasons.total()
 
     def add(self, rejected: RejectedLine) -> None:
@@ -126,21 +126,21 @@ class Rejections:
 
 
 def rejected_count(rejected: int, files: int) -> str:
-    """Returns numbers of rejected lines and files in words.
+    """Returns the number of rejected lines and files as text.
 
     Args:
-        rejected: lines and files.
-        files: how many of them are whole files.
+        rejected: number of lines and files.
+        files: number of whole files among them.
     """
     counts = {"line": rejected - files, "file": files}
     return " and ".join(f"{count:,} {name}{'s' if count > 1 else ''}" for name, count in counts.items() if count)
 
 
 def converted_text(encodings: Mapping[str, str]) -> str:
-    """Returns which files were converted, in one line; empty where none was.
+    """Returns a one-line summary of converted files; empty if there are none.
 
     Args:
-        encodings: by file.
+        encodings: encodings by file.
     """
     counts = Counter(encodings.values())
     examples = {encoding: name for name, encoding in reversed(list(encodings.items()))}
@@ -149,7 +149,7 @@ def converted_text(encodings: Mapping[str, str]) -> str:
 
 
 def custom_reader(config: ReaderConfig) -> TextReader | None:
-    """Returns the reader of a plugin that the config names; None where files are read by their kinds."""
+    """Returns the plugin's reader that the config names; None if files are read by their kind."""
     if config.name == "auto":
         return None
     part = READERS.find(config.name, "reader.name")
@@ -158,7 +158,7 @@ def custom_reader(config: ReaderConfig) -> TextReader | None:
 
 @dataclass(frozen=True)
 class _PluginReader:
-    """A plugin's reader by its name and with its options, both of which determine what it reads."""
+    """A plugin's reader, identified by its name and options."""
 
     name: str
     options: Any
@@ -169,27 +169,28 @@ class _PluginReader:
 
 
 class DocumentReader:
-    """Iterates over the documents of files, once.
+    """Iterates once over the documents of files.
 
     Args:
-        patterns: files, folders or globs. JSON lines, tables and parquet have a document a record, other files are one.
+        patterns: files, folders or globs. JSON lines, tables and parquet have one document per record; any other file
+            is one document.
         fields: JSON fields, or columns, that hold the document.
-        key: the config key that the patterns come from, for messages; the others stand beside it.
-        custom: reads all files, whatever kinds they are.
-        extensions: of files to take out of folders.
-        encoding: of files that are neither UTF-8 nor marked as something else.
+        key: config key of the patterns, for messages; the other keys are in the same section.
+        custom: reader to use for all files, whatever their kind.
+        extensions: extensions of the files to read from folders.
+        encoding: encoding of files that are neither UTF-8 nor marked with another encoding.
 
     Attributes:
-        files: the files that match, each once: patterns in the order given, the matches of one in order of name.
-        passed_over: what else the folders hold, for people; empty where that is nothing.
-        total_bytes: size of the files as they are on disk.
-        bytes_read: how much of that has been read.
-        rejected: lines and files that gave no document.
+        files: the matching files without duplicates, in the order of the patterns and by name within a pattern.
+        passed_over: description of the other files in the folders; empty if there are none.
+        total_bytes: total size of the files on disk.
+        bytes_read: bytes of the files read so far.
+        rejected: lines and files without a document.
         converted: encodings of the files that were read and are not UTF-8.
 
     Raises:
         ConfigError: no patterns.
-        DataError: a pattern matches nothing, or a file that is no text or, for pairs, has no fields.
+        DataError: a pattern matches nothing, a file is not text, or a file has no fields although pairs are wanted.
     """
 
     def __init__(
@@ -221,12 +222,12 @@ class DocumentReader:
 
     @property
     def how(self) -> str:
-        """How files are read, beside what their kinds say."""
+        """The settings, other than the file's kind, that determine how files are read."""
         return f"{self._encoding} {self.custom or ''}"
 
     @property
     def section(self) -> str:
-        """The section of the config that the files come from, with a dot at its end; or empty."""
+        """The config section of the files, with a trailing dot; or empty."""
         return "".join(self.key.rpartition(".")[:2])
 
     @property
@@ -235,23 +236,23 @@ class DocumentReader:
         return self.fields
 
     def alone(self, path: Path) -> DocumentReader:
-        """Returns a reader of one of the files, which counts for itself."""
+        """Returns a reader of one of the files, with separate counts."""
         return DocumentReader([str(path)], self.fields, self.key, self.custom, encoding=self._encoding)
 
     def encoding(self, path: Path) -> str:
-        """Returns what a file is in, see `encoding_of`; looks once."""
+        """Returns the encoding of a file, see `encoding_of`; the result is cached."""
         if path not in self._encodings:
             reads_bytes = self.custom is not None or kind(path) is Kind.parquet
             self._encodings[path] = UTF8 if reads_bytes else encoding_of(path, self._encoding)
         return self._encodings[path]
 
     def is_line_file(self, path: Path) -> bool:
-        """Whether a file is JSON lines that can be entered at any byte, and read without this reader."""
+        """Whether a file is JSON lines that can be read from any byte, without this reader."""
         plain = kind(path) is Kind.json_lines and path.suffix.lower() not in COMPRESSED_ENDINGS
         return plain and self.custom is None and self.encoding(path) == UTF8
 
     def encoding_fault(self, path: Path) -> RejectedLine | None:
-        """Returns that a whole file is in another encoding, None where it can be read; reads it to its end."""
+        """Reads a file to its end; returns a rejection if its bytes do not fit its encoding, else None."""
         encoding = self.encoding(path)
         with opened(path) as (_, file):
             fault = text_fault(file, encoding)
@@ -284,11 +285,11 @@ class DocumentReader:
             raise no_documents(self.files, self.rejected, self.fields, self.section)
 
     def read(self, path: Path, last_cut: LastCut | None = None) -> Iterator[Document | RejectedLine]:
-        """Yields what one file holds, in order; `bytes_read` counts on from the files read before.
+        """Yields the documents of one file, in order, and adds its size to `bytes_read`.
 
         Args:
             path: the file.
-            last_cut: where long texts may be cut, see `text_pieces`.
+            last_cut: finds positions at which long texts may be cut, see `text_pieces`.
 
         Raises:
             DataError: the file cannot be read.
@@ -300,9 +301,9 @@ class DocumentReader:
             elif kind(path) is Kind.parquet:
                 yield from self._parquet(path, finished_bytes, last_cut)
             elif kind(path) is Kind.json_lines and self.encoding(path) == UTF8:
-                # Each line is for itself.
+                # A line in another encoding is rejected alone.
                 yield from self._json_lines(path, finished_bytes, last_cut)
-            # Read twice: a file with a bad byte at its end gives no document, and none is taken back.
+            # Checked before it is read: a file with a bad byte at its end gives no document.
             elif (fault := self.encoding_fault(path)) is not None:
                 yield fault
             else:
@@ -315,7 +316,7 @@ class DocumentReader:
     ) -> Iterator[Document | RejectedLine]:
         with opened(path, self.encoding(path)) as (raw, file):
             for number, line in enumerate(file, start=1):
-                # The position in the raw file is known for compressed files too, whose whole size is not.
+                # The position in the raw file is also known for compressed files, unlike their uncompressed size.
                 self.bytes_read = finished_bytes + raw.tell()
                 for texts in json_turns(line, self.fields):
                     yield from rows_of(texts, str(path), number, last_cut)
@@ -369,7 +370,7 @@ def _checked(text: str) -> tuple[str, ...] | NotText:
 
 
 def has_turns(fields: Fields) -> bool:
-    """Whether documents have several sequences, what is given and what is learnt by turns."""
+    """Whether documents have several sequences, alternating between prompts and responses."""
     return isinstance(fields, Conversations) or len(fields) > 1
 
 
@@ -379,24 +380,24 @@ def _shown(fields: Fields) -> str:
 
 @contextmanager
 def readable(path: Path, key: str, done_bytes: Callable[[], int]) -> Iterator[None]:
-    """Turns what reading a file raises into a DataError with the place in the file and the config key it comes from."""
+    """Converts errors of reading a file to a DataError with the position in the file and the config key."""
     try:
         yield
     except DAMAGED as error:
         raise DataError(
             f"{path}: reading failed after {done_bytes()} bytes: {error}; "
-            f"the file is truncated, damaged or not readable: make it again or leave it out of {key}"
+            f"the file is truncated, damaged or not readable: restore it or leave it out of {key}"
         ) from error
 
 
 def no_documents(files: Sequence[Path], rejected: Rejections, fields: Fields, section: str) -> DataError:
-    """Returns the error of an input without a document.
+    """Returns the error for an input without documents.
 
     Args:
-        files: which were read.
-        rejected: what was in them.
-        fields: which were looked for.
-        section: of the config that the files come from, see `DocumentReader.section`.
+        files: files that were read.
+        rejected: rejected lines and files.
+        fields: fields that were looked for.
+        section: config section of the files, see `DocumentReader.section`.
     """
     records = "JSON lines, CSV or parquet with the"
     if isinstance(fields, Conversations):
@@ -412,12 +413,12 @@ def text_pieces(file: BinaryIO, last_cut: LastCut | None = None) -> Iterator[str
     """Yields a UTF-8 text in pieces, most of them a little longer than PIECE_CHARACTERS.
 
     Args:
-        file: the text, a byte order mark allowed.
-        last_cut: where to cut, so that the pieces tokenize to what the whole would; text is read on where there is no
-            such place. None cuts between words, for a tokenizer that is yet to be learnt.
+        file: the text; may begin with a byte order mark.
+        last_cut: finds a position to cut so that tokenizing the pieces gives the ids of the whole text; if there is
+            none, the piece grows. None cuts between words, for training a tokenizer.
 
     Yields:
-        Pieces that joined give the text; none for an empty one.
+        Pieces whose concatenation is the text; none for an empty text.
     """
     yield from _cut_pieces(_decoded(file), last_cut)
 
@@ -426,8 +427,8 @@ def _cut_pieces(stretches: Iterable[str], last_cut: LastCut | None = None) -> It
     """Yields a text in pieces, see `text_pieces`.
 
     Args:
-        stretches: the text, in parts of about PIECE_CHARACTERS or less that may end anywhere.
-        last_cut: see there.
+        stretches: the text, in parts of up to about PIECE_CHARACTERS that may end anywhere.
+        last_cut: see `text_pieces`.
     """
     text, searched = "", 0
     for stretch in stretches:
@@ -450,7 +451,7 @@ def _decoded(file: BinaryIO) -> Iterator[str]:
 
 
 def _between_words(text: str, begin: int, end: int) -> int:
-    """Returns the position of the last newline, or else space, that a word follows; the end, where there is none."""
+    """Returns the position of the last newline, or else space, before a word; `end` if there is none."""
     for separator in "\n ":
         position = end - 1
         while (position := text.rfind(separator, begin, position)) > begin:
@@ -460,17 +461,17 @@ def _between_words(text: str, begin: int, end: int) -> int:
 
 
 class TextCutter:
-    """Finds places to cut for one tokenizer.
+    """Finds positions at which a text can be cut without changing its token ids, for one tokenizer.
 
-    Before it looks tokens up, a tokenizer splits text at added tokens and by the pattern of its pre-tokenizer. A place
-    to cut is where it splits in several windows whose ends differ by a few characters: groups of three digits, say, or
-    of four spaces are counted from somewhere, so windows split a long run of them at different places. On either side
-    of the place the text must also give the tokens that it gives as part of the window: some tokenizers put a space
-    before every text, or trim it.
+    A tokenizer first splits text at added tokens and by the pattern of its pre-tokenizer. A position qualifies if the
+    tokenizer splits there in several windows whose ends differ by a few characters. Several windows are needed because,
+    for example, groups of three digits or four spaces are counted from the start of the window, so windows split a long
+    run of them at different positions. The text on either side must also give the ids that it has within the window,
+    because some tokenizers add a space before every text, or strip it.
 
     Args:
-        tokenizer: loaded, set for special tokens as it is used. Its post-processor is removed: it falsifies the places
-            of tokens, and adds nothing where special tokens are not added.
+        tokenizer: the tokenizer, configured for special tokens as it is used. Its post-processor is removed: it
+            distorts offsets, and adds nothing if special tokens are not added.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -478,7 +479,7 @@ class TextCutter:
         self._tokenizer = tokenizer
 
     def pieces(self, text: str) -> Iterator[str]:
-        """Yields a text in pieces of about PIECE_CHARACTERS; a text without places to cut is one piece."""
+        """Yields a text in pieces of about PIECE_CHARACTERS; a text that cannot be cut is one piece."""
         begin = 0
         for end in range(PIECE_CHARACTERS, len(text) - REACH, PIECE_CHARACTERS):
             cut = self.last_cut(text, max(begin, end - PIECE_CHARACTERS), end)
@@ -488,12 +489,12 @@ class TextCutter:
         yield text[begin:]
 
     def last_cut(self, text: str, begin: int, end: int) -> int | None:
-        """Returns a place between two positions, near the later one if there is one; None where none is found.
+        """Returns a position to cut between two positions, near the later one if possible; None if none is found.
 
         Args:
-            text: which begins where a document or a piece of it does.
+            text: a text that begins at the start of a document or a piece.
             begin: the first position.
-            end: the last one.
+            end: the last position.
         """
         last = min(end, len(text)) - REACH
         step = max(2 * REACH, (last - begin) // _TRIES)
@@ -508,12 +509,12 @@ class TextCutter:
         whole = self._ids(text[start:stop])
         places = set(range(middle - REACH // 2, middle + REACH // 2))
         for shift in range(_SHIFTS):
-            # A document or a piece always begins at its first character.
+            # A document or a piece always begins at its first character, so the window does too.
             first = start + shift if start else 0
             places &= {first + split for split in self._splits(text[first : stop - shift])}
         for place in sorted(places)[: -_CANDIDATES - 1 : -1]:
             before, after = text[start:place], text[place:stop]
-            # An added token may take all white space beside it, and stand beyond the window or across its end.
+            # An added token may strip all adjacent white space, and may lie outside the window or across its end.
             known = not after[: REACH // 4].isspace() and not before[-REACH // 4 :].isspace()
             if place and known and self._ids(before) + self._ids(after) == whole:
                 return place
@@ -524,12 +525,12 @@ class TextCutter:
         return ids
 
     def _splits(self, text: str) -> set[int]:
-        """Positions at which the tokenizer splits before it looks tokens up."""
+        """Positions at which the tokenizer splits a text before it looks up tokens."""
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         words, offsets = encoding.word_ids, encoding.offsets
         return {
             offsets[token][0]
             for token in range(1, len(words))
-            # A character that is normalized to several can be split within.
+            # A character that is normalized to several characters can be split within.
             if words[token] != words[token - 1] and offsets[token - 1][1] <= offsets[token][0]
         }

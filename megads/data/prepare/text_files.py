@@ -1,4 +1,4 @@
-"""The files of raw text: finds them by names, folders and globs, tells their kinds, and counts what it passes over."""
+"""Finds the raw text files by names, folders and globs, determines their kinds, and counts skipped files."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from megads.data.prepare.decoding import COMPRESSED_ENDINGS, binary_fault
 from megads.errors import ConfigError, DataError
 from megads.runtime.run_dir import is_run_dir
 
-# Delimiters of tables by the ending of their name.
+# Delimiters of tables by file extension.
 TABLE_DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _JSON_LINES_ENDINGS = (".jsonl", ".ndjson", ".json")
 _PARQUET_ENDING = ".parquet"
 _DOCUMENT_ENDINGS = (".pdf", ".doc", ".docx", ".odt", ".rtf", ".epub", ".ppt", ".pptx", ".xls", ".xlsx")
-# Bytes of text in a byte of file, roughly.
+# Approximate bytes of text per byte of file.
 _EXPANSION = {".gz": 3, ".zst": 3, ".parquet": 2}
-# The standard mark of a cache: https://bford.info/cachedir/
+# The standard marker of cache folders: https://bford.info/cachedir/
 CACHE_TAG = "CACHEDIR.TAG"
 DATA_CACHE = "data-cache"
 _NEVER_ENTERED = ("runs", DATA_CACHE, "__pycache__", "node_modules")
@@ -40,7 +40,7 @@ class Kind(Enum):
 
 
 def kind(path: Path) -> Kind:
-    """Returns how a file is read, by its ending; one that is not known is plain text."""
+    """Returns the kind of a file by its extension; unknown extensions are plain text."""
     ending = uncompressed_ending(path)
     if ending in _JSON_LINES_ENDINGS:
         return Kind.json_lines
@@ -50,19 +50,19 @@ def kind(path: Path) -> Kind:
 
 
 def uncompressed_ending(path: Path) -> str:
-    """Returns the ending without the one that says how the file is compressed; empty where there is none."""
+    """Returns the extension without that of the compression; empty if there is none."""
     suffix = path.suffix.lower()
     return Path(path.stem).suffix.lower() if suffix in COMPRESSED_ENDINGS else suffix
 
 
 @dataclass(frozen=True)
 class FoundFiles:
-    """What patterns have led to.
+    """Result of a search by patterns.
 
     Attributes:
-        files: those to read, each once: patterns in the order given, the files of one in order of name.
-        extensions: files in folders and behind globs that were passed over, by extension.
-        folders: folders there that were not entered, by name.
+        files: files to read, without duplicates, in the order of the patterns and by name within a pattern.
+        extensions: number of files in folders and behind globs that were skipped, by extension.
+        folders: number of folders there that were not entered, by name.
     """
 
     files: list[Path]
@@ -71,7 +71,7 @@ class FoundFiles:
 
     @property
     def passed_over(self) -> str:
-        """What is no text, counted, for people; empty where everything is."""
+        """Description of skipped files and folders, with counts; empty if there are none."""
         shown = self.extensions.most_common(_SHOWN_EXTENSIONS)
         parts = [f"{count:,} {extension}" for extension, count in shown]
         rest = self.extensions.total() - sum(count for _, count in shown)
@@ -80,27 +80,27 @@ class FoundFiles:
         if names:
             more = f" and {len(names) - _SHOWN_FOLDERS} more" if len(names) > _SHOWN_FOLDERS else ""
             parts.append(f"folders {', '.join(names[:_SHOWN_FOLDERS])}{more}")
-        return f"passed over: {', '.join(parts)}" if parts else ""
+        return f"skipped: {', '.join(parts)}" if parts else ""
 
 
 def find_text_files(
     patterns: Sequence[str], key: str, extensions: Sequence[str] = DEFAULT_EXTENSIONS, *, any_kind: bool = False
 ) -> FoundFiles:
-    """Lists the files that hold the text.
+    """Finds the text files.
 
-    Folders are read to their depth. In them, and behind a glob that does not spell an extension, files with an
-    extension of the list are taken. Hidden names, run directories, caches, virtual environments and folders named runs
-    are never entered. A file that is named, or whose extension a glob spells, is text unless its content is not.
+    Folders are searched recursively. In folders, and behind a glob without an extension, files are selected by the list
+    of extensions. Hidden names, run directories, caches, virtual environments and folders named runs are never entered.
+    A file that is named, or whose extension is part of a glob, is text unless its content shows otherwise.
 
     Args:
         patterns: files, folders and globs.
-        key: the config key that they come from, for messages.
-        extensions: of files to take out of folders, compressed or not.
-        any_kind: take every file that is not hidden, of folders too: a plugin reads them.
+        key: config key of the patterns, for messages.
+        extensions: extensions of files to select from folders, compressed or not.
+        any_kind: select every file that is not hidden, also from folders, for a plugin's reader.
 
     Raises:
         ConfigError: no patterns.
-        DataError: a pattern matches no file, or names one that holds no text, or a run directory.
+        DataError: a pattern matches no file, or names a file that is not text, or a run directory.
     """
     if not patterns:
         raise ConfigError(f"{key} is empty: give files, folders or globs, for example {key}='[corpus/*.jsonl]'")
@@ -111,26 +111,26 @@ def find_text_files(
 
 
 class _Search:
-    """Collects the files of one pattern after the other."""
+    """Collects the files of the patterns, one pattern at a time."""
 
     def __init__(self, key: str, extensions: tuple[str, ...], any_kind: bool) -> None:
         self._key, self._any_kind = key, any_kind
         self._listed = tuple(ending + packed for ending in extensions for packed in ("", *COMPRESSED_ENDINGS))
-        # By their real paths: a file that two patterns reach, or a link and its target, would be read twice.
+        # Keyed by real path, so that a file that two patterns match, or a link and its target, are not read twice.
         self._files: dict[str, Path] = {}
         self._passed: dict[str, str] = {}
         self._closed: dict[str, str] = {}
         self._labels: dict[Path, str] = {}
 
     def found(self) -> FoundFiles:
-        """Returns what all patterns have led to."""
+        """Returns the files of all patterns."""
         extensions = Counter(name for path, name in self._passed.items() if path not in self._files)
         return FoundFiles(list(self._files.values()), extensions, Counter(self._closed.values()))
 
     def add(self, pattern: str) -> None:
-        """Follows one pattern; raises DataError where it leads to nothing."""
+        """Adds the files of one pattern; raises DataError if there are none."""
         name = str(Path(pattern).expanduser())
-        # A name that exists is meant literally, even with brackets in it.
+        # An existing path is taken literally, even with brackets in it.
         literal = Path(name).exists()
         names = [name] if literal else sorted(glob.glob(name, recursive=True))  # noqa: PTH207
         taken, folders = 0, []
@@ -152,8 +152,8 @@ class _Search:
         section = self._key.rpartition(".")[0]
         extensions = f"{section}.extensions" if section else "extensions"
         return (
-            f"{where} has no text{f' ({passed})' if passed else ''}: a file is taken where it is named, by itself or "
-            f"by a glob such as '*.log', or where its extension is in {extensions}"
+            f"{where} has no text{f' ({passed})' if passed else ''}: a file is read if it is named, by itself or "
+            f"by a glob such as '*.log', or if its extension is in {extensions}"
         )
 
     def _add_folder(self, folder: Path, named: bool) -> int:
@@ -180,7 +180,7 @@ class _Search:
         return bool(self._labels[folder])
 
     def _is_reached(self, pattern: str, path: Path) -> bool:
-        """Whether no folder on the way from what the glob spells out to a file is closed."""
+        """Whether no folder between the literal part of the glob and the file is excluded."""
         spelled = next(number for number, part in enumerate(Path(pattern).parts) if glob.has_magic(part))
         return not any(self._is_closed(Path(*path.parts[:depth])) for depth in range(spelled + 1, len(path.parts)))
 
@@ -203,7 +203,7 @@ class _Search:
         return 1
 
     def _require_text(self, path: Path) -> None:
-        """Refuses a file that the user has named where it is plain text by its name only."""
+        """Raises DataError if a named file is plain text by its name but not by its content."""
         if kind(path) is not Kind.text:
             return
         if uncompressed_ending(path) in _DOCUMENT_ENDINGS:
@@ -214,13 +214,13 @@ class _Search:
 
 
 def _spells(pattern: str, path: Path) -> bool:
-    """Whether a glob spells the extension of a file, or its whole name; plain .json is taken by every glob."""
+    """Whether a glob includes the extension of a file, or its whole name; every glob selects .json files."""
     last, suffix = Path(pattern).name.lower(), path.suffix.lower()
     return not glob.has_magic(last) or suffix == ".json" or (bool(suffix) and last.endswith(suffix))
 
 
 def _why_closed(folder: Path) -> str:
-    """Returns as what a folder found on the way is passed over; empty for one to be entered."""
+    """Returns the reason why a folder that was found is excluded; empty if it is entered."""
     name = folder.name
     if name in ("", "..") or not (name.startswith(".") or name in _NEVER_ENTERED):
         if is_run_dir(folder):
@@ -232,10 +232,10 @@ def _why_closed(folder: Path) -> str:
 
 
 def text_bytes_estimate(files: Sequence[Path]) -> int:
-    """Returns about how much text the files hold, from their sizes and kinds alone."""
+    """Returns the approximate size of the files' text, from their sizes and kinds alone."""
     return sum(path.stat().st_size * _EXPANSION.get(path.suffix.lower(), 1) for path in files)
 
 
 def first_names(files: Sequence[Path], count: int = 3) -> str:
-    """Returns the first few names, for messages."""
+    """Returns the names of the first few files, for messages."""
     return ", ".join(map(str, files[:count])) + (f" and {len(files) - count} more" if len(files) > count else "")

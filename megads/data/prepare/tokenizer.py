@@ -18,14 +18,14 @@ from megads.runtime.progress import Progress
 
 @dataclass(frozen=True)
 class TokenizerReport:
-    """What `train_tokenizer` made.
+    """Result of `train_tokenizer`.
 
     Attributes:
-        output: the file.
-        asked: the size asked for.
-        learnt: the size it has.
-        rejected: lines and files that gave no document.
-        said: what was passed over, and what was converted.
+        output: the tokenizer file.
+        asked: requested vocabulary size.
+        learnt: actual vocabulary size.
+        rejected: lines and files without a document.
+        said: descriptions of skipped files and of converted files.
     """
 
     output: str
@@ -40,16 +40,16 @@ class TokenizerReport:
 
 
 def train_tokenizer(config: TokenizerConfig) -> TokenizerReport:
-    """Learns a byte-level BPE vocabulary and writes the tokenizer file.
+    """Trains a byte-level BPE tokenizer and writes the tokenizer file.
 
     Args:
         config: input, output and size.
 
     Returns:
-        What was made.
+        A report.
 
     Raises:
-        ConfigError: vocab_size has no room for the bytes, or more than a vocabulary can have.
+        ConfigError: vocab_size is too small for the bytes, or too large.
         DataError: the input has no documents, or the output cannot be written.
     """
     check_learning("", config.vocab_size, config.min_frequency)
@@ -70,21 +70,21 @@ def learn_tokenizer(
     end_of_document: str | None,
     every: int = 1,
 ) -> int:
-    """Learns a vocabulary from documents and writes the tokenizer file.
+    """Trains a byte-level BPE tokenizer on documents and writes the tokenizer file.
 
-    The 256 bytes are always in it, so every text can be encoded and decodes to itself. The end-of-document token has
-    id 0. The same documents give the same file, byte for byte.
+    The 256 bytes are always in the vocabulary, so every text can be encoded and decodes to itself. The end-of-document
+    token has id 0. The same documents give the same file, byte for byte.
 
     Args:
         reader: the documents.
         output: the file to write.
-        vocab_size: tokens to learn, the special one included; at least SMALLEST_VOCABULARY.
+        vocab_size: vocabulary size, including the special token; at least SMALLEST_VOCABULARY.
         min_frequency: pairs seen less often are not merged.
         end_of_document: the special token, or None for none.
-        every: learns from one document in so many.
+        every: trains on one document in this many.
 
     Returns:
-        Tokens learnt, fewer than vocab_size where the text has no more pairs.
+        The actual vocabulary size, which is below vocab_size if the text has no more pairs.
 
     Raises:
         DataError: there are no documents, or the output cannot be written.
@@ -96,7 +96,7 @@ def learn_tokenizer(
         vocab_size=vocab_size,
         min_frequency=min_frequency,
         special_tokens=[] if end_of_document is None else [end_of_document],
-        # Sorted: the order of the alphabet is the order of its ids.
+        # Sorted, because the ids follow the order of the alphabet.
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -113,7 +113,7 @@ def learn_tokenizer(
 
 
 def _texts(reader: DocumentReader, every: int, progress: Progress) -> Iterator[str]:
-    """Yields the texts to learn from, and shows how far they are read."""
+    """Yields the texts to train on, and updates the progress."""
     for number, document in enumerate(reader):
         if number % every == 0:
             yield document.text

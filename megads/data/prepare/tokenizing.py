@@ -1,4 +1,4 @@
-"""One way from documents to a dataset: blocks of the input to shards in processes, and shards to the dataset."""
+"""Tokenizes documents into a dataset: worker processes turn blocks of the input into shards, which are then joined."""
 
 from __future__ import annotations
 
@@ -65,25 +65,25 @@ from megads.runtime.progress import Progress
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-# Items that wait for each worker: enough to keep it busy, few enough for memory.
+# Queued items per worker: enough to keep it busy, few enough for memory.
 _AHEAD = 2
-# Of all files: tokenized before processes have started.
+# Total size of the files up to which no worker processes are started.
 _SMALL_BYTES = 1 << 19
 
 
 class Tokenizing:
-    """One way from documents to a dataset and its sidecar.
+    """Tokenizes documents into a dataset with a sidecar.
 
     Args:
-        tokenizer_file: in the format of Hugging Face `tokenizers`.
-        output: prefix of the dataset; one that is there is replaced.
+        tokenizer_file: tokenizer file in the format of Hugging Face `tokenizers`.
+        output: prefix of the dataset; an existing one is replaced.
         end_of_document: token appended to every document, or None.
-        end_key: the config key it comes from, for messages.
-        text_special_tokens: with ignore, only real ends of documents are marked, whatever a text spells.
+        end_key: config key of `end_of_document`, for messages.
+        text_special_tokens: how text that spells a special token is tokenized.
 
     Raises:
         ConfigError: the end-of-document token is not in the tokenizer.
-        DataError: a damaged tokenizer file.
+        DataError: the tokenizer file is damaged.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Tokenizing:
         self._vocab_size = embedding_rows(tokenizer)
         self._dtype = token_dtype(self._vocab_size)
         self.output = output
-        # Beside tokenizer.end_of_document stands tokenizer.engine.
+        # tokenizer.engine is in the same section as tokenizer.end_of_document.
         self._engine_key = f"{end_key.rpartition('end_of_document')[0]}engine"
         self.kept_shards = 0
         self.join_seconds = 0.0
@@ -117,16 +117,17 @@ class Tokenizing:
 
         Args:
             source: the files; None is JSON lines from the standard input.
-            fields: what of a record holds its text. Conversations are taken with the special tokens that their
-                template writes, and nothing is appended to them.
-            workers: processes; None takes as many as there are cores.
-            engine: what tokenizes.
+            fields: fields of a record that hold its text. Conversations keep the special tokens that their template
+                writes, and no end-of-document token is appended to them.
+            workers: number of processes; None is one per core.
+            engine: tokenizer implementation.
 
         Returns:
             The sidecar, as written.
 
         Raises:
-            DataError: no documents, a damaged input, or a full disk. Finished parts are kept then, where there are any.
+            DataError: no documents, a damaged input, or a full disk. Finished parts are kept, except if there are no
+                documents.
             UnhealthyNode: a worker process died.
         """
         with Progress("tokenizing", source.total_bytes if source else 0) as progress:
@@ -136,7 +137,7 @@ class Tokenizing:
         self, source: DocumentReader | None, fields: Fields, workers: int | None, engine: Engine, progress: Progress
     ) -> Sidecar:
         states = {path: file_state(path) for path in source.files} if source else {}
-        # Before the first block is read, whose reader keeps what it has decoded of a long row.
+        # Before the first block is read, because the block reader keeps the decoded text of a long row.
         sample = texts_of_places(source, fields) if source and engine is not Engine.hf else []
         blocks = self.blocks(source)
         first = list(islice(blocks, 2))
@@ -145,7 +146,7 @@ class Tokenizing:
         settings = self.settings(fields, engine, sample)
         with parts_folder(self.output) as folder:
             make = functools.partial(BlockTokenizer, settings, folder)
-            # One block is not worth a process, nor are small ones.
+            # One block, or small files, do not justify worker processes.
             small = workers is None and source is not None and source.total_bytes < _SMALL_BYTES
             workers = 1 if small or len(first) < 2 else workers or available_cores()
             num_shards, num_tokens = self._tokenize(make, chain(first, blocks), progress, workers)
@@ -155,21 +156,21 @@ class Tokenizing:
             return self.join(shards, num_tokens, source, settings, source.converted if source else {})
 
     def blocks(self, source: DocumentReader | None) -> Iterator[Block]:
-        """Yields the blocks of files, or of the standard input."""
+        """Yields the blocks of the files, or of the standard input."""
         if source is None:
             return stdin_blocks()
         return blocks_of(source, block_bytes_of(source), TextCutter(self._tokenizer).last_cut)
 
     def settings(self, fields: Fields, engine: Engine, sample: Sequence[str]) -> TokenizeSettings:
-        """Chooses the engine, and returns what decides which tokens come out.
+        """Chooses the engine, and returns the settings that determine the token ids.
 
         Args:
-            fields: what of a record holds its text.
-            engine: what the user asked for.
-            sample: texts of the corpus, which the engine is tried on.
+            fields: fields of a record that hold its text.
+            engine: the engine that the user requested.
+            sample: texts of the corpus on which the engine is checked.
 
         Raises:
-            ConfigError: `fast` was asked for and cannot be had.
+            ConfigError: `fast` was requested and cannot be used.
         """
         if isinstance(fields, Conversations):
             self._text_special_tokens = TextSpecialTokens.parse.value
@@ -188,7 +189,7 @@ class Tokenizing:
     def _tokenize(
         self, make: Callable[[], BlockTokenizer], blocks: Iterator[Block], progress: Progress, workers: int
     ) -> tuple[int, int]:
-        """Makes all shards; returns their number and that of their tokens."""
+        """Makes all shards; returns the number of shards and the number of tokens."""
         shards = tokens = done_bytes = restarted = 0
         for one in finished_items(make, blocks, workers):
             shards += 1
@@ -201,7 +202,7 @@ class Tokenizing:
         return shards, tokens
 
     def note_restarted(self, restarted: int, shards: int) -> None:
-        """Notes how many of the shards the reference made, after ids that differ."""
+        """Records how many of the shards were tokenized again with the reference because of an id mismatch."""
         if restarted:
             made = "by hf" if self.engine == Engine.fast.value else "without its cache of words,"
             self.engine = f"{self.engine}, {restarted} of {shards} parts {made} after ids that differ"
@@ -215,15 +216,15 @@ class Tokenizing:
         converted: dict[str, str],
         input_files: Sequence[str] | None = None,
     ) -> Sidecar:
-        """Copies shards into the dataset, which appears whole or not at all, and removes the folder of its parts.
+        """Joins shards into the dataset, which appears only when complete, and removes the folder of its parts.
 
         Args:
-            shards: in the order of their documents.
-            num_tokens: in all of them.
+            shards: the shards, in document order.
+            num_tokens: total number of tokens.
             source: the files; None is the standard input, or documents of another program.
-            settings: that the shards were made with.
+            settings: settings with which the shards were made.
             converted: encodings of the files that are not UTF-8.
-            input_files: what was read, where there is no source.
+            input_files: names of the inputs, if there is no source.
 
         Raises:
             DataError: no documents, a damaged shard, or a full disk.
@@ -235,10 +236,10 @@ class Tokenizing:
         with IndexedDatasetAppender(self.output, self._dtype) as writer, progress:
             text_bytes, max_token_id = _copy(shards, writer, rejected, progress)
             if not writer.num_documents:
-                # Nothing worth keeping for another start.
+                # The parts are of no use for another start.
                 remove_parts(self.output)
                 raise no_documents(files, rejected, settings.fields, source.section if source else "")
-            self._give_way(settings)
+            self._remove_replaced_files(settings)
         sidecar = Sidecar(
             tokenizer_sha256=settings.tokenizer_sha256,
             vocab_size=self._vocab_size,
@@ -264,10 +265,11 @@ class Tokenizing:
         self.join_seconds = time.monotonic() - start_s
         return sidecar
 
-    def _give_way(self, settings: TokenizeSettings) -> None:
-        """Removes what belongs to a dataset that is about to be replaced.
+    def _remove_replaced_files(self, settings: TokenizeSettings) -> None:
+        """Removes the sidecar and the tokenizer of a dataset that is about to be replaced.
 
-        A dataset without a sidecar is valid, one with another's is not: the old one goes before the new data come.
+        A dataset without a sidecar is valid, one with the sidecar of another dataset is not, so the old files are
+        removed before the new data appear.
         """
         committing_path(self.output).touch()
         sidecar_path(self.output).unlink(missing_ok=True)
@@ -283,7 +285,7 @@ class Tokenizing:
 def _copy(
     shards: Iterable[DatasetShard], writer: IndexedDatasetAppender, rejected: Rejections, progress: Progress
 ) -> tuple[int, int]:
-    """Copies shards in their order; returns the bytes of text that they stand for, and their largest token."""
+    """Copies shards in order; returns the number of bytes of their text, and their largest token id."""
     text_bytes, max_token_id, line_base = 0, 0, 0
     for shard in shards:
         header = shard.header
@@ -300,35 +302,36 @@ def _copy(
 
 
 def input_identity(settings: TokenizeSettings, source: DocumentReader) -> str:
-    """Returns the hash of the settings and of the files' names and sizes: of equal ones comes an equal dataset."""
+    """Returns a hash of the settings and of the files' names and sizes; equal hashes mean equal datasets."""
     files = [(str(path), path.stat().st_size) for path in source.files]
     return hashlib.sha256(repr((settings.identity, source.how, files)).encode()).hexdigest()[:16]
 
 
 def committing_path(output: str) -> Path:
-    """Returns the file by which a dataset under the output's name is ours, unfinished, and may be replaced."""
+    """Returns the file that marks a dataset at `output` as unfinished and made by megads, so that it may be
+    replaced."""
     return parts_path(output) / "committing"
 
 
 def remove_parts(output: str) -> None:
-    """Removes the folder of parts: first under its name, so that nobody who comes now finds half of it."""
+    """Removes the folder of parts. It is renamed first, so that other processes never see half of it."""
     gone = Path(f"{output}.{uuid.uuid4().hex[:8]}.parts-done")
     parts_path(output).rename(gone)
     shutil.rmtree(gone)
 
 
 def parts_path(output: str) -> Path:
-    """Returns the folder of the finished parts of a dataset that is being made."""
+    """Returns the folder of the finished parts of an unfinished dataset."""
     return Path(f"{output}.parts")
 
 
 @contextmanager
 def parts_folder(output: str, together: bool = False) -> Iterator[Path]:
-    """Makes the folder of shards and keeps other processes out of it; an empty one goes again.
+    """Makes and locks the folder of shards; removes it afterwards if it is empty.
 
     Args:
         output: prefix of the dataset.
-        together: keep out only those that want it for themselves.
+        together: take a shared lock, which excludes only exclusive ones.
 
     Raises:
         ConfigError: another process makes the same dataset.
@@ -357,10 +360,10 @@ def parts_folder(output: str, together: bool = False) -> Iterator[Path]:
 
 
 def end_of_document_id(tokenizer: Tokenizer, tokenizer_file: str, token: str | None, key: str) -> int | None:
-    """Returns the id of the token that ends documents, None where none does.
+    """Returns the id of the end-of-document token, or None if there is none.
 
     Raises:
-        ConfigError: the tokenizer does not have it.
+        ConfigError: the token is not in the tokenizer.
     """
     if token is None:
         return None
@@ -378,7 +381,7 @@ def end_of_document_id(tokenizer: Tokenizer, tokenizer_file: str, token: str | N
 def finished_items(
     make: Callable[[], Callable[[int, Item], Result]], items: Iterable[Item], workers: int
 ) -> Iterator[Result]:
-    """The same as `_map_in_processes`, in this process where there is one worker."""
+    """As `_map_in_processes`, but in this process if there is one worker."""
     if workers > 1:
         yield from _map_in_processes(make, items, workers)
         return
@@ -390,22 +393,22 @@ def finished_items(
 def _map_in_processes(
     make: Callable[[], Callable[[int, Item], Result]], items: Iterable[Item], workers: int
 ) -> Iterator[Result]:
-    """Calls a function with the number and the value of every item, in fresh processes.
+    """Calls a function with the index and the value of every item, in new processes.
 
-    Processes are spawned, not forked: threads of this process, such as torch's, are never copied in mid-work. They end
-    with this process, however it ends.
+    Processes are spawned, not forked, because forking would copy running threads, such as PyTorch's, in an undefined
+    state. They end with this process, however it ends.
 
     Args:
         make: called once in each process; returns the function. It must be picklable, and so must items and results.
-        items: taken from the iterator only as fast as workers finish.
-        workers: processes.
+        items: consumed only as fast as workers finish.
+        workers: number of processes.
 
     Yields:
-        Results in the order in which they are finished.
+        Results in order of completion.
 
     Raises:
         UnhealthyNode: a process died.
-        MegadsError: as the function raised it.
+        MegadsError: raised by the function.
     """
     context = multiprocessing.get_context("spawn")
     executor = ProcessPoolExecutor(workers, context, initializer=_start, initargs=(make,))
@@ -421,22 +424,22 @@ def _map_in_processes(
             yield from (future.result() for future in finished)
     except BrokenProcessPool as error:
         raise UnhealthyNode(
-            f"one of {workers} tokenizing processes died, killed perhaps for want of memory: finished parts are kept, "
-            "give the same command again, with fewer workers if memory is short"
+            f"one of {workers} tokenizing processes died, perhaps because memory ran out: finished parts are kept; run "
+            "the same command again, with fewer workers if memory is short"
         ) from error
     finally:
         executor.shutdown(cancel_futures=True)
 
 
 class _Worker:
-    """What a worker process keeps between items."""
+    """State of a worker process between items."""
 
     make: Callable[[], Callable[[int, Any], Any]]
     function: Callable[[int, Any], Any] | None = None
 
 
 def _start(make: Callable[[], Callable[[int, Any], Any]]) -> None:
-    # The terminal sends Ctrl-C to all its processes; the parent alone answers it.
+    # The terminal sends Ctrl-C to the whole process group; only the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     tokenize_on_one_thread()
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -451,7 +454,7 @@ def _end_with_parent() -> None:
 
 
 def _call(number: int, item: Any) -> Any:
-    # Made here, not at the start: what it raises reaches the parent only from a call.
+    # Created here and not in the initializer, because only an exception of a call reaches the parent.
     if _Worker.function is None:
         _Worker.function = _Worker.make()
     return _Worker.function(number, item)

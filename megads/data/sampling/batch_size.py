@@ -11,7 +11,7 @@ from megads.errors import ConfigError
 
 @dataclass(frozen=True)
 class _Phase:
-    """A stretch of steps of one size; the last one never ends."""
+    """Consecutive steps with one batch size; the last phase has no end."""
 
     first_step: int
     first_sample: int
@@ -20,17 +20,17 @@ class _Phase:
 
 @dataclass(frozen=True)
 class BatchSizeSchedule:
-    """Grows the batch from `start` by `increment`, each size lasting an equal share of `ramp_samples`.
+    """Increases the batch size from `start` by `increment`; each size lasts an equal share of `ramp_samples`.
 
     Attributes:
-        global_batch_size: samples a step once the ramp is over.
-        start: samples in the first step; 0 switches the ramp off.
-        increment: samples added at each rise.
-        ramp_samples: samples over which the batch grows.
-        changes: (first sample, size) of every stage of a run whose stages change it, in whole steps; empty: none do.
+        global_batch_size: samples per step after the ramp.
+        start: samples in the first step; 0 disables the ramp.
+        increment: samples added at each increase.
+        ramp_samples: samples during which the batch size grows.
+        changes: (first sample, size) of every training stage, in whole steps; empty if no stage changes the batch size.
 
     Raises:
-        ConfigError: the sizes do not make a ramp.
+        ConfigError: the sizes do not form a ramp.
     """
 
     global_batch_size: int
@@ -63,34 +63,34 @@ class BatchSizeSchedule:
         return (self.global_batch_size - self.start) // self.increment if self.start else 0
 
     def at(self, samples_consumed: int) -> int:
-        """Returns the size of the step that starts after that many samples."""
+        """Returns the size of the step that starts after this many samples."""
         if self.changes:
             return self.changes[bisect_right(self.changes, samples_consumed, key=lambda change: change[0]) - 1][1]
         if self._num_increments == 0 or samples_consumed > self.ramp_samples:
             return self.global_batch_size
-        # The division in floating point is Megatron's: its rounding decides where the size changes.
+        # Floating-point division as in Megatron, since its rounding determines where the size changes.
         per_increment = self.ramp_samples / self._num_increments
         return self.start + int(samples_consumed / per_increment) * self.increment
 
     def samples_after(self, steps: int) -> int:
-        """Returns the samples consumed by the first `steps` steps."""
+        """Returns the number of samples consumed by the first `steps` steps."""
         phase = self._phases[bisect_right(self._phases, steps, key=lambda phase: phase.first_step) - 1]
         return phase.first_sample + (steps - phase.first_step) * phase.size
 
     def steps_for(self, samples: int) -> int:
-        """Returns the number of whole steps that `samples` are enough for, as Megatron counts its iterations."""
+        """Returns the number of complete steps in `samples` samples, as Megatron counts iterations."""
         phase = self._phases[bisect_right(self._phases, samples, key=lambda phase: phase.first_sample) - 1]
         return phase.first_step + (samples - phase.first_sample) // phase.size
 
     def check(self, micro_batch_size: int, dp: int) -> None:
-        """Refuses sizes that do not divide into micro-batches.
+        """Checks that all batch sizes divide into micro-batches.
 
         Args:
             micro_batch_size: samples in one forward pass of one rank.
-            dp: data-parallel ranks.
+            dp: number of data-parallel ranks.
 
         Raises:
-            ConfigError: names the first size that micro_batch_size * dp does not divide.
+            ConfigError: micro_batch_size * dp does not divide a size; the message names the first one.
         """
         block = micro_batch_size * dp
         for size in range(self.start or self.global_batch_size, self.global_batch_size + 1, self.increment):
@@ -113,7 +113,7 @@ class BatchSizeSchedule:
             if size == self.global_batch_size:
                 return phases
             rises = (size - self.start) // self.increment + 1
-            # An estimate first, then `at` itself decides, because it rounds.
+            # An estimate, corrected by `at`, which rounds.
             steps = max(1, int((rises * self.ramp_samples / self._num_increments - sample) / size) - 1)
             while self.at(sample + steps * size) == size:
                 steps += 1

@@ -1,10 +1,10 @@
-"""Several datasets in one stream of samples: which dataset gives which sample is a function of the sample's number.
+"""Blends several datasets into one stream of samples; the dataset of a sample is a function of the sample's index.
 
-Nothing is built, cached or counted: any rank of any layout, at any resume, computes the same answer.
+Nothing is built, cached or counted, so every rank of every layout computes the same result, also after a resume.
 
-A mix that is changed in the middle of a run would count from its beginning: samples would be trained twice, and others
-never. A change therefore counts from the sample at which it is made. The mixes before it stay in data.history, and
-every dataset goes on where it was.
+If a change of the blend weights in the middle of a run applied from the beginning, some samples would be trained on
+twice and others never. A change therefore applies from the sample at which it is made. Earlier blends are kept in
+data.history, and every dataset continues where it was.
 """
 
 from __future__ import annotations
@@ -31,28 +31,29 @@ from megads.data.sampling.sampler import Skips
 from megads.data.sampling.samples import TrainSamples
 from megads.errors import ConfigError
 
-# So many samples at a time go down the tree together: enough for the work at its nodes to count, and
-# few enough for the processor's cache.
+# Samples that descend the tree together: enough to amortize the overhead per node, and few enough for the processor's
+# cache.
 CHUNK = 1 << 18
 FEW = 4
-"""Up to so many samples a dataset go down the tree one by one."""
+"""Up to this many samples per dataset descend the tree one by one."""
 BlendPart = TrainSamples | PackedSamples | PartSamples
-"""The stream of one dataset."""
+"""The sample stream of one dataset."""
 
 
 class Interleaving(Protocol):
-    """Deals consecutive numbers to datasets."""
+    """Assigns consecutive sample indices to datasets."""
 
     def place(self, numbers: IntArray) -> tuple[IntArray, IntArray]:
-        """Returns, int64 [n] each, the dataset of each of n numbers, and how many it had before that one."""
+        """Returns, int64 [n] each, the dataset of each of n sample indices, and its sample index within that
+        dataset."""
 
     def counts(self, total: int) -> IntArray:
-        """Returns int64 [datasets], how many of the numbers below `total` each dataset has."""
+        """Returns int64 [datasets], the number of samples below index `total` in each dataset."""
 
 
 @dataclass(frozen=True)
 class _Node:
-    """A dataset, or two nodes that share what comes; `share` is the left one's part."""
+    """A leaf with a dataset, or an inner node; `share` is the left child's share of its samples."""
 
     weight: Fraction
     dataset: int = -1
@@ -66,16 +67,17 @@ class _Node:
 
 
 class BalancedOrder:
-    """Deals by a Huffman tree of the weights: at each node the left side has had round(n * share) of the first n.
+    """Assigns samples by a Huffman tree of the weights: of a node's first n samples, round(n * share) go to the left
+    child.
 
-    A node's count is off by at most 1/2 and passes on its share of that, so dataset d is never further from its exact
-    proportion than `bound`: 1/2 * sum of w_d / w_a over d and the nodes above it but the root. That is about 1 for
-    weights of like size and was below 2 for any tried, at every prefix, while a random choice strays without limit.
-    A sample takes the time of the weights' entropy, and the order no memory. Weights are added as fractions, exactly:
-    every version of Python makes the same tree with the same shares.
+    A node's count is off by at most 1/2 and passes on its share of that error, so dataset d never deviates from its
+    exact proportion by more than `bound`: 1/2 * sum of w_d / w_a over d and its ancestors except the root. That is
+    about 1 for similar weights and was below 2 for all weights tried, at every prefix, whereas the deviation of random
+    assignment is unbounded. The time per sample is proportional to the entropy of the weights, and the order needs no
+    memory. Weights are added exactly, as fractions, so every version of Python computes the same tree and shares.
 
     Args:
-        weights: one a dataset, above or equal to 0; need not sum to 1.
+        weights: weight of each dataset, at least 0; need not sum to 1.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -84,7 +86,7 @@ class BalancedOrder:
 
     @cached_property
     def bound(self) -> npt.NDArray[np.float64]:
-        """float64 [datasets], samples by which a dataset may be off its exact proportion at any prefix."""
+        """float64 [datasets], maximum deviation of a dataset from its exact proportion at any prefix, in samples."""
         bounds = np.zeros(self._datasets)
 
         def visit(node: _Node, inherited: float) -> None:
@@ -112,7 +114,7 @@ class BalancedOrder:
         return datasets, places
 
     def _place_few(self, numbers: IntArray) -> tuple[IntArray, IntArray]:
-        """The same one by one, down the tree: NumPy's calls at every node would take longer."""
+        """As `place`, one sample at a time, which is faster for few samples than NumPy calls at every node."""
         found = []
         for number in numbers.tolist():
             node, place = self._root, number
@@ -141,7 +143,7 @@ class BalancedOrder:
 
 
 def _huffman(weights: Sequence[float]) -> _Node:
-    # The serial number settles equal weights: nodes themselves have no order.
+    # The serial number breaks ties between equal weights, since nodes have no order.
     serial = itertools.count()
     exact = [Fraction(weight) for weight in weights]
     heap = [(w, next(serial), _Node(w, dataset)) for dataset, w in enumerate(exact) if w > 0]
@@ -154,15 +156,17 @@ def _huffman(weights: Sequence[float]) -> _Node:
 
 
 def _left_count(numbers: npt.NDArray[np.float64], share: float) -> npt.NDArray[np.float64]:
-    """How many of a node's first numbers go left. Exact integers in float64 up to 2**53; IEEE makes it the same
-    everywhere."""
+    """Returns how many of a node's first samples go to the left child.
+
+    Integers in float64 are exact up to 2**53, and IEEE arithmetic gives the same result on every machine.
+    """
     product = numbers * share
     product += 0.5
     return np.floor(product, out=product)
 
 
 def _deal(node: _Node, numbers: npt.NDArray[np.float64], at: IntArray, datasets: IntArray, places: IntArray) -> None:
-    """Fills datasets and places at `at` for any numbers of a node's own."""
+    """Fills datasets and places at `at`, for any sample indices within a node."""
     if node.left is None or node.right is None:
         datasets[at], places[at] = node.dataset, numbers
         return
@@ -176,7 +180,8 @@ def _deal(node: _Node, numbers: npt.NDArray[np.float64], at: IntArray, datasets:
 
 
 def _deal_run(node: _Node, first: int, at: IntArray, datasets: IntArray, places: IntArray) -> None:
-    """The same for consecutive numbers from `first` on, several times as fast: they stay consecutive on both sides."""
+    """As `_deal`, for consecutive indices from `first` on; several times as fast, since children get consecutive
+    ones."""
     if node.left is None or node.right is None:
         datasets[at] = node.dataset
         places[at] = np.arange(first, first + at.size)
@@ -193,11 +198,11 @@ def _deal_run(node: _Node, first: int, at: IntArray, datasets: IntArray, places:
 
 @dataclass(frozen=True)
 class Phase:
-    """A mix that holds from a sample on.
+    """A blend that applies from a given sample on.
 
     Attributes:
-        first_sample: number of its first sample.
-        order: deals the samples from there, numbered from 0.
+        first_sample: index of its first sample.
+        order: assigns the samples from there on, indexed from 0.
     """
 
     first_sample: int
@@ -205,10 +210,10 @@ class Phase:
 
 
 class Mix:
-    """Mixes that follow each other; every dataset goes on where the phase before left it.
+    """Consecutive blends; every dataset continues where the previous phase left it.
 
     Args:
-        phases: in order; the first one starts at sample 0.
+        phases: the phases in order; the first one starts at sample 0.
     """
 
     def __init__(self, phases: Sequence[Phase]) -> None:
@@ -237,19 +242,20 @@ class Mix:
 
 
 class ContinuedOrder:
-    """An order whose datasets go on, at a stage with samples of another length, where their tokens were left.
+    """An order whose datasets continue from their position in tokens in a stage with another sample length.
 
-    Numbers of a dataset are of samples of the stage's length, counted from the begin of the dataset's stream.
+    Sample indices within a dataset refer to samples of the stage's length, counted from the beginning of the dataset's
+    stream.
 
     Args:
-        order: of the whole run, whose numbers are samples of whichever length.
-        lengths: of the run's samples.
+        order: order of the whole run; its indices count samples of any length.
+        lengths: sample lengths of the run.
     """
 
     def __init__(self, order: Interleaving, lengths: SampleLengths) -> None:
         self._order = order
         tokens = self.left_out_tokens = np.zeros_like(order.counts(0))
-        """int64 [datasets], tokens that no sample of the stage nor of those before it has: of less than one sample."""
+        """int64 [datasets], tokens that are in no sample of this or earlier stages; fewer than one sample."""
         before, length = tokens, 1
         for start, following in lengths.starts[: lengths.place + 1]:
             counts = order.counts(start)
@@ -265,35 +271,35 @@ class ContinuedOrder:
         return datasets, places + self._shift[datasets]
 
     def counts(self, total: int) -> IntArray:
-        """See `Interleaving`; of numbers that lie in the stage."""
+        """See `Interleaving`; `total` must lie in the stage."""
         return self._order.counts(total) + self._shift
 
 
 class BlendedSamples:
-    """The stream of a run's training samples out of one or several datasets, with ranges left out.
+    """The stream of a run's training samples from one or several datasets, with skipped ranges.
 
     Args:
-        parts: the datasets' own streams, all of one sequence length.
-        order: deals the samples to them.
-        skips: what is left out; None is nothing.
+        parts: the datasets' sample streams, all of one sequence length.
+        order: assigns samples to datasets.
+        skips: skipped ranges; None skips nothing.
     """
 
     def __init__(self, parts: Sequence[BlendPart], order: Interleaving, skips: Skips | None = None) -> None:
         self.parts = list(parts)
         self.seq_len = parts[0].seq_len
         self.samples_per_epoch = sum(part.samples_per_epoch for part in parts)
-        """Samples in one pass over all datasets, whatever the mix takes of each."""
+        """Samples in one pass over all datasets, whatever the blend weights."""
         self.order = order
         self.skips = skips or Skips()
 
     def place(self, samples: IntArray) -> tuple[IntArray, IntArray]:
-        """Returns, int64 [n] each, the dataset of each of n samples and its number in that dataset's stream."""
+        """Returns, int64 [n] each, the dataset of each of n samples and the sample's index in that dataset's stream."""
         return self.order.place(self.skips.apply(samples))
 
     def taken(self, samples: int) -> IntArray:
-        """Returns int64 [datasets], how many of the run's first samples each dataset gives.
+        """Returns int64 [datasets], how many of the run's first samples come from each dataset.
 
-        Left-out ranges are subtracted, so that the sum is `samples`.
+        Skipped ranges are subtracted, so that the sum is `samples`.
         """
         end = self._end(samples)
         taken = self.order.counts(end)
@@ -304,7 +310,7 @@ class BlendedSamples:
     def dataset_samples(self, samples: IntArray) -> IntArray:
         """Returns int64 [n, 3], (dataset, epoch, row of the epoch's sample index) of each of n samples.
 
-        With one dataset it is [n, 2], as without a blend, so that the hash of its batches is the same.
+        With one dataset it is [n, 2], as without a blend, so that batch hashes are the same.
         """
         datasets, places = self.place(samples)
         if len(self.parts) == 1:
@@ -322,7 +328,7 @@ class BlendedSamples:
 
     def build_next_maps(self, samples: int, end: int | None, stop: threading.Event) -> None:
         """See `TrainSource`."""
-        # What is read ahead of the end has no place in an order that was made for so many samples.
+        # Samples that are read ahead beyond the end are not part of an order made for that many samples.
         read = self.order.counts(self._end(samples if end is None else min(samples, end))).tolist()
         ends = [None] * len(read) if end is None else self.order.counts(self._end(end)).tolist()
         for part, of_part, end_of_part in zip(self.parts, read, ends, strict=True):
@@ -330,20 +336,20 @@ class BlendedSamples:
                 part.build_next_maps(of_part, end_of_part, stop)
 
     def _end(self, samples: int) -> int:
-        """One more than the number in the whole stream of the last of the run's first samples."""
+        """Returns the end, in the stream including skipped ranges, of the run's first samples."""
         return int(self.skips.apply(np.array([samples - 1]))[0]) + 1 if samples else 0
 
     def runs(self, samples: IntArray) -> list[Runs]:
-        """Where the tokens of samples are, see `SampleSource`."""
+        """Returns the locations of samples' tokens, see `SampleSource`."""
         return blended_runs(self.parts, *self.place(samples))
 
 
 def mixes(data: DataConfig, weights: Sequence[float]) -> list[MixConfig]:
-    """All mixes of a run, past and planned, in order; the first one starts at sample 0.
+    """Returns all blends of a run, past and planned, in order; the first one starts at sample 0.
 
     Args:
-        data: what the run reads.
-        weights: of data.train, see `megads.data.sampling.datasets.blend_weights`.
+        data: data config of the run.
+        weights: weights of data.train, see `megads.data.sampling.datasets.blend_weights`.
     """
     paths = [item.path for item in data.train]
     past = list(data.history) or [MixConfig(0, dict(zip(paths, weights, strict=True)))]
@@ -358,17 +364,17 @@ def continued(
     weigh: Callable[[DataConfig], Sequence[float]],
     renamed: Mapping[str, str],
 ) -> DataConfig:
-    """Returns `now` with the mixes that the run had before; the same as before where nothing else is asked for.
+    """Returns `now` with the earlier blends of the run; if the requested weights are unchanged, the blends of `before`.
 
     Args:
-        now: what the user asks for.
-        before: of the start whose checkpoint the run goes on from.
-        samples: consumed by then, ranges of data.skip included.
+        now: requested data config.
+        before: data config of the start whose checkpoint the run continues from.
+        samples: samples consumed by then, including skipped ranges.
         weigh: returns the weights of data.train.
-        renamed: new paths of datasets by their old ones.
+        renamed: new paths of datasets by old path.
 
     Raises:
-        ConfigError: the mix changes, and a dataset is there twice.
+        ConfigError: the blend changes, and a dataset is listed twice.
     """
     if _asked(now) == _asked(before):
         return replace(now, history=list(before.history))
@@ -378,8 +384,8 @@ def continued(
     twice = [path for path in paths if paths.count(path) > 1]
     if twice:
         raise ConfigError(
-            f"data.train names {twice[0]} twice, in a mix that changes at sample {samples}: nobody could tell which of "
-            "the two goes on; name it once, with the sum of the weights"
+            f"data.train names {twice[0]} twice, in a mix that changes at sample {samples}: it is undefined which of "
+            "the two continues; name it once, with the sum of the weights"
         )
     past = [
         MixConfig(mix.from_sample, {renamed.get(path, path): weight for path, weight in mix.weights.items()})
@@ -393,7 +399,7 @@ def continued(
 
 
 def _asked(data: DataConfig) -> tuple[object, ...]:
-    """What of a config decides on the mix."""
+    """Returns the settings that determine the blend."""
     train = [(item.path, item.weight) for item in data.train]
     return train, data.weights, data.temperature, [(phase.from_sample, phase.weights) for phase in data.phases]
 

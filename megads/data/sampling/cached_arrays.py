@@ -1,6 +1,6 @@
-"""Large arrays that follow from their name: cached on disk, memory-mapped, shared by the processes of a node.
+"""Disk cache of large arrays that are determined by their name: memory-mapped and shared by the processes of a node.
 
-`MapWriter` writes them piece by piece, so that an index map needs no more memory than a piece of it.
+`MapWriter` writes arrays in pieces, so that building an index map needs no more memory than one piece.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ from megads.runtime.files import atomic_writer, read_json
 
 Arrays = dict[str, Array]
 OpenArray = Callable[[str], AbstractContextManager[BinaryIO]]
-"""Opens the file of one array, by its name, which must be written in NumPy's format."""
+"""Opens the file of an array, by its name; the caller must write NumPy's format."""
 MOST_BYTES_IN_MEMORY = 1 << 30
-"""Arrays that no folder takes are built in the memory of every rank up to this size."""
+"""Arrays up to this size are built in the memory of every rank if no folder can hold them."""
 MOST_BYTES_VERIFIED_BY_ALL = 1 << 30
 _ABANDONED_S = 3600.0
 _POLL_S = 2.0
 _HASH = "xxh3"
-"""Of new records; those of earlier versions have sha256."""
+"""Hash of new records; those of earlier versions have sha256."""
 Append = Callable[[Array], None]
-"""Writes the next piece of an array; one of another dtype is cast."""
+"""Writes the next piece of an array, converted to its dtype."""
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class CachedArrays:
-    """Which arrays.
+    """Identity of a group of arrays.
 
     Attributes:
-        name: of their files; differs wherever their content may.
-        key: all that determines them, which is recorded for those who wonder.
-        arrays: their names.
-        what: they are, in words, for messages.
-        size_bytes: of all of them; 0 where they are small or nobody knows.
+        name: name of their files; unique to their content.
+        key: all values that determine them, recorded for inspection.
+        arrays: names of the arrays.
+        what: description for messages.
+        size_bytes: total size; 0 if they are small or the size is unknown.
     """
 
     name: str
@@ -67,15 +67,16 @@ class CachedArrays:
 
 
 class ArrayCache:
-    """Arrays on disk: memory-mapped, shared by the ranks of a node, rebuilt where damaged.
+    """Arrays on disk: memory-mapped, shared by the ranks of a node, rebuilt if damaged.
 
-    One process of all nodes that see the folder builds, the others wait for it. Each array is a `.npy` file; a `.json`
-    with their sizes and checksums is written last, to which they are held once a node and boot. All are renamed into
-    place and their content is determined by the name, so a builder that was given up, and lives, does no harm.
+    One process of all nodes that see the folder builds, the others wait. Each array is a `.npy` file. A `.json` file
+    with sizes and checksums is written last; the arrays are verified against it once per node and boot. All files are
+    renamed into place and their content is determined by the name, so a builder that is wrongly considered dead does no
+    harm.
 
     Args:
-        prefix: a dataset's; the cache is `<prefix>.cache/`, or the user's cache where that is not writable.
-        cache_dir: takes its place; must be writable.
+        prefix: prefix of a dataset; the cache is `<prefix>.cache/`, or the user's cache if that is not writable.
+        cache_dir: cache folder to use instead; must be writable.
     """
 
     def __init__(self, prefix: str, cache_dir: str | None = None) -> None:
@@ -83,15 +84,15 @@ class ArrayCache:
         self._directories = [Path(cache_dir)] if cache_dir is not None else [Path(f"{prefix}.cache"), user_cache_dir()]
 
     def get(self, wanted: CachedArrays, write: Callable[[OpenArray], None]) -> Arrays | None:
-        """Returns the arrays, from the cache or written to it first; None where no folder takes them.
+        """Returns the arrays, which are built first if they are not cached; None if no folder can hold them.
 
         Args:
-            wanted: which.
-            write: writes them all; may be called for a second folder, or not at all.
+            wanted: the arrays.
+            write: writes all of them; may be called again for a second folder, or not at all.
 
         Raises:
-            ConfigError: no folder takes them and they are too large for the memory of every rank, or data.cache_dir was
-                given and cannot be written.
+            ConfigError: no folder can hold them and they are too large for the memory of every rank, or data.cache_dir
+                is set and cannot be written to.
         """
         for directory in self._directories:
             found = _load(directory, wanted)
@@ -111,14 +112,15 @@ class ArrayCache:
         return None
 
     def _built(self, directory: Path, wanted: CachedArrays, write: Callable[[OpenArray], None]) -> Arrays | None:
-        """Returns the arrays once this process or another has written them into a folder."""
+        """Returns the arrays from a folder, once this or another process has written them there."""
         while True:
             seen = _record_state(directory, wanted)
             found = _load(directory, wanted)
             if found is not None:
                 return found
             with _one_builder(directory, wanted, wait=True) as chosen:
-                # What another has built meanwhile is read when the lock is released: many nodes may wait for it.
+                # Arrays built by another process meanwhile are verified after the lock is released, since many nodes
+                # may wait for it.
                 builds = chosen and _record_state(directory, wanted) == seen
                 if builds:
                     _save(directory, wanted, write)
@@ -126,10 +128,10 @@ class ArrayCache:
                 return _load(directory, wanted)
 
     def build_ahead(self, wanted: CachedArrays, write: Callable[[OpenArray], None]) -> None:
-        """Writes the arrays where nobody has written them and nobody else is at it; for the rest see `get`.
+        """Writes the arrays unless they exist or another process builds them; otherwise as `get`.
 
         Raises:
-            ConfigError: data.cache_dir was given and cannot be written.
+            ConfigError: data.cache_dir is set and cannot be written to.
         """
         if any(_record_path(directory, wanted).is_file() for directory in self._directories):
             return
@@ -143,7 +145,7 @@ class ArrayCache:
                 self._refusal(directory, wanted, error)
 
     def _refusal(self, directory: Path, wanted: CachedArrays, error: OSError) -> str:
-        """Why a folder does not take the arrays; raises ConfigError where the user chose it."""
+        """Returns why a folder cannot hold the arrays; raises ConfigError if the user chose the folder."""
         reason = error.strerror or str(error)
         if self._configured is not None:
             raise ConfigError(
@@ -156,16 +158,15 @@ class ArrayCache:
 
 @contextmanager
 def _one_builder(directory: Path, wanted: CachedArrays, wait: bool) -> Iterator[bool]:
-    """Lets one process build while the others wait, or turn to something else.
+    """Selects one process to build, while the others wait or continue.
 
-    A lock chooses one of the processes of a node, and of all nodes where the file system has locks that nodes share; a
-    claim chooses one of the nodes where it has not. Both go with a builder that is killed: the lock at once, the claim
-    when it has been silent for a while.
+    A lock selects one process of a node, or of all nodes if the file system has cluster-wide locks; otherwise a claim
+    also selects one of the nodes. Both end with a killed builder: the lock at once, the claim after a timeout.
 
     Args:
-        directory: of the arrays.
-        wanted: which.
-        wait: until the arrays are there, or nobody else builds.
+        directory: folder of the arrays.
+        wanted: the arrays.
+        wait: wait until the arrays exist or no other process builds them.
 
     Yields:
         Whether this process is to build.
@@ -178,12 +179,12 @@ def _one_builder(directory: Path, wanted: CachedArrays, wait: bool) -> Iterator[
         folder = directory / f"{wanted.name}.builders"
         with ExitStack() as stack:
             builds = False
-            # The folder goes with the build.
+            # The folder is removed after the build.
             with suppress(FileNotFoundError):
                 claims = stack.enter_context(Claims(folder, [wanted.name]))
                 builds = claims.take(wanted.name)
                 if not builds and wait:
-                    _say_waiting(claims.holder(wanted.name), directory, wanted)
+                    _log_waiting(claims.holder(wanted.name), directory, wanted)
                 while not builds and wait and _record_state(directory, wanted) == seen:
                     time.sleep(_POLL_S)
                     builds = claims.take(wanted.name)
@@ -200,7 +201,7 @@ def _one_of_a_node(directory: Path, wanted: CachedArrays, wait: bool) -> Iterato
         if not (chosen := _lock(file, wait=False)) and wait:
             file.seek(0)
             holder = file.read().decode(errors="replace") or "another process"
-            _say_waiting(holder, directory, wanted)
+            _log_waiting(holder, directory, wanted)
             chosen = _lock(file, wait=True)
         if chosen:
             file.truncate(0)
@@ -209,11 +210,11 @@ def _one_of_a_node(directory: Path, wanted: CachedArrays, wait: bool) -> Iterato
             _remove_abandoned(directory, wanted)
         yield chosen
     if chosen:
-        # A process that still waits holds the open file: it finds the arrays, or builds them once more.
+        # A process that is still waiting has the file open; it then finds the arrays, or builds them again.
         path.unlink(missing_ok=True)
 
 
-def _say_waiting(holder: str, directory: Path, wanted: CachedArrays) -> None:
+def _log_waiting(holder: str, directory: Path, wanted: CachedArrays) -> None:
     log.info("waiting for %s, which builds the %s %s", holder, wanted.what, directory / wanted.name)
 
 
@@ -223,23 +224,23 @@ def _lock(file: BinaryIO, wait: bool) -> bool:
     except BlockingIOError:
         return False
     except OSError:
-        # A file system without locks.
+        # The file system has no locks.
         return True
     return True
 
 
 def _remove_abandoned(directory: Path, wanted: CachedArrays) -> None:
-    """Removes what builders left that were killed: a large map's is gigabytes."""
+    """Removes partial files of killed builders, which can be gigabytes for a large map."""
     for path in directory.glob(f".{wanted.name}-*.partial"):
         with suppress(OSError):
-            # On a file system without locks another node may be at work, which writes every few seconds.
+            # Without locks another node may still be writing, which updates the file every few seconds.
             if time.time() - path.stat().st_mtime > _ABANDONED_S:
                 path.unlink()
 
 
 def _save(directory: Path, wanted: CachedArrays, write: Callable[[OpenArray], None]) -> None:
     room = shutil.disk_usage(directory)
-    # Some network file systems do not tell, and say that they have nothing at all.
+    # Some network file systems do not report their size and return 0.
     if room.total and wanted.size_bytes > room.free:
         raise OSError(
             errno.ENOSPC,
@@ -254,19 +255,19 @@ def _save(directory: Path, wanted: CachedArrays, write: Callable[[OpenArray], No
             file.write(json.dumps({"key": wanted.key, "files": files}, indent=1).encode())
         log.info("built the %s %s in %.1f s", wanted.what, directory / wanted.name, time.monotonic() - start_s)
     except BaseException:
-        # Arrays without a record are of use to nobody, and may be gigabytes.
+        # Arrays without a record are useless, and may be gigabytes.
         if not _record_path(directory, wanted).is_file():
             for path in paths.values():
                 path.unlink(missing_ok=True)
         raise
     if sum(path.stat().st_size for path in paths.values()) > MOST_BYTES_VERIFIED_BY_ALL:
-        # What is younger is verified by every rank, see `computed_once`. These bytes have just been read.
+        # Younger files are verified by every rank, see `computed_once`. These have just been hashed.
         time.sleep(SETTLED_NS / 1e9)
         verify_once(list(paths.values()), _claim(files), lambda: None)
 
 
 def _load(directory: Path, wanted: CachedArrays) -> Arrays | None:
-    """Returns cached arrays, memory-mapped, or None when there are none or they are damaged."""
+    """Returns cached arrays, memory-mapped; None if there are none or they are damaged."""
     record_path = _record_path(directory, wanted)
     if not record_path.is_file():
         return None
@@ -281,7 +282,7 @@ def _load(directory: Path, wanted: CachedArrays) -> Arrays | None:
                     raise ValueError(f"{paths[name].name} does not match its checksum")
 
         verify_once(list(paths.values()), _claim(expected), verify)
-        # Plain arrays over the maps: slicing np.memmap objects costs several times as much.
+        # Plain arrays over the maps, because slicing np.memmap objects is several times slower.
         return {name: np.asarray(np.load(path, mmap_mode="r")) for name, path in paths.items()}
     except (OSError, ValueError, KeyError, TypeError, DataError) as error:
         log.warning("%s: the cached %s is damaged (%s) and will be rebuilt", record_path, wanted.what, error)
@@ -293,7 +294,7 @@ def _claim(files: Mapping[str, Any]) -> str:
 
 
 def _file_records(paths: Mapping[str, Path], hashes: Mapping[str, str]) -> dict[str, dict[str, int | str]]:
-    """Size and checksum of every file; they are read at the same time."""
+    """Returns size and checksum of every file; the files are read concurrently."""
 
     def record(name: str) -> dict[str, int | str]:
         with paths[name].open("rb") as file:
@@ -309,7 +310,7 @@ def _array_paths(directory: Path, wanted: CachedArrays) -> dict[str, Path]:
 
 
 def _record_state(directory: Path, wanted: CachedArrays) -> tuple[int, int] | None:
-    """What changes whenever the arrays are built; None where they never were."""
+    """Returns a value that changes whenever the arrays are built; None if they do not exist."""
     try:
         status = _record_path(directory, wanted).stat()
     except FileNotFoundError:
@@ -326,8 +327,8 @@ class MapWriter:
 
     Args:
         open_array: opens the file of an array, by its name.
-        threads: that build.
-        report: told how many bytes there are so far, every few MB; what it raises ends the build.
+        threads: number of threads for building.
+        report: called with the number of bytes written so far, every few MB; an exception ends the build.
     """
 
     def __init__(self, open_array: OpenArray, threads: int, report: Callable[[int], None]) -> None:
@@ -338,10 +339,10 @@ class MapWriter:
 
     @contextmanager
     def pieces(self, name: str, dtype: npt.DTypeLike, shape: Sequence[int]) -> Iterator[Append]:
-        """Opens an array that is appended to, along its first axis, until it has its shape.
+        """Opens an array that is written in pieces along its first axis, until it is complete.
 
         Raises:
-            OSError: as the system reports it (full disk, no permission).
+            OSError: the file cannot be written (full disk, no permission).
         """
         left = int(np.prod(shape))
         with self._open_array(name) as file:
@@ -352,14 +353,14 @@ class MapWriter:
                 cast = np.ascontiguousarray(piece, dtype)
                 left -= cast.size
                 file.write(cast.data)
-                self._tell(cast.nbytes)
+                self._report_written(cast.nbytes)
 
             yield append
             assert not left, f"{name} lacks {left} of {shape}"
 
     @contextmanager
     def mapped(self, name: str, dtype: npt.DTypeLike, count: int) -> Iterator[Array]:
-        """Opens an array of one axis that is written in any order, in pages that the system may put on disk.
+        """Opens a one-dimensional array that is written in any order, in pages that the system may write back to disk.
 
         Raises:
             OSError: as in `pieces`.
@@ -367,14 +368,14 @@ class MapWriter:
         with self._open_array(name) as file:
             _write_header(file, dtype, (count,))
             begin = file.tell()
-            # Writing to a page that the disk has no room for would be a SIGBUS.
+            # Without allocation, writing to a page for which the disk has no space raises SIGBUS.
             os.posix_fallocate(file.fileno(), begin, max(np.dtype(dtype).itemsize * count, 1))
             array = np.memmap(file.name, dtype, "r+", begin, (count,))
             yield array.view(np.ndarray)
             array.flush()
-            self._tell(array.nbytes)
+            self._report_written(array.nbytes)
 
-    def _tell(self, more_bytes: int) -> None:
+    def _report_written(self, more_bytes: int) -> None:
         self._written += more_bytes
         self._report(self._written)
 

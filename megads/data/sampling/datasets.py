@@ -1,4 +1,4 @@
-"""Opens the datasets that a run's config names; with data.stage_to, from copies on the node's own disk."""
+"""Opens the datasets of a run's config; with data.stage_to, from copies on the node's own disk."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from megads.runtime.files import atomic_writer, read_json
 from megads.runtime.progress import Progress
 
 _COPIED_BYTES = 1 << 23
-"""At a time, when a dataset is staged."""
+"""Bytes that are copied at a time when a dataset is staged."""
 log = logging.getLogger(__name__)
 
 
@@ -60,30 +60,30 @@ def open_datasets(
 ) -> tuple[BlendPart | BlendedSamples, dict[str, ValidationSamples | PackedValidation]]:
     """Opens training and validation data and checks that they fit the model and each other.
 
-    With data.valid set, training takes all documents of its datasets; else data.split divides each.
+    With data.valid set, all documents of the datasets are trained on; otherwise data.split divides each dataset.
 
     Args:
-        config: which data.
-        seq_len: tokens that a sample predicts.
-        seed: of the training order.
-        vocab_size: the model's; every token must be below it.
-        samples: that the run is planned for; 0 when that is not known, and no dataset is too small then.
-        schedule: which samples a step trains on; None is one a step.
-        record: what the run's data held; None where nobody recorded it.
-        lengths: of samples, where they differ between the training stages of a run.
+        config: data config.
+        seq_len: number of predicted tokens per sample.
+        seed: shuffling seed.
+        vocab_size: the model's vocabulary size; every token must be below it.
+        samples: planned number of samples of the run; 0 if unknown, which disables the check of max_epochs.
+        schedule: batch-size schedule, which maps steps to samples; None is one sample per step.
+        record: data record of the run; None if there is none.
+        lengths: sample lengths, if they differ between the training stages of the run.
 
     Returns:
-        Training samples, and validation windows by the set's name; none when data.split gives validation nothing.
+        Training samples, and validation windows by the set's name; empty if data.split gives validation nothing.
 
     Raises:
-        ConfigError: the config names no data, or the run takes more of a dataset than it may.
+        ConfigError: the config names no data, or the run needs more epochs of a dataset than allowed.
         DataError: data is missing, corrupt, too small, or made for another vocabulary.
     """
     config.check()
     items = config.blended
     datasets = [open_dataset(config, item.path, record) for item in items]
     valid_datasets = {name: open_dataset(config, path, record) for name, path in config.valid_paths.items()}
-    # What a former mix had is not read any more.
+    # Datasets that only earlier blends used are not checked.
     named = [dataset for item, dataset in zip(items, datasets, strict=True) if item in config.train]
     _check_sidecars([*named, *valid_datasets.values()], vocab_size)
     if valid_datasets:
@@ -108,7 +108,7 @@ def open_datasets(
 
 
 def train_weights(config: DataConfig) -> list[float]:
-    """Opens data.train and returns each dataset's weight, see `blend_weights`; one alone is not opened."""
+    """Opens data.train and returns each dataset's weight, see `blend_weights`; a single dataset is not opened."""
     if len(config.train) == 1:
         return [1.0]
     datasets = [open_indexed(item.path, config.stream) for item in config.train]
@@ -118,14 +118,14 @@ def train_weights(config: DataConfig) -> list[float]:
 
 
 def blend_weights(config: DataConfig, datasets: Sequence[IndexedDataset], documents: Sequence[range]) -> list[float]:
-    """Returns each dataset's weight; they do not sum to 1.
+    """Returns each dataset's weight; the weights do not sum to 1.
 
-    Nothing is divided by a sum of floats: Python 3.11, Python 3.12 and NumPy have three for the same weights.
+    They are not normalized, because Python 3.11, Python 3.12 and NumPy give different sums of the same floats.
 
     Args:
-        config: where the weights come from.
-        datasets: those of data.train.
-        documents: what of each is trained on.
+        config: determines where the weights come from.
+        datasets: datasets of data.train.
+        documents: documents of each that are trained on.
     """
     if len(datasets) == 1:
         return [1.0]
@@ -136,7 +136,7 @@ def blend_weights(config: DataConfig, datasets: Sequence[IndexedDataset], docume
     tokens = [float(dataset.num_tokens_of(part)) for dataset, part in zip(datasets, documents, strict=True)]
     if config.weights is Weighting.tokens:
         return tokens
-    # The last digits of a power are the C library's.
+    # Rounded, because the last digits of a power depend on the C library.
     return [round((count / max(tokens)) ** (1 / config.temperature), 12) for count in tokens]
 
 
@@ -152,7 +152,7 @@ def _train_samples(
 ) -> BlendPart | BlendedSamples:
     weights = blend_weights(config, datasets, documents) if not config.history else [1.0] * len(datasets)
     skips = skips_of(config.skip, schedule)
-    # The end of the run's stream, what is left out included.
+    # The end of the run's stream, including skipped ranges.
     total = int(skips.apply(np.array([samples - 1]))[0]) + 1 if samples else 0
     megatron = config.order is Order.megatron
     if megatron:
@@ -160,7 +160,7 @@ def _train_samples(
     parts: list[BlendPart] = []
     for dataset, part, weight in zip(datasets, documents, weights, strict=True):
         if megatron:
-            # As there, a dataset that is alone gets the surplus only where a weight makes it a blend of one.
+            # As in Megatron, a single dataset gets the surplus only if a weight makes it a blend of one.
             blended = len(datasets) > 1 or config.train[0].weight is not None
             wanted = megatron_share(total, weight) if blended else total
             parts.append(MegatronSamples(dataset, part, seq_len, seed, wanted, config.megatron_theta, config.cache_dir))
@@ -183,7 +183,7 @@ def _train_samples(
 
 
 def _mixes(config: DataConfig, weights: Sequence[float]) -> list[tuple[int, Sequence[float]]]:
-    """The first sample of each mix, and a weight for each of config.blended."""
+    """Returns (first sample, weights for config.blended) of each blend."""
     if not config.history:
         return [(0, weights), *((phase.from_sample, phase.weights) for phase in config.phases)]
     by_path = [(mix.from_sample, mix.weights) for mix in mixes(config, ())]
@@ -191,7 +191,7 @@ def _mixes(config: DataConfig, weights: Sequence[float]) -> list[tuple[int, Sequ
 
 
 def _check_epochs(config: DataConfig, parts: Sequence[BlendPart], order: Interleaving, total: int) -> None:
-    """Refuses a run that reads more of a dataset than it may: a small one would be learnt by heart unnoticed."""
+    """Checks max_epochs, so that a run does not overfit a small dataset unnoticed."""
     taken = order.counts(total)
     for place, (item, part) in enumerate(zip(config.blended, parts, strict=True)):
         named = f"data.train[{config.train.index(item)}] ({item.path})" if item in config.train else item.path
@@ -210,12 +210,12 @@ def _check_epochs(config: DataConfig, parts: Sequence[BlendPart], order: Interle
 
 
 def open_dataset(config: DataConfig, path: str, record: DataRecord | None = None) -> IndexedDataset:
-    """The dataset at a prefix or URL, or its copy on this node where data.stage_to asks for one.
+    """Opens the dataset at a prefix or URL; with data.stage_to its copy on this node.
 
     Args:
-        config: of the run's data.
-        path: the prefix.
-        record: what the run's data held, to which files are held that are written to from now on.
+        config: data config of the run.
+        path: prefix or URL.
+        record: data record of the run, with which files that are written to later are compared.
     """
     found = next((some for some in record.datasets if some.path == path), None) if record is not None else None
     prefix = path if config.stage_to is None else staged(path, config.stage_to)
@@ -225,7 +225,7 @@ def open_dataset(config: DataConfig, path: str, record: DataRecord | None = None
 def train_source(
     config: DataConfig, dataset: IndexedDataset, documents: range, seq_len: int, seed: int
 ) -> TrainSamples | PackedSamples:
-    """Training samples of some documents of one dataset, as data.packing says."""
+    """Returns training samples of some documents of one dataset, according to data.packing."""
     if config.packing is PackingMode.best_fit:
         return PackedSamples(dataset, documents, seq_len, seed, config.cache_dir)
     return TrainSamples(dataset, documents, seq_len, seed, config.cache_dir)
@@ -234,7 +234,7 @@ def train_source(
 def validation_source(
     config: DataConfig, dataset: IndexedDataset, documents: range, seq_len: int
 ) -> ValidationSamples | PackedValidation:
-    """Validation windows of some documents of one dataset, as data.packing says."""
+    """Returns validation windows of some documents of one dataset, according to data.packing."""
     if config.packing is PackingMode.best_fit:
         return PackedValidation(dataset, documents, seq_len, config.cache_dir)
     return ValidationSamples(dataset, documents, seq_len)
@@ -266,7 +266,7 @@ def _checked_sidecar(dataset: IndexedDataset, vocab_size: int) -> Sidecar | None
 
 
 def _check_sidecars(datasets: Sequence[IndexedDataset], vocab_size: int) -> None:
-    """Each dataset must fit its own description and the model, and all of them one tokenizer."""
+    """Checks that each dataset fits its sidecar and the model, and that all were made with one tokenizer."""
     first: tuple[str, Sidecar] | None = None
     for dataset in datasets:
         sidecar = _checked_sidecar(dataset, vocab_size)
@@ -282,19 +282,19 @@ def _check_sidecars(datasets: Sequence[IndexedDataset], vocab_size: int) -> None
 
 
 def staged(prefix: str, folder: str) -> str:
-    """Returns the prefix of a dataset's copy on this node, made by the first process that asks; the others wait.
+    """Returns the prefix of a dataset's copy on this node; the first process makes the copy, the others wait.
 
-    The copy's name follows from the index, and from size and time of the tokens, so changed data is copied anew. A
-    process that is killed leaves nothing that passes for a copy: the record with the checksums is written last, after
-    the copy was read back. A lock that the system releases with the process lets the next one begin.
+    The name of the copy depends on the index, and on size and time of the tokens, so changed data is copied again. The
+    record with the checksums is written last, after the copy has been read back, so an incomplete copy of a killed
+    process is never used. The system releases the lock of a killed process, so that the next one can begin.
 
     Args:
-        prefix: the dataset.
-        folder: on a disk of this node.
+        prefix: prefix of the dataset.
+        folder: folder on a disk of this node.
 
     Raises:
-        ConfigError: the folder cannot be written to or has too little room.
-        DataError: the dataset cannot be read, changes meanwhile, or the copy is not like it.
+        ConfigError: the folder cannot be written to or has too little space.
+        DataError: the dataset cannot be read, changes meanwhile, or the copy differs from it.
     """
     fingerprint = IndexedDataset(prefix).fingerprint()
     sources = [path for path in (bin_path(prefix), idx_path(prefix), sidecar_path(prefix)) if path.exists()]
@@ -326,7 +326,7 @@ def _record_path(copy: Path) -> Path:
 
 
 def _is_complete(copy: Path) -> bool:
-    """Whether the record and files of the sizes that it tells are there."""
+    """Whether the record and all files with the recorded sizes exist."""
     try:
         sizes = read_json(_record_path(copy))["bytes"]
         return all(copy.with_name(name).stat().st_size == size for name, size in sizes.items())
@@ -335,7 +335,7 @@ def _is_complete(copy: Path) -> bool:
 
 
 def _copy(sources: list[Path], prefix: str, copy: Path) -> None:
-    # What a killed process left would fill the disk.
+    # Partial files of killed processes would fill the disk.
     for unfinished in copy.parent.glob(f".{copy.name}.*.partial"):
         unfinished.unlink(missing_ok=True)
     total = sum(path.stat().st_size for path in sources)
@@ -365,7 +365,7 @@ def _copy(sources: list[Path], prefix: str, copy: Path) -> None:
 
 
 def _copy_file(source: Path, target: Path, progress: Progress, done_bytes: int) -> str:
-    """Copies in large sequential reads; returns the digest of what was read."""
+    """Copies in large sequential reads; returns the digest of the source."""
     digest = xxhash.xxh3_128()
     with source.open("rb", buffering=0) as file, atomic_writer(target) as out:
         while block := file.read(_COPIED_BYTES):

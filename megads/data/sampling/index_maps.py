@@ -1,7 +1,7 @@
-"""Which tokens make up which sample of which epoch, and the cache of that answer.
+"""Index maps: which tokens make up which sample of which epoch, and a cache of the maps.
 
-The order of an epoch depends on the dataset, the seed and the epoch alone: a longer run sees the same samples first.
-Each document and each sample has a random key, and the keys in order give the order; large maps are built in bounded
+The order of an epoch depends only on the dataset, the seed and the epoch, so a longer run begins with the same samples.
+Each document and each sample has a random key, and sorting by key gives the order. Large maps are built in bounded
 memory.
 """
 
@@ -29,36 +29,36 @@ from megads.runtime.environment import available_cores
 from megads.runtime.progress import Progress
 
 FORMAT_VERSION = 1
-# A map this small is built faster than it is read and checked.
+# Smaller maps are built faster than they are read and verified.
 SMALL_MAP_ENTRIES = 1 << 16
 ROWS = 1 << 18
-"""Rows of a sample index that are worked out at a time."""
+"""Rows of a sample index that are computed at a time."""
 _NICENESS = 10
-"""Added to that of a thread which builds while others train."""
+"""Niceness of a thread that builds during training, relative to the process."""
 MEMORY_BYTES = 1 << 30
-"""Of random keys at a time."""
+"""Memory for random keys."""
 PIECE = 1 << 18
-"""Items of a random order that come together: what is made of them stays in the processor's cache."""
-# Key, item and place while they are sorted, each also in the parts that they were drawn in.
+"""Items of a random order that are yielded together: few enough for the processor's cache."""
+# Key, item and position during sorting, each also in the chunks in which they were drawn.
 _NUMPY_BYTES = 48
 _DRAWN = 1 << 17
 log = logging.getLogger(__name__)
 
 
 class _BuildStopped(Exception):
-    """A map that nobody waits for was not finished."""
+    """The build of a map ahead of time was stopped."""
 
 
 def build_sample_index(sizes: npt.NDArray[np.integer[Any]], seq_len: int) -> IntArray:
-    """Cuts a stream of documents into samples of seq_len + 1 tokens, neighbours sharing one.
+    """Cuts a stream of documents into samples of seq_len + 1 tokens; adjacent samples share one token.
 
     Args:
-        sizes: [documents] tokens in each document, in the order in which they are read.
-        seq_len: tokens that a sample predicts.
+        sizes: [documents], tokens in each document, in reading order.
+        seq_len: number of predicted tokens per sample.
 
     Returns:
         int64 [samples + 1, 2]: (position in the document order, token offset in that document) of each sample's first
-        token, which is the last token of the sample before; the final row is where the last sample ends.
+        token, which is also the last token of the previous sample; the final row is the end of the last sample.
     """
     total = int(np.sum(sizes, dtype=np.int64))
     cutter = SampleCutter(total, seq_len)
@@ -72,26 +72,26 @@ def build_sample_index(sizes: npt.NDArray[np.integer[Any]], seq_len: int) -> Int
 
 
 class SampleCutter:
-    """Cuts documents into samples as they come, see `build_sample_index`.
+    """Cuts documents into samples incrementally, see `build_sample_index`.
 
     Args:
-        tokens: of all documents together.
-        seq_len: tokens that a sample predicts.
+        tokens: total number of tokens of all documents.
+        seq_len: number of predicted tokens per sample.
     """
 
     def __init__(self, tokens: int, seq_len: int) -> None:
         self.rows = max(tokens - 1, 0) // seq_len + 1
-        """Of the whole index."""
+        """Number of rows of the whole index."""
         self._seq_len = seq_len
         self._documents = self._tokens = self._row = 0
 
     def cut(self, sizes: npt.NDArray[np.integer[Any]]) -> Iterator[IntArray]:
-        """Yields int64 [n, 2], the rows whose first tokens are in the documents that come next."""
+        """Yields int64 [n, 2], the rows whose first tokens are in the next documents."""
         ends = np.cumsum(sizes, dtype=np.int64) + self._tokens
         end_token = int(ends[-1]) if ends.size else self._tokens
         end_row = min(-(-end_token // self._seq_len), self.rows)
-        # A sample's position is the number of documents that end at or before its first token, those without tokens
-        # too. Counting them in one pass is faster than a search for each sample.
+        # A sample's position is the number of documents, including empty ones, that end at or before its first token.
+        # Counting them in one pass is faster than a search for each sample.
         first_row_after = (ends + (self._seq_len - 1)) // self._seq_len
         for begin in range(self._row, end_row, ROWS):
             end = min(begin + ROWS, end_row)
@@ -110,23 +110,23 @@ class SampleCutter:
 
 @dataclass(frozen=True)
 class EpochMapKey:
-    """All that determines an epoch's map."""
+    """All values that determine the map of one epoch."""
 
     fingerprint: str
-    """Of the dataset."""
+    """Fingerprint of the dataset."""
     first_document: int
     """Start of the range of documents."""
     end_document: int
     """End of the range of documents, exclusive."""
     seq_len: int
-    """Tokens that a sample predicts."""
+    """Number of predicted tokens per sample."""
     seed: int
-    """Seed of the run's data order."""
+    """Shuffling seed of the run."""
     epoch: int
-    """Number of the pass over the documents, from 0."""
+    """Index of the pass over the documents, from 0."""
 
     def name(self) -> str:
-        """Returns a file name that differs wherever the map may."""
+        """Returns a file name that is unique to the map's content."""
         content = json.dumps(asdict(self) | {"format": FORMAT_VERSION}, sort_keys=True)
         return f"{hashlib.sha256(content.encode()).hexdigest()[:16]}-epoch{self.epoch:05d}"
 
@@ -143,12 +143,12 @@ class EpochMapKey:
         )
 
     def size_bytes(self, dataset: IndexedDataset) -> int:
-        """Returns the bytes of the map's arrays."""
+        """Returns the size of the map's arrays in bytes."""
         documents, samples = _counts(dataset, self)
         return sum(_order_dtype(count).itemsize * count for count in (documents, samples)) + 16 * (samples + 1)
 
     def write(self, dataset: IndexedDataset, writer: MapWriter) -> None:
-        """Writes what `build` computes, in bounded memory."""
+        """Writes the result of `build`, in bounded memory."""
         random = np.random.PCG64(np.random.SeedSequence([self.seed, self.epoch]))
         documents, samples = _counts(dataset, self)
         cutter = SampleCutter(_tokens(dataset, self), self.seq_len)
@@ -167,7 +167,7 @@ class EpochMapKey:
 
 
 class MapKey(Protocol):
-    """All that determines a map, which it can build."""
+    """All values that determine a map; builds the map."""
 
     @property
     def first_document(self) -> int: ...
@@ -179,16 +179,16 @@ class MapKey(Protocol):
     def seq_len(self) -> int: ...
 
     def name(self) -> str:
-        """Returns a file name that differs wherever the map may."""
+        """Returns a file name that is unique to the map's content."""
 
     def build(self, dataset: IndexedDataset) -> EpochMap:
         """Computes the map in memory."""
 
     def size_bytes(self, dataset: IndexedDataset) -> int:
-        """Returns the bytes of the map's arrays."""
+        """Returns the size of the map's arrays in bytes."""
 
     def write(self, dataset: IndexedDataset, writer: MapWriter) -> None:
-        """Writes what `build` computes, in bounded memory."""
+        """Writes the result of `build`, in bounded memory."""
 
 
 @dataclass(frozen=True)
@@ -196,9 +196,9 @@ class EpochMap:
     """The order of one epoch.
 
     Attributes:
-        document_order: integer [documents], document numbers as they are read.
+        document_order: integer [documents], document indices in reading order.
         sample_index: int64 [samples + 1, 2], see `build_sample_index`.
-        shuffle: integer [samples], row of sample_index for each sample in the order of training.
+        shuffle: integer [samples], row of sample_index for each sample in training order.
     """
 
     document_order: npt.NDArray[np.integer[Any]]
@@ -211,16 +211,16 @@ def _tokens(dataset: IndexedDataset, key: MapKey) -> int:
 
 
 def _counts(dataset: IndexedDataset, key: MapKey) -> tuple[int, int]:
-    """Documents and samples of one pass."""
+    """Returns the number of documents and of samples in one pass."""
     return key.end_document - key.first_document, max(_tokens(dataset, key) - 1, 0) // key.seq_len
 
 
 class EpochMapCache:
-    """Epoch maps in an `ArrayCache`; small ones are built whenever they are asked for.
+    """Epoch maps in an `ArrayCache`; small maps are built whenever they are needed.
 
     Args:
-        prefix: the dataset's, see `ArrayCache`.
-        cache_dir: see there.
+        prefix: prefix of the dataset, see `ArrayCache`.
+        cache_dir: see `ArrayCache`.
     """
 
     def __init__(self, prefix: str, cache_dir: str | None = None) -> None:
@@ -231,8 +231,8 @@ class EpochMapCache:
         """Returns the map of one epoch, from the cache or built and cached.
 
         Raises:
-            ConfigError: no folder takes it, and it is too large for the memory of every rank; or data.cache_dir was
-                given and cannot be written.
+            ConfigError: no folder can hold it, and it is too large for the memory of every rank; or data.cache_dir is
+                set and cannot be written to.
         """
         if sum(_counts(dataset, key)) < SMALL_MAP_ENTRIES:
             return key.build(dataset)
@@ -246,15 +246,15 @@ class EpochMapCache:
         return EpochMap(**found) if found is not None else key.build(dataset)
 
     def build_ahead(self, dataset: IndexedDataset, key: MapKey, stop: threading.Event) -> None:
-        """Builds a map that nobody waits for, in one thread of low priority, unless another process does or it exists.
+        """Builds a map ahead of time in this thread, unless it exists or another process builds it.
 
         Args:
-            dataset: whose.
-            key: which.
-            stop: ends the build when it is set.
+            dataset: dataset of the map.
+            key: identity of the map.
+            stop: event that ends the build.
 
         Raises:
-            ConfigError: data.cache_dir was given and cannot be written.
+            ConfigError: data.cache_dir is set and cannot be written to.
         """
         if sum(_counts(dataset, key)) < SMALL_MAP_ENTRIES:
             return
@@ -271,8 +271,8 @@ class EpochMapCache:
 
 
 def yield_to_others() -> None:
-    """Lowers the priority of this thread, and of those that it starts, for good."""
-    # Only Linux gives each thread a priority of its own.
+    """Permanently lowers the priority of this thread, and of threads that it starts."""
+    # Only Linux has priorities per thread.
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS)
 
@@ -283,26 +283,26 @@ def _cached(key: MapKey, size_bytes: int) -> CachedArrays:
 
 
 def permutation(random: np.random.PCG64, count: int) -> npt.NDArray[np.integer[Any]]:
-    """Returns a random order of 0..count-1, by sorting random keys; `random_order` gives the same in less memory.
+    """Returns a random permutation of 0..count-1, by sorting random keys; `random_order` gives the same in less memory.
 
-    NumPy promises the raw stream of a bit generator for ever, but lets Generator.permutation change between versions:
-    an update must not change the order of a run's data.
+    NumPy guarantees the raw stream of a bit generator, but Generator.permutation may change between versions, and an
+    update must not change the order of a run's data.
     """
     return np.argsort(random.random_raw(count), kind="stable").astype(_order_dtype(count))
 
 
 def _order_dtype(count: int) -> np.dtype[Any]:
-    """Returns the dtype of an order of so many items."""
+    """Returns the dtype of a permutation of this many items."""
     return np.dtype("<i4" if count < 2**31 else "<i8")
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Items that follow each other in a random order.
+    """Consecutive items of a random order.
 
     Attributes:
         items: integer [n].
-        sizes: int64 [n], tokens of each where the items are documents; else None.
+        sizes: int64 [n], tokens of each item if the items are documents; else None.
     """
 
     items: npt.NDArray[np.integer[Any]]
@@ -312,17 +312,17 @@ class _Piece:
 def random_order(
     random: np.random.PCG64, count: int, threads: int, dataset: IndexedDataset | None = None, first: int = 0
 ) -> Iterator[_Piece]:
-    """Yields a random order of 0..count-1 in pieces.
+    """Yields a random permutation of 0..count-1 in pieces.
 
-    Keys are not stored: a pass draws all of them anew and keeps those of a range that fits into MEMORY_BYTES. It also
-    reads the sizes of the documents, from first to last, so that the index need not fit into memory.
+    Keys are not stored: each pass draws all of them again and keeps those of a range that fits into MEMORY_BYTES. It
+    also reads the sizes of the documents in order, so that the index need not fit into memory.
 
     Args:
-        random: draws one number an item; stands after them when the last piece is taken.
-        count: of items; at least one.
-        threads: that sort.
-        dataset: whose documents the items are; None where they are none.
-        first: number of document 0 of the order.
+        random: generator of one number per item; advanced past them after the last piece.
+        count: number of items, at least one.
+        threads: number of sorting threads.
+        dataset: dataset of the documents if the items are documents, else None.
+        first: index in the dataset of document 0 of the order.
     """
     sort = _compiled() if count < MOST_ITEMS else None
     if sort is not None:
@@ -336,7 +336,7 @@ def _compiled() -> KeySort | None:
     try:
         return compiled_key_sort(log.info)
     except KernelsUnavailable as error:
-        log.warning("sorting index maps by NumPy, some ten times as slow: %s", error)
+        log.warning("sorting index maps with NumPy, some ten times slower: %s", error)
         return None
 
 
@@ -366,7 +366,7 @@ def _numpy_pieces(random: np.random.PCG64, count: int, dataset: IndexedDataset |
 
 
 def _numpy_pass(random: np.random.PCG64, count: int, lowest: np.uint64, highest: np.uint64) -> IntArray:
-    """The items whose keys are in a range, in the order of the keys."""
+    """Returns the items whose keys are in a range, sorted by key."""
     generator = np.random.PCG64()
     generator.state = random.state
     keys, items = [], []

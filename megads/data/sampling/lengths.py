@@ -1,10 +1,10 @@
-"""Samples whose length changes in the middle of a run, without text that is trained twice or left out unnoticed.
+"""Sample lengths that change in the middle of a run, without training on text twice or losing text unnoticed.
 
-The longest length of the run is the unit: documents are laid end to end and cut into units, which are shuffled as
-samples of that length would be (`TrainSamples`). A shorter sample is a part of a unit, and the parts of a unit follow
-each other. So what a dataset has given at any moment is a prefix of one stream of tokens, of which samples of another
-length go on: a place in tokens, rounded up to a multiple of the new length. Only what lies between the two is left out,
-less than one sample of each dataset, and is told in events.jsonl.
+The unit is the longest length of the run: concatenated documents are cut into units, which are shuffled like samples of
+that length (`TrainSamples`). A shorter sample is a part of a unit, and the parts of a unit are consecutive. So the
+consumed part of a dataset is always a prefix of one token stream, and samples of another length continue from that
+position, rounded up to a multiple of the new length. Only the tokens in between are lost, less than one sample per
+dataset, which is reported in events.jsonl.
 
 Shape suffixes as in `runs`.
 """
@@ -23,11 +23,11 @@ from megads.data.sampling.samples import TrainSamples
 
 @dataclass(frozen=True)
 class SampleLengths:
-    """The lengths of a run's samples.
+    """The sample lengths of a run.
 
     Attributes:
-        starts: (number in the training stream of its first sample, tokens of its samples) of every stage, in order.
-        place: of the stage whose samples are wanted.
+        starts: (index in the training stream of the first sample, sample length in tokens) of every stage, in order.
+        place: index of the selected stage.
     """
 
     starts: tuple[tuple[int, int], ...]
@@ -35,16 +35,16 @@ class SampleLengths:
 
     @property
     def unit(self) -> int:
-        """The longest of all; every other one divides it."""
+        """The longest length, which all others divide."""
         return max(length for _, length in self.starts)
 
 
 class PartSamples:
-    """The endless stream of samples that are parts of longer ones.
+    """The infinite stream of samples that are parts of longer ones.
 
     Args:
         units: the longer samples.
-        seq_len: tokens that a sample predicts; divides theirs.
+        seq_len: number of predicted tokens per sample; divides that of the units.
     """
 
     def __init__(self, units: TrainSamples, seq_len: int) -> None:
@@ -57,7 +57,7 @@ class PartSamples:
         """Samples in one pass over the documents."""
 
     def dataset_samples(self, samples: IntArray) -> IntArray:
-        """Returns int64 [n, 2], (epoch, row of that epoch's sample index, were it cut to this length)."""
+        """Returns int64 [n, 2], (epoch, row of that epoch's sample index if it were cut to this length)."""
         found = self._units.dataset_samples(samples // self._parts)
         found[:, 1] = found[:, 1] * self._parts + samples % self._parts
         return found
@@ -71,7 +71,7 @@ class PartSamples:
         self._units.build_next_maps(samples // self._parts, None if end is None else -(-end // self._parts), stop)
 
     def runs(self, samples: IntArray) -> list[Runs]:
-        """Where the tokens of samples are, see `SampleSource`."""
+        """Returns the locations of samples' tokens, see `SampleSource`."""
         units, unit_of = np.unique(samples // self._parts, return_inverse=True)
         counts = np.bincount(unit_of, minlength=units.size)
         first, by_unit = np.cumsum(counts) - counts, np.argsort(unit_of, kind="stable")
@@ -79,14 +79,14 @@ class PartSamples:
         return [self._cut(runs, counts, first, by_unit, begins) for runs in self._units.runs(units)]
 
     def _cut(self, runs: Runs, counts: IntArray, first: IntArray, by_unit: IntArray, begins: IntArray) -> Runs:
-        """Cuts the runs of units, which `runs.rows` number, to the samples within them.
+        """Cuts the runs of units, indexed by `runs.rows`, to the samples within them.
 
         Args:
-            runs: of units.
-            counts: samples of each unit.
+            runs: runs of units.
+            counts: number of samples of each unit.
             first: index into `by_unit` of each unit's first sample.
-            by_unit: rows of the batch, unit by unit.
-            begins: place in its unit of each sample's first token.
+            by_unit: rows of the batch, sorted by unit.
+            begins: position in its unit of each sample's first token.
         """
         times = counts[runs.rows]
         run = np.repeat(np.arange(runs.rows.size), times)

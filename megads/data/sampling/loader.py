@@ -1,7 +1,7 @@
-"""From sample numbers to checked micro-batches, read ahead by a thread.
+"""The dataloader: turns sample indices into checked micro-batches, with a prefetching thread.
 
-Tokens stay in the dataset's narrow dtype until the last cast. Shape suffixes: m = micro-batches, b = micro-batch size,
-n = m * b samples, s = sequence length, t = s + 1.
+Tokens keep the dataset's narrow dtype until the last conversion. Shape suffixes: m = micro-batches, b = micro-batch
+size, n = m * b samples, s = sequence length, t = s + 1.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from megads.errors import DataError
 
 POLL_S = 0.1
 LOOK_AHEAD_S = 10.0
-"""How often it is asked whether an index map will be needed soon."""
+"""Interval at which the need for the next index map is checked."""
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Packing:
-    """What a micro-batch says of the documents that share a sample.
+    """How micro-batches treat documents that share a sample.
 
     Attributes:
         document_mask: fill BatchInfo.document_starts.
@@ -58,16 +58,16 @@ class Packing:
 
 
 PLAIN = Packing()
-"""Samples without borders."""
+"""Packing without document boundaries."""
 
 
 @dataclass(frozen=True)
 class LookAhead:
-    """How far ahead tokens are requested that are not on this machine.
+    """How far ahead remote tokens are requested.
 
     Attributes:
-        steps: after the one that is read; 0 requests none.
-        most_bytes: of what is kept for them, for this rank; one step may take more.
+        steps: number of steps after the one that is read; 0 requests none.
+        most_bytes: maximum size of the requested blocks for this rank; one step may exceed it.
     """
 
     steps: int = 0
@@ -75,28 +75,28 @@ class LookAhead:
 
 
 NO_LOOK_AHEAD = LookAhead()
-"""All tokens are on this machine."""
+"""For local data."""
 
 
 def assemble(
     source: SampleSource, ids_mb: IntArray, vocab_size: int, needs_tokens: bool, packing: Packing
 ) -> list[MicroBatch]:
-    """Makes the micro-batches of samples; no Python work a sample but one copy a document.
+    """Builds micro-batches from samples; the only Python work per sample is one copy per document.
 
     Args:
-        source: where the samples come from.
-        ids_mb: int64 [m, b], their numbers.
-        vocab_size: every token must be below it.
-        needs_tokens: False gives the info only; no token is read then.
-        packing: what is told of document borders.
+        source: source of the samples.
+        ids_mb: int64 [m, b], sample indices.
+        vocab_size: vocabulary size; every token must be below it.
+        needs_tokens: whether to read tokens; if False, micro-batches have only their info.
+        packing: treatment of documents that share a sample.
 
     Returns:
-        m micro-batches. A sample that the source does not have, and what follows a sample's last token, holds token 0
-        and is masked.
+        m micro-batches. Samples that do not exist, and positions after a sample's last token, hold token 0 and are
+        masked.
 
     Raises:
-        DataError: a token is not in the vocabulary; dataset, document and offset are named. Or a file was cut short or
-            written to.
+        DataError: a token is not in the vocabulary (the message names dataset, document and offset), or a file was
+            truncated or written to.
     """
     if not (needs_tokens or packing.document_mask or packing.reset_positions):
         return [MicroBatch(BatchInfo(torch.from_numpy(ids_b), seq_len=source.seq_len)) for ids_b in ids_mb]
@@ -105,7 +105,7 @@ def assemble(
     if not needs_tokens:
         return [MicroBatch(info) for info in infos]
     tokens_nt = np.zeros((ids_mb.size, source.seq_len + 1), widest_dtype(runs))
-    # Before, for a message in place of a signal; afterwards, because the lost end of a page reads as zeros.
+    # Checked before, to avoid SIGBUS, and afterwards, because the missing end of a page reads as zeros.
     for part in runs:
         part.dataset.require_whole()
     copy_tokens(runs, tokens_nt)
@@ -179,22 +179,22 @@ class StepBatch:
 
 
 class TrainLoader:
-    """Iterates over steps for ever; one daemon thread reads ahead, another builds the index maps of the next epoch.
+    """Infinite iterator over steps; one daemon thread prefetches, another builds the index maps of the next epoch.
 
-    An exception in the thread reaches the consumer as it is, at the step that it spoilt.
+    An exception in the prefetching thread is raised in the consumer at the step that failed.
 
     Args:
-        source: where the samples come from.
+        source: source of the samples.
         schedule: global batch size of each step.
         micro_batch_size: samples in one forward pass of this rank.
-        dp_rank: this rank's place among the data-parallel ranks.
-        dp: data-parallel ranks.
-        vocab_size: every token must be below it.
+        dp_rank: data-parallel rank.
+        dp: number of data-parallel ranks.
+        vocab_size: vocabulary size; every token must be below it.
         start_sample: samples consumed before the first step.
-        needs_tokens: False on pipeline stages that are neither first nor last: they get the info only.
-        prefetch_steps: steps that wait in the queue.
-        packing: what every stage is told of document borders.
-        end_sample: what is read from it on is read ahead only; None where that is not known.
+        needs_tokens: False on pipeline stages that are neither first nor last, which get only the info.
+        prefetch_steps: size of the prefetch queue in steps.
+        packing: treatment of documents that share a sample; the same on every stage.
+        end_sample: end of the run; samples from it on are only prefetched. None if unknown.
         look_ahead: how far ahead remote tokens are requested.
     """
 
@@ -249,7 +249,7 @@ class TrainLoader:
         raise StopIteration
 
     def close(self) -> None:
-        """Ends the threads; the iterator is exhausted from then on."""
+        """Stops the threads; the iterator is exhausted afterwards."""
         self._closed.set()
         for thread in self._threads:
             thread.join()
@@ -272,11 +272,11 @@ class TrainLoader:
                 first_sample += batch.samples
                 self._read_samples = first_sample
         except BaseException as error:
-            # Whatever it is, the consumer must not wait for a thread that is gone.
+            # Any exception must reach the consumer, which would otherwise wait for a dead thread.
             self._put(error)
 
     def _build_ahead(self) -> None:
-        """Builds maps before they are needed; what goes wrong is told, and told again when one is needed."""
+        """Builds maps before they are needed; a failure is logged, and raised when the map is needed."""
         yield_to_others()
         while not self._closed.wait(LOOK_AHEAD_S):
             try:
@@ -293,7 +293,7 @@ class TrainLoader:
             return
 
     def _fetch_ahead(self, first_sample: int) -> None:
-        """Requests the tokens of the step that is read next, and of those after it."""
+        """Requests the tokens of the next step, and of those after it."""
         while self._requested and self._requested[0][0] < first_sample:
             self._requested.popleft()
         while len(self._requested) <= self._look_ahead.steps:
@@ -320,14 +320,14 @@ class TrainLoader:
 
 
 def request(source: SampleSource, ids_mb: IntArray) -> int:
-    """Begins to bring the tokens of samples where they are not on this machine.
+    """Starts fetching the tokens of samples that are remote.
 
     Args:
-        source: where the samples come from.
-        ids_mb: int64 [m, b], their numbers.
+        source: source of the samples.
+        ids_mb: int64 [m, b], sample indices.
 
     Returns:
-        Bytes that this node keeps for them.
+        Bytes that they take in this node's cache.
     """
     runs = source.runs(ids_mb.reshape(-1))
     return sum(part.dataset.fetch_ahead(part.starts, part.starts + part.lengths) for part in runs)
@@ -343,21 +343,21 @@ def validation_batches(
     micro_batches_per_call: int,
     packing: Packing = PLAIN,
 ) -> Iterator[list[MicroBatch]]:
-    """Deals the whole validation set to the ranks as the training sampler would.
+    """Distributes the validation set over the ranks like the training sampler.
 
     Args:
-        valid: the windows.
+        valid: validation windows.
         micro_batch_size: windows in one forward pass of one rank.
-        dp_rank: this rank's place among the data-parallel ranks.
-        dp: data-parallel ranks.
-        vocab_size: every token must be below it.
-        needs_tokens: False gives the info only.
+        dp_rank: data-parallel rank.
+        dp: number of data-parallel ranks.
+        vocab_size: vocabulary size; every token must be below it.
+        needs_tokens: whether to read tokens; if False, micro-batches have only their info.
         micro_batches_per_call: micro-batches in each list; the last list may be shorter.
-        packing: what every stage is told of document borders.
+        packing: treatment of documents that share a sample.
 
     Yields:
-        Lists of micro-batches, as many and as long on every rank. Places beyond the last window are fully masked;
-        their sample_ids go on counting.
+        Lists of micro-batches, the same number and lengths on every rank. Rows beyond the last window are fully masked;
+        their sample_ids continue counting.
 
     Raises:
         DataError: a token is not in the vocabulary.
@@ -373,6 +373,6 @@ def validation_batches(
 
 
 def num_validation_batches(windows: int, micro_batch_size: int, dp: int, micro_batches_per_call: int) -> int:
-    """Returns how many lists `validation_batches` yields of so many windows."""
+    """Returns the number of lists that `validation_batches` yields for this many windows."""
     micro_batches = -(-windows // (micro_batch_size * dp))
     return -(-micro_batches // micro_batches_per_call)

@@ -1,7 +1,7 @@
-"""Megatron-LM's own index maps and blend of datasets, bit for bit, for those who continue a run of it.
+"""Megatron-LM's index maps and blending of datasets, bit for bit, to continue its runs.
 
-The order depends on the number of samples that the run is planned for: another length is another order. NumPy's
-RandomState is frozen, so its shuffles stay what they are.
+The order depends on the planned number of samples, so another run length gives another order. NumPy's RandomState is
+frozen, so its shuffles do not change between versions.
 """
 
 from __future__ import annotations
@@ -29,43 +29,43 @@ from megads.ops.build import KernelsUnavailable
 from megads.ops.data_kernels import Deal, compiled_deal
 
 _SURPLUS = 1.005
-"""Megatron builds so many more samples of each dataset of a blend than its share."""
+"""Factor by which Megatron builds more samples of each dataset of a blend than its share."""
 FORMAT_VERSION = 1
 BLOCK = 1 << 14
-"""What each dataset has had is stored once in so many samples; within a block it is counted."""
+"""Counts per dataset are stored once per this many samples, and computed within a block."""
 SMALL_ORDER_SAMPLES = 1 << 16
-"""Up to so many samples are dealt faster than they are read and checked."""
+"""Orders of up to this many samples are computed faster than they are read and verified."""
 _FEW_DATASETS = 10
-"""Up to so many, a loop of plain Python deals faster than one of array operations."""
+"""Up to this many datasets, a plain Python loop is faster than array operations."""
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class MegatronMapKey:
-    """All that determines Megatron's map, of all epochs at once."""
+    """All values that determine Megatron's map, which covers all epochs."""
 
     fingerprint: str
-    """Of the dataset."""
+    """Fingerprint of the dataset."""
     first_document: int
     """Start of the range of documents."""
     end_document: int
     """End of the range of documents, exclusive."""
     seq_len: int
-    """Tokens that a sample predicts."""
+    """Number of predicted tokens per sample."""
     seed: int
     """Seed of numpy.random.RandomState."""
     samples: int
-    """Samples wanted."""
+    """Required number of samples."""
     theta: float
-    """The last epoch is shuffled apart when it gives fewer than this share of an epoch's samples."""
+    """The last epoch is shuffled separately if less than this share of its samples is used."""
 
     def name(self) -> str:
-        """Returns a file name that differs wherever the map may."""
+        """Returns a file name that is unique to the map's content."""
         content = json.dumps(asdict(self) | {"format": index_maps.FORMAT_VERSION, "order": "megatron"}, sort_keys=True)
         return f"{hashlib.sha256(content.encode()).hexdigest()[:16]}-megatron"
 
     def build(self, dataset: IndexedDataset) -> EpochMap:
-        """Computes the map in memory; it holds at least the samples wanted."""
+        """Computes the map in memory; it has at least the required number of samples."""
         plan = self._plan(dataset)
         random = np.random.RandomState(self.seed)
         order, shuffle = np.empty(plan.documents, np.int32), np.empty(plan.samples, plan.shuffle_dtype)
@@ -76,12 +76,12 @@ class MegatronMapKey:
         return EpochMap(order, sample_index, shuffle)
 
     def size_bytes(self, dataset: IndexedDataset) -> int:
-        """Returns the bytes of the map's arrays."""
+        """Returns the size of the map's arrays in bytes."""
         plan = self._plan(dataset)
         return 4 * plan.documents + 16 * (plan.samples + 1) + plan.shuffle_dtype.itemsize * plan.samples
 
     def write(self, dataset: IndexedDataset, writer: MapWriter) -> None:
-        """Writes what `build` computes, shuffling in mapped files: each swap depends on all before it."""
+        """Writes the result of `build`, shuffling in mapped files, because each swap depends on all previous ones."""
         plan = self._plan(dataset)
         random = np.random.RandomState(self.seed)
         cutter = SampleCutter(plan.tokens, self.seq_len)
@@ -112,13 +112,13 @@ class MegatronMapKey:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What a map holds.
+    """Sizes of a map.
 
     Attributes:
-        documents: of all epochs.
-        tokens: of all epochs.
-        samples: of all epochs.
-        apart_from: first sample of the last epoch where that is shuffled apart, else None.
+        documents: number of documents in all epochs.
+        tokens: number of tokens in all epochs.
+        samples: number of samples in all epochs.
+        apart_from: first sample of the last epoch if that is shuffled separately, else None.
     """
 
     documents: int
@@ -128,7 +128,7 @@ class _Plan:
 
     @property
     def shuffle_dtype(self) -> np.dtype[Any]:
-        # Megatron's limit. The dtype does not change the order, but half the memory counts.
+        # The limit is Megatron's. The dtype does not affect the order, but halves the memory.
         return np.dtype(np.uint32 if self.samples < np.iinfo(np.uint32).max - 1 else np.int64)
 
 
@@ -146,17 +146,17 @@ def _count_up(numbers: npt.NDArray[Any], first: int) -> None:
 
 
 def epochs_for(tokens: int, seq_len: int, samples: int, theta: float) -> tuple[int, int | None]:
-    """Decides how many epochs Megatron lays end to end.
+    """Computes how many epochs Megatron concatenates.
 
     Args:
-        tokens: of one epoch.
-        seq_len: tokens that a sample predicts.
-        samples: wanted.
+        tokens: number of tokens per epoch.
+        seq_len: number of predicted tokens per sample.
+        samples: required number of samples.
         theta: see `MegatronMapKey`.
 
     Returns:
-        The fewest epochs that give the samples, and the first sample of the last epoch where that is shuffled apart,
-        else None.
+        The minimum number of epochs with enough samples, and the first sample of the last epoch if that is shuffled
+        separately, else None.
     """
     epochs = max(1, -(-(samples * seq_len + 1) // tokens))
     if epochs == 1:
@@ -167,16 +167,16 @@ def epochs_for(tokens: int, seq_len: int, samples: int, theta: float) -> tuple[i
 
 
 class MegatronSamples(TrainSamples):
-    """The samples of Megatron's GPTDataset; what the loader reads ahead beyond the planned end wraps around.
+    """The samples of Megatron's GPTDataset; samples prefetched beyond the planned end wrap around.
 
     Args:
-        dataset: where the tokens are.
+        dataset: the dataset.
         documents: the documents to train on.
-        seq_len: S, tokens that a sample predicts.
+        seq_len: S, the number of predicted tokens per sample.
         seed: Megatron's --seed.
-        samples: wanted; the order depends on it.
+        samples: required number of samples; the order depends on it.
         theta: see `MegatronMapKey`.
-        cache_dir: where index maps are cached; None is beside the dataset.
+        cache_dir: folder in which index maps are cached; None is beside the dataset.
 
     Raises:
         DataError: the documents have too few tokens for one sample.
@@ -201,36 +201,36 @@ class MegatronSamples(TrainSamples):
         self.samples_per_map = (epochs * tokens - 1) // seq_len
 
     def build_next_maps(self, samples: int, end: int | None, stop: threading.Event) -> None:
-        """See `TrainSource`; there is one map, of all epochs."""
+        """See `TrainSource`; does nothing, since one map covers all epochs."""
 
     def _map_key(self, turn: int) -> MegatronMapKey:
         return self._wanted
 
 
 def megatron_share(samples: int, weight: float) -> int:
-    """Samples that Megatron-LM builds of a dataset with that share of a blend."""
+    """Returns the number of samples that Megatron-LM builds of a dataset with that share of a blend."""
     return math.ceil(math.ceil(samples * weight) * _SURPLUS)
 
 
 def megatron_weights(weights: Sequence[float]) -> list[float]:
-    """Weights as Megatron-LM normalises them: by NumPy's sum, which adds eight and more in pairs."""
+    """Normalizes weights as Megatron-LM does, by NumPy's sum, which adds eight and more values pairwise."""
     shares = np.array(weights, np.float64)
     return (shares / shares.sum()).tolist()
 
 
 class MegatronOrder:
-    """Megatron's blending: each sample goes to the dataset that lags most, the first of equals.
+    """Megatron's blending: each sample comes from the dataset that lags most behind its share, the first one on ties.
 
-    Its first sample counts as one already due, so a dataset of any weight above 0 is drawn among the first ones,
-    and may be drawn once more than its share allows (Megatron-LM issue 705); `BalancedOrder` does not do this.
+    The first sample already counts as due, so a dataset of any weight above 0 is drawn among the first samples, and may
+    be drawn once more than its share allows (Megatron-LM issue 705); `BalancedOrder` does not have this property.
 
     Args:
-        weights: as `megatron_weights` returns them; Megatron-LM normalises them once more for the order, so this does.
-        samples: how many are dealt; numbers beyond start again from 0.
-        cache: where the order of many samples is kept; None deals them in memory.
+        weights: weights from `megatron_weights`; normalized once more for the order, as in Megatron-LM.
+        samples: number of assigned samples; larger indices wrap around.
+        cache: cache for the order of many samples; None computes it in memory.
 
     Raises:
-        ConfigError: there are more datasets than Megatron's int16 counts, or the cache was given and cannot be written.
+        ConfigError: there are more datasets than fit Megatron's int16, or the cache cannot be written to.
     """
 
     def __init__(self, weights: Sequence[float], samples: int, cache: ArrayCache | None = None) -> None:
@@ -252,7 +252,8 @@ class MegatronOrder:
         self._counts: IntArray = found["counts"]
 
     def place(self, numbers: IntArray) -> tuple[IntArray, IntArray]:
-        """Returns, int64 [n] each, the dataset of each of n numbers, and how many it had before that one."""
+        """Returns, int64 [n] each, the dataset of each of n sample indices, and its sample index within that
+        dataset."""
         inside = numbers % max(self._samples, 1)
         datasets = self._datasets[inside].astype(np.int64)
         places = np.empty_like(inside)
@@ -265,7 +266,7 @@ class MegatronOrder:
         return datasets, places
 
     def counts(self, total: int) -> IntArray:
-        """Returns int64 [datasets], how many of the numbers below `total` each dataset has."""
+        """Returns int64 [datasets], the number of samples below index `total` in each dataset."""
         if total > self._samples:
             raise ConfigError(f"Megatron's order was made for {self._samples} samples, asked for {total}")
         block = total // BLOCK
@@ -274,7 +275,7 @@ class MegatronOrder:
 
 
 def _occurrences(datasets: npt.NDArray[np.int16]) -> IntArray:
-    """How often each item has come before."""
+    """Returns how often each item has occurred before."""
     order = np.argsort(datasets, kind="stable")
     counts = np.bincount(datasets)
     places = np.empty(datasets.size, np.int64)
@@ -283,7 +284,7 @@ def _occurrences(datasets: npt.NDArray[np.int16]) -> IntArray:
 
 
 def _cached_order(shares: npt.NDArray[np.float64], samples: int) -> CachedArrays:
-    """All that determines an order, each share to the last bit."""
+    """Returns the identity of an order, with each share exact to the last bit."""
     key = {"shares": [share.hex() for share in shares.tolist()], "samples": samples, "format": FORMAT_VERSION}
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     return CachedArrays(f"{digest}-megatron-blend", key, ("datasets", "counts"), "order of the blend")
@@ -293,12 +294,12 @@ def _fastest_deal() -> Deal:
     try:
         return compiled_deal(log.info)
     except KernelsUnavailable as error:
-        log.warning("data.order=megatron: dealing in Python, some 50 times as slow: %s", error)
+        log.warning("data.order=megatron: blending in Python, some 50 times slower: %s", error)
         return _deal_in_python
 
 
 def _dealt(shares: npt.NDArray[np.float64], samples: int, deal: Deal) -> Arrays:
-    """The order in memory, as `_write` writes it."""
+    """Computes the order in memory, as `_write` writes it."""
     datasets = np.empty(samples, np.int16)
     had = np.zeros_like(shares)
     counts = np.empty((samples // BLOCK + 1, shares.size), np.int64)
@@ -309,10 +310,10 @@ def _dealt(shares: npt.NDArray[np.float64], samples: int, deal: Deal) -> Arrays:
 
 
 def _write(shares: npt.NDArray[np.float64], samples: int, open_array: OpenArray) -> None:
-    """Writes the dataset of each sample, int16 [samples], and what each dataset has had before each block, int64
-    [blocks, datasets], in the memory of the latter."""
+    """Writes the dataset of each sample, int16 [samples], and the count of each dataset before each block, int64
+    [blocks, datasets]. Only the counts are held in memory."""
     deal = _fastest_deal()
-    log.info("data.order=megatron: dealing %d samples to %d datasets, once", samples, shares.size)
+    log.info("data.order=megatron: assigning %d samples to %d datasets, once", samples, shares.size)
     had, dealt = np.zeros_like(shares), np.empty(BLOCK, np.int16)
     counts = np.empty((samples // BLOCK + 1, shares.size), np.int64)
     with open_array("datasets") as file:
@@ -330,14 +331,14 @@ def _write(shares: npt.NDArray[np.float64], samples: int, open_array: OpenArray)
 def _deal_in_python(
     shares: npt.NDArray[np.float64], had: npt.NDArray[np.float64], first: int, dealt: npt.NDArray[np.int16]
 ) -> None:
-    """What the compiled loop does, see `Deal`: each choice depends on the rounding of all before it."""
+    """Same result as the compiled loop, see `Deal`; each choice depends on the rounding of all previous ones."""
     (_deal_few if shares.size <= _FEW_DATASETS else _deal_many)(shares, had, first, dealt)
 
 
 def _deal_few(
     shares: npt.NDArray[np.float64], had: npt.NDArray[np.float64], first: int, dealt: npt.NDArray[np.int16]
 ) -> None:
-    """Plain Python, because a call into NumPy takes as long as ten datasets do."""
+    """Plain Python, because a NumPy call takes as long as ten datasets do."""
     weights, counts, chosen_of = shares.tolist(), had.tolist(), dealt.data
     for place in range(dealt.size):
         due = float(first + place or 1)

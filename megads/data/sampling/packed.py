@@ -1,12 +1,12 @@
-"""Samples of whole documents, packed best-fit: prompt/response pairs with the loss on responses.
+"""Best-fit packing: samples of whole documents; for prompt/response pairs the loss is computed on responses.
 
-A document of several sequences alternates between what is given and what is learnt: prompt, response, prompt and so on.
-It is cut where a sample ends, as its rest would lack the prompt. A document of one sequence is learnt whole: a long one
-fills samples of its own, and its rest is packed like a document (Ding et al. 2024, "Fewer truncations improve language
-modeling"). `megads.data.indexed.writer.TurnWriter` writes them; the files stay Megatron's.
+A document of several sequences alternates between prompts and responses. It is truncated at the length of a sample,
+because its rest would lack the prompt. A document of one sequence is trained on as a whole: a long one fills samples of
+its own, and its rest is packed like a document (Ding et al. 2024, "Fewer truncations improve language modeling").
+`megads.data.indexed.writer.TurnWriter` writes such documents in Megatron's file format.
 
-Which lengths share a sample follows from the documents' lengths alone, and is packed once, cached, and mapped by every
-rank; which document of a length, from the epoch.
+Which lengths share a sample depends only on the lengths of the documents. This is computed once, cached, and
+memory-mapped by every rank. Which document of a given length is used depends on the epoch.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from megads.errors import DataError
 
 FORMAT_VERSION = 1
 CHUNK = 1 << 20
-"""Documents that are looked at together, for bounded memory."""
+"""Documents that are processed together, to bound memory."""
 Integers = npt.NDArray[np.integer[Any]]
 KEPT_EPOCHS = 4
 
 
 def best_fit_decreasing(sizes: IntArray, capacity: int) -> IntArray:
-    """Puts items into bins, the largest first, each into the fullest bin that still takes it.
+    """Assigns items to bins, the largest first, each to the fullest bin with enough free capacity.
 
-    The items of one size go into the bins of one free capacity together, as many as fit into each, so the work grows
-    with the number of different sizes, not of items. Every such step but the last of a size uses a free capacity up and
-    leaves at most two others: all in all there are at most three steps a size. (Best-fit decreasing: Johnson 1973; for
+    Items of one size are placed at once into all bins of one free capacity, as many per bin as fit, so the work grows
+    with the number of distinct sizes, not of items. Every such step except the last of a size uses up a free capacity
+    and leaves at most two others, so there are at most three steps per size. (Best-fit decreasing: Johnson 1973; for
     sequences: Ding et al. 2024, "Fewer truncations improve language modeling".)
 
     Args:
         sizes: int64 [n], in descending order, from 1 to capacity.
-        capacity: of a bin.
+        capacity: size of a bin.
 
     Returns:
-        int64 [n], the bin of each item; bins are numbered from 0 in the order in which they are opened.
+        int64 [n], index of the bin of each item; bins are numbered from 0 in the order in which they are opened.
     """
     assert not sizes.size or (sizes[-1] >= 1 and sizes[0] <= capacity and np.all(np.diff(sizes) <= 0))
     bin_of = np.empty(sizes.size, np.int64)
@@ -73,7 +73,7 @@ def best_fit_decreasing(sizes: IntArray, capacity: int) -> IntArray:
 
 
 class _FreeBins:
-    """Bins by what still fits into them. Room for `capacity` has every bin that was never opened."""
+    """Bins by free capacity. All bins that were never opened have a free capacity of `capacity`."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -82,12 +82,12 @@ class _FreeBins:
         self._opened = 0
 
     def rooms(self, size: int) -> list[int]:
-        """Rooms of opened bins that take an item of that size, the tightest first."""
+        """Free capacities of opened bins that fit an item of that size, in ascending order."""
         found: list[int] = (size + np.flatnonzero(self._counts[size:])).tolist()
         return found
 
     def take(self, room: int, wanted: int) -> IntArray:
-        """Removes and returns up to `wanted` bins of that room."""
+        """Removes and returns up to `wanted` bins with free capacity `room`."""
         if room == self._capacity:
             self._opened += wanted
             return np.arange(self._opened - wanted, self._opened)
@@ -97,7 +97,7 @@ class _FreeBins:
         return bins[:wanted]
 
     def put(self, room: int, bins: IntArray) -> None:
-        """Returns bins with that room left."""
+        """Returns bins, which now have free capacity `room`."""
         if room and bins.size:
             self._by_room[room].append(bins)
             self._counts[room] += bins.size
@@ -105,17 +105,17 @@ class _FreeBins:
 
 @dataclass(frozen=True)
 class PackedCounts:
-    """What became of the documents, for events.jsonl.
+    """Packing statistics of the documents, for events.jsonl.
 
     Attributes:
-        documents: all of them.
-        tokens: of all of them.
-        samples: bins that they fill in each epoch.
-        split: longer than a sample, and trained in several.
-        truncated: longer than a sample; cut at its end.
-        dropped: with no token to learn, or none within a sample's length.
-        left_out_tokens: of documents that were truncated or dropped; never trained.
-        fill: share of the samples' places that hold a token.
+        documents: number of documents.
+        tokens: number of tokens in the documents.
+        samples: samples per epoch.
+        split: documents longer than a sample that are trained on in several pieces.
+        truncated: documents longer than a sample that are truncated.
+        dropped: documents without a token for the loss, or with none within a sample's length.
+        left_out_tokens: tokens of truncated or dropped documents that are never trained on.
+        fill: share of the samples' positions that hold a token.
     """
 
     documents: int
@@ -130,17 +130,18 @@ class PackedCounts:
 
 @dataclass(frozen=True)
 class _Bins:
-    """Pieces of documents, and the bins that lengths share.
+    """Pieces of documents, and their assignment to bins by length.
 
-    A long document's pieces share a token with the next: it is predicted once, and predicts once.
+    Adjacent pieces of a long document share one token: it is predicted in the first piece and is an input of the
+    second.
 
     Attributes:
-        documents: integer [pieces], number of the document.
-        offsets: int32 [pieces], its first token there.
-        sizes: int32 [pieces], tokens.
-        slots: integer [pieces], in the order of the bins: place of the piece among all, the longest first. Within a
-            bin the longest comes first too.
-        firsts: int64 [bins + 1], the first piece of each bin, in their order.
+        documents: integer [pieces], index of the document.
+        offsets: int32 [pieces], first token of the piece within its document.
+        sizes: int32 [pieces], length in tokens.
+        slots: integer [pieces], in bin order: rank of the piece among all pieces sorted by descending length. Within a
+            bin, pieces are in descending length too.
+        firsts: int64 [bins + 1], index of the first piece of each bin, in bin order.
         totals: int64 [5]: tokens, left_out_tokens, split, truncated and dropped of `PackedCounts`.
     """
 
@@ -153,16 +154,16 @@ class _Bins:
 
 
 class _PackedBins:
-    """Documents of a dataset, packed into samples of S + 1 tokens; the lengths in a bin are the same in every epoch.
+    """Documents of a dataset packed into samples of S + 1 tokens; the lengths in a bin are the same in every epoch.
 
     Args:
-        dataset: where the tokens are.
+        dataset: the dataset.
         documents: the documents to pack.
-        seq_len: S, tokens that a sample predicts.
-        cache_dir: where bins are cached; None is beside the dataset. Those of few documents are never cached.
+        seq_len: S, the number of predicted tokens per sample.
+        cache_dir: folder in which bins are cached; None is beside the dataset. Bins of few documents are not cached.
 
     Raises:
-        ConfigError: data.cache_dir was given and cannot be written.
+        ConfigError: data.cache_dir is set and cannot be written to.
     """
 
     def __init__(self, dataset: IndexedDataset, documents: range, seq_len: int, cache_dir: str | None = None) -> None:
@@ -178,13 +179,13 @@ class _PackedBins:
         names = [field.name for field in fields(_Bins)]
         self._bins = _Bins(**self._cached("bins", {}, names, lambda: vars(_pack(dataset, documents, self._capacity))))
         self.counts = self._count(len(documents))
-        """What became of the documents."""
+        """Packing statistics of the documents."""
 
     def __len__(self) -> int:
         return self._bins.firsts.size - 1
 
     def epoch(self, seed: int, epoch: int) -> tuple[Integers, Integers]:
-        """Returns the pieces in the order of the bins, and the bins in the order of training."""
+        """Returns the pieces in bin order, and the bins in training order."""
 
         def build() -> Arrays:
             random = np.random.PCG64(np.random.SeedSequence([seed, epoch]))
@@ -195,7 +196,7 @@ class _PackedBins:
         return found["pieces"], found["bins"]
 
     def unshuffled(self) -> Integers:
-        """Returns the pieces in the order of the bins, those of a length in the order of the documents."""
+        """Returns the pieces in bin order, pieces of equal length in document order."""
 
         def build() -> Arrays:
             return {"pieces": self._in_bins(_narrow(np.arange(self._bins.sizes.size)))}
@@ -203,14 +204,15 @@ class _PackedBins:
         return self._cached("unshuffled", {"order": "unshuffled"}, ("pieces",), build)["pieces"]
 
     def pieces_of(self, pieces_by_bin: Integers, bins: IntArray) -> tuple[IntArray, ...]:
-        """Where the content of n bins is.
+        """Locates the content of n bins.
 
         Args:
-            pieces_by_bin: of an epoch, or unshuffled.
-            bins: int64 [n].
+            pieces_by_bin: pieces in bin order, of an epoch or unshuffled.
+            bins: int64 [n], indices of the bins.
 
         Returns:
-            int64 [pieces of these bins] each: index into `bins`, document, first token in it, and tokens.
+            Four int64 [pieces of these bins]: index into `bins`, document, first token in the document, length in
+            tokens.
         """
         firsts, found = self._bins.firsts[bins], self._bins
         counts = found.firsts[bins + 1] - firsts
@@ -219,13 +221,13 @@ class _PackedBins:
         return which, *(part[pieces].astype(np.int64) for part in (found.documents, found.offsets, found.sizes))
 
     def _in_bins(self, order: Integers) -> Integers:
-        """Pieces of bin 0, then of bin 1 and so on; those of equal size change places as `order`, [pieces], says."""
+        """Returns the pieces in bin order; pieces of equal size are permuted according to `order`, [pieces]."""
         by_size = order[_longest_first(self._bins.sizes[order], self._capacity)]
         return by_size[self._bins.slots]
 
     def _count(self, documents: int) -> PackedCounts:
         tokens, left_out, split, truncated, dropped = self._bins.totals.tolist()
-        # A piece's first token is the last one of the piece before.
+        # The first token of a piece is also the last one of the previous piece.
         placed = tokens - left_out + self._bins.sizes.size - (documents - dropped)
         return PackedCounts(
             documents=documents,
@@ -239,7 +241,8 @@ class _PackedBins:
         )
 
     def _cached(self, name: str, more: dict[str, Any], arrays: Sequence[str], build: Callable[[], Arrays]) -> Arrays:
-        """Arrays that follow from the dataset's key and what is added to it; mapped, where they are many."""
+        """Returns arrays that are determined by the dataset's key and `more`; cached and memory-mapped if they are
+        large."""
         if self._small:
             return build()
         built = functools.cache(build)
@@ -255,9 +258,9 @@ class _PackedBins:
         return found if found is not None else built()
 
 
-def _learnt_sequences(dataset: IndexedDataset, documents: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """Returns (index into documents, first token, end) of every sequence that is learnt, tokens counted from the
-    document's first; the first token of a document is not learnt, because nothing comes before it."""
+def _loss_sequences(dataset: IndexedDataset, documents: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """Returns (index into documents, first token, end) of every sequence in the loss, token positions relative to the
+    document. The first token of a document is not in the loss, because nothing precedes it."""
     first = dataset.document_index[documents]
     counts = dataset.document_index[documents + 1] - first
     which, within = np.repeat(np.arange(documents.size), counts), ragged_arange(counts)
@@ -288,10 +291,10 @@ def _pack(dataset: IndexedDataset, documents: range, capacity: int) -> _Bins:
 
 
 def _pieces(dataset: IndexedDataset, documents: range, capacity: int) -> tuple[Integers, Integers, Integers, IntArray]:
-    """Documents, offsets, sizes and totals, see `_Bins`, of documents with a token to learn."""
+    """Returns documents, offsets, sizes and totals (see `_Bins`) of the documents with a token in the loss."""
     all_sizes = dataset.document_sizes(documents)
     numbers = np.arange(documents.start, documents.stop)
-    kept = _learnt_tokens(dataset, numbers, capacity) > 0
+    kept = _num_loss_tokens(dataset, numbers, capacity) > 0
     numbers, sizes = numbers[kept], all_sizes[kept]
     whole = dataset.document_index[numbers + 1] - dataset.document_index[numbers] == 1
     counts = np.where(whole, np.maximum(-(-(sizes - 1) // (capacity - 1)), 1), 1)
@@ -306,26 +309,26 @@ def _pieces(dataset: IndexedDataset, documents: range, capacity: int) -> tuple[I
     return numbers[which].astype(dtype), offsets.astype(np.int32), lengths, totals
 
 
-def _learnt_tokens(dataset: IndexedDataset, documents: IntArray, limit: int) -> IntArray:
-    """Returns int64 [documents], learnt tokens among the first `limit` of each."""
-    which, begins, ends = _learnt_sequences(dataset, documents)
+def _num_loss_tokens(dataset: IndexedDataset, documents: IntArray, limit: int) -> IntArray:
+    """Returns int64 [documents], the number of loss tokens among the first `limit` tokens of each document."""
+    which, begins, ends = _loss_sequences(dataset, documents)
     return np.bincount(which, np.maximum(np.minimum(ends, limit) - begins, 0), documents.size).astype(np.int64)
 
 
 def _longest_first(sizes: npt.NDArray[np.int32], capacity: int) -> Integers:
-    """Stable order of sizes from 0 to the capacity, descending; NumPy sorts keys of 16 bits by radix."""
+    """Returns the stable descending order of sizes from 0 to the capacity; NumPy radix-sorts 16-bit keys."""
     keys = np.subtract(capacity, sizes)
     return _narrow(np.argsort(keys.astype(np.uint16) if capacity < 2**16 else keys, kind="stable"))
 
 
 def _narrow(places: IntArray) -> Integers:
-    """Numbers of places in an array of the same size, in half the bytes where they fit."""
+    """Returns indices into an array of the same size as int32 if they fit, which halves their memory."""
     return places.astype(np.int32) if places.size < 2**31 else places
 
 
 def _counted(runs: Runs, offsets: IntArray) -> IntArray:
-    """Spans of labels that are learnt, see Runs; each run begins in its document at an offset."""
-    which, begins, ends = _learnt_sequences(runs.dataset, runs.documents)
+    """Returns the label spans in the loss, see `Runs`; `offsets` are where the runs begin in their documents."""
+    which, begins, ends = _loss_sequences(runs.dataset, runs.documents)
     begins = np.maximum(begins - offsets[which], 1)
     ends = np.minimum(ends - offsets[which], runs.lengths[which])
     inside = ends > begins
@@ -338,7 +341,7 @@ def _counted(runs: Runs, offsets: IntArray) -> IntArray:
 def _runs(
     dataset: IndexedDataset, packed: _PackedBins, pieces_by_bin: Integers, bins: IntArray, rows: IntArray
 ) -> Runs:
-    """Runs of bins into rows of a batch."""
+    """Returns the runs that fill rows of a batch with the content of bins."""
     which, documents, offsets, lengths = packed.pieces_of(pieces_by_bin, bins)
     starts = dataset.document_bounds(documents)[0] + offsets
     places = places_in_rows(which, lengths)
@@ -347,21 +350,21 @@ def _runs(
 
 
 class PackedSamples:
-    """The endless stream of packed training samples: a `TrainSource`.
+    """The infinite stream of packed training samples: a `TrainSource`.
 
-    Which lengths share a sample is the same in every epoch; which of the documents of a length, and the order of the
-    samples, are functions of seed and epoch. So an epoch has the same number of samples whatever its number.
+    Which lengths share a sample is the same in every epoch. Which documents of each length are used, and the order of
+    the samples, are functions of seed and epoch. So every epoch has the same number of samples.
 
     Args:
-        dataset: where the tokens are.
+        dataset: the dataset.
         documents: the documents to train on.
-        seq_len: S, tokens that a sample predicts.
-        seed: of the order.
+        seq_len: S, the number of predicted tokens per sample.
+        seed: shuffling seed.
         cache_dir: see `_PackedBins`.
 
     Raises:
-        ConfigError: data.cache_dir was given and cannot be written.
-        DataError: no document has a token to learn.
+        ConfigError: data.cache_dir is set and cannot be written to.
+        DataError: no document has a token for the loss.
     """
 
     def __init__(
@@ -375,10 +378,10 @@ class PackedSamples:
         self.samples_per_epoch = len(self._bins)
         """Samples in one pass over the documents."""
         self.counts = self._bins.counts
-        """What became of the documents."""
+        """Packing statistics of the documents."""
 
     def dataset_samples(self, samples: IntArray) -> IntArray:
-        """Returns int64 [n, 2], (epoch, bin) of each of n sample numbers."""
+        """Returns int64 [n, 2], (epoch, bin) of each of n sample indices."""
         epochs, positions = np.divmod(samples, self.samples_per_epoch)
         bins = np.empty_like(positions)
         for epoch in np.unique(epochs):
@@ -387,17 +390,17 @@ class PackedSamples:
         return np.stack((epochs, bins), axis=1)
 
     def build_maps(self, samples: int) -> int:
-        """See `TrainSource`; one map an epoch."""
+        """See `TrainSource`; there is one map per epoch."""
         maps = -(-samples // self.samples_per_epoch)
         for epoch in range(maps):
             self._epoch(epoch)
         return maps
 
     def build_next_maps(self, samples: int, end: int | None, stop: threading.Event) -> None:
-        """See `TrainSource`; there are none."""
+        """See `TrainSource`; does nothing."""
 
     def runs(self, samples: IntArray) -> list[Runs]:
-        """Where the tokens of samples are, see `SampleSource`; one item an epoch."""
+        """Returns the locations of samples' tokens, see `SampleSource`; one item per epoch."""
         epochs, bins = self.dataset_samples(samples).T
         found = []
         for epoch in np.unique(epochs):
@@ -406,7 +409,7 @@ class PackedSamples:
         return found
 
     def _epoch(self, epoch: int) -> tuple[Integers, Integers]:
-        """Pieces in the order of the bins, and the bins in the order of training."""
+        """Returns the pieces in bin order, and the bins in training order."""
         found = self._epochs.get(epoch)
         if found is None:
             found = self._epochs[epoch] = self._bins.epoch(self._seed, epoch)
@@ -416,17 +419,17 @@ class PackedSamples:
 
 
 class PackedValidation:
-    """Packed documents, each once and in an order that no seed changes: a `ValidationSource`.
+    """Packed documents, each once and in an order that does not depend on a seed: a `ValidationSource`.
 
     Args:
-        dataset: where the tokens are.
+        dataset: the dataset.
         documents: the documents to validate on.
-        seq_len: S, tokens that a window predicts.
+        seq_len: S, the number of predicted tokens per window.
         cache_dir: see `_PackedBins`.
 
     Raises:
-        ConfigError: data.cache_dir was given and cannot be written.
-        DataError: no document has a token to learn.
+        ConfigError: data.cache_dir is set and cannot be written to.
+        DataError: no document has a token for the loss.
     """
 
     def __init__(self, dataset: IndexedDataset, documents: range, seq_len: int, cache_dir: str | None = None) -> None:
@@ -440,7 +443,7 @@ class PackedValidation:
         return len(self._bins)
 
     def runs(self, windows: IntArray) -> list[Runs]:
-        """Where the tokens of windows are, see `SampleSource`; windows beyond the last have none."""
+        """Returns the locations of windows' tokens, see `SampleSource`; windows after the last have none."""
         rows = np.flatnonzero(windows < len(self))
         return [_runs(self.dataset, self._bins, self._order, windows[rows], rows)]
 

@@ -1,6 +1,6 @@
-"""Which stretches of a dataset fill which places of a batch, worked out for all its samples at once.
+"""Computes which token ranges of a dataset fill which positions of a batch, for all samples at once.
 
-`sample_origins` names the documents behind them, for whoever asks what a step was trained on.
+`sample_origins` finds the documents of the samples of a step, for inspection.
 
 Shape suffixes: b = samples, s = sequence length, t = s + 1 tokens of a sample, r = runs.
 """
@@ -20,22 +20,22 @@ from megads.data.indexed.dataset import Array, IndexedDataset, IntArray
 from megads.data.sampling.index_maps import EpochMap
 
 _FEW_RUNS = 16
-"""So many are not sorted before they are read."""
+"""Up to this many runs are not sorted before they are read."""
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Stretches of consecutive tokens, each of one document, that fill the rows of a batch without overlap.
+    """Runs of consecutive tokens, each from one document, that fill the rows of a batch without overlap.
 
     Attributes:
-        dataset: where the tokens are.
-        documents: int64 [r], number of the document.
+        dataset: the dataset.
+        documents: int64 [r], index of the document.
         starts: int64 [r], position in `.bin` of the first token.
-        lengths: int64 [r], tokens, above 0.
+        lengths: int64 [r], number of tokens, above 0.
         rows: int64 [r], row of the batch.
-        places: int64 [r], place in the row of the first token.
-        counted: int64 [n, 3] of (row, first label, end of labels): where the loss counts. None where it does on every
-            label that has a token.
+        places: int64 [r], position in the row of the first token.
+        counted: int64 [n, 3], (row, first label, end of labels) of the label spans in the loss. None if every label
+            with a token is in the loss.
     """
 
     dataset: IndexedDataset
@@ -48,49 +48,50 @@ class Runs:
 
 
 class SampleSource(Protocol):
-    """Numbered samples, for training or validation, of one dataset or of several."""
+    """Indexed samples for training or validation, from one dataset or several."""
 
     @property
     def seq_len(self) -> int:
-        """S, tokens that a sample predicts; it has S + 1."""
+        """S, the number of predicted tokens per sample, which has S + 1 tokens."""
 
     def runs(self, samples: IntArray) -> Sequence[Runs]:
-        """Where the tokens of samples are; no token is read.
+        """Locates the tokens of samples without reading them.
 
         Args:
-            samples: int64 [b] numbers; one that does not exist (beyond the end of validation) has no runs.
+            samples: int64 [b], sample indices; a sample that does not exist (beyond the end of validation) has no runs.
 
         Returns:
-            Runs with rows 0 to b - 1 in the order of `samples`; one item a dataset.
+            Runs with rows 0 to b - 1 in the order of `samples`; at least one item per dataset.
         """
 
 
 class TrainSource(SampleSource, Protocol):
-    """Samples without an end."""
+    """An infinite stream of samples."""
 
     samples_per_epoch: int
 
     def dataset_samples(self, samples: IntArray) -> IntArray:
-        """Returns int64 [n, k], what determines the content of each of n samples; `batch_hash` is of it."""
+        """Returns int64 [n, k], the values that determine the content of each of n samples, as hashed by
+        `batch_hash`."""
 
     def build_maps(self, samples: int) -> int:
-        """Builds and caches the index maps that the first samples need; returns how many there are."""
+        """Builds and caches the index maps that the first samples need; returns their number."""
 
     def build_next_maps(self, samples: int, end: int | None, stop: threading.Event) -> None:
-        """Builds the maps that are needed soon, in this thread, where nobody else does and nobody has.
+        """Builds maps that will soon be needed, in this thread, unless they exist or another process builds them.
 
         Args:
-            samples: numbers below it have been read.
-            end: numbers from it on will not be; None where that is not known.
-            stop: ends the build when it is set.
+            samples: number of samples that have been read.
+            end: number of samples that will be read; None if unknown.
+            stop: event that ends the build.
 
         Raises:
-            ConfigError: data.cache_dir was given and cannot be written.
+            ConfigError: data.cache_dir is set and cannot be written to.
         """
 
 
 class ValidationSource(SampleSource, Protocol):
-    """Windows 0 to len - 1, read once and in order."""
+    """Windows 0 to len - 1, which are read once and in order."""
 
     def __len__(self) -> int: ...
 
@@ -102,13 +103,13 @@ def ragged_arange(counts: IntArray) -> IntArray:
 
 
 def runs_of_samples(dataset: IndexedDataset, epoch_map: EpochMap, index_rows: IntArray, batch_rows: IntArray) -> Runs:
-    """Runs of samples that were cut from documents laid end to end.
+    """Returns the runs of samples that were cut from concatenated documents.
 
     Args:
-        dataset: where the tokens are.
-        epoch_map: the order of the epoch that the samples belong to.
-        index_rows: int64 [b], row of its sample index of each sample.
-        batch_rows: int64 [b], row of the batch that each shall fill.
+        dataset: the dataset.
+        epoch_map: index map of the samples' epoch.
+        index_rows: int64 [b], row of the sample index of each sample.
+        batch_rows: int64 [b], row of the batch that each sample fills.
 
     Returns:
         The runs; documents without tokens have none.
@@ -119,25 +120,25 @@ def runs_of_samples(dataset: IndexedDataset, epoch_map: EpochMap, index_rows: In
     within = ragged_arange(counts)
     documents = epoch_map.document_order[first[sample, 0] + within].astype(np.int64)
     starts, ends = dataset.document_bounds(documents)
-    # A sample's last token is the first one of the next sample.
+    # The last token of a sample is also the first one of the next sample.
     ends = np.where(within == counts[sample] - 1, starts + last[sample, 1] + 1, ends)
     starts = np.where(within == 0, starts + first[sample, 1], starts)
     return _in_order(dataset, documents, starts, ends, batch_rows[sample])
 
 
 def runs_of_windows(dataset: IndexedDataset, documents: range, begins: IntArray, ends: IntArray) -> Runs:
-    """Runs of windows on consecutive documents, one window a row of the batch; an empty window has none.
+    """Returns the runs of windows on consecutive documents, one window per row of the batch; an empty window has none.
 
     Args:
-        dataset: where the tokens are.
-        documents: those that the windows lie in.
+        dataset: the dataset.
+        documents: documents that contain the windows.
         begins: int64 [b], position in `.bin` of each window's first token.
-        ends: int64 [b], the same of its end, exclusive.
+        ends: int64 [b], position in `.bin` of each window's end, exclusive.
 
     Returns:
-        The runs; the loss counts on all of their tokens but the first of a row.
+        The runs; all of their tokens except the first of a row are in the loss.
     """
-    # Looked up in the index, of which a search reads a few pages: the starts of all documents may be gigabytes.
+    # A binary search in the index reads a few pages, whereas the starts of all documents may be gigabytes.
     first = _documents_at(dataset, documents, begins)
     last = _documents_at(dataset, documents, ends - 1)
     counts = np.where(ends > begins, last - first + 1, 0)
@@ -148,13 +149,13 @@ def runs_of_windows(dataset: IndexedDataset, documents: range, begins: IntArray,
 
 
 def _documents_at(dataset: IndexedDataset, documents: range, positions: IntArray) -> IntArray:
-    """The last document that starts at or before each position."""
+    """Returns the last document that starts at or before each position."""
     found = [bisect_right(documents, position, key=dataset.document_start) for position in positions.tolist()]
     return np.array(found, np.int64) + (documents.start - 1)
 
 
 def _in_order(dataset: IndexedDataset, documents: IntArray, starts: IntArray, ends: IntArray, rows: IntArray) -> Runs:
-    """Runs that follow each other in their rows, without those that have no token."""
+    """Returns consecutive runs of rows, without empty ones."""
     filled = ends > starts
     documents, starts, rows = documents[filled], starts[filled], rows[filled]
     lengths = ends[filled] - starts
@@ -162,7 +163,7 @@ def _in_order(dataset: IndexedDataset, documents: IntArray, starts: IntArray, en
 
 
 def places_in_rows(rows: IntArray, lengths: IntArray) -> IntArray:
-    """Returns int64 [r], where each run starts in its row when the runs of a row stand together, end to end."""
+    """Returns int64 [r], the start of each run in its row if the runs of a row are consecutive."""
     before = np.cumsum(lengths) - lengths
     if not rows.size:
         return before
@@ -171,12 +172,12 @@ def places_in_rows(rows: IntArray, lengths: IntArray) -> IntArray:
 
 
 def blended_runs(parts: Sequence[SampleSource], which: IntArray, numbers: IntArray) -> list[Runs]:
-    """Runs of a batch whose samples come from several sources.
+    """Returns the runs of a batch whose samples come from several sources.
 
     Args:
         parts: the sources, all of one sequence length.
         which: int64 [b], index into `parts` of each sample.
-        numbers: int64 [b], its number there.
+        numbers: int64 [b], index of each sample in its source.
     """
     found = []
     for part, rows in rows_by_part(which):
@@ -190,7 +191,7 @@ def blended_runs(parts: Sequence[SampleSource], which: IntArray, numbers: IntArr
 
 
 def rows_by_part(which: IntArray) -> Iterator[tuple[int, IntArray]]:
-    """Yields each part that occurs, in order, and the rows in which it does."""
+    """Yields each part that occurs, in order, and its rows."""
     order = np.argsort(which, kind="stable")
     parts = which[order]
     borders = np.flatnonzero(parts[1:] != parts[:-1]) + 1
@@ -202,12 +203,12 @@ def rows_by_part(which: IntArray) -> Iterator[tuple[int, IntArray]]:
 def copy_tokens(runs: Sequence[Runs], out_bt: Array) -> None:
     """Copies the tokens of a batch.
 
-    They are read in the order of the file, so that pages and disk blocks are visited once and forwards. A loop over
-    slices beats `numpy.take` of single tokens even at 50 tokens a document (measured: docs/performance.md).
+    They are read in file order, so that pages and disk blocks are visited once and in ascending order. A loop over
+    slices is faster than `numpy.take` of single tokens even at 50 tokens per document (measured: docs/performance.md).
 
     Args:
-        runs: what to copy.
-        out_bt: contiguous, of a dtype that holds all tokens; places without a run stay as they are.
+        runs: runs to copy.
+        out_bt: contiguous output, of a dtype that holds all tokens; positions without a run stay unchanged.
     """
     flat, width = out_bt.reshape(-1), out_bt.shape[1]
     for part in runs:
@@ -225,9 +226,9 @@ def copy_tokens(runs: Sequence[Runs], out_bt: Array) -> None:
 
 
 def document_starts(runs: Sequence[Runs], batch: int, seq_len: int) -> IntArray:
-    """Returns int64 [b, s]: place at which the document of each input token starts.
+    """Returns int64 [b, s], the position at which the document of each input token starts.
 
-    0 for a document in whose middle the sample starts. What follows the last run of a row goes on with its document.
+    It is 0 for a document that starts before the sample. Positions after the last run of a row belong to its document.
     """
     borders = [np.arange(batch) * seq_len]
     for part in runs:
@@ -238,21 +239,22 @@ def document_starts(runs: Sequence[Runs], batch: int, seq_len: int) -> IntArray:
 
 
 def loss_mask(runs: Sequence[Runs], batch: int, seq_len: int, mask_eod: bool) -> npt.NDArray[np.float32]:
-    """Returns float32 [b, s]: 1 where the loss counts on a label.
+    """Returns float32 [b, s]: 1 for labels in the loss.
 
     Args:
-        runs: the batch's.
-        batch: b, its rows.
-        seq_len: s, its labels.
-        mask_eod: no loss on a document's first token, which the one before cannot predict: 0 where the input token ends
-            a document. Megatron's `eod_mask_loss`, with the borders of the index in place of a token id.
+        runs: runs of the batch.
+        batch: b, number of rows.
+        seq_len: s, number of labels.
+        mask_eod: no loss on a document's first token, which cannot be predicted from the previous document: 0 where the
+            input token ends a document. Megatron's `eod_mask_loss`, based on the document boundaries of the index
+            instead of a token id.
     """
     mask_bs = np.zeros((batch, seq_len), np.float32)
     for part in runs:
         if part.counted is None:
             mask_bs[part.rows] = 1
         else:
-            # +1 where counting begins and -1 where it ends, summed up, is 1 in between.
+            # The cumulative sum of +1 at each begin and -1 at each end is 1 in between.
             steps = np.zeros(batch * (seq_len + 1) + 1, np.int32)
             np.add.at(steps, part.counted[:, 0] * (seq_len + 1) + part.counted[:, 1], 1)
             np.add.at(steps, part.counted[:, 0] * (seq_len + 1) + part.counted[:, 2], -1)
@@ -264,7 +266,7 @@ def loss_mask(runs: Sequence[Runs], batch: int, seq_len: int, mask_eod: bool) ->
 
 
 def token_at(runs: Sequence[Runs], row: int, place: int) -> tuple[IndexedDataset, int, int]:
-    """Returns (dataset, document, offset in the document) of the token of a batch at that place."""
+    """Returns (dataset, document, offset in the document) of the token at a position of a batch."""
     for part in runs:
         found = np.flatnonzero((part.rows == row) & (part.places <= place) & (place < part.places + part.lengths))
         if found.size:
@@ -282,16 +284,16 @@ def widest_dtype(runs: Sequence[Runs]) -> np.dtype[Any]:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Consecutive tokens of one document that stand together in a sample.
+    """Consecutive tokens of one document within a sample.
 
     Attributes:
         dataset: prefix of the dataset.
-        document: number of the document in it.
-        offset: of the first token in the document.
-        document_tokens: that the whole document has.
-        place: of the first token in the sample.
+        document: index of the document.
+        offset: offset of the first token in the document.
+        document_tokens: number of tokens of the whole document.
+        place: position of the first token in the sample.
         tokens: int64 [n].
-        counted: bool [n], whether the loss counts on the prediction of each; never on a sample's first token.
+        counted: bool [n], whether the prediction of each token is in the loss; False for a sample's first token.
     """
 
     dataset: str
@@ -305,12 +307,12 @@ class Stretch:
 
 @dataclass(frozen=True)
 class SampleOrigin:
-    """Where one sample came from.
+    """Origin of one sample.
 
     Attributes:
-        sample: its number in the run.
-        key: what `batch_hash` is of: (epoch, row of its order), in a blend with the dataset's number before them.
-        stretches: in the order of their places.
+        sample: index of the sample in the run.
+        key: values that `batch_hash` hashes: (epoch, row of its order), in a blend preceded by the dataset's index.
+        stretches: token ranges, in the order of their positions.
     """
 
     sample: int
@@ -318,21 +320,22 @@ class SampleOrigin:
     stretches: tuple[Stretch, ...]
 
     def cut(self, ranges: Sequence[range]) -> SampleOrigin:
-        """Returns what a rank reads that holds some places of the sample: those inputs, and the label of the last.
+        """Returns the part that a rank reads which holds some positions of the sample: those inputs, and the label of
+        the last.
 
         Args:
-            ranges: of places; the first token of each is predicted by another rank.
+            ranges: ranges of positions; the first token of each is predicted by another rank.
         """
         parts = [_within(stretch, places) for places in ranges for stretch in self.stretches]
         return replace(self, stretches=tuple(part for part in parts if part.tokens.size))
 
 
 def sample_origins(source: TrainSource, samples: IntArray, mask_eod: bool) -> list[SampleOrigin]:
-    """Finds where samples came from, and reads their tokens.
+    """Finds the origins of samples, and reads their tokens.
 
     Args:
-        source: the run's samples.
-        samples: int64 [n], their numbers.
+        source: sample source of the run.
+        samples: int64 [n], sample indices.
         mask_eod: as in `Packing`.
     """
     runs, keys = source.runs(samples), source.dataset_samples(samples)
@@ -359,7 +362,7 @@ def sample_origins(source: TrainSource, samples: IntArray, mask_eod: bool) -> li
 
 
 def _within(stretch: Stretch, places: range) -> Stretch:
-    """What of a stretch is in the inputs at some places, or the label of the last of them."""
+    """Returns the part of a stretch that is in the inputs at some positions, or is the label of the last one."""
     first = min(max(places.start - stretch.place, 0), stretch.tokens.size)
     end = min(max(places.stop + 1 - stretch.place, first), stretch.tokens.size)
     counted = stretch.counted[first:end].copy()

@@ -1,4 +1,4 @@
-"""Which samples each rank reads in a step, and which data.skip leaves out: functions of the samples consumed so far."""
+"""Assigns samples to ranks in a step, and applies data.skip: functions of the number of samples consumed so far."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from megads.errors import ConfigError
 def micro_batch_ids(
     first_sample: int, global_batch_size: int, micro_batch_size: int, dp_rank: int, dp: int
 ) -> IntArray:
-    """Deals the samples of one step to one data-parallel rank.
+    """Returns the samples of one step for one data-parallel rank.
 
-    Micro-batch m of rank r holds first_sample + m*micro*dp + r*micro + (0..micro-1): the union over ranks is the same
-    consecutive run of samples in every layout.
+    Micro-batch m of rank r has the samples first_sample + m*micro*dp + r*micro + (0..micro-1), so the union over ranks
+    is the same consecutive range of samples in every layout.
 
     Args:
         first_sample: samples consumed before the step.
         global_batch_size: samples in the step.
         micro_batch_size: samples in one forward pass of one rank.
-        dp_rank: r, the rank that asks.
-        dp: data-parallel ranks.
+        dp_rank: r, the data-parallel rank.
+        dp: number of data-parallel ranks.
 
     Returns:
-        int64 [micro-batches, micro_batch_size], numbers of samples in the run's global order.
+        int64 [micro-batches, micro_batch_size], sample indices in the run's global order.
 
     Raises:
         ConfigError: the batch does not divide into micro-batches.
@@ -38,7 +38,7 @@ def micro_batch_ids(
     block = micro_batch_size * dp
     if global_batch_size % block:
         raise ConfigError(
-            f"a global batch of {global_batch_size} samples is no multiple of train.micro_batch_size * dp = "
+            f"a global batch of {global_batch_size} samples is not a multiple of train.micro_batch_size * dp = "
             f"{micro_batch_size} * {dp} = {block}"
         )
     first_of_micro_batch = np.arange(global_batch_size // block, dtype=np.int64)[:, None] * block
@@ -46,7 +46,7 @@ def micro_batch_ids(
 
 
 def batch_hash(dataset_samples: IntArray | Sequence[tuple[int, int]]) -> str:
-    """Hashes a step's samples; equal across layouts and across a resume.
+    """Hashes a step's samples; the hash is the same in every layout and after a resume.
 
     Args:
         dataset_samples: integers [global batch size, 2], (epoch, row of the sample index) in global order.
@@ -59,23 +59,23 @@ def batch_hash(dataset_samples: IntArray | Sequence[tuple[int, int]]) -> str:
 
 @dataclass(frozen=True)
 class Skips:
-    """Ranges left out of a stream; what follows moves up, so nothing else is lost or repeated.
+    """Skipped ranges of a stream; later samples move up, so no other sample is lost or repeated.
 
     Attributes:
-        ranges: (first number, end) in the stream as it is with the ranges before it left out.
+        ranges: (first index, end) in the stream without the preceding ranges.
     """
 
     ranges: tuple[tuple[int, int], ...] = ()
 
     def apply(self, samples: IntArray) -> IntArray:
-        """Returns int64 [n], the numbers in the whole stream of a run's samples."""
-        # The last range is told in numbers that all others have made, so it is undone first.
+        """Returns int64 [n], the indices of a run's samples in the stream including skipped ranges."""
+        # The last range refers to the stream without all others, so it is undone first.
         for first, end in reversed(self.ranges):
             samples = samples + (samples >= first) * np.int64(end - first)
         return samples
 
     def left_out(self) -> list[tuple[int, int]]:
-        """Returns (first number, end) in the whole stream of what is left out, in order, each number once."""
+        """Returns (first index, end) of the skipped ranges in the whole stream, in order and without overlap."""
         found: list[tuple[int, int]] = []
         for place, (first, end) in enumerate(self.ranges):
             numbers = Skips(self.ranges[:place]).apply(np.arange(first, end, dtype=np.int64))
@@ -84,7 +84,7 @@ class Skips:
         return sorted(found)
 
     def left_out_before(self, samples: int) -> list[tuple[int, int]]:
-        """Returns the same as far as it lies before the last of the run's first samples, neighbours joined."""
+        """Returns the ranges of `left_out` before the last of the run's first samples, with adjacent ranges joined."""
         end = int(self.apply(np.array([samples - 1]))[0]) if samples else 0
         found: list[tuple[int, int]] = []
         for first, last in self.left_out():
@@ -96,15 +96,15 @@ class Skips:
 
 
 def require_same_past(before: Skips, now: Skips, samples: int) -> None:
-    """Refuses a change of what is left out among samples that are trained already.
+    """Checks that the skipped ranges among samples already trained on have not changed.
 
     Args:
-        before: in force when they were trained.
-        now: what the config says.
-        samples: consumed so far.
+        before: skipped ranges when the samples were trained on.
+        now: skipped ranges of the config.
+        samples: samples consumed so far.
 
     Raises:
-        ConfigError: the samples to come would not be those that follow.
+        ConfigError: they have changed, so that later samples would be shifted.
     """
     left_out, wanted = before.left_out_before(samples), now.left_out_before(samples)
     if left_out != wanted:
@@ -120,11 +120,11 @@ def _shown(ranges: Sequence[tuple[int, int]]) -> str:
 
 
 def skips_of(config: Sequence[SkipConfig], schedule: BatchSizeSchedule) -> Skips:
-    """Translates data.skip into ranges of samples.
+    """Converts data.skip to ranges of samples.
 
     Args:
-        config: checked.
-        schedule: tells which samples a step trains on.
+        config: data.skip, already checked.
+        schedule: batch-size schedule, which maps steps to samples.
     """
     ranges = []
     for item in config:

@@ -1,6 +1,6 @@
-"""Samples of a dataset by number: shuffled for training, complete and in order for validation.
+"""Samples of a dataset by index: shuffled for training, complete and in order for validation.
 
-`unigram_entropy` is the loss on a validation set that a model must beat: that of the best one without context.
+`unigram_entropy` is the loss of the best model without context on a validation set, as a baseline.
 """
 
 from __future__ import annotations
@@ -29,26 +29,27 @@ from megads.errors import DataError
 
 KEPT_EPOCHS = 16
 FEW_SAMPLES, FEW_DOCUMENTS = 8, 16
-"""Up to so many, of so many documents each, are found faster one by one than by operations on arrays."""
+"""Up to this many samples, of up to this many documents each, are located faster one by one than with array
+operations."""
 _BUILT_AHEAD = 1 / 16
-"""The next epoch's map is built in so much of an epoch at its end."""
+"""The next epoch's map is built in this last part of an epoch."""
 CHUNK_TOKENS = 1 << 22
-"""That `unigram_entropy` counts at a time."""
+"""Tokens that `unigram_entropy` counts at a time."""
 _SAMPLED_TOKENS = 1 << 24
-"""Of a larger validation set it counts so many, in windows that are evenly spaced over the set."""
+"""Maximum number of tokens that it counts, in windows evenly spaced over the validation set."""
 _MAX_TOKEN_ID = 1 << 24
-"""A larger token id is damage: counting it would take memory for that many tokens."""
+"""A larger token id is treated as damage, since counting it would need memory for that many tokens."""
 
 
 class TrainSamples:
-    """The endless stream of a run's training samples, epoch after epoch, each in an order of its own.
+    """The infinite stream of a run's training samples, in a different order in every epoch.
 
     Args:
-        dataset: where the tokens are.
+        dataset: the dataset.
         documents: the documents to train on.
-        seq_len: S, tokens that a sample predicts.
-        seed: of the order.
-        cache_dir: where index maps are cached; None is beside the dataset.
+        seq_len: S, the number of predicted tokens per sample.
+        seed: shuffling seed.
+        cache_dir: folder in which index maps are cached; None is beside the dataset.
 
     Raises:
         DataError: the documents have too few tokens for one sample.
@@ -69,7 +70,7 @@ class TrainSamples:
         self.samples_per_epoch = max(tokens - 1, 0) // seq_len
         """Samples in one pass over the documents."""
         self.samples_per_map = self.samples_per_epoch
-        """Samples of one index map, after which the next one begins."""
+        """Number of samples covered by one index map."""
         if self.samples_per_epoch == 0:
             raise DataError(
                 f"{dataset.name}: documents {documents.start} to {documents.stop - 1} have {tokens} tokens, one "
@@ -78,7 +79,7 @@ class TrainSamples:
             )
 
     def dataset_samples(self, samples: IntArray) -> IntArray:
-        """Returns int64 [n, 2], (epoch, row of that epoch's sample index) of each of n sample numbers."""
+        """Returns int64 [n, 2], (epoch, row of that epoch's sample index) of each of n sample indices."""
         if samples.size <= FEW_SAMPLES:
             return np.array([self._row(sample) for sample in samples.tolist()], np.int64).reshape(-1, 2)
         epochs, positions = np.divmod(samples, self.samples_per_map)
@@ -89,24 +90,24 @@ class TrainSamples:
         return np.stack((epochs, rows), axis=1)
 
     def build_maps(self, samples: int) -> int:
-        """See `TrainSource`; one map an epoch."""
+        """See `TrainSource`; there is one map per epoch."""
         maps = -(-samples // self.samples_per_map)
         for epoch in range(maps):
             self._epoch_map(epoch)
         return maps
 
     def build_next_maps(self, samples: int, end: int | None, stop: threading.Event) -> None:
-        """See `TrainSource`; the next epoch's, in the last part of an epoch."""
+        """See `TrainSource`; builds the next epoch's map in the last part of an epoch."""
         epoch, place = divmod(samples, self.samples_per_map)
         first = (epoch + 1) * self.samples_per_map
         due = place >= self.samples_per_map * (1 - _BUILT_AHEAD) and (end is None or first < end)
         if due and epoch + 1 not in self._built_ahead:
-            # Whatever comes of it: it is built, or fails for all to see, when it is needed.
+            # Tried only once: if it fails, the map is built, or the error is raised, when the map is needed.
             self._built_ahead.add(epoch + 1)
             self._cache.build_ahead(self.dataset, self._map_key(epoch + 1), stop)
 
     def runs(self, samples: IntArray) -> list[Runs]:
-        """Where the tokens of samples are, see `SampleSource`; one item an epoch, or one for few samples."""
+        """Returns the locations of samples' tokens, see `SampleSource`; one item per epoch, or one for few samples."""
         if samples.size <= FEW_SAMPLES:
             found = self._runs_of_few(samples.tolist())
             if found is not None:
@@ -123,7 +124,8 @@ class TrainSamples:
         return epoch, int(self._epoch_map(epoch).shuffle.item(position))
 
     def _runs_of_few(self, samples: Sequence[int]) -> Runs | None:
-        """Runs of a few samples of few documents, without NumPy, whose calls would take most of the time; else None."""
+        """Returns the runs of a few samples of few documents without NumPy, whose overhead would dominate; else
+        None."""
         start_of = self.dataset.document_start
         # document, start, length, row, place
         found: list[tuple[int, int, int, int, int]] = []
@@ -139,7 +141,7 @@ class TrainSamples:
             for position in range(first, last + 1):
                 document = order.item(position)
                 start = start_of(document)
-                # A sample's last token is the first one of the next sample.
+                # The last token of a sample is also the first one of the next sample.
                 end = start + last_offset + 1 if position == last else start_of(document + 1)
                 start += offset
                 offset = 0
@@ -163,14 +165,14 @@ class TrainSamples:
 
 
 class ValidationSamples:
-    """Windows that predict every token of the documents' stream but the first exactly once.
+    """Windows that predict every token of the concatenated documents except the first exactly once.
 
-    Window i predicts tokens i*S + 1 to (i+1)*S of the stream; what the last one has too much is masked.
+    Window i predicts tokens i*S + 1 to (i+1)*S of the stream; the excess of the last window is masked.
 
     Args:
-        dataset: where the tokens are.
+        dataset: the dataset.
         documents: the documents to validate on.
-        seq_len: S, tokens that a window predicts.
+        seq_len: S, the number of predicted tokens per window.
 
     Raises:
         DataError: the documents have no token to predict.
@@ -192,11 +194,11 @@ class ValidationSamples:
 
     @property
     def num_predicted_tokens(self) -> int:
-        """Unmasked labels over all windows."""
+        """Number of unmasked labels over all windows."""
         return self._tokens - 1
 
     def runs(self, windows: IntArray) -> list[Runs]:
-        """Where the tokens of windows are, see `SampleSource`; windows beyond the last have none."""
+        """Returns the locations of windows' tokens, see `SampleSource`; windows after the last have none."""
         start, end = map(self.dataset.document_start, (self.documents.start, self.documents.stop))
         begins = start + windows * self.seq_len
         ends = np.minimum(begins + self.seq_len + 1, end)
@@ -209,11 +211,11 @@ class ValidationSamples:
 
 
 class WindowSubset:
-    """Some windows of a validation set, evenly spaced over it: a `ValidationSource`.
+    """Windows evenly spaced over a validation set: a `ValidationSource`.
 
     Args:
         source: the whole set.
-        max_tokens: places of the windows together, rounded up to whole windows.
+        max_tokens: total length of the windows, rounded up to whole windows.
     """
 
     def __init__(self, source: ValidationSource, max_tokens: int) -> None:
@@ -225,23 +227,23 @@ class WindowSubset:
         return self._windows
 
     def runs(self, windows: IntArray) -> Sequence[Runs]:
-        """Where the tokens of windows are, see `SampleSource`; windows beyond the last have none."""
+        """Returns the locations of windows' tokens, see `SampleSource`; windows after the last have none."""
         whole = len(self._source)
         return self._source.runs(np.where(windows < self._windows, windows * whole // self._windows, whole))
 
 
 def split_documents(dataset: IndexedDataset, shares: Sequence[float]) -> list[range]:
-    """Divides a dataset's documents, in order, by the method of largest remainders.
+    """Divides a dataset's documents, in order, by the largest remainder method.
 
     Args:
-        dataset: what to divide.
-        shares: one weight a part; need not sum to 1.
+        dataset: the dataset.
+        shares: weight of each part; need not sum to 1.
 
     Returns:
-        One range of documents a share; empty only where the share is 0.
+        A range of documents for each share; empty only if the share is 0.
 
     Raises:
-        DataError: fewer documents than shares above 0.
+        DataError: there are fewer documents than shares above 0.
     """
     total, parts = sum(shares), range(len(shares))
     exact = [dataset.num_documents * share / total for share in shares]
@@ -263,7 +265,7 @@ def split_documents(dataset: IndexedDataset, shares: Sequence[float]) -> list[ra
 
 
 def unigram_entropy(valid: ValidationSource) -> float:
-    """Computes the loss of the best model that ignores context, on the tokens that validation predicts, or a sample.
+    """Computes the loss of the best model that ignores context, on the tokens that validation predicts, or on a sample.
 
     Args:
         valid: the validation set.
@@ -272,7 +274,7 @@ def unigram_entropy(valid: ValidationSource) -> float:
         Entropy, in nats, of the distribution of its labels.
 
     Raises:
-        DataError: a token that cannot be one.
+        DataError: a token id is negative or too large.
     """
     valid = WindowSubset(valid, _SAMPLED_TOKENS)
     counts: IntArray = np.zeros(0, np.int64)

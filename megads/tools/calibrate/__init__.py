@@ -1,3 +1,3 @@
-"""`megads calibrate`: what this machine's products, memory and collectives reach, as a device file for planning."""
+"""`megads calibrate`: measures GEMMs, memory and collectives of this machine and writes a device file for planning."""
 
 __all__ = ["config", "measure"]

@@ -1,4 +1,4 @@
-"""What `megads calibrate` can be told."""
+"""Config of `megads calibrate`."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ _MOST_RANKS = 64
 
 @dataclass
 class CalibrateConfig:
-    """`megads calibrate`: measures this machine and writes a device file that megads plan takes."""
+    """Config of `megads calibrate`, which measures this machine and writes a device file for megads plan."""
 
     out: str = "device.yaml"
-    """File to write; must end in .yaml."""
+    """Device file to write; must end in .yaml."""
     ranks: int = 2
-    """Ranks that compute at the same time, as in training: they share the machine's memory and cores; each has a GPU of
-    its own where there are some. With 1 nothing is known of collectives: on a GPU whose name megads plan knows links
-    are taken from its table (like: h200 in the file)."""
+    """Ranks that compute at the same time, as in training: they share the machine's memory and cores; with GPUs, each
+    rank has its own. With 1, collectives are not measured; for a GPU model that megads plan knows, its table gives the
+    links (like: h200 in the file)."""
     threads: int | None = None
-    """CPU threads of each rank; null shares the cores out evenly."""
+    """CPU threads of each rank; null divides the cores evenly."""
     fp32: bool = False
-    """Measure products in fp32, for train.precision=fp32; else in bf16."""
+    """Measure GEMMs in fp32, for train.precision=fp32; else in bf16."""
     seconds: float = 0.1
-    """Seconds for which each measurement is repeated; the median counts. Steps of the models that are trained are as
-    many as this allows, at least 3."""
+    """Seconds for which each measurement is repeated; the median is used. It also limits the number of training steps
+    per model, which is at least 3."""
 
     def check(self) -> None:
-        """Raises ConfigError on a file that is no device's, and on numbers that are none."""
+        """Raises ConfigError on invalid values and on an output file that cannot be written."""
         if not self.out.endswith(".yaml"):
             raise ConfigError(f"out = {self.out}: must end in .yaml")
         if not 1 <= self.ranks <= _MOST_RANKS:
@@ -42,7 +42,7 @@ class CalibrateConfig:
         self._require_writable()
 
     def _require_writable(self) -> None:
-        """Raises ConfigError where the file could not be written after minutes of measuring."""
+        """Raises ConfigError if the output file cannot be written, before minutes of measuring."""
         path = Path(self.out)
         if path.is_dir():
             raise ConfigError(f"out = {path} is a folder: choose another file")

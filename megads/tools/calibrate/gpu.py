@@ -1,7 +1,7 @@
-"""What a rank measures on a GPU, with kernels and attention as a run would choose them.
+"""Measurements of a rank on a GPU, with the kernels and the attention implementation that a run would choose.
 
-Shapes are those of models that are worth a GPU, and times are the GPU's own: while it is busy its host is ahead, so
-that launches count only where they take longer than what they launch (`RankOperators.host`).
+Shapes are typical of training on GPUs. Times are device times: while the GPU is busy the host runs ahead, so kernel
+launches count only where they take longer than the launched kernels (`RankOperators.host`).
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ from megads.tools.calibrate.passes import (
 )
 
 _TUNED_LENGTH = 2048
-"""Tokens a sample for which kinds of attention are tried; the quickest is taken for all lengths."""
+"""Sequence length at which attention implementations are autotuned; the fastest is used for all lengths."""
 _RECOMPILED = 64
-"""Shapes for which torch may compile FlexAttention before it falls back to plain operators; runs have one."""
+"""dynamo recompile limit: shapes for which FlexAttention is compiled before it falls back to eager; runs have one."""
 _OF_NODE = frozenset(
     ("ranks_per_node", "node_gigabytes_per_s", "node_latency_us", "link_efficiency", "collectives", "hidden_cost")
 )
-"""What ranks of one node measure of their links."""
+"""Link attributes that ranks of one node can measure."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """What does not have to be measured.
+    """Properties of a GPU that are not measured.
 
     Attributes:
-        name: as the driver has it.
-        processors: streaming multiprocessors.
-        memory_bytes: that programs can allocate.
+        name: name reported by the driver.
+        processors: number of streaming multiprocessors.
+        memory_bytes: total memory that programs can allocate.
     """
 
     name: str
@@ -71,15 +71,15 @@ class Gpu:
 
     @classmethod
     def of(cls, device: torch.device) -> Gpu:
-        """This rank's."""
+        """Properties of a CUDA device."""
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         return cls(torch.cuda.get_device_name(device), processors, torch.cuda.mem_get_info(device)[1])
 
 
 def gpu_kernels() -> Kernels:
-    """megads' kernels where they can be had, else torch's.
+    """megads' kernels if they are available, else torch's.
 
-    A run tries each of them on its own shapes (ops.impl=auto); here all of them are taken, as it mostly does.
+    A run autotunes each kernel on its own shapes (ops.impl=auto) and mostly chooses megads'; here all of them are used.
     """
     found = load(OpsConfig(), lambda _message: None, cuda=True)
     if found.model is not Implementation.auto:
@@ -88,7 +88,7 @@ def gpu_kernels() -> Kernels:
 
 
 def attention_asked(bench: Bench, position: Position) -> tuple[ModelConfig, AttentionWork]:
-    """The model and the work for which kinds of attention are tried."""
+    """Model config and workload for which attention implementations are autotuned."""
     model = attention_model(bench.shapes, position)
     work = replace(
         model.attention_work(),
@@ -103,9 +103,9 @@ def attention_asked(bench: Bench, position: Position) -> tuple[ModelConfig, Atte
 
 
 def _chosen_attention(bench: Bench) -> dict[bool, AttentionKind]:
-    """The kinds that a run would take, with ALiBi and without; all ranks take rank 0's."""
+    """Autotuned attention implementations, keyed by whether ALiBi is used; all ranks use rank 0's choice."""
     if bench.device.type == "cuda":
-        import torch._dynamo.config as dynamo  # nobody else needs the compiler
+        import torch._dynamo.config as dynamo  # imported late: only GPUs need the compiler
 
         dynamo.recompile_limit = _RECOMPILED
     grid = build_grid(_replicas(), dist.get_rank(), dist.get_world_size())
@@ -118,7 +118,7 @@ def _chosen_attention(bench: Bench) -> dict[bool, AttentionKind]:
 
 
 def _replicas(recompute: Recompute = Recompute.none) -> ParallelConfig:
-    """Ranks that do nothing else."""
+    """Plain data parallelism over all ranks, without ZeRO."""
     return ParallelConfig(dp=dist.get_world_size(), zero_stage=0, recompute=recompute)
 
 
@@ -129,19 +129,19 @@ def measured_gpu(
     trials: Sequence[Trial] = GPU_TRIALS,
     launches: Sequence[Trial] = LAUNCH_TRIALS,
 ) -> dict[str, Any]:
-    """Attributes of a device; those of links that one GPU cannot measure are left to the shipped one, `like`.
+    """Measures the attributes of a device; link attributes that were not measured come from a shipped device, `like`.
 
     Args:
-        bench: of this rank; its attention is chosen here.
-        gpu: that computes.
-        links: attributes that were measured between ranks.
-        trials: that keep the GPU busy.
-        launches: that wait for the host.
+        bench: bench of this rank; its attention implementation is chosen here.
+        gpu: properties of the GPU.
+        links: link attributes measured between ranks.
+        trials: models that keep the GPU busy.
+        launches: models that are bound by kernel launches on the host.
     """
     ranks = dist.get_world_size()
-    with Progress("trying kinds of attention"):
+    with Progress("autotuning attention"):
         bench = replace(bench, attention=_chosen_attention(bench))
-    with Progress("measuring matrix products"):
+    with Progress("measuring GEMMs"):
         products = measured_products(bench)
     with Progress("measuring attention"):
         plain, alibi = (measured_attention(bench, position) for position in (Position.learned, Position.alibi))
@@ -174,7 +174,7 @@ def measured_gpu(
 
 
 def _links(gpu: str, measured: Mapping[str, Any], copied: float, kernel_s: float) -> dict[str, Any]:
-    """Attributes of the links; without any known ones, those of the GPU's own memory stand in for them."""
+    """Link attributes: measured, else of the shipped device of this name, else derived from the GPU's own memory."""
     like = shipped_device(gpu)
     known: dict[str, Any] = {} if like is None else {"like": like}
     if measured:
@@ -192,7 +192,7 @@ def _links(gpu: str, measured: Mapping[str, Any], copied: float, kernel_s: float
 
 
 def _trained(trials: Sequence[Trial], bench: Bench, recompute: Recompute = Recompute.none) -> list[Trained]:
-    """Trained as replicas, once."""
+    """Trains each model once, with plain data parallelism."""
     found = []
     for number, trial in enumerate(trials, 1):
         with Progress(f"training model {number} of {len(trials)}"):

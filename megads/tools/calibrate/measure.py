@@ -1,8 +1,8 @@
-"""Measures on all ranks at once what steps are made of, and writes the device file that planning takes.
+"""Measures the components of a training step on all ranks at once, and writes the device file for planning.
 
-Products, attention and copies are measured one by one (`operators`), everything else of a pass by training models
-(`passes`), collectives between the ranks here. On GPUs each rank has one and NCCL connects them (`gpu`), else gloo
-does. All figures are medians of rank 0, taken while every rank does the same.
+GEMMs, attention and copies are measured one by one (`operators`), the other costs of a pass by training models
+(`passes`), and collectives between the ranks here. With GPUs, each rank has its own and NCCL connects them (`gpu`);
+otherwise gloo does. All results are medians of rank 0, measured while every rank does the same.
 """
 
 from __future__ import annotations
@@ -60,19 +60,19 @@ from megads.tools.calibrate.operators import (
 from megads.tools.calibrate.passes import IN_LAYOUTS, PLAIN, TRIALS, layout_costs, layouts, pass_costs, trained
 
 _SIZES = (2**14, 2**18, 2**21, 2**24)
-"""Bytes of the collectives that are measured."""
+"""Buffer sizes of the measured collectives, in bytes."""
 _TIMEOUT_S = 120.0
 _OTHERS_CORES = 0.03
-"""Of all cores, that other programs may keep busy before it is said."""
+"""Share of all cores in use by other programs above which a warning is printed."""
 _UNSTEADY = 0.1
-"""How much longer operators may take at one moment than at another before it is said: plans are to be within 10%."""
+"""Relative difference between two measurements above which a warning is printed: plans should be within 10%."""
 
 
 def calibrate(config: CalibrateConfig) -> dict[str, Any]:
-    """The attributes of the device at hand, as `megads.plan.devices.read_device` takes them.
+    """Measures this machine and returns its device attributes, as read by `megads.plan.devices.read_device`.
 
     Raises:
-        ConfigError: there are fewer GPUs than ranks, or the ranks did not come to an end.
+        ConfigError: There are fewer GPUs than ranks, or a rank failed.
     """
     gpus = torch.cuda.device_count()
     if 0 < gpus < config.ranks:
@@ -83,37 +83,37 @@ def calibrate(config: CalibrateConfig) -> dict[str, Any]:
         result = Path(folder) / "result.yaml"
         run_on_ranks(config.ranks, threads, _rank, config, threads, str(result))
         found: dict[str, Any] = yaml.safe_load(result.read_text(encoding="utf-8"))
-    if gpus:  # what other programs do to its cores, a GPU hardly notices
+    if gpus:  # other programs on the cores hardly affect GPU measurements
         return found
     busy_s, own_s = (after - earlier for after, earlier in zip(_processor_times(), before, strict=True))
     others = (busy_s - own_s) / (time.monotonic() - begin)
     if others > _OTHERS_CORES * available_cores():
         print(
-            f"warning: other programs kept {others:.1f} of {available_cores()} cores busy meanwhile, and plans "
-            "from these figures will be too slow: calibrate again on an idle machine",
+            f"warning: other programs used {others:.1f} of {available_cores()} cores during the measurement, so plans "
+            "from this file will be too slow: calibrate again on an idle machine",
             file=sys.stderr,
         )
     return found
 
 
 def _processor_times() -> tuple[float, float]:
-    """CPU seconds of the machine so far, and of this process with its children that have ended."""
+    """Busy CPU seconds of the machine so far, and of this process with its children that have ended."""
     machine, own = psutil.cpu_times(), psutil.Process().cpu_times()
     busy_s = sum(machine) - machine.idle - getattr(machine, "iowait", 0.0) - getattr(machine, "guest", 0.0)
     return busy_s, own.user + own.system + own.children_user + own.children_system
 
 
 def run_on_ranks(ranks: int, threads: int, work: Callable[..., None], *arguments: Any) -> None:
-    """Runs work(*arguments) on processes of this machine as a run would start them, in one process group.
+    """Runs work(*arguments) in local processes started like those of a run, in one process group.
 
     Args:
-        ranks: how many.
-        threads: of each.
-        work: found by its name in a module.
-        arguments: that can be pickled.
+        ranks: number of processes.
+        threads: CPU threads per process.
+        work: function at module level (it is pickled).
+        arguments: picklable arguments.
 
     Raises:
-        ConfigError: one of them did not come to a good end.
+        ConfigError: A process failed or was killed.
     """
     context = multiprocessing.get_context("spawn")
     variables = rank_variables(threads, cuda=torch.cuda.is_available()) | loopback_variables()
@@ -133,7 +133,7 @@ def run_on_ranks(ranks: int, threads: int, work: Callable[..., None], *arguments
 
 
 def _enter(rank: int, ranks: int, threads: int, store: str, work: Callable[..., None], arguments: Any) -> None:
-    """One rank: its cores, its threads, its process group; it prints nothing, as DeepSpeed would about engines."""
+    """Sets up one rank (cores, threads, process group) and runs the work; discards stdout, where DeepSpeed prints."""
     with Path(os.devnull).open("w") as null:
         os.dup2(null.fileno(), 1)
     if ranks * threads <= available_cores():
@@ -151,16 +151,16 @@ def _enter(rank: int, ranks: int, threads: int, store: str, work: Callable[..., 
     work(*arguments)
     dist.barrier()
     dist.destroy_process_group()
-    # Threads of gloo's groups now and then abort an interpreter that ends as usual, after minutes of measuring.
+    # Threads of gloo groups sometimes abort an interpreter that exits normally, which would lose minutes of measuring.
     sys.stderr.flush()
     os._exit(0)
 
 
 def write(config: CalibrateConfig, found: dict[str, Any]) -> Path:
-    """Writes the device file.
+    """Writes the device file and returns its path.
 
     Raises:
-        ConfigError: the file cannot be written.
+        ConfigError: The file cannot be written.
     """
     path = Path(config.out)
     try:
@@ -172,7 +172,7 @@ def write(config: CalibrateConfig, found: dict[str, Any]) -> Path:
 
 
 def _rank(config: CalibrateConfig, threads: int, result: str) -> None:
-    """What one rank measures; rank 0 writes what it found."""
+    """Measurements of one rank; rank 0 writes the results."""
     dtype = torch.float32 if config.fp32 else torch.bfloat16
     if torch.cuda.is_available():
         device = torch.device("cuda", dist.get_rank())
@@ -189,17 +189,17 @@ def _rank(config: CalibrateConfig, threads: int, result: str) -> None:
 
 
 def _quiet(_message: str) -> None:
-    """Kernels are compiled without a word."""
+    """Ignores messages about compiling kernels."""
 
 
 def _measured_cpu(config: CalibrateConfig, bench: RepeatedBench, threads: int) -> dict[str, Any]:
-    """Attributes of a machine without GPUs."""
-    with Progress("measuring matrix products, attention and copies"):
+    """Measures the device attributes of a machine without GPUs."""
+    with Progress("measuring GEMMs, attention and copies"):
         _operators_of_cpu(config, bench, threads)
     parallel, width = layouts(config.ranks), bench.dtype.itemsize
     with Progress("training small models"):
         trials = trained(TRIALS, bench, {PLAIN: parallel[PLAIN]})[PLAIN]
-    with Progress("measuring matrix products, attention and copies again"):
+    with Progress("measuring GEMMs, attention and copies again"):
         again = bench.again()
         found = _operators_of_cpu(config, again, threads) | _hidden_cost(bench)
     if dist.get_rank() == 0:
@@ -211,22 +211,22 @@ def _measured_cpu(config: CalibrateConfig, bench: RepeatedBench, threads: int) -
 
 
 def tell_of_changes(slower: Sequence[float]) -> None:
-    """Warns where operators took longer at one moment than at another.
+    """Warns if operators took longer at one moment than at another.
 
     Args:
-        slower: how much longer each took, as a share.
+        slower: relative increase of each operator's time at the slower moment.
     """
     if (middle := median(slower)) > _UNSTEADY:
         print(
             f"warning: the same operators took {middle:.0%} longer at one moment than at another (median of "
-            f"{len(slower)}): the speed of this machine's cores changes, as in a virtual machine beside busy ones, and "
-            "plans from these figures may be as far off: calibrate again at a quieter time",
+            f"{len(slower)}): the speed of this machine's cores varies, as in a VM on a shared host, and plans from "
+            "this file may be off by as much: calibrate again when the machine is less busy",
             file=sys.stderr,
         )
 
 
 def _operators_of_cpu(config: CalibrateConfig, bench: Bench, threads: int) -> dict[str, Any]:
-    """Everything but passes."""
+    """Measures all device attributes except the costs of passes."""
     products = measured_products(bench)
     attention = measured_attention(bench)
     peak = max(rate for *_, rate in products["products"])
@@ -258,7 +258,7 @@ def _operators_of_cpu(config: CalibrateConfig, bench: Bench, threads: int) -> di
 
 
 def _links(bench: Bench) -> dict[str, Any]:
-    """Attributes of what connects the ranks; nothing of one rank."""
+    """Measured link attributes; empty for one rank."""
     ranks = dist.get_world_size()
     if ranks == 1:
         return {}
@@ -277,7 +277,7 @@ def _links(bench: Bench) -> dict[str, Any]:
 
 
 def _collectives(bench: Bench) -> list[list[Any]]:
-    """Names, bytes of an element, microseconds of a step of a ring, and GB/s of its bus."""
+    """Rows of collective name, bytes per element, latency per ring step in microseconds, and bus bandwidth in GB/s."""
     ranks, found = dist.get_world_size(), []
     for dtype in (torch.bfloat16, torch.float32):
         width = dtype.itemsize
@@ -291,13 +291,13 @@ def _collectives(bench: Bench) -> list[list[Any]]:
                 times.append(bench.time_s(call) / (2 if name == "message" else 1))
             measured = np.array(times)
             latency, byte = non_negative(np.array(features), measured, measured)
-            # A step of 0.1 us and a bus of 1 TB/s are as good as none.
+            # Bounds: at 0.1 us per step and 1 TB/s the cost is negligible.
             found.append([name, width, round(max(1e6 * latency, 0.1), 2), round(1e-9 / max(byte, 1e-12), 4)])
     return found
 
 
 def _collective(name: str, elements: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
-    """A call of a collective whose whole buffer has so many elements; a message goes there and back."""
+    """Returns a function that calls a collective on a buffer of `elements`; "message" is a p2p round trip."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     whole, own = torch.zeros(elements, dtype=dtype, device=device), torch.zeros(elements // ranks, dtype=dtype)
     own = own.to(device)
@@ -308,7 +308,7 @@ def _collective(name: str, elements: int, dtype: torch.dtype, device: torch.devi
     if name == "all_reduce":
         return lambda: dist.all_reduce(whole)
 
-    def there_and_back() -> None:
+    def round_trip() -> None:
         if rank == 0:
             dist.send(whole, 1)
             dist.recv(whole, 1)
@@ -316,11 +316,11 @@ def _collective(name: str, elements: int, dtype: torch.dtype, device: torch.devi
             dist.recv(whole, 0)
             dist.send(whole, 0)
 
-    return there_and_back
+    return round_trip
 
 
 def _hidden_cost(bench: Bench) -> dict[str, float]:
-    """Share of a sum's time by which the work beside it takes longer; nothing of one rank."""
+    """How much an all-reduce slows down concurrent GEMMs, as a share of its own time; empty for one rank."""
     if dist.get_world_size() == 1:
         return {}
     whole = torch.zeros(_SIZES[-1] // FP32, device=bench.device)
@@ -336,9 +336,9 @@ def _hidden_cost(bench: Bench) -> dict[str, float]:
             linear(x_mi, w_oi, None, bench.kernels)
 
     def both() -> None:
-        sums = dist.all_reduce(whole, async_op=True)
+        handle = dist.all_reduce(whole, async_op=True)
         work()
-        sums.wait()
+        handle.wait()
 
     longer_s = bench.time_s(both) - bench.time_s(work)
     return {"hidden_cost": round(min(1.0, max(0.0, longer_s / alone_s)), 3)}

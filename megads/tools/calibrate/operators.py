@@ -1,8 +1,8 @@
-"""Rates of the operators that take most of a pass: matrix products, attention, copies.
+"""Rates of the operators that dominate a pass: GEMMs, attention, copies.
 
-Products are measured as layers compute them (`megads.ops.linear`), in all three passes. As in training a weight is out
-of the caches when its turn comes: calls go around several copies of it. A GPU's times are its own clock's, without
-what the host takes to launch kernels (`Bench.time_s`).
+GEMMs are measured as layers compute them (`megads.ops.linear`): forward, input gradient and weight gradient. As in
+training, weights are not in cache when they are read: calls cycle through several copies. On a GPU, times are device
+times without the host's kernel launches (`Bench.time_s`).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from megads.ops.linear import add_weight_gradient, input_gradient, linear
 
 _MOST_COPIES = 64
 _BLOCKS, _MOST_QUEUED = 5, 50
-"""Blocks of calls that a GPU times, and calls of one: its queue takes about a thousand launches."""
+"""Timed blocks of calls on a GPU, and the most calls per block: the launch queue holds about a thousand launches."""
 _CYCLES_PER_S = 2e9
-"""Of a GPU that idles while calls are queued: no GPU's clock is much higher."""
+"""Clock rate assumed for `torch.cuda._sleep` while calls are queued: no GPU's clock is much higher."""
 _AHEAD = 2.0
-"""Times the host's time for a block of calls, for which the GPU idles before it."""
+"""Sleep of the GPU before a block of calls, as a multiple of the host's time to issue the block."""
 
 Product = list[float]
 """m, n, k, TFLOPs."""
@@ -38,18 +38,18 @@ Product = list[float]
 
 @dataclass(frozen=True)
 class Shapes:
-    """What is measured of operators.
+    """Shapes of the measured operators.
 
     Attributes:
-        tokens: of products.
-        features: outputs and inputs of their weights.
-        largest: multiply-adds of such a product that is measured.
-        further: tokens, outputs and inputs of products beside those.
-        cold_bytes: of the copies of a weight together, more than caches hold.
-        lengths: tokens a sample in attention.
-        attended: tokens of all samples, if one is not longer.
-        heads, head_dim: of attention.
-        copied_bytes: of a copy.
+        tokens: numbers of tokens (rows) of the GEMMs.
+        features: output and input features of the weights.
+        largest: most multiply-adds of a GEMM from `tokens` x `features`.
+        further: tokens, output and input features of additional GEMMs.
+        cold_bytes: total bytes of the copies of a weight, more than caches hold.
+        lengths: sequence lengths of attention.
+        attended: tokens of all samples in attention, unless one sample is longer.
+        heads, head_dim: attention heads and features per head.
+        copied_bytes: bytes of a copy.
     """
 
     tokens: tuple[int, ...]
@@ -65,7 +65,7 @@ class Shapes:
 
     @property
     def products(self) -> Iterator[tuple[int, int, int]]:
-        """Tokens, outputs and inputs."""
+        """Tokens, output features and input features of each measured GEMM."""
         for tokens, (outputs, inputs) in itertools.product(self.tokens, self.features):
             if tokens * outputs * inputs <= self.largest:
                 yield tokens, outputs, inputs
@@ -104,15 +104,15 @@ GPU_SHAPES = Shapes(
 
 @dataclass(frozen=True)
 class Bench:
-    """How to measure on this rank.
+    """Device, kernels and repetitions of the measurements on this rank.
 
     Attributes:
-        device: that computes.
-        dtype: of products.
-        kernels: that the ranks of a run would take.
-        seconds: for which each measurement is repeated.
-        shapes: of operators.
-        attention: how it is computed, with ALiBi and without, where that was tried.
+        device: device of the rank.
+        dtype: dtype of the GEMMs.
+        kernels: kernels that a run would use.
+        seconds: seconds for which each measurement is repeated.
+        shapes: shapes of the operators.
+        attention: autotuned attention implementations, keyed by whether ALiBi is used; empty if not autotuned.
     """
 
     device: torch.device
@@ -123,13 +123,13 @@ class Bench:
     attention: Mapping[bool, AttentionKind] = field(default_factory=dict)
 
     def kind_of(self, model: ModelConfig) -> AttentionKind:
-        """How a model's attention is computed."""
+        """Attention implementation of a model."""
         return self.attention.get(model.position is Position.alibi, model.attention)
 
     def time_s(self, work: Callable[[], object], least: int = 3) -> float:
-        """Median seconds of some work, begun on all ranks together; as often on each, as rank 0 says.
+        """Median seconds of some work that all ranks start together; rank 0 sets the number of repeats for all.
 
-        On a GPU these are its own: calls wait for it in its queue, and what the host takes to issue them is hidden.
+        On a GPU this is device time: calls are queued first, so the host's time to issue them is hidden.
         """
         self._waited_s(work)
         first = torch.tensor([self._waited_s(work)], dtype=torch.float64, device=self.device)
@@ -150,14 +150,14 @@ class Bench:
 
 @dataclass(frozen=True)
 class RepeatedBench(Bench):
-    """Measures the same at several moments, always in the same order: the quickest time counts.
+    """Repeats the same measurements, in the same order, at several moments; the fastest time is used.
 
-    Whatever else a machine does for some seconds makes everything slower that is measured meanwhile.
+    Other activity of the machine can slow down every measurement for some seconds.
 
     Attributes:
-        before: seconds of what was measured at the moments before; nothing at the first one.
-        times: of what is measured now, or before where that was quicker.
-        slower: how much longer each took at the slower moment than at the quicker one, as a share.
+        before: fastest times of the earlier moments, in seconds; empty at the first one.
+        times: fastest times so far, in seconds, of what has been measured at this moment.
+        slower: relative increase of each time at the slower moment compared with the faster one.
     """
 
     before: Sequence[float] = ()
@@ -165,7 +165,7 @@ class RepeatedBench(Bench):
     slower: list[float] = field(default_factory=list)
 
     def time_s(self, work: Callable[[], object], least: int = 3) -> float:
-        """See Bench."""
+        """Like `Bench.time_s`; returns the fastest time of this and earlier moments."""
         taken = super().time_s(work, least)
         if self.before:
             earlier = self.before[len(self.times)]
@@ -175,12 +175,12 @@ class RepeatedBench(Bench):
         return taken
 
     def again(self) -> RepeatedBench:
-        """For the next moment."""
+        """Returns the bench for the next moment."""
         return replace(self, before=tuple(self.times), times=[], slower=[])
 
 
 def _queued_s(work: Callable[[], object], calls: int) -> float:
-    """Median seconds of a call among blocks of them, by the GPU's clock."""
+    """Median seconds per call over several blocks of calls, timed by CUDA events."""
     begin = time.perf_counter()
     work()
     issue_s = time.perf_counter() - begin
@@ -201,37 +201,37 @@ def _queued_s(work: Callable[[], object], calls: int) -> float:
 
 @dataclass(frozen=True)
 class _ColdLayer:
-    """A linear layer whose weight is another one at every call.
+    """A linear layer that uses another copy of its weight at every call, so that the weight is not in cache.
 
     Attributes:
         x_mi: input.
         grad_mo: gradient of the output.
-        weights: [o, i] each.
-        sums: fp32, likewise.
-        kernels: that compute.
+        weights: copies of the weight, [o, i] each.
+        main_grads: fp32 gradient accumulation buffers, [o, i] each.
+        kernels: kernels of the GEMMs.
     """
 
     x_mi: torch.Tensor
     grad_mo: torch.Tensor
     weights: Iterator[torch.Tensor]
-    sums: Iterator[torch.Tensor]
+    main_grads: Iterator[torch.Tensor]
     kernels: Kernels
 
     def forward(self) -> None:
-        """The product of a forward pass."""
+        """Forward GEMM."""
         linear(self.x_mi, next(self.weights), None, self.kernels)
 
-    def of_input(self) -> None:
-        """The gradient of the input."""
+    def dgrad(self) -> None:
+        """Input gradient GEMM."""
         input_gradient(self.grad_mo, next(self.weights), self.kernels)
 
-    def of_weight(self) -> None:
-        """The gradient of the weight, added to its sum."""
-        add_weight_gradient(next(self.sums), self.grad_mo, self.x_mi, first=False, kernels=self.kernels)
+    def wgrad(self) -> None:
+        """Weight gradient GEMM, accumulated into main_grad."""
+        add_weight_gradient(next(self.main_grads), self.grad_mo, self.x_mi, first=False, kernels=self.kernels)
 
 
 def measured_products(bench: Bench) -> dict[str, list[Product]]:
-    """TFLOPs by m, n, k of forward products, those of input gradients, and those of weight gradients with their sum."""
+    """TFLOPs by m, n, k of forward, input gradient and weight gradient GEMMs (the latter accumulate into main_grad)."""
     found: dict[str, list[Product]] = {"products": [], "input_products": [], "weight_products": []}
     for tokens, outputs, inputs in bench.shapes.products:
         copies = max(1, min(_MOST_COPIES, bench.shapes.cold_bytes // (outputs * inputs * bench.dtype.itemsize)))
@@ -243,12 +243,12 @@ def measured_products(bench: Bench) -> dict[str, list[Product]]:
             itertools.cycle([weight_oi.float() for _ in range(max(1, copies // 2))]),
             bench.kernels,
         )
-        forward, of_input, of_weight = map(bench.time_s, (layer.forward, layer.of_input, layer.of_weight))
+        forward_s, dgrad_s, wgrad_s = map(bench.time_s, (layer.forward, layer.dgrad, layer.wgrad))
         flops = 2 * tokens * outputs * inputs / 1e12
         for name, shape, seconds in (
-            ("products", (tokens, outputs, inputs), forward),
-            ("input_products", (tokens, inputs, outputs), of_input),
-            ("weight_products", (outputs, inputs, tokens), of_weight),
+            ("products", (tokens, outputs, inputs), forward_s),
+            ("input_products", (tokens, inputs, outputs), dgrad_s),
+            ("weight_products", (outputs, inputs, tokens), wgrad_s),
         ):
             found[name].append([*shape, round(flops / seconds, 5)])
     return found
@@ -259,7 +259,7 @@ def _random(bench: Bench, *shape: int) -> torch.Tensor:
 
 
 def attention_model(shapes: Shapes, position: Position) -> ModelConfig:
-    """A model that has the attention which is measured."""
+    """Config of a model with the measured attention."""
     return ModelConfig(
         num_layers=1,
         hidden_size=shapes.heads * shapes.head_dim,
@@ -270,7 +270,7 @@ def attention_model(shapes: Shapes, position: Position) -> ModelConfig:
 
 
 def measured_attention(bench: Bench, position: Position = Position.alibi) -> list[list[float]]:
-    """TFLOPs of causal attention, hidden scores not counted: tokens a sample, forward, backward."""
+    """Rows of sequence length, forward and backward TFLOPs of causal attention; masked scores are not counted."""
     found, shapes = [], bench.shapes
     model = attention_model(shapes, position)
     for tokens in shapes.lengths:
@@ -278,25 +278,25 @@ def measured_attention(bench: Bench, position: Position = Position.alibi) -> lis
         core = AttentionCore(replace(model, attention=bench.kind_of(model)), 0, "x").to(bench.device)
         core.kernels = bench.kernels
         info = BatchInfo(torch.arange(samples, device=bench.device), seq_len=tokens)
-        # Views of one projection, as in the model.
+        # Views of one QKV projection, as in the model.
         whole = _random(bench, samples, tokens, heads, 3, dim)
         q, k, v = (x.transpose(1, 2).requires_grad_() for x in whole.unbind(3))
         attend = partial(core, q, k, v, info)
         grad = torch.ones_like(attend())
         forward_s = bench.time_s(attend)
-        both_s = bench.time_s(partial(_there_and_back, attend, (q, k, v), grad))
+        both_s = bench.time_s(partial(_forward_backward, attend, (q, k, v), grad))
         flops = 2 * samples * heads * tokens**2 * dim / 1e12
         found.append([tokens, round(flops / forward_s, 5), round(2.5 * flops / max(both_s - forward_s, 1e-9), 5)])
     return found
 
 
-def _there_and_back(forward: Callable[[], torch.Tensor], inputs: Sequence[torch.Tensor], grad: torch.Tensor) -> None:
-    """A forward pass and its backward pass."""
+def _forward_backward(forward: Callable[[], torch.Tensor], inputs: Sequence[torch.Tensor], grad: torch.Tensor) -> None:
+    """Runs a forward pass and its backward pass."""
     torch.autograd.grad(forward(), inputs, grad)
 
 
 def copied_bytes_per_s(bench: Bench) -> float:
-    """Read and written."""
+    """Memory bandwidth of a device copy in bytes per second, reads plus writes."""
     size = bench.shapes.copied_bytes
     source = torch.ones(size // 4, device=bench.device)
     target = torch.empty_like(source)
@@ -304,13 +304,13 @@ def copied_bytes_per_s(bench: Bench) -> float:
 
 
 def host_bytes_per_s(bench: Bench) -> float:
-    """Of a copy to the host's memory, pinned where a GPU makes it."""
+    """Bytes per second of a copy to host memory, which is pinned if the device is a GPU."""
     source = torch.ones(bench.shapes.copied_bytes // 4, device=bench.device)
     target = torch.empty(source.shape, pin_memory=bench.device.type == "cuda")
     return bench.shapes.copied_bytes / bench.time_s(lambda: target.copy_(source, non_blocking=True))
 
 
 def smallest_s(bench: Bench) -> float:
-    """Seconds of an operator on next to nothing."""
+    """Seconds of an elementwise operator on 8 elements."""
     one = torch.ones(8, device=bench.device)
     return bench.time_s(lambda: one.add_(1.0))

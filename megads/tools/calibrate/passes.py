@@ -1,9 +1,10 @@
-"""What passes take beside products and attention: small models are trained, and their spans are explained.
+"""Costs of a pass other than GEMMs and attention, fitted to the spans of small models in training.
 
-A pass is its products and its attention, as measured apart, and linear in what else it holds: blocks (Python, autograd,
-launches), the bytes of their elementwise kernels, logits of the loss. The four unknowns of forward and of backward
-passes are the least squares of relative errors over all models, none negative. On a GPU what a block takes whatever its
-size is its launches, which a busy GPU hides: models that are nothing but launches say what they take, others the rest.
+The time of a pass is that of its GEMMs and attention, which are measured separately, plus a constant and linear terms
+in the number of blocks (Python, autograd, kernel launches), bytes of elementwise kernels and logits of the loss.
+The four coefficients are fitted for forward and for backward passes over all models, by non-negative least squares of
+relative errors. On a GPU the cost per block is that of kernel launches, which a busy GPU hides: it is fitted to
+launch-bound models, and the other coefficients to the other models.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ from megads.tools.calibrate.operators import Bench
 
 _WARM_UP = 2
 _FEWEST, _MOST = 3, 12
-"""Timed steps of a trial in one round."""
+"""Least and most timed steps of a trial in one round."""
 _STEPS_SECONDS = 15.0
-"""Seconds for all of them, beside those for an operator: a step is as much work as so many."""
+"""Time limit of the timed steps, as a multiple of `Bench.seconds`: a step is as much work as many operators."""
 _UNIT_US, _UNIT_NS = 100.0, 1.0
 _LR = 1e-4
 _PASSES = {"forward": ("forward",), "backward": ("backward_input", "backward_weight")}
@@ -50,14 +51,14 @@ _TRAFFIC = {"forward": 1.0, "backward": BACKWARD_TRAFFIC}
 
 @dataclass(frozen=True)
 class Trial:
-    """A model that is trained for a few steps.
+    """A model and a batch shape that are trained for a few steps.
 
     Attributes:
-        like: bloom, llama or gpt, which is like bloom but for learned positions.
-        layers, hidden, vocabulary: of the model.
-        seq_len, samples: of a micro-batch.
-        micro_batches: of a step.
-        head_dim: features of a head.
+        like: architecture: bloom, llama or gpt (bloom with learned positions and no embedding norm).
+        layers, hidden, vocabulary: number of layers, hidden size and vocabulary size.
+        seq_len, samples: sequence length and samples per micro-batch.
+        micro_batches: micro-batches per step.
+        head_dim: features per head.
     """
 
     like: str
@@ -110,38 +111,38 @@ GPU_TRIALS = (
     Trial("llama", 2, 2048, 50304, 2048, 4, head_dim=128),
     Trial("gpt", 1, 1024, 250880, 2048, 1, head_dim=128),
 )
-"""Passes that keep a GPU busy, with as few logits as the loss takes at once: else their backward pass is in the forward
-pass (`megads.parallel.loss`)."""
+"""Models that keep a GPU busy. They have few enough logits for an unchunked loss: a chunked loss runs its backward pass
+in the forward pass (`megads.parallel.loss`)."""
 LAUNCH_TRIALS = (
     Trial("gpt", 1, 256, 256, 128, 1, head_dim=128),
     Trial("llama", 9, 256, 256, 128, 1, head_dim=128),
     Trial("gpt", 9, 256, 256, 128, 1, head_dim=128),
 )
-"""Passes that are shorter on a GPU than on its host; the last one is recomputed, too."""
+"""Models whose passes are launch-bound on a GPU; the last one is also trained with activation recomputation."""
 IN_LAYOUTS = (
     Trial("bloom", 6, 64, 256, 64, 1),
     Trial("llama", 3, 384, 1024, 384, 2, 2),
     Trial("bloom", 2, 256, 1024, 1024, 1, 2),
     Trial("bloom", 2, 640, 1024, 128, 2, 2),
 )
-"""Those that are trained in `layouts`."""
+"""Models that are trained in all `layouts`."""
 PLAIN = "plain"
-"""The name, among layouts, of replicas that do nothing else."""
+"""Name of the layout with plain data parallelism."""
 _ROUNDS = 2
-"""How often each trial is trained: what else a machine does for a second slows one of them down."""
+"""Rounds in which each trial is trained, as other activity of the machine may slow down one of them."""
 _PAIR = 2
-"""Ranks over which the trials' layers, heads and tokens can be cut."""
+"""Number of ranks over which the trials' layers, heads and tokens can be divided."""
 
 
 def layouts(ranks: int) -> dict[str, ParallelConfig]:
-    """`PLAIN`, and what `LayoutCosts` names as far as the trials can be trained so on so many ranks."""
-    alone = {PLAIN: ParallelConfig(dp=ranks, zero_stage=0)} | {
+    """`PLAIN` and the layouts named in `LayoutCosts` that are possible for the trials on `ranks` ranks."""
+    data_parallel = {PLAIN: ParallelConfig(dp=ranks, zero_stage=0)} | {
         f"recompute_{mode}": ParallelConfig(dp=ranks, zero_stage=0, recompute=mode)
         for mode in (Recompute.selective, Recompute.full)
     }
     if ranks != _PAIR:
-        return alone
-    return alone | {
+        return data_parallel
+    return data_parallel | {
         "zero_2": ParallelConfig(dp=ranks, zero_stage=2),
         "zero_3": ParallelConfig(dp=ranks, zero_stage=3),
         "tp": ParallelConfig(tp=ranks),
@@ -155,15 +156,15 @@ def layouts(ranks: int) -> dict[str, ParallelConfig]:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a trial took, medians in seconds.
+    """Measured times of a trial; medians in seconds.
 
     Attributes:
-        trial: which.
-        forward, backward: of a pass.
-        optimizer: of the step's end.
-        rest: of the step beside the spans.
-        step: of all of it.
-        parameters: of the model.
+        trial: the trained model and batch shape.
+        forward, backward: time of one forward or backward pass.
+        optimizer: time of the optimizer step.
+        rest: step time outside of all spans.
+        step: step time.
+        parameters: number of parameters of the model.
     """
 
     trial: Trial
@@ -178,9 +179,9 @@ class Trained:
 def trained(
     trials: Sequence[Trial], bench: Bench, parallel: Mapping[str, ParallelConfig], rounds: int = _ROUNDS
 ) -> dict[str, list[Trained]]:
-    """Trains every model in every layout, in rounds, of which the quickest step counts; collective."""
+    """Trains every model in every layout in several rounds and keeps the round with the fastest step; collective."""
     found: dict[str, list[Trained]] = {}
-    # Process groups keep threads and buffers until the process ends: each layout has its own, once.
+    # Process groups keep threads and buffers until the process ends, so each layout builds its groups only once.
     grids = {name: build_grid(layout, dist.get_rank(), dist.get_world_size()) for name, layout in parallel.items()}
     for trial in trials:
         taken = [
@@ -193,9 +194,9 @@ def trained(
 
 
 def _trained(trial: Trial, bench: Bench, parallel: ParallelConfig, grid: ParallelGrid) -> Trained:
-    """Trains a model for a few steps of the same tokens on every rank; collective."""
+    """Trains a model for a few steps, with the same tokens on every rank; collective."""
     model = trial.model
-    # The engine before this one is in cycles, which the collector was told to leave alone.
+    # The previous engine is held by reference cycles, which gc.freeze hides from the collector.
     gc.unfreeze()
     gc.collect()
     if bench.device.type == "cuda":
@@ -224,7 +225,7 @@ def _trained(trial: Trial, bench: Bench, parallel: ParallelConfig, grid: Paralle
         dist.barrier()
         begin = time.perf_counter()
         engine.step(batches, _LR)
-        if bench.device.type != "cuda":  # else it has waited for its device
+        if bench.device.type != "cuda":  # on a GPU, step() has synchronized already
             dist.barrier()
         found.append(_by_kind(spans, time.perf_counter() - begin))
         if len(found) == _WARM_UP:
@@ -237,23 +238,23 @@ def _trained(trial: Trial, bench: Bench, parallel: ParallelConfig, grid: Paralle
 
 
 def _drawn(device: torch.device, std: float, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Initial weights without the time that a CPU takes to draw them."""
+    """Initial weights drawn on the device, which is faster than on the CPU."""
     if len(shape) == 1:
         return torch.full(shape, 0.0 if name.endswith(".bias") else 1.0, device=device)
     return torch.empty(shape, device=device).normal_(0.0, std)
 
 
 def _by_kind(spans: Sequence[Span], step_s: float) -> dict[str, float]:
-    def mean_of(kind: str) -> float:
+    def median_of(kind: str) -> float:
         times = [span.end_s - span.start_s for span in spans if span.kind == kind]
         return median(times) if times else 0.0
 
-    whole = sum(span.end_s - span.start_s for span in spans)
+    in_spans_s = sum(span.end_s - span.start_s for span in spans)
     return {
-        "forward": mean_of(ActionKind.forward),
-        "backward": mean_of(ActionKind.backward),
-        "optimizer": mean_of("optimizer_step"),
-        "rest": max(0.0, step_s - whole),
+        "forward": median_of(ActionKind.forward),
+        "backward": median_of(ActionKind.backward),
+        "optimizer": median_of("optimizer_step"),
+        "rest": max(0.0, step_s - in_spans_s),
         "step": step_s,
     }
 
@@ -267,14 +268,13 @@ def _micro_batch(trial: Trial) -> MicroBatch:
 def pass_costs(
     trials: Sequence[Trained], device: Device, width: int, launches: Sequence[Trained] = ()
 ) -> dict[str, Any]:
-    """Attributes of a device: costs of forward and backward passes, of the optimizer, and of a step.
+    """Fits device attributes: costs of forward and backward passes, of the optimizer, and of a step.
 
     Args:
-        trials: as trained.
-        device: whose products and attention are known, and nothing else.
-        width: bytes of an element.
-        launches: on a GPU, trials whose passes wait for the host: they say what a block's launches take, which busy
-            ones hide.
+        trials: measured trials.
+        device: device with measured GEMMs and attention, without other costs.
+        width: bytes per element.
+        launches: on a GPU, launch-bound trials, which give the launch time of a block; a busy GPU hides it.
     """
     costs: dict[str, Any] = {}
     for name, passes in _PASSES.items():
@@ -307,11 +307,11 @@ def pass_costs(
 
 
 def launches_again(plain: Trained, recomputing: Mapping[Recompute, Trained]) -> list[list[Any]]:
-    """Attribute of a GPU, `layout_costs`: what its host takes for a block that is recomputed, more than for another.
+    """Attribute `layout_costs` of a GPU: extra host time per block with activation recomputation.
 
     Args:
-        plain: a trial whose passes wait for the host.
-        recomputing: the same trial, with its blocks recomputed.
+        plain: launch-bound trial without recomputation.
+        recomputing: the same trial with its blocks recomputed, by mode.
     """
     found: list[list[Any]] = []
     for mode, one in recomputing.items():
@@ -321,27 +321,28 @@ def launches_again(plain: Trained, recomputing: Mapping[Recompute, Trained]) -> 
 
 
 def layout_costs(trials: Mapping[str, Sequence[Trained]], device: Device, width: int) -> list[list[Any]]:
-    """Attribute of a device: layouts, microseconds of a block and nanoseconds of an element.
+    """Attribute `layout_costs` of a device: layout name, microseconds per block and nanoseconds per element.
 
-    How far the plan of a plain step is off, a layout has nothing to do with: plans of its steps are off as far.
+    The ratio of measured to planned time in the plain layout is not attributed to a layout: plans of the same trial in
+    other layouts are scaled by it before their costs are fitted.
 
     Args:
-        trials: by the names of `layouts`.
-        device: with everything else.
-        width: bytes of an element.
+        trials: measured trials by layout name, see `layouts`.
+        device: device with all other attributes.
+        width: bytes per element.
     """
     found: list[list[Any]] = []
     parallel = layouts(device.ranks_per_node)
     off = [one.step / _planned_s(one.trial, parallel[PLAIN], device, width) for one in trials[PLAIN]]
     for name in (name for name in parallel if name != PLAIN):
         rows, left, measured = [], [], []
-        known = tuple(LayoutCosts(*costs) for costs in found)  # a pipeline's are those of split passes, too
+        known = tuple(LayoutCosts(*costs) for costs in found)  # those of pp also apply to split backward passes
         for one, ratio in zip(trials[name], off, strict=True):
             plan = partial(_with_costs_s, one.trial, parallel[name], device, width)
             free_s, planned_s = plan(()), plan(known)
             per_block_s = plan((*known, LayoutCosts(name, _UNIT_US, 0.0)))
             per_element_s = plan((*known, LayoutCosts(name, 0.0, _UNIT_NS)))
-            # What a unit of either cost adds to the step: as often as it occurs, less what is hidden.
+            # Increase of the step time per unit of each cost: its number of occurrences, minus what is overlapped.
             rows.append([per_block_s - planned_s, per_element_s - planned_s])
             left.append(one.step - ratio * free_s - (planned_s - free_s))
             measured.append(one.step)

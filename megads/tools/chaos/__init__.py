@@ -1,3 +1,3 @@
-"""`megads chaos`: a real run, real faults, and whether anything was lost."""
+"""`megads chaos`: injects real faults into real runs and verifies that nothing is lost."""
 
 __all__ = ["campaign", "config", "scorecard"]

@@ -1,4 +1,4 @@
-"""The run under attack: its command, its processes, and what it leaves on disk."""
+"""The run into which faults are injected: its command, its processes, and its files."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from megads.runtime.process import start_child
 from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE, rank_log_path
 
 COMPUTED = ("step", "samples", "tokens", "loss", "grad_norm", "lr", "global_batch_size", "skipped", "batch_hash")
-"""Keys of a line of the ledger that must not differ; the others are times and memory."""
+"""Keys of a step line in metrics.jsonl that must be equal to the reference run; the others are times and memory."""
 POLL_S = 0.02
 
 
 class AttackedRun:
-    """One run directory and the command that trains in it.
+    """A run directory and the `megads train` command that trains in it.
 
     Args:
-        run_dir: the run directory.
-        overrides: of `megads train`.
+        run_dir: run directory.
+        overrides: overrides of `megads train`.
         local_folder: checkpoint.local_folder of the run.
-        local_ranks: ranks on this machine.
+        local_ranks: number of ranks on this machine.
     """
 
     def __init__(self, run_dir: Path, overrides: Sequence[str], local_folder: Path, local_ranks: int):
@@ -40,38 +40,38 @@ class AttackedRun:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, *further: str) -> None:
-        """Gives the command, with further overrides."""
+        """Starts the command with further overrides."""
         self._process = self.give_command(*further)
 
     def give_command(self, *further: str) -> subprocess.Popen[bytes]:
-        """Starts the command as another process would, beside the one that runs."""
+        """Starts another process of the command, even while one is running."""
         words = ("train", *self._overrides, f"run.dir={self.run_dir}", *further)
         return start_child(("-m", "megads.cli.main", *words), self.command_log)
 
     @property
     def command_log(self) -> Path:
-        """What the commands printed."""
+        """Path of the output of all commands."""
         return self.run_dir.with_name(f"{self.run_dir.name}.log")
 
     @property
     def launcher(self) -> subprocess.Popen[bytes]:
-        """The command that was given last."""
+        """Process of the command that was started last."""
         assert self._process is not None
         return self._process
 
     @property
     def running(self) -> bool:
-        """Whether the command has not ended."""
+        """Whether the command is running."""
         return self._process is not None and self._process.poll() is None
 
     def end(self, timeout_s: float) -> int | None:
-        """Waits for the end of the command; its exit code, None where it does not end."""
+        """Waits for the end of the command; returns its exit code, or None on timeout."""
         with suppress(subprocess.TimeoutExpired):
             return self.launcher.wait(timeout_s)
         return None
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float, *, running: bool = True) -> bool:
-        """Whether a condition came true in time, and while the command ran if that is asked for."""
+        """Waits for a condition; returns whether it became true in time, and before the command ended if `running`."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             if time.monotonic() > deadline or (running and not self.running):
@@ -80,7 +80,7 @@ class AttackedRun:
         return True
 
     def kill_everything(self) -> None:
-        """SIGKILL to the command and everything it started, as a power cut would."""
+        """Sends SIGKILL to the command and all of its descendants, to simulate a power failure."""
         if self._process is None:
             return
         try:
@@ -92,11 +92,11 @@ class AttackedRun:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         self._process.wait()
-        # Ranks die a moment after the launcher; the next command must not find them.
+        # Ranks exit shortly after the launcher; the next command must not find them.
         psutil.wait_procs(processes, timeout=10)
 
     def rank(self, rank: int) -> psutil.Process | None:
-        """The process of a rank, by its log; None where it has none."""
+        """Returns the process of a rank, found by the pid in its log; None if it is not running."""
         with suppress(OSError, ValueError, psutil.NoSuchProcess):
             text = rank_log_path(self.run_dir, rank).read_text(errors="replace")
             process = psutil.Process(int(text.rpartition(", pid ")[2].partition(",")[0]))
@@ -104,7 +104,7 @@ class AttackedRun:
         return None
 
     def writers(self) -> list[psutil.Process]:
-        """The processes that write checkpoints: what the ranks have forked."""
+        """Returns the checkpoint writers: the child processes of the ranks."""
         found: list[psutil.Process] = []
         for number in range(self.num_ranks):
             rank = self.rank(number)
@@ -114,7 +114,7 @@ class AttackedRun:
 
     @property
     def processes(self) -> list[psutil.Process]:
-        """The command and everything it started."""
+        """The process of the command and all of its descendants."""
         with suppress(psutil.NoSuchProcess):
             launcher = psutil.Process(self.launcher.pid)
             return [launcher, *launcher.children(recursive=True)]
@@ -122,20 +122,20 @@ class AttackedRun:
 
     @property
     def memory(self) -> Path:
-        """Where this machine's memory keeps the local checkpoints of the run."""
+        """Folder of the run's in-memory local checkpoints on this machine."""
         return node_folder(self._local_folder, self.run_dir)
 
     def checkpoints(self) -> list[Path]:
-        """The committed checkpoints on disk, oldest first."""
+        """Returns the committed checkpoints on disk, oldest first."""
         return [folder for folder in list_checkpoints(self.run_dir).values() if (folder / "manifest.json").exists()]
 
     def steps(self) -> list[dict[str, Any]]:
-        """What was computed in each step, by the ledger."""
+        """Returns the computed values of each step in metrics.jsonl, without times and memory."""
         lines = read_json_lines(self.run_dir / METRICS_FILE)
         return [{key: line.get(key) for key in COMPUTED} for line in lines if "batch_hash" in line]
 
     def validations(self) -> list[dict[str, Any]]:
-        """The ledger's lines of validations, without times."""
+        """Returns the validation lines of metrics.jsonl, without times."""
         lines = read_json_lines(self.run_dir / METRICS_FILE)
         return [
             {key: value for key, value in line.items() if not key.endswith("_s")}
@@ -144,21 +144,21 @@ class AttackedRun:
         ]
 
     def step_times(self) -> list[float]:
-        """Seconds of each step."""
+        """Returns the time of each step, in seconds."""
         lines = read_json_lines(self.run_dir / METRICS_FILE)
         return [float(line["step_time_s"]) for line in lines if "step_time_s" in line]
 
     @property
     def last_step(self) -> int:
-        """The last step in the ledger; 0 for none."""
+        """Last step in metrics.jsonl; 0 if there is none."""
         return max((int(line["step"]) for line in self.steps()), default=0)
 
     def events(self, name: str = "") -> list[dict[str, Any]]:
-        """The events of a name, or all."""
+        """Returns the events with a name, or all events if it is empty."""
         return [event for event in read_json_lines(self.run_dir / EVENTS_FILE) if name in ("", event.get("event"))]
 
     def state_checksums(self) -> dict[str, str]:
-        """The checksum of every stored rectangle of the newest checkpoint; empty where there is none to be read."""
+        """Returns the checksums of all tensor shards of the newest checkpoint; empty if none can be read."""
         try:
             folder = self.checkpoints()[-1]
             manifest = read_manifest(folder)

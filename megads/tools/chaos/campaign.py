@@ -1,4 +1,4 @@
-"""The campaign: one run after the other, faults at random moments, and what became of each."""
+"""Fault injection campaign: one run after another, with faults at random times, and the result of each fault."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _VOCABULARY = 509
 _DOCUMENTS = 4000
 _STEPS_BETWEEN = (2, 7)
 _LAST_STEPS = 4
-"""No fault comes so shortly before the end: the run could be over first."""
+"""No fault is injected in this number of steps before the end: the run could finish first."""
 _LONGEST_RUN_S = 3600.0
 _LOCAL_FOLDER = Path("/dev/shm")
 _SMALL_RUN = {
@@ -42,7 +42,7 @@ _SMALL_RUN = {
     "checkpoint.every_steps": "5",
     "checkpoint.async_save": "true",
     "checkpoint.local_every_steps": "2",
-    # A disk that is full for seconds fails as many saves of these small steps as hours of a real run have.
+    # With steps this short, a disk that is full for seconds fails as many saves as hours of a real run would have.
     "checkpoint.max_failed_saves": "1000",
     "cluster.max_restarts": "10",
     "cluster.heartbeat_timeout_s": "10",
@@ -56,18 +56,17 @@ _SMALL_RUN = {
 
 @dataclass
 class FaultResult:
-    """What became of one fault.
+    """Result of one fault.
 
     Attributes:
-        kind: its name.
-        where: into what it was injected.
+        kind: name of the fault.
+        where: target of the fault, in words.
         run: number of the run.
-        step: last step in the ledger at that moment.
-        detected_s: until the run's first event about it; None where nobody was there to notice it, or nothing was
-            to be noticed.
-        recovered_s: until the first step that was not there before; None where none came.
-        lost_steps: trained again.
-        problem: why it is not survived; empty for none.
+        step: last step in metrics.jsonl at the time of the fault.
+        detected_s: seconds to the run's first warning or error event; None if there was none.
+        recovered_s: seconds to the first new step; None if there was none.
+        lost_steps: number of steps that were repeated.
+        problem: reason why the fault was not survived; empty if it was.
     """
 
     kind: str
@@ -82,14 +81,14 @@ class FaultResult:
 
 @dataclass
 class CampaignResult:
-    """What a campaign found.
+    """Result of a campaign.
 
     Attributes:
-        folder: of the campaign.
-        seconds: it took.
-        runs: that were attacked.
-        results: of the faults, in order.
-        step_s: median time of a step of the undisturbed run.
+        folder: folder of the campaign.
+        seconds: duration of the campaign.
+        runs: number of runs with injected faults.
+        step_s: median step time of the reference run, in seconds.
+        results: results of the faults, in order.
     """
 
     folder: Path
@@ -105,20 +104,20 @@ class CampaignResult:
 
 
 class Campaign:
-    """Attacks runs until all faults are injected or the time is over.
+    """Injects faults into runs until the number of faults or the time limit is reached.
 
     Args:
-        config: of the campaign.
-        tell: takes a line of progress.
+        config: settings of the campaign.
+        tell: called with each line of progress.
 
     Raises:
-        ConfigError: there is no such kind of fault.
+        ConfigError: A kind of fault is unknown.
     """
 
     def __init__(self, config: ChaosConfig, tell: Callable[[str], None]):
         self._config, self._tell = config, tell
         self._random = random.Random(config.seed)
-        self._kinds = self._deck(chosen_faults(config))
+        self._kinds = self._shuffled(chosen_faults(config))
         self._next: Fault = next(self._kinds)
         name = time.strftime("%Y-%m-%d_%H-%M-%S")
         self._folder = Path(config.dir or f"runs/chaos/{name}").absolute()
@@ -129,17 +128,17 @@ class Campaign:
         self.result = CampaignResult(self._folder)
 
     def run(self) -> CampaignResult:
-        """Trains an undisturbed run, then attacks others.
+        """Trains a reference run without faults, then injects faults into others.
 
         Raises:
-            ConfigError: the folder is taken, or the run does not train even undisturbed.
+            ConfigError: The folder is not empty, or the reference run fails.
         """
         if self._folder.exists() and any(self._folder.iterdir()):
             raise ConfigError(f"dir = {self._folder} is not empty: choose another folder")
         self._folder.mkdir(parents=True, exist_ok=True)
         begin = time.monotonic()
         self._write_corpus()
-        self._reference = self._train_undisturbed()
+        self._reference = self._train_reference()
         deadline = begin + 60 * self._config.minutes
         while len(self.result.results) < self._config.faults and time.monotonic() < deadline:
             self.result.runs += 1
@@ -149,8 +148,8 @@ class Campaign:
             self._remove(self._reference)
         return self.result
 
-    def _deck(self, faults: Sequence[Fault]) -> Iterator[Fault]:
-        """Every kind once before any comes again."""
+    def _shuffled(self, faults: Sequence[Fault]) -> Iterator[Fault]:
+        """Yields faults in random order, every kind once before any is repeated."""
         while True:
             yield from self._random.sample(faults, len(faults))
 
@@ -171,8 +170,8 @@ class Campaign:
         sizes = [int(self._overrides.get(f"parallel.{axis}", 1)) for axis in ("tp", "cp", "pp", "dp")]
         return AttackedRun(self._folder / name, overrides, self._local_folder, int(np.prod(sizes)))
 
-    def _train_undisturbed(self) -> AttackedRun:
-        self._tell(f"an undisturbed run of {self._config.steps} steps, to compare with")
+    def _train_reference(self) -> AttackedRun:
+        self._tell(f"training an undisturbed run of {self._config.steps} steps as the reference")
         run = self._new_run("undisturbed")
         run.start()
         try:
@@ -181,12 +180,12 @@ class Campaign:
             run.kill_everything()
         if code != EXIT_OK:
             text = run.command_log.read_text(errors="replace").strip()[-2000:]
-            raise ConfigError(f"the run does not train even undisturbed (exit code {code}):\n{text}")
+            raise ConfigError(f"the run fails even without faults (exit code {code}):\n{text}")
         self.result.step_s = statistics.median(run.step_times())
         return run
 
     def _attack(self, run: AttackedRun, deadline: float) -> None:
-        """Trains one run to its end under fire, and verifies what it has become."""
+        """Trains one run to its end while faults are injected, and verifies its final state."""
         results: list[FaultResult] = []
         run.start()
         try:
@@ -215,7 +214,7 @@ class Campaign:
             self._remove(run)
 
     def _wait_for_moment(self, run: AttackedRun) -> bool:
-        """Waits some steps and a part of one; False where the run is too near its end."""
+        """Waits a random number of steps and a fraction of a step; returns False if no fault can follow."""
         step = run.last_step + self._random.randint(*_STEPS_BETWEEN)
         if step > self._config.steps - _LAST_STEPS:
             return False
@@ -224,7 +223,7 @@ class Campaign:
         return reached and run.running
 
     def _inject(self, run: AttackedRun, fault: Fault) -> FaultResult | None:
-        """Injects one fault and waits for what follows; None where it could not be injected."""
+        """Injects one fault and waits for recovery; returns None if it could not be injected."""
         step, since, begin, restarts = run.last_step, time.time(), time.monotonic(), len(run.events("restart"))
         limit_s = self._config.recover_s
         injected = fault.inject(Target(run, self._dataset, self._random))
@@ -233,7 +232,7 @@ class Campaign:
         result = FaultResult(fault.name, injected.where, self.result.runs, step)
         result.problem = self._follow(run, fault.consequence, injected, restarts)
         if not result.problem:
-            # Of a start, its first step: ranks that lived on for a moment may have trained one after the fault.
+            # After a restart, wait for its first step: ranks that live on may train one more after the fault.
             again = fault.consequence is not Consequence.unharmed
             if run.wait_until(lambda: _trains_again(run, since) if again else run.last_step > step, limit_s):
                 result.recovered_s = time.monotonic() - begin
@@ -241,11 +240,14 @@ class Campaign:
                 result.problem = f"no new step within {limit_s:.0f} s"
         if not result.problem and fault.consequence is Consequence.unharmed and len(run.events("restart")) > restarts:
             result.problem = "the ranks were started again"
-        self._judge(run, result, injected, since)
+        self._evaluate(run, result, injected, since)
         return result
 
     def _follow(self, run: AttackedRun, consequence: Consequence, injected: Injected, restarts: int) -> str:
-        """Waits for what must follow, gives the command again where a person or scheduler would; what is wrong."""
+        """Waits for the expected consequence, and restarts the command where a user or scheduler would.
+
+        Returns the problem; empty if there is none.
+        """
         limit_s = self._config.recover_s
         if consequence is Consequence.in_place:
             restarted = run.wait_until(lambda: len(run.events("restart")) > restarts, limit_s)
@@ -263,22 +265,21 @@ class Campaign:
         return ""
 
     def _refused(self, run: AttackedRun, injected: Injected) -> str:
-        """Gives the command, which must be refused, mends the fault and gives it again; what is wrong."""
-        ledger = run.steps()
+        """Starts the command, which must be refused, repairs the fault and restarts it; returns the problem or ""."""
+        steps = run.steps()
         run.start(*injected.further)
         code = run.end(self._config.recover_s)
         run.kill_everything()
         injected.mend()
         if code not in injected.codes:
             return f"exit code {code}, expected {' or '.join(map(str, injected.codes))}"
-        if run.steps() != ledger:
-            return "a refused start changed the ledger"
+        if run.steps() != steps:
+            return "a refused start changed the steps in metrics.jsonl"
         run.start()
         return ""
 
-    def _judge(self, run: AttackedRun, result: FaultResult, injected: Injected, since: float) -> None:
-        """Reads from the run's records when the fault was noticed and what it cost, and holds the ledger to the
-        undisturbed one."""
+    def _evaluate(self, run: AttackedRun, result: FaultResult, injected: Injected, since: float) -> None:
+        """Adds time to detection and lost steps to the result, and compares the steps with the reference run."""
         assert self._reference is not None
         events = [event for event in run.events() if event.get("time", 0.0) >= since]
         noticed = [event["time"] for event in events if event.get("level") in ("warning", "error")]
@@ -292,7 +293,7 @@ class Campaign:
         result.problem = result.problem or difference(run, self._reference)
 
     def _verify_end(self, run: AttackedRun) -> str:
-        """Trains to the end; what differs from the undisturbed run there, empty for nothing."""
+        """Trains to the end; returns what differs from the reference run, or an empty string."""
         assert self._reference is not None
         code = run.end(_LONGEST_RUN_S)
         if code != EXIT_OK:
@@ -323,15 +324,15 @@ class Campaign:
 
 
 def _trains_again(run: AttackedRun, since: float) -> bool:
-    """Whether a start of the run after a time has trained its first step."""
+    """Whether a start of the run has finished its first step after a time."""
     return any(event.get("time", 0.0) > since for event in run.events("first_step"))
 
 
 def chosen_faults(config: ChaosConfig) -> list[Fault]:
-    """The kinds of faults that a campaign chooses from.
+    """Returns the kinds of faults from which a campaign chooses.
 
     Raises:
-        ConfigError: there is no such kind.
+        ConfigError: A kind of fault is unknown.
     """
     wanted = config.wanted_kinds or list(FAULTS)
     unknown = [name for name in wanted if name not in FAULTS]
@@ -341,12 +342,12 @@ def chosen_faults(config: ChaosConfig) -> list[Fault]:
 
 
 def difference(run: AttackedRun, reference: AttackedRun, *, whole: bool = False) -> str:
-    """What of a run's ledger is not bit for bit the undisturbed run's; empty for nothing.
+    """Compares the steps of a run with those of the reference run, bit for bit; returns a difference or "".
 
     Args:
-        run: under attack.
-        reference: undisturbed.
-        whole: the run has come to its end.
+        run: run with injected faults.
+        reference: run without faults.
+        whole: whether the run has finished, so that the number of steps must be equal, too.
     """
     found, wanted = run.steps(), reference.steps()
     for ours, theirs in zip(found, wanted, strict=False):

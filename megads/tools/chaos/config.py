@@ -1,4 +1,4 @@
-"""What `megads chaos` can be told."""
+"""Settings of `megads chaos`."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ from megads.errors import ConfigError
 
 @dataclass
 class ChaosConfig:
-    """`megads chaos`: trains small runs here, injects faults into them, and verifies what they recover to."""
+    """`megads chaos`: trains small runs on this machine, injects faults into them, and verifies that they recover."""
 
     faults: int = 20
-    """Faults to inject."""
+    """Number of faults to inject."""
     minutes: float = 30.0
-    """No further fault is injected after so long; the run under attack is still trained to its end and verified."""
+    """Time in minutes after which no further fault is injected; the current run is still trained to its end and
+    verified."""
     seed: int = 0
-    """Of the choice of faults, ranks and moments."""
+    """Seed for the choice of faults, ranks and times."""
     kinds: Any = None
     """Kinds of faults to choose from, a name or a list; null: all. dry_run=true lists them."""
     train: dict[str, Any] = field(default_factory=dict)
-    """Keys of megads train for the run under attack, for example train.parallel.tp=2 train.parallel.dp=1; by default it
-    is a tiny model on two ranks of the CPU. run.dir, the data and train.steps are the campaign's own."""
+    """Keys of megads train for the runs, for example train.parallel.tp=2 train.parallel.dp=1; the default is a tiny
+    model on two CPU ranks. run.dir, the data and train.steps are set by the campaign."""
     steps: int = 60
-    """Steps of each run; when one has come to its end, the campaign goes on with another."""
+    """Training steps of each run; after its end, the campaign continues with another run."""
     recover_s: float = 120.0
-    """A run that trains no new step for so long after a fault counts as lost."""
+    """Seconds without a new step after a fault from which a run counts as lost."""
     dir: str | None = None
-    """Folder of the campaign; null: runs/chaos/<date and time>. Runs that lost something stay there, and the scorecard
-    does."""
+    """Folder of the campaign; null: runs/chaos/<date and time>. It keeps the scorecard, and the runs that lost
+    something."""
     json: bool = False
-    """Print one JSON object in place of lines and tables."""
+    """Print one JSON object instead of lines and tables."""
     dry_run: bool = False
-    """List the faults and what must follow each; start nothing."""
+    """List the faults and the required consequence of each; start nothing."""
 
     @property
     def wanted_kinds(self) -> list[str] | None:
@@ -43,7 +44,7 @@ class ChaosConfig:
         return [self.kinds] if isinstance(self.kinds, str) else self.kinds
 
     def check(self) -> None:
-        """Raises ConfigError on counts and times that are none."""
+        """Raises ConfigError if a setting is invalid."""
         for name, least in (("faults", 1), ("steps", 10)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be at least {least}")
@@ -61,7 +62,7 @@ class ChaosConfig:
 
     @property
     def overrides(self) -> dict[str, str]:
-        """train as keys of megads train and their values."""
+        """train, flattened to keys of megads train and their values."""
         return dict(_flat(self.train))
 
 

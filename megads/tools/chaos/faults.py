@@ -1,4 +1,4 @@
-"""The faults that a campaign injects, each with what must follow it."""
+"""Faults that a campaign injects, each with its required consequence."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ from megads.tools.chaos.hook import order_path
 
 _SLOW_S, _FULL_S = 3.0, 1.0
 _STEPS_OF_A_FULL_DISK = 30
-"""More than a small run trains while its disk is full: its last save needs room, and so does its first one."""
+"""Fewest remaining steps at which the disk may become full, more than a small run trains meanwhile: its last save must
+succeed, as must its first one."""
 _PERIOD_S = 0.05
 _STRANGER_BYTES = 512
 _TENSORS = "*.safetensors"
 
 
 class Consequence(StrEnum):
-    """What must follow a fault."""
+    """Required consequence of a fault."""
 
     unharmed = "the run goes on"
     in_place = "a restart in place"
@@ -43,12 +44,12 @@ class Consequence(StrEnum):
 
 @dataclass(frozen=True)
 class Target:
-    """What a fault may be injected into.
+    """Target of a fault.
 
     Attributes:
         run: the run.
-        dataset: prefix of its data.
-        random: chooses.
+        dataset: path prefix of the run's dataset.
+        random: random number generator for choices.
     """
 
     run: AttackedRun
@@ -57,20 +58,21 @@ class Target:
 
     @property
     def rank(self) -> int:
-        """One of the ranks."""
+        """A random rank; a different one at each access."""
         return self.random.randrange(self.run.num_ranks)
 
 
 @dataclass(frozen=True)
 class Injected:
-    """A fault that was injected.
+    """An injected fault.
 
     Attributes:
-        where: into what, in words.
-        mend: takes back what the run itself cannot mend.
-        further: overrides of a start that is to be refused.
-        codes: of the command that the fault ends, or of the start that it refuses; empty where nobody is left to say.
-        passed_by: the next start must name what it did not use.
+        where: target of the fault, in words.
+        mend: reverts damage that the run itself cannot repair.
+        further: overrides of the start that must be refused.
+        codes: allowed exit codes of the command that the fault ends, or of the start that is refused; empty if the
+            command is killed.
+        passed_by: whether the next start must name the checkpoint that it did not use.
     """
 
     where: str
@@ -85,10 +87,10 @@ class Fault:
     """One kind of fault.
 
     Attributes:
-        name: of the kind.
-        text: what happens.
-        consequence: what must follow.
-        inject: does it; None where there is nothing to do it to at this moment.
+        name: name of the kind.
+        text: description.
+        consequence: required consequence.
+        inject: injects the fault; returns None if that is currently impossible.
     """
 
     name: str
@@ -110,13 +112,13 @@ def _signal_rank(number: signal.Signals) -> Callable[[Target], Injected | None]:
 
 
 def _order(order: str) -> Callable[[Target], Injected | None]:
-    """Has a rank go wrong from inside, after its current step."""
+    """Returns a function that makes a rank fail from inside, after its current step."""
 
     def inject(target: Target) -> Injected | None:
         rank = target.rank
         path = order_path(target.run.run_dir, rank)
         path.write_text(order)
-        # One that came after the last step is no fault.
+        # An order after the last step is not carried out.
         if not target.run.wait_until(lambda: not path.exists(), 30.0):
             path.unlink(missing_ok=True)
             return None
@@ -126,7 +128,7 @@ def _order(order: str) -> Callable[[Target], Injected | None]:
 
 
 def _slow_rank(target: Target) -> Injected | None:
-    """Half of its time for some seconds, in slices."""
+    """Stops a rank for half of the time, in short intervals, for a few seconds."""
     rank = target.rank
     process = target.run.rank(rank)
     if process is None:
@@ -157,7 +159,7 @@ def _signal_writer(number: signal.Signals) -> Callable[[Target], Injected | None
 
 
 def _full_disk(target: Target) -> Injected | None:
-    """No file of a rank or a writer grows for some seconds; the kernel answers as a full disk does."""
+    """Prevents files of ranks and writers from growing for some seconds by RLIMIT_FSIZE, to simulate a full disk."""
     run = target.run
     ranks = [process for number in range(run.num_ranks) if (process := run.rank(number)) is not None]
     processes = [*ranks, *run.writers()]
@@ -198,7 +200,7 @@ def _power_cut(target: Target) -> Injected | None:
 
 
 def _lost_memory(target: Target) -> Injected | None:
-    """As a node does that is started again: what only memory held is gone."""
+    """Kills everything and removes the in-memory checkpoints, as a reboot of the node does."""
     target.run.kill_everything()
     shutil.rmtree(target.run.memory, ignore_errors=True)
     return Injected("everything, and the node's memory")
@@ -216,8 +218,10 @@ def _damage_memory(target: Target) -> Injected | None:
 
 
 def _damage_disk(damage: Callable[[Path, random.Random], None], pattern: str) -> Callable[[Target], Injected | None]:
-    """Damages a file of the newest checkpoint on disk, with nothing left in memory; leaves the only one alone, without
-    which the run ends with exit 4 as it should."""
+    """Returns a function that damages a file of the newest checkpoint on disk and removes the checkpoints in memory.
+
+    It does not damage the only checkpoint: without one, the run ends with exit 4, as documented.
+    """
 
     def inject(target: Target) -> Injected | None:
         run = target.run
@@ -253,7 +257,7 @@ def _remove(path: Path, _draw: random.Random) -> None:
 
 
 def _torn_ledger(target: Target) -> Injected | None:
-    """As after a power cut in the middle of a write."""
+    """Kills everything and leaves a partial line in metrics.jsonl, as after a power failure during a write."""
     target.run.kill_everything()
     with (target.run.run_dir / METRICS_FILE).open("ab") as ledger:
         ledger.write(b'{"step": 7, "samples": 11')
@@ -261,7 +265,7 @@ def _torn_ledger(target: Target) -> Injected | None:
 
 
 def _second_start(target: Target) -> Injected | None:
-    """The same command while the run trains: it must be refused, and the run not notice it."""
+    """Starts the same command during training: it must be refused without an effect on the run."""
     second = target.run.give_command()
     code = second.wait(120)
     if not target.run.running:
@@ -270,7 +274,7 @@ def _second_start(target: Target) -> Injected | None:
 
 
 def _strangers(target: Target) -> Injected | None:
-    """Somebody who scans ports writes noise to all that the run listens on."""
+    """Sends random bytes to all ports on which the run listens, as a port scanner does."""
     ports = set()
     for process in target.run.processes:
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -290,7 +294,7 @@ def _strangers(target: Target) -> Injected | None:
 
 
 def _changed_data(target: Target) -> Injected | None:
-    """One document more at the end of the dataset."""
+    """Appends a document to the dataset."""
     target.run.kill_everything()
     saved = _saved(target.dataset)
     with IndexedDatasetAppender(target.dataset, "int32") as writer:
@@ -335,14 +339,14 @@ FAULTS = {
     for fault in (
         Fault("kill_rank", "SIGKILL to a rank", _IN_PLACE, _signal_rank(_KILLED)),
         Fault("crash_rank", "SIGSEGV to a rank", _IN_PLACE, _signal_rank(_SEGV)),
-        Fault("stop_rank", "SIGSTOP to a rank, for good", _IN_PLACE, _signal_rank(_STOPPED)),
-        Fault("hang_rank", "a rank sleeps for good while its peers wait in a collective", _IN_PLACE, _order("sleep")),
-        Fault("hold_gil", "native code of a rank keeps the interpreter's lock for good", _IN_PLACE, _order("hold_gil")),
+        Fault("stop_rank", "SIGSTOP to a rank, never resumed", _IN_PLACE, _signal_rank(_STOPPED)),
+        Fault("hang_rank", "a rank sleeps forever while its peers wait in a collective", _IN_PLACE, _order("sleep")),
+        Fault("hold_gil", "native code of a rank holds the GIL forever", _IN_PLACE, _order("hold_gil")),
         Fault("fail_rank", "a rank raises an exception", _IN_PLACE, _order("raise")),
-        Fault("exit_rank", "a rank ends without a word", _IN_PLACE, _order("exit")),
-        Fault("slow_rank", "a rank is stopped half of its time, for seconds", _UNHARMED, _slow_rank),
-        Fault("kill_writer", "SIGKILL to a process that writes checkpoints", _UNHARMED, _signal_writer(_KILLED)),
-        Fault("stop_writer", "SIGSTOP to such a process, for good", _UNHARMED, _signal_writer(_STOPPED)),
+        Fault("exit_rank", "a rank exits without an error message", _IN_PLACE, _order("exit")),
+        Fault("slow_rank", "a rank is stopped for half of the time, for seconds", _UNHARMED, _slow_rank),
+        Fault("kill_writer", "SIGKILL to a checkpoint writer", _UNHARMED, _signal_writer(_KILLED)),
+        Fault("stop_writer", "SIGSTOP to a checkpoint writer, never resumed", _UNHARMED, _signal_writer(_STOPPED)),
         Fault("full_disk", "no file of a rank or writer can grow, for seconds", _UNHARMED, _full_disk),
         Fault("second_start", "the same command while the run trains", _UNHARMED, _second_start),
         Fault("strangers", "random bytes to every port that the run listens on", _UNHARMED, _strangers),
@@ -354,10 +358,10 @@ FAULTS = {
             "preempt_twice",
             "a second SIGTERM while the run saves",
             _AGAIN,
-            # The second may come when the run has saved and ended.
+            # The second signal may arrive after the run has saved and exited.
             _signal_launcher(signal.SIGTERM, EXIT_INTERRUPTED, Preempted.exit_code, twice=True),
         ),
-        Fault("lost_memory", "a power cut that takes the local checkpoints, too", _AGAIN, _lost_memory),
+        Fault("lost_memory", "a power cut that also loses the local checkpoints", _AGAIN, _lost_memory),
         Fault("damaged_memory", "a power cut, and a flipped bit in a local checkpoint", _AGAIN, _damage_memory),
         Fault("flipped_bit", "a power cut, and a flipped bit on disk", _AGAIN, _damage_disk(_flip_bit, _TENSORS)),
         Fault("truncated_file", "a power cut, and a file on disk cut off", _AGAIN, _damage_disk(_truncate, _TENSORS)),
@@ -365,10 +369,10 @@ FAULTS = {
         Fault(
             "damaged_manifest", "a power cut, and a manifest cut off", _AGAIN, _damage_disk(_truncate, MANIFEST_FILE)
         ),
-        Fault("torn_ledger", "a power cut in the middle of a line of the ledger", _AGAIN, _torn_ledger),
+        Fault("torn_ledger", "a power cut while a line of metrics.jsonl is written", _AGAIN, _torn_ledger),
         Fault("changed_data", "a document is added to the dataset", _REFUSED, _changed_data),
         Fault("damaged_index", "the dataset's index is cut off", _REFUSED, _damaged_index),
-        Fault("changed_seed", "another train.seed", _REFUSED, _changed_seed),
+        Fault("changed_seed", "train.seed is changed", _REFUSED, _changed_seed),
     )
 }
-"""All kinds by name."""
+"""All kinds of faults by name."""

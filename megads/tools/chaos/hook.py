@@ -1,4 +1,4 @@
-"""A hook with which a rank goes wrong from inside, when the campaign says so: a plugin of the run under attack."""
+"""Plugin hook of the run under test that makes a rank fail from inside when the campaign orders it."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ FOREVER_S = 3600
 
 
 class InjectedFault(RuntimeError):
-    """Stands for any error in the code of a rank."""
+    """Represents any error in the code of a rank."""
 
 
 def order_path(run_dir: Path, rank: int) -> Path:
-    """Returns the file whose text is the order to a rank; it is removed before the order is carried out."""
+    """Returns the path of the file with an order to a rank; the rank removes it before it carries out the order."""
     return run_dir / f"chaos_rank_{rank:05d}"
 
 
 @register_hook("chaos")
 class ChaosHook:
-    """Looks for an order after every step."""
+    """Checks for an order after every step and carries it out."""
 
     def __init__(self, _options: NoOptions, context: HookContext) -> None:
         self._path = order_path(context.run_dir, context.rank)
@@ -43,7 +43,7 @@ class ChaosHook:
             case "sleep":
                 time.sleep(FOREVER_S)
             case "hold_gil":
-                # Called through PyDLL, sleep keeps the interpreter's lock: no other thread runs.
+                # Called through PyDLL, sleep holds the GIL: no other Python thread runs.
                 ctypes.PyDLL(None).sleep(FOREVER_S)
             case "raise":
                 raise InjectedFault(f"ordered after step {info.step}")

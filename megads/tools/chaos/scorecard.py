@@ -1,4 +1,4 @@
-"""The scorecard of a campaign: a table, Markdown and JSON."""
+"""Scorecard of a campaign as a table, Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PIPE_WIDTH = 160
 
 
 def list_faults(faults: Iterable[Fault]) -> None:
-    """Prints the kinds and what must follow each."""
+    """Prints the kinds of faults with their required consequences."""
     table = Table(box=SIMPLE_HEAD)
     for name in ("fault", "what happens", "what must follow"):
         table.add_column(name)
@@ -33,7 +33,7 @@ def list_faults(faults: Iterable[Fault]) -> None:
 
 
 def show(result: CampaignResult) -> None:
-    """Prints a line for each kind."""
+    """Prints the scorecard with one row per kind of fault, and a summary."""
     table = Table(box=SIMPLE_HEAD)
     for name in _COLUMNS:
         table.add_column(name, justify="left" if name in _COLUMNS[:2] else "right")
@@ -44,13 +44,13 @@ def show(result: CampaignResult) -> None:
 
 
 def as_json(result: CampaignResult) -> str:
-    """The campaign as one JSON object."""
+    """Returns the campaign as one JSON object."""
     content = asdict(result) | {"folder": str(result.folder), "survived": _survived(result)}
     return json.dumps(content, indent=1)
 
 
 def write(result: CampaignResult) -> Path:
-    """Writes both files into the campaign's folder; returns the Markdown one."""
+    """Writes the scorecard as Markdown and JSON to the campaign's folder; returns the path of the Markdown file."""
     lines = [f"| {' | '.join(_COLUMNS)} |", "|---|---|" + "---:|" * (len(_COLUMNS) - 2)]
     lines += [f"| {' | '.join(row)} |" for row in _rows(result)]
     lines += ["", _summary(result), *(f"- {_told(found)}" for found in result.failed), ""]
@@ -61,7 +61,7 @@ def write(result: CampaignResult) -> Path:
 
 
 def _print(table: Table) -> None:
-    # A file or a pipe is read by whoever gives it room.
+    # Output to a file or a pipe gets a fixed width.
     VisibleConsole(width=None if sys.stdout.isatty() else _PIPE_WIDTH).print(table)
 
 
@@ -86,7 +86,7 @@ def _rows(result: CampaignResult) -> list[tuple[str, ...]]:
 
 
 def _seconds(values: Sequence[float | None]) -> str:
-    """Median and longest."""
+    """Formats the median and the maximum."""
     known = [value for value in values if value is not None]
     if not known:
         return "-"

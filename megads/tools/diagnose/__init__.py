@@ -1,3 +1,3 @@
-"""`megads diagnose`: why a run failed, from its records and logs, a flight recorder's dumps and past incidents."""
+"""`megads diagnose`: root cause of a failed run, from its events, logs, flight recorder dumps and past incidents."""
 
 __all__ = ["command", "config", "output"]

@@ -1,4 +1,4 @@
-"""`megads diagnose`: reads what there is, decides what failed first, and looks for the like of it."""
+"""`megads diagnose`: reads the inputs, determines the root cause, and finds similar past incidents."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from megads.errors import DataError
 from megads.launch.evidence import flight_verdict, main_thread_stack
 from megads.tools.diagnose.config import DiagnoseConfig
 from megads.tools.diagnose.incidents import (
-    Recollection,
+    SimilarIncident,
+    failure_templates,
+    find_similar,
+    past_cause,
     read_incidents,
-    recall,
-    remembered_cause,
     store_incident,
-    telling_templates,
 )
 from megads.tools.diagnose.inputs import find_logs, read_dumps, read_run, survey_file
 from megads.tools.diagnose.language_model import ask
 
-_RECALLED_CONFIDENCE = 0.4
+_INCIDENT_CONFIDENCE = 0.4
 _RANK = re.compile(r"\d+")
 _MOST_FRAMES = 4
 _HANGS = (Cause.nccl_timeout_hang, Cause.process_killed_unknown, Cause.nccl_remote_or_network)
-"""Causes of which the flight recorder knows more than the logs."""
+"""Causes for which the flight recorder takes precedence over the logs."""
 
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A run whose last start ended well.
+    """A run whose last start ended without a failure.
 
     Attributes:
-        folder: the run directory.
+        folder: run directory.
     """
 
     folder: Path
@@ -47,29 +47,29 @@ class FinishedRun:
 
 @dataclass(frozen=True)
 class Report:
-    """All that is known of a failure.
+    """Result of `megads diagnose` for a failure.
 
     Attributes:
-        diagnosis: what failed first.
-        surveys: of the logs.
-        flight: what the flight recorder shows; None where no dumps were given.
-        recollections: incidents that this one is like.
-        advice_of_model: what the language model says; empty where none was asked.
-        notes: what could not be read, and the like.
-        seconds: how long it took.
+        diagnosis: root cause with evidence and advice.
+        surveys: surveys of the logs.
+        flight: result from the flight recorder dumps; None if there are none.
+        similar_incidents: similar past incidents, most similar first.
+        advice_of_model: answer of the language model; empty if there is none.
+        notes: problems with the inputs or the language model.
+        seconds: duration of the diagnosis.
     """
 
     diagnosis: Diagnosis
     surveys: tuple[Survey, ...]
     flight: FlightVerdict | None
-    recollections: tuple[Recollection, ...]
+    similar_incidents: tuple[SimilarIncident, ...]
     advice_of_model: str
     notes: tuple[str, ...]
     seconds: float
 
     @property
     def templates(self) -> Counter[str]:
-        """The templates of all logs, each with the number of its lines."""
+        """Templates of all logs, each with its number of lines."""
         found: Counter[str] = Counter()
         for survey in self.surveys:
             found.update(survey.templates())
@@ -77,11 +77,11 @@ class Report:
 
 
 def diagnose(config: DiagnoseConfig) -> Report | FinishedRun:
-    """Reads, decides and remembers as the config says.
+    """Diagnoses a failure, and stores it as an incident if the config says so.
 
     Raises:
-        ConfigError: there is no such run, or the language model's key cannot be read.
-        DataError: a log or a dump is missing or cannot be read, or there is nothing in them.
+        ConfigError: The run does not exist, or the key file of the language model cannot be read.
+        DataError: A log or dump is missing or unreadable, or all of them are empty.
     """
     start = time.perf_counter()
     surveys: list[Survey] = []
@@ -104,21 +104,21 @@ def diagnose(config: DiagnoseConfig) -> Report | FinishedRun:
     if flight is not None:
         diagnosis = with_flight(diagnosis, flight, bool(surveys))
     diagnosis = with_stacks(diagnosis, collected)
-    telling = telling_templates(surveys)
-    recollections: list[Recollection] = []
+    templates = failure_templates(surveys)
+    similar: list[SimilarIncident] = []
     if config.incidents.file is not None:
-        recollections = recall(telling, read_incidents(Path(config.incidents.file)))
-        diagnosis = with_past(diagnosis, recollections)
+        similar = find_similar(templates, read_incidents(Path(config.incidents.file)))
+        diagnosis = with_past(diagnosis, similar)
     advice = _ask(config, diagnosis, notes)
     if config.incidents.store and config.incidents.file is not None:
         what = config.run or next(iter(config.log_paths + config.dump_paths))
-        store_incident(Path(config.incidents.file), what, diagnosis, config.incidents.note or "", telling)
+        store_incident(Path(config.incidents.file), what, diagnosis, config.incidents.note or "", templates)
     seconds = time.perf_counter() - start
-    return Report(diagnosis, tuple(surveys), flight, tuple(recollections), advice, tuple(notes), seconds)
+    return Report(diagnosis, tuple(surveys), flight, tuple(similar), advice, tuple(notes), seconds)
 
 
 def _ask(config: DiagnoseConfig, diagnosis: Diagnosis, notes: list[str]) -> str:
-    """Returns the language model's advice; notes why there is none where one was asked."""
+    """Returns the language model's advice, if one is configured; adds a note if it fails to answer."""
     if config.llm.endpoint is None:
         return ""
     answer, problem = ask(config.llm, diagnosis)
@@ -128,12 +128,12 @@ def _ask(config: DiagnoseConfig, diagnosis: Diagnosis, notes: list[str]) -> str:
 
 
 def with_flight(diagnosis: Diagnosis, flight: FlightVerdict, has_logs: bool) -> Diagnosis:
-    """Adds what the flight recorder shows; where the logs only say that something hung, it names the culprit.
+    """Adds the flight recorder's findings; if the logs show only a hang, they determine the culprit.
 
     Args:
-        diagnosis: by the logs.
-        flight: by the dumps.
-        has_logs: there were logs.
+        diagnosis: diagnosis from the logs.
+        flight: result from the flight recorder dumps.
+        has_logs: whether there are logs.
     """
     shown = tuple(Evidence("flight recorder", 0, sentence) for sentence in flight.sentences())
     if has_logs and diagnosis.cause not in _HANGS:
@@ -142,8 +142,8 @@ def with_flight(diagnosis: Diagnosis, flight: FlightVerdict, has_logs: bool) -> 
     ranks = flight.culprits
     culprit = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else diagnosis.culprit
     advice = (
-        "Look at what the named ranks did instead: their stack in the dump, py-spy dump on a live process, the GPU "
-        "and the kernel's log of their node."
+        "Find out what the named ranks did instead: their stack in the dump, py-spy dump on a live process, the GPU "
+        "and the kernel log of their node."
         if ranks
         else facts.advice
     )
@@ -161,11 +161,11 @@ def with_flight(diagnosis: Diagnosis, flight: FlightVerdict, has_logs: bool) -> 
 
 
 def with_stacks(diagnosis: Diagnosis, folders: Sequence[Path]) -> Diagnosis:
-    """Adds where the ranks to blame were when the launcher collected evidence, before it ended them.
+    """Adds the Python stacks of the culprits, which the launcher collected before it ended the ranks.
 
     Args:
-        diagnosis: by logs and dumps.
-        folders: of the evidence, the last one last.
+        diagnosis: diagnosis from logs and dumps.
+        folders: evidence folders, oldest first.
     """
     shown = []
     for folder in folders[-1:]:
@@ -176,12 +176,12 @@ def with_stacks(diagnosis: Diagnosis, folders: Sequence[Path]) -> Diagnosis:
     return replace(diagnosis, evidence=(*diagnosis.evidence[:1], *shown, *diagnosis.evidence[1:]))
 
 
-def with_past(diagnosis: Diagnosis, recollections: Sequence[Recollection]) -> Diagnosis:
-    """Takes the cause of the likest incident of the site where no signature decided."""
-    cause = remembered_cause(recollections)
+def with_past(diagnosis: Diagnosis, similar: Sequence[SimilarIncident]) -> Diagnosis:
+    """Replaces the cause by that of the most similar past incident, unless a signature determined it."""
+    cause = past_cause(similar)
     if diagnosis.basis == Basis.signature or cause is None:
         return diagnosis
-    facts, past = FACTS[cause], recollections[0].incident
+    facts, past = FACTS[cause], similar[0].incident
     note = f" A person noted: {past.note}" if past.note else ""
     return replace(
         diagnosis,
@@ -189,6 +189,6 @@ def with_past(diagnosis: Diagnosis, recollections: Sequence[Recollection]) -> Di
         domain=facts.domain,
         restartable=past.restartable,
         advice=f"{facts.advice}{note}",
-        confidence=_RECALLED_CONFIDENCE,
+        confidence=_INCIDENT_CONFIDENCE,
         basis=Basis.incident,
     )

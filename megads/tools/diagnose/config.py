@@ -1,4 +1,4 @@
-"""What `megads diagnose` can be told."""
+"""Settings of `megads diagnose`."""
 
 from __future__ import annotations
 
@@ -11,49 +11,50 @@ from megads.errors import ConfigError
 
 @dataclass
 class IncidentsConfig:
-    """Past incidents of this site, one JSON line each."""
+    """File of past incidents, one JSON line per incident."""
 
     file: str | None = None
-    """File that keeps them, shared by all who should learn from them; null keeps and looks up none."""
+    """File with incidents, which several users may share; null neither reads nor stores incidents."""
     store: bool = False
     """Add this diagnosis to the file."""
     note: str | None = None
-    """What a person found out about it, stored with it and shown when the like of it comes again."""
+    """Finding of a person, stored with the diagnosis and shown for similar failures."""
 
 
 @dataclass
 class LanguageModelConfig:
-    """A language model that is asked for advice; it is told the cause and the decisive lines, with secrets masked."""
+    """Language model that gives advice; it receives the cause and the decisive log lines, with secrets masked."""
 
     endpoint: str | None = None
-    """Base URL of an OpenAI-compatible service, for example http://127.0.0.1:8000/v1; null asks none."""
+    """Base URL of an OpenAI-compatible service, for example http://127.0.0.1:8000/v1; null uses none."""
     model: str = "default"
-    """Name of the model there."""
+    """Name of the model at the service."""
     key_file: str | None = None
-    """File that holds the service's key; null sends none."""
+    """File with the API key of the service; null sends no key."""
     timeout_s: float = 60.0
-    """Longest wait for the answer, in seconds."""
+    """Timeout of the request, in seconds."""
 
 
 @dataclass
 class DiagnoseConfig:
-    """`megads diagnose`: why a run failed, whether a restart helps, who is to blame, and the lines that say so."""
+    """`megads diagnose`: root cause of a failed run, whether a restart helps, the culprit, and the evidence."""
 
     run: str | None = None
-    """Run directory, or the id of a run in runs/: its records and the logs of its last start are read."""
+    """Run directory, or the id of a run in runs/: its events and the logs of its last start are read."""
     logs: Any = field(default_factory=list)
-    """A log file or folder, or a list of them, also of other trainers, SLURM and the kernel; .gz and .zst too."""
+    """A log file or folder, or a list of them, including logs of other trainers, SLURM and the kernel; .gz and .zst are
+    supported."""
     flight_recorder: Any = field(default_factory=list)
-    """A dump of torch's flight recorder (NCCL or gloo, pickled or JSON) or a folder of them, or a list; a dump's name
-    ends in its rank."""
+    """A dump of PyTorch's flight recorder (NCCL or gloo, pickle or JSON), a folder of dumps, or a list of both; the
+    name of a dump ends in its rank."""
     json: bool = False
     """Print one JSON object."""
     templates: int = 0
-    """List so many of the logs' templates, those of the fewest lines first."""
+    """Number of log templates to list, rarest first."""
     incidents: IncidentsConfig = field(default_factory=IncidentsConfig)
-    """Past incidents of this site."""
+    """Past incidents."""
     llm: LanguageModelConfig = field(default_factory=LanguageModelConfig)
-    """A language model that is asked for advice."""
+    """Language model that gives advice."""
 
     @property
     def log_paths(self) -> list[str]:
@@ -66,7 +67,7 @@ class DiagnoseConfig:
         return [self.flight_recorder] if isinstance(self.flight_recorder, str) else list(self.flight_recorder)
 
     def check(self) -> None:
-        """Raises ConfigError unless there is something to read, and what is asked can be done."""
+        """Raises ConfigError if no input is given, or if a setting is invalid."""
         for name in ("logs", "flight_recorder"):
             paths = getattr(self, name)
             if not isinstance(paths, str | list) or not all(isinstance(path, str) and path for path in paths):

@@ -1,4 +1,4 @@
-"""Past incidents of a site: what was diagnosed, what a person noted, and which of them a new failure is like."""
+"""Past incidents of a site: their storage, and the search for incidents that are similar to a new failure."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from megads.diagnosis.templates import template
 from megads.errors import DataError
 from megads.runtime.metrics import read_json_lines
 
-_LIKE = 0.5
-"""Incidents that are less alike are not shown."""
+_LEAST_LIKENESS = 0.5
+"""Lowest similarity at which an incident is shown."""
 _MOST_SHOWN = 3
 
 
 @dataclass(frozen=True)
 class Incident:
-    """One failure of the past.
+    """One past failure.
 
     Attributes:
-        time_s: when it was diagnosed, in seconds since 1970.
-        run: run directory or first log.
-        cause: what was found.
-        restartable: whether a restart was thought to be enough.
+        time_s: time of the diagnosis, in seconds since 1970.
+        run: run directory, or first log or dump.
+        cause: diagnosed cause.
+        restartable: whether a restart was considered enough.
         culprit: rank, node or worker.
-        note: what a person found out.
-        templates: of the lines that told of the failure.
+        note: finding of a person.
+        templates: templates of the log lines about the failure.
     """
 
     time_s: float
@@ -48,26 +48,26 @@ class Incident:
 
 
 @dataclass(frozen=True)
-class Recollection:
-    """A past incident that a failure is like.
+class SimilarIncident:
+    """A past incident that is similar to a failure.
 
     Attributes:
         incident: the incident.
-        likeness: cosine of the word stems of the two, weighted by how rare each is; 1 is the same.
+        likeness: cosine similarity of the word stems of both, weighted by inverse document frequency; 1 if equal.
     """
 
     incident: Incident
     likeness: float
 
     def as_json(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """Returns the fields as JSON values, without templates."""
         known = asdict(self.incident)
         del known["templates"]
         return {**known, "likeness": round(self.likeness, 3)}
 
 
-def telling_templates(surveys: Iterable[Survey]) -> tuple[str, ...]:
-    """Returns the templates of the lines that tell of the failure; of a log without any, those of its last lines."""
+def failure_templates(surveys: Iterable[Survey]) -> tuple[str, ...]:
+    """Returns the templates of the lines about the failure; if no log has any, those of the last lines of each log."""
     surveys = list(surveys)
     lines = [finding.text for survey in surveys for finding in survey.findings]
     if not lines:
@@ -77,7 +77,7 @@ def telling_templates(surveys: Iterable[Survey]) -> tuple[str, ...]:
 
 
 def read_incidents(path: Path) -> list[Incident]:
-    """Returns the incidents of a file; lines that are none are passed over, and no file is no incident."""
+    """Returns the incidents in a file; ignores invalid lines, and returns none if the file does not exist."""
     found = []
     for record in read_json_lines(path):
         try:
@@ -87,12 +87,12 @@ def read_incidents(path: Path) -> list[Incident]:
     return found
 
 
-def recall(templates: Sequence[str], incidents: Sequence[Incident]) -> list[Recollection]:
-    """Returns the incidents that a failure is like, the likest first.
+def find_similar(templates: Sequence[str], incidents: Sequence[Incident]) -> list[SimilarIncident]:
+    """Returns the incidents that are similar to a failure, most similar first.
 
     Args:
-        templates: of the failure.
-        incidents: of the site.
+        templates: templates of the failure.
+        incidents: past incidents.
     """
     model = message_model()
 
@@ -104,21 +104,21 @@ def recall(templates: Sequence[str], incidents: Sequence[Incident]) -> list[Reco
         other = weights(incident.templates)
         norm = math.hypot(*own.values()) * math.hypot(*other.values())
         likeness = sum(own[name] * other[name] for name in own.keys() & other.keys()) / norm if norm else 0.0
-        if likeness >= _LIKE:
-            found.append(Recollection(incident, likeness))
+        if likeness >= _LEAST_LIKENESS:
+            found.append(SimilarIncident(incident, likeness))
     return sorted(found, key=lambda one: (-one.likeness, -one.incident.time_s))[:_MOST_SHOWN]
 
 
-def remembered_cause(recollections: Sequence[Recollection]) -> Cause | None:
-    """Returns the cause of the likest incident, where it is one that is known."""
-    return next((Cause(one.incident.cause) for one in recollections if one.incident.cause in set(Cause)), None)
+def past_cause(similar: Sequence[SimilarIncident]) -> Cause | None:
+    """Returns the cause of the most similar incident whose cause is known to this version."""
+    return next((Cause(one.incident.cause) for one in similar if one.incident.cause in set(Cause)), None)
 
 
 def store_incident(path: Path, run: str, diagnosis: Diagnosis, note: str, templates: Sequence[str]) -> None:
-    """Adds an incident to a file that several may write to at once.
+    """Appends an incident to a file; safe with several concurrent writers.
 
     Raises:
-        DataError: it cannot be written.
+        DataError: The file cannot be written.
     """
     incident = Incident(
         time.time(), run, str(diagnosis.cause), diagnosis.restartable, diagnosis.culprit, note, tuple(templates)
@@ -126,7 +126,7 @@ def store_incident(path: Path, run: str, diagnosis: Diagnosis, note: str, templa
     line = json.dumps(asdict(incident)) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # One write in append mode: lines of several writers do not mix.
+        # A single write in append mode, so that lines of several writers do not interleave.
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o664)
         try:
             os.write(descriptor, line.encode())

@@ -1,7 +1,7 @@
-"""Reads what a diagnosis is made from: log files, the records of a run of megads, dumps of torch's flight recorder.
+"""Reads the inputs of a diagnosis: log files, the events of a megads run, and PyTorch flight recorder dumps.
 
-Logs may be plain, compressed, in other encodings, still growing, huge, or no logs at all. Nothing that is in a dump is
-run.
+Logs may be plain, compressed, in other encodings, still growing, huge, or not logs at all. No code in a dump is
+executed.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ _PICKLE = b"\x80"
 
 
 def find_logs(names: Sequence[str]) -> list[Path]:
-    """Returns the files that are named, and the logs in folders that are.
+    """Returns the named files, and the logs in named folders.
 
     Raises:
-        DataError: one is not there, or a folder holds no log.
+        DataError: A path does not exist, or a folder has no log.
     """
     found: list[Path] = []
     for name in names:
@@ -74,22 +74,22 @@ def find_logs(names: Sequence[str]) -> list[Path]:
 
 
 def rank_of_name(path: Path) -> int | None:
-    """Returns the rank in a log's name, as in rank_00003.log or torchrun's 0/3/stderr.log."""
+    """Returns the rank in the name of a log, as in rank_00003.log or torchrun's 0/3/stderr.log; None if none."""
     if found := _RANK_NAME.search(path.name):
         return int(found[1])
     return int(path.parent.name) if path.stem in ("stdout", "stderr") and path.parent.name.isdigit() else None
 
 
 def survey_file(path: Path, name: str, offset: int = 0) -> Survey:
-    """Reads a log as far as it is written now.
+    """Scans a log up to its current end.
 
     Args:
-        path: the file.
-        name: as the evidence is to call it.
-        offset: bytes to leave out; only of a file that is not compressed.
+        path: path of the log.
+        name: name of the log in the evidence.
+        offset: number of bytes to skip; only for uncompressed files.
 
     Raises:
-        DataError: it cannot be read.
+        DataError: The log cannot be read.
     """
     rank = rank_of_name(path)
     notes: list[str] = []
@@ -107,7 +107,7 @@ def survey_file(path: Path, name: str, offset: int = 0) -> Survey:
 
 
 def _blocks(file: BinaryIO, head: bytes, notes: list[str]) -> Iterator[bytes]:
-    """Yields a file's text as UTF-8, or what can be taken for it."""
+    """Yields the text of a file, decompressed and converted from UTF-16 and UTF-32 to UTF-8."""
     if not head:
         notes.append("is empty")
     elif head.startswith((_GZIP, _ZSTD)):
@@ -121,7 +121,7 @@ def _blocks(file: BinaryIO, head: bytes, notes: list[str]) -> Iterator[bytes]:
 
 
 def _to_present_end(file: BinaryIO, block_bytes: int = _BLOCK_BYTES) -> Iterator[bytes]:
-    """Yields a file up to where it ends now: one that is written to faster than it is read would never end."""
+    """Yields a file up to its current end: a file that grows faster than it is read would never end."""
     left = os.fstat(file.fileno()).st_size - file.tell()
     while left > 0 and (block := file.read(min(block_bytes, left))):
         left -= len(block)
@@ -129,7 +129,7 @@ def _to_present_end(file: BinaryIO, block_bytes: int = _BLOCK_BYTES) -> Iterator
 
 
 def _decompressed(file: BinaryIO, gzipped: bool, notes: list[str]) -> Iterator[bytes]:
-    """Yields what a compressed file holds, members or frames one after another, as far as it goes."""
+    """Yields the content of all members or frames of a compressed file, up to the first damage."""
 
     def fresh() -> Any:
         return zlib.decompressobj(_GZIP_WINDOW) if gzipped else zstandard.ZstdDecompressor().decompressobj()
@@ -158,14 +158,14 @@ def _recoded(file: BinaryIO, encoding: str) -> Iterator[bytes]:
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How a run's last start ended.
+    """End of a run's last start.
 
     Attributes:
-        folder: the run directory.
-        surveys: of its records and logs; the first is of what it recorded.
-        finished: it ended well, so there is nothing to diagnose.
-        nodes: to blame, as the launcher found.
-        evidence: folders of what was collected of the ranks of that start while they ran, in the order of time.
+        folder: run directory.
+        surveys: survey of the recorded events, then those of the logs.
+        finished: whether it ended without a failure, so that there is nothing to diagnose.
+        nodes: nodes that the launcher blamed.
+        evidence: folders of evidence that the launcher collected from the running ranks of that start, oldest first.
     """
 
     folder: Path
@@ -176,11 +176,11 @@ class RunEnd:
 
 
 def read_run(name: str) -> RunEnd:
-    """Reads how a run ended.
+    """Reads the events and logs of a run's last start.
 
     Raises:
-        ConfigError: there is no such run.
-        DataError: it recorded nothing, and has no log.
+        ConfigError: The run does not exist.
+        DataError: The run has neither a recorded failure nor a log.
     """
     folder = find_run(name)
     if not is_run_dir(folder):
@@ -209,7 +209,7 @@ def read_run(name: str) -> RunEnd:
 
 
 def _logs(folder: Path, blamed: int | None) -> list[Path]:
-    """Returns the logs of a run: that of the rank to blame, the other ranks', the agents' and srun's."""
+    """Returns the logs of a run in this order: blamed rank, other ranks, agents, srun."""
     ranks = sorted((folder / "logs").glob("rank_*.log"))
     first = rank_log_path(folder, blamed) if blamed is not None else None
     ordered = [path for path in ranks if path == first] + [path for path in ranks if path != first]
@@ -218,17 +218,17 @@ def _logs(folder: Path, blamed: int | None) -> list[Path]:
 
 
 def _last_start(path: Path) -> int:
-    """Returns where a rank's log of its last start begins."""
+    """Returns the offset in bytes at which a rank's log of its last start begins."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         at = content.rfind(b"\n" + START_HEADER)
         return at + 1 if at >= 0 else 0
 
 
 def read_dumps(names: Sequence[str]) -> list[FlightTrace]:
-    """Returns the traces of all ranks whose dumps are named or lie in folders that are.
+    """Returns the traces of all named dumps and of the dumps in named folders, in rank order.
 
     Raises:
-        DataError: one is not there, is no dump, or two are of the same rank.
+        DataError: A path does not exist or is not a dump, or two dumps are of the same rank.
     """
     files: list[Path] = []
     for name in names:
@@ -267,7 +267,7 @@ def _looks_like_dump(path: Path) -> bool:
 
 
 def _read_dump(path: Path, rank: int) -> FlightTrace:
-    # It pulls in torch.
+    # Imported here because it imports torch.
     from megads.tools.exchange.inert_pickle import read_inert
 
     try:

@@ -1,4 +1,4 @@
-"""Asks a language model for advice on a diagnosis. What it answers is shown, and changes nothing."""
+"""Asks a language model for advice on a diagnosis. The answer is displayed and has no other effect."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _COLONS = re.compile(r"(?<![\w:.])[0-9a-f]*:[0-9a-f:]*:[0-9a-f:.]*", re.IGNORECA
 
 
 def question(diagnosis: Diagnosis) -> str:
-    """Returns what the model is asked, with secrets masked."""
+    """Returns the question for the model, with secrets masked."""
     lines = [
         f"cause: {diagnosis.cause}",
         f"culprit: {diagnosis.culprit or 'none named'}",
@@ -66,10 +66,10 @@ def question(diagnosis: Diagnosis) -> str:
 
 
 def ask(config: LanguageModelConfig, diagnosis: Diagnosis) -> tuple[str, str]:
-    """Returns the model's answer, and why there is none: one of the two is empty.
+    """Returns the model's answer and an error message, one of which is empty.
 
     Raises:
-        ConfigError: the file of the key cannot be read.
+        ConfigError: The key file cannot be read.
     """
     assert config.endpoint is not None
     body = {
@@ -95,14 +95,14 @@ def ask(config: LanguageModelConfig, diagnosis: Diagnosis) -> tuple[str, str]:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Sends log lines to nobody but the service that was named."""
+    """Refuses redirects, so that log lines are sent only to the configured service."""
 
     def redirect_request(self, *_arguments: object) -> None:
         return None
 
 
 def mask_secrets(text: str) -> str:
-    """Returns a text without tokens, keys, passwords, user names, mail and network addresses."""
+    """Masks tokens, keys, passwords, user names, and mail and network addresses in a text."""
     text = _COLONS.sub(lambda found: "<address>" if _is_address(found[0]) else found[0], text)
     for pattern, mask in _MASKS:
         text = pattern.sub(mask, text)
@@ -110,7 +110,7 @@ def mask_secrets(text: str) -> str:
 
 
 def _is_address(text: str) -> bool:
-    """Whether it is an address of version 6: times of day and PCI addresses have colons too."""
+    """Whether a text is an IPv6 address; times of day and PCI addresses have colons, too."""
     try:
         return len(text) > 2 and ipaddress.ip_address(text.rstrip(".")).version == 6
     except ValueError:

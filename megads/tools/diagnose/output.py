@@ -1,4 +1,4 @@
-"""How `megads diagnose` shows what it found: a panel for people, or one JSON object."""
+"""Output of `megads diagnose`: a panel with tables, or one JSON object."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _SHOWN_CHARACTERS = 300
 
 
 def finished_json(found: FinishedRun) -> str:
-    """One JSON object that says that there is nothing to diagnose."""
+    """Returns a JSON object for a run without a failure."""
     return json.dumps({"cause": None, "run": str(found.folder), "note": "the run's last start ended well"}, indent=2)
 
 
 def as_json(report: Report, most_templates: int) -> str:
-    """One JSON object.
+    """Returns a report as one JSON object.
 
     Args:
-        report: what was found.
-        most_templates: templates to list.
+        report: result of the diagnosis.
+        most_templates: number of templates to list.
     """
     lines = sum(survey.lines for survey in report.surveys)
     templates = report.templates
     content: dict[str, Any] = {
         **report.diagnosis.as_json(),
-        "seen_before": [one.as_json() for one in report.recollections],
+        "seen_before": [one.as_json() for one in report.similar_incidents],
         "language_model": report.advice_of_model or None,
         "read": {
             "files": len(report.surveys),
@@ -64,15 +64,15 @@ def as_json(report: Report, most_templates: int) -> str:
 
 
 def show(report: Report, most_templates: int) -> None:
-    """Prints a panel, the evidence, and what else is known.
+    """Prints the diagnosis, its evidence, and similar incidents, advice, notes and templates.
 
     Args:
-        report: what was found.
-        most_templates: templates to list.
+        report: result of the diagnosis.
+        most_templates: number of templates to list.
     """
     console, diagnosis = VisibleConsole(width=_WIDTH, highlight=False), report.diagnosis
     summary = Table.grid(padding=(0, 2))
-    # A rank is started again, a node can be left out.
+    # A node can be excluded; a rank cannot, it is restarted.
     without = f", without {diagnosis.culprit}" if diagnosis.culprit and "rank" not in diagnosis.culprit else ""
     restart = f"is enough{without}" if diagnosis.restartable else "does not help: something must be changed first"
     for name, value in (
@@ -87,7 +87,7 @@ def show(report: Report, most_templates: int) -> None:
     console.print(Panel(summary, title="diagnosis", box=box.ROUNDED))
     if diagnosis.evidence:
         console.print(_evidence_table(report))
-    for one in report.recollections:
+    for one in report.similar_incidents:
         past = one.incident
         when = time.strftime("%Y-%m-%d", time.localtime(past.time_s))
         note = f"; a person noted: {past.note}" if past.note else ""
@@ -120,5 +120,5 @@ def _template_table(report: Report, most: int) -> Table:
 
 
 def _rarest(templates: dict[str, int], most: int) -> list[tuple[str, int]]:
-    """Templates of the fewest lines first: what a log says once tells more than what it says at every step."""
+    """Returns the rarest templates first: a line that occurs once is more informative than one of every step."""
     return sorted(templates.items(), key=lambda item: item[1])[:most]

@@ -1,6 +1,6 @@
-"""`megads doctor`: checks this machine and its software; each finding has its cost and its remedy.
+"""`megads doctor`: checks this machine and its software; reports each finding with its cost and remedy.
 
-`examine` runs the checks and makes Findings. What can crash or hang is tried in a process of its own, `probe`.
+`examine` runs the checks and returns Findings. Checks that can crash or hang run in a separate process, `probe`.
 """
 
 __all__ = ["examine", "finding"]

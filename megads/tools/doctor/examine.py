@@ -1,4 +1,4 @@
-"""Runs every check of `megads doctor`; one that fails itself is a finding too."""
+"""Runs every check of `megads doctor`; a check that raises becomes a finding."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class DoctorConfig:
     json: bool = False
     """Print one JSON object instead of a table; --json is short for it."""
     runs_dir: str = "runs"
-    """Folder that runs write to: its disk is checked."""
+    """Folder that runs write to; its disk is checked."""
     cache_dir: str | None = None
-    """Folder of cached index maps and measurements; null is the user's cache."""
+    """Folder of cached index maps and measurements; null is the user's cache folder."""
     timeout_s: float = 6.0
-    """Longest wait for what is tried in a process of its own: importing torch and DeepSpeed, a collective, the GPUs."""
+    """Timeout of the checks that run in a separate process: importing torch and DeepSpeed, a collective, the GPUs."""
 
     def check(self) -> None:
-        """Raises ConfigError on a wait that is none."""
+        """Raises ConfigError if the timeout is out of range."""
         if not 0 < self.timeout_s <= LONGEST_WAIT_S:
             raise ConfigError(f"timeout_s = {self.timeout_s}: must be positive, and at most {LONGEST_WAIT_S:.0f}")
 
@@ -37,8 +37,8 @@ def examine(config: DoctorConfig, conf: Path) -> list[Finding]:
     """Checks this machine and its software.
 
     Args:
-        config: what to look at, and for how long.
-        conf: the folder of YAML files.
+        config: folders to check, and the timeout.
+        conf: folder of the YAML configs.
     """
     runs = Path(config.runs_dir)
     caches = Path(config.cache_dir) if config.cache_dir else user_cache_dir()
@@ -60,21 +60,21 @@ def examine(config: DoctorConfig, conf: Path) -> list[Finding]:
                 "compilers": software.check_compilers,
                 "slurm": software.check_slurm,
                 "wandb": software.check_wandb,
-                # Last: it waits for what the probe does in the meantime.
+                # Last, because it waits for the probe, which runs during the other checks.
                 "torch and deepspeed": lambda: judge_probe(probe.outcome()),
             }
         )
 
 
 def run_checks(checks: Mapping[str, Callable[[], list[Finding]]]) -> list[Finding]:
-    """Runs the checks in their order; what stops one of them is in the findings."""
+    """Runs the checks in order; an exception of a check becomes a note."""
     findings = []
     for name, check in checks.items():
         try:
             findings += check()
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
-            cost = "whether it is in order is not known"
+            cost = "its state is unknown"
             findings.append(note(name, f"could not be checked: {what}", cost, "see the other findings first"))
     return findings
 
@@ -91,4 +91,4 @@ def _check_packages() -> list[Finding]:
 def _check_configs(conf: Path) -> list[Finding]:
     if (conf / "train.yaml").is_file():
         return [ok("configs", str(conf))]
-    return [problem("configs", f"no train.yaml in {conf}", "no verb can compose its config", "install megads anew")]
+    return [problem("configs", f"no train.yaml in {conf}", "no verb can compose its config", "reinstall megads")]

@@ -1,4 +1,4 @@
-"""One thing that was checked."""
+"""Findings of checks, and how they are printed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Status(StrEnum):
-    """How a check ended: fine, worth knowing, or training cannot work."""
+    """Result of a check: ok, a note that costs something, or a problem that prevents training or makes it wrong."""
 
     ok = "ok"
     note = "note"
@@ -22,14 +22,14 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was checked.
+    """Result of one check.
 
     Attributes:
-        check: what was looked at, in a word or two.
-        status: how it ended.
-        found: what is there.
-        cost: what that costs; nothing for ok.
-        remedy: what to do about it.
+        check: name of the check, one or two words.
+        status: severity.
+        found: what the check found.
+        cost: effect on training; empty for ok.
+        remedy: what the user can do; empty for ok.
     """
 
     check: str
@@ -40,22 +40,22 @@ class Finding:
 
 
 def ok(check: str, found: str) -> Finding:
-    """Returns a finding that needs nothing."""
+    """Returns a finding that needs no action."""
     return Finding(check, Status.ok, found)
 
 
 def note(check: str, found: str, cost: str, remedy: str) -> Finding:
-    """Returns a finding that costs something but lets training go on."""
+    """Returns a finding that costs something but does not prevent training."""
     return Finding(check, Status.note, found, cost, remedy)
 
 
 def problem(check: str, found: str, cost: str, remedy: str) -> Finding:
-    """Returns a finding that prevents training, or makes it wrong."""
+    """Returns a finding that prevents training or makes it wrong."""
     return Finding(check, Status.problem, found, cost, remedy)
 
 
 def size(num_bytes: float) -> str:
-    """Returns a number of bytes as 512 MiB or 23.5 GiB."""
+    """Formats a number of bytes as 512 MiB or 23.5 GiB."""
     if num_bytes < 2**30:
         return f"{num_bytes / 2**20:.0f} MiB"
     return f"{num_bytes / 2**30:.1f} GiB"
@@ -65,7 +65,7 @@ _STYLES = {Status.ok: "green", Status.note: "yellow", Status.problem: "bold red"
 
 
 def show(findings: Sequence[Finding]) -> None:
-    """Prints a coloured table on a terminal, plain lines elsewhere or without rich."""
+    """Prints a coloured table on a terminal, and plain lines elsewhere or if rich is not installed."""
     if sys.stdout.isatty():
         try:
             from megads.runtime.visible_console import VisibleConsole

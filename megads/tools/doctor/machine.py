@@ -1,4 +1,4 @@
-"""Cores, memory, limits, clocks and disks of this machine."""
+"""Checks of cores, memory, limits, clocks and disks of this machine."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import NamedTuple
 from megads.runtime.environment import available_cores, thread_settings
 from megads.tools.doctor.finding import Finding, Status, note, ok, problem, size
 
-# cgroup v1 writes "no limit" as the largest multiple of a page.
+# cgroup v1 writes "no limit" as the largest multiple of the page size.
 _UNLIMITED_BYTES = 2**60
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """Returns the CPUs' worth of time that this process may use, or None without a limit.
+    """Returns the cgroup's CPU quota of this process, in CPUs, or None without a limit.
 
     Args:
-        root: where /proc and /sys are.
+        root: folder that contains proc and sys.
     """
     quotas = []
     for folder in _folders(root, "cpu"):
@@ -35,10 +35,10 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
 
 def memory_limit_bytes(root: Path = Path("/")) -> int | None:
-    """Returns the memory above which this process is killed, or None without a limit.
+    """Returns the cgroup's memory limit of this process, or None without a limit.
 
     Args:
-        root: where /proc and /sys are.
+        root: folder that contains proc and sys.
     """
     limits = []
     for folder in _folders(root, "memory"):
@@ -49,7 +49,7 @@ def memory_limit_bytes(root: Path = Path("/")) -> int | None:
 
 
 def _folders(root: Path, controller: str) -> Iterator[Path]:
-    """Yields the control folders of this process and of all above it: every one of them limits it."""
+    """Yields the folders of this process's cgroup and its ancestors; the limits of all of them apply."""
     base = root / "sys" / "fs" / "cgroup"
     for line in _read(root / "proc" / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -57,7 +57,7 @@ def _folders(root: Path, controller: str) -> Iterator[Path]:
             continue
         top = base / controller if controllers else base
         folder = top / path.lstrip("/")
-        # Inside a container the path is the host's: only the top is there.
+        # Inside a container the path is the host's, and only the top folder exists.
         while folder != top:
             yield folder
             folder = folder.parent
@@ -71,17 +71,17 @@ def _read(path: Path) -> str:
         return ""
 
 
-# An imported torch and DeepSpeed take about half of it in every rank.
+# In every rank the imported torch and DeepSpeed take about half of this.
 _LEAST_MEMORY_BYTES = 2**30
 _LEAST_SHARED_MEMORY_BYTES = 2**30
 _LEAST_OPEN_FILES = 4096
-# Load per core above which others are in the way.
+# Load per core above which other processes slow down training.
 _BUSY = 1.5
 _SLOW_CLOCKS = ("hpet", "acpi_pm", "jiffies", "refined-jiffies")
 
 
 def check_cores(root: Path = Path("/")) -> list[Finding]:
-    """Compares the cores that this process sees with the CPU time that it gets."""
+    """Compares the cores that this process may use with the cgroup's CPU quota."""
     cores, quota = available_cores(), cpu_quota(root)
     found = f"{cores} core{'s' if cores > 1 else ''} for this process"
     if quota is None or quota >= cores:
@@ -91,37 +91,37 @@ def check_cores(root: Path = Path("/")) -> list[Finding]:
         note(
             "cores",
             f"{found}, but the cgroup's quota is {quota:.1f} CPUs",
-            "ranks start as many threads as there are cores, and all stand still while the quota is used up",
-            f"give the container {cores} CPUs, or let all ranks together have {threads}: cluster.threads_per_rank",
+            "ranks start one thread per core in total, and all are throttled once the quota is used up",
+            f"give the container {cores} CPUs, or limit all ranks to {threads} in total: cluster.threads_per_rank",
         )
     ]
 
 
 def check_load(load: float | None = None) -> list[Finding]:
-    """Compares the processes that want to run with the cores.
+    """Compares the load average with the number of cores.
 
     Args:
-        load: their number, averaged over a minute; None asks the kernel.
+        load: runnable processes, averaged over a minute; None reads the kernel's value.
     """
     load = os.getloadavg()[0] if load is None else load
     cores = available_cores()
-    found = f"{load:.1f} processes want to run on {cores} cores (last minute)"
+    found = f"load average {load:.1f} on {cores} cores (last minute)"
     if load <= _BUSY * cores:
         return [ok("load", found)]
-    cost = f"everything takes about {load / cores:.0f} times as long, the times that are given here too"
-    return [note("load", found, cost, "wait for other programs or end them; top shows them")]
+    cost = f"everything takes about {load / cores:.0f} times as long, including the times measured here"
+    return [note("load", found, cost, "wait for other programs or end them; top lists them")]
 
 
 def check_threads() -> list[Finding]:
-    """Finds thread counts in the environment that megads does not follow."""
+    """Checks for thread counts in the environment, which megads train overrides."""
     given = ", ".join(f"{name}={value}" for name, value in thread_settings().items())
     if not given:
-        return [ok("threads", "the cores are shared out over the ranks (no OMP_NUM_THREADS)")]
+        return [ok("threads", "cores are divided among the ranks (no OMP_NUM_THREADS)")]
     return [
         note(
             "threads",
             f"{given} is set",
-            "megads train gives every rank its own thread count and overrides it; only other verbs follow it",
+            "megads train overrides it with the thread count of each rank; only other verbs use it",
             "set cluster.threads_per_rank instead, or unset it",
         )
     ]
@@ -140,7 +140,7 @@ def check_memory(root: Path = Path("/")) -> list[Finding]:
     if free < _LEAST_MEMORY_BYTES:
         return [problem("memory", found, "a single rank does not fit", "end other programs, or raise the limit")]
     if limit is not None and limit < memory.total:
-        cost = "a run that exceeds the limit is killed without a message (exit -9), though the machine has memory"
+        cost = "a run that exceeds the limit is killed without a message (exit -9), even if the machine has free memory"
         return [note("memory", found, cost, "raise the limit of the container or job (SLURM: --mem)")]
     return [ok("memory", found)]
 
@@ -166,12 +166,12 @@ def check_open_files() -> list[Finding]:
     if soft == resource.RLIM_INFINITY or soft >= _LEAST_OPEN_FILES:
         return [ok("open files", found)]
     most = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
-    cost = "a rank opens several sockets to every other one: about a hundred ranks would reach the limit"
+    cost = "a rank opens several sockets to every other rank: about a hundred ranks would reach the limit"
     return [note("open files", found, cost, f"ulimit -n {most if most.isdigit() else 65536} (up to {most} is allowed)")]
 
 
 def check_huge_pages(root: Path = Path("/")) -> list[Finding]:
-    """Checks whether the kernel backs large tensors with large pages."""
+    """Checks whether transparent huge pages are enabled."""
     path = root / "sys" / "kernel" / "mm" / "transparent_hugepage" / "enabled"
     try:
         text = path.read_text()
@@ -180,12 +180,12 @@ def check_huge_pages(root: Path = Path("/")) -> list[Finding]:
     chosen = text.partition("[")[2].partition("]")[0]
     if chosen != "never":
         return [ok("huge pages", f"transparent huge pages: {chosen}")]
-    cost = "large tensors on the CPU take a page fault every 4 KiB"
+    cost = "large CPU tensors cause one page fault per 4 KiB"
     return [note("huge pages", "transparent huge pages: never", cost, f"echo madvise > {path} (as root)")]
 
 
 def check_clock(root: Path = Path("/")) -> list[Finding]:
-    """Checks that time goes forward and is cheap to read."""
+    """Checks that the monotonic clock does not go backward and is cheap to read."""
     readings = [time.monotonic_ns() for _ in range(1000)]
     if readings != sorted(readings) or not time.get_clock_info("monotonic").monotonic:
         cost = "timeouts fire at the wrong moment, and step times are meaningless"
@@ -195,8 +195,8 @@ def check_clock(root: Path = Path("/")) -> list[Finding]:
     source = root / "sys" / "devices" / "system" / "clocksource" / "clocksource0" / "current_clocksource"
     name = source.read_text().strip() if source.is_file() else "unknown"
     if name in _SLOW_CLOCKS:
-        cost = "every reading of the time is a slow system call; profiles and timers are blurred"
-        return [note("clock", f"monotonic, from {name}", cost, f"echo tsc > {source} (as root), if it is offered")]
+        cost = "every clock read is a slow system call; profiles and timers are inaccurate"
+        return [note("clock", f"monotonic, from {name}", cost, f"echo tsc > {source} (as root), if available")]
     return [ok("clock", f"monotonic, from {name}")]
 
 
@@ -216,19 +216,19 @@ class _Speed(NamedTuple):
 
 
 def check_disk(check: str, folder: Path, needed: bool) -> list[Finding]:
-    """Checks space and speed of the disk below a folder; makes nothing that it does not remove.
+    """Checks free space and write speed of a folder's disk; leaves no files.
 
     Args:
-        check: what to call it.
-        folder: need not exist yet.
-        needed: training is impossible when it cannot be written.
+        check: name of the check.
+        folder: folder to check; need not exist yet.
+        needed: whether training is impossible if the folder cannot be written to.
     """
     there = _nearest_folder(folder)
     try:
         free = shutil.disk_usage(there).free
         speed = _measure(there)
     except OSError as error:
-        cost = "no run can write there" if needed else "nothing is cached: index maps are built anew every time"
+        cost = "no run can write there" if needed else "nothing is cached: index maps are rebuilt every time"
         status = Status.problem if needed else Status.note
         found = f"{there} cannot be written to: {error.strerror or error}"
         return [Finding(check, status, found, cost, "choose another folder, or change its owner")]
@@ -240,26 +240,26 @@ def check_disk(check: str, folder: Path, needed: bool) -> list[Finding]:
     if needed and free < _FULL_BYTES:
         return [problem(check, found, "a checkpoint does not fit", "free space, or set run.dir to another disk")]
     if needed and free < _NEARLY_FULL_BYTES:
-        cost = "a checkpoint takes 14 bytes a parameter: 1.4 GB for 100 M parameters, and two are kept"
+        cost = "a checkpoint takes 14 bytes per parameter: 1.4 GB for 100 M parameters, and two are kept"
         return [note(check, found, cost, "free space, or set run.dir to another disk")]
     if needed and kind in ("tmpfs", "ramfs"):
-        cost = "what runs leave is in memory: it takes memory from training and is gone after a restart"
+        cost = "files of runs are in memory: they reduce the memory for training and are lost after a reboot"
         return [note(check, found, cost, "set run.dir to a disk")]
     if speed.bytes_per_s < _SLOW_BYTES_PER_S or speed.sync_s > _SLOW_SYNC_S:
         seconds = 1e9 / speed.bytes_per_s
-        cost = f"a checkpoint of 1 GB takes {seconds:.0f} s to write, every small file {speed.sync_s:.2f} s"
+        cost = f"writing a checkpoint of 1 GB takes {seconds:.0f} s, and every small file {speed.sync_s:.2f} s"
         return [note(check, found, cost, "use a local or parallel file system, or save less often")]
     return [ok(check, found)]
 
 
 def _nearest_folder(folder: Path) -> Path:
-    """Returns the folder, or what exists of its path."""
+    """Returns the folder, or its nearest existing parent."""
     folder = folder.expanduser().absolute()
     return next(path for path in (folder, *folder.parents) if path.is_dir())
 
 
 def _measure(folder: Path) -> _Speed:
-    """Writes what a checkpoint writes, on a small scale: one large file, and small ones that are synced one by one."""
+    """Measures the speed of checkpoint-like writes: one large file, then small writes with one fsync each."""
     block = os.urandom(_CHUNK_BYTES)
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".megads-doctor-", buffering=0) as file:
         written, start = 0, time.perf_counter()
@@ -277,7 +277,7 @@ def _measure(folder: Path) -> _Speed:
 
 
 def file_system(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
-    """Returns the kind of file system that a folder is on, "unknown" where the machine does not tell."""
+    """Returns the type of a folder's file system, or "unknown" if it cannot be determined."""
     best, kind = "", "unknown"
     try:
         lines = mounts.read_text().splitlines()

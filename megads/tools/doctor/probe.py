@@ -1,7 +1,7 @@
-"""What can crash or hang, tried in a process of its own: `python -m megads.tools.doctor.probe`.
+"""Runs checks that can crash or hang, in a separate process: `python -m megads.tools.doctor.probe`.
 
-Prints a line of JSON when it begins something and one with the result, so that the parent knows what it was at when it
-died. Everything else that libraries print goes to stderr.
+Prints one line of JSON when a probe begins and one with its result, so that the parent knows which probe was running
+when the process died. Output of libraries goes to stderr.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megads.runtime.environment import exported, rank_variables
 from megads.runtime.listener import LOOPBACK, listen
 
 ALL_REDUCE_S = 2.0
-"""Longest wait for a collective between two processes of this machine."""
+"""Timeout of a collective between two processes on this machine."""
 
 
 def probe_torch() -> dict[str, Any]:
@@ -38,7 +38,7 @@ def probe_torch() -> dict[str, Any]:
 
 
 def probe_gloo() -> dict[str, Any]:
-    """Sums a number over two processes, as gloo chooses its network interface, else over the loopback."""
+    """Runs an all-reduce over two processes on gloo's default network interface; if that fails, on the loopback."""
     start = time.perf_counter()
     failure = _all_reduce({})
     if failure is None:
@@ -48,7 +48,7 @@ def probe_gloo() -> dict[str, Any]:
 
 
 def _all_reduce(variables: Mapping[str, str]) -> str | None:
-    """Returns what went wrong between two forked processes, or None."""
+    """Runs an all-reduce between two forked processes; returns the error, or None."""
     children: dict[int, int] = {}
     with exported(variables), listen(LOOPBACK) as server:
         for rank in range(2):
@@ -63,7 +63,7 @@ def _all_reduce(variables: Mapping[str, str]) -> str | None:
 
 
 def _run_rank(rank: int, server: socket.socket, pipe: int) -> None:
-    """The life of a forked rank: writes what went wrong, if anything did, and ends. The first one serves the store."""
+    """Body of a forked rank: writes the error, if any, to the pipe and exits. Rank 0 serves the store."""
     signal.alarm(round(ALL_REDUCE_S) + 1)
     try:
         import torch
@@ -81,25 +81,25 @@ def _run_rank(rank: int, server: socket.socket, pipe: int) -> None:
     except BaseException as error:
         message = f"{type(error).__name__}: {first_line(error)}"
     os.write(pipe, message.encode()[:1000])
-    # No clean-up: it could hang, and belongs to the parent.
+    # No clean-up: it could hang, and the objects belong to the parent.
     os._exit(0)
 
 
 def _outcome(child: int, pipe: int) -> str | None:
-    """Waits for a forked rank, which ends by itself or by its alarm."""
+    """Waits for a forked rank, which is ended by its alarm at the latest; returns its error, or None."""
     with os.fdopen(pipe, "rb") as file:
         message = file.read().decode(errors="replace")
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status):
         killed = os.WTERMSIG(status)
         if killed == signal.SIGALRM:
-            return f"no answer within {ALL_REDUCE_S:.0f} s"
+            return f"no result within {ALL_REDUCE_S:.0f} s"
         return f"killed by {signal.Signals(killed).name}"
     return message or None
 
 
 def probe_gpus() -> dict[str, Any]:
-    """Asks every GPU who it is and which others it reaches."""
+    """Reads the properties and free memory of every GPU, and which pairs lack peer access."""
     import torch
 
     if not torch.cuda.is_available():
@@ -144,7 +144,7 @@ def probe_deepspeed() -> dict[str, Any]:
 
 
 def probe_kernels() -> dict[str, Any]:
-    """Loads megads' own kernels for the CPU, if they have been compiled, and lets one of them compute."""
+    """Loads megads' CPU kernels, if they are compiled, and compares one of them with PyTorch."""
     from megads.ops.build import KernelsUnavailable, library_path
 
     try:
@@ -165,12 +165,12 @@ def probe_kernels() -> dict[str, Any]:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error that says something."""
+    """Returns the first non-empty line of an error's message, or the name of its type."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
 
 
-# Gloo forks, which must come before anything starts threads or CUDA.
+# The gloo probe forks, so it must run before any probe that starts threads or CUDA.
 PROBES: Mapping[str, Callable[[], dict[str, Any]]] = {
     "torch": probe_torch,
     "gloo": probe_gloo,
@@ -181,7 +181,7 @@ PROBES: Mapping[str, Callable[[], dict[str, Any]]] = {
 
 
 def main() -> None:
-    """Runs every probe; a failure is reported, and ends the others only where they need what failed."""
+    """Runs every probe and reports failures; if importing torch fails, skips the other probes."""
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 
@@ -196,10 +196,10 @@ def main() -> None:
         except Exception as error:
             say({"end": name, "error": f"{type(error).__name__}: {first_line(error)}"})
             if name == "torch":
-                # Everything else needs it.
+                # All other probes need torch.
                 break
     out.close()
-    # Libraries that were left half started must not fail the process now.
+    # Skips the libraries' exit handlers, which could fail or hang after an error.
     sys.stdout.flush()
     os._exit(0)
 

@@ -1,4 +1,4 @@
-"""Runs the probe beside the other checks, and says what it found of torch, DeepSpeed, collectives and GPUs."""
+"""Runs the probe process during the other checks and turns its results into findings."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from megads.tools.doctor.software import ask, installed_version
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What the probe said.
+    """Results of the probe process.
 
     Attributes:
-        results: what each probe that worked found.
-        errors: the exception of each that failed.
-        interrupted: the one that it was at when it died or was stopped; those after it were not tried.
-        ending: how it died or was stopped.
+        results: result of each probe that succeeded.
+        errors: exception of each probe that failed.
+        interrupted: probe that was running when the process died or was stopped; later probes did not run.
+        ending: how the process died or was stopped.
     """
 
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -38,15 +38,15 @@ class ProbeResult:
 
     @property
     def slow(self) -> bool:
-        """It was stopped because it took too long."""
+        """Whether the process was stopped by the timeout."""
         return self.ending.startswith("took")
 
 
 class ProbeProcess:
-    """A probe that runs from entering the block on.
+    """Context manager that runs the probe process in the background.
 
     Args:
-        timeout_s: longest time that it may run.
+        timeout_s: longest run time of the process.
     """
 
     def __init__(self, timeout_s: float):
@@ -60,7 +60,7 @@ class ProbeProcess:
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=subprocess.DEVNULL,
-            # Its forked ranks are ended with it.
+            # A new process group, so that its forked ranks are killed with it.
             start_new_session=True,
         )
         return self
@@ -77,7 +77,7 @@ class ProbeProcess:
         self._process.wait()
 
     def outcome(self) -> ProbeResult:
-        """Waits for the probe, to its deadline, and returns what it said."""
+        """Waits for the probe until its deadline and returns its results."""
         try:
             code = self._process.wait(max(0.0, self._deadline - time.monotonic()))
             ending = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
@@ -89,11 +89,11 @@ class ProbeProcess:
 
 
 def read_outcome(text: str, ending: str) -> ProbeResult:
-    """Reads the probe's lines.
+    """Parses the probe's output.
 
     Args:
-        text: what it wrote; the last line may be cut.
-        ending: how it ended.
+        text: output of the process; the last line may be cut.
+        ending: how the process ended.
     """
     outcome = ProbeResult()
     begun: str | None = None
@@ -116,34 +116,34 @@ _USUAL_HEAD_DIM = 64
 
 
 def _describe_attention(cuda: bool) -> Finding:
-    """Says what model.attention may be here for ALiBi in bf16, and why not the others.
+    """Lists the values of model.attention that work here with ALiBi in bf16, and why the others do not.
 
-    Whether the kernels are compiled is another finding; whether one suits a model, its run says.
+    Whether the kernels are compiled is a separate finding. Whether one suits a model is checked by its run.
 
     Args:
-        cuda: there is a GPU to train on.
+        cuda: whether there is a GPU to train on.
     """
     work = AttentionWork(
         head_dim=_USUAL_HEAD_DIM, heads=1, kv_heads=1, alibi=True, bf16=True, cuda=cuda, impl=Implementation.fused
     )
     reasons = {kind: why_not(kind, work) for kind in AttentionKind if kind is not AttentionKind.auto}
     there = ", ".join(kind for kind, reason in reasons.items() if not reason)
-    # Of "is for GPUs (cuDNN), but this run is on a CPU: use ..." what is true of the machine.
+    # Keep only the part about the machine of "is for GPUs (cuDNN), but this run is on a CPU: use ...".
     others = [f"{kind} {reason.split(': ')[0].split(', but')[0]}" for kind, reason in reasons.items() if reason]
     return ok("attention", "; ".join([there, *others]))
 
 
-# Imports of both take two to three seconds on a local disk.
+# Importing torch and DeepSpeed takes two to three seconds from a local disk.
 _SLOW_IMPORT_S = 15.0
-# Tensor cores compute in bf16 from Ampere on.
+# Tensor cores support bf16 since Ampere.
 _BF16_CAPABILITY = [8, 0]
 _MOSTLY_FREE = 0.9
-# Of GELU in fp32 on inputs up to 4: a few units in the last place.
+# Largest absolute error of GELU in fp32 on inputs up to 4: a few ULPs.
 _KERNEL_ERROR = 2e-6
 
 
 def judge_probe(outcome: ProbeResult) -> list[Finding]:
-    """Returns the findings of everything that was tried in a process of its own."""
+    """Returns the findings of all probes."""
     return [
         *_judge_import("torch", outcome),
         *_judge_import("deepspeed", outcome),
@@ -155,7 +155,7 @@ def judge_probe(outcome: ProbeResult) -> list[Finding]:
 
 
 def _judge_import(name: str, outcome: ProbeResult) -> list[Finding]:
-    remedy = f"python -c 'import {name}' shows the whole error; install it anew"
+    remedy = f"python -c 'import {name}' shows the full error; reinstall it"
     if name in outcome.errors:
         return [problem(f"import {name}", outcome.errors[name], "nothing can be trained", remedy)]
     if outcome.interrupted == name or (name == "torch" and outcome.interrupted == "start"):
@@ -177,7 +177,7 @@ def _judge_import(name: str, outcome: ProbeResult) -> list[Finding]:
 
 def _untried(check: str, outcome: ProbeResult) -> Finding:
     reason = "torch cannot be imported" if "torch" in outcome.errors else f"the probe {outcome.ending}"
-    return note(check, f"not tried: {reason}", "whether it works is not known", "see the other findings first")
+    return note(check, f"not checked: {reason}", "whether it works is unknown", "see the other findings first")
 
 
 def _judge_gloo(outcome: ProbeResult) -> list[Finding]:
@@ -185,40 +185,40 @@ def _judge_gloo(outcome: ProbeResult) -> list[Finding]:
         return [_untried("collectives", outcome)]
     result = outcome.results.get("gloo")
     if result and result["seconds"] is not None:
-        return [ok("collectives", f"gloo, two processes, all-reduce right after {result['seconds']:.2f} s")]
+        return [ok("collectives", f"gloo, two processes, correct all-reduce after {result['seconds']:.2f} s")]
     if outcome.interrupted == "gloo" and outcome.slow:
-        # A network that does not answer is found by the probe itself, within seconds of its start.
-        cost = "whether ranks can talk to each other is not known; a busy machine is the usual cause"
+        # The probe itself detects a network that does not respond, within seconds of its start.
+        cost = "whether ranks can communicate is unknown; a busy machine is the usual cause"
         return [note("collectives", outcome.ending, cost, "timeout_s=60 waits")]
     failure = result["failure"] if result else outcome.errors.get("gloo", outcome.ending)
-    cost = "ranks cannot talk to each other, not even on this machine"
+    cost = "ranks cannot communicate, not even on this machine"
     if result and result["interface"]:
-        remedy = "export GLOO_SOCKET_IFNAME=lo (works here), or let the host name resolve to an address of this machine"
+        remedy = "export GLOO_SOCKET_IFNAME=lo (works here), or make the host name resolve to a local address"
     else:
-        remedy = "look for a firewall or a proxy on the loopback: python -m torch.distributed.run shows more"
+        remedy = "check for a firewall or proxy on the loopback interface: python -m torch.distributed.run shows more"
     return [problem("collectives", f"gloo between two processes: {failure}", cost, remedy)]
 
 
 def _judge_kernels(outcome: ProbeResult) -> list[Finding]:
-    remedy = "remove the folder ops in the folder of caches, and they are compiled anew; or train with ops.impl=torch"
+    remedy = "remove the folder ops in the cache folder to recompile the kernels, or train with ops.impl=torch"
     result = outcome.results.get("kernels")
     stopped = outcome.interrupted == "kernels"
     if stopped and outcome.slow:
-        cost = "whether they compute what they should is not known; a busy machine is the usual cause"
+        cost = "whether they are correct is unknown; a busy machine is the usual cause"
         return [note("kernels", outcome.ending, cost, "timeout_s=60 waits")]
     wrong = outcome.errors.get("kernels") or (f"Python {outcome.ending}" if stopped else None)
     if result is None and wrong is None:
         return [_untried("kernels", outcome)]
     if result is not None:
         if result["state"] == "not compiled":
-            return [ok("kernels", "compiled once, at the first run on a CPU: some seconds")]
+            return [ok("kernels", "not compiled yet: compiled at the first run on a CPU, in some seconds")]
         if result["state"] == "unavailable":
             cost = "training on a CPU uses torch's operators, which are slower; results are the same"
             return [note("kernels", "none", cost, result["reason"])]
         if result["error"] <= _KERNEL_ERROR:
             return [ok("kernels", "compiled for this machine: ops.impl=fused")]
         wrong = f"GELU is off by {result['error']:.1e}"
-    return [problem("kernels", str(wrong), "training on a CPU crashes, or computes something else", remedy)]
+    return [problem("kernels", str(wrong), "training on a CPU crashes or gives wrong results", remedy)]
 
 
 def _judge_attention(outcome: ProbeResult) -> list[Finding]:
@@ -243,15 +243,20 @@ def _judge_gpus(outcome: ProbeResult) -> list[Finding]:
         return [note("gpu", f"driver {driver.splitlines()[0]}, but torch is a CPU build", cost, "install a CUDA torch")]
     reason = result.get("reason") or "torch sees none"
     return [
-        problem("gpu", f"driver {driver.splitlines()[0]}, but {reason}", cost, "update the driver, or fit torch to it")
+        problem(
+            "gpu",
+            f"driver {driver.splitlines()[0]}, but {reason}",
+            cost,
+            "update the driver, or install a torch build for it",
+        )
     ]
 
 
 def describe_gpus(result: dict[str, Any], driver: str) -> list[Finding]:
-    """Returns what the GPUs can do.
+    """Returns findings about the GPUs: models, bf16, free memory, NCCL and peer access.
 
     Args:
-        result: what the probe of the GPUs found, at least one.
+        result: result of the GPU probe, with at least one GPU.
         driver: version of the driver.
     """
     gpus = result["gpus"]
@@ -260,25 +265,27 @@ def describe_gpus(result: dict[str, Any], driver: str) -> list[Finding]:
         ok("gpu", f"{len(gpus)} x {', '.join(names)}, {size(gpus[0]['total_bytes'])} each, driver {driver}"),
     ]
     if len(names) > 1:
-        cost = "every step waits for the slowest"
-        findings.append(note("gpu models", ", ".join(names), cost, "choose equal ones with CUDA_VISIBLE_DEVICES"))
+        cost = "every step waits for the slowest GPU"
+        findings.append(note("gpu models", ", ".join(names), cost, "select equal GPUs with CUDA_VISIBLE_DEVICES"))
     old = [index for index, gpu in enumerate(gpus) if gpu["capability"] < _BF16_CAPABILITY]
     if old:
         cost = "train.precision=bf16 is emulated and slow there"
         findings.append(note("bf16", f"not in hardware on GPU {_list(old)}", cost, "train.precision=fp32"))
     taken = [index for index, gpu in enumerate(gpus) if gpu["free_bytes"] < _MOSTLY_FREE * gpu["total_bytes"]]
     if taken:
-        cost = "less memory and less speed for training"
-        findings.append(note("gpu memory", f"in use by others on GPU {_list(taken)}", cost, "nvidia-smi shows by whom"))
+        cost = "training has less memory and is slower"
+        findings.append(
+            note("gpu memory", f"in use by others on GPU {_list(taken)}", cost, "nvidia-smi lists the processes")
+        )
     if result["nccl"] is None:
-        cost = "GPUs cannot talk to each other"
-        findings.append(problem("nccl", "torch has none", cost, "install a torch build with NCCL"))
+        cost = "GPUs cannot communicate"
+        findings.append(problem("nccl", "not in this torch build", cost, "install a torch build with NCCL"))
     else:
         findings.append(ok("nccl", result["nccl"]))
     if result["apart"]:
         pairs = ", ".join(f"{a}-{b}" for a, b in result["apart"][:4])
-        cost = "their data goes through the host's memory; tensor parallel ranks should not be such a pair"
-        found = f"{len(result['apart'])} pairs without, for example {pairs}"
+        cost = "their transfers go through host memory; do not place tensor-parallel ranks on such a pair"
+        found = f"{len(result['apart'])} pairs without peer access, for example {pairs}"
         findings.append(note("peer access", found, cost, "nvidia-smi topo -m; switch off ACS or IOMMU"))
     elif len(gpus) > 1:
         findings.append(ok("peer access", "between all GPUs"))

@@ -1,4 +1,4 @@
-"""Installed software, read from its metadata: Python and its packages, compilers, SLURM, wandb."""
+"""Checks of installed software: Python and its packages, compilers, SLURM, wandb."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 Installed = Mapping[str, Sequence[str]]
-"""Versions of each installed package by its normalised name; several where several copies are on sys.path."""
+"""Versions of each installed package by normalised name; more than one if several copies are on sys.path."""
 
 
 @dataclass(frozen=True)
 class KnownBad:
-    """Releases of a package that do harm.
+    """Releases of a package with a known defect.
 
     Attributes:
-        package: its name.
-        releases: which of them.
-        cost: what they do.
+        package: name of the package.
+        releases: version specifier of the releases.
+        cost: effect of the defect.
         remedy: what to install instead.
-        status: problem when training is prevented or wrong.
-        python: Python versions on which they do it.
+        status: severity; problem if training is prevented or wrong.
+        python: version specifier of the affected Python versions.
     """
 
     package: str
@@ -72,7 +72,7 @@ KNOWN_BAD = (
 
 
 def _installed_packages() -> dict[str, list[str]]:
-    """Returns what is installed, the copy that Python imports first."""
+    """Returns the versions of the installed packages; of several copies, the one that Python imports comes first."""
     found: dict[str, dict[str, str]] = {}
     for distribution in importlib.metadata.distributions():
         name = distribution.metadata["Name"] if distribution.metadata else None
@@ -87,8 +87,8 @@ def _normalised(name: str) -> str:
 
 
 def stated_requirements() -> tuple[str, list[Requirement]]:
-    """Returns the Python versions and the packages that megads asks for, from this checkout or what is installed."""
-    # Here and below: where packaging is missing, the other checks still run.
+    """Returns the Python versions and packages that megads requires, from this checkout or the installed metadata."""
+    # Imported here and below, so that the other checks still run if packaging is missing.
     from packaging.requirements import Requirement
 
     pyproject = Path(megads.__file__).resolve().parents[1] / "pyproject.toml"
@@ -99,7 +99,7 @@ def stated_requirements() -> tuple[str, list[Requirement]]:
         distribution = importlib.metadata.distribution("megads")
         python, lines = distribution.metadata["Requires-Python"], list(distribution.requires or [])
     requirements = [Requirement(line) for line in lines]
-    # What belongs to an extra is marked with it.
+    # The marker excludes requirements of extras.
     return python, [r for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})]
 
 
@@ -109,22 +109,22 @@ def check_python() -> list[Finding]:
     found = platform.python_version()
     if _contains(wanted, found):
         return [ok("python", f"{found}, {sys.prefix}")]
-    return [problem("python", found, f"megads needs Python {wanted}", "make a new environment with a Python that fits")]
+    return [problem("python", found, f"megads needs Python {wanted}", "create an environment with a supported Python")]
 
 
 def check_packages() -> list[Finding]:
-    """Checks every required package, and the releases that are known to do harm."""
+    """Checks every required package, and releases with known defects."""
     _, requirements = stated_requirements()
     return judge_packages(requirements, _installed_packages(), platform.python_version())
 
 
 def judge_packages(requirements: Sequence[Requirement], installed: Installed, python: str) -> list[Finding]:
-    """Compares what is wanted with what is there.
+    """Compares the installed packages with the requirements and with KNOWN_BAD.
 
     Args:
-        requirements: what megads asks for.
-        installed: what there is.
-        python: the interpreter's version.
+        requirements: packages that megads requires.
+        installed: installed packages.
+        python: version of the interpreter.
     """
     good, findings = [], []
     for requirement in requirements:
@@ -149,30 +149,34 @@ def _contains(releases: str, version: str) -> bool:
 
 
 def check_apex() -> list[Finding]:
-    """Says what is installed under the name apex: NVIDIA's, whole or not, or the other project."""
+    """Reports which package is installed as apex: NVIDIA's, complete or not, or another project."""
     found = find_apex()
     if found.state is ApexState.absent:
-        return [ok("apex", "not installed: wanted for ops.impl=apex and optim.impl=apex only")]
+        return [ok("apex", "not installed: only needed for ops.impl=apex and optim.impl=apex")]
     if found.state is ApexState.present:
-        return [ok("apex", f"{found.text}: ops.impl=apex and optim.impl=apex take it on GPUs")]
+        return [ok("apex", f"{found.text}: ops.impl=apex and optim.impl=apex use it on GPUs")]
     return [
-        note("apex", found.text, "ops.impl=apex and optim.impl=apex are refused; nothing else wants it", found.remedy)
+        note("apex", found.text, "ops.impl=apex and optim.impl=apex are rejected; nothing else needs it", found.remedy)
     ]
 
 
 def check_copies() -> list[Finding]:
-    """Checks that there is one torch and one generation of CUDA libraries."""
+    """Checks that there is one copy of torch and of DeepSpeed, and one major version of CUDA libraries."""
     return judge_copies(_installed_packages())
 
 
 def judge_copies(installed: Installed) -> list[Finding]:
-    """Finds several installations of torch, and CUDA libraries of several major versions."""
+    """Returns findings about several copies of torch or DeepSpeed, and about CUDA libraries of several major versions.
+
+    Args:
+        installed: installed packages.
+    """
     findings = [
         note(
             f"copies of {name}",
             f"{', '.join(installed[name])} are all on sys.path; the first is imported",
-            "a subprocess with another path would import another one",
-            f"pip uninstall {name} until none is left, then install one",
+            "a subprocess with another sys.path would import another copy",
+            f"run pip uninstall {name} until none is left, then install it once",
         )
         for name in ("torch", "deepspeed")
         if len(installed.get(name, [])) > 1
@@ -183,8 +187,8 @@ def judge_copies(installed: Installed) -> list[Finding]:
             note(
                 "CUDA libraries",
                 f"packages of CUDA {' and '.join(generations)} are installed side by side",
-                "torch may load a library of the wrong one",
-                "install torch anew in a fresh environment",
+                "torch may load a library of the wrong version",
+                "reinstall torch in a new environment",
             )
         )
     return findings
@@ -195,7 +199,7 @@ def _is_cuda_library(name: str) -> bool:
 
 
 def ask(*command: str, timeout_s: float = 2.0) -> str | None:
-    """Returns what a program prints, or None when it is missing, fails or takes too long."""
+    """Returns the output of a program, or None if it is missing, fails or exceeds the timeout."""
     if shutil.which(command[0]) is None:
         return None
     try:
@@ -208,7 +212,7 @@ def ask(*command: str, timeout_s: float = 2.0) -> str | None:
 
 
 def installed_version(package: str) -> str | None:
-    """Returns the version of a package by its metadata, or None where it is not installed."""
+    """Returns the version of a package from its metadata, or None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -219,12 +223,12 @@ _SLURM_COMMANDS = ("srun", "sbatch", "scontrol", "sinfo")
 
 
 def check_compilers() -> list[Finding]:
-    """Says which compilers there are and what each would give; training needs none of them."""
+    """Reports which compilers are installed and what the missing ones are for; training needs none of them."""
     found, missing = [], []
     for name, pattern, use in (
         ("g++", r"(\d+(?:\.\d+)+)$", "torch.compile and kernels for the CPU"),
         ("nvcc", r"release (\d+\.\d+)", "fused kernels for GPUs"),
-        ("ninja", r"(\d+(?:\.\d+)+)", "quicker builds of kernels"),
+        ("ninja", r"(\d+(?:\.\d+)+)", "faster builds of kernels"),
     ):
         text = ask(name, "--version")
         if text is None:
@@ -239,7 +243,7 @@ def check_compilers() -> list[Finding]:
 
 
 def check_slurm() -> list[Finding]:
-    """Says whether this is a SLURM cluster, whether it answers, and whether this is inside a job."""
+    """Reports whether this machine has SLURM, whether its controller responds, and whether this is inside a job."""
     there = [name for name in _SLURM_COMMANDS if shutil.which(name)]
     job = slurm_job()
     if not there:
@@ -249,21 +253,19 @@ def check_slurm() -> list[Finding]:
     inside = f"inside job {job}" if job else "outside of a job"
     missing = sorted(set(_SLURM_COMMANDS) - set(there))
     if missing:
-        cost = f"{', '.join(missing)} are missing: jobs cannot be sent from here"
+        cost = f"{', '.join(missing)} are missing: jobs cannot be submitted from here"
         return [note("slurm", f"{version}, {inside}", cost, "install SLURM's client commands (slurm-client)")]
     if job is None and "is UP" not in (ask("scontrol", "ping") or ""):
-        cost = "the controller does not answer: no job can be sent"
-        return [
-            note("slurm", f"{version}, {inside}", cost, "scontrol ping; is slurm.conf the cluster's, munge running?")
-        ]
-    return [ok("slurm", f"{version}, {inside}, the controller answers" if job is None else f"{version}, {inside}")]
+        cost = "the controller does not respond: no job can be submitted"
+        return [note("slurm", f"{version}, {inside}", cost, "run scontrol ping; check slurm.conf and munge")]
+    return [ok("slurm", f"{version}, {inside}, the controller responds" if job is None else f"{version}, {inside}")]
 
 
 def check_wandb() -> list[Finding]:
-    """Says whether runs can be recorded with wandb; asks no server."""
+    """Reports whether runs can be recorded with wandb, without contacting a server."""
     version = installed_version("wandb")
     if version is None:
-        return [ok("wandb", "not installed: metrics.jsonl holds every run")]
+        return [ok("wandb", "not installed: metrics are in metrics.jsonl only")]
     login = wandb_login()
     if login:
         return [ok("wandb", f"{version}, key from {login}")]

@@ -1,4 +1,4 @@
-"""Evaluates a checkpoint, in this process or on ranks of its own, and shows the results."""
+"""Evaluates a checkpoint, in this process or on several ranks, and prints the results."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ from megads.tools.generate import checkpoint_tokenizer, run_path, say
 
 FOLDER, RESULT_FILE = "evaluation", "result.json"
 _TABLE_WIDTH = 110
-"""Characters of the widest table; a narrower terminal wraps its lines, which reads better than cut words."""
+"""Width of the widest table in characters; a narrower terminal wraps its lines instead of truncating cells."""
 _TEXTS = ("set", "task", "filter", "metric")
 
 
 class _RankConsole(Console):
-    """Shows warnings, and what the first rank does.
+    """Shows warnings, and the progress of the first rank.
 
     Args:
-        folder: of the ranks.
-        progress: the line that shows it.
+        folder: folder of the ranks.
+        progress: progress line.
     """
 
     def __init__(self, folder: Path, progress: Progress) -> None:
@@ -62,12 +62,12 @@ class _RankConsole(Console):
 
 @dataclass(frozen=True)
 class RankJob:
-    """What every rank does.
+    """Job of every rank.
 
     Attributes:
-        config: the user's.
-        checkpoint: its folder.
-        output: of the results.
+        config: config of the user.
+        checkpoint: checkpoint folder.
+        output: folder of the results.
     """
 
     config: EvaluateConfig
@@ -76,7 +76,7 @@ class RankJob:
 
 
 def evaluate(config: EvaluateConfig) -> int:
-    """Evaluates what the config names, prints the results and notes them in the run's events."""
+    """Runs the evaluation, prints the results and records them in the events of the run."""
     config.check()
     if config.coordinated:
         return coordinate(config)
@@ -110,7 +110,7 @@ def _output(config: EvaluateConfig, handle: CheckpointHandle) -> Path:
     if config.output is not None:
         return Path(config.output)
     if handle.folder.parent.name != "checkpoints":
-        raise ConfigError(f"{handle.folder} lies in no run's folder: say where the results go with output=<folder>")
+        raise ConfigError(f"{handle.folder} is not in a run directory: set the folder for results with output=<folder>")
     return handle.folder.parent.parent / FOLDER / handle.folder.name
 
 
@@ -127,7 +127,7 @@ def _alone(
 
 
 def _on_ranks(config: EvaluateConfig, handle: CheckpointHandle, output: Path) -> tuple[int, Evaluated | None]:
-    """Starts the ranks and waits for them; returns the launcher's exit code, and where it is 0 the results."""
+    """Starts the ranks and waits for them; returns the exit code of the launcher and, if it is 0, the results."""
     folder = output / "ranks"
     refuse_concurrent(folder)
     with claimed(folder):
@@ -145,9 +145,9 @@ def _on_ranks(config: EvaluateConfig, handle: CheckpointHandle, output: Path) ->
 
 
 def show(result: Evaluated) -> None:
-    """Prints the tables."""
+    """Prints the results as tables."""
     if result.kept:
-        say(f"answers kept from before: {', '.join(result.kept)}")
+        say(f"reused cached answers: {', '.join(result.kept)}")
     console = VisibleConsole(highlight=False, soft_wrap=True)
     console.width = max(console.width, _TABLE_WIDTH)
     if result.harness_file is not None:
@@ -172,7 +172,7 @@ def _table(*headers: str) -> Table:
 
 
 def _task_table(content: Mapping[str, Any]) -> Table:
-    """The columns of lm-eval's own table; groups are named before what is in them."""
+    """Task results with the columns of lm-eval's table; groups precede their tasks."""
     table = _table("task", "version", "filter", "examples", "documents", "metric", "value", "error")
     for task, metrics in content["results"].items():
         documents = content.get("n-samples", {}).get(task, {}).get("effective", "")

@@ -1,4 +1,4 @@
-"""What is evaluated, and on what."""
+"""Config of `megads evaluate`."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from megads.runtime.registry import import_plugins
 
 @dataclass
 class EvaluationLayoutConfig:
-    """Processes of this machine that evaluate together, whatever layout trained."""
+    """Parallel layout of the evaluation, on processes of this machine; independent of the training layout."""
 
     tp: int = 1
     """Tensor parallel size."""
     pp: int = 1
     """Pipeline stages."""
     dp: int = 1
-    """Replicas of the model, which share the requests out."""
+    """Data parallel size; the requests are divided among the replicas."""
     cp: int = 1
     """Context parallel size."""
 
     @property
     def parallel(self) -> ParallelConfig:
-        """The same as a training's layout."""
+        """The layout as a ParallelConfig."""
         return ParallelConfig(tp=self.tp, pp=self.pp, dp=self.dp, cp=self.cp, zero_stage=0)
 
 
 class EvaluationLauncher(StrEnum):
-    """Where workers run."""
+    """Launcher of the coordinator's workers."""
 
     local = "local"
     slurm = "slurm"
@@ -45,71 +45,71 @@ class EvaluationLauncher(StrEnum):
 
 @dataclass
 class EvaluateConfig:
-    """`megads evaluate`: lm-eval's tasks, and perplexity and bits per byte of texts."""
+    """`megads evaluate`: lm-eval tasks, and perplexity and bits per byte of texts."""
 
     run: Any = MISSING
-    """A run's folder (its newest usable checkpoint is taken), a checkpoint's folder, or what `megads import` made; with
-    a list of them all are evaluated."""
+    """Run directory (its latest usable checkpoint is used), checkpoint folder or output of `megads import`; or a list
+    of these."""
     checkpoints: Any = None
-    """Several checkpoints of each run: all, last:<n>, or a list of steps. They are evaluated by a coordinator: workers
+    """Checkpoints of each run to evaluate: all, last:<n>, or a list of steps. A coordinator evaluates them: its workers
     take parts of tasks, the longest first."""
     tasks: list[str] = field(default_factory=list)
-    """Tasks, groups or tags of lm-eval; without any, and without data, the run's validation sets are measured."""
+    """lm-eval tasks, groups or tags; with neither tasks nor data, the run's validation sets are evaluated."""
     tasks_folder: str | None = None
-    """Folder of your own tasks' YAML files."""
+    """Folder with YAML files of custom tasks."""
     data: list[str] = field(default_factory=list)
-    """Texts to measure: files of text, JSONL files (text_field), prefixes of `megads preprocess`, or valid: the run's
-    validation sets."""
+    """Texts to evaluate: text files, JSONL files (see text_field), dataset prefixes of `megads preprocess`, or valid:
+    the run's validation sets."""
     text_field: str = "text"
-    """JSON field that holds the text."""
+    """JSON field that contains the text."""
     limit: int | None = None
-    """Documents of each task or text; null is all."""
+    """Maximum number of documents per task or text; null is all."""
     num_fewshot: int | None = None
-    """Examples before each document; null leaves that to the task."""
+    """Number of few-shot examples; null uses the setting of the task."""
     batch_size: int = 8
-    """Rows in one forward pass of one process."""
+    """Sequences per forward pass of one process."""
     output: str | None = None
-    """Folder of the results; null is evaluation/<checkpoint> in the run's folder."""
+    """Folder of the results; null is evaluation/<checkpoint> in the run directory."""
     log_samples: bool = False
-    """Write every document and answer, too, as lm-eval does."""
+    """Also write every document and answer, as lm-eval does."""
     bootstrap_iters: int = 100_000
-    """Draws for the errors of metrics that have no formula for one; 0 leaves out all errors."""
+    """Bootstrap iterations for standard errors that have no closed form; 0 omits all standard errors."""
     tokenizer: str | None = None
-    """Tokenizer file, which must be the run's; null takes the run's own copy."""
+    """Tokenizer file, which must match the run's; null uses the copy in the run directory."""
     precision: WeightPrecision = WeightPrecision.auto
     """bf16, fp32, or auto: bf16 on a GPU, fp32 on a CPU."""
     device: str = "auto"
-    """auto (a GPU where there is one), cpu, cuda or cuda:<number>; of several processes auto or cpu."""
+    """auto (a GPU if available), cpu, cuda or cuda:<number>; with a layout of several processes only auto or cpu."""
     layout: EvaluationLayoutConfig = field(default_factory=EvaluationLayoutConfig)
-    """The layout."""
+    """Parallel layout of the evaluation."""
     timeout_s: float = 600.0
-    """Seconds that a process of a layout waits for another before it gives up."""
+    """Timeout in seconds for a process of a layout that waits for another."""
     workers: int | None = None
-    """Processes of a coordinator's node that hold a model, each on its share of the cores, or on a GPU; null is one a
-    GPU, or one."""
+    """Coordinator: model workers per node, each on one GPU or on a share of the cores; null is one per GPU, or one on
+    CPU."""
     metric_workers: int = 1
-    """Processes of a coordinator's node that compute metrics and their errors, on the CPU."""
+    """Coordinator: processes per node that compute metrics and standard errors, on the CPU."""
     priority: dict[str, Any] = field(default_factory=dict)
-    """By task: those of a higher priority come first; 0 unless given."""
+    """Coordinator: priority of each task; higher priorities run first, the default is 0."""
     attempts: int = 3
-    """At a part of a task, before it is given up; the others go on."""
+    """Coordinator: attempts per part of a task before it counts as failed; other parts continue."""
     staging_folder: str = "/dev/shm"
-    """Folder in memory into which one process of a node reads a checkpoint, for all its workers."""
+    """Coordinator: in-memory folder where one process per node stages a checkpoint for all workers of the node."""
     staging_gib: float | None = None
-    """Most memory of a node that checkpoints take there; null is half of what is free. What does not fit is read by
-    each worker for itself."""
+    """Coordinator: memory limit per node for staged checkpoints; null is half of the free memory. Each worker reads
+    checkpoints that do not fit by itself."""
     launcher: EvaluationLauncher = EvaluationLauncher.local
-    """Where a coordinator's workers run: local, or slurm, as a job array of one task a node."""
+    """Coordinator: where workers run: local, or slurm (a job array with one task per node)."""
     nodes: int = 1
-    """launcher=slurm: tasks of the array."""
+    """launcher=slurm: number of tasks of the job array."""
     sbatch: str = "scripts/slurm/evaluate.sbatch"
-    """launcher=slurm: the script that is submitted."""
+    """launcher=slurm: sbatch script to submit."""
     sbatch_options: str = ""
-    """launcher=slurm: options of sbatch before the script, as in a shell: '--partition=debug --gpus-per-node=4'."""
+    """launcher=slurm: sbatch options in shell syntax, for example '--partition=debug --gpus-per-node=4'."""
     dry_run: bool = False
-    """Print what a coordinator would do, and how long it may take, and evaluate nothing."""
+    """Coordinator: only print the plan and its predicted duration."""
     plugins: list[str] = field(default_factory=list)
-    """Modules of your own to import, for a model with a block of yours; a checkpoint imports nothing."""
+    """Python modules to import, for models with custom blocks; loading a checkpoint imports none of them."""
 
     def settle_plugins(self) -> None:
         """Imports the plugins; see `UsesPlugins`."""
@@ -117,13 +117,13 @@ class EvaluateConfig:
 
     @property
     def runs(self) -> list[str]:
-        """The runs as a list."""
+        """The runs as a list, also if only one is given."""
         given = self.run if isinstance(self.run, list) else [self.run]
         return [str(name) for name in given]
 
     @property
     def coordinated(self) -> bool:
-        """Whether a coordinator evaluates: several runs or checkpoints, or with several workers."""
+        """Whether a coordinator is used: `checkpoints`, `workers`, a list of runs or launcher=slurm is set."""
         return (
             self.checkpoints is not None
             or isinstance(self.run, list)
@@ -132,7 +132,7 @@ class EvaluateConfig:
         )
 
     def check(self) -> None:
-        """Raises ConfigError on a value out of range."""
+        """Raises ConfigError if a value is out of range or options conflict."""
         if self.coordinated:
             self._check_coordinated()
         elif self.dry_run:

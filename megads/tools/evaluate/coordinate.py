@@ -1,4 +1,4 @@
-"""Many tasks on many checkpoints, by workers that take parts of them: plans, starts, waits, and writes the results."""
+"""Coordinator of many tasks on many checkpoints: plans units, runs workers that take them, and writes the results."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from megads.tools.generate import say
 
 _POLL_S, _SLURM_POLL_S = 0.5, 2.0
 _ASSUMED_GPUS = 8
-"""Of a SLURM node, for the sizes of parts."""
+"""Assumed GPUs of a SLURM node, for splitting tasks."""
 TABLE_FILE, CHART_FILE = "table.json", "table.png"
 _LEAST_WIDTH = 100
 _MOST_UNITS = 40
@@ -63,8 +63,7 @@ _MARKERS = "osD^v<>PX*"
 
 
 def coordinate(config: EvaluateConfig) -> int:
-    """Evaluates what the config, already checked, names with a coordinator; the same command again does what is
-    missing."""
+    """Runs a coordinated evaluation of a config that has been checked; the same command resumes it."""
     workers, nodes = _workers(config), config.nodes
     checkpoints = find_checkpoints(config)
     tasks = tasks_of(config)
@@ -104,12 +103,12 @@ def planned(
     queue: WorkQueue,
     job: WorkerJob,
 ) -> EvaluationPlan:
-    """The plan of workers that live or wait, or a new one that keeps the parts which are done."""
+    """The current plan if its workers are running or queued, else a new plan that keeps the completed parts."""
     state = queue.look()
     parts: dict[tuple[str, str], int] = {}
     if (queue.folder / PLAN_FILE).is_file():
         before = EvaluationPlan.read(queue.folder)
-        # In a copy of a run the plan, the workers and the job are those of the original.
+        # In a copied run directory, the plan, workers and job belong to the original.
         if before.checkpoints == tuple(checkpoints) and (state.workers or job.is_queued()):
             return before
         parts = {unit.key: unit.parts for unit in before.units if unit_id(unit) in state.done}
@@ -120,15 +119,15 @@ def planned(
 
 
 def _workers(config: EvaluateConfig) -> int:
-    """Of each node."""
+    """Number of model workers per node."""
     if config.launcher is EvaluationLauncher.local:
         return workers_of(config)
-    # How many GPUs a node has is seen there.
+    # The number of GPUs is only known on the node.
     return config.workers or (1 if config.device == "cpu" else _ASSUMED_GPUS)
 
 
 def _work(config: EvaluateConfig, plan: EvaluationPlan, queue: WorkQueue, job: WorkerJob) -> None:
-    """Waits until every task has its metrics or failed, or no worker is left that could go on."""
+    """Runs workers until every task has its metrics or has failed, or no worker is left to continue."""
     if config.launcher is EvaluationLauncher.slurm:
         _work_on_slurm(config, plan, queue, job)
         return
@@ -160,14 +159,14 @@ def _work_on_slurm(config: EvaluateConfig, plan: EvaluationPlan, queue: WorkQueu
         with Progress("evaluating") as shown:
             while not is_over(plan.units, state):
                 shown.update(note=f"job {job.id}, {_progress(plan, state)}")
-                # In this order: who leaves the queue has done what it did.
+                # In this order, so that the results of a job that left the queue are seen.
                 queued = job.is_queued()
                 state = queue.look()
                 if not queued and not state.workers:
                     return
                 time.sleep(_SLURM_POLL_S)
     except KeyboardInterrupt:
-        say(f"job {job.id} goes on without this command, which may be given again; scancel {job.id} ends it")
+        say(f"job {job.id} goes on without this command; run it again to follow the job, scancel {job.id} ends it")
         raise
 
 
@@ -186,7 +185,7 @@ def _progress(plan: EvaluationPlan, state: QueueState) -> str:
 
 
 def conclude(config: EvaluateConfig, plan: EvaluationPlan, tasks: LoadedTasks, queue: WorkQueue) -> int:
-    """Writes the results of every checkpoint, and says what failed."""
+    """Writes the results of every checkpoint and reports failures; returns the exit code."""
     state = queue.look()
     found: dict[str, dict[str, float]] = {}
     for checkpoint in plan.checkpoints:
@@ -212,9 +211,9 @@ def _results_of(
     queue: WorkQueue,
     units: Sequence[WorkUnit],
 ) -> dict[str, float]:
-    """Writes a checkpoint's results and notes them in its run's events; returns the metrics."""
+    """Writes the results of a checkpoint and records them in the events of its run; returns the metrics."""
     there = {name: task for name, task in tasks.tasks.items() if name in measured}
-    # A group is the mean of all its tasks.
+    # A group is the mean of all its tasks, so it is omitted if one is missing.
     loaded = tasks if len(there) == len(tasks.tasks) else LoadedTasks(there, {}, {})
     own = [read_note(queue.part_path(unit)) for unit in units if unit.checkpoint == checkpoint.id]
     about = {"pretrained": str(checkpoint.folder), "dtype": next(part["dtype"] for part in own if part)}
@@ -230,7 +229,7 @@ def _results_of(
 
 
 def _failures(units: Sequence[WorkUnit], state: QueueState) -> list[tuple[str, int]]:
-    """A line and an exit code for each unit and task that was given up, and for those that nobody came to."""
+    """A message and an exit code for each failed unit and task, and for each task that no worker completed."""
     lines = []
     for unit in units:
         if unit_id(unit) in state.failed:
@@ -244,18 +243,18 @@ def _failures(units: Sequence[WorkUnit], state: QueueState) -> list[tuple[str, i
             lines.append((f"failed: metrics of {task} on {checkpoint}: {reason}", code))
         elif name not in state.done and (checkpoint, task) not in failed:
             lines.append(
-                (f"missing: {task} on {checkpoint}: no worker is left; the same command goes on", RankKilled.exit_code)
+                (f"missing: {task} on {checkpoint}: no worker is left; run the command again", RankKilled.exit_code)
             )
     return lines
 
 
 def show_plan(plan: EvaluationPlan, nodes: int, workers: int) -> None:
-    """Prints the units in the order in which one worker would take them, and the predicted makespans.
+    """Prints the units in the order in which a single worker would take them, and the predicted makespans.
 
     Args:
-        plan: to show.
-        nodes: of the evaluation.
-        workers: of each node.
+        plan: plan of the evaluation.
+        nodes: number of nodes.
+        workers: number of model workers per node.
     """
     console = VisibleConsole(highlight=False)
     console.width = max(console.width, _LEAST_WIDTH)
@@ -272,13 +271,13 @@ def show_plan(plan: EvaluationPlan, nodes: int, workers: int) -> None:
     ours, theirs, bound = predicted_s(plan, nodes, workers)
     console.print(
         f"{len(plan.checkpoints)} checkpoints, {len(plan.units)} units on {nodes} x {workers} workers: about "
-        f"{render_duration(ours)}; one job a task would take {render_duration(theirs)}, and nothing less than "
+        f"{render_duration(ours)}; one job per task would take {render_duration(theirs)}; lower bound "
         f"{render_duration(bound)}"
     )
 
 
 def predicted_s(plan: EvaluationPlan, nodes: int, workers: int) -> tuple[float, float, float]:
-    """Seconds of the coordinator, of one job a task, and of what no schedule undercuts, all by predicted times."""
+    """Predicted makespans in seconds: the coordinator, one job per task, and the lower bound of any schedule."""
     cost_s: dict[tuple[str, str], float] = {}
     first: dict[tuple[str, str], WorkUnit] = {}
     for unit in plan.units:
@@ -297,12 +296,12 @@ def predicted_s(plan: EvaluationPlan, nodes: int, workers: int) -> tuple[float, 
 def write_table(
     folder: Path, checkpoints: Sequence[PlannedCheckpoint], found: Mapping[str, Mapping[str, float]]
 ) -> None:
-    """Prints the metrics of tasks by checkpoint, and writes them to table.json and, drawn over steps, table.png.
+    """Prints the task metrics of all checkpoints, and writes them to table.json and, as curves over steps, table.png.
 
     Args:
-        folder: of the files.
-        checkpoints: in order.
-        found: metrics by the checkpoints' ids.
+        folder: folder of the files.
+        checkpoints: checkpoints in order.
+        found: metrics by checkpoint id.
     """
     there = [one for one in checkpoints if one.id in found]
     names = list(dict.fromkeys(name for one in there for name in found[one.id]))
@@ -341,7 +340,7 @@ def _draw(
     names: Sequence[str],
     found: Mapping[str, Mapping[str, float]],
 ) -> None:
-    """Draws each metric over the steps, a line a run."""
+    """Draws each metric over steps, one line per run."""
     try:
         from megads.tools.report.style import close_panel, count_axis, house_style, open_panel, png
     except ModuleNotFoundError as error:

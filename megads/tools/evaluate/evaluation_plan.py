@@ -32,20 +32,20 @@ from megads.tools.generate import checkpoint_tokenizer, run_path
 
 FOLDER, TIMES_FILE, PLAN_FILE = "evaluation", "times.jsonl", "plan.json"
 _ASSUMED = LoadCosts(start_s=10.0, stage_s=5.0, load_s=0.5)
-"""Of a node, where nothing was measured."""
+"""Load costs of a node if none were measured."""
 
 
 @dataclass(frozen=True)
 class PlannedCheckpoint:
-    """A checkpoint that is evaluated.
+    """A checkpoint to evaluate.
 
     Attributes:
-        id: for people, unlike any other's here.
+        id: readable name, unique in the plan.
         run: name of its run.
-        folder: of the checkpoint.
-        digest: of its manifest.
-        step: at which it was saved.
-        parameters: of the model.
+        folder: checkpoint folder.
+        digest: digest of its manifest.
+        step: step at which it was saved.
+        parameters: number of parameters of the model.
         output: folder of its results.
     """
 
@@ -60,14 +60,14 @@ class PlannedCheckpoint:
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """What the coordinator hands to its workers.
+    """Plan that the coordinator gives to its workers.
 
     Attributes:
-        identity: of what is asked, whoever computes it and in which order.
-        config: the user's.
-        checkpoints: in order.
-        units: in the order of checkpoints and tasks.
-        costs: of another checkpoint.
+        identity: digest of the evaluation, independent of workers and order.
+        config: config of the user.
+        checkpoints: checkpoints in order.
+        units: units in the order of checkpoints and tasks.
+        costs: costs of loading a checkpoint.
         times: file of measured times.
     """
 
@@ -79,11 +79,11 @@ class EvaluationPlan:
     times: Path
 
     def checkpoint(self, name: str) -> PlannedCheckpoint:
-        """The checkpoint of an id."""
+        """The checkpoint with an id."""
         return next(one for one in self.checkpoints if one.id == name)
 
     def write(self, folder: Path) -> None:
-        """Writes it for workers."""
+        """Writes the plan for the workers."""
         content = {
             "identity": self.identity,
             "config": asdict(self.config),
@@ -97,7 +97,7 @@ class EvaluationPlan:
 
     @classmethod
     def read(cls, folder: Path) -> EvaluationPlan:
-        """Reads what `write` wrote."""
+        """Reads the output of `write`."""
         from megads.runtime.distributed import decode
 
         plan: EvaluationPlan = decode(read_regular(folder / PLAN_FILE), EvaluationPlan, 0)
@@ -105,7 +105,7 @@ class EvaluationPlan:
 
 
 def evaluation_folder(config: EvaluateConfig) -> Path:
-    """Where what concerns all checkpoints goes: the output, or the first run's folder of evaluations."""
+    """Folder of files about all checkpoints: `output`, or the evaluation folder of the first run."""
     if config.output is not None:
         return Path(config.output).absolute()
     folder = run_path(config.runs[0]).absolute()
@@ -114,12 +114,12 @@ def evaluation_folder(config: EvaluateConfig) -> Path:
 
 
 def find_checkpoints(config: EvaluateConfig) -> list[PlannedCheckpoint]:
-    """The checkpoints that the config means.
+    """Finds the checkpoints that the config selects.
 
     Raises:
-        CheckpointError: there is none, or its manifest is damaged.
-        DataError: its tokenizer is not there or another model's.
-        ConfigError: `checkpoints` cannot be read.
+        CheckpointError: a checkpoint does not exist, or its manifest is damaged.
+        DataError: a tokenizer is missing or belongs to another model.
+        ConfigError: `checkpoints` is invalid, or a checkpoint is selected twice.
     """
     found: list[PlannedCheckpoint] = []
     for given in config.runs:
@@ -147,7 +147,7 @@ def find_checkpoints(config: EvaluateConfig) -> list[PlannedCheckpoint]:
 
 
 def _chosen(run_dir: Path, wanted: object) -> list[Path]:
-    """Folders of a run's checkpoints: all, last:<n>, or a list of steps; None is the last one."""
+    """Selected checkpoint folders of a run: all, last:<n>, or a list of steps; None is the last one."""
     there = list_checkpoints(run_dir)
     if not there:
         raise CheckpointError(f"{run_dir} holds no checkpoint: checkpoints/step_* is empty")
@@ -175,10 +175,10 @@ def _parameters(manifest: Manifest) -> int:
 
 
 def identity_of(config: EvaluateConfig, checkpoints: Sequence[PlannedCheckpoint], tasks: LoadedTasks) -> str:
-    """A digest of all that the results, and the batches that they are made of, depend on."""
+    """Digest of everything that determines the results and the batches of requests."""
     of_tasks = []
     for name, task in tasks.tasks.items():
-        # Where its YAML file is says nothing of it.
+        # The location of the YAML file does not matter.
         metadata = {**(task.dump_config().get("metadata") or {}), "config_source": ""}
         documents = documents_digest(task, config.limit)
         of_tasks.append((name, {**task.dump_config(), "metadata": metadata}, documents))
@@ -188,7 +188,7 @@ def identity_of(config: EvaluateConfig, checkpoints: Sequence[PlannedCheckpoint]
         of_tasks,
         {key: getattr(config, key) for key in keys},
     ]
-    # Functions of a task's YAML file are objects, whose addresses say nothing.
+    # Functions of a task's YAML file are printed with their addresses, which vary.
     text = re.sub(r" at 0x[0-9a-f]+", "", json.dumps(about, default=str))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -201,15 +201,15 @@ def make_plan(
     device: str,
     known_parts: dict[tuple[str, str], int],
 ) -> EvaluationPlan:
-    """Splits and prices the tasks.
+    """Predicts the cost of the tasks and splits them into units.
 
     Args:
-        config: the user's.
-        checkpoints: to evaluate.
-        tasks: loaded.
-        workers: on all nodes.
-        device: cpu or cuda, whose measured times count.
-        known_parts: by checkpoint and task, into how many parts an earlier start split it, of which some are done.
+        config: config of the user.
+        checkpoints: checkpoints to evaluate.
+        tasks: loaded tasks.
+        workers: number of model workers on all nodes.
+        device: cpu or cuda; selects the measured times.
+        known_parts: number of parts by checkpoint and task, for tasks with completed parts of an earlier start.
     """
     times = evaluation_folder(config) / TIMES_FILE
     history, costs = read_times(times, device)
@@ -227,7 +227,7 @@ def make_plan(
 
 
 def read_times(path: Path, device: str) -> tuple[list[MeasuredTime], LoadCosts]:
-    """What was measured before on a kind of device: of tasks, the latest last, and of loads."""
+    """Reads the earlier measurements on a type of device: times of tasks, the latest last, and costs of loads."""
     history, load = [], asdict(_ASSUMED)
     for line in read_json_lines(path) if path.is_file() else ():
         if line.get("device") != device:

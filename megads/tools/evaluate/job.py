@@ -1,4 +1,4 @@
-"""An evaluation where the model is: in one process, or on every rank of a layout. Only the first rank has requests."""
+"""Evaluation in one process, or on every rank of a layout, where only the first rank has requests."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ MakeContinuation = Callable[[Sampling, Sequence[int]], Continuation]
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The results of an evaluation.
+    """Results of an evaluation.
 
     Attributes:
-        harness_file: lm-eval's results; None without tasks.
-        sets: perplexities by the sets' names.
-        sets_file: the same in a file; None without sets.
-        metrics: of tasks and sets by their names, for the run's events.
-        kept: tasks whose answers were there from an evaluation before.
+        harness_file: file with lm-eval's results; None without tasks.
+        sets: results of the texts and validation sets, by name.
+        sets_file: file with `sets`; None without sets.
+        metrics: metrics of tasks and sets by name, for the events of the run.
+        kept: tasks whose answers were cached by an earlier evaluation.
     """
 
     harness_file: str | None = None
@@ -69,10 +69,10 @@ class LoadedScorer:
     """A checkpoint that is ready to score.
 
     Attributes:
-        scorer: computes log-likelihoods with its model.
-        continuation: makes what continues sequences with its model.
-        dtype: of weights and activations.
-        grid: the ranks; None for one process.
+        scorer: computes log-likelihoods.
+        continuation: creates generators that continue sequences.
+        dtype: dtype of weights and activations.
+        grid: parallel grid; None for one process.
     """
 
     scorer: Scorer
@@ -82,7 +82,7 @@ class LoadedScorer:
 
 
 def load_alone(config: EvaluateConfig, handle: CheckpointHandle) -> LoadedScorer:
-    """The unsharded model in this process."""
+    """Loads the unsharded model in this process."""
     device = choose_device(config.device)
     dtype = choose_dtype(config.precision, device)
     model = load_unsharded(handle, device, dtype)
@@ -94,8 +94,8 @@ def load_alone(config: EvaluateConfig, handle: CheckpointHandle) -> LoadedScorer
 def load_layout(
     config: EvaluateConfig, handle: CheckpointHandle, grid: ParallelGrid, device: torch.device
 ) -> LoadedScorer:
-    """This rank's share of the model; collective over the world."""
-    # Its engine imports DeepSpeed, for which one process should not wait.
+    """Loads this rank's shard of the model; collective over the world."""
+    # Imported here, because the engine imports DeepSpeed, which evaluation in one process does not need.
     from megads.engine.scoring_engine import LayoutScoringEngine
 
     shape, dtype = model_config_of(handle), choose_dtype(config.precision, device)
@@ -118,7 +118,7 @@ def load_layout(
 
 
 def check_layout(config: EvaluateConfig, model: ModelConfig) -> None:
-    """Raises ConfigError where the model cannot be cut this way."""
+    """Raises ConfigError if the layout does not fit the model."""
     parallel = config.layout.parallel
     unit = 2 * parallel.cp
     train = TrainConfig(steps=1, micro_batch_size=1, global_batch_size=parallel.dp, seq_len=unit)
@@ -129,7 +129,7 @@ def check_layout(config: EvaluateConfig, model: ModelConfig) -> None:
 
 
 def tasks_of(config: EvaluateConfig) -> LoadedTasks | None:
-    """The tasks that are asked for, loaded; None for none."""
+    """Loads the tasks of the config; None if there are none."""
     folder = None if config.tasks_folder is None else Path(config.tasks_folder)
     return load_tasks(config.tasks, folder, config.num_fewshot) if config.tasks else None
 
@@ -143,19 +143,19 @@ def evaluate_checkpoint(
     output: Path,
     progress: Progress,
 ) -> Evaluated | None:
-    """Does all that the config asks for; collective over the world.
+    """Runs all tasks and sets of the config on a checkpoint; collective over the world.
 
     Args:
-        config: what.
+        config: config of the user.
         handle: the checkpoint.
-        found: its tokenizer.
-        loaded: its model.
-        tasks: those of the config, on the first rank.
+        found: tokenizer of the checkpoint.
+        loaded: scorer of the checkpoint.
+        tasks: tasks of the config, only on the first rank.
         output: folder of the results.
-        progress: shows what is done.
+        progress: callback for progress.
 
     Returns:
-        The results; None on other ranks than the first.
+        The results; None on ranks other than the first.
     """
     require_tokenizer_of(model_config_of(handle), found)
     sets: list[SetResult] = []
@@ -176,7 +176,7 @@ def evaluate_checkpoint(
 
 
 def require_tokenizer_of(model: ModelConfig, found: FoundTokenizer) -> None:
-    """Raises DataError where the tokenizer has more tokens than the model."""
+    """Raises DataError if the tokenizer has more tokens than the model."""
     if found.vocab_size > model.vocabulary:
         raise DataError(
             f"{found.path} has {found.vocab_size} tokens and the model {model.vocabulary}: it is the tokenizer of "
@@ -193,7 +193,7 @@ def _harness(
     output: Path,
     progress: Progress,
 ) -> Evaluated:
-    # lm-eval is there: the tasks are.
+    # lm-eval is installed, because the tasks are loaded.
     from megads.evaluate.harness import HarnessModel
 
     dtype = str(loaded.dtype).removeprefix("torch.")
@@ -210,14 +210,14 @@ def _harness(
 
 
 def answers_of(handle: CheckpointHandle, found: FoundTokenizer, dtype: str, max_length: int, output: Path) -> Answers:
-    """The answers of a checkpoint that are kept.
+    """Cache of a checkpoint's answers.
 
     Args:
         handle: the checkpoint.
-        found: its tokenizer.
-        dtype: in which it computes.
-        max_length: most tokens that it reads.
-        output: folder of its results.
+        found: tokenizer of the checkpoint.
+        dtype: dtype of the computation.
+        max_length: maximum number of input tokens.
+        output: folder of the results.
     """
     from megads.evaluate.harness import Answers
 
@@ -235,7 +235,7 @@ def _write_sets(handle: CheckpointHandle, sets: dict[str, dict[str, Any]], outpu
 
 
 def refuse_concurrent(folder: Path) -> None:
-    """Raises ConfigError where another evaluation holds a folder of ranks or of a coordinator."""
+    """Raises ConfigError if another evaluation holds a folder of ranks or of a coordinator."""
     holder = current_holder(folder)
     if holder is not None and in_use(folder):
         raise ConfigError(
@@ -245,13 +245,13 @@ def refuse_concurrent(folder: Path) -> None:
 
 
 def note_results(checkpoint: Path, step: int, files: Sequence[str], metrics: dict[str, float]) -> None:
-    """Writes an event of the run that a checkpoint lies in; none where it lies in no run.
+    """Writes an event to the run that contains a checkpoint, if there is one.
 
     Args:
-        checkpoint: its folder.
-        step: at which it was saved.
-        files: with the results.
-        metrics: of tasks and sets by their names.
+        checkpoint: checkpoint folder.
+        step: step at which it was saved.
+        files: files with the results.
+        metrics: metrics of tasks and sets by name.
     """
     run_dir = checkpoint.parent.parent
     if not (run_dir / EVENTS_FILE).is_file():
@@ -262,5 +262,5 @@ def note_results(checkpoint: Path, step: int, files: Sequence[str], metrics: dic
 
 
 def as_plain(result: Evaluated) -> str:
-    """As JSON, for the process that started the ranks."""
+    """Converts results to JSON for the process that started the ranks."""
     return json.dumps(asdict(result))

@@ -1,9 +1,9 @@
-"""Which part of an evaluation a worker computes next: pure functions, the same in a simulation and in a real one.
+"""Scheduling of evaluation units: pure functions, used by simulations and real evaluations alike.
 
-An evaluation of many checkpoints is a set of units: a checkpoint, a task, and a part of the task's batches. Workers,
-one a GPU, take units whenever they are free. The rules are those of Acme's evaluation coordinator (Hu et al., arXiv
-2403.07648, section 6.2): the longest first (Graham's LPT, 1969), by times measured before; long tasks split; few loads
-of a model. A worker therefore stays with its checkpoint unless a unit of another one has become critical.
+An evaluation of many checkpoints is a set of units, each a checkpoint, a task, and a part of the task's batches.
+Workers, one per GPU, take units when they are free. The rules are those of Acme's evaluation coordinator (Hu et al.,
+arXiv 2403.07648, section 6.2): longest first (Graham's LPT, 1969), by previously measured times; long tasks are split;
+few model loads. A worker therefore keeps its checkpoint unless a unit of another one has become critical.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 PARTS_A_WORKER = 8
-"""A task is split where it would take a worker longer than this share of the whole evaluation (1/8)."""
+"""A task is split if it would take a worker longer than 1/8 of the ideal makespan of the whole evaluation."""
 LEAST_PART_S = 5.0
-"""Parts are not made shorter: each costs the making of the task's requests."""
+"""Minimum duration of a part, because each part has to build the requests of the task."""
 
 
 @dataclass(frozen=True)
 class TaskCost:
-    """A task on a checkpoint before it is split.
+    """A task on a checkpoint, before it is split.
 
     Attributes:
-        checkpoint: its id.
-        task: its name.
-        cost_s: predicted seconds of one worker.
-        pieces: most parts that it can be split into, such as its documents.
-        priority: tasks of a higher one come first.
-        parts: into which an earlier start split it; None for any number.
-        tail_s: predicted seconds of the metrics, which can only be computed after all parts.
+        checkpoint: id of the checkpoint.
+        task: name of the task.
+        cost_s: predicted time of one worker, in seconds.
+        pieces: maximum number of parts, such as its number of documents.
+        priority: priority of the task; higher priorities run first.
+        parts: number of parts fixed by an earlier start; None for any number.
+        tail_s: predicted time of the metrics, in seconds; they can only be computed after all parts.
     """
 
     checkpoint: str
@@ -44,14 +44,14 @@ class TaskCost:
 
 @dataclass(frozen=True)
 class WorkUnit:
-    """What a worker takes at once.
+    """Unit of work that a worker takes: one part of a task on a checkpoint.
 
     Attributes:
-        checkpoint: its id.
-        task: name.
-        part: of the task's batches, from 0.
-        parts: of the task.
-        cost_s: predicted seconds.
+        checkpoint: id of the checkpoint.
+        task: name of the task.
+        part: index of the part, from 0.
+        parts: number of parts of the task.
+        cost_s: predicted time of the part, in seconds.
         priority: see TaskCost.
         tail_s: see TaskCost.
     """
@@ -71,19 +71,19 @@ class WorkUnit:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Readable name."""
         share = f" ({self.part + 1} of {self.parts})" if self.parts > 1 else ""
         return f"{self.task} on {self.checkpoint}{share}"
 
 
 @dataclass(frozen=True)
 class LoadCosts:
-    """What stands before a worker's first unit of a checkpoint, in seconds.
+    """Costs before a worker's first unit of a checkpoint, in seconds.
 
     Attributes:
-        start_s: of a process: imports, tasks, tokenizer.
-        stage_s: to read and verify a checkpoint into the node's memory.
-        load_s: from the node's memory to the worker's device.
+        start_s: time to start a process: imports, tasks, tokenizer.
+        stage_s: time to read a checkpoint into the node's memory and verify it.
+        load_s: time to load a checkpoint from the node's memory to the worker's device.
     """
 
     start_s: float = 0.0
@@ -93,11 +93,11 @@ class LoadCosts:
 
 @dataclass(frozen=True)
 class WorkerView:
-    """What is known of a worker.
+    """State of a worker for scheduling.
 
     Attributes:
-        name: of the worker.
-        loaded: the checkpoint that it holds; None before the first.
+        name: name of the worker.
+        loaded: checkpoint that it holds; None before the first.
     """
 
     name: str
@@ -105,12 +105,12 @@ class WorkerView:
 
 
 def split(tasks: Sequence[TaskCost], workers: int, *, parts_a_worker: int | None = PARTS_A_WORKER) -> list[WorkUnit]:
-    """Makes units of tasks: those that would keep one worker busy for too much of the evaluation become several.
+    """Splits tasks into units; long tasks become several units.
 
     Args:
-        tasks: on all checkpoints.
-        workers: on all nodes.
-        parts_a_worker: no unit is longer than the ideal makespan over this; None splits nothing.
+        tasks: tasks on all checkpoints.
+        workers: number of workers on all nodes.
+        parts_a_worker: units are at most the ideal makespan divided by this; None splits no task.
 
     Returns:
         The units, in the order of the tasks.
@@ -136,21 +136,21 @@ def choose(
     staged: Collection[str],
     costs: LoadCosts,
 ) -> WorkUnit | None:
-    """The unit that a free worker takes.
+    """Selects the unit that a free worker takes.
 
-    Of the highest priority that waits: the longest unit where it is critical, as it takes longer than the share of each
-    worker in all that waits; else the longest of the worker's own checkpoint; else the longest of the checkpoint that
-    has too few workers for its work, those in the node's memory first.
+    Among waiting units of the highest priority, in this order: the longest unit if it is critical, that is, longer than
+    the waiting work divided by the number of workers; the longest unit of the worker's own checkpoint; the longest unit
+    of the checkpoint with too few workers for its work, checkpoints in the node's memory first.
 
     Args:
-        waiting: units that nobody has taken.
-        worker: the free one.
-        others: that live.
+        waiting: units that no worker has taken.
+        worker: the free worker.
+        others: all other live workers.
         staged: checkpoints in the memory of the worker's node.
-        costs: of another checkpoint.
+        costs: costs of loading another checkpoint.
 
     Returns:
-        None where nothing waits, or others come to the end of it sooner than this worker could begin.
+        The unit; None if no unit waits, or other workers would finish the work before this one could start.
     """
     workers = [worker, *others]
     for priority in sorted({unit.priority for unit in waiting}, reverse=True):
@@ -168,10 +168,10 @@ def _candidates(
     staged: Collection[str],
     costs: LoadCosts,
 ) -> Iterator[WorkUnit]:
-    """Units of one priority that a worker might take, the best first."""
+    """Candidate units of one priority for a worker, the best first."""
 
     def longest_of(some: Iterable[WorkUnit]) -> WorkUnit:
-        # What comes after a unit counts as well; of equally long ones that of the worker's checkpoint comes first.
+        # Includes the time of the metrics; ties are broken in favor of the worker's checkpoint.
         return min(some, key=lambda unit: (-unit.cost_s - unit.tail_s, unit.checkpoint != worker.loaded, *_name(unit)))
 
     share_s = math.fsum(unit.cost_s for unit in units) / len(workers)
@@ -186,7 +186,7 @@ def _candidates(
 
 
 def switch_s(checkpoint: str, worker: WorkerView, staged: Collection[str], costs: LoadCosts) -> float:
-    """Seconds before a worker can compute on a checkpoint."""
+    """Time until a worker can compute on a checkpoint, in seconds."""
     if checkpoint == worker.loaded:
         return 0.0
     return costs.load_s + (0.0 if checkpoint in staged else costs.stage_s)
@@ -204,7 +204,7 @@ def _helps(
     staged: Collection[str],
     costs: LoadCosts,
 ) -> bool:
-    """Whether a unit ends sooner here than behind all that waits of its checkpoint, at the workers that hold it."""
+    """Whether this worker can start a unit before the workers that hold its checkpoint would finish their queue."""
     before_s = switch_s(unit.checkpoint, worker, staged, costs)
     holders = sum(one.loaded == unit.checkpoint for one in workers)
     if before_s == 0.0 or holders == 0:
@@ -216,7 +216,7 @@ def _helps(
 def _by_need(
     units: Sequence[WorkUnit], worker: WorkerView, workers: Sequence[WorkerView], staged: Collection[str]
 ) -> list[str]:
-    """Checkpoints in the order in which they want another worker."""
+    """Checkpoints in the order in which they need another worker."""
     work_s: dict[str, float] = defaultdict(float)
     for unit in units:
         work_s[unit.checkpoint] += unit.cost_s
@@ -225,7 +225,7 @@ def _by_need(
     lacking = {name: len(workers) * work_s[name] / total_s - holders[name] for name in work_s}
 
     def order(name: str) -> tuple[bool, float, str]:
-        # To read a checkpoint into one more node's memory pays only where the node has none that wants workers.
+        # Staging on another node only pays if none of the node's staged checkpoints needs workers.
         return not (name in staged and lacking[name] > 0), -lacking[name], name
 
     return sorted(work_s, key=order)
@@ -233,17 +233,17 @@ def _by_need(
 
 @dataclass(frozen=True)
 class MeasuredTime:
-    """What an earlier evaluation measured of a task, or of a part of one.
+    """Times of a task, or a part of one, measured by an earlier evaluation.
 
     Attributes:
-        task: its name.
+        task: name of the task.
         kind: lm-eval's output type, such as multiple_choice.
-        documents: it was asked about so many; of a part, its share of them.
-        seconds: of a worker.
-        metric_s: of the metrics, 0 where that is not known.
-        parameters: of the model.
+        documents: number of documents; for a part, its share of them.
+        seconds: time of one worker.
+        metric_s: time of the metrics in seconds; 0 if not known.
+        parameters: number of parameters of the model.
         device: cpu or cuda.
-        fewshot: examples before each document.
+        fewshot: number of few-shot examples.
     """
 
     task: str
@@ -257,33 +257,33 @@ class MeasuredTime:
 
 
 _ASSUMED_S = {"multiple_choice": 4e-12, "loglikelihood": 1e-12, "loglikelihood_rolling": 4e-12, "generate_until": 1e-10}
-"""Seconds a document and parameter where nothing was ever measured; only their ratios matter for the order."""
+"""Assumed seconds per document and parameter without measurements; only their ratios affect the order."""
 
 
 def predict_s(
     task: str, kind: str, documents: int, fewshot: int, parameters: int, history: Sequence[MeasuredTime]
 ) -> float:
-    """Seconds of a task, by what was measured before: of the same task, else of tasks of its kind, else assumed.
+    """Predicts the time of a task in seconds: measured for the same task, else for its kind, else assumed.
 
     Args:
-        task: its name.
+        task: name of the task.
         kind: lm-eval's output type.
-        documents: of the task.
-        fewshot: examples before each.
-        parameters: of the model.
-        history: on the same kind of device, the latest last.
+        documents: number of documents.
+        fewshot: number of few-shot examples.
+        parameters: number of parameters of the model.
+        history: measurements on the same type of device, the latest last.
     """
     same = [line for line in history if line.task == task and line.fewshot == fewshot]
     alike = [line for line in history if line.kind == kind]
     for lines in (same, alike):
         total = math.fsum(line.documents for line in lines)
         if total > 0:
-            # The time of a document grows with the model.
+            # The time per document is proportional to the number of parameters.
             spent = math.fsum(line.seconds * parameters / max(line.parameters, 1) for line in lines)
             return documents * spent / total
     return documents * parameters * _ASSUMED_S.get(kind, _ASSUMED_S["multiple_choice"])
 
 
 def predict_metric_s(task: str, history: Sequence[MeasuredTime]) -> float:
-    """Seconds of the metrics of a task, as last measured; 0 where they never were."""
+    """Last measured time of a task's metrics in seconds; 0 if it was never measured."""
     return next((line.metric_s for line in reversed(history) if line.task == task and line.metric_s > 0), 0.0)

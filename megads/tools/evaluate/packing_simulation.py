@@ -1,7 +1,7 @@
-"""An evaluation on a clock: what `packing` makes of known times, and what one job a task would take.
+"""Discrete-event simulation of an evaluation, scheduled by `packing` or with one job per task.
 
-Workers are processes on nodes. Those of a node share its link to the storage evenly; metrics are computed by the worker
-itself, or by processes of their own on the nodes' CPUs. A dry run predicts by it, and a benchmark measures the rules.
+Workers are processes on nodes. Those of a node share its bandwidth to the storage evenly. Metrics are computed by the
+worker itself or by separate processes on the CPUs of the nodes. Used by the dry run and by a benchmark of the rules.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from megads.tools.evaluate.packing import PARTS_A_WORKER, LoadCosts, TaskCost, W
 
 @dataclass(frozen=True)
 class SimulatedTask:
-    """A task on a checkpoint, with its true times.
+    """A task on a checkpoint, with its true and predicted times.
 
     Attributes:
-        checkpoint: its id.
-        task: its name.
-        inference_s: seconds of a worker.
-        metric_s: seconds of a CPU process.
-        predicted_s: what the coordinator takes `inference_s` for.
-        pieces: most parts that it can be split into.
+        checkpoint: id of the checkpoint.
+        task: name of the task.
+        inference_s: inference time of one worker, in seconds.
+        metric_s: time of the metrics on a CPU process, in seconds.
+        predicted_s: the coordinator's prediction of `inference_s`.
+        pieces: maximum number of parts.
         priority: see TaskCost.
-        predicted_metric_s: what it takes `metric_s` for.
+        predicted_metric_s: the coordinator's prediction of `metric_s`.
     """
 
     checkpoint: str
@@ -43,16 +43,16 @@ class SimulatedTask:
 
 @dataclass(frozen=True)
 class SimulatedCluster:
-    """Where it runs.
+    """Cluster of a simulated evaluation.
 
     Attributes:
-        nodes: how many.
-        workers: of each node.
-        metric_workers: processes of each node that compute metrics.
-        start_s: of a process.
-        read_s: to read a checkpoint from storage, by one process of a node alone.
-        load_s: from a node's memory to a device.
-        unit_s: of each unit beside its inference, such as the making of requests.
+        nodes: number of nodes.
+        workers: number of model workers per node.
+        metric_workers: number of processes per node that compute metrics.
+        start_s: time to start a process, in seconds.
+        read_s: time to read a checkpoint from storage if no other process of the node reads, in seconds.
+        load_s: time to load a checkpoint from a node's memory to a device, in seconds.
+        unit_s: overhead of each unit in addition to its inference, such as building requests, in seconds.
     """
 
     nodes: int
@@ -65,19 +65,19 @@ class SimulatedCluster:
 
     @property
     def num_workers(self) -> int:
-        """Of all nodes."""
+        """Number of model workers on all nodes."""
         return self.nodes * self.workers
 
 
 @dataclass(frozen=True)
 class PackingRules:
-    """Which of the rules are in force; with none it is one job a task, in the order given.
+    """Scheduling rules that are enabled; without any, every task is one job, in the given order.
 
     Attributes:
-        staged: one process of a node reads a checkpoint into memory, and workers outlive a unit.
-        decoupled: metrics are computed by CPU processes.
-        ordered: by `packing.choose`, else in the order given.
-        split: long tasks are split; needs `ordered`.
+        staged: whether one process per node reads a checkpoint into memory, and workers persist between units.
+        decoupled: whether metrics are computed by CPU processes.
+        ordered: whether units are ordered by `packing.choose` instead of the given order.
+        split: whether long tasks are split; requires `ordered`.
     """
 
     staged: bool = True
@@ -88,14 +88,14 @@ class PackingRules:
 
 @dataclass
 class Makespan:
-    """How long a simulated evaluation takes, and why.
+    """Makespan of a simulated evaluation and its components.
 
     Attributes:
-        seconds: until the last metric is there.
-        inference_s: of all workers together.
-        loading_s: of all workers together, starts of processes included.
-        stagings: checkpoints read from storage.
-        priority_s: by priority, until the last metric of it is there.
+        seconds: time until the last metric is available.
+        inference_s: inference time summed over all workers, in seconds.
+        loading_s: loading time summed over all workers, including process starts, in seconds.
+        stagings: number of times a checkpoint was read from storage.
+        priority_s: time until the last metric of each priority is available, in seconds.
     """
 
     seconds: float = 0.0
@@ -106,8 +106,8 @@ class Makespan:
 
 
 def lower_bound_s(tasks: Sequence[SimulatedTask], cluster: SimulatedCluster) -> float:
-    """What no schedule undercuts: every worker starts and loads once, all of them end at the same time, and metrics
-    begin as soon as all workers together could have computed their task."""
+    """Lower bound of the makespan of any schedule: every worker starts and loads once, all end at the same time, and
+    the metrics of a task start as soon as all workers together could have computed it."""
     workers = cluster.num_workers
     inference_s = math.fsum(task.inference_s for task in tasks) / workers
     last_s = max(inference_s, *(task.inference_s / workers + task.metric_s for task in tasks))
@@ -115,12 +115,12 @@ def lower_bound_s(tasks: Sequence[SimulatedTask], cluster: SimulatedCluster) -> 
 
 
 Step = tuple[str, float, int]
-"""What a process waits for: ("wait", seconds, 0), ("read", seconds alone, node), ("event", 0, 0)."""
+"""Step that a process waits for: ("wait", seconds, 0), ("read", seconds without contention, node), ("event", 0, 0)."""
 Process = Generator[Step, None, None]
 
 
 class _Events:
-    """Runs processes until all of them have ended; those that wait for an event go on when any other one acts."""
+    """Event loop that runs processes until all have ended; `wake` resumes processes that wait for an event."""
 
     def __init__(self, nodes: int) -> None:
         self.now = 0.0
@@ -130,11 +130,11 @@ class _Events:
         self._sleeping: deque[Process] = deque()
 
     def add(self, process: Process) -> None:
-        """Starts a process now."""
+        """Adds a process that starts now."""
         self._schedule(0.0, process)
 
     def wake(self) -> None:
-        """Lets those that wait for an event look again."""
+        """Resumes all processes that wait for an event."""
         while self._sleeping:
             self._schedule(0.0, self._sleeping.popleft())
 
@@ -207,7 +207,7 @@ class _Evaluation:
         self._costs = LoadCosts(cluster.start_s, cluster.read_s, cluster.load_s)
 
     def worker(self, node: int, name: str) -> Process:
-        """A GPU of a node."""
+        """Process of a model worker on a node."""
         self._loaded[name] = None
         started = False
         while self._waiting:
@@ -220,7 +220,7 @@ class _Evaluation:
             if unit is None:
                 yield ("event", 0.0, 0)
                 continue
-            # A job is a process of its own.
+            # Without staging, each unit is a new process.
             started = self.rules.staged
             yield from self._load(node, name, unit.checkpoint)
             task = self._tasks[unit.key]
@@ -239,7 +239,7 @@ class _Evaluation:
         self.clock.wake()
 
     def metric_worker(self) -> Process:
-        """A process on a node's CPUs."""
+        """Process that computes metrics on the CPUs of a node."""
         while self._open_metrics:
             if not self._metrics:
                 yield ("event", 0.0, 0)
@@ -265,7 +265,7 @@ class _Evaluation:
         return unit
 
     def _load(self, node: int, name: str, checkpoint: str) -> Process:
-        """What a worker needs before its unit; `_loaded` says already what it will hold."""
+        """Loads the checkpoint of a unit; `_loaded` already names the checkpoint that the worker will hold."""
         if self.rules.staged and self._held.get(name) == checkpoint:
             return
         before = self.clock.now
@@ -284,12 +284,12 @@ class _Evaluation:
 
 
 def simulate(tasks: Sequence[SimulatedTask], cluster: SimulatedCluster, rules: PackingRules | None = None) -> Makespan:
-    """Runs an evaluation on a clock.
+    """Simulates an evaluation.
 
     Args:
-        tasks: on all checkpoints, in the order in which jobs would be submitted.
-        cluster: where.
-        rules: those in force; None for all of them.
+        tasks: tasks on all checkpoints, in the order in which jobs would be submitted.
+        cluster: cluster of the evaluation.
+        rules: enabled rules; None for all of them.
     """
     evaluation = _Evaluation(tasks, cluster, rules or PackingRules())
     for worker in range(cluster.workers):
@@ -303,4 +303,4 @@ def simulate(tasks: Sequence[SimulatedTask], cluster: SimulatedCluster, rules: P
 
 
 ONE_JOB_A_TASK = PackingRules(staged=False, decoupled=False, ordered=False, split=False)
-"""Every task loads the model for itself and computes its metrics on the worker."""
+"""Rules of one job per task: every job loads the model and computes its metrics on the worker."""

@@ -11,7 +11,7 @@ from megads.launch.rank import run_rank, start_rank
 
 
 def main() -> NoReturn:
-    """Reads the job, does it and writes the results."""
+    """Reads the job, runs it and writes the results."""
     parser = argparse.ArgumentParser(prog="python -m megads.tools.evaluate.rank")
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
@@ -20,7 +20,7 @@ def main() -> NoReturn:
 
 
 def _work(folder: Path) -> int:
-    # Imported after the log is open, so that a failing import is in it.
+    # Imported after the log is open, so that import errors are logged.
     from megads.checkpoint.read import open_checkpoint
     from megads.parallel.grid import build_grid
     from megads.runtime.distributed import decode, world

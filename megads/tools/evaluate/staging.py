@@ -1,12 +1,12 @@
-"""A checkpoint's weights in the memory of a node, read and verified by one process and mapped by all workers.
+"""Staging of checkpoint weights in node memory: one process reads and verifies them, all workers map them.
 
 /dev/shm/megads-evaluate-<user>-<hash of the evaluation's folder and the node>/
-  alive                       locked, shared, by every worker of the node
-  <digest>-<dtype>.lock       locked by the process that reads a checkpoint
-  <digest>-<dtype>.weights    a file of safetensors; locked, shared, by every worker that maps it
+  alive                       shared lock of every worker of the node
+  <digest>-<dtype>.lock       exclusive lock of the process that reads a checkpoint
+  <digest>-<dtype>.weights    a safetensors file; shared lock of every worker that maps it
 
-All locks are flocks, which the kernel lets go of when a process dies, however it dies. What nobody holds may go: a
-file when another checkpoint needs the room, a folder when the next worker starts on the node.
+All locks are flocks, which the kernel releases when a process dies for any reason. Unlocked data may be removed: a file
+when another checkpoint needs the space, a folder when the next worker starts on the node.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from megads.runtime.environment import node_name
 
 _PREFIX = "megads-evaluate-"
 _ALIGNMENT = 64
-"""Of weights in bytes, as torch allocates them: a product of misaligned ones may be summed in another order."""
+"""Alignment of weights in bytes, as in PyTorch: a GEMM of misaligned weights may sum in another order."""
 
 
 def staged_name(digest: str, dtype: torch.dtype) -> str:
-    """Name of a checkpoint among those in a node's memory.
+    """Name of a staged checkpoint.
 
     Args:
-        digest: of its manifest.
-        dtype: of the weights.
+        digest: digest of its manifest.
+        dtype: dtype of the weights.
     """
     return f"{digest[:32]}-{str(dtype).removeprefix('torch.')}"
 
 
 @dataclass(frozen=True)
 class StagedModel:
-    """A model and how it came here.
+    """A loaded model and the way it was loaded.
 
     Attributes:
-        model: in evaluation mode.
-        read: this process read the checkpoint; False where another one had.
-        staged: it is in the node's memory; False where there was no room.
+        model: the model, in evaluation mode.
+        read: whether this process read the checkpoint; False if another process had staged it.
+        staged: whether the checkpoint is in the node's memory; False if there was no space.
     """
 
     model: GPT
@@ -62,20 +62,20 @@ class StagedModel:
 
 
 class Staging:
-    """The checkpoints in this node's memory, for one worker.
+    """A worker's access to the checkpoints staged in the memory of its node.
 
     Args:
-        root: a folder in memory, /dev/shm for instance.
-        evaluation: folder of the evaluation, which names the one in memory.
-        most_bytes: that all checkpoints in memory may take; None is half of what is free and theirs.
+        root: in-memory folder, for example /dev/shm.
+        evaluation: folder of the evaluation; determines the name of the staging folder.
+        most_bytes: maximum size of all staged checkpoints; None is half of the space that is free or used by them.
 
     Raises:
-        ConfigError: the root is no folder that can be written to.
+        ConfigError: `root` is not a writable folder.
     """
 
     def __init__(self, root: Path, evaluation: Path, most_bytes: int | None = None) -> None:
         remove_left_over(root)
-        # Nodes of a private SLURM share one memory.
+        # The nodes of a private SLURM on one machine share its memory.
         name = hashlib.sha256(f"{evaluation.absolute()}\n{node_name()}".encode()).hexdigest()[:16]
         self.folder = root / f"{_PREFIX}{os.getuid()}-{name}"
         self._most_bytes = most_bytes
@@ -83,7 +83,7 @@ class Staging:
         self._mapped: int | None = None
 
     def _join(self) -> int:
-        """Locks `alive`; another worker that leaves may remove the folder meanwhile."""
+        """Locks `alive`; retries if another worker that leaves removes the folder at the same time."""
         while True:
             try:
                 self.folder.mkdir(mode=0o700, exist_ok=True)
@@ -100,20 +100,20 @@ class Staging:
                 os.close(descriptor)
 
     def staged(self) -> set[str]:
-        """Names of the checkpoints that are in memory."""
+        """Names of the staged checkpoints."""
         return {path.stem for path in self.folder.glob("*.weights")}
 
     def load(self, checkpoint: Path, name: str, device: torch.device, dtype: torch.dtype) -> StagedModel:
-        """A checkpoint's model; on a CPU its weights are those in memory, shared by all workers.
+        """Loads the model of a checkpoint; on a CPU, all workers share the staged weights.
 
         Args:
-            checkpoint: its folder.
-            name: see `staged_name`.
-            device: where the model computes.
-            dtype: of the weights.
+            checkpoint: checkpoint folder.
+            name: name of the staged checkpoint, see `staged_name`.
+            device: device of the model.
+            dtype: dtype of the weights.
 
         Raises:
-            CheckpointError: it is damaged.
+            CheckpointError: the checkpoint is damaged.
         """
         self.let_go()
         path, handle = self.folder / f"{name}.weights", None
@@ -127,20 +127,20 @@ class Staging:
                 fcntl.flock(self._mapped, fcntl.LOCK_SH)
                 os.utime(path)
             except FileNotFoundError:
-                # Another worker made room between two of these lines.
+                # Another worker removed the file to free space in the meantime.
                 self.let_go()
                 return StagedModel(load_unsharded(open_checkpoint(checkpoint), device, dtype), read=True, staged=False)
         model = _mapped_model(self._mapped, checkpoint, device, dtype)
         return StagedModel(model, read=handle is not None, staged=True)
 
     def let_go(self) -> None:
-        """Lets others remove the checkpoint that was loaded last."""
+        """Releases the checkpoint that was loaded last, so that others may remove it."""
         if self._mapped is not None:
             os.close(self._mapped)
             self._mapped = None
 
     def close(self) -> None:
-        """Leaves; the last worker of the node removes what is in memory."""
+        """Releases all locks; the last worker of the node removes the staging folder."""
         self.let_go()
         with suppress(OSError):
             fcntl.flock(self._alive, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -157,7 +157,7 @@ class Staging:
             os.close(descriptor)
 
     def _stage(self, handle: CheckpointHandle, path: Path, dtype: torch.dtype) -> bool:
-        """Reads a checkpoint into memory; False where there is no room for it."""
+        """Reads a checkpoint into memory; returns False if there is not enough space."""
         empty = GPT.empty(model_config_of(handle), torch.device("meta"), dtype)
         shards = _shards(empty)
         layout = ImageLayout.of(shards, [])
@@ -185,7 +185,7 @@ class Staging:
         return True
 
     def _make_room(self, size: int) -> bool:
-        """Removes checkpoints that nobody maps, the one that was loaded longest ago first, until another one fits."""
+        """Evicts unmapped checkpoints, least recently loaded first, until `size` bytes fit; returns whether they do."""
 
         def order(path: Path) -> float:
             return path.stat().st_mtime
@@ -204,7 +204,7 @@ class Staging:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether an open file is still the one of a path."""
+    """Whether an open file is still the file at a path."""
     try:
         there = path.stat()
     except FileNotFoundError:
@@ -214,7 +214,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _remove_unheld(path: Path) -> bool:
-    """Removes a file that no process has locked; whether it did."""
+    """Removes a file unless a process has locked it; returns whether it was removed."""
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -227,7 +227,7 @@ def _remove_unheld(path: Path) -> bool:
 
 
 def remove_left_over(root: Path) -> None:
-    """Removes what evaluations of this user left in a node's memory whose workers were all killed."""
+    """Removes staging folders of this user's evaluations whose workers were all killed."""
     for folder in root.glob(f"{_PREFIX}{os.getuid()}-*"):
         with suppress(OSError):
             descriptor = os.open(folder / "alive", os.O_RDWR | os.O_CLOEXEC)
@@ -246,7 +246,7 @@ def _shards(model: GPT) -> list[Shard]:
 
 
 def _mapped_model(descriptor: int, checkpoint: Path, device: torch.device, dtype: torch.dtype) -> GPT:
-    """A model with the weights of a file in memory; on a CPU they are the file's own pages."""
+    """Creates a model from a staged file; on a CPU its weights are the mapped pages of the file."""
     config = model_config_of(CheckpointHandle(checkpoint, read_manifest(checkpoint)))
     model = GPT.empty(config, device, dtype)
     weights = model.parameters_by_name()

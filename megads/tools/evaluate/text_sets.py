@@ -1,4 +1,4 @@
-"""Perplexity and bits per byte: of texts, document by document, and of a run's validation sets as the run sees them."""
+"""Perplexity and bits per byte of texts, by document, and of a run's validation sets, with the windows of the run."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _DOCUMENTS_AT_ONCE = 256
 
 @dataclass(frozen=True)
 class SetResult:
-    """How well a model predicts a set.
+    """Loss of a model on a set of texts.
 
     Attributes:
-        name: of the set.
-        loss: mean in nats over the tokens.
-        tokens: predicted.
-        text_bytes: of their text in UTF-8.
+        name: name of the set.
+        loss: mean loss in nats per token.
+        tokens: number of predicted tokens.
+        text_bytes: size of their text in UTF-8.
     """
 
     name: str
@@ -50,7 +50,7 @@ class SetResult:
     text_bytes: int
 
     def as_json(self) -> dict[str, Any]:
-        """As in the results' file."""
+        """Converts the result to JSON, as in the file of results."""
         return {
             "loss": self.loss,
             "perplexity": perplexity(self.loss),
@@ -61,12 +61,12 @@ class SetResult:
 
     @property
     def bits_per_byte(self) -> float:
-        """The same for every tokenizer."""
+        """Bits per byte, which are comparable between tokenizers; infinite without text."""
         return self.loss * self.tokens / math.log(2) / self.text_bytes if self.text_bytes else math.inf
 
 
 class TokenBytes:
-    """Bytes of text that tokens stand for.
+    """Number of text bytes of tokens.
 
     Args:
         found: the tokenizer.
@@ -78,7 +78,7 @@ class TokenBytes:
 
     @cached_property
     def _by_token(self) -> dict[int, int] | None:
-        """Of a tokenizer of bytes, whose characters each stand for one; None for others."""
+        """Bytes of each token of a byte-level tokenizer, where one character is one byte; None for other tokenizers."""
         content = json.loads(self._tokenizer.to_str())
         if (content.get("decoder") or {}).get("type") != "ByteLevel":
             return None
@@ -87,7 +87,7 @@ class TokenBytes:
         return {number: len(text) for text, number in self._tokenizer.get_vocab().items()} | added
 
     def of(self, ids: Sequence[int]) -> int:
-        """Bytes of a sequence of tokens; special ones have none."""
+        """Text bytes of a sequence of tokens; special tokens have none."""
         table = self._by_token
         if table is not None:
             return sum(table.get(number, 0) for number in ids)
@@ -97,22 +97,22 @@ class TokenBytes:
 
 @dataclass(frozen=True)
 class MeasuredText:
-    """A document's tokens without its end, and the bytes of its text."""
+    """Tokens of a document, without the end-of-document token, and the size of its text in bytes."""
 
     ids: list[int]
     text_bytes: int
 
 
 def documents(given: str, found: FoundTokenizer, text_field: str) -> Iterator[MeasuredText]:
-    """The documents of a file, or of a dataset.
+    """Reads the documents of a file or a dataset.
 
     Args:
-        given: the file, a .jsonl of many documents or any other of one; or the dataset's prefix.
-        found: the model's tokenizer.
-        text_field: JSON field that holds the text.
+        given: a .jsonl file with many documents, any other file with one document, or a dataset prefix.
+        found: tokenizer of the model.
+        text_field: JSON field that contains the text.
 
     Raises:
-        DataError: there is neither, or it cannot be read.
+        DataError: the file or dataset does not exist or cannot be read.
     """
     path = Path(given)
     if path.is_file():
@@ -159,15 +159,15 @@ def measure_texts(
     limit: int | None,
     progress: Callable[[str, int, int], None],
 ) -> SetResult:
-    """Measures a file or a dataset; each document begins after the token that ends one. On the first rank.
+    """Evaluates a file or a dataset on the first rank; each document is preceded by the end-of-document token.
 
     Args:
-        scorer: computes.
-        found: the model's tokenizer.
+        scorer: computes the log-likelihoods.
+        found: tokenizer of the model.
         given: see `documents`.
-        text_field: likewise.
-        limit: documents; None is all.
-        progress: shows what is done.
+        text_field: see `documents`.
+        limit: maximum number of documents; None is all.
+        progress: callback for progress.
 
     Raises:
         DataError: there is no text.
@@ -187,7 +187,7 @@ def measure_texts(
 
 
 def _rows(ids: list[int], found: FoundTokenizer, max_length: int) -> list[TokenRow]:
-    """Without a token that ends documents, a document's first token has nothing before it and is not predicted."""
+    """Rows of a document. Without an end-of-document token, its first token has no context and is not predicted."""
     end = found.end_of_document_id
     return rolling_rows(ids[1:], ids[0], max_length) if end is None and ids else rolling_rows(ids, end or 0, max_length)
 
@@ -195,29 +195,29 @@ def _rows(ids: list[int], found: FoundTokenizer, max_length: int) -> list[TokenR
 def measure_validation(
     run_dir: Path, scorer: Scorer, grid: ParallelGrid | None, found: FoundTokenizer, limit: int | None
 ) -> list[SetResult]:
-    """Measures a run's validation sets in the windows of its own validations; collective over the world.
+    """Evaluates the validation sets of a run, with the windows of its own validations; collective over the world.
 
     Args:
-        run_dir: the run, started from this folder: paths of its data are relative to it.
-        scorer: its engine computes.
-        grid: the ranks; None for one process.
-        found: the run's tokenizer.
-        limit: windows; None is as many as its validations take.
+        run_dir: run directory; its data paths are resolved from the working directory.
+        scorer: scorer whose engine computes the losses.
+        grid: parallel grid; None for one process.
+        found: tokenizer of the run.
+        limit: maximum number of windows; None is as many as in the run's validations.
 
     Raises:
         ConfigError: the run has no config.
-        DataError: it has no validation set, or its data is not here.
+        DataError: the run has no validation set, or its data is missing.
     """
     if not (run_dir / CONFIG_FILE).is_file():
         raise ConfigError(f"{run_dir} has no {CONFIG_FILE}, so its validation sets are not known: give tasks or data")
     config = load_frozen(run_dir / CONFIG_FILE, complete=False)
-    # Of a run with training stages, as the last of them validates.
+    # A run with training stages is evaluated with the validation sets of its last stage.
     end = batch_size_schedule(config).samples_after(planned_steps(config)) if config.train.stages else 1
     _, sets = open_run_data(config, read_record(run_dir), end - 1)
     if not sets:
         raise DataError(f"{run_dir} was trained without a validation set: give tasks or data")
     control = ALONE if grid is None else grid.control
-    # Ranks that share windows count their bytes once.
+    # Only one of the ranks that share windows counts their bytes.
     counts = grid is None or (grid.tp.is_first and grid.cp.is_first and grid.pp.is_first)
     sizes, results = TokenBytes(found), []
     for name, source in sets.items():
@@ -236,7 +236,7 @@ def measure_validation(
 def _batches(config: RootConfig, source: Any, scorer: Scorer, grid: ParallelGrid | None) -> Iterator[list[MicroBatch]]:
     rank, size = (0, 1) if grid is None else (grid.dp.rank, grid.dp.size)
     micro, plain = scorer.batching.micro_batch_size, replace(packing(config), mask_eod=False)
-    # Every stage is given tokens.
+    # Every pipeline stage gets tokens.
     return validation_batches(source, micro, rank, size, config.model.vocabulary, True, VALIDATION_MICRO_BATCHES, plain)
 
 

@@ -1,16 +1,16 @@
-"""The work queue of an evaluation: files that workers on any node share, without a server.
+"""Work queue of an evaluation: files shared by workers on all nodes, without a server.
 
 <folder>/
-  plan.json                       what there is to do
-  workers/<name>.json             who a worker is, and which checkpoint it holds; touched while it lives
-  claims/<unit>.<attempt>         a hard link, which is atomic on network file systems too, to a note of the worker
-  failures/<unit>.<attempt>.json  why an attempt failed
+  plan.json                       the evaluation plan
+  workers/<name>.json             identity of a worker and the checkpoint it holds; touched while the worker is alive
+  claims/<unit>.<attempt>         a hard link, atomic also on network file systems, to a file with the worker's name
+  failures/<unit>.<attempt>.json  reason why an attempt failed
   parts/<unit>.json               answers to a part of a task's batches
   metrics/<task>.json             lm-eval's results of a task
-  logs/                           of the workers
+  logs/                           logs of the workers
 
-A unit is done when its file is there. A claim counts while its worker lives: a process of this machine by its pid, one
-elsewhere by the age of its file, by the file server's clock.
+A unit is done when its file exists. A claim is valid while its worker is alive, which is determined by the pid for a
+process on this machine, else by the age of the worker's file on the file server's clock.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from megads.runtime.files import atomic_writer, parse_json, read_regular
 from megads.tools.evaluate.packing import WorkerView, WorkUnit
 
 MODEL, METRICS = "model", "metrics"
-"""Roles of workers: those that hold a model, and those that compute metrics."""
+"""Roles of workers: model workers run inference, metrics workers compute metrics."""
 
 
 @dataclass(frozen=True)
 class WorkerRecord(Participant):
-    """A worker.
+    """Record of a worker in the queue.
 
     Attributes:
         role: MODEL or METRICS.
-        loaded: the checkpoint that it holds.
-        unit: what it computes, for people.
+        loaded: checkpoint that the worker holds.
+        unit: readable name of its current work; empty if idle.
     """
 
     role: str
@@ -47,30 +47,30 @@ class WorkerRecord(Participant):
 
     @property
     def name(self) -> str:
-        """Unlike any other worker's."""
+        """Unique name of the worker."""
         return f"{self.node}-{self.pid}-{self.born}"
 
 
 def job_id(checkpoint: str, task: str) -> str:
-    """Names a task on a checkpoint in names of files."""
+    """Id of a task on a checkpoint, used in file names."""
     return hashlib.sha256(f"{checkpoint}\n{task}".encode()).hexdigest()[:12]
 
 
 def unit_id(unit: WorkUnit) -> str:
-    """Names a unit in names of files."""
+    """Id of a unit, used in file names."""
     return f"{job_id(*unit.key)}-{unit.part}of{unit.parts}"
 
 
 @dataclass(frozen=True)
 class QueueState:
-    """A look at the files.
+    """Snapshot of the queue.
 
     Attributes:
-        done: ids of units and jobs whose files are there.
-        attempts: of each id, how many there were.
-        busy: ids at which a living worker is, with its name.
-        failed: ids of which no attempt is left, with the last reason and its exit code.
-        workers: those that live.
+        done: ids of units and jobs that are done.
+        attempts: number of attempts by id.
+        busy: name of the live worker by id, for work in progress.
+        failed: last reason and exit code by id, for work without attempts left.
+        workers: live workers.
     """
 
     done: set[str] = field(default_factory=set)
@@ -80,16 +80,16 @@ class QueueState:
     workers: list[WorkerRecord] = field(default_factory=list)
 
     def is_open(self, name: str) -> bool:
-        """Whether something waits for a worker."""
+        """Whether a unit or job waits for a worker."""
         return not (name in self.done or name in self.busy or name in self.failed)
 
 
 class WorkQueue:
-    """The files of an evaluation.
+    """Work queue in the files of an evaluation.
 
     Args:
-        folder: with them.
-        attempts: at a unit, before it is given up.
+        folder: folder of the files.
+        attempts: attempts per unit before it counts as failed.
     """
 
     def __init__(self, folder: Path, attempts: int) -> None:
@@ -98,20 +98,20 @@ class WorkQueue:
             (folder / name).mkdir(parents=True, exist_ok=True)
 
     def part_path(self, unit: WorkUnit) -> Path:
-        """Where the answers of a unit go."""
+        """File for the answers of a unit."""
         return self.folder / "parts" / f"{unit_id(unit)}.json"
 
     def metrics_path(self, checkpoint: str, task: str) -> Path:
-        """Where lm-eval's results of a task go."""
+        """File for lm-eval's results of a task."""
         return self.folder / "metrics" / f"{job_id(checkpoint, task)}.json"
 
     def look(self) -> QueueState:
-        """Reads what is done and who is at what."""
+        """Reads the state of all units, jobs and workers."""
         state = QueueState(workers=[one for one in living(self.folder / "workers", WorkerRecord) if one is not None])
         names = {worker.name for worker in state.workers}
         claims = self._numbered("claims")
         failures = self._numbered("failures")
-        # After the claims: what is done in between is seen as done.
+        # Read after the claims, so that work finished in between counts as done.
         for name in ("parts", "metrics"):
             state.done.update(path.stem for path in (self.folder / name).glob("*.json"))
         for unit, numbers in claims.items():
@@ -127,16 +127,16 @@ class WorkQueue:
         return state
 
     def claim(self, unit: str, state: QueueState, worker: str) -> bool:
-        """Takes a unit; False where another worker was quicker."""
+        """Claims a unit; returns False if another worker was faster."""
         return link_claim(self.folder / "claims" / f"{unit}.{state.attempts.get(unit, 0) + 1}", worker)
 
     def fail(self, unit: str, attempt: int, reason: str, exit_code: int) -> None:
-        """Notes that an attempt failed, and the exit code that this means."""
+        """Records the reason and exit code of a failed attempt."""
         with atomic_writer(self.folder / "failures" / f"{unit}.{attempt}.json") as file:
             file.write(json.dumps({"reason": reason, "exit_code": exit_code}).encode())
 
     def forget_attempts(self) -> None:
-        """Lets every unit that is not done be tried again; claims of living workers stay."""
+        """Resets the attempts of all units, except those claimed by live workers."""
         state = self.look()
         for name, numbers in self._numbered("claims").items():
             if name not in state.busy:
@@ -149,7 +149,7 @@ class WorkQueue:
                 path.unlink(missing_ok=True)
 
     def joined(self, record: WorkerRecord) -> Presence[WorkerRecord]:
-        """Makes a worker known as long as a block runs."""
+        """Context manager that registers a worker while it is active."""
         return Presence(self.folder / "workers" / f"{record.name}.json", record)
 
     def _numbered(self, folder: str) -> dict[str, list[int]]:
@@ -168,13 +168,13 @@ class WorkQueue:
 
     def _reason(self, unit: str, failures: Collection[int]) -> tuple[str, int]:
         if not failures:
-            return "its worker was killed every time", RankKilled.exit_code
+            return "its worker was killed in every attempt", RankKilled.exit_code
         note = read_note(self.folder / "failures" / f"{unit}.{max(failures)}.json")
         return str(note.get("reason", "")), int(note.get("exit_code", EXIT_BUG))
 
 
 def read_note(path: Path) -> dict[str, Any]:
-    """A JSON object of a file that was written whole; {} where there is none."""
+    """Reads a JSON object from a file; {} if the file is missing or invalid."""
     try:
         content = parse_json(read_regular(path))
     except (FileNotFoundError, ValueError):
@@ -183,32 +183,32 @@ def read_note(path: Path) -> dict[str, Any]:
 
 
 def open_units(units: Sequence[WorkUnit], state: QueueState) -> list[WorkUnit]:
-    """Units that wait for a worker; those of a task that failed elsewhere wait no longer."""
+    """Units that wait for a worker, without those of tasks that have a failed unit."""
     lost = {unit.key for unit in units if unit_id(unit) in state.failed}
     return [unit for unit in units if unit.key not in lost and state.is_open(unit_id(unit))]
 
 
 def ready_jobs(units: Sequence[WorkUnit], state: QueueState) -> list[tuple[str, str]]:
-    """Checkpoints and tasks of which all parts are done and the metrics wait, in the order of the units."""
+    """(checkpoint, task) pairs whose parts are all done and whose metrics are open, in the order of the units."""
     missing = {unit.key for unit in units if unit_id(unit) not in state.done}
     keys = dict.fromkeys(unit.key for unit in units)
     return [key for key in keys if key not in missing and state.is_open(job_id(*key))]
 
 
 def is_over(units: Sequence[WorkUnit], state: QueueState) -> bool:
-    """Whether every task has its metrics or failed."""
+    """Whether every task has its metrics or has failed."""
     failed = {unit.key for unit in units if unit_id(unit) in state.failed}
     keys = {unit.key for unit in units}
     return all(key in failed or job_id(*key) in state.done or job_id(*key) in state.failed for key in keys)
 
 
 def can_go_on(units: Sequence[WorkUnit], state: QueueState, roles: Collection[str]) -> bool:
-    """Whether any of the work that is left can be done: by workers of some roles, or by those that were seen alive.
+    """Whether the workers that run or are alive can do any of the remaining work.
 
     Args:
-        units: of the evaluation.
-        state: a look at the queue.
-        roles: of workers that run, and may not have joined the queue yet.
+        units: units of the evaluation.
+        state: snapshot of the queue.
+        roles: roles of running workers, which may not have joined the queue yet.
     """
     present = {*roles, *(worker.role for worker in state.workers)}
     inference = bool(open_units(units, state)) or any(unit_id(unit) in state.busy for unit in units)
@@ -217,6 +217,6 @@ def can_go_on(units: Sequence[WorkUnit], state: QueueState, roles: Collection[st
 
 
 def views_of(state: QueueState, name: str) -> tuple[WorkerView, list[WorkerView]]:
-    """A worker, and the others that have models, as `packing` sees them."""
+    """WorkerViews for `packing`: the worker with this name, and the other model workers."""
     views = {one.name: WorkerView(one.name, one.loaded) for one in state.workers if one.role == MODEL}
     return views.pop(name, WorkerView(name)), list(views.values())

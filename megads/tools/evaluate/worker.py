@@ -1,7 +1,7 @@
 """One worker of a coordinated evaluation: `python -m megads.tools.evaluate.worker <folder> model|metrics`.
 
-A model worker holds a checkpoint and answers parts of tasks; a metrics worker puts the parts together and has lm-eval
-compute metrics and errors, so that no model waits for that. Both take work from the folder until there is none.
+A model worker loads a checkpoint and answers parts of tasks. A metrics worker joins the parts and computes metrics and
+standard errors with lm-eval, so that model workers need not wait. Both take work from the queue until none is left.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _POLL_S = 0.3
 
 
 def main() -> NoReturn:
-    """Works until there is nothing left to do."""
+    """Runs a worker until no work is left."""
     parser = argparse.ArgumentParser(prog="python -m megads.tools.evaluate.worker")
     parser.add_argument("folder", type=Path)
     parser.add_argument("role", choices=(MODEL, METRICS))
     given = parser.parse_args()
     begin = time.perf_counter()
-    # So that what a worker holds is let go of.
+    # Exits on SIGTERM, so that the worker releases its locks.
     signal.signal(signal.SIGTERM, _leave)
     # Before torch and tqdm are imported.
     wait_passively()
@@ -78,13 +78,13 @@ def _leave(number: int, _frame: FrameType | None) -> None:
 
 
 class _EvaluationWorker:
-    """What both kinds do.
+    """Base class of model and metrics workers.
 
     Args:
-        plan: of the evaluation.
-        queue: its files.
-        tasks: loaded.
-        presence: tells the others of this worker.
+        plan: plan of the evaluation.
+        queue: work queue.
+        tasks: loaded tasks.
+        presence: this worker's record in the queue.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class _EvaluationWorker:
         self._requests: tuple[str, Mapping[str, list[Any]]] = "", {}
 
     def requests(self, task: str) -> Mapping[str, list[Any]]:
-        """What lm-eval asks in a task, by kind; those of the last task are kept."""
+        """lm-eval's requests of a task, by kind; the requests of the last task are cached."""
         from megads.evaluate.harness_tasks import requests_of
 
         if self._requests[0] != task:
@@ -103,7 +103,7 @@ class _EvaluationWorker:
         return self._requests[1]
 
     def harness(self, checkpoint: PlannedCheckpoint, dtype: str, scorer: Scorer, continuation: Any) -> HarnessModel:
-        """The checkpoint as lm-eval asks it, with the answers that are kept."""
+        """lm-eval's model interface of a checkpoint, with its cached answers."""
         from megads.checkpoint.manifest import read_manifest
         from megads.checkpoint.read import CheckpointHandle
         from megads.evaluate.harness import HarnessModel
@@ -116,10 +116,10 @@ class _EvaluationWorker:
         return HarnessModel(scorer, found, continuation, answers)
 
     def attempt(self, name: str, state: QueueState, compute: Callable[[], None]) -> None:
-        """Does a piece of work that is claimed, and notes where it fails.
+        """Runs claimed work and records a failure.
 
         Raises:
-            Exception: what no message is made for; the process may be unfit for more.
+            Exception: an unexpected error; the process may not be able to continue.
         """
         attempt = state.attempts.get(name, 0) + 1
         try:
@@ -134,7 +134,7 @@ class _EvaluationWorker:
             self.presence.change(unit="")
 
     def note(self, line: Mapping[str, Any]) -> None:
-        """Adds a measured time to those of earlier evaluations."""
+        """Appends a measured time to the file of all evaluations."""
         from megads.runtime.metrics import JsonLinesWriter
 
         writer = JsonLinesWriter(self.plan.times)
@@ -143,7 +143,7 @@ class _EvaluationWorker:
 
 
 class ModelWorker(_EvaluationWorker):
-    """Answers parts of tasks."""
+    """Runs inference for parts of tasks."""
 
     def __init__(
         self, plan: EvaluationPlan, queue: WorkQueue, tasks: LoadedTasks, presence: Presence[WorkerRecord]
@@ -161,11 +161,11 @@ class ModelWorker(_EvaluationWorker):
         self._loaded: str | None = None
 
     def note_start(self, seconds: float) -> None:
-        """Notes what the start of a process took."""
+        """Records the startup time of the process."""
         self.note({"device": self._device.type, "start_s": seconds})
 
     def work(self) -> None:
-        """Takes units until all are done or given up: those of a worker that dies wait again."""
+        """Takes units until all are done or failed; units of a worker that dies become available again."""
         from megads.tools.evaluate.packing import choose
         from megads.tools.evaluate.staging import staged_name
         from megads.tools.evaluate.work_queue import open_units, unit_id, views_of
@@ -187,7 +187,7 @@ class ModelWorker(_EvaluationWorker):
                 self.attempt(unit_id(unit), state, partial(self._answer, unit))
 
     def close(self) -> None:
-        """Lets go of the node's memory."""
+        """Releases the staged checkpoints."""
         self._staging.close()
 
     def _answer(self, unit: WorkUnit) -> None:
@@ -217,7 +217,7 @@ class ModelWorker(_EvaluationWorker):
         from megads.evaluate.scoring import Batching, CachedContinuation, ModelScoringEngine, Scorer
         from megads.tools.evaluate.staging import staged_name
 
-        # Two models need not fit.
+        # Releases the old model first, because memory may not fit two.
         self._loaded = self._harness = None
         begin = time.perf_counter()
         name = staged_name(checkpoint.digest, self._dtype)
@@ -244,7 +244,7 @@ def measured(
     parts: int,
     metric_s: float = 0.0,
 ) -> dict[str, Any]:
-    """A line of measured times, see `packing.MeasuredTime`."""
+    """A line of the file of measured times, see `packing.MeasuredTime`."""
     task = tasks.tasks[name]
     documents = min(len(task.eval_docs), plan.config.limit or len(task.eval_docs))
     return {
@@ -260,10 +260,10 @@ def measured(
 
 
 class MetricsWorker(_EvaluationWorker):
-    """Puts parts together and computes metrics."""
+    """Joins the parts of tasks and computes metrics."""
 
     def work(self) -> None:
-        """Takes tasks whose parts are done until every task has its metrics or failed."""
+        """Takes tasks whose parts are done, until every task has its metrics or has failed."""
         from megads.tools.evaluate.work_queue import is_over, job_id, ready_jobs
 
         units = self.plan.units
@@ -309,13 +309,13 @@ class MetricsWorker(_EvaluationWorker):
         self.note(measured(self.tasks, task, self.plan, checkpoint, parts[0]["device"], 0.0, 1, metric_s=seconds))
 
     def _reject(self, task: str, why: str, units: Sequence[WorkUnit], attempts: Mapping[str, int]) -> NoReturn:
-        """Removes the parts of a task, each of which is tried again as long as it has attempts left."""
+        """Removes the parts of a task; each is computed again if it has attempts left."""
         from megads.errors import DataError
         from megads.tools.evaluate.work_queue import unit_id
 
-        error = DataError(f"task {task}: {why}; the same command asks for all of it again")
+        error = DataError(f"task {task}: {why}; run the command again to compute it anew")
         for unit in units:
-            # First: a unit that is neither done nor failed would wait for the worker that made it.
+            # Before the removal: a unit neither done nor failed would count as in progress at the worker that made it.
             if unit_id(unit) in attempts:
                 self.queue.fail(unit_id(unit), attempts[unit_id(unit)], str(error), error.exit_code)
             self.queue.part_path(unit).unlink(missing_ok=True)
@@ -323,7 +323,7 @@ class MetricsWorker(_EvaluationWorker):
 
 
 class _NoModel:
-    """Stands for an engine where every answer is kept."""
+    """Placeholder for an engine if every answer is cached."""
 
     def __init__(self) -> None:
         import torch
@@ -337,7 +337,7 @@ class _NoModel:
 
 
 def without_model(checkpoint: PlannedCheckpoint, batch_size: int) -> Scorer:
-    """A scorer that has a model's shape and scores nothing."""
+    """A scorer with the shape of a model, which cannot score."""
     from megads.checkpoint.manifest import read_manifest
     from megads.checkpoint.read import CheckpointHandle, model_config_of
     from megads.evaluate.scoring import Batching, Scorer

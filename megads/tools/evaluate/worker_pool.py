@@ -1,6 +1,6 @@
-"""The worker processes of one machine, restarted where they die.
+"""Pool of worker processes on one machine, with restarts.
 
-The coordinator has a pool of its own on this machine; on SLURM every task of the job array runs one:
+A local coordinator has one pool in its own process; on SLURM every task of the job array runs one:
 `python -m megads.tools.evaluate.worker_pool <folder>`.
 """
 
@@ -37,7 +37,7 @@ _JOB_FILE = "job.json"
 
 @dataclass
 class _Slot:
-    """One worker of the pool, through all its starts."""
+    """One worker of the pool, across its restarts."""
 
     name: str
     role: str
@@ -49,11 +49,11 @@ class _Slot:
 
 
 def gpus_of(config: EvaluateConfig) -> list[str]:
-    """The GPUs of this machine that workers take; none where the user wants the CPU."""
+    """The GPUs of this machine for workers; empty for device=cpu."""
     if config.device == "cpu":
         return []
     if config.device.startswith("cuda:"):
-        raise ConfigError(f"device = {config.device}: of several workers each takes its own; give auto, cpu or cuda")
+        raise ConfigError(f"device = {config.device}: each worker takes its own GPU; give auto, cpu or cuda")
     gpus = visible_gpus()
     if config.device == "cuda" and not gpus:
         raise ConfigError("device = cuda, but no GPU is visible: give device=cpu, or auto")
@@ -61,10 +61,10 @@ def gpus_of(config: EvaluateConfig) -> list[str]:
 
 
 def workers_of(config: EvaluateConfig) -> int:
-    """Model workers of this machine.
+    """Number of model workers on this machine.
 
     Raises:
-        ConfigError: there are fewer GPUs, or none where the config wants one.
+        ConfigError: there are fewer GPUs than workers, or device=cuda without a GPU.
     """
     gpus = gpus_of(config)
     workers = config.workers or len(gpus) or 1
@@ -78,7 +78,7 @@ def _slots(config: EvaluateConfig, tag: str) -> list[_Slot]:
     width = max(len(cores) // workers, 1)
     slots = []
     for number in range(workers):
-        # With more workers than cores some share one: each has one thread all the same.
+        # With more workers than cores, several workers share a core, with one thread each.
         first = number * width % len(cores)
         variables = {"CUDA_VISIBLE_DEVICES": gpus[number]} if gpus else HIDDEN_GPUS
         slots.append(_Slot(f"{tag}model-{number}", MODEL, cores[first : first + width], dict(variables)))
@@ -87,12 +87,12 @@ def _slots(config: EvaluateConfig, tag: str) -> list[_Slot]:
 
 
 class WorkerPool:
-    """The workers of this machine.
+    """Context manager that runs the workers of this machine.
 
     Args:
-        folder: of the evaluation.
-        config: says how many.
-        tag: begins the names of their logs.
+        folder: folder of the evaluation.
+        config: config with the number of workers.
+        tag: prefix of the names of their logs.
     """
 
     def __init__(self, folder: Path, config: EvaluateConfig, tag: str = "") -> None:
@@ -106,7 +106,7 @@ class WorkerPool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Ends those that still work."""
+        """Stops the workers that still run."""
         left = [slot.process for slot in self._slots if slot.process is not None]
         for process in left:
             signal_child(process, signal.SIGTERM)
@@ -118,7 +118,7 @@ class WorkerPool:
             process.wait()
 
     def start_missing(self) -> list[str]:
-        """Starts the workers that do not run yet, and again those that died; returns a line for each death."""
+        """Starts new workers and restarts those that died; returns a message for each death."""
         said = []
         for slot in self._slots:
             code = None if slot.process is None else slot.process.poll()
@@ -139,7 +139,7 @@ class WorkerPool:
 
     @property
     def roles(self) -> set[str]:
-        """Roles of the workers that run."""
+        """Roles of the running workers."""
         return {slot.role for slot in self._slots if slot.process is not None and slot.process.poll() is None}
 
     def log(self, name: str) -> Path:
@@ -151,10 +151,10 @@ class WorkerJob:
     """The SLURM job array whose tasks are worker pools.
 
     Args:
-        folder: of the evaluation, which keeps the job's id for the next command.
+        folder: folder of the evaluation, which stores the job id for later commands.
 
     Attributes:
-        id: of the job that was submitted last; empty before the first.
+        id: id of the job submitted last; empty before the first.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -162,20 +162,20 @@ class WorkerJob:
         self.id = str(read_note(folder / _JOB_FILE).get("job", ""))
 
     def is_queued(self) -> bool:
-        """Whether any of its tasks runs or waits; as long as SLURM does not answer, they are taken to."""
+        """Whether any of its tasks is running or pending; assumed while SLURM does not respond."""
         if not self.id:
             return False
         try:
             return bool(ask("squeue", "--noheader", "--jobs", self.id, "--format", "%i"))
         except ConfigError as error:
-            # It forgets a job minutes after its end.
+            # SLURM drops a job minutes after its end.
             return "Invalid job id" not in str(error)
 
     def submit(self, config: EvaluateConfig) -> str:
         """Submits the array and returns its id.
 
         Raises:
-            ConfigError: sbatch refuses it, or is not there.
+            ConfigError: sbatch rejects the job or is not installed.
         """
         answer = ask(
             "sbatch",
@@ -187,7 +187,7 @@ class WorkerJob:
             str(Path(config.sbatch).absolute()),
             str(self._folder.absolute()),
         )
-        # <id>, or <id>;<cluster> where several clusters are federated.
+        # <id>, or <id>;<cluster> on federated clusters.
         self.id = answer.partition(";")[0]
         with atomic_writer(self._folder / _JOB_FILE) as file:
             file.write(json.dumps({"job": self.id}).encode())
@@ -195,10 +195,10 @@ class WorkerJob:
 
 
 def main() -> NoReturn:
-    """Runs the workers of this node until the evaluation is over, or nothing of the rest can be done."""
+    """Runs the workers of this node until the evaluation is over or none of the remaining work can be done."""
     parser = argparse.ArgumentParser(prog="python -m megads.tools.evaluate.worker_pool")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--tag", default="", help="begins the names of logs")
+    parser.add_argument("--tag", default="", help="prefix of the names of logs")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, _leave)
     plan = EvaluationPlan.read(given.folder)

@@ -1,3 +1,3 @@
-"""Checkpoints of other trainers and models of Hugging Face, read into a run of megads; and universal checkpoints."""
+"""Import of other trainers' checkpoints and Hugging Face models into a run; export of universal checkpoints."""
 
 __all__ = ["config", "inert_pickle", "load", "universal_export"]

@@ -1,4 +1,4 @@
-"""Settings that a checkpoint holds of its training, checked as they are read."""
+"""Typed access to the training settings that are stored in a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Arguments:
     """Settings by name.
 
     Args:
-        values: as the checkpoint holds them.
-        origin: what they are, for messages, such as `args of mp_rank_00_model_states.pt`.
+        values: settings as stored in the checkpoint.
+        origin: description for messages, such as `args of mp_rank_00_model_states.pt`.
     """
 
     def __init__(self, values: Mapping[str, Any], origin: str) -> None:
@@ -25,10 +25,10 @@ class Arguments:
         return self.values.get(name) is not None
 
     def integer(self, name: str, default: Any = _REQUIRED) -> Any:
-        """An integer; the default where the setting is absent or None.
+        """Returns an integer setting, or the default if the setting is absent or None.
 
         Raises:
-            ConfigError: it is something else, or absent without a default.
+            ConfigError: the value has another type, or is absent and has no default.
         """
         value = self._value(name, default)
         if value is not default and (isinstance(value, bool) or not isinstance(value, int)):
@@ -36,28 +36,28 @@ class Arguments:
         return value
 
     def number(self, name: str, default: Any = _REQUIRED) -> Any:
-        """A number; see `integer`."""
+        """Returns a numeric setting as a float; see `integer`."""
         value = self._value(name, default)
         if value is not default and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise ConfigError(f"{self.origin}: {name} = {value!r}: want a number")
         return value if value is default else float(value)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """A switch; see `integer`."""
+        """Returns a Boolean setting; see `integer`."""
         value = self._value(name, default)
         if not isinstance(value, bool):
             raise ConfigError(f"{self.origin}: {name} = {value!r}: want true or false")
         return value
 
     def require(self, name: str, *allowed: Any) -> None:
-        """Refuses a model that megads does not compute.
+        """Raises if a setting has a value that megads does not support.
 
         Args:
-            name: of the setting; absent is as good as any.
-            allowed: its values that megads computes.
+            name: name of the setting; an absent setting is accepted.
+            allowed: supported values.
 
         Raises:
-            ConfigError: it has another one.
+            ConfigError: the setting has another value.
         """
         value = self.values.get(name)
         if value is not None and value not in allowed:

@@ -1,4 +1,4 @@
-"""What `megads import` can be told."""
+"""Options of `megads import`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megads.errors import ConfigError
 
 
 class ImportFormat(StrEnum):
-    """Who wrote the checkpoint; auto goes by the names of the files."""
+    """Format of the checkpoint; auto detects it from the names of the files."""
 
     auto = "auto"
     hugging_face = "hugging_face"
@@ -22,32 +22,32 @@ class ImportFormat(StrEnum):
 
 @dataclass
 class ImportConfig:
-    """Everything `megads import` can be told."""
+    """Options of `megads import`."""
 
     input: str = "???"
-    """Folder of the checkpoint; one that holds several, with `latest` or its like, means the newest."""
+    """Folder of the checkpoint, or a folder of several with a file such as `latest`, whose newest one is imported."""
     output: str = "???"
-    """Folder to make: a run without training, which checkpoint.init_from, generate and export take."""
+    """Folder to create: a run without training, usable with checkpoint.init_from, generate and export."""
     format: ImportFormat = ImportFormat.auto
     """hugging_face, megatron_deepspeed (BigScience's fork and Microsoft's), gpt_neox, megatron_core (Megatron-LM's
-    torch_dist), nanotron (Llama), universal (DeepSpeed's), or auto: told by the files."""
+    torch_dist), nanotron (Llama), universal (DeepSpeed's), or auto: detected from the files."""
     tokenizer: str | None = None
-    """tokenizer.json that the model was trained with; null is the one in the folder, or none: nobody then compares it
-    with that of the data."""
+    """tokenizer.json that the model was trained with. null uses the one in the folder; if there is none, the tokenizer
+    is not compared with the data's."""
     vocab_size: int | None = None
-    """Rows of the embedding to keep, from the first: others pad it for tensor parallelism. null: as many as the
-    tokenizer has tokens; without one as many as the checkpoint says it had before padding, else all. All of a Hugging
-    Face folder."""
+    """Number of leading embedding rows to keep; other trainers pad the embedding for tensor parallelism. null: the
+    number of the tokenizer's tokens; without a tokenizer, the checkpoint's vocabulary size before padding, or else all
+    rows. For Hugging Face folders null keeps all rows."""
     optimizer: bool = True
-    """Take the optimizer's state and the step too, where they are there: checkpoint.load=<output> goes on. Then weights
-    are those of the optimizer, in fp32."""
+    """Also import the optimizer state and the step if the checkpoint has them, so that checkpoint.load=<output>
+    resumes. The weights are then the optimizer's fp32 master weights."""
     name: str = "imported"
-    """Name of the preset that is written, for model=<name> with --config-dir=<output>."""
+    """Name of the model preset that is written, for model=<name> with --config-dir=<output>."""
     overwrite: bool = False
-    """Replace an earlier import in that folder."""
+    """Replace an earlier import in the output folder."""
 
     def check(self) -> None:
-        """Raises ConfigError on a name that is no file's, and on no rows."""
+        """Raises ConfigError if name is not an identifier or vocab_size is below 1."""
         if not self.name.isidentifier():
             raise ConfigError(f"name = {self.name}: want letters, digits and underscores, as in my_llama")
         if self.vocab_size is not None and self.vocab_size < 1:

@@ -1,6 +1,6 @@
-"""Tensors of a torch distributed checkpoint: `.metadata`, a pickle, says which file holds which part of which tensor.
+"""Reads tensors of a torch distributed checkpoint, whose pickle `.metadata` maps parts of tensors to files.
 
-torch's own reader runs what is in the pickle; this one runs nothing.
+torch's reader executes the pickle; this one executes nothing.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ METADATA_FILE = ".metadata"
 
 @dataclass(frozen=True)
 class StoredPart:
-    """A part of a tensor.
+    """Location of a part of a tensor.
 
     Attributes:
-        rectangle: which part.
-        file: of the checkpoint's folder.
-        start: of its bytes in the file.
-        length: of its bytes.
+        rectangle: position of the part in the tensor.
+        file: name of the file in the checkpoint's folder.
+        start: offset in the file, in bytes.
+        length: length in the file, in bytes.
     """
 
     rectangle: Rectangle
@@ -45,13 +45,13 @@ class DistributedFiles:
     """The tensors of a distributed checkpoint.
 
     Attributes:
-        shapes: of each tensor, by its name.
+        shapes: shapes of the tensors by name.
 
     Args:
-        folder: of its files.
+        folder: folder of the files.
 
     Raises:
-        CheckpointError: `.metadata` is missing or damaged, or tensors are not whole.
+        CheckpointError: `.metadata` is missing or damaged, or parts of tensors are missing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -63,7 +63,7 @@ class DistributedFiles:
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
         except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-            raise CheckpointError(f"{path}: is no metadata of a distributed checkpoint: {error}") from error
+            raise CheckpointError(f"{path}: is not the metadata of a distributed checkpoint: {error}") from error
         for name, shape in self.shapes.items():
             fault = coverage_fault(shape, (part.rectangle for part in self._parts[name]))
             if fault:
@@ -73,11 +73,11 @@ class DistributedFiles:
                 raise CheckpointError(f"{folder / file} is missing, which {METADATA_FILE} names")
 
     def stored(self, name: str, index: int | None = None) -> Stored:
-        """A tensor, or what is at an index of its first dimension.
+        """Returns a tensor, or the slice at an index of its first dimension.
 
         Args:
-            name: of the tensor.
-            index: a layer's, where layers are stacked.
+            name: name of the tensor.
+            index: index of a layer, if the tensor has the layers stacked.
         """
         whole, where = self.shapes[name], f"{self._folder}: {name}"
         if index is None:
@@ -112,12 +112,12 @@ class DistributedFiles:
             raise CheckpointError(f"{where}: the file is too short")
         tensor = load_inert(io.BytesIO(content), where)
         if not isinstance(tensor, Tensor) or tuple(tensor.shape) != part.rectangle.shape:
-            raise CheckpointError(f"{where}: is no tensor of shape {list(part.rectangle.shape)}")
+            raise CheckpointError(f"{where}: is not a tensor of shape {list(part.rectangle.shape)}")
         return require_float(tensor, where)
 
 
 def _contents(metadata: Any) -> tuple[dict[str, tuple[int, ...]], dict[str, list[StoredPart]]]:
-    """Shapes and parts of the tensors; what is not a tensor is passed by."""
+    """Returns the shapes and parts of the tensors; skips other objects."""
     shapes, parts = {}, defaultdict(list)
     places: dict[tuple[str, tuple[int, ...]], Any] = {}
     for index, info in metadata.values["storage_data"].items():
@@ -127,20 +127,20 @@ def _contents(metadata: Any) -> tuple[dict[str, tuple[int, ...]], dict[str, list
         if not isinstance(entry, Named) or "chunks" not in entry.values:
             continue
         if not isinstance(name, str):
-            raise ValueError(f"{name!r} is no name")
+            raise ValueError(f"{name!r} is not a name")
         shapes[name] = _extents(entry.values["size"])
         for chunk in entry.values["chunks"]:
             rectangle = Rectangle(_extents(chunk.values["offsets"]), _extents(chunk.values["sizes"]))
             info = places[name, rectangle.offset].values
             if info.get("transform_descriptors") or not isinstance(info["relative_path"], str):
-                raise ValueError(f"{name} is compressed, or in no file")
+                raise ValueError(f"{name} is compressed, or has no file")
             parts[name].append(StoredPart(rectangle, info["relative_path"], int(info["offset"]), int(info["length"])))
     return shapes, dict(parts)
 
 
 def _extents(size: Any) -> tuple[int, ...]:
-    """A torch.Size, which is made of a tuple of integers."""
+    """Returns the extents of a torch.Size, which is constructed from a tuple of integers."""
     found = size.arguments[0] if isinstance(size, Named) else size
     if not isinstance(found, tuple) or not all(isinstance(extent, int) and extent >= 0 for extent in found):
-        raise ValueError(f"{found!r} is no shape")
+        raise ValueError(f"{found!r} is not a shape")
     return found

@@ -1,4 +1,4 @@
-"""GPT-NeoX: pipeline modules of DeepSpeed with names and settings of their own."""
+"""Reads GPT-NeoX checkpoints: DeepSpeed pipeline modules with GPT-NeoX's names and settings."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ _RENAMED = (
     ("mlp.w2.", "mlp.dense_4h_to_h."),
     ("final_linear.", "lm_head."),
 )
-"""Starts of names, of several versions, and Megatron-DeepSpeed's."""
+"""Name prefixes of several versions, and Megatron-DeepSpeed's."""
 _UPS_FIRST = Stack("mlp.dense_h_to_4h", ("mlp.up", "mlp.gate"), (1, 1))
 _QKV = tuple(f"self_attention.{part}" for part in ("query", "key", "value"))
 _POSITIONS = {"learned": Position.learned, "rotary": Position.rope, "alibi": Position.alibi}
 
 
 def lies_in(folder: Path) -> bool:
-    """Whether a folder has the files of this format: layers are counted from the embedding, and settings are YAML."""
+    """Returns whether a folder has the files of this format: layers start at the embedding, settings are YAML."""
     found = step_folder_of(folder)
     return any(found.glob("layer_*-model_*-model_states.pt")) and (
         (found / _CONFIGS).is_dir() or any(found.glob("layer_00-model_*-model_states.pt"))
@@ -54,10 +54,10 @@ def lies_in(folder: Path) -> bool:
 
 
 def open_source(folder: Path, config: ImportConfig, _stack: ExitStack) -> Source:
-    """The checkpoint in a folder.
+    """Opens the checkpoint in a folder.
 
     Raises:
-        ConfigError: its settings are not there, or describe what megads does not compute.
+        ConfigError: the settings are missing, or describe a model that megads does not support.
         CheckpointError: a file is missing or damaged.
     """
     found = step_folder_of(folder)
@@ -74,7 +74,7 @@ def open_source(folder: Path, config: ImportConfig, _stack: ExitStack) -> Source
         by_kind, progress = {**optimizer.layers}, with_steps(progress, optimizer.steps)
     layers = {kind: [_renamed(layer, model, kind) for layer in of] for kind, of in by_kind.items()}
     if model.mlp is MLPKind.swiglu:
-        # The width of a gated MLP is not the setting, but follows from it by a rule that differs between versions.
+        # The rule that derives the width of a gated MLP from the setting differs between versions.
         model = replace(model, ffn_size=_mlp_width(layers[WEIGHT]))
     separate = model.num_kv_heads not in (None, model.num_heads)
     stacks: list[Stack] = [_UPS_FIRST] if model.mlp is MLPKind.swiglu else []
@@ -92,16 +92,16 @@ def open_source(folder: Path, config: ImportConfig, _stack: ExitStack) -> Source
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """The settings of all files of a folder, with underscores.
+    """Returns the merged settings of all YAML files of a folder, with underscores in their names.
 
     Raises:
-        ConfigError: there are none, or one is no YAML.
+        ConfigError: there are no files, or a file is not YAML.
     """
     files = sorted(path for path in folder.glob("*.y*ml")) if folder.is_dir() else []
     if not files:
         raise ConfigError(
-            f"{folder}: holds no *.yml: GPT-NeoX saves its settings there; put those of the training there, or nobody "
-            "knows what model it is"
+            f"{folder}: holds no *.yml: GPT-NeoX saves its settings there; copy the training's settings there, which "
+            "describe the model"
         )
     found: dict[str, Any] = {}
     for path in files:
@@ -116,10 +116,10 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def model_of(settings: Arguments) -> ModelConfig:
-    """The model that settings describe.
+    """Returns the model that settings describe.
 
     Raises:
-        ConfigError: it is one that megads does not compute; names the setting.
+        ConfigError: megads does not support the model; the message names the setting.
     """
     settings.require("norm", "layernorm", "rmsnorm")
     settings.require("pos_emb", *_POSITIONS)
@@ -137,8 +137,8 @@ def model_of(settings: Arguments) -> ModelConfig:
     parallel = settings.flag("gpt_j_residual")
     if parallel and not settings.flag("gpt_j_tied"):
         raise ConfigError(
-            f"{settings.origin}: gpt_j_residual without gpt_j_tied: attention and MLP read norms of their own, megads "
-            "computes parallel blocks with one norm only"
+            f"{settings.origin}: gpt_j_residual without gpt_j_tied: attention and MLP have separate norms, megads "
+            "supports parallel blocks with one norm only"
         )
     bias = settings.flag("use_bias_in_attn_linear", True)
     if bias != settings.flag("use_bias_in_mlp", True):
@@ -174,22 +174,22 @@ def model_of(settings: Arguments) -> ModelConfig:
 
 
 def _mlp_width(layers: Sequence[Layer]) -> int | None:
-    """Inputs of the projection out of the first MLP; all others are held to it."""
+    """Returns the input width of the first MLP's down projection; the other layers are checked against it."""
     name = "mlp.dense_4h_to_h.weight"
     shards = next((layer.shards[name] for layer in layers if name in layer.shards), ())
     return sum(part.shape[-1] for part in shards if part.shape) or None
 
 
 def _renamed(layer: Layer, model: ModelConfig, kind: str) -> Layer:
-    """A layer with Megatron-DeepSpeed's names."""
+    """Returns a layer with Megatron-DeepSpeed's names."""
     shards: dict[str, Sequence[Stored]] = {}
     for name, parts in layer.shards.items():
-        # Of a parallel block with one norm the second norm is there, and nothing reads it.
+        # A parallel block with one norm has a second norm that is not used.
         if model.parallel_block and name.startswith("post_attention_layernorm."):
             continue
         ours = _ours(name)
         terms = model.parallel_block and ours in ("self_attention.dense.bias", "mlp.dense_4h_to_h.bias")
-        # Every rank adds its own before the sum over tensor parallelism; all have the gradient of the sum.
+        # Every tensor-parallel rank adds its own bias before the all-reduce; all have the gradient of the sum.
         shards[ours] = [summed(parts)] if terms and kind == WEIGHT else parts
     return replace(layer, shards=shards)
 

@@ -1,6 +1,7 @@
-"""Models in Hugging Face's format: config.json, safetensors or pytorch_model.bin.
+"""Reads models in Hugging Face's format: config.json, safetensors or pytorch_model.bin.
 
-Nothing in the folder is run: config.json is data, tensors come from safetensors or by torch's weights-only unpickler.
+No code of the folder is executed: config.json is data, and tensors are read from safetensors or with torch's
+weights-only unpickler.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from megads.tools.hugging_face.weights import links
 _SINGLE_FILES = (SINGLE_FILE, "pytorch_model.bin")
 _INDEX_FILES = (INDEX_FILE, "pytorch_model.bin.index.json")
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
-"""Ends of names of what old files hold besides weights: masks and angles."""
+"""Name suffixes of buffers in old files: masks and rotary frequencies."""
 
 
 class TensorFiles:
-    """The tensors of a folder, by name; a context manager that holds their files open.
+    """Tensors of a folder, by name. A context manager that keeps the files open.
 
     Args:
-        folder: with safetensors or pytorch_model.bin, one file or several with an index.
+        folder: folder with safetensors or pytorch_model.bin, as one file or as several with an index.
 
     Raises:
         CheckpointError: a file is missing or damaged.
@@ -61,7 +62,7 @@ class TensorFiles:
         return require_float(tensor, f"{self.folder / file}: {name}")
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor, which is not read."""
+        """Returns the shape of a tensor without reading it."""
         held = self._opened(self.files[name])
         return tuple(held[name].shape if isinstance(held, dict) else held.get_slice(name).get_shape())
 
@@ -82,7 +83,7 @@ class TensorFiles:
             raise CheckpointError(f"{self.folder / index}: has no weight_map of names to files")
         for file in set(files.values()):
             if Path(file).name != file:
-                raise CheckpointError(f"{self.folder / index}: {file!r} is no file of this folder")
+                raise CheckpointError(f"{self.folder / index}: {file!r} is not a file of this folder")
         held = {file: set(self._opened(file).keys()) for file in set(files.values())}
         for name, file in files.items():
             if name not in held[file]:
@@ -104,15 +105,15 @@ class TensorFiles:
 
 
 def lies_in(folder: Path) -> bool:
-    """Whether a folder has the files of this format."""
+    """Returns whether a folder has the files of this format."""
     return (folder / CONFIG_FILE).is_file()
 
 
 def open_source(folder: Path, _config: ImportConfig, stack: ExitStack) -> Source:
-    """The model in a folder.
+    """Opens the model in a folder.
 
     Raises:
-        ConfigError: config.json is not there, or describes what megads does not compute.
+        ConfigError: config.json is missing, or describes a model that megads does not support.
         CheckpointError: weights are missing or damaged.
     """
     content = read_json_object(folder / CONFIG_FILE, ConfigError)
@@ -125,7 +126,7 @@ def open_source(folder: Path, _config: ImportConfig, stack: ExitStack) -> Source
         for name, known in _matched(files, architecture, wanted, model.tie_embeddings).items()
     }
     end = content.get("eos_token_id")
-    # Llama 3 ends turns, too: the first is the end of a document.
+    # Llama 3 also lists tokens that end a turn; the first one ends a document.
     end = end[0] if isinstance(end, list) and end else end
     return Source(
         architecture.class_name, CONFIG_FILE, model, architecture.names, {WEIGHT: found}, end_of_document_id=end
@@ -136,8 +137,8 @@ def read_json_object(path: Path, kind: type[ConfigError] | type[CheckpointError]
     """Reads a file that holds one JSON object.
 
     Args:
-        path: of the file.
-        kind: of the error that is raised where it is missing, or holds something else.
+        path: path of the file.
+        kind: type of the error to raise if the file is missing or has other content.
     """
     try:
         content = parse_json(read_regular(path))
@@ -151,12 +152,12 @@ def read_json_object(path: Path, kind: type[ConfigError] | type[CheckpointError]
 
 
 def _matched(files: TensorFiles, architecture: Architecture, wanted: list[str], tied: bool) -> dict[str, str]:
-    """Names in the files by the names that are wanted; what is left over keeps its own name.
+    """Returns the names in the files by wanted name; other tensors keep their own names.
 
-    Files of a model without its head leave out the first part of each name.
+    Files of a model without its head omit the first component of each name.
 
     Raises:
-        CheckpointError: a head is there, and is not the embedding.
+        CheckpointError: the embeddings are tied, but the files have a head that differs from the embedding.
     """
     found: dict[str, str] = {}
     for name in wanted:

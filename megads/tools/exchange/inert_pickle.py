@@ -1,7 +1,7 @@
-"""Reads a plain pickle without running anything: classes and functions in it become records of what they were given.
+"""Reads a pickle without executing it: calls of classes and functions become records of their arguments.
 
-torch's weights-only reader knows the old protocol of torch.save alone; a distributed checkpoint's `.metadata` has a
-newer one. Here no name is ever looked up.
+torch's weights-only unpickler supports only the old protocol of torch.save; `.metadata` of a distributed checkpoint has
+a newer one. No name is ever imported.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _LITERALS = {
 
 
 class Named(Record):
-    """What a class or a function of a pickle made.
+    """Stands for the result of a call of a class or function in a pickle.
 
     Attributes:
-        name: of the class or the function, "module.name".
+        name: the class or function, "module.name".
     """
 
     name: str = ""
@@ -43,7 +43,7 @@ class _Name:
 
 
 class _Machine:
-    """The stack machine of pickles."""
+    """Stack machine that interprets pickle opcodes."""
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
@@ -115,7 +115,7 @@ class _Machine:
     def _make(self) -> None:
         arguments, name = self.stack.pop(), self.stack.pop()
         if not isinstance(name, _Name):
-            raise ValueError("a call of something that has no name")
+            raise ValueError("a call of an object without a name")
         self.stack.append(name.made_of(arguments))
 
     def _build(self) -> None:
@@ -125,10 +125,10 @@ class _Machine:
 
 
 def read_inert(data: bytes) -> Any:
-    """What a pickle holds; objects are of type `Named`, classes and functions themselves are opaque.
+    """Returns the content of a pickle; objects have type `Named`, classes and functions themselves are opaque.
 
     Raises:
-        ValueError: it is damaged, or has operations that no known checkpoint has.
+        ValueError: the pickle is damaged, or has opcodes that no known checkpoint uses.
     """
     try:
         return _Machine().run(data)

@@ -1,10 +1,11 @@
-"""The weights of DeepSpeed's pipeline module: a file for each layer and rank of tensor parallelism.
+"""Reads the weights of DeepSpeed pipeline modules: one file per layer and tensor-parallel rank.
 
-    global_step100/layer_03-model_00-model_states.pt    layer 3 of the pipeline, rank 0 of tensor parallelism
-    global_step100/mp_rank_00_model_states.pt           what the trainer saved beside the weights
+    global_step100/layer_03-model_00-model_states.pt    layer 3 of the pipeline, tensor-parallel rank 0
+    global_step100/mp_rank_00_model_states.pt           other state that the trainer saved
     latest                                              global_step100
 
-Layers count functions without weights too, in each trainer's own way: which layer is which is told by what is in it.
+Layer numbers include functions without weights, which differ between trainers. The kind of a layer is therefore
+determined from its tensors.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from megads.tools.exchange.source import Stored, held, joined, replicated, some,
 from megads.tools.hugging_face.weights import Names
 
 UNIVERSAL_POINTERS = ("latest_universal", "latest")
-"""Files that name the newest universal checkpoint of a folder."""
+"""Files that contain the name of the newest universal checkpoint in a folder."""
 FIRST_STATE_FILE = "mp_rank_00_model_states.pt"
 LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 _FINAL_NORM = {"weight", "bias", "scale", "norm.weight", "norm.bias", "norm.scale"}
 _HEADS = {"lm_head.weight", "final_linear.weight"}
 _COLUMN = re.compile(r"(word_embeddings|lm_head|query_key_value|dense_h_to_4h|mlp\.gate|mlp\.up)\.(weight|bias)$")
-"""What tensor parallelism cuts along the first dimension."""
+"""Column-parallel tensors, which tensor parallelism shards along the first dimension."""
 _ROW = re.compile(r"(self_attention\.dense|dense_4h_to_h)\.weight$")
-"""What it cuts along the second."""
+"""Row-parallel tensors, which tensor parallelism shards along the second dimension."""
 _BUFFERS = ("._extra_state", ".inv_freq", ".rotary_emb.inv_freq")
 NAMES = Names(
     outer={
@@ -53,17 +54,17 @@ NAMES = Names(
     },
     prefix="layers.{}",
 )
-"""Megatron's names of a whole model; gates and ups, which are stacked in its files, apart."""
+"""Megatron's names of an unsharded model, with separate gate and up projections, which are stacked in its files."""
 
 
 @dataclass(frozen=True)
 class Stack:
-    """A projection whose rows, on each rank of tensor parallelism, are those of several projections.
+    """A projection that, on each tensor-parallel rank, consists of the rows of several projections.
 
     Attributes:
-        name: of the projection.
-        parts: names of those in it, from the first row on.
-        shares: of the rows, in proportion.
+        name: name of the stacked projection.
+        parts: names of the projections in it, in row order.
+        shares: relative numbers of rows of the projections.
     """
 
     name: str
@@ -72,7 +73,7 @@ class Stack:
 
 
 class LayerKind(StrEnum):
-    """What a layer of the pipeline is."""
+    """Kind of a pipeline layer."""
 
     embedding = "embedding"
     block = "block"
@@ -85,9 +86,9 @@ class Layer:
     """A layer of the pipeline.
 
     Attributes:
-        index: in the pipeline.
-        kind: what it is.
-        shards: of each tensor, by the names in the files.
+        index: index in the pipeline.
+        kind: kind of the layer.
+        shards: tensor-parallel shards of each tensor, by the names in the files.
     """
 
     index: int
@@ -96,7 +97,7 @@ class Layer:
 
 
 def step_folder_of(folder: Path, pointers: Sequence[str] = ("latest",)) -> Path:
-    """The folder of the checkpoint that a path means: itself, or the one that the first pointer in it names."""
+    """Returns the folder named by the first pointer file in `folder`, or `folder` itself if there is none."""
     for pointer in pointers:
         path = folder / pointer
         if path.is_file():
@@ -107,14 +108,14 @@ def step_folder_of(folder: Path, pointers: Sequence[str] = ("latest",)) -> Path:
 
 
 def read_layers(folder: Path, tp: int | None) -> list[Layer]:
-    """The layers of a checkpoint, in order.
+    """Returns the layers of a checkpoint, in order.
 
     Args:
-        folder: of its files.
-        tp: ranks of tensor parallelism; None: as many as there are files.
+        folder: folder of the files.
+        tp: tensor-parallel size; None derives it from the files.
 
     Raises:
-        CheckpointError: a file is missing, damaged, or holds no layer of a decoder.
+        CheckpointError: a file is missing, damaged, or not a layer of a decoder.
     """
     found: dict[int, dict[int, Path]] = defaultdict(dict)
     for path in folder.iterdir():
@@ -137,14 +138,14 @@ def read_layers(folder: Path, tp: int | None) -> list[Layer]:
 
 
 def layers_of(folder: Path, tensors: Mapping[int, Mapping[str, Sequence[Stored]]]) -> list[Layer]:
-    """The layers that tensors are of, in order.
+    """Groups tensors into layers, in order.
 
     Args:
-        folder: for messages.
-        tensors: shards of each tensor of each layer, by its index in the pipeline.
+        folder: folder for messages.
+        tensors: shards of each tensor, by layer index in the pipeline and name.
 
     Raises:
-        CheckpointError: they are not those of a decoder.
+        CheckpointError: the layers are not those of a decoder.
     """
     layers = [Layer(index, _kind(f"{folder}: layer {index}", set(of)), of) for index, of in sorted(tensors.items())]
     return _ordered(folder, layers)
@@ -154,14 +155,14 @@ GATES_FIRST = Stack("mlp.dense_h_to_4h", ("mlp.gate", "mlp.up"), (1, 1))
 
 
 def decoder_tensors(layers: Sequence[Layer], stacks: Sequence[Stack] = ()) -> dict[str, Stored]:
-    """The tensors of a decoder by `NAMES`, each joined over the ranks of tensor parallelism.
+    """Returns the tensors of a decoder by the names of `NAMES`, joined over the tensor-parallel ranks.
 
     Args:
-        layers: with the names of Megatron-DeepSpeed.
-        stacks: projections that are one in the files, and several here.
+        layers: layers with Megatron-DeepSpeed's names.
+        stacks: projections that are stacked in the files and separate in the result.
 
     Raises:
-        CheckpointError: shards do not fit together.
+        CheckpointError: the shapes of the shards do not match.
     """
     found: dict[str, Stored] = {}
     number = 0
@@ -173,15 +174,15 @@ def decoder_tensors(layers: Sequence[Layer], stacks: Sequence[Stack] = ()) -> di
 
 
 def merged(name: str, parts: Sequence[Stored], stacks: Sequence[Stack] = ()) -> dict[str, Stored]:
-    """A tensor of Megatron's, joined over tensor parallelism, by `NAMES`.
+    """Joins the tensor-parallel shards of a Megatron tensor; returns the tensors by the names of `NAMES`.
 
     Args:
-        name: as in `NAMES`, but for stacks.
-        parts: of the ranks.
-        stacks: projections that are one in the files, and several here.
+        name: name as in `NAMES`, or of a stack.
+        parts: shards of the ranks.
+        stacks: projections that are stacked in the files and separate in the result.
 
     Raises:
-        CheckpointError: they do not fit together.
+        CheckpointError: the shapes of the shards do not match.
     """
     for stack in stacks:
         if f".{stack.name}." in name:
@@ -199,19 +200,21 @@ def _full_name(kind: LayerKind, number: int, name: str) -> str:
 
 
 def _shards(paths: Sequence[Path]) -> dict[str, Sequence[Stored]]:
-    """The tensors of one layer, of all ranks of tensor parallelism."""
+    """Returns the tensors of one layer, as shards of all tensor-parallel ranks."""
     held_by_rank: list[dict[str, Any]] = []
     for path in paths:
         content = {name: item for name, item in load_mapping(path).items() if not name.endswith(_BUFFERS)}
         other = [name for name, item in content.items() if not isinstance(item, Tensor)]
         if other:
-            raise CheckpointError(f"{path}: {other[0]} is no tensor")
+            raise CheckpointError(f"{path}: {other[0]} is not a tensor")
         held_by_rank.append(content)
     names = held_by_rank[0].keys()
     for path, content in zip(paths, held_by_rank, strict=True):
         if content.keys() != names:
             wrong = sorted(content.keys() ^ names)
-            raise CheckpointError(f"{path} and {paths[0].name} hold other tensors: {some(wrong)} in one of them only")
+            raise CheckpointError(
+                f"{path} and {paths[0].name} hold different tensors: {some(wrong)} in one of them only"
+            )
     return {
         name: [held(content[name], f"{path}: {name}") for path, content in zip(paths, held_by_rank, strict=True)]
         for name in names
@@ -231,10 +234,10 @@ def _kind(where: str, names: set[str]) -> LayerKind:
 
 
 def _ordered(folder: Path, layers: list[Layer]) -> list[Layer]:
-    """Returns the layers.
+    """Checks the order of the layers and returns them.
 
     Raises:
-        CheckpointError: they are not an embedding, then blocks without a gap, a norm, and a head or none.
+        CheckpointError: they are not an embedding, blocks without a gap, a norm and optionally a head.
     """
     kinds = [layer.kind for layer in layers]
     blocks = [layer.index for layer in layers if layer.kind is LayerKind.block]

@@ -1,7 +1,7 @@
-"""Reads a checkpoint of another trainer into a run of megads.
+"""Imports a checkpoint of another trainer into a run of megads.
 
-Tensors are read, converted and written stage by stage: about a block of the model is in memory at a time. Nothing in
-the folder is run.
+Tensors are read, converted and written stage by stage: about one block of the model is in memory at a time. No code of
+the folder is executed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from megads.tools.output_folder import new_folder, require_free, write_origin
 
 _MADE_BY = "megads import"
 _LONGEST_SAMPLE = 2048
-"""Of the preset; attention to more costs memory that a first try may not have."""
+"""Largest train.seq_len of the preset; longer sequences need memory that a first try may not have."""
 FORMATS: dict[ImportFormat, ModuleType] = {
     ImportFormat.gpt_neox: gpt_neox,
     ImportFormat.megatron_deepspeed: megatron_deepspeed,
@@ -51,19 +51,19 @@ FORMATS: dict[ImportFormat, ModuleType] = {
     ImportFormat.nanotron: nanotron,
     ImportFormat.hugging_face: hugging_face,
 }
-"""Each has `lies_in` and `open_source`; in the order in which a folder is looked at."""
+"""Modules with `lies_in` and `open_source`, in the order in which formats are detected."""
 
 
 @dataclass(frozen=True)
 class Imported:
-    """What was read.
+    """Result of an import.
 
     Attributes:
-        folder: a run without training, or one that another trainer began.
-        model: its shape.
-        source: what it was read from.
+        folder: folder of the new run; it is at step 0, or resumes another trainer's run.
+        model: config of the model.
+        source: the imported checkpoint.
         preset: file with the model's config.
-        notes: what a user should know of it.
+        notes: remarks for the user.
     """
 
     folder: Path
@@ -74,7 +74,7 @@ class Imported:
 
     @property
     def has_moments(self) -> bool:
-        """Whether the optimizer's state was read too."""
+        """Whether the optimizer state was imported."""
         return len(self.source.tensors) > 1
 
     def __str__(self) -> str:
@@ -87,9 +87,10 @@ def import_folder(config: ImportConfig) -> Imported:
     """Imports a model.
 
     Raises:
-        ConfigError: nobody knows the format, or the model is one that megads does not compute; or the output is taken.
+        ConfigError: the format is unknown, megads does not support the model, or the output exists and may not be
+            replaced.
         DataError: the tokenizer is damaged or has more tokens than the model.
-        CheckpointError: weights are missing, damaged, or not those of the model; or the output cannot be written.
+        CheckpointError: weights are missing, damaged or not those of the model, or the output cannot be written.
     """
     config.check()
     folder, output = Path(config.input), Path(config.output)
@@ -114,10 +115,10 @@ def import_folder(config: ImportConfig) -> Imported:
 
 
 def _detected(folder: Path, wanted: ImportFormat) -> ImportFormat:
-    """The format of a folder.
+    """Returns the format of a folder.
 
     Raises:
-        ConfigError: none is known that has such files.
+        ConfigError: the folder has no files of the wanted format, or of any known format.
     """
     if wanted is not ImportFormat.auto:
         if wanted is not ImportFormat.hugging_face and not FORMATS[wanted].lies_in(folder):
@@ -127,13 +128,13 @@ def _detected(folder: Path, wanted: ImportFormat) -> ImportFormat:
         if module.lies_in(folder):
             return format_
     raise ConfigError(
-        f"input = {folder}: config.json cannot be read, there is none; nor are there files of another trainer that "
+        f"input = {folder}: config.json cannot be read, it is missing, and there are no files of another trainer that "
         f"megads knows ({', '.join(FORMATS)}; docs/other-trainers.md lists their files)"
     )
 
 
 def _require_tensors(folder: Path, source: Source) -> None:
-    """Raises CheckpointError where tensors are missing, have another shape, or are left over."""
+    """Raises CheckpointError if tensors are missing, have another shape, or are left over."""
     wanted = {
         name: shape
         for link in links(source.model, source.names)
@@ -160,10 +161,10 @@ def _require_tensors(folder: Path, source: Source) -> None:
 def _cut_vocabulary(
     source: Source, config: ImportConfig, tokenizer: TokenizerRecord | None, format_: ImportFormat
 ) -> Source:
-    """The source without the rows that only pad its vocabulary.
+    """Returns the source without the rows that pad its vocabulary.
 
     Raises:
-        ConfigError: more rows are asked for than there are, or fewer than there are tokens.
+        ConfigError: vocab_size is larger than the number of rows, or smaller than the number of tokens.
     """
     stored, tokens = source.model.vocabulary, 0 if tokenizer is None else tokenizer.vocab_size
     known = None if format_ is ImportFormat.hugging_face else tokens or source.unpadded
@@ -195,7 +196,7 @@ def _record(source: Source, tokenizer: TokenizerRecord | None) -> RunRecord:
 
 
 def _parts(source: Source) -> Iterator[list[Shard]]:
-    """The tensors of each stage, fp32."""
+    """Yields the tensors of each stage in fp32."""
     shapes = parameter_shapes(source.model)
     for stage in links_by_stage(source.model, source.names):
         shards = []
@@ -209,10 +210,10 @@ def _parts(source: Source) -> Iterator[list[Shard]]:
 
 
 def _tokenizer_path(folder: Path, config: ImportConfig, format_: ImportFormat) -> Path | None:
-    """The tokenizer's file; None where nobody has one.
+    """Returns the tokenizer's file, or None if there is none.
 
     Raises:
-        DataError: there is none, and a model of Hugging Face has one.
+        DataError: a Hugging Face model has no tokenizer file.
     """
     if config.tokenizer is not None:
         return Path(config.tokenizer)
@@ -229,7 +230,7 @@ def _tokenizer_path(folder: Path, config: ImportConfig, format_: ImportFormat) -
 
 
 def _copy_tokenizer(path: Path, folder: Path) -> None:
-    """Copies a tokenizer, and the chat template that lies beside it."""
+    """Copies a tokenizer and its chat template."""
     shutil.copyfile(path, folder / TOKENIZER_FILE)
     template = template_beside(path)
     if template is not None:
@@ -248,7 +249,7 @@ def _tokenizer(source: Source, path: Path, folder: Path) -> TokenizerRecord:
 
 
 def _write_preset(path: Path, model: ModelConfig, folder: Path) -> None:
-    """The model's config as an option of the group `model`."""
+    """Writes the model's config as an option of the config group `model`."""
     values, defaults = dataclasses.asdict(model), dataclasses.asdict(ModelConfig())
     changed = {key: value for key, value in values.items() if value != defaults[key]}
     content = {"model": changed, "train": {"seq_len": min(model.max_seq_len, _LONGEST_SAMPLE)}}

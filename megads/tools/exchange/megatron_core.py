@@ -1,12 +1,12 @@
-"""Megatron-LM's distributed checkpoints (`--ckpt-format torch_dist`), which megatron.core writes.
+"""Reads Megatron-LM's distributed checkpoints (`--ckpt-format torch_dist`), written by megatron.core.
 
     latest_checkpointed_iteration.txt    100
-    iter_0000100/.metadata               which file holds which part of which tensor
+    iter_0000100/.metadata               files of the parts of each tensor
     iter_0000100/__0_0.distcp, ...       the parts
     iter_0000100/common.pt               the arguments of the training
     iter_0000100/metadata.json           {"sharded_backend": "torch_dist", ...}
 
-Tensors are whole there, whatever layout wrote them; those of all layers are stacked, or each layer has its own.
+Tensors are unsharded regardless of the layout. Layers are stacked in one tensor, or each layer has its own.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ _BLOCK = {
     "pre_mlp_layernorm": "post_attention_layernorm",
 }
 _FUSED_NORMS = {"self_attention.linear_qkv": "input_layernorm", "mlp.linear_fc1": "post_attention_layernorm"}
-"""Norms that Transformer Engine computes with the projection after them, as <projection>.layer_norm_weight."""
+"""Norms that Transformer Engine fuses into the next projection, stored as <projection>.layer_norm_weight."""
 
 
 def lies_in(folder: Path) -> bool:
-    """Whether a folder has the files of this format."""
+    """Returns whether a folder has the files of this format."""
     found = _step_folder(folder)
     return (found / METADATA_FILE).is_file() and (found / _COMMON_FILE).is_file()
 
 
 def open_source(folder: Path, _config: ImportConfig, _stack: ExitStack) -> Source:
-    """The checkpoint in a folder.
+    """Opens the checkpoint in a folder.
 
     Raises:
-        ConfigError: its arguments describe what megads does not compute, or it is of another format.
+        ConfigError: megads does not support the model or the format.
         CheckpointError: a file is missing or damaged.
     """
     found = _step_folder(folder)
@@ -94,10 +94,10 @@ def _step_folder(folder: Path) -> Path:
 
 
 def translated(arguments: Arguments) -> Arguments:
-    """Megatron-LM's arguments by the names of Megatron-DeepSpeed's.
+    """Returns Megatron-LM's arguments under Megatron-DeepSpeed's names.
 
     Raises:
-        ConfigError: they describe what megads does not compute.
+        ConfigError: megads does not support the model.
     """
     values = arguments.values
     for name in (
@@ -115,7 +115,7 @@ def translated(arguments: Arguments) -> Arguments:
 
 
 def _named(files: DistributedFiles, name: str) -> dict[str, Stored]:
-    """A tensor by Megatron-DeepSpeed's names; of stacked layers each."""
+    """Returns a tensor under Megatron-DeepSpeed's name, or one per layer if layers are stacked."""
     match = _LAYERS.fullmatch(name)
     if match is None:
         module, _, kind = name.rpartition(".")

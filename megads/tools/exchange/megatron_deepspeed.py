@@ -1,4 +1,4 @@
-"""Megatron-DeepSpeed: BigScience's fork, which trained BLOOM, and Microsoft's."""
+"""Reads checkpoints of Megatron-DeepSpeed: BigScience's fork, which trained BLOOM, and Microsoft's."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ _POSITIONS = {1: "rotary", 2: "absolute", 3: "alibi"}
 
 
 def lies_in(folder: Path) -> bool:
-    """Whether a folder has the files of this format."""
+    """Returns whether a folder has the files of this format."""
     found = step_folder_of(folder)
     return any(found.glob("layer_*-model_*-model_states.pt"))
 
 
 def open_source(folder: Path, config: ImportConfig, _stack: ExitStack) -> Source:
-    """The checkpoint in a folder.
+    """Opens the checkpoint in a folder.
 
     Raises:
-        ConfigError: its arguments describe what megads does not compute.
+        ConfigError: megads does not support the model.
         CheckpointError: a file is missing or damaged.
     """
     found = step_folder_of(folder)
@@ -66,32 +66,36 @@ def open_source(folder: Path, config: ImportConfig, _stack: ExitStack) -> Source
 
 
 def with_steps(progress: TrainedSoFar, steps: int) -> TrainedSoFar:
-    """The progress of a training whose optimizer took so many steps."""
+    """Returns the progress with the number of steps that the optimizer took."""
     return replace(progress, step=max(progress.step, steps), optimizer_steps=steps)
 
 
 def stacks_of(model: ModelConfig) -> tuple[Stack, ...]:
-    """Projections that are one in the files."""
+    """Returns the projections that are stacked in the files."""
     return (GATES_FIRST,) if model.mlp is MLPKind.swiglu else ()
 
 
 def arguments_of(state: Mapping[str, Any], path: Path) -> Arguments:
-    """The arguments of a training, of what was saved beside the weights.
+    """Returns the training's arguments from the saved state.
+
+    Args:
+        state: content of the trainer's state file.
+        path: path of that file, for messages.
 
     Raises:
-        CheckpointError: there are none.
+        CheckpointError: the state has no arguments.
     """
     values = attributes(state.get("args"))
     if not values:
-        raise CheckpointError(f"{path}: holds no args, by which the model is told")
+        raise CheckpointError(f"{path}: holds no args, which describe the model")
     return Arguments(values, f"args of {path.name}")
 
 
 def model_of(arguments: Arguments) -> ModelConfig:
-    """The model that a training's arguments describe.
+    """Returns the model that a training's arguments describe.
 
     Raises:
-        ConfigError: it is one that megads does not compute; names the argument.
+        ConfigError: megads does not support the model; the message names the argument.
     """
     arguments.require("glu_activation")
     for name in ("apply_residual_connection_post_layernorm", "squared_relu", "apply_layernorm_1p", "onnx_safe"):
@@ -102,7 +106,7 @@ def model_of(arguments: Arguments) -> ModelConfig:
     arguments.require("normalization", "layernorm", "rmsnorm", "LayerNorm", "RMSNorm")
     gated = arguments.flag("swiglu")
     if not gated and not arguments.flag("openai_gelu"):
-        # Without the fused kernel Megatron takes the exact GELU.
+        # Without the fused kernel Megatron uses the exact GELU.
         arguments.require("bias_gelu_fusion", True)
     rms = norm is not None and norm.lower() == "rmsnorm"
     bias = arguments.flag("add_bias_linear", True)
@@ -139,7 +143,7 @@ def model_of(arguments: Arguments) -> ModelConfig:
 
 
 def _position(arguments: Arguments) -> Position:
-    """Of BigScience's fork an enum, of Microsoft's two switches."""
+    """Returns the position embedding: an enum in BigScience's fork, two Boolean arguments in Microsoft's."""
     given = arguments.values.get("position_embedding_type")
     if isinstance(given, Record):
         *_, member = given.arguments or (None,)  # its value, or its class and its name
@@ -156,7 +160,7 @@ def _position(arguments: Arguments) -> Position:
 
 
 def unpadded_vocabulary(state: Mapping[str, Any]) -> int | None:
-    """Rows of the vocabulary before padding, where the checkpoint says so."""
+    """Returns the vocabulary size before padding, or None if the checkpoint does not contain it."""
     for key in ("universal_checkpoint_info", "checkpoint_info"):
         size = attributes(state.get(key)).get("original_vocab_size")
         if isinstance(size, int) and size > 0:
@@ -165,7 +169,7 @@ def unpadded_vocabulary(state: Mapping[str, Any]) -> int | None:
 
 
 def progress_of(state: Mapping[str, Any], arguments: Arguments) -> TrainedSoFar:
-    """How far the model was trained."""
+    """Returns the training progress that the checkpoint records."""
 
     def count(*values: Any) -> int:
         return next((value for value in values if isinstance(value, int) and 0 <= value < 2**63), 0)

@@ -1,4 +1,4 @@
-"""nanotron's checkpoints of Llama: a file for each parameter, or for each part of it.
+"""Reads nanotron's Llama checkpoints: one file per parameter or per shard of it.
 
     latest.txt                       100
     100/checkpoint_metadata.json     versions, layout, progress
@@ -7,7 +7,7 @@
         model_weight_pp-rank-0-of-1_tp-rank-0-of-2.safetensors, ...
     100/model/model/decoder/0/pp_block/input_layernorm/model_weight.safetensors
 
-A part's header says which slices of the whole it holds.
+The header of a shard contains its slices of the unsharded parameter.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _OUTER = {
 
 @dataclass(frozen=True)
 class _Slice:
-    """Where a rectangle of a file's tensor lies in the whole."""
+    """A rectangle of a file's tensor and its position in the unsharded parameter."""
 
     local: Rectangle
     whole: Rectangle
@@ -58,16 +58,16 @@ class _File:
 
 
 def lies_in(folder: Path) -> bool:
-    """Whether a folder has the files of this format."""
+    """Returns whether a folder has the files of this format."""
     found = _step_folder(folder)
     return (found / _METADATA_FILE).is_file() and (found / "model").is_dir()
 
 
 def open_source(folder: Path, _config: ImportConfig, _stack: ExitStack) -> Source:
-    """The checkpoint in a folder.
+    """Opens the checkpoint in a folder.
 
     Raises:
-        ConfigError: model_config.json is not there, or describes what megads does not compute.
+        ConfigError: model_config.json is missing, or describes a model that megads does not support.
         CheckpointError: a file is missing or damaged.
     """
     found = _step_folder(folder)
@@ -79,7 +79,7 @@ def open_source(folder: Path, _config: ImportConfig, _stack: ExitStack) -> Sourc
     except ConfigError as error:
         raise ConfigError(str(error).replace("config.json", _CONFIG_FILE, 1)) from error
     metadata = read_json_object(found / _METADATA_FILE, CheckpointError)
-    # nanotron 0.4 knows no other rotation, and has no key.
+    # nanotron 0.4 has only interleaved rotation, and no key for it.
     interleaved = content.get("rope_interleaved", True)
     tensors: dict[str, Stored] = {}
     for name, stored in _parameters(found / "model").items():
@@ -104,21 +104,21 @@ def _step_folder(folder: Path) -> Path:
 
 
 def _parameters(folder: Path) -> dict[str, Stored]:
-    """The parameters, whole, by nanotron's names.
+    """Returns the unsharded parameters by nanotron's names.
 
     Raises:
-        CheckpointError: a part is missing or damaged.
+        CheckpointError: a shard is missing or damaged.
     """
     parts: dict[str, dict[int, Path]] = defaultdict(dict)
     sizes: dict[str, int] = {}
     for path in sorted(folder.rglob("model_*.safetensors")):
         match = _PART.fullmatch(path.name)
         if match is None:
-            raise CheckpointError(f"{path}: its name is none of nanotron's")
+            raise CheckpointError(f"{path}: is not a file name of nanotron")
         name = ".".join((*path.relative_to(folder).parent.parts, match[1]))
         rank, size = int(match[2] or 0), int(match[3] or 1)
         if rank in parts[name] or sizes.setdefault(name, size) != size:
-            raise CheckpointError(f"{path} and {next(iter(parts[name].values())).name} are of different layouts")
+            raise CheckpointError(f"{path} and {next(iter(parts[name].values())).name} have different layouts")
         parts[name][rank] = path
     for name, found in parts.items():
         missing = sorted(set(range(sizes[name])) - found.keys())
@@ -130,13 +130,13 @@ def _parameters(folder: Path) -> dict[str, Stored]:
 
 
 def _whole(name: str, paths: Sequence[Path]) -> Stored:
-    """A parameter of which files hold parts."""
+    """Returns a parameter whose shards are in several files."""
     shapes, files = set(), []
     for path in paths:
         metadata, shape = _header(path)
         if "unsharded_shape" not in metadata:
             if len(paths) > 1:
-                raise CheckpointError(f"{path}: does not say which part of {name} it holds")
+                raise CheckpointError(f"{path}: does not say which shard of {name} it holds")
             return Stored(shape, partial(_load, path), f"{path}")
         try:
             extents = metadata["unsharded_shape"].strip("()").split(",")
@@ -144,11 +144,11 @@ def _whole(name: str, paths: Sequence[Path]) -> Stored:
             pairs = metadata["local_global_slices_pairs"].split(";")
             slices = tuple(_slice(pair, shape, whole) for pair in pairs)
         except (KeyError, ValueError) as error:
-            raise CheckpointError(f"{path}: says wrongly which part of {name} it holds: {error}") from error
+            raise CheckpointError(f"{path}: has wrong slices of {name}: {error}") from error
         shapes.add(whole)
         files.append(_File(path, slices))
     if len(shapes) != 1:
-        raise CheckpointError(f"{paths[0].parent}: parts of {name} are of different shapes: {sorted(shapes)}")
+        raise CheckpointError(f"{paths[0].parent}: shards of {name} say different shapes: {sorted(shapes)}")
     (shape,) = shapes
     fault = coverage_fault(shape, (piece.whole for file in files for piece in file.slices))
     if fault:
@@ -170,7 +170,7 @@ def _joined(shape: tuple[int, ...], files: Sequence[_File]) -> Tensor:
 
 
 def _slice(text: str, local: tuple[int, ...], whole: tuple[int, ...]) -> _Slice:
-    """What `0,10,None|None,None,None#0,20,None|None,None,None` says: slices of the part, slices of the whole."""
+    """Parses `0,10,None|None,None,None#0,20,None|None,None,None`: slices of the shard # slices of the parameter."""
     here, there = text.split("#")
     found = _Slice(_rectangle(here, local), _rectangle(there, whole))
     if found.local.shape != found.whole.shape:
@@ -184,7 +184,7 @@ def _rectangle(text: str, shape: tuple[int, ...]) -> Rectangle:
         bounds = slice(*(None if item.strip() == "None" else int(item) for item in part.split(",")))
         start, stop, step = bounds.indices(size)
         if step != 1 or stop < start:
-            raise ValueError(f"{part} is no contiguous slice")
+            raise ValueError(f"{part} is not a contiguous slice")
         offset.append(start)
         extent.append(stop - start)
     return Rectangle(tuple(offset), tuple(extent))
@@ -208,7 +208,7 @@ def _load(path: Path) -> Tensor:
 
 
 def _named(name: str, stored: Stored, model: ModelConfig, interleaved: bool) -> dict[str, Stored]:
-    """A parameter by transformers' names; stacked projections apart."""
+    """Returns a parameter under transformers' names, with stacked projections split."""
     match = _BLOCK.fullmatch(name)
     if match is None:
         return {_OUTER.get(name, name): stored}
@@ -227,10 +227,14 @@ def _named(name: str, stored: Stored, model: ModelConfig, interleaved: bool) -> 
 
 
 def _cut(stored: Stored, sizes: Sequence[int]) -> list[Stored]:
-    """Projections that are stacked.
+    """Splits stacked projections by rows.
+
+    Args:
+        stored: the stacked projection.
+        sizes: number of rows of each projection.
 
     Raises:
-        CheckpointError: there are other numbers of rows.
+        CheckpointError: the number of rows differs from the sum of `sizes`.
     """
     if not stored.shape or stored.shape[0] != sum(sizes):
         raise CheckpointError(
@@ -241,7 +245,7 @@ def _cut(stored: Stored, sizes: Sequence[int]) -> list[Stored]:
 
 
 def _pairs_apart(stored: Stored, head_dim: int) -> Stored:
-    """Features that are rotated in pairs of neighbours, as pairs with a feature of either half."""
+    """Reorders features from interleaved rotary pairs (neighbours) to pairs of one feature from each half."""
 
     def read() -> Tensor:
         heads = stored.read().reshape(-1, head_dim // 2, 2, *stored.shape[1:])

@@ -1,8 +1,8 @@
-"""Reads files of torch.save without running what is in them.
+"""Reads files of torch.save without executing code in them.
 
-Trainers put their arguments beside the tensors: an argparse.Namespace with enums of the trainer's own. Objects of
-classes that trainers are known to save become a `Record`, which has their attributes and nothing else. Any other name
-in a file is refused before the file is read.
+Trainers save their arguments with the tensors, as an argparse.Namespace with enums of the trainer. Objects of packages
+that trainers are known to save become a `Record`, which has only their attributes. A file with any other name is
+rejected before it is read.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from megads.errors import CheckpointError
 
 _KNOWN = ("argparse", "megatron", "deepspeed", "nanotron", "numpy", "_codecs", "types", "pathlib", "collections")
-"""Packages whose objects are beside tensors in checkpoints. Their code is not run."""
+"""Packages whose objects occur in checkpoints. Their code is not executed."""
 _MEMBER = "builtins.getattr"
-"""Early releases of Python 3.11 pickle a member of an enum so, with its class and name. It becomes a `Record`, too."""
+"""Early releases of Python 3.11 pickle an enum member as getattr of its class and name. It also becomes a `Record`."""
 
 _BLOCK = 1 << 20
 
@@ -31,8 +31,8 @@ class Record:
     """Stands for an object of another program.
 
     Attributes:
-        arguments: that it was made of, such as the value of an enum, or its class and its name.
-        values: its attributes.
+        arguments: arguments of its construction, such as the value of an enum, or its class and its name.
+        values: attributes of the object.
     """
 
     arguments: tuple[Any, ...]
@@ -47,7 +47,7 @@ class Record:
         pass
 
     def __setstate__(self, state: Any) -> None:
-        # numpy's arrays have a tuple, objects with slots a pair.
+        # The state of numpy arrays is a tuple, that of objects with slots a pair.
         if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
             state = (state[0] or {}) | state[1] if isinstance(state[0] or {}, dict) else state[1]
         if isinstance(state, dict):
@@ -55,18 +55,18 @@ class Record:
 
 
 def load_inert(source: Path | BinaryIO, where: str = "") -> Any:
-    """What a file of torch.save holds; tensors of a path are mapped, objects of known classes are of type `Record`.
+    """Returns the content of a file of torch.save. Tensors of a path are memory-mapped, other objects are `Record`s.
 
     Args:
-        source: the file.
-        where: it is, for messages; the path where it is one.
+        source: path or open file.
+        where: description for messages; empty uses the path.
 
     Raises:
-        CheckpointError: it cannot be read, fails its checksums, or names code that would have to run.
+        CheckpointError: the file cannot be read, fails its checksums, or needs code to be executed.
     """
     where = where or str(source)
     try:
-        # Files of before torch 1.6 cannot be mapped, and hold tensors alone.
+        # Files in the format before torch 1.6 cannot be mapped; they may contain only tensors.
         if not zipfile.is_zipfile(source):
             return torch.load(_rewound(source), map_location="cpu", weights_only=True)
         _require_checksums(source)
@@ -79,7 +79,7 @@ def load_inert(source: Path | BinaryIO, where: str = "") -> Any:
             return torch.load(_rewound(source), map_location="cpu", weights_only=True, mmap=mmap)
     except UnpicklingError as error:
         raise CheckpointError(
-            f"{where}: holds more than tensors and settings, which would be run to be read; nothing was run "
+            f"{where}: holds more than tensors and settings, and reading it would execute code; nothing was run "
             f"({str(error).splitlines()[0][:200]})"
         ) from error
     except zipfile.BadZipFile as error:
@@ -92,9 +92,9 @@ def load_inert(source: Path | BinaryIO, where: str = "") -> Any:
 
 
 def _require_checksums(source: Path | BinaryIO) -> None:
-    """Raises BadZipFile where a record's bytes are not those that were written: torch reads them all the same."""
+    """Raises BadZipFile if a checksum does not match; torch does not check them."""
     with zipfile.ZipFile(source) as archive:
-        # The pickle first: where even its checksum is wrong, the writer has left checksums out.
+        # The pickle first: if even its checksum is wrong, the writer omitted checksums.
         names = sorted(archive.namelist(), key=lambda name: not name.endswith("/data.pkl"))
         for number, name in enumerate(names):
             try:
@@ -114,10 +114,10 @@ def _rewound(source: Path | BinaryIO) -> Path | BinaryIO:
 
 
 def load_mapping(path: Path) -> dict[str, Any]:
-    """The dict that a file of torch.save holds; see `load_inert`.
+    """Returns the dict that a file of torch.save contains; see `load_inert`.
 
     Raises:
-        CheckpointError: it holds something else.
+        CheckpointError: the content is not a dict with string keys.
     """
     found = load_inert(path)
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
@@ -126,20 +126,20 @@ def load_mapping(path: Path) -> dict[str, Any]:
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors that a file of torch.save holds.
+    """Returns the tensors that a file of torch.save contains, by name.
 
     Raises:
-        CheckpointError: it holds something else.
+        CheckpointError: the content is not a dict of tensors.
     """
     found = load_mapping(path)
     if not all(isinstance(value, Tensor) for value in found.values()):
-        raise CheckpointError(f"{path}: is no dict of tensors")
+        raise CheckpointError(f"{path}: is not a dict of tensors")
     return found
 
 
 def attributes(value: Any) -> dict[str, Any]:
-    """The attributes of a `Record`, or a dict as it is; nothing where it is neither."""
+    """Returns the attributes of a `Record`, or a copy of a dict; empty for any other value."""
     if isinstance(value, Namespace):
-        # Where a program has told torch that it is safe, as Megatron's packages do when they are imported.
+        # Possible if a package has registered Namespace as safe in torch, as Megatron does when it is imported.
         return dict(vars(value))
     return value.values if isinstance(value, Record) else dict(value) if isinstance(value, dict) else {}

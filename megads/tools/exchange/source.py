@@ -1,6 +1,6 @@
-"""A checkpoint of another trainer, as every format presents it: a model, its names, tensors that are read when asked.
+"""Format-independent view of another trainer's checkpoint: model, names and tensors, which are read lazily.
 
-Shards of tensor parallelism are joined here. Nothing of a tensor is in memory before it is read.
+Joins tensor-parallel shards. A tensor takes no memory before it is read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megads.model.config import ModelConfig
 from megads.tools.hugging_face.weights import Names
 
 WEIGHT, MOMENTS = "weight", ("exp_avg", "exp_avg_sq")
-"""Kinds of tensors, as checkpoints of megads call them."""
+"""Kinds of tensors, as named in megads' checkpoints."""
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _NAMED = 5
 
@@ -29,8 +29,8 @@ class Stored:
     """A tensor on disk.
 
     Attributes:
-        shape: its extents, known without reading it.
-        read: reads it; raises CheckpointError.
+        shape: shape, known without reading the tensor.
+        read: function that reads the tensor; raises CheckpointError.
         where: file and name, for messages.
     """
 
@@ -44,13 +44,13 @@ Tensors: TypeAlias = Mapping[str, Stored]
 
 @dataclass(frozen=True)
 class TrainedSoFar:
-    """How far a model was trained.
+    """Training progress of a model.
 
     Attributes:
-        step: optimizer steps, skipped ones included.
-        samples: consumed.
-        tokens: consumed.
-        optimizer_steps: that the optimizer took, for its bias correction.
+        step: training steps, including skipped ones.
+        samples: number of consumed samples.
+        tokens: number of consumed tokens.
+        optimizer_steps: steps that the optimizer took, for its bias correction.
     """
 
     step: int = 0
@@ -64,15 +64,15 @@ class Source:
     """A checkpoint of another trainer.
 
     Attributes:
-        title: what it is, for people: trainer, class and layout.
-        told_by: what its shape was read from, such as config.json.
-        model: that it holds, with the vocabulary as stored.
-        names: that its tensors have.
-        tensors: by kind (`WEIGHT`, and both `MOMENTS` or none), each by the names of `names`.
-        unpadded: rows of the vocabulary before padding, where the checkpoint says so.
-        end_of_document_id: token of its tokenizer, where it says so; nobody has looked at it.
-        progress: of the training; of no meaning without moments.
-        notes: what a user should know of what was read.
+        title: description for the user: trainer, class and layout.
+        told_by: source of the model's config, such as config.json.
+        model: config of the model, with the vocabulary size as stored.
+        names: module names of the tensors.
+        tensors: tensors by kind (`WEIGHT`, and both `MOMENTS` or none) and by the names of `names`.
+        unpadded: vocabulary size before padding, if the checkpoint contains it.
+        end_of_document_id: id of the tokenizer's end-of-document token, if the checkpoint contains it; not validated.
+        progress: training progress; meaningless without moments.
+        notes: remarks for the user.
     """
 
     title: str
@@ -90,7 +90,7 @@ def require_float(tensor: Tensor, where: str) -> Tensor:
     """Returns the tensor.
 
     Raises:
-        CheckpointError: it holds no floating-point numbers.
+        CheckpointError: the dtype is not floating-point.
     """
     if tensor.dtype not in FLOATS:
         raise CheckpointError(f"{where} is {tensor.dtype}: want float32, bfloat16 or float16")
@@ -98,15 +98,19 @@ def require_float(tensor: Tensor, where: str) -> Tensor:
 
 
 def held(tensor: Tensor, where: str) -> Stored:
-    """A tensor that a mapped file holds."""
+    """Returns a `Stored` for a tensor of a memory-mapped file."""
     return Stored(tuple(tensor.shape), lambda: require_float(tensor, where), where)
 
 
 def joined(parts: Sequence[Stored], dim: int = 0) -> Stored:
-    """The tensor whose parts along a dimension lie with the ranks of tensor parallelism, in their order.
+    """Concatenates tensor-parallel shards along a dimension.
+
+    Args:
+        parts: shards in rank order.
+        dim: dimension along which the tensor is sharded.
 
     Raises:
-        CheckpointError: they do not fit together.
+        CheckpointError: the shapes of the shards do not match.
     """
     first = parts[0]
     if len(parts) == 1:
@@ -122,10 +126,10 @@ def joined(parts: Sequence[Stored], dim: int = 0) -> Stored:
 
 
 def replicated(parts: Sequence[Stored]) -> Stored:
-    """The tensor of which every rank of tensor parallelism has a copy: their mean, where copies have drifted apart.
+    """Returns a tensor that is replicated on the tensor-parallel ranks: the mean if the copies differ.
 
     Raises:
-        CheckpointError: their shapes differ.
+        CheckpointError: the shapes differ.
     """
     first = _same_shape(parts)
 
@@ -139,10 +143,10 @@ def replicated(parts: Sequence[Stored]) -> Stored:
 
 
 def summed(parts: Sequence[Stored]) -> Stored:
-    """The tensor of which the ranks of tensor parallelism each add a term.
+    """Returns the sum of the tensor-parallel ranks' tensors, in fp32 if there are several.
 
     Raises:
-        CheckpointError: their shapes differ.
+        CheckpointError: the shapes differ.
     """
     first = _same_shape(parts)
     if len(parts) == 1:
@@ -151,25 +155,25 @@ def summed(parts: Sequence[Stored]) -> Stored:
 
 
 def rows(stored: Stored, start: int, stop: int) -> Stored:
-    """Rows of a tensor."""
+    """Returns rows `start` to `stop` of a tensor."""
     shape = (stop - start, *stored.shape[1:])
     return Stored(shape, lambda: stored.read()[start:stop], stored.where)
 
 
 def split_rows(parts: Sequence[Stored], shares: Sequence[int]) -> list[Stored]:
-    """The tensors that are stacked in every part, such as gates above ups, each joined over the parts.
+    """Splits tensors that are stacked in every shard, such as gate above up, and joins each over the shards.
 
     Args:
-        parts: of the ranks of tensor parallelism.
-        shares: of the rows of every part, in proportion.
+        parts: shards of the tensor-parallel ranks.
+        shares: relative numbers of rows of the stacked tensors.
 
     Raises:
-        CheckpointError: rows cannot be divided so.
+        CheckpointError: the number of rows is not divisible by the sum of `shares`.
     """
     total = sum(shares)
     for part in parts:
         if not part.shape or part.shape[0] % total:
-            raise CheckpointError(f"{part.where} has shape {list(part.shape)}: its rows are no multiple of {total}")
+            raise CheckpointError(f"{part.where} has shape {list(part.shape)}: its rows are not a multiple of {total}")
     edges = list(accumulate(shares, initial=0))
     return [
         joined([rows(part, part.shape[0] // total * start, part.shape[0] // total * stop) for part in parts])
@@ -178,10 +182,10 @@ def split_rows(parts: Sequence[Stored], shares: Sequence[int]) -> list[Stored]:
 
 
 def reshaped(stored: Stored, shape: tuple[int, ...]) -> Stored:
-    """The same elements in another shape.
+    """Returns a tensor reshaped.
 
     Raises:
-        CheckpointError: there are not as many.
+        CheckpointError: the number of elements differs.
     """
     if prod(shape) != prod(stored.shape):
         raise CheckpointError(f"{stored.where} has shape {list(stored.shape)}: want the elements of {list(shape)}")
@@ -189,7 +193,7 @@ def reshaped(stored: Stored, shape: tuple[int, ...]) -> Stored:
 
 
 def some(names: Sequence[str]) -> str:
-    """The first few of many names, with a verb for all of them."""
+    """Returns the first few names followed by "is" or "are"."""
     more = f" and {len(names) - _NAMED} more are" if len(names) > _NAMED else " is" if len(names) == 1 else " are"
     return f"{', '.join(names[:_NAMED])}{more}"
 

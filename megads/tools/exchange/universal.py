@@ -1,10 +1,10 @@
-"""DeepSpeed's universal checkpoints: a folder for each parameter, whole, with its fp32 weights and moments.
+"""Reads DeepSpeed's universal checkpoints: one folder per unsharded parameter with fp32 weights and moments.
 
     global_step100_universal/zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt
-    global_step100_universal/mp_rank_00_model_states.pt      what the trainer saved beside the weights
+    global_step100_universal/mp_rank_00_model_states.pt      other state that the trainer saved
     latest_universal                                         global_step100_universal
 
-Parameters have the names of the trainer's model: those of Megatron-DeepSpeed, as a pipeline or not, or of transformers.
+Parameters have the names of the trainer's model: Megatron-DeepSpeed, with or without a pipeline, or transformers.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from megads.tools.hugging_face.export import CONFIG_FILE
 
 ZERO_FOLDER, PARAM = "zero", "param"
 FILES = {WEIGHT: "fp32.pt", MOMENTS[0]: "exp_avg.pt", MOMENTS[1]: "exp_avg_sq.pt"}
-"""Of a parameter's folder."""
+"""Files of a parameter's folder, by kind."""
 _PIPELINE = re.compile(r"(?:tied_modules\.embed|(\d+))\.(.+)")
 _LANGUAGE_MODEL = "language_model."
 _OF_LANGUAGE_MODEL = (
@@ -60,15 +60,15 @@ _OF_LANGUAGE_MODEL = (
 
 
 def lies_in(folder: Path) -> bool:
-    """Whether a folder has the files of this format."""
+    """Returns whether a folder has the files of this format."""
     return (step_folder_of(folder, UNIVERSAL_POINTERS) / ZERO_FOLDER).is_dir()
 
 
 def open_source(folder: Path, config: ImportConfig, _stack: ExitStack) -> Source:
-    """The checkpoint in a folder.
+    """Opens the checkpoint in a folder.
 
     Raises:
-        ConfigError: nothing says what model it is of, or one that megads does not compute.
+        ConfigError: the description of the model is missing, or megads does not support the model.
         CheckpointError: a file is missing or damaged.
     """
     found = step_folder_of(folder, UNIVERSAL_POINTERS)
@@ -87,7 +87,7 @@ def open_source(folder: Path, config: ImportConfig, _stack: ExitStack) -> Source
     tensors = {kind: _of_megatron(found, stored, stacks_of(model)) for kind, stored in by_kind.items()}
     word = tensors[WEIGHT].get("word_embeddings.weight")
     if word is not None and unpadded is not None and word.shape[:1] == (unpadded,):
-        # Its writer has removed the padding.
+        # The checkpoint's writer has removed the padding.
         model = replace(model, vocab_size=unpadded)
     return Source(
         title=f"DeepSpeed universal checkpoint of Megatron-DeepSpeed, {found.name}",
@@ -104,8 +104,8 @@ def _of_transformers(folder: Path, found: Path, by_kind: Mapping[str, Tensors], 
     places = [place for place in (folder, found) if (place / CONFIG_FILE).is_file()]
     if not places:
         raise ConfigError(
-            f"{folder}: its parameters ({next(iter(by_kind[WEIGHT]))}, ...) have names of transformers, and nothing "
-            f"says what model they are of: put its {CONFIG_FILE} there"
+            f"{folder}: its parameters ({next(iter(by_kind[WEIGHT]))}, ...) have names of transformers, and the "
+            f"model's {CONFIG_FILE} is missing: put it there"
         )
     content = read_json_object(places[0] / CONFIG_FILE, ConfigError)
     architecture = architecture_of(content)
@@ -122,7 +122,7 @@ def _of_transformers(folder: Path, found: Path, by_kind: Mapping[str, Tensors], 
 
 
 def _of_megatron(found: Path, stored: Tensors, stacks: Sequence[Stack]) -> dict[str, Stored]:
-    """The tensors by Megatron's names, of a model that was a pipeline, or one that was not."""
+    """Returns the tensors by Megatron's names, for a model with or without a pipeline."""
     layers: dict[int, dict[str, list[Stored]]] = defaultdict(dict)
     tensors: dict[str, Stored] = {}
     for name, item in stored.items():
@@ -144,7 +144,7 @@ def _has_moments(found: Path, parameters: list[str]) -> bool:
 
 
 def _stored(found: Path, parameters: list[str], kind: str) -> dict[str, Stored]:
-    """The tensors of a kind, by the names of the folders; parameters without one are left out."""
+    """Returns the tensors of a kind by parameter name; skips parameters that do not have it."""
     tensors = {}
     for name in parameters:
         path = found / ZERO_FOLDER / name / FILES[kind]
@@ -158,23 +158,23 @@ def _stored(found: Path, parameters: list[str], kind: str) -> dict[str, Stored]:
 
 
 def _progress(found: Path, parameters: list[str], state: Mapping[str, Any]) -> TrainedSoFar:
-    """How far the model was trained.
+    """Returns the training progress.
 
     Raises:
-        CheckpointError: nothing says how many steps the optimizer took, or parameters say different things.
+        CheckpointError: the optimizer's step count is missing, or differs between parameters.
     """
     steps = {int(_number(found / ZERO_FOLDER / name / "step.pt")) for name in parameters} - {-1}
     groups_file = found / ZERO_FOLDER / "optimizer_state.pt"
     if not steps and groups_file.is_file():
-        # Optimizers of before counted in the groups of parameters.
+        # Older optimizers stored the step in the parameter groups.
         groups = load_mapping(groups_file).get("param_groups")
         said = [attributes(group).get("step") for group in groups] if isinstance(groups, list) else []
         steps = {step for step in said if isinstance(step, int)}
     if len(steps) != 1:
         told = f"say different numbers of steps ({sorted(steps)[:3]})" if steps else "have no step.pt"
         raise CheckpointError(
-            f"{found / ZERO_FOLDER}: the parameters {told}, without which moments are of no use; optimizer=false takes "
-            "the weights alone"
+            f"{found / ZERO_FOLDER}: the parameters {told}, which the moments need; optimizer=false imports "
+            "only the weights"
         )
     (taken,) = steps
     progress = progress_of(state, Arguments(attributes(state.get("args")), "args"))
@@ -182,7 +182,7 @@ def _progress(found: Path, parameters: list[str], state: Mapping[str, Any]) -> T
 
 
 def _number(path: Path) -> float:
-    """The number that a file of torch.save holds; -1 where there is none."""
+    """Returns the number that a file of torch.save contains, or -1 if there is no file."""
     if not path.is_file():
         return -1
     value = load_inert(path)

@@ -1,4 +1,4 @@
-"""Writes a checkpoint as a universal checkpoint of DeepSpeed, for a training with DeepSpeed and transformers to go on.
+"""Exports a checkpoint to a DeepSpeed universal checkpoint, for resuming with DeepSpeed and transformers.
 
     <output>/latest_universal
     <output>/global_step100/zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt
@@ -37,19 +37,19 @@ from megads.tools.output_folder import new_folder, require_free, require_room, w
 
 _MADE_BY = "megads export"
 _ROW_CUT = ("attention.dense.weight", "mlp.down.weight")
-"""Ends of names of parameters that tensor parallelism cuts along the second dimension."""
+"""Name suffixes of row-parallel parameters, which tensor parallelism shards along the second dimension."""
 _GROUPS = 64
 
 
 @dataclass(frozen=True)
 class ExportedUniversal:
-    """What was written.
+    """Result of an export.
 
     Attributes:
-        folder: where.
-        class_name: of transformers, whose names the parameters have.
-        step: of the run.
-        kinds: of tensors.
+        folder: output folder.
+        class_name: class in transformers whose parameter names are used.
+        step: step of the run.
+        kinds: kinds of the written tensors.
     """
 
     folder: Path
@@ -66,17 +66,17 @@ def export_universal(config: ExportConfig) -> ExportedUniversal:
     """Exports a checkpoint.
 
     Raises:
-        ConfigError: no published architecture expresses the model, the folder is taken, or another precision than fp32
-            is asked for.
+        ConfigError: no published architecture expresses the model, the folder exists and may not be replaced, or an
+            option does not apply to universal checkpoints.
         CheckpointError: the checkpoint is not usable, or the folder cannot be written.
-        DataError: the tokenizer is missing or another one.
+        DataError: the tokenizer is missing or not the one of the training.
     """
     config.check()
     output = Path(config.output)
     require_free(output, config.overwrite, _MADE_BY)
     if config.average:
         raise ConfigError(
-            "average = true: a universal checkpoint is for a training to go on from, with its weights: leave it out"
+            "average = true: a universal checkpoint is for resuming, which needs the weights; leave average out"
         )
     if config.precision is ExportPrecision.bf16:
         raise ConfigError("precision = bf16: a universal checkpoint holds the fp32 weights; leave precision out")
@@ -84,8 +84,8 @@ def export_universal(config: ExportConfig) -> ExportedUniversal:
     model = model_config_of(handle)
     if model.mup.base_width is not None:
         raise ConfigError(
-            f"the model has model.mup.base_width = {model.mup.base_width}: other trainers do not know its multipliers, "
-            "and its moments are not those of weights that contain them. Export it to Hugging Face's format"
+            f"the model has model.mup.base_width = {model.mup.base_width}: other trainers do not have its multipliers, "
+            "and its moments are not valid for weights that include them. Export it to Hugging Face's format"
         )
     architecture = choose_architecture(model, "auto")
     tokenizer = checkpoint_tokenizer(handle, config.tokenizer)
@@ -93,7 +93,7 @@ def export_universal(config: ExportConfig) -> ExportedUniversal:
     names = parameter_shapes(model)
     moments = MOMENTS if all(f"{kind}/{name}" in stored for kind in MOMENTS for name in names) else ()
     kinds = (WEIGHT, *moments)
-    # The module's weights are there twice: DeepSpeed wants them beside the optimizer's, too.
+    # Weights are written twice: DeepSpeed also reads them from the module's state.
     require_room(output, 4 * parameter_count(model) * (len(kinds) + 1))
     step = handle.state["step"]
     with new_folder(output) as partial:
@@ -111,7 +111,7 @@ def export_universal(config: ExportConfig) -> ExportedUniversal:
 def _write_parameters(
     zero: Path, handle: CheckpointHandle, model: ModelConfig, architecture: Architecture, kinds: tuple[str, ...]
 ) -> dict[str, tuple[int, ...]]:
-    """Writes a folder for each parameter; returns their shapes by name."""
+    """Writes one folder per parameter; returns the shapes by name."""
     written: dict[str, tuple[int, ...]] = {}
     taken = torch.tensor(float(handle.manifest.run.optimizer_steps))
     for kind in kinds:
@@ -122,7 +122,7 @@ def _write_parameters(
                 written[name] = tuple(tensor.shape)
                 if len(kinds) > 1:
                     torch.save(taken, folder / "step.pt")
-            # A view would be saved with all that it is a part of.
+            # torch.save writes the whole storage of a view.
             torch.save({**about, PARAM: tensor.clone()}, folder / FILES[kind])
     return written
 
@@ -130,7 +130,7 @@ def _write_parameters(
 def _tensors(
     handle: CheckpointHandle, model: ModelConfig, architecture: Architecture, kind: str
 ) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
-    """Each tensor with its name and with what DeepSpeed wants to know to cut it for tensor parallelism."""
+    """Yields each tensor's name, the tensor, and the keys that DeepSpeed needs to shard it for tensor parallelism."""
     shapes = parameter_shapes(model)
     for stage in links_by_stage(model, architecture.names):
         ours = read_stage(handle, stage, shapes, kind)
@@ -146,16 +146,16 @@ def _tensors(
 
 
 def _optimizer_state() -> dict[str, Any]:
-    """What is not of a single parameter.
+    """Returns the optimizer state that does not belong to a parameter.
 
-    DeepSpeed loads as many groups of parameters as are listed here, and takes their settings. The groups of who loads
-    it are unknown: these are more than anybody has, and have no settings, so that the loader's own remain.
+    DeepSpeed loads as many parameter groups as are listed here, with their settings. The groups of the loading trainer
+    are unknown. More groups than any trainer has are listed, without settings, so that it keeps its own settings.
     """
     return {"ds_version": version("deepspeed"), "param_groups": [{"params": []} for _ in range(_GROUPS)]}
 
 
 def _model_state(folder: Path, written: Mapping[str, tuple[int, ...]], handle: CheckpointHandle) -> dict[str, Any]:
-    """What an engine of DeepSpeed reads first; the weights are those of the parameters' files, mapped."""
+    """Returns the state that a DeepSpeed engine reads first; weights are memory-mapped from the parameters' files."""
     module = OrderedDict(
         (name, torch.load(folder / ZERO_FOLDER / name / FILES[WEIGHT], weights_only=True, mmap=True)[PARAM])
         for name in written

@@ -1,10 +1,10 @@
-"""The optimizer's state of DeepSpeed's pipeline modules under ZeRO-1: fp32 weights and moments in flat slices.
+"""Reads the ZeRO-1 optimizer state of DeepSpeed pipeline modules: fp32 weights and moments in flat partitions.
 
     global_step100/bf16_zero_pp_rank_7_mp_rank_03_optim_states.pt    data parallel rank 7 of model parallel rank 3
     global_step100/mp_rank_03_model_states.pt                        shapes of the parameters of that rank
 
-Model parallel ranks count tensor parallelism first: rank = stage * tensor parallel size + tensor parallel rank. A
-slice says of each parameter where it lies in it, and how many elements of it: the rest is with the next ranks.
+Model parallel rank = stage * tensor parallel size + tensor parallel rank. A partition records the offset and the number
+of elements of each of its parameters; the remaining elements are in the partitions of the next ranks.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from megads.tools.exchange.source import MOMENTS, WEIGHT, Stored
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _PARAMETER = re.compile(r"(?:tied_modules\.\w+|(\d+))\.(.+)")
-_REMEDY = "optimizer=false takes the weights alone"
+_REMEDY = "optimizer=false imports only the weights"
 
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What the optimizers of all ranks hold.
+    """Optimizer state of all ranks.
 
     Attributes:
-        layers: of the pipeline, by kind of tensor.
-        steps: that the optimizer took.
+        layers: layers of the pipeline by kind of tensor.
+        steps: number of steps that the optimizer took.
     """
 
     layers: Mapping[str, Sequence[Layer]]
@@ -44,19 +44,19 @@ class OptimizerState:
 
 
 def has_optimizer_state(folder: Path) -> bool:
-    """Whether there are files of an optimizer's state."""
+    """Returns whether a folder has files of optimizer state."""
     return any(_OPTIMIZER_FILE.fullmatch(path.name) for path in folder.iterdir())
 
 
 def read_optimizer_state(folder: Path, tp: int) -> OptimizerState:
-    """The optimizer's state of a checkpoint.
+    """Reads the optimizer state of a checkpoint.
 
     Args:
-        folder: of its files.
-        tp: ranks of tensor parallelism.
+        folder: folder of the files.
+        tp: tensor-parallel size.
 
     Raises:
-        CheckpointError: a file of a rank is missing or damaged, or says too little.
+        CheckpointError: a rank's file is missing, damaged or incomplete.
     """
     files: dict[int, dict[int, Path]] = defaultdict(dict)
     for path in folder.iterdir():
@@ -78,8 +78,8 @@ def read_optimizer_state(folder: Path, tp: int) -> OptimizerState:
             for name in ranks[0][kind]:
                 index, inner = _place(folder, name)
                 if any(name not in rank[kind] for rank in ranks):
-                    raise CheckpointError(f"{folder}: {name} ({kind}) is with some ranks of tensor parallelism only")
-                # A tied embedding is with the first stage and with the last.
+                    raise CheckpointError(f"{folder}: {name} ({kind}) is missing on some tensor-parallel ranks")
+                # A tied embedding is on the first and the last stage.
                 by_layer[index].setdefault(inner, [rank[kind][name] for rank in ranks])
     if len(steps) != 1:
         raise CheckpointError(f"{folder}: the optimizers say different numbers of steps: {sorted(steps)}; {_REMEDY}")
@@ -87,15 +87,15 @@ def read_optimizer_state(folder: Path, tp: int) -> OptimizerState:
 
 
 def _place(folder: Path, name: str) -> tuple[int, str]:
-    """The layer that a parameter is of, and its name there."""
+    """Returns the layer index of a parameter and its name in the layer."""
     match = _PARAMETER.fullmatch(name)
     if match is None:
-        raise CheckpointError(f"{folder}: {name} is no parameter of a pipeline module; {_REMEDY}")
+        raise CheckpointError(f"{folder}: {name} is not a parameter of a pipeline module; {_REMEDY}")
     return int(match[1] or 0), match[2]
 
 
 def _rank(folder: Path, rank: int, files: Mapping[int, Path], steps: set[int]) -> dict[str, dict[str, Stored]]:
-    """The tensors of a model parallel rank, by kind and name; adds the numbers of steps that its optimizers say."""
+    """Returns the tensors of a model parallel rank by kind and name; adds its optimizers' step counts to `steps`."""
     shapes_file = folder / f"mp_rank_{rank:02d}_model_states.pt"
     groups = load_mapping(shapes_file).get("param_shapes")
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
@@ -112,7 +112,7 @@ def _rank(folder: Path, rank: int, files: Mapping[int, Path], steps: set[int]) -
         size = _slices(files[data_rank], fragments, steps)
         if size not in (None, count):
             raise CheckpointError(
-                f"{files[data_rank]}: is one of {size} of data parallelism, of which {count} are there; {_REMEDY}"
+                f"{files[data_rank]}: says a data-parallel size of {size}, but there are {count} files; {_REMEDY}"
             )
     found: dict[str, dict[str, Stored]] = {}
     for kind, by_name in fragments.items():
@@ -134,7 +134,7 @@ def _joined(parts: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
 
 
 def _slices(path: Path, fragments: Mapping[str, dict[str, list[Tensor]]], steps: set[int]) -> int | None:
-    """Adds what a file holds of each parameter; returns how many ranks share the state, where it says so."""
+    """Adds a file's slices of the parameters; returns the number of partitions, or None if the file does not say."""
     state = load_mapping(path).get("optimizer_state_dict")
     try:
         mappings, optimizer = state["param_slice_mappings"], state["base_optimizer_state"]  # type: ignore[index]
@@ -149,13 +149,13 @@ def _slices(path: Path, fragments: Mapping[str, dict[str, list[Tensor]]], steps:
                 start, stop = place["start"], place["start"] + place["numel"]
                 for kind, tensor in flat.items():
                     if not 0 <= start <= stop <= tensor.numel():
-                        raise ValueError(f"{name} lies outside of its slice")
+                        raise ValueError(f"{name} exceeds its partition")
                     fragments[kind][name].append(tensor[start:stop])
         counts = state.get("partition_count")  # type: ignore[union-attr]
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise CheckpointError(
-            f"{path}: does not say where parameters lie in it ({type(error).__name__}: {error}), as later versions of "
-            f"DeepSpeed do; {_REMEDY}"
+            f"{path}: lacks the positions of parameters ({type(error).__name__}: {error}), which later versions of "
+            f"DeepSpeed write; {_REMEDY}"
         ) from error
     first = counts[0] if isinstance(counts, list) and counts else counts
     return first if isinstance(first, int) else None

@@ -1,3 +1,3 @@
-"""Models to Hugging Face's format, and the names of its architectures."""
+"""Export to Hugging Face's format, and the tables of its architectures."""
 
 __all__ = ["architectures", "config", "export", "weights"]

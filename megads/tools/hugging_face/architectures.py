@@ -1,4 +1,4 @@
-"""Published architectures: which models each can express, what it calls their tensors, and its config.json."""
+"""Published architectures: the models that each can express, its tensor names and its config.json."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Content = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Number:
-    """A number in a config.json.
+    """A numeric key of config.json.
 
     Attributes:
         ours: field of ModelConfig.
-        theirs: its name, and names that older files have for it.
+        theirs: the key, followed by its names in older files.
         kind: int or float.
-        default: what transformers takes where it is absent; an ellipsis where it must not be.
+        default: value that transformers uses if the key is absent; an ellipsis if the key is required.
     """
 
     ours: str
@@ -39,10 +39,10 @@ class Number:
     default: Any = ...
 
     def read(self, content: Content) -> Any:
-        """Its value.
+        """Returns the value.
 
         Raises:
-            ConfigError: it is missing, or no number.
+            ConfigError: the key is missing, or its value is not a number.
         """
         name = next((name for name in self.theirs if content.get(name) is not None), None)
         value = self.default if name is None else content[name]
@@ -57,18 +57,20 @@ class Number:
 
 @dataclass(frozen=True)
 class Architecture:
-    """One of transformers' decoder models.
+    """A decoder architecture of transformers.
 
     Attributes:
-        model_type: in its config.json.
-        class_name: of transformers.
-        names: of its modules.
-        wants: fields of ModelConfig with the only value that it can express, or a function of the model for it.
-        keys: numbers in its config.json.
-        fixed: what its config.json says besides, and must say for the model to be what megads computes.
-        tied: whether the head is the embedding where config.json says nothing.
-        optional_bias: config.json tells whether there are biases; else there are.
-        needs: of `fixed`, what must not be absent: there transformers takes another value.
+        model_type: model_type in config.json.
+        class_name: class in transformers.
+        names: names of its modules.
+        wants: fields of ModelConfig with the only value that the architecture can express, or a function of the model
+            that returns it.
+        keys: numeric keys of config.json.
+        fixed: other keys of config.json with the only value that megads supports.
+        tied: whether the embeddings are tied if config.json does not say.
+        optional_bias: whether config.json states if there are biases; otherwise there always are, unless `wants` says
+            no.
+        needs: keys of `fixed` that must be present, because transformers' default is another value.
     """
 
     model_type: str
@@ -82,7 +84,7 @@ class Architecture:
     needs: tuple[str, ...] = ()
 
     def refusals(self, model: ModelConfig) -> list[str]:
-        """What of a model it cannot express; nothing where it can."""
+        """Returns what of a model the architecture cannot express; empty if it can express all of it."""
         wanted = {field: value(model) if callable(value) else value for field, value in self.wants.items()}
         found = [
             f"model.{field} = {_effective(model, field)} where {self.model_type} has {value}"
@@ -92,22 +94,22 @@ class Architecture:
         return [*found, *([f"model.block.name = {model.block.name}"] if model.block.is_custom else [])]
 
     def content(self, model: ModelConfig) -> dict[str, Any]:
-        """The config.json of a model, without what the tokenizer says."""
+        """Returns config.json of a model, without the tokenizer's keys."""
         content = {"model_type": self.model_type, "architectures": [self.class_name], **self.fixed}
         content |= {key.theirs[0]: _effective(model, key.ours) for key in self.keys}
         if model.position is Position.rope:
             content["rope_parameters"] = {**_scaling_content(model.rope_scaling), "rope_theta": model.rope_theta}
-            # transformers 4 reads it here.
+            # transformers 4 reads rope_scaling.
             content["rope_scaling"] = None if model.rope_scaling == RopeScalingConfig() else content["rope_parameters"]
         if self.optional_bias:
             content |= {"attention_bias": model.bias, "mlp_bias": model.bias}
         return {**content, "initializer_range": model.weight_std, "tie_word_embeddings": model.tie_embeddings}
 
     def model_of(self, content: Content) -> ModelConfig:
-        """The model that a config.json describes.
+        """Returns the model that a config.json describes.
 
         Raises:
-            ConfigError: it describes something that megads does not compute; names the key.
+            ConfigError: megads does not support the model; the message names the key.
         """
         content = _of_version_4(content)
         for key, wanted in self.fixed.items():
@@ -142,20 +144,20 @@ class Architecture:
 
 
 _TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
-"""Hugging Face's names of the approximation that megads computes."""
+"""Hugging Face's names of the tanh approximation of GELU, which megads uses."""
 
 
 def _effective(model: ModelConfig, field: str) -> Any:
-    """A field of a model, with what null stands for filled in."""
+    """Returns a field of a model, with null replaced by the value that it stands for."""
     filled = {"num_kv_heads": model.kv_heads, "head_size": model.head_dim, "ffn_size": model.ffn_width}
     return filled.get(field, getattr(model, field))
 
 
 def _of_version_4(content: Content) -> Content:
-    """A config.json of transformers 5, which has rope's settings in a dict, with the keys of transformers 4.
+    """Adds the keys of transformers 4 to a config.json of transformers 5, which has the RoPE settings in a dict.
 
     Raises:
-        ConfigError: it is no dict.
+        ConfigError: rope_parameters is not a dict.
     """
     parameters = content.get("rope_parameters") or content.get("rope_scaling") or {}
     if not isinstance(parameters, Mapping):
@@ -176,7 +178,7 @@ _SCALING_KEYS = {
         "original_max_seq_len": "original_max_position_embeddings",
     },
 }  # fmt: skip
-"""What rope_parameters calls the fields of RopeScalingConfig."""
+"""Keys of rope_parameters for the fields of RopeScalingConfig."""
 
 
 def _scaling_content(scaling: RopeScalingConfig) -> dict[str, Any]:
@@ -189,10 +191,10 @@ def _scaling_type(field: str) -> type:
 
 
 def _scaling_of(content: Content) -> RopeScalingConfig:
-    """The scaling of rope's angles that a config.json describes.
+    """Returns the RoPE scaling that a config.json describes.
 
     Raises:
-        ConfigError: megads does not compute it.
+        ConfigError: megads does not support it.
     """
     found = content.get("rope_parameters") or content.get("rope_scaling") or {}
     kind = found.get("rope_type", found.get("type", "default"))
@@ -204,7 +206,7 @@ def _scaling_of(content: Content) -> RopeScalingConfig:
     names = _SCALING_KEYS[scaling]
     told = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
     others = {key: found[key] for key in found.keys() - set(names.values()) - told if found[key] is not None}
-    # Of another training than the first: transformers then takes another size of attention.
+    # Other keys, such as YaRN's mscale, change the attention scale in transformers.
     if others and scaling is not RopeScaling.none:
         raise ConfigError(f"config.json: rope_parameters has {others}, which megads does not compute")
     numbers = (Number(ours, (theirs,), _scaling_type(ours), None) for ours, theirs in names.items())
@@ -237,7 +239,7 @@ _BLOCK = {
     "mlp.up": ("mlp.dense_h_to_4h",),
     "mlp.down": ("mlp.dense_4h_to_h",),
 }
-"""GPT-NeoX' names; BLOOM has one other."""
+"""GPT-NeoX's names; BLOOM's differ in the attention modules."""
 _UNSCALED = {
     "scale_embedding": False,
     "attention_sinks": False,
@@ -433,18 +435,19 @@ OLMO2 = Architecture(
     tied=False,
 )  # fmt: skip
 ARCHITECTURES = {some.model_type: some for some in (BLOOM, LLAMA, MISTRAL, QWEN3, OLMO2, GPT_NEOX, GPT2)}
-"""In the order of preference."""
+"""Architectures by model_type, in order of preference."""
 
 
 def choose_architecture(model: ModelConfig, wanted: str) -> Architecture:
-    """The architecture that an export is of.
+    """Returns the architecture to export a model to.
 
     Args:
-        model: to express.
-        wanted: name of one, or auto.
+        model: the model.
+        wanted: model_type of an architecture, or auto.
 
     Raises:
-        ConfigError: it cannot express the model; for auto none can, and what keeps the nearest from it is said.
+        ConfigError: the architecture, or for auto every architecture, cannot express the model; the message gives the
+            reasons, for auto those of the nearest architecture.
     """
     candidates = list(ARCHITECTURES.values()) if wanted == "auto" else [ARCHITECTURES[wanted]]
     refusals = [(some.refusals(model), some) for some in candidates]
@@ -462,10 +465,10 @@ def choose_architecture(model: ModelConfig, wanted: str) -> Architecture:
 
 
 def architecture_of(content: Content) -> Architecture:
-    """The architecture of a config.json.
+    """Returns the architecture of a config.json.
 
     Raises:
-        ConfigError: megads does not know it.
+        ConfigError: megads does not support the architecture.
     """
     kind = content.get("model_type")
     if kind not in ARCHITECTURES:

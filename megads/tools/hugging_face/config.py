@@ -1,4 +1,4 @@
-"""What `megads export` can be told."""
+"""Options of `megads export`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from megads.errors import ConfigError
 
 
 class ExportFormat(StrEnum):
-    """The published architecture that an exported model becomes; auto takes the one that can express it.
+    """Published architecture of an exported model; auto chooses one that can express the model.
 
-    universal is DeepSpeed's universal checkpoint, with the names of that architecture and the optimizer's state.
+    universal is DeepSpeed's universal checkpoint, with that architecture's parameter names and the optimizer state.
     """
 
     auto = "auto"
@@ -26,7 +26,7 @@ class ExportFormat(StrEnum):
 
 
 class ExportPrecision(StrEnum):
-    """Dtype of exported weights; auto is what the run computed in."""
+    """Dtype of exported weights; auto is the run's train.precision."""
 
     auto = "auto"
     bf16 = "bf16"
@@ -35,27 +35,27 @@ class ExportPrecision(StrEnum):
 
 @dataclass
 class ExportConfig:
-    """Everything `megads export` can be told."""
+    """Options of `megads export`."""
 
     run: str = "???"
-    """A run (its newest usable checkpoint), its name in runs/, or a checkpoint's folder."""
+    """Folder of a run or its name in runs/ (its newest usable checkpoint is exported), or folder of a checkpoint."""
     output: str = "???"
-    """Folder to make."""
+    """Folder to create."""
     format: ExportFormat = ExportFormat.auto
-    """bloom, llama, mistral, qwen3, olmo2, gpt_neox, gpt2, or auto: the one that can express the model; universal:
-    DeepSpeed's universal checkpoint, for a training of that one to go on from (docs/other-trainers.md)."""
+    """bloom, llama, mistral, qwen3, olmo2, gpt_neox, gpt2, or auto: an architecture that can express the model;
+    universal: DeepSpeed's universal checkpoint, from which a DeepSpeed run can resume (docs/other-trainers.md)."""
     precision: ExportPrecision = ExportPrecision.auto
-    """bf16, fp32, or auto: what the run computed in. Checkpoints hold fp32."""
+    """Dtype of the weights: bf16, fp32, or auto (the run's train.precision). Checkpoints hold fp32 weights."""
     tokenizer: str | None = None
-    """Tokenizer file; null is the run's own."""
+    """Tokenizer file; null uses the run's own."""
     shard_mib: int = 1024
-    """Size of a weights file, which is exceeded by a single block that is larger."""
+    """Largest size of a weights file; a single larger block exceeds it."""
     average: bool = False
-    """Export the running average of the weights that the run keeps (optim.ema_decay) in the place of the weights."""
+    """Export the running average of the weights (optim.ema_decay) instead of the weights."""
     overwrite: bool = False
-    """Replace an earlier export in that folder."""
+    """Replace an earlier export in the output folder."""
 
     def check(self) -> None:
-        """Raises ConfigError on sizes below one."""
+        """Raises ConfigError if shard_mib is below 1."""
         if self.shard_mib < 1:
             raise ConfigError(f"shard_mib = {self.shard_mib}: must be at least 1")

@@ -1,7 +1,7 @@
-"""Writes a checkpoint as a folder that `transformers` and whatever reads its format load.
+"""Exports a checkpoint to a folder in the format of `transformers`.
 
-The weights are read, converted and written stage by stage: one block of them, or the word embedding, is in memory at a
-time, whatever layout wrote the checkpoint. The folder appears whole or not at all.
+The weights are read, converted and written stage by stage: one block or part of the word embedding is in memory at a
+time, regardless of the checkpoint's layout. The folder is written atomically.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from megads.train_config import Precision
 CONFIG_FILE, INDEX_FILE, SINGLE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
 _MADE_BY = "megads export"
 _BLOCK_ELEMENTS = 1 << 24
-"""Of a table of words that are in memory: 64 MiB."""
+"""Elements of the word embedding that are in memory at a time: 64 MiB of fp32."""
 _DTYPES = {ExportPrecision.bf16: torch.bfloat16, ExportPrecision.fp32: torch.float32}
 _DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What of a stage goes into one file.
+    """Tensors of one stage, all in one file.
 
     Attributes:
-        links: the parameters with their tensors.
-        zeros: shapes of biases that the model does not have, by their names.
-        layouts: what the file holds of it.
+        links: links of the parameters.
+        zeros: shapes, by name, of biases that the architecture has and the model lacks; written as zeros.
+        layouts: name, dtype and shape of the tensors in the file.
     """
 
     links: tuple[Link, ...]
@@ -65,14 +65,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written.
+    """Result of an export.
 
     Attributes:
-        folder: where.
-        class_name: of transformers.
-        dtype: of the weights.
-        files: names of the weights' files.
-        nbytes: of all weights.
+        folder: output folder.
+        class_name: class of the model in transformers.
+        dtype: dtype of the weights.
+        files: names of the weights files.
+        nbytes: bytes of all weights.
     """
 
     folder: Path
@@ -91,9 +91,9 @@ def export_checkpoint(config: ExportConfig) -> Exported:
     """Exports a checkpoint.
 
     Raises:
-        ConfigError: no published architecture expresses the model, or the folder is taken.
+        ConfigError: no published architecture expresses the model, or the folder exists and may not be replaced.
         CheckpointError: the checkpoint is not usable, or the folder cannot be written.
-        DataError: the tokenizer is missing or another one.
+        DataError: the tokenizer is missing or not the one of the training.
     """
     config.check()
     output = Path(config.output)
@@ -104,8 +104,8 @@ def export_checkpoint(config: ExportConfig) -> Exported:
     tokenizer = checkpoint_tokenizer(handle, config.tokenizer)
     if tokenizer.vocab_size > model.vocabulary:
         raise ConfigError(
-            f"{tokenizer.path} has {tokenizer.vocab_size:,} tokens, the model {model.vocabulary:,}: give the tokenizer "
-            "that the run was trained with as tokenizer=<file>"
+            f"{tokenizer.path} has {tokenizer.vocab_size:,} tokens, the model {model.vocabulary:,}: set "
+            "tokenizer=<file> to the tokenizer that the run was trained with"
         )
     kind = _kind(config, handle)
     dtype = _DTYPES[_precision(config.precision, handle)]
@@ -134,13 +134,16 @@ def export_checkpoint(config: ExportConfig) -> Exported:
 def plan_files(
     model: ModelConfig, architecture: Architecture, dtype: torch.dtype, most_bytes: int
 ) -> dict[str, list[Piece]]:
-    """What goes into which file, by the files' names: whole stages, as many as fit.
+    """Assigns stages to files by size.
 
     Args:
-        model: to export.
-        architecture: that expresses it.
-        dtype: of the tensors.
-        most_bytes: of a file; a larger stage has a file of its own.
+        model: the model to export.
+        architecture: architecture that expresses it.
+        dtype: dtype of the tensors.
+        most_bytes: largest size of a file; a larger stage gets a separate file.
+
+    Returns:
+        Pieces of each file, by file name.
     """
     groups: list[list[Piece]] = [[]]
     for piece in _pieces(model, architecture, dtype):
@@ -153,7 +156,7 @@ def plan_files(
 
 
 def _pieces(model: ModelConfig, architecture: Architecture, dtype: torch.dtype) -> Iterator[Piece]:
-    """One a stage; the biases that the model does not have go with the last."""
+    """Yields one piece per stage; the last one also has the biases that the model lacks."""
     stages = links_by_stage(model, architecture.names)
     always_biased = not architecture.optional_bias and architecture.wants.get("bias", True)
     zeros = missing_biases(model, architecture.names) if always_biased else {}
@@ -166,7 +169,7 @@ def _pieces(model: ModelConfig, architecture: Architecture, dtype: torch.dtype) 
 def _tensors(
     handle: CheckpointHandle, model: ModelConfig, pieces: Sequence[Piece], dtype: torch.dtype, kind: str
 ) -> Iterator[Tensor | Iterator[Tensor]]:
-    """The tensors of a file in the order of its layouts; one is in memory, of a table some rows."""
+    """Yields the tensors of a file in the order of its layouts; one is in memory at a time, embeddings in blocks."""
     shapes = parameter_shapes(model)
     for piece in pieces:
         for link in piece.links:
@@ -182,9 +185,10 @@ def _tensors(
 
 
 def _folded(model: ModelConfig, name: str, weight: Tensor) -> Tensor:
-    """A parameter with the multipliers of model.mup in it, which no architecture knows; in place.
+    """Folds the multipliers of model.mup, which no architecture has, into a parameter; in place.
 
-    That of logits is in the final norm's gain and bias; that of queries in their norm, or else in their projection.
+    The logit multiplier goes to the final norm's gain and bias, the query scale to the query norm or, without QK norm,
+    to the query projection.
     """
     if name.startswith("final_norm."):
         weight *= model.logit_multiplier
@@ -198,7 +202,7 @@ def _folded(model: ModelConfig, name: str, weight: Tensor) -> Tensor:
 
 
 def _row_blocks(handle: CheckpointHandle, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Tensor]:
-    """A parameter in blocks of its rows: a table of words may be larger than many blocks of the model."""
+    """Yields a parameter in blocks of rows; the word embedding may be larger than many transformer blocks."""
     rows = max(1, _BLOCK_ELEMENTS // prod(shape[1:]))
     for start in range(0, shape[0], rows):
         block = torch.empty(min(rows, shape[0] - start), *shape[1:])
@@ -209,16 +213,19 @@ def _row_blocks(handle: CheckpointHandle, key: str, shape: tuple[int, ...], dtyp
 def read_stage(
     handle: CheckpointHandle, links: Sequence[Link], shapes: Mapping[str, tuple[int, ...]], kind: str = "weight"
 ) -> dict[str, Tensor]:
-    """Some parameters of a checkpoint, fp32, by their names.
+    """Reads some parameters of a checkpoint in fp32.
 
     Args:
         handle: the checkpoint.
-        links: of the parameters.
-        shapes: of all parameters.
-        kind: "weight", "average", or the part of the optimizer's state that is meant.
+        links: links of the parameters to read.
+        shapes: shapes of all parameters by name.
+        kind: "weight", "average", or a kind of optimizer state.
+
+    Returns:
+        The tensors by parameter name.
 
     Raises:
-        CheckpointError: one is missing.
+        CheckpointError: a parameter is missing.
     """
     names = [name for link in links for name in link.ours]
     found = {name: torch.empty(shapes[name]) for name in names}
@@ -237,12 +244,12 @@ def write_settings(
 
 
 def _kind(config: ExportConfig, handle: CheckpointHandle) -> str:
-    """The tensors of the checkpoint that are exported: weights, or their running average."""
+    """Returns the kind of tensors to export: weights or their running average."""
     if not config.average:
         return "weight"
     if not any(key.startswith(f"{AVERAGE}/") for key in handle.manifest.tensors):
         raise ConfigError(
-            f"average = true, but {handle.folder} holds no running average: the run keeps one with optim.ema_decay"
+            f"average = true, but {handle.folder} holds no running average, which needs optim.ema_decay in training"
         )
     return AVERAGE
 
@@ -256,7 +263,7 @@ def _precision(wanted: ExportPrecision, handle: CheckpointHandle) -> ExportPreci
 
 
 def _ids(tokenizer: FoundTokenizer) -> dict[str, int | None]:
-    """The special tokens of a config.json; transformers' own defaults would be other tokens."""
+    """Returns the special tokens of config.json, all explicit, because transformers' defaults are other tokens."""
     return {"bos_token_id": None, "eos_token_id": tokenizer.end_of_document_id, "pad_token_id": None}
 
 
@@ -288,7 +295,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _card(handle: CheckpointHandle, model: ModelConfig, architecture: Architecture, dtype: str, kind: str) -> str:
-    """The model card: what the run knows of itself."""
+    """Returns the model card, with facts from the run's records."""
     run = handle.manifest.run
     found = config_of_start(handle.folder.parent.parent, run.config_digest)
     rows = {

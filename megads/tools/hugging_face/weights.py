@@ -1,7 +1,7 @@
-"""Which of Hugging Face's tensors hold which of a model's parameters, in both directions.
+"""Two-way mapping between the parameters of a model and the tensors of Hugging Face's format.
 
-A `Link` is the smallest set of tensors that can be converted without any other. Links come in the order of the model's
-stages, so that a model is read and written stage by stage.
+A `Link` is the smallest set of tensors that can be converted independently. Links are in the order of the model's
+stages, so that a model can be read and written stage by stage.
 
 Shape letters: k = key/value heads, g = query heads that share one, d = head dim, h = hidden size, f = MLP width.
 """
@@ -22,14 +22,14 @@ Convert = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class Link:
-    """Parameters of a model and the tensors of Hugging Face's that hold the same numbers.
+    """Parameters of a model and the Hugging Face tensors with the same values.
 
     Attributes:
-        stage: of the model, "embedding", "blocks.3", "final_norm" or "head".
+        stage: stage of the model: "embedding", "blocks.3", "final_norm" or "head".
         ours: names of the parameters.
         theirs: names of the tensors.
-        to_theirs: converts the parameters, in order.
-        to_ours: converts the tensors, in order; the inverse.
+        to_theirs: converts the parameters, in the order of `ours`, to the tensors.
+        to_ours: inverse of `to_theirs`.
     """
 
     stage: str
@@ -40,17 +40,17 @@ class Link:
 
 
 def same(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Nothing differs."""
+    """Returns the tensors unchanged."""
     return tensors
 
 
 def transposed(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """A matrix of [inputs, outputs] where the other side has [outputs, inputs]; a vector as it is."""
+    """Transposes matrices between [inputs, outputs] and [outputs, inputs]; leaves vectors unchanged."""
     return [tensor.t().contiguous() for tensor in tensors]
 
 
 class SeparateHeads:
-    """Queries, keys and values, each a projection of its own, where ours has [k, (g queries, key, value), d] rows."""
+    """Converts between megads' fused QKV with rows [k, (g queries, key, value), d] and three separate projections."""
 
     def __init__(self, model: ModelConfig) -> None:
         self._groups, self._queries, self._dim = model.kv_heads, model.queries_per_kv, model.head_dim
@@ -69,7 +69,7 @@ class SeparateHeads:
 
 
 class StackedHeads:
-    """GPT-2's: all queries, then all keys, then all values, as [inputs, outputs]."""
+    """Converts to GPT-2's QKV: all queries, then all keys, then all values, as [inputs, outputs]."""
 
     def __init__(self, model: ModelConfig) -> None:
         self._separate = SeparateHeads(model)
@@ -83,7 +83,7 @@ class StackedHeads:
 
 
 def gates_apart(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Gates and ups, each a projection of its own, where ours has gate i in row 2 i and up i in row 2 i + 1."""
+    """Splits megads' gate_up projection, with gate i in row 2 i and up i in row 2 i + 1, into gate and up."""
     (fused,) = tensors
     return [fused[0::2].contiguous(), fused[1::2].contiguous()]
 
@@ -96,14 +96,14 @@ def gates_interleaved(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 @dataclass(frozen=True)
 class Names:
-    """What an architecture calls its modules.
+    """Module names of an architecture.
 
     Attributes:
-        outer: of modules outside of the blocks, by our name.
-        block: of modules of a block, by our name; several where theirs are apart.
-        prefix: of a block, with {} for its number.
-        head: of the output projection.
-        inputs_first: its matrices are [inputs, outputs].
+        outer: names of the modules outside the blocks, by megads' name.
+        block: names of the modules of a block, by megads' name; several if the architecture splits the projection.
+        prefix: prefix of a block's modules, with {} for the block's number.
+        head: name of the output projection.
+        inputs_first: whether matrices are [inputs, outputs].
     """
 
     outer: Mapping[str, str]
@@ -114,11 +114,11 @@ class Names:
 
 
 def links(model: ModelConfig, names: Names) -> list[Link]:
-    """Every parameter of a model with its tensors; a tied head has none of its own.
+    """Returns the links of all parameters of a model; a tied head has no link.
 
     Args:
-        model: whose architecture the names are of.
-        names: of the architecture's modules.
+        model: the model.
+        names: module names of its architecture.
     """
     found = []
     for parameter in parameter_shapes(model):
@@ -134,7 +134,7 @@ def links(model: ModelConfig, names: Names) -> list[Link]:
 
 
 def links_by_stage(model: ModelConfig, names: Names) -> list[list[Link]]:
-    """The links of each of the model's stages, in order; see `links`."""
+    """Returns the links of each stage of the model, in order; see `links`."""
     stages: dict[str, list[Link]] = {}
     for link in links(model, names):
         stages.setdefault(link.stage, []).append(link)
@@ -142,15 +142,15 @@ def links_by_stage(model: ModelConfig, names: Names) -> list[list[Link]]:
 
 
 def to_theirs(model: ModelConfig, names: Names, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A model's parameters under an architecture's names; for a whole model in memory.
+    """Converts all parameters of a model in memory to an architecture's tensors, by name.
 
     Args:
-        model: whose parameters they are.
-        names: of the architecture's modules.
-        weights: every parameter by its name.
+        model: the model.
+        names: module names of the architecture.
+        weights: all parameters by name.
 
     Raises:
-        KeyError: the architecture has no such module, or a parameter is missing.
+        KeyError: the architecture lacks a module, or a parameter is missing.
     """
     found: dict[str, Tensor] = {}
     for link in links(model, names):
@@ -175,7 +175,7 @@ def _conversion(model: ModelConfig, names: Names, module: str, kind: str) -> tup
 
 
 def missing_biases(model: ModelConfig, names: Names) -> dict[str, tuple[int, ...]]:
-    """Shapes of the biases that an architecture with biases has and a model without them has not: they are 0."""
+    """Returns the shapes, by name, of the biases that the architecture has and a model without biases lacks."""
     if model.bias:
         return {}
     widths = {"attention.qkv": model.qkv_width, "mlp.up": model.ffn_width}
@@ -191,7 +191,7 @@ def missing_biases(model: ModelConfig, names: Names) -> dict[str, tuple[int, ...
 
 
 def tensor_shapes(model: ModelConfig, link: Link) -> dict[str, tuple[int, ...]]:
-    """Shapes of a link's tensors, by their names; nothing is allocated."""
+    """Returns the shapes of a link's tensors by name, without allocating memory."""
     shapes = parameter_shapes(model)
     parameters = [torch.empty(shapes[name], device="meta") for name in link.ours]
     return {name: tuple(tensor.shape) for name, tensor in zip(link.theirs, link.to_theirs(parameters), strict=True)}

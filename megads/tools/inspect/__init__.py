@@ -1,3 +1,3 @@
-"""`megads why` and `megads dataset`: what a step trained on, and how long a dataset's documents are."""
+"""`megads why` and `megads dataset`: the samples of a training step, and the document lengths of a dataset."""
 
 __all__ = ["dataset_lengths", "why", "why_config", "why_output"]

@@ -1,4 +1,4 @@
-"""Lengths of a dataset's documents: a table with bars on the terminal, or a picture."""
+"""Document lengths of a dataset: a table with bars in the terminal, or a PNG image."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _BAR_WIDTH = 40
 
 
 def bucket_names(count: int) -> list[str]:
-    """Returns the lengths in each of the first buckets of a histogram by powers of two."""
+    """Returns the labels of the first `count` buckets of a power-of-two histogram."""
     return ["0", "1", *(f"{1 << i - 1:,} to {(1 << i) - 1:,}" for i in range(2, count))][:count]
 
 
 def print_lengths(statistics: LengthStatistics) -> None:
-    """Prints the counts and the histogram of one dataset."""
+    """Prints the counts and the length histogram of one dataset."""
     console = VisibleConsole(highlight=False)
     several = f" in {statistics.sequences:,} sequences" if statistics.sequences != statistics.documents else ""
     console.print(
@@ -52,7 +52,7 @@ def print_lengths(statistics: LengthStatistics) -> None:
 
 
 def write_picture(counted: Sequence[LengthStatistics], output: str) -> None:
-    """Draws the lengths of datasets into a PNG file.
+    """Writes a PNG file with the length histograms of datasets.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -77,10 +77,11 @@ def write_picture(counted: Sequence[LengthStatistics], output: str) -> None:
 
 
 def _draw_lengths(histograms: Mapping[str, npt.NDArray[np.int64]]) -> Figure:
-    """Draws histograms over powers of two as steps, so that several can be told apart where they overlap.
+    """Draws power-of-two histograms as outlines, so that overlapping ones remain distinguishable.
 
     Args:
-        histograms: by name, int64 [buckets]: documents of 0 tokens, 1, 2 to 3, ... 2^(i-1) to 2^i - 1.
+        histograms: histogram of each dataset by name, int64 [buckets]: number of documents with 0 tokens, 1, 2 to 3,
+            ... 2^(i-1) to 2^i - 1.
     """
     from matplotlib.ticker import FuncFormatter
 

@@ -1,4 +1,4 @@
-"""Finds what `megads why` prints: the samples of a step, their text, the losses of their tokens.
+"""Collects the output of `megads why`: the samples of a step, their text and the losses of their tokens.
 
 Shape suffixes: b = micro-batch size, s = sequence length.
 """
@@ -42,13 +42,13 @@ from megads.tools.inspect.why_config import LossChoice, WhyConfig
 
 @dataclass(frozen=True)
 class TrainedStep:
-    """One step of a run, its data opened and found to be what was trained on.
+    """One training step, with its data opened and verified.
 
     Attributes:
-        line: of metrics.jsonl.
-        config: of the start that trained it, the paths of its data as they are found from here.
-        source: the run's samples.
-        data_recorded: the tokens themselves were held to what the run recorded, not only the order of the samples.
+        line: line of the step in metrics.jsonl.
+        config: config of the start that trained the step, with data paths resolved from the working directory.
+        source: samples of the run.
+        data_recorded: whether the tokens were verified against the run's record, not only the order of the samples.
     """
 
     line: dict[str, Any]
@@ -58,21 +58,21 @@ class TrainedStep:
 
     @property
     def samples(self) -> IntArray:
-        """int64 [global batch size], numbers of its samples in the run."""
+        """int64 [global batch size], indices of its samples in the run."""
         end = int(self.line["samples"])
         return np.arange(end - int(self.line["global_batch_size"]), end)
 
 
 def _open_step(run_dir: Path, step: int) -> TrainedStep:
-    """Finds a step in a run directory and opens the data that it trained on.
+    """Finds a step in a run directory, opens its data and verifies the batch hash.
 
     Args:
-        run_dir: the run's folder.
-        step: as metrics.jsonl counts.
+        run_dir: run directory.
+        step: step number, as in metrics.jsonl.
 
     Raises:
-        ConfigError: no such step, or the directory of no run.
-        DataError: the data is gone, or is not what the step trained on.
+        ConfigError: the step does not exist, or the directory is not a run directory.
+        DataError: the data is missing, or is not the data that the step was trained on.
     """
     line = _line_of(run_dir, step)
     config, digest = _config_of(run_dir, step)
@@ -110,10 +110,10 @@ def _line_of(run_dir: Path, step: int) -> dict[str, Any]:
 
 
 def _config_of(run_dir: Path, step: int) -> tuple[RootConfig, str]:
-    """The config of the start that trained a step, else the last one; and the digest that it should have."""
+    """Config of the start that trained a step, or else the latest config; and the expected digest."""
     digest = ""
     for event in read_json_lines(run_dir / EVENTS_FILE):
-        # A later start from before the step would have cut its line off and written it anew.
+        # A later start from before the step would have truncated its line and written it again.
         if event.get("event") == "start" and event.get("step", step) < step:
             digest = str(event.get("config_digest", ""))
     config = config_of_start(run_dir, digest) if digest else None
@@ -121,17 +121,17 @@ def _config_of(run_dir: Path, step: int) -> tuple[RootConfig, str]:
 
 
 def _located(config: RootConfig, run_dir: Path) -> RootConfig:
-    """Paths are relative to where the run was started: that is here, or the folder that holds runs/.
+    """Resolves the data paths, which are relative to where the run was started: here, or the folder that holds runs/.
 
     Raises:
-        DataError: the data is gone.
+        DataError: the data is missing.
     """
 
     def find(path: str) -> str:
         home = run_dir.resolve().parent
         if is_url(path):
             return path
-        # The last is text that a copy of the run prepared anew: the name of its folder is a hash of it.
+        # The last candidate is text that a copy of the run prepared again, in a folder named after its hash.
         places = (path, str(home.parent / path), str(home.joinpath(*Path(path).parts[-3:])))
         return next((place for place in places if idx_path(place).exists()), path)
 
@@ -141,7 +141,7 @@ def _located(config: RootConfig, run_dir: Path) -> RootConfig:
         valid = find(valid) if isinstance(valid, str) else {name: find(path) for name, path in valid.items()}
     train: list[DatasetConfig] = [dataclasses.replace(item, path=find(item.path)) for item in data.train]
     history = [MixConfig(mix.from_sample, {find(path): w for path, w in mix.weights.items()}) for mix in data.history]
-    # Validation shares are named after the paths, which may differ in their folders only.
+    # Validation sets are named after the paths, so only the folders may differ.
     data = dataclasses.replace(data, train=train, valid=valid, history=history, stage_to=None)
     missing = [path for path in data.paths if not is_url(path) and not idx_path(path).exists()]
     if missing:
@@ -153,10 +153,10 @@ def _located(config: RootConfig, run_dir: Path) -> RootConfig:
 
 
 def _require_same_content(run_dir: Path, config: RootConfig, located: RootConfig) -> bool:
-    """Holds the datasets to what the run recorded of them; False where it recorded nothing.
+    """Compares the datasets with the run's record of them; returns whether the record covers all of them.
 
     Raises:
-        DataError: one is gone, damaged, or holds something else.
+        DataError: a dataset is missing, damaged or different.
     """
     before = read_record(run_dir)
     if before is None:
@@ -179,12 +179,12 @@ Losses = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class RankShare:
-    """What one rank read of the step.
+    """The part of a step's global batch that one rank read.
 
     Attributes:
-        rank: the rank.
-        place: its coordinates.
-        chunks: ranges of places that it holds of every sample; one of the whole without context parallelism.
+        rank: global rank.
+        place: coordinates of the rank in the grid.
+        chunks: ranges of positions of every sample on the rank; one range of all without context parallelism.
     """
 
     rank: int
@@ -194,12 +194,12 @@ class RankShare:
 
 @dataclass(frozen=True)
 class ShownSample:
-    """One sample.
+    """One sample of the step.
 
     Attributes:
-        origin: where it came from; of a rank's share, what the rank holds.
-        micro_batch: in which it was computed, counted on its replica.
-        losses: fp32 [s + 1], of each token given those before it, NaN for the first; None where none was computed.
+        origin: documents of the sample; restricted to the positions of the rank if one is selected.
+        micro_batch: index of its micro-batch on its data-parallel replica.
+        losses: fp32 [s + 1], loss of each token given the previous ones, NaN for the first; None if not computed.
     """
 
     origin: SampleOrigin
@@ -207,11 +207,11 @@ class ShownSample:
     losses: Losses | None
 
     def losses_in(self, stretch: Stretch) -> Losses | None:
-        """fp32 [n], the losses of a stretch's tokens."""
+        """fp32 [n], losses of the tokens of a stretch."""
         return None if self.losses is None else self.losses[stretch.place : stretch.place + stretch.tokens.size]
 
     def counted_losses(self) -> Losses:
-        """The losses of the tokens on which the loss counts."""
+        """The losses of the unmasked tokens."""
         if self.losses is None:
             return np.zeros(0, np.float32)
         parts = [self.losses_in(stretch)[stretch.counted] for stretch in self.origin.stretches]  # type: ignore[index]
@@ -220,17 +220,17 @@ class ShownSample:
 
 @dataclass(frozen=True)
 class Explanation:
-    """All that is printed.
+    """Output of `megads why`.
 
     Attributes:
-        run_dir: the run's folder.
+        run_dir: run directory.
         trained: the step.
-        share: of one rank, None for the whole global batch.
-        samples: those to show, in order.
-        num_samples: of the step, or of the rank's share of it.
-        weights: the checkpoint that gave the losses.
-        notes: what a reader should know.
-        tokenizers: by dataset; none for one that has no tokenizer.
+        share: part of the selected rank; None for the whole global batch.
+        samples: samples to show, in order.
+        num_samples: number of samples of the step, or of the selected rank.
+        weights: checkpoint used for the losses; None if there are no losses.
+        notes: remarks for the reader.
+        tokenizers: tokenizer of each dataset; datasets without one are left out.
     """
 
     run_dir: Path
@@ -243,13 +243,13 @@ class Explanation:
     tokenizers: dict[str, Tokenizer]
 
     def text(self, stretch: Stretch) -> str | None:
-        """A stretch's text, None where nothing can decode it."""
+        """Text of a stretch; None without a tokenizer."""
         tokenizer = self.tokenizers.get(stretch.dataset)
         with tokenizing(f"the tokenizer of {stretch.dataset}"):
             return None if tokenizer is None else tokenizer.decode(stretch.tokens.tolist(), skip_special_tokens=False)
 
     def token_texts(self, stretch: Stretch) -> list[str]:
-        """The text of each of its tokens; empty where nothing can decode them."""
+        """Text of each token of a stretch; empty strings without a tokenizer."""
         tokenizer = self.tokenizers.get(stretch.dataset)
         ids = stretch.tokens.tolist()
         with tokenizing(f"the tokenizer of {stretch.dataset}"):
@@ -257,11 +257,11 @@ class Explanation:
 
 
 def explain(config: WhyConfig) -> Explanation:
-    """Finds what a step trained on.
+    """Collects the samples, texts and losses of a step.
 
     Raises:
-        ConfigError: no such run, step, rank or sample.
-        DataError: the data is not what was trained on.
+        ConfigError: the run, step, rank or sample does not exist.
+        DataError: the data is missing or differs from the training data.
     """
     run_dir = find_run(config.run)
     trained = _open_step(run_dir, config.step)
@@ -271,7 +271,7 @@ def explain(config: WhyConfig) -> Explanation:
     if config.first >= flat.size:
         raise ConfigError(f"first = {config.first}: there are {flat.size} samples, the last is number {flat.size - 1}")
     numbers = np.arange(flat.size)[config.first :][: config.shown]
-    notes = [] if trained.data_recorded else ["this run did not record what its data held: its order is verified only"]
+    notes = [] if trained.data_recorded else ["the run did not record its data's content: only its order is verified"]
     packing = Packing(
         trained.config.data.document_mask, trained.config.data.reset_positions, trained.config.data.mask_eod
     )
@@ -302,7 +302,7 @@ def _share(rank: int, config: RootConfig) -> RankShare:
 
 
 def _ids(trained: TrainedStep, share: RankShare | None) -> IntArray:
-    """int64 [micro-batches, samples], numbers of the samples; of the whole batch as the replicas together take them."""
+    """int64 [micro-batches, samples], sample indices of the rank; or of the whole batch, one row for all replicas."""
     train, dp = trained.config.train, trained.config.parallel.dp
     samples = trained.samples
     if share is None:
@@ -313,7 +313,7 @@ def _ids(trained: TrainedStep, share: RankShare | None) -> IntArray:
 def _losses(
     config: WhyConfig, run_dir: Path, trained: TrainedStep, samples: IntArray, packing: Packing, notes: list[str]
 ) -> tuple[CheckpointHandle | None, Sequence[Losses | None]]:
-    """The checkpoint and the losses of each sample's tokens."""
+    """The checkpoint, and the token losses of each sample."""
     nothing: Sequence[Losses | None] = [None] * samples.size
     if config.loss is LossChoice.none:
         return None, nothing
@@ -328,7 +328,7 @@ def _losses(
         notes.append("losses are computed without dropout, the training had it")
     device = choose_device(config.device)
     model = load_unsharded(weights, device, choose_dtype(WeightPrecision.auto, device))
-    # One sample at a time: the logits of a long one are large enough.
+    # One sample at a time, because the logits of a long sample are large.
     batches = (
         batch
         for sample in samples
@@ -339,15 +339,15 @@ def _losses(
 
 
 def _losses_of(model: GPT, batches: Iterable[MicroBatch], device: torch.device) -> Sequence[Losses]:
-    """Computes the losses of the tokens of micro-batches; dropout is off.
+    """Computes the token losses of micro-batches, without dropout.
 
     Args:
-        model: in evaluation mode.
-        batches: with tokens.
-        device: the model's.
+        model: the model, in evaluation mode.
+        batches: micro-batches with tokens.
+        device: device of the model.
 
     Returns:
-        fp32 [s] for each sample in order: nats of the label at each place, masked ones included.
+        fp32 [s] for each sample in order: loss in nats at each position, including masked positions.
     """
     found: list[Losses] = []
     with torch.no_grad():
@@ -361,13 +361,13 @@ def _losses_of(model: GPT, batches: Iterable[MicroBatch], device: torch.device) 
 def _tokenizers(
     run_dir: Path, config: RootConfig, prefixes: Sequence[str], given: str | None, notes: list[str]
 ) -> dict[str, Tokenizer]:
-    """Tokenizers by dataset: the run's own where it made the dataset, else the one that the dataset carries."""
+    """Tokenizer of each dataset: the run's own if it made the dataset, else the one stored with the dataset."""
     record = read_record(run_dir)
     own = record.tokenizer if record is not None else None
     found = {}
     for prefix in prefixes:
         sidecar = read_sidecar(prefix)
-        # Where no sidecar tells, the user's tokenizer.path did.
+        # Without a sidecar, tokenizer.path of the config names the tokenizer.
         made = config.tokenizer.path is not None if sidecar is None else own and sidecar.tokenizer_sha256 == own.sha256
         try:
             if own is not None and made:

@@ -1,4 +1,4 @@
-"""What `megads why` can be told."""
+"""Config of `megads why`."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ class LossChoice(StrEnum):
 
 @dataclass
 class WhyConfig:
-    """`megads why`: the documents, offsets and text that a step trained on, from the run directory alone."""
+    """`megads why`: documents, offsets and text of a training step, from the run directory alone."""
 
     run: str = MISSING
-    """Run directory, or the id of a run in runs/."""
+    """Run directory, or id of a run in runs/."""
     step: int = MISSING
-    """The step, as metrics.jsonl counts."""
+    """Step number, as in metrics.jsonl."""
     rank: int | None = None
-    """Show what this rank of the run read, by micro-batch; null shows the whole global batch."""
+    """Show only the samples that this rank read, by micro-batch; null shows the whole global batch."""
     loss: LossChoice = LossChoice.auto
-    """auto: the loss of every token with the weights of the nearest checkpoint, where there is one; none computes
-    nothing."""
+    """auto: compute the loss of every token with the weights of the nearest checkpoint, if there is one; none: compute
+    no losses."""
     first: int = 0
-    """First sample to show, counted from the step's first."""
+    """Index of the first sample to show, from 0 within the step."""
     count: int | None = None
-    """Samples to show; null is all with json=true, else 8."""
+    """Number of samples to show; null is all with json=true, else 8."""
     tokens: bool = False
-    """Show every token on a line of its own."""
+    """Show one line per token."""
     max_characters: int = 240
-    """Text shown of each document; JSON has all of it."""
+    """Maximum characters of text per document; JSON output is not truncated."""
     tokenizer: str | None = None
-    """Tokenizer file to decode with; null is the run's own, or the one beside the dataset."""
+    """Tokenizer file for decoding; null is the run's tokenizer, or the one stored with the dataset."""
     device: str = "auto"
-    """Where losses are computed: auto, cpu, cuda or cuda:<number>."""
+    """Device for the losses: auto, cpu, cuda or cuda:<number>."""
     plugins: list[str] = field(default_factory=list)
-    """Modules of your own to import, for a model with a block of yours; a checkpoint imports nothing."""
+    """Python modules to import, for models with custom blocks; loading a checkpoint imports none of them."""
     json: bool = False
     """Print JSON."""
 
@@ -54,11 +54,11 @@ class WhyConfig:
 
     @property
     def shown(self) -> int | None:
-        """Samples to show; None is all."""
+        """Number of samples to show; None is all."""
         return self.count if self.count is not None or self.json else 8
 
     def check(self) -> None:
-        """Raises ConfigError on numbers that name no step, rank or sample."""
+        """Raises ConfigError if a value is out of range."""
         if self.step < 1:
             raise ConfigError(f"step = {self.step}: steps are counted from 1, as in metrics.jsonl")
         if self.rank is not None and self.rank < 0:

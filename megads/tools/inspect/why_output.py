@@ -1,4 +1,4 @@
-"""How `megads why` prints what it found: a table a sample, or JSON."""
+"""Output of `megads why`: one table per sample, or JSON."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from megads.tools.inspect.why import Explanation, Losses, ShownSample
 
 _WIDTH = 120
 _CONTROL = {code: repr(chr(code))[1:-1] for code in chain(range(32), range(127, 160))}
-"""A line break in a cell would look like the table's own."""
+"""Escapes of control characters, because a line break in a cell would look like one of the table."""
 
 
 def as_text(found: Explanation, max_characters: int, tokens: bool) -> str:
-    """Tables for a reader, at most 120 characters wide.
+    """Formats the result as tables, at most 120 characters wide.
 
     Args:
-        found: what to print.
-        max_characters: of each document's text.
-        tokens: print a line a token too.
+        found: result to print.
+        max_characters: maximum characters of text per document.
+        tokens: whether to add one line per token.
     """
     lines = list(_heading(found))
     for sample in found.samples:
@@ -42,7 +42,7 @@ def as_text(found: Explanation, max_characters: int, tokens: bool) -> str:
 
 
 def as_json(found: Explanation) -> str:
-    """One JSON object; losses and texts that are not known are null."""
+    """Formats the result as one JSON object; unknown losses and texts are null."""
     line, config = found.trained.line, found.trained.config
     share = found.share
     content = {
@@ -76,7 +76,7 @@ def _heading(found: Explanation) -> Iterator[str]:
     if found.share is not None:
         place = " ".join(f"{axis}={value}" for axis, value in found.share.place._asdict().items())
         held_places = ", ".join(f"{chunk.start}-{chunk.stop - 1}" for chunk in found.share.chunks)
-        yield f"rank {found.share.rank} ({place}): {found.num_samples:,} samples, of each the places {held_places}"
+        yield f"rank {found.share.rank} ({place}): {found.num_samples:,} samples, positions {held_places} of each"
     if found.weights is not None:
         yield _weights_line(found)
     yield from found.notes
@@ -103,7 +103,7 @@ def _sample(found: Explanation, sample: ShownSample, max_characters: int) -> Ite
     yield f"sample {origin.sample:,} (micro-batch {sample.micro_batch}; {key}){mean}"
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), width=_WIDTH)
     table.add_column("dataset", overflow="fold", max_width=24)
-    for header in ("document", "its tokens", "places", *(["loss"] if sample.losses is not None else [])):
+    for header in ("document", "document tokens", "positions", *(["loss"] if sample.losses is not None else [])):
         table.add_column(header, justify="right", no_wrap=True)
     table.add_column("text", overflow="fold", ratio=1)
     for stretch in origin.stretches:
@@ -130,8 +130,8 @@ def _row(found: Explanation, sample: ShownSample, stretch: Stretch, max_characte
 
 
 def _token_table(found: Explanation, sample: ShownSample) -> Table:
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), caption="- : the loss does not count there")
-    for header in ("place", "document", "in it", "token"):
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), caption="- : masked, not part of the loss")
+    for header in ("position", "document", "offset", "token"):
         table.add_column(header, justify="right", no_wrap=True)
     table.add_column("loss", justify="right")
     table.add_column("text", overflow="fold")
@@ -192,10 +192,10 @@ def _sample_json(found: Explanation, sample: ShownSample) -> dict[str, Any]:
 
 
 def _losses_json(losses: Losses | None) -> list[float | None] | None:
-    """Null for the first token of a sample, which nothing predicts."""
+    """Converts losses to JSON; null for the first token of a sample, which is not predicted."""
     return None if losses is None else [_finite(loss) for loss in losses]
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no NaN."""
+    """Replaces non-finite values by None, because JSON has no NaN."""
     return float(value) if np.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""What `megads plan budget_hours=...` prints: the best model for hours of some GPUs, presets near it, and a run."""
+"""Output of `megads plan budget_hours=...`: the compute-optimal model of a GPU budget, presets near it, the own run."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from megads.tools.plan.step import planned_step
 _PRESETS_SHOWN = 4
 _WIDTH = 150
 _CAVEAT = (
-    "Losses are the law's: nats per token of the data, vocabulary and recipe that it was fitted to. Another dataset or "
-    "tokenizer has another loss; the differences between rows are what to go by."
+    "Losses are the scaling law's: nats per token on the data, vocabulary and recipe it was fitted to. Another dataset "
+    "or tokenizer gives other losses; compare the differences between rows."
 )
 
 
 @dataclass(frozen=True)
 class Training:
-    """A model trained on some tokens.
+    """A model size and the number of tokens it is trained on.
 
     Attributes:
-        name: what it is.
-        parameters: of the model, all of them.
-        tokens: it is trained on.
-        flops: model operations of that, attention included where the model's shape is known.
-        experiment: published run of the same model, if there is one.
+        name: label of the table row.
+        parameters: total number of parameters.
+        tokens: number of training tokens.
+        flops: model FLOPs of the training, including attention where the model's shape is known.
+        experiment: experiment preset of the same model; None if there is none.
     """
 
     name: str
@@ -53,13 +53,13 @@ class Training:
 
 @dataclass(frozen=True)
 class Budget:
-    """GPUs for a time.
+    """Compute budget: GPUs, hours and achieved throughput.
 
     Attributes:
-        gpus: how many.
-        hours: for how long.
-        device_tflops: what each achieves while it trains.
-        cost: prices, power, law.
+        gpus: number of GPUs.
+        hours: wall time in hours.
+        device_tflops: achieved model TFLOPs per GPU during training.
+        cost: prices, power and scaling law.
     """
 
     gpus: int
@@ -69,16 +69,16 @@ class Budget:
 
     @property
     def flops_per_hour(self) -> float:
-        """Operations of all GPUs in an hour, failures taken off."""
+        """FLOPs of all GPUs per hour, scaled by `cost.effective_time`."""
         return self.gpus * self.device_tflops * 1e12 * 3600 * self.cost.effective_time
 
     @property
     def flops(self) -> float:
-        """Of the whole budget."""
+        """Total FLOPs of the budget."""
         return self.flops_per_hour * self.hours
 
     def spending(self, flops: float) -> dict[str, float]:
-        """Hours, GPU hours, energy and price of so many operations, as far as the config gives them."""
+        """Hours, GPU hours, energy and price of `flops` FLOPs; items without a price or power are omitted."""
         hours, cost = flops / self.flops_per_hour, self.cost
         found = {"hours": hours, "gpu_hours": hours * self.gpus}
         if cost.gpu_hour_price is not None:
@@ -91,14 +91,14 @@ class Budget:
 
 
 def show_budget(asked: PlanConfig, conf: Path) -> None:
-    """Prints what the budget can train.
+    """Prints what can be trained within the budget.
 
     Args:
-        asked: the config.
-        conf: folder of the presets.
+        asked: the plan's config.
+        conf: folder of the presets (`conf/`).
 
     Raises:
-        ConfigError: what a GPU achieves is not said.
+        ConfigError: The config is invalid, or does not give the achieved TFLOPs of a GPU.
     """
     budget, law = budget_of(asked), LAWS[asked.cost.law.value]
     parameters, tokens = law.best(budget.flops)
@@ -124,10 +124,10 @@ def show_budget(asked: PlanConfig, conf: Path) -> None:
 
 
 def budget_of(asked: PlanConfig) -> Budget:
-    """The budget that the config gives.
+    """Returns the budget that the config describes.
 
     Raises:
-        ConfigError: it lacks something, or gives what cannot be.
+        ConfigError: A value is invalid, or the achieved TFLOPs of a GPU are not given.
     """
     asked.cost.check()
     tflops = asked.device_tflops or asked.rank_tflops
@@ -137,14 +137,14 @@ def budget_of(asked: PlanConfig) -> Budget:
     assert asked.budget_hours is not None
     if tflops is None:
         raise ConfigError(
-            "budget_hours needs device_tflops, what a GPU achieves while it trains (tflops_per_device in "
-            "metrics.jsonl): set it, for example device_tflops=400, or a device whose step can be planned, device=h100"
+            "budget_hours needs device_tflops, the TFLOPs that a GPU achieves in training (tflops_per_device in "
+            "metrics.jsonl): set it, for example device_tflops=400, or name a device to plan a step on, device=h100"
         )
     return Budget(asked.gpus or asked.parallel.world_size, asked.budget_hours, tflops, asked.cost)
 
 
 def presets_of(conf: Path) -> list[tuple[str, ModelConfig, int, str | None]]:
-    """Name, shape, sequence length and experiment of every preset whose vocabulary is known."""
+    """Name, config, sequence length and experiment of every model preset with a known vocabulary size."""
     experiments = _experiments(conf)
     found = []
     for path in sorted((conf / "model").glob("*.yaml")):
@@ -159,7 +159,7 @@ def presets_of(conf: Path) -> list[tuple[str, ModelConfig, int, str | None]]:
 
 
 def _experiments(conf: Path) -> dict[str, str]:
-    """The experiment that trains each model."""
+    """Maps each model preset to the experiment preset that trains it."""
     found = {}
     for path in sorted((conf / "experiment").glob("*.yaml")):
         for entry in (yaml.safe_load(path.read_text(encoding="utf-8")) or {}).get("defaults", []):
@@ -171,7 +171,7 @@ def _experiments(conf: Path) -> dict[str, str]:
 def nearest(
     presets: Sequence[tuple[str, ModelConfig, int, str | None]], parameters: float, budget: Budget
 ) -> list[Training]:
-    """The presets nearest in size, each trained for the whole budget, from small to large."""
+    """The presets nearest in size, each trained with the whole budget, in ascending size."""
     sized = sorted(
         ((float(parameter_count(model)), name, model, seq_len, run) for name, model, seq_len, run in presets),
         key=lambda item: abs(math.log(item[0] / parameters)),
@@ -184,7 +184,7 @@ def nearest(
 
 
 def own_trainings(asked: PlanConfig, budget: Budget) -> list[Training]:
-    """The config's own model, for the whole budget and, where the config says how long, for that."""
+    """The config's own model, trained with the whole budget and, if the config gives a length, for that length."""
     if asked.model.vocab_size is None:
         return []
     size, flops = float(parameter_count(asked.model)), model_flops_per_token(asked.model, asked.train.seq_len)
@@ -199,12 +199,12 @@ def own_trainings(asked: PlanConfig, budget: Budget) -> list[Training]:
 
 
 def verdict(law: ScalingLaw, training: Training) -> dict[str, float]:
-    """How far a training is from the best one.
+    """Compares a training with the compute-optimal one.
 
     Returns:
-        `tokens_over_best`: over those for which its size is the best one: above 1 it is over-trained. `loss` and
-        `best_loss`, of the best size with as much compute, 6 * N * D. `compute_over_best`: compute over what the
-        best size needs for the same loss.
+        `tokens_per_parameter`. `tokens_over_best`: tokens over those for which this size is compute-optimal; above 1
+        the model is over-trained. `loss`: predicted loss. `best_loss`: predicted loss of the optimal size with the same
+        compute, 6 * N * D. `compute_over_best`: compute over what the optimal size needs for the same loss.
     """
     loss = law.loss(training.parameters, training.tokens)
     compute = FLOPS_PER_PARAMETER_AND_TOKEN * training.parameters * training.tokens
@@ -218,7 +218,7 @@ def verdict(law: ScalingLaw, training: Training) -> dict[str, float]:
 
 
 def budget_json(budget: Budget, law: ScalingLaw, trainings: Sequence[Training]) -> dict[str, Any]:
-    """The same as plain dicts."""
+    """The budget and its trainings as JSON-serializable values."""
     return {
         "gpus": budget.gpus,
         "hours": budget.hours,
@@ -272,14 +272,14 @@ def _table(budget: Budget, law: ScalingLaw, trainings: Sequence[Training]) -> Ta
 
 
 def _trained(over_best: float) -> str:
-    """Tokens over the best number for a size, in words."""
+    """Words for `tokens_over_best`; within 10% counts as optimal."""
     if 0.9 <= over_best <= 1.1:
-        return "as is best"
+        return "optimal"
     return f"over, {over_best:,.1f} x" if over_best > 1 else f"under, {over_best:.2f} x"
 
 
 def _size(count: float) -> str:
-    """As 8.03 B."""
+    """Formats a count, for example 8.03 B."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if count >= size:
             return f"{count / size:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""What `megads plan` is asked."""
+"""Config of `megads plan`."""
 
 from __future__ import annotations
 
@@ -11,57 +11,57 @@ from megads.tools.plan.cost_config import CostConfig
 from megads.tools.plan.life_config import LifetimeConfig
 
 _HERE = ("auto", "cpu", "cuda")
-"""Values of device that name no device of which the speed is known."""
+"""Values of `device` that do not name a device of known speed."""
 
 
 @dataclass
 class PlanConfig(RootConfig):
-    """The config of `megads train`, and how to print the plan."""
+    """Config of `megads train`, plus what to plan and how to print it."""
 
     json: bool = False
     """Print JSON instead of tables."""
     ranks: bool = False
-    """Say also which rank holds what."""
+    """Also print which layers, heads and vocabulary rows each rank holds."""
     device: str = field(default="auto", metadata={"choices": (*_HERE, *DEVICES)})
-    """Where ranks would compute: auto (this machine's GPUs, or its CPU), cpu, cuda, a device by name, which also plans
-    the time of a step, or the file of one that megads calibrate measured (.yaml)."""
+    """Device of each rank: auto (this machine's GPUs, or its CPU), cpu, cuda, or, to plan the time of a step too, the
+    name of a device or a device file written by megads calibrate (.yaml)."""
     nic_gigabytes_per_s: float | None = None
-    """Network of each device, one direction, where it is not the usual one of the device that is named."""
+    """Network bandwidth of each device in one direction, in GB/s; null is the default of the named device."""
     pod_ranks: int | None = None
-    """Ranks whose network ports reach each other at full speed; null: all do."""
+    """Ranks in a pod, within which the network runs at full bandwidth; null: all ranks are in one pod."""
     oversubscription: float = 1.0
-    """How many times slower the network is beyond a pod."""
+    """Factor by which network bandwidth between pods is lower than within one."""
     search: bool = False
-    """Search for the quickest layouts that fit: parallel.* and train.micro_batch_size are what is searched."""
+    """Search parallel.* and train.micro_batch_size for the fastest layouts that fit into memory."""
     gpus: int | None = None
-    """Devices of a search, and GPUs of the cluster for life and budget_hours; null is what the layout takes."""
+    """Number of devices for search, and of GPUs for life and budget_hours; null: the ranks of the layout."""
     schedules: bool = False
-    """Compare all pipeline schedules that this layout can have."""
+    """Compare all pipeline schedules that are possible with this layout."""
     timeline: str | None = None
-    """Draw the step that the schedule plans, all ranks over time, into this file: .svg or .png, or .json for Perfetto
-    and chrome://tracing."""
+    """Draw the simulated step (all pipeline ranks over time) into this file: .svg or .png, or .json for Perfetto and
+    chrome://tracing."""
     plot: str | None = None
-    """Draw where the time of a step goes on the device that is named, into this file: .png, .svg or .html."""
+    """Draw the breakdown of the step time on the named device into this file: .png, .svg or .html."""
     rank_tflops: float | None = None
-    """TFLOPs that a rank achieves, for a schedule's times in seconds; null leaves times relative and messages free."""
+    """Achieved TFLOPs per rank, for schedule times in seconds; null: times are relative, and p2p costs nothing."""
     link_gigabytes_per_s: float | None = None
-    """Speed of messages in one direction between two pipeline ranks; null costs nothing."""
+    """Bandwidth of p2p between two pipeline ranks in one direction, in GB/s; null: unlimited."""
     link_latency_us: float = 0.0
-    """Latency of a message between two pipeline ranks."""
+    """Latency of p2p between two pipeline ranks, in microseconds."""
     life: bool = False
-    """Print what failures cost the run on a cluster instead (docs/life.md)."""
+    """Instead of this plan, print what failures cost the run on a cluster (docs/life.md)."""
     lifetime: LifetimeConfig = field(default_factory=LifetimeConfig)
-    """The cluster of life=true."""
+    """Cluster, failures and checkpoints for life=true."""
     budget_hours: float | None = None
-    """Print what gpus can train in so many hours instead (docs/life.md)."""
+    """Instead of this plan, print what `gpus` GPUs can train in this many hours (docs/life.md)."""
     device_tflops: float | None = None
-    """TFLOPs that a GPU achieves while it trains, for budget_hours; null is rank_tflops, or what is planned for
-    the layout where device is named."""
+    """Achieved TFLOPs per GPU in training, for budget_hours; null is rank_tflops, or, with a named device, the value
+    planned for the layout."""
     cost: CostConfig = field(default_factory=CostConfig)
-    """Prices and scaling law of budget_hours."""
+    """Prices and scaling law for budget_hours."""
 
     def check_cluster(self) -> None:
-        """Raises ConfigError on a cluster that cannot be, and on two questions at once."""
+        """Raises ConfigError on invalid cluster values, or if both `life` and `budget_hours` are set."""
         if self.gpus is not None and self.gpus < 1:
             raise ConfigError(f"gpus = {self.gpus}: must be at least 1")
         for name in ("budget_hours", "device_tflops"):
@@ -69,15 +69,15 @@ class PlanConfig(RootConfig):
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} = {value}: must be positive")
         if self.life and self.budget_hours is not None:
-            raise ConfigError("life=true and budget_hours are two plans: ask for one of them")
+            raise ConfigError("life=true and budget_hours are two plans: set only one of them")
 
     @property
     def names_device(self) -> bool:
-        """Whether the speed of the device is known."""
+        """Whether `device` names a device of known speed."""
         return self.device not in _HERE
 
     def check_device(self) -> None:
-        """Raises ConfigError on a device that is none, on a network that cannot be, and a search without a device."""
+        """Raises ConfigError on an unknown device, invalid network values, or a search without a named device."""
         if self.names_device:
             find_device(self.device)
         for name in ("nic_gigabytes_per_s", "oversubscription", "pod_ranks"):
@@ -93,7 +93,7 @@ class PlanConfig(RootConfig):
             )
 
     def check_schedule(self) -> None:
-        """Raises ConfigError on speeds that no machine has, and on a picture of a kind that nobody can draw."""
+        """Raises ConfigError on invalid speeds and on unsupported file types of `timeline` and `plot`."""
         for name in ("rank_tflops", "link_gigabytes_per_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -102,15 +102,15 @@ class PlanConfig(RootConfig):
             raise ConfigError(f"link_latency_us = {self.link_latency_us}: must not be negative")
         if self.rank_tflops is None and (self.link_gigabytes_per_s is not None or self.link_latency_us):
             raise ConfigError(
-                "link_gigabytes_per_s and link_latency_us need rank_tflops, which says how long a pass takes beside a "
-                "message: set it, for example rank_tflops=150"
+                "link_gigabytes_per_s and link_latency_us need rank_tflops, which gives the compute time to "
+                "compare p2p with: set it, for example rank_tflops=150"
             )
         if self.plot is not None and not self.plot.endswith((".png", ".svg", ".html")):
             raise ConfigError(f"plot = {self.plot}: must end in .png, .svg or .html")
         if self.plot is not None and not (self.names_device and not self.search):
             raise ConfigError(
-                f"plot = {self.plot} draws the time of a layout's step: needs a device whose speed is known, one of "
-                f"{', '.join(DEVICES)}, or a file that megads calibrate wrote, and no search=true"
+                f"plot = {self.plot} draws the step time of one layout: needs a device whose speed is known, one of "
+                f"{', '.join(DEVICES)}, or a file that megads calibrate wrote, without search=true"
             )
         if self.timeline is not None and not self.timeline.endswith((".svg", ".png", ".json")):
             raise ConfigError(f"timeline = {self.timeline}: must end in .svg, .png or .json")

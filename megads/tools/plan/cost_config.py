@@ -1,4 +1,4 @@
-"""What `megads plan budget_hours=...` can be told of prices and scaling laws."""
+"""Config of prices and scaling laws for `megads plan budget_hours=...`."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ class LawName(StrEnum):
 
 @dataclass
 class CostConfig:
-    """Prices, power and the scaling law of a budget."""
+    """Prices, power and scaling law of a budget."""
 
     law: LawName = LawName.epoch2024
     """Scaling law: Hoffmann et al. 2022, approach 3, as published or with Epoch's corrected coefficients of 2024."""
     effective_time: float = 1.0
-    """Share of the time that trains, as megads plan life=true estimates it."""
+    """Effective training time (goodput) as a share, as estimated by megads plan life=true."""
     gpu_hour_price: float | None = None
-    """Of one GPU for an hour, in any currency."""
+    """Price of one GPU hour, in any currency."""
     gpu_watts: float | None = None
-    """Mean power of a GPU with its share of the node: gives the energy."""
+    """Mean power of a GPU including its share of the node, in watts; gives the energy."""
     pue: float = 1.0
-    """Power of the whole site over that of its computers."""
+    """Power usage effectiveness: power of the whole site over that of its computers."""
     kwh_price: float | None = None
-    """Of a kilowatt-hour, in the same currency; wants gpu_watts."""
+    """Price of a kilowatt-hour, in the same currency; needs gpu_watts."""
 
     def check(self) -> None:
-        """Raises ConfigError on figures that nothing can have."""
+        """Raises ConfigError on invalid values."""
         for name in ("gpu_hour_price", "gpu_watts", "kwh_price"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -43,4 +43,4 @@ class CostConfig:
         if not self.pue >= 1:
             raise ConfigError(f"cost.pue = {self.pue}: must be at least 1")
         if self.kwh_price is not None and self.gpu_watts is None:
-            raise ConfigError("cost.kwh_price needs cost.gpu_watts, which says how much energy it is")
+            raise ConfigError("cost.kwh_price needs cost.gpu_watts to compute the energy")

@@ -1,4 +1,4 @@
-"""What `megads train run.dry_run=true` prints: the run that would start, row by row."""
+"""Output of `megads train run.dry_run=true`: a description of the run that would start."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from megads.tools.plan.stages import stage_text
 from megads.tools.plan.tables import can_be_simulated, outlook_of, rank_text, schedule_line, schedule_text
 
 _DRY_RUN_WIDTH = 120
-"""Characters of the dry run's tables."""
+"""Width of the dry run's tables, in characters."""
 
 
 def describe_run(resolved: ResolvedRun) -> str:
-    """Returns what a run would do, for run.dry_run."""
+    """Returns the text of a dry run."""
     config, machine = resolved.planned, resolved.machine
     train, parallel, model = stage_config(config, 0).train, config.parallel, config.model
     micro_batches = train.global_batch_size // (train.micro_batch_size * parallel.dp)
     threads = config.cluster.threads_per_rank or share_of_cores(parallel.world_size)
     ramp = f", growing from {train.batch_ramp.start}" if train.batch_ramp.start else ""
     need = disk_need(resolved)
-    vocabulary, memory = "vocabulary and parameters not known before the data is there", "not known either"
+    vocabulary, memory = "vocabulary and parameters not known before the data is there", "not known yet"
     if model.vocab_size is not None:
         vocabulary = f"vocabulary {model.vocab_size:,}, {parameter_count(model):,} parameters"
         memory = memory_line(config, machine)
@@ -57,7 +57,7 @@ def describe_run(resolved: ResolvedRun) -> str:
     }
     lines = ["dry run: nothing was started", *(f"  {name:<10} {value}" for name, value in rows.items())]
     if parallel.partition is Partition.auto:
-        lines.append("which rank holds what is not known before the vocabulary is: parallel.partition=auto goes by it")
+        lines.append("layers of each rank not known yet: parallel.partition=auto depends on the vocabulary size")
     elif parallel.world_size > 1:
         lines += [*schedule_text(config, machine, _DRY_RUN_WIDTH), rank_text(config, _DRY_RUN_WIDTH)]
     lines += stage_text(config, _DRY_RUN_WIDTH, cuda=machine.per_gpu)
@@ -67,7 +67,7 @@ def describe_run(resolved: ResolvedRun) -> str:
 
 
 def _local_row(config: RootConfig, machine: Machine) -> dict[str, str]:
-    """What local checkpoints take beside the training; nothing where there are none."""
+    """Memory of local checkpoints as a row; empty without local checkpoints."""
     if not config.checkpoint.local_every_steps or config.model.vocab_size is None:
         return {}
     size, text = local_copies(config, plan_of(config, cuda=machine.per_gpu))
@@ -87,7 +87,7 @@ def _length(config: RootConfig) -> str:
 
 
 def _learning_rate(config: RootConfig) -> str:
-    """As in 0.0003, after a warmup of 100 samples (13 steps), cosine to 3e-05 at sample 8,000 (step 1,000)."""
+    """For example 0.0003 after a warmup to sample 100 (step 13), cosine to 3e-05 at sample 8,000 (step 1,000)."""
     optim, schedule = config.optim, config.schedule
     if not config.train.length_is_known:
         return f"{optim.lr:g}, {schedule.name}"
@@ -109,15 +109,15 @@ def _learning_rate(config: RootConfig) -> str:
 
 
 def _heads(model: ModelConfig) -> str:
-    """As in 8 heads, or 8 heads on 2 of keys."""
-    shared = f" on {model.kv_heads} of keys" if model.queries_per_kv > 1 else ""
+    """For example "8 heads", or "8 heads on 2 KV heads" with grouped-query attention."""
+    shared = f" on {model.kv_heads} KV heads" if model.queries_per_kv > 1 else ""
     return f"{model.num_heads} heads{shared}"
 
 
 def _pipeline_rows(config: RootConfig) -> dict[str, str]:
-    """What the pipeline's schedule promises, as a row of the dry run; none without a pipeline."""
+    """Predicted bubble of the pipeline schedule as a row; empty without pipeline parallelism."""
     if config.parallel.pp == 1 or config.model.vocab_size is None:
         return {}
     if not can_be_simulated(config):
-        return {"pipeline": f"{config.parallel.schedule}; a step of so many micro-batches is not simulated"}
+        return {"pipeline": f"{config.parallel.schedule}; a step with so many micro-batches is not simulated"}
     return {"pipeline": schedule_line(outlook_of(config))}

@@ -1,4 +1,4 @@
-"""What `megads plan life=true` can be told of a cluster."""
+"""Config of the cluster for `megads plan life=true`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MAY_BE_ZERO = (
 _POSITIVE = ("days", "step_time_s", "tokens_per_s", "save_every_s", "memory_every_s", "repair_hours")
 _MOST_RUNS = 1_000
 _MOST_FAILURES = 20_000
-"""Of one run; the simulations take a minute."""
+"""Failures per run above which the simulation is refused; up to here it takes about a minute."""
 
 
 class FailureSource(StrEnum):
@@ -37,60 +37,60 @@ class FailureSource(StrEnum):
 
 @dataclass
 class LifetimeConfig:
-    """Failures, detection, restarts and saves of a run; what a default was measured with is in docs/life.md."""
+    """Failures, detection, restarts and checkpoints of a run; docs/life.md says how the defaults were measured."""
 
     failures: FailureSource = FailureSource.llama3
     """Published failures by cause, scaled by GPUs and time: Llama 3's 54 days on 16,384 H100; Acme's (upper bounds);
     Meta's research clusters RSC-1 and RSC-2 (one rate for all causes)."""
     days: float = 30.0
-    """Days of wall time."""
+    """Wall time of the run, in days."""
     step_time_s: float | None = None
-    """Seconds of a step: gives intervals from checkpoint.every_steps and local_every_steps, and hang_s; null is what is
-    planned where device is named."""
+    """Step time in seconds: gives checkpoint intervals from checkpoint.every_steps and local_every_steps, and hang_s;
+    null is the planned step time if a device is named."""
     tokens_per_s: float | None = None
-    """Of all GPUs, while they train: says how many tokens the days come to; null is what is planned where device is
-    named."""
+    """Tokens per second of all GPUs in training: gives the number of tokens trained in the given days; null is the
+    planned value if a device is named."""
     save_every_s: float | None = None
-    """Seconds of training between two checkpoints on disk; null is checkpoint.every_steps where that and
-    step_time_s are set, else Daly's optimum."""
+    """Checkpoint interval on disk, in seconds of training; null is checkpoint.every_steps if that and step_time_s are
+    set, else Daly's optimum."""
     save_stall_s: float = 0.5
-    """Steps wait so long for a checkpoint: its copy in memory, or all of it with checkpoint.async=false."""
+    """Time that training blocks for a checkpoint: its copy to memory, or all of it with checkpoint.async_save=false."""
     save_write_s: float = 60.0
-    """From there until it is committed, beside the training; 0 where the steps wait for all of it."""
+    """Time from there until it is committed, overlapped with training; 0 if training blocks for the whole write."""
     load_s: float = 60.0
-    """To find, verify and load a checkpoint from disk."""
+    """Time to find, verify and load a checkpoint from disk."""
     memory_every_s: float | None = None
-    """Seconds of training between two local checkpoints (docs/checkpoints.md); null is checkpoint.local_every_steps
-    where that and step_time_s are set, else none are written."""
+    """Interval of local checkpoints (docs/checkpoints.md), in seconds of training; null is checkpoint.local_every_steps
+    if that and step_time_s are set, else none are written."""
     memory_stall_s: float = 0.1
-    """Steps wait so long for a local checkpoint."""
+    """Time that training blocks for a local checkpoint."""
     memory_write_s: float = 5.0
-    """From there until it and its copy on another node are complete."""
+    """Time from there until it and its copy on another node are complete."""
     memory_load_s: float = 5.0
-    """To load a local checkpoint, or its copy from another node."""
+    """Time to load a local checkpoint, or its copy from another node."""
     memory_copies: bool | None = None
-    """Local checkpoints survive the loss of a node; null is checkpoint.replicate."""
+    """Whether local checkpoints survive the loss of a node; null is checkpoint.replicate."""
     crash_s: float = 2.0
-    """From a failure to its detection, where a process or node ends."""
+    """Detection time of a failure that ends a process or node."""
     hang_s: float | None = None
-    """The same where nobody ends; null is megads' limit of 15 steps, at least 20 s, and 60 s without step_time_s."""
+    """Detection time of a hang; null is megads' limit of 15 steps, at least 20 s, or 60 s without step_time_s."""
     silent_s: float = 600.0
-    """The same where only the values are wrong: resilience.check_replicas_every_steps times a step."""
+    """Detection time of silent data corruption: resilience.check_replicas_every_steps times the step time."""
     restart_s: float = 60.0
-    """From there to the load of the state: orders to all nodes, processes, communicators."""
+    """Time from detection to the start of loading: commands to all nodes, processes, communicators."""
     spares: int = 0
-    """Idle nodes that take the place of a lost one at once (docs/nodes.md)."""
+    """Spare nodes, which replace a lost node at once (docs/nodes.md)."""
     replace_s: float = 600.0
-    """Until the scheduler gives another node where no spare is ready."""
+    """Time until the scheduler provides another node if no spare is available."""
     repair_hours: float = 24.0
-    """Mean time until a broken node is a spare one."""
+    """Mean time to repair of a node, after which it is a spare."""
     runs: int = 64
-    """Runs that are simulated."""
+    """Number of simulated runs."""
     seed: int = 0
-    """Of the failures."""
+    """Random seed of the failures."""
 
     def check(self) -> None:
-        """Raises ConfigError on what cannot be simulated."""
+        """Raises ConfigError on invalid values."""
         for names, least, words in ((_MAY_BE_ZERO, False, "not be negative"), (_POSITIVE, True, "be positive")):
             for name in names:
                 value = getattr(self, name)
@@ -106,9 +106,9 @@ class LifetimeConfig:
             raise ConfigError(f"lifetime.seed = {self.seed}: must not be negative")
 
     def check_failures(self, failures: float) -> None:
-        """Raises ConfigError where a run meets so many failures that simulating it takes minutes."""
+        """Raises ConfigError if a run has so many failures that its simulation takes minutes."""
         if failures > _MOST_FAILURES:
             raise ConfigError(
                 f"{failures:,.0f} failures in lifetime.days = {self.days:g} are too many to simulate (at most "
-                f"{_MOST_FAILURES:,}): plan fewer days; the share is the same"
+                f"{_MOST_FAILURES:,}): plan fewer days; the effective share stays the same"
             )

@@ -1,4 +1,4 @@
-"""What `megads plan life=true` prints: failures by cause and what they cost, the best interval of saves, what helps."""
+"""Output of `megads plan life=true`: failures and their cost by cause, optimal checkpoint intervals, sensitivities."""
 
 from __future__ import annotations
 
@@ -29,19 +29,20 @@ from megads.runtime.visible_console import VisibleConsole
 from megads.tools.plan.config import PlanConfig
 
 _HANG_STEPS, _LEAST_HANG_S, _HANG_NOTICED_S, _HANG_S = 15, 20.0, 1.0, 60.0
-"""megads' limit (docs/reliability.md, "A rank hangs"), how long after it a hang is seen, and without a step's time."""
+"""megads' hang limit in steps and its minimum (docs/reliability.md, "A rank hangs"), the delay from the limit to
+detection, and the detection time assumed if the step time is not known."""
 _WIDTH = 130
 
 
 @dataclass(frozen=True)
 class LifePlan:
-    """Everything that is printed.
+    """Results of a simulation, as printed.
 
     Attributes:
-        life: what was simulated.
-        result: of it.
-        optimum: of the interval of saves on disk.
-        gains: effective share gained by halving each part.
+        life: simulated cluster and run.
+        result: result of the simulation.
+        optimum: optimal interval of checkpoints on disk.
+        gains: gain in effective training time (as a share) from halving each parameter.
     """
 
     life: Life
@@ -51,10 +52,10 @@ class LifePlan:
 
 
 def show_life(asked: PlanConfig) -> None:
-    """Simulates and prints.
+    """Simulates the run on the cluster and prints the results.
 
     Raises:
-        ConfigError: the cluster cannot be simulated.
+        ConfigError: The cluster cannot be simulated.
     """
     asked.lifetime.check()
     asked = with_planned_step(asked)
@@ -75,12 +76,12 @@ def show_life(asked: PlanConfig) -> None:
 
 
 def with_planned_step(asked: PlanConfig) -> PlanConfig:
-    """The config with the step's time and tokens as planned, where they are not given and a device is named."""
+    """Fills in the planned step time and throughput if they are not given and a device is named."""
     given = asked.lifetime
     whole = asked.gpus is None or asked.gpus == asked.parallel.world_size
     if given.step_time_s is not None or not asked.names_device or not whole:
         return asked
-    # Nothing else about a cluster needs torch.
+    # Imported late: the other parts of this plan do not need the step model.
     from megads.tools.plan.step import planned_step
 
     check_shape(asked)
@@ -91,10 +92,10 @@ def with_planned_step(asked: PlanConfig) -> PlanConfig:
 
 
 def life_of(asked: PlanConfig) -> Life:
-    """The cluster that the config describes.
+    """Returns the cluster and run that the config describes.
 
     Raises:
-        ConfigError: checkpoints are written more often than one can be written.
+        ConfigError: The checkpoint interval is shorter than the time to write a checkpoint.
     """
     given, step_s = asked.lifetime, asked.lifetime.step_time_s
     hang_s = _HANG_S if step_s is None else max(_HANG_STEPS * step_s, _LEAST_HANG_S) + _HANG_NOTICED_S
@@ -105,7 +106,7 @@ def life_of(asked: PlanConfig) -> Life:
     if save_every_s is not None and save_every_s < given.save_write_s:
         raise ConfigError(
             f"lifetime.save_every_s = {save_every_s:g} is shorter than lifetime.save_write_s = {given.save_write_s:g}: "
-            "one checkpoint is written at a time; save less often, or give the time that a write takes"
+            "checkpoints are written one at a time; save less often, or correct the write time"
         )
     memory = None
     if memory_every_s is not None:
@@ -129,12 +130,12 @@ def life_of(asked: PlanConfig) -> Life:
 
 
 def _saving_as_daly(life: Life) -> Life:
-    """Saves on disk at Daly's optimum."""
+    """Sets the interval of checkpoints on disk to Daly's optimum."""
     return replace(life, disk=replace(life.disk, every_s=formula_interval(life)))
 
 
 def expected_restart_s(life: Life) -> float:
-    """Mean seconds from a failure to the next step where every loss of a node waits as long as without spares."""
+    """Mean seconds from a failure to the next step; node losses wait for the scheduler unless there are spare nodes."""
     rates = [(life.table.per_second(cause, life.gpus), cause) for cause in life.table.causes]
     total = sum(rate for rate, _ in rates)
     waits = life.replace_s if not life.spares else 0.0
@@ -143,7 +144,7 @@ def expected_restart_s(life: Life) -> float:
 
 
 def expected(life: Life, every_s: float) -> float | None:
-    """Effective share by formula, where there is one: saves on disk only."""
+    """Effective training time by formula, as a share; None with local checkpoints, which the formula does not cover."""
     if life.memory is not None:
         return None
     disk = life.disk
@@ -151,7 +152,7 @@ def expected(life: Life, every_s: float) -> float | None:
 
 
 def intervals(life: Life, *, memory: bool) -> dict[str, float]:
-    """What each formula recommends for a tier, in seconds; nothing where no failure needs it."""
+    """Checkpoint interval of each formula for a tier, in seconds; empty if no failure needs the tier."""
     tier = life.memory if memory else life.disk
     mean = life.needs(memory=memory)
     if tier is None or math.isinf(mean):
@@ -165,7 +166,7 @@ def intervals(life: Life, *, memory: bool) -> dict[str, float]:
 
 
 def life_json(asked: PlanConfig, found: LifePlan) -> dict[str, Any]:
-    """The plan as plain dicts; times in seconds or hours as their names say."""
+    """The plan as JSON-serializable values; names give the units of times."""
     life, result = found.life, found.result
     causes = [
         {
@@ -210,7 +211,7 @@ def _print_share(console: VisibleConsole, asked: PlanConfig, found: LifePlan) ->
     )
     console.print(f"rates: {life.table.title}{'; ' + life.table.remark if life.table.remark else ''}")
     if life.gpus > 2 * life.table.gpus:
-        console.print(f"counted on jobs of some {life.table.gpus:,} GPUs: at {life.gpus:,} they are an extrapolation")
+        console.print(f"measured on jobs of about {life.table.gpus:,} GPUs: rates are extrapolated to {life.gpus:,}")
     console.print(
         f"effective training time {result.share:.2%} +- {result.confidence:.2%} (mean of {len(result.shares)} "
         f"simulated runs and its 95% confidence interval); 95% of single runs between {low:.2%} and {high:.2%}"
@@ -219,7 +220,7 @@ def _print_share(console: VisibleConsole, asked: PlanConfig, found: LifePlan) ->
         console.print(f"a step takes {_duration(asked.lifetime.step_time_s)}")
     lost = (1 - result.share) * life.gpus * life.days * 24
     console.print(
-        f"{lost:,.0f} GPU hours do not train, {result.stall_s * life.gpus / HOUR_S:,.0f} of them wait for saves"
+        f"{lost:,.0f} GPU hours are lost, {result.stall_s * life.gpus / HOUR_S:,.0f} of them blocked on checkpoints"
     )
     if asked.lifetime.tokens_per_s is not None:
         tokens = asked.lifetime.tokens_per_s * result.share * life.horizon_s
@@ -227,7 +228,7 @@ def _print_share(console: VisibleConsole, asked: PlanConfig, found: LifePlan) ->
 
 
 def _cause_table(found: LifePlan) -> Table:
-    """A row a cause, the costliest first, and their sum."""
+    """One row per cause, the most expensive first, and the total."""
     life, result = found.life, found.result
     table = Table(box=SIMPLE_HEAD, title="Failures by cause, hours of the run", title_justify="left")
     for name in ("cause", "shows as", "loses"):
@@ -251,18 +252,18 @@ def _cause_table(found: LifePlan) -> Table:
 
 
 def _interval_table(found: LifePlan) -> Table:
-    """The interval in use beside the formulas' and, on disk, the simulated optimum."""
+    """Checkpoint interval in use, those of the formulas and, for disk, the simulated optimum."""
     life, best = found.life, found.optimum
-    table = Table(box=SIMPLE_HEAD, title="Training between two saves", title_justify="left")
-    for name in ("saves", "in use", "Young 1974", "Daly 2006, first order", "higher order", "best simulated"):
+    table = Table(box=SIMPLE_HEAD, title="Checkpoint interval", title_justify="left")
+    for name in ("checkpoints", "in use", "Young 1974", "Daly 2006, first order", "higher order", "best simulated"):
         table.add_column(name, justify="right")
     for name, tier, memory in (("on disk", life.disk, False), ("in memory", life.memory, True)):
         if tier is None:
             continue
         found_s = intervals(life, memory=memory)
-        cells = [_duration(value) for value in found_s.values()] or ["no failure needs it", "", ""]
+        cells = [_duration(value) for value in found_s.values()] or ["not needed by any failure", "", ""]
         simulated = f"{_duration(best.every_s)} ({best.share:.2%})"
-        # A flat optimum: what differs by less than a tenth of a percent is no reason to change.
+        # The optimum is flat: the range within 0.1% shows which intervals need no change.
         simulated += f"; {_duration(best.low_s)} to {_duration(best.high_s)} within 0.1%"
         table.add_row(name, _duration(tier.every_s), *cells, "" if memory else simulated)
     formula = expected(life, life.disk.every_s)
@@ -272,8 +273,8 @@ def _interval_table(found: LifePlan) -> Table:
 
 
 def _gain_table(found: LifePlan) -> Table:
-    """What would help most."""
-    table = Table(box=SIMPLE_HEAD, title="What would help: each halved, with the same failures", title_justify="left")
+    """One row per parameter: gain in effective training time if it is halved."""
+    table = Table(box=SIMPLE_HEAD, title="Sensitivity: each parameter halved, same failures", title_justify="left")
     table.add_column("halved")
     table.add_column("effective training time", justify="right")
     table.add_column("GPU hours", justify="right")
@@ -284,7 +285,7 @@ def _gain_table(found: LifePlan) -> Table:
 
 
 def _duration(seconds: float) -> str:
-    """As 42 s, 3.1 min, 2.1 h or 3.2 days."""
+    """Formats a duration, for example 42 s, 3.1 min, 2.1 h or 3.2 days."""
     for size, unit in ((2 * 86400.0, "days"), (2 * 3600.0, "h"), (120.0, "min")):
         if seconds >= size:
             return f"{seconds / {'days': 86400.0, 'h': 3600.0, 'min': 60.0}[unit]:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""What `megads plan` prints: tables for people, JSON for machines."""
+"""Output of `megads plan`: tables, or JSON."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ from megads.tools.plan.tables import (
 from megads.tools.report.config import require_matplotlib
 
 _TABLE_WIDTH = 176
-"""Characters of the widest table; a narrower terminal wraps its lines, which reads better than cut figures."""
+"""Width of the widest table in characters; a narrower terminal wraps lines, which is better than cut numbers."""
 
 
 def show(asked: PlanConfig) -> None:
-    """Prints the plan of a run, and draws its schedule if asked."""
+    """Prints the plan of a run; draws the files of `timeline` and `plot` if they are set."""
     device = device_of(asked)
     if asked.search and device is not None:
         _search(asked, device)
@@ -65,7 +65,7 @@ def show(asked: PlanConfig) -> None:
     config: RootConfig = asked
     if machine is None and config.parallel.recompute is Recompute.auto:
         raise ConfigError(
-            "parallel.recompute = auto goes by the memory of a GPU, and this machine has none: set "
+            "parallel.recompute = auto depends on GPU memory, and this machine has no GPU: set "
             "cluster.gpu_memory_gib, or plan with device=cpu"
         )
     config, choices = settle_auto(config, machine)
@@ -73,7 +73,7 @@ def show(asked: PlanConfig) -> None:
         name = config.model.block.name
         choices = [
             *choices,
-            f"activations of model.block.name={name} are not modelled: counted as the built-in block's",
+            f"activation memory of model.block.name={name} is not modelled: the built-in block's is used",
         ]
     cuda = machine is None or machine.per_gpu
     run, config = config, largest_stage(config, cuda=cuda)
@@ -112,16 +112,16 @@ def show(asked: PlanConfig) -> None:
 
 
 def _print_groups_and_stages(console: VisibleConsole, run: RootConfig, *, cuda: bool) -> None:
-    """What is said of a whole run, where there is anything."""
+    """Prints the tables of parameter groups and training stages, if the run has any."""
     if has_groups(run):
         console.print(parameter_group_table(run))
     if run.train.stages:
         console.print(stage_table(run, cuda=cuda))
-        console.print("what follows is of the stage whose largest rank holds the most")
+        console.print("the rest of the plan is for the training stage with the highest peak memory of a rank")
 
 
 def _search(asked: PlanConfig, device: Device) -> None:
-    """Prints the quickest layouts."""
+    """Searches for the fastest layouts and prints them."""
     from megads.tools.plan.search import answer_json, find_layouts, print_answer, question_of
 
     answer = find_layouts(asked, question_of(asked, device))
@@ -134,15 +134,15 @@ def _search(asked: PlanConfig, device: Device) -> None:
 
 
 def _memory_of_a_device(plan: MemoryPlan, room: Room | None) -> int:
-    """Bytes of the fullest device; on a CPU of the fullest rank."""
+    """Peak bytes of the device with the most memory in use; on a CPU, of such a rank."""
     return room.needed if room is not None and room.per_gpu else plan.largest.peak
 
 
 def _draw(found: Outlook, path: Path, *, timed: bool) -> None:
-    """Writes the planned step as a picture, or for Perfetto.
+    """Writes the simulated step as a picture or as a Perfetto trace.
 
     Raises:
-        ConfigError: the file cannot be written, or matplotlib is not there.
+        ConfigError: The file cannot be written, or matplotlib is not installed.
     """
     traces, schedule = simulated_step(found.timeline), found.schedule
     title = f"{schedule.name}, {schedule.placement.num_ranks} ranks, {schedule.micro_batches} micro-batches, planned"
@@ -161,7 +161,7 @@ def _draw(found: Outlook, path: Path, *, timed: bool) -> None:
 
 
 def _machine(config: RootConfig, device: str) -> Machine | None:
-    """Where ranks would run; None for the GPUs of another machine of which nothing is known."""
+    """Memory of the machine on which ranks would run; None for GPUs of another machine whose memory is not known."""
     if device == "cpu":
         return Machine(available_memory(), per_gpu=False)
     here = this_machine()
@@ -172,7 +172,7 @@ def _machine(config: RootConfig, device: str) -> Machine | None:
 
 
 def compute(config: RootConfig, plan: MemoryPlan) -> dict[str, Any]:
-    """What a step of the full batch size computes, by name, for people and machines alike."""
+    """FLOPs, tokens and micro-batches of a step with the full global batch size."""
     train = config.train
     flops = model_flops_per_token(config.model, train.seq_len)
     blocks = [mode for stage in plan.stages for mode in stage.recomputation]
@@ -187,7 +187,7 @@ def compute(config: RootConfig, plan: MemoryPlan) -> dict[str, Any]:
 
 
 def as_json(config: RootConfig, plan: MemoryPlan, room: Room | None, found: Outlook) -> dict[str, Any]:
-    """The plan as plain dicts; all sizes in bytes."""
+    """The plan as JSON-serializable values; all sizes in bytes."""
     stages = []
     for stage in plan.stages:
         entry = dataclasses.asdict(stage)
@@ -231,55 +231,55 @@ def _print(
     hardware = step["hardware_flops_per_token"]
     if hardware > step["flops_per_token"]:
         more = hardware / step["flops_per_token"] - 1
-        console.print(f"{hardware:.4g} hardware FLOPs a token with what is recomputed, {more:+.1%}")
+        console.print(f"{hardware:.4g} hardware FLOPs a token including recomputation, {more:+.1%}")
     for choice in choices:
         console.print(choice)
     console.print(_table(plan))
     largest = plan.largest
     console.print(
-        f"largest: rank {largest.first_rank} with {gib(largest.peak)}, at {largest.fullest.name}; "
-        f"it always holds {gib(largest.permanent)}, and in each phase of a step"
+        f"peak: rank {largest.first_rank} with {gib(largest.peak)}, at {largest.fullest.name}; "
+        f"{gib(largest.permanent)} of it permanent, plus in each phase of a step:"
     )
     for moment in sorted(largest.phases, key=lambda phase: -phase.total):
-        console.print(f"  {gib(moment.total):>12} more: {moment.name}")
+        console.print(f"  {gib(moment.total):>12} {moment.name}")
     fullest = plan.fullest_device
-    if fullest.beside_tensors:
-        total = sum(fullest.beside_tensors.values())
-        console.print(f"beside tensors {gib(total)} of rank {fullest.first_rank}'s GPU, an estimate:")
-        for name, size in fullest.beside_tensors.items():
+    if fullest.non_tensor_memory:
+        total = sum(fullest.non_tensor_memory.values())
+        console.print(f"plus {gib(total)} on rank {fullest.first_rank}'s GPU outside of tensors (estimate):")
+        for name, size in fullest.non_tensor_memory.items():
             console.print(f"  {gib(size):>12} {name}")
     if config.checkpoint.local_every_steps:
         size, text = local_copies(config, plan)
         console.print(f"{gib(size):>12} {text}")
     elif config.checkpoint.copies(largest.saved):
         console.print(
-            f"{gib(largest.saved):>12} of the node's memory for a copy of the state while a checkpoint is written, if "
-            "it has that much (checkpoint.async_save)"
+            f"{gib(largest.saved):>12} of host memory for a copy of the state while a checkpoint is written, if "
+            "available (checkpoint.async_save)"
         )
     if room is not None:
         console.print(f"{room}: {'fits' if room.fits else 'does not fit'}")
 
 
 def local_copies(config: RootConfig, plan: MemoryPlan) -> tuple[int, str]:
-    """Bytes of the node's memory that local checkpoints take for each rank, at most, and what for."""
-    size, of_whom, keys = 2 * plan.largest.saved, "two copies of the state", "checkpoint.local_every_steps"
+    """Maximum bytes of host memory that local checkpoints take per rank, and a text that says what for."""
+    size, copies, keys = 2 * plan.largest.saved, "two copies of the state", "checkpoint.local_every_steps"
     if config.checkpoint.replicate:
         size += 2 * max(stage.saved for stage in plan.stages)
-        of_whom, keys = "two copies of its state and two of another node's rank", f"{keys}, checkpoint.replicate"
-    return size, f"of the node's memory for {of_whom} in {config.checkpoint.local_folder} ({keys})"
+        copies, keys = "two copies of its state and two of another node's rank", f"{keys}, checkpoint.replicate"
+    return size, f"of host memory for {copies} in {config.checkpoint.local_folder} ({keys})"
 
 
 def _recomputation(stage: StageMemory) -> str:
-    """none, or how many of the stage's blocks are recomputed and what of them: 2 of 6 full."""
+    """Number of recomputed blocks of a stage by mode, for example "2 of 6 full"; "none" without recomputation."""
     counts = Counter(mode for mode in stage.recomputation if mode is not Recompute.none)
     return ", ".join(f"{count} of {len(stage.recomputation)} {mode}" for mode, count in counts.items()) or "none"
 
 
 def _table(plan: MemoryPlan) -> Table:
-    """One row a stage, one column a part of the peak."""
+    """One row per pipeline stage, one column per part of the peak."""
     unit, size = ("GiB", 2**30) if plan.largest.peak >= 2**30 else ("MiB", 2**20)
     table = Table(
-        title=f"{unit} of one rank at its fullest moment, by pipeline stage",
+        title=f"peak memory of one rank in {unit}, by pipeline stage",
         title_justify="left",
         box=SIMPLE_HEAD,
         padding=(0, 0, 0, 1),

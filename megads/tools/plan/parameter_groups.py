@@ -1,4 +1,4 @@
-"""Which parameters train with which learning rate and decay: what `megads plan` and a dry run print of optim.groups."""
+"""Learning rate and weight decay of each parameter group, as `megads plan` and a dry run print them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from megads.runtime.visible_console import VisibleConsole
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters of which the same entries of optim.groups hold, with the same rates.
+    """Parameters that match the same entries of optim.groups and have the same rates.
 
     Attributes:
-        patterns: of the entries that match, in their order; none: what optim.lr and optim.weight_decay say.
-        rates: factor of the learning rate, and weight decay.
-        names: of the parameters.
-        elements: of all of them together; None where the size of the vocabulary is not known.
+        patterns: patterns of the matching entries, in order; empty if only optim.lr and optim.weight_decay apply.
+        rates: learning rate factor and weight decay.
+        names: parameter names.
+        elements: total number of elements; None if it depends on a vocabulary size that is not known.
     """
 
     patterns: tuple[str, ...]
@@ -35,7 +35,7 @@ class ParameterGroup:
 
 
 def parameter_group_list(config: RootConfig) -> list[ParameterGroup]:
-    """Every group of a run, those of optim.groups in its order and what none of them holds first."""
+    """All parameter groups of a run: first parameters that match no entry, then in the order of optim.groups."""
     model, optim, members = config.model, config.optim, dict[tuple[tuple[int, ...], Rates], list[str]]()
     shapes, width_scale = shapes_of_any_vocabulary(model), model.width_scale(muon=optim.is_muon)
     for name in shapes:
@@ -44,7 +44,7 @@ def parameter_group_list(config: RootConfig) -> list[ParameterGroup]:
         members.setdefault((entries, parameter_rates(name, role, optim, width_scale)), []).append(name)
     found = []
     for (entries, rates), names in sorted(members.items(), key=lambda item: item[0][0]):
-        # Only the vocabulary's own matrices have its size.
+        # Only the embedding and the head depend on the vocabulary size.
         known = model.vocab_size is not None or not {TIED_PARAMETER, "head.weight"} & set(names)
         elements = sum(prod(shapes[name]) for name in names) if known else None
         patterns = tuple(optim.groups[place].pattern for place in entries)
@@ -53,12 +53,12 @@ def parameter_group_list(config: RootConfig) -> list[ParameterGroup]:
 
 
 def has_groups(config: RootConfig) -> bool:
-    """Whether parameters of a run train at different rates, by optim.groups or model.mup."""
+    """Whether optim.groups or model.mup gives parameters of a run different rates."""
     return bool(config.optim.groups) or config.model.mup.base_width is not None
 
 
 def parameter_groups_json(config: RootConfig) -> list[dict[str, Any]]:
-    """Returns a plain dict for each group."""
+    """The parameter groups as JSON-serializable values."""
     return [
         {
             "patterns": list(group.patterns),
@@ -73,7 +73,7 @@ def parameter_groups_json(config: RootConfig) -> list[dict[str, Any]]:
 
 
 def parameter_group_table(config: RootConfig) -> Table:
-    """One row a group."""
+    """One row per parameter group."""
     table = Table(title="parameter groups", title_justify="left", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
     for header in ("group", "pattern", "tensors", "parameters", "peak rate", "lr_scale", "decay", "first of them"):
         right = header not in ("pattern", "first of them")
@@ -94,11 +94,11 @@ def parameter_group_table(config: RootConfig) -> Table:
 
 
 def parameter_group_text(config: RootConfig, width: int) -> list[str]:
-    """The table as text for a dry run; nothing where all parameters train with the run's own rates.
+    """The table as text for a dry run; empty if all parameters have the same rates.
 
     Args:
-        config: of the run.
-        width: of the lines, in characters.
+        config: config of the run.
+        width: maximum width of a line, in characters.
     """
     if not has_groups(config):
         return []

@@ -1,4 +1,4 @@
-"""The parts of a planned step as a picture, or as a page with the table beside it."""
+"""The breakdown of a planned step time as a picture, or as a page with a table."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from megads.tools.report.config import require_matplotlib
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_WORK = {"matmul", "attention", "elementwise", "recompute", "gradient sums", "optimizer"}
-"""Parts in which ranks compute; in the others they wait for each other."""
+_WORK = {"matmul", "attention", "elementwise", "recompute", "main_grad", "optimizer"}
+"""Parts in which ranks compute; in the others they communicate or wait."""
 
 
 def write_plot(path: Path, estimate: StepEstimate, device: Device) -> None:
     """Draws the parts of a step, the largest first.
 
     Args:
-        path: .png, .svg or .html.
-        estimate: the step.
-        device: on which it is planned.
+        path: output file: .png, .svg or .html.
+        estimate: estimated step.
+        device: device on which the step is planned.
 
     Raises:
-        ConfigError: the file cannot be written, or matplotlib is not there.
+        ConfigError: The file cannot be written, or matplotlib is not installed.
     """
     require_matplotlib()
     from megads.runtime.files import atomic_writer
@@ -63,12 +63,12 @@ def write_plot(path: Path, estimate: StepEstimate, device: Device) -> None:
 
 
 def by_size(estimate: StepEstimate) -> list[tuple[str, float]]:
-    """Parts and their seconds, the largest first."""
+    """Parts of the step with their seconds, the largest first."""
     return sorted(estimate.parts.items(), key=lambda part: -part[1])
 
 
 def standalone_svg(figure: Figure) -> bytes:
-    """The figure as an SVG file of its own."""
+    """The figure as a standalone SVG file."""
     import io
 
     buffer = io.BytesIO()
@@ -77,7 +77,7 @@ def standalone_svg(figure: Figure) -> bytes:
 
 
 def draw_parts(estimate: StepEstimate) -> Figure:
-    """A bar a part; what computes and what waits differ in colour."""
+    """One bar per part, with one colour for compute and another for waiting."""
     from megads.tools.report.style import BLUE, INK, ORANGE, close_panel, open_panel
 
     figure, axes = open_panel("Where a step's time goes", wide=True)

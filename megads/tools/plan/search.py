@@ -1,4 +1,4 @@
-"""`megads plan search=true`: the ten quickest layouts that fit, why others lose, and the winner's overrides."""
+"""`megads plan search=true`: the ten fastest layouts that fit, why others are worse, and overrides of the fastest."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from megads.runtime.visible_console import VisibleConsole
 from megads.tools.plan.config import PlanConfig
 from megads.tools.plan.step import network_of, seconds_text, step_json
 
-_WORTH_A_WORD = 0.03
-"""Share of a step from which a part is a reason."""
+_MIN_SHARE = 0.03
+"""Smallest increase of a part, as a share of the step time, that is listed as a reason."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Of a search.
+    """Result of a layout search.
 
     Attributes:
-        asked: the question.
-        found: what was found.
-        others: what people would try instead of the winner, with what it is.
-        seconds: that the search took.
+        asked: model, devices and constraints of the search.
+        found: fastest layouts, and those examined that do not fit.
+        others: plausible alternatives to the fastest layout, each with a description of the change.
+        seconds: duration of the search.
     """
 
     asked: Question
@@ -44,10 +44,10 @@ class Answer:
 
 
 def question_of(asked: PlanConfig, device: Device) -> Question:
-    """What is searched for a config.
+    """Returns the search that a config asks for.
 
     Raises:
-        ConfigError: nobody said on how many devices.
+        ConfigError: The number of devices is not given.
     """
     devices = asked.gpus if asked.gpus is not None else asked.parallel.world_size
     if asked.gpus is None and devices == 1:
@@ -70,7 +70,7 @@ def question_of(asked: PlanConfig, device: Device) -> Question:
 
 
 def find_layouts(config: RootConfig, asked: Question, most: int = 10) -> Answer:
-    """Searches; the layouts of the best are checked as those of a run are, and their memory is planned exactly."""
+    """Searches for the fastest layouts; examined candidates are validated like a run, with exact memory plans."""
     start = time.perf_counter()
 
     def examine(candidate: LayoutCandidate) -> Examined:
@@ -84,7 +84,7 @@ def find_layouts(config: RootConfig, asked: Question, most: int = 10) -> Answer:
 
 
 def examined(config: RootConfig, asked: Question, candidate: LayoutCandidate) -> Examined:
-    """A candidate's exact memory, and its time where it fits."""
+    """Plans a candidate's memory exactly and, if it fits, its step time."""
     train = replace(config.train, micro_batch_size=candidate.micro_batch_size)
     config = replace(config, parallel=candidate.parallel, train=train)
     try:
@@ -100,8 +100,8 @@ def examined(config: RootConfig, asked: Question, candidate: LayoutCandidate) ->
 
 
 def _memory_of(config: RootConfig, asked: Question) -> int:
-    """Bytes of the fullest device: of the first pipeline rank, where most micro-batches wait, the second, which has
-    most communicators, or the last, which has the logits. On a CPU all ranks share the memory.
+    """Peak bytes of a device: the maximum of the first pipeline rank, which has the most micro-batches in flight, the
+    second, which has the most communicators, and the last, which has the logits. On a CPU all ranks share the memory.
     """
     cuda, last = not asked.device.on_cpu, config.parallel.pp - 1
     ranks = {0, min(1, last), last} if cuda else None
@@ -109,7 +109,7 @@ def _memory_of(config: RootConfig, asked: Question) -> int:
 
 
 def overrides(candidate: LayoutCandidate) -> str:
-    """To paste behind `megads train experiment=...`."""
+    """The layout as overrides for `megads train experiment=...`."""
     parallel = candidate.parallel
     words = [f"parallel.{axis}={size}" for axis, size in parallel.sizes.items()]
     words += [f"parallel.schedule={parallel.schedule}"]
@@ -125,7 +125,7 @@ def overrides(candidate: LayoutCandidate) -> str:
 
 
 def layout_text(candidate: LayoutCandidate) -> str:
-    """As in tp 8 sp, pp 8 interleaved x 3, dp 16, micro-batch 2, selective, ZeRO-1."""
+    """For example tp 8 sp, pp 8 interleaved x 3, dp 16, micro-batch 2, recompute selective, ZeRO-1."""
     own = candidate.parallel
     cut = " sp" if own.sequence_parallel else ""
     virtual = f" x {own.virtual_stages}" if own.virtual_stages else ""
@@ -138,7 +138,7 @@ def layout_text(candidate: LayoutCandidate) -> str:
 
 
 def reasons(asked: Question, loser: Examined, winner: Examined) -> str:
-    """Why a layout loses: memory, or what takes more of its step than of the winner's."""
+    """Why a layout is worse than the fastest: an error, missing memory, or the parts of its step that take longer."""
     if loser.refused:
         return loser.refused
     if loser.estimate is None or loser.memory_bytes > asked.memory_bytes:
@@ -149,14 +149,14 @@ def reasons(asked: Question, loser: Examined, winner: Examined) -> str:
     parts = {
         name: (seconds - winner.estimate.parts.get(name, 0.0)) / base for name, seconds in loser.estimate.parts.items()
     }
-    grown = [(name, share) for name, share in sorted(parts.items(), key=lambda one: -one[1]) if share >= _WORTH_A_WORD]
-    why = ", ".join(f"{_word(asked, name, loser)} {share:+.0%}" for name, share in grown[:3]) or "nothing stands out"
+    grown = [(name, share) for name, share in sorted(parts.items(), key=lambda one: -one[1]) if share >= _MIN_SHARE]
+    why = ", ".join(f"{_word(asked, name, loser)} {share:+.0%}" for name, share in grown[:3]) or "no single part"
     return f"{slower:+.1%}: {why}"
 
 
 def _word(asked: Question, name: str, of: Examined) -> str:
-    """A part's name, and whether its messages leave nodes."""
-    axes = {"tp": ("tp",), "cp": ("cp",), "reduction": ("cp", "dp"), "new weights": ("cp", "dp")}.get(name)
+    """Name of a part; marks communication that crosses nodes."""
+    axes = {"tp": ("tp",), "cp": ("cp",), "grad_reduce": ("cp", "dp"), "param_gather": ("cp", "dp")}.get(name)
     if axes is None:
         return name
     group = group_of(of.candidate.parallel, axes, asked.device.ranks_per_node, asked.network)
@@ -164,25 +164,25 @@ def _word(asked: Question, name: str, of: Examined) -> str:
 
 
 def print_answer(console: VisibleConsole, answer: Answer) -> None:
-    """For people."""
+    """Prints the result as a table with explanations."""
     asked, found = answer.asked, answer.found
     console.print(
         f"{found.considered:,} layouts of {asked.devices:,} x {asked.device.name} in {answer.seconds:.1f} s; "
         f"{found.pruned:,} cannot fit {gib(asked.memory_bytes)}, {found.examined} planned "
-        f"exactly{'' if found.complete else ', then the time was up'}"
+        f"exactly{'' if found.complete else ', stopped at the time limit'}"
     )
     if not found.best:
         console.print(f"none fits: {_nearest(answer)}")
         return
     console.print(_table(found.best))
     winner = found.best[0]
-    console.print("instead of the first:")
+    console.print("alternatives to the fastest layout:")
     for what, other in answer.others:
         console.print(f"  {what}: {reasons(asked, other, winner)}")
-    quicker = sorted(found.unfit, key=lambda one: one.candidate.bound_s)[:3]
-    for one in quicker:
+    faster = sorted(found.unfit, key=lambda one: one.candidate.bound_s)[:3]
+    for one in faster:
         console.print(f"  {layout_text(one.candidate)}: {reasons(asked, one, winner)}")
-    console.print("the first as overrides:")
+    console.print("overrides of the fastest layout:")
     console.print(f"  {overrides(winner.candidate)}", soft_wrap=True)
 
 
@@ -191,11 +191,11 @@ def _nearest(answer: Answer) -> str:
     if least is None:
         return "use more devices, or a smaller model"
     missing = gib(least.memory_bytes - answer.asked.memory_bytes)
-    return f"{layout_text(least.candidate)} lacks {missing}; use more devices, or a smaller model"
+    return f"{layout_text(least.candidate)} needs {missing} more; use more devices, or a smaller model"
 
 
 def _table(best: Sequence[Examined]) -> Table:
-    table = Table(title="the quickest layouts that fit", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(title="fastest layouts that fit", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for header in ("step", "MFU", "tokens/s\na device", "memory", "pipeline", "tp"):
         table.add_column(header, justify="right", no_wrap=True)
     table.add_column("layout")
@@ -216,7 +216,7 @@ def _table(best: Sequence[Examined]) -> Table:
 
 
 def answer_json(answer: Answer) -> dict[str, Any]:
-    """As plain values."""
+    """The result as JSON-serializable values."""
     found = answer.found
 
     def row(one: Examined) -> dict[str, Any]:

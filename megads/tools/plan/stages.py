@@ -1,4 +1,4 @@
-"""The plan of a run's training stages: what `megads plan` and a dry run print of train.stages."""
+"""Plan of a run's training stages (train.stages), as `megads plan` and a dry run print it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megads.train_config import LENGTHS
 
 
 def stages_json(config: RootConfig, *, cuda: bool) -> list[dict[str, Any]]:
-    """Returns a plain dict for each training stage; None for what is not known, or of a stage that is not reached.
+    """Training stages as JSON-serializable values; None for values not known, and for rates of a stage not reached.
 
     Args:
-        config: of the run.
-        cuda: ranks compute on GPUs.
+        config: config of the run.
+        cuda: whether ranks compute on GPUs.
     """
     has_length = any(getattr(config.train, length) is not None for length in LENGTHS)
     last = planned_steps(config) if has_length else None
@@ -56,11 +56,11 @@ def _stage_json(config: RootConfig, span: StageSpan, last: int | None, *, cuda: 
 
 
 def stage_table(config: RootConfig, *, cuda: bool) -> Table:
-    """One row a training stage.
+    """One row per training stage.
 
     Args:
-        config: of the run.
-        cuda: ranks compute on GPUs.
+        config: config of the run.
+        cuda: whether ranks compute on GPUs.
     """
     table = Table(title="training stages", title_justify="left", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
     rows = stages_json(config, cuda=cuda)
@@ -90,12 +90,12 @@ def _shown(count: int | str | None) -> str:
 
 
 def stage_text(config: RootConfig, width: int, *, cuda: bool) -> list[str]:
-    """The table as text for the dry run; nothing for a run without stages.
+    """The table as text for the dry run; empty for a run without stages.
 
     Args:
-        config: of the run.
-        width: characters of a line, at most.
-        cuda: ranks compute on GPUs.
+        config: config of the run.
+        width: maximum width of a line, in characters.
+        cuda: whether ranks compute on GPUs.
     """
     if not config.train.stages:
         return []

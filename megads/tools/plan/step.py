@@ -1,4 +1,4 @@
-"""The time of a step as `megads plan device=<name>` prints it: a table of parts, with bars, or JSON."""
+"""Output of `megads plan device=<name>`: step time and its breakdown, as a table with bars or as JSON."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ from megads.runtime.visible_console import VisibleConsole
 from megads.tools.plan.config import PlanConfig
 
 _BAR = 40
-"""Characters of a bar as long as the step."""
-_WORTH_SAYING = 0.03
-"""Share of a step that CUDA graphs would save."""
+"""Width in characters of a bar that stands for the whole step."""
+_MIN_SAVING = 0.03
+"""Share of the step time that CUDA graphs have to save for the plan to suggest them."""
 MEANING = {
-    "matmul": "matrix products",
+    "matmul": "GEMMs",
     "attention": "attention cores",
     "elementwise": "norms, activations, residuals, dropouts, loss",
-    "host": "Python, autograd and launches, for which the device waits",
-    "recompute": "forward passes made again in backward",
-    "gradient sums": "gradients added to fp32 sums",
-    "tp": "tensor parallelism: what passes wait for",
-    "cp": "context parallelism: keys, values and their gradients",
-    "pipeline": "waits of the pipeline: bubble, messages, uneven stages",
-    "reduction": "gradients reduced after the last backward pass",
-    "weights": "weights gathered by ZeRO-3",
-    "optimizer": "norm and update",
-    "new weights": "new weights gathered (ZeRO-1)",
-    "saves": "copies for checkpoints, on average",
-    "stragglers": "the slowest rank of all",
+    "host": "Python, autograd and kernel launches that the device waits for",
+    "recompute": "activation recomputation in the backward pass",
+    "main_grad": "fp32 gradient accumulation (main_grad)",
+    "tp": "exposed tensor-parallel communication",
+    "cp": "exposed context-parallel communication of keys, values and their gradients",
+    "pipeline": "pipeline idle time: bubble, exposed p2p, stage imbalance",
+    "grad_reduce": "exposed gradient reduction",
+    "zero3_gather": "exposed ZeRO-3 weight all-gathers",
+    "optimizer": "gradient norm and weight update",
+    "param_gather": "all-gather of updated weights (ZeRO-1)",
+    "checkpoint": "state copies for checkpoints, averaged over steps",
+    "stragglers": "waiting for the slowest rank",
 }
 
 
 def device_of(asked: PlanConfig) -> Device | None:
-    """The device that is asked for by name or file, as the cluster connects it; None for auto, cpu and cuda."""
+    """The device given by name or file, with the cluster's links; None for auto, cpu and cuda."""
     if not asked.names_device:
         return None
     return connected_device(asked.device, asked, asked.nic_gigabytes_per_s)
 
 
 def network_of(asked: PlanConfig) -> Network:
-    """What is beyond the nodes."""
+    """The network between nodes."""
     return Network(asked.pod_ranks, asked.oversubscription)
 
 
 def planned_step(asked: PlanConfig) -> StepEstimate | None:
-    """The time of a step of the layout, whatever in it is auto; None where no device is named."""
+    """Estimates a step of the layout, resolving settings that are auto; None if no device is named."""
     device = device_of(asked)
     if device is None:
         return None
@@ -63,7 +63,7 @@ def planned_step(asked: PlanConfig) -> StepEstimate | None:
 
 
 def step_json(estimate: StepEstimate, memory_bytes: int) -> dict[str, Any]:
-    """As plain values; seconds, bytes."""
+    """The estimate as JSON-serializable values, in seconds and bytes."""
     return {
         "step_time_s": estimate.step_time_s,
         "tokens_per_s_per_device": estimate.tokens_per_s_per_device,
@@ -75,7 +75,7 @@ def step_json(estimate: StepEstimate, memory_bytes: int) -> dict[str, Any]:
 
 
 def step_line(estimate: StepEstimate, device: Device) -> str:
-    """One line about a step."""
+    """One-line summary of the estimate."""
     return (
         f"a step on {estimate.ranks:,} x {device.name}: {seconds_text(estimate.step_time_s)}, "
         f"{estimate.tokens_per_s_per_device:,.0f} tokens/s and {estimate.tflops_per_device:.1f} model TFLOPs a device, "
@@ -84,7 +84,7 @@ def step_line(estimate: StepEstimate, device: Device) -> str:
 
 
 def placement_json(parallel: ParallelConfig, device: Device, network: Network) -> dict[str, Any]:
-    """The groups of ranks as plain values."""
+    """Communication groups of the layout as JSON-serializable values."""
     return {
         axes: {"ranks": group.size, "nodes": group.nodes, "ranks_a_node": group.per_node, "slowdown": group.slowdown}
         for axes, group in placement(parallel, device.ranks_per_node, network).items()
@@ -92,7 +92,7 @@ def placement_json(parallel: ParallelConfig, device: Device, network: Network) -
 
 
 def placement_line(parallel: ParallelConfig, device: Device, network: Network) -> str:
-    """One line about which axis crosses nodes and pods."""
+    """One line that says which axes cross nodes and pods."""
     said = []
     for axes, group in placement(parallel, device.ranks_per_node, network).items():
         where = "inside a node"
@@ -102,16 +102,16 @@ def placement_line(parallel: ParallelConfig, device: Device, network: Network) -
             where = f"over {group.nodes} nodes{near}{beyond}"
         said.append(f"{axes} {group.size} {where}")
     order = ", ".join(parallel.rank_order)
-    return f"nodes of {device.ranks_per_node}, rank_order {order}: {'; '.join(said) or 'a rank alone'}"
+    return f"nodes of {device.ranks_per_node}, rank_order {order}: {'; '.join(said) or 'a single rank'}"
 
 
 def graphs_line(estimate: StepEstimate, config: RootConfig, device: Device, network: Network) -> str:
-    """What CUDA graphs would save and need, where that is worth a line and the device has room; else empty."""
+    """Time saved and memory needed by CUDA graphs; empty if the saving is too small or the memory does not suffice."""
     graphs = replace(config, ops=replace(config.ops, cuda_graphs=True))
     if device.on_cpu or config.ops.cuda_graphs or config.parallel.why_no_cuda_graphs():
         return ""
     without, captured = estimate.step_time_s, step_of(graphs, device, network).step_time_s
-    if captured > (1 - _WORTH_SAYING) * without:
+    if captured > (1 - _MIN_SAVING) * without:
         return ""
     machine = machine_of(device)
     plain, room = (machine.room(plan_of(one, cuda=True)) for one in (config, graphs))
@@ -119,7 +119,7 @@ def graphs_line(estimate: StepEstimate, config: RootConfig, device: Device, netw
         return ""
     more = f", with {gib(room.needed - plain.needed)} more on a GPU" if room.needed > plain.needed else ""
     return (
-        f"the host launches more slowly than the device computes: with ops.cuda_graphs=true a step is "
+        f"kernel launches are slower than the device: with ops.cuda_graphs=true a step takes "
         f"{seconds_text(captured)} ({captured / without - 1:+.0%}){more}"
     )
 
@@ -127,7 +127,7 @@ def graphs_line(estimate: StepEstimate, config: RootConfig, device: Device, netw
 def print_step(
     console: VisibleConsole, estimate: StepEstimate, config: RootConfig, device: Device, network: Network
 ) -> None:
-    """Prints a step's time, what crosses nodes, and the parts."""
+    """Prints step time, placement on nodes, advice on CUDA graphs, and the breakdown."""
     console.print(step_line(estimate, device))
     console.print(placement_line(config.parallel, device, network))
     if said := graphs_line(estimate, config, device, network):
@@ -136,7 +136,7 @@ def print_step(
 
 
 def step_table(estimate: StepEstimate) -> Table:
-    """One row a part of the busiest pipeline rank's step, the largest first."""
+    """One row per part of the step time of the busiest pipeline rank, the largest first."""
     table = Table(title="where a step's time goes", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("part", no_wrap=True)
     table.add_column("time", justify="right", no_wrap=True)
@@ -151,5 +151,5 @@ def step_table(estimate: StepEstimate) -> Table:
 
 
 def seconds_text(seconds: float) -> str:
-    """12.3 s, or milliseconds below one."""
+    """Formats a time in seconds, or in milliseconds below one second."""
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{1e3 * seconds:,.2f} ms"

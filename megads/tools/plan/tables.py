@@ -1,4 +1,4 @@
-"""The tables of `megads plan` and of a dry run: which rank holds what, what each pipeline schedule promises."""
+"""Tables of `megads plan` and of a dry run: what each rank holds, and a comparison of pipeline schedules."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from megads.runtime.visible_console import VisibleConsole
 
 @dataclass(frozen=True)
 class RankPlace:
-    """What one rank holds.
+    """Shard of the model that one rank holds.
 
     Attributes:
         rank: global rank.
-        place: its coordinates; place.pp is its pipeline stage.
-        node: number of its node; None where ranks per node are not known.
-        layers: names of the model's stages it holds a share of.
-        heads: its attention heads, of every block it holds; empty without a block.
-        vocabulary: its rows of the vocabulary, padding left out; empty without embedding and head, None where the size
-            of the vocabulary is not known.
+        place: coordinates in the grid; place.pp is the pipeline rank.
+        node: index of the node; None if the number of ranks per node is not known.
+        layers: names of the layers that the rank holds a shard of.
+        heads: attention heads of each block on the rank; empty without a block.
+        vocabulary: vocabulary rows without padding; empty without embedding and head, None if the vocabulary size is
+            not known.
     """
 
     rank: int
@@ -47,15 +47,15 @@ class RankPlace:
 
 
 def rank_places(model: ModelConfig, parallel: ParallelConfig, ranks_per_node: int | None = None) -> list[RankPlace]:
-    """Every rank of a layout, in order.
+    """Returns the place of every rank of a layout, in order of ranks.
 
     Args:
-        model: the model's shape; its vocabulary may still be the tokenizer's.
+        model: model config; the vocabulary size may be None until the tokenizer is known.
         parallel: the layout.
-        ranks_per_node: how many neighbouring ranks share a node; None where that is not known.
+        ranks_per_node: number of consecutive ranks on a node; None if not known.
 
     Raises:
-        ConfigError: more pipeline stages than layers.
+        ConfigError: There are more pipeline stages than layers.
     """
     weights = stage_weights(model)
     names, bounds = list(weights), stage_bounds(list(weights.values()), parallel)
@@ -85,7 +85,7 @@ def _vocabulary(
 
 
 def replicas(places: list[RankPlace]) -> list[list[RankPlace]]:
-    """Ranks that hold the same weights, together: those that differ in their context and data coordinates only."""
+    """Groups ranks that hold the same weights: those that differ only in their cp and dp coordinates."""
     groups: dict[tuple[int, int], list[RankPlace]] = {}
     for held in places:
         groups.setdefault((held.place.pp, held.place.tp), []).append(held)
@@ -93,7 +93,7 @@ def replicas(places: list[RankPlace]) -> list[list[RankPlace]]:
 
 
 def axes_across_nodes(parallel: ParallelConfig, ranks_per_node: int) -> list[str]:
-    """Axes along which some ranks have to talk over the network, innermost first."""
+    """Axes with communication between nodes, innermost first."""
     return [
         axis
         for axis in parallel.rank_order
@@ -102,12 +102,12 @@ def axes_across_nodes(parallel: ParallelConfig, ranks_per_node: int) -> list[str
 
 
 MOST_ROWS = 32
-"""Ranks up to which each has a row of its own; of more, those with the same weights share one."""
+"""Ranks up to which each has its own row; above, ranks with the same weights share one."""
 _MOST_SPANS = 4
 
 
 def rank_table(config: RootConfig) -> Table:
-    """One row a rank, or one for all ranks that hold the same weights where there are many."""
+    """One row per rank or, above MOST_ROWS ranks, per group of ranks with the same weights."""
     places = _places(config)
     groups = [[place] for place in places] if len(places) <= MOST_ROWS else replicas(places)
     nodes = places[0].node is not None
@@ -136,7 +136,7 @@ def rank_table(config: RootConfig) -> Table:
 
 
 def rank_text(config: RootConfig, width: int) -> str:
-    """The table as lines of text, at most so many characters wide."""
+    """The table as text, at most `width` characters wide."""
     console = VisibleConsole(highlight=False, width=width, color_system=None)
     with console.capture() as captured:
         console.print(rank_table(config))
@@ -144,7 +144,7 @@ def rank_text(config: RootConfig, width: int) -> str:
 
 
 def places_json(config: RootConfig) -> list[dict[str, Any]]:
-    """Every rank as plain dicts and lists; ranges as [first, one after the last], null where not known."""
+    """Every rank as JSON-serializable values; ranges are [start, stop), None if not known."""
     found = []
     for held in _places(config):
         vocabulary = held.vocabulary
@@ -162,7 +162,7 @@ def places_json(config: RootConfig) -> list[dict[str, Any]]:
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """Numbers as people write them: 0-3, 8-11; of many pieces the first, the second and the last, with their count."""
+    """Formats integers as ranges, for example "0-3, 8-11"; many ranges are shortened and the count is added."""
     ordered = sorted(set(numbers))
     starts = [ordered[0], *(right for left, right in pairwise(ordered) if right > left + 1)]
     stops = [*(left for left, right in pairwise(ordered) if right > left + 1), ordered[-1]]
@@ -173,7 +173,7 @@ def spans(numbers: Iterable[int]) -> str:
 
 
 def layer_names(layers: tuple[str, ...]) -> str:
-    """embedding, blocks 0-3: the blocks of a stage are neighbours."""
+    """Formats layer names, for example "embedding, blocks 0-3"."""
     blocks = [int(layer.removeprefix("blocks.")) for layer in layers if layer.startswith("blocks.")]
     names: list[str] = []
     for layer in layers:
@@ -194,35 +194,35 @@ def _range(numbers: range) -> str:
 
 
 def _across(config: RootConfig) -> str | None:
-    """Which axes leave a node, as far as that is known."""
+    """Caption that lists the axes across nodes; None if ranks per node are not known."""
     per_node = config.cluster.ranks_per_node
     if per_node is None:
         return None
     across = axes_across_nodes(config.parallel, per_node)
-    return f"{', '.join(across)} across nodes" if across else "no axis leaves a node"
+    return f"{', '.join(across)} across nodes" if across else "no axis across nodes"
 
 
 _INTERLEAVED = (2, 3, 4)
-"""Virtual stages a rank that are compared."""
-_QUICK = 1024
-"""Ranks times micro-batches up to which the dry run of `megads train` compares schedules; more takes seconds."""
-_SIMULATED = 2**20
-"""The same, up to which the one that was chosen is simulated."""
+"""Numbers of virtual stages per rank that are compared."""
+_MAX_COMPARED = 1024
+"""Pipeline ranks times micro-batches up to which a dry run compares schedules; more takes seconds."""
+_MAX_SIMULATED = 2**20
+"""Pipeline ranks times micro-batches up to which the configured schedule is simulated."""
 _RELATIVE = Speed(tflops=1.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One schedule of a comparison.
+    """One pipeline schedule of a comparison.
 
     Attributes:
-        name: of the schedule.
-        virtual_stages: a rank.
-        chosen: whether the config has it.
-        outlook: what it promises; None where the layout cannot have it.
-        peak: bytes of the fullest rank.
-        fits: whether the machine has them; None where that is not known.
-        reason: why the layout cannot have it.
+        name: name of the schedule.
+        virtual_stages: virtual stages per rank.
+        chosen: whether it is the config's schedule.
+        outlook: predicted timeline and bubble; None if the schedule is not possible with the layout.
+        peak: peak bytes of the rank with the most memory in use.
+        fits: whether that fits on the machine; None if not known.
+        reason: why the schedule is not possible.
     """
 
     name: str
@@ -235,13 +235,13 @@ class Candidate:
 
 
 def outlook_of(config: RootConfig, speed: Speed = _RELATIVE) -> Outlook:
-    """The outlook of a config's schedule; of a machine of 1 TFLOP with free messages unless given."""
-    # Where ranks compute does not matter: the clock counts FLOPs.
+    """Predicts the config's schedule; by default at 1 TFLOPs per rank and with p2p that costs nothing."""
+    # cuda does not matter here: pass times are estimated from FLOPs.
     return outlook(config.model, config.parallel, workload_of(config, cuda=True), speed)
 
 
 def schedule_line(found: Outlook) -> str:
-    """One line about a schedule, for people."""
+    """One-line summary of a predicted schedule."""
     placement = found.schedule.placement
     virtual = placement.num_stages // placement.num_ranks
     stages = f" with {virtual} virtual stages each" if virtual > 1 else ""
@@ -255,12 +255,12 @@ def schedule_line(found: Outlook) -> str:
 
 
 def candidates(config: RootConfig, machine: Machine | None, speed: Speed = _RELATIVE) -> Iterator[Candidate]:
-    """Every schedule, as the config's layout would have it, the interleaved one with several virtual stages.
+    """Yields every schedule for the config's layout, the interleaved one with several numbers of virtual stages.
 
     Args:
-        config: the run; neither recompute nor partition is auto any more.
-        machine: where it runs; None where that is not known.
-        speed: of ranks and messages.
+        config: config of the run; recompute and partition must not be auto.
+        machine: memory of the machine; None if not known.
+        speed: compute and p2p speed of one rank.
     """
     own = config.parallel
     chosen = own.schedule, own.num_stages // own.pp
@@ -290,7 +290,7 @@ def _examined(candidate: Candidate, config: RootConfig, machine: Machine | None,
 
 
 def schedule_table(found: list[Candidate], *, in_seconds: bool = False) -> Table:
-    """One row a schedule that can be, the chosen one bold."""
+    """One row per possible schedule, the configured one in bold."""
     table = Table(
         title="pipeline schedules of this layout", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
@@ -299,18 +299,18 @@ def schedule_table(found: list[Candidate], *, in_seconds: bool = False) -> Table
     for header in (*headers[:4], *(["step"] if in_seconds else []), *headers[4:]):
         table.add_column(header, justify="right", no_wrap=True)
     for candidate in found:
-        promised = candidate.outlook
-        if promised is None:
+        predicted = candidate.outlook
+        if predicted is None:
             continue
-        step = [f"{1e3 * promised.timeline.step_time:,.1f} ms"] if in_seconds else []
+        step = [f"{1e3 * predicted.timeline.step_time:,.1f} ms"] if in_seconds else []
         table.add_row(
             candidate.name,
             str(candidate.virtual_stages),
-            f"{promised.unit_bubble_share:.1%}",
-            f"{promised.bubble_share:.1%}",
-            f"{promised.over_ideal:.3f}",
+            f"{predicted.unit_bubble_share:.1%}",
+            f"{predicted.bubble_share:.1%}",
+            f"{predicted.over_ideal:.3f}",
             *step,
-            str(max(promised.waiting)),
+            str(max(predicted.waiting)),
             gib(candidate.peak),
             {True: "yes", False: "no", None: "?"}[candidate.fits],
             style="bold" if candidate.chosen else "",
@@ -319,18 +319,18 @@ def schedule_table(found: list[Candidate], *, in_seconds: bool = False) -> Table
 
 
 def refusals(found: list[Candidate]) -> list[str]:
-    """Why the others cannot be, a line each."""
+    """One line per schedule that is not possible, with the reason."""
     return [f"{c.name} with {c.virtual_stages} stages a rank: {c.reason}" for c in found if c.outlook is None]
 
 
-def can_be_simulated(config: RootConfig, most: int = _SIMULATED) -> bool:
-    """Whether ranks times micro-batches are at most `most`, so that simulating a step takes seconds."""
+def can_be_simulated(config: RootConfig, most: int = _MAX_SIMULATED) -> bool:
+    """Whether pipeline ranks times micro-batches is at most `most`, so that simulating a step takes seconds at most."""
     return config.parallel.pp * workload_of(config, cuda=True).micro_batches <= most
 
 
 def schedule_text(config: RootConfig, machine: Machine, width: int) -> list[str]:
-    """The table as text for the dry run; nothing where there is no pipeline, or too much to compare in passing."""
-    if config.parallel.pp == 1 or config.model.vocab_size is None or not can_be_simulated(config, _QUICK):
+    """The table as text for the dry run; empty without a pipeline, or if the comparison would take too long."""
+    if config.parallel.pp == 1 or config.model.vocab_size is None or not can_be_simulated(config, _MAX_COMPARED):
         return []
     console = VisibleConsole(highlight=False, width=width, color_system=None)
     with console.capture() as captured:
@@ -339,7 +339,7 @@ def schedule_text(config: RootConfig, machine: Machine, width: int) -> list[str]
 
 
 def schedules_json(found: list[Candidate]) -> list[dict[str, Any]]:
-    """The comparison as plain dicts."""
+    """The comparison as JSON-serializable values."""
     rows = []
     for candidate in found:
         row: dict[str, Any] = {"schedule": candidate.name, "virtual_stages": candidate.virtual_stages}
@@ -353,7 +353,7 @@ def schedules_json(found: list[Candidate]) -> list[dict[str, Any]]:
 
 
 def outlook_json(found: Outlook) -> dict[str, Any]:
-    """What a schedule promises, as a plain dict."""
+    """The predicted schedule as JSON-serializable values."""
     placement = found.schedule.placement
     return {
         "schedule": found.schedule.name,

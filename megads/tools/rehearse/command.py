@@ -1,4 +1,4 @@
-"""`megads rehearse -- sbatch ...`: the user's own batch script on a private SLURM, scaled down, and a verdict."""
+"""`megads rehearse -- sbatch ...`: runs a user's batch script, scaled down, on a private SLURM and reports findings."""
 
 from __future__ import annotations
 
@@ -46,27 +46,26 @@ from megads.tools.rehearse.private_slurm import ClusterSize, PrivateSlurm, Slurm
 from megads.tools.rehearse.request import AskedSignal, Request, UnknownOptionError, read_request
 
 _SEPARATOR = "--"
-# Of a node of the private cluster: no job is to wait for room here, since its processes share what there is.
+# Resources that each node of the private cluster claims: large enough that no job waits for them.
 _CPUS, _MEMORY_MIB = 1024, 4_000_000
-# More than any rehearsal trains before its signal.
+# More steps than any rehearsal trains before its signal.
 _NO_LAST_STEP = 1_000_000
 _DOCUMENTS, _DOCUMENT_TOKENS = 64, 400
 _DESCRIPTION = """\
-Runs your own batch script, scaled down, on a private SLURM of this machine, before it waits for days in a real queue.
+Runs your batch script, scaled down, on a private SLURM on this machine, before it waits for days in a real queue.
 
-It reads the #SBATCH lines and the options of your command, checks the layout that you ask for on paper (sizes, ranks
-against nodes x GPUs, memory, data, folders), then really submits the script: at most two nodes and a few processes
-train a tiny model with the same kind of layout, get the signal that the script asks for, must save, exit 6, come back
-and go on where they were. A table says what was found and what to do."""
+It reads the #SBATCH lines and the options of your command and checks the requested layout without running it (sizes,
+ranks against nodes x GPUs, memory, data, folders). It then submits the script: a few processes on at most two nodes
+train a tiny model with the same kind of layout. They receive the signal that the script asks for and must save a
+checkpoint, exit with code 6, be requeued and resume. A table lists the findings and what to do about them."""
 _EPILOG = """\
 examples:
   megads rehearse -- sbatch scripts/slurm/train.sbatch experiment=bloom_176b parallel.tp=4
   megads rehearse --gpu-memory-gib 80 -- sbatch --nodes=8 --gpus-per-node=8 my.sbatch model=bloom_7b1
   megads rehearse --elsewhere --without module -- sbatch my.sbatch          (on a laptop)
 
-It needs SLURM's programs (as root: scripts/install_slurm.sh), and touches neither your cluster's queue nor your runs.
-Exit codes: 0 nothing stands in the way; 2 a problem was found, or there is nothing to rehearse; 1 a bug;
-130 interrupted."""
+It needs SLURM's programs (install as root: scripts/install_slurm.sh). It does not touch your cluster's queue or your
+runs. Exit codes: 0 no problem; 2 a problem was found, or the command cannot be rehearsed; 1 a bug; 130 interrupted."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -79,10 +78,10 @@ def run(arguments: Sequence[str]) -> int:
     try:
         asked = _parser().parse_args(options)
     except SystemExit as stop:
-        # argparse has printed the help, or what it cannot read.
+        # argparse has already printed the help or the error.
         return EXIT_OK if stop.code == 0 else ConfigError.exit_code
     start = time.monotonic()
-    # As Ctrl-C: what is open is closed.
+    # Handled like Ctrl-C, so that the private cluster is stopped.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         findings = rehearse(command, asked)
@@ -90,7 +89,7 @@ def run(arguments: Sequence[str]) -> int:
         print(f"megads rehearse: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("megads rehearse: interrupted; nothing is left behind", file=sys.stderr)
+        print("megads rehearse: interrupted; the private SLURM is stopped", file=sys.stderr)
         return EXIT_KILLED
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -104,14 +103,15 @@ def rehearse(command: Sequence[str], asked: argparse.Namespace) -> list[Finding]
     """Rehearses a command.
 
     Args:
-        command: the user's, beginning with sbatch.
-        asked: the options of megads rehearse.
+        command: the user's command, beginning with sbatch.
+        asked: options of megads rehearse.
 
     Returns:
-        What was found, in the order in which it was looked at.
+        The findings, in the order of the checks.
 
     Raises:
-        ConfigError: there is no command to rehearse, or no SLURM on this machine.
+        ConfigError: the command cannot be rehearsed, or --keep names a folder that cannot be created.
+        SlurmUnavailableError: SLURM is not installed on this machine, or does not start.
     """
     try:
         request = read_request(command)
@@ -124,7 +124,7 @@ def rehearse(command: Sequence[str], asked: argparse.Namespace) -> list[Finding]
     size = ClusterSize(nodes, _CPUS, _MEMORY_MIB, max(gpus, request.gpus_per_node), request.partitions)
     say = _Progress()
     with _folder(asked.keep) as folder, PrivateSlurm(size) as cluster:
-        say(f"a private SLURM of {nodes} node{'s' * (nodes > 1)} runs")
+        say(f"private SLURM with {nodes} node{'s' * (nodes > 1)} is running")
         script = folder / "script" / request.script.name
         script.parent.mkdir()
         request.write_script(script)
@@ -153,7 +153,7 @@ def rehearse(command: Sequence[str], asked: argparse.Namespace) -> list[Finding]
 
 
 def _on_paper(request: Request, cluster: PrivateSlurm, script: Path, command: Sequence[str]) -> list[Finding]:
-    """What the options show before anything runs; whether sbatch takes them comes first."""
+    """Checks the options before anything runs, beginning with whether sbatch accepts them."""
     return [
         check_options(request, cluster, script),
         *check_site(request, list(command[1:])),
@@ -164,7 +164,7 @@ def _on_paper(request: Request, cluster: PrivateSlurm, script: Path, command: Se
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:
-    """Returns the options of megads rehearse and the user's command; the dashes between them may be missing."""
+    """Returns the options of megads rehearse and the user's command; the `--` between them may be missing."""
     for place, word in enumerate(words):
         if word == _SEPARATOR:
             return words[:place], words[place + 1 :]
@@ -174,7 +174,7 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 class _Progress:
-    """Prints lines with the time since the start."""
+    """Prints progress lines with the time since the start."""
 
     def __init__(self) -> None:
         self._start = time.monotonic()
@@ -185,7 +185,7 @@ class _Progress:
 
 @contextmanager
 def _folder(kept: str | None) -> Iterator[Path]:
-    """Yields the folder of the rehearsal; it is removed at the end unless the user named it."""
+    """Yields the folder of the rehearsal; it is removed at the end unless it is given by --keep."""
     if kept is None:
         with tempfile.TemporaryDirectory(prefix="megads-rehearsal-") as name:
             yield Path(name)
@@ -194,7 +194,7 @@ def _folder(kept: str | None) -> Iterator[Path]:
     try:
         folder.mkdir(parents=True)
     except OSError as error:
-        raise ConfigError(f"--keep {kept}: cannot be made ({error.strerror}): name a new folder") from error
+        raise ConfigError(f"--keep {kept}: cannot be created ({error.strerror}): name a new folder") from error
     yield folder
 
 
@@ -214,10 +214,10 @@ def _problems(findings: Sequence[Finding]) -> int:
 def _summary(findings: Sequence[Finding], seconds: float) -> str:
     problems, last = _problems(findings), findings[-1].check
     if not problems:
-        return f"Nothing stands in the way of this job ({seconds:.0f} s)."
+        return f"No problem found ({seconds:.0f} s)."
     what = "1 problem" if problems == 1 else f"{problems} problems"
-    then = "" if last == "resumed" else "; what comes after them was not rehearsed"
-    return f"{what} would cost this job its turn{then} ({seconds:.0f} s)."
+    then = "" if last == "resumed" else "; later checks were not run"
+    return f"{what} found{then} ({seconds:.0f} s)."
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -229,21 +229,23 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--ranks", type=_ranks, default=4, help="most processes of the scaled layout: 2, 4 or 8 (4)")
-    parser.add_argument("--gpu-memory-gib", type=float, help="of one GPU of your cluster; else cluster.gpu_memory_gib")
+    parser.add_argument("--ranks", type=_ranks, default=4, help="most ranks of the scaled layout: 2, 4 or 8 (4)")
+    parser.add_argument(
+        "--gpu-memory-gib", type=float, help="memory of one GPU of your cluster (default: cluster.gpu_memory_gib)"
+    )
     parser.add_argument(
         "--without",
         action="append",
         default=[],
         metavar="COMMAND",
-        help="a command of the cluster that this machine lacks, such as module: it does nothing here; may be repeated",
+        help="a command that only the cluster has, such as module: it does nothing here; may be repeated",
     )
     parser.add_argument(
         "--elsewhere",
         action="store_true",
-        help="this machine is not the cluster: data and folders that are missing here are noted, and no problem",
+        help="this machine is not the cluster: missing data and folders are reported as notes, not as problems",
     )
-    parser.add_argument("--keep", metavar="FOLDER", help="a new folder, kept, for the job's output and its run")
+    parser.add_argument("--keep", metavar="FOLDER", help="new folder in which the job's output and its run are kept")
     return parser
 
 
@@ -257,27 +259,27 @@ STEPS_BEFORE_SIGNAL = 2
 STEPS_AFTER_RESUME = 3
 _START_TIMEOUT_S = 180.0
 _TRAIN_TIMEOUT_S = 240.0
-# The launcher notes a signal within a second. A run that trains on for so long, and so many steps, did not get it; on a
-# machine that does other things the steps are what takes long.
+# The launcher records a signal within a second. A run that trains on for longer than both limits did not receive it; on
+# a busy machine the steps are the longer limit.
 _NOTICE_S, _NOTICE_STEPS = 8.0, 5
 _NOTICE_TIMEOUT_S = 120.0
 _SAVE_TIMEOUT_S = 120.0
 _POLL_S = 0.2
 _LIVING = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "SUSPENDED", "STOPPED")
-# What a shell says of its own script, and what the two programs behind `module` say of a missing one.
+# Errors that the shell prints about the script, and errors of the two implementations of `module` for a missing module.
 _SHELL_ERROR = re.compile(r"slurm_script: line \d+: .*|.*Lmod has detected.*|.*Unable to locate a modulefile.*")
 _UNKNOWN_OVERRIDE = re.compile(r"^megads \w+: (?:unknown key|cannot read the override|.*there is no such option).*")
-_SCRIPT_COST = "the job would end like that on the cluster, after its wait in the queue"
+_SCRIPT_COST = "the job would fail in the same way on the cluster, after waiting in the queue"
 
 
 class _RehearsedJob:
     """One rehearsed job.
 
     Args:
-        cluster: where it runs.
-        request: the user's.
-        folder: of the rehearsal, see `notes`.
-        say: shows a line of progress.
+        cluster: the private SLURM that runs the job.
+        request: the user's request.
+        folder: the rehearsal's folder, see `notes`.
+        say: prints a line of progress.
     """
 
     def __init__(self, cluster: PrivateSlurm, request: Request, folder: Path, say: Callable[[str], None]):
@@ -286,41 +288,41 @@ class _RehearsedJob:
         self._folder = folder
         self._say = say
         self._job = ""
-        # Lines of metrics.jsonl when the job had saved.
+        # Lines of metrics.jsonl at the time the checkpoint was saved.
         self._ledger: list[dict[str, Any]] = []
 
     def submit(self, words: list[str]) -> None:
         """Submits the job.
 
         Args:
-            words: what follows `sbatch`: options, script and arguments.
+            words: arguments of `sbatch`: options, script and the script's arguments.
 
         Raises:
-            ConfigError: the scaled options are refused, though the user's are not.
+            ConfigError: sbatch rejects the scaled options, though it accepted the user's.
         """
         try:
             self._job = self._cluster.command("sbatch", "--parsable", *words).partition(";")[0]
         except subprocess.CalledProcessError as error:
             raise ConfigError(
-                f"the job cannot be scaled down: sbatch {' '.join(words[:-1])}: {error.stderr.strip()}; ask with "
+                f"the job cannot be scaled down: sbatch {' '.join(words[:-1])}: {error.stderr.strip()}; use "
                 "--nodes, --gpus-per-node and --ntasks-per-node=1"
             ) from error
-        self._say(f"job {self._job} of {read_orders(self._folder).scaled_nodes} nodes is submitted")
+        self._say(f"job {self._job} is submitted to {read_orders(self._folder).scaled_nodes} nodes")
 
     def rehearse(self) -> list[Finding]:
-        """Sees the job through to the first thing that fails, or to its end."""
+        """Follows the job to the first failed check or to its end."""
         if not self._wait(lambda: bool(read_starts(self._folder)), _START_TIMEOUT_S):
             return [self._never_started()]
         start = read_starts(self._folder)[0]
         findings = [*start.findings, *self._script_errors()]
         if start.refused or any(finding.status is Status.problem for finding in findings):
             return findings
-        self._say(f"megads train is reached; the scaled layout is {start.layout}")
+        self._say(f"megads train has started; scaled layout: {start.layout}")
         if not self._wait(lambda: len(self._steps(start)) >= STEPS_BEFORE_SIGNAL, _TRAIN_TIMEOUT_S):
             return [*findings, self._failed("training", "no step was trained")]
         findings.append(ok("training", f"{start.layout} trains on {read_orders(self._folder).scaled_nodes} nodes"))
         asked = self._request.signal
-        assert asked is not None, "a job without a signal is refused on paper"
+        assert asked is not None, "a job without a signal is refused before it starts"
         handled = self._signal(asked, start)
         findings.append(handled)
         if handled.status is Status.problem:
@@ -328,32 +330,32 @@ class _RehearsedJob:
         return findings + self._second_start(start)
 
     def _signal(self, asked: AskedSignal, start: RehearsedStart) -> Finding:
-        """Sends the signal as slurmctld would and judges what the job makes of it."""
+        """Sends the signal as slurmctld would and checks how the job handles it."""
         batch = ["--batch"] if asked.to_script else []
         self._say(f"sending {asked.name} {'to the script' if batch else 'to the steps that srun started'}")
         self._cluster.command("scancel", *batch, f"--signal={asked.name}", self._job)
         what = f"{asked.name}{' to the script' if batch else ' to the steps'}"
         remedy = "in the script: exec megads train ..., trap '' USR1 before it, and --signal=B:USR1@300"
-        lost = "what was not saved is lost at the time limit and at every preemption"
+        lost = "steps since the last checkpoint are lost at the time limit and at every preemption"
         if not self._noticed(start):
             if self._ended():
-                return problem("signal handled", f"{what} ended the job {self._exit()} without a save", lost, remedy)
-            return problem("signal handled", f"{what}: megads train never noticed it and trains on", lost, remedy)
+                return problem("signal handled", f"{what} ended the job {self._exit()}, without a save", lost, remedy)
+            return problem("signal handled", f"{what}: megads train did not receive it", lost, remedy)
         self._wait(lambda: self._exit_codes(start) != [], _SAVE_TIMEOUT_S)
         saved = [event["step"] for event in self._events(start) if event["event"] == "checkpoint_saved"]
         codes = self._exit_codes(start)
         if not saved or codes[-1:] != [Preempted.exit_code]:
-            return problem("signal handled", f"{what}: saved steps {saved}, exit codes {codes}", lost, remedy)
+            return problem("signal handled", f"{what}: checkpoints of steps {saved}, exit codes {codes}", lost, remedy)
         write_orders(
             self._folder,
             dataclasses.replace(read_orders(self._folder), last_step=saved[-1] + STEPS_AFTER_RESUME),
         )
-        self._say(f"saved at step {saved[-1]}, exit 6")
+        self._say(f"saved at step {saved[-1]}, exit code 6")
         self._ledger = list(read_json_lines(Path(start.scaled_run) / METRICS_FILE))
-        return ok("signal handled", f"{what}: saved at step {saved[-1]}, exit 6")
+        return ok("signal handled", f"{what}: saved at step {saved[-1]}, exit code 6")
 
     def _noticed(self, start: RehearsedStart) -> bool:
-        """Waits until the launcher has noted a signal; a run that trains on regardless has not got it."""
+        """Waits until the launcher records a signal; returns False if the run trains on without one."""
         sent, trained = time.monotonic(), len(self._steps(start))
 
         def happened() -> bool:
@@ -366,56 +368,56 @@ class _RehearsedJob:
         return happened()
 
     def _second_start(self, first: RehearsedStart) -> list[Finding]:
-        """Judges requeue and resume."""
+        """Checks requeue and resume."""
         if not self._wait(lambda: len(read_starts(self._folder)) > 1, _START_TIMEOUT_S):
             said = [line for line in self._output().splitlines() if "requeue" in line]
             return [
                 problem(
                     "requeued",
-                    f"the job ended {self._exit()} and did not come back{': ' + said[-1] if said else ''}",
+                    f"the job ended {self._exit()} and did not start again{': ' + said[-1] if said else ''}",
                     "the run stops at the first preemption or time limit",
-                    "#SBATCH --requeue, and cluster=slurm, whose exit 6 asks for it (or an array chain)",
+                    "#SBATCH --requeue and cluster=slurm, which requeues the job on exit 6 (or an array chain)",
                 )
             ]
-        self._say("the job is back")
+        self._say("the job has started again")
         second = read_starts(self._folder)[1]
         who = "the next job of the array" if self._request.value("array") else "the job"
         requeued = ok("requeued", f"after exit 6 {who} started by itself")
-        cost = "every restart throws away what was trained before"
+        cost = "every restart loses what was trained before"
         if second.scaled_run != first.scaled_run:
             found = f"the second start writes to {second.run}, the first wrote to {first.run}"
-            remedy = "name run.id and run.dir without times or numbers that change; left out, run.id stays the same"
+            remedy = "set run.id and run.dir without times or changing numbers; the default run.id does not change"
             return [requeued, problem("resumed", found, cost, remedy)]
         self._wait(lambda: len(self._exit_codes(first)) > 1, _TRAIN_TIMEOUT_S)
         self._wait(self._ended, _START_TIMEOUT_S)
         return [requeued, self._resumed(first, cost)]
 
     def _resumed(self, start: RehearsedStart, cost: str) -> Finding:
-        """Compares the ledger of the whole run with what was saved."""
+        """Compares metrics.jsonl of the whole run with its lines at the checkpoint."""
         saved, last = self._ledger[-1]["step"], read_orders(self._folder).last_step
         if not any(event["event"] == "resume" and event["step"] == saved for event in self._events(start)):
-            remedy = "checkpoint.load=auto, and nothing in the script that removes checkpoints"
-            return problem("resumed", f"the second start did not continue from the save at step {saved}", cost, remedy)
+            remedy = "set checkpoint.load=auto, and do not remove checkpoints in the script"
+            return problem("resumed", f"the second start did not resume from step {saved}", cost, remedy)
         lines = list(read_json_lines(Path(start.scaled_run) / METRICS_FILE))
         steps = self._steps(start)
         if lines[: len(self._ledger)] != self._ledger or steps != list(range(1, last + 1)):
-            found = f"the ledger has steps {steps}, where 1 to {last} in order, the first {saved} untouched, are right"
-            return problem("resumed", found, cost, "give the run a folder that nothing else writes to")
+            found = f"{METRICS_FILE} has steps {steps}; expected 1 to {last} in order, the first {saved} unchanged"
+            return problem("resumed", found, cost, "set run.dir to a folder that no other job writes to")
         if self._exit() != "with exit code 0" or self._exit_codes(start)[-1:] != [0]:
-            return self._failed("resumed", "the resumed job did not end well")
+            return self._failed("resumed", "the resumed job failed")
         self._say(f"resumed and finished at step {last}")
-        return ok("resumed", f"after step {saved}; steps 1 to {last} without a gap or a repetition, then exit 0")
+        return ok("resumed", f"after step {saved}; steps 1 to {last} without a gap or a repetition, exit code 0")
 
     def _never_started(self) -> Finding:
-        """The script did not get as far as a config that composes."""
+        """Returns the finding for a script that did not reach a valid `megads train` command."""
         lines = self._output().splitlines()
         composed = [line for line in lines if _UNKNOWN_OVERRIDE.match(line)]
         if composed:
-            return problem("overrides", composed[-1], "the job would end with exit 2", "correct the override")
-        return next(iter(self._script_errors()), self._failed("script", "megads train was never reached"))
+            return problem("overrides", composed[-1], "the job would end with exit code 2", "correct the override")
+        return next(iter(self._script_errors()), self._failed("script", "megads train did not start"))
 
     def _script_errors(self) -> list[Finding]:
-        """What the shell complains of, whether the script went on or not."""
+        """Returns errors that the shell printed, whether or not the script continued."""
         said = [
             match.group().partition("slurm_script: ")[2] or line
             for line in self._output().splitlines()
@@ -424,21 +426,21 @@ class _RehearsedJob:
         if not said:
             return []
         remedy = (
-            f"correct that line of {self._request.script}; a command that only the cluster has (module): rehearse on "
-            "its login node, or with --without <command>"
+            f"correct that line of {self._request.script}; if only the cluster has the command (module), rehearse on "
+            "its login node or with --without <command>"
         )
         return [problem("script", "; ".join(dict.fromkeys(said)), _SCRIPT_COST, remedy)]
 
     def _failed(self, check: str, what: str) -> Finding:
-        """A failure of which the job's last words are the best account."""
+        """Returns a finding that quotes the last lines of the job's output."""
         lines = [line for line in self._output().splitlines() if line.strip()]
         errors = [line for line in lines if re.match(r"megads( \w+)?: ", line)]
         last = "; ".join(errors[-1:] or lines[-3:]) or "it printed nothing"
-        state = f"it ended {self._exit()}" if self._ended() else "it still ran when the rehearsal gave up"
-        return problem(check, f"{what}, {state}: {last}", _SCRIPT_COST, "see what it says, and start it by hand")
+        state = f"it ended {self._exit()}" if self._ended() else "it was still running when the rehearsal timed out"
+        return problem(check, f"{what}, {state}: {last}", _SCRIPT_COST, "see the message, and start it by hand")
 
     def _wait(self, condition: Callable[[], bool], timeout_s: float) -> bool:
-        """Waits for a condition; the job's end or the time's is the end of waiting."""
+        """Waits for a condition, at most until the job ends or the timeout passes; returns whether it holds."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             if time.monotonic() > deadline or self._ended():
@@ -447,7 +449,7 @@ class _RehearsedJob:
         return True
 
     def _tasks(self) -> list[dict[str, str]]:
-        """Returns what SLURM knows of the job, one entry a task of an array."""
+        """Returns scontrol's fields of the job, one entry per array task."""
         lines = self._cluster.command("scontrol", "--oneliner", "show", "job", self._job).splitlines()
         return [dict(word.partition("=")[::2] for word in line.split()) for line in lines]
 
@@ -455,11 +457,11 @@ class _RehearsedJob:
         try:
             return not any(task["JobState"] in _LIVING for task in self._tasks())
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
-            # A busy controller is asked again.
+            # The controller may be busy; the caller polls again.
             return False
 
     def _exit(self) -> str:
-        """Returns how the job, or the last task of an array that started, ended."""
+        """Returns how the job, or the array task that started last, ended."""
         started = [task for task in self._tasks() if task["StartTime"] != "Unknown"]
         code, _, signal = max(started, key=lambda task: task["StartTime"])["ExitCode"].partition(":")
         return f"with exit code {code}" if signal == "0" else f"by signal {signal}"
@@ -472,7 +474,7 @@ class _RehearsedJob:
         return list(read_json_lines(Path(start.scaled_run) / EVENTS_FILE))
 
     def _exit_codes(self, start: RehearsedStart) -> list[int]:
-        """Exit codes of the run's starts so far."""
+        """Returns the exit codes of the run's starts so far."""
         return [event["exit_code"] for event in self._events(start) if event["event"] == "exit"]
 
     def _output(self) -> str:

@@ -1,11 +1,11 @@
-"""Keeps the daemons of a private SLURM: a small process that outlives its owner by the moment it takes to end them.
+"""Supervisor process of a private SLURM: starts its daemons and kills them when the owning process ends.
 
-Started as a script with the cluster's folder as its argument, so that it imports nothing but the standard library.
-Reads one JSON line per daemon to start on its input, {"command": [...], "environment": {...}, "log": path}, and answers
-each with {"pid": n, "group": m}. The group is a process above the daemon: whatever it leaves to itself, as slurmd
-does with job steps, falls to it, and it buries them.
+Started as a script with the cluster's folder as its argument, so that it imports only the standard library. It reads
+one JSON line from stdin per daemon to start, {"command": [...], "environment": {...}, "log": path}, and replies with
+{"pid": n, "group": m}. The group is the pid of a process between this one and the daemon. It is a child subreaper: it
+adopts and reaps processes that the daemon orphans, such as slurmd's job steps.
 
-When the input closes or the parent is gone, everything below is killed and the folder removed.
+When stdin closes or the parent ends, all descendants are killed and the folder is removed.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _POLL_S = 0.5
 
 
 def serve(folder: Path) -> None:
-    """Starts daemons until the input closes or the parent dies; then leaves neither process nor folder.
+    """Starts daemons until stdin closes or the parent dies, then kills all descendants and removes the folder.
 
     Args:
-        folder: what the daemons write; removed at the end.
+        folder: folder that the daemons write to.
     """
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    # Ctrl-C and a closed terminal are the owner's affair: it closes the input.
+    # The owner handles Ctrl-C and a closed terminal: it closes stdin.
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     parent = os.getppid()
@@ -53,7 +53,7 @@ def serve(folder: Path) -> None:
 
 
 def _start_group(command: list[str], environment: dict[str, str], log: str) -> tuple[int, int]:
-    """Starts a daemon below a process of its own and returns the pids of both."""
+    """Starts a daemon as the child of a new process and returns the pids of the daemon and of that process."""
     reading, writing = os.pipe()
     group = os.fork()
     if group == 0:
@@ -74,7 +74,7 @@ def _start_group(command: list[str], environment: dict[str, str], log: str) -> t
 
 
 def _start(command: list[str], environment: dict[str, str], log: str) -> int:
-    """Starts a daemon in the foreground, in a session of its own, and returns its pid."""
+    """Starts a daemon in the foreground, in a new session, and returns its pid."""
     libc = ctypes.CDLL(None)
 
     def before_exec() -> None:
@@ -102,12 +102,12 @@ def _reap() -> None:
 
 
 def _descendants() -> list[int]:
-    """Returns every process below this one."""
+    """Returns the pids of all descendants of this process."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
-                # The name, in parentheses, may hold anything; state and parent follow the last one.
+                # The name in parentheses may contain any character; state and parent follow the last parenthesis.
                 after = (entry / "stat").read_text().rpartition(")")[2].split()
                 children.setdefault(int(after[1]), []).append(int(entry.name))
     found, waiting = [], [os.getpid()]
@@ -119,7 +119,7 @@ def _descendants() -> list[int]:
 
 
 def _kill_all() -> None:
-    """Kills until nothing is left: what loses its parent becomes a child of this process."""
+    """Kills descendants until none is left; orphans become children of this process."""
     while left := _descendants():
         for pid in left:
             with contextlib.suppress(ProcessLookupError):

@@ -1,7 +1,7 @@
-"""The folder of one rehearsal: what `megads rehearse` tells the job's `megads train`, and what that answers.
+"""Files in the folder of one rehearsal, through which `megads rehearse` and the job's `megads train` exchange data.
 
-A `megads train` whose environment names such a folder checks its config on paper, writes down what it found, and trains
-a scaled one.
+If the environment names such a folder, `megads train` checks its config without running it, records the findings and
+trains a scaled config.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from megads.tools.doctor.finding import Finding, Status
 
 OUTPUT_FILE = "job.out"
 VOCAB_SIZE = 512
-"""Of the dataset and the model of the scaled training."""
+"""Vocabulary size of the scaled run's dataset and model."""
 _ORDERS_FILE = "orders.json"
 
 
 @dataclass(frozen=True)
 class Orders:
-    """What the job's `megads train` must know.
+    """Instructions for the job's `megads train`.
 
     Attributes:
-        nodes: that the user asks for.
-        gpus_per_node: that the user asks for.
-        gpu_memory_gib: of one GPU; None where nobody said it.
-        scaled_nodes: of the job that is rehearsed.
+        nodes: number of nodes that the user requests.
+        gpus_per_node: GPUs per node that the user requests.
+        gpu_memory_gib: memory of one GPU; None if unknown.
+        scaled_nodes: number of nodes of the rehearsed job.
         max_ranks: most ranks of the scaled layout.
         data: prefix of the small dataset to train on.
-        last_step: of the scaled training.
-        elsewhere: this is not the cluster, so that files and folders that are missing here may be there.
-        refused: something is wrong already, so that nothing is trained.
+        last_step: last step of the scaled run.
+        elsewhere: this machine is not the cluster, so files and folders that are missing here may exist there.
+        refused: a problem was found before the job started, so nothing is trained.
     """
 
     nodes: int
@@ -50,13 +50,13 @@ class Orders:
 
 @dataclass(frozen=True)
 class RehearsedStart:
-    """One `megads train` of the job.
+    """One start of `megads train` in the job.
 
     Attributes:
-        findings: what its config showed on paper.
-        run: the run directory that the user's config names.
-        scaled_run: the one that is really written; empty when nothing is trained.
-        layout: of the scaled training.
+        findings: findings of the checks of its config.
+        run: run directory of the user's config.
+        scaled_run: run directory of the scaled run; empty if nothing is trained.
+        layout: layout of the scaled run.
     """
 
     findings: tuple[Finding, ...]
@@ -70,7 +70,7 @@ class RehearsedStart:
 
 
 def write_orders(folder: Path, orders: Orders) -> None:
-    """Writes the orders; the file appears whole or not at all."""
+    """Writes the orders atomically."""
     _write(folder / _ORDERS_FILE, dataclasses.asdict(orders))
 
 
@@ -80,12 +80,12 @@ def read_orders(folder: Path) -> Orders:
 
 
 def write_start(folder: Path, start: RehearsedStart) -> None:
-    """Adds a start to those of the job."""
+    """Records one more start of the job."""
     _write(folder / f"start_{len(read_starts(folder)):03d}.json", dataclasses.asdict(start))
 
 
 def read_starts(folder: Path) -> list[RehearsedStart]:
-    """Returns the starts of the job so far, the first one first."""
+    """Returns the starts of the job so far, in order."""
     found = []
     for path in sorted(folder.glob("start_*.json")):
         content = json.loads(path.read_text())

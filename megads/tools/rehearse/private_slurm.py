@@ -1,6 +1,6 @@
-"""A real SLURM of several nodes on this machine: munged, slurmctld and one slurmd a node, in a folder of their own.
+"""A real SLURM with several nodes on this machine: munged, slurmctld and one slurmd per node, in a separate folder.
 
-What the lines of its slurm.conf mean: https://slurm.schedmd.com/slurm.conf.html
+Options of slurm.conf: https://slurm.schedmd.com/slurm.conf.html
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from megads.tools.rehearse import keeper
 
 @dataclass(frozen=True)
 class ClusterSize:
-    """What the private cluster claims to have. More CPUs than the machine has are allowed: processes share them.
+    """Resources that the private cluster claims. They may exceed the machine's; processes share its CPUs.
 
     Attributes:
-        num_nodes: compute nodes.
-        cpus_per_node: CPUs of each.
-        memory_mib_per_node: memory of each; nothing holds a job to it.
-        gpus_per_node: GPUs of each, as SLURM counts them; they are empty files.
-        partitions: names; the first one is the default, each holds all nodes.
+        num_nodes: number of compute nodes.
+        cpus_per_node: CPUs per node.
+        memory_mib_per_node: memory per node; not enforced.
+        gpus_per_node: GPUs per node as SLURM counts them; their device files are empty files.
+        partitions: names of the partitions; the first is the default, and each contains all nodes.
     """
 
     num_nodes: int = 4
@@ -51,14 +51,14 @@ class ClusterSize:
 
 @dataclass(frozen=True)
 class Timing:
-    """How fast the private cluster reacts.
+    """Timeouts and intervals of the private cluster.
 
     Attributes:
-        node_lost_s: silence of a slurmd after which its node is down (SlurmdTimeout); the controller asks in rounds, so
-            that it takes 10 to 20 s more.
-        kill_wait_s: from SIGTERM to SIGKILL of a job (KillWait).
-        cred_expire_s: life of a credential; a requeued job waits as long (AuthInfo=cred_expire).
-        scheduler_s: between two rounds of the scheduler.
+        node_lost_s: time without a response from slurmd after which its node is down (SlurmdTimeout); the controller
+            polls, so it takes 10 to 20 s longer.
+        kill_wait_s: time from SIGTERM to SIGKILL of a job (KillWait).
+        cred_expire_s: lifetime of a credential, and delay before a requeued job may start (AuthInfo=cred_expire).
+        scheduler_s: interval of the scheduler.
     """
 
     node_lost_s: int = 5
@@ -69,10 +69,10 @@ class Timing:
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where the daemons listen.
+    """Addresses and ports that the daemons listen on.
 
     Attributes:
-        network: first three numbers of the nodes' addresses in 127.0.0.0/8, all of which are this machine.
+        network: first three numbers of the nodes' addresses, in 127.0.0.0/8 (loopback).
         controller_port: port of slurmctld.
         node_ports: port of each slurmd.
     """
@@ -82,7 +82,7 @@ class Addresses:
     node_ports: tuple[int, ...]
 
     def node_names(self) -> list[str]:
-        """Returns the names of the nodes: addresses, so that every process can resolve them, as on a real cluster."""
+        """Returns the nodes' names, which are addresses so that every process can resolve them."""
         return [f"{self.network}.{index + 1}" for index in range(len(self.node_ports))]
 
 
@@ -90,9 +90,9 @@ def _write_configuration(folder: Path, size: ClusterSize, timing: Timing, addres
     """Writes slurm.conf and gres.conf.
 
     Args:
-        folder: of the cluster; its daemons write here too.
-        size: what the cluster claims to have.
-        timing: how fast it reacts.
+        folder: the cluster's folder, which the daemons also write to.
+        size: resources that the cluster claims to have.
+        timing: timeouts and intervals of the cluster.
         addresses: where its daemons listen.
 
     Returns:
@@ -134,7 +134,7 @@ def _controller_lines(folder: Path, timing: Timing, addresses: Addresses) -> lis
         "JobRequeue=1",
         f"KillWait={timing.kill_wait_s}",
         "SlurmctldTimeout=30",
-        # A lost node is asked again until this has passed.
+        # The controller retries a node that does not respond until this time has passed.
         "MessageTimeout=5",
         "MailProg=/bin/true",
         f"SlurmdTimeout={timing.node_lost_s}",
@@ -158,7 +158,7 @@ def _node_lines(size: ClusterSize, addresses: Addresses) -> list[str]:
 
 
 def _gres_line(folder: Path, size: ClusterSize) -> str:
-    """Returns the line that gives the GPUs their files: slurmd reports only GPUs that have one."""
+    """Creates the GPUs' device files and returns their line; slurmd reports only GPUs that have a file."""
     if not size.gpus_per_node:
         return ""
     for index in range(size.gpus_per_node):
@@ -168,9 +168,9 @@ def _gres_line(folder: Path, size: ClusterSize) -> str:
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 CLIENTS = ("sbatch", "srun", "scontrol", "squeue", "sinfo", "scancel")
-# Below the range from which Linux takes the ports of outgoing connections, and above the well-known ones.
+# Below Linux's ephemeral ports and above the well-known ports.
 _PORTS = range(20000, 32000)
-# The path of a socket may have 107 characters; 75 of them are what a job step appends to this.
+# The path of a Unix socket has at most 107 characters, and a job step appends 75 to this folder.
 _LONGEST_FOLDER = 32
 _START_TRIES = 3
 _START_TIMEOUT_S = 60.0
@@ -184,11 +184,11 @@ class SlurmUnavailableError(MegadsError):
 
 
 class _DaemonEndedError(Exception):
-    """A daemon ended while the cluster was starting; its message says which, with its last words."""
+    """A daemon ended while the cluster was starting; the message contains its name and the end of its log."""
 
 
 def unavailable_reason() -> str | None:
-    """Returns why this machine cannot run a private SLURM and what to do about it, or None where it can."""
+    """Returns why this machine cannot run a private SLURM and the remedy, or None if it can."""
     missing = [name for name in (*DAEMONS, *CLIENTS) if _executable(name) is None]
     if missing:
         return (
@@ -201,23 +201,23 @@ def unavailable_reason() -> str | None:
 
 
 def _executable(name: str) -> str | None:
-    """Returns the path of a program; daemons are in folders that are not on every user's PATH."""
+    """Returns the path of a program; also searches the sbin folders, which are not on every user's PATH."""
     return shutil.which(name) or shutil.which(name, path="/usr/local/sbin:/usr/sbin:/sbin")
 
 
 class PrivateSlurm:
-    """A context manager: a real SLURM while inside, no process and no folder of it afterwards.
+    """Context manager that runs a real SLURM and removes all its processes and files on exit.
 
     Nodes are named after their addresses, 127.x.y.1 and so on, so that every process can resolve them. Several private
-    clusters can run at once, and beside a real one: none uses a fixed port, socket or folder. If the process that
-    started it dies, even by SIGKILL, the daemons and their jobs are killed too.
+    clusters can run at once, and at the same time as a real one: none uses a fixed port, socket or folder. If the
+    process that started it dies, even by SIGKILL, the daemons and their jobs are killed too.
 
     Args:
-        size: nodes and what each claims to have.
-        timing: how fast it reacts.
+        size: number of nodes and the resources that each claims to have.
+        timing: timeouts and intervals.
 
     Attributes:
-        folder: configuration, logs and state; removed at the end.
+        folder: folder of configuration, logs and state; removed at the end.
         nodes: names of the nodes.
 
     Raises:
@@ -231,7 +231,7 @@ class PrivateSlurm:
         self.nodes: list[str] = []
         self._keeper: subprocess.Popen[str] | None = None
         self._pids: dict[str, int] = {}
-        # By daemon, the processes above its starts, see `keeper`.
+        # Group processes of each daemon's starts, see `keeper`.
         self._groups: dict[str, list[int]] = {}
 
     def __enter__(self) -> Self:
@@ -252,7 +252,7 @@ class PrivateSlurm:
                 self._start_once()
                 return
             except _DaemonEndedError as error:
-                # Another process may have taken a port between our look and the daemon's.
+                # Another process may have taken a port before the daemon bound it.
                 self.stop()
                 if attempt == _START_TRIES - 1:
                     raise SlurmUnavailableError(f"the private SLURM does not start: {error}") from error
@@ -261,7 +261,7 @@ class PrivateSlurm:
                 raise
 
     def stop(self) -> None:
-        """Kills the daemons and everything they run, and removes the folder; does nothing the second time."""
+        """Kills the daemons and everything they run, and removes the folder. Idempotent."""
         if self._keeper is None:
             return
         assert self._keeper.stdin and self._keeper.stdout
@@ -273,7 +273,7 @@ class PrivateSlurm:
         self._groups.clear()
 
     def environment(self) -> dict[str, str]:
-        """Returns the environment in which SLURM's commands talk to this cluster: this process's, less SLURM's own."""
+        """Returns this process's environment without SLURM's variables, with SLURM_CONF set to this cluster's."""
         return outside_slurm({"SLURM_CONF": str(self.folder / "slurm.conf")})
 
     def command(self, *arguments: str, timeout_s: float = _COMMAND_TIMEOUT_S) -> str:
@@ -281,10 +281,10 @@ class PrivateSlurm:
 
         Args:
             arguments: program and arguments, as in `command("squeue", "-h")`.
-            timeout_s: after which it is killed.
+            timeout_s: time after which the command is killed.
 
         Raises:
-            subprocess.CalledProcessError: the command failed; its stderr says why.
+            subprocess.CalledProcessError: the command failed; stderr contains the reason.
         """
         done = subprocess.run(
             arguments, env=self.environment(), capture_output=True, text=True, timeout=timeout_s, check=True
@@ -292,7 +292,7 @@ class PrivateSlurm:
         return done.stdout.strip()
 
     def node_states(self) -> dict[str, str]:
-        """Returns the state of each node as sinfo prints it: idle, mixed, allocated, down*, drained, ..."""
+        """Returns the state of each node as printed by sinfo: idle, mixed, allocated, down*, drained, ..."""
         lines = self.command("sinfo", "--noheader", "--Node", "--format=%N %T").splitlines()
         return dict(line.split() for line in lines)
 
@@ -305,12 +305,12 @@ class PrivateSlurm:
         """Waits until nodes are in a state.
 
         Args:
-            state: its beginning: "down" includes "down*", which is a down node that does not answer.
-            nodes: all by default.
-            timeout_s: after which it fails.
+            state: prefix of the state: "down" includes "down*", a down node that does not respond.
+            nodes: names of the nodes; all by default.
+            timeout_s: longest wait.
 
         Raises:
-            TimeoutError: some node is still in another one.
+            TimeoutError: a node is still in another state.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -324,11 +324,11 @@ class PrivateSlurm:
             time.sleep(0.05)
 
     def kill_slurmd(self, node: str) -> None:
-        """Kills the slurmd of a node with SIGKILL; what the node runs goes on, as after a crash of slurmd."""
+        """Kills the slurmd of a node with SIGKILL; its job steps continue, as after a crash of slurmd."""
         self._kill([self._pids.pop(node)])
 
     def lose_node(self, node: str) -> None:
-        """Kills the slurmd of a node and everything the node runs with SIGKILL, as a power cut would."""
+        """Kills the slurmd of a node and everything the node runs with SIGKILL, like a power failure."""
         self._pids.pop(node, None)
         groups = [psutil.Process(pid) for pid in self._groups.pop(node, []) if psutil.pid_exists(pid)]
         below = [process for group in groups for process in group.children(recursive=True)]
@@ -340,7 +340,7 @@ class PrivateSlurm:
         self.wait_for_nodes("idle", [node])
 
     def log(self, name: str) -> str:
-        """Returns the log of "slurmctld", "munged" or of a node's slurmd."""
+        """Returns the log of "slurmctld", of "munged" or, by node name, of a slurmd."""
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
     def _start_once(self) -> None:
@@ -368,7 +368,7 @@ class PrivateSlurm:
         key.write_bytes(secrets.token_bytes(128))
         key.chmod(0o400)
         files = {"key": "munge.key", "pid": "munge.pid", "log": "munge.messages", "seed": "munge.seed"}
-        # By force: others, who may not enter a private temporary folder, need not.
+        # --force: munged requires that other users can enter the socket's folder, which is not needed here.
         command = ["munged", "--foreground", "--force", f"--socket={self.folder}/munge.socket"]
         command += [f"--{name}-file={self.folder / file}" for name, file in files.items()]
         self._start_daemon("munged", command)
@@ -376,7 +376,7 @@ class PrivateSlurm:
         while not (self.folder / "munge.socket").exists():
             self._check_daemons()
             if time.monotonic() > deadline:
-                raise _DaemonEndedError(f"munged made no socket: {self.log('munged')[-500:]}")
+                raise _DaemonEndedError(f"munged created no socket: {self.log('munged')[-500:]}")
             time.sleep(0.01)
 
     def _start_daemon(self, name: str, command: list[str]) -> None:
@@ -395,19 +395,20 @@ class PrivateSlurm:
         self._groups.setdefault(name, []).append(started["group"])
 
     def _check_daemons(self) -> None:
-        """Raises if a daemon that should run has ended."""
+        """Raises _DaemonEndedError if a daemon has ended."""
         for name, pid in self._pids.items():
             if not psutil.pid_exists(pid):
-                raise _DaemonEndedError(f"{name} ended, {getpass.getuser()} being the user: {self.log(name)[-500:]}")
+                raise _DaemonEndedError(f"{name} ended (user {getpass.getuser()}): {self.log(name)[-500:]}")
 
     def _states_or_none(self) -> dict[str, str] | None:
-        """Returns the nodes' states, or None while slurmctld does not answer yet."""
+        """Returns the nodes' states, or None if slurmctld does not respond."""
         with suppress(subprocess.CalledProcessError, subprocess.TimeoutExpired):
             return self.node_states()
         return None
 
     def _kill(self, pids: list[int]) -> None:
-        # All stop first: in a power cut none sees another die, and srun ends no step because its own node's task went.
+        # SIGSTOP all first: in a power failure no process observes another one's end, and srun does not end the step
+        # because the task of its own node died.
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for pid in pids:
                 with suppress(ProcessLookupError):
@@ -419,7 +420,7 @@ class PrivateSlurm:
 
 
 def _start_keeper(folder: Path) -> subprocess.Popen[str]:
-    """Starts the process that starts the daemons."""
+    """Starts the supervisor process."""
     return subprocess.Popen(
         [sys.executable, "-S", "-E", str(keeper.__file__), str(folder)],
         stdin=subprocess.PIPE,
@@ -430,13 +431,13 @@ def _start_keeper(folder: Path) -> subprocess.Popen[str]:
 
 
 def _short_folder() -> str:
-    """Returns the folder for temporary files, or /tmp where its path is too long for the sockets below it."""
+    """Returns the folder for temporary files, or /tmp if its path is too long for the sockets in it."""
     folder = tempfile.gettempdir()
     return folder if len(folder) <= _LONGEST_FOLDER else "/tmp"
 
 
 def _free_addresses(num_nodes: int) -> Addresses:
-    """Returns a random loopback network and ports that nobody listens on."""
+    """Returns a random loopback network and unused ports."""
     network = f"127.{random.randint(1, 254)}.{random.randint(1, 254)}"
     ports: list[int] = []
     while len(ports) < num_nodes + 1:

@@ -1,7 +1,7 @@
-"""What a user's `sbatch ...` asks for, read as sbatch reads it, and the same scaled down to this machine.
+"""Parses a user's `sbatch ...` command as sbatch does, and builds the scaled-down command.
 
-Options are those of the command line and of the script's #SBATCH lines. Which of them take a value is taken from sbatch
-22.05's --help; values are not judged here: the real sbatch does that.
+Options come from the command line and the script's #SBATCH lines. Which options take a value follows sbatch 22.05's
+--help. Values are not checked here; the real sbatch does that.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FLAGS = [
     "version",
     "wait",
 ]
-# A value only in the same word: --exclusive=user, -k=off.
+# The value must be in the same word: --exclusive=user, -k=off.
 _OPTIONAL = ("exclusive", "get-user-env", "nice", "no-kill", "propagate")
 _VALUED = [
     "account",
@@ -158,27 +158,27 @@ _SHORT = {
 
 
 class UnknownOptionError(ConfigError):
-    """An option that sbatch does not have, or one without its value."""
+    """An option that sbatch does not have, or an option without its value."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """One option by its full name; value None where none is given."""
+    """One option by its full name; value is None if none is given."""
 
     name: str
     value: str | None = None
 
     @property
     def word(self) -> str:
-        """As one word of a command line."""
+        """The option as one word of a command line."""
         return f"--{self.name}" if self.value is None else f"--{self.name}={self.value}"
 
 
 def read_words(words: Sequence[str]) -> tuple[list[Option], list[str]]:
-    """Returns the options at the beginning of a command line and the words from the first that is none on.
+    """Returns the options at the beginning of a command line, and the remaining words.
 
     Args:
-        words: what follows `sbatch`.
+        words: arguments of `sbatch`.
 
     Raises:
         UnknownOptionError: sbatch has no such option, or its value is missing.
@@ -199,13 +199,13 @@ def read_words(words: Sequence[str]) -> tuple[list[Option], list[str]]:
 
 
 def _read_script(text: str) -> list[Option]:
-    """Returns the options of a script's #SBATCH lines, which end at its first command.
+    """Returns the options of a script's #SBATCH lines before its first command.
 
     Args:
-        text: of the script.
+        text: text of the script.
 
     Raises:
-        UnknownOptionError: as `read_words`, with the number of the line.
+        UnknownOptionError: as in `read_words`; the message names the line.
     """
     found: list[Option] = []
     for number, line in enumerate(text.splitlines(), start=1):
@@ -217,13 +217,13 @@ def _read_script(text: str) -> list[Option]:
             except (UnknownOptionError, ValueError) as error:
                 raise UnknownOptionError(f"line {number}, {line}: {error}") from error
             if rest:
-                raise UnknownOptionError(f"line {number}, {line}: {rest[0]!r} is no option")
+                raise UnknownOptionError(f"line {number}, {line}: {rest[0]!r} is not an option")
             found += options
     return found
 
 
 def _full_name(name: str) -> str:
-    """Completes an abbreviation, as getopt_long does."""
+    """Completes an abbreviated name, as getopt_long does."""
     if name in _KNOWN:
         return name
     matches = [known for known in _KNOWN if known.startswith(name)]
@@ -242,7 +242,7 @@ def _next_value(name: str, word: str, rest: list[str]) -> str | None:
 
 
 def _short(word: str, rest: list[str]) -> list[Option]:
-    """Reads -N4, -N 4 and -HQ."""
+    """Parses short options: -N4, -N 4 and -HQ."""
     found: list[Option] = []
     letters = word[1:]
     while letters:
@@ -257,8 +257,8 @@ def _short(word: str, rest: list[str]) -> list[Option]:
     return found
 
 
-# What the rehearsal passes on as it is. Everything else is about the site (its features, reservations, accounts, other
-# jobs), about sizes, or about who is told.
+# Options that the rehearsal passes on unchanged. The others concern the site (features, reservations, accounts, other
+# jobs), sizes or notifications.
 _KEPT = [
     "comment",
     "cpus-per-task",
@@ -273,7 +273,7 @@ _KEPT = [
     "signal",
     "time",
 ]
-# What the private SLURM would refuse though the site may know it.
+# Options that the private SLURM would reject although the site may accept them.
 _OF_THE_SITE = [
     "batch",
     "bb",
@@ -299,19 +299,19 @@ _OF_THE_SITE = [
 ]
 _GPU_OPTIONS = ("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket", "gres", "gpu-bind", "gpu-freq")
 _UNSUPPORTED = {
-    "wrap": "write the command into a script: rehearse reads the #SBATCH lines of a file",
-    "gpus-per-socket": "ask with --gpus-per-node: what a node has of sockets is not known here",
+    "wrap": "write the command to a script: rehearse reads the #SBATCH lines of a file",
+    "gpus-per-socket": "use --gpus-per-node: the number of sockets per node is unknown here",
 }
 
 
 @dataclass(frozen=True)
 class AskedSignal:
-    """What --signal asks for.
+    """Value of --signal.
 
     Attributes:
-        name: USR1, or a number.
-        to_script: sent to the batch script itself (B:); else to the steps that srun started.
-        seconds: before the time limit.
+        name: name without SIG, such as USR1, or a number.
+        to_script: whether it is sent to the batch script (B:) or to the steps that srun started.
+        seconds: time before the time limit.
     """
 
     name: str
@@ -324,9 +324,9 @@ class Request:
     """A user's command: sbatch [options] script [arguments].
 
     Attributes:
-        options: the script's, then the command line's; the last of a name wins, as in sbatch.
-        script: the file.
-        arguments: of the script.
+        options: options of the script, then of the command line; the last one of a name counts, as in sbatch.
+        script: path of the script.
+        arguments: arguments of the script.
     """
 
     options: tuple[Option, ...]
@@ -334,16 +334,16 @@ class Request:
     arguments: tuple[str, ...]
 
     def value(self, name: str) -> str | None:
-        """Returns the value of an option, None where it is not given."""
+        """Returns the value of an option, or None if it is not given."""
         return next((option.value for option in reversed(self.options) if option.name == name), None)
 
     def last_of(self, *names: str) -> str | None:
-        """Returns which of several options is given last, None for none."""
+        """Returns which of several options is given last, or None if none is given."""
         return next((option.name for option in reversed(self.options) if option.name in names), None)
 
     @property
     def nodes(self) -> int:
-        """Nodes asked for; the smaller number of a range."""
+        """Number of nodes requested; the smaller number of a range."""
         given = self.value("nodes")
         if given is not None:
             return max(1, _number("nodes", given.partition("-")[0]))
@@ -354,7 +354,7 @@ class Request:
 
     @property
     def gpus_per_node(self) -> int:
-        """GPUs of each node, 0 where none is asked for."""
+        """GPUs requested per node; 0 if none."""
         if given := self.value("gpus-per-node"):
             return _gpus("gpus-per-node", given)
         if found := re.search(r"(?:^|,)gpu((?::[^,:]+)*)(?:,|$)", self.value("gres") or ""):
@@ -373,12 +373,12 @@ class Request:
 
     @property
     def partitions(self) -> tuple[str, ...]:
-        """Names of the partitions asked for."""
+        """Names of the requested partitions."""
         return tuple(filter(None, (self.value("partition") or "debug").split(",")))
 
     @property
     def signal(self) -> AskedSignal | None:
-        """The signal asked for before the time limit."""
+        """The signal requested before the time limit, or None."""
         given = self.value("signal")
         found = re.fullmatch(r"(?:([RB]+):)?(?:SIG)?(\w+?)(?:@(\d+))?", given or "", re.IGNORECASE)
         if given is None or found is None:
@@ -386,18 +386,18 @@ class Request:
         return AskedSignal(found.group(2).upper(), "B" in (found.group(1) or "").upper(), int(found.group(3) or 60))
 
     def checked_words(self) -> list[str]:
-        """Returns the options as they are, less what only the site can judge and the names of its GPUs, for sbatch."""
+        """Returns the options that the private sbatch can check: without site-specific options and GPU types."""
         words = [o.word for o in self.options if o.name not in (*_OF_THE_SITE, *_GPU_OPTIONS)]
         return [*words, *_gpu_words(self.gpus_per_node)]
 
     def scaled_words(self, nodes: int, gpus_per_node: int, output: Path, variables: dict[str, str]) -> list[str]:
-        """Returns the options with which the script is rehearsed.
+        """Returns the options of the rehearsed job.
 
         Args:
-            nodes: of the scaled job.
-            gpus_per_node: of the scaled job.
-            output: file of what the script prints.
-            variables: that the script must see, whatever --export says.
+            nodes: number of nodes of the scaled job.
+            gpus_per_node: GPUs per node of the scaled job.
+            output: file of the script's output.
+            variables: environment variables that the script gets regardless of --export.
         """
         words = [option.word for option in self.options if option.name in _KEPT]
         words += [f"--nodes={nodes}", *_gpu_words(gpus_per_node), f"--output={output}", "--open-mode=append"]
@@ -405,30 +405,30 @@ class Request:
             words.append(f"--chdir={chdir}")
         if array := self.value("array"):
             first = re.split(r"[-,:%]", array)[0]
-            # Two jobs of a chain; one of other arrays, whose tasks are alike.
+            # Two jobs of a chain; one of any other array, whose tasks are the same.
             words.append(f"--array={first}-{int(first) + 1}%1" if array.endswith("%1") else f"--array={first}")
         return [*words, f"--export={_exported(self.value('export'), variables)}"]
 
     def write_script(self, path: Path) -> None:
-        """Writes the script with its #SBATCH lines switched off, every line in its place: options go by the words."""
+        """Writes the script with its #SBATCH lines disabled and line numbers unchanged."""
         text = self.script.read_text()
         path.write_text("".join(f"#{line}" if _is_option(line) else line for line in text.splitlines(keepends=True)))
         shutil.copymode(self.script, path)
 
 
 def read_request(command: Sequence[str]) -> Request:
-    """Reads a user's command.
+    """Parses a user's command.
 
     Args:
-        command: as in ["sbatch", "--nodes=2", "train.sbatch", "model=tiny"].
+        command: words of the command, such as ["sbatch", "--nodes=2", "train.sbatch", "model=tiny"].
 
     Raises:
-        ConfigError: it is no sbatch command, or names no script that can be read.
+        ConfigError: it is not an sbatch command, cannot be rehearsed, or names no readable script.
         UnknownOptionError: sbatch has no such option.
     """
     if not command or Path(command[0]).name != "sbatch":
         raise ConfigError(
-            f"{' '.join(command) or 'an empty command'}: cannot be rehearsed: write your own after two dashes, "
+            f"{' '.join(command) or 'an empty command'}: cannot be rehearsed: write the command after --, as in "
             "megads rehearse -- sbatch [options] script.sbatch [overrides]"
         )
     given, rest = read_words(command[1:])
@@ -436,14 +436,14 @@ def read_request(command: Sequence[str]) -> Request:
         if option.name in _UNSUPPORTED:
             raise ConfigError(f"--{option.name} cannot be rehearsed: {_UNSUPPORTED[option.name]}")
     if not rest:
-        raise ConfigError("sbatch without a script: name the file of your batch script")
+        raise ConfigError("sbatch without a script: add the file of your batch script")
     script = Path(rest[0])
     try:
         text = script.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{script}: the batch script cannot be read: {error}") from error
     if ":" in rest or "#SBATCH hetjob" in text:
-        raise ConfigError("a heterogeneous job cannot be rehearsed: rehearse its parts one by one")
+        raise ConfigError("a heterogeneous job cannot be rehearsed: rehearse its components one by one")
     return Request((*_read_script(text), *given), script, tuple(rest[1:]))
 
 
@@ -453,12 +453,12 @@ def _is_option(line: str) -> bool:
 
 def _number(name: str, text: str) -> int:
     if not re.fullmatch(r"\d+", text):
-        raise ConfigError(f"--{name}={text}: is no number")
+        raise ConfigError(f"--{name}={text}: is not a number")
     return int(text)
 
 
 def _gpus(name: str, text: str) -> int:
-    """Reads 8, a100:8 and :a100:8."""
+    """Parses a number of GPUs: 8, a100:8 or :a100:8."""
     number = text.rpartition(":")[2]
     return 1 if number and not number[0].isdigit() else _number(name, number)
 
@@ -468,6 +468,6 @@ def _gpu_words(gpus: int) -> list[str]:
 
 
 def _exported(asked: str | None, variables: dict[str, str]) -> str:
-    """Returns the value of --export that adds variables to what the user exports."""
+    """Returns the user's --export value with variables added."""
     added = ",".join(f"{name}={value}" for name, value in variables.items())
     return added if asked == "NONE" else f"{asked or 'ALL'},{added}"

@@ -1,4 +1,4 @@
-"""`megads train` inside of a rehearsed job: the config asked for is checked on paper, and a scaled one is trained."""
+"""`megads train` inside a rehearsed job: checks the requested config without running it, and trains a scaled one."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from megads.tools.rehearse.notes import VOCAB_SIZE, Orders, RehearsedStart, read
 from megads.tools.rehearse.paper import of_this_machine, why_unwritable
 from megads.train_config import TrainConfig
 
-_AT_START = "the job would end at its start, after its wait in the queue"
+_AT_START = "the job would fail at its start, after waiting in the queue"
 
 
 def rehearsed(config: RootConfig, choices: Mapping[str, str | None], folder: Path) -> RootConfig:
-    """Writes down what a config shows on paper and returns what to train in its place.
+    """Checks a config without running it, records the findings and returns the scaled config to train instead.
 
     Args:
-        config: as composed.
-        choices: option taken in each config group.
-        folder: of the rehearsal.
+        config: the composed config.
+        choices: chosen option of each config group.
+        folder: the rehearsal's folder.
 
     Raises:
-        ConfigError: it cannot be run; nothing is trained.
+        ConfigError: there is a problem, so nothing is trained.
     """
     orders = read_orders(folder)
     found, config = _examine(config, orders)
@@ -53,8 +53,8 @@ def rehearsed(config: RootConfig, choices: Mapping[str, str | None], folder: Pat
     start = RehearsedStart(tuple(found), str(run_dir))
     if orders.refused or start.refused:
         write_start(folder, start)
-        raise ConfigError("refused on paper: see the verdict of megads rehearse")
-    # Two starts that name two folders get two; those that name one get one.
+        raise ConfigError("a check failed before training: see the table of megads rehearse")
+    # Starts with different run directories get different folders; starts with the same one share a folder.
     name = hashlib.sha256(str(run_dir.absolute()).encode()).hexdigest()[:12]
     scaled = scaled_run(
         config,
@@ -70,7 +70,7 @@ def rehearsed(config: RootConfig, choices: Mapping[str, str | None], folder: Pat
 
 
 def _examine(config: RootConfig, orders: Orders) -> tuple[list[Finding], RootConfig]:
-    """Checks everything but the folder; returns also the config with its data, as far as it is there."""
+    """Checks everything except the run directory; also returns the config with its data located, where that works."""
     found = [_judge("sizes", lambda: _sizes(config)), _judge("layout", lambda: _layout(config, orders))]
     known = config
     try:
@@ -80,14 +80,14 @@ def _examine(config: RootConfig, orders: Orders) -> tuple[list[Finding], RootCon
             require_data(config)
         found.append(ok("data", data.text))
     except MegadsError as error:
-        found.append(problem("data", str(error), _AT_START, "see the message; paths are those that the nodes see"))
+        found.append(problem("data", str(error), _AT_START, "see the message; paths must be visible on the nodes"))
     found.append(_memory(known, orders))
     found += _resume(config)
     return found, config
 
 
 def _judge(check: str, look: Callable[[], str]) -> Finding:
-    """Turns a refusal, whose message says what to do, into a problem."""
+    """Returns an ok finding, or a problem if the check raises a MegadsError, whose message names the remedy."""
     try:
         return ok(check, look())
     except MegadsError as error:
@@ -100,11 +100,11 @@ def _sizes(config: RootConfig) -> str:
 
 
 def _layout(config: RootConfig, orders: Orders) -> str:
-    """Ranks against nodes x GPUs, as they are asked for."""
+    """Checks that the ranks fit the requested nodes x GPUs."""
     if config.cluster.kind is not ClusterKind.slurm:
         raise ConfigError(
-            "cluster.kind = local inside of a batch script: only its first node would train, and exit 6 would not be "
-            "requeued; write megads train cluster=slurm"
+            "cluster.kind = local inside a batch script: only its first node would train, and exit 6 would not requeue "
+            "the job; use megads train cluster=slurm"
         )
     nodes = tuple(Node(f"node{number}", "") for number in range(1, orders.nodes + 1))
     placement = place_ranks(config, Allocation(SlurmJob("", 0, ""), nodes, orders.gpus_per_node))
@@ -112,19 +112,17 @@ def _layout(config: RootConfig, orders: Orders) -> str:
 
 
 def _memory(config: RootConfig, orders: Orders) -> Finding:
-    """The plan against the GPUs asked for."""
+    """Checks that the planned memory fits the requested GPUs."""
     size = config.cluster.gpu_memory_gib or orders.gpu_memory_gib
     if not orders.gpus_per_node:
         return note(
-            "memory", "not checked: the job asks for no GPUs", "", "megads plan device=cpu says what ranks need"
+            "memory", "not checked: the job requests no GPUs", "", "megads plan device=cpu prints memory per rank"
         )
     if size is None:
-        remedy = "cluster.gpu_memory_gib=80, or megads rehearse --gpu-memory-gib 80"
-        return note("memory", "not checked: how much a GPU has is not known", "", remedy)
+        remedy = "set cluster.gpu_memory_gib=80, or megads rehearse --gpu-memory-gib 80"
+        return note("memory", "not checked: the GPU's memory is unknown", "", remedy)
     if config.model.vocab_size is None:
-        return note(
-            "memory", "not checked: the vocabulary is not known before the data is there", "", "correct the data"
-        )
+        return note("memory", "not checked: the vocabulary size is unknown without the data", "", "correct the data")
     machine = Machine(int(size * 2**30), per_gpu=True)
 
     def look() -> str:
@@ -136,17 +134,17 @@ def _memory(config: RootConfig, orders: Orders) -> Finding:
 
 
 def _resume(config: RootConfig) -> list[Finding]:
-    """Whether a restart continues, by the config alone."""
+    """Checks from the config alone whether a restart resumes."""
     load = config.checkpoint.load
     if load not in ("auto", "none") and not Path(load).is_dir():
         return [problem("checkpoints", f"checkpoint.load = {load}: there is no such folder", _AT_START, "correct it")]
     if load == "none":
-        cost = "a job that is submitted again throws away what was trained before; a requeue or a chain does not"
+        cost = "a resubmitted job starts from step 0; a requeued job or the next job of a chain resumes"
         return [note("checkpoints", "checkpoint.load = none", cost, "checkpoint.load=auto")]
     if not config.checkpoint.every_steps:
-        cost = "a lost node, of which nobody warns, throws away everything since the start of the job"
-        return [note("checkpoints", "checkpoint.every_steps = 0", cost, "set checkpoint.every_steps to half an hour's")]
-    return [ok("checkpoints", f"one every {config.checkpoint.every_steps} steps")]
+        cost = "a node failure, which sends no signal, loses everything since the start of the job"
+        return [note("checkpoints", "checkpoint.every_steps = 0", cost, "set it to about half an hour of steps")]
+    return [ok("checkpoints", f"every {config.checkpoint.every_steps} steps")]
 
 
 def _run_folder(run_dir: Path) -> Finding:
@@ -163,14 +161,15 @@ _MICRO_BATCHES = 2
 
 
 def scaled_parallel(parallel: ParallelConfig, max_ranks: int) -> ParallelConfig:
-    """Returns a layout in which every axis that is split is split in two, as far as the ranks go.
+    """Returns a layout in which every axis above 1 becomes 2, as far as `max_ranks` allows.
 
     Args:
-        parallel: the layout asked for.
+        parallel: the requested layout.
         max_ranks: most ranks; 2 or more.
     """
     sizes = {axis: min(2, getattr(parallel, axis)) for axis in AXES}
-    # What is given up first. ZeRO that shards gradients needs ranks to share with; else replicas say least.
+    # The order in which axes are reduced to 1. ZeRO stages that shard gradients need data-parallel ranks; otherwise
+    # data parallelism is the axis least worth testing.
     first = ("tp", "pp", "cp", "dp") if parallel.zero_stage in GRADIENT_STAGES else ("dp", "cp", "tp", "pp")
     for axis in first:
         if ParallelConfig(**sizes).world_size > max_ranks:
@@ -178,7 +177,7 @@ def scaled_parallel(parallel: ParallelConfig, max_ranks: int) -> ParallelConfig:
     recompute = Recompute.none if parallel.recompute is Recompute.auto else parallel.recompute
     return ParallelConfig(
         **sizes,
-        # A pipeline of one stage has no schedule to speak of.
+        # With one stage the schedule has no effect.
         schedule=parallel.schedule if sizes["pp"] > 1 else ScheduleName["1f1b"],
         sequence_parallel=parallel.sequence_parallel,
         rank_order=parallel.rank_order,
@@ -190,18 +189,17 @@ def scaled_parallel(parallel: ParallelConfig, max_ranks: int) -> ParallelConfig:
 def scaled_run(
     config: RootConfig, *, run_dir: Path, data: str, last_step: int, nodes: int, max_ranks: int
 ) -> RootConfig:
-    """Returns what is really trained in place of a run.
+    """Returns the scaled config that is trained instead of a run.
 
-    Kept are the kinds of position, attention, norms, MLP and blocks, dropout, optimizer, precision, ZeRO, schedule and
-    recomputation, how the run saves and loads, and its name; everything that has a size is small, and nobody outside is
-    told.
+    It keeps the position embedding, attention, norm, MLP and block types, dropout, optimizer, precision, ZeRO stage,
+    schedule, recomputation, checkpoint settings and run name. All sizes are small; wandb is disabled.
 
     Args:
-        config: the run, checked, with run.id.
+        config: the checked config of the run, with run.id.
         run_dir: folder to train in.
-        data: prefix of a small dataset of VOCAB_SIZE tokens.
-        last_step: of the training.
-        nodes: of the scaled job.
+        data: prefix of a small dataset with a vocabulary of VOCAB_SIZE tokens.
+        last_step: last training step.
+        nodes: number of nodes of the scaled job.
         max_ranks: most ranks.
     """
     parallel = scaled_parallel(config.parallel, max_ranks)
@@ -212,17 +210,17 @@ def scaled_run(
         precision=config.train.precision,
         seed=config.train.seed,
     )
-    # Paths name checkpoints of the full model; what a restart loads is the run's own.
+    # A path names a checkpoint of the full model; with "auto" a restart loads the scaled run's own checkpoint.
     load = config.checkpoint.load if config.checkpoint.load == "none" else "auto"
-    # Both nodes compute where there are ranks for both; a job of one rank keeps its spare.
+    # Both nodes get ranks if there are enough; a job with one rank has a spare node.
     spare_nodes = max(0, nodes - parallel.world_size)
-    # Afresh: containers and further options of srun are the site's.
+    # A new config: cluster.wrapper and cluster.srun_options are site-specific.
     cluster = ClusterConfig(
         kind=config.cluster.kind,
         threads_per_rank=1,
         ranks_per_node=parallel.world_size // (nodes - spare_nodes),
         spare_nodes=spare_nodes,
-        # Measuring the CPU takes seconds.
+        # Any value: measuring the CPU's would take seconds.
         peak_tflops=1.0,
         max_requeues=config.cluster.max_requeues,
         chain=config.cluster.chain,
@@ -245,7 +243,7 @@ def scaled_run(
 
 
 def _scaled_model(model: ModelConfig, parallel: ParallelConfig) -> ModelConfig:
-    """Two blocks a virtual stage of the default sizes, which divide by two."""
+    """Returns a model with two blocks per virtual stage and the default sizes, which are divisible by two."""
     return ModelConfig(
         num_layers=2 * parallel.num_stages,
         vocab_size=VOCAB_SIZE,

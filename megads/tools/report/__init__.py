@@ -1,6 +1,6 @@
-"""`megads report`: a run, or the use of a site, as one HTML page and a few pictures.
+"""`megads report`: an HTML page and pictures of one run, of several runs, or of the usage of a site.
 
-Reads only; training never waits for it.
+Only reads the files of a run; a run in progress is not affected.
 """
 
 __all__ = ["charts", "config", "history", "page", "site", "site_page", "style", "summary", "timeline"]

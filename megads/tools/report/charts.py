@@ -1,4 +1,4 @@
-"""The charts of one run; each drawing function returns None where there is nothing to draw."""
+"""Charts of one run; each drawing function returns None if there is nothing to draw."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from megads.tools.report.style import BLUE, GREEN, INK, MUTED, ORANGE, RED, Char
 from megads.tools.report.timeline import draw_activities, draw_step_timeline, draw_timeline, read_steps
 
 MOST_POINTS = 1000
-"""Points a curve is drawn with; a longer one becomes an envelope."""
+"""Maximum number of points of a curve; longer curves are reduced to an envelope."""
 
 
 @dataclass(frozen=True)
 class Envelope:
-    """A curve in buckets of equally many steps; nothing that it reached is lost.
+    """A curve reduced to buckets of equally many steps, which preserves its extremes.
 
     Attributes:
-        steps_per_point: steps in a bucket; 1 when the curve is drawn as it is.
-        step: middle of each bucket.
-        low: least finite value of each bucket; NaN where there is none.
-        high: greatest finite value.
-        mean: of the finite values.
+        steps_per_point: steps per bucket; 1 if the curve is not reduced.
+        step: mean step of each bucket.
+        low: smallest finite value of each bucket; NaN if there is none.
+        high: largest finite value of each bucket; NaN if there is none.
+        mean: mean of the finite values of each bucket; NaN if there are none.
     """
 
     steps_per_point: int
@@ -45,12 +45,12 @@ class Envelope:
 
 
 def finite(values: FloatArray) -> FloatArray:
-    """The same with NaN for infinities."""
+    """Replaces infinities by NaN."""
     return np.where(np.isfinite(values), values, np.nan)
 
 
 def envelope(step: FloatArray, values: FloatArray, most_points: int = MOST_POINTS) -> Envelope:
-    """Puts a curve into at most `most_points` buckets."""
+    """Reduces a curve to at most `most_points` buckets."""
     size = max(1, -(-len(step) // most_points))
     starts = np.arange(0, len(step), size)
     values = finite(values)
@@ -63,7 +63,7 @@ def envelope(step: FloatArray, values: FloatArray, most_points: int = MOST_POINT
 
 
 def smoothing_width(num_steps: int) -> int:
-    """Steps to average over: a fortieth of the run, odd; 1 for a run too short to be smoothed."""
+    """Smoothing window in steps: about a fortieth of the run, odd, at least 3; 1 for runs too short to smooth."""
     width = num_steps // 40
     return 1 if num_steps < 10 else max(3, width + 1 - width % 2)
 
@@ -71,7 +71,7 @@ def smoothing_width(num_steps: int) -> int:
 def smooth(values: FloatArray, width: int) -> FloatArray:
     """Mean of the finite values in a window of `width` steps around each.
 
-    The window shrinks on both sides alike near the ends, so that a falling curve is not bent there.
+    Near the ends the window shrinks symmetrically, which avoids bias on a falling curve.
     """
     values = finite(values)
     valid = np.isfinite(values)
@@ -85,9 +85,9 @@ def smooth(values: FloatArray, width: int) -> FloatArray:
 
 
 def axis_top(values: FloatArray) -> float | None:
-    """Where to cut an axis that a few outliers would flatten the rest of; None when there is nothing to cut.
+    """Upper limit of an axis on which outliers would flatten the rest of the curve; None if no limit is needed.
 
-    Cuts only above twice the range of 99% of the values, and only where that halves the axis at least.
+    The limit is twice the range of 99% of the values, and applies only if it at least halves the axis.
     """
     values = values[np.isfinite(values)]
     if not len(values):
@@ -99,18 +99,18 @@ def axis_top(values: FloatArray) -> float | None:
 
 _MOST_RESTART_MARKS = 50
 _MOST_CELLS = 256
-"""Rows and columns of a heat map."""
+"""Maximum number of rows and of columns of a heat map."""
 _DARKEST_SLOWDOWN = 0.25
 _TASK_LOOKS = tuple(product(("o", "s", "D", "^"), (BLUE, GREEN, ORANGE, RED, INK)))
 _VALIDATION_LOOKS = ((GREEN, "o"), (ORANGE, "s"), (INK, "D"))
 
 
 def run_charts(history: RunHistory, compared: StepComparison | None = None) -> list[Chart]:
-    """The charts of a run in the order of its page.
+    """The charts of a run in the order of the page.
 
     Args:
-        history: of the run.
-        compared: a timed step beside its plan.
+        history: history of the run.
+        compared: comparison of a timed step with its plan.
     """
     steps = read_steps(history.run_dir)
     return [
@@ -121,27 +121,27 @@ def run_charts(history: RunHistory, compared: StepComparison | None = None) -> l
         Chart("learning_rate", "Learning rate over steps", partial(draw_learning_rate, history)),
         Chart("grad_norm", "Gradient norm over steps, skipped steps marked", partial(draw_grad_norm, history)),
         Chart("throughput", "Tokens per second and MFU over steps", partial(draw_throughput, history)),
-        Chart("step_time", "Time of a step over steps, waiting for data apart", partial(draw_step_time, history)),
+        Chart("step_time", "Step time over steps, with time waiting for data", partial(draw_step_time, history)),
         Chart("memory", "Peak memory over steps", partial(draw_memory, history)),
         Chart(
             "step_timeline",
-            "What every rank did in one step, measured and simulated",
+            "Timeline of all ranks in one step, measured and simulated",
             partial(draw_step_timeline, history, steps),
             wide=True,
         ),
         Chart("planned_step", "Parts of a timed step, measured and planned", partial(draw_comparison, compared)),
         Chart(
             "stragglers",
-            "How much longer than its peers each rank computed, over steps",
+            "Slowdown of each rank relative to its peers, over steps",
             partial(draw_stragglers, history),
         ),
         Chart("timeline", "Starts, checkpoints and faults over time", partial(draw_timeline, history)),
-        Chart("activities", "What the time of the run went to, over time", partial(draw_activities, history)),
+        Chart("activities", "Activities of the run over wall time", partial(draw_activities, history)),
     ]
 
 
 def draw_loss(history: RunHistory, wide: bool = True) -> Figure | None:
-    """Training loss as it is and smoothed, every validation, and the unigram's loss to beat."""
+    """Training loss, raw and smoothed, all validation losses, and the unigram loss as a baseline."""
     loss = history.columns["loss"]
     figure, axes = open_panel("Loss", wide)
     width = smoothing_width(len(loss))
@@ -149,7 +149,7 @@ def draw_loss(history: RunHistory, wide: bool = True) -> Figure | None:
     if not np.isfinite(loss).any():
         axes.set_yticks([])
     elif width > 1:
-        # A spike is marked as one; smoothing would only widen it.
+        # Spikes are marked separately; smoothing would widen them.
         top = axis_top(loss)
         curve = envelope(history.step, smooth(loss if top is None else np.where(loss > top, np.nan, loss), width))
         axes.plot(curve.step, curve.mean, color=BLUE, label=f"train, mean of {width:,} steps")
@@ -160,7 +160,7 @@ def draw_loss(history: RunHistory, wide: bool = True) -> Figure | None:
 
 
 def _draw_validations(axes: Axes, history: RunHistory) -> Iterator[FloatArray]:
-    """Draws every validation and every unigram's loss; yields the values drawn."""
+    """Draws the validation losses and unigram losses; yields the values drawn."""
     for validation, (color, marker) in zip(history.validations, cycle(_VALIDATION_LOOKS), strict=False):
         label = "validation" if len(history.validations) == 1 else f"validation {validation.name}"
         values = finite(validation.loss)
@@ -177,7 +177,7 @@ def _draw_validations(axes: Axes, history: RunHistory) -> Iterator[FloatArray]:
 
 
 def draw_tasks(history: RunHistory, wide: bool = False) -> Figure | None:
-    """Every metric of the tasks that were evaluated in mid-run."""
+    """Metrics of the tasks evaluated during training."""
     if not history.tasks:
         return None
     figure, axes = open_panel("Tasks", wide)
@@ -187,7 +187,7 @@ def draw_tasks(history: RunHistory, wide: bool = False) -> Figure | None:
 
 
 def draw_learning_rate(history: RunHistory, wide: bool = False) -> Figure | None:
-    """The learning rate that each step took."""
+    """Learning rate of each step."""
     rate = history.columns["lr"]
     if not np.isfinite(rate).any():
         return None
@@ -200,7 +200,7 @@ def draw_learning_rate(history: RunHistory, wide: bool = False) -> Figure | None
 
 
 def draw_grad_norm(history: RunHistory, wide: bool = False) -> Figure | None:
-    """Norm of the gradient before clipping; skipped steps are marked."""
+    """Gradient norm before clipping; skipped steps are marked."""
     norm = history.columns["grad_norm"]
     skipped = np.nan_to_num(history.columns["skipped"]) > 0
     if not (np.isfinite(norm).any() or skipped.any()):
@@ -221,7 +221,7 @@ def draw_grad_norm(history: RunHistory, wide: bool = False) -> Figure | None:
 
 
 def draw_throughput(history: RunHistory, wide: bool = False) -> Figure | None:
-    """Tokens a second, and the share of the devices' peak that they come to."""
+    """Tokens per second and MFU."""
     speed, mfu = history.columns["tokens_per_s"], history.columns["mfu"]
     if not np.isfinite(speed).any():
         return None
@@ -233,7 +233,7 @@ def draw_throughput(history: RunHistory, wide: bool = False) -> Figure | None:
     axes.yaxis.set_major_formatter(FuncFormatter(_short_count))
     ratio = mfu / np.where(speed > 0, speed, np.nan)
     ratio = ratio[np.isfinite(ratio)]
-    # One axis serves both only while a token costs the same and the devices are the same.
+    # Both share a curve only if the FLOPs per token and the devices stay the same.
     if len(ratio) and ratio.min() > 0 and ratio.max() < 1.001 * ratio.min():
         percent = 100 * float(ratio[0])
         right = axes.secondary_yaxis(
@@ -245,7 +245,7 @@ def draw_throughput(history: RunHistory, wide: bool = False) -> Figure | None:
 
 
 def draw_step_time(history: RunHistory, wide: bool = False) -> Figure | None:
-    """What a step's time goes to: waiting for data, and the rest."""
+    """Step time, split into waiting for data and the rest."""
     total, data = history.columns["step_time_s"], history.columns["data_time_s"]
     if not np.isfinite(total).any():
         return None
@@ -253,7 +253,7 @@ def draw_step_time(history: RunHistory, wide: bool = False) -> Figure | None:
     scale, unit = (1000, "ms") if np.nanmedian(curve.mean) < 1 else (1, "s")
     wait = scale * np.nan_to_num(waiting.mean)
     share = np.nansum(finite(data)) / max(np.nansum(finite(total)), 1e-12)
-    figure, axes = open_panel("Time of a step", wide)
+    figure, axes = open_panel("Step time", wide)
     rest_label, wait_label = "compute and communication", f"waiting for data ({100 * share:.2g}%)"
     if len(curve.step) > 1:
         axes.fill_between(
@@ -271,7 +271,7 @@ def draw_step_time(history: RunHistory, wide: bool = False) -> Figure | None:
 
 
 def draw_memory(history: RunHistory, wide: bool = False) -> Figure | None:
-    """Most memory that rank 0 had held by each step; it only grows until a restart."""
+    """Peak memory of rank 0 up to each step; it never decreases until a restart."""
     memory = history.columns["peak_memory_bytes"]
     if not np.isfinite(memory).any():
         return None
@@ -284,12 +284,12 @@ def draw_memory(history: RunHistory, wide: bool = False) -> Figure | None:
 
 
 def draw_stragglers(history: RunHistory, wide: bool = False) -> Figure | None:
-    """A heat map of ranks over steps: the darker, the longer a rank computed than those with the same work."""
+    """Heat map of ranks over steps: the slowdown of each rank relative to ranks with the same work."""
     steps, slowdown = _read_slowdowns(history)
     if not len(steps):
         return None
     num_ranks = slowdown.shape[0]
-    # Of neighbours that share a row or a column, the slowest is seen.
+    # A cell that stands for several ranks or steps shows the maximum.
     rows, columns = (np.arange(0, size, -(-size // _MOST_CELLS)) for size in slowdown.shape)
     cells = np.maximum.reduceat(np.maximum.reduceat(slowdown, rows, axis=0), columns, axis=1)
     top = max(_DARKEST_SLOWDOWN, float(cells.max()))
@@ -307,12 +307,12 @@ def draw_stragglers(history: RunHistory, wide: bool = False) -> Figure | None:
 
 
 def _read_slowdowns(history: RunHistory) -> tuple[FloatArray, FloatArray]:
-    """Steps that were timed, ascending, and [ranks, steps] slowdowns of the last layout."""
+    """Timed steps, ascending, and slowdowns [ranks, steps]; only steps with as many ranks as the last one recorded."""
     found: dict[int, list[float]] = {}
     for line in read_json_lines(slowdowns_path(history.run_dir)):
         step, values = line.get("step"), line.get("slowdown")
         if isinstance(step, int) and isinstance(values, list) and all(isinstance(v, int | float) for v in values):
-            # A step that was trained again counts as it was at last.
+            # For a step trained more than once, the last line is used.
             found.pop(step, None)
             found[step] = values
     width = len(found[next(reversed(found))]) if found else 0
@@ -321,7 +321,7 @@ def _read_slowdowns(history: RunHistory) -> tuple[FloatArray, FloatArray]:
 
 
 def _draw_raw(axes: Axes, step: FloatArray, values: FloatArray, label: str, color: str, strong: bool) -> None:
-    """Every step as a line, or as a band from least to greatest where there are more steps than points."""
+    """Draws a curve as a line, or as a band from minimum to maximum if there are more steps than points."""
     curve = envelope(step, values)
     if curve.steps_per_point > 1:
         span = f"range of {curve.steps_per_point:,} steps"
@@ -337,14 +337,14 @@ def _draw_raw(axes: Axes, step: FloatArray, values: FloatArray, label: str, colo
 
 
 def _draw_line(axes: Axes, step: FloatArray, values: FloatArray, color: str) -> None:
-    """A curve without noise: a line, as high as what each of its points stands for."""
+    """Draws a curve without noise as a line that covers the range of each bucket."""
     curve = envelope(step, values)
     axes.fill_between(curve.step, curve.low, curve.high, color=color, linewidth=1.5)
     axes.plot(curve.step, curve.mean, color=color, marker="o" if len(step) == 1 else "")
 
 
 def _cut_outliers(axes: Axes, step: FloatArray, values: FloatArray, shown: FloatArray) -> None:
-    """Cuts an axis that a few outliers would flatten, and says how many are above it."""
+    """Limits an axis that outliers would flatten, and marks the values above the limit."""
     top = axis_top(shown)
     if top is None:
         return
@@ -374,7 +374,7 @@ def _mark_top(axes: Axes, step: FloatArray, label: str, marker: str = "X", color
 
 
 def _finish(figure: Figure, axes: Axes, history: RunHistory, y_label: str) -> Figure:
-    """Marks the restarts and the training stages, labels the axes."""
+    """Marks restarts and training stages and labels the axes."""
     count_axis(axes)
     restarts = history.restarts
     for position, step in enumerate(restarts[-_MOST_RESTART_MARKS:]):
@@ -392,7 +392,7 @@ def _finish(figure: Figure, axes: Axes, history: RunHistory, y_label: str) -> Fi
 
 
 def _short_count(value: float, _position: int | None = None) -> str:
-    """12,345 as 12.3k."""
+    """Formats a count, for example 12.3k."""
     for size, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.3g}{suffix}"

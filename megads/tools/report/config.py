@@ -1,4 +1,4 @@
-"""What `megads report` can be told."""
+"""Config of `megads report`."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from megads.errors import ConfigError
 from megads.plan.devices import find_device
 
 MOST_RUNS = 8
-"""Runs of one comparison; more curves than this cannot be told apart."""
+"""Maximum number of runs in a comparison; more curves cannot be told apart."""
 
 
 @dataclass
 class ReportConfig:
-    """What to draw and where to write."""
+    """Runs or site to report on, and where to write the report."""
 
     run: Any = None
-    """Run directory, or the id of a run in runs/; a list of them draws a comparison. Needed unless site is given."""
+    """Run directory, or id of a run in runs/; a list gives a comparison. Required unless site is set."""
     output: str | None = None
-    """Folder for report.html and report/*.png; null is the run's own. A comparison must name one. Of a site it is
-    site-report unless given."""
+    """Folder for report.html and report/*.png; null is the run directory, or site-report for a site. Required for a
+    comparison."""
     device: str | None = None
-    """Plan a step of the run on this device, a name or the file that megads calibrate wrote on the run's machine, and
-    show it beside the timed steps (logging.timeline_every_steps)."""
+    """Plan a step of the run on this device, a name or a device file written by megads calibrate on the run's machine,
+    and compare it with the timed steps (logging.timeline_every_steps)."""
     site: str | None = None
-    """Instead of a run: what sacct --parsable2 printed, a file, or the command, as site="sacct --starttime=2026-01-01"
-    (docs/site.md)."""
+    """Instead of a run: a file with the output of sacct --parsable2, or the command, for example
+    site="sacct --starttime=2026-01-01" (docs/site.md)."""
     site_gpus: int | None = None
-    """GPUs of the site, for its utilization."""
+    """Number of GPUs of the site, to compute its utilization."""
     json: bool = False
-    """Print the numbers of a site as JSON instead of drawing them."""
+    """Print the numbers of a site as JSON instead of writing a report."""
 
     @property
     def runs(self) -> list[str]:
-        """The runs as a list of names."""
+        """The runs as a list of names, also if only one is given."""
         given = self.run if isinstance(self.run, list) else [self.run]
         return [str(name) for name in given if name is not None]
 
     def check(self) -> None:
-        """Raises ConfigError unless there are runs, each named once, and a place for what several make."""
+        """Raises ConfigError on missing or duplicate runs, a comparison without `output`, or conflicting options."""
         if self.site is not None:
             self._check_site()
             return
@@ -66,12 +66,12 @@ class ReportConfig:
                 raise ConfigError(f"device = {self.device} plans a step of one run: give one run")
         if len(runs) > 1 and self.output is None:
             raise ConfigError(
-                "a comparison of several runs belongs to none of them: say where it goes, for example "
+                "a comparison of several runs needs an output folder of its own: set it, for example "
                 "output=runs/comparison"
             )
 
     def _check_site(self) -> None:
-        """Raises ConfigError on a run beside the site, on no site, and on a site without GPUs."""
+        """Raises ConfigError on options of a run, an empty `site`, or an invalid `site_gpus`."""
         if self.runs:
             raise ConfigError(
                 f"run = {self.run} and site = {self.site}: a report is of a run or of a site, give one of them"
@@ -79,13 +79,13 @@ class ReportConfig:
         if self.device is not None:
             raise ConfigError(f"device = {self.device} plans a step of a run: it does not apply to site")
         if not str(self.site).strip():
-            raise ConfigError("site is empty: give what sacct --parsable2 printed, or the command")
+            raise ConfigError("site is empty: give a file with the output of sacct --parsable2, or the command")
         if self.site_gpus is not None and self.site_gpus < 1:
             raise ConfigError(f"site_gpus = {self.site_gpus}: must be at least 1")
 
 
 def require_matplotlib() -> None:
-    """Raises ConfigError where pictures cannot be drawn."""
+    """Raises ConfigError if matplotlib is not installed."""
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError as error:

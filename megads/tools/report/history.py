@@ -1,4 +1,4 @@
-"""Reads what a run left: metrics as columns, events, config and checkpoints. Passes over what cannot be read."""
+"""Reads the files of a run: metrics as columns, events, config and checkpoints. Unreadable content is skipped."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ STEP_KEYS = (
     "samples", "tokens", "loss", "grad_norm", "lr", "step_time_s", "data_time_s", "tokens_per_s", "tflops_per_device",
     "mfu", "peak_memory_bytes", "skipped", "time", "validate_time_s", "save_time_s",
 )  # fmt: skip
-"""Columns of the step lines; a key that a line lacks is NaN there."""
+"""Columns read from the step lines; NaN where a line lacks the key."""
 
 
 @dataclass(frozen=True)
 class Validation:
-    """The validations of one set.
+    """Validation losses of one dataset.
 
     Attributes:
-        name: the set's.
-        step: after which step, ascending.
-        loss: nats a token.
-        unigram_loss: nats a token of the best model without context; NaN when unknown.
+        name: name of the dataset.
+        step: step after which each validation ran, ascending.
+        loss: validation losses in nats per token.
+        unigram_loss: loss of the best model without context, in nats per token; NaN if not known.
     """
 
     name: str
@@ -50,12 +50,12 @@ class Validation:
 
 @dataclass(frozen=True)
 class TaskMetric:
-    """What a metric of an lm-eval task was in mid-run.
+    """Values of one metric of an lm-eval task during training.
 
     Attributes:
         name: "<task>/<metric>".
-        step: after which step, ascending.
-        value: the metric.
+        step: step after which each evaluation ran, ascending.
+        value: values of the metric.
     """
 
     name: str
@@ -68,10 +68,10 @@ class StoredCheckpoint:
     """A checkpoint on disk.
 
     Attributes:
-        name: its folder's.
-        step: the step it was made after.
-        size_bytes: of all its files.
-        committed: whether its manifest is there, without which it does not count.
+        name: name of its folder.
+        step: step after which it was saved.
+        size_bytes: total size of its files.
+        committed: whether it has a manifest; without one it is not used.
     """
 
     name: str
@@ -82,21 +82,21 @@ class StoredCheckpoint:
 
 @dataclass(frozen=True)
 class RunHistory:
-    """Everything a report shows.
+    """Data of a run that a report shows.
 
     Attributes:
-        run_dir: where it was read.
-        run_id: the run's name.
-        step: step numbers, ascending and each once.
-        columns: one array a key of STEP_KEYS, as long as `step`.
-        validations: one a set.
-        tasks: one a metric of a task.
-        events: in the order of the file.
-        config: the frozen config, empty when it cannot be read.
-        config_text: the file as it is.
-        checkpoints: on disk now, ascending by step.
-        unreadable_lines: complete lines of the metrics and events that hold no JSON object.
-        accounting: where the time went; None where an earlier version wrote the run, without times.
+        run_dir: run directory.
+        run_id: id of the run.
+        step: step numbers, ascending and unique.
+        columns: one array per key of STEP_KEYS, as long as `step`.
+        validations: validation losses, one entry per dataset.
+        tasks: task metrics, one entry per metric of a task.
+        events: events in file order.
+        config: frozen config; empty if it cannot be read.
+        config_text: content of the config file.
+        checkpoints: checkpoints on disk, ascending by step.
+        unreadable_lines: number of complete lines in metrics and events that are not JSON objects.
+        accounting: breakdown of wall time; None for runs of an earlier version that recorded no times.
     """
 
     run_dir: Path
@@ -113,19 +113,19 @@ class RunHistory:
     accounting: Accounting | None = None
 
     def setting(self, key: str) -> Any:
-        """Value of a dotted config key, None where there is none."""
+        """Value of a dotted config key; None if it does not exist."""
         value: Any = self.config
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         return value
 
     def last_event(self, name: str) -> dict[str, Any]:
-        """The newest event of a name, empty where there is none."""
+        """Latest event with this name; empty if there is none."""
         return next((event for event in reversed(self.events) if event.get("event") == name), {})
 
     @property
     def restarts(self) -> list[int]:
-        """Steps at which a later start of the run went on, but for those that began the next training stage."""
+        """Steps from which the run was resumed, except for starts that began the next training stage."""
         starts = [event for event in self.events if event.get("event") == "start"]
         steps = [int(step) for step in (number(event.get("step")) for event in starts[1:]) if math.isfinite(step)]
         for begin in self.stage_begins[1:]:
@@ -135,7 +135,7 @@ class RunHistory:
 
     @property
     def stage_begins(self) -> list[int]:
-        """Steps after which training stages began, each once; empty for a run without stages."""
+        """Unique steps after which training stages began; empty for a run without stages."""
         found = [number(event.get("step")) for event in self.events if event.get("event") == "training_stage"]
         return sorted({int(step) for step in found if math.isfinite(step)})
 
@@ -144,7 +144,7 @@ def read_history(run_dir: Path) -> RunHistory:
     """Reads a run directory.
 
     Raises:
-        ConfigError: it is not there, is no run's, or its run has not finished a step.
+        ConfigError: The directory does not exist or is not a run's, or the run has not finished a step.
     """
     if not run_dir.is_dir():
         raise ConfigError(f"there is no run directory {run_dir}: give the folder that megads train names at its start")
@@ -189,7 +189,7 @@ def _step_times(ledger: _Ledger) -> Iterator[StepTime]:
 
 
 def number(value: Any) -> float:
-    """A JSON value as a float; NaN where it is no number."""
+    """Converts a JSON value to a float; NaN if it is not a number."""
     if not isinstance(value, int | float):
         return math.nan
     try:
@@ -199,7 +199,7 @@ def number(value: Any) -> float:
 
 
 class _Ledger(NamedTuple):
-    """What metrics.jsonl holds, see RunHistory, and its number of lines that held an object."""
+    """Content of metrics.jsonl (see RunHistory), and its number of lines that hold a JSON object."""
 
     step: FloatArray
     columns: dict[str, FloatArray]
@@ -255,13 +255,13 @@ def _validation(name: str, rows: list[tuple[float, float, float]]) -> Validation
 
 
 def _last_of_each(step: FloatArray) -> npt.NDArray[np.intp]:
-    """Indices that sort the steps and keep the last line of each: a resumed run may have written one twice."""
+    """Indices that sort the steps and keep the last line of each; a resumed run may have written a step twice."""
     _, from_the_end = np.unique(step[::-1], return_index=True)
     return (len(step) - 1 - from_the_end).astype(np.intp)
 
 
 def _complete_lines(path: Path) -> int:
-    """Number of line ends: what a running process is writing right now is not yet a line."""
+    """Number of complete lines; a line that a running process is still writing does not count."""
     if not is_readable(path):
         return 0
     with path.open("rb") as file:
@@ -269,7 +269,7 @@ def _complete_lines(path: Path) -> int:
 
 
 def _read_config(path: Path) -> tuple[dict[str, Any], str]:
-    """The config as a dict and as text; a run of another version, or without the file, is drawn all the same."""
+    """The config as a dict and as text; both are empty if it cannot be read, which does not prevent a report."""
     try:
         text = recorded_config(path)
         content = yaml.safe_load(text)
@@ -284,6 +284,6 @@ def _read_checkpoints(run_dir: Path) -> list[StoredCheckpoint]:
         try:
             size_bytes = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
         except OSError:
-            continue  # A running training has just removed it.
+            continue  # removed by the running training in the meantime
         found.append(StoredCheckpoint(folder.name, step, size_bytes, (folder / MANIFEST_FILE).exists()))
     return found

@@ -1,6 +1,6 @@
-"""Reports of one run or of several: an HTML file that needs nothing else, and its pictures.
+"""Reports of one or several runs: a self-contained HTML page, and its charts as PNG files.
 
-No script, no network, images inside; the page's own policy forbids both."""
+The page has inline images and no scripts, and its Content-Security-Policy forbids scripts and network access."""
 
 from __future__ import annotations
 
@@ -48,23 +48,23 @@ _MOST_EVENTS = 200
 
 
 def run_page(history: RunHistory, pictures: Sequence[str], compared: StepComparison | None = None) -> str:
-    """The report of one run as a whole page, see `run_body`."""
+    """The report of one run as a complete page, see `run_body`."""
     return document(history.run_id, [*run_body(history, pictures, compared), footer(history.unreadable_lines)])
 
 
 def run_body(history: RunHistory, pictures: Sequence[str], compared: StepComparison | None = None) -> list[str]:
-    """The report of one run, without its footer.
+    """The report of one run without footer, as HTML parts.
 
     Args:
-        history: what to show.
-        pictures: its charts, as `picture` gives them.
-        compared: a timed step beside its plan; None where no step was timed.
+        history: history of the run.
+        pictures: charts as HTML, from `picture`.
+        compared: comparison of a timed step with its plan; None if no step was timed.
     """
     words, kind = status(history)
     badge = f'<span class="status {kind}">{html.escape(words)}</span>'
     rest = [
         ("Where the time went", _activities(history.accounting)),
-        ("A step beside its plan", _compared(compared)),
+        ("A step compared with its plan", _compared(compared)),
         ("Evaluations", _evaluations(history.events)),
         ("Events", _events(history.events)),
         ("Checkpoints on disk", _checkpoints(history.checkpoints)),
@@ -80,13 +80,13 @@ def run_body(history: RunHistory, pictures: Sequence[str], compared: StepCompari
 
 
 def document(title: str, body: Iterable[str], policy: str = _POLICY, head: str = "") -> str:
-    """A whole page around the parts of a body.
+    """Builds a complete HTML page.
 
     Args:
-        title: of the page.
-        body: its parts, as HTML.
-        policy: the page's Content-Security-Policy.
-        head: more for the page's head, as HTML.
+        title: title of the page.
+        body: parts of the body, as HTML.
+        policy: Content-Security-Policy of the page.
+        head: additional HTML for the head.
     """
     css = resources.files(__package__).joinpath("page.css").read_text()
     colors = (
@@ -110,23 +110,23 @@ def document(title: str, body: Iterable[str], policy: str = _POLICY, head: str =
 
 
 def picture(page_svg: str, narrow_svg: str | None, wide: bool) -> str:
-    """A chart on the page.
+    """A chart as an HTML figure.
 
     Args:
-        page_svg: as on a wide window; its class is "page" where another takes its place on a narrow one.
-        narrow_svg: for a narrow window; its class is "narrow".
-        wide: takes the width of the page.
+        page_svg: SVG for wide windows; has class "page" if `narrow_svg` replaces it on narrow ones.
+        narrow_svg: SVG for narrow windows, with class "narrow"; None if not needed.
+        wide: whether the chart takes the full page width.
     """
     return f'<figure class="card{" wide" if wide else ""}">{page_svg}{narrow_svg or ""}</figure>'
 
 
 def table(head: Sequence[str], rows: Iterable[str], kind: str = "") -> str:
-    """A table in a card that scrolls sideways where it must.
+    """An HTML table in a card that scrolls horizontally if needed.
 
     Args:
-        head: titles of the columns; one of numbers begins with `>`.
-        rows: as HTML.
-        kind: class of the table.
+        head: column titles; a leading `>` marks a numeric column.
+        rows: rows as HTML.
+        kind: CSS class of the table.
     """
     cells = "".join(
         f'<th class="number">{name[1:]}</th>' if name.startswith(">") else f"<th>{name}</th>" for name in head
@@ -138,13 +138,13 @@ def table(head: Sequence[str], rows: Iterable[str], kind: str = "") -> str:
 
 
 def footer(unreadable_lines: int) -> str:
-    """Who wrote the page, when, and what it does not show."""
-    skipped = f" {unreadable_lines:,} unreadable lines were passed over." if unreadable_lines else ""
+    """Footer with version, time and the number of skipped lines."""
+    skipped = f" {unreadable_lines:,} unreadable lines were skipped." if unreadable_lines else ""
     return f"<footer>Written by megads {__version__} at {_utc(time.time())} UTC from the run's files.{skipped}</footer>"
 
 
 def number_cards(numbers: Iterable[KeyNumber]) -> str:
-    """The numbers to look at first, in large letters."""
+    """Key numbers as cards."""
     cards = (
         f'<div class="card"><dt>{html.escape(item.label)}</dt><dd><div class="value">{html.escape(item.value)}</div>'
         f'<div class="note">{html.escape(item.note)}</div></dd></div>'
@@ -154,13 +154,13 @@ def number_cards(numbers: Iterable[KeyNumber]) -> str:
 
 
 def fact_list(rows: Iterable[tuple[str, str]]) -> str:
-    """Labels and values in a card."""
+    """Label-value pairs in a card."""
     items = (f"<div><dt>{html.escape(label)}</dt><dd>{html.escape(value)}</dd></div>" for label, value in rows)
     return f'<dl class="facts card">{"".join(items)}</dl>'
 
 
 def _evaluations(events: Sequence[Mapping[str, Any]]) -> str:
-    """What `megads evaluate` found, the last value of each metric of a step."""
+    """Table of `megads evaluate` results; the last value of each metric and step is shown."""
     found: dict[tuple[float, str], float] = {}
     for event in events:
         results = event.get("results")
@@ -179,17 +179,17 @@ _MEANINGS = {
     Activity.start: "starting the command and its ranks up to the first step, and ending them",
     Activity.load: "verifying and loading the checkpoint that a start continues from",
     Activity.train: "steps that count",
-    Activity.validate: "validations and tasks in mid-run",
-    Activity.save: "waiting for checkpoints",
+    Activity.validate: "validations and tasks during training",
+    Activity.save: "blocked on checkpoints",
     Activity.detect: "from the first sign of a fault until all ranks had ended",
     Activity.recover: "from there to the next step",
-    Activity.lost: "steps that were trained again, or not finished",
-    Activity.stopped: "nobody ran it",
+    Activity.lost: "steps that were trained again or not finished",
+    Activity.stopped: "not running",
 }
 
 
 def _activities(accounting: Accounting | None) -> str:
-    """Every second of the run by what it was spent on, all activities, and their sum."""
+    """Table of the wall time by activity, with the total."""
     if accounting is None or not accounting.wall_us:
         return ""
     rows = [(str(activity), us, _MEANINGS[activity]) for activity, us in accounting.spent_us.items()]
@@ -202,7 +202,7 @@ def _activities(accounting: Accounting | None) -> str:
 
 
 def _compared(compared: StepComparison | None) -> str:
-    """The parts of a timed step, those of its plan where there is one, and which part makes the difference."""
+    """Table of the parts of a timed step and of its plan, and a sentence about the part that differs most."""
     if compared is None:
         return ""
 
@@ -224,7 +224,7 @@ def _compared(compared: StepComparison | None) -> str:
 
 
 def _events(events: Sequence[Mapping[str, Any]]) -> str:
-    """The events as a table; checkpoints are left out first where there are too many rows, then the middle."""
+    """Table of events; if there are too many, saved checkpoints are left out first, then rows in the middle."""
     shown = [event for event in events if event.get("event") not in ("launch", "exit") or event.get("exit_code")]
     if len(shown) > _MOST_EVENTS:
         shown = [event for event in shown if event.get("event") != "checkpoint_saved"]
@@ -237,11 +237,11 @@ def _events(events: Sequence[Mapping[str, Any]]) -> str:
 
 
 def event_row(event: Mapping[str, Any], before: str = "") -> str:
-    """A row of the table of events.
+    """A row of the event table.
 
     Args:
-        event: as the run wrote it.
-        before: cells in front of it, as HTML.
+        event: event as recorded by the run.
+        before: additional leading cells, as HTML.
     """
     name = str(event.get("event", "event")).replace("_", " ")
     line = render_event(event)
@@ -253,7 +253,7 @@ def event_row(event: Mapping[str, Any], before: str = "") -> str:
 
 
 def level_of(event: Mapping[str, Any]) -> str:
-    """How much an event matters: "error", "warning" or "info"."""
+    """Severity of an event: "error", "warning" or "info"."""
     level = str(event.get("level", "info"))
     if level == "error" or "failed" in str(event.get("event")):
         return "error"
@@ -283,11 +283,11 @@ def _config(text: str) -> str:
 
 
 _UNCOMPARED = ("run", "logging")
-"""Sections of the config that say nothing of what a run computed."""
+"""Config sections that do not affect what a run computes; left out of comparisons."""
 
 
 def comparison_charts(histories: Sequence[RunHistory]) -> list[Chart]:
-    """The charts of a comparison in the order of its page."""
+    """The charts of a comparison in the order of the page."""
     return [
         Chart("loss", "Loss of every run over tokens", partial(_draw_losses, histories, "tokens"), wide=True),
         Chart("loss_over_steps", "Loss of every run over steps", partial(_draw_losses, histories, "steps")),
@@ -296,12 +296,12 @@ def comparison_charts(histories: Sequence[RunHistory]) -> list[Chart]:
 
 
 def _draw_losses(histories: Sequence[RunHistory], key: str, wide: bool) -> Figure:
-    """Smoothed training loss as lines, validations as points, over tokens or steps."""
+    """Draws smoothed training losses as lines and validation losses as points, over tokens or steps."""
     figure, axes = open_panel(f"Loss over {key}", wide)
     shown = []
     for name, history, color in zip(names(histories), histories, CYCLE, strict=False):
         loss = history.columns["loss"]
-        # Smoothing would only widen a spike.
+        # Smoothing would widen spikes.
         if (top := axis_top(loss)) is not None:
             loss = np.where(loss > top, np.nan, loss)
         loss = smooth(loss, smoothing_width(len(history.step)))
@@ -320,7 +320,7 @@ def _draw_losses(histories: Sequence[RunHistory], key: str, wide: bool) -> Figur
 
 
 def _draw_speeds(histories: Sequence[RunHistory], wide: bool) -> Figure:
-    """Smoothed tokens a second."""
+    """Draws smoothed tokens per second."""
     figure, axes = open_panel("Throughput", wide)
     for name, history, color in zip(names(histories), histories, CYCLE, strict=False):
         speed = smooth(history.columns["tokens_per_s"], smoothing_width(len(history.step)))
@@ -336,18 +336,18 @@ def _draw_speeds(histories: Sequence[RunHistory], wide: bool) -> Figure:
 
 
 def _comparison_page(histories: Sequence[RunHistory], pictures: Sequence[str]) -> str:
-    """The report of several runs as a whole page, see `comparison_body`."""
+    """The report of several runs as a complete page, see `comparison_body`."""
     header = f"<header><h1>{html.escape(', '.join(names(histories)))}</h1></header>"
     last = footer(sum(history.unreadable_lines for history in histories))
     return document("comparison", [header, *comparison_body(histories, pictures), last])
 
 
 def comparison_body(histories: Sequence[RunHistory], pictures: Sequence[str]) -> list[str]:
-    """The report of several runs, without its header and footer.
+    """The report of several runs without header and footer, as HTML parts.
 
     Args:
-        histories: what to compare.
-        pictures: the charts, as `picture` gives them.
+        histories: histories of the runs.
+        pictures: charts as HTML, from `picture`.
     """
     titles = names(histories)
     body = [
@@ -356,12 +356,12 @@ def comparison_body(histories: Sequence[RunHistory], pictures: Sequence[str]) ->
     ]
     differences = list(_config_differences(histories))
     if differences:
-        body.append(f"<h2>Config where it differs</h2>{_grid(titles, differences)}")
+        body.append(f"<h2>Config differences</h2>{_grid(titles, differences)}")
     return body
 
 
 def names(histories: Sequence[RunHistory]) -> list[str]:
-    """The run ids; with the directory where two runs share an id."""
+    """Labels of the runs: the run ids, or the directories of runs that share an id."""
     ids = [history.run_id for history in histories]
     found = [str(history.run_dir) if ids.count(history.run_id) > 1 else history.run_id for history in histories]
     # matplotlib leaves labels with a leading underscore out of the legend.
@@ -369,13 +369,13 @@ def names(histories: Sequence[RunHistory]) -> list[str]:
 
 
 def _places(history: RunHistory, key: str) -> FloatArray:
-    """Where the steps are on the x axis: a column without gaps, else the step number."""
+    """X values of the steps: the column `key` if it has no gaps, else the step numbers."""
     column = history.columns.get(key, history.step)
     return column if np.isfinite(column).all() else history.step
 
 
 def _grid(titles: Sequence[str], rows: Sequence[tuple[str, list[str]]]) -> str:
-    """A table of one column a run, with the color of its curves."""
+    """Table with one column per run, headed by the colour of its curves."""
     names_of_colors = {shade.light: name for name, shade in PALETTE.items()}
     heads = [
         f'<span class="swatch" style="background:var(--chart-{names_of_colors[color]})"></span>{html.escape(title)}'
@@ -422,13 +422,13 @@ TRACE_FILE = "timeline.trace.json"
 
 @dataclass(frozen=True)
 class WrittenReport:
-    """Where a report's files are.
+    """Files of a written report.
 
     Attributes:
-        page: the HTML file.
-        pictures: the PNG files, the most telling first.
-        trace: timed steps for ui.perfetto.dev; None where the run has none.
-        said: what makes a step of the run slower than planned.
+        page: path of the HTML page.
+        pictures: paths of the PNG files, in the order of the page.
+        trace: path of the Perfetto trace of timed steps; None if the run has none.
+        said: sentence that compares a step with its plan; empty without a plan.
     """
 
     page: Path
@@ -438,10 +438,10 @@ class WrittenReport:
 
 
 def write_report(config: ReportConfig) -> WrittenReport:
-    """Reads the runs, draws them and writes the page and the pictures.
+    """Reads the runs and writes the page and the charts.
 
     Raises:
-        ConfigError: a run cannot be read, or the files cannot be written.
+        ConfigError: A run cannot be read, or the files cannot be written.
     """
     histories = [read_history(find_run(name)) for name in config.runs]
     folder = Path(config.output) if config.output else histories[0].run_dir
@@ -458,16 +458,16 @@ def write_report(config: ReportConfig) -> WrittenReport:
 def write_pages(
     folder: Path, charts: Sequence[Chart], page: Callable[[Sequence[str]], str], trace: bytes | None = None
 ) -> WrittenReport:
-    """Draws charts and writes them with the page around them.
+    """Draws charts and writes them together with the page.
 
     Args:
-        folder: takes the page and the pictures; made where it is missing.
-        charts: in the order of the page; the most telling first.
-        page: makes the page from its pictures, as `picture` gives them.
-        trace: timed steps for ui.perfetto.dev, where there are any.
+        folder: output folder; created if missing.
+        charts: charts in the order of the page.
+        page: builds the page from its charts as HTML (see `picture`).
+        trace: Perfetto trace of timed steps; None if there are none.
 
     Raises:
-        ConfigError: the files cannot be written.
+        ConfigError: The files cannot be written.
     """
     try:
         (folder / PICTURES_FOLDER).mkdir(parents=True, exist_ok=True)
@@ -481,11 +481,11 @@ def write_pages(
 
 
 def draw_charts(charts: Sequence[Chart], pngs: dict[str, bytes] | None = None) -> list[str]:
-    """Returns the charts as parts of a page; wide ones are drawn again for narrow windows. For one thread at a time.
+    """Draws charts as parts of a page; wide ones are also drawn for narrow windows. Not thread-safe.
 
     Args:
-        charts: in the order of the page; one with nothing to draw is left out.
-        pngs: gets the charts as PNGs by name as well.
+        charts: charts in the order of the page; empty ones are left out.
+        pngs: if given, receives the charts as PNGs by name.
     """
     parts = []
     with house_style():
@@ -504,7 +504,7 @@ def draw_charts(charts: Sequence[Chart], pngs: dict[str, bytes] | None = None) -
 
 
 def _write(folder: Path, page: str, pictures: dict[str, bytes], trace: bytes | None) -> WrittenReport:
-    """The page goes last: it is there only once its pictures are."""
+    """Writes all files, the page last, so that it never refers to missing pictures."""
     trace_path = folder / PICTURES_FOLDER / TRACE_FILE if trace else None
     if trace_path is not None and trace is not None:
         with atomic_writer(trace_path) as file:

@@ -1,4 +1,4 @@
-"""A timed step of a run beside the plan of the same step, part by part."""
+"""Compares a timed step of a run with the plan of the same step, part by part."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from megads.tools.report.timeline import read_steps
 
 _BACKWARD = (ActionKind.backward, ActionKind.backward_input, ActionKind.backward_weight)
 _AFTER = {"reduce_gradients": "gradient reduction", "optimizer_step": "optimizer step"}
-"""Spans that follow the schedule."""
+"""Spans after the pipeline schedule, with their names in `PHASES`."""
 _AS_PLANNED = 0.1
-"""Share of the plan by which a step may differ and still be as planned."""
+"""Relative difference up to which a step counts as planned."""
 
 
 @dataclass(frozen=True)
 class StepComparison:
-    """A timed step, and its plan.
+    """A timed step and its plan.
 
     Attributes:
-        step: the timed step, of those that were timed the one of median time.
-        measured_s: seconds by the names of `PHASES`, of the rank that computed most; their sum is the step's time.
-        planned_s: likewise; None where there is no plan.
-        why_not: why there is none, with the remedy.
+        step: timed step with the median step time.
+        measured_s: seconds by the names of `PHASES`, of the rank with the most compute; the sum is the step time.
+        planned_s: planned seconds by the names of `PHASES`; None if there is no plan.
+        why_not: why there is no plan, with a remedy.
     """
 
     step: int
@@ -45,7 +45,7 @@ class StepComparison:
 
     @property
     def sentence(self) -> str:
-        """Whether the step is slower than planned, and which part makes it so."""
+        """Says whether the step is slower or faster than planned, and which part differs most."""
         if self.planned_s is None:
             return self.why_not
         measured, planned = sum(self.measured_s.values()), sum(self.planned_s.values())
@@ -56,21 +56,21 @@ class StepComparison:
         of = f"{name}, {self.measured_s[name]:.3g} s instead of {self.planned_s[name]:.3g} s"
         if abs(share) <= _AS_PLANNED:
             return f"{took}: as planned ({share:+.0%}); the part that differs most is {of}"
-        return f"{took}: {abs(share):.0%} {'slower' if share > 0 else 'quicker'}, most of all by its {of}"
+        return f"{took}: {abs(share):.0%} {'slower' if share > 0 else 'faster'}, mostly due to {of}"
 
 
 def compare_step(history: RunHistory, device: str | None) -> StepComparison | None:
-    """The timed step of median time beside its plan; None where no step was timed.
+    """Compares the timed step with the median step time to its plan; None if no step was timed.
 
     Args:
-        history: of the run.
-        device: on which to plan, a name or a file; None: the comparison says how to get one.
+        history: history of the run.
+        device: name or file of the device to plan on; if None, the comparison says how to get one.
     """
     times = dict(zip(map(int, history.step), history.columns["step_time_s"], strict=True))
     timed = {step: traces for step, traces in read_steps(history.run_dir).items() if times.get(step, 0.0) > 0}
     if not timed:
         return None
-    settled = sorted(timed)[1:] or sorted(timed)  # the first one may have waited for caches
+    settled = sorted(timed)[1:] or sorted(timed)  # the first timed step may include warmup of caches
     middle = median_low([times[step] for step in settled])
     step = next(step for step in settled if times[step] == middle)
     measured = measured_phases(timed[step], float(times[step]))
@@ -95,15 +95,15 @@ def _micro_batches(traces: Sequence[RankTrace]) -> int:
 
 
 def planned_phases(history: RunHistory, device: str, micro_batches: int) -> dict[str, float]:
-    """The plan of a step of the run.
+    """Plans a step of the run and returns its seconds by the names of `PHASES`.
 
     Args:
-        history: of the run.
-        device: on which, a name or a file.
-        micro_batches: of the step; fewer than the config's while the batch size grows.
+        history: history of the run.
+        device: name or file of the device to plan on.
+        micro_batches: micro-batches of the step; fewer than in the config during a batch size ramp.
 
     Raises:
-        ConfigError: there is no such device, or the run's config cannot be read or planned.
+        ConfigError: The device does not exist, or the run's config cannot be read or planned.
     """
     config = load_frozen(history.run_dir / CONFIG_FILE, complete=False)
     config, _ = settle_auto(config, None)
@@ -113,11 +113,11 @@ def planned_phases(history: RunHistory, device: str, micro_batches: int) -> dict
 
 
 def measured_phases(traces: Sequence[RankTrace], step_time_s: float) -> dict[str, float]:
-    """A timed step by the names of `PHASES`, of the rank that computed most.
+    """Seconds of a timed step by the names of `PHASES`, of the rank with the most compute.
 
     Args:
-        traces: of all ranks.
-        step_time_s: of the step, from its line in the metrics.
+        traces: traces of all ranks.
+        step_time_s: step time from the metrics, in seconds.
     """
     busiest = max(traces, key=lambda trace: sum(_passes(trace)))
     forward_s, backward_s = _passes(busiest)
@@ -129,22 +129,22 @@ def measured_phases(traces: Sequence[RankTrace], step_time_s: float) -> dict[str
         else:
             end_s = max(end_s, bar.end_s)
     waits_s = max(0.0, end_s - forward_s - backward_s)
-    found = {"forward passes": forward_s, "backward passes": backward_s, "waits of the pipeline": waits_s, **after}
-    found["everything else"] = max(0.0, step_time_s - sum(found.values()))
+    found = {"forward passes": forward_s, "backward passes": backward_s, "pipeline bubble and p2p": waits_s, **after}
+    found["other"] = max(0.0, step_time_s - sum(found.values()))
     return {name: found[name] for name in PHASES}
 
 
 def _passes(trace: RankTrace) -> tuple[float, float]:
-    """Seconds of forward and of backward passes."""
+    """Seconds of all forward passes and of all backward passes."""
     forward = sum(bar.end_s - bar.start_s for bar in trace.bars if bar.kind == ActionKind.forward)
     return forward, sum(bar.end_s - bar.start_s for bar in trace.bars if bar.kind in _BACKWARD)
 
 
 def draw_comparison(compared: StepComparison | None, wide: bool = False) -> Figure | None:
-    """Two bars a part, planned and measured; None without a plan."""
+    """Draws planned and measured seconds of each part as bars; None without a plan."""
     if compared is None or compared.planned_s is None:
         return None
-    figure, axes = open_panel(f"Step {compared.step:,} beside its plan", wide)
+    figure, axes = open_panel(f"Step {compared.step:,} compared with its plan", wide)
     names = list(PHASES)
     sides = ((-0.2, BLUE, "planned", compared.planned_s), (0.2, ORANGE, "measured", compared.measured_s))
     for offset, color, label, seconds in sides:

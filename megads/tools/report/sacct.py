@@ -1,8 +1,8 @@
-"""Reads what `sacct --parsable2` prints: millions of jobs as a few arrays.
+"""Reads the output of `sacct --parsable2` into arrays, for millions of jobs.
 
 Fields (https://slurm.schedmd.com/sacct.html): JobID, User, Account, Partition, State, ExitCode, Submit, Start,
-ElapsedRaw and AllocTRES must be there, in any order; Eligible is used where it is. Steps (1234.batch) are passed over:
-their time is in their job's.
+ElapsedRaw and AllocTRES are required, in any order; Eligible is optional. Job steps (1234.batch) are skipped: the time
+of their job includes theirs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FIELDS = (
 _OPTIONAL = ("Eligible",)
 _ALIASES = {"JobIDRaw": "JobID"}
 COMMAND = f"sacct --allusers --parsable2 --allocations --format={','.join((*FIELDS, *_OPTIONAL))}"
-"""What writes a dump with everything that is read."""
+"""Command that writes a dump with all fields."""
 
 
 _CATEGORIES = {
@@ -60,12 +60,12 @@ _SHOWN_LETTERS = 120
 
 @dataclass
 class BadLines:
-    """Lines of one defect.
+    """Unreadable lines with the same defect.
 
     Attributes:
-        count: how many.
-        line: number of the first.
-        text: its begin.
+        count: number of lines.
+        line: line number of the first one.
+        text: beginning of the first one.
     """
 
     count: int
@@ -75,18 +75,18 @@ class BadLines:
 
 @dataclass(frozen=True)
 class SiteJobs:
-    """Jobs as columns of equal length; a category is a column of numbers and the names that they stand for.
+    """Jobs as columns of equal length; categories are dictionary-encoded as names and integer codes.
 
     Attributes:
-        names: of each category: user, account, partition, state, exit_code.
-        codes: numbers of its names, of each job.
-        submit: when it was submitted.
-        eligible: when it could have started as far as dependencies and holds go; the submission where not known.
-        start: NaT where it has not.
-        elapsed_s: it ran so long, or has until the dump was made.
-        gpus: allocated.
-        steps: lines of job steps, which are no jobs.
-        bad: lines that could not be read, by defect.
+        names: distinct names per category: user, account, partition, state, exit_code.
+        codes: per category, the index into `names` for each job.
+        submit: submission time.
+        eligible: time at which dependencies and holds allowed a start; the submission time if not known.
+        start: start time; NaT if the job has not started.
+        elapsed_s: run time in seconds, until the dump for running jobs.
+        gpus: number of allocated GPUs.
+        steps: number of lines of job steps, which are not jobs.
+        bad: unreadable lines by defect.
     """
 
     names: dict[str, list[str]]
@@ -104,14 +104,14 @@ class SiteJobs:
 
 
 def read_site(source: str) -> SiteJobs:
-    """Reads a dump or what a sacct command prints.
+    """Reads a dump or the output of a sacct command.
 
     Args:
-        source: path of a file, also with .gz, or a command line that begins with sacct.
+        source: path of a file, optionally .gz, or a command line that begins with sacct.
 
     Raises:
-        ConfigError: there is no such file or command, or the command fails.
-        DataError: there is nothing in it, or it lacks fields.
+        ConfigError: The file or command does not exist, or the command fails.
+        DataError: The dump is empty or lacks fields.
     """
     words = _command(source)
     with _run_sacct(words) if words else _open_dump(source) as lines:
@@ -119,13 +119,13 @@ def read_site(source: str) -> SiteJobs:
 
 
 def _command(source: str) -> list[str]:
-    """The words of a sacct command; none where it is a file."""
+    """The words of a sacct command; empty if `source` is a file."""
     if Path(source).exists():
         return []
     try:
         words = shlex.split(source)
     except ValueError as error:
-        raise ConfigError(f"site = {source}: no file, and no command that can be read ({error})") from error
+        raise ConfigError(f"site = {source}: not a file, and not a valid command line ({error})") from error
     return words if words and Path(words[0]).name == "sacct" else []
 
 
@@ -134,7 +134,7 @@ def _open_dump(source: str) -> Iterator[Iterable[str]]:
     path = Path(source)
     if not path.is_file():
         raise ConfigError(
-            f"site = {source}: there is no such file, and it is no sacct command. Write one with: {COMMAND} "
+            f"site = {source}: there is no such file, and it is not a sacct command. Write one with: {COMMAND} "
             "--starttime=2026-01-01 > dump.txt, or give the command: site='sacct --starttime=2026-01-01'"
         )
     try:
@@ -150,17 +150,17 @@ def _open_dump(source: str) -> Iterator[Iterable[str]]:
 
 @contextmanager
 def _run_sacct(words: Sequence[str]) -> Iterator[Iterable[str]]:
-    """Runs sacct without a shell; what the report needs is added to its options."""
+    """Runs sacct without a shell, with the options that the report needs added."""
     if shutil.which(words[0]) is None:
         raise ConfigError(
             f"site = {shlex.join(words)}: there is no {words[0]} on this machine: give a dump, from {COMMAND}"
         )
     command = sacct_command(words)
-    # A pipe that nobody reads would hold up a command that complains at length.
+    # stderr goes to a file: a command that fills an unread pipe would block.
     with (
-        tempfile.TemporaryFile() as complaints,
+        tempfile.TemporaryFile() as stderr,
         subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=complaints, text=True, encoding="utf-8", errors="replace"
+            command, stdout=subprocess.PIPE, stderr=stderr, text=True, encoding="utf-8", errors="replace"
         ) as process,
     ):
         assert process.stdout is not None
@@ -172,8 +172,8 @@ def _run_sacct(words: Sequence[str]) -> Iterator[Iterable[str]]:
             process.kill()
             raise
         if process.wait() or not first:
-            complaints.seek(0)
-            said = complaints.read().decode(errors="replace").strip() or "it printed nothing"
+            stderr.seek(0)
+            said = stderr.read().decode(errors="replace").strip() or "it printed nothing"
             raise ConfigError(
                 f"{shlex.join(command)} failed ({said}): sacct needs SLURM's accounting "
                 "(AccountingStorageType=accounting_storage/slurmdbd); give a dump of a site that has it"
@@ -181,20 +181,20 @@ def _run_sacct(words: Sequence[str]) -> Iterator[Iterable[str]]:
 
 
 def sacct_command(words: Sequence[str]) -> list[str]:
-    """A sacct command with the options that the report needs, as far as it has none of its own."""
+    """Adds the options that the report needs to a sacct command, except those that it already has."""
     added = [option for option in COMMAND.split()[1:] if not _has(words, option.partition("=")[0])]
     return [words[0], *added, *words[1:]]
 
 
 def _has(words: Sequence[str], option: str) -> bool:
-    """Whether the user gave an option, by its long name or by its letter."""
+    """Whether a command has an option, by its long or its short name."""
     letters = {"--allusers": "-a", "--parsable2": "-P", "--allocations": "-X", "--format": "-o"}
     return any(word.partition("=")[0] == option or word.startswith(letters[option]) for word in words)
 
 
 @dataclass
 class _DumpColumns:
-    """What has been read so far."""
+    """Columns read so far, as a list of chunks each."""
 
     names: dict[str, dict[str, int]] = field(default_factory=lambda: {name: {} for name in _CATEGORIES})
     codes: dict[str, list[NDArray[np.int32]]] = field(default_factory=lambda: {name: [] for name in _CATEGORIES})
@@ -206,7 +206,7 @@ class _DumpColumns:
     gpus_of: dict[str, int] = field(default_factory=dict)
 
     def refuse(self, defect: str, number: int, text: str) -> None:
-        """Counts a line that cannot be read."""
+        """Counts an unreadable line."""
         found = self.bad.setdefault(defect, BadLines(0, number, text.strip()[:_SHOWN_LETTERS]))
         found.count += 1
 
@@ -215,13 +215,13 @@ def read_jobs(lines: Iterable[str], source: str) -> SiteJobs:
     """Reads the lines of a dump, its header first.
 
     Raises:
-        DataError: it is empty, lacks fields, or no line is a job's.
+        DataError: The dump is empty, lacks fields, or has no job.
     """
     stream = iter(lines)
     header = next(stream, "").strip("\r\n")
     if not header:
         raise DataError(
-            f"site = {source} is empty: sacct prints nothing where no job was in the time asked for. {_HOW}"
+            f"site = {source} is empty: sacct prints nothing if there was no job in the requested time. {_HOW}"
         )
     fields = [_ALIASES.get(name, name) for name in header.split("|")]
     missing = [name for name in FIELDS if name not in fields]
@@ -270,11 +270,11 @@ def _read_chunk(chunk: Sequence[str], number: int, fields: Sequence[str], column
                 good[index] = False
 
     elapsed, wrong = _converted(table["ElapsedRaw"], lambda values: np.array(values).astype(np.int64), np.int64(0))
-    refuse("ElapsedRaw is no number of seconds", [*wrong, *np.flatnonzero(elapsed < 0).tolist()])
+    refuse("ElapsedRaw is not a number of seconds", [*wrong, *np.flatnonzero(elapsed < 0).tolist()])
     times = {}
     for name, title in _TIMES.items():
         times[name], wrong = _converted(table.get(title, table["Submit"]), _times, _NO_TIME)
-        refuse(f"{title} is no time", wrong)
+        refuse(f"{title} is not a time", wrong)
     refuse("Submit is not known", np.flatnonzero(np.isnat(times["submit"])).tolist())
     for name, found in times.items():
         columns.times[name].append(found[good])
@@ -291,7 +291,7 @@ def _read_chunk(chunk: Sequence[str], number: int, fields: Sequence[str], column
 def _converted(
     values: Sequence[str], convert: Callable[[Sequence[str]], NDArray[Any]], otherwise: Any
 ) -> tuple[NDArray[Any], list[int]]:
-    """All values at once, or one by one where that fails; the places of those that cannot be read."""
+    """Converts all values at once or, if that fails, one by one; also returns the indices of unreadable values."""
     try:
         return convert(values), []
     except (ValueError, OverflowError):
@@ -307,12 +307,12 @@ def _converted(
 
 
 def _times(values: Sequence[str]) -> NDArray[np.datetime64]:
-    """ISO times; sacct says Unknown or None where there is none yet."""
+    """Parses ISO times; sacct prints Unknown or None for times not known yet."""
     return np.array(["NaT" if value in ("Unknown", "None", "") else value for value in values], dtype="datetime64[s]")
 
 
 def _gpus(tres: str, known: dict[str, int]) -> int:
-    """GPUs of AllocTRES, as in billing=8,cpu=64,gres/gpu:h100=8,gres/gpu=8; the sum of types where that is all."""
+    """GPUs of AllocTRES, for example billing=8,cpu=64,gres/gpu:h100=8,gres/gpu=8; without a total, types are summed."""
     found = known.get(tres)
     if found is None:
         counts = _GPU.findall(tres)

@@ -1,7 +1,7 @@
-"""The use of a site: GPU time by state and owner, queue delays, failures by cause, sizes of jobs.
+"""Usage of a site: GPU time by state and owner, queue delays, failures by cause, job sizes.
 
-After section 3 of Characterization of Large Language Model Development in the Datacenter (Hu et al., NSDI 2024). The
-time of a job is that of its last start: what a requeued job had before is there only with sacct --duplicates.
+Follows section 3 of Characterization of Large Language Model Development in the Datacenter (Hu et al., NSDI 2024). The
+time of a job is that of its last start: sacct lists earlier starts of a requeued job only with --duplicates.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ _STATES = {
 
 @dataclass(frozen=True)
 class JobGroup:
-    """Jobs that share something.
+    """Statistics of a group of jobs.
 
     Attributes:
-        name: what they share.
-        jobs: how many.
-        gpu_hours: of all of them.
-        failed: how many failed.
-        failed_gpu_hours: of those.
-        queue_s: percentiles of the queue delay of those that started, by percent; empty without any.
-        run_s: the same of the time that they ran.
+        name: value that the jobs have in common, such as a state or a user.
+        jobs: number of jobs.
+        gpu_hours: GPU hours of all jobs.
+        failed: number of failed jobs.
+        failed_gpu_hours: GPU hours of failed jobs.
+        queue_s: percentiles of the queue delay in seconds, by percent; empty if no job has started.
+        run_s: percentiles of the run time in seconds, likewise.
     """
 
     name: str
@@ -70,18 +70,18 @@ class JobGroup:
 
 @dataclass(frozen=True)
 class SiteUse:
-    """Everything that a report shows.
+    """Usage statistics of a site, as shown in a report.
 
     Attributes:
-        whole: all jobs.
-        begin: of the dump: the first submission.
-        end: the last moment at which a job ran or was submitted.
-        by: groups by state, user, account, partition, size and cause; the largest first, sizes in their order.
-        shown_of: number of groups of each kind, where `by` holds only the largest.
-        queue_by_size: [queue delay in seconds, share of jobs] of each size, for a picture.
-        busy: GPUs in use, means over equal parts of the time.
-        bad_lines: lines that could not be read: defect, count, first line and its begin.
-        steps: lines of job steps.
+        whole: statistics of all jobs.
+        begin: time of the first submission.
+        end: last time at which a job ran or was submitted.
+        by: groups by state, user, account, partition, size and cause; the largest first, sizes in ascending order.
+        shown_of: total number of groups of each kind; `by` holds only the first of them.
+        queue_by_size: queue delays in seconds and cumulative share of jobs, for each job size.
+        busy: mean number of GPUs in use in equal intervals of time.
+        bad_lines: unreadable lines: defect, count, line number and beginning of the first one.
+        steps: number of lines of job steps.
     """
 
     whole: JobGroup
@@ -96,16 +96,16 @@ class SiteUse:
 
     @property
     def hours(self) -> float:
-        """Of the dump."""
+        """Time span of the dump in hours."""
         return float((self.end - self.begin) / np.timedelta64(1, "s")) / 3600
 
     def utilization(self, site_gpus: int) -> float:
-        """GPU hours over those that the site had."""
+        """Used GPU hours over available GPU hours."""
         return self.whole.gpu_hours / (site_gpus * self.hours) if self.hours else 0.0
 
 
 def site_use(jobs: SiteJobs) -> SiteUse:
-    """Adds up a dump."""
+    """Computes the usage statistics of a dump."""
     ran = ~np.isnat(jobs.start) & (jobs.elapsed_s >= 0)
     gpu_hours = np.where(ran, jobs.elapsed_s * jobs.gpus.astype(np.float64) / 3600, 0.0)
     delay = np.where(ran, (jobs.start - jobs.eligible) / np.timedelta64(1, "s"), np.nan)
@@ -133,7 +133,7 @@ def site_use(jobs: SiteJobs) -> SiteUse:
 
 @dataclass(frozen=True)
 class _JobColumns:
-    """Of every job: GPU hours, queue delay and run time (NaN where it has not started), and whether it failed."""
+    """Per job: GPU hours, queue delay and run time (NaN if it has not started), and whether it failed."""
 
     gpu_hours: FloatArray
     queue_s: FloatArray
@@ -163,7 +163,7 @@ def _percentiles(values: FloatArray) -> dict[int, float]:
 
 
 def _groups(columns: _JobColumns, names: Sequence[str], codes: NDArray[np.int32]) -> list[JobGroup]:
-    """The groups of a category, the most GPU hours first, then the most jobs."""
+    """Groups of a category, in descending order of GPU hours, then of jobs."""
     order = np.argsort(codes, kind="stable")
     present, starts = np.unique(codes[order], return_index=True)
     members = np.split(order, starts[1:])
@@ -174,7 +174,7 @@ def _groups(columns: _JobColumns, names: Sequence[str], codes: NDArray[np.int32]
 
 
 def _by_cause(jobs: SiteJobs, columns: _JobColumns) -> list[JobGroup]:
-    """Failed jobs by state and exit code."""
+    """Groups of failed jobs by cause."""
     states, exits = jobs.names["state"], jobs.names["exit_code"]
     pairs = jobs.codes["state"].astype(np.int64) * max(len(exits), 1) + jobs.codes["exit_code"]
     failed = np.flatnonzero(columns.failed)
@@ -190,11 +190,11 @@ def _by_cause(jobs: SiteJobs, columns: _JobColumns) -> list[JobGroup]:
 
 
 def cause_of(state: str, exit_code: str) -> str:
-    """What a failed job is counted as: its state, or what its exit code says.
+    """Cause of a failed job, from its state or its exit code.
 
     Args:
-        state: one word of sacct's State.
-        exit_code: sacct's `code:signal`.
+        state: first word of sacct's State.
+        exit_code: sacct's ExitCode, `code:signal`.
     """
     if state in _STATES:
         return _STATES[state]
@@ -211,7 +211,7 @@ def cause_of(state: str, exit_code: str) -> str:
 
 
 def _queue_curves(queue_s: FloatArray, sizes: NDArray[np.int32]) -> dict[str, tuple[FloatArray, FloatArray]]:
-    """Queue delay by share of the jobs of each size that started, at no more than a few hundred places."""
+    """Cumulative distribution of the queue delay of started jobs by job size, in at most _BINS points."""
     found = {}
     for size, name in enumerate(SIZES):
         known = np.sort(queue_s[(sizes == size) & ~np.isnan(queue_s)])
@@ -222,10 +222,10 @@ def _queue_curves(queue_s: FloatArray, sizes: NDArray[np.int32]) -> dict[str, tu
 
 
 def _busy(jobs: SiteJobs, ran: NDArray[np.bool_], begin: np.datetime64, end: np.datetime64) -> FloatArray:
-    """Mean number of GPUs in use in equal parts of the time.
+    """Mean number of GPUs in use in equal intervals of time.
 
-    GPU time until t is the sum of gpus * (t - start) over jobs that have started less the same over those that have
-    ended: two sorted sums that are looked up at the edges.
+    GPU time until t is the sum of gpus * (t - start) over jobs started before t, minus the sum of gpus * (t - end) over
+    jobs ended before t; both come from prefix sums over sorted times.
     """
     whole = float((end - begin) / np.timedelta64(1, "s"))
     if whole <= 0:
@@ -248,17 +248,17 @@ def _gpu_time(edges: FloatArray, moments: FloatArray, gpus: FloatArray) -> Float
 
 
 def print_site(source: str, site_gpus: int | None) -> None:
-    """Prints the use of a site as JSON.
+    """Prints the usage of a site as JSON.
 
     Raises:
-        ConfigError: the dump cannot be had.
-        DataError: there is nothing in it.
+        ConfigError: The dump cannot be read.
+        DataError: The dump is empty or lacks fields.
     """
     print(json.dumps(site_json(site_use(read_site(source)), site_gpus), indent=2))
 
 
 def site_json(use: SiteUse, site_gpus: int | None) -> dict[str, Any]:
-    """The same as plain dicts; durations in seconds."""
+    """The usage as JSON-serializable values; durations in seconds."""
     return {
         "begin": str(use.begin),
         "end": str(use.end),

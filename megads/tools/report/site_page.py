@@ -1,4 +1,4 @@
-"""The report of a site: pictures and tables of its use on one HTML page."""
+"""Report of a site: charts and tables of its usage on one HTML page."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _LETTERS = 34
 
 
 def report_site(config: ReportConfig) -> WrittenReport:
-    """Reads a dump and writes its page and pictures.
+    """Reads a dump and writes its page and charts.
 
     Raises:
-        ConfigError: the dump cannot be had, or the files cannot be written.
-        DataError: there is nothing in it.
+        ConfigError: The dump cannot be read, or the files cannot be written.
+        DataError: The dump is empty or lacks fields.
     """
     assert config.site is not None
     use = site_use(read_site(config.site))
@@ -38,11 +38,11 @@ def report_site(config: ReportConfig) -> WrittenReport:
 
 
 def _charts(use: SiteUse) -> list[Chart]:
-    """In the order of the page."""
+    """The charts in the order of the page."""
     return [
         Chart("busy", "GPUs in use over the time of the dump", partial(_draw_busy, use), wide=True),
-        Chart("sizes", "Share of jobs and of GPU time by GPUs of a job", partial(_draw_sizes, use)),
-        Chart("queue", "Share of jobs by queue delay, a curve a size of jobs", partial(_draw_queue, use)),
+        Chart("sizes", "Share of jobs and of GPU time by GPUs per job", partial(_draw_sizes, use)),
+        Chart("queue", "Cumulative share of jobs by queue delay, one curve per job size", partial(_draw_queue, use)),
         Chart("states", "GPU hours by final state", partial(_draw_bars, use, "state", "GPU time by state")),
         Chart(
             "causes", "GPU hours of failed jobs by cause", partial(_draw_bars, use, "cause", "GPU time of failed jobs")
@@ -64,7 +64,7 @@ def _draw_busy(use: SiteUse, wide: bool) -> Figure | None:
 
 
 def _draw_sizes(use: SiteUse, wide: bool) -> Figure:
-    figure, axes = open_panel("Sizes of jobs", wide)
+    figure, axes = open_panel("Job sizes", wide)
     groups = use.by["size"]
     places = np.arange(len(groups))
     for shift, label, color, values, whole in (
@@ -73,7 +73,7 @@ def _draw_sizes(use: SiteUse, wide: bool) -> Figure:
     ):
         axes.bar(places + shift, 100 * np.array(values) / (whole or 1), 0.38, color=color, label=label)
     axes.set_xticks(places, [group.name for group in groups])
-    close_panel(axes, "GPUs of a job", "% of all")
+    close_panel(axes, "GPUs per job", "% of all")
     return figure
 
 
@@ -82,19 +82,19 @@ def _draw_queue(use: SiteUse, wide: bool) -> Figure | None:
         return None
     figure, axes = open_panel("Queue delay", wide)
     for (name, (delay_s, share)), color in zip(use.queue_by_size.items(), (*CYCLE, CYCLE[0]), strict=False):
-        # On a logarithmic axis no delay at all stands at a second.
+        # On the logarithmic axis, zero delay is drawn at one second.
         axes.step(np.maximum(delay_s, 1.0), 100 * share, where="post", color=color, label=name)
     axes.set_xscale("log")
     axes.set_ylim(0, 101)
     ticks = [1, 60, 3600, 86_400]
     axes.set_xticks(ticks, ["1 s", "1 min", "1 h", "1 day"])
     axes.minorticks_off()
-    close_panel(axes, "waited at most", "% of jobs")
+    close_panel(axes, "queue delay at most", "% of jobs")
     return figure
 
 
 def _draw_bars(use: SiteUse, kind: str, title: str, wide: bool) -> Figure | None:
-    """Horizontal bars of GPU hours; of none where no GPU was used."""
+    """Horizontal bars of GPU hours of the largest groups; None if no GPU was used."""
     groups = [group for group in use.by[kind][:_BARS] if group.gpu_hours > 0]
     if not groups:
         return None
@@ -111,14 +111,14 @@ def _draw_bars(use: SiteUse, kind: str, title: str, wide: bool) -> Figure | None
 
 
 def _shortened(name: str) -> str:
-    # matplotlib leaves out nothing here, but a name of a page's width would leave no room for the bars.
+    # matplotlib does not shorten labels; a very long name would leave no room for the bars.
     return name if len(name) <= _LETTERS else f"{name[: _LETTERS - 1]}…"
 
 
 _TITLES = {
     "state": "By state",
     "cause": "Failures by cause",
-    "size": "By GPUs of a job",
+    "size": "By GPUs per job",
     "partition": "By partition",
     "account": "By account",
     "user": "By user",
@@ -132,7 +132,7 @@ def _page(use: SiteUse, site_gpus: int | None, source: str, pictures: Sequence[s
         if use.hours
         else KeyNumber("GPU hours", f"{whole.gpu_hours:,.0f}"),
         KeyNumber("jobs", f"{whole.jobs:,}", f"{whole.jobs - _cpu_jobs(use):,} with GPUs"),
-        KeyNumber("failed", _percent(whole.failed, whole.jobs), "of the jobs, cancelled ones left out"),
+        KeyNumber("failed", _percent(whole.failed, whole.jobs), "of all jobs; cancelled jobs are not failed"),
         KeyNumber("GPU time of failed jobs", _percent(whole.failed_gpu_hours, whole.gpu_hours), "of all"),
         KeyNumber("median queue delay", _duration(whole.queue_s.get(50)), f"99%: {_duration(whole.queue_s.get(99))}"),
     ]
@@ -141,9 +141,9 @@ def _page(use: SiteUse, site_gpus: int | None, source: str, pictures: Sequence[s
     begin, end = (str(moment).replace("T", " ") for moment in (use.begin, use.end))
     facts = [("dump", source), ("from", begin), ("to", end)]
     if use.steps:
-        facts.append(("job steps", f"{use.steps:,}, in their jobs' time"))
+        facts.append(("job steps", f"{use.steps:,}, included in the time of their jobs"))
     body = [
-        "<header><h1>Use of the site</h1></header>",
+        "<header><h1>Usage of the site</h1></header>",
         number_cards(numbers),
         fact_list(facts),
         f'<div class="charts">{"".join(pictures)}</div>',
@@ -200,7 +200,7 @@ def _bad_lines(use: SiteUse) -> str:
         f"<td>{html.escape(text)}</td></tr>"
         for defect, count, line, text in use.bad_lines
     )
-    return f"<h2>Lines that could not be read</h2>{table(('defect', '>lines', '>first line', 'which begins'), rows)}"
+    return f"<h2>Unreadable lines</h2>{table(('defect', '>lines', '>first line', 'its beginning'), rows)}"
 
 
 def _percent(part: float, whole: float) -> str:

@@ -1,6 +1,7 @@
-"""How charts look: one palette for light and dark, one way to open a figure, SVG for the page and PNG for elsewhere.
+"""Style of the charts: a palette for light and dark pages, figures, and their output as SVG and PNG.
 
-Colours are Okabe and Ito's (2008), which people with any colour vision tell apart; in dark their lighter relatives.
+Colours are based on Okabe and Ito (2008), which remain distinct with colour vision deficiency; dark pages use lighter
+variants.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 @dataclass(frozen=True)
 class Shade:
-    """One colour, as hex digits on a light and on a dark page."""
+    """One colour as hex strings for light and dark pages."""
 
     light: str
     dark: str
@@ -43,13 +44,13 @@ INK, MUTED, GRID = (PALETTE[name].light for name in ("ink", "muted", "grid"))
 BLUE, GREEN, ORANGE, RED = (PALETTE[name].light for name in ("blue", "green", "orange", "red"))
 PINK = PALETTE["pink"].light
 CYCLE = tuple(PALETTE[name].light for name in ("blue", "orange", "green", "pink", "red", "sky", "yellow", "black"))
-"""Colours of the runs of a comparison."""
+"""Colours of the runs in a comparison, in order."""
 
 REGULAR_INCHES = (5.7, 3.0)
 WIDE_INCHES = (11.6, 3.7)
 _PNG_DPI = 160
 _LEGEND_LETTERS_PER_INCH = 14
-"""That fit beside each other; the line and the gap of an entry count as 6 letters."""
+"""Letters of a legend that fit on an inch; the line and the gap of an entry count as 6 letters."""
 _STYLE = {
     "font.family": "DejaVu Sans",
     "font.size": 8.5,
@@ -91,13 +92,13 @@ _STYLE = {
 
 @dataclass(frozen=True)
 class Chart:
-    """One picture of a report.
+    """One chart of a report.
 
     Attributes:
-        name: of its file, without .png.
-        description: what it shows, for those who do not see it.
-        draw: makes the figure for the width of the page (True) or of half of it; None where there is nothing to draw.
-        wide: takes the width of the page where the window has it.
+        name: file name without .png.
+        description: alternative text for screen readers.
+        draw: draws the figure in full page width (True) or half (False); returns None if there is nothing to draw.
+        wide: whether the chart takes the full page width on wide windows.
     """
 
     name: str
@@ -108,20 +109,20 @@ class Chart:
 
 @contextmanager
 def house_style() -> Iterator[None]:
-    """Draws and saves in this style whatever the user's matplotlibrc says."""
+    """Context manager that draws and saves in this style, regardless of the user's matplotlibrc."""
     with matplotlib.style.context(["default", _STYLE]):
         yield
 
 
 def open_panel(title: str, wide: bool = False) -> tuple[Figure, Axes]:
-    """A figure with a title at its left and one pair of axes."""
+    """Returns a figure with a left-aligned title and one pair of axes."""
     figure = Figure(figsize=WIDE_INCHES if wide else REGULAR_INCHES)
     figure.suptitle(title, x=0.01, horizontalalignment="left", color=INK)
     return figure, figure.add_subplot()
 
 
 def close_panel(axes: Axes, x_label: str, y_label: str) -> None:
-    """Labels the axes and puts the legend, if there is anything to tell apart, above them."""
+    """Labels the axes and puts the legend, if any curve has a label, above them."""
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     axes.margins(x=0.01)
@@ -137,26 +138,26 @@ def close_panel(axes: Axes, x_label: str, y_label: str) -> None:
 
 
 def count_axis(axes: Axes) -> None:
-    """Steps on the x axis: whole numbers with a separator of thousands."""
+    """Formats the x axis as integers with thousands separators."""
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 2.5, 5, 10], integer=True, min_n_ticks=1))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _position: f"{value:,.0f}"))
 
 
 def png(figure: Figure) -> bytes:
-    """The figure as a PNG on white."""
+    """The figure as a PNG with a white background."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=_PNG_DPI, facecolor="white")
     return buffer.getvalue()
 
 
 def svg(figure: Figure, name: str, css_class: str, description: str) -> str:
-    """The figure as SVG to stand within a page, whose font and --chart-<colour> variables it takes.
+    """The figure as inline SVG, which uses the page's font and --chart-<colour> variables.
 
     Args:
-        figure: drawn in this style.
-        name: unlike any other figure's on the page, which keeps the ids of their parts apart.
-        css_class: of the SVG element.
-        description: for those who do not see it; no markup.
+        figure: figure drawn in this style.
+        name: name that is unique on the page, so that ids inside the SVGs do not collide.
+        css_class: class of the SVG element.
+        description: alternative text, without markup.
     """
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": name}):
@@ -177,5 +178,5 @@ def svg(figure: Figure, name: str, css_class: str, description: str) -> str:
 
 
 def palette_css(dark: bool) -> str:
-    """Declarations of the --chart-<colour> variables."""
+    """CSS declarations of the --chart-<colour> variables."""
     return "".join(f"--chart-{name}:{shade.dark if dark else shade.light};" for name, shade in PALETTE.items())

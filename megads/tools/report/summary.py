@@ -1,4 +1,4 @@
-"""The head of a report: how the run stands, its numbers, what was trained on what."""
+"""Summary of a run at the top of its report: status, key numbers and facts."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _LAST_STEPS = 10
 
 @dataclass(frozen=True)
 class KeyNumber:
-    """One number worth a large font.
+    """A key number of a report, shown in a large font.
 
     Attributes:
-        label: what it is.
-        value: the number with its unit.
-        note: what to compare it with; may be empty.
+        label: name of the number.
+        value: number with its unit.
+        note: context, such as a reference value; may be empty.
     """
 
     label: str
@@ -34,7 +34,7 @@ class KeyNumber:
 
 
 def status(history: RunHistory) -> tuple[str, str]:
-    """How the run stands, in words, and "good", "bad" or "open"."""
+    """Status of the run as text, and its kind: "good", "bad" or "open"."""
     starts = find_starts(history)
     if not starts:
         return "no starts recorded", "open"
@@ -48,7 +48,7 @@ def status(history: RunHistory) -> tuple[str, str]:
 
 
 def key_numbers(history: RunHistory) -> list[KeyNumber]:
-    """The numbers to look at first."""
+    """Key numbers of the run."""
     columns = history.columns
     return [
         *(
@@ -66,7 +66,7 @@ def key_numbers(history: RunHistory) -> list[KeyNumber]:
 
 
 def facts(history: RunHistory) -> list[tuple[str, str]]:
-    """What was trained, how and where: label and value."""
+    """Model, layout, data and environment of the run, as labels and values."""
     start = history.last_event("start")
     planned = number(start.get("total_steps"))
     skipped = int(np.nansum(history.columns["skipped"]))
@@ -92,7 +92,7 @@ def facts(history: RunHistory) -> list[tuple[str, str]]:
 
 
 def _layer_costs(history: RunHistory) -> str:
-    """What parallel.layer_costs would be by the steps that were timed."""
+    """Value for parallel.layer_costs, from timed steps."""
     found = layer_costs(history)
     if found is None:
         return ""
@@ -146,16 +146,16 @@ def _time(history: RunHistory) -> KeyNumber:
 
 
 def _effective_time(history: RunHistory) -> list[KeyNumber]:
-    """The share of time that counts, and how fast faults were noticed and got over."""
+    """Effective training time, and mean times to detect faults and to recover."""
     accounting = history.accounting
     if accounting is None or not accounting.wall_us:
         return []
     found = [KeyNumber("effective time", f"{accounting.effective_time:.1%}", "of the wall time in steps that count")]
     if accounting.faults:
         detect_s, recover_s = accounting.mean_time_to_detect_s, accounting.mean_time_to_recover_s
-        noticed = f"noticed in {detect_s:.1f} s" if detect_s is not None else "noticed at once"
-        again = f"training again {recover_s:.1f} s later" if recover_s is not None else "not trained since"
-        found.append(KeyNumber("faults", f"{len(accounting.faults):,}", f"{noticed}, {again}, on average"))
+        detected = f"detected in {detect_s:.1f} s" if detect_s is not None else "detected at once"
+        recovered = f"recovered {recover_s:.1f} s later" if recover_s is not None else "not recovered since"
+        found.append(KeyNumber("faults", f"{len(accounting.faults):,}", f"{detected}, {recovered}, on average"))
     return found
 
 
@@ -171,7 +171,7 @@ def _model(history: RunHistory) -> str:
 
 def _layout(history: RunHistory) -> str:
     layouts = [str(event.get("layout")) for event in history.events if event.get("event") == "start"]
-    # A run may be continued in another layout.
+    # A run may be resumed with another layout.
     return " -> ".join(layout for place, layout in enumerate(layouts) if place == 0 or layouts[place - 1] != layout)
 
 
@@ -195,19 +195,19 @@ def _data(history: RunHistory) -> str:
 
 
 def last(values: FloatArray) -> float:
-    """The last finite value, NaN where there is none."""
+    """The last finite value; NaN if there is none."""
     valid = values[np.isfinite(values)]
     return float(valid[-1]) if len(valid) else math.nan
 
 
 def median(values: FloatArray) -> float:
-    """The median of the finite values, NaN where there is none."""
+    """The median of the finite values; NaN if there are none."""
     valid = values[np.isfinite(values)]
     return float(np.median(valid)) if len(valid) else math.nan
 
 
 def loss_text(loss: float) -> str:
-    """A loss with four digits, or what it is instead of a number."""
+    """Formats a loss with four decimals, or as "not finite"."""
     return f"{loss:.4f}" if math.isfinite(loss) else "not finite"
 
 
@@ -217,7 +217,7 @@ def _perplexity_text(loss: float) -> str:
 
 
 def short(value: float) -> str:
-    """A count in three or four digits: 204.8k."""
+    """Formats a count with up to four digits, for example 204.8 k."""
     if not math.isfinite(value):
         return "not finite" if math.isinf(value) else "unknown"
     for unit, suffix in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
@@ -227,7 +227,7 @@ def short(value: float) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """Bytes in binary units."""
+    """Formats bytes in binary units."""
     for unit, suffix in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if num_bytes >= unit:
             return f"{num_bytes / unit:.3g} {suffix}"

@@ -1,4 +1,4 @@
-"""Timelines: the starts and events of a run, its timed steps above the same step as simulated."""
+"""Timelines of a run: its starts and events, its activities, and timed steps compared with simulated ones."""
 
 from __future__ import annotations
 
@@ -57,22 +57,22 @@ _LANES = (
     ("training stages", ("training_stage",), ">", BLUE),
     ("checkpoints", ("checkpoint_saved",), "|", GREEN),
 )
-"""Label, event names, marker and colour of each lane above the bars; lanes without events are left out."""
+"""Label, event names, marker and colour of each lane; lanes without events are left out."""
 _BEFORE_LAUNCH = ("config_changed", "run_changed", "nodes_checked")
-"""Events of the launcher that belong to the start that follows them."""
+"""Launcher events that precede the start they belong to."""
 _UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"))
 _PLACES = 600
-"""Marks of a lane that can be told apart."""
+"""Number of distinguishable positions along a lane."""
 
 
 @dataclass(frozen=True)
 class RunStart:
-    """One start of the run's processes, in seconds since 1970.
+    """One start of the run's processes; times are Unix timestamps in seconds.
 
     Attributes:
-        begin: when the launcher started.
-        end: when it ended; what is known of it where it left no word.
-        exit_code: None when it left no word: it still runs, or was killed.
+        begin: start time of the launcher.
+        end: end time of the launcher, or the last known activity if no end was recorded.
+        exit_code: exit code; None if no end was recorded, because it still runs or was killed.
     """
 
     begin: float
@@ -102,7 +102,7 @@ def _start(history: RunHistory, events: Sequence[Mapping[str, Any]]) -> RunStart
     is_last = events[-1] is history.events[-1]
     going_on = [event for event in events if event.get("event") == "start"]
     if is_last and going_on:
-        # Steps carry no time, but they add up.
+        # The end is estimated by adding up step times.
         steps = history.step > number(going_on[-1].get("step"))
         trained_s = float(np.nansum(history.columns["step_time_s"][steps]))
         end = max(end, number(going_on[-1].get("time")) + trained_s)
@@ -110,7 +110,7 @@ def _start(history: RunHistory, events: Sequence[Mapping[str, Any]]) -> RunStart
 
 
 def draw_timeline(history: RunHistory, wide: bool = False) -> Figure | None:
-    """Starts as bars, checkpoints, skips, stops and failures as marks, over the time since the first start."""
+    """Draws starts as bars and events as marks, over the time since the first start."""
     starts = find_starts(history)
     if not starts:
         return None
@@ -160,11 +160,11 @@ _ACTIVITY_COLORS = {
     Activity.recover: ORANGE,
     Activity.lost: RED,
 }
-"""Of the rows of activities; the others are time in which nothing is computed."""
+"""Colours of activities; the others, in which nothing is computed, are grey."""
 
 
 def draw_activities(history: RunHistory, wide: bool = False) -> Figure | None:
-    """A row an activity: when the run was busy with it, and what share of the wall time that came to."""
+    """Draws one row per activity over wall time, with its share."""
     accounting = history.accounting
     if accounting is None or not accounting.wall_us:
         return None
@@ -204,30 +204,30 @@ def _kind(start: RunStart) -> int:
 _LOOKS = {
     "forward": (BLUE, (ActionKind.forward,)),
     "backward": (ORANGE, (ActionKind.backward, ActionKind.backward_input)),
-    "weight part": (GREEN, (ActionKind.backward_weight,)),
-    "sends, loads": (MUTED, (ActionKind.send_activation, ActionKind.send_gradient, ActionKind.load)),
-    "waits for a message": (GRID, (ActionKind.receive_activation, ActionKind.receive_gradient)),
+    "weight gradient": (GREEN, (ActionKind.backward_weight,)),
+    "p2p send, data load": (MUTED, (ActionKind.send_activation, ActionKind.send_gradient, ActionKind.load)),
+    "waiting for p2p": (GRID, (ActionKind.receive_activation, ActionKind.receive_gradient)),
 }
-"""Label, colour and kinds; everything else is what follows the schedule."""
+"""Label, colour and action kinds; other spans follow the schedule (`_OTHERS`)."""
 _OTHERS = "reduction, optimizer"
 _LATER_STAGE_ALPHA = 0.6
 _ROW_INCHES = 0.21
 _MOST_ROWS = 32
 _NARROWEST = 1 / 1500
-"""Of the width of the picture; neighbours of one colour that are narrower are drawn as one."""
+"""Share of the width below which adjacent bars of one colour are merged."""
 _MOST_GAPS = 100
-"""Bars of one colour in a row up to which gaps of a hair's breadth keep them apart."""
+"""Bars of one colour in a row up to which thin gaps separate them."""
 _NUMBERED = 1 / 65
-"""Of the width, from which a pass shows the number of its micro-batch."""
+"""Share of the width above which a pass is labelled with its micro-batch."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One step of a picture.
+    """One step of a timeline chart.
 
     Attributes:
-        title: what it is.
-        traces: a row each; ranks of other replicas are left out where there are too many.
+        title: title of the panel.
+        traces: traces of the ranks, one row each; if there are too many, other replicas are left out.
     """
 
     title: str
@@ -235,12 +235,12 @@ class Panel:
 
 
 def draw_steps(panels: Sequence[Panel], wide: bool = True, *, timed: bool = True) -> Figure:
-    """Draws steps below each other over the same time.
+    """Draws steps below each other on a shared time axis.
 
     Args:
-        panels: from the top.
-        wide: for the width of a page.
-        timed: times are seconds; else only their ratios mean something.
+        panels: panels from top to bottom.
+        wide: whether the figure takes the full page width.
+        timed: whether times are in seconds; otherwise only their ratios are meaningful.
     """
     shown = [_shown(panel.traces) for panel in panels]
     heights = [max(3, len(rows)) * _ROW_INCHES for rows in shown]
@@ -252,8 +252,8 @@ def draw_steps(panels: Sequence[Panel], wide: bool = True, *, timed: bool = True
     scale, unit = (1.0, "s") if end >= 2 else (1e3, "ms") if end >= 2e-3 else (1e6, "µs")
     for panel, rows, one in zip(panels, shown, axes, strict=True):
         _draw_rows(one, rows, end)
-        waiting = idle_share(panel.traces)
-        one.set_title(f"{panel.title}: {waiting:.1%} of the time without a pass", loc="left", color=MUTED)
+        idle = idle_share(panel.traces)
+        one.set_title(f"{panel.title}: {idle:.1%} of the time without a pass", loc="left", color=MUTED)
         one.set_xlim(0, end)
         one.xaxis.set_major_formatter(lambda value, _position: f"{scale * value:,.4g}")
     axes[-1].set_xlabel(unit if timed else "time")
@@ -265,7 +265,7 @@ def draw_steps(panels: Sequence[Panel], wide: bool = True, *, timed: bool = True
 
 
 def _shown(traces: Sequence[RankTrace]) -> list[RankTrace]:
-    """All ranks, or those of the first pipeline, or as many as there is room for."""
+    """All ranks, or those of one pipeline if there are too many, limited to `_MOST_ROWS`."""
     rows = list(traces)
     if len(rows) > _MOST_ROWS:
         rows = [trace for trace in rows if trace.replica == rows[0].replica]
@@ -277,7 +277,7 @@ def _look(bar: Span) -> tuple[str, str]:
 
 
 def _used(shown: Sequence[Sequence[RankTrace]]) -> list[tuple[str, str]]:
-    """Labels and colours of what is there, in the order of the legend."""
+    """Labels and colours that occur, in the order of the legend."""
     there = {_look(bar) for rows in shown for trace in rows for bar in trace.bars if bar.end_s > bar.start_s}
     looks = [*((label, color) for label, (color, _) in _LOOKS.items()), (_OTHERS, PINK)]
     return [look for look in looks if look in there]
@@ -301,7 +301,7 @@ def _draw_rows(axes: Axes, rows: Sequence[RankTrace], end: float) -> None:
                     (bar.start_s + bar.end_s) / 2, place, str(bar.micro_batch), fontsize=6.5, color="white",
                     horizontalalignment="center", verticalalignment="center_baseline",
                 )  # fmt: skip
-        # Waits first, so that what runs beside them is seen.
+        # Waits are drawn first, so that they do not hide overlapping bars.
         for (color, later), ranges in sorted(bars.items(), key=lambda item: item[0][0] != GRID):
             alpha = _LATER_STAGE_ALPHA if later and color != GRID else 1.0
             gap = 0.6 if color != GRID and len(ranges) < _MOST_GAPS else 0.0
@@ -316,11 +316,11 @@ def _draw_rows(axes: Axes, rows: Sequence[RankTrace], end: float) -> None:
 TIMELINE_FOLDER = "timeline"
 _FILE = re.compile(r"step_(\d+)\.rank_(\d+)\.json")
 _MOST_STEPS = 5
-"""Timed steps that are read, the last ones; each has thousands of events on many ranks."""
+"""Number of timed steps that are read, from the last; with many ranks each has thousands of events."""
 
 
 def read_steps(run_dir: Path) -> dict[int, list[RankTrace]]:
-    """The timed steps of a run, ascending, each with the ranks that left a file that can be read."""
+    """Timed steps of a run, ascending, each with the traces of the ranks whose files are readable."""
     files: dict[int, list[Path]] = {}
     for path in sorted((run_dir / TIMELINE_FOLDER).glob("step_*.json")):
         name = _FILE.fullmatch(path.name)
@@ -335,7 +335,7 @@ def read_steps(run_dir: Path) -> dict[int, list[RankTrace]]:
 
 
 def _record(path: Path) -> Mapping[str, Any] | None:
-    """What a rank wrote; None where it is not that: a process was killed, or the disk was full."""
+    """The record of a rank; None if it is malformed, as after a kill or with a full disk."""
     try:
         record = read_json(path)
     except (OSError, ValueError):
@@ -345,7 +345,7 @@ def _record(path: Path) -> Mapping[str, Any] | None:
 
 
 def _traces(records: Sequence[Mapping[str, Any]]) -> list[RankTrace]:
-    """Rows by rank, on rank 0's clock, from the first thing that any of them did."""
+    """Traces in order of ranks, on rank 0's clock, relative to the first span of any rank."""
     rows = {int(number(record["rank"])): (record, _bars(record)) for record in records}
     begin = min((bar.start_s for _, bars in rows.values() for bar in bars), default=0.0)
     traces = []
@@ -380,7 +380,7 @@ def _index(value: Any) -> int | None:
 
 
 def schedule_of(history: RunHistory, traces: Sequence[RankTrace]) -> Schedule | None:
-    """The schedule that a measured step ran; None where config and micro-batches do not say it."""
+    """The schedule of a measured step; None if it cannot be derived from config and micro-batches."""
     numbers = {bar.micro_batch for trace in traces for bar in trace.bars if bar.micro_batch is not None}
     if numbers != set(range(len(numbers))) or not numbers:
         return None
@@ -395,7 +395,7 @@ def schedule_of(history: RunHistory, traces: Sequence[RankTrace]) -> Schedule | 
 
 
 def layer_costs(history: RunHistory) -> tuple[float, float, float] | None:
-    """Costs of the embedding, a block and the head in blocks, over all timed steps; None where they cannot be told."""
+    """Costs of embedding, block and head relative to a block, from all timed steps; None if not derivable."""
     traces = [trace for step in read_steps(history.run_dir).values() for trace in step]
     bounds = history.last_event("start").get("stages")
     if not traces or not isinstance(bounds, list) or not all(isinstance(bound, int) for bound in bounds):
@@ -404,7 +404,7 @@ def layer_costs(history: RunHistory) -> tuple[float, float, float] | None:
 
 
 def draw_step_timeline(history: RunHistory, steps: Mapping[int, list[RankTrace]], wide: bool = True) -> Figure | None:
-    """The last timed step as it was, below it as the clock has it with the measured mean costs."""
+    """Draws the last timed step and, below it, a simulation of its schedule with the measured mean costs."""
     if not steps:
         return None
     most = max(len(traces) for traces in steps.values())
@@ -419,7 +419,7 @@ def draw_step_timeline(history: RunHistory, steps: Mapping[int, list[RankTrace]]
 
 
 def step_trace_json(run_dir: Path) -> bytes | None:
-    """The last timed steps for ui.perfetto.dev; None where there are none."""
+    """The last timed steps as a trace for ui.perfetto.dev; None if there are none."""
     steps = read_steps(run_dir)
     if not steps:
         return None

@@ -1,7 +1,7 @@
-"""Sweeps, `megads train -m`: which points are trained, where, when they are cut short, and what came of them.
+"""Hyperparameter sweeps, `megads train -m`: search, launchers, pruning and results.
 
-`driver` starts `megads train` commands and reads their run directories; it composes no config (cli/ does) and trains
-nothing itself. `points.jsonl` of the sweep's folder is the truth: whatever dies, the same command goes on from it.
+`driver` starts `megads train` commands and reads their run directories. It composes no config (cli/ does) and does not
+train. The state of a sweep is `points.jsonl` in its folder: after any failure, the same command resumes from it.
 """
 
 __all__ = ["config", "driver", "launchers", "page", "points", "results"]

@@ -1,4 +1,4 @@
-"""What a sweep is asked: its settings, and for every swept key the values to search."""
+"""Config and search space of a sweep."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megads.runtime.config import LONGEST_WAIT_S
 
 
 class SearchName(StrEnum):
-    """How points are chosen."""
+    """Search strategy."""
 
     grid = "grid"
     random = "random"
@@ -23,21 +23,21 @@ class SearchName(StrEnum):
 
 
 class SamplerName(StrEnum):
-    """The model behind search=bayes."""
+    """Surrogate model of search=bayes."""
 
     gp = "gp"
     tpe = "tpe"
 
 
 class Direction(StrEnum):
-    """What is best."""
+    """Optimization direction of the objective."""
 
     minimize = "minimize"
     maximize = "maximize"
 
 
 class PrunerName(StrEnum):
-    """By which rule a point is stopped early."""
+    """Pruning rule."""
 
     none = "none"
     median = "median"
@@ -45,7 +45,7 @@ class PrunerName(StrEnum):
 
 
 class LauncherName(StrEnum):
-    """Where points run."""
+    """Launcher of the points."""
 
     local = "local"
     slurm = "slurm"
@@ -54,19 +54,19 @@ class LauncherName(StrEnum):
 
 @dataclass
 class PruningConfig:
-    """Stops points whose validation curve is bad compared with the others'; needs evaluation.every_steps."""
+    """Early stopping of points whose validation curve is worse than the others'; requires evaluation.every_steps."""
 
     name: PrunerName = PrunerName.none
-    """none; median: worse than the median of the others at the same step; halving: only the best 1/factor go on."""
+    """none; median: stops points worse than the others' median at the same step; halving: keeps the best 1/factor."""
     from_step: int = 0
-    """No point is stopped before this step."""
+    """First step at which a point may be stopped."""
     startup_points: int = 4
-    """median: points that must have finished before any is stopped."""
+    """median: number of points that must finish before any is stopped."""
     factor: int = 3
-    """halving: of so many points that reach a rung one goes on; the next rung is so many times as far."""
+    """halving: one of this many points at a rung continues; also the ratio of steps between successive rungs."""
 
     def check(self) -> None:
-        """Raises ConfigError on counts that stop nothing or everything."""
+        """Raises ConfigError if a value is out of range."""
         if self.from_step < 0:
             raise ConfigError(f"sweep.pruning.from_step = {self.from_step}: must not be negative")
         if self.startup_points < 1:
@@ -77,58 +77,58 @@ class PruningConfig:
 
 @dataclass
 class SweepConfig:
-    """Only with -m: the points to train, `optim.lr=1e-4,3e-4` or `optim.lr=tag(log, interval(1e-5, 1e-2))`."""
+    """Sweep over keys, only with -m: `optim.lr=1e-4,3e-4` or `optim.lr=tag(log, interval(1e-5, 1e-2))`."""
 
     search: SearchName = SearchName.grid
-    """grid: every combination; random: drawn; bayes: proposed by a model of what the points before have shown."""
+    """grid: all combinations; random: random sampling; bayes: Bayesian optimization."""
     trials: int | None = None
-    """Points of search=random and bayes; a grid has as many as it has."""
+    """Number of points for search=random and bayes; must be null for grid."""
     sampler: SamplerName = SamplerName.gp
-    """search=bayes: gp, a Gaussian process with noise-aware expected improvement; tpe, Parzen estimators."""
+    """search=bayes: gp, a Gaussian process with noise-aware expected improvement; tpe, a Parzen estimator."""
     startup_trials: int = 8
-    """search=bayes: points drawn at random before the model is asked."""
+    """search=bayes: number of random points before the surrogate model is used."""
     seed: int = 0
-    """Seed of what is drawn and proposed; the points' own seed is train.seed."""
+    """Seed of the search; the seed of the training runs is train.seed."""
     objective: str | None = None
-    """Key of metrics.jsonl: a validation's at the end, or the mean of a step's over the last tenth of the steps; null
-    is the validation loss, or the training loss where nothing is validated."""
+    """Key of metrics.jsonl: the final value of a validation metric, or the mean of a step metric over the last tenth of
+    the steps; null is the validation loss, or the training loss without validation."""
     direction: Direction = Direction.minimize
-    """Whether a small or a large objective is good."""
+    """Whether the objective is minimized or maximized."""
     repeat_best: int = 0
-    """So many of the best points are trained again with other seeds; the winner is the one with the best mean."""
+    """Number of best points to train again with other seeds; the point with the best mean wins."""
     repeats: int = 2
-    """Further seeds for each of them."""
+    """Additional seeds for each of these points."""
     pruning: PruningConfig = field(default_factory=PruningConfig)
-    """Which points are stopped early."""
+    """Early stopping of points."""
     launcher: LauncherName = LauncherName.local
-    """local: processes of this machine; slurm: a job a point; ray: a job a point on one node of a Ray cluster."""
+    """local: processes on this machine; slurm: one job per point; ray: one single-node Ray job per point."""
     parallel: int | None = None
-    """Most points at once; null is 1 on this machine, whose cores or GPUs they share evenly, and on SLURM and Ray
-    startup_trials for search=bayes, else no limit."""
+    """Maximum number of concurrent points; null is 1 for local (concurrent points share the cores or GPUs evenly); for
+    slurm and ray it is startup_trials with search=bayes, else no limit."""
     point_limit_s: float | None = None
-    """A point whose ranks run longer, over all its starts, is asked to save and stop, and counts as stopped early."""
+    """Limit on the training time of a point over all its starts; beyond it, it saves and counts as stopped early."""
     sbatch: str = "scripts/slurm/train.sbatch"
-    """launcher=slurm: the script that is submitted, with the point's overrides as arguments."""
+    """launcher=slurm: sbatch script to submit, with the overrides of the point as arguments."""
     sbatch_options: str = ""
-    """launcher=slurm: options of sbatch before the script, as in a shell: '--partition=debug --nodes=2'."""
+    """launcher=slurm: sbatch options in shell syntax, for example '--partition=debug --nodes=2'."""
     ray_address: str | None = None
-    """launcher=ray: address of the cluster's dashboard, http://<head node>:8265; null is RAY_ADDRESS, or the cluster of
+    """launcher=ray: address of the cluster's dashboard, http://<head node>:8265; null is RAY_ADDRESS, or the cluster on
     this machine."""
     ray_cpus: float = 1.0
-    """launcher=ray: cores that a point reserves."""
+    """launcher=ray: number of cores reserved for a point."""
     ray_gpus: float = 0.0
-    """launcher=ray: GPUs that a point reserves, and sees."""
+    """launcher=ray: number of GPUs reserved for, and visible to, a point."""
     poll_s: float | None = None
-    """Seconds between looks at the points; null is 0.5 on this machine, 5 on SLURM and 2 on Ray."""
+    """Polling interval in seconds; null is 0.5 for local, 5 for slurm and 2 for ray."""
     retry_failed: bool = False
-    """A sweep that goes on trains its failed points again too."""
+    """Whether a resumed sweep trains its failed points again."""
     name: str | None = None
-    """Name of the sweep; null derives one from what is asked, so that the same command goes on with the same sweep."""
+    """Name of the sweep; null derives it from the settings, so that the same command resumes the same sweep."""
     dir: str | None = None
     """Folder of the sweep; null is runs/sweeps/<name>."""
 
     def check(self) -> None:
-        """Raises ConfigError on counts and limits that make no sweep."""
+        """Raises ConfigError if a value is out of range or settings conflict."""
         self.pruning.check()
         for key, least in (("trials", 1), ("parallel", 1), ("startup_trials", 1), ("repeat_best", 0), ("repeats", 1)):
             value = getattr(self, key)
@@ -136,8 +136,8 @@ class SweepConfig:
                 raise ConfigError(f"sweep.{key} = {value}: must be at least {least}")
         if self.ray_cpus <= 0 or self.ray_gpus < 0:
             raise ConfigError(
-                f"sweep.ray_cpus = {self.ray_cpus:g}, sweep.ray_gpus = {self.ray_gpus:g}: want a positive number of "
-                "cores, and no negative one of GPUs"
+                f"sweep.ray_cpus = {self.ray_cpus:g}, sweep.ray_gpus = {self.ray_gpus:g}: the number of cores must be "
+                "positive, and that of GPUs not negative"
             )
         for key in ("point_limit_s", "poll_s"):
             value = getattr(self, key)
@@ -151,35 +151,35 @@ class SweepConfig:
                 "hparams_search=random or bayes, or leave sweep.trials out"
             )
         if self.search is not SearchName.grid and self.trials is None:
-            raise ConfigError(f"sweep.search = {self.search} draws points without end: set sweep.trials")
+            raise ConfigError(f"sweep.search = {self.search} needs a number of points: set sweep.trials")
         if self.name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
             raise ConfigError(
-                f"sweep.name = {self.name!r}: want letters, digits, '.', '_' and '-' only; a path goes into sweep.dir"
+                f"sweep.name = {self.name!r}: use only letters, digits, '.', '_' and '-'; set a path with sweep.dir"
             )
 
     @property
     def needs_optuna(self) -> bool:
-        """Grid and random without pruning need no library."""
+        """Whether Optuna is required: for search=bayes and for pruning."""
         return self.search is SearchName.bayes or self.pruning.name is not PrunerName.none
 
 
 Assignment = Mapping[str, str]
-"""One point of a space: the value of every swept key, as it stands behind the = of an override."""
+"""Values of all swept keys at one point, in the syntax of an override's value."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A few values.
+    """A finite list of values.
 
     Attributes:
-        values: as texts.
+        values: the values as strings.
     """
 
     values: tuple[str, ...]
 
     @property
     def numbers(self) -> tuple[float, ...] | None:
-        """The values as numbers where all of them are different ones."""
+        """The values as numbers; None unless all are finite, distinct numbers."""
         try:
             numbers = tuple(float(value) for value in self.values)
         except ValueError:
@@ -189,13 +189,13 @@ class Choice:
 
 @dataclass(frozen=True)
 class Interval:
-    """Every number of a range.
+    """A range of numbers.
 
     Attributes:
-        low: least value.
-        high: greatest value.
-        log: drawn evenly in the logarithm.
-        integer: whole numbers only.
+        low: minimum, inclusive.
+        high: maximum, inclusive.
+        log: whether to sample uniformly in the logarithm.
+        integer: whether the values are integers.
     """
 
     low: float
@@ -204,7 +204,7 @@ class Interval:
     integer: bool = False
 
     def at(self, share: float) -> str:
-        """The value at a share of the way, 0 to 1, as a text of six digits."""
+        """The value at a fraction of the interval, 0 to 1, as a string with six significant digits."""
         if self.log:
             value = math.exp(math.log(self.low) + share * (math.log(self.high) - math.log(self.low)))
         else:
@@ -212,7 +212,7 @@ class Interval:
         return self.text(value)
 
     def text(self, value: float) -> str:
-        """A value as it stands on the command line, inside the interval whatever was rounded off."""
+        """Formats a value for the command line; rounding never leaves the interval."""
         if self.integer:
             return str(int(min(max(round(value), math.ceil(self.low)), math.floor(self.high))))
         return f"{min(max(float(f'{value:.6g}'), self.low), self.high):g}"
@@ -222,7 +222,7 @@ Space = Mapping[str, Choice | Interval]
 
 
 def grid(space: Space) -> Iterator[Assignment]:
-    """Every combination, the last key changing fastest, as Hydra's own sweeper orders them."""
+    """All combinations; the last key changes fastest, as in Hydra's basic sweeper."""
     choices = [parameter.values for parameter in space.values() if isinstance(parameter, Choice)]
     assert len(choices) == len(space), "intervals are refused before"
     for values in itertools.product(*choices):
@@ -230,7 +230,7 @@ def grid(space: Space) -> Iterator[Assignment]:
 
 
 def draw(space: Space, seed: int, number: int) -> Assignment:
-    """A point drawn at random, the same for the same seed and number whatever was drawn before."""
+    """A random point that depends only on `seed` and `number`, not on earlier draws."""
     source = random.Random(f"{seed} {number}")
     return {
         key: source.choice(parameter.values) if isinstance(parameter, Choice) else parameter.at(source.random())
@@ -239,7 +239,7 @@ def draw(space: Space, seed: int, number: int) -> Assignment:
 
 
 def size(space: Space) -> int | None:
-    """How many points there are, None for without end."""
+    """Number of points of the space; None if it is infinite."""
     count = 1
     for parameter in space.values():
         if isinstance(parameter, Interval) and not parameter.integer:
@@ -252,19 +252,19 @@ def size(space: Space) -> int | None:
 
 
 def check_space(config: SweepConfig, space: Space) -> None:
-    """Raises ConfigError on a space that the search cannot search."""
+    """Raises ConfigError if the search cannot handle the space."""
     for key, parameter in space.items():
         if not isinstance(parameter, Interval):
             continue
         if config.search is SearchName.grid:
             raise ConfigError(
-                f"{key} is an interval, of which a grid has no end: give values ({key}=a,b or {key}=range(a,b,step)), "
-                "or choose hparams_search=random or bayes"
+                f"{key} is an interval, which a grid cannot enumerate: give values ({key}=a,b or "
+                f"{key}=range(a,b,step)), or choose hparams_search=random or bayes"
             )
         if parameter.low > parameter.high or (parameter.log and parameter.low <= 0):
             raise ConfigError(
                 f"{key}: the interval from {parameter.low:g} to {parameter.high:g} is "
-                f"{'not positive, and log wants that' if parameter.low <= parameter.high else 'upside down'}"
+                f"{'not positive, as log requires' if parameter.low <= parameter.high else 'reversed'}"
             )
     if not space and config.search is not SearchName.grid:
         raise ConfigError(
@@ -274,7 +274,7 @@ def check_space(config: SweepConfig, space: Space) -> None:
 
 
 def describe(space: Space) -> dict[str, str]:
-    """The space as texts, for people and for sweep.yaml."""
+    """Describes the space in words, for display and for sweep.yaml."""
     found = {}
     for key, parameter in space.items():
         if isinstance(parameter, Choice):

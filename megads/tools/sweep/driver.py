@@ -1,4 +1,4 @@
-"""The loop of a sweep: chooses points, starts them while there is room, judges their curves, notes how they end."""
+"""Main loop of a sweep: selects points, starts them as capacity allows, prunes them and records their outcome."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 EXIT_KILLED = 130
 _STOPPED = (StopRequested.exit_code, Preempted.exit_code, EXIT_KILLED, -signal.SIGINT, -signal.SIGTERM)
 _DRAWS = 200
-"""Draws after which a point that was not drawn before is given up."""
+"""Maximum number of draws to find a point that was not drawn before."""
 
 
 def listed_points(config: SweepConfig, space: Space) -> list[Assignment]:
-    """The points that are known before any is trained; none for search=bayes."""
+    """The points that are known before training starts; none for search=bayes."""
     if config.search is SearchName.grid:
         return list(grid(space))
     if config.search is SearchName.bayes:
@@ -60,7 +60,7 @@ def listed_points(config: SweepConfig, space: Space) -> list[Assignment]:
 
 
 def make_study(config: SweepConfig, space: Space, validation_steps: int) -> Study | None:
-    """Optuna's study where the search or the pruning needs one.
+    """Creates an Optuna study if the search or the pruning needs one.
 
     Raises:
         ConfigError: Optuna is not installed.
@@ -72,14 +72,14 @@ def make_study(config: SweepConfig, space: Space, validation_steps: int) -> Stud
     except ModuleNotFoundError as error:
         wish = "search=bayes" if config.search is SearchName.bayes else f"pruning.name={config.pruning.name}"
         raise ConfigError(
-            f"sweep.{wish} is done by Optuna, and {error.name} is not installed: pip install 'megads[sweep]', or in a "
+            f"sweep.{wish} requires Optuna, and {error.name} is not installed: pip install 'megads[sweep]', or in a "
             "checkout pip install -e '.[sweep]' -c constraints.txt"
         ) from error
     return Study(config, space, validation_steps)
 
 
 def recall(study: Study, points: Sequence[Point], objective: str | None) -> None:
-    """Tells a new study of the points that an earlier start of the sweep trained."""
+    """Adds the points that an earlier start of the sweep trained to a new study."""
     for point in points:
         if point.repeats is not None or point.state is PointState.infeasible or point.state in UNFINISHED:
             continue
@@ -89,13 +89,13 @@ def recall(study: Study, points: Sequence[Point], objective: str | None) -> None
 
 
 def propose(study: Study, config: SweepConfig, space: Space, points: Sequence[Point]) -> Assignment | None:
-    """The next point of search=bayes; None when every point of the space was tried."""
+    """The next point of search=bayes; None if every point of the space was tried."""
     number = len(points)
     known = {tuple(point.assignment.values()) for point in points}
     proposed = study.propose(number)
     if tuple(proposed.values()) not in known:
         return proposed
-    # A space of few values: what the model likes best was tried, so any other will do.
+    # In a small discrete space the proposal may have been tried already: take any untried point.
     total = size(space)
     if total is not None and len(known) >= total:
         return None
@@ -108,13 +108,13 @@ def propose(study: Study, config: SweepConfig, space: Space, points: Sequence[Po
 
 @dataclass(frozen=True)
 class PlannedPoint:
-    """What a point would start.
+    """Command line and run directory of a point.
 
     Attributes:
-        overrides: its command line.
-        run_id: its run.
-        run_dir: the run's folder.
-        ranks: processes.
+        overrides: overrides of the command line.
+        run_id: id of the run.
+        run_dir: run directory.
+        ranks: number of processes.
     """
 
     overrides: tuple[str, ...]
@@ -124,25 +124,25 @@ class PlannedPoint:
 
 
 Plan = Callable[[int, Assignment, int], PlannedPoint]
-"""Plans the point of a number with an assignment and the place of its seed, 0 for the point's own.
+"""Plans a point, given its number, its assignment and the index of its seed (0 for the original seed).
 
 Raises:
-    ConfigError: it cannot be run, so it is dropped.
-    MegadsError: it would fail.
+    ConfigError: the point cannot be run and is dropped.
+    MegadsError: the point would fail.
 """
 
 
 class Driver:
-    """One start of a sweep.
+    """Runs a sweep, new or resumed.
 
     Args:
-        config: the sweep's.
-        space: what is searched.
-        book: its points so far.
-        plan: makes a point's command line, or refuses the point.
+        config: config of the sweep.
+        space: search space.
+        book: points so far.
+        plan: creates the command line of a point, or refuses the point.
         launcher: starts points.
-        study: Optuna's, where search or pruning need it.
-        say: shows a line to the user.
+        study: Optuna study, if search or pruning need one.
+        say: prints a line for the user.
     """
 
     def __init__(
@@ -164,19 +164,19 @@ class Driver:
         self._answered = 0
 
     def run(self) -> int:
-        """Trains what is to be trained; returns the exit code of the sweep."""
+        """Trains all remaining points; returns the exit code of the sweep."""
         if self._study is not None:
             recall(self._study, self._book.points, self._config.objective)
         self._list_points()
         with self._signals_caught():
             self._find_running()
             self._note_ends()
-            # What ended before this command may be started again by it.
+            # Points that ended before this command may be restarted by it.
             self._asked.clear()
             while True:
                 self._note_ends()
                 self._answer_signals()
-                self._judge()
+                self._check_running()
                 while not self._signals and self._launcher.has_room() and (point := self._next()) is not None:
                     self._start(point)
                 if not self._running:
@@ -185,11 +185,11 @@ class Driver:
         return self._exit_code()
 
     def _list_points(self) -> None:
-        """Plans the points that are known beforehand, so that those that cannot run are dropped before any starts."""
+        """Plans the points known in advance, so that those that cannot run are dropped before any starts."""
         for point in self._book.points:
             again = point.state is PointState.failed and self._config.retry_failed
             if point.state is PointState.infeasible or (again and not point.overrides):
-                # What did not fit or was not there may be so now.
+                # Memory or data that was missing may be available now.
                 point.state = PointState.waiting
                 self._plan_point(point)
             elif again:
@@ -199,7 +199,7 @@ class Driver:
             self._plan_point(Point(len(self._book.points), dict(assignment)))
 
     def _plan_point(self, point: Point, seed_place: int = 0) -> Point:
-        """Plans a point and notes it, whether it can run or not."""
+        """Plans a point and records it, whether it can run or not."""
         try:
             planned = self._plan(point.number, point.assignment, seed_place)
         except ConfigError as error:
@@ -216,7 +216,7 @@ class Driver:
         return point
 
     def _find_running(self) -> None:
-        """Looks after the points that were running when the sweep was killed."""
+        """Reattaches to the points that were running when the sweep was killed."""
         for point in self._book.points:
             if point.state is PointState.running and self._launcher.find(point):
                 self._say(f"point {point.number} is still known: {point.job or point.run_id}")
@@ -224,7 +224,7 @@ class Driver:
                 self._follow(point)
 
     def _next(self) -> Point | None:
-        """The next point to start: one left over, a new one, or the best ones with other seeds."""
+        """The next point to start: an unfinished one, a new one, or one of the best with another seed."""
         for point in self._book.points:
             if point.state in UNFINISHED and point.number not in self._running and point.number not in self._asked:
                 return point
@@ -233,7 +233,7 @@ class Driver:
         return self._repeated()
 
     def _proposed(self) -> Point | None:
-        """A new point of search=bayes; those that cannot run do not count, but there is an end to them."""
+        """A new point of search=bayes. Infeasible points do not count as trials, but their number is limited."""
         assert self._study is not None and self._config.trials is not None
         while True:
             own = [point for point in self._book.points if point.repeats is None]
@@ -250,7 +250,7 @@ class Driver:
         return self._repeated()
 
     def _repeated(self) -> Point | None:
-        """Once the search is over, its best points with other seeds."""
+        """After the search, the next repetition of one of its best points with another seed."""
         if any(point.repeats is None and point.state in UNFINISHED for point in self._book.points):
             return None
         for best in to_repeat(self._book.points, self._config.direction, self._config.repeat_best):
@@ -264,7 +264,7 @@ class Driver:
         before = point.state
         point.state, point.started_at = PointState.running, time.time()
         point.reason, point.exit_code = "", None
-        # Before it starts: a sweep that is killed in the next moment must know that it may have.
+        # Recorded before the start, so that a sweep killed right after it finds the point again.
         self._book.record(point)
         try:
             self._launcher.start(point)
@@ -283,8 +283,8 @@ class Driver:
         if self._study is not None and point.repeats is None:
             self._study.adopt(point.number, point.assignment)
 
-    def _judge(self) -> None:
-        """Reads the curves, and stops points that are bad or too long."""
+    def _check_running(self) -> None:
+        """Reads the validation curves, and stops points that are pruned or exceed the time limit."""
         for number, curve in self._running.items():
             point = self._book.points[number]
             news = curve.read()
@@ -294,12 +294,12 @@ class Driver:
                 continue
             if bad:
                 step, value = max(news.items())
-                self._ask_to_stop(point, f"validation loss {value:.4f} at step {step:,} is bad beside the others'")
+                self._ask_to_stop(point, f"validation loss {value:.4f} at step {step:,} is worse than the others'")
             elif limit is not None and self._trained_s(point) > limit:
                 self._ask_to_stop(point, f"trained longer than sweep.point_limit_s = {limit:g}")
 
     def _trained_s(self, point: Point) -> float:
-        """Seconds of all starts together; neither the wait in a queue nor the start itself counts."""
+        """Training time over all starts, in seconds, without queueing and startup."""
         launched = launched_at(Path(point.run_dir), point.started_at)
         return point.trained_s + (0.0 if launched is None else time.time() - launched)
 
@@ -321,18 +321,18 @@ class Driver:
             self._say(f"point {point.number} {point.state}{_outcome(point)}")
 
     def _conclude(self, point: Point, end: PointEnd) -> None:
-        """Names how a point ended, and reads what it came to."""
+        """Sets the final state of a point and reads its objective."""
         asked = self._asked.pop(point.number, None)
         point.exit_code = end.exit_code
         point.objective, point.step = read_objective(Path(point.run_dir), self._config.objective)
         if end.exit_code == EXIT_OK:
             point.state = PointState.finished
         elif asked is not None:
-            # Whatever its code: a signal that comes while Python starts leaves any.
+            # The exit code is ignored: a signal during Python's startup can produce any code.
             point.state, point.reason = PointState.pruned, asked
         elif end.exit_code in _STOPPED or self._signals:
             point.state = PointState.stopped
-            # A point that somebody else stopped is not started again by this command.
+            # This command does not restart a point that was stopped from outside.
             self._asked.setdefault(point.number, "")
         elif end.exit_code < 0 or end.exit_code == RankKilled.exit_code:
             by = f"killed by signal {-end.exit_code}" if end.exit_code < 0 else "a rank was killed"
@@ -355,7 +355,7 @@ class Driver:
                 signal.signal(number, handler)
 
     def _answer_signals(self) -> None:
-        """The first signal stops every point, a second one kills them."""
+        """Handles signals: the first one stops every point, the second one kills them."""
         while self._answered < len(self._signals):
             self._answered += 1
             if self._answered == 1 and self._running:
@@ -364,7 +364,7 @@ class Driver:
                 self._launcher.stop(self._book.points[number])
 
     def _exit_code(self) -> int:
-        """The first code that is not 0; of points that were dropped or stopped early none counts."""
+        """The first nonzero exit code; points that were dropped or stopped early do not count."""
         points = self._book.points
         if points and all(point.state is PointState.infeasible for point in points):
             return ConfigError.exit_code

@@ -1,4 +1,4 @@
-"""How the points of a sweep are started and watched: one interface, on this machine, on SLURM and on Ray."""
+"""Launchers start and monitor the points of a sweep, on this machine, on SLURM or on Ray."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from megads.tools.sweep.points import Point, events_since, launched_at
 
 @dataclass(frozen=True)
 class PointEnd:
-    """How a start of a point ended.
+    """End of one start of a point.
 
     Attributes:
-        number: of the point.
-        exit_code: of its command; negative is the number of the signal that ended it.
-        reason: what is known of a failure; may be empty.
+        number: number of the point.
+        exit_code: exit code of the command, or the negative number of the signal that ended it.
+        reason: reason of a failure; may be empty.
     """
 
     number: int
@@ -40,25 +40,25 @@ class PointEnd:
 
 
 class Launcher(Protocol):
-    """Starts points and says how they ended."""
+    """Starts points and reports how they ended."""
 
     poll_s: float
-    """Seconds between two looks."""
+    """Polling interval in seconds."""
 
     def has_room(self) -> bool:
-        """Whether one more point may start now."""
+        """Whether another point may start now."""
         ...
 
     def start(self, point: Point) -> None:
-        """Starts a point, and notes in it what finds it again.
+        """Starts a point, and stores in it what `find` needs.
 
         Raises:
-            ConfigError: it cannot be started here at all.
+            ConfigError: the point cannot be started here at all.
         """
         ...
 
     def find(self, point: Point) -> bool:
-        """Whether a point that an earlier, killed sweep started is still to be waited for; then it is."""
+        """Reattaches to a point started by an earlier, killed sweep; returns False if there is nothing to wait for."""
         ...
 
     def ended(self) -> list[PointEnd]:
@@ -66,23 +66,23 @@ class Launcher(Protocol):
         ...
 
     def stop(self, point: Point) -> None:
-        """Asks a running point to save and end; once more, and it is killed."""
+        """Asks a running point to save and end; a second call kills it."""
         ...
 
 
 _LOCAL_POLL_S = 0.5
 _FREED_WITHIN_S = 120.0
-"""A point whose sweep was killed saves before it ends; so long its run directory may stay in use."""
+"""Maximum wait for a point whose sweep was killed: it saves before it releases its run directory."""
 _REASON_BYTES = 4096
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one point at a time has to itself.
+    """Share of the machine that one point uses exclusively.
 
     Attributes:
-        cores: it may run on; empty for all.
-        variables: of its environment, such as the GPUs that it sees.
+        cores: cores of the point; empty for all.
+        variables: environment variables of the point, such as its visible GPUs.
     """
 
     cores: tuple[int, ...] = ()
@@ -90,12 +90,12 @@ class Share:
 
 
 def shares_of(cores: Sequence[int], gpus: Sequence[str], parallel: int) -> list[Share]:
-    """Equal shares of a machine, one for each point that runs at the same time.
+    """Divides a machine evenly among concurrent points.
 
     Args:
-        cores: that this process may use.
-        gpus: that it sees, as CUDA_VISIBLE_DEVICES names them.
-        parallel: points at once, at most as many as there are cores, and GPUs where there are any.
+        cores: cores available to this process.
+        gpus: visible GPUs, in the notation of CUDA_VISIBLE_DEVICES.
+        parallel: number of concurrent points, at most the number of cores, and of GPUs if there are any.
     """
     if parallel == 1:
         return [Share()]
@@ -113,10 +113,10 @@ class LocalLauncher:
     """Starts points as processes.
 
     Args:
-        folder: the sweep's; what point 3 prints goes to points/0003.log.
-        command: arguments after the Python interpreter, before a point's overrides.
-        shares: of the machine; as many points run at once.
-        poll_s: seconds between two looks; None is half a second.
+        folder: folder of the sweep; the output of point 3 goes to points/0003.log.
+        command: arguments between the Python interpreter and the overrides of a point.
+        shares: shares of the machine, one per concurrent point.
+        poll_s: polling interval in seconds; None is 0.5.
     """
 
     def __init__(self, folder: Path, command: Sequence[str], shares: Sequence[Share], poll_s: float | None):
@@ -143,7 +143,7 @@ class LocalLauncher:
         self._running[point.number] = process, share
 
     def find(self, point: Point) -> bool:
-        """Waits until a point whose sweep was killed has saved and ended; never finds it running."""
+        """Waits until a point whose sweep was killed has saved and ended; always returns False."""
         deadline = time.monotonic() + _FREED_WITHIN_S
         while in_use(Path(point.run_dir)) and time.monotonic() < deadline:
             time.sleep(self.poll_s)
@@ -162,17 +162,17 @@ class LocalLauncher:
         return found
 
     def stop(self, point: Point) -> None:
-        """Sends SIGINT, of which the first saves and ends the run and the second kills it."""
+        """Sends SIGINT: the first makes the run save and end, the second kills it."""
         if point.number in self._running:
             signal_child(self._running[point.number][0], signal.SIGINT)
 
     def log(self, number: int) -> Path:
-        """The file with what a point printed."""
+        """Log file of a point."""
         return self._folder / "points" / f"{number:04d}.log"
 
 
 def _last_words(log: Path) -> str:
-    """The last line in which megads said what went wrong; nothing where there is none."""
+    """The last error message of megads in the log, without its prefix; empty if there is none."""
     with log.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - _REASON_BYTES))
@@ -182,12 +182,12 @@ def _last_words(log: Path) -> str:
 
 
 class _JobLauncher:
-    """What the launchers of jobs share.
+    """Base class of launchers that submit one job per point.
 
     Args:
-        folder: the sweep's; what point 3's job prints goes to points/0003.log.
-        parallel: most jobs at once; None for no limit.
-        poll_s: seconds between two looks.
+        folder: folder of the sweep; the output of point 3 goes to points/0003.log.
+        parallel: maximum number of concurrent jobs; None for no limit.
+        poll_s: polling interval in seconds.
     """
 
     def __init__(self, folder: Path, parallel: int | None, poll_s: float):
@@ -197,11 +197,11 @@ class _JobLauncher:
         self._asked: set[int] = set()
 
     def has_room(self) -> bool:
-        """Whether one more job may be there."""
+        """Whether another job may be submitted."""
         return self._parallel is None or len(self._running) < self._parallel
 
     def stop(self, point: Point) -> None:
-        """Asks a run to save and end; a job that does not train yet, or was asked before, is cancelled."""
+        """Asks a run to save and end; a job that is not training yet, or was asked before, is cancelled."""
         if point.number not in self._running:
             return
         if point.number in self._asked or launched_at(Path(point.run_dir), point.started_at) is None:
@@ -212,7 +212,7 @@ class _JobLauncher:
 
     @abstractmethod
     def _cancel(self, job: str) -> None:
-        """Ends a job at once, if it can be reached."""
+        """Cancels a job immediately, if it can be reached."""
 
     def _log(self, point: Point) -> Path:
         path = self._folder / "points" / f"{point.number:04d}.log"
@@ -227,23 +227,23 @@ class _JobLauncher:
 _SLURM_POLL_S = 5.0
 _TIMEOUT_S = 60.0
 _GONE = ("CANCELLED", "NODE_FAIL", "TIMEOUT", "PREEMPTED", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY")
-"""States of a job that was ended from outside: its run goes on when it is submitted again."""
+"""States of a job that was ended externally; the run resumes when it is submitted again."""
 
 
 class SlurmLauncher(_JobLauncher):
-    """Submits every point as a job of its own and follows the jobs in the queue.
+    """Submits one SLURM job per point and monitors the queue.
 
-    Not one job array, and not hydra-submitit-launcher: the tasks of an array share one resource request, while points
-    differ in their layout and so in nodes; an array is there from the start, while bayes proposes a point from those
-    before it; and submitit pickles a Python function into a job of its own making, while a point is the site's own
-    sbatch script with the same overrides as everywhere, requeued by itself.
+    Why not one job array or hydra-submitit-launcher: the tasks of an array share one resource request, but points may
+    differ in layout and number of nodes; an array is submitted as a whole, but bayes proposes each point from earlier
+    results; submitit pickles a Python function into a generated job, but a point runs the site's own sbatch script
+    with ordinary overrides, which requeues itself.
 
     Args:
-        folder: the sweep's; what point 3's job prints goes to points/0003.log.
-        script: the sbatch script, which takes a point's overrides as arguments.
-        options: of sbatch, before the script.
-        parallel: most jobs in the queue; None for no limit.
-        poll_s: seconds between two looks; None is five.
+        folder: folder of the sweep; the output of point 3 goes to points/0003.log.
+        script: sbatch script, which takes the overrides of a point as arguments.
+        options: sbatch options before the script.
+        parallel: maximum number of jobs in the queue; None for no limit.
+        poll_s: polling interval in seconds; None is 5.
     """
 
     def __init__(self, folder: Path, script: Path, options: Sequence[str], parallel: int | None, poll_s: float | None):
@@ -255,7 +255,7 @@ class SlurmLauncher(_JobLauncher):
         """Submits a point.
 
         Raises:
-            ConfigError: sbatch refuses it, or is not there.
+            ConfigError: sbatch rejects the job or is not installed.
         """
         answer = _ask(
             "sbatch",
@@ -269,14 +269,14 @@ class SlurmLauncher(_JobLauncher):
         )
         if answer.returncode:
             raise ConfigError(f"sbatch refused point {point.number}: {answer.stderr.strip()}")
-        # <id>, or <id>;<cluster> where several clusters are federated.
+        # <id>, or <id>;<cluster> on federated clusters.
         point.job = answer.stdout.strip().partition(";")[0]
         self._follow(point)
 
     def find(self, point: Point) -> bool:
-        """Follows a job that an earlier sweep submitted, as long as SLURM knows how it stands or stood.
+        """Reattaches to the job that an earlier sweep submitted, if SLURM still has its state.
 
-        The last one, which that sweep may not have had the time to note.
+        Uses the last job of the point, which the earlier sweep may not have recorded.
         """
         point.job = self._last_job(point) or point.job
         if not point.job or (point.job not in self._queued() and _job_fields(point.job) is None):
@@ -285,7 +285,7 @@ class SlurmLauncher(_JobLauncher):
         return True
 
     def _last_job(self, point: Point) -> str:
-        """Id of the last job that was submitted for a point, by its name and its log; empty for none."""
+        """Id of the last job submitted for a point, found by job name and log path; empty if there is none."""
         answer = _ask("squeue", "--noheader", "--states=all", f"--name={point.run_id}", "--format=%i")
         log = str(self._log(point))
         own = [job for job in answer.stdout.split() if (_job_fields(job) or {}).get("StdOut") == log]
@@ -310,13 +310,13 @@ class SlurmLauncher(_JobLauncher):
         """Ids of this user's jobs that have not ended."""
         answer = _ask("squeue", "--noheader", "--format=%i", f"--user={getpass.getuser()}")
         if answer.returncode:
-            # The controller is away for a moment: nothing has ended as far as anybody knows.
+            # The controller is temporarily unreachable: assume that no job has ended.
             return {point.job for point in self._running.values()}
         return set(answer.stdout.split())
 
 
 def _ask(*command: str) -> subprocess.CompletedProcess[str]:
-    """Runs one of SLURM's commands."""
+    """Runs a SLURM command."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except FileNotFoundError as error:
@@ -329,7 +329,7 @@ def _ask(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def _job_fields(job: str) -> dict[str, str] | None:
-    """What SLURM still knows of a job; it forgets one minutes after its end."""
+    """SLURM's fields of a job; None if it is unknown. SLURM drops a job minutes after its end."""
     answer = _ask("scontrol", "show", "job", "--oneliner", job)
     if answer.returncode:
         return None
@@ -337,7 +337,7 @@ def _job_fields(job: str) -> dict[str, str] | None:
 
 
 def _outcome(point: Point) -> PointEnd:
-    """How a job that left the queue ended: by SLURM's word, else by what the run itself wrote."""
+    """Outcome of a job that left the queue, from SLURM if it still knows the job, else from the run's events."""
     known = _job_fields(point.job) or {}
     state, code = known.get("JobState", ""), known.get("ExitCode", "")
     if state in _GONE:
@@ -349,20 +349,20 @@ def _outcome(point: Point) -> PointEnd:
 
 
 def _ended_by_its_run(point: Point, job: str) -> PointEnd:
-    """How a point ended whose job nobody remembers: by what the run itself wrote.
+    """Outcome of a point whose job is no longer known, from the run's events.
 
     Args:
-        point: which.
-        job: its job, for people.
+        point: the point.
+        job: name of its job in messages.
     """
     last = _last_exit(point)
     if last is None:
-        return PointEnd(point.number, EXIT_BUG, f"{job} is gone, and its run did not say how it ended")
-    return PointEnd(point.number, last, f"{job} is gone; its run ended so")
+        return PointEnd(point.number, EXIT_BUG, f"{job} no longer exists, and its run recorded no exit code")
+    return PointEnd(point.number, last, f"{job} no longer exists; exit code from the events of its run")
 
 
 def _last_exit(point: Point) -> int | None:
-    """The exit code that the run recorded since its last start."""
+    """Exit code that the run recorded since its last start; None if there is none."""
     events = events_since(Path(point.run_dir), point.started_at)
     codes = [event.get("exit_code") for event in events if event.get("event") == "exit"]
     return None if not codes or codes[-1] is None else int(codes[-1])
@@ -370,26 +370,26 @@ def _last_exit(point: Point) -> int | None:
 
 _RAY_POLL_S = 2.0
 _SHELL_SIGNAL = 128
-"""What a shell adds to the number of the signal that ended its command."""
+"""Offset of a shell's exit code for a command that was ended by a signal."""
 
 
 class RayLauncher(_JobLauncher):
-    """Submits every point as a job of its own; Ray starts it on a node where its resources are free.
+    """Submits one Ray job per point; Ray schedules it on a node with free resources.
 
-    Not hydra-ray-launcher, which runs a Python function as a Ray task: its results come when all points of a batch have
-    ended, and with the process that asked for them, while jobs go on without the sweep and are found again.
+    Why not hydra-ray-launcher: it runs a Python function as a Ray task, returns results only when a whole batch has
+    ended, and depends on the submitting process. Jobs continue without the sweep and are found again.
 
     Args:
-        folder: the sweep's; what point 3's job prints goes to points/0003.log.
-        command: arguments after the Python interpreter, before a point's overrides.
-        address: of Ray's dashboard, which takes jobs; None is RAY_ADDRESS, or the cluster of this machine.
-        cpus: that a job reserves.
-        gpus: that a job reserves and sees.
-        parallel: most jobs at once; None for no limit.
-        poll_s: seconds between two looks; None is two.
+        folder: folder of the sweep; the output of point 3 goes to points/0003.log.
+        command: arguments between the Python interpreter and the overrides of a point.
+        address: address of the Ray dashboard, which accepts jobs; None is RAY_ADDRESS, or the cluster on this machine.
+        cpus: number of CPUs reserved for a job.
+        gpus: number of GPUs reserved for, and visible to, a job.
+        parallel: maximum number of concurrent jobs; None for no limit.
+        poll_s: polling interval in seconds; None is 2.
 
     Raises:
-        ConfigError: Ray is not installed, or no cluster answers.
+        ConfigError: Ray is not installed, or no cluster responds.
     """
 
     def __init__(
@@ -410,7 +410,7 @@ class RayLauncher(_JobLauncher):
             raise ConfigError(f"sweep.launcher=ray needs Ray ({error}): pip install 'megads[ray]'") from error
         try:
             self._client: Any = JobSubmissionClient(address)
-        except Exception as error:  # of many kinds: no cluster, no token, another version
+        except Exception as error:  # many types: no cluster, no token, version mismatch
             raise ConfigError(
                 f"sweep.ray_address = {address}: {error}; start a cluster (ray start --head), or give the address of "
                 "its dashboard, http://<head node>:8265"
@@ -420,7 +420,7 @@ class RayLauncher(_JobLauncher):
         """Submits a point.
 
         Raises:
-            ConfigError: Ray refuses it.
+            ConfigError: Ray rejects the job.
         """
         log = self._log(point)
         command = shlex.join([sys.executable, *self._command, *point.overrides])
@@ -437,9 +437,9 @@ class RayLauncher(_JobLauncher):
         self._follow(point)
 
     def find(self, point: Point) -> bool:
-        """Follows a job that an earlier sweep submitted, as long as the cluster knows it.
+        """Reattaches to the job that an earlier sweep submitted, if the cluster still knows it.
 
-        Its name follows from what that sweep noted before it submitted it.
+        The job's name is derived from the run id and start time, which are recorded before the submission.
         """
         point.job = _job_name(point)
         if self._info(point) is None:
@@ -454,7 +454,7 @@ class RayLauncher(_JobLauncher):
             try:
                 info = self._info(point)
             except OSError:
-                # The head node is away for a moment: nothing has ended as far as anybody knows.
+                # The head node is temporarily unreachable: assume that no job has ended.
                 continue
             if info is None or info.status.is_terminal():
                 del self._running[number]
@@ -462,12 +462,12 @@ class RayLauncher(_JobLauncher):
         return found
 
     def _cancel(self, job: str) -> None:
-        # A head node that is away is asked again when the user is.
+        # If the head node is unreachable, the user's next signal repeats the request.
         with suppress(RuntimeError, OSError):
             self._client.stop_job(job)
 
     def _info(self, point: Point) -> Any:
-        """What Ray knows of a job; None where it knows none of that name. Raises OSError where it does not answer."""
+        """Ray's information about a job; None if the name is unknown. Raises OSError if Ray does not respond."""
         try:
             return self._client.get_job_info(point.job)
         except RuntimeError as error:
@@ -477,17 +477,17 @@ class RayLauncher(_JobLauncher):
 
 
 def _job_name(point: Point) -> str:
-    """The name of a start of a point, among all that a cluster ever had."""
+    """Unique job name of one start of a point."""
     return f"{point.run_id}-{int((point.started_at or 0) * 1000)}"
 
 
 def _end_of(point: Point, info: Any) -> PointEnd:
-    """How a job ended."""
+    """Outcome of a job."""
     state, code = info.status.value, info.driver_exit_code
     if state == "SUCCEEDED":
         return PointEnd(point.number, 0, f"job {point.job} ended as {state}")
     if code is None or state == "STOPPED":
-        # Stopped, or its node was lost: its run goes on when it is submitted again.
+        # Stopped, or its node was lost: the run resumes when it is submitted again.
         return PointEnd(point.number, -signal.SIGKILL, f"job {point.job} ended as {state}")
     code = _SHELL_SIGNAL - code if code > _SHELL_SIGNAL else code
     return PointEnd(point.number, code, f"job {point.job} ended as {state}")

@@ -1,6 +1,6 @@
-"""A sweep as one HTML page and a few PNG pictures, in the looks of `megads report`.
+"""Report of a sweep: one HTML page and a few PNG images, in the style of `megads report`.
 
-A function that draws a chart returns None where there is nothing to draw.
+Drawing functions return None if there is nothing to draw.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from megads.tools.sweep.points import UNFINISHED, Curve, Point, PointState, read
 from megads.tools.sweep.results import Ranked, SweepRecord, best_command, ranking, read_record
 
 _MOST_LABELS = 12
-"""Choices that are still named on an axis."""
+"""Maximum number of labelled values on a categorical axis."""
 
 
 def _draw_history(record: SweepRecord, points: Sequence[Point], wide: bool) -> Figure | None:
-    """The objective of every point in the order of the sweep, and the best up to each."""
+    """Objective of every point in the order of the sweep, and the best value so far."""
     finished = _valued(points, PointState.finished)
     if not finished:
         return None
@@ -56,7 +56,7 @@ def _draw_history(record: SweepRecord, points: Sequence[Point], wide: bool) -> F
 
 
 def _draw_parameter(record: SweepRecord, points: Sequence[Point], key: str, wide: bool) -> Figure | None:
-    """The objective over one key; on a logarithmic axis where the values span more than a decade."""
+    """Objective over one key; the axis is logarithmic if the values span more than a decade."""
     found = [*_valued(points, PointState.finished), *_valued(points, PointState.pruned)]
     if not found:
         return None
@@ -82,7 +82,7 @@ def _draw_parameter(record: SweepRecord, points: Sequence[Point], key: str, wide
 
 
 def _draw_parallel(record: SweepRecord, points: Sequence[Point], wide: bool) -> Figure | None:
-    """Every finished point as a line through the values of all keys, to its objective; the best third stands out."""
+    """Parallel coordinates of the finished points: all keys and the objective; the best third is highlighted."""
     found = [point for point in _valued(points, PointState.finished) if point.repeats is None]
     keys = [key for key in record.space if len({point.assignment[key] for point in found}) > 1]
     if len(found) < 2 or len(keys) < 2:
@@ -117,7 +117,7 @@ def _draw_parallel(record: SweepRecord, points: Sequence[Point], wide: bool) -> 
 
 
 def _draw_curves(record: SweepRecord, points: Sequence[Point], wide: bool) -> Figure | None:
-    """The validations of every point over its steps."""
+    """Validation curves of all points over steps."""
     ranked = ranking(points, record.direction)
     best = ranked[0].point.number if ranked else None
     figure, axes = open_panel("Validation curves", wide)
@@ -158,7 +158,7 @@ def _values(points: Sequence[Point]) -> list[float]:
 
 
 def _axis_of(points: Sequence[Point], key: str) -> tuple[dict[str, float], list[str] | None]:
-    """Where each value of a key is on its axis; and the names of the places where they are no numbers."""
+    """Axis position of each value of a key, and the tick labels if the values are not numbers."""
     values = list(dict.fromkeys(point.assignment[key] for point in points))
     try:
         return {value: float(value) for value in values}, None
@@ -186,23 +186,23 @@ _MOST_PARAMETERS = 8
 
 
 def write_page(folder: Path) -> Path:
-    """Draws a sweep as it stands, finished or not.
+    """Writes the report of a sweep, finished or not.
 
     Args:
-        folder: the sweep's.
+        folder: folder of the sweep.
 
     Returns:
-        The page, report.html in the folder; the pictures are in report/.
+        Path of the page, report.html in the folder; the images are in report/.
 
     Raises:
-        ConfigError: the folder cannot be written to.
+        ConfigError: the folder is not writable.
     """
     record, points = read_record(folder), read_points(folder)
     return write_pages(folder, _sweep_charts(record, points), partial(_page, record, points)).page
 
 
 def _sweep_charts(record: SweepRecord, points: Sequence[Point]) -> list[Chart]:
-    """The charts of a sweep in the order of its page."""
+    """The charts of a sweep in the order of the page."""
     keys = list(record.space)[:_MOST_PARAMETERS]
     return [
         Chart("history", "Objective of every point, and the best so far", partial(_draw_history, record, points), True),
@@ -237,7 +237,7 @@ def _page(record: SweepRecord, points: Sequence[Point], pictures: Sequence[str])
 
 
 def _numbers(record: SweepRecord, points: Sequence[Point], ranked: Sequence[Ranked]) -> list[KeyNumber]:
-    """The best objective, what it was reached with, and how the points ended."""
+    """The best objective with its point and seeds, and the number of points in each state."""
     counts = [
         KeyNumber(str(state), str(number))
         for state in PointState
@@ -246,7 +246,7 @@ def _numbers(record: SweepRecord, points: Sequence[Point], ranked: Sequence[Rank
     if not ranked:
         return counts
     best = ranked[0]
-    note = "" if best.spread is None else f"mean of {len(best.objectives)} seeds, deviation {best.spread:.3g}"
+    note = "" if best.spread is None else f"mean of {len(best.objectives)} seeds, standard deviation {best.spread:.3g}"
     return [KeyNumber(f"best {record.objective_name}, point {best.point.number}", f"{best.mean:.6g}", note), *counts]
 
 
@@ -268,5 +268,5 @@ def _points_table(record: SweepRecord, points: Sequence[Point]) -> str:
         kind = "error" if _KINDS.get(point.state) == "bad" else "info"
         line = "".join(f'<td class="{css}">{html.escape(text)}</td>' for css, text in cells)
         rows.append(f'<tr class="{kind}">{line}</tr>')
-    # A leading ">" is the table's sign for numbers.
+    # A leading ">" marks a column of numbers.
     return table([name[0] + html.escape(name[1:]) for name in head], rows)

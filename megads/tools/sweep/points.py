@@ -1,4 +1,4 @@
-"""The points of a sweep: points.jsonl, in which each change of one is a line, and what their runs came to."""
+"""Points of a sweep, their log points.jsonl (one line per change), and the objectives of their runs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ POINTS_FILE = "points.jsonl"
 
 
 class PointState(StrEnum):
-    """How a point stands.
+    """State of a point.
 
-    Only these are started again by the same command: waiting, running (whose sweep was killed), stopped (asked to stop
-    after saving), killed (its launcher, or one of its ranks); and failed, when asked.
+    The same command starts only these again: waiting, running (the sweep was killed), stopped (asked to save and stop),
+    killed (its launcher or one of its ranks), and, if retry_failed is set, failed.
     """
 
     infeasible = "infeasible"
@@ -40,24 +40,24 @@ UNFINISHED = (PointState.waiting, PointState.running, PointState.stopped, PointS
 
 @dataclass
 class Point:
-    """One training of a sweep.
+    """One training run of a sweep.
 
     Attributes:
-        number: place in the sweep, from 0.
+        number: index in the sweep, from 0.
         assignment: value of every swept key.
-        overrides: all of the point's command line, its run.id included; empty when infeasible.
-        run_id: name of its run.
-        run_dir: folder of its run.
-        state: how it stands.
-        reason: why it is infeasible, was pruned or failed.
-        exit_code: of its last start; None while it has none, negative for a signal.
-        objective: what it came to; None while not known.
-        step: last step that it trained.
-        started_at: of its last start, in seconds since 1970; None before.
-        trained_s: seconds of all its starts together.
-        job: of SLURM; empty elsewhere.
-        repeats: number of the point that it repeats with another seed; None for a point of the search itself.
-        ranks: processes that it starts.
+        overrides: all overrides of the command line, including run.id; empty if infeasible.
+        run_id: id of the run.
+        run_dir: run directory.
+        state: state of the point.
+        reason: why the point is infeasible, was pruned, was killed or failed.
+        exit_code: exit code of the last start; negative for a signal; None if there is none yet.
+        objective: value of the objective; None if not known.
+        step: last trained step.
+        started_at: time of the last start, in seconds since 1970; None before the first.
+        trained_s: training time over all starts, in seconds.
+        job: id of the SLURM or Ray job; empty for local processes.
+        repeats: number of the point that this one repeats with another seed; None for a point of the search itself.
+        ranks: number of processes.
     """
 
     number: int
@@ -78,15 +78,15 @@ class Point:
 
     @property
     def label(self) -> str:
-        """The swept values as one would type them."""
+        """The swept values in command-line syntax."""
         return " ".join(f"{key}={value}" for key, value in self.assignment.items())
 
 
 class PointBook:
-    """All points of a sweep, and the file that keeps them.
+    """All points of a sweep, and their log file.
 
     Args:
-        folder: the sweep's.
+        folder: folder of the sweep.
     """
 
     def __init__(self, folder: Path):
@@ -94,7 +94,7 @@ class PointBook:
         self._file = JsonLinesWriter(folder / POINTS_FILE)
 
     def record(self, point: Point) -> None:
-        """Keeps a new point, or the change of one."""
+        """Records a new point or a change of a point."""
         if point.number == len(self.points):
             self.points.append(point)
         self.points[point.number] = point
@@ -106,12 +106,12 @@ class PointBook:
 
 
 def read_points(folder: Path) -> list[Point]:
-    """The points of a sweep in their order; none where there is no such file."""
+    """Reads the points of a sweep in order; empty if there is no log."""
     known: dict[int, Point] = {}
     for line in read_json_lines(folder / POINTS_FILE):
         point = _point(line)
         known[point.number] = point
-    # A line that a kill cut off was its point's first: those after it were never written.
+    # A line truncated by a kill was the first of its point, so no later points exist.
     return [known[number] for number in range(len(known)) if number in known]
 
 
@@ -121,18 +121,18 @@ def _point(line: dict[str, Any]) -> Point:
 
 TRAINING_LOSS = "loss"
 _LAST_SHARE = 10
-"""The mean of a step's key is over this part of the steps, the last tenth."""
+"""A step metric is averaged over the last 1 / _LAST_SHARE of the steps."""
 
 
 def read_objective(run_dir: Path, key: str | None) -> tuple[float | None, int]:
-    """What a run came to.
+    """Reads the objective of a run.
 
     Args:
-        run_dir: the run's folder.
-        key: of metrics.jsonl; None is the validation loss, or the training loss where nothing was validated.
+        run_dir: run directory.
+        key: key in metrics.jsonl; None is the validation loss, or the training loss without validation.
 
     Returns:
-        The objective, None where the run has no finite value of it; and the run's last step.
+        The objective, None if the run has no finite value of it, and the last step of the run.
     """
     lines = list(read_json_lines(run_dir / METRICS_FILE))
     step = max((int(line.get("step", 0)) for line in lines), default=0)
@@ -140,22 +140,22 @@ def read_objective(run_dir: Path, key: str | None) -> tuple[float | None, int]:
 
 
 def events_since(run_dir: Path, since: float | None) -> list[dict[str, Any]]:
-    """The run's events from a time on, in seconds since 1970."""
+    """Events of a run since a time, in seconds since 1970."""
     events = read_json_lines(run_dir / EVENTS_FILE)
     return [event for event in events if float(event.get("time", 0)) >= (since or 0)]
 
 
 def launched_at(run_dir: Path, since: float | None) -> float | None:
-    """When the run's ranks were last started, from a time on; None while they were not: a job may wait for hours."""
+    """Time of the last launch of the ranks since `since`; None if there was none, as while a job is queued."""
     launches = [float(event["time"]) for event in events_since(run_dir, since) if event.get("event") == "launch"]
     return launches[-1] if launches else None
 
 
 def _objective_of(lines: Sequence[Mapping[str, Any]], key: str | None) -> float | None:
-    """The objective of the lines of a metrics.jsonl, see `read_objective`."""
+    """The objective from the lines of a metrics.jsonl, see `read_objective`."""
     key = key or _validation_key(lines) or TRAINING_LOSS
     if any(is_step(line) and key in line for line in lines):
-        # A resume may have written a step twice; the last counts.
+        # A resumed run may write a step twice; the last line is used.
         steps = {int(line["step"]): float(line[key]) for line in lines if is_step(line) and key in line}
         values = [steps[step] for step in sorted(steps)]
         last = values[-max(1, len(values) // _LAST_SHARE) :]
@@ -167,26 +167,26 @@ def _objective_of(lines: Sequence[Mapping[str, Any]], key: str | None) -> float 
 
 
 def _validation_key(lines: Sequence[Mapping[str, Any]]) -> str | None:
-    """The loss of the first validation set by name; None where nothing was validated."""
+    """Key of the loss of the alphabetically first validation set; None without validation."""
     return next((key for line in lines for key in sorted(line) if _is_validation_loss(key)), None)
 
 
 def _is_validation_loss(key: str) -> bool:
-    """Tells valid/<name>/loss from the other keys."""
+    """Whether a key is valid/<name>/loss."""
     return key.startswith("valid/") and key.endswith("/loss")
 
 
 def validation_of(objective: str | None) -> str | None:
-    """The curve by which points are judged early: the objective where it is a validation's, else the first set's."""
+    """Key of the curve used for pruning: the objective if it is a validation metric; None for the first set's loss."""
     return objective if objective and objective.startswith("valid/") else None
 
 
 class Curve:
-    """The validations of a run that may still go on.
+    """Validation curve of a run, which may still be in progress.
 
     Args:
-        run_dir: the run's folder.
-        key: of metrics.jsonl; None is the loss of the first validation set.
+        run_dir: run directory.
+        key: key in metrics.jsonl; None is the loss of the first validation set.
     """
 
     def __init__(self, run_dir: Path, key: str | None):
@@ -196,7 +196,7 @@ class Curve:
         self.step = 0
 
     def read(self) -> dict[int, float]:
-        """Returns the validations since the last call, by step."""
+        """Returns the validation values since the last call, by step."""
         new: dict[int, float] = {}
         while lines := self._tail.read():
             self.step = int(lines[-1].get("step", 0))

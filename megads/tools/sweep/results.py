@@ -1,4 +1,4 @@
-"""The files of a sweep beside its points: sweep.yaml, what was asked; tables of what came of it; the winner."""
+"""Files of a sweep other than its points: settings (sweep.yaml), result tables and the best config."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ _MAY_CHANGE = (
     "ray_address", "ray_cpus", "ray_gpus", "poll_s", "retry_failed", "name",
     "dir", "repeat_best", "repeats",
 )  # fmt: skip
-"""Settings that a sweep may go on with in another value: they decide how much of it is done and where."""
+"""Settings that may change when a sweep is resumed: they affect how much is run and where, not the search."""
 
 
 @dataclass(frozen=True)
 class SweepRecord:
-    """What was asked.
+    """Definition of a sweep, stored in sweep.yaml.
 
     Attributes:
-        name: of the sweep.
-        fixed: overrides of every point.
-        space: what is searched, in words.
-        settings: of the sweep.
+        name: name of the sweep.
+        fixed: overrides common to all points.
+        space: description of the search space by key.
+        settings: fields of SweepConfig.
     """
 
     name: str
@@ -57,23 +57,23 @@ class SweepRecord:
 
     @property
     def direction(self) -> Direction:
-        """What is best."""
+        """Optimization direction of the objective."""
         return Direction(self.settings["direction"])
 
     @property
     def objective_name(self) -> str:
-        """The objective as a heading."""
+        """Name of the objective in tables and charts."""
         return str(self.settings["objective"] or "loss")
 
 
 def make_record(name: str, fixed: Sequence[str], space: Space, config: SweepConfig) -> SweepRecord:
-    """Names a sweep after what is asked, so that the same command goes on with the same sweep.
+    """Creates the record of a sweep; a derived name depends on its definition, so the same command resumes it.
 
     Args:
-        name: first part of a derived name: the experiment's, else the model's.
-        fixed: overrides of every point.
-        space: what is searched.
-        config: the sweep's settings.
+        name: prefix of a derived name: the name of the experiment, or else of the model.
+        fixed: overrides common to all points.
+        space: search space.
+        config: settings of the sweep.
     """
     settings = json.loads(json.dumps(asdict(config)))
     record = SweepRecord(config.name or name, tuple(fixed), describe(space), settings)
@@ -92,7 +92,7 @@ def write_record(folder: Path, record: SweepRecord) -> None:
     """Writes sweep.yaml.
 
     Raises:
-        ConfigError: the folder holds another sweep, or cannot be written to.
+        ConfigError: the folder holds another sweep or is not writable.
     """
     try:
         before = read_record(folder)
@@ -116,8 +116,8 @@ def read_record(folder: Path) -> SweepRecord:
     """Reads sweep.yaml.
 
     Raises:
-        FileNotFoundError: there is none.
-        ConfigError: it cannot be read.
+        FileNotFoundError: the file does not exist.
+        ConfigError: the file cannot be read.
     """
     text = read_regular(folder / SWEEP_FILE)
     try:
@@ -125,15 +125,15 @@ def read_record(folder: Path) -> SweepRecord:
         content = yaml.safe_load(text)
         return SweepRecord(content["name"], tuple(content["fixed"]), content["space"], content["settings"])
     except (yaml.YAMLError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{folder / SWEEP_FILE} is no record of a sweep: {error}") from error
+        raise ConfigError(f"{folder / SWEEP_FILE} is not a valid record of a sweep: {error}") from error
 
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Creates a sweep's folder and keeps a second command out of it; the kernel lets go when the process dies.
+    """Creates the folder of a sweep and locks it; the kernel releases the lock when the process dies.
 
     Raises:
-        ConfigError: it cannot be created, or a live sweep holds it.
+        ConfigError: the folder cannot be created, or a running sweep holds the lock.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -157,11 +157,11 @@ def held(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Ranked:
-    """A point of the search with what its seeds came to.
+    """A finished point of the search and the objectives of all its seeds.
 
     Attributes:
-        point: the point itself.
-        objectives: its own and those of its repetitions.
+        point: the point.
+        objectives: objective of the point, followed by those of its repetitions.
     """
 
     point: Point
@@ -169,20 +169,20 @@ class Ranked:
 
     @property
     def mean(self) -> float:
-        """Mean over the seeds."""
+        """Mean objective over the seeds."""
         return statistics.fmean(self.objectives)
 
     @property
     def spread(self) -> float | None:
-        """Standard deviation over the seeds, with Bessel's correction; None for a single one."""
+        """Sample standard deviation over the seeds (Bessel's correction); None for a single seed."""
         return statistics.stdev(self.objectives) if len(self.objectives) > 1 else None
 
 
 def ranking(points: Sequence[Point], direction: Direction) -> list[Ranked]:
-    """The finished points of the search, the best first.
+    """Ranks the finished points of the search, the best first.
 
-    Points trained with several seeds stand before those trained with one: the best of many single trainings is partly
-    lucky, so that a mean is not compared with them.
+    Points with several seeds rank before points with one: the best of many single runs is biased by seed noise, so
+    means are not compared with single values.
     """
     found = []
     for point in points:
@@ -194,7 +194,7 @@ def ranking(points: Sequence[Point], direction: Direction) -> list[Ranked]:
 
 
 def to_repeat(points: Sequence[Point], direction: Direction, count: int) -> list[Point]:
-    """The best points of the search by their own objective."""
+    """The best points of the search by the objective of their original seed."""
     alone = [point for point in points if point.repeats is None]
     return [ranked.point for ranked in ranking(alone, direction)[:count]]
 
@@ -212,11 +212,11 @@ RESULTS_FILES = ("results.csv", "results.json")
 BEST_CONFIG = Path("experiment") / "best.yaml"
 BEST_COMMAND = "best.sh"
 _LEFT_OUT = ("run",)
-"""Sections of the winner's config that only name its own run."""
+"""Config sections of the best point that identify its run only."""
 
 
 def write_results(folder: Path, record: SweepRecord, points: Sequence[Point]) -> None:
-    """Writes results.csv and results.json, and best.sh and experiment/best.yaml once a point has finished."""
+    """Writes results.csv and results.json and, once a point has finished, best.sh and experiment/best.yaml."""
     rows = [_row(point, record) for point in points]
     text = io.StringIO()
     columns = list(dict.fromkeys(key for row in rows for key in row))
@@ -247,7 +247,7 @@ def write_results(folder: Path, record: SweepRecord, points: Sequence[Point]) ->
 
 
 def best_command(point: Point, record: SweepRecord) -> list[str]:
-    """The command line that trains a point's config in a run of its own: with a length, all of it."""
+    """Command line that trains the config of a point in a new run."""
     overrides = [given for given in point.overrides if given.partition("=")[0] not in ("run.id", "run.dir", "run.name")]
     return ["megads", "train", *overrides, f"run.name={record.name}-best"]
 
@@ -267,8 +267,8 @@ def _write_best(folder: Path, record: SweepRecord, best: Ranked) -> None:
         content: dict[str, Any] = dict(yaml.safe_load(recorded_config(config)))
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
         raise ConfigError(
-            f"{config}: {str(error).splitlines()[0]}: no start of megads has written this, and it is not carried over "
-            f"to {folder / BEST_CONFIG}; {folder / BEST_COMMAND} trains the winner"
+            f"{config}: {str(error).splitlines()[0]}: megads did not write this file, so it is not copied to "
+            f"{folder / BEST_CONFIG}; {folder / BEST_COMMAND} trains the winner"
         ) from error
     for section in _LEFT_OUT:
         content.pop(section, None)
@@ -281,7 +281,7 @@ def _write_best(folder: Path, record: SweepRecord, best: Ranked) -> None:
 
 
 def _row(point: Point, record: SweepRecord) -> dict[str, Any]:
-    """A point as a line of the CSV."""
+    """The CSV row of a point."""
     return {
         "point": point.number,
         "state": str(point.state),
@@ -297,7 +297,7 @@ def _row(point: Point, record: SweepRecord) -> dict[str, Any]:
 
 
 def summary(record: SweepRecord, points: Sequence[Point], width: int) -> str:
-    """The table of all points and the winner, as text of at most so many characters a line."""
+    """Text with the table of all points and the winner, at most `width` characters wide."""
     keys = list(dict.fromkeys(key for point in points for key in point.assignment))
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for header in ("", "exit", record.objective_name, "steps", "time"):
@@ -326,7 +326,7 @@ def summary(record: SweepRecord, points: Sequence[Point], width: int) -> str:
 
 
 def winner_lines(record: SweepRecord, points: Sequence[Point]) -> list[str]:
-    """Who won, by how much, and how to train it in full."""
+    """Lines about the best point: objective, margin to the next relative to seed noise, and its command line."""
     ranked = ranking(points, record.direction)
     if not ranked and any(point.state is PointState.finished for point in points):
         return [f"no finished point has a finite {record.objective_name} in its metrics.jsonl, so there is no best one"]
@@ -342,7 +342,7 @@ def winner_lines(record: SweepRecord, points: Sequence[Point]) -> list[str]:
         gap = abs(ranked[1].mean - best.mean)
         typical = statistics.fmean(noise)
         if gap < typical:
-            lines.append(f"      the next is only {gap:.3g} behind, less than the spread of the seeds, {typical:.3g}")
+            lines.append(f"      the next is only {gap:.3g} worse, less than the deviation of the seeds, {typical:.3g}")
     return [*lines, f"      train it: {shlex.join(best_command(best.point, record))}"]
 
 

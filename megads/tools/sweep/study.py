@@ -1,6 +1,6 @@
-"""Optuna's part: samplers that propose points from those before, and pruners that judge validation curves.
+"""Optuna samplers, which propose points from earlier results, and pruners, which evaluate validation curves.
 
-The study lives in memory and is filled again from the sweep's own records, so that there is one truth on disk.
+The study is kept in memory and rebuilt from the records of the sweep, which are the only persistent state.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from megads.tools.sweep.points import Point, PointState
 
 
 class Study:
-    """All that is known of the points of one sweep, as Optuna sees them.
+    """The points of one sweep as an Optuna study.
 
     Args:
-        config: the sweep's.
-        space: what is searched.
-        validation_steps: steps between validations; the first rung of pruning by halving.
+        config: config of the sweep.
+        space: search space.
+        validation_steps: number of steps between validations; lower bound of the first rung for pruning by halving.
     """
 
     def __init__(self, config: SweepConfig, space: Space, validation_steps: int):
@@ -56,39 +56,39 @@ class Study:
         )
 
     def propose(self, number: int) -> Assignment:
-        """The point that the sampler wants next; the same for the same history and number, resumed or not."""
+        """The sampler's next proposal; it depends only on the history and `number`, also after a resume."""
         self._study.sampler = _make_sampler(self._config, number)
         trial = self._study.ask(self._distributions)
         assignment = {key: _text(parameter, trial.params[key]) for key, parameter in self._space.items()}
-        # What is trained has fewer digits; the study must know of that, as it would after a restart.
+        # The trained values are rounded. The study gets the rounded values through `adopt`, as after a restart.
         self._study.tell(trial, state=TrialState.FAIL)
         return assignment
 
     def adopt(self, number: int, assignment: Assignment) -> None:
-        """Takes a point that is going to be trained, or was."""
+        """Adds a point that will be trained or was trained."""
         if number in self._trials:
             return
         self._study.enqueue_trial({key: _parameter(self._space[key], value) for key, value in assignment.items()})
         self._trials[number] = self._study.ask(self._distributions)
 
     def report(self, number: int, curve: Mapping[int, float]) -> bool:
-        """Notes validations of a point, by step; tells whether one of them is bad enough to stop it."""
+        """Reports validation values of a point, by step; returns whether the pruner would stop it."""
         if not curve:
             return False
         trial, stop = self._trials[number], False
         known = self._study.trials[trial.number].intermediate_values
         for step, value in sorted(curve.items()):
-            # A resumed point's validations are read again.
+            # The validations of a resumed point are read again.
             if step in known:
                 continue
-            # Optuna takes a value that is none for the best so far where there is no other.
+            # Optuna treats NaN as the best value if there is no other.
             trial.report(self._worst if math.isnan(value) else value, step)
-            # Asked at every step: the pruner keeps its rungs by being asked.
+            # Called at every step, because the pruner updates its rungs in this call.
             stop = bool(trial.should_prune()) or stop
         return stop
 
     def end(self, point: Point) -> None:
-        """Notes how a point ended; one that will be started again, or could not run, teaches nothing."""
+        """Records the outcome of a point; the sampler ignores points that will be restarted or could not run."""
         diverged = point.state is PointState.failed and point.exit_code == NumericalError.exit_code
         if point.state is PointState.finished and point.objective is not None:
             self._study.tell(self._trials.pop(point.number), point.objective)
@@ -98,14 +98,14 @@ class Study:
             self.forget(point.number)
 
     def forget(self, number: int) -> None:
-        """Gives up a point."""
+        """Marks the trial of a point as failed, so that the sampler ignores it."""
         self._study.tell(self._trials.pop(number), state=TrialState.FAIL)
 
 
 def make_pruner(config: PruningConfig, validation_steps: int) -> BasePruner:
-    """Optuna's pruner for a config.
+    """Creates the Optuna pruner of a config.
 
-    median is the rule of Golovin et al. 2017 (Vizier); halving that of Li et al. 2020 (ASHA), which waits for nobody.
+    median is the rule of Golovin et al. 2017 (Vizier); halving is the asynchronous rule of Li et al. 2020 (ASHA).
     """
     if config.name is PrunerName.median:
         return MedianPruner(n_startup_trials=config.startup_points, n_warmup_steps=config.from_step)
@@ -116,12 +116,12 @@ def make_pruner(config: PruningConfig, validation_steps: int) -> BasePruner:
 
 
 class NoiseAwareGPSampler(GPSampler):
-    """Optuna's Gaussian process with an improvement that is expected over what is true, not over what was lucky.
+    """Optuna's Gaussian process sampler with expected improvement for noisy objectives.
 
-    Optuna 5 fits the noise of the objective but measures improvement from the best value observed, noise included. Here
-    it is measured from the best posterior mean at the points observed (the plug-in of Picheny et al. 2013, "A benchmark
-    of kriging-based infill criteria for noisy optimization"). And points that were stopped early count with their last
-    validation: Optuna leaves them out, and would propose the same bad region again.
+    Optuna 5 fits the noise of the objective but measures improvement from the best observed value, which includes
+    noise. This sampler measures it from the best posterior mean at the observed points (the plug-in criterion of
+    Picheny et al. 2013, "A benchmark of kriging-based infill criteria for noisy optimization"). It also counts points
+    that were stopped early, with their last validation: Optuna ignores them and would propose the same region again.
     """
 
     def _sample_relative_impl(
@@ -138,13 +138,13 @@ class NoiseAwareGPSampler(GPSampler):
     def _optimize_acqf(self, acqf: Any, best_params: Any) -> Any:
         assert self._gprs_cache_list is not None
         regressor = self._gprs_cache_list[0]
-        # The sampler fits with the sign turned, so that the greatest is the best.
+        # The sampler negates a minimized objective, so the maximum is the best.
         acqf._threshold = float(regressor.posterior(regressor._X_train)[0].max())
         return super()._optimize_acqf(acqf, best_params)
 
 
 def _as_completed(trial: FrozenTrial, completed: Sequence[FrozenTrial], direction: str) -> FrozenTrial:
-    """A stopped point as if its last validation were its end; the worst end of all where it has no finite one."""
+    """A pruned trial as completed with its last finite validation, or with the worst completed value."""
     reported = [value for _, value in sorted(trial.intermediate_values.items()) if math.isfinite(value)]
     ends = [ended.value for ended in completed if ended.value is not None]
     worst = max(ends) if direction == "MINIMIZE" else min(ends)
@@ -154,7 +154,7 @@ def _as_completed(trial: FrozenTrial, completed: Sequence[FrozenTrial], directio
 
 
 def _make_sampler(config: SweepConfig, number: int) -> BaseSampler:
-    # A stream of its own for each point: a sweep that goes on must not draw again what it drew first.
+    # Each point has its own random stream, so that a resumed sweep does not repeat earlier draws.
     seed = random.Random(f"{config.seed} {number}").randrange(2**31)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
@@ -169,7 +169,7 @@ def _distribution(parameter: Choice | Interval) -> BaseDistribution:
             return IntDistribution(math.ceil(parameter.low), math.floor(parameter.high), log=parameter.log)
         return FloatDistribution(parameter.low, parameter.high, log=parameter.log)
     if parameter.numbers:
-        # Numbers have an order that the model should know; their place in it stands for them.
+        # Numeric choices are ordered: encode each by its rank.
         return IntDistribution(0, len(parameter.values) - 1)
     return CategoricalDistribution(tuple(dict.fromkeys(parameter.values)))
 

@@ -1,6 +1,6 @@
-"""`megads verify_layout`: does a layout train the same model? A small copy of it against one process of plain torch.
+"""`megads verify_layout`: compares a scaled-down copy of a layout with plain PyTorch in one process.
 
-`compare` is the verb; `rank` is the process of each rank. The parity tests train their layouts with the same parts.
+`compare` runs the comparison; `rank` is the process of each rank. The parity tests use the same modules.
 """
 
 __all__ = ["checks", "compare", "config", "layout", "run", "scenario"]

@@ -1,7 +1,7 @@
-"""The checks: how far a layout's run is from the reference's, against the bounds of the numerics contract.
+"""Checks: deviations of a layout's run from the reference run, against the bounds of the numerics contract.
 
-Each `measure` returns deviations with their bounds, those within them too; each `check_` says what is wrong, so that a
-test can assert that nothing is and a mutant that something is. `rows` are what they come to, one row a guarantee.
+Each `measure_` function returns all deviations with their bounds, including those within bounds. Each `check_` function
+returns the violations only, for assertions in tests and mutants. `rows` summarizes the deviations, one row per check.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ EXACT = 0.0
 
 @dataclass(frozen=True)
 class Deviation:
-    """How far one quantity is off.
+    """Deviation of one quantity from the reference.
 
     Attributes:
-        what: the quantity.
-        found: relative deviation, or for exact bounds the number of elements that differ.
-        bound: largest allowed.
-        values: what was found and what was wanted, in words.
+        what: name of the quantity.
+        found: relative deviation; for exact bounds the number of elements that differ.
+        bound: maximum allowed value of `found`.
+        values: measured and expected values as text; may be empty.
     """
 
     what: str
@@ -42,7 +42,7 @@ class Deviation:
 
     @property
     def exceeds(self) -> bool:
-        # Not `>`, so that a NaN is a fault.
+        # Not `>`, so that NaN exceeds the bound.
         return not self.found <= self.bound
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ Measure = Callable[[Run, Run], list[Deviation]]
 
 
 def faults(measures: Sequence[Measure], run: Run, reference: Run) -> list[str]:
-    """What exceeds its bound."""
+    """Descriptions of all deviations that exceed their bounds."""
     return [str(found) for measure in measures for found in measure(run, reference) if found.exceeds]
 
 
@@ -65,7 +65,7 @@ def relative(value: Array, reference: Array) -> float:
 
 
 def without_key_bias(name: str, values: Array, model: ModelConfig) -> Array:
-    """Leaves out the key biases: softmax does not feel them, their gradient is rounding noise that Adam blows up."""
+    """Removes the key biases: softmax is invariant to them, so their gradient is rounding noise that Adam amplifies."""
     if not name.endswith("attention.qkv.bias"):
         return values
     queries = model.queries_per_kv
@@ -78,7 +78,7 @@ def _scalar(what: str, found: float, wanted: float, bound: float) -> Deviation:
 
 
 def measure_initial_weights(run: Run, reference: Run) -> list[Deviation]:
-    """N1: the same seed gives bitwise the same full weights."""
+    """N1: the same seed gives bitwise identical full weights."""
     assert run.initial.keys() == reference.initial.keys()
     return [
         Deviation(name, float(np.count_nonzero(run.initial[name].view(np.int32) != values.view(np.int32))), EXACT)
@@ -96,14 +96,14 @@ def measure_samples(run: Run, reference: Run) -> list[Deviation]:
 
 
 def measure_agreement(run: Run, reference: Run) -> list[Deviation]:
-    """N3: losses, norms, tokens and validation are the whole run's, so every rank must report the same."""
+    """N3: losses, norms, tokens and validation are global values, so every rank must report the same."""
     del reference
-    count = Deviation("figures that ranks report differently", len(run.disagreements), EXACT)
+    count = Deviation("values that differ between ranks", len(run.disagreements), EXACT)
     return [count, *(Deviation(what, 1, EXACT) for what in run.disagreements)]
 
 
 def measure_tokens(run: Run, reference: Run) -> list[Deviation]:
-    """N9: the tokens over which a step's loss is the mean."""
+    """N9: the number of tokens over which the loss of a step is averaged."""
     pairs = enumerate(zip(run.tokens, reference.tokens, strict=True), start=1)
     return [
         Deviation(f"tokens of step {step}", abs(ours - theirs), EXACT, f"{ours}, reference {theirs}")
@@ -112,12 +112,12 @@ def measure_tokens(run: Run, reference: Run) -> list[Deviation]:
 
 
 def measure_first_loss(run: Run, reference: Run) -> list[Deviation]:
-    """N3."""
+    """N3: the loss of the first step."""
     return [_scalar("loss of step 1", run.losses[0], reference.losses[0], 1e-6)]
 
 
 def measure_first_norm(run: Run, reference: Run) -> list[Deviation]:
-    """N3."""
+    """N3: the gradient norm of the first step."""
     return [_scalar("gradient norm of step 1", run.norms[0], reference.norms[0], 1e-5)]
 
 
@@ -133,7 +133,7 @@ def measure_gradients(run: Run, reference: Run) -> list[Deviation]:
 
 
 def measure_losses(run: Run, reference: Run) -> list[Deviation]:
-    """N3: the curve."""
+    """N3: the loss of every step."""
     pairs = enumerate(zip(run.losses, reference.losses, strict=True), start=1)
     return [_scalar(f"loss of step {step}", ours, theirs, 1e-5) for step, (ours, theirs) in pairs]
 
@@ -145,7 +145,7 @@ def measure_norms(run: Run, reference: Run) -> list[Deviation]:
 
 
 def measure_weights(run: Run, reference: Run) -> list[Deviation]:
-    """N3: every weight after the last step, relative to its norm; key biases excepted."""
+    """N3: every weight after the last step, relative to its norm, without key biases."""
     model = reference.model
     return [
         Deviation(
@@ -158,7 +158,7 @@ def measure_weights(run: Run, reference: Run) -> list[Deviation]:
 
 
 def measure_averages(run: Run, reference: Run) -> list[Deviation]:
-    """N3: every running average in the end, relative to its norm; key biases excepted."""
+    """N3: every running average after the last step, relative to its norm, without key biases."""
     model = reference.model
     return [
         Deviation(
@@ -173,12 +173,12 @@ def measure_averages(run: Run, reference: Run) -> list[Deviation]:
 
 
 def measure_bf16_loss(run: Run, reference: Run) -> list[Deviation]:
-    """N4: the first loss in bf16, over enough tokens for rounding to average out."""
+    """N4: the first loss in bf16, over enough tokens that rounding errors average out."""
     return [_scalar("loss of step 1", run.losses[0], reference.losses[0], 2e-4)]
 
 
 def measure_reduction_dtype(run: Run, reference: Run) -> list[Deviation]:
-    """N7: every gradient reduction carries fp32; the token count and the loss travel in fp64."""
+    """N7: every gradient reduction is in fp32; the token count and the loss are reduced in fp64."""
     del reference
     exact = ("torch.float32", "torch.float64")
     return [
@@ -188,48 +188,48 @@ def measure_reduction_dtype(run: Run, reference: Run) -> list[Deviation]:
 
 
 def measure_replicas(run: Run, reference: Run) -> list[Deviation]:
-    """N8: copies of one master weight or moment are bitwise equal on all ranks that hold it."""
+    """N8: replicas of a master weight or moment are bitwise equal on all ranks."""
     del reference
     return [Deviation(name, float(differ), EXACT) for name, differ in sorted(run.replicas.items())]
 
 
 def measure_validation(run: Run, reference: Run) -> list[Deviation]:
-    """N10: the token mean over the whole validation set, its incomplete last batch included."""
+    """N10: the token mean over the whole validation set, including its incomplete last batch."""
     (loss, tokens), (expected, expected_tokens) = run.validation, reference.validation
     counted = Deviation("validation tokens", abs(tokens - expected_tokens), EXACT, f"{tokens} of {expected_tokens}")
     return [_scalar("validation loss", loss, expected, 1e-6), counted]
 
 
 def check_initial_weights(run: Run, reference: Run) -> list[str]:
-    """N1."""
+    """N1: initial weights."""
     return faults([measure_initial_weights], run, reference)
 
 
 def check_first_step(run: Run, reference: Run) -> list[str]:
-    """N3 and N9: the same on every rank; tokens, loss 1e-6, grad norm 1e-5, every gradient 1e-5 of its norm."""
+    """N3 and N9: agreement of ranks, tokens, loss (1e-6), gradient norm (1e-5), every gradient (1e-5 of its norm)."""
     return faults(
         [measure_agreement, measure_tokens, measure_first_loss, measure_first_norm, measure_gradients], run, reference
     )
 
 
 def check_curve(run: Run, reference: Run) -> list[str]:
-    """N3: over all steps loss 1e-5 and grad norm 1e-4; in the end every weight, and its running average, 1e-4 (Lion:
-    1e-3). All relative."""
+    """N3: loss (1e-5) and gradient norm (1e-4) of all steps; every weight and running average after the last step
+    (1e-4, Lion 1e-3). All bounds are relative."""
     return faults([measure_losses, measure_norms, measure_weights, measure_averages], run, reference)
 
 
 def check_replicas(run: Run, reference: Run) -> list[str]:
-    """N8."""
+    """N8: replicas of masters and moments."""
     return faults([measure_replicas], run, reference)
 
 
 def check_reduction_dtype(run: Run, reference: Run) -> list[str]:
-    """N7."""
+    """N7: dtype of gradient reductions."""
     return faults([measure_reduction_dtype], run, reference)
 
 
 def check_validation(run: Run, reference: Run) -> list[str]:
-    """N10."""
+    """N10: validation loss."""
     return faults([measure_validation], run, reference)
 
 
@@ -238,10 +238,10 @@ class Guarantee:
     """One check of the numerics contract.
 
     Attributes:
-        name: N1 to N10.
-        what: what is compared.
-        measure: how.
-        optional: there may be nothing to compare.
+        name: guarantee, N1 to N10.
+        what: quantity that is compared.
+        measure: function that computes the deviations.
+        optional: whether the check is left out if there is nothing to compare.
     """
 
     name: str
@@ -262,31 +262,31 @@ MEANINGS = {
     "N9": "the loss is the mean over the unmasked tokens of the global batch",
     "N10": "validation is the token mean over the whole set",
 }
-"""The guarantees of docs/numerics.md, in a line each."""
+"""One line for each guarantee of docs/numerics.md."""
 
 
 def legend(names: Iterable[str]) -> list[str]:
-    """Returns what guarantees mean, one line each, in the order of their numbers.
+    """Returns one line for each guarantee, in the order of their numbers.
 
     Args:
-        names: N1 to N10, as often as they come.
+        names: names from N1 to N10, possibly repeated.
     """
     wanted = set(names)
     return [f"{name:<3} {meaning}" for name, meaning in MEANINGS.items() if name in wanted]
 
 
-_AVERAGES = "every running average in the end"
+_AVERAGES = "every running average at the end"
 FP32 = (
     Guarantee("N1", "initial weights", measure_initial_weights),
     Guarantee("N2", "samples, documents and their order", measure_samples),
-    Guarantee("N3", "reports of all ranks", measure_agreement),
-    Guarantee("N9", "tokens that count, with masks", measure_tokens),
+    Guarantee("N3", "agreement of all ranks", measure_agreement),
+    Guarantee("N9", "unmasked tokens of every step", measure_tokens),
     Guarantee("N3", "loss of step 1", measure_first_loss),
     Guarantee("N3", "gradient norm of step 1", measure_first_norm),
     Guarantee("N3", "every gradient of step 1", measure_gradients),
     Guarantee("N3", "loss of every step", measure_losses),
     Guarantee("N3", "gradient norm of every step", measure_norms),
-    Guarantee("N3", "every weight in the end", measure_weights),
+    Guarantee("N3", "every weight at the end", measure_weights),
     Guarantee("N3", _AVERAGES, measure_averages, optional=True),
     Guarantee("N10", "validation loss", measure_validation),
     Guarantee("N7", "dtype of gradient reductions", measure_reduction_dtype),
@@ -302,17 +302,17 @@ BF16 = (
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table.
+    """Result of one check, a row of the table.
 
     Attributes:
-        guarantee: N1 to N10.
-        what: what was compared.
+        guarantee: guarantee, N1 to N10.
+        what: quantity that was compared.
         precision: fp32 or bf16.
-        compared: how many quantities.
-        bound: largest allowed deviation, relative; 0 is bitwise equality.
-        found: the largest; for bitwise bounds how many quantities differ.
-        passed: the verdict.
-        faults: what exceeds the bound.
+        compared: number of quantities compared.
+        bound: maximum allowed relative deviation; 0 requires bitwise equality.
+        found: largest deviation; for bitwise bounds the number of quantities that differ.
+        passed: whether the check passed.
+        faults: descriptions of the deviations that exceed the bound.
     """
 
     guarantee: str
@@ -328,15 +328,15 @@ class Row:
 def rows(
     guarantees: Sequence[Guarantee], precision: str, run: Run, reference: Run, parallel: ParallelConfig, tied: bool
 ) -> list[Row]:
-    """The verdicts on one run.
+    """Checks one run and returns one row per check.
 
     Args:
-        guarantees: FP32 or BF16.
+        guarantees: checks to run, FP32 or BF16.
         precision: fp32 or bf16.
-        run: the layout's.
-        reference: of the same scenario.
-        parallel: the layout.
-        tied: the model's embedding is its head too.
+        run: run of the layout.
+        reference: reference run of the same scenario.
+        parallel: parallel layout.
+        tied: whether the model ties embedding and head.
     """
     found = []
     for guarantee in guarantees:
@@ -348,7 +348,7 @@ def rows(
 
 
 def _must_compare(guarantee: Guarantee, parallel: ParallelConfig, tied: bool) -> bool:
-    """Whether a check without anything to compare has failed: only where ranks share weights are there copies."""
+    """Whether a check fails if it compared nothing: N7 and N8 only in layouts where ranks share weights."""
     first, last = parallel.placement.ends
     tied_copies = tied and first != last
     if guarantee.name == "N7":
@@ -360,7 +360,7 @@ def _row(guarantee: Guarantee, precision: str, deviations: Sequence[Deviation], 
     exceeding = [deviation for deviation in deviations if deviation.exceeds]
     faults = [str(deviation) for deviation in exceeding]
     if not deviations and must_compare:
-        faults = [f"{guarantee.what}: none was seen, and this layout must have some"]
+        faults = [f"{guarantee.what}: none was seen, but this layout must have some"]
     bound = max((deviation.bound for deviation in deviations), default=EXACT)
     largest = max((deviation.found for deviation in deviations if deviation.bound > EXACT), default=0.0)
     return Row(
@@ -376,48 +376,46 @@ def _row(guarantee: Guarantee, precision: str, deviations: Sequence[Deviation], 
 
 
 _SAME_FACTOR = 1e-3
-"""Gradients that are all off by one factor are off by nothing else beyond this."""
+"""Relative tolerance for the test that all gradients differ from the reference by one common factor."""
 _COPIED_OVER_TP = ("norm.weight", "norm.bias", "dense.bias", "down.bias", "position.weight")
 
 
 def likely_cause(failed: Sequence[Row], run: Run, reference: Run, parallel: ParallelConfig) -> str:
-    """Where to look first.
+    """Suggests the likely cause of a failure.
 
     Args:
-        failed: the rows that did not pass, fp32 first.
-        run: the layout's in fp32.
-        reference: of the same scenario.
-        parallel: the layout.
+        failed: rows that did not pass, fp32 first.
+        run: fp32 run of the layout.
+        reference: reference run of the same scenario.
+        parallel: parallel layout.
     """
     what = {row.what for row in failed if row.precision == "fp32"}
     if "initial weights" in what:
-        return "weights are drawn or cut differently on some rank; whatever else is off may follow from that"
+        return "weights are initialized or sharded differently on some rank; other deviations may follow from that"
     if "samples, documents and their order" in what:
-        return "ranks read other samples than one process would: the sampler, the loader, or the documents' borders"
+        return "ranks read different samples than one process does: the sampler, the dataloader or document boundaries"
     if any(row.guarantee == "N7" for row in failed):
-        return "gradients lose bits on their way: communication_data_type, or a reduction that bypasses it"
+        return "gradients are not reduced in fp32: communication_data_type, or a reduction that bypasses it"
     if "every gradient of step 1" in what:
         return _cause_of_gradients(run, reference, parallel, forward="loss of step 1" in what)
-    if "reports of all ranks" in what and len(what) == 1:
-        return "the model is right, but ranks are told different sums: over which group losses and norms are shared"
-    if "loss of step 1" in what or "tokens that count, with masks" in what:
-        return "gradients are right and the loss is not: how ranks sum their losses and count their tokens"
+    if "agreement of all ranks" in what and len(what) == 1:
+        return "the model is right, but ranks report different values: the groups that all-reduce losses and norms"
+    if "loss of step 1" in what or "unmasked tokens of every step" in what:
+        return "gradients are right and the loss is not: how ranks reduce their losses and count their tokens"
     if "gradient norm of step 1" in what:
         return (
             "every gradient is right and their norm is not: a parameter is counted on several ranks or on none "
-            "(its tensor_model_parallel and ds_pipe_replicated marks), or the squares are summed over the wrong group"
+            "(its tensor_model_parallel and ds_pipe_replicated flags), or the squares are summed over the wrong group"
         )
-    if what & {"loss of every step", "gradient norm of every step", "every weight in the end"}:
-        return "the first step's gradients are right: clipping, the weight decay groups, Adam's moments or the update"
+    if what & {"loss of every step", "gradient norm of every step", "every weight at the end"}:
+        return "gradients of the first step are right: clipping, the weight decay groups, Adam's moments or the update"
     if _AVERAGES in what:
-        return (
-            "the weights are right and their running average is not: when a step is taken into it, and at which decay"
-        )
+        return "the weights are right and their running average is not: when it is updated, or its decay"
     if "copies of masters and moments" in what:
-        return "copies see gradients that differ in their last bits: the order of reduction, or clipping that differs"
+        return "gradients of replicas differ in their last bits: the order of reduction, or clipping"
     if "validation loss" in what:
-        return "training is right: how the last, incomplete batch is filled and masked, or dropout in evaluation"
-    return "fp32 is right and bf16 is not: a sum, a softmax or a loss that is computed in bf16"
+        return "training is right: padding and masks of the incomplete last batch, or dropout in evaluation"
+    return "fp32 is right and bf16 is not: a reduction, a softmax or a loss that is computed in bf16"
 
 
 def _cause_of_gradients(run: Run, reference: Run, parallel: ParallelConfig, forward: bool) -> str:
@@ -429,29 +427,29 @@ def _cause_of_gradients(run: Run, reference: Run, parallel: ParallelConfig, forw
             "micro-batches, data-parallel ranks or tokens"
         )
     if not run.gradients:
-        return "no rank shows gradients: the engine reduces them by a way that watch_gradients does not see"
+        return "no rank reports gradients: the engine reduces them on a path that watch_gradients does not cover"
     names = list(reference.gradients)
     wrong = [name for name, d in zip(names, measure_gradients(run, reference), strict=True) if d.exceeds]
     if wrong == [TIED_PARAMETER]:
-        return "only the word embedding is off: the sum over its copies on the first and last stage, or over its rows"
+        return "only the word embedding is off: the all-reduce of its copies on first and last stage, or its row sums"
     if forward and parallel.tp == parallel.cp == 1:
-        return "the loss differs: how micro-batches and replicas average it over unmasked tokens, or how masks are read"
+        return "the loss differs: how micro-batches and replicas average it over unmasked tokens, or masks"
     if forward:
         return (
-            "the forward pass differs: a layer or the loss that is cut over tp (biases, vocabulary padding, the slopes "
-            "of a rank's heads), attention over cp, or masks"
+            "the forward pass differs: a layer or the loss that is sharded over tp (biases, vocabulary padding, ALiBi "
+            "slopes of a rank's heads), attention over cp, or masks"
         )
     last = wrong[-1]
     if parallel.tp > 1 and all(name.endswith(_COPIED_OVER_TP) for name in wrong):
         return "only parameters with copies on tensor-parallel ranks are off: their gradients are not summed over tp"
     return (
-        f"the forward pass is right; from the head down the first wrong gradient is that of {last}: look at the "
-        "backward pass there (a missing reduction of what enters or leaves it)"
+        f"the forward pass is right; in backward order the first wrong gradient is that of {last}: look at the "
+        "backward pass there (a missing reduction of its input or output gradient)"
     )
 
 
 def _factors(run: Run, reference: Run) -> list[float]:
-    """By which every gradient is longer than the reference's; empty where their directions differ."""
+    """Ratio of every gradient to the reference's; empty if their directions differ."""
     factors = []
     for name, theirs in reference.gradients.items():
         if name not in run.gradients:

@@ -1,4 +1,4 @@
-"""Runs a verification and shows it: the reference in this process, the layout on ranks of its own, a table of both."""
+"""Runs a verification: the reference in this process, the layout on its own ranks, and a table of the comparison."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ if TYPE_CHECKING:
 
 
 _SIGN_BOUND = 1e-3
-"""Of Lion's weights: where a direction is zero but for rounding, its sign is either, and the weights 2 lr apart."""
+"""Bound for Lion's weights: if a direction is zero up to rounding, its sign is arbitrary and weights differ by 2 lr."""
 
 
 class _Masters:
-    """The masters of the reference run, and what updates them: torch's AdamW, or `reference_optimizers` in fp64."""
+    """Master weights of the reference run and their optimizer: PyTorch's AdamW, or `reference_optimizers` in fp64."""
 
     def __init__(self, working: Mapping[str, Tensor], scenario: Scenario) -> None:
         self.of = {name: torch.nn.Parameter(p.detach().float().clone()) for name, p in working.items()}
@@ -75,7 +75,7 @@ class _Masters:
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """Updates them from their gradients, which are clipped; and the averages from them, in fp64."""
+        """Updates the masters from their clipped gradients, and the running averages from the masters, in fp64."""
         if self._exact is None:
             self._adamw.step()
         else:
@@ -91,7 +91,7 @@ class _Masters:
 
 
 def train_reference(scenario: Scenario) -> Run:
-    """Autograd, fp32 gradient sums over micro-batches, clip, the optimizer on masters."""
+    """Trains with autograd, fp32 gradient accumulation over micro-batches, clipping, and an optimizer on masters."""
     model = GPT(scenario.model, scenario.seed, initial_weights(scenario)).to(scenario.dtype)
     working = model.parameters_by_name()
     optimizer = _Masters(working, scenario)
@@ -120,7 +120,7 @@ def train_reference(scenario: Scenario) -> Run:
 
 
 def _gradients(model: GPT, scenario: Scenario, step: int) -> tuple[float, int, dict[str, torch.Tensor]]:
-    """Loss, unmasked tokens and fp32 gradients of one step: the mean over all the tokens of its global batch."""
+    """Loss, number of unmasked tokens, and fp32 gradients of one step; the loss is the mean over its global batch."""
     batches = step_batches(scenario, step)
     working = model.parameters_by_name()
     gradients = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in working.items()}
@@ -158,7 +158,7 @@ def _validate(model: GPT, scenario: Scenario) -> tuple[float, int]:
 
 
 def _run_reference(scenario: Scenario, corpus: Path) -> Run:
-    """One process of plain torch, on one thread, as every rank has."""
+    """Trains the reference on one thread, like every rank."""
     with _one_thread():
         run = train_reference(scenario)
         run.stream = read_stream(corpus, scenario)
@@ -169,15 +169,15 @@ def _run_layout(folder: Path, job: Job, console: Console) -> tuple[int, list[Run
     """Starts the ranks and waits for them.
 
     Args:
-        folder: of the job, the ranks' logs and their results; the caller holds it (lease.claimed).
-        job: what they do.
-        console: says what the launcher has to say.
+        folder: folder of the job, logs and results; the caller holds its lease (lease.claimed).
+        job: job of the ranks.
+        console: console for messages of the launcher.
 
     Returns:
-        The launcher's exit code, and where it is 0 one run a scenario.
+        The launcher's exit code and, if it is 0, one run per scenario.
 
     Raises:
-        ConfigError: this machine has no memory for that many processes.
+        ConfigError: this machine does not have enough memory for that many processes.
     """
     ranks = job.parallel.world_size
     needed, available = ranks * PROCESS_BYTES, available_memory()
@@ -212,32 +212,32 @@ T = TypeVar("T")
 
 REPORT_FILE = "verify.json"
 _TABLE_WIDTH = 100
-"""Characters of the widest table; a narrower terminal wraps its lines, which reads better than cut words."""
+"""Width of the widest table in characters; a narrower terminal wraps its lines instead of truncating cells."""
 _SHOWN_FAULTS = (8, 8, 8, 2)
-"""Of each failed check, and of every one after the last: what fails late mostly follows from what fails first."""
+"""Maximum violations shown for each failed check in order; the last entry also applies to all later ones."""
 
 
 def verify(config: VerifyLayoutConfig, place: str, defect: str = "") -> tuple[int, int]:
-    """Verifies a layout, prints the verdict and writes it to the folder.
+    """Verifies a layout, prints the result and writes it to the folder.
 
     Args:
-        config: the run, and how to verify it.
-        place: folder of the report and the ranks' logs.
-        defect: module:function that every rank calls first; tests plant defects with it.
+        config: config of the run and of its verification.
+        place: folder for the report and the logs of the ranks.
+        defect: module:function that every rank calls first; tests inject defects with it.
 
     Returns:
-        The exit code of the ranks' launcher, and how many checks failed.
+        The exit code of the launcher, and the number of failed checks.
     """
     folder = Path(place)
     config = _of_stage(config)
     scaled = scale(wanted(config), config.verify.max_ranks, config.verify.steps)
-    # JSON is for machines: what people read goes beside it.
+    # With json, stdout holds only JSON and messages go to stderr.
     console = VisibleConsole(highlight=False, stderr=config.json, soft_wrap=True)
     console.width = max(console.width, _TABLE_WIDTH)
     console.print(f"{_layout_line(scaled.parallel)}, against one process of plain torch; folder {folder}")
     notes = [*_stage_notes(config), *scaled.notes]
     if not config.optim.is_built_in:
-        notes.append(f"optimizer: adamw in place of optim.name={config.optim.name}, of which there is no reference")
+        notes.append(f"optimizer: adamw instead of optim.name={config.optim.name}, which has no reference")
     for note in notes:
         console.print(f"  {note}", style="dim")
     if config.optim.impl is Implementation.deepspeed:
@@ -256,7 +256,7 @@ def verify(config: VerifyLayoutConfig, place: str, defect: str = "") -> tuple[in
 
 
 def _of_stage(config: VerifyLayoutConfig) -> VerifyLayoutConfig:
-    """The config with the keys of verify.stage.
+    """The config with the overrides of verify.stage.
 
     Raises:
         ConfigError: the run has no such stage.
@@ -270,7 +270,7 @@ def _of_stage(config: VerifyLayoutConfig) -> VerifyLayoutConfig:
 
 
 def _stage_notes(config: VerifyLayoutConfig) -> list[str]:
-    """Whose keys are verified, of a run that has training stages."""
+    """Note on which training stage is verified; empty for runs without stages."""
     stages = len(config.train.stages)
     if not stages:
         return []
@@ -280,7 +280,7 @@ def _stage_notes(config: VerifyLayoutConfig) -> list[str]:
 
 
 def wanted(config: RootConfig) -> Wanted:
-    """The run as the verification sees it."""
+    """Extracts the settings of the run that the verification uses."""
     train = config.train
     return Wanted(
         config.model,
@@ -298,7 +298,7 @@ def wanted(config: RootConfig) -> Wanted:
 
 
 def _layout_line(parallel: ParallelConfig) -> str:
-    """tp 2 x pp 2 on 4 processes."""
+    """Describes a layout, for example "tp 2 x pp 2 on 4 processes"."""
     sizes = [f"{axis} {getattr(parallel, axis)}" for axis in AXES if getattr(parallel, axis) > 1]
     return f"{' x '.join(sizes)} on {parallel.world_size} processes" if sizes else "the engine on one process"
 
@@ -306,7 +306,7 @@ def _layout_line(parallel: ParallelConfig) -> str:
 def _compare(
     config: VerifyLayoutConfig, scaled: Scaled, folder: Path, defect: str, console: VisibleConsole
 ) -> tuple[int, list[Row], str]:
-    """Trains both and returns the launcher's exit code, the verdicts and the likely cause of a failure."""
+    """Trains both; returns the launcher's exit code, the rows of the table, and the likely cause of a failure."""
     scenarios = [scaled.exact, *([scaled.bf16] if scaled.bf16 is not None else [])]
     precisions = ("fp32", "bf16")[: len(scenarios)]
     trained = " and ".join(f"{s.steps} steps in {name}" for s, name in zip(scenarios, precisions, strict=True))
@@ -316,7 +316,7 @@ def _compare(
         console, f"reference: {trained}", lambda: [_run_reference(scenario, corpus) for scenario in scenarios]
     )
     job = Job(scaled.parallel, tuple(scenarios), corpus, config.verify.timeout_s, defect, tuple(config.plugins))
-    # Only warnings: the training's own lines have no meaning here.
+    # Only warnings: the usual lines of a training run have no meaning here.
     with RunConsole(folder, sys.stderr if config.json else sys.stdout, level="warning") as said:
         code, runs = _timed(
             console, f"layout: {scaled.parallel.world_size} ranks, {trained}", lambda: _run_layout(folder, job, said)
@@ -340,7 +340,7 @@ def _timed(console: VisibleConsole, what: str, work: Callable[[], T]) -> T:
 
 
 def as_json(scaled: Scaled, found: Sequence[Row], cause: str) -> dict[str, Any]:
-    """The verdict as plain dicts."""
+    """Converts the result to plain dicts."""
     return {
         "passed": all(row.passed for row in found),
         "layout": {axis: getattr(scaled.parallel, axis) for axis in AXES},
@@ -352,10 +352,10 @@ def as_json(scaled: Scaled, found: Sequence[Row], cause: str) -> dict[str, Any]:
 
 
 def show(console: VisibleConsole, found: Sequence[Row], cause: str) -> None:
-    """Prints the table, and after a failure what is off and where to look."""
+    """Prints the table and, after a failure, the violations and their likely cause."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for header in ("", "what is compared", "in", "how many", "bound", "found", "verdict"):
-        table.add_column(header, justify="right" if header in ("how many", "bound", "found") else "left", no_wrap=True)
+    for header in ("", "quantity", "precision", "count", "bound", "found", "result"):
+        table.add_column(header, justify="right" if header in ("count", "bound", "found") else "left", no_wrap=True)
     for row in found:
         verdict = "same" if row.passed else "DIFFERS"
         bound = f"{row.bound:.0e}" if row.bound else "bitwise"

@@ -1,4 +1,4 @@
-"""How a layout is verified."""
+"""Config of `megads verify_layout`."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from megads.runtime.config import LONGEST_WAIT_S
 
 @dataclass
 class VerifyConfig:
-    """The layout is scaled down to this machine, never up."""
+    """Layout verification. The layout is scaled down to this machine, never up."""
 
     max_ranks: int | None = None
-    """Most processes to start; null is 8, or what keeps every axis above 1 that is, if that is more. Data parallelism
-    shrinks first, then pipeline, context and tensor parallelism."""
+    """Maximum number of processes; null is 8, or more if the layout needs more to keep each parallel axis above 1. Data
+    parallelism is reduced first, then pipeline, context and tensor parallelism."""
     steps: int = 10
-    """Steps of the curve that is compared."""
+    """Number of training steps to compare."""
     stage: int | None = None
-    """Training stage whose keys are verified, from 1 (train.stages); null takes those of the config itself."""
+    """Training stage to verify, counted from 1 (train.stages); null uses the config without stage overrides."""
     dir: str | None = None
-    """Folder of verify.json and the ranks' logs; null is runs/verify/<name>-<hash of the config>."""
+    """Folder for verify.json and the logs of the ranks; null is runs/verify/<name>-<hash of the config>."""
     timeout_s: float = 120.0
-    """Seconds that a rank waits for another before it gives up."""
+    """Timeout in seconds for a rank that waits for another."""
 
     def check(self) -> None:
-        """Raises ConfigError on counts below one."""
+        """Raises ConfigError if a value is out of range."""
         for name in ("max_ranks", "steps", "timeout_s"):
             value = getattr(self, name)
             if value is not None and not value >= 1:
@@ -39,9 +39,9 @@ class VerifyConfig:
 
 @dataclass
 class VerifyLayoutConfig(RootConfig):
-    """The config of `megads train`, and how to verify its layout."""
+    """Config of `megads train`, with the settings of the verification."""
 
     verify: VerifyConfig = field(default_factory=VerifyConfig)
-    """The verification."""
+    """Layout verification."""
     json: bool = False
     """Print JSON instead of a table."""

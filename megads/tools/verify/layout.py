@@ -1,4 +1,4 @@
-"""One rank of a layout: trains a scenario on the real engine and reports what it saw."""
+"""One rank of a layout: trains a scenario with the training engine and records the results."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from megads.tools.verify.run import RankRun, TensorPart, pieces
 from megads.tools.verify.scenario import Scenario, initial_weights, step_batches, validation_batches
 
 _ACTIVATION_DIMS = 3
-"""Activations have a batch, a sequence and a width at least; gradients travel flat or as the weights they belong to."""
+"""Activations have at least three dimensions; gradients are reduced flat or in the shape of their weight."""
 
 
 class RecordedReductions(TorchDispatchMode):
-    """Notes dtype and elements of every reduction over the ranks that share weights; a context manager.
+    """Context manager that records every gradient reduction over ranks that share weights.
 
-    These are ranks of the data axis, all or some, and the first and the last pipeline stage, which share a tied
-    embedding.
+    These are reductions over all or some ranks of the data axis, and over the first and last pipeline stage, which
+    share tied embeddings.
 
     Args:
-        grid: this rank's place.
-        seen: (dtype, elements) of each, added to.
+        grid: parallel grid of this rank.
+        seen: set to which (dtype, number of elements) of each reduction is added.
     """
 
     def __init__(self, grid: ParallelGrid, seen: set[tuple[str, int]]) -> None:
@@ -43,7 +43,7 @@ class RecordedReductions(TorchDispatchMode):
         self._tied = {grid.pp.ranks[0], grid.pp.ranks[-1]}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Passes the operation on."""
+        """Records the operation if it is a reduction, and runs it."""
         if func.namespace == "c10d" and "reduce" in func.__name__:
             self._note(args)
         return func(*args, **(kwargs or {}))
@@ -53,16 +53,16 @@ class RecordedReductions(TorchDispatchMode):
         if len(ranks) < 2 or not (ranks <= self._data or ranks == self._tied):
             return
         for tensor in _tensors(args):
-            # Context parallel attention sums its keys' and values' gradients over ranks of the data axis too.
+            # Context-parallel attention also reduces gradients of keys and values over ranks of the data axis.
             if ranks == self._tied or tensor.dim() < _ACTIVATION_DIMS:
                 self._seen.add((str(tensor.dtype), tensor.numel()))
 
 
 def _ranks(args: Any) -> Iterator[set[int]]:
-    """The global ranks of the process group among a collective's arguments."""
+    """Global ranks of each process group among a collective's arguments."""
     for argument in args:
         if isinstance(argument, torch.ScriptObject):
-            # A reduce operation is such an object too.
+            # A reduce operation is a ScriptObject too.
             try:
                 group = dist.ProcessGroup.unbox(argument)
             except RuntimeError:
@@ -79,12 +79,12 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def build_engine(scenario: Scenario, parallel: ParallelConfig, value: InitialValue | None = None) -> TrainEngine:
-    """The engine of a layout; collective over the world.
+    """Builds the engine of a layout; collective over the world.
 
     Args:
-        scenario: what is trained.
-        parallel: the layout.
-        value: initial weights; None is the scenario's.
+        scenario: scenario to train.
+        parallel: parallel layout.
+        value: initial weights; None uses those of the scenario.
     """
     grid = build_grid(parallel, dist.get_rank(), dist.get_world_size())
     kernels = load(scenario.ops, print, cuda=False, optimizer=scenario.optim.impl)
@@ -105,7 +105,7 @@ def build_engine(scenario: Scenario, parallel: ParallelConfig, value: InitialVal
 
 
 def rank_batches(scenario: Scenario, step: int, grid: ParallelGrid) -> list[MicroBatch]:
-    """This rank's share of a step."""
+    """This rank's micro-batches of a step."""
     return step_batches(scenario, step, grid.dp.rank, grid.dp.size)
 
 
@@ -113,14 +113,14 @@ def train_rank(scenario: Scenario, engine: TrainEngine) -> RankRun:
     """Validates, then trains on this rank; collective over the world.
 
     Args:
-        scenario: what is trained.
-        engine: with its initial weights.
+        scenario: scenario to train.
+        engine: engine with initial weights.
     """
     run = RankRun(initial=pieces(engine.named_shards()))
     run.validation = evaluate(engine, scenario)
     run.gradients = first_gradients(engine)
     for step in range(scenario.steps):
-        # One step shows them all, and the spy costs time.
+        # One step contains all reductions, and recording is slow.
         with RecordedReductions(engine.grid, run.reductions) if step == 0 else nullcontext():
             result = engine.step(rank_batches(scenario, step, engine.grid), scenario.lr)
         run.losses.append(result.loss)
@@ -132,13 +132,13 @@ def train_rank(scenario: Scenario, engine: TrainEngine) -> RankRun:
 
 
 def evaluate(engine: TrainEngine, scenario: Scenario) -> tuple[float, int]:
-    """Loss sum and tokens of the scenario's validation set; collective over the world."""
+    """Loss sum and number of tokens of the scenario's validation set; collective over the world."""
     found = engine.evaluate(validation_batches(scenario, engine.grid.dp.rank, engine.grid.dp.size))
     return found.loss_sum, found.tokens
 
 
 def first_gradients(engine: TrainEngine) -> list[TensorPart]:
-    """A list that fills with this rank's reduced gradients of the next step."""
+    """Returns a list to which the next step adds this rank's reduced gradients."""
     found: list[TensorPart] = []
     engine.watch_gradients(lambda shards: found.extend(pieces(shards)))
     return found

@@ -12,7 +12,7 @@ from megads.launch.rank import run_rank, start_rank
 
 
 def main() -> NoReturn:
-    """Reads the job, does it and writes what came out."""
+    """Reads the job, runs it and writes the results."""
     parser = argparse.ArgumentParser(prog="python -m megads.tools.verify.rank")
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
@@ -21,7 +21,7 @@ def main() -> NoReturn:
 
 
 def _work(folder: Path, rank: int) -> int:
-    # Imported after the log is open, so that a failing import is in it.
+    # Imported after the log is open, so that import errors are logged.
     import torch
 
     from megads.runtime.distributed import world

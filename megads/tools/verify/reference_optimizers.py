@@ -1,7 +1,7 @@
-"""What every optimizer does, by the formulas of its paper, in fp64 on whole parameters of one process.
+"""Reference optimizers: the formulas of the papers, in fp64 on full parameters in one process.
 
-Written from the papers and apart from `megads.optim`, whose results in every layout are compared with these: nothing
-here is flat, cut, gathered or batched. Only the settings are shared.
+Written from the papers and independent of `megads.optim`, whose results in every layout are compared with these.
+Parameters are not flattened, sharded, gathered or batched. Only the settings are shared.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class ReferenceOptimizer(ABC):
     """One optimizer over named fp64 parameters.
 
     Attributes:
-        weights: of every parameter, by its name.
+        weights: fp64 weights by parameter name.
     """
 
     def __init__(self, weights: Mapping[str, npt.NDArray[Any]], optim: OptimConfig, model: ModelConfig) -> None:
         """Copies the weights.
 
         Args:
-            weights: whole, by name.
-            optim: the settings.
-            model: whose parameters these are.
+            weights: full weights by parameter name.
+            optim: optimizer settings.
+            model: config of the model.
         """
         self.weights: dict[str, Array] = {name: value.astype(np.float64) for name, value in weights.items()}
         self.optim, self.model, self.steps = optim, model, 0
@@ -46,7 +46,7 @@ class ReferenceOptimizer(ABC):
         """Updates every weight.
 
         Args:
-            gradients: by name, clipped.
+            gradients: clipped full gradients by parameter name.
             lr: learning rate.
         """
         self.steps += 1
@@ -55,10 +55,10 @@ class ReferenceOptimizer(ABC):
 
     @abstractmethod
     def _update(self, name: str, gradient: Array, lr: float) -> None:
-        """Updates one weight, at its own learning rate."""
+        """Updates one weight with its own learning rate."""
 
     def _of_groups(self, name: str, key: str) -> float | None:
-        """What the last entry of optim.groups that matches and sets it says."""
+        """Value of `key` in the last matching entry of optim.groups that sets it; None if there is none."""
         found = [
             getattr(group, key)
             for group in self.optim.groups
@@ -71,9 +71,9 @@ class ReferenceOptimizer(ABC):
         return (1.0 if factor is None else factor) * self._width_factor(name)
 
     def _width_factor(self, name: str) -> float:
-        """Yang and Hu et al. 2022, table 8, row "Adam LR": hidden weights 1 / fan_in, all else 1.
+        """muP learning rate factor (Yang and Hu et al. 2022, table 8, "Adam LR"): hidden weights 1 / fan_in, else 1.
 
-        Muon's steps have a spectral norm of 0.2 sqrt(max(fan_out, fan_in)), which is to stay what it is at the base
+        Muon's updates have a spectral norm of 0.2 sqrt(max(fan_out, fan_in)), which must stay as at the base width
         (Yang, Simon and Bernstein 2023, arXiv 2310.17813, condition 1).
         """
         base = self.model.mup.base_width
@@ -83,21 +83,21 @@ class ReferenceOptimizer(ABC):
         return 1 / math.sqrt(wider) if self.optim.name == "muon" else 1 / wider
 
     def decays(self, name: str) -> bool:
-        """Biases, norms and attention sinks do not."""
+        """Whether weight decay applies: not to biases, norms and attention sinks."""
         return not name.endswith(".bias") and "norm" not in name and "sinks" not in name
 
     def _decay(self, name: str) -> float:
         decay = self._of_groups(name, "weight_decay")
         if decay is None:
             decay = self.optim.weight_decay if self.decays(name) else 0.0
-        # Of each step a weight loses the same share whatever the width.
+        # lr times weight decay, the relative shrinkage per step, is the same at every width.
         return decay / self._width_factor(name)
 
     def _remembered(self, name: str, kind: str) -> Array:
         return self._memory[name].setdefault(kind, np.zeros_like(self.weights[name]))
 
     def _adam(self, name: str, gradient: Array) -> Array:
-        """m / (sqrt(v) + eps), both corrected for their start at zero (Kingma and Ba 2015, algorithm 1)."""
+        """m / (sqrt(v) + eps) with bias correction (Kingma and Ba 2015, algorithm 1)."""
         beta1, beta2 = self.optim.betas
         m = beta1 * self._remembered(name, "m") + (1 - beta1) * gradient
         v = beta2 * self._remembered(name, "v") + (1 - beta2) * gradient**2
@@ -108,7 +108,7 @@ class ReferenceOptimizer(ABC):
 
 
 class ReferenceAdamW(ReferenceOptimizer):
-    """Loshchilov and Hutter 2019, algorithm 2."""
+    """AdamW (Loshchilov and Hutter 2019, algorithm 2)."""
 
     def _update(self, name: str, gradient: Array, lr: float) -> None:
         weight = self.weights[name]
@@ -116,7 +116,7 @@ class ReferenceAdamW(ReferenceOptimizer):
 
 
 class ReferenceLamb(ReferenceOptimizer):
-    """You et al. 2020, algorithm 2, with phi the identity up to `max_ratio`."""
+    """LAMB (You et al. 2020, algorithm 2), with phi the identity and the trust ratio limited to `max_ratio`."""
 
     def _update(self, name: str, gradient: Array, lr: float) -> None:
         options, weight = self.optim.typed_options, self.weights[name]
@@ -129,7 +129,7 @@ class ReferenceLamb(ReferenceOptimizer):
 
 
 class ReferenceLion(ReferenceOptimizer):
-    """Chen et al. 2023, algorithm 2."""
+    """Lion (Chen et al. 2023, algorithm 2)."""
 
     def _update(self, name: str, gradient: Array, lr: float) -> None:
         options, weight, m = self.optim.typed_options, self.weights[name], self._remembered(name, "m")
@@ -139,9 +139,10 @@ class ReferenceLion(ReferenceOptimizer):
 
 
 class ReferenceMuon(ReferenceAdamW):
-    """Jordan 2024 (https://kellerjordan.github.io/posts/muon), scaled as by Liu et al. 2025, Moonlight, section 2.2.
+    """Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon).
 
-    The matrices between hidden states, one by one; AdamW updates embeddings, output projection, norms and biases.
+    Scaled as by Liu et al. 2025, Moonlight, section 2.2. Applies to the weight matrices of blocks, one by one; AdamW
+    updates embeddings, output projection, norms and biases.
     """
 
     def _update(self, name: str, gradient: Array, lr: float) -> None:
@@ -160,13 +161,13 @@ class ReferenceMuon(ReferenceAdamW):
         self.weights[name] = (1 - lr * self._decay(name)) * weight - lr * step
 
     def _matrices(self, name: str, rows: int, split: QKVSplit) -> list[list[int]]:
-        """The rows of every matrix of a parameter."""
+        """Row indices of each matrix in a parameter."""
         model = self.model
         if name.endswith("mlp.gate_up.weight") and model.mlp is MLPKind.swiglu:
             return [[row for row in range(rows) if row % 2 == half] for half in (0, 1)]
         if not name.endswith("attention.qkv.weight"):
             return [list(range(rows))]
-        # Of every head of keys and values: the heads of its queries, its keys, its values.
+        # Each KV group holds its query heads, its key head and its value head.
         heads = rows // model.head_dim
         of_group = ["q"] * model.queries_per_kv + ["k", "v"]
         kinds = [of_group[head % len(of_group)] for head in range(heads)]
@@ -178,7 +179,7 @@ class ReferenceMuon(ReferenceAdamW):
 
 
 def orthogonalised(matrix: Array, steps: int) -> Array:
-    """Jordan's quintic iteration: p(x) = 3.4445 x - 4.775 x^3 + 2.0315 x^5 on every singular value, by an SVD."""
+    """Jordan's quintic iteration, p(x) = 3.4445 x - 4.775 x^3 + 2.0315 x^5, on the singular values of an SVD."""
     norm = float(np.linalg.norm(matrix))
     u, values, vt = np.linalg.svd(matrix, full_matrices=False)
     values = values / max(norm, 1e-7)
@@ -199,15 +200,15 @@ _REFERENCES: dict[str, type[ReferenceOptimizer]] = {
 def reference_optimizer(
     weights: Mapping[str, npt.NDArray[Any]], optim: OptimConfig, model: ModelConfig
 ) -> ReferenceOptimizer:
-    """The reference of a built-in optimizer.
+    """Creates the reference of a built-in optimizer.
 
     Args:
-        weights: whole, by name.
-        optim: names it and holds its settings.
-        model: whose parameters these are.
+        weights: full weights by parameter name.
+        optim: name and settings of the optimizer.
+        model: config of the model.
 
     Raises:
-        ConfigError: there is none, as of a plugin's.
+        ConfigError: the optimizer has no reference, for example one of a plugin.
     """
     make = _REFERENCES.get(optim.name)
     if make is None:

@@ -1,4 +1,4 @@
-"""What a training did: how it is put together from what its ranks hold, and what their data loaders gave them."""
+"""Results of a training run, assembled from its ranks, and the batches of their dataloaders."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FloatArray = npt.NDArray[np.float32]
 
 
 class TensorPart(NamedTuple):
-    """A Shard's copy that can travel between processes."""
+    """A copy of a Shard that can be sent between processes."""
 
     key: str
     global_shape: tuple[int, ...]
@@ -39,22 +39,22 @@ class TensorPart(NamedTuple):
 
     @property
     def where(self) -> tuple[slice, ...]:
-        """The rectangle in the global tensor."""
+        """Slices of the rectangle in the global tensor."""
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.values.shape, strict=True))
 
 
 def pieces(shards: Iterable[Shard]) -> list[TensorPart]:
-    """Copies of shards."""
+    """Copies shards to numpy."""
     return [TensorPart(s.key, s.global_shape, s.offset, s.tensor.detach().cpu().numpy().copy()) for s in shards]
 
 
 @dataclass
 class Stream:
-    """What data loaders gave.
+    """Batches of a dataloader, as digests.
 
     Attributes:
         hashes: batch_hash of every step.
-        contents: digest of every row that a rank was given, by what it is and the sample's number.
+        contents: digest of every row of a batch; the key names the kind of the row and the sample id.
     """
 
     hashes: list[str] = field(default_factory=list)
@@ -63,13 +63,13 @@ class Stream:
 
 @dataclass
 class RankRun:
-    """What one rank saw and holds; see Run.
+    """Results of one rank; see Run for the other attributes.
 
     Attributes:
-        initial: its own weights before the first step.
-        shards: what it owns after the last step.
-        held: the same with its copies of what another rank owns.
-        gradients: what it owns of the first step's.
+        initial: weights that the rank owns, before the first step.
+        shards: state that the rank owns, after the last step.
+        held: `shards` and the rank's copies of state that other ranks own.
+        gradients: gradients of the first step that the rank owns.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -88,7 +88,7 @@ _PIECES = ("initial", "shards", "held", "gradients")
 
 
 def write_runs(path: Path, runs: Sequence[RankRun]) -> None:
-    """Writes what a rank has for the process that started it: tensors and plain values, no pickled classes."""
+    """Writes the results of a rank for the parent process as tensors and plain values, without pickled classes."""
     plain = []
     for run in runs:
         content = {**vars(run), "stream": vars(run.stream)}
@@ -99,7 +99,7 @@ def write_runs(path: Path, runs: Sequence[RankRun]) -> None:
 
 
 def read_runs(path: Path) -> list[RankRun]:
-    """Reads what `write_runs` wrote; runs nothing of it."""
+    """Reads the output of `write_runs` without executing pickled code."""
     runs = []
     for content in torch.load(path, weights_only=True):
         for name in _PIECES:
@@ -112,21 +112,23 @@ def read_runs(path: Path) -> list[RankRun]:
 
 @dataclass
 class Run:
-    """What a training did.
+    """Results of a training run.
 
     Attributes:
-        losses, norms: of every step.
+        losses: loss of every step.
+        norms: gradient norm of every step.
         tokens: unmasked tokens of every step.
-        initial, weights: full fp32 master weights before the first and after the last step.
-        gradients: full gradients of the first step, reduced, before clipping.
-        validation: loss sum and tokens over the validation set on the initial weights.
-        replicas: for every tensor of which ranks hold copies, how many elements differ between them in the end.
+        initial: full fp32 master weights before the first step.
+        weights: full fp32 master weights after the last step.
+        gradients: full reduced gradients of the first step, before clipping.
+        validation: loss sum and number of tokens of the validation set, with the initial weights.
+        replicas: number of elements that differ between replicas after the last step, for every replicated tensor.
         reductions: dtype and number of elements of every gradient reduction.
-        disagreements: what ranks report differently although all report it of the whole run.
-        stream: the samples; several digests where ranks were given different rows under one number.
-        model: what was trained, by which key biases are found.
-        weight_bound: relative deviation that rounding may cause in a weight.
-        averages: full running averages of the weights after the last step, where one is kept.
+        disagreements: descriptions of global values that ranks report differently.
+        stream: digests of the samples; several digests under one key if ranks read different rows.
+        model: config of the model, needed to find key biases.
+        weight_bound: maximum relative deviation of a weight that rounding may cause.
+        averages: full running averages of the weights after the last step; empty if none are kept.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -146,14 +148,14 @@ class Run:
 
 
 def join(ranks: Sequence[RankRun], model: ModelConfig) -> Run:
-    """Puts together what the ranks of one training hold.
+    """Assembles the results of the ranks of one training run.
 
     Args:
-        ranks: of one training, in order.
-        model: what they trained.
+        ranks: results of all ranks, in order.
+        model: config of the model.
 
     Raises:
-        NumericalError: what ranks own overlaps or leaves holes.
+        NumericalError: the shards of the ranks overlap or leave gaps.
     """
     first = ranks[0]
     run = Run(first.losses, first.norms, first.tokens, validation=first.validation, model=model)
@@ -175,10 +177,10 @@ def join(ranks: Sequence[RankRun], model: ModelConfig) -> Run:
 def assemble(
     found: Iterable[TensorPart | tuple[str, tuple[int, ...], tuple[int, ...], FloatArray]], kind: str
 ) -> dict[str, FloatArray]:
-    """Full tensors of one kind from rectangles.
+    """Assembles full tensors of one kind from rectangles.
 
     Raises:
-        NumericalError: an element is covered by several rectangles, or by none.
+        NumericalError: an element is covered by several rectangles or by none.
     """
     full: dict[str, FloatArray] = {}
     covered: dict[str, npt.NDArray[np.int32]] = {}
@@ -207,7 +209,7 @@ def _join_streams(streams: Sequence[Stream]) -> Stream:
 
 
 def differing_copies(held: Iterable[TensorPart]) -> dict[str, int]:
-    """Elements that differ bitwise between the copies of each tensor that has some; 0 where all is well."""
+    """Number of elements that differ bitwise between the replicas of each replicated tensor."""
     full: dict[str, npt.NDArray[np.int32]] = {}
     covered: dict[str, npt.NDArray[np.bool_]] = {}
     differing: dict[str, int] = {}
@@ -229,7 +231,7 @@ _PACKING = Packing(document_mask=True, reset_positions=True)
 
 
 def write_corpus(prefix: Path, scenario: Scenario) -> None:
-    """Writes documents of unequal length, so that samples start in mid-document; a run reads them in several epochs."""
+    """Writes documents of different lengths, so that samples start inside documents; a run reads several epochs."""
     random = np.random.default_rng(scenario.seed)
     with IndexedDatasetWriter(prefix, np.int32) as writer:
         for _ in range(_DOCUMENTS):
@@ -238,14 +240,14 @@ def write_corpus(prefix: Path, scenario: Scenario) -> None:
 
 
 def read_stream(prefix: Path, scenario: Scenario, dp_rank: int = 0, dp: int = 1, needs_tokens: bool = True) -> Stream:
-    """What a rank's loader yields over the scenario's steps.
+    """Reads the batches of a rank's dataloader over the steps of a scenario.
 
     Args:
-        prefix: the dataset that `write_corpus` wrote.
-        scenario: its batches, sequence length and steps.
-        dp_rank: the rank's place among the data-parallel ranks.
-        dp: data-parallel ranks.
-        needs_tokens: False on pipeline stages in the middle.
+        prefix: dataset written by `write_corpus`.
+        scenario: scenario with batch sizes, sequence length and number of steps.
+        dp_rank: data-parallel rank.
+        dp: data-parallel size.
+        needs_tokens: whether batches contain tokens; False on middle pipeline stages.
     """
     dataset = IndexedDataset(prefix)
     samples = TrainSamples(dataset, range(dataset.num_documents), scenario.seq_len, scenario.seed)

@@ -1,6 +1,7 @@
-"""What the reference and every layout train: a run scaled down, at settings at which no part of the model can hide.
+"""Scenarios that the reference and every layout train: scaled-down runs in which every part affects the result.
 
-At BLOOM's init a wrong ALiBi slope hides below 1e-6, so weights have std 0.2, and gains and biases are random.
+With BLOOM's initialization, the effect of a wrong ALiBi slope is below 1e-6. Scenarios therefore use weights of std 0.2
+and random gains and biases.
 Shape suffixes: b = micro-batch size, s = sequence length.
 """
 
@@ -25,37 +26,37 @@ from megads.optim.config import OptimConfig, OptimizerName
 from megads.parallel.config import AXES, ParallelConfig, Partition, Recompute
 from megads.runtime.distributed import decode, encode
 
-# Three blocks over two stages and a vocabulary as large as a block: gloo's order of summation depends on the place in a
-# buffer, and the two copies of the tied embedding lie at different places, as they do in large models. Six heads bring
-# in the odd ALiBi slopes, and 509 tokens leave padding rows in every tensor-parallel layout.
+# Three blocks over two stages and a vocabulary as large as a block: gloo's order of summation depends on the buffer
+# offset, and the two copies of the tied embedding are at different offsets, as in large models. Six heads include the
+# odd ALiBi slopes, and 509 tokens need padding rows in every tensor-parallel layout.
 MODEL = ModelConfig(num_layers=3, hidden_size=48, num_heads=6, vocab_size=509, max_seq_len=64)
 VALIDATION_SAMPLES = 7
-"""Of which the last micro-batches of most layouts are incomplete."""
+"""Size of the validation set; leaves incomplete last micro-batches in most layouts."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is trained; the same for the reference and every layout.
+    """Settings of a training run, the same for the reference and every layout.
 
     Attributes:
-        model: its shape.
-        steps: optimizer steps.
-        global_batch_size: samples a step.
-        micro_batch_size: samples of a forward pass.
-        seq_len: tokens of a sample.
-        precision: name of torch's dtype of weights and activations.
-        clip_grad: largest gradient norm; hot gradients have one of about 2.
+        model: config of the model.
+        steps: number of optimizer steps.
+        global_batch_size: samples per step.
+        micro_batch_size: samples per micro-batch.
+        seq_len: tokens per sample.
+        precision: name of the torch dtype of weights and activations.
+        clip_grad: maximum gradient norm; gradients with hot weights have a norm of about 2.
         lr: learning rate of every step.
-        seed: of the weights.
-        masked: masks leave 1 to all tokens of a sample.
-        counted: masks leave so many tokens at the start of a sample; None leaves it to `masked`.
-        hot: weights at which every part matters; else the model's own initialisation.
-        documents: samples hold several documents, of which the model is told.
-        document_mask: with documents: attention stays in them.
-        reset_positions: with documents: positions restart in them.
+        seed: seed of the weights.
+        masked: whether the loss mask keeps only the first 1 to all tokens of a sample.
+        counted: number of tokens at the start of a sample that the loss mask keeps; None applies `masked` only.
+        hot: whether to use `hot_value` weights instead of the model's initialization.
+        documents: whether samples hold several documents, with boundaries passed to the model.
+        document_mask: whether attention is restricted to documents; requires `documents`.
+        reset_positions: whether positions restart at each document; requires `documents`.
         z_loss: weight of the z-loss.
-        optimizer: every other setting of the optimizer.
-        ops: how the layout's operators are computed; the reference takes torch's.
+        optimizer: all other optimizer settings.
+        ops: operator implementations of the layout; the reference uses PyTorch's.
     """
 
     model: ModelConfig = field(default_factory=lambda: MODEL)
@@ -88,7 +89,7 @@ class Scenario:
 
 
 def hot_value(seed: int) -> InitialValue:
-    """Weights at which every part of the model matters."""
+    """Initial weights with which every part of the model affects the result."""
 
     def value(name: str, shape: tuple[int, ...]) -> Tensor:
         noise = torch.empty(shape).normal_(0.0, 0.2, generator=parameter_generator(seed, name))
@@ -98,12 +99,12 @@ def hot_value(seed: int) -> InitialValue:
 
 
 def initial_weights(scenario: Scenario) -> InitialValue | None:
-    """Initial weights of a scenario; None is the model's own initialisation."""
+    """Initial weights of a scenario; None is the model's initialization."""
     return hot_value(scenario.seed) if scenario.hot else None
 
 
 def sample(scenario: Scenario, sample_id: int) -> tuple[Tensor, Tensor]:
-    """Tokens int64 [s + 1] and mask fp32 [s] of one sample; see Scenario.masked and counted."""
+    """Tokens, int64 [s + 1], and loss mask, fp32 [s], of one sample; see Scenario.masked and Scenario.counted."""
     generator = torch.Generator().manual_seed(1000 + sample_id)
     tokens = torch.randint(0, scenario.model.vocabulary, (scenario.seq_len + 1,), generator=generator)
     mask = torch.ones(scenario.seq_len)
@@ -115,7 +116,7 @@ def sample(scenario: Scenario, sample_id: int) -> tuple[Tensor, Tensor]:
 
 
 def document_starts(scenario: Scenario, sample_id: int) -> Tensor:
-    """Place at which the document of each token starts, int64 [s]: three documents of any length from one token."""
+    """Start position of each token's document, int64 [s]; a sample has three documents of random length."""
     generator = torch.Generator().manual_seed(2000 + sample_id)
     later = 1 + torch.randperm(scenario.seq_len - 1, generator=generator)[:2]
     starts = torch.zeros(scenario.seq_len, dtype=torch.int64)
@@ -124,7 +125,7 @@ def document_starts(scenario: Scenario, sample_id: int) -> Tensor:
 
 
 def micro_batch(scenario: Scenario, ids: Sequence[int] | np.ndarray) -> MicroBatch:
-    """The samples with these numbers."""
+    """Builds the micro-batch of the samples with these ids."""
     rows = [sample(scenario, int(i)) for i in ids]
     tokens, mask = torch.stack([t for t, _ in rows]), torch.stack([m for _, m in rows])
     info = BatchInfo(sample_ids=torch.as_tensor(np.asarray(ids)))
@@ -140,20 +141,20 @@ def micro_batch(scenario: Scenario, ids: Sequence[int] | np.ndarray) -> MicroBat
 
 
 def step_batches(scenario: Scenario, step: int, dp_rank: int = 0, dp: int = 1) -> list[MicroBatch]:
-    """One data-parallel rank's micro-batches of a step, as the real sampler deals them."""
+    """Micro-batches of a data-parallel rank in a step, distributed as by the training sampler."""
     first = step * scenario.global_batch_size
     ids = micro_batch_ids(first, scenario.global_batch_size, scenario.micro_batch_size, dp_rank, dp)
     return [micro_batch(scenario, row) for row in ids]
 
 
 def validation_ids(scenario: Scenario, dp_rank: int, dp: int) -> np.ndarray:
-    """Ids of this rank's validation micro-batches; those from VALIDATION_SAMPLES on are filling and fully masked."""
+    """Ids of this rank's validation micro-batches; ids from VALIDATION_SAMPLES on are padding and fully masked."""
     block = scenario.micro_batch_size * dp
     return micro_batch_ids(0, -(-VALIDATION_SAMPLES // block) * block, scenario.micro_batch_size, dp_rank, dp)
 
 
 def validation_batches(scenario: Scenario, dp_rank: int = 0, dp: int = 1) -> list[MicroBatch]:
-    """One data-parallel rank's micro-batches of the whole validation set."""
+    """Micro-batches of a data-parallel rank for the whole validation set."""
     batches = []
     for ids in validation_ids(scenario, dp_rank, dp):
         batch = micro_batch(scenario, ids)
@@ -165,15 +166,15 @@ def validation_batches(scenario: Scenario, dp_rank: int = 0, dp: int = 1) -> lis
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank does.
+    """Job of every rank.
 
     Attributes:
-        parallel: the layout.
-        scenarios: trained one after another, each on an engine of its own.
-        corpus: prefix of the dataset that the data path is checked on.
-        timeout_s: longest wait for a peer.
-        defect: module:function, called first; tests break something with it.
-        plugins: modules that the user's command line names, imported before.
+        parallel: parallel layout.
+        scenarios: scenarios to train one after another, each with a new engine.
+        corpus: prefix of the dataset for the check of the dataloader.
+        timeout_s: timeout in seconds for a rank that waits for another.
+        defect: module:function that is called first; tests inject defects with it.
+        plugins: modules of the user to import first.
     """
 
     parallel: ParallelConfig
@@ -184,54 +185,60 @@ class Job:
     plugins: tuple[str, ...] = ()
 
     def write(self, folder: Path) -> None:
-        """Leaves it for the ranks."""
+        """Writes the job for the ranks."""
         (folder / "job.json").write_bytes(encode(self, Job))
 
     @classmethod
     def read(cls, folder: Path) -> Job:
-        """Reads what `write` left; raises UnhealthyNode on anything else."""
+        """Reads the output of `write`; raises UnhealthyNode if it is invalid."""
         return decode((folder / "job.json").read_bytes(), Job, 0)  # type: ignore[no-any-return]
 
 
 def result_path(folder: Path, rank: int) -> Path:
-    """Where a rank leaves its RankRun of every scenario."""
+    """File of a rank's results, one RankRun per scenario."""
     return folder / f"rank_{rank:05d}.pt"
 
 
 DEFAULT_RANKS = 8
-# Data ranks only repeat each other; tensor ranks are where most can go wrong.
+# Data-parallel ranks only repeat each other; tensor parallelism is the most error-prone.
 _SHRINK_FIRST = ("dp", "pp", "cp", "tp")
 _HEAD_DIM = 8
 _WINDOW = 5
-"""Below any small sample."""
+"""Attention window, smaller than any scaled-down sequence."""
 _VOCABULARY = 509
-"""Prime: every tensor-parallel layout pads it."""
+"""A prime number, so that every tensor-parallel layout pads it."""
 _SEQ_LEN, _SAMPLES = 16, 8
-# In bf16 layouts round differently, at random: over so many tokens it averages out, over 100 a pass would be luck.
+# Layouts round differently in bf16. Over this many tokens the errors average out; over 100, a pass would be chance.
 _BF16_SEQ_LEN, _BF16_SAMPLES = 64, 24
 _BF16_STEPS = 3
-"""Only the first loss is compared; copies must stay copies beyond it."""
+"""Only the first loss is compared; the other steps check that replicas stay equal."""
 _BUCKET = 9000
-"""Several buckets a rank, as a large model has them, that data ranks cut amid a matrix: with 8192 each rank would hold
-whole ones of the smallest models."""
+"""Gives several buckets per rank, as in a large model, that are sharded within a matrix: with 8192, ranks would hold
+whole matrices of the smallest models."""
 _LAMB_LR = 2e-2
-"""Of LAMB, whose steps are a share of the weight: in smaller ones a ratio that is off by a percent would hide."""
+"""Learning rate of LAMB: its updates are relative to the weight norm, and smaller ones would hide a trust ratio error
+of one percent."""
 _EMA_DECAY = 0.6
-"""At the decay of a long run an average would be the initial weights still."""
+"""Maximum EMA decay: with the decay of a long run, the average would still equal the initial weights."""
 _CLIP = 0.5
-"""Hot gradients have a norm of about 2: every step is clipped."""
+"""Gradients with hot weights have a norm of about 2, so every step is clipped."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """The run as the user described it.
+    """Settings of the user's run that the verification uses.
 
     Attributes:
-        model, parallel, optim: its configs.
-        global_batch_size, micro_batch_size, seq_len: train.*.
-        bf16: whether it trains in bf16.
-        document_mask, reset_positions: data.*.
-        ops: its config.
+        model: config `model`.
+        parallel: config `parallel`.
+        optim: config `optim`.
+        global_batch_size: train.global_batch_size.
+        micro_batch_size: train.micro_batch_size.
+        seq_len: train.seq_len.
+        bf16: whether the run trains in bf16.
+        document_mask: data.document_mask.
+        reset_positions: data.reset_positions.
+        ops: config `ops`.
         z_loss: train.z_loss.
     """
 
@@ -250,13 +257,13 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Scaled:
-    """What is verified in its place.
+    """The scaled-down run to verify.
 
     Attributes:
-        parallel: the layout; an axis is above 1 where it was.
-        exact: the scenario in fp32, whose bounds are tight.
-        bf16: the one in bf16, None where the run trains in fp32.
-        notes: what differs from the run, for people.
+        parallel: scaled-down layout; every axis above 1 stays above 1.
+        exact: fp32 scenario, which has tight bounds.
+        bf16: bf16 scenario; None if the run trains in fp32.
+        notes: differences from the user's run, for display.
     """
 
     parallel: ParallelConfig
@@ -269,12 +276,13 @@ def scale(wanted: Wanted, max_ranks: int | None, steps: int) -> Scaled:
     """Scales a run down.
 
     Args:
-        wanted: a run that has been checked.
-        max_ranks: most ranks; None is DEFAULT_RANKS, or the fewest that keep the layout's shape.
-        steps: of the curve.
+        wanted: settings of the run, already validated.
+        max_ranks: maximum number of ranks; None is DEFAULT_RANKS, or more if the layout needs more to keep each axis
+            above 1.
+        steps: number of training steps in fp32.
 
     Raises:
-        ConfigError: the layout keeps its shape on more ranks only.
+        ConfigError: the layout needs more than `max_ranks` ranks to keep each axis above 1.
     """
     parallel = scale_layout(wanted.parallel, max_ranks)
     model = _scale_model(wanted.model, wanted.parallel.tp, parallel)
@@ -301,10 +309,10 @@ def scale(wanted: Wanted, max_ranks: int | None, steps: int) -> Scaled:
 
 
 def _as_exact_as_weights(optim: OptimConfig) -> OptimConfig:
-    """Settings at which a few steps show what is wrong.
+    """Optimizer settings that reveal errors within a few steps.
 
-    Muon's iteration is in the dtype of the weights: in bf16 it is too coarse for the bounds of fp32. A running average
-    decays as fast as the steps are few.
+    Muon's iteration uses the dtype of the weights, because bf16 is too coarse for the fp32 bounds. The EMA decay is
+    lowered to suit the small number of steps.
     """
     if optim.ema_decay is not None:
         optim = replace(optim, ema_decay=min(optim.ema_decay, _EMA_DECAY))
@@ -312,10 +320,10 @@ def _as_exact_as_weights(optim: OptimConfig) -> OptimConfig:
 
 
 def scale_layout(parallel: ParallelConfig, max_ranks: int | None) -> ParallelConfig:
-    """The layout on at most `max_ranks` ranks, each axis above 1 where it was.
+    """Scales a layout down to at most `max_ranks` ranks; every axis above 1 stays above 1.
 
     Raises:
-        ConfigError: it needs more.
+        ConfigError: the layout needs more ranks.
     """
     sizes = {axis: getattr(parallel, axis) for axis in AXES}
     smallest = _smallest(parallel)
@@ -340,12 +348,12 @@ def scale_layout(parallel: ParallelConfig, max_ranks: int | None) -> ParallelCon
 
 
 def _has_shard_groups(parallel: ParallelConfig) -> bool:
-    """Whether several groups of data ranks each hold the whole model."""
+    """Whether there are several ZeRO shard groups, each of which holds the whole model."""
     return parallel.zero_shard_size is not None and parallel.zero_shard_size < parallel.data_size
 
 
 def _smallest(parallel: ParallelConfig) -> dict[str, int]:
-    """Every axis at 2 where it is above 1; four data ranks where two groups of two must be left."""
+    """Minimum size of every axis: 2 if it is above 1; with shard groups, four data ranks for two groups of two."""
     sizes = {axis: min(2, getattr(parallel, axis)) for axis in AXES}
     if _has_shard_groups(parallel) and sizes["cp"] * sizes["dp"] < 4:
         sizes["dp" if parallel.dp > 1 else "cp"] = 4
@@ -353,11 +361,11 @@ def _smallest(parallel: ParallelConfig) -> dict[str, int]:
 
 
 def _with_few_blocks(parallel: ParallelConfig) -> ParallelConfig:
-    """A partition that fits a small model: one block where the ends of the pipeline were given several."""
+    """Pipeline partition for a small model: at most one explicitly assigned block on the first and last stage."""
     first, last = parallel.first_stage_blocks, parallel.last_stage_blocks
     return replace(
         parallel,
-        # What auto measures of a large model says nothing of a small one.
+        # The measurements of auto on a large model do not apply to a small one.
         partition=Partition.weighted if parallel.partition is Partition.auto else parallel.partition,
         first_stage_blocks=None if first is None else min(1, first),
         last_stage_blocks=None if last is None else min(1, last),
@@ -365,7 +373,7 @@ def _with_few_blocks(parallel: ParallelConfig) -> ParallelConfig:
 
 
 def _with_recomputation(parallel: ParallelConfig) -> ParallelConfig:
-    """Numbers of recomputed blocks that fit a small model: none or one a stage. Everything fits, so auto has one."""
+    """Recomputed blocks for a small model: at most one per stage; one for auto, which would recompute none here."""
     if parallel.recompute is Recompute.auto:
         return replace(parallel, recompute=Recompute.full, recompute_blocks=[1] * parallel.pp)
     if parallel.recompute_blocks is None:
@@ -374,15 +382,15 @@ def _with_recomputation(parallel: ParallelConfig) -> ParallelConfig:
 
 
 def _scale_model(model: ModelConfig, tp: int, parallel: ParallelConfig) -> ModelConfig:
-    """A small model with the features of a large one.
+    """Creates a small model with the features of a large one.
 
     Args:
-        model: the large one.
-        tp: ranks over which its heads are cut.
-        parallel: the layout that the small one must divide over.
+        model: config of the large model.
+        tp: tensor parallel size of the large model.
+        parallel: scaled-down layout, by which the small model must be divisible.
     """
     power_of_two = model.num_heads & (model.num_heads - 1) == 0
-    # ALiBi's slopes follow another rule where the number of heads is no power of two.
+    # ALiBi slopes follow another rule if the number of heads is not a power of two.
     kept = max(2, 4 // parallel.tp) if power_of_two else max(3, 6 // parallel.tp)
     heads = parallel.tp * min(model.num_heads // tp, kept)
     width = heads * min(model.head_dim, _HEAD_DIM)
@@ -390,7 +398,7 @@ def _scale_model(model: ModelConfig, tp: int, parallel: ParallelConfig) -> Model
     if model.ffn_size is not None:
         ffn = parallel.tp * max(1, round(model.ffn_size / model.hidden_size * width / parallel.tp))
     mup = model.mup
-    if mup.base_width is not None:  # as many times wider as the large one is
+    if mup.base_width is not None:  # keeps the width multiplier of the large model
         mup = replace(mup, base_width=max(1, round(mup.base_width * width / model.hidden_size)))
     return replace(
         model,
@@ -408,7 +416,7 @@ def _scale_model(model: ModelConfig, tp: int, parallel: ParallelConfig) -> Model
 
 
 def _kv_heads(model: ModelConfig, tp: int, heads: int, small_tp: int) -> int | None:
-    """Heads of keys and values beside so many of queries: shared where they were, several a rank where there were."""
+    """Number of KV heads for `heads` query heads; keeps GQA, and several KV heads per rank where the model has them."""
     if model.queries_per_kv == 1:
         return None
     share = heads // small_tp
@@ -419,8 +427,8 @@ def _kv_heads(model: ModelConfig, tp: int, heads: int, small_tp: int) -> int | N
 def _with_batches(
     scenario: Scenario, wanted: Wanted, parallel: ParallelConfig, micro_batches: int, seq_len: int, samples: int
 ) -> Scenario:
-    """At least so many samples of at least so many tokens, as the layout divides them."""
-    # Context parallelism cuts a sample in 2 cp chunks, and sequence parallelism each rank's share in tp.
+    """Sets batch and sequence sizes to at least `samples` and `seq_len`, rounded up for the layout."""
+    # Context parallelism splits a sample into 2 cp chunks; sequence parallelism splits each rank's part into tp.
     unit = 2 * parallel.cp * parallel.tp
     length = unit * math.ceil(seq_len / unit)
     micro_batch_size = min(wanted.micro_batch_size, 2)
@@ -435,7 +443,7 @@ def _with_batches(
 
 
 def _notes(wanted: Wanted, parallel: ParallelConfig, scenario: Scenario) -> tuple[str, ...]:
-    """One line for the layout where it shrank, one for the model, one for what is set for the comparison."""
+    """Notes on the scaled-down layout, the model, the batch and the settings of the comparison."""
     notes = []
     shrunk = [
         f"{a} {getattr(wanted.parallel, a)} -> {getattr(parallel, a)}"
@@ -456,7 +464,7 @@ def _notes(wanted: Wanted, parallel: ParallelConfig, scenario: Scenario) -> tupl
     notes.append(f"model: {', '.join(sizes) or 'as it is'}")
     notes.append(
         f"batch: {scenario.global_batch_size} samples of {scenario.seq_len} tokens in micro-batches of "
-        f"{scenario.micro_batch_size}, masks that leave 1 to all tokens"
+        f"{scenario.micro_batch_size}, with loss masks that keep 1 to all tokens"
     )
     if wanted.optim.ema_decay != scenario.optimizer.ema_decay:
         notes.append(f"running average: optim.ema_decay {wanted.optim.ema_decay} -> {scenario.optimizer.ema_decay}")

@@ -1,3 +1,3 @@
-"""`megads watch`: runs as they train, on a page that one command serves to its own machine."""
+"""`megads watch`: serves live pages of runs on the local machine."""
 
 __all__ = ["config", "server"]

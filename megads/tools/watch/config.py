@@ -1,4 +1,4 @@
-"""What `megads watch` can be told."""
+"""Settings of `megads watch`."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ MOST_PORT = 65535
 
 @dataclass
 class WatchConfig:
-    """What to show and where to serve it."""
+    """`megads watch`: the runs to show and the port to serve them on."""
 
     run: Any = None
-    """Run directory, or the id of a run in runs/; a list of them; a folder of runs shows the newest 8 in it, and those
-    that begin meanwhile. Unless given, runs/."""
+    """Run directory, id of a run in runs/, or a list of them; for a folder of runs, its 8 newest runs are shown,
+    including runs that start later. null: runs/."""
     port: int = 0
-    """Port on 127.0.0.1; 0 takes a free one."""
+    """Port on 127.0.0.1; 0 uses a free one."""
     refresh_s: float = 5.0
-    """Seconds after which the page asks again for what is new."""
+    """Refresh interval of the page, in seconds."""
 
     @property
     def names(self) -> list[str]:
-        """The runs, or folders of runs, as a list of names."""
+        """run as a list of run and folder names."""
         given = self.run if isinstance(self.run, list) else [self.run]
         return ["runs"] if self.run is None else [str(name) for name in given]
 
     def check(self) -> None:
-        """Raises ConfigError unless there are names, each once, and a port and an interval that can be."""
+        """Raises ConfigError if a name is empty or repeated, if there are too many, or if a value is out of range."""
         names = self.names
         if not names or "" in names:
             raise ConfigError(f"run = {self.run}: give a run directory, for example run=runs/<run id>")
@@ -46,7 +46,7 @@ class WatchConfig:
 
 
 def require_packages() -> None:
-    """Raises ConfigError where pictures cannot be drawn or nothing can be served."""
+    """Raises ConfigError if matplotlib or waitress is not installed."""
     require_matplotlib()
     try:
         import waitress  # noqa: F401

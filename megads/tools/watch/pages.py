@@ -1,4 +1,4 @@
-"""What `megads watch` shows: all runs, and one run. The parts of `megads report`, and what is only true now."""
+"""Pages of `megads watch`: all runs, and one run, built from parts of `megads report` and the current status."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from megads.tools.report.summary import facts, key_numbers, last, loss_text, sho
 from megads.tools.watch.watched import WatchedRun, WatchedRuns
 
 POLICY = "default-src 'none'; connect-src 'self'; script-src 'self'; img-src data:; style-src 'unsafe-inline'"
-"""Nothing but this server's one script may run, and it may ask nobody else."""
+"""Content security policy: only this server's script may run, and it may connect only to this server."""
 SCRIPT_PATH = "/watch.js"
 _MOST_FAULTS = 30
 
 
 def page(title: str, body: Sequence[str], refresh_s: float) -> str:
-    """A whole page.
+    """Returns a complete page.
 
     Args:
-        title: of the page.
-        body: its parts, as HTML.
-        refresh_s: seconds until the page asks for the next body.
+        title: title of the page.
+        body: parts of the body, as HTML.
+        refresh_s: refresh interval of the body, in seconds.
     """
     head = f'<script src="{SCRIPT_PATH}" data-every-s="{refresh_s:g}" defer></script>'
     return document(title, body, POLICY, head)
 
 
 def overview(runs: WatchedRuns) -> list[str]:
-    """All runs: how each stands, their curves in one picture, what went wrong."""
+    """Returns the body of the page of all runs: status table, common charts, warnings and faults."""
     shown, hidden = runs.find()
     read = [(run, run.history()) for run in shown]
     histories = [history for _, history in read if isinstance(history, RunHistory)]
@@ -47,7 +47,7 @@ def overview(runs: WatchedRuns) -> list[str]:
 
 
 def of_run(run: WatchedRun) -> list[str]:
-    """One run: its report, as it is now."""
+    """Returns the body of the page of one run: its current report."""
     back = '<p><a href="/">all runs</a></p>'
     history = run.history()
     if isinstance(history, str):
@@ -57,7 +57,7 @@ def of_run(run: WatchedRun) -> list[str]:
 
 
 def _runs(read: Sequence[tuple[WatchedRun, RunHistory | str]]) -> str:
-    """A row for each run."""
+    """Returns the table with one row per run."""
     if not read:
         return "<p>No run has begun yet; the first appears here when it does.</p>"
     head = ("run", "status", ">step", "last step", ">train loss", ">tokens/s", ">effective time", ">faults", ">starts")
@@ -72,7 +72,7 @@ def _runs(read: Sequence[tuple[WatchedRun, RunHistory | str]]) -> str:
 
 
 def _cells(history: RunHistory) -> str:
-    """How a run stands, in the columns of `_runs`."""
+    """Returns the cells of a run's status, in the columns of `_runs`."""
     words, kind = status(history)
     numbers = {item.label: item.value for item in key_numbers(history)}
     planned = number(history.last_event("start").get("total_steps"))
@@ -87,7 +87,7 @@ def _cells(history: RunHistory) -> str:
 
 
 def _last_step(history: RunHistory) -> str:
-    """When the last step ended. The page's script tells how long ago that is, so that the text stays the same."""
+    """Returns the end of the last step; the page's script shows the age, so that the HTML stays unchanged."""
     ended = last(history.columns["time"])
     if not math.isfinite(ended):
         return "unknown"
@@ -101,7 +101,7 @@ def _footer(histories: Sequence[RunHistory]) -> str:
 
 
 def _faults(histories: Sequence[RunHistory]) -> str:
-    """The newest warnings and errors of all runs."""
+    """Returns the table of the newest warnings and errors of all runs; empty if there are none."""
     found: list[tuple[str, Mapping[str, Any]]] = []
     for name, history in zip(names(histories), histories, strict=True):
         found += [(name.strip(), event) for event in history.events if level_of(event) != "info"]

@@ -1,9 +1,9 @@
-"""Serves the pages of `megads watch` to the browsers of one user.
+"""HTTP server of `megads watch`, for the browsers of one user.
 
-It listens on 127.0.0.1 alone and reads runs only. Other users of the machine reach that address too: whoever comes must
-know a token, which the address that is printed holds and a cookie keeps afterwards. A web page of a stranger can make a
-browser ask any address, also under a name of its own that it lets mean 127.0.0.1 (DNS rebinding): the cookie is not
-sent along from other sites, and only requests to this machine by name are answered.
+It listens only on 127.0.0.1 and never changes a run. Other users of the machine can connect to that address, too:
+every client needs a token, which is part of the printed URL and is then kept in a cookie. A malicious web page can make
+a browser request any address, also by a host name that it resolves to 127.0.0.1 (DNS rebinding): the cookie is not sent
+with cross-site requests, and only requests with a local host name are answered.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ _HEADERS = (
 
 @dataclass(frozen=True)
 class Response:
-    """An answer to a request.
+    """An HTTP response.
 
     Attributes:
-        status: HTTP's.
-        text: the body.
-        kind: its content type.
-        headers: beside those of every answer.
+        status: HTTP status.
+        text: body.
+        kind: content type.
+        headers: headers in addition to those of every response.
     """
 
     status: HTTPStatus
@@ -61,13 +61,13 @@ class Response:
 
 
 class Application:
-    """Answers requests (WSGI, PEP 3333).
+    """WSGI application (PEP 3333) of `megads watch`.
 
     Args:
-        runs: to show.
-        token: that a browser must bring.
-        refresh_s: seconds after which a page asks again.
-        cookie: name of the cookie with the token; other servers on this machine have others.
+        runs: runs to show.
+        token: token that a client needs.
+        refresh_s: refresh interval of the pages, in seconds.
+        cookie: name of the cookie with the token, different for each server on this machine.
     """
 
     def __init__(self, runs: WatchedRuns, token: str, refresh_s: float, cookie: str):
@@ -99,7 +99,7 @@ class Application:
         return self._page(path, "body" in query, environ.get("HTTP_IF_NONE_MATCH", ""))
 
     def _page(self, path: str, body_only: bool, known: str) -> Response:
-        """A page, or the new body of one that is open."""
+        """Returns a complete page, or only its body to refresh an open page."""
         if path == "/":
             title, body = "runs", overview(self._runs)
         else:
@@ -120,7 +120,7 @@ class Application:
 
 
 def _host_of(header: str) -> str:
-    """The host of a Host header without its port, which is another one behind a tunnel."""
+    """Returns the host name in a Host header, without the port, which differs behind an SSH tunnel."""
     try:
         return urlsplit(f"//{header}").hostname or ""
     except ValueError:
@@ -136,10 +136,10 @@ def _cookie(environ: dict[str, Any], name: str) -> str:
 
 
 def serve(config: WatchConfig) -> None:
-    """Serves until Ctrl+C or SIGTERM; says first where.
+    """Prints the URL and serves until Ctrl+C or SIGTERM.
 
     Raises:
-        ConfigError: a run is not there, or the port is taken.
+        ConfigError: A run does not exist, or the port is in use.
     """
     runs, token = WatchedRuns(config.names), secrets.token_urlsafe(18)
     listener = _listen(config.port)

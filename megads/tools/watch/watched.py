@@ -1,7 +1,7 @@
-"""The runs that are watched: which they are now, what each has recorded, and its pictures.
+"""Watched runs: their current list, the recorded history of each, and its charts.
 
-Reading a run again costs time that grows with its steps, and drawing it some seconds. Both happen only when a file of
-the run has changed, and take at most a tenth of a processor.
+Reading a run takes time proportional to its steps, and drawing it some seconds. Both are done only after a file of the
+run has changed, and use at most a tenth of a CPU core.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from megads.tools.report.page import comparison_charts, draw_charts
 
 T = TypeVar("T")
 Signature = tuple[tuple[int, int, int], ...]
-"""Inode, size and time of change of every file of a run that a report reads."""
+"""Inode, size and modification time of every file of a run that a report reads."""
 
-_RESTS = 9.0
-"""How many times as long as a reading or a drawing took nothing is read or drawn again."""
+_PAUSE_FACTOR = 9.0
+"""Pause after reading or drawing before it is repeated, as a multiple of its duration."""
 _DRAWING = threading.Lock()
-"""matplotlib's settings belong to the process."""
+"""Serializes drawing: matplotlib's settings are global to the process."""
 
 
 def is_run(folder: Path) -> bool:
@@ -36,7 +36,7 @@ def is_run(folder: Path) -> bool:
 
 
 def signature(run_dir: Path) -> Signature:
-    """Changes with everything that a report of the run shows."""
+    """Returns a value that changes whenever the report of the run may change."""
     names = [run_dir / name for name in (METRICS_FILE, EVENTS_FILE, CONFIG_FILE, "checkpoints")]
     found = []
     for path in (*names, slowdowns_path(run_dir)):
@@ -50,29 +50,29 @@ def signature(run_dir: Path) -> Signature:
 
 
 class Renewed(Generic[T]):
-    """A value that is made again when what it is made of has changed, but not all the time.
+    """A cached value that is recomputed after its inputs have changed, at a limited rate.
 
-    While one thread makes it, others get the last one.
+    While one thread computes it, other threads get the previous value.
 
     Args:
-        make: makes it.
-        now: a clock, in seconds.
+        make: computes the value.
+        now: clock, in seconds.
     """
 
     def __init__(self, make: Callable[[], T], now: Callable[[], float] = time.monotonic):
         self._make, self._now = make, now
         self._lock = threading.Lock()
         self._made: tuple[object, T] | None = None
-        self._rests_until = 0.0
+        self._paused_until = 0.0
 
     def of(self, state: object) -> T:
-        """The value for a state of what it is made of, or the last one where that took long and was a moment ago.
+        """Returns the value for a state of the inputs, or the previous value during the pause after a computation.
 
         Args:
-            state: equal while nothing has changed.
+            state: state of the inputs; equal as long as they have not changed.
         """
         made = self._made
-        if made is not None and (made[0] == state or self._now() < self._rests_until):
+        if made is not None and (made[0] == state or self._now() < self._paused_until):
             return made[1]
         if not self._lock.acquire(blocking=made is None):
             assert made is not None
@@ -82,32 +82,32 @@ class Renewed(Generic[T]):
                 begin = self._now()
                 self._made = (state, self._make())
                 end = self._now()
-                self._rests_until = end + _RESTS * (end - begin)
+                self._paused_until = end + _PAUSE_FACTOR * (end - begin)
             return self._made[1]
         finally:
             self._lock.release()
 
 
 class WatchedRun:
-    """One run.
+    """One watched run.
 
     Args:
-        run_dir: its directory.
+        run_dir: run directory.
     """
 
     def __init__(self, run_dir: Path):
         self.run_dir = run_dir
         self.key = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:12]
-        """Names the run in an address."""
+        """Identifies the run in URLs."""
         self._history = Renewed(self._read)
         self._pictures = Renewed(self._draw)
 
     def history(self) -> RunHistory | str:
-        """What it has recorded, or why nothing can be shown yet."""
+        """Returns the recorded history, or a message why nothing can be shown yet."""
         return self._history.of(signature(self.run_dir))
 
     def pictures(self) -> list[str]:
-        """Its charts, as parts of a page."""
+        """Returns the charts of the run as parts of a page."""
         return self._pictures.of(signature(self.run_dir))
 
     def _read(self) -> RunHistory | str:
@@ -125,13 +125,13 @@ class WatchedRun:
 
 
 class WatchedRuns:
-    """The runs that were asked for, as they are now.
+    """The configured runs.
 
     Args:
-        names: run directories, ids of runs in runs/, folders of runs.
+        names: run directories, ids of runs in runs/, or folders of runs.
 
     Raises:
-        ConfigError: one of them is none of these.
+        ConfigError: A name is none of these.
     """
 
     def __init__(self, names: Sequence[str]):
@@ -141,7 +141,7 @@ class WatchedRuns:
         self._compared: list[RunHistory] = []
 
     def find(self) -> tuple[list[WatchedRun], int]:
-        """The runs to show, the newest first, and how many older ones of the folders are left out."""
+        """Returns the runs to show, newest first, and the number of older runs that are left out."""
         found = dict.fromkeys(path for place in self._places for path in _runs_of(place))
         newest = sorted(found, key=_last_change, reverse=True)
         for path in newest[:MOST_RUNS]:
@@ -149,12 +149,12 @@ class WatchedRuns:
         return [self._known[path] for path in newest[:MOST_RUNS]], max(0, len(newest) - MOST_RUNS)
 
     def with_key(self, key: str) -> WatchedRun | None:
-        """The run of an address, also where newer ones have taken its place meanwhile."""
+        """Returns the run with a key, even if newer runs have displaced it from the list; None if there is none."""
         self.find()
         return next((run for run in self._known.values() if run.key == key), None)
 
     def comparison(self, histories: Sequence[RunHistory]) -> list[str]:
-        """The charts that compare runs, as parts of a page."""
+        """Returns the charts that compare runs, as parts of a page."""
         self._compared = list(histories)
         return self._comparison.of(tuple(signature(history.run_dir) for history in histories))
 

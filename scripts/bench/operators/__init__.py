@@ -1,1 +1,1 @@
-"""One operator a file: what takes turns, what it must move or multiply at least, and what is to be reached."""
+"""One operator per file: its sides, its minimum bytes or FLOPs, and its target."""

@@ -14,7 +14,7 @@ NO_SLOWER = (Target("eager", 1.0), Target("inductor", 1.0))
 
 
 def bias_gelu_case(sizes: Sizes, dtype: torch.dtype) -> Case:
-    """Forward."""
+    """Bias and GELU, forward."""
     inputs = [drawn(sizes.rows, sizes.width, dtype=dtype), drawn(sizes.width, dtype=dtype)]
 
     def torchs(x: Tensor, bias: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ def bias_gelu_case(sizes: Sizes, dtype: torch.dtype) -> Case:
 
 
 def gelu_case(sizes: Sizes, dtype: torch.dtype) -> Case:
-    """Forward and backward; a GEMM has added the bias."""
+    """GELU, forward and backward; the bias was added by a GEMM."""
     x, grad = drawn(sizes.rows, sizes.width, dtype=dtype), torch.randn(sizes.rows, sizes.width).to(dtype)
     sides = {
         OURS: forward_backward(lambda x: gelu(x, FUSED), [x], grad),
@@ -44,7 +44,7 @@ def gelu_case(sizes: Sizes, dtype: torch.dtype) -> Case:
 
 
 def swiglu_case(sizes: Sizes, dtype: torch.dtype) -> Case:
-    """Forward and backward of the gate alone; gates and ups are pairs of columns in ours, halves for the peers."""
+    """The gate of SwiGLU, forward and backward; gate and up are column pairs in megads, halves in the peers."""
     x, grad = drawn(sizes.rows, 2 * sizes.width, dtype=dtype), torch.randn(sizes.rows, sizes.width).to(dtype)
     halves = x.detach().unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2).contiguous().requires_grad_()
 

@@ -14,7 +14,7 @@ SDPA = "eager, SDPA with a mask"
 
 
 def attention_case(sizes: Sizes, dtype: torch.dtype) -> Case:
-    """Queries, keys and values as a model has them: views of [b, s, n, d]."""
+    """Causal attention with queries, keys and values as in a model: views of [b, s, n, d]."""
     batch, heads, seq_len, dim = sizes.attention
     leaves = [drawn(batch, seq_len, heads, dim, dtype=dtype) for _ in range(3)]
     grad = torch.randn(batch, seq_len, heads, dim).to(dtype).transpose(1, 2)

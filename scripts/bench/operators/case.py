@@ -1,4 +1,4 @@
-"""What a case of an operator is."""
+"""Definition of an operator benchmark case."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Sizes:
     """Shapes of all cases.
 
     Attributes:
-        rows, width: of what works row by row: GELU, SwiGLU, norms.
-        tokens, vocabulary: of cross entropy.
-        attention: batch, heads, sequence length and head dim, also the model's.
+        rows, width: shapes of row-wise operators: GELU, SwiGLU, norms.
+        tokens, vocabulary: shape of cross entropy.
+        attention: batch, heads, sequence length and head dim, also of the model.
         scores: batch, heads and sequence length of the softmax over attention scores.
-        parameters: of the optimizer.
-        layers, model_vocabulary: of the model.
+        parameters: number of parameters of the optimizer.
+        layers, model_vocabulary: size of the model.
     """
 
     rows: int = 4096
@@ -40,12 +40,12 @@ SMALL = Sizes(64, 32, 16, 512, (1, 2, 48, 8), (1, 2, 16), 3000, layers=1, model_
 
 @dataclass(frozen=True)
 class Target:
-    """Ours must be at least `times` as fast as a side; below 1 it may take longer.
+    """megads must be at least `times` as fast as a side; below 1 it may take longer.
 
     Attributes:
-        side: its name; LIMIT is the machine's.
+        side: name of the side; LIMIT is the hardware limit.
         times: how many times as fast.
-        dtypes: where this is asked.
+        dtypes: dtypes to which the target applies.
     """
 
     side: str
@@ -61,13 +61,13 @@ class Case:
     """One operator in one dtype.
 
     Attributes:
-        name: of the operator and its shape.
-        sides: what takes turns, ours first where there is one.
-        moved_bytes: read and written at least.
-        in_place: it writes where it has read, which costs less than writing elsewhere.
-        flops: of its matrix products at least.
-        row: number of the benchmark in docs/performance.md; 0 for what its table does not ask.
-        targets: what is to be reached.
+        name: operator and shape.
+        sides: timed functions, megads first if present.
+        moved_bytes: minimum of bytes read and written.
+        in_place: the operator works in place, which costs less than writing elsewhere.
+        flops: minimum FLOPs of its GEMMs.
+        row: number of the benchmark in docs/performance.md; 0 if it is not in its table.
+        targets: targets to reach.
     """
 
     name: str
@@ -80,12 +80,12 @@ class Case:
 
 
 def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """torch.compile, for one set of shapes."""
+    """torch.compile for a single set of shapes."""
     return torch.compile(function, dynamic=False)  # type: ignore[no-any-return]
 
 
 def forward_backward(function: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor) -> Call:
-    """One forward and backward pass, of inputs that are leaves."""
+    """One forward and backward pass; inputs are leaves."""
 
     def call() -> None:
         for leaf in inputs:
@@ -106,5 +106,5 @@ def forward(function: Callable[..., Tensor], inputs: list[Tensor]) -> Call:
 
 
 def drawn(*shape: int, dtype: torch.dtype) -> Tensor:
-    """A leaf of normal values."""
+    """Returns a leaf of normally distributed values."""
     return torch.randn(shape).to(dtype).requires_grad_()

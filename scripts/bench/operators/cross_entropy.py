@@ -15,7 +15,7 @@ EAGER = "eager, as Hugging Face"
 
 
 def cross_entropy_case(sizes: Sizes, dtype: torch.dtype) -> Case:
-    """The mean loss and the gradient of the logits; ours leaves it in their place, and reads that the next time."""
+    """Mean loss and gradient of the logits; megads overwrites the logits with it, and reads that in the next call."""
     logits = drawn(1, sizes.tokens, sizes.vocabulary, dtype=dtype)
     own_logits = logits.detach().clone().requires_grad_()
     labels = torch.randint(0, sizes.vocabulary, (1, sizes.tokens))

@@ -1,4 +1,4 @@
-"""The matrix products of a linear layer: the output, and the gradients of input and weight."""
+"""Benchmark of the GEMMs of a linear layer: the output, and the gradients of input and weight."""
 
 from __future__ import annotations
 

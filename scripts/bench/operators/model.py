@@ -1,4 +1,4 @@
-"""A whole model with its loss, forward and backward: what the operators are worth together."""
+"""Benchmark of a whole model with its loss, forward and backward: the combined effect of the operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Benchmark 5: LayerNorm and RMSNorm, also of a sum that is kept, forward and backward."""
+"""Benchmark 5: LayerNorm and RMSNorm, also of a residual sum that is kept, forward and backward."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _case(
     wide: int = 1,
     vectors: int = 2,
 ) -> Case:
-    """A norm of the sum of `wide` inputs, with a gain and, where there are two vectors, a bias."""
+    """A norm of the sum of `wide` inputs, with a gain and, if there are two vectors, a bias."""
     shape = (sizes.rows, sizes.width)
     inputs = [drawn(*shape, dtype=dtype) for _ in range(wide)]
     inputs += [torch.ones(sizes.width).to(dtype).requires_grad_() for _ in range(vectors)]
@@ -41,7 +41,7 @@ def _case(
 
 
 def layer_norm_case(sizes: Sizes, dtype: torch.dtype) -> Case:
-    """Of one input."""
+    """LayerNorm of one input."""
 
     def ours(x: Tensor, gain: Tensor, bias: Tensor) -> Tensor:
         return layer_norm(x, gain, bias, EPS, FUSED)
@@ -53,7 +53,7 @@ def layer_norm_case(sizes: Sizes, dtype: torch.dtype) -> Case:
 
 
 def add_layer_norm_case(sizes: Sizes, dtype: torch.dtype) -> Case:
-    """Of a residual sum, which goes on beside its norm."""
+    """LayerNorm of a residual sum, which is also an output."""
 
     def ours(x: Tensor, residual: Tensor, gain: Tensor, bias: Tensor) -> Tensor:
         normed, added = add_layer_norm(x, residual, gain, bias, EPS, FUSED)
@@ -67,7 +67,7 @@ def add_layer_norm_case(sizes: Sizes, dtype: torch.dtype) -> Case:
 
 
 def rms_norm_case(sizes: Sizes, dtype: torch.dtype) -> Case:
-    """Of one input, no bias."""
+    """RMSNorm of one input, without bias."""
 
     def ours(x: Tensor, gain: Tensor) -> Tensor:
         return rms_norm(x, gain, EPS, FUSED)

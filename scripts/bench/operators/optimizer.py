@@ -1,4 +1,4 @@
-"""The optimizer's step over flat fp32 state: clipping, AdamW, and rounding to the working weights."""
+"""Benchmark of the optimizer step over flat fp32 state: clipping, AdamW, and rounding to the model weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EAGER = "eager, torch's fused AdamW"
 
 
 def adamw_case(sizes: Sizes, dtype: torch.dtype) -> Case:
-    """Gradients are fp32; the dtype is that of the working weights. Every call of ours is step 10, torch counts."""
+    """AdamW with fp32 gradients; the dtype is that of the model weights. megads always runs step 10, torch counts."""
     master, exp_avg, exp_avg_sq, grad = (torch.rand(sizes.parameters) for _ in range(4))
     weights = master.to(dtype)
     parameter = torch.nn.Parameter(master.clone())

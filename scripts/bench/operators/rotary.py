@@ -1,4 +1,4 @@
-"""Rotary positions of queries, forward and backward."""
+"""Benchmark of rotary embedding of queries, forward and backward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scripts.bench.operators.case import OURS, Case, Sizes, Target, compiled, dr
 
 
 def rotary_case(sizes: Sizes, dtype: torch.dtype) -> Case:
-    """Angles are there, in fp32."""
+    """Rotary embedding with precomputed angles in fp32."""
     batch, heads, seq_len, dim = sizes.attention
     x, grad = drawn(batch, seq_len, heads, dim, dtype=dtype), torch.randn(batch, seq_len, heads, dim).to(dtype)
     angles = torch.arange(seq_len)[:, None, None] * 1e4 ** (-torch.arange(0, dim, 2) / dim)

@@ -12,7 +12,7 @@ from scripts.bench.operators.case import LIMIT, OURS, Case, Sizes, Target, compi
 
 
 def softmax_case(sizes: Sizes, dtype: torch.dtype) -> Case:
-    """Eager and inductor have the sum of bias and mask ready."""
+    """Softmax of attention scores; for eager and inductor the sum of bias and mask is precomputed."""
     batch, heads, seq_len = sizes.scores
     scores = drawn(batch, heads, seq_len, seq_len, dtype=dtype)
     slopes, scale = alibi_slopes(heads), 0.125

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Two small nodes of 4 GPUs: tensor parallel inside a node, two pipeline stages over the nodes.
+# Two small nodes of 4 GPUs: tensor parallelism within a node, two pipeline stages across the nodes.
 # scripts/slurm/examples/two_nodes.sh data.raw='my/*.jsonl' [--dry-run] [more options and overrides]
 set -euo pipefail
 exec "$(dirname "${BASH_SOURCE[0]}")/../submit.sh" \

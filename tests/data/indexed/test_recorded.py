@@ -101,5 +101,5 @@ def test_no_record_and_a_damaged_one(tmp_path: Path) -> None:
     assert read_record(tmp_path) is None
     require_recorded(tmp_path, DataRecord(()))
     (tmp_path / DATA_FILE).write_text('{"datasets": [{"path": "a"}], "raw": []}')
-    with pytest.raises(DataError, match="is no record of a run's data"):
+    with pytest.raises(DataError, match="is not a data record"):
         read_record(tmp_path)

@@ -168,7 +168,7 @@ def test_bad_records_are_counted_and_bad_templates_named(tokenizer: Path, tmp_pa
     with pytest.raises(ConfigError, match=r"chat_template = .*: cannot be read"):
         preprocess(config)
     Path(config.chat_template).write_text("{% if %}")
-    with pytest.raises(ConfigError, match=r"chat_template = .*: is no Jinja template"):
+    with pytest.raises(ConfigError, match=r"chat_template = .*: is not a valid Jinja template"):
         preprocess(config)
     config.chat_template, config.input = None, [str(tmp_path / "talks.csv")]
     (tmp_path / "talks.csv").write_text("messages\n1\n")

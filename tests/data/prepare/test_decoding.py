@@ -118,8 +118,8 @@ def test_garbage_is_an_error() -> None:
         ({"encoding": "latin"}, ""),
         ({"encoding": "utf-99"}, "data.encoding = utf-99: unknown encoding: utf-99; want auto, or a name that Python"),
         ({"encoding": "zlib"}, "data.encoding = zlib: 'zlib' is not a text encoding"),
-        ({"extensions": [".txt", "."]}, "data.extensions: '.' is none"),
-        ({"extensions": ["a/b"]}, "data.extensions: 'a/b' is none"),
+        ({"extensions": [".txt", "."]}, "data.extensions: '.' is not a file extension"),
+        ({"extensions": ["a/b"]}, "data.extensions: 'a/b' is not a file extension"),
         ({"cut_documents": 1}, "data.cut_documents = 1: must be at least 2"),
     ],
 )

@@ -145,7 +145,7 @@ def test_an_added_token_that_a_sample_does_not_show(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(path)
     tokenizer.encode_special_tokens = True
     assert choose_engine(Engine.auto, path, tokenizer, ["nothing of the kind"]) is Engine.hf
-    with pytest.raises(ConfigError, match=r"engine = fast: it cannot do this tokenizer .*within words.*'word'"):
+    with pytest.raises(ConfigError, match=r"engine = fast: it does not support this tokenizer .*within words.*'word'"):
         choose_engine(Engine.fast, path, tokenizer, ["nothing of the kind"])
     assert any("aword" in text for text in added_token_texts(path))
     content = json.loads(Path(path).read_text())

@@ -162,7 +162,7 @@ def test_a_damaged_cache_is_made_anew(folder: Path, name: str, damage: str) -> N
     said: list[str] = []
     assert plan().make(said.append) == prepared
     assert {path.name: path.read_bytes() for path in prepared.prefix.parent.iterdir()} == whole
-    assert len(said) == 1 and "damaged and made anew" in said[0]
+    assert len(said) == 1 and "damaged and is prepared again" in said[0]
 
 
 def test_text_that_changes_meanwhile_is_refused(folder: Path) -> None:
@@ -200,7 +200,7 @@ def test_a_kill_in_the_middle_leaves_nothing_taken_for_whole(folder: Path) -> No
     made = preparation.make(said.append)
     whole = {path.name: path.read_bytes() for path in made.prefix.parent.iterdir()}
     assert not list(Path("cache").glob(".*"))
-    assert said[0] == "going on from what an earlier start had finished"
+    assert said[0] == "continuing from the finished parts of an earlier start"
     assert said[1].endswith("parts kept from an earlier start")
     shutil.rmtree(made.prefix.parent)
     preparation.make(lambda _: None)
@@ -360,10 +360,10 @@ def test_what_was_converted_rejected_and_passed_over_is_said(folder: Path) -> No
     (folder / "text" / "d.txt").write_text(prose(4), encoding="utf-16")
     (folder / "text" / "e.txt").write_bytes("schön".encode("cp1252"))
     (folder / "text" / "f.png").touch()
-    assert str(plan()).endswith("; passed over: 1 .png")
+    assert str(plan()).endswith("; skipped: 1 .png")
     for _ in range(2):
         assert (
-            "; passed over: 1 .png; converted: 1 from utf-16-le (text/d.txt); 1 file rejected, the first: text/e.txt: "
+            "; skipped: 1 .png; converted: 1 from utf-16-le (text/d.txt); 1 file rejected, the first: text/e.txt: "
             "not UTF-8 (byte 0xf6 in line 1; where it is Western European text, data.encoding=cp1252 or latin-1 reads "
         ) in str(make())
     said = str(make(encoding="cp1252"))

@@ -206,7 +206,7 @@ def test_a_killed_task_is_made_up_for(corpus: Path, tmp_path: Path) -> None:
 def test_a_damaged_part_is_made_again(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a finished part that the disk lost, which would end every later task, too; and those of the same stretch
     that are made again with it."""
-    monkeypatch.setattr(distributed, "_MOST_STRETCHES", 1)
+    monkeypatch.setattr(distributed, "_MOST_SECTIONS", 1)
     count: list[int] = []
     config = config_of(corpus, tmp_path / "out", input=[str(corpus / "text" / "a.jsonl")], workers=1, distributed=True)
     join = Tokenizing.join
@@ -270,7 +270,7 @@ def test_a_dataset_of_changed_text_is_not_made_already(corpus: Path, tmp_path: P
     config = config_of(corpus, tmp_path / "out", input=[str(text)], workers=1, distributed=True)
     assert isinstance(preprocess_together(config), PreprocessReport)
     again = preprocess_together(config)
-    assert isinstance(again, TaskReport) and "made already" in str(again)
+    assert isinstance(again, TaskReport) and "already made from this input" in str(again)
     text.write_text('{"text": "over the lazy fox"}\n')
     with pytest.raises(ConfigError, match="exists; choose another output"):
         preprocess_together(config)

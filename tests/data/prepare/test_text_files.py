@@ -76,7 +76,7 @@ def test_what_is_passed_over_is_counted_and_said(project: Path) -> None:
         "runs": 1, "data-cache": 1, "node_modules": 1, ".git": 1, "run directories": 1, "caches": 1,
         "virtual environments": 1,
     }  # fmt: skip
-    assert passed.passed_over.startswith("passed over: 2 .png, ") or "2 hidden" in passed.passed_over
+    assert passed.passed_over.startswith("skipped: 2 .png, ") or "2 hidden" in passed.passed_over
     assert "folders " in passed.passed_over and passed.passed_over.endswith(" and 1 more")
     assert found(project, "b.txt").passed_over == ""
     assert found(project, "out/b.csv", "out").extensions == {".png": 1, "without extension": 1, "hidden": 1}
@@ -112,7 +112,7 @@ def test_home_is_expanded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
         ("*.png", r"picture.png: is not text"),
         ("report.pdf", "report.pdf: is a document of another program: save it as plain text"),
         ("g.parquet.gz", "g.parquet.gz: parquet is compressed in itself"),
-        ("empty", r"empty has no text \(passed over: 1 .json\): .* its extension is in data.extensions"),
+        ("empty", r"empty has no text \(skipped: 1 .json\): .* its extension is in data.extensions"),
         ("runs/first", "first: is the directory of a run, which holds no text"),
         ("dead.txt", "dead.txt: matches no file"),
     ],

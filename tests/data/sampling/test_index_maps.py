@@ -261,7 +261,7 @@ def test_no_compiler_costs_time_only(monkeypatch: pytest.MonkeyPatch, caplog: py
     np.testing.assert_array_equal(
         np.concatenate([piece.items for piece in pieces]), permutation(np.random.PCG64(1), 500)
     )
-    assert "sorting index maps by NumPy" in caplog.text and "no compiler CXX = no-such-compiler" in caplog.text
+    assert "sorting index maps with NumPy" in caplog.text and "no compiler CXX = no-such-compiler" in caplog.text
 
 
 @pytest.fixture

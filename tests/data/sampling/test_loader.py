@@ -298,7 +298,7 @@ def test_a_token_outside_the_vocabulary_reaches_the_consumer(make_dataset: MakeD
 def test_an_exception_of_any_type_is_passed_on(samples: TrainSamples) -> None:
     """Catches a consumer that waits for ever for a thread that died of a config error."""
     loader = TrainLoader(samples, BatchSizeSchedule(10), 4, 0, 1, VOCAB_SIZE)
-    with pytest.raises(ConfigError, match="no multiple"):
+    with pytest.raises(ConfigError, match="not a multiple"):
         next(loader)
 
 

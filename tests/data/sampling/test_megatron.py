@@ -244,7 +244,7 @@ def test_no_compiler_costs_time_only(
         found = MegatronOrder(WEIGHTS, 999, cache).place(np.arange(999))
     data_function.cache_clear()
     assert [part.tolist() for part in found] == [part.tolist() for part in expected]
-    assert "dealing in Python" in caplog.text and "no compiler CXX = no-such-compiler" in caplog.text
+    assert "blending in Python" in caplog.text and "no compiler CXX = no-such-compiler" in caplog.text
 
 
 def test_dealing_takes_the_memory_of_a_block(compiled: Deal, tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ def test_long_documents_are_trained_to_their_end(tmp_path: Path) -> None:
 def test_pairs_that_would_read_each_other_are_refused(one: str) -> None:
     """Catches a packed run whose pairs are context, or an offset, to the pairs after them."""
     config = DataConfig(train=[DatasetConfig("pairs")], packing=PackingMode.best_fit, **{one: True})
-    with pytest.raises(ConfigError, match="pairs that share a sample would read each other; set both to true"):
+    with pytest.raises(ConfigError, match="pairs that share a sample would attend to each other; set both to true"):
         config.check()
 
 

@@ -26,7 +26,7 @@ def test_formula() -> None:
 
 def test_a_batch_that_does_not_divide_is_refused() -> None:
     """Catches samples dropped without a word."""
-    with pytest.raises(ConfigError, match=r"12 samples is no multiple .* 2 \* 4 = 8"):
+    with pytest.raises(ConfigError, match=r"12 samples is not a multiple .* 2 \* 4 = 8"):
         micro_batch_ids(0, 12, 2, 0, 4)
 
 

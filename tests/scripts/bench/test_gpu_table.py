@@ -40,7 +40,7 @@ def test_everything_recorded_is_shown(lines: list[Line]) -> None:
         for key in ("kernel", "kind"):
             assert str(line.get(key, "")) in shown
     assert "yes" in row(shown, "1.3b Hugging Face") and "equal" in row(shown, "resume, ops.impl=fused")
-    assert "figures mean nothing" in shown and "NOT RUN" not in shown and "FAILED" not in shown
+    assert "figures are meaningless" in shown and "NOT RUN" not in shown and "FAILED" not in shown
     assert "1.01" in row(shown, "ALiBi softmax") and row(shown, "RMSNorm").count(" + ") == 3, "compiled is joined"
 
 

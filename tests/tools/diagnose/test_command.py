@@ -245,10 +245,10 @@ def test_past_incidents(tmp_path: Path) -> None:
     assert [one["cause"] for one in stored] == ["process_killed_unknown", "cuda_oom"]
     again = write(tmp_path / "b.log", strange.replace("0x7f1234", "0x9abc").replace("unit 3", "unit 12"))
     found = report(again, incidents=incidents(site))
-    assert found.recollections[0].incident.note == "the water pump of rack 3"
-    assert found.recollections[0].likeness > 0.9 and found.diagnosis.confidence == 0.4
+    assert found.similar_incidents[0].incident.note == "the water pump of rack 3"
+    assert found.similar_incidents[0].likeness > 0.9 and found.diagnosis.confidence == 0.4
     assert "the water pump" in found.diagnosis.advice
-    assert report(write(tmp_path / "d.log", "KeyError: 'new'\n"), incidents=incidents(site)).recollections == ()
+    assert report(write(tmp_path / "d.log", "KeyError: 'new'\n"), incidents=incidents(site)).similar_incidents == ()
     assert len(site.read_text().splitlines()) == 2, "looking up stores nothing"
 
 
@@ -258,15 +258,15 @@ def test_signatures_come_before_the_past(tmp_path: Path) -> None:
     report(log, incidents=incidents(site, store=True))
     site.write_text(site.read_text().replace("cuda_oom", "nvlink_error"))
     found = report(log, incidents=incidents(site))
-    assert found.recollections[0].incident.cause == "nvlink_error" and found.diagnosis.cause == Cause.cuda_oom
+    assert found.similar_incidents[0].incident.cause == "nvlink_error" and found.diagnosis.cause == Cause.cuda_oom
 
 
 def test_incidents_that_are_damaged(tmp_path: Path) -> None:
     """Catches one bad line that loses all others, and a file that cannot be written passed over in silence."""
     site = write(tmp_path / "site.jsonl", '{"cause": 3}\nnothing\n{"run": "x", "templates": 7}\n')
     log = write(tmp_path / "a.log", OOM)
-    assert report(log, incidents=incidents(site, store=True)).recollections == ()
-    assert report(log, incidents=incidents(site)).recollections[0].likeness == pytest.approx(1)
+    assert report(log, incidents=incidents(site, store=True)).similar_incidents == ()
+    assert report(log, incidents=incidents(site)).similar_incidents[0].likeness == pytest.approx(1)
     with pytest.raises(DataError, match="cannot be written"):
         report(log, incidents=incidents(log / "site.jsonl", store=True))
 

@@ -363,7 +363,7 @@ REFUSED: list[tuple[dict[str, Any], type[MegadsError], str]] = [
     ({"checkpoints": []}, ConfigError, r"checkpoints = \[\]: want all"),
     ({"checkpoints": [7]}, CheckpointError, "has no step 7; it has 1, 2, 3"),
     ({"workers": 0}, ConfigError, "workers = 0"),
-    ({"workers": 1, "device": "cuda:1"}, ConfigError, "each takes its own"),
+    ({"workers": 1, "device": "cuda:1"}, ConfigError, "each worker takes its own GPU"),
     ({"workers": 1, "device": "cuda"}, ConfigError, "device = cuda, but no GPU is visible"),
     ({"workers": 1, "staging_folder": "nowhere"}, ConfigError, "staging_folder = nowhere: no folder"),
     ({"checkpoints": "all", "tasks": []}, ConfigError, "a coordinator evaluates tasks only"),
@@ -395,7 +395,7 @@ def test_refusals_and_the_dry_run(
     changes = {"checkpoints": "last:2", "workers": 2, "dry_run": True, "priority": {"choose": 3}}
     assert evaluate(EvaluateConfig(**(given | changes))) == EXIT_OK
     out = capsys.readouterr().out
-    assert "step_00000003" in out and "step_00000001" not in out and "one job a task would take" in out
+    assert "step_00000003" in out and "step_00000001" not in out and "one job per task would take" in out
     assert out.index("choose") < out.index("read")
     assert [path.name for path in (folder / "run" / "evaluation").iterdir()] == ["times.jsonl"]
 

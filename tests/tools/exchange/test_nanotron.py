@@ -159,7 +159,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
         ("a parameter more", CheckpointError, "bias is left over"),
         ("truncated", CheckpointError, "cannot be read"),
         ("the other's slices", CheckpointError, "is not stored exactly once"),
-        ("slices in words", CheckpointError, "says wrongly which part"),
+        ("slices in words", CheckpointError, "has wrong slices"),
         ("another shape", CheckpointError, "different shapes|says wrongly"),
         ("no data", CheckpointError, "cannot be read"),
         ("no config", ConfigError, r"model_config.json cannot be read"),

@@ -145,7 +145,7 @@ def test_a_run_without_moments(tmp_path: Path, tokenizer: Path) -> None:
         ("truncated", r"fp32.pt cannot be read"),
         ("no tensor", "fp32.pt: holds no tensor param"),
         ("other steps", r"say different numbers of steps \(\[5, 6\]\)"),
-        ("no steps", "have no step.pt, .* optimizer=false takes the weights alone"),
+        ("no steps", "have no step.pt, .* optimizer=false imports only the weights"),
         ("steps in words", "step.pt: holds no number of steps"),
     ],
 )
@@ -175,5 +175,5 @@ def test_nothing_says_what_it_is(tmp_path: Path, tokenizer: Path) -> None:
     """Catches a guess at the model where config.json is not there."""
     folder = exported(write_run(tmp_path / "run", tokenizer), tmp_path / "out")
     (folder / "global_step7" / "config.json").unlink()
-    with pytest.raises(ConfigError, match=r"put its config.json there"):
+    with pytest.raises(ConfigError, match=r"model's config.json is missing: put it there"):
         import_folder(ImportConfig(str(folder), str(tmp_path / "in")))

@@ -96,10 +96,10 @@ def test_deepspeeds_converter_agrees(tmp_path: Path) -> None:
     ("damage", "told"),
     [
         ("no data rank", "of data parallel rank 2 of 12, model parallel rank 1, is missing"),
-        ("no last data rank", "is one of 12 of data parallelism, of which 11 are there"),
+        ("no last data rank", "says a data-parallel size of 12, but there are 11 files"),
         ("no model rank", "the optimizer's state of model parallel rank 1 is missing"),
-        ("no mapping", "does not say where parameters lie in it"),
-        ("a mapping beyond", "lies outside of its slice"),
+        ("no mapping", "lacks the positions of parameters"),
+        ("a mapping beyond", "exceeds its partition"),
         ("other steps", r"say different numbers of steps: \[8, 9\]"),
         ("fewer elements", "elements, by param_shapes its shape is"),
         ("no shapes", "holds no param_shapes"),

@@ -369,7 +369,7 @@ def test_what_is_there_stays(tmp_path: Path, tokenizer: Path) -> None:
     assert len((folder / "model.safetensors").read_bytes()) < len(before)
     other = tmp_path / "mine"
     other.mkdir()
-    with pytest.raises(ConfigError, match=r"is none of megads export"):
+    with pytest.raises(ConfigError, match=r"was not created by megads export"):
         export.export_checkpoint(dataclasses.replace(config, output=str(other), overwrite=True))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged", "exported", "mine", "run"]
 
@@ -384,10 +384,10 @@ def test_overwrite_replaces_its_own_kind_only(tmp_path: Path, tokenizer: Path) -
     load.import_folder(ImportConfig(str(folder), imported, overwrite=True))
     (tmp_path / "imported" / "events.jsonl").write_text("the events of a run that was trained here")
     for output in (run_dir, theirs, folder, Path(imported)):
-        with pytest.raises(ConfigError, match="is none of megads import"):
+        with pytest.raises(ConfigError, match="was not created by megads import"):
             load.import_folder(ImportConfig(str(folder), str(output), overwrite=True))
     for output in (run_dir, theirs, Path(imported)):
-        with pytest.raises(ConfigError, match="is none of megads export"):
+        with pytest.raises(ConfigError, match="was not created by megads export"):
             export.export_checkpoint(ExportConfig(str(run_dir), str(output), overwrite=True))
     assert open_checkpoint(run_dir) and (theirs / "model.safetensors").is_file()
 
@@ -418,7 +418,7 @@ class _Runs:
         ("a larger tokenizer", DataError, "has 300 tokens, by config.json the model has 299"),
         ("no such end", DataError, "eos_token_id = 100000"),
         ("a pickle that runs", CheckpointError, "nothing was run"),
-        ("an index elsewhere", CheckpointError, "is no file of this folder"),
+        ("an index elsewhere", CheckpointError, "is not a file of this folder"),
         ("an index of nothing", CheckpointError, "has no weight_map"),
     ],
 )

@@ -68,7 +68,7 @@ def test_the_share_of_a_rank() -> None:
     """Catches places of another rank, and coordinates that are not those of the rank."""
     share = RankShare(1, GridCoordinate(dp=1), (range(1), range(3, 4)))
     line = as_text(explanation(share=share), 100, tokens=False).splitlines()[2]
-    assert line == "rank 1 (tp=0 cp=0 pp=0 dp=1): 4 samples, of each the places 0-0, 3-3"
+    assert line == "rank 1 (tp=0 cp=0 pp=0 dp=1): 4 samples, positions 0-0, 3-3 of each"
 
 
 def test_a_row_for_each_document() -> None:
@@ -83,7 +83,7 @@ def test_a_row_for_each_document() -> None:
     decoder = SimpleNamespace(decode=lambda ids, skip_special_tokens: "x\n\x1b" if 5 in ids else "")
     text = as_text(explanation(tokenizers={"data/a": decoder}, num_samples=1), 3, tokens=True)
     assert "x\\n\\x1b" in text and "x\\n\\x1b ..." not in text and "\x1b" not in text
-    tokens = [line.split() for line in text.partition("in it")[2].splitlines() if line.strip()[:1].isdigit()]
+    tokens = [line.split() for line in text.partition("offset")[2].splitlines() if line.strip()[:1].isdigit()]
     assert tokens == [
         ["0", "7", "10", "5", "-", "x\\n\\x1b"],
         ["1", "7", "11", "6", "2.0000"],

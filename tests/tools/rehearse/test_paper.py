@@ -62,16 +62,16 @@ def test_folders_of_the_output_that_are_not_there(tmp_path: Path, options: tuple
     else:
         found = check_output(request(tmp_path, *options), tmp_path)
     assert found.status is Status.problem and found.check == "output folder"
-    assert f"{tmp_path / missing} of --output=" in found.found and found.found.endswith("is not there")
+    assert f"{tmp_path / missing} of --output=" in found.found and found.found.endswith("does not exist")
     assert f"mkdir -p {tmp_path / missing}" in found.remedy
 
 
 @pytest.mark.parametrize(
     ("options", "status", "said"),
     [
-        ((), Status.problem, "asks for none"),
+        ((), Status.problem, "not requested"),
         (("--signal=B:USR1@300",), Status.ok, "USR1, 300 s before the end, to the script"),
-        (("--signal=USR2@60",), Status.ok, "USR2, 60 s before the end, to what srun started"),
+        (("--signal=USR2@60",), Status.ok, "USR2, 60 s before the end, to the steps that srun started"),
     ],
 )
 def test_the_signal_before_the_end(tmp_path: Path, options: tuple[str, ...], status: Status, said: str) -> None:
@@ -113,7 +113,7 @@ def test_what_may_be_otherwise_on_the_cluster() -> None:
     ]
     moved = of_this_machine(findings)
     assert [finding.status for finding in moved] == [Status.note, Status.problem, Status.note, Status.ok]
-    assert moved[0].cost == "unless this is otherwise on the cluster, the run stops" and moved[1:] == findings[1:]
+    assert moved[0].cost == "unless the cluster differs, the run stops" and moved[1:] == findings[1:]
 
 
 def test_a_folder_that_nobody_can_write_to(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_a_run_is_found_by_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ConfigError, match=r"run = mine-0: there is no such .* runs here: runs/mine-01234567"):
         find_run("mine-0")
     shutil.rmtree("runs")
-    with pytest.raises(ConfigError, match="as megads train names it"):
+    with pytest.raises(ConfigError, match="megads train prints the id"):
         find_run("mine-0")
 
 
@@ -156,7 +156,7 @@ def test_where_the_time_went(tmp_path: Path) -> None:
         '<td>lost work</td><td class="number">0.5</td><td class="number">5.00%</td>',
         '<td>stopped</td><td class="number">0.0</td>',
         '<td>wall time</td><td class="number">10.0</td><td class="number">100.00%</td>',
-        "noticed in 0.5 s, not trained since, on average",
+        "detected in 0.5 s, not recovered since, on average",
     ):
         assert row in page, row
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0, "step_time_s": 1.0}\n')

@@ -98,8 +98,8 @@ def test_bad_lines_are_counted_and_named() -> None:
     found = {defect: (item.count, item.line) for defect, item in jobs.bad.items()}
     assert found == {
         "not 11 fields": (2, 3),
-        "ElapsedRaw is no number of seconds": (2, 4),
-        "Start is no time": (1, 5),
+        "ElapsedRaw is not a number of seconds": (2, 4),
+        "Start is not a time": (1, 5),
         "Submit is not known": (1, 10),
     }
     assert jobs.bad["not 11 fields"].text == "no|job"
@@ -143,7 +143,7 @@ def test_dumps_without_an_answer(
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches exit 1 for a missing file, a run beside a site, keys of a site without one, and a damaged archive."""
     assert run(["report", f"site={tmp_path}/none.txt"]) == 2
-    assert "there is no such file, and it is no sacct command" in capsys.readouterr().err
+    assert "there is no such file, and it is not a sacct command" in capsys.readouterr().err
     assert run(["report", f"site={tmp_path}/a,b[1-2] {{c}}.txt"]) == 2
     assert f"{tmp_path}/a,b[1-2] {{c}}.txt: there is no such file" in capsys.readouterr().err, "taken as it stands"
     assert run(["report", f"site={tmp_path}/none.txt", "run=a"]) == 2
@@ -165,7 +165,7 @@ def test_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"report:  {tmp_path}/out/report.html\npicture: {tmp_path}/out/report/busy.png\n"
     page = (tmp_path / "out" / "report.html").read_text()
     assert len(list((tmp_path / "out" / "report").glob("*.png"))) == 7
-    for part in ("utilization", "By GPUs of a job", "a node was lost (NODE_FAIL)", "FAILED, SIGKILL", "not 11 fields"):
+    for part in ("utilization", "By GPUs per job", "a node was lost (NODE_FAIL)", "FAILED, SIGKILL", "not 11 fields"):
         assert part in page, part
     assert "<script" not in page and "&lt;script&gt;" in page
     assert not re.findall(r'(?:src|href)="(?!data:|#)', page)

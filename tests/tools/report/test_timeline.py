@@ -165,7 +165,7 @@ def test_report_has_the_picture_and_the_trace(tmp_path: Path) -> None:
     assert "step_timeline.png" in [path.name for path in written.pictures]
     page = written.page.read_text()
     assert_self_contained(page)
-    assert "measured, step 6" in page and "weight part" in page
+    assert "measured, step 6" in page and "weight gradient" in page
     # The clock's costs are equal on all four stages, and the start says that they hold 1, 2, 2 and 1 blocks.
     assert "[1.00,1,1.00]: embedding, a block, head, measured" in page
     assert written.trace == tmp_path / "report" / "timeline.trace.json"

@@ -56,10 +56,10 @@ def test_random_points_are_different_and_end_with_the_space() -> None:
 @pytest.mark.parametrize(
     ("config", "space", "expected"),
     [
-        (SweepConfig(), SPACE, "lr is an interval, of which a grid has no end"),
+        (SweepConfig(), SPACE, "lr is an interval, which a grid cannot enumerate"),
         (SweepConfig(search=SearchName.random, trials=2), {}, "no key has several values"),
         (SweepConfig(search=SearchName.random, trials=2), {"x": Interval(0, 1, log=True)}, "not positive"),
-        (SweepConfig(search=SearchName.random, trials=2), {"x": Interval(2, 1)}, "upside down"),
+        (SweepConfig(search=SearchName.random, trials=2), {"x": Interval(2, 1)}, "is reversed"),
     ],
 )
 def test_a_space_that_cannot_be_searched(config: SweepConfig, space: Space, expected: str) -> None:

@@ -134,7 +134,7 @@ def test_the_winners_config_is_no_program(tmp_path: Path, text: str) -> None:
     reader's environment in its own config."""
     points = write_sweep(tmp_path)
     (tmp_path / "run-3" / "config.yaml").write_text(text, errors="surrogateescape")
-    with pytest.raises(ConfigError, match=r"run-3/config.yaml: .*no start of megads has written this"):
+    with pytest.raises(ConfigError, match=r"run-3/config.yaml: .*megads did not write this file"):
         write_results(tmp_path, make_record("tiny", FIXED, SPACE, SweepConfig()), points)
     assert not (tmp_path / "experiment" / "best.yaml").exists() and (tmp_path / "best.sh").exists()
 
