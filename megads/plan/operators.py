@@ -26,7 +26,7 @@ from megads.plan.measured_rates import between, product_seconds
 
 FP32 = 4
 Parts = Mapping[str, float]
-"""Seconds by component: matmul, attention, elementwise, host, recompute, gradient sums, tp, cp."""
+"""Seconds by component: matmul, attention, elementwise, host, recompute, main_grad, tp, cp."""
 
 _TILES = ((256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.75))
 """Rows and columns of cuBLAS' tiles, and their rates relative to the largest (NVIDIA's guide, figure 2: less reuse)."""
