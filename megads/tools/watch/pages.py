@@ -96,7 +96,7 @@ def _last_step(history: RunHistory) -> str:
 
 def _footer(histories: Sequence[RunHistory]) -> str:
     unreadable = sum(history.unreadable_lines for history in histories)
-    skipped = f" {unreadable:,} unreadable lines were passed over." if unreadable else ""
+    skipped = f" {unreadable:,} unreadable lines were skipped." if unreadable else ""
     return f"<footer>megads {__version__}, from the runs' files.{skipped}</footer>"
 
 

@@ -94,7 +94,7 @@ def test_a_real_run_beside_its_plan(megads: StartCommand) -> None:
     assert said is not None, reported.out
     page = (run / "report.html").read_text()
     assert html.escape(said[1]) in page and (run / "report" / "planned_step.png").is_file()
-    rows = re.findall(r"<tr><td>([a-z ]+)</td>" + r'<td class="number">([\d.]*)</td>' * 3 + "<td>", page)
+    rows = re.findall(r"<tr><td>([a-z0-9 ]+)</td>" + r'<td class="number">([\d.]*)</td>' * 3 + "<td>", page)
     by_name = {name: (float(planned), float(measured)) for name, planned, measured, _ in rows}
     assert set(by_name) == {*PHASES, "step"}
     for side in (0, 1):
