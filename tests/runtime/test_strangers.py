@@ -169,7 +169,7 @@ def test_an_impostor_is_not_admitted(start: StartLauncher) -> None:
     launched.wait_for(look)
     impostor = join(client.port, prefixes.pop(), 20)
     code, _, err = launched.end()
-    assert code == 9 and "rank 1 of 2 joined with another secret than this start's: nothing of the run" in err
+    assert code == 9 and "rank 1 of 2 joined with another secret than this start's: no data of the run" in err
     assert "Traceback" not in err
     out = impostor.communicate(timeout=40)[0]
     assert out.split() == ["met", "UnhealthyNode"], "it met rank 0, which told it nothing"
