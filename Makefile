@@ -50,7 +50,7 @@ mutation: setup ## mutation testing: apply 200 mutations to megads/, one at a ti
 	$(PYTHON_BIN)/python -m pip install --quiet --constraint constraints.txt cosmic-ray
 	$(PYTHON_BIN)/python -m scripts.mutation_sample --count $(or $(COUNT),200) --seed $(or $(SEED),1)
 
-check: setup ## check lint, format, types, spelling, YAML and import order
+check: setup ## check lint, format, types, spelling, YAML and which packages import which
 	$(PYTHON_BIN)/ruff check .
 	$(PYTHON_BIN)/ruff format --check .
 	$(PYTHON_BIN)/mypy

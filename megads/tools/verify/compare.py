@@ -23,7 +23,6 @@ from megads.launch.launcher import LaunchSpec, launch
 from megads.model.gpt import GPT, token_losses
 from megads.model.stage_names import TIED_PARAMETER
 from megads.monitor.console import Console
-from megads.monitor.console import Console as RunConsole
 from megads.ops.config import Implementation
 from megads.optim.config import OptimizerName
 from megads.optim.groups import parameter_groups
@@ -317,7 +316,7 @@ def _compare(
     )
     job = Job(scaled.parallel, tuple(scenarios), corpus, config.verify.timeout_s, defect, tuple(config.plugins))
     # Only warnings: the usual lines of a training run have no meaning here.
-    with RunConsole(folder, sys.stderr if config.json else sys.stdout, level="warning") as said:
+    with Console(folder, sys.stderr if config.json else sys.stdout, level="warning") as said:
         code, runs = _timed(
             console, f"layout: {scaled.parallel.world_size} ranks, {trained}", lambda: _run_layout(folder, job, said)
         )
