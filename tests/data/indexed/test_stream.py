@@ -177,6 +177,14 @@ def test_a_cache_smaller_than_the_data(local: IndexedDataset, s3: S3Server, tmp_
 
 
 @pytest.mark.slow
+def await_requests(tokens: StreamedTokens) -> None:
+    """Returns when no block is being fetched."""
+    deadline = time.monotonic() + 30
+    while tokens._in_flight:
+        assert time.monotonic() < deadline, "blocks are still being fetched"
+        time.sleep(0.005)
+
+
 def test_the_look_ahead_keeps_to_its_share_of_the_cache(local: IndexedDataset, s3: S3Server, tmp_path: Path) -> None:
     """Catches a window that evicts its own blocks: of a small cache, each block that comes is read before it goes."""
     url, config = stored(local, s3, "share"), streaming(tmp_path, cache_gib=64 * BLOCK / 2**30)
@@ -185,11 +193,13 @@ def test_the_look_ahead_keeps_to_its_share_of_the_cache(local: IndexedDataset, s
     with TrainLoader(samples, BatchSizeSchedule(4), 2, 0, 1, 1000, look_ahead=LookAhead(1000, 32 * BLOCK)) as loader:
         next(loader)
         time.sleep(0.5)
+        await_requests(streamed(remote))
         before = streamed(remote).root.counters()
         assert before.evicted_bytes == 0 and before.used_bytes <= 40 * BLOCK
         for _ in range(60):
             next(loader)
             time.sleep(0.02)
+            await_requests(streamed(remote))  # a slow machine must not look like an evicted block
         counted = streamed(remote).root.counters().since(before)
     assert counted.waits == 0 and counted.evicted_bytes > 0
 
