@@ -32,7 +32,9 @@ def test_a_stale_page_is_told_with_the_command(tmp_path: Path) -> None:
         shutil.copy(REPOSITORY / name, tmp_path / name)
     assert check(tmp_path).returncode == 0
     page = tmp_path / "docs" / "configuration.md"
-    page.write_text(page.read_text().replace("Transformer blocks.", "Layers."))
+    lines = page.read_text().splitlines(keepends=True)
+    rows = [number for number, line in enumerate(lines) if line.startswith("| `")]
+    page.write_text("".join(lines[: rows[0]] + lines[rows[0] + 1 :]))  # without the row of one key
     result = check(tmp_path)
     assert result.returncode == 1
     assert "run `make docs`" in result.stderr
