@@ -331,32 +331,46 @@ class StepModel:
         """Seconds from the end of the last pass on any rank to the end of the last gradient reduction."""
         parallel, device, group = self.parallel, self.device, self._data_group()
         if group.size == 1:
-            return 0.0
-        whole, latest, layers = timeline.step_time, 0.0, len(self.contents[0].blocks) + 1
-        reduce = reduce_scatter if parallel.zero_stage else all_reduce
+            return self._tied_reduction(group)
+        if parallel.zero_stage in GRADIENT_STAGES:
+            return self._zero_reduction(group)
+        latest = 0.0
         for rank, row in enumerate(timeline.spans):
             elements = self._rank_elements(rank)
-            seconds = reduce(device, group, elements * self.execution.gradient_bytes, self.execution.gradient_bytes)
-            if parallel.zero_stage in GRADIENT_STAGES:
-                # DeepSpeed's ZeRO reduces gradients after every micro-batch.
-                backward = total(self.stages[0][1]) + total(self.stages[0][2])
-                waits = (
-                    overlapped_seconds(device, seconds, backward) + seconds / layers
-                    if self.execution.overlap_zero
-                    else seconds
-                )
-                return (waits + self._zero_overhead(elements)) * self.shape.micro_batches
+            seconds = self._reduction_seconds(elements, group)
             buckets = max(1, ceil(elements / parallel.bucket_elements))
             hidden = (
                 (row[-1].end - _last_backward(row)) * (1 - 1 / buckets) if self.execution.overlap_grad_reduce else 0.0
             )
             waits = overlapped_seconds(device, seconds, hidden) if hidden else seconds
             latest = max(latest, row[-1].end + max(waits, seconds / buckets))
-        tied = 0.0
-        if self.model.tie_embeddings and parallel.pp > 1:
-            rows = self.model.vocabulary * self.model.hidden_size / parallel.tp / group.size
-            tied = sum(p2p(device, 2 * FP32 * rows, between_nodes=True))
-        return max(0.0, latest - whole) + tied
+        return max(0.0, latest - timeline.step_time) + self._tied_reduction(group)
+
+    def _reduction_seconds(self, elements: float, group: CommunicationGroup) -> float:
+        reduce = reduce_scatter if self.parallel.zero_stage else all_reduce
+        width = self.execution.gradient_bytes
+        return reduce(self.device, group, elements * width, width)
+
+    def _zero_reduction(self, group: CommunicationGroup) -> float:
+        """Exposed seconds of the reductions of ZeRO-2 and ZeRO-3, which DeepSpeed starts after every micro-batch.
+
+        These stages have no pipeline, so all ranks have the same elements.
+        """
+        elements, layers = self._rank_elements(0), len(self.contents[0].blocks) + 1
+        waits = self._reduction_seconds(elements, group)
+        if self.execution.overlap_zero:
+            backward = total(self.stages[0][1]) + total(self.stages[0][2])
+            waits = overlapped_seconds(self.device, waits, backward) + waits / layers
+        return (waits + self._zero_overhead(elements)) * self.shape.micro_batches
+
+    def _tied_reduction(self, data_group: CommunicationGroup) -> float:
+        """Seconds of the all-reduce of a tied embedding's gradient between the first and the last pipeline stage."""
+        parallel, device = self.parallel, self.device
+        if not self.model.tie_embeddings or len(set(parallel.placement.ends)) == 1:
+            return 0.0
+        elements = self.model.vocabulary * self.model.hidden_size / parallel.tp / data_group.size
+        pipeline = group_of(parallel, ("pp",), device.ranks_per_node, self.network)
+        return sum(p2p(device, 2 * FP32 * elements, between_nodes=crosses_nodes(pipeline), width=FP32))
 
     def _zero_overhead(self, elements: float) -> float:
         """Measured overhead of ZeRO-2 and ZeRO-3 per micro-batch, communication excluded, in seconds."""

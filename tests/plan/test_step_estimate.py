@@ -184,6 +184,25 @@ def test_optimizer_saves_and_new_weights_are_counted() -> None:
     assert sum(held) == parameters and held[1] % (12 * 4096**2) == 0
 
 
+def test_tied_embeddings_are_reduced_between_the_end_stages() -> None:
+    """Catches a tied gradient that costs nothing without data parallelism or something in a V shape, and one that
+    takes the network although both stages are in one node."""
+    tied = replace(GPT, tie_embeddings=True)
+
+    def reduction(parallel: ParallelConfig) -> float:
+        def part(model: ModelConfig) -> float:
+            return estimate_step(model, parallel, SHAPE, A100).parts.get("grad_reduce", 0.0)
+
+        return part(tied) - part(GPT)
+
+    inside, across = ParallelConfig(tp=2, pp=4), ParallelConfig(tp=8, pp=4)
+    gradient_bytes = 2 * 4 * GPT.vocabulary * GPT.hidden_size
+    assert 0 < reduction(inside) < gradient_bytes / 2 / A100.nic_bytes_per_s
+    assert reduction(across) > gradient_bytes / 8 / A100.nic_bytes_per_s
+    assert reduction(ParallelConfig(tp=2, pp=4, schedule=ScheduleName.zb_v)) == 0
+    assert reduction(ParallelConfig(tp=2)) == 0
+
+
 def test_figures_follow_from_the_time() -> None:
     """Catches another FLOP convention: model FLOPs, causal attention in full, nothing recomputed."""
     parallel = ParallelConfig(tp=2, dp=4, recompute=Recompute.full)
