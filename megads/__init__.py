@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from megads.errors import ConfigError as ConfigError
     from megads.model.attention import Attention as Attention
     from megads.model.config import ModelConfig as ModelConfig
-    from megads.model.dropout import Dropout as Dropout
-    from megads.model.norm import Norm as Norm
+    from megads.model.layers import Dropout as Dropout
+    from megads.model.layers import Norm as Norm
     from megads.monitor.hooks import HookContext as HookContext
     from megads.monitor.trackers import RunDescription as RunDescription
     from megads.monitor.trackers import Tracker as Tracker
@@ -45,8 +45,7 @@ _HOMES = {
     "megads.errors": ("ConfigError",),
     "megads.model.attention": ("Attention",),
     "megads.model.config": ("ModelConfig",),
-    "megads.model.dropout": ("Dropout",),
-    "megads.model.norm": ("Norm",),
+    "megads.model.layers": ("Dropout", "Norm"),
     "megads.monitor.hooks": ("HookContext",),
     "megads.monitor.trackers": (
         "RunDescription",

@@ -515,7 +515,7 @@ def planned_steps(config: RootConfig) -> int:
     """Returns the length of training in whole steps, whichever unit it is given in.
 
     Raises:
-        ValueError: the length depends on data that is not resolved yet, see `megads.launch.run_length`.
+        ValueError: the length depends on data that is not resolved yet, see `megads.launch.preflight`.
     """
     train = config.train
     if not train.length_is_known:
@@ -565,8 +565,8 @@ def open_run_data(
         at_sample: samples consumed so far; selects the training stage whose data is opened.
     """
     from megads.data.sampling.datasets import open_datasets
-    from megads.data.sampling.lengths import SampleLengths
     from megads.data.sampling.sampler import skips_of
+    from megads.data.sampling.samples import SampleLengths
 
     train, schedule, spans = config.train, batch_size_schedule(config), run_spans(config)
     # 0 if the length is unknown yet, so that no dataset counts as too small.

@@ -237,7 +237,7 @@ def test_hydra_is_imported_by_the_command_line_only() -> None:
 def test_richs_console_is_used_in_one_place_only() -> None:
     """Catches a table whose cells reach the terminal raw: terminal_text lets rich write past it."""
     users = [m.name for m in modules() for name, _ in imports(m) if name in ("rich.console.Console", "rich.print")]
-    assert users == ["runtime.visible_console"]
+    assert users == ["runtime.rich_console"]
 
 
 def test_the_model_knows_no_process_group() -> None:

@@ -25,7 +25,6 @@ import megads.engine.optimizer
 import megads.engine.stage_pipeline
 import megads.engine.train_engine
 import megads.engine.zero_engine
-import megads.engine.zero_optimizer
 import megads.model.attention
 import megads.model.gpt
 import megads.parallel.loss
@@ -37,8 +36,8 @@ from megads.engine.pipeline_engine import StageEngine
 from megads.engine.zero_engine import ZeroEngine
 from megads.model.attention import Attention, AttentionCore
 from megads.model.config import MLPKind, NormKind, NormPlacement, Position, QKNormWidth
-from megads.model.dropout import Dropout
 from megads.model.gpt import ParallelBlock
+from megads.model.layers import Dropout
 from megads.ops.config import Implementation, OpsConfig
 from megads.ops.dropout import DropoutMask
 from megads.ops.softmax import MaskedSoftmax
@@ -47,12 +46,11 @@ from megads.optim.groups import BucketLayout, Role
 from megads.optim.masters import MasterLine
 from megads.optim.muon import FusedMatrices, MuonRule, WholeMatrices
 from megads.optim.optimizers import FusedAdamW
-from megads.parallel import context, loss, norm, region_linear
-from megads.parallel.config import ParallelConfig, Recompute
+from megads.parallel import context, loss, region_linear, sharding
+from megads.parallel.config import ParallelConfig, Recompute, padded_rows
 from megads.parallel.grid import Axis, own_rows
 from megads.parallel.loss import TokenMeanLoss
 from megads.parallel.pipeline_actions import ActionKind
-from megads.parallel.rank_order import padded_rows
 from megads.parallel.region_linear import Region, reduce_from_tp_region
 from megads.parallel.schedule import ScheduleName
 from megads.parallel.sharding import PositionShardEmbedding, RowParallelLinear
@@ -562,21 +560,21 @@ def window_one_token_too_long() -> None:
 
 def norm_of_the_own_heads() -> None:
     """The queries of a rank's own heads are normed as if they were all."""
-    norm._sums_over_ranks = lambda parts, axis: torch.stack(list(parts)) * axis.size
+    sharding._sums_over_ranks = lambda parts, axis: torch.stack(list(parts)) * axis.size
 
 
 def gradient_of_the_norm_of_the_own_heads() -> None:
     """Forward the sum is that of all ranks, backward it is not."""
-    inner = norm._CutRMSNorms.backward
+    inner = sharding._CutRMSNorms.backward
 
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        sums, norm._sums_over_ranks = norm._sums_over_ranks, lambda parts, axis: torch.stack(list(parts))
+        sums, sharding._sums_over_ranks = sharding._sums_over_ranks, lambda parts, axis: torch.stack(list(parts))
         try:
             return inner(ctx, *grads)
         finally:
-            norm._sums_over_ranks = sums
+            sharding._sums_over_ranks = sums
 
-    norm._CutRMSNorms.backward = staticmethod(backward)
+    sharding._CutRMSNorms.backward = staticmethod(backward)
 
 
 def window_of_local_places() -> None:
@@ -671,7 +669,7 @@ def trust_ratio_of_a_part() -> None:
 
 def average_begins_at_zero() -> None:
     """A running average without the weights that it starts from, as one that is not corrected for its start."""
-    for module in (megads.engine.optimizer, megads.engine.zero_optimizer):
+    for module in (megads.engine.optimizer, megads.engine.zero_engine):
         inner, seen = module.update_average, set[int]()
 
         def update(average: Tensor, *args: Any, inner: Any = inner, seen: set[int] = seen) -> None:
@@ -684,7 +682,7 @@ def average_begins_at_zero() -> None:
 
 
 def average_with_its_share_for_its_decay() -> None:
-    for module in (megads.engine.optimizer, megads.engine.zero_optimizer):
+    for module in (megads.engine.optimizer, megads.engine.zero_engine):
         inner = module.update_average
         module.update_average = lambda a, m, decay, *rest, inner=inner: inner(a, m, 1.0 - decay, *rest)
 
@@ -742,7 +740,7 @@ def norm_of_the_own_stage() -> None:
     def norm(self: BucketAdamW) -> Tensor:
         return torch.stack([self.norm * 0, *(bucket.gradient.double().norm() for bucket in self.buckets)]).norm()
 
-    BucketAdamW.global_norm = norm
+    BucketAdamW.global_norm = sharding
 
 
 def mean_of_the_ranks_own_means() -> None:

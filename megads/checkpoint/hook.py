@@ -11,13 +11,12 @@ from pathlib import Path
 
 import torch
 
-from megads.checkpoint.config import CheckpointConfig, list_checkpoints, step_folder
+from megads.checkpoint.config import KEEP_ALL, CheckpointConfig, Retention, list_checkpoints, step_folder
 from megads.checkpoint.fresh_start import own_history
 from megads.checkpoint.image import ImageLayout, StateCopy, StateImage
 from megads.checkpoint.local import forget, newest_step
 from megads.checkpoint.local_saves import LocalSaves
 from megads.checkpoint.manifest import RunRecord, software
-from megads.checkpoint.retention import KEEP_ALL, Retention
 from megads.checkpoint.store import (
     RanksFailed,
     SaveError,

@@ -19,8 +19,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from megads.checkpoint.rank_file import FileRecord, describe
-from megads.checkpoint.tensor_file import NO_CHECKSUM, checksum, encode_header
+from megads.checkpoint.rank_file import NO_CHECKSUM, FileRecord, checksum, describe, encode_header
 from megads.engine.interface import Shard
 
 _ALIGNMENT = 64

@@ -31,12 +31,16 @@ from megads.checkpoint.rank_file import (
     Count,
     Extents,
     FileRecord,
+    Rectangle,
     StoredTensor,
+    add_cover_sums,
+    cover_sum,
+    coverage_fault,
     file_name,
     rank_of,
     read_rank_file,
+    whole,
 )
-from megads.checkpoint.rectangle import Rectangle, add_cover_sums, cover_sum, coverage_fault, whole
 from megads.data.indexed.run_tokenizer import TokenizerRecord
 from megads.errors import CheckpointError
 from megads.ops.resolve import loaded_kernels

@@ -3,28 +3,261 @@
 A safetensors file with tensors named <key>@<offset>, for example "weight/head.weight@128,0". Its metadata has an entry
 of the same name for each: {"global_shape": [...], "xxh3_128": checksum of the tensor's bytes, hex}. The manifest holds
 only the checksum of the header, and the header those of the tensors.
+
+The parts are rectangles; `coverage_fault` checks that they cover a tensor exactly once. `write_tensor_file` writes a
+file incrementally: 8 bytes of header length (little endian), a JSON header, the data. The safetensors library's writer
+copies every tensor into memory first, rejects views of one buffer, which ZeRO shards are, and has no checksums.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, BinaryIO, ClassVar
 
+import torch
 import xxhash
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megads.checkpoint.rectangle import Rectangle, cover_sum
-from megads.checkpoint.tensor_file import DTYPE_NAMES, TensorLayout, checksum, read_header, write_tensor_file
 from megads.engine.interface import Shard
 from megads.errors import CheckpointError
+from megads.runtime.files import open_regular
+
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+}
+"""Names of dtypes in the safetensors format."""
+NO_CHECKSUM = "0" * 32
+"""Placeholder of the same length as a checksum."""
+_MOST_HEADER_BYTES = 100_000_000
+"""Limit of the safetensors format."""
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """A tensor of a file to be written.
+
+    Attributes:
+        name: name in the file.
+        dtype: dtype of the tensor.
+        shape: shape of the tensor.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor's data."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def write_tensor_file(
+    path: Path,
+    layouts: Sequence[TensorLayout],
+    tensors: Iterable[Tensor | Iterator[Tensor]],
+    metadata: Mapping[str, str] | Callable[[Sequence[str]], Mapping[str, str]] | None = None,
+    wait: bool = True,
+) -> list[str]:
+    """Writes tensors in the safetensors format.
+
+    Args:
+        path: a file that does not exist yet.
+        layouts: layouts of the tensors in the file.
+        tensors: the tensors in that order, on any device; each is requested after the previous one is written. An
+            iterator yields a tensor in blocks of rows.
+        metadata: metadata of the file, or a function that returns it from the tensors' checksums; its length must not
+            depend on them.
+        wait: wait until the file is on disk.
+
+    Returns:
+        Checksums of the tensors, in order.
+
+    Raises:
+        CheckpointError: the file cannot be written; part of it may exist.
+    """
+    checksums = []
+    try:
+        with path.open("xb") as file:
+            about = metadata if callable(metadata) else lambda _: metadata or {}
+            header = encode_header(layouts, about([NO_CHECKSUM] * len(layouts)))
+            file.write(header)
+            for layout, tensor in zip(layouts, tensors, strict=True):
+                checksums.append(_write(file, layout, iter((tensor,)) if isinstance(tensor, Tensor) else tensor))
+            final = encode_header(layouts, about(checksums))
+            assert len(final) == len(header), "metadata grows with the checksums"
+            if final != header:
+                file.seek(0)
+                file.write(final)
+            file.flush()
+            if wait:
+                os.fsync(file.fileno())
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
+    return checksums
+
+
+def encode_header(layouts: Sequence[TensorLayout], metadata: Mapping[str, str], alignment: int = 8) -> bytes:
+    """Header of a file: 8 bytes with the length of the JSON, and the JSON.
+
+    Args:
+        layouts: layouts of the tensors.
+        metadata: metadata of the file.
+        alignment: the data starts at a multiple of this many bytes; with a multiple of 8 it can be mapped as any dtype.
+    """
+    header: dict[str, dict[str, object]] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for layout in layouts:
+        start, end = end, end + layout.nbytes
+        dtype, shape = DTYPE_NAMES[layout.dtype], list(layout.shape)
+        header[layout.name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-(8 + len(encoded)) % alignment)
+    return len(encoded).to_bytes(8, "little") + encoded
+
+
+def read_header(path: Path) -> bytes:
+    """Reads the header of a file: 8 bytes with the length of the JSON, and the JSON.
+
+    Raises:
+        CheckpointError: the file ends within the header.
+        OSError: an error of the file system; EINVAL if it is not a regular file.
+    """
+    with open_regular(path) as file:
+        length = file.read(8)
+        size = int.from_bytes(length, "little")
+        header = length + (file.read(size) if size <= _MOST_HEADER_BYTES else b"")
+    if len(length) < 8 or len(header) != 8 + size:
+        raise CheckpointError(f"{path} has no header")
+    return header
+
+
+def _write(file: BinaryIO, layout: TensorLayout, blocks: Iterator[Tensor]) -> str:
+    """Writes a tensor in blocks of rows; returns its checksum."""
+    digest, written = xxhash.xxh3_128(), 0
+    for block in blocks:
+        assert (block.dtype, tuple(block.shape[1:])) == (layout.dtype, layout.shape[1:]), layout.name
+        data = _row_major_bytes(block)
+        digest.update(data)
+        file.write(data)
+        written += len(data)
+    assert written == layout.nbytes, layout.name
+    return str(digest.hexdigest())
+
+
+def checksum(tensor: Tensor) -> str:
+    """xxh3_128 of a tensor's bytes in row-major order, as hex."""
+    return xxhash.xxh3_128_hexdigest(_row_major_bytes(tensor))
+
+
+def _row_major_bytes(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+_MODULUS = 2**128
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """A part of a global tensor.
+
+    Attributes:
+        offset: first index in each dim.
+        shape: size in each dim.
+    """
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        """One past the last index in each dim."""
+        return tuple(start + extent for start, extent in zip(self.offset, self.shape, strict=True))
+
+    def overlap(self, other: Rectangle) -> Rectangle | None:
+        """The intersection of both rectangles, None if it is empty."""
+        offset = tuple(map(max, self.offset, other.offset))
+        shape = tuple(high - low for low, high in zip(offset, map(min, self.end, other.end), strict=True))
+        return Rectangle(offset, shape) if all(extent > 0 for extent in shape) else None
+
+    def within(self, outer: Rectangle) -> tuple[slice, ...]:
+        """Slices of this rectangle in a tensor that holds `outer`, a rectangle that contains it."""
+        starts = [mine - theirs for mine, theirs in zip(self.offset, outer.offset, strict=True)]
+        return tuple(slice(start, start + extent) for start, extent in zip(starts, self.shape, strict=True))
+
+
+def whole(global_shape: Sequence[int]) -> Rectangle:
+    """The rectangle of a whole tensor."""
+    return Rectangle((0,) * len(global_shape), tuple(global_shape))
+
+
+def cover_sum(key: str, rectangles: Iterable[Rectangle]) -> int:
+    """Additive checksum of rectangles: parts cover a tensor exactly once if their sum equals that of the whole tensor.
+
+    The corners of a rectangle, with the sign of their parity, are the mixed difference of its indicator function, and
+    a function of bounded support is zero if its mixed difference is zero. So parts cover the whole exactly once if and
+    only if their signed corners cancel to those of the whole. Each corner is represented by its 128-bit hash, so ranks
+    send one number instead of their rectangles. Parts that do not cover the whole have the same sum with a probability
+    of about 2^-128.
+
+    Args:
+        key: name of the tensor; sums of several tensors can be added, too.
+        rectangles: parts of the tensor.
+
+    Returns:
+        A number in [0, 2^128); add them modulo 2^128, see `add_cover_sums`.
+    """
+    total = 0
+    for rectangle in rectangles:
+        for ends in product((0, 1), repeat=len(rectangle.shape)):
+            corner = [o + e * n for o, n, e in zip(rectangle.offset, rectangle.shape, ends, strict=True)]
+            total += (-1) ** sum(ends) * xxhash.xxh3_128_intdigest(f"{key}@{corner}".encode())
+    return total % _MODULUS
+
+
+def add_cover_sums(sums: Iterable[int]) -> int:
+    """Cover sum of the union of several sets of rectangles, from the cover sum of each set."""
+    return sum(sums) % _MODULUS
+
+
+def coverage_fault(global_shape: Sequence[int], rectangles: Iterable[Rectangle]) -> str | None:
+    """Describes why rectangles do not cover a tensor exactly once; None if they do."""
+    all_of_it = whole(global_shape)
+    # Sweep along the first dim: only rectangles that are still open can overlap the next one.
+    open_rectangles: list[Rectangle] = []
+    covered = 0
+    for rectangle in sorted(rectangles, key=lambda part: part.offset):
+        if len(rectangle.shape) != len(all_of_it.shape) or rectangle.overlap(all_of_it) != rectangle:
+            return f"the part at {list(rectangle.offset)} of shape {list(rectangle.shape)} is not inside it"
+        open_rectangles = [part for part in open_rectangles if not part.shape or part.end[0] > rectangle.offset[0]]
+        for part in open_rectangles:
+            if part.overlap(rectangle) is not None:
+                return f"the parts at {list(part.offset)} and {list(rectangle.offset)} overlap"
+        open_rectangles.append(rectangle)
+        covered += rectangle.elements
+    if covered != all_of_it.elements:
+        return f"{all_of_it.elements - covered} of its {all_of_it.elements} elements are in no part"
+    return None
+
 
 FILE_NAME = re.compile(r"rank_(\d{5,})\.safetensors")
 STRICT = ConfigDict(strict=True, extra="forbid")

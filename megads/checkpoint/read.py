@@ -33,8 +33,15 @@ from megads.checkpoint.manifest import (
     software,
     software_differences,
 )
-from megads.checkpoint.rank_file import StoredTensor, file_name, opened, verify_tensors
-from megads.checkpoint.rectangle import Rectangle, add_cover_sums, cover_sum
+from megads.checkpoint.rank_file import (
+    Rectangle,
+    StoredTensor,
+    add_cover_sums,
+    cover_sum,
+    file_name,
+    opened,
+    verify_tensors,
+)
 from megads.checkpoint.store import agreed, on_first, recover
 from megads.engine.interface import Shard
 from megads.errors import CheckpointError

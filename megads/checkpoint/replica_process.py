@@ -51,9 +51,8 @@ from megads.checkpoint.replica_transfer import (
 )
 from megads.checkpoint.store import failure_of
 from megads.errors import CheckpointError, ConfigError
-from megads.runtime.listener import listen
+from megads.runtime.ports import Secret, listen
 from megads.runtime.process import die_with_parent
-from megads.runtime.run_secret import Secret
 
 _PRIORITY = 10
 _POLL_S = 0.01

@@ -21,8 +21,7 @@ from megads.errors import CheckpointError, ConfigError
 from megads.runtime.distributed import ControlPlane
 from megads.runtime.environment import RankEnvironment, secret_file, store_address
 from megads.runtime.heartbeat import process_stat
-from megads.runtime.listener import address_towards
-from megads.runtime.run_secret import Secret, read_secret
+from megads.runtime.ports import Secret, address_towards, read_secret
 
 _ANSWERS_WITHIN_S = 30.0
 _NAMED = 3

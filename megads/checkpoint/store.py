@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from megads.checkpoint.config import LATEST_FILE, checkpoints_folder, list_checkpoints, step_folder
+from megads.checkpoint.config import KEEP_ALL, LATEST_FILE, Retention, checkpoints_folder, list_checkpoints, step_folder
 from megads.checkpoint.manifest import (
     MANIFEST_FILE,
     Manifest,
@@ -34,9 +34,15 @@ from megads.checkpoint.manifest import (
     read_sequence,
     software,
 )
-from megads.checkpoint.rank_file import FileRecord, WrittenFile, file_name, write_rank_file
-from megads.checkpoint.rectangle import add_cover_sums, cover_sum, whole
-from megads.checkpoint.retention import KEEP_ALL, Retention
+from megads.checkpoint.rank_file import (
+    FileRecord,
+    WrittenFile,
+    add_cover_sums,
+    cover_sum,
+    file_name,
+    whole,
+    write_rank_file,
+)
 from megads.engine.interface import Shard
 from megads.errors import DISK_FULL, CheckpointError, Fenced
 from megads.runtime.distributed import ALONE, ControlPlane

@@ -28,10 +28,10 @@ from typing import NoReturn, Protocol
 
 from pydantic import TypeAdapter
 
+from megads.checkpoint.config import Retention
 from megads.checkpoint.image import StateImage
 from megads.checkpoint.manifest import RunRecord
 from megads.checkpoint.rank_file import write_rank_file
-from megads.checkpoint.retention import Retention
 from megads.checkpoint.store import Part, commit, failure_of, hidden_folder, remove_old
 from megads.errors import CheckpointError, Fenced
 from megads.runtime.distributed import ControlPlane

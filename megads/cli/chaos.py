@@ -12,8 +12,7 @@ from megads.tools.chaos.config import ChaosConfig
 def run(config: ChaosConfig, _invocation: Invocation) -> int:
     """Runs a campaign of faults, or lists them."""
     config.check()
-    from megads.tools.chaos.campaign import Campaign, chosen_faults
-    from megads.tools.chaos.scorecard import as_json, list_faults, show, write
+    from megads.tools.chaos.campaign import Campaign, as_json, chosen_faults, list_faults, show, write
 
     if config.dry_run:
         list_faults(chosen_faults(config))

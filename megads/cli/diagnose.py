@@ -10,8 +10,7 @@ from megads.tools.diagnose.config import DiagnoseConfig
 def run(config: DiagnoseConfig, _invocation: Invocation) -> int:
     """Reads the logs and prints the root cause."""
     config.check()
-    from megads.tools.diagnose.command import FinishedRun, diagnose
-    from megads.tools.diagnose.output import as_json, finished_json, show
+    from megads.tools.diagnose.command import FinishedRun, as_json, diagnose, finished_json, show
 
     found = diagnose(config)
     if isinstance(found, FinishedRun):

@@ -23,8 +23,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megads.cli.composition_errors import explain, explain_added_key
-from megads.cli.config_files import expand_counts, integer_keys, read_files_with
+from megads.cli.composition import expand_counts, explain, explain_added_key, integer_keys, read_files_with
 from megads.cli.verb import Invocation, Verb, config_dir, describe_groups, describe_keys, own_config_dirs
 from megads.errors import DISK_FULL, EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, ConfigError, MegadsError, exit_codes_text
 from megads.runtime import progress

@@ -10,7 +10,7 @@ from megads.tools.hugging_face.config import ExportConfig, ExportFormat
 def run(config: ExportConfig, _invocation: Invocation) -> int:
     """Exports the model and prints what was written."""
     if config.format is ExportFormat.universal:
-        from megads.tools.exchange.universal_export import export_universal
+        from megads.tools.exchange.universal import export_universal
 
         print(export_universal(config))
         return EXIT_OK

@@ -43,7 +43,7 @@ def _report_site(config: ReportConfig) -> int:
         print_site(str(config.site), config.site_gpus)
         return EXIT_OK
     require_matplotlib()
-    from megads.tools.report.site_page import report_site
+    from megads.tools.report.site import report_site
 
     written = report_site(config)
     print(f"report:  {written.page}")

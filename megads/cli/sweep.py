@@ -19,13 +19,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
 from omegaconf import DictConfig, open_dict
 
-from megads.cli.composition_errors import explain
+from megads.cli.composition import explain
 from megads.cli.entry import exit_code_of, sweep_table, typed
 from megads.cli.verb import Invocation, Verb, config_dir
 from megads.config import RootConfig, check_config
 from megads.errors import EXIT_OK, ConfigError
 from megads.launch.preflight import locate_data, place
-from megads.launch.preflight_memory import Machine, choose_recompute, refuse_unfit, this_machine
+from megads.launch.run_plan import Machine, choose_recompute, refuse_unfit, this_machine
 from megads.runtime.environment import available_core_numbers
 from megads.runtime.machine_memory import visible_gpus
 from megads.tools.sweep.config import (

@@ -14,9 +14,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from megads.diagnosis.message_model import Knowledge, MessageModel, knowledge
+from megads.diagnosis.message_model import Knowledge, MessageModel, knowledge, template
 from megads.diagnosis.signature import Signature, Strength
-from megads.diagnosis.templates import template
 
 _SURE_WORDING = 0.5
 """Lowest probability at which a line without a signature is a finding by its wording."""

@@ -40,10 +40,9 @@ from megads.engine.deepspeed_options import with_options
 from megads.engine.interface import EngineSpec
 from megads.engine.optimizer import BucketAdamW
 from megads.errors import ConfigError
-from megads.parallel.config import ParallelConfig
+from megads.parallel.config import ParallelConfig, axis_lines, place_of
 from megads.parallel.grid import ParallelGrid
 from megads.parallel.pipeline_actions import Action, Schedule
-from megads.parallel.rank_order import axis_lines, place_of
 
 OLDEST = Version("0.19.3")
 

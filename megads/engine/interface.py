@@ -19,7 +19,7 @@ from megads.parallel.compute_trace import Difference
 from megads.parallel.config import ParallelConfig
 from megads.parallel.grid import Axis, ParallelGrid
 from megads.parallel.token_scores import RowScores
-from megads.runtime.span import Span
+from megads.runtime.hooks import Span
 
 
 @dataclass(frozen=True)

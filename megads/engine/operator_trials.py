@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from megads.model.attention import rotary_tables
-from megads.model.config import MLPKind, ModelConfig, NormKind, Position
+from megads.model.config import TIED_COPY, TIED_PARAMETER, MLPKind, ModelConfig, NormKind, Position
 from megads.model.gpt import stage_specs
-from megads.model.stage_names import TIED_COPY, TIED_PARAMETER
 from megads.ops.activation import gelu, swiglu
 from megads.ops.adamw import AdamWStep, Pieces, adamw_reference, square_sums
 from megads.ops.autotune import Step, error_ratio
@@ -27,11 +26,10 @@ from megads.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from megads.ops.rotary import rotate
 from megads.optim.groups import BucketLayout, Member, bucket_layouts, parameter_role
 from megads.optim.optimizers import FusedAdamW
-from megads.parallel.config import GRADIENT_STAGES, ParallelConfig
+from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, padded_rows
 from megads.parallel.grid import Axis, single_rank_grid
 from megads.parallel.loss import weighted_loss_
 from megads.parallel.partition import stage_bounds
-from megads.parallel.rank_order import padded_rows
 from megads.parallel.sharding import shard_stage
 
 OURS, TORCHS = "megads", "torch"

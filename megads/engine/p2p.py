@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megads.parallel.config import ParallelConfig
+from megads.parallel.config import ParallelConfig, axis_lines
 from megads.parallel.grid import ParallelGrid
 from megads.parallel.pipeline_actions import (
     P2P_CTAS,
@@ -23,7 +23,6 @@ from megads.parallel.pipeline_actions import (
     acknowledged_sends,
     sent_and_received,
 )
-from megads.parallel.rank_order import axis_lines
 
 Shape = tuple[int, ...]
 

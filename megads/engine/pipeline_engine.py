@@ -34,7 +34,7 @@ from megads.model.gpt import stage_specs
 from megads.parallel.pipeline_actions import Action, ActionKind, Schedule
 from megads.parallel.schedule import build_schedule
 from megads.parallel.weight_gradients import DeferredWgrads, WeightGradients, split_backward
-from megads.runtime.span import Span
+from megads.runtime.hooks import Span
 
 Key = tuple[int, int]
 """Micro-batch index and virtual stage."""

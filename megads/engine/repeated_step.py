@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megads.batch import MicroBatch
 from megads.engine.interface import ComputeComparison
-from megads.model.stage_names import HEAD
+from megads.model.config import HEAD
 from megads.parallel.compute_trace import Difference, Trace, next_rank_batches, ring_shift
 from megads.parallel.grid import ParallelGrid
 

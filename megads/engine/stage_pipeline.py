@@ -17,15 +17,13 @@ from megads.batch import BatchInfo
 from megads.engine.deepspeed_adapter import PipelineStages
 from megads.engine.interface import EngineSpec
 from megads.engine.optimizer import NamedParameter
-from megads.model.config import sharding_of
+from megads.model.config import EMBEDDING, HEAD, TIED_COPY, TIED_PARAMETER, is_block, sharding_of
 from megads.model.gpt import StageSpec, stage_specs, use_kernels
-from megads.model.stage_names import EMBEDDING, HEAD, TIED_COPY, TIED_PARAMETER, is_block
 from megads.ops.config import Compile, KernelOp
-from megads.parallel.config import SPLIT_SCHEDULES, ParallelConfig, Recompute
+from megads.parallel.config import SPLIT_SCHEDULES, ParallelConfig, Recompute, axis_lines
 from megads.parallel.context import gather_in_cores
 from megads.parallel.loss import TokenMeanLoss
 from megads.parallel.partition import ShardingTable, block_modes, stage_bounds
-from megads.parallel.rank_order import axis_lines
 from megads.parallel.sharding import ParameterPlacement, attention_cores, materialise, shard_stage
 from megads.parallel.weight_gradients import SplitLayer
 

@@ -26,10 +26,9 @@ import torch
 from megads.parallel.grid import ParallelGrid
 from megads.parallel.pipeline_actions import ActionKind
 from megads.runtime.environment import node_name
-from megads.runtime.hooks import StepInfo, TrainState
+from megads.runtime.hooks import Span, StepInfo, TrainState
 from megads.runtime.metrics import EventWriter
 from megads.runtime.run_dir import slowdowns_path
-from megads.runtime.span import Span
 
 WINDOW = 9
 """Number of timed steps in the detection window."""

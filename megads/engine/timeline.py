@@ -18,8 +18,7 @@ import torch.distributed as dist
 from megads.parallel.grid import ParallelGrid
 from megads.runtime.distributed import ControlPlane
 from megads.runtime.files import atomic_writer
-from megads.runtime.hooks import StepInfo, TrainState
-from megads.runtime.span import Span
+from megads.runtime.hooks import Span, StepInfo, TrainState
 
 PINGS = 8
 """Number of round trips to compare two clocks; the fastest one is used."""

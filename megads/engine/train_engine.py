@@ -25,14 +25,14 @@ from megads.engine.deepspeed_adapter import local_shape, prepare_deepspeed
 from megads.engine.interface import ComputeCheck, Culprit, EngineSpec, EvaluationResult, Replica, Shard, StepResult
 from megads.engine.repeated_step import RepeatedStep
 from megads.engine.stage_pipeline import placement_of
-from megads.model.stage_names import HEAD
+from megads.model.config import HEAD
 from megads.parallel.context import cut_micro_batch
 from megads.parallel.grid import Axis, ParallelGrid
 from megads.parallel.loss import TokenMeanLoss, global_tokens, share_loss
 from megads.parallel.sharding import ParameterPlacement
 from megads.parallel.token_scores import PositionLosses, RowScores, ScoreRecorder
 from megads.runtime.distributed import ControlPlane
-from megads.runtime.span import Span
+from megads.runtime.hooks import Span
 
 SHOWN = 8
 

@@ -1,4 +1,7 @@
-"""Training engine for ZeRO-2, ZeRO-3 and hierarchical sharding, without pipeline: every rank runs all stages."""
+"""Training engine for ZeRO-2, ZeRO-3 and hierarchical sharding, without pipeline: every rank runs all stages.
+
+DeepSpeed's ZeRO-2 and ZeRO-3 wrap a base optimizer: PyTorch's AdamW, or another update rule on the master weights.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,24 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import compress
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from megads.batch import MicroBatch
-from megads.engine.deepspeed_adapter import ZeroExecutor, ZeroPiece, local_shape, shard_weights, zero_settings
+from megads.engine.deepspeed_adam import deepspeed_adamw
+from megads.engine.deepspeed_adapter import (
+    ZeroExecutor,
+    ZeroPiece,
+    ZeroState,
+    local_shape,
+    shard_weights,
+    zero_settings,
+)
 from megads.engine.interface import Culprit, EngineSpec, Replica
 from megads.engine.stage_pipeline import build_stage, placement_of, run_stages, wrap_blocks
 from megads.engine.timeline import SpanRecorder
@@ -26,15 +39,151 @@ from megads.engine.train_engine import (
     replica_lines,
     same_bits,
 )
-from megads.engine.zero_optimizer import ZeroMasterState, make_zero_optimizer, master_layouts
-from megads.model.config import sharding_of
+from megads.model.config import EMBEDDING, HEAD, TIED_PARAMETER, fused_rows, sharding_of
 from megads.model.gpt import stage_specs
-from megads.model.stage_names import EMBEDDING, HEAD, TIED_PARAMETER
-from megads.optim.groups import BUCKET_ELEMENTS, bucket_elements, parameter_groups
+from megads.optim.config import OptimConfig
+from megads.optim.groups import AVERAGE, BUCKET_ELEMENTS, bucket_elements, parameter_groups, parameter_role, state_kinds
+from megads.optim.masters import MasterLayout, MasterLine, MasterUpdate, ParameterRun, UpdateRule, update_average
+from megads.optim.optimizers import make_rule
 from megads.parallel.grid import Axis, ParallelGrid
 from megads.parallel.loss import TokenMeanLoss
 from megads.parallel.weight_gradients import SplitLayer, TiedGradient
-from megads.runtime.span import Span
+from megads.runtime.hooks import Span
+
+
+class RuleDrivenByZero(Optimizer):
+    """Applies an update rule to the fp32 masters that DeepSpeed substitutes for the parameters, some at a time.
+
+    DeepSpeed clips the gradients before and skips non-finite steps.
+
+    Attributes:
+        layouts: layouts of the masters, set once DeepSpeed has created them.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], rule: UpdateRule, lr: float) -> None:
+        """Initializes the parameter groups.
+
+        Args:
+            groups: parameter groups with `params`, `lr_scale` and `weight_decay`.
+            rule: the update rule.
+            lr: initial learning rate.
+        """
+        super().__init__(groups, {"lr": lr})
+        self._rule, self.layouts = rule, dict[Tensor, MasterLayout]()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Updates the masters that are currently in the parameter groups."""
+        assert closure is None
+        updates = []
+        for group in self.param_groups:
+            for master in group["params"]:
+                state = {kind: tensor for kind, tensor in self.state[master].items() if kind != "step"}
+                taken = self.state[master]["step"].add_(1.0)
+                how = (group["lr"], group["weight_decay"], int(taken.item()))
+                updates.append(MasterUpdate(master.detach(), master.grad, state, *how, self.layouts[master]))
+        self._rule(updates)
+
+
+def make_zero_optimizer(groups: list[dict[str, Any]], spec: EngineSpec) -> Optimizer:
+    """Builds the configured optimizer.
+
+    Args:
+        groups: parameter groups from `megads.optim.groups.parameter_groups`.
+        spec: specification of the engine.
+    """
+    optim = spec.optim
+    if rule := deepspeed_adamw(optim, spec.device):
+        return RuleDrivenByZero(groups, rule, optim.lr)
+    if optim.is_adamw:
+        beta1, beta2 = optim.betas
+        return torch.optim.AdamW(groups, lr=optim.lr, betas=(beta1, beta2), eps=optim.eps, fused=True)
+    line, fused = MasterLine.of_zero3(spec.grid), fused_rows(spec.model)
+    return RuleDrivenByZero(groups, make_rule(optim, line, spec.kernels, fused, spec.precision), optim.lr)
+
+
+def master_layouts(state: ZeroState, grid: ParallelGrid, tied_key: str | None, *, muon: bool) -> list[MasterLayout]:
+    """Returns the positions of the parameters in each of a rank's masters.
+
+    Args:
+        state: state of the ZeRO optimizer.
+        grid: the ranks.
+        tied_key: name of the tied embedding parameter; None if there is none.
+        muon: see `parameter_role`.
+    """
+    held = {(piece.master, piece.parameter): (piece.first, piece.start, piece.length) for piece in state.pieces()}
+    layouts = []
+    for master, parameters in enumerate(state.parameters):
+        runs = []
+        for parameter in parameters:
+            place = placement_of(parameter)
+            counted = place.dim is not None or grid.tp.is_first
+            where = held.get((master, parameter), (0, 0, 0))
+            runs.append(ParameterRun(place.key, local_shape(parameter), place.dim, counted, *where))
+        role = parameter_role(runs[0].name, tied=runs[0].name == tied_key, muon=muon)
+        layouts.append(MasterLayout(role, tuple(runs)))
+    return layouts
+
+
+class ZeroMasterState:
+    """Optimizer state and running averages of the masters, and the step count.
+
+    Args:
+        optimizer: base optimizer of ZeRO.
+        masters: flat fp32 master tensors.
+        layouts: layout of each master.
+        optim: config of the optimizer.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, masters: list[Tensor], layouts: list[MasterLayout], optim: OptimConfig
+    ) -> None:
+        self._optimizer, self._masters, self._ema_decay = optimizer, masters, optim.ema_decay
+        self._averages = [] if optim.ema_decay is None else [master.detach().clone() for master in masters]
+        if isinstance(optimizer, RuleDrivenByZero):
+            optimizer.layouts = dict(zip(masters, layouts, strict=True))
+        # An update rule reads the step count on the host.
+        counts_on = torch.device("cpu") if isinstance(optimizer, RuleDrivenByZero) else masters[0].device
+        # Created before the first step, so that a checkpoint of step 0 has the same tensors as any other.
+        for master, layout in zip(masters, layouts, strict=True):
+            kinds = state_kinds(optim, layout.role)
+            optimizer.state[master] = {
+                "step": torch.zeros((), dtype=torch.float32, device=counts_on),
+                **{kind: torch.zeros_like(master, requires_grad=False) for kind in kinds},
+            }
+
+    def of(self, piece: ZeroPiece) -> dict[str, Tensor]:
+        """Flat views of the master weight, optimizer state and running average of one piece, by kind."""
+        master = self._masters[piece.master]
+        state = {kind: tensor for kind, tensor in self._optimizer.state[master].items() if kind != "step"}
+        averages = {AVERAGE: self._averages[piece.master]} if self._averages else {}
+        tensors = {"weight": master.data, **state, **averages}
+        return {kind: tensor.narrow(0, piece.start, piece.length) for kind, tensor in tensors.items()}
+
+    @torch.no_grad()
+    def update_averages(self) -> None:
+        """Updates the running averages, if any, after a step that was not skipped."""
+        for average, master in zip(self._averages, self._masters, strict=False):
+            assert self._ema_decay is not None
+            update_average(average, master.data, self._ema_decay)
+
+    @torch.no_grad()
+    def swap_averages(self) -> None:
+        """Swaps masters and averages; needs memory for a copy of one master."""
+        for average, master in zip(self._averages, self._masters, strict=True):
+            held = master.data.clone()
+            master.data.copy_(average)
+            average.copy_(held)
+
+    @property
+    def steps(self) -> int:
+        """Number of optimizer steps taken, skipped steps excluded."""
+        return int(self._optimizer.state[self._masters[0]]["step"].item())
+
+    def set_steps(self, steps: int) -> None:
+        """Sets the step count used for bias correction."""
+        for master in self._masters:
+            self._optimizer.state[master]["step"].fill_(float(steps))
 
 
 def tie_weights(embedding: SplitLayer, head: SplitLayer, shape: tuple[int, ...]) -> None:

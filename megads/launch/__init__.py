@@ -17,10 +17,9 @@ __all__ = [
     "launcher",
     "node_check",
     "preflight",
-    "preflight_memory",
     "rank",
+    "run_plan",
     "slurm_ranks",
     "start",
-    "step_plan",
     "uploader",
 ]

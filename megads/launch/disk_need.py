@@ -11,7 +11,7 @@ from megads.checkpoint.config import CheckpointConfig, list_checkpoints
 from megads.config import RootConfig, planned_steps
 from megads.data.indexed.dataset import token_dtype
 from megads.launch.preflight import ResolvedRun
-from megads.launch.preflight_memory import gib
+from megads.launch.run_plan import gib
 from megads.optim.groups import held_kinds, parameter_role
 from megads.plan.model_size import parameter_shapes
 

@@ -17,9 +17,8 @@ from pathlib import Path
 
 from megads.diagnosis.flight_recorder import FlightTrace, FlightVerdict, judge_traces, parse_trace
 from megads.runtime.files import parse_json, read_regular
-from megads.runtime.heartbeat import RankPosition
+from megads.runtime.heartbeat import RankPosition, ask_ranks, flight_path, stacks_path, wait_for_answers
 from megads.runtime.machine_memory import may_have_gpus, memory_events, oom_kills
-from megads.runtime.rank_evidence import ask_ranks, flight_path, stacks_path, wait_for_answers
 from megads.runtime.run_dir import evidence_path, rank_log_path
 
 LIMIT_S = 3.0

@@ -31,8 +31,8 @@ from megads.runtime import environment
 from megads.runtime.heartbeat import RankPosition, process_started_s, render_positions
 from megads.runtime.machine_memory import oom_kills
 from megads.runtime.metrics import EventWriter
+from megads.runtime.ports import start_secret
 from megads.runtime.run_dir import rank_log_path, tracker_log_path
-from megads.runtime.run_secret import start_secret
 from megads.runtime.stop import PREEMPTED, TIME_LIMIT, clear_stop, request_stop
 
 _POLL_S = 0.05
@@ -334,7 +334,7 @@ class _Launch:
     def _diagnose(self, outcome: Outcome, failure: Mapping[str, object]) -> None:
         """Records the diagnosis of the ranks' logs, and prints it if the message contains no remedy."""
         # Needed after a failure only.
-        from megads.diagnosis.run_record import diagnose_failure
+        from megads.diagnosis.decision import diagnose_failure
 
         order = sorted(range(self._spec.num_ranks), key=lambda rank: rank != outcome.rank)
         try:

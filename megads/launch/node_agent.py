@@ -30,8 +30,8 @@ from megads.launch.rank import redirect_output
 from megads.launch.rank_outcome import NodeReport
 from megads.runtime import environment, slurm
 from megads.runtime.heartbeat import SLOW_PHASES
+from megads.runtime.ports import read_secret, secret_path
 from megads.runtime.run_dir import agent_log_path
-from megads.runtime.run_secret import read_secret, secret_path
 
 if TYPE_CHECKING:
     from megads.runtime.control_store import ControlStore, EndOrder

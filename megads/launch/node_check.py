@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 from megads.errors import ConfigError
 from megads.runtime.config import LONGEST_WAIT_S, ClusterKind
 from megads.runtime.environment import exported, loopback_variables
-from megads.runtime.listener import launcher_address
-from megads.runtime.run_secret import Secret
+from megads.runtime.ports import Secret, launcher_address
 from megads.runtime.slurm import Allocation
 
 if TYPE_CHECKING:

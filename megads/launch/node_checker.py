@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
 from megads.launch.node_check import Board, Measured
-from megads.runtime.run_secret import Secret
+from megads.runtime.ports import Secret
 
 _CHUNK_BYTES = 2**20
 _MOST_CHUNKS = 64

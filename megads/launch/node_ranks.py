@@ -24,8 +24,8 @@ from megads.launch.rank_outcome import FailureRecord, NodeReport, RankExit, hung
 from megads.launch.rank_server import RankServer
 from megads.runtime import environment
 from megads.runtime.heartbeat import HeartbeatMonitor, RankPosition, process_stat, render_positions
+from megads.runtime.ports import read_secret, secret_path
 from megads.runtime.run_dir import evidence_path
-from megads.runtime.run_secret import read_secret, secret_path
 
 if TYPE_CHECKING:
     from megads.runtime.control_store import ControlStore

@@ -22,8 +22,8 @@ from typing import Any, NoReturn
 
 from megads.errors import DISK_FULL, EXIT_BUG, CheckpointError, MegadsError, RollBack
 from megads.runtime.environment import RankEnvironment, launcher_pid, node_name, rank_environment, slurm_job
+from megads.runtime.heartbeat import answer_requests
 from megads.runtime.process import die_with_parent
-from megads.runtime.rank_evidence import answer_requests
 from megads.runtime.run_dir import exit_path, failure_path, rank_log_path, spare_path
 
 _LOST_PEER_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError"}

@@ -42,9 +42,8 @@ from megads.runtime import environment, slurm
 from megads.runtime.config import ClusterKind
 from megads.runtime.files import last_line
 from megads.runtime.heartbeat import RankPosition
-from megads.runtime.listener import LOOPBACK, launcher_address
+from megads.runtime.ports import LOOPBACK, launcher_address, read_secret, secret_path
 from megads.runtime.run_dir import srun_log_path
-from megads.runtime.run_secret import read_secret, secret_path
 from megads.runtime.slurm import Allocation, Node, SlurmJob, find_allocation
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from megads.errors import (
     UnhealthyNode,
 )
 from megads.frozen_config import config_digest
-from megads.launch.acceptance import AcceptedStart, accept_start, finished_text
+from megads.launch.acceptance import AcceptedStart, accept_start, finish_rollback, finished_text, leave_behind
 from megads.launch.dry_run_warnings import warmup_warnings
 from megads.launch.hang_detection import HangSettings
 from megads.launch.launcher import EXIT_KILLED, LaunchSpec, launch
@@ -46,7 +46,6 @@ from megads.launch.preflight import (
 )
 from megads.launch.rank_outcome import Outcome
 from megads.launch.rank_server import RankServer
-from megads.launch.rollbacks import finish_rollback, leave_behind
 from megads.launch.scheduler import Deadline, Scheduler, SlurmScheduler
 from megads.launch.slurm_ranks import SlurmPlacement, find_placement
 from megads.launch.uploads import prepare_checkpoints, restore_lost, uploading

@@ -26,13 +26,13 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from megads.checkpoint.config import list_checkpoints
+from megads.checkpoint.config import Retention, list_checkpoints
 from megads.checkpoint.manifest import MANIFEST_FILE, read_manifest
 from megads.checkpoint.remote import RemoteError, RemoteStore
-from megads.checkpoint.remote_lease import RemoteInUse, RemoteLease
-from megads.checkpoint.retention import Retention
 from megads.checkpoint.upload import (
     CheckpointUpload,
+    RemoteInUse,
+    RemoteLease,
     pin_checkpoint,
     pins,
     remote_checkpoints,

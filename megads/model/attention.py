@@ -24,8 +24,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from megads.batch import BatchInfo, PerBatch
 from megads.model.config import ModelConfig, Position, QKNormWidth, RopeScaling, RopeScalingConfig
-from megads.model.dropout import Dropout
-from megads.model.norm import Norm, Norms
+from megads.model.layers import Dropout, Norm, Norms
 from megads.ops.attention import (
     FLASH_INSTALLED,
     Documents,

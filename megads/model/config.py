@@ -1,4 +1,6 @@
-"""Configuration of the model, and its sharding table for tensor and sequence parallelism. Imports no torch.
+"""Configuration of the model, names of its layers, and its sharding table for tensor and sequence parallelism.
+
+Imports no torch.
 
 `megads.parallel.sharding` applies the table. The loss is sharded with the vocabulary: `megads.model.gpt.token_losses`
 on one process, `megads.parallel.loss.vocab_parallel_token_losses` on sharded logits.
@@ -480,3 +482,21 @@ def fused_rows(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 def has_attention_core(model: ModelConfig) -> bool:
     """Whether the model's block declares an attention core; without one, how tokens interact is unknown."""
     return not model.block.is_custom or len(sharding_of(model).attention_cores) > len(SHARDING.attention_cores)
+
+
+EMBEDDING, FINAL_NORM, HEAD = "embedding", "final_norm", "head"
+TIED_PARAMETER, TIED_COPY = "embedding.word.weight", "head.weight"
+
+
+def stage_weights(config: ModelConfig) -> dict[str, float]:
+    """Relative cost of every layer by name, in the order of the forward pass.
+
+    A block, the embedding and the head each cost 1.
+    """
+    blocks = {f"blocks.{index}": 1.0 for index in range(config.num_layers)}
+    return {EMBEDDING: 1.0, **blocks, FINAL_NORM: 0.0, HEAD: 1.0}
+
+
+def is_block(name: str) -> bool:
+    """Whether the layer with this name is a transformer block."""
+    return name.startswith("blocks.")

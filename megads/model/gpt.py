@@ -23,10 +23,22 @@ from torch import Tensor, nn
 
 from megads.batch import BatchInfo
 from megads.model.attention import Attention, AttentionCore
-from megads.model.config import CUSTOM, SHARDING, MLPKind, ModelConfig, NormPlacement, Position, sharding_of
-from megads.model.dropout import Dropout
-from megads.model.norm import Norm
-from megads.model.stage_names import EMBEDDING, FINAL_NORM, HEAD, TIED_COPY, TIED_PARAMETER, stage_weights
+from megads.model.config import (
+    CUSTOM,
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    SHARDING,
+    TIED_COPY,
+    TIED_PARAMETER,
+    MLPKind,
+    ModelConfig,
+    NormPlacement,
+    Position,
+    sharding_of,
+    stage_weights,
+)
+from megads.model.layers import Dropout, Norm
 from megads.ops.activation import gelu, swiglu
 from megads.ops.config import FUSED, TORCH, Kernels
 from megads.ops.softcap import softcap

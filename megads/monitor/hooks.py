@@ -16,8 +16,7 @@ from torch import Tensor
 
 from megads.engine.interface import Shard, TrainEngine
 from megads.errors import ConfigError
-from megads.model.config import ModelConfig
-from megads.model.stage_names import EMBEDDING, FINAL_NORM, HEAD, is_block
+from megads.model.config import EMBEDDING, FINAL_NORM, HEAD, ModelConfig, is_block
 from megads.monitor.accounting import EffectiveTime, StepTime
 from megads.runtime.files import read_end
 from megads.runtime.heartbeat import SAVING, VALIDATING, Heartbeat, process_started_s

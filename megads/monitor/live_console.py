@@ -28,9 +28,8 @@ from megads.runtime.files import read_end
 from megads.runtime.heartbeat import SLOW_PHASES
 from megads.runtime.metrics import read_json_lines
 from megads.runtime.progress import leave, render_duration
+from megads.runtime.rich_console import LiveRegion, VisibleConsole, terminal_size
 from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE
-from megads.runtime.terminal_region import LiveRegion, terminal_size
-from megads.runtime.visible_console import VisibleConsole
 
 _HISTORY_STEPS = 256
 _HISTORY_BYTES = 256 * 1024

@@ -1,4 +1,4 @@
-"""The grid of ranks with its process groups, a frozen value passed as an argument; `rank_order` has the arithmetic."""
+"""The grid of ranks with its process groups, a frozen value passed as an argument; `config` has the arithmetic."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch.distributed import ProcessGroup
 
 from megads.errors import ConfigError
 from megads.parallel.compute_trace import ComputeTrace
-from megads.parallel.config import AXES, ParallelConfig
-from megads.parallel.rank_order import axis_lines, padded_rows
+from megads.parallel.config import AXES, ParallelConfig, axis_lines, padded_rows
 from megads.runtime.distributed import ALONE, ControlPlane, open_control_plane
 
 

@@ -30,8 +30,8 @@ from megads.ops import cross_entropy
 from megads.ops import linear as gemm
 from megads.ops.config import FUSED, TORCH, KernelOp, Kernels, chunk_tokens
 from megads.ops.softcap import softcap_
+from megads.parallel.config import padded_rows
 from megads.parallel.grid import Axis, ParallelGrid, own_rows
-from megads.parallel.rank_order import padded_rows
 from megads.parallel.region_linear import Region, even_parts, start_gather, start_scatter
 from megads.parallel.weight_gradients import MainGrads, TiedGradient, WeightGradient, WeightGradients
 

@@ -13,9 +13,8 @@ from math import lcm
 from typing import TypeVar
 
 from megads.errors import ConfigError
-from megads.parallel.config import ParallelConfig, Partition, Recompute
+from megads.parallel.config import ParallelConfig, Partition, Recompute, padded_rows
 from megads.parallel.pipeline_actions import StagePlacement
-from megads.parallel.rank_order import padded_rows
 
 T = TypeVar("T")
 

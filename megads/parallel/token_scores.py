@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from megads.batch import BatchInfo
 from megads.ops.config import chunk_tokens
+from megads.parallel.config import padded_rows
 from megads.parallel.grid import Axis, ParallelGrid, own_rows
 from megads.parallel.loss import vocab_parallel_token_losses
-from megads.parallel.rank_order import padded_rows
 
 
 class RowScores(NamedTuple):

@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from megads.model.config import MLPKind, NormPlacement, Position, QKNormWidth
-from megads.model.stage_names import EMBEDDING, HEAD
+from megads.model.config import EMBEDDING, HEAD, MLPKind, NormPlacement, Position, QKNormWidth
 from megads.ops import processor
 from megads.ops.config import AUGMENTED_FEATURES, DRAWN_AT_ONCE
 from megads.parallel.config import Recompute

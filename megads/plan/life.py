@@ -3,20 +3,221 @@
 Failures are a Poisson process in wall time and are sampled independently of the plan: two plans with the same seed see
 the same failures, so their results differ only because of the plan. Time between two failures is computed in closed
 form for all runs at once, so a month at 16,384 GPUs (some 230 failures per run, 64 runs) takes a fraction of a second.
+
+Optimal checkpoint interval (Young, Daly) and the resulting goodput: the interval is the training time in seconds
+between two saves. M is the mean time between failures (MTBF); `stall` is the time that training is blocked by a save. A
+synchronous save blocks until it is written. An asynchronous save blocks only for the copy, and the checkpoint is usable
+`write` seconds later: a failure loses that time as well, which costs the same at every interval and does not move the
+optimum.
+
+Published interruptions of training jobs are given by cause, as rates per GPU-hour, with the state that each kind of
+failure loses. Rates scale with the number of GPUs: MTBF is proportional to 1 / GPUs (arXiv 2410.21680, section III).
+For jobs much larger than those of the source this is an extrapolation.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megads.plan.checkpoint_interval import daly
-from megads.plan.failures import HOUR_S, FailureCause, FailureTable, Loss, Sign
+HOUR_S = 3600.0
+
+
+class Sign(StrEnum):
+    """Symptom of a failure."""
+
+    crash = "crash"
+    """A process or node exits, or reports a fatal error."""
+    hang = "hang"
+    """No process exits; detected because a step takes too long."""
+    silent = "silent"
+    """The step completes with a wrong result."""
+
+
+class Loss(StrEnum):
+    """What a failure loses, which determines the checkpoints that the run can resume from."""
+
+    process = "process"
+    """Ranks, which restart on the same node: checkpoints in its memory survive."""
+    node = "node"
+    """One node, including checkpoints in its memory."""
+    nodes = "nodes"
+    """Several nodes at once, such as those behind one switch: their copies of each other's checkpoints may be lost."""
+
+
+@dataclass(frozen=True)
+class FailureCause:
+    """Interruptions of one cause.
+
+    Attributes:
+        name: name of the cause in the source.
+        count: number of interruptions in the source's period; may be fractional if the source gives a rate.
+        sign: symptom of these failures.
+        loss: what these failures lose.
+    """
+
+    name: str
+    count: float
+    sign: Sign = Sign.crash
+    loss: Loss = Loss.node
+
+    @property
+    def loses_node(self) -> bool:
+        """Whether at least one node has to be replaced."""
+        return self.loss is not Loss.process
+
+
+@dataclass(frozen=True)
+class FailureTable:
+    """A published table of failures.
+
+    Attributes:
+        title: source of the table.
+        gpu_hours: GPU-hours in which the interruptions were counted.
+        gpus: number of GPUs of the observed jobs.
+        causes: rows of the table.
+        remark: limitations of the figures.
+    """
+
+    title: str
+    gpu_hours: float
+    gpus: int
+    causes: tuple[FailureCause, ...]
+    remark: str = ""
+
+    @property
+    def interruptions(self) -> float:
+        """Number of interruptions of all causes."""
+        return sum(cause.count for cause in self.causes)
+
+    def per_second(self, cause: FailureCause, gpus: float) -> float:
+        """Failure rate of one cause on `gpus` GPUs, in interruptions per second."""
+        return cause.count / self.gpu_hours * gpus / HOUR_S
+
+    def mean_time_between_s(self, gpus: float) -> float:
+        """MTBF over all causes on `gpus` GPUs, in seconds."""
+        return self.gpu_hours * HOUR_S / (self.interruptions * gpus)
+
+
+# The paper gives counts; symptoms and losses are megads' interpretation.
+LLAMA3 = FailureTable(
+    "The Llama 3 Herd of Models (arXiv 2407.21783), Table 5: 54 days of 405B on 16,384 H100",
+    gpu_hours=16_384 * 54 * 24,
+    gpus=16_384,
+    causes=(
+        FailureCause("faulty GPU", 148),
+        FailureCause("GPU HBM3 memory", 72),
+        FailureCause("software bug", 54, loss=Loss.process),
+        FailureCause("network switch or cable", 35, Sign.hang, Loss.nodes),
+        FailureCause("host maintenance", 32),
+        FailureCause("GPU SRAM memory", 19),
+        FailureCause("GPU system processor", 17),
+        FailureCause("network card", 7, Sign.hang),
+        FailureCause("NCCL watchdog timeout", 7, Sign.hang, Loss.process),
+        FailureCause("silent data corruption", 6, Sign.silent),
+        FailureCause("GPU thermal", 6),
+        FailureCause("SSD", 3),
+        FailureCause("power supply", 3),
+        FailureCause("server chassis", 2),
+        FailureCause("IO expansion board", 2),
+        FailureCause("dependency", 2, loss=Loss.process),
+        FailureCause("CPU", 2),
+        FailureCause("system memory", 2),
+    ),
+)
+
+# Exposure: the NVLink error row has 54 failures x 800 GPUs x 868.1 minutes, 30.25% of the GPU time of all failed jobs.
+# Rows of jobs with few GPUs (connection errors, errors of the scripts) are left out: they do not apply to large jobs.
+ACME = FailureTable(
+    "Characterization of Large Language Model Development in the Datacenter (Hu et al., NSDI 2024, arXiv 2403.07648), "
+    "Table 3: infrastructure failures of six months on A100",
+    gpu_hours=54 * 800 * 868.1 / 60 / 0.3025,
+    gpus=800,
+    causes=(
+        FailureCause("NVLink error", 54),
+        FailureCause("CUDA error", 21, loss=Loss.process),
+        FailureCause("node failure", 16),
+        FailureCause("ECC error", 12),
+        FailureCause("network error", 12, Sign.hang, Loss.nodes),
+        FailureCause("S3 storage error", 10, loss=Loss.process),
+        FailureCause("NCCL timeout", 6, Sign.hang, Loss.process),
+        FailureCause("NCCL remote error", 3, loss=Loss.process),
+    ),
+    # Written from memory; no copy of the paper was available to check the figures.
+    remark="counted per GPU-hour of failed jobs, so the rates are upper bounds; not checked against the paper",
+)
+
+RSC1 = FailureTable(
+    "Revisiting Reliability in Large-Scale Machine Learning Research Clusters (arXiv 2410.21680): 6.50 failures in "
+    "1,000 node-days of 8 A100 on RSC-1",
+    gpu_hours=1000 * 8 * 24,
+    gpus=16_000,
+    causes=(FailureCause("any hardware", 6.50),),
+    remark="not broken down by cause",
+)
+
+RSC2 = FailureTable(
+    "Revisiting Reliability in Large-Scale Machine Learning Research Clusters (arXiv 2410.21680): 2.34 failures in "
+    "1,000 node-days of 8 A100 on RSC-2",
+    gpu_hours=1000 * 8 * 24,
+    gpus=8_000,
+    causes=(FailureCause("any hardware", 2.34),),
+    remark="not broken down by cause",
+)
+
+TABLES: Mapping[str, FailureTable] = {"llama3": LLAMA3, "acme": ACME, "rsc1": RSC1, "rsc2": RSC2}
+"""Failure tables by the name used in `megads plan`."""
+
+
+def young(stall_s: float, mean_time_between_s: float) -> float:
+    """Young's interval, sqrt(2 * stall * M) (A first order approximation to the optimum checkpoint interval, 1974)."""
+    return math.sqrt(2 * stall_s * mean_time_between_s)
+
+
+def daly_first_order(stall_s: float, mean_time_between_s: float, restart_s: float) -> float:
+    """Daly's first-order interval, sqrt(2 * stall * (M + R)) - stall (FGCS 22, 2006, equation 9)."""
+    return max(math.sqrt(2 * stall_s * (mean_time_between_s + restart_s)) - stall_s, 0.0)
+
+
+def daly(stall_s: float, mean_time_between_s: float) -> float:
+    """Daly's higher-order interval (A higher order estimate of the optimum checkpoint interval, FGCS 22, 2006, eq. 37).
+
+    sqrt(2 d M) * (1 + sqrt(d / 2M) / 3 + (d / 2M) / 9) - d for d < 2M, else M. Within 0.2% of the optimum of
+    `expected_share` up to d = M/2.
+    """
+    half = stall_s / (2 * mean_time_between_s)
+    if half >= 1:
+        return mean_time_between_s
+    return young(stall_s, mean_time_between_s) * (1 + math.sqrt(half) / 3 + half / 9) - stall_s
+
+
+def expected_share(
+    interval_s: float, stall_s: float, write_s: float, restart_s: float, mean_time_between_s: float
+) -> float:
+    """Expected goodput (share of wall time that is useful training) under failures from a Poisson process.
+
+    Failures may also occur during a restart. A run saves once every `interval_s + stall_s`, and a checkpoint is usable
+    `write_s` later, so exp(-write/M) / (exp((interval + stall)/M) - 1) checkpoints are expected between two failures,
+    in M * exp(restart/M) seconds. For write = 0 the result is the inverse of Daly's complete cost (2006, equation 20).
+
+    Args:
+        interval_s: training time between two saves.
+        stall_s: time that each save blocks training.
+        write_s: time from the end of the stall until the checkpoint survives a failure.
+        restart_s: time from a failure to the next step: detection, restart and load.
+        mean_time_between_s: mean time between failures (MTBF).
+    """
+    mean = mean_time_between_s
+    if math.isinf(mean):
+        return interval_s / (interval_s + stall_s)
+    kept = math.exp(-write_s / mean) / math.expm1((interval_s + stall_s) / mean)
+    return interval_s * kept / (mean * math.exp(restart_s / mean))
+
 
 FloatArray = NDArray[np.float64]
 DAY_S = 24 * HOUR_S

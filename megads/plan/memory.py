@@ -24,8 +24,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, pairwise
 from math import prod
 
-from megads.model.config import ModelConfig, sharding_of
-from megads.model.stage_names import EMBEDDING, TIED_COPY, TIED_PARAMETER, is_block, stage_weights
+from megads.model.config import EMBEDDING, TIED_COPY, TIED_PARAMETER, ModelConfig, is_block, sharding_of, stage_weights
 from megads.ops import processor
 from megads.optim.config import MUON_BATCH_ELEMENTS, OptimConfig, OptimizerName
 from megads.optim.groups import (
@@ -38,10 +37,9 @@ from megads.optim.groups import (
     parameter_rates,
     parameter_role,
 )
-from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Recompute
+from megads.parallel.config import GRADIENT_STAGES, GridCoordinate, ParallelConfig, Recompute, rank_at
 from megads.parallel.partition import block_modes, local_shape, stage_bounds
 from megads.parallel.pipeline_actions import P2P_CTAS, Schedule, StagePlacement
-from megads.parallel.rank_order import GridCoordinate, rank_at
 from megads.plan.activations import stage_ops
 from megads.plan.memory_timeline import (
     MainGradMemory,

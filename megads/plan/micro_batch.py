@@ -13,7 +13,7 @@ from math import prod
 from megads.model.config import ModelConfig, NormKind, Position, QKNormWidth
 from megads.ops.attention_kinds import AttentionKind
 from megads.ops.config import chunk_tokens, shares_keys
-from megads.parallel.rank_order import padded_rows
+from megads.parallel.config import padded_rows
 
 FP32, INT64 = 4, 8
 MULTIPROCESSORS = 160

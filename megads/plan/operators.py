@@ -21,8 +21,7 @@ from megads.model.config import MLPKind, ModelConfig, Position
 from megads.ops.attention_kinds import AttentionKind
 from megads.parallel.config import SPLIT_SCHEDULES, ParallelConfig, Recompute
 from megads.plan.collectives import FLAT, CommunicationGroup, Network, all_gather, all_reduce, group_of, reduce_scatter
-from megads.plan.devices import Device, PassCosts
-from megads.plan.measured_rates import between, product_seconds
+from megads.plan.devices import Device, PassCosts, between, product_seconds
 
 FP32 = 4
 Parts = Mapping[str, float]

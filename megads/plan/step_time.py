@@ -9,8 +9,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-from megads.model.config import ModelConfig
-from megads.model.stage_names import HEAD, is_block, stage_weights
+from megads.model.config import HEAD, ModelConfig, is_block, stage_weights
 from megads.parallel.config import ParallelConfig, Partition, Recompute
 from megads.parallel.partition import block_modes, stage_bounds
 from megads.parallel.pipeline_actions import ActionKind, Schedule
@@ -24,7 +23,7 @@ from megads.parallel.schedule_simulation import (
 )
 from megads.plan.memory import Workload, one_pass
 from megads.plan.model_size import LayerFlops, block_flops, head_flops, recompute_flops
-from megads.runtime.span import Span
+from megads.runtime.hooks import Span
 
 
 @dataclass(frozen=True)

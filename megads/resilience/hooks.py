@@ -11,10 +11,9 @@ from pathlib import Path
 
 from megads.engine.interface import StepResult, TrainEngine
 from megads.errors import NumericalError, RollBack
-from megads.resilience.compute import ComputeHook
 from megads.resilience.config import ResilienceConfig, SpikeAction, SpikeConfig
-from megads.resilience.replicas import ReplicaHook
 from megads.resilience.rollbacks import ROLL_BACK, RollbackRecord, recorded_rollbacks
+from megads.resilience.silent_corruption import ComputeHook, ReplicaHook
 from megads.resilience.spikes import Spike, SpikeDetector, StepLoss
 from megads.runtime.distributed import ControlPlane
 from megads.runtime.hooks import Hook, StepInfo, TrainState

@@ -4,7 +4,7 @@ The launcher serves it on a free port that the system assigns; it outlives every
 files, because a shared file system may show a new file to another node seconds later.
 
 PyTorch's store has no authentication: whoever reaches the port can read, write and list its keys. So every message is
-authenticated with the secret of this start (`megads.runtime.run_secret`), and others are dropped. Key prefixes are
+authenticated with the secret of this start (`megads.runtime.ports`), and others are dropped. Key prefixes are
 derived from the secret, so they cannot be guessed.
 
 Imports torch: to be imported only by code that starts ranks.
@@ -29,8 +29,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,
 )
 
-from megads.runtime.listener import listen
-from megads.runtime.run_secret import Secret
+from megads.runtime.ports import Secret, listen
 
 _TIMEOUT = timedelta(seconds=300)
 _WORDS_AT_ONCE = 1000

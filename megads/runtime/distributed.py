@@ -31,7 +31,7 @@ from torch.distributed import PrefixStore, ProcessGroup, TCPStore  # type: ignor
 from megads import errors
 from megads.errors import ConfigError, MegadsError, UnhealthyNode
 from megads.runtime.environment import rank_environment, secret_file, store_address
-from megads.runtime.run_secret import Secret, read_secret
+from megads.runtime.ports import Secret, read_secret
 
 _NONCE_BYTES = 32
 _PURPOSE = "admission"

@@ -76,7 +76,7 @@ def become_child(variables: Mapping[str, str], parent: int) -> None:
 
 
 def secret_file() -> Path | None:
-    """Returns the file with the secret of this rank's start (`megads.runtime.run_secret`); None if started by hand."""
+    """Returns the file with the secret of this rank's start (`megads.runtime.ports`); None if started by hand."""
     value = os.environ.get(_SECRET_VARIABLE)
     return Path(value) if value else None
 

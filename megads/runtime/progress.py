@@ -20,7 +20,7 @@ from megads.runtime import environment
 from megads.runtime.terminal_text import visible
 
 if TYPE_CHECKING:
-    from megads.runtime.terminal_region import LiveRegion
+    from megads.runtime.rich_console import LiveRegion
 
 DRAWN_AFTER_S = 0.2
 """Shorter phases are not drawn, as they would flicker."""
@@ -202,7 +202,7 @@ class _Line:
             if wanted != drawn:
                 if region is None:
                     # Imported late: it imports rich, which is slow.
-                    from megads.runtime.terminal_region import LiveRegion
+                    from megads.runtime.rich_console import LiveRegion
 
                     region = LiveRegion()
                 drawn = wanted

@@ -37,7 +37,7 @@ class VisibleStream(io.TextIOWrapper):
 
     Attributes:
         rich_proxied_file: stream to which rich writes directly, as its own codes must reach the terminal
-            (`visible_console` escapes the texts between them).
+            (`rich_console` escapes the texts between them).
     """
 
     def __init__(self, stream: TextIO, room: Callable[[], AbstractContextManager[None]] = nullcontext):

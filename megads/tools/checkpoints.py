@@ -17,8 +17,9 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
 
-from megads.checkpoint.config import CheckpointActionConfig, checkpoints_folder, list_checkpoints
+from megads.checkpoint.config import CheckpointActionConfig, Reason, checkpoints_folder, list_checkpoints
 from megads.checkpoint.manifest import MANIFEST_FILE, Manifest, RunRecord, read_manifest
+from megads.checkpoint.rank_file import DTYPE_NAMES
 from megads.checkpoint.read import (
     CheckpointHandle,
     check_model,
@@ -27,9 +28,7 @@ from megads.checkpoint.read import (
     read_into,
     readable_folders,
 )
-from megads.checkpoint.retention import Reason
 from megads.checkpoint.store import save_parts
-from megads.checkpoint.tensor_file import DTYPE_NAMES
 from megads.config import best_loss_key
 from megads.data.indexed.sidecar import template_path
 from megads.engine.interface import Shard
@@ -38,6 +37,7 @@ from megads.frozen_config import load_frozen
 from megads.plan.model_size import parameter_shapes
 from megads.runtime.metrics import MetricHistory, read_json_lines
 from megads.runtime.progress import Progress
+from megads.runtime.rich_console import VisibleConsole
 from megads.runtime.run_dir import (
     CONFIG_FILE,
     DATA_FILE,
@@ -45,7 +45,6 @@ from megads.runtime.run_dir import (
     STARTS_FOLDER,
     TOKENIZER_FILE,
 )
-from megads.runtime.visible_console import VisibleConsole
 from megads.tools.generate import run_path
 from megads.tools.output_folder import new_folder, require_free, require_room, write_origin
 

@@ -31,11 +31,9 @@ from rich.table import Table
 
 from megads.checkpoint.config import step_folder
 from megads.checkpoint.manifest import MANIFEST_FILE, RunRecord, newest_sequence, read_manifest, software
-from megads.checkpoint.rank_file import describe, file_name, summarize
+from megads.checkpoint.rank_file import Rectangle, describe, encode_header, file_name, summarize
 from megads.checkpoint.read import CheckpointHandle, stored_parts
-from megads.checkpoint.rectangle import Rectangle
 from megads.checkpoint.store import commit, hidden_folder, prepare
-from megads.checkpoint.tensor_file import encode_header
 from megads.checkpoint.writer import await_part, write_part
 from megads.engine.interface import Shard
 from megads.engine.train_engine import parameter_shards

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megads.errors import RankKilled, UnhealthyNode
-from megads.plan.failures import LLAMA3, Sign
+from megads.plan.life import LLAMA3, Sign
 from megads.resilience.restarts import Attempt, GiveUp, Means, Requeue, next_attempt
 
 GPUS_PER_NODE = 8

@@ -35,8 +35,7 @@ from megads.plan.step_estimate import StepEstimate, StepShape, estimate_step
 from megads.runtime.environment import exported
 from megads.runtime.process import make_deterministic, sum_in_fp32
 from megads.tools.calibrate.config import CalibrateConfig
-from megads.tools.calibrate.gpu import attention_asked, gpu_kernels
-from megads.tools.calibrate.measure import calibrate, write
+from megads.tools.calibrate.measure import attention_asked, calibrate, gpu_kernels, write
 from megads.tools.calibrate.operators import GPU_SHAPES, Bench
 from scripts.bench.device_clock import step_seconds
 from scripts.bench.gpu_lines import Line, add_line_options, appender

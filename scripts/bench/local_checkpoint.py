@@ -46,7 +46,7 @@ from megads.checkpoint.store import save_checkpoint
 from megads.engine.interface import Shard
 from megads.runtime.distributed import ALONE, open_control_plane
 from megads.runtime.environment import RankEnvironment, exported
-from megads.runtime.listener import LOOPBACK
+from megads.runtime.ports import LOOPBACK
 from scripts.bench.results import add_results_option, against_time, record
 
 ROW = 9

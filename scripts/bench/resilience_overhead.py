@@ -89,9 +89,8 @@ def time_parts(result: str) -> None:
     from megads.resilience.spikes import SpikeDetector, StepLoss
     from megads.runtime.config import LoggingConfig
     from megads.runtime.heartbeat import _RECORD, Heartbeat
-    from megads.runtime.hooks import StepInfo, TrainState
+    from megads.runtime.hooks import Span, StepInfo, TrainState
     from megads.runtime.metrics import EventWriter
-    from megads.runtime.span import Span
 
     folder, rank = Path(result).parent, dist.get_rank()
     found = {}

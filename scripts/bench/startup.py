@@ -30,9 +30,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megads.parallel.config import AXES, ParallelConfig
+from megads.parallel.config import AXES, ParallelConfig, axis_lines
 from megads.parallel.grid import build_grid
-from megads.parallel.rank_order import axis_lines
 from megads.runtime.metrics import read_json_lines
 from scripts.bench.results import add_results_option, against_time, record
 from tests.command import small_model

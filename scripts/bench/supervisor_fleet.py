@@ -336,8 +336,7 @@ def _expanded(names: str) -> list[str]:
 def run_rank(lockstep: Path) -> None:
     """Runs a real rank that only sends heartbeats."""
     from megads.runtime.environment import rank_environment
-    from megads.runtime.heartbeat import heartbeat
-    from megads.runtime.rank_evidence import answer_requests
+    from megads.runtime.heartbeat import answer_requests, heartbeat
 
     own, agent, training = rank_environment(), os.getppid(), Lockstep(lockstep)
     answer_requests(own.heartbeats, own.rank)

@@ -15,8 +15,8 @@ from megads.checkpoint.hook import CheckpointHook
 from megads.checkpoint.local import RECORD_FILE
 from megads.checkpoint.local_files import committed, node_folder
 from megads.checkpoint.local_saves import LocalSaves
+from megads.checkpoint.rank_file import whole
 from megads.checkpoint.read import read_into
-from megads.checkpoint.rectangle import whole
 from megads.checkpoint.writer import CheckpointWriter, Stage
 from megads.runtime.distributed import open_control_plane
 from megads.runtime.environment import RankEnvironment

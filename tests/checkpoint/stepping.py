@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from megads.checkpoint.hook import CheckpointHook
-from megads.checkpoint.rectangle import Rectangle
+from megads.checkpoint.rank_file import Rectangle
 from megads.engine.interface import Shard
 from megads.parallel.grid import single_rank_grid
 from megads.runtime.distributed import open_control_plane

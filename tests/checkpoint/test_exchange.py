@@ -15,10 +15,9 @@ import xxhash
 
 from megads.checkpoint.config import step_folder
 from megads.checkpoint.manifest import MANIFEST_FILE
-from megads.checkpoint.rank_file import file_name
+from megads.checkpoint.rank_file import file_name, read_header
 from megads.checkpoint.read import find_checkpoint, open_checkpoint
 from megads.checkpoint.store import save_parts
-from megads.checkpoint.tensor_file import read_header
 from megads.errors import CheckpointError
 from tests.checkpoint.random_layouts import global_tensors, random_layout, run_record, shards_of
 

@@ -14,10 +14,9 @@ import torch
 import xxhash
 
 from megads.checkpoint.manifest import MANIFEST_FILE, read_manifest
-from megads.checkpoint.rank_file import file_name
+from megads.checkpoint.rank_file import file_name, read_header
 from megads.checkpoint.read import open_checkpoint, read_into
 from megads.checkpoint.store import save_parts
-from megads.checkpoint.tensor_file import read_header
 from megads.errors import CheckpointError
 from tests.checkpoint.random_layouts import SHAPES, all_equal, global_tensors, random_layout, run_record, shards_of
 from tests.checkpoint.test_manifest import resigned

@@ -23,7 +23,7 @@ from megads.checkpoint.local import RECORD_FILE, newest_step
 from megads.checkpoint.manifest import MANIFEST_FILE
 from megads.checkpoint.read import find_checkpoint
 from megads.errors import CheckpointError
-from megads.launch.rollbacks import leave_behind
+from megads.launch.acceptance import leave_behind
 from megads.resilience.rollbacks import ROLL_BACK
 from megads.resume import saved_up_to
 from megads.runtime.metrics import EventWriter

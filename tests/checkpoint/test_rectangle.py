@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from megads.checkpoint.rectangle import Rectangle, add_cover_sums, cover_sum, coverage_fault
+from megads.checkpoint.rank_file import Rectangle, add_cover_sums, cover_sum, coverage_fault
 from tests.checkpoint.random_layouts import random_cuts
 
 

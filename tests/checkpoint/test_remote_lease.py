@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from megads.checkpoint import remote_lease
+from megads.checkpoint import upload
 from megads.checkpoint.remote import RemoteStore
-from megads.checkpoint.remote_lease import LEASE_FILE, RemoteInUse, RemoteLease
+from megads.checkpoint.upload import LEASE_FILE, RemoteInUse, RemoteLease
 
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RemoteStore:
-    monkeypatch.setattr(remote_lease, "_SETTLE_S", 0.05)
+    monkeypatch.setattr(upload, "_SETTLE_S", 0.05)
     return RemoteStore(f"file://{tmp_path}/store")
 
 
@@ -90,7 +90,7 @@ def test_a_holder_far_away_that_beats_is_alive(store: RemoteStore) -> None:
 
 def test_a_dead_process_of_this_machine_is_gone_at_once(store: RemoteStore) -> None:
     """Catches a restart after a kill that waits a minute for nobody."""
-    dead = {"machine": remote_lease.machine_id(), "pid": 2**22 + 1, "born": 1}
+    dead = {"machine": upload.machine_id(), "pid": 2**22 + 1, "born": 1}
     write_holder(store, **dead)
     with RemoteLease(store) as lease:
         assert take(lease) == []

@@ -25,7 +25,7 @@ from megads.checkpoint.local_files import committed, node_folder, own_folder, re
 from megads.checkpoint.replica_process import ReplicaServer, SendOrder, ServeOrder, send_image
 from megads.checkpoint.replica_transfer import ImageAction, ImageRequest, ReplicaConnection, fetch_image
 from megads.errors import CheckpointError
-from megads.runtime.run_secret import Secret
+from megads.runtime.ports import Secret
 from tests.checkpoint.local_runs import memory_of, started
 
 TRACED = tuple(module.__file__ for module in (local_files_module, process_module, transfer_module))

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from megads.checkpoint.retention import KEEP_ALL, Reason, Retention
+from megads.checkpoint.config import KEEP_ALL, Reason, Retention
 
 ROUNDS = 2000
 

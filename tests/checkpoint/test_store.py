@@ -15,11 +15,10 @@ from typing import Any
 
 import pytest
 
-from megads.checkpoint.config import list_checkpoints, step_folder
+from megads.checkpoint.config import Retention, list_checkpoints, step_folder
 from megads.checkpoint.manifest import read_manifest
 from megads.checkpoint.rank_file import file_name, write_rank_file
 from megads.checkpoint.read import find_checkpoint, read_into
-from megads.checkpoint.retention import Retention
 from megads.checkpoint.store import (
     RanksFailed,
     SaveError,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megads.checkpoint.tensor_file import TensorLayout, checksum, write_tensor_file
+from megads.checkpoint.rank_file import TensorLayout, checksum, write_tensor_file
 from megads.errors import CheckpointError
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megads.checkpoint import upload as upload_module
+from megads.checkpoint.config import Retention
 from megads.checkpoint.remote import RemoteError, RemoteFile, RemoteStore
-from megads.checkpoint.retention import Retention
 from megads.checkpoint.upload import CheckpointUpload, pin_checkpoint, pins, remote_checkpoints, remove_surplus, unpin
 from megads.errors import CheckpointError
 from tests.checkpoint.uploads import complete, fetched_seeds, upload, write_checkpoint

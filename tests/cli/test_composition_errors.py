@@ -11,7 +11,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import MISSING, OmegaConf
 from yaml import YAMLError
 
-from megads.cli.composition_errors import explain, schema_keys
+from megads.cli.composition import explain, schema_keys
 
 
 class Colour(StrEnum):

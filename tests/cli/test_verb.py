@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from omegaconf import MISSING
 
-from megads.cli.composition_errors import schema_keys
+from megads.cli.composition import schema_keys
 from megads.cli.main import VERBS
 from megads.cli.verb import config_dir, describe_keys, group_names, group_options, keys, own_config_dirs, summary
 from megads.config import RootConfig

@@ -8,9 +8,8 @@ import pytest
 
 from megads.diagnosis.causes import Cause
 from megads.diagnosis.evidence import LogFinding, Survey, survey_log, time_of, worded_findings
-from megads.diagnosis.message_model import message_model
+from megads.diagnosis.message_model import message_model, template
 from megads.diagnosis.signature import Strength
-from megads.diagnosis.templates import template
 
 OOM = "RuntimeError: CUDA error: out of memory"
 

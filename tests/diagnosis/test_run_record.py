@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megads.diagnosis.causes import Cause
-from megads.diagnosis.run_record import diagnose_failure, recorded_findings
+from megads.diagnosis.decision import diagnose_failure, recorded_findings
 
 
 def failure(exit_code: int, message: str, **fields: Any) -> dict[str, Any]:

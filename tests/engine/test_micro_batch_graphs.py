@@ -18,7 +18,7 @@ from megads.engine import micro_batch_graphs
 from megads.engine.micro_batch_graphs import EAGER_STEPS, MicroBatchGraphs
 from megads.errors import ConfigError
 from megads.ops.device_cache import device_cache, keep_cached
-from megads.runtime.span import Span
+from megads.runtime.hooks import Span
 from tests import parity
 from tests.distributed import run_ranks
 from tests.parity import LAYOUTS, MODEL, build_engine, digest, scenario_with, step_batches

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from megads.engine.stragglers import WINDOW, StragglerDetector, compute_seconds
-from megads.runtime.span import Span
+from megads.runtime.hooks import Span
 from tests.command import StartCommand, events_of, small_model, steps_of
 
 STEPS_OF_A_DAY = 8640

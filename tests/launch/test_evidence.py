@@ -15,15 +15,14 @@ import pytest
 
 from megads.launch import evidence
 from megads.launch.evidence import EvidenceCollection, evidence_folders, main_thread_stack
-from megads.runtime.heartbeat import RankPosition
-from megads.runtime.rank_evidence import stacks_path
+from megads.runtime.heartbeat import RankPosition, stacks_path
 from megads.runtime.run_dir import evidence_path, rank_log_path
 
 HANG = """
 import ctypes, sys, time
 from pathlib import Path
 from megads.runtime.heartbeat import heartbeat
-from megads.runtime.rank_evidence import answer_requests
+from megads.runtime.heartbeat import answer_requests
 folder, rank, way = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 def waits_for_good():
     mutex, library = ctypes.create_string_buffer(64), ctypes.PyDLL(None)

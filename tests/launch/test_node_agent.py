@@ -16,14 +16,14 @@ from megads.launch.node_agent import AgentOrders, LauncherContact, place_of, run
 from megads.launch.node_ranks import NodePart
 from megads.launch.rank_outcome import NodeReport
 from megads.runtime.control_store import ControlStore
-from megads.runtime.run_secret import read_secret, secret_path, start_secret
+from megads.runtime.ports import read_secret, secret_path, start_secret
 
 _LAUNCHER = """
 import sys
 from pathlib import Path
 from megads.launch.node_agent import place_of
 from megads.runtime.control_store import ControlStore
-from megads.runtime.run_secret import read_secret
+from megads.runtime.ports import read_secret
 store = ControlStore(read_secret(Path(sys.argv[1])), "127.0.0.1")
 store.assign({"a": place_of(0, 1, "127.0.0.1")})
 print(store.port, flush=True)

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from megads.launch.node_ranks import NodePart, NodeRanks, _ended
+from megads.runtime.ports import start_secret
 from megads.runtime.run_dir import exit_path, failure_path, spare_path
-from megads.runtime.run_secret import start_secret
 
 SLEEP = "import time; time.sleep(600)"
 RANK_1_TAKES_LONGER = "import os, time; time.sleep(2.0 * int(os.environ['RANK']))"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megads.launch.preflight_memory import fewest_for_each, fewest_together, peaks_by_blocks, with_blocks
+from megads.launch.run_plan import fewest_for_each, fewest_together, peaks_by_blocks, with_blocks
 from megads.model.config import ModelConfig
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.plan.memory import Workload, memory_plan

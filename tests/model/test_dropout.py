@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megads.batch import BatchInfo
-from megads.model.dropout import Dropout
+from megads.model.layers import Dropout
 
 
 def mask(sample_ids: list[int], seed: int = 1, site: str = "blocks.0.mlp_dropout") -> Tensor:

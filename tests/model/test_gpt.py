@@ -12,10 +12,9 @@ from torch import Tensor
 
 from megads.batch import BatchInfo
 from megads.errors import ConfigError
-from megads.model.config import MLPKind, ModelConfig, NormKind, NormPlacement, Position, QKNormWidth
-from megads.model.dropout import Dropout
+from megads.model.config import TIED_COPY, MLPKind, ModelConfig, NormKind, NormPlacement, Position, QKNormWidth
 from megads.model.gpt import GPT, Embedding, initial_value, parameter_generator, stage_specs, token_losses
-from megads.model.stage_names import TIED_COPY
+from megads.model.layers import Dropout
 from megads.plan.model_size import parameter_count, parameter_shapes
 from tests.model import naive
 from tests.test_conf import MODELS, compose_train

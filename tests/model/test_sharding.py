@@ -21,8 +21,8 @@ from megads.model.config import (
     QKNormWidth,
     sharding_of,
 )
-from megads.model.dropout import Dropout
 from megads.model.gpt import stage_specs
+from megads.model.layers import Dropout
 from megads.parallel.partition import Cut
 
 # Every option that adds a module; a block's MLP is one of two kinds.

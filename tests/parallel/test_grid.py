@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 
 from megads.errors import ConfigError
-from megads.parallel.config import ParallelConfig
+from megads.parallel.config import GridCoordinate, ParallelConfig, axis_lines, place_of, rank_at
 from megads.parallel.grid import build_grid, single_rank_grid
-from megads.parallel.rank_order import GridCoordinate, axis_lines, place_of, rank_at
 from tests.distributed import run_ranks
 
 LAYOUTS = [

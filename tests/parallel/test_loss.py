@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megads.ops.config import FUSED, TORCH, Implementation, OpsConfig, chunk_tokens
 from megads.ops.linear import linear
 from megads.ops.resolve import load
+from megads.parallel.config import padded_rows
 from megads.parallel.grid import single_rank_grid
 from megads.parallel.loss import Targets, head_loss, loss_in_place, vocab_parallel_token_losses
-from megads.parallel.rank_order import padded_rows
 from megads.parallel.region_linear import Region
 from megads.parallel.weight_gradients import WeightGradients
 from tests.distributed import run_ranks

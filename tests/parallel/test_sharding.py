@@ -14,13 +14,13 @@ from megads.batch import BatchInfo
 from megads.errors import ConfigError
 from megads.model.attention import AttentionCore
 from megads.model.config import SHARDING, ModelConfig, Position
-from megads.model.dropout import Dropout
 from megads.model.gpt import stage_specs
+from megads.model.layers import Dropout
 from megads.ops.config import FUSED, TORCH, Implementation, OpsConfig
 from megads.ops.resolve import load
+from megads.parallel.config import padded_rows
 from megads.parallel.grid import Axis
 from megads.parallel.partition import Cut, ShardingTable
-from megads.parallel.rank_order import padded_rows
 from megads.parallel.region_linear import Region
 from megads.parallel.sharding import (
     ColumnParallelBranches,

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from megads.plan.checkpoint_interval import daly, daly_first_order, expected_share, young
+from megads.plan.life import daly, daly_first_order, expected_share, young
 
 HOUR_S = 3600.0
 

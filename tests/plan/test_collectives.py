@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megads.parallel.config import ParallelConfig
-from megads.parallel.rank_order import axis_lines
+from megads.parallel.config import ParallelConfig, axis_lines
 from megads.plan.collectives import (
     CommunicationGroup,
     Network,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megads.plan.failures import ACME, LLAMA3, RSC1, TABLES, Loss, Sign
+from megads.plan.life import ACME, LLAMA3, RSC1, TABLES, Loss, Sign
 
 
 def test_llama3() -> None:

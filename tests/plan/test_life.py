@@ -8,9 +8,22 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from megads.plan.checkpoint_interval import daly, expected_share
-from megads.plan.failures import LLAMA3, FailureCause, FailureTable, Loss, Sign
-from megads.plan.life import Life, SaveTier, Spent, formula_interval, optimal_interval, sensitivity, simulate
+from megads.plan.life import (
+    LLAMA3,
+    FailureCause,
+    FailureTable,
+    Life,
+    Loss,
+    SaveTier,
+    Sign,
+    Spent,
+    daly,
+    expected_share,
+    formula_interval,
+    optimal_interval,
+    sensitivity,
+    simulate,
+)
 
 HOUR_S = 3600.0
 LIFE = Life(

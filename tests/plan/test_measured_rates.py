@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from megads.plan.measured_rates import MeasuredProduct, between, non_negative, product_seconds
+from megads.plan.devices import MeasuredProduct, between, non_negative, product_seconds
 
 
 def seconds(m: int, n: int, k: int) -> float:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megads.config import RootConfig
-from megads.launch.disk_need import checkpoint_bytes
+from megads.launch.dry_run_warnings import checkpoint_bytes
 from megads.model.config import ModelConfig
 from megads.optim.config import OptimConfig
 from megads.optim.groups import ALIGNMENT

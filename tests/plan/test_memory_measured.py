@@ -18,8 +18,7 @@ from megads.model.config import (
 )
 from megads.ops.config import Implementation, OpsConfig
 from megads.optim.config import OptimConfig
-from megads.parallel.config import ParallelConfig, Recompute
-from megads.parallel.rank_order import place_of
+from megads.parallel.config import ParallelConfig, Recompute, place_of
 from megads.parallel.schedule import ScheduleName
 from tests.distributed import run_ranks
 from tests.parity import Scenario

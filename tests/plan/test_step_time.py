@@ -25,7 +25,7 @@ from megads.plan.step_time import (
     simulated_step,
     with_estimated_partition,
 )
-from megads.runtime.span import Span
+from megads.runtime.hooks import Span
 
 MODEL = ModelConfig(num_layers=8, hidden_size=64, num_heads=4, vocab_size=4096)
 WORK = Workload(seq_len=32, micro_batch_size=2, micro_batches=6, weight_bytes=2)

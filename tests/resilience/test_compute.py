@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-import megads.resilience.compute
+import megads.resilience.silent_corruption
 from megads.engine.interface import ComputeComparison, Shard
 from megads.errors import UnhealthyNode
 from megads.parallel.compute_trace import ComputeTrace, Difference, checksum
-from megads.resilience.compute import ComputeFault, ComputeHook, compute_fault
+from megads.resilience.silent_corruption import ComputeFault, ComputeHook, compute_fault
 from megads.runtime.hooks import TrainState
 from megads.runtime.metrics import EventWriter, read_json_lines
 from megads.runtime.run_dir import EVENTS_FILE
@@ -65,7 +65,7 @@ def checked_steps(
 ) -> list[tuple[str, bool]]:
     """Trains steps without checks, and again with a check and a fault in each; says what followed, and whether results
     and state are the same bits."""
-    megads.resilience.compute.HEAD_START_S = 0.0
+    megads.resilience.silent_corruption.HEAD_START_S = 0.0
     batch = 8 if layout == "hierarchical" else 12
     model = replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1)
     scenario = scenario_with(precision=precision, model=model, global_batch_size=batch)

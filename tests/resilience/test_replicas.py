@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import megads.resilience.replicas
+import megads.resilience.silent_corruption
 from megads.errors import UnhealthyNode
 from megads.monitor.hooks import LayerNormsHook, layer_names
-from megads.resilience.replicas import BitFault, BitSymptom, ReplicaHook, bit_faults
+from megads.resilience.silent_corruption import BitFault, BitSymptom, ReplicaHook, bit_faults
 from megads.runtime.hooks import Hook, TrainState
 from megads.runtime.metrics import EventWriter, MetricsWriter, read_json_lines
 from megads.runtime.run_dir import EVENTS_FILE
@@ -45,7 +45,7 @@ HEALTHY = ["cp2dp2", "pp2dp3", "tp2pp2dp2", "tp2dp2sp", "pp2dp2, ZeRO-0", "hiera
 
 def watched_steps(layout: str, folder: Path, flips: list[tuple[str, str, int | None]]) -> list[str]:
     """Trains with a check at every step, each flip in a step of its own; returns what is said of them."""
-    megads.resilience.replicas.HEAD_START_S = 0.0
+    megads.resilience.silent_corruption.HEAD_START_S = 0.0
     scenario = scenario_with(precision="bfloat16", steps=1, global_batch_size=24)
     engine = build_engine(scenario, (LAYOUTS | MORE)[layout])
     hooks: list[Hook] = [

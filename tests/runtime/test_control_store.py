@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import PrefixStore, TCPStore
 
 from megads.runtime.control_store import ControlStore, EndOrder
-from megads.runtime.run_secret import Secret
+from megads.runtime.ports import Secret
 
 
 def wait_until(order: EndOrder, within_s: float) -> float:
@@ -54,7 +54,7 @@ def test_a_launcher_that_is_gone_is_noticed() -> None:
     secret = Secret.random()
     serve = (
         "import sys, time; from megads.runtime.control_store import ControlStore; "
-        "from megads.runtime.run_secret import Secret; "
+        "from megads.runtime.ports import Secret; "
         "store = ControlStore(Secret.decode(sys.argv[1]), '127.0.0.1'); print(store.port, flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(

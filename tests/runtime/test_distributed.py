@@ -29,7 +29,7 @@ from megads.runtime.distributed import (
     encode_error,
     open_control_plane,
 )
-from megads.runtime.run_secret import Secret
+from megads.runtime.ports import Secret
 from tests.distributed import run_ranks
 
 OURS, THEIRS = bytes(range(32)), bytes(32)

@@ -12,8 +12,7 @@ import psutil
 import pytest
 
 from megads.errors import ConfigError, UnhealthyNode
-from megads.runtime.listener import launcher_address, listen
-from megads.runtime.run_secret import Secret, read_secret, secret_path, start_secret
+from megads.runtime.ports import Secret, launcher_address, listen, read_secret, secret_path, start_secret
 
 
 def test_a_start_has_a_file_of_its_own(tmp_path: Path) -> None:

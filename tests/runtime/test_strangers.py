@@ -22,7 +22,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from megads.launch.node_check import Board
 from megads.runtime.control_store import ControlStore
-from megads.runtime.run_secret import Secret, secret_path
+from megads.runtime.ports import Secret, secret_path
 from tests.command import REPOSITORY, Launched, StartLauncher, launchers_in
 
 pytestmark = pytest.mark.distributed
@@ -33,7 +33,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from megads.runtime.distributed import admit
 from megads.runtime.distributed import open_control_plane
-from megads.runtime.run_secret import Secret
+from megads.runtime.ports import Secret
 port, prefix, limit = int(sys.argv[1]), sys.argv[2], timedelta(seconds=float(sys.argv[3]))
 store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=limit)
 dist.init_process_group("gloo", store=dist.PrefixStore(prefix, store), rank=1, world_size=2, timeout=limit)

@@ -22,8 +22,8 @@ from megads.data.prepare.tokenizer import train_tokenizer
 from megads.monitor.console import Console
 from megads.monitor.live_console import Look, PanelState, RunProgress, panel_lines
 from megads.runtime.metrics import EventWriter
+from megads.runtime.rich_console import VisibleConsole
 from megads.runtime.terminal_text import visible
-from megads.runtime.visible_console import VisibleConsole
 
 HOSTILE = "a\x1b[2Jb\x07\x9b8mc\rd\u202ee\u2066f\x7f\ttab"
 HARMLESS = r"a\x1b[2Jb\x07\x9b8mc\x0dd\u202ee\u2066f\x7f"
@@ -95,7 +95,7 @@ def corpus(tmp_path: Path) -> Path:
 MEGADS = ("-m", "megads.cli.main")
 STYLED = """
 from megads.runtime.terminal_text import escape_terminal_output
-from megads.runtime.visible_console import VisibleConsole
+from megads.runtime.rich_console import VisibleConsole
 escape_terminal_output()
 VisibleConsole(highlight=False).print("styled\x1b[2J", style="red")
 print("plain\x1b[2J")

@@ -9,10 +9,9 @@ import pytest
 
 from megads.errors import ConfigError
 from megads.tools.chaos.attacked_run import AttackedRun
-from megads.tools.chaos.campaign import CampaignResult, FaultResult, difference
+from megads.tools.chaos.campaign import CampaignResult, FaultResult, as_json, difference, write
 from megads.tools.chaos.config import ChaosConfig
 from megads.tools.chaos.faults import FAULTS
-from megads.tools.chaos.scorecard import as_json, write
 from tests.command import StartCommand
 
 QUICK = ("train.train.global_batch_size=8", "train.train.seq_len=32", "train.ops.impl=torch")

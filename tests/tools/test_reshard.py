@@ -19,9 +19,9 @@ from torch import Tensor
 
 from megads.checkpoint.config import CheckpointAction, CheckpointActionConfig
 from megads.checkpoint.manifest import read_manifest
+from megads.checkpoint.rank_file import DTYPE_NAMES
 from megads.checkpoint.read import CheckpointHandle, load_unsharded, open_checkpoint, read_into
 from megads.checkpoint.store import save_parts
-from megads.checkpoint.tensor_file import DTYPE_NAMES
 from megads.engine.interface import Shard
 from megads.errors import CheckpointError, ConfigError
 from megads.resume import find_past

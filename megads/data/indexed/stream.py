@@ -26,9 +26,16 @@ from typing import Any
 import numpy as np
 
 from megads.data.config import DataConfig, StreamConfig
-from megads.data.indexed.block_cache import BlockCache, Bytes, CacheFolder, StreamCounters
 from megads.data.indexed.dataset import Array, IndexedDataset, IntArray
-from megads.data.indexed.remote_files import FileVersion, RemoteFiles, VersionedFile
+from megads.data.indexed.remote_files import (
+    BlockCache,
+    Bytes,
+    CacheFolder,
+    FileVersion,
+    RemoteFiles,
+    StreamCounters,
+    VersionedFile,
+)
 from megads.data.indexed.sidecar import file_checksum, read_sidecar
 from megads.errors import ConfigError, DataError
 from megads.runtime.files import atomic_writer, read_json

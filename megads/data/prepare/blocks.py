@@ -17,10 +17,9 @@ from typing import BinaryIO
 import numpy as np
 import xxhash
 
-from megads.data.prepare.decoding import UTF8, opened
 from megads.data.prepare.records import Fields, json_turns
 from megads.data.prepare.text import Document, DocumentReader, LastCut, RejectedLine, has_turns, readable, rows_of
-from megads.data.prepare.text_files import Kind, kind, text_bytes_estimate
+from megads.data.prepare.text_files import UTF8, Kind, kind, opened, text_bytes_estimate
 
 STDIN = "-"
 SMALLEST_BLOCK_BYTES, LARGEST_BLOCK_BYTES = 1 << 20, 1 << 25

@@ -37,11 +37,10 @@ from megads.data.indexed.verified_once import SETTLED_NS, FileState, file_state,
 from megads.data.indexed.writer import IndexedDatasetWriter
 from megads.data.prepare.chat import Conversations
 from megads.data.prepare.config import TextTokenizerConfig
-from megads.data.prepare.decoding import first_encoding
 from megads.data.prepare.preprocess import document_fields
 from megads.data.prepare.records import Fields
 from megads.data.prepare.text import DocumentReader, converted_text, custom_reader, has_turns, rejected_count
-from megads.data.prepare.text_files import CACHE_TAG, Kind, kind, text_bytes_estimate
+from megads.data.prepare.text_files import CACHE_TAG, Kind, first_encoding, kind, text_bytes_estimate
 from megads.data.prepare.tokenizer import learn_tokenizer
 from megads.data.prepare.tokenizing import Tokenizing, end_of_document_id
 from megads.errors import ConfigError, DataError, MegadsError

@@ -19,14 +19,19 @@ from tokenizers import Tokenizer
 from megads.data.config import AUTO_ENCODING, DEFAULT_EXTENSIONS, ReaderConfig
 from megads.data.indexed.sidecar import KEPT_EXAMPLES
 from megads.data.prepare.chat import Conversations
-from megads.data.prepare.decoding import COMPRESSED_ENDINGS, DAMAGED, UTF8, encoding_of, opened, text_fault
 from megads.data.prepare.records import Fields, NotText, Text, filled, json_turns, parquet_rows, table_rows
 from megads.data.prepare.text_files import (
+    COMPRESSED_ENDINGS,
+    DAMAGED,
     TABLE_DELIMITERS,
+    UTF8,
     Kind,
+    encoding_of,
     find_text_files,
     first_names,
     kind,
+    opened,
+    text_fault,
     uncompressed_ending,
 )
 from megads.errors import DataError, MegadsError

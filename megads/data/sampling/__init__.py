@@ -6,5 +6,5 @@ steps and ranks; `runs` locates the tokens, and `loader` reads them. `index_maps
 on disk. Everything except `loader` can be imported without torch.
 """
 
-__all__ = ["batch_size", "blend", "datasets", "lengths", "loader", "packed", "runs", "sampler", "samples"]
+__all__ = ["batch_size", "blend", "datasets", "loader", "packed", "runs", "sampler", "samples"]
 """Modules that packages other than `megads.data` may import."""

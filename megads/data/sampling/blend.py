@@ -24,11 +24,10 @@ import numpy.typing as npt
 
 from megads.data.config import DataConfig, MixConfig
 from megads.data.indexed.dataset import IntArray
-from megads.data.sampling.lengths import PartSamples, SampleLengths
 from megads.data.sampling.packed import PackedSamples
 from megads.data.sampling.runs import Runs, blended_runs, rows_by_part
 from megads.data.sampling.sampler import Skips
-from megads.data.sampling.samples import TrainSamples
+from megads.data.sampling.samples import PartSamples, SampleLengths, TrainSamples
 from megads.errors import ConfigError
 
 # Samples that descend the tree together: enough to amortize the overhead per node, and few enough for the processor's

@@ -34,11 +34,10 @@ from megads.data.sampling.blend import (
     mixes,
 )
 from megads.data.sampling.cached_arrays import ArrayCache
-from megads.data.sampling.lengths import PartSamples, SampleLengths
 from megads.data.sampling.megatron import MegatronOrder, MegatronSamples, megatron_share, megatron_weights
 from megads.data.sampling.packed import PackedSamples, PackedValidation
 from megads.data.sampling.sampler import skips_of
-from megads.data.sampling.samples import TrainSamples, ValidationSamples, split_documents
+from megads.data.sampling.samples import PartSamples, SampleLengths, TrainSamples, ValidationSamples, split_documents
 from megads.errors import ConfigError, DataError
 from megads.runtime.files import atomic_writer, read_json
 from megads.runtime.progress import Progress

@@ -30,12 +30,11 @@ from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.grid import ParallelGrid, build_grid
 from megads.parallel.pipeline_actions import ActionKind
 from megads.parallel.schedule import ScheduleName
-from megads.plan.devices import Device, LayoutCosts
-from megads.plan.measured_rates import non_negative
+from megads.plan.devices import Device, LayoutCosts, non_negative
 from megads.plan.model_size import parameter_count
 from megads.plan.operators import BACKWARD_TRAFFIC, RankOperators
 from megads.plan.step_estimate import StepShape, estimate_step
-from megads.runtime.span import Span
+from megads.runtime.hooks import Span
 from megads.tools.calibrate.operators import Bench
 
 _WARM_UP = 2

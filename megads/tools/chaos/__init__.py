@@ -1,3 +1,3 @@
 """`megads chaos`: injects real faults into real runs and verifies that nothing is lost."""
 
-__all__ = ["campaign", "config", "scorecard"]
+__all__ = ["campaign", "config"]

@@ -14,8 +14,7 @@ from typing import Any
 from megads.diagnosis.causes import Cause
 from megads.diagnosis.decision import Diagnosis
 from megads.diagnosis.evidence import Survey
-from megads.diagnosis.message_model import message_model, stems
-from megads.diagnosis.templates import template
+from megads.diagnosis.message_model import message_model, stems, template
 from megads.errors import DataError
 from megads.runtime.metrics import read_json_lines
 

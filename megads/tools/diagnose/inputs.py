@@ -18,9 +18,9 @@ from typing import Any, BinaryIO
 
 import zstandard
 
+from megads.diagnosis.decision import START_HEADER, recorded_findings
 from megads.diagnosis.evidence import Survey, survey_log
 from megads.diagnosis.flight_recorder import FlightTrace, parse_trace
-from megads.diagnosis.run_record import START_HEADER, recorded_findings
 from megads.errors import EXIT_OK, DataError
 from megads.launch.evidence import evidence_folders
 from megads.runtime.files import open_regular, parse_json, read_regular
@@ -268,7 +268,7 @@ def _looks_like_dump(path: Path) -> bool:
 
 def _read_dump(path: Path, rank: int) -> FlightTrace:
     # Imported here because it imports torch.
-    from megads.tools.exchange.inert_pickle import read_inert
+    from megads.tools.exchange.pickles import read_inert
 
     try:
         content = read_regular(path)

@@ -11,7 +11,7 @@ from megads.runtime.config import LONGEST_WAIT_S
 from megads.runtime.environment import user_cache_dir
 from megads.tools.doctor import machine, software
 from megads.tools.doctor.finding import Finding, Status, note, ok, problem
-from megads.tools.doctor.probe_process import ProbeProcess, judge_probe
+from megads.tools.doctor.probe import ProbeProcess, judge_probe
 
 
 @dataclass

@@ -21,8 +21,8 @@ from megads.monitor.console import Console
 from megads.runtime.distributed import encode
 from megads.runtime.lease import claimed
 from megads.runtime.progress import Progress
+from megads.runtime.rich_console import VisibleConsole
 from megads.runtime.run_dir import refuse_unwritable
-from megads.runtime.visible_console import VisibleConsole
 from megads.tools.evaluate.config import EvaluateConfig
 from megads.tools.evaluate.coordinate import coordinate
 from megads.tools.evaluate.job import (

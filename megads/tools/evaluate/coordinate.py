@@ -18,8 +18,8 @@ from megads.evaluate.harness_tasks import LoadedTasks, join_results, metric_valu
 from megads.runtime.files import atomic_writer
 from megads.runtime.lease import claimed
 from megads.runtime.progress import Progress, render_duration
+from megads.runtime.rich_console import VisibleConsole
 from megads.runtime.run_dir import refuse_unwritable
-from megads.runtime.visible_console import VisibleConsole
 from megads.tools.evaluate.config import EvaluateConfig, EvaluationLauncher
 from megads.tools.evaluate.evaluation_plan import (
     PLAN_FILE,

@@ -1,20 +1,32 @@
-"""Evaluation in one process, or on every rank of a layout, where only the first rank has requests."""
+"""Evaluation in one process, or on every rank of a layout, where only the first rank has requests.
+
+Besides lm-eval's tasks: perplexity and bits per byte of texts, by document, and of a run's validation sets, with the
+windows of the run.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from tokenizers import Tokenizer
 
+from megads.batch import MicroBatch
 from megads.checkpoint.read import CheckpointHandle, load_unsharded, model_config_of, read_into
-from megads.config import RootConfig, check_shape
-from megads.data.indexed.sidecar import FoundTokenizer
+from megads.config import RootConfig, batch_size_schedule, check_shape, open_run_data, planned_steps
+from megads.data.indexed.dataset import IndexedDataset
+from megads.data.indexed.recorded import read_record
+from megads.data.indexed.sidecar import FoundTokenizer, tokenizing
+from megads.data.sampling.loader import validation_batches
+from megads.data.sampling.samples import WindowSubset
 from megads.engine.interface import EngineSpec
 from megads.errors import ConfigError, DataError
 from megads.evaluate.generation import Sampling, choose_device, choose_dtype
@@ -26,20 +38,242 @@ from megads.evaluate.scoring import (
     ModelScoringEngine,
     RescoredContinuation,
     Scorer,
+    TokenRow,
+    rolling_rows,
 )
+from megads.evaluate.validation import perplexity
+from megads.evaluation_hooks import VALIDATION_MICRO_BATCHES, packing
+from megads.frozen_config import load_frozen
 from megads.model.config import ModelConfig
 from megads.optim.config import OptimConfig
 from megads.parallel.grid import ParallelGrid
+from megads.runtime.distributed import ALONE
 from megads.runtime.files import atomic_writer
 from megads.runtime.lease import current_holder, in_use
 from megads.runtime.metrics import EventWriter
-from megads.runtime.run_dir import EVENTS_FILE
+from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE
 from megads.tools.evaluate.config import EvaluateConfig
-from megads.tools.evaluate.text_sets import VALID, SetResult, measure_texts, measure_validation
 from megads.train_config import TrainConfig
 
 if TYPE_CHECKING:
     from megads.evaluate.harness import Answers
+
+VALID = "valid"
+_DOCUMENTS_AT_ONCE = 256
+
+
+@dataclass(frozen=True)
+class SetResult:
+    """Loss of a model on a set of texts.
+
+    Attributes:
+        name: name of the set.
+        loss: mean loss in nats per token.
+        tokens: number of predicted tokens.
+        text_bytes: size of their text in UTF-8.
+    """
+
+    name: str
+    loss: float
+    tokens: int
+    text_bytes: int
+
+    def as_json(self) -> dict[str, Any]:
+        """Converts the result to JSON, as in the file of results."""
+        return {
+            "loss": self.loss,
+            "perplexity": perplexity(self.loss),
+            "bits_per_byte": self.bits_per_byte,
+            "tokens": self.tokens,
+            "bytes": self.text_bytes,
+        }
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Bits per byte, which are comparable between tokenizers; infinite without text."""
+        return self.loss * self.tokens / math.log(2) / self.text_bytes if self.text_bytes else math.inf
+
+
+class TokenBytes:
+    """Number of text bytes of tokens.
+
+    Args:
+        found: the tokenizer.
+    """
+
+    def __init__(self, found: FoundTokenizer) -> None:
+        self._path = found.path
+        self._tokenizer: Tokenizer = found.tokenizer
+
+    @cached_property
+    def _by_token(self) -> dict[int, int] | None:
+        """Bytes of each token of a byte-level tokenizer, where one character is one byte; None for other tokenizers."""
+        content = json.loads(self._tokenizer.to_str())
+        if (content.get("decoder") or {}).get("type") != "ByteLevel":
+            return None
+        added = {item["id"]: 0 if item.get("special") else len(item["content"].encode()) for item in
+                 content.get("added_tokens", [])}  # fmt: skip
+        return {number: len(text) for text, number in self._tokenizer.get_vocab().items()} | added
+
+    def of(self, ids: Sequence[int]) -> int:
+        """Text bytes of a sequence of tokens; special tokens have none."""
+        table = self._by_token
+        if table is not None:
+            return sum(table.get(number, 0) for number in ids)
+        with tokenizing(self._path):
+            return len(self._tokenizer.decode(list(ids)).encode())
+
+
+@dataclass(frozen=True)
+class MeasuredText:
+    """Tokens of a document, without the end-of-document token, and the size of its text in bytes."""
+
+    ids: list[int]
+    text_bytes: int
+
+
+def documents(given: str, found: FoundTokenizer, text_field: str) -> Iterator[MeasuredText]:
+    """Reads the documents of a file or a dataset.
+
+    Args:
+        given: a .jsonl file with many documents, any other file with one document, or a dataset prefix.
+        found: tokenizer of the model.
+        text_field: JSON field that contains the text.
+
+    Raises:
+        DataError: the file or dataset does not exist or cannot be read.
+    """
+    path = Path(given)
+    if path.is_file():
+        for text in _texts(path, text_field):
+            with tokenizing(found.path):
+                ids = found.tokenizer.encode(text, add_special_tokens=False).ids
+            yield MeasuredText(ids, len(text.encode("utf-8", "replace")))
+        return
+    if not Path(f"{given}.idx").is_file():
+        raise DataError(f"data = {given}: is neither a file nor the prefix of a dataset ({given}.idx), nor {VALID}")
+    dataset, sizes = IndexedDataset(path), TokenBytes(found)
+    for number in range(dataset.num_documents):
+        ids = [int(token) for token in dataset.document_tokens(number)]
+        ids = ids[:-1] if ids and ids[-1] == found.end_of_document_id else ids
+        if ids and max(ids) >= found.vocab_size:
+            raise DataError(
+                f"data = {given}: document {number} has token {max(ids)}, the tokenizer {found.vocab_size:,} tokens: "
+                "the dataset was made with another one"
+            )
+        yield MeasuredText(ids, sizes.of(ids))
+
+
+def _texts(path: Path, text_field: str) -> Iterator[str]:
+    try:
+        if path.suffix != ".jsonl":
+            yield path.read_text(encoding="utf-8")
+            return
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                record = json.loads(line) if line.strip() else None
+                if record is not None and (not isinstance(record, dict) or not isinstance(record.get(text_field), str)):
+                    raise DataError(f"{path}:{number}: has no text in {text_field!r}: give text_field=<name>")
+                if record is not None:
+                    yield record[text_field]
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"data = {path}: cannot be read as UTF-8 text: {error}") from error
+
+
+def measure_texts(
+    scorer: Scorer,
+    found: FoundTokenizer,
+    given: str,
+    text_field: str,
+    limit: int | None,
+    progress: Callable[[str, int, int], None],
+) -> SetResult:
+    """Evaluates a file or a dataset on the first rank; each document is preceded by the end-of-document token.
+
+    Args:
+        scorer: computes the log-likelihoods.
+        found: tokenizer of the model.
+        given: see `documents`.
+        text_field: see `documents`.
+        limit: maximum number of documents; None is all.
+        progress: callback for progress.
+
+    Raises:
+        DataError: there is no text.
+    """
+    log_likelihood, tokens, text_bytes, done = 0.0, 0, 0, 0
+    source = itertools.islice(documents(given, found, text_field), limit)
+    while block := list(itertools.islice(source, _DOCUMENTS_AT_ONCE)):
+        rows = [row for document in block for row in _rows(document.ids, found, scorer.batching.max_length)]
+        log_likelihood += sum(scored.log_likelihood for scored in scorer.score(rows))
+        tokens += sum(row.counted for row in rows)
+        text_bytes += sum(document.text_bytes for document in block)
+        done += len(block)
+        progress(f"{given}, documents", done, done)
+    if not tokens:
+        raise DataError(f"data = {given}: holds no text")
+    return SetResult(given, -log_likelihood / tokens, tokens, text_bytes)
+
+
+def _rows(ids: list[int], found: FoundTokenizer, max_length: int) -> list[TokenRow]:
+    """Rows of a document. Without an end-of-document token, its first token has no context and is not predicted."""
+    end = found.end_of_document_id
+    return rolling_rows(ids[1:], ids[0], max_length) if end is None and ids else rolling_rows(ids, end or 0, max_length)
+
+
+def measure_validation(
+    run_dir: Path, scorer: Scorer, grid: ParallelGrid | None, found: FoundTokenizer, limit: int | None
+) -> list[SetResult]:
+    """Evaluates the validation sets of a run, with the windows of its own validations; collective over the world.
+
+    Args:
+        run_dir: run directory; its data paths are resolved from the working directory.
+        scorer: scorer whose engine computes the losses.
+        grid: parallel grid; None for one process.
+        found: tokenizer of the run.
+        limit: maximum number of windows; None is as many as in the run's validations.
+
+    Raises:
+        ConfigError: the run has no config.
+        DataError: the run has no validation set, or its data is missing.
+    """
+    if not (run_dir / CONFIG_FILE).is_file():
+        raise ConfigError(f"{run_dir} has no {CONFIG_FILE}, so its validation sets are not known: give tasks or data")
+    config = load_frozen(run_dir / CONFIG_FILE, complete=False)
+    # A run with training stages is evaluated with the validation sets of its last stage.
+    end = batch_size_schedule(config).samples_after(planned_steps(config)) if config.train.stages else 1
+    _, sets = open_run_data(config, read_record(run_dir), end - 1)
+    if not sets:
+        raise DataError(f"{run_dir} was trained without a validation set: give tasks or data")
+    control = ALONE if grid is None else grid.control
+    # Only one of the ranks that share windows counts their bytes.
+    counts = grid is None or (grid.tp.is_first and grid.cp.is_first and grid.pp.is_first)
+    sizes, results = TokenBytes(found), []
+    for name, source in sets.items():
+        loss_sum, tokens, text_bytes = 0.0, 0, 0
+        most = config.evaluation.max_tokens if limit is None else limit * source.seq_len
+        shown = source if most is None else WindowSubset(source, most)
+        for batches in _batches(config, shown, scorer, grid):
+            result = scorer.engine.evaluate(batches)
+            loss_sum, tokens = loss_sum + result.loss_sum, tokens + result.tokens
+            text_bytes += sum(_label_bytes(sizes, batch) for batch in batches) if counts else 0
+        total_bytes = sum(control.gather(text_bytes, int))
+        results.append(SetResult(name, loss_sum / max(tokens, 1), tokens, total_bytes))
+    return results
+
+
+def _batches(config: RootConfig, source: Any, scorer: Scorer, grid: ParallelGrid | None) -> Iterator[list[MicroBatch]]:
+    rank, size = (0, 1) if grid is None else (grid.dp.rank, grid.dp.size)
+    micro, plain = scorer.batching.micro_batch_size, replace(packing(config), mask_eod=False)
+    # Every pipeline stage gets tokens.
+    return validation_batches(source, micro, rank, size, config.model.vocabulary, True, VALIDATION_MICRO_BATCHES, plain)
+
+
+def _label_bytes(sizes: TokenBytes, batch: MicroBatch) -> int:
+    assert batch.labels_bs is not None and batch.loss_mask_bs is not None
+    rows = zip(batch.labels_bs, batch.loss_mask_bs, strict=True)
+    return sum(sizes.of(labels_s[mask_s > 0].tolist()) for labels_s, mask_s in rows)
+
 
 Progress = Callable[[str, int, int], None]
 MakeContinuation = Callable[[Sampling, Sequence[int]], Continuation]

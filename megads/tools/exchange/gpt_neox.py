@@ -13,21 +13,21 @@ import yaml
 from megads.errors import ConfigError
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.runtime.files import read_regular
-from megads.tools.exchange.arguments import Arguments
 from megads.tools.exchange.config import ImportConfig
-from megads.tools.exchange.layer_files import (
+from megads.tools.exchange.deepspeed_files import (
     FIRST_STATE_FILE,
     NAMES,
     Layer,
     Stack,
     decoder_tensors,
+    has_optimizer_state,
     read_layers,
+    read_optimizer_state,
     step_folder_of,
 )
 from megads.tools.exchange.megatron_deepspeed import progress_of, with_steps
 from megads.tools.exchange.pickles import attributes, load_mapping
-from megads.tools.exchange.source import WEIGHT, Source, Stored, summed
-from megads.tools.exchange.zero_files import has_optimizer_state, read_optimizer_state
+from megads.tools.exchange.source import WEIGHT, Arguments, Source, Stored, summed
 
 _CONFIGS = "configs"
 _RENAMED = (

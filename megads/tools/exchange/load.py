@@ -35,7 +35,7 @@ from megads.plan.model_size import parameter_count, parameter_shapes
 from megads.runtime.run_dir import TOKENIZER_FILE
 from megads.tools.exchange import gpt_neox, hugging_face, megatron_core, megatron_deepspeed, nanotron, universal
 from megads.tools.exchange.config import ImportConfig, ImportFormat
-from megads.tools.exchange.layer_files import UNIVERSAL_POINTERS, step_folder_of
+from megads.tools.exchange.deepspeed_files import UNIVERSAL_POINTERS, step_folder_of
 from megads.tools.exchange.source import WEIGHT, Source, TrainedSoFar, rows, some
 from megads.tools.hugging_face.weights import links, links_by_stage, tensor_shapes
 from megads.tools.output_folder import new_folder, require_free, write_origin

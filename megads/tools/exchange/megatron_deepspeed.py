@@ -10,21 +10,21 @@ from typing import Any
 
 from megads.errors import CheckpointError, ConfigError
 from megads.model.config import MLPKind, ModelConfig, NormKind, Position
-from megads.tools.exchange.arguments import Arguments
 from megads.tools.exchange.config import ImportConfig
-from megads.tools.exchange.layer_files import (
+from megads.tools.exchange.deepspeed_files import (
     FIRST_STATE_FILE,
     GATES_FIRST,
     NAMES,
     Layer,
     Stack,
     decoder_tensors,
+    has_optimizer_state,
     read_layers,
+    read_optimizer_state,
     step_folder_of,
 )
 from megads.tools.exchange.pickles import Record, attributes, load_mapping
-from megads.tools.exchange.source import WEIGHT, Source, TrainedSoFar
-from megads.tools.exchange.zero_files import has_optimizer_state, read_optimizer_state
+from megads.tools.exchange.source import WEIGHT, Arguments, Source, TrainedSoFar
 
 _POSITIONS = {1: "rotary", 2: "absolute", 3: "alibi"}
 """Values of the enum PositionEmbeddingType."""

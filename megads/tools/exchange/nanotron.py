@@ -24,7 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megads.checkpoint.rectangle import Rectangle, coverage_fault
+from megads.checkpoint.rank_file import Rectangle, coverage_fault
 from megads.errors import CheckpointError, ConfigError
 from megads.model.config import ModelConfig
 from megads.runtime.files import read_regular

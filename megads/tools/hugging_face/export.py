@@ -18,15 +18,14 @@ import torch
 from torch import Tensor
 
 import megads
+from megads.checkpoint.rank_file import TensorLayout, write_tensor_file
 from megads.checkpoint.read import CheckpointHandle, model_config_of, open_checkpoint, read_into
-from megads.checkpoint.tensor_file import TensorLayout, write_tensor_file
 from megads.config import config_at
 from megads.data.indexed.sidecar import FoundTokenizer, template_beside, template_path
 from megads.engine.interface import Shard
 from megads.errors import ConfigError
 from megads.frozen_config import config_of_start
-from megads.model.config import ModelConfig
-from megads.model.stage_names import EMBEDDING, HEAD
+from megads.model.config import EMBEDDING, HEAD, ModelConfig
 from megads.optim.groups import AVERAGE
 from megads.plan.model_size import parameter_count, parameter_shapes
 from megads.tools.generate import checkpoint_tokenizer, run_path

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from megads.data.indexed.actions import LengthStatistics
 from megads.errors import ConfigError, DataError
-from megads.runtime.visible_console import VisibleConsole
+from megads.runtime.rich_console import VisibleConsole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -32,8 +32,8 @@ from megads.evaluate.config import WeightPrecision
 from megads.evaluate.generation import choose_device, choose_dtype
 from megads.frozen_config import config_dict, config_of_start, load_frozen
 from megads.model.gpt import GPT, token_losses
+from megads.parallel.config import GridCoordinate, place_of
 from megads.parallel.context import held_chunks
-from megads.parallel.rank_order import GridCoordinate, place_of
 from megads.runtime.metrics import read_json_lines
 from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE, METRICS_FILE, find_run
 from megads.runtime.url import is_url

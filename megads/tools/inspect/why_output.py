@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megads.data.sampling.runs import Stretch
-from megads.runtime.visible_console import VisibleConsole
+from megads.runtime.rich_console import VisibleConsole
 from megads.tools.inspect.why import Explanation, Losses, ShownSample
 
 _WIDTH = 120

@@ -17,11 +17,15 @@ from rich.table import Table
 from megads.config import batch_size_schedule, planned_steps
 from megads.errors import ConfigError
 from megads.model.config import ModelConfig
-from megads.plan.model_size import model_flops_per_token, parameter_count
-from megads.plan.scaling_law import FLOPS_PER_PARAMETER_AND_TOKEN, LAWS, ScalingLaw
-from megads.runtime.visible_console import VisibleConsole
-from megads.tools.plan.config import PlanConfig
-from megads.tools.plan.cost_config import CostConfig
+from megads.plan.model_size import (
+    FLOPS_PER_PARAMETER_AND_TOKEN,
+    LAWS,
+    ScalingLaw,
+    model_flops_per_token,
+    parameter_count,
+)
+from megads.runtime.rich_console import VisibleConsole
+from megads.tools.plan.config import CostConfig, PlanConfig
 from megads.tools.plan.step import planned_step
 
 _PRESETS_SHOWN = 4

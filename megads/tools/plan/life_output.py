@@ -12,20 +12,24 @@ from rich.table import Table
 
 from megads.config import check_shape
 from megads.errors import ConfigError
-from megads.plan.checkpoint_interval import daly, daly_first_order, expected_share, young
-from megads.plan.failures import HOUR_S, TABLES
 from megads.plan.life import (
+    HOUR_S,
+    TABLES,
     Life,
     LifeResult,
     Optimum,
     SaveTier,
     Spent,
+    daly,
+    daly_first_order,
+    expected_share,
     formula_interval,
     optimal_interval,
     sensitivity,
     simulate,
+    young,
 )
-from megads.runtime.visible_console import VisibleConsole
+from megads.runtime.rich_console import VisibleConsole
 from megads.tools.plan.config import PlanConfig
 
 _HANG_STEPS, _LEAST_HANG_S, _HANG_NOTICED_S, _HANG_S = 15, 20.0, 1.0, 60.0

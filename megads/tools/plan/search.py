@@ -12,13 +12,12 @@ from rich.table import Table
 
 from megads.config import RootConfig, check_shape
 from megads.errors import ConfigError
-from megads.launch.preflight_memory import gib, plan_of, settle_auto
-from megads.launch.step_plan import execution_of, machine_of, shape_of
+from megads.launch.run_plan import execution_of, gib, machine_of, plan_of, settle_auto, shape_of
 from megads.parallel.config import Partition
 from megads.plan.collectives import crosses_nodes, group_of
 from megads.plan.devices import Device
 from megads.plan.layout_search import Examined, Found, LayoutCandidate, Question, neighbours, search, step_model
-from megads.runtime.visible_console import VisibleConsole
+from megads.runtime.rich_console import VisibleConsole
 from megads.tools.plan.config import PlanConfig
 from megads.tools.plan.step import network_of, seconds_text, step_json
 

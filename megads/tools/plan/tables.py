@@ -1,27 +1,35 @@
-"""Tables of `megads plan` and of a dry run: what each rank holds, and a comparison of pipeline schedules."""
+"""Tables of `megads plan` and of a dry run.
+
+What each rank holds, a comparison of pipeline schedules, learning rate and weight decay of each parameter group, and
+training stages (train.stages).
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from itertools import chain, pairwise
+from math import prod
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from megads.config import RootConfig, check_shape
+from megads.config import RootConfig, check_shape, learning_rate, planned_steps, run_spans, stage_config
 from megads.errors import ConfigError
-from megads.launch.preflight_memory import Machine, gib, plan_of, workload_of
-from megads.model.config import ModelConfig
-from megads.model.stage_names import EMBEDDING, HEAD, stage_weights
-from megads.parallel.config import AXES, ParallelConfig
+from megads.launch.run_plan import Machine, gib, plan_of, workload_of
+from megads.model.config import EMBEDDING, HEAD, TIED_PARAMETER, ModelConfig, stage_weights
+from megads.optim.groups import Rates, parameter_rates, parameter_role
+from megads.parallel.config import AXES, GridCoordinate, ParallelConfig, axis_lines, padded_rows, place_of
 from megads.parallel.partition import stage_bounds
-from megads.parallel.rank_order import GridCoordinate, axis_lines, padded_rows, place_of
 from megads.parallel.schedule import ScheduleName
+from megads.plan.model_size import shapes_of_any_vocabulary
 from megads.plan.step_time import Outlook, Speed, outlook
-from megads.runtime.visible_console import VisibleConsole
+from megads.runtime.rich_console import VisibleConsole
+from megads.stages import WEIGHTS, StageSpan, parse_stages
+from megads.train_config import LENGTHS
 
 
 @dataclass(frozen=True)
@@ -363,3 +371,185 @@ def outlook_json(found: Outlook) -> dict[str, Any]:
         "step_over_ideal": found.over_ideal,
         "passes_waiting": list(found.waiting),
     }
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters that match the same entries of optim.groups and have the same rates.
+
+    Attributes:
+        patterns: patterns of the matching entries, in order; empty if only optim.lr and optim.weight_decay apply.
+        rates: learning rate factor and weight decay.
+        names: parameter names.
+        elements: total number of elements; None if it depends on a vocabulary size that is not known.
+    """
+
+    patterns: tuple[str, ...]
+    rates: Rates
+    names: tuple[str, ...]
+    elements: int | None
+
+
+def parameter_group_list(config: RootConfig) -> list[ParameterGroup]:
+    """All parameter groups of a run: first parameters that match no entry, then in the order of optim.groups."""
+    model, optim, members = config.model, config.optim, dict[tuple[tuple[int, ...], Rates], list[str]]()
+    shapes, width_scale = shapes_of_any_vocabulary(model), model.width_scale(muon=optim.is_muon)
+    for name in shapes:
+        role = parameter_role(name, model.tie_embeddings and name == TIED_PARAMETER, muon=optim.is_muon)
+        entries = tuple(place for place, group in enumerate(optim.groups) if fnmatchcase(name, group.pattern))
+        members.setdefault((entries, parameter_rates(name, role, optim, width_scale)), []).append(name)
+    found = []
+    for (entries, rates), names in sorted(members.items(), key=lambda item: item[0][0]):
+        # Only the embedding and the head depend on the vocabulary size.
+        known = model.vocab_size is not None or not {TIED_PARAMETER, "head.weight"} & set(names)
+        elements = sum(prod(shapes[name]) for name in names) if known else None
+        patterns = tuple(optim.groups[place].pattern for place in entries)
+        found.append(ParameterGroup(patterns, rates, tuple(names), elements))
+    return found
+
+
+def has_groups(config: RootConfig) -> bool:
+    """Whether optim.groups or model.mup gives parameters of a run different rates."""
+    return bool(config.optim.groups) or config.model.mup.base_width is not None
+
+
+def parameter_groups_json(config: RootConfig) -> list[dict[str, Any]]:
+    """The parameter groups as JSON-serializable values."""
+    return [
+        {
+            "patterns": list(group.patterns),
+            "parameters": list(group.names),
+            "elements": group.elements,
+            "lr_scale": group.rates.lr_scale,
+            "peak_lr": config.optim.lr * group.rates.lr_scale,
+            "weight_decay": group.rates.weight_decay,
+        }
+        for group in parameter_group_list(config)
+    ]
+
+
+def parameter_group_table(config: RootConfig) -> Table:
+    """One row per parameter group."""
+    table = Table(title="parameter groups", title_justify="left", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    for header in ("group", "pattern", "tensors", "parameters", "peak rate", "lr_scale", "decay", "first of them"):
+        right = header not in ("pattern", "first of them")
+        table.add_column(header, justify="right" if right else "left", no_wrap=right)
+    for number, group in enumerate(parameter_group_list(config)):
+        rates = group.rates
+        table.add_row(
+            str(number),
+            " then ".join(group.patterns) or "-",
+            f"{len(group.names):,}",
+            "-" if group.elements is None else f"{group.elements:,}",
+            f"{config.optim.lr * rates.lr_scale:.3g}",
+            f"{rates.lr_scale:.3g}",
+            f"{rates.weight_decay:.3g}",
+            group.names[0],
+        )
+    return table
+
+
+def parameter_group_text(config: RootConfig, width: int) -> list[str]:
+    """The table as text for a dry run; empty if all parameters have the same rates.
+
+    Args:
+        config: config of the run.
+        width: maximum width of a line, in characters.
+    """
+    if not has_groups(config):
+        return []
+    console = VisibleConsole(highlight=False, width=width, color_system=None)
+    with console.capture() as captured:
+        console.print(parameter_group_table(config))
+    return [captured.get().rstrip("\n")]
+
+
+def stages_json(config: RootConfig, *, cuda: bool) -> list[dict[str, Any]]:
+    """Training stages as JSON-serializable values; None for values not known, and for rates of a stage not reached.
+
+    Args:
+        config: config of the run.
+        cuda: whether ranks compute on GPUs.
+    """
+    has_length = any(getattr(config.train, length) is not None for length in LENGTHS)
+    last = planned_steps(config) if has_length else None
+    return [_stage_json(config, span, last, cuda=cuda) for span in run_spans(config)]
+
+
+def _stage_json(config: RootConfig, span: StageSpan, last: int | None, *, cuda: bool) -> dict[str, Any]:
+    train = stage_config(config, span.place).train
+    ends = [step for step in (None if span.steps is None else span.first_step + span.steps, last) if step is not None]
+    steps = max(0, min(ends) - span.first_step) if ends else None
+    end_sample = None if steps is None else span.sample_after(steps)
+    rates: tuple[float, float] | None = None
+    if last is not None and steps and end_sample is not None:
+        rate = learning_rate(config)
+        rates = (rate(span.sample_after(1)), rate(end_sample))
+    size = None
+    if config.model.vocab_size is not None:
+        size = plan_of(stage_config(config, span.place), cuda=cuda).largest.peak
+    return {
+        "stage": span.place + 1,
+        "first_step": span.first_step,
+        "steps": steps,
+        "end_step": None if steps is None else span.first_step + steps,
+        "tokens": None if steps is None else steps * span.global_batch_size * span.seq_len,
+        "end_tokens": None if steps is None else span.first_token + steps * span.global_batch_size * span.seq_len,
+        "global_batch_size": span.global_batch_size,
+        "micro_batch_size": train.micro_batch_size,
+        "seq_len": span.seq_len,
+        "lr_begin": rates[0] if rates else None,
+        "lr_end": rates[1] if rates else None,
+        "largest_rank_bytes": size,
+        "weights": parse_stages(config.train.stages)[span.place].changes.get(WEIGHTS),
+    }
+
+
+def stage_table(config: RootConfig, *, cuda: bool) -> Table:
+    """One row per training stage.
+
+    Args:
+        config: config of the run.
+        cuda: whether ranks compute on GPUs.
+    """
+    table = Table(title="training stages", title_justify="left", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    rows = stages_json(config, cuda=cuda)
+    mixed = any(row["weights"] for row in rows)
+    headers = ["stage", "until step", "steps", "tokens", "batch", "micro-batch", "seq_len", "tokens a step"]
+    headers += ["rate at begin", "at end", "largest rank", *(["weights"] if mixed else [])]
+    for header in headers:
+        table.add_column(header.replace(" ", "\n", 1), justify="right", no_wrap=True)
+    for row in rows:
+        per_step = row["global_batch_size"] * row["seq_len"]
+        counts = [row[key] for key in ("end_step", "steps", "tokens")]
+        counts += [row["global_batch_size"], row["micro_batch_size"], row["seq_len"], per_step]
+        if row["steps"] == 0:
+            counts[:3] = ["not reached", 0, 0]
+        rates = ["-" if row[key] is None else f"{row[key]:.3g}" for key in ("lr_begin", "lr_end")]
+        size = row["largest_rank_bytes"]
+        cells = [_shown(count) for count in counts] + rates + ["-" if size is None else gib(size)]
+        weights = [":".join(f"{weight:g}" for weight in row["weights"] or ())] if mixed else []
+        table.add_row(str(row["stage"]), *cells, *weights)
+    return table
+
+
+def _shown(count: int | str | None) -> str:
+    if count is None:
+        return "-"
+    return f"{count:,}" if isinstance(count, int) else count
+
+
+def stage_text(config: RootConfig, width: int, *, cuda: bool) -> list[str]:
+    """The table as text for the dry run; empty for a run without stages.
+
+    Args:
+        config: config of the run.
+        width: maximum width of a line, in characters.
+        cuda: whether ranks compute on GPUs.
+    """
+    if not config.train.stages:
+        return []
+    console = VisibleConsole(highlight=False, width=width, color_system=None)
+    with console.capture() as captured:
+        console.print(stage_table(config, cuda=cuda))
+    return [captured.get().rstrip("\n")]

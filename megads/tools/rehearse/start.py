@@ -14,7 +14,7 @@ from megads.errors import ConfigError, MegadsError
 from megads.evaluate.config import EvaluationConfig
 from megads.launch.initial_weights import find_initial_weights
 from megads.launch.preflight import locate_data, place, require_data
-from megads.launch.preflight_memory import Machine, memory_line, refuse_unfit, settle_auto
+from megads.launch.run_plan import Machine, memory_line, refuse_unfit, settle_auto
 from megads.launch.slurm_ranks import place_ranks
 from megads.model.config import ModelConfig
 from megads.optim.schedule import ScheduleConfig

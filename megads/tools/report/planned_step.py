@@ -10,8 +10,7 @@ from matplotlib.figure import Figure
 
 from megads.errors import ConfigError
 from megads.frozen_config import load_frozen
-from megads.launch.preflight_memory import settle_auto
-from megads.launch.step_plan import connected_device, step_model_of
+from megads.launch.run_plan import connected_device, settle_auto, step_model_of
 from megads.parallel.pipeline_actions import ActionKind
 from megads.plan.step_estimate import PHASES
 from megads.plan.step_time import RankTrace

@@ -31,7 +31,7 @@ from megads.plan.step_time import (
     simulated_step,
 )
 from megads.runtime.files import read_json
-from megads.runtime.span import Span
+from megads.runtime.hooks import Span
 from megads.tools.report.history import RunHistory, number
 from megads.tools.report.style import (
     BLUE,

@@ -25,8 +25,8 @@ from rich.table import Table
 from megads.errors import ConfigError
 from megads.runtime.files import atomic_writer, read_regular, require_bounded_yaml
 from megads.runtime.progress import render_duration
+from megads.runtime.rich_console import VisibleConsole
 from megads.runtime.run_dir import CONFIG_FILE, recorded_config
-from megads.runtime.visible_console import VisibleConsole
 from megads.tools.sweep.config import Direction, Space, SweepConfig, describe
 from megads.tools.sweep.points import Point, PointState
 

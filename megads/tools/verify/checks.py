@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megads.model.config import ModelConfig
-from megads.model.stage_names import TIED_PARAMETER
+from megads.model.config import TIED_PARAMETER, ModelConfig
 from megads.parallel.config import ParallelConfig
 from megads.tools.verify.run import Run
 

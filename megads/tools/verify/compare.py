@@ -20,8 +20,8 @@ from megads.config import RootConfig, stage_config
 from megads.engine.deepspeed_options import build_adam
 from megads.errors import EXIT_OK, ConfigError
 from megads.launch.launcher import LaunchSpec, launch
+from megads.model.config import TIED_PARAMETER
 from megads.model.gpt import GPT, token_losses
-from megads.model.stage_names import TIED_PARAMETER
 from megads.monitor.console import Console
 from megads.ops.config import Implementation
 from megads.optim.config import OptimizerName
@@ -29,7 +29,7 @@ from megads.optim.groups import parameter_groups
 from megads.parallel.config import AXES, ParallelConfig
 from megads.runtime.lease import claimed
 from megads.runtime.machine_memory import PROCESS_BYTES, available_memory
-from megads.runtime.visible_console import VisibleConsole
+from megads.runtime.rich_console import VisibleConsole
 from megads.tools.verify.checks import BF16, FP32, Row, legend, likely_cause, rows
 from megads.tools.verify.reference_optimizers import ReferenceOptimizer, reference_optimizer
 from megads.tools.verify.run import Run, join, read_runs, read_stream, write_corpus

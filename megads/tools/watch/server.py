@@ -1,34 +1,319 @@
-"""HTTP server of `megads watch`, for the browsers of one user.
+"""`megads watch`: watched runs, their pages, and the HTTP server for the browsers of one user.
 
-It listens only on 127.0.0.1 and never changes a run. Other users of the machine can connect to that address, too:
-every client needs a token, which is part of the printed URL and is then kept in a cookie. A malicious web page can make
-a browser request any address, also by a host name that it resolves to 127.0.0.1 (DNS rebinding): the cookie is not sent
-with cross-site requests, and only requests with a local host name are answered.
+The server listens only on 127.0.0.1 and never changes a run. Other users of the machine can connect to that address,
+too: every client needs a token, which is part of the printed URL and is then kept in a cookie. A malicious web page can
+make a browser request any address, also by a host name that it resolves to 127.0.0.1 (DNS rebinding): the cookie is not
+sent with cross-site requests, and only requests with a local host name are answered.
+
+Pages are built from parts of `megads report` and the current status. Reading a run takes time proportional to its
+steps, and drawing it some seconds. Both are done only after a file of the run has changed, and use at most a tenth of a
+CPU core.
 """
 
 from __future__ import annotations
 
 import getpass
 import hashlib
+import html
+import math
 import secrets
 import signal
 import socket
-from collections.abc import Callable, Iterable
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
 from importlib import resources
+from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Generic, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
 from waitress.server import create_server
 
+from megads import __version__
 from megads.errors import ConfigError
+from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE, METRICS_FILE, find_run, slowdowns_path
+from megads.tools.report.charts import run_charts
+from megads.tools.report.config import MOST_RUNS
+from megads.tools.report.history import RunHistory, number, read_history
+from megads.tools.report.page import (
+    comparison_body,
+    comparison_charts,
+    document,
+    draw_charts,
+    event_row,
+    level_of,
+    names,
+    run_body,
+    table,
+)
+from megads.tools.report.summary import facts, key_numbers, last, loss_text, short, status
 from megads.tools.watch.config import WatchConfig
-from megads.tools.watch.pages import POLICY, SCRIPT_PATH, of_run, overview, page
-from megads.tools.watch.watched import WatchedRuns
+
+T = TypeVar("T")
+Signature = tuple[tuple[int, int, int], ...]
+"""Inode, size and modification time of every file of a run that a report reads."""
+
+_PAUSE_FACTOR = 9.0
+"""Pause after reading or drawing before it is repeated, as a multiple of its duration."""
+_DRAWING = threading.Lock()
+"""Serializes drawing: matplotlib's settings are global to the process."""
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is a run directory."""
+    return any((folder / name).exists() for name in (METRICS_FILE, EVENTS_FILE, CONFIG_FILE))
+
+
+def signature(run_dir: Path) -> Signature:
+    """Returns a value that changes whenever the report of the run may change."""
+    names = [run_dir / name for name in (METRICS_FILE, EVENTS_FILE, CONFIG_FILE, "checkpoints")]
+    found = []
+    for path in (*names, slowdowns_path(run_dir)):
+        try:
+            about = path.stat()
+        except OSError:
+            found.append((0, 0, 0))
+        else:
+            found.append((about.st_ino, about.st_size, about.st_mtime_ns))
+    return tuple(found)
+
+
+class Renewed(Generic[T]):
+    """A cached value that is recomputed after its inputs have changed, at a limited rate.
+
+    While one thread computes it, other threads get the previous value.
+
+    Args:
+        make: computes the value.
+        now: clock, in seconds.
+    """
+
+    def __init__(self, make: Callable[[], T], now: Callable[[], float] = time.monotonic):
+        self._make, self._now = make, now
+        self._lock = threading.Lock()
+        self._made: tuple[object, T] | None = None
+        self._paused_until = 0.0
+
+    def of(self, state: object) -> T:
+        """Returns the value for a state of the inputs, or the previous value during the pause after a computation.
+
+        Args:
+            state: state of the inputs; equal as long as they have not changed.
+        """
+        made = self._made
+        if made is not None and (made[0] == state or self._now() < self._paused_until):
+            return made[1]
+        if not self._lock.acquire(blocking=made is None):
+            assert made is not None
+            return made[1]
+        try:
+            if self._made is None or self._made[0] != state:
+                begin = self._now()
+                self._made = (state, self._make())
+                end = self._now()
+                self._paused_until = end + _PAUSE_FACTOR * (end - begin)
+            return self._made[1]
+        finally:
+            self._lock.release()
+
+
+class WatchedRun:
+    """One watched run.
+
+    Args:
+        run_dir: run directory.
+    """
+
+    def __init__(self, run_dir: Path):
+        self.run_dir = run_dir
+        self.key = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:12]
+        """Identifies the run in URLs."""
+        self._history = Renewed(self._read)
+        self._pictures = Renewed(self._draw)
+
+    def history(self) -> RunHistory | str:
+        """Returns the recorded history, or a message why nothing can be shown yet."""
+        return self._history.of(signature(self.run_dir))
+
+    def pictures(self) -> list[str]:
+        """Returns the charts of the run as parts of a page."""
+        return self._pictures.of(signature(self.run_dir))
+
+    def _read(self) -> RunHistory | str:
+        try:
+            return read_history(self.run_dir)
+        except ConfigError as error:
+            return str(error)
+
+    def _draw(self) -> list[str]:
+        history = self.history()
+        if isinstance(history, str):
+            return []
+        with _DRAWING:
+            return draw_charts(run_charts(history))
+
+
+class WatchedRuns:
+    """The configured runs.
+
+    Args:
+        names: run directories, ids of runs in runs/, or folders of runs.
+
+    Raises:
+        ConfigError: A name is none of these.
+    """
+
+    def __init__(self, names: Sequence[str]):
+        self._places = [_place(name) for name in names]
+        self._known: dict[Path, WatchedRun] = {}
+        self._comparison = Renewed(self._draw)
+        self._compared: list[RunHistory] = []
+
+    def find(self) -> tuple[list[WatchedRun], int]:
+        """Returns the runs to show, newest first, and the number of older runs that are left out."""
+        found = dict.fromkeys(path for place in self._places for path in _runs_of(place))
+        newest = sorted(found, key=_last_change, reverse=True)
+        for path in newest[:MOST_RUNS]:
+            self._known.setdefault(path, WatchedRun(path))
+        return [self._known[path] for path in newest[:MOST_RUNS]], max(0, len(newest) - MOST_RUNS)
+
+    def with_key(self, key: str) -> WatchedRun | None:
+        """Returns the run with a key, even if newer runs have displaced it from the list; None if there is none."""
+        self.find()
+        return next((run for run in self._known.values() if run.key == key), None)
+
+    def comparison(self, histories: Sequence[RunHistory]) -> list[str]:
+        """Returns the charts that compare runs, as parts of a page."""
+        self._compared = list(histories)
+        return self._comparison.of(tuple(signature(history.run_dir) for history in histories))
+
+    def _draw(self) -> list[str]:
+        with _DRAWING:
+            return draw_charts(comparison_charts(self._compared))
+
+
+def _place(name: str) -> Path:
+    if name == "runs" and not Path(name).is_dir():
+        raise ConfigError("there is no folder runs/ here: give a run directory, or a folder of runs, as run=<folder>")
+    return find_run(name)
+
+
+def _runs_of(place: Path) -> Iterable[Path]:
+    if is_run(place):
+        return [place]
+    try:
+        return [path for path in place.iterdir() if path.is_dir() and is_run(path)]
+    except OSError:
+        return []
+
+
+def _last_change(run_dir: Path) -> int:
+    return max((changed for _, _, changed in signature(run_dir)), default=0)
+
+
+POLICY = "default-src 'none'; connect-src 'self'; script-src 'self'; img-src data:; style-src 'unsafe-inline'"
+"""Content security policy: only this server's script may run, and it may connect only to this server."""
+SCRIPT_PATH = "/watch.js"
+_MOST_FAULTS = 30
+
+
+def page(title: str, body: Sequence[str], refresh_s: float) -> str:
+    """Returns a complete page.
+
+    Args:
+        title: title of the page.
+        body: parts of the body, as HTML.
+        refresh_s: refresh interval of the body, in seconds.
+    """
+    head = f'<script src="{SCRIPT_PATH}" data-every-s="{refresh_s:g}" defer></script>'
+    return document(title, body, POLICY, head)
+
+
+def overview(runs: WatchedRuns) -> list[str]:
+    """Returns the body of the page of all runs: status table, common charts, warnings and faults."""
+    shown, hidden = runs.find()
+    read = [(run, run.history()) for run in shown]
+    histories = [history for _, history in read if isinstance(history, RunHistory)]
+    body = ["<header><h1>Runs</h1></header>", _runs(read)]
+    if hidden:
+        body.append(f"<p>{hidden:,} older runs are not shown; run=&lt;run directory&gt; shows any of them.</p>")
+    if histories:
+        body += ["<h2>Curves</h2>", *comparison_body(histories, runs.comparison(histories))]
+    body.append(_faults(histories))
+    return [*body, _footer(histories)]
+
+
+def of_run(run: WatchedRun) -> list[str]:
+    """Returns the body of the page of one run: its current report."""
+    back = '<p><a href="/">all runs</a></p>'
+    history = run.history()
+    if isinstance(history, str):
+        return [back, f"<header><h1>{html.escape(run.run_dir.name)}</h1></header>", f"<p>{html.escape(history)}</p>"]
+    age = f"<p>last step {_last_step(history)}</p>"
+    return [back, *run_body(history, run.pictures()), age, _footer([history])]
+
+
+def _runs(read: Sequence[tuple[WatchedRun, RunHistory | str]]) -> str:
+    """Returns the table with one row per run."""
+    if not read:
+        return "<p>No run has begun yet; the first appears here when it does.</p>"
+    head = ("run", "status", ">step", "last step", ">train loss", ">tokens/s", ">effective time", ">faults", ">starts")
+    known = iter(names([history for _, history in read if isinstance(history, RunHistory)]))
+    rows = []
+    for run, history in read:
+        name = next(known).strip() if isinstance(history, RunHistory) else run.run_dir.name
+        link = f'<td><a href="/run/{run.key}">{html.escape(name)}</a></td>'
+        cells = _cells(history) if isinstance(history, RunHistory) else f'<td colspan="8">{html.escape(history)}</td>'
+        rows.append(f"<tr>{link}{cells}</tr>")
+    return table(head, rows)
+
+
+def _cells(history: RunHistory) -> str:
+    """Returns the cells of a run's status, in the columns of `_runs`."""
+    words, kind = status(history)
+    numbers = {item.label: item.value for item in key_numbers(history)}
+    planned = number(history.last_event("start").get("total_steps"))
+    steps = f"{history.step[-1]:,.0f}" + (f" of {planned:,.0f}" if math.isfinite(planned) else "")
+    cells = (
+        steps, loss_text(last(history.columns["loss"])), short(last(history.columns["tokens_per_s"])),
+        numbers.get("effective time", ""), numbers.get("faults", "0"), dict(facts(history)).get("starts", "1"),
+    )  # fmt: skip
+    right = [f'<td class="number">{html.escape(cell)}</td>' for cell in cells]
+    badge = f'<td><span class="status {kind}">{html.escape(words)}</span></td>'
+    return f"{badge}{right[0]}<td>{_last_step(history)}</td>{''.join(right[1:])}"
+
+
+def _last_step(history: RunHistory) -> str:
+    """Returns the end of the last step; the page's script shows the age, so that the HTML stays unchanged."""
+    ended = last(history.columns["time"])
+    if not math.isfinite(ended):
+        return "unknown"
+    return f'<time data-ended-s="{ended:.3f}">{time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(ended))} UTC</time>'
+
+
+def _footer(histories: Sequence[RunHistory]) -> str:
+    unreadable = sum(history.unreadable_lines for history in histories)
+    skipped = f" {unreadable:,} unreadable lines were skipped." if unreadable else ""
+    return f"<footer>megads {__version__}, from the runs' files.{skipped}</footer>"
+
+
+def _faults(histories: Sequence[RunHistory]) -> str:
+    """Returns the table of the newest warnings and errors of all runs; empty if there are none."""
+    found: list[tuple[str, Mapping[str, Any]]] = []
+    for name, history in zip(names(histories), histories, strict=True):
+        found += [(name.strip(), event) for event in history.events if level_of(event) != "info"]
+    newest = sorted(found, key=lambda item: number(item[1].get("time")), reverse=True)[:_MOST_FAULTS]
+    if not newest:
+        return ""
+    rows = [event_row(event, f"<td>{html.escape(name)}</td>") for name, event in newest]
+    head = ("run", "time, UTC", "event", "details")
+    return f"<h2>Warnings and faults, the newest first</h2>{table(head, rows, 'events')}"
+
 
 HOST = "127.0.0.1"
 _HOSTS = (HOST, "localhost", "::1")

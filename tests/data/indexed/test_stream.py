@@ -17,10 +17,9 @@ import numpy as np
 import pytest
 
 from megads.data.config import DataConfig, DatasetConfig, StreamConfig
-from megads.data.indexed.block_cache import BlockCache, CacheFolder
 from megads.data.indexed.dataset import IndexedDataset
 from megads.data.indexed.recorded import record_data
-from megads.data.indexed.remote_files import FileVersion
+from megads.data.indexed.remote_files import BlockCache, CacheFolder, FileVersion
 from megads.data.indexed.stream import StreamedTokens, local_prefix, open_indexed
 from megads.data.indexed.writer import IndexedDatasetWriter
 from megads.data.sampling.batch_size import BatchSizeSchedule

@@ -10,7 +10,7 @@ import pytest
 import zstandard
 
 from megads.data.config import DataConfig
-from megads.data.prepare.decoding import ZstdReader, encoding_of, marked_encoding, opened, text_fault
+from megads.data.prepare.text_files import ZstdReader, encoding_of, marked_encoding, opened, text_fault
 from megads.errors import ConfigError
 
 RUSSIAN = "Все счастливые семьи похожи друг на друга.\r\n" * 9  # noqa: RUF001

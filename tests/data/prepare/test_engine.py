@@ -13,13 +13,19 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from megads.data.indexed.sidecar import load_tokenizer
-from megads.data.prepare import engine as engine_module
+from megads.data.prepare import tokenizer as engine_module
 from megads.data.prepare.block_tokenizer import BlockTokenizer, TokenizeSettings, open_shard, shard_path
 from megads.data.prepare.blocks import Lines
 from megads.data.prepare.config import Engine, PreprocessConfig, TokenizerConfig
-from megads.data.prepare.engine import EngineMismatch, FastEngine, HuggingFaceEngine, added_token_texts, choose_engine
 from megads.data.prepare.preprocess import preprocess
-from megads.data.prepare.tokenizer import train_tokenizer
+from megads.data.prepare.tokenizer import (
+    EngineMismatch,
+    FastEngine,
+    HuggingFaceEngine,
+    added_token_texts,
+    choose_engine,
+    train_tokenizer,
+)
 from megads.errors import ConfigError
 
 INSTALLED = importlib.util.find_spec("gigatoken") is not None

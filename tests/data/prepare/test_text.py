@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from megads.data.indexed.dataset import IndexedDataset
-from megads.data.prepare import decoding
 from megads.data.prepare import text as text_module
+from megads.data.prepare import text_files
 from megads.data.prepare.config import PreprocessConfig, TokenizerConfig
-from megads.data.prepare.decoding import text_fault
 from megads.data.prepare.preprocess import preprocess
 from megads.data.prepare.text import DocumentReader, TextCutter, text_pieces
+from megads.data.prepare.text_files import text_fault
 from megads.data.prepare.tokenizer import train_tokenizer
 from megads.errors import ConfigError, DataError
 
@@ -253,7 +253,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_module, "REACH", 40)
     # A prime: blocks end inside characters.
     monkeypatch.setattr(text_module, "_READ_BYTES", 17)
-    monkeypatch.setattr(decoding, "_READ_BYTES", 17)
+    monkeypatch.setattr(text_files, "_READ_BYTES", 17)
 
 
 @pytest.mark.parametrize("text", ["", "short", messy_text(2000), "x" * 999, "\n" * 999, "\ufeffmarked", "\nx" * 299])

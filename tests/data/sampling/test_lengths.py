@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from megads.data.sampling.blend import BalancedOrder, BlendedSamples, ContinuedOrder, Mix, Phase
-from megads.data.sampling.lengths import PartSamples, SampleLengths
 from megads.data.sampling.runs import copy_tokens
-from megads.data.sampling.samples import TrainSamples
+from megads.data.sampling.samples import PartSamples, SampleLengths, TrainSamples
 from tests.data.conftest import MakeDataset
 
 UNIT = 16

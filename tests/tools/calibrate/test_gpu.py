@@ -22,7 +22,7 @@ from megads.plan.model_size import parameter_count
 from megads.plan.operators import RankOperators
 from megads.plan.step_estimate import StepShape, estimate_step
 from megads.tools.calibrate import passes
-from megads.tools.calibrate.gpu import Gpu, measured_gpu
+from megads.tools.calibrate.measure import Gpu, measured_gpu
 from megads.tools.calibrate.operators import GPU_SHAPES, Bench
 from megads.tools.calibrate.passes import (
     GPU_TRIALS,

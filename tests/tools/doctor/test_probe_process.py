@@ -7,7 +7,7 @@ from typing import Any
 
 from megads.ops.attention_kinds import AttentionKind
 from megads.tools.doctor.finding import Finding, Status
-from megads.tools.doctor.probe_process import ProbeResult, describe_gpus, judge_probe, read_outcome
+from megads.tools.doctor.probe import ProbeResult, describe_gpus, judge_probe, read_outcome
 
 TORCH = '{"begin": "torch"}\n{"end": "torch", "result": {"version": "2.13.0", "seconds": 1.5, "cuda": null}}\n'
 GOOD = (

@@ -25,7 +25,7 @@ from megads.model.gpt import GPT, token_losses
 from megads.runtime.metrics import EventWriter, read_json_lines
 from megads.tools.evaluate.command import evaluate
 from megads.tools.evaluate.config import EvaluateConfig, EvaluationLayoutConfig
-from megads.tools.evaluate.text_sets import TokenBytes
+from megads.tools.evaluate.job import TokenBytes
 from tests.small_run import TEXTS, hot_model, model_config, write_dataset, write_run
 
 pytest.importorskip("lm_eval")

@@ -17,8 +17,8 @@ from megads.batch import BatchInfo
 from megads.checkpoint.read import load_unsharded, open_checkpoint
 from megads.errors import CheckpointError, ConfigError, MegadsError
 from megads.tools.exchange.config import ImportConfig
-from megads.tools.exchange.inert_pickle import read_inert
 from megads.tools.exchange.load import import_folder
+from megads.tools.exchange.pickles import read_inert
 from tests.distributed import run_ranks
 from tests.tools.exchange import megatron_core_peer as peer
 

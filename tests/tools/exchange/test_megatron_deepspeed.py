@@ -19,10 +19,10 @@ from torch import Tensor
 from megads.batch import BatchInfo
 from megads.checkpoint.read import load_unsharded, open_checkpoint
 from megads.errors import CheckpointError, ConfigError, DataError, MegadsError
-from megads.tools.exchange.arguments import Arguments
 from megads.tools.exchange.config import ImportConfig, ImportFormat
 from megads.tools.exchange.load import import_folder
 from megads.tools.exchange.pickles import Record
+from megads.tools.exchange.source import Arguments
 from tests.small_run import TOKENS, write_dataset
 from tests.tools.exchange import megatron_files as files
 

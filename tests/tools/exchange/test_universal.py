@@ -24,7 +24,7 @@ from megads.model.config import MLPKind, ModelConfig, NormKind, Position
 from megads.plan.model_size import parameter_shapes
 from megads.tools.exchange.config import ImportConfig, ImportFormat
 from megads.tools.exchange.load import import_folder
-from megads.tools.exchange.universal_export import export_universal
+from megads.tools.exchange.universal import export_universal
 from megads.tools.hugging_face.architectures import LLAMA
 from megads.tools.hugging_face.config import ExportConfig, ExportFormat
 from megads.tools.hugging_face.weights import to_theirs

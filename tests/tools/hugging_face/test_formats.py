@@ -41,7 +41,7 @@ from megads.model.config import (
 from megads.model.gpt import GPT, parameter_generator
 from megads.tools.exchange import load
 from megads.tools.exchange.config import ImportConfig
-from megads.tools.exchange.universal_export import export_universal
+from megads.tools.exchange.universal import export_universal
 from megads.tools.hugging_face import export
 from megads.tools.hugging_face.config import ExportConfig, ExportFormat, ExportPrecision
 from tests.small_run import TOKENS, write_dataset

@@ -12,8 +12,7 @@ import numpy as np
 
 from megads.config import RootConfig
 from megads.data.sampling.runs import SampleOrigin, Stretch
-from megads.parallel.config import ParallelConfig
-from megads.parallel.rank_order import GridCoordinate
+from megads.parallel.config import GridCoordinate, ParallelConfig
 from megads.tools.inspect.why import Explanation, RankShare, ShownSample, TrainedStep
 from megads.tools.inspect.why_output import as_json, as_text
 

@@ -15,9 +15,8 @@ from megads.errors import ConfigError
 from megads.model.attention import AttentionCore
 from megads.model.config import SHARDING, ModelConfig
 from megads.model.gpt import stage_specs
-from megads.parallel.config import ParallelConfig
+from megads.parallel.config import ParallelConfig, axis_lines
 from megads.parallel.grid import Axis
-from megads.parallel.rank_order import axis_lines
 from megads.parallel.sharding import shard_stage
 from megads.tools.plan.tables import (
     axes_across_nodes,

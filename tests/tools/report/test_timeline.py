@@ -15,8 +15,8 @@ from megads.frozen_config import freeze
 from megads.parallel.schedule import ScheduleName, build_schedule
 from megads.parallel.schedule_simulation import ScheduleCosts, run_clock
 from megads.plan.step_time import RankTrace, simulated_step
+from megads.runtime.hooks import Span
 from megads.runtime.run_dir import CONFIG_FILE
-from megads.runtime.span import Span
 from megads.tools.report.config import ReportConfig
 from megads.tools.report.history import read_history
 from megads.tools.report.page import write_report

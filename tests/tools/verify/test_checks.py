@@ -12,7 +12,7 @@ import pytest
 
 from megads.optim.config import OptimConfig
 from megads.parallel.config import ParallelConfig
-from megads.runtime.visible_console import VisibleConsole
+from megads.runtime.rich_console import VisibleConsole
 from megads.tools.verify.checks import BF16, FP32, MEANINGS, Row, legend, likely_cause, rows
 from megads.tools.verify.compare import show, train_reference
 from megads.tools.verify.run import Run

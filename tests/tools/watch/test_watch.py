@@ -21,7 +21,7 @@ pytest.importorskip("waitress", reason="the extra [watch] is not installed")
 from megads.errors import ConfigError
 from megads.tools.report.config import MOST_RUNS
 from megads.tools.watch.config import WatchConfig
-from megads.tools.watch.watched import Renewed, WatchedRuns
+from megads.tools.watch.server import Renewed, WatchedRuns
 from tests.tools.report.browser import browse_address
 from tests.tools.report.written_runs import write_config, write_eventful_run, write_steps
 

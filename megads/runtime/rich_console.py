@@ -1,16 +1,30 @@
-"""Redrawn lines at the bottom of a terminal, below scrolling text.
+"""Rich console that escapes control characters, and redrawn lines at the bottom of a terminal, below scrolling text.
 
-Terminal modes are only changed within one update, so that a killed process leaves a usable terminal.
+Separate from `terminal_text`, as rich is slow to import. Terminal modes are only changed within one update, so that a
+killed process leaves a usable terminal.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TextIO
 
 from rich.cells import cell_len, set_cell_size
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from megads.runtime.terminal_text import visible
+
+
+class VisibleConsole(Console):
+    """Escapes control characters in any text, as `terminal_text.visible`; rich's own codes are kept."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=visible(segment.text))
+
 
 _BEGIN_UPDATE, _END_UPDATE = "\x1b[?2026h", "\x1b[?2026l"
 _NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"
