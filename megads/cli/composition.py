@@ -29,6 +29,7 @@ from megads.runtime.files import read_regular, require_bounded_yaml
 
 _UNKNOWN_KEY = re.compile(r"Could not override '([^']+)'")
 _QUOTED = re.compile(r"'([^']+)'")
+_SEVERAL_VALUES = re.compile(r"Ambiguous value for argument '([^=]+)=(.*)'")
 _CHOSEN_TWICE = re.compile(r"Multiple values for ([\w/]+)|^([\w/]+) appears more than once")
 
 
@@ -96,6 +97,13 @@ def explain(error: Exception, schema: type) -> str:
         return _place(error) + _unknown_key(_full_key(cause), owner if in_item else schema)
     if isinstance(cause, OmegaConfBaseException):
         return _place(error) + _wrong_value(cause, schema)
+    several = _SEVERAL_VALUES.search(str(error))
+    if several:
+        key, values = several.groups()
+        return (
+            f"{key}={values} has several values: for a list write '{key}=[{values}]', for a text "
+            f"\"{key}='{values}'\" with both quotes; to sweep over them add --multirun"
+        )
     twice = _CHOSEN_TWICE.search(str(error))
     if twice:
         group = twice.group(1) or twice.group(2)

@@ -9,7 +9,8 @@ import re
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from types import UnionType
@@ -20,7 +21,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from megads.cli.composition import expand_counts, explain, explain_added_key, integer_keys, read_files_with
@@ -120,6 +121,57 @@ def typed(config: DictConfig, schema: type) -> Any:
     return result
 
 
+@dataclass(frozen=True)
+class Composed:
+    """One composed config.
+
+    Attributes:
+        config: an instance of the verb's schema.
+        choices: selected option of each config group.
+    """
+
+    config: Any
+    choices: Mapping[str, str | None]
+
+
+@contextmanager
+def composing(verb: str) -> Iterator[None]:
+    """Initializes Hydra for composing configs of a verb in this process."""
+    with hydra.initialize_config_dir(str(config_dir()), version_base="1.3", job_name=f"megads {verb}"):
+        yield
+
+
+@contextmanager
+def explained(schema: type) -> Iterator[None]:
+    """Converts every error during composition into a ConfigError."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(explain(error, schema)) from error
+
+
+def compose_typed(verb: str, schema: type, overrides: Sequence[str]) -> Composed:
+    """Composes one config; to be used inside `composing`.
+
+    Args:
+        verb: the verb's name.
+        schema: dataclass of its config.
+        overrides: all overrides of the command line.
+
+    Raises:
+        ConfigError: the config does not compose or does not fit the schema.
+    """
+    with explained(schema):
+        config = hydra.compose(verb, list(overrides), return_hydra_config=True)
+        HydraConfig.instance().set_config(config)
+        choices = {str(group): option for group, option in config.hydra.runtime.choices.items()}
+        with open_dict(config):
+            del config["hydra"]
+        return Composed(typed(config, schema), choices)
+
+
 def schema_node(schema: type) -> DictConfig:
     """Returns the schema as an OmegaConf node; only options of plugins accept new keys without a `+`."""
     root = OmegaConf.structured(schema)
@@ -197,6 +249,8 @@ def run_verb(verb: Verb, arguments: Sequence[str]) -> int:
     if sweep is not None and _sweeps(given):
         rest = [argument for argument in given if argument not in _SWEEP_FLAGS]
         return exit_code_of(verb.name, lambda: sweep(rest))
+    if not any(argument.startswith("-") for argument in given):
+        return exit_code_of(verb.name, lambda: _run_once(verb, given))
     session = _Session(verb)
     sys.argv = [f"megads {verb.name}", *given]
 
@@ -213,6 +267,14 @@ def run_verb(verb: Verb, arguments: Sequence[str]) -> int:
     if len(session.results) > 1:
         print(sweep_table(session.results), flush=True)
     return next((code for _, code in session.results if code), EXIT_OK)
+
+
+def _run_once(verb: Verb, overrides: Sequence[str]) -> int:
+    """Runs a command line without flags. `hydra.main` would compose its config twice, first to find out the mode."""
+    with composing(verb.name):
+        composed = compose_typed(verb.name, verb.schema, overrides)
+    progress.leave()
+    return verb.run(composed.config, Invocation(composed.choices, set()))
 
 
 _HYDRA_SEARCHPATH = "hydra.searchpath"

@@ -6,21 +6,19 @@ import dataclasses
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
+from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig
 
-from megads.cli.composition import explain
-from megads.cli.entry import exit_code_of, sweep_table, typed
+from megads.cli.entry import Composed, compose_typed, composing, exit_code_of, explained, sweep_table, typed
 from megads.cli.verb import Invocation, Verb, config_dir
 from megads.config import RootConfig, check_config
 from megads.errors import EXIT_OK, ConfigError
@@ -64,19 +62,6 @@ class SweepLine:
     space: Space
 
 
-@dataclass(frozen=True)
-class Composed:
-    """One composed config.
-
-    Attributes:
-        config: an instance of the verb's schema.
-        choices: selected option of each config group.
-    """
-
-    config: Any
-    choices: Mapping[str, str | None]
-
-
 class Composer:
     """Composes configs of one verb; to be used inside `composing`.
 
@@ -97,7 +82,7 @@ class Composer:
         Raises:
             ConfigError: an override is malformed, or sweeps over a setting of the sweep itself.
         """
-        with _explained(self._schema):
+        with explained(self._schema):
             loader = GlobalHydra.instance().config_loader()
             parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(overrides))
             return self._split(parsed)
@@ -134,15 +119,7 @@ class Composer:
         Raises:
             ConfigError: the config does not compose or does not fit the schema.
         """
-        with _explained(self._schema):
-            config = compose(
-                self._verb, [*self._search, *overrides, f"hydra.job.num={number}"], return_hydra_config=True
-            )
-            HydraConfig.instance().set_config(config)
-            choices = {str(group): option for group, option in config.hydra.runtime.choices.items()}
-            with open_dict(config):
-                del config["hydra"]
-            return Composed(typed(config, self._schema), choices)
+        return compose_typed(self._verb, self._schema, [*self._search, *overrides, f"hydra.job.num={number}"])
 
     def settings(self, line: SweepLine, schema: type) -> Any:
         """Returns the config of the sweep itself, composed without the swept keys.
@@ -150,34 +127,16 @@ class Composer:
         Raises:
             ConfigError: the overrides that are not swept do not compose.
         """
-        with _explained(self._schema):
+        with explained(self._schema):
             config = compose(self._verb, [*self._search, *line.fixed, *line.settings])
             section = config[_SETTINGS_SECTION]
             assert isinstance(section, DictConfig)
             return typed(section, schema)
 
 
-@contextmanager
-def _explained(schema: type) -> Iterator[None]:
-    """Converts every error during composition into a ConfigError."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(explain(error, schema)) from error
-
-
 def overrides_of(assignment: Assignment) -> list[str]:
     """Returns an assignment as overrides."""
     return [f"{key}={value}" for key, value in assignment.items()]
-
-
-@contextmanager
-def composing(verb: str) -> Iterator[None]:
-    """Initializes Hydra for composing configs of a verb in this process."""
-    with initialize_config_dir(str(config_dir()), version_base="1.3", job_name=f"megads {verb}"):
-        yield
 
 
 def _parameter(override: Override) -> Choice | Interval:

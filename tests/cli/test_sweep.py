@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from hydra.core.config_store import ConfigStore
 
-from megads.cli.sweep import Composer, _Points, composing, overrides_of
+from megads.cli.entry import composing
+from megads.cli.sweep import Composer, _Points, overrides_of
 from megads.cli.train import VERB, TrainCommandConfig
 from megads.config import RootConfig
 from megads.errors import ConfigError
