@@ -1,4 +1,4 @@
-"""Starts the real `megads` command in a process of its own, watches it and reads what it leaves."""
+"""Starts the real `megads` command in its own process, watches it and reads its output."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tests.corpus import VOCAB_SIZE
 
 REPOSITORY = Path(__file__).parents[1]
 TIMEOUT_S = 240.0
-# What a run computes: equal bits after a resume. The other keys of a line are times.
+# What a run computes: bitwise equal after a resume. The other keys of a line are timings.
 COMPUTED = ("step", "samples", "tokens", "loss", "grad_norm", "lr", "global_batch_size", "skipped", "batch_hash")
 
 
 def small_model(corpus: Path, **changes: Any) -> list[str]:
-    """Overrides of a model with six heads and a vocabulary that no number of ranks divides; `__` stands for a dot."""
+    """Overrides of a model with six heads and a vocabulary size that no number of ranks divides; `__` means a dot."""
     values: dict[str, Any] = {
         "model.num_layers": 2,
         "model.hidden_size": 48,
@@ -47,7 +47,7 @@ def small_model(corpus: Path, **changes: Any) -> list[str]:
         "data.split": "[0.9, 0.1]",
         # Measuring the CPU takes seconds, and no test looks at MFU.
         "cluster.peak_tflops": 1,
-        # A test of a fault looks at the first one; those of restarts allow them.
+        # Fault tests look at the first failure; restart tests allow restarts.
         "cluster.max_restarts": 0,
         # On a busy machine the threads of one rank wait for each other.
         "cluster.threads_per_rank": 1,
@@ -57,7 +57,7 @@ def small_model(corpus: Path, **changes: Any) -> list[str]:
 
 
 class Ended(NamedTuple):
-    """How a command ended."""
+    """Exit code and output of a command."""
 
     code: int
     out: str
@@ -68,12 +68,12 @@ class Command:
     """One process.
 
     Args:
-        folder: where it runs.
-        arguments: of its command line.
-        module: whose main it runs.
+        folder: its working directory.
+        arguments: command line arguments.
+        module: module whose main it runs.
         variables: added to the environment.
-        server: forks it, which spares its imports; None: a new process.
-        out: file for its output; None: a temporary one.
+        server: forks it, which saves its imports; None: a new process.
+        out: file for its standard output; None: a temporary one.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Command:
         out: Path | None = None,
     ):
         self.folder = folder
-        # Files, not pipes: a full pipe would stop the command. Not in its folder, where tests count what it leaves.
+        # Files, not pipes: a full pipe would block the command. Not in its folder, where tests count its files.
         self._out, self._err = (tempfile.NamedTemporaryFile("w+", prefix=name) for name in ("out.", "err."))  # noqa: SIM115
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **variables}
         self.process: ForkedProcess | subprocess.Popen[bytes]
@@ -104,7 +104,7 @@ class Command:
             )
 
     def end(self, timeout_s: float = TIMEOUT_S) -> Ended:
-        """Waits for the end."""
+        """Waits until the process ends; returns its exit code and output."""
         code = self.process.wait(timeout=timeout_s)
         texts = []
         for file in (self._out, self._err):
@@ -113,7 +113,7 @@ class Command:
         return Ended(code, *texts)
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
-        """Waits until the condition holds; the command ending before that is a failure."""
+        """Waits until the condition holds; fails if the command ends before that."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             running = self.process.poll() is None
@@ -121,12 +121,12 @@ class Command:
             time.sleep(0.005)
 
     def processes(self) -> list[psutil.Process]:
-        """The launcher and everything it started."""
+        """Returns the launcher and all its descendants."""
         launcher = psutil.Process(self.process.pid)
         return [launcher, *launcher.children(recursive=True)]
 
     def kill_everything(self) -> None:
-        """SIGKILL to the launcher and all its ranks at once, as a power cut would."""
+        """Sends SIGKILL to the launcher and all its ranks at once, like a power failure."""
         with suppress(psutil.NoSuchProcess):
             for process in self.processes():
                 with suppress(psutil.NoSuchProcess):
@@ -143,8 +143,8 @@ class Command:
 class StartCommand(Protocol):
     """Starts a `megads` command in `folder`, with `variables` added to its environment.
 
-    `fault` is the name of a function of tests.faults, which every rank runs in place of megads.train:train. With
-    `anew` it is no fork, but a new process, whose loader reads the environment; it takes seconds more.
+    `fault` is the name of a function of tests.faults, which every rank runs in place of megads.train:train. `anew`
+    starts a new process instead of a fork, so that its loader reads the environment; this takes seconds longer.
     """
 
     folder: Path
@@ -155,7 +155,7 @@ class StartCommand(Protocol):
 
 
 def finished_run(start: StartCommand, name: str, arguments: Sequence[str]) -> Path:
-    """Trains to the end in a folder of this name; returns it."""
+    """Trains to the end in a folder of this name; returns the folder."""
     run_dir = start.folder / name
     ended = start("train", *arguments, f"run.dir={run_dir}").end()
     assert ended.code == 0, ended.err
@@ -177,7 +177,7 @@ class _Starter:
 
 @contextmanager
 def commands_in(folder: Path, server: CommandServer | None = None) -> Iterator[StartCommand]:
-    """Yields a starter of commands, forks of a server's process or new ones; leaves none of them running."""
+    """Yields a starter of commands, as forks of a server's process or new ones; kills those still running."""
     starter = _Starter(folder, server)
     try:
         yield starter
@@ -187,14 +187,14 @@ def commands_in(folder: Path, server: CommandServer | None = None) -> Iterator[S
 
 
 class Launched(Command):
-    """A launcher over stand-in ranks, as a process of its own that signals can be sent to.
+    """A launcher with stand-in ranks, in its own process, to which signals can be sent.
 
     Args:
         server: forks it; None: a new process.
         run_dir: its run directory; is created.
         options: of tests.launch.small_launch.
-        out: file for its output; None: a temporary one.
-        config: what differs from the default config; `__` stands for a dot.
+        out: file for its standard output; None: a temporary one.
+        config: what differs from the default config; `__` means a dot.
     """
 
     def __init__(self, server: CommandServer | None, run_dir: Path, *options: str, out: Path | None, **config: Any):
@@ -209,7 +209,7 @@ class Launched(Command):
         super().__init__(REPOSITORY, words, "tests.launch.small_launch", server=server, out=out)
 
     def rank_pids(self) -> list[int]:
-        """Everything that it started."""
+        """Returns the pids of everything that it started."""
         return [process.pid for process in self.processes()[1:]]
 
 
@@ -223,7 +223,7 @@ class StartLauncher(Protocol):
 
 @contextmanager
 def launchers_in(run_dir: Path, server: CommandServer | None = None) -> Iterator[StartLauncher]:
-    """Yields a starter of launchers of one run; leaves none of them running."""
+    """Yields a starter of launchers of one run; kills those still running."""
     started: list[Launched] = []
 
     def start(body: str, *options: str, ranks: int = 2, out: Path | None = None, **config: Any) -> Launched:
@@ -238,28 +238,28 @@ def launchers_in(run_dir: Path, server: CommandServer | None = None) -> Iterator
 
 
 def steps_of(run_dir: Path) -> list[dict[str, Any]]:
-    """What the run computed, step by step."""
+    """Returns what the run computed, step by step."""
     lines = read_json_lines(run_dir / "metrics.jsonl")
     return [{key: line[key] for key in COMPUTED} for line in lines if "loss" in line]
 
 
 def validations_of(run_dir: Path) -> list[dict[str, Any]]:
-    """The validation lines."""
+    """Returns the validation lines."""
     return [line for line in read_json_lines(run_dir / "metrics.jsonl") if "loss" not in line]
 
 
 def events_of(run_dir: Path, event: str) -> list[dict[str, Any]]:
-    """The run's events of one kind."""
+    """Returns the run's events of one kind."""
     return [line for line in read_json_lines(run_dir / "events.jsonl") if line["event"] == event]
 
 
 def checkpoint_of(run_dir: Path, step: int) -> Path:
-    """Folder of the checkpoint of a step; it may not exist."""
+    """Returns the folder of a step's checkpoint; it may not exist."""
     return run_dir / "checkpoints" / f"step_{step:08d}"
 
 
 def checksums(checkpoint: Path) -> dict[str, str]:
-    """Checksum of every stored rectangle by tensor, offset and shape."""
+    """Returns the checksum of every stored slice by tensor, offset and shape."""
     manifest = read_manifest(checkpoint)
     tensors = [tensor for name in manifest.files for tensor in manifest.stored_in(checkpoint, name)]
     return {f"{tensor} of {list(tensor.shape)}": tensor.checksum for tensor in tensors}

@@ -1,9 +1,9 @@
 """Starts `megads` commands as forks of one process that has imported torch, DeepSpeed and megads.
 
-The imports are most of a small run: two seconds of the launcher, five of the process that forks its ranks. A forked
-command differs from a new process in nothing else that a run looks at: environment, folder, output and signals are its
-own. What a process reads once in its life (threads, malloc) is that of a rank with one thread; a command that asks for
-more starts the process that forks its ranks anew, as `megads` does.
+The imports take most of the time of a small run: two seconds in the launcher, five in the process that forks its
+ranks. Otherwise a forked command behaves like a new process: it has its own environment, working directory, output and
+signals. What a process reads only at its start (threads, malloc) is set as for a rank with one thread; a command that
+needs other values starts a new process to fork its ranks, as `megads` does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.fork_server import REPOSITORY, import_everything
 
 
 class ForkedProcess:
-    """A command, with the methods of subprocess.Popen that the tests call."""
+    """A forked command, with the methods of subprocess.Popen that the tests call."""
 
     def __init__(self, server: CommandServer, number: int) -> None:
         self._server, self._number = server, number
@@ -37,7 +37,7 @@ class ForkedProcess:
 
     @property
     def returncode(self) -> int | None:
-        """None while it runs."""
+        """Exit code; None while it runs."""
         return self._server.known(self._number, "code")
 
     def poll(self) -> int | None:
@@ -47,7 +47,7 @@ class ForkedProcess:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits for its end; raises subprocess.TimeoutExpired."""
+        """Waits until it ends; raises subprocess.TimeoutExpired."""
         return self._server.reply(self._number, "code", timeout)
 
     def send_signal(self, number: int) -> None:
@@ -61,7 +61,7 @@ class ForkedProcess:
 
 
 class CommandServer:
-    """The process that forks; its folder is `root`."""
+    """The process that forks; its working directory is `root`."""
 
     def __init__(self, root: Path) -> None:
         self._process = subprocess.Popen(
@@ -80,12 +80,12 @@ class CommandServer:
         """Runs the `main` of a module.
 
         Args:
-            folder: where.
-            module: its name.
-            arguments: of its command line.
-            variables: its whole environment.
-            out: file for its output.
-            err: file for its messages.
+            folder: working directory.
+            module: name of the module.
+            arguments: command-line arguments.
+            variables: the whole environment.
+            out: file for stdout.
+            err: file for stderr.
         """
         number = len(self._replies)
         self._replies[number] = {}
@@ -99,11 +99,11 @@ class CommandServer:
         return ForkedProcess(self, number)
 
     def known(self, number: int, name: str) -> int | None:
-        """What the server has said of a command so far: its pid, its exit code."""
+        """The pid or exit code that the server has reported for a command so far."""
         return self._replies[number].get(name)
 
     def reply(self, number: int, name: str, timeout: float | None) -> int:
-        """Waits until the server says it; raises subprocess.TimeoutExpired."""
+        """Waits until the server reports it; raises subprocess.TimeoutExpired."""
         assert self._process.stdout is not None
         deadline = None if timeout is None else time.monotonic() + timeout
         while (found := self.known(number, name)) is None:
@@ -118,7 +118,7 @@ class CommandServer:
         return found
 
     def close(self) -> None:
-        """Ends the server, and what it forked."""
+        """Ends the server and its forks."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait(timeout=30)
@@ -136,9 +136,9 @@ def run_command_server(root: Path) -> Iterator[CommandServer]:
 
 
 class _ParkedServer:
-    """Stands for subprocess.Popen in megads.launch.rank_server: a fork that waits to become the first rank server.
+    """Replaces subprocess.Popen in megads.launch.rank_server: a fork that waits to become the first rank server.
 
-    It is forked before the command runs, so that it has none of the launcher's threads, locks and files.
+    It is forked before the command runs, so that it inherits none of the launcher's threads, locks and files.
     """
 
     def __init__(self) -> None:
@@ -157,7 +157,7 @@ class _ParkedServer:
         self._taken = False
 
     def __call__(self, command: Sequence[str], **options: Any) -> Any:
-        """The fork, now with this environment; a new process when it is taken or what is read at a start differs."""
+        """Returns the fork with this environment; a new process if it is in use or FIXED_AT_START variables differ."""
         ours = rank_variables(1, cuda=False)
         if self._taken or any(os.environ.get(name) != ours.get(name) for name in FIXED_AT_START):
             return subprocess.Popen(command, **options)
@@ -183,10 +183,10 @@ class _ParkedServer:
 
 
 def _wait_to_serve(orders: int, replies: int) -> NoReturn:
-    """The parked fork: a rank server once it hears its environment, nothing if it never does."""
+    """Body of the parked fork: becomes a rank server when it receives its environment, else exits."""
     launcher = os.getppid()
     read = b""
-    # One byte at a time: what follows the line is for the server.
+    # One byte at a time: what follows the line is for the rank server.
     while not read.endswith(b"\n"):
         byte = os.read(orders, 1)
         if not byte:
@@ -216,19 +216,19 @@ def _child(order: dict[str, Any]) -> None:
         opened = os.open(name, os.O_WRONLY if descriptor else os.O_RDONLY)
         os.dup2(opened, descriptor)
         os.close(opened)
-    # As Python's own start makes them.
+    # As Python creates them at startup.
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", encoding="utf-8", errors="strict", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
     _become(order["variables"])
-    if order["module"] != "tests.fork_server":  # whose commands are no children of the parked one's parent
+    if order["module"] != "tests.fork_server":  # its commands are not children of the parked fork's parent
         rank_server.subprocess = _Subprocess(_ParkedServer())  # type: ignore[attr-defined]
     sys.argv = [order["module"], *order["arguments"]]
     importlib.import_module(order["module"]).main()
 
 
 class _Subprocess:
-    """What megads.launch.rank_server uses of the module subprocess."""
+    """The part of the module subprocess that megads.launch.rank_server uses."""
 
     PIPE = subprocess.PIPE
 
@@ -260,7 +260,7 @@ def _fork(order: dict[str, Any], descriptors: Sequence[int]) -> int:
 
 
 def _serve() -> None:
-    """Forks for each line of the standard input, and says how each command ends."""
+    """Forks for each line of stdin, and reports the exit code of each command."""
     requests, replies = os.dup(0), os.dup(1)
     # What the imports print goes to stderr.
     os.dup2(2, 1)

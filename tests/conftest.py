@@ -1,4 +1,4 @@
-"""What the end-to-end tests share."""
+"""Fixtures and hooks that the tests share."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.command_server import CommandServer, run_command_server
 from tests.corpus import write_corpus
 from tests.fork_server import ForkServer, run_fork_server
 
-# As many as a rank has: references computed with more threads would fight the ranks for the cores, and LayerNorm's
-# gradient depends on the number bit for bit.
+# As many as a rank has: references with more threads would compete with the ranks for the cores, and the bits of
+# LayerNorm's gradient depend on the number.
 torch.set_num_threads(1)
 
 
@@ -30,9 +30,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks as slow the cases that a test with the mark `quick` does not name, and keeps the wanted share.
+    """Marks as slow the cases that a test's `quick` mark does not name, and keeps only the requested share.
 
-    Tests of a file with the same parameters stay in one share: their fixtures are made once for all.
+    Tests of a file with the same parameters stay in one share, so that their fixtures are created once.
     """
     _make_the_others_slow(config, items)
     if not config.option.share:
@@ -58,7 +58,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """After `make test-faults`: how many tests of each fault passed, failed and were skipped."""
+    """After `make test-faults`, prints how many tests of each fault passed, failed and were skipped."""
     if not config.option.markexpr.startswith("fault"):
         return
     counts = defaultdict[int, Counter[str]](Counter)
@@ -91,13 +91,13 @@ def _make_the_others_slow(config: pytest.Config, items: list[pytest.Item]) -> No
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prefix of one small prepared dataset; read only."""
+    """Returns the prefix of one small prepared dataset; read only."""
     return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus")
 
 
 @pytest.fixture(scope="session")
 def fork_server(tmp_path_factory: pytest.TempPathFactory, command_server: CommandServer) -> Iterator[ForkServer]:
-    """Runs commands that end by themselves, without the seconds that each process would spend on imports."""
+    """Runs commands that end by themselves, without the seconds of imports of a new process."""
     with run_fork_server(tmp_path_factory.mktemp("forked"), command_server.start) as server:
         yield server
 
@@ -111,28 +111,28 @@ def command_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command
 
 @pytest.fixture
 def megads(tmp_path: Path, command_server: CommandServer) -> Iterator[StartCommand]:
-    """Starts `megads` commands in tmp_path; whatever still runs at the end of the test is killed."""
+    """Starts `megads` commands in tmp_path; kills those still running at the end of the test."""
     with commands_in(tmp_path, command_server) as start:
         yield start
 
 
 @pytest.fixture(scope="module")
 def module_megads(tmp_path_factory: pytest.TempPathFactory, command_server: CommandServer) -> Iterator[StartCommand]:
-    """The same for runs that several tests of a module look at."""
+    """Like `megads`, for runs that several tests of a module read."""
     with commands_in(tmp_path_factory.mktemp("runs"), command_server) as start:
         yield start
 
 
 @pytest.fixture
 def start(tmp_path: Path, command_server: CommandServer) -> Iterator[StartLauncher]:
-    """Starts launchers over stand-in ranks, all of the run tmp_path / "run"."""
+    """Starts launchers with stand-in ranks, all of the run tmp_path / "run"."""
     with launchers_in(tmp_path / "run", command_server) as start:
         yield start
 
 
 @pytest.fixture(scope="session")
 def kernels() -> None:
-    """megads' own kernels, compiled and loaded."""
+    """Compiles and loads megads' own kernels; skips the test where that is not possible."""
     from megads.ops.build import KernelsUnavailable, build
     from megads.ops.resolve import load_library
 
@@ -144,7 +144,7 @@ def kernels() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def no_wandb() -> Iterator[None]:
-    """Runs are not recorded with wandb unless a test asks for it: its start takes a second of each."""
+    """Disables wandb unless a test enables it: its start takes a second per run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "disabled")
         yield

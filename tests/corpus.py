@@ -19,7 +19,7 @@ def documents() -> Iterator[list[int]]:
     for number in range(NUM_DOCUMENTS):
         token, topic, tokens = draw(VOCAB_SIZE), number % 7, []
         for _ in range(20 + draw(100)):
-            # Frequent tokens are frequent: three draws out of four stay among a topic's forty words.
+            # Three draws out of four stay among a topic's forty tokens, so that some tokens are frequent.
             token = (3 * token + topic) % 40 if draw(4) else draw(VOCAB_SIZE)
             tokens.append(token)
         yield tokens

@@ -1,4 +1,4 @@
-"""Runs a function on several gloo ranks: a fork server that has imported torch and deepspeed makes it cheap."""
+"""Runs a function on several gloo ranks, forked by a server that has already imported torch and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 240.0
-# Every rank imports the module of its test. What test modules import is loaded once, in the fork server: half a second
-# a rank, a sixth of what `make test` computed. torch._dynamo and DeepSpeed's Muon are imported late, by the engine.
+# Every rank imports its test's module. What test modules import is loaded once, in the fork server, which saves half a
+# second per rank, a sixth of what `make test` computed. The engine imports torch._dynamo and DeepSpeed's Muon late.
 PRELOADED = [
     "torch",
     "deepspeed",
@@ -35,10 +35,10 @@ PRELOADED = [
 
 
 def free_port() -> int:
-    """A port that nobody listens on now.
+    """Returns a port that no process listens on now.
 
-    From below the range in which the kernel finds ports for outgoing connections: one of those, of other ranks that
-    start meanwhile, could take it before it is listened on.
+    It is below the range from which the kernel takes ports for outgoing connections: a connection of another rank that
+    starts meanwhile could take a port of that range before it is listened on.
     """
     for port in random.sample(range(10_000, 32_000), 100):
         with socket.socket() as s, contextlib.suppress(OSError):
@@ -64,7 +64,7 @@ def _rank_main(connection: Any, fn: Callable[..., Any], rank: int, world_size: i
     with Path(os.devnull).open("w") as null:
         os.dup2(null.fileno(), 1)
     torch.set_num_threads(1)
-    # DeepSpeed collects garbage eight times while it builds an optimizer; what was preloaded is none.
+    # DeepSpeed runs garbage collection eight times while it builds an optimizer; preloaded objects are excluded.
     gc.freeze()
     try:
         dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=TIMEOUT_S))
@@ -77,10 +77,10 @@ def _rank_main(connection: Any, fn: Callable[..., Any], rank: int, world_size: i
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-    """Calls fn(*args) on `world_size` ranks of a gloo group; returns what each returned, by rank.
+    """Calls fn(*args) on `world_size` ranks of a gloo group; returns the results by rank.
 
-    Results travel by pickle: return numbers, numpy arrays or dicts of them. The first failing rank's traceback is
-    raised here and the others are killed.
+    Results are pickled: return numbers, numpy arrays or dicts of them. The first failing rank's traceback is raised
+    here and the others are killed.
     """
     context, port = _context(), free_port()
     connections, processes = [], []

@@ -1,6 +1,6 @@
-"""`python -m tests.faults <fault> train ...`: the real `megads train`, whose ranks go wrong in a chosen way.
+"""`python -m tests.faults <fault> train ...`: the real `megads train` with a fault injected into its ranks.
 
-Only the ranks' entry is another: it builds the real engine, breaks one thing in it, and runs megads.train.train.
+Only the ranks' entry differs: it builds the real engine, breaks one thing in it, and runs megads.train.train.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import Any
 
 from tests.system_calls import Point, trace_this_process
 
-# A rank imports this module for its fault only, and torch through megads.train; the launcher needs neither.
+# No import of torch here: the launcher does not need it, and a rank imports it through megads.train.
 FAULTY_RANK = 1
 FAULTY_STEP = 3
 SUSPICIOUS_STEP = 14
 
 
 class InjectedError(RuntimeError):
-    """Stands for whatever may go wrong in a rank's own code."""
+    """Stands for any exception in a rank's own code."""
 
 
 def raise_in_forward(config: Any, run_dir: Path) -> int:
-    """The last stage that the faulty rank holds raises in its forward."""
+    """The last stage that the faulty rank holds raises in its forward pass."""
 
     def fail(*_: Any) -> None:
         raise InjectedError("injected into the forward")
@@ -38,7 +38,7 @@ def raise_in_forward(config: Any, run_dir: Path) -> int:
 
 
 def raise_in_backward(config: Any, run_dir: Path) -> int:
-    """A parameter of the faulty rank raises when its gradient is computed."""
+    """A parameter of the faulty rank raises in the backward pass, when its gradient is computed."""
 
     def fail(_: Any) -> None:
         raise InjectedError("injected into the backward")
@@ -47,7 +47,7 @@ def raise_in_backward(config: Any, run_dir: Path) -> int:
 
 
 def on_two_nodes(config: Any, run_dir: Path) -> int:
-    """Half of the ranks are on a node of their own, with memory of its own; each node keeps copies of the other's."""
+    """Splits the ranks over two nodes with their own memory; each node keeps replicas of the other's checkpoints."""
     from megads.checkpoint import local, local_files
     from megads.train import train
 
@@ -61,7 +61,7 @@ def on_two_nodes(config: Any, run_dir: Path) -> int:
 
 
 def poison_weight(config: Any, run_dir: Path) -> int:
-    """One element of one parameter of the faulty rank becomes NaN, and stays so."""
+    """One element of one parameter of the faulty rank becomes NaN and stays NaN."""
 
     def poison(engine: Any) -> None:
         _parameter(engine).data.view(-1)[3] = float("nan")
@@ -77,14 +77,14 @@ def poison_gradient_once(config: Any, run_dir: Path) -> int:
             handle.remove()
             return gradient * float("nan")
 
-        # Not the weight's: our own products add it to its sums, where no hook of autograd's sees it.
+        # Not the weight's: our own GEMMs accumulate it into main_grad, where no autograd hook sees it.
         handle = _parameter(engine, "qkv.bias").register_hook(once)
 
     return _train(config, run_dir, poison)
 
 
 def flip_bit_once(config: Any, run_dir: Path) -> int:
-    """One bit of a moment flips on the faulty rank, in the first start only."""
+    """One bit of an optimizer moment flips on the faulty rank, in the first start only."""
 
     def flip(engine: Any) -> None:
         import torch
@@ -100,14 +100,14 @@ def flip_bit_once(config: Any, run_dir: Path) -> int:
 
 
 def wrong_product_once(config: Any, run_dir: Path) -> int:
-    """One matrix product of the faulty rank has a few flipped bits."""
+    """The output of one GEMM of the faulty rank has a few flipped bits."""
     from tests.faulty_products import FaultyProducts, once
 
     return _train(config, run_dir, lambda _: FaultyProducts(once(2)).install())
 
 
 def huge_product_once(config: Any, run_dir: Path) -> int:
-    """One gradient of the faulty rank's is huge, and finite, after the loss has been watched for a while."""
+    """One weight gradient of the faulty rank is huge but finite, after the loss has been watched for a while."""
     from tests.faulty_products import FaultyProducts, once
 
     kinds = ("weight_gradient", "add_weight_gradient")
@@ -115,7 +115,7 @@ def huge_product_once(config: Any, run_dir: Path) -> int:
 
 
 def wrong_products(config: Any, run_dir: Path) -> int:
-    """Every matrix product of the faulty rank has flipped bits, others each time, in the first start only."""
+    """Every GEMM output of the faulty rank has flipped bits, others each time, in the first start only."""
     from tests.faulty_products import FaultyProducts, at_random
 
     def break_for_good(_: Any) -> None:
@@ -127,7 +127,7 @@ def wrong_products(config: Any, run_dir: Path) -> int:
 
 
 def die_in_validation(config: Any, run_dir: Path) -> int:
-    """The launcher is killed, and the ranks with it, when the final checkpoint is saved and validation begins."""
+    """The launcher and the ranks are killed when the final checkpoint is saved and validation begins."""
     from megads import train
     from megads.evaluate.validation import ValidationHook
 
@@ -146,7 +146,7 @@ def die_after_a_step(config: Any, run_dir: Path) -> int:
 
 
 def take_all_memory_once(config: Any, run_dir: Path) -> int:
-    """The faulty rank takes memory until the kernel ends it, in the first start only."""
+    """The faulty rank allocates memory until the OOM killer ends it, in the first start only."""
 
     def take(_: Any) -> None:
         if not (run_dir / "took_memory").exists():
@@ -158,11 +158,11 @@ def take_all_memory_once(config: Any, run_dir: Path) -> int:
 
 
 CLOCK_JUMPED = "MEGADS_TESTS_CLOCK_JUMPED"
-"""Of the environment of a rank: set when its clock has jumped, for the library that stands before the system's."""
+"""Environment variable of a rank, set when its clock has jumped; read by the preloaded library."""
 
 
 def jump_in_time(config: Any, run_dir: Path) -> int:
-    """The faulty rank's clock jumps; what it shows is written down before and after."""
+    """The faulty rank's clock jumps; its time before and after goes to the file clocks."""
 
     def jump(_: Any) -> None:
         before = time.time()
@@ -173,9 +173,9 @@ def jump_in_time(config: Any, run_dir: Path) -> int:
 
 
 HANG_STEP = "MEGADS_TESTS_HANG_STEP"
-"""Of the environment: the step at which `hang_once` hangs."""
+"""Environment variable: the step at which `hang_once` hangs."""
 HANG_WAY = "MEGADS_TESTS_HANG_WAY"
-"""Of the environment: how it does, a key of `_HANGS`."""
+"""Environment variable: how it hangs, a key of `_HANGS`."""
 
 
 def _sleep() -> None:
@@ -183,7 +183,7 @@ def _sleep() -> None:
 
 
 def _hold_the_interpreter() -> None:
-    """A deadlock in native code; a sleep there would end at the first signal."""
+    """A deadlock in native code that holds the GIL; a sleep there would end at the first signal."""
     mutex, library = ctypes.create_string_buffer(64), ctypes.PyDLL(None)
     while True:
         library.pthread_mutex_lock(mutex)
@@ -202,7 +202,7 @@ _HANGS: dict[str, Callable[[], None]] = {
 
 
 def hang_once(config: Any, run_dir: Path) -> int:
-    """The faulty rank hangs at one step, before its engine's part or in a hook; not again where it is started anew."""
+    """The faulty rank hangs at one step, before the engine step or in a hook, in the first start only."""
     from megads import train
 
     way, at = os.environ[HANG_WAY], int(os.environ[HANG_STEP])
@@ -228,11 +228,11 @@ def hang_once(config: Any, run_dir: Path) -> int:
 
 
 KILL_AT = "MEGADS_TESTS_KILL_AT"
-"""Of the environment: a count, and what is killed after so many steps of the saving protocol: run or rank."""
+"""Environment variable: the number of file changes after which to kill, and what is killed: run or rank."""
 
 
 def die_in_a_save(config: Any, run_dir: Path) -> int:
-    """The run, or rank 0 alone, is killed before a file or a name among the checkpoints changes for the n-th time."""
+    """The run, or rank 0 alone, is killed before the n-th change to a file or directory of the checkpoints."""
     from megads import train
 
     left, _, target = os.environ[KILL_AT].partition(" ")
@@ -256,7 +256,7 @@ def die_in_a_save(config: Any, run_dir: Path) -> int:
 
 
 def die_in_a_weight_part(config: Any, run_dir: Path) -> int:
-    """The launcher is killed, and the ranks with it, while the faulty rank computes what backward passes put off."""
+    """The launcher and the ranks are killed while the faulty rank computes deferred wgrads."""
 
     def prepare(engine: Any) -> None:
         optimizer, calls = engine._engine.optimizer, 0
@@ -276,12 +276,12 @@ def die_in_a_weight_part(config: Any, run_dir: Path) -> int:
 
 
 TRACED = "MEGADS_TESTS_TRACED"
-"""Of the environment: JSON text of a `Traced`."""
+"""Environment variable: a `Traced` as JSON."""
 
 
 @dataclass(frozen=True)
 class Traced:
-    """A process whose system calls are watched.
+    """A process whose system calls are traced.
 
     Attributes:
         role: launcher, or rank or writer and its number: "writer 0".
@@ -297,7 +297,7 @@ class Traced:
     number: int = 0
 
     def trace(self, role: str) -> None:
-        """Begins, where this process has the role."""
+        """Starts tracing if this process has the role."""
         if role == self.role:
             point, messages = Point(self.label, self.number), not role.startswith("launcher")
             trace_this_process(Path(self.folder), Path(self.log), point, messages)
@@ -320,7 +320,7 @@ def die_at_a_call(config: Any, run_dir: Path) -> int:
 
 
 LAUNCHER = "MEGADS_TESTS_LAUNCHER"
-"""Of the environment: the launcher's process, with which the ranks die."""
+"""Environment variable: pid of the launcher, with which the ranks die."""
 
 
 def _launcher() -> int:
@@ -328,7 +328,7 @@ def _launcher() -> int:
 
 
 def _train(config: Any, run_dir: Path, break_engine: Callable[[Any], Any], at: int = FAULTY_STEP) -> int:
-    """Trains; the faulty rank's engine is broken just before the faulty step, counted from this start."""
+    """Trains; the faulty rank's engine is broken just before step `at`, counted from this start."""
     from megads import train
 
     build = train.build_engine
@@ -362,12 +362,12 @@ def _stage(engine: Any) -> Any:
 
 
 def _parameter(engine: Any, name: str = "qkv.weight") -> Any:
-    """A parameter of the first block that the rank holds."""
+    """The first parameter on the rank whose key ends in `name`."""
     return next(p for p in engine._engine.module.parameters() if p.placement.key.endswith(name))
 
 
 def main() -> None:
-    """Runs the command line after the fault's name."""
+    """Runs the command line that follows the fault's name."""
     import dataclasses
 
     import megads.launch.start as start

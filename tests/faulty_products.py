@@ -1,4 +1,4 @@
-"""Flips bits in what a rank's matrix products compute, once or for good."""
+"""Flips bits in the results of a rank's GEMMs, once or persistently."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _RESULT_IS_FIRST_ARGUMENT = ("linear_into", "add_weight_gradient")
 
 
 def flip_bits(tensor: Tensor, element: int, bit: int) -> None:
-    """Flips one bit of some elements side by side, in place: dropout, or rounding of a sum, may hide a single one."""
+    """Flips one bit in each of eight adjacent elements, in place: dropout, or rounding, may hide a single one."""
     words = tensor.detach().view(torch.int16 if tensor.element_size() == 2 else torch.int32)
     places = torch.arange(element, element + 8) % words.numel()
     index = torch.unravel_index(places, words.shape)
-    # A mantissa of bf16 has seven bits.
+    # The mantissa of bf16 has seven bits.
     words[index] ^= 1 << (bit % 7 if tensor.element_size() == 2 else bit)
 
 
 class FaultyProducts:
-    """Breaks the matrix products of this process from `install` to `remove`.
+    """Makes the GEMMs of this process faulty from `install` to `remove`.
 
     Args:
-        wrong: given the number of a product since `install`, from 0; returns the first element and the bit that flip.
-            None: the product is right.
-        kinds: of products that are counted, names of functions of megads.ops.linear.
+        wrong: maps the number of a GEMM since `install`, from 0, to the first element and the bit to flip. None: the
+            GEMM is correct.
+        kinds: GEMMs that are counted, names of functions of megads.ops.linear.
     """
 
     def __init__(self, wrong: Callable[[int], tuple[int, int] | None], *kinds: str) -> None:
@@ -36,13 +36,13 @@ class FaultyProducts:
         self._right: dict[str, Any] = {}
 
     def install(self) -> None:
-        """Breaks them."""
+        """Replaces the GEMMs by faulty ones."""
         for kind in self._kinds:
             self._right[kind] = getattr(products, kind)
             setattr(products, kind, self._faulty(kind))
 
     def remove(self) -> None:
-        """Mends them."""
+        """Restores the GEMMs."""
         for kind, right in self._right.items():
             setattr(products, kind, right)
         self._right = {}
@@ -62,15 +62,15 @@ class FaultyProducts:
 
 
 def once(number: int, bit: int = 20) -> Callable[[int], tuple[int, int] | None]:
-    """A transient fault: the product with this number."""
+    """A transient fault: flips bits in the GEMM with this number."""
     return lambda count: (5, bit) if count == number else None
 
 
 def always_the_same(_count: int) -> tuple[int, int]:
-    """A persistent fault that repeats itself: every product has the same wrong bit."""
+    """A persistent, reproducible fault: flips the same bit in every GEMM."""
     return 5, 20
 
 
 def at_random(count: int) -> tuple[int, int]:
-    """A persistent fault that does not: every product has another wrong bit."""
+    """A persistent, non-reproducible fault: flips a different bit in every GEMM."""
     return 5 + count, 8 + count % 7

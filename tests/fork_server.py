@@ -1,7 +1,7 @@
 """Runs many `megads` command lines, each in a process forked from one that has imported everything.
 
-The start of a process costs seconds, a fork milliseconds; this server is itself a fork of tests.command_server. Each
-command has its own folder, HOME, limits of processor time, memory and file size, and an audit hook that sees what it
+Starting a process takes seconds, a fork milliseconds; this server is itself a fork of tests.command_server. Each
+command has its own folder and HOME, limits on CPU time, memory and file size, and an audit hook that records what it
 writes.
 """
 
@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 REPOSITORY = Path(__file__).parents[1]
-# Of processor time: on a machine that others use too, seconds of the clock say little.
+# CPU time, because wall-clock time means little on a shared machine.
 CPU_LIMIT_S = 10
-# For what waits without computing; above the other, so that a busy machine is no hang.
+# Wall-clock limit, for hangs that use no CPU time; higher, so that a busy machine does not count as a hang.
 CLOCK_LIMIT_S = 40
 START_LIMIT_S = 240.0
 MEMORY_LIMIT_BYTES = 4 << 30
@@ -53,10 +53,10 @@ class Outcome:
 
     Attributes:
         code: exit code, negative for a signal.
-        out: what it printed.
-        err: its messages.
-        outside: paths beyond its folder that it wrote to.
-        limit: the limit that it ran into, empty for none.
+        out: its stdout.
+        err: its stderr.
+        outside: paths outside its folder that it wrote to.
+        limit: the limit that it reached, empty for none.
     """
 
     code: int
@@ -66,7 +66,7 @@ class Outcome:
     limit: str
 
     def defect(self, allowed: Sequence[int] = (0, 2, 3, 4)) -> str:
-        """What no command line may do; empty where it did none of it."""
+        """Behavior that no command line may have; empty if there is none."""
         if self.limit:
             return f"did not end: {self.limit}"
         if "Traceback (most recent call last)" in self.err:
@@ -81,11 +81,11 @@ class Outcome:
 
 
 class ForkServer:
-    """The process that forks; its folders lie in `root`."""
+    """The process that forks commands; `root` is its HOME and holds its log."""
 
     def __init__(self, root: Path, start: StartServer) -> None:
         with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind("")  # the kernel names it
+            listener.bind("")  # the kernel chooses a name
             listener.listen()
             listener.settimeout(START_LIMIT_S)
             name, log = listener.getsockname().hex(), root / "fork_server.log"
@@ -99,9 +99,9 @@ class ForkServer:
         """Runs one command line in a folder.
 
         Args:
-            folder: where it runs, and all that it may write to.
-            arguments: verb and what follows it.
-            stub: do without the work that a valid config of some verbs would start, see `_WORK`.
+            folder: its working directory, the only place that it may write to.
+            arguments: the command and its arguments.
+            stub: replace the work that a valid config of some commands would start, see `_WORK`.
         """
         order = {"folder": str(folder), "arguments": list(arguments), "stub": stub}
         self._lines.write(json.dumps(order) + "\n")
@@ -121,13 +121,13 @@ class ForkServer:
 
 
 def left_by_commands(folder: Path) -> list[str]:
-    """Names in the folder of a command, without those of the server."""
+    """Names of the files that a command left in its folder, without the server's own."""
     return sorted({path.name for path in folder.iterdir()} - {*_NAMES, "tmp"})
 
 
 @contextmanager
 def run_fork_server(root: Path, start: StartServer) -> Iterator[ForkServer]:
-    """Yields a server, which `CommandServer.start` forks; ends it."""
+    """Yields a server, forked by `CommandServer.start`, and ends it."""
     server = ForkServer(root, start)
     try:
         yield server
@@ -136,7 +136,7 @@ def run_fork_server(root: Path, start: StartServer) -> Iterator[ForkServer]:
 
 
 _CALIBRATED = ("peak_tflops", "memory_gigabytes_per_s", "node_gigabytes_per_s", "node_latency_us")
-# What takes minutes or starts processes where the config is sound, and what stands for it. Tests of their own run it.
+# Stubs for functions that take minutes or start processes if the config is valid; other tests run the functions.
 _WORK: dict[str, Callable[..., Any]] = {
     "megads.tools.calibrate.measure:calibrate": lambda *_: {
         "name": "cpu x 2",
@@ -170,14 +170,14 @@ def _child(order: dict[str, Any]) -> int:
     os.chdir(folder)
     (folder / "tmp").mkdir(exist_ok=True)
     os.environ |= {"HOME": str(folder), "TMPDIR": str(folder / "tmp"), "XDG_CACHE_HOME": str(folder / ".cache")}
-    tempfile.tempdir = None  # the parent's answer
+    tempfile.tempdir = None  # cached by the parent
     for descriptor, name in enumerate((os.devnull, *_NAMES)):
         flags = os.O_RDONLY if descriptor == 0 else os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         opened = os.open(name, flags, 0o600)
         if opened != descriptor:
             os.dup2(opened, descriptor)
             os.close(opened)
-    # As Python's own start makes them.
+    # As Python opens them at startup.
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", encoding="utf-8", errors="strict", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
@@ -204,7 +204,7 @@ def _child(order: dict[str, Any]) -> int:
 
 
 def _watch(folder: Path) -> Callable[[str, tuple[Any, ...]], None]:
-    """Returns an audit hook that notes what is written outside of a folder."""
+    """Returns an audit hook that records what is written outside of a folder."""
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open":
@@ -228,12 +228,12 @@ def _watch(folder: Path) -> Callable[[str, tuple[Any, ...]], None]:
 
 
 def main() -> None:
-    """Forks for each line that comes over the socket of this name."""
+    """Forks a child for each line from the socket that is named on the command line."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(bytes.fromhex(sys.argv[1]))
         sys.dont_write_bytecode = True
         with connection.makefile("rw") as lines:
-            # readline takes the next request away from nobody: there is one at a time.
+            # readline may buffer ahead: there is only one request at a time.
             while line := lines.readline():
                 lines.write(json.dumps(_answer(json.loads(line))) + "\n")
                 lines.flush()
@@ -262,7 +262,7 @@ def _answer(order: dict[str, Any]) -> tuple[int, str]:
     if not ended:
         os.kill(child, signal.SIGKILL)
     _, status, usage = os.wait4(child, 0)
-    # Whatever it started.
+    # Processes that it started.
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)
     limit = "" if ended else f"{CLOCK_LIMIT_S} s by the clock"
@@ -272,7 +272,7 @@ def _answer(order: dict[str, Any]) -> tuple[int, str]:
 
 
 def import_everything() -> None:
-    """Imports all of megads, and lets Hydra read its plugins."""
+    """Imports all of megads, and makes Hydra load its plugins."""
     import importlib
     import pkgutil
 
@@ -282,7 +282,7 @@ def import_everything() -> None:
     for module in pkgutil.walk_packages(megads.__path__, "megads."):
         with suppress(ImportError):
             importlib.import_module(module.name)
-    # Hydra reads its plugins once.
+    # Hydra loads its plugins once per process.
     from megads.cli.main import run
 
     run(["train", "no.such.key=1"])

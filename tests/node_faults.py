@@ -1,4 +1,4 @@
-"""Checkers that go wrong in a chosen way, in place of megads.launch.node_checker:run_checker."""
+"""Faulty node checkers, in place of megads.launch.node_checker:run_checker."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from megads.launch import node_checker
 from megads.launch.node_check import Board
 
 FAULTY = "/2"
-"""End of the name of the node that goes wrong: the third checker on a machine."""
+"""Suffix of the faulty node's name: the third checker on a machine."""
 
 
 def send_wrong_data(board: Board, node: str) -> None:
-    """The faulty node sends one element that is wrong."""
+    """The faulty node sends one wrong element."""
     right = node_checker.known_data
 
     def wrong(rank: int) -> object:
@@ -22,7 +22,7 @@ def send_wrong_data(board: Board, node: str) -> None:
         return data
 
     def exchange(store: object, rank: int, timeout_s: float) -> str:
-        # Its own expectation is right: it is its memory, or its adapter, that spoils what it sends.
+        # It expects the right data: its memory or network adapter corrupts what it sends.
         node_checker.known_data = lambda of: wrong(of) if of == rank else right(of)  # type: ignore[assignment]
         inner(store, rank, timeout_s)  # type: ignore[arg-type]
         return ""
@@ -34,7 +34,7 @@ def send_wrong_data(board: Board, node: str) -> None:
 
 
 def stop(board: Board, node: str) -> None:
-    """The faulty node hangs before it says a word, as one whose disk or driver does not answer."""
+    """The faulty node hangs before its first report, as one whose disk or driver does not respond."""
     if node.endswith(FAULTY):
         os.kill(os.getpid(), signal.SIGSTOP)
     node_checker.run_checker(board, node)

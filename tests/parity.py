@@ -1,6 +1,6 @@
-"""The layouts that parity tests train with megads.tools.verify, and what only tests look at: dropout, hot weights.
+"""Trains the layouts of the parity tests with megads.tools.verify; checks working weights and records collectives.
 
-The comparison itself is the product's: `megads verify_layout` makes it for the user's own layout.
+The comparison itself is part of megads: `megads verify_layout` runs it for the user's own layout.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ __all__ = [
     "without_key_bias",
 ]
 
-# Several buckets a rank; with the default one bucket would hold all gradients of a role.
+# Several buckets per rank; at the default size one bucket would hold all gradients of a role.
 SMALL_BUCKET = 8192
 LAYOUTS = {
     "single": ParallelConfig(),
@@ -102,14 +102,14 @@ IN_PAIRS = (
     *("pp2 interleaved", "pp2 zb_h1", "pp2 zb_v", "tp2pp2sp", "cp2dp2"),
     *("zero2dp3", "zero2tp2dp2", "zero3dp3", "zero3dp4"),
 )
-"""Layouts that differ from others by pairs of features, which tests/engine/test_layout_pairs.py trains, and by
-schedules, which tests/engine/test_schedules.py does: no run of 50 steps of their own."""
+"""Layouts whose pairs of features tests/engine/test_layout_pairs.py covers, or whose schedules
+tests/engine/test_schedules.py covers: no run of 50 steps of their own."""
 LAYOUT_CASES = [name for name in LAYOUTS if name not in IN_PAIRS]
 
 
 @dataclass
 class Run(verified.Run):
-    """What a layout did.
+    """Results of training with a layout.
 
     Attributes:
         working: digests of the copies of every working weight after the last step.
@@ -128,7 +128,7 @@ def digest(tensor: Tensor) -> str:
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective that the optimizer issued: of what kind, on what, over how many ranks."""
+    """One collective that the optimizer issued: its kind, its whole buffer, and its number of ranks."""
 
     name: str
     dtype: str
@@ -137,18 +137,18 @@ class Collective:
 
     @property
     def received_bytes(self) -> int:
-        """Bytes per rank of a bandwidth-optimal algorithm: n - 1 of n parts come in once; twice for an all-reduce."""
+        """Bytes received per rank by a bandwidth-optimal algorithm: n - 1 of n parts; twice that for an all-reduce."""
         size = self.numel * getattr(torch, self.dtype.removeprefix("torch.")).itemsize
         passes = 2 if self.name == "all_reduce" else 1
         return passes * size * (self.ranks - 1) // self.ranks
 
 
 WHOLE_BUFFER = {"all_reduce": 0, "reduce": 0, "reduce_scatter_tensor": 1, "all_gather_into_tensor": 0}
-"""Collectives that are noted, and which argument is the buffer of all ranks' parts."""
+"""Collectives that are recorded, and the index of the argument that is the buffer of all ranks' parts."""
 
 
 class CollectiveSpy:
-    """Stands in for a module's `dist`: notes every collective and its whole buffer, and runs it."""
+    """Replaces a module's `dist`: records every collective and its whole buffer, and runs it."""
 
     def __init__(self, inner: Any, seen: list[Collective]) -> None:
         self._inner, self._seen = inner, seen
@@ -168,7 +168,7 @@ class CollectiveSpy:
 
 @contextmanager
 def recorded_collectives(seen: list[Collective], module: Any = megads.engine.optimizer) -> Iterator[None]:
-    """Notes the collectives that a module issues through its name `dist`."""
+    """Records the collectives that a module issues through its name `dist`."""
     inner = module.dist
     module.dist = CollectiveSpy(inner, seen)
     try:
@@ -178,11 +178,11 @@ def recorded_collectives(seen: list[Collective], module: Any = megads.engine.opt
 
 
 def _working(engine: TrainEngine) -> dict[str, str]:
-    """Digest of every weight that the model computes with, by its name and tensor-parallel share."""
+    """Digest of every working weight, by its name and tensor-parallel shard."""
     tp, found = engine.grid.tp.rank, {}
     for p in engine._engine.module.parameters():
         place = p.placement
-        if p.numel():  # ZeRO-3 holds no whole parameter
+        if p.numel():  # under ZeRO-3 the parameter is empty
             found[f"working/{place.key}/{0 if place.dim is None else tp}"] = digest(p)
     return found
 
@@ -199,14 +199,14 @@ def _rank_train(scenario: Scenario, parallel: ParallelConfig, mutate: Callable[[
 
 
 def fitted(scenario: Scenario, parallel: ParallelConfig) -> Scenario:
-    """The same batches in the largest micro-batches that divide them over the layout."""
+    """The same global batches, in the largest micro-batches that divide them over the layout."""
     sizes = range(scenario.micro_batch_size, 0, -1)
     fitting = next(size for size in sizes if scenario.global_batch_size % (size * parallel.dp) == 0)
     return replace(scenario, micro_batch_size=fitting)
 
 
 def train_layout(scenario: Scenario, parallel: ParallelConfig, mutate: Callable[[], None] | None = None) -> Run:
-    """Trains over gloo ranks and puts what the ranks hold together."""
+    """Trains on gloo ranks and assembles their results."""
     scenario = fitted(scenario, parallel)
     results = run_ranks(_rank_train, parallel.world_size, scenario, parallel, mutate)
     ranks: list[RankRun] = [result["run"] for result in results]
@@ -219,7 +219,7 @@ def train_layout(scenario: Scenario, parallel: ParallelConfig, mutate: Callable[
 
 
 def check_replicas(run: Run, reference: verified.Run) -> list[str]:
-    """N8: copies of one tensor, of the optimizer and of the model, are bitwise equal on all ranks that hold it."""
+    """N8: copies of a tensor, in the optimizer and in the model, are bitwise equal on all ranks that hold it."""
     torn = sorted(name for name, digests in run.working.items() if len(digests) > 1)
     return checks.check_replicas(run, reference) + torn
 
@@ -232,4 +232,4 @@ EVERY_CHECK = (
     check_reduction_dtype,
     check_validation,
 )
-"""What every layout has to pass."""
+"""The checks that every layout must pass."""

@@ -1,4 +1,4 @@
-"""A real S3 server (moto's) on loopback, in a process of its own, that can fail, dawdle, hang and be stopped."""
+"""A real S3 server (moto's) on loopback, in its own process, that can fail, be slow, hang and be stopped."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class S3Server:
     """The server.
 
     Args:
-        folder: for its log and its orders.
+        folder: for its request log and its orders.
     """
 
     def __init__(self, folder: Path):
@@ -49,7 +49,8 @@ class S3Server:
         return f"s3://{BUCKET}/prefix"
 
     def order(self, *, fail: float = 0.0, delay_s: float = 0.0, refuse: str = "") -> None:
-        """What becomes of requests from now on: a share fails (503), all take longer, those of a method are refused."""
+        """Sets how it handles requests from now on: a share fails (503), all are delayed, those of a method are
+        refused."""
         partial = self._orders.with_suffix(".partial")
         partial.write_text(json.dumps({"fail": fail, "delay_s": delay_s, "refuse": refuse}))
         partial.replace(self._orders)
@@ -68,13 +69,13 @@ class S3Server:
                 time.sleep(0.05)
 
     def stop(self) -> None:
-        """Kills it: what it held is gone, connections are refused."""
+        """Kills it: its objects are lost, connections are refused."""
         assert self._process is not None
         self._process.kill()
         self._process.wait()
 
     def hang(self) -> None:
-        """From now on it takes connections and answers none."""
+        """Makes it accept connections and answer none from now on."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 
@@ -83,7 +84,7 @@ class S3Server:
         self._process.send_signal(signal.SIGCONT)
 
     def requests(self) -> list[str]:
-        """Method, path and range, if it has one, of every request so far."""
+        """Returns method, path and range, if it has one, of every request so far."""
         return self._log.read_text().splitlines() if self._log.exists() else []
 
     def _client(self) -> Any:
@@ -95,7 +96,7 @@ class S3Server:
         )
 
     def objects(self) -> list[str]:
-        """Keys in the bucket, below the prefix."""
+        """Returns the keys in the bucket, below the prefix."""
         found = self._client().list_objects_v2(Bucket=BUCKET).get("Contents", [])
         return sorted(item["Key"].removeprefix("prefix/") for item in found)
 
@@ -103,14 +104,14 @@ class S3Server:
         return bytes(self._client().get_object(Bucket=BUCKET, Key=f"prefix/{key}")["Body"].read())
 
     def begin_upload(self, key: str, parts: int = 1) -> None:
-        """Leaves what a killed upload of many parts leaves: some of them, of 5 MiB, of a key in the bucket."""
+        """Leaves what a killed multipart upload of a key leaves: some parts of 5 MiB."""
         client, of = self._client(), {"Bucket": BUCKET, "Key": key}
         number = client.create_multipart_upload(**of)["UploadId"]
         for part in range(1, 1 + parts):
             client.upload_part(**of, UploadId=number, PartNumber=part, Body=bytes(5 * 2**20))
 
     def unfinished(self) -> list[str]:
-        """Keys in the bucket of which there are parts of an upload that was not completed."""
+        """Returns the keys in the bucket with an incomplete multipart upload."""
         found = self._client().list_multipart_uploads(Bucket=BUCKET).get("Uploads", [])
         return sorted(item["Key"] for item in found)
 
@@ -123,7 +124,7 @@ class S3Server:
 
 @contextmanager
 def s3_server(folder: Path) -> Iterator[S3Server]:
-    """Yields a server; leaves none running."""
+    """Yields a running server; stops it at the end."""
     folder.mkdir(parents=True, exist_ok=True)
     server = S3Server(folder)
     try:
@@ -151,7 +152,7 @@ def _serve(port: int, orders: Path, log: Path) -> None:
             denied = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
             return [] if environ["REQUEST_METHOD"] == "HEAD" else [denied]
         if chance.random() < wanted["fail"]:
-            # Read, as a server that fails after the body came.
+            # Reads the body, like a server that fails after receiving it.
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             start("503 Slow Down", [("Content-Type", "application/xml")])
             return [b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"]

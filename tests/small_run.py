@@ -1,4 +1,4 @@
-"""What a training leaves, made in milliseconds: a dataset with its tokenizer, and a run with a checkpoint."""
+"""Creates in milliseconds what a training leaves: a dataset with its tokenizer, and a run with a checkpoint."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def write_dataset(folder: Path, vocab_size: int = TOKENS) -> Path:
 
 
 def model_config(position: Position = Position.alibi, **changes: Any) -> ModelConfig:
-    """Two rows more than the tokenizer has tokens, as a vocabulary that is rounded up has."""
+    """Returns a config with two more rows than the tokenizer has tokens, like a rounded-up vocabulary."""
     return ModelConfig(
         num_layers=2, hidden_size=48, num_heads=6, vocab_size=TOKENS + 2, max_seq_len=32, position=position,
         **changes,
@@ -43,7 +43,7 @@ def model_config(position: Position = Position.alibi, **changes: Any) -> ModelCo
 
 
 def hot_model(config: ModelConfig) -> GPT:
-    """A model in which every part matters."""
+    """Returns a model in which every part affects the output."""
     return GPT(config, 0, hot_value).eval()
 
 

@@ -1,4 +1,4 @@
-"""Stock DeepSpeed on our stages: its PipelineEngine and BF16_Optimizer, what ours is measured against."""
+"""Stock DeepSpeed on megads' stages: its PipelineEngine and BF16_Optimizer, as the baseline for megads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.parity import Scenario, initial_weights, step_batches
 
 
 class StockPipeline(StagePipeline):
-    """Our stages as DeepSpeed calls them: with one argument.
+    """Stages of megads as DeepSpeed calls them, with one argument.
 
     Attributes:
         info: of the micro-batch in flight; the engine sets it before each forward pass.
@@ -38,12 +38,12 @@ class StockPipeline(StagePipeline):
 
 
 class StockEngine(PipelineEngine):
-    """DeepSpeed's engine but for reading our micro-batches."""
+    """DeepSpeed's engine that reads megads' micro-batches."""
 
     module: StockPipeline
 
     def train(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """One step."""
+        """Runs one step."""
         self._micro_batches, self._loaded, self._forwarded = micro_batches, 0, 0
         self.micro_batches = len(micro_batches)
         self.total_loss = self.total_additional_losses = None
@@ -74,9 +74,9 @@ class StockEngine(PipelineEngine):
 
 
 def build_stock(scenario: Scenario, parallel: ParallelConfig) -> StockEngine:
-    """DeepSpeed's engine; data and pipeline parallel layouts and untied models only.
+    """Builds DeepSpeed's engine; only for data- and pipeline-parallel layouts and untied models.
 
-    In bf16 it is ZeRO-1 with gradients that accumulate and reduce in fp32, in fp32 plain AdamW.
+    In bf16 it is ZeRO-1 with gradients accumulated and reduced in fp32; in fp32 it is plain AdamW.
     """
     assert not scenario.model.tie_embeddings
     prepare_deepspeed()

@@ -1,8 +1,8 @@
-"""SIGKILL to a process right before one of the system calls by which it changes a folder, as ptrace sees them.
+"""Kills a process with SIGKILL right before a chosen system call that changes a folder, by ptrace.
 
-An audit hook of Python's sees names change, but no write and no fsync; here every call counts, of all threads. A point
-in a run is a label, such as `rename metrics.jsonl`, and how often it has come before: that stays the same where other
-processes hurry or dawdle.
+Python's audit hooks see renames, but no write and no fsync; here every such call counts, in all threads. A point in a
+run is a label, such as `rename metrics.jsonl`, and the number of its occurrence, which does not depend on the timing of
+other processes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _LIBC.ptrace.restype = ctypes.c_long
 
 @dataclass(frozen=True)
 class Point:
-    """A moment of a process: before the n-th call with a label, counted from 1; before none where it is empty."""
+    """A point in a process: before the n-th call with this label, counted from 1. An empty label matches no call."""
 
     label: str = ""
     number: int = 0
@@ -65,18 +65,18 @@ NO_POINT = Point()
 
 
 def trace_this_process(folder: Path, log: Path, kill_at: Point = NO_POINT, messages: bool = False) -> None:
-    """Has another process watch this one from now on, which notes its calls and kills it at the point.
+    """Starts a tracer process, which logs the system calls of this process and kills it at `kill_at`.
 
     Args:
-        folder: calls that change something in it count, and those that make or share memory.
-        log: gets a line for every call that counts, before it is made.
-        kill_at: right before which call.
-        messages: messages to other processes count, too.
+        folder: calls that change something in it count, and those that create or share memory.
+        log: file that gets a line before every call that counts.
+        kill_at: the call before which this process is killed.
+        messages: writes to sockets and pipes count, too.
     """
     this, (ready, said), (begin, go) = os.getpid(), os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
-        # A grandchild, so that this process has no child that it does not know.
+        # A grandchild, so that this process has no unexpected child.
         if os.fork():
             os._exit(0)
         os.setsid()
@@ -86,7 +86,7 @@ def trace_this_process(folder: Path, log: Path, kill_at: Point = NO_POINT, messa
     os.waitpid(child, 0)
     os.close(said)
     tracer = int(os.read(ready, 20))
-    # Where only ancestors may trace, this one may as well.
+    # Permits the tracer where only ancestors may trace.
     _LIBC.prctl(_SET_PTRACER, ctypes.c_ulong(tracer), 0, 0, 0)
     os.write(go, b".")
     answer = os.read(ready, 100).decode()
@@ -96,7 +96,7 @@ def trace_this_process(folder: Path, log: Path, kill_at: Point = NO_POINT, messa
 
 
 def read_points(log: Path) -> list[Point]:
-    """Every point that a traced process came by, in order."""
+    """Every point that a traced process passed, in order."""
     seen, points = Counter[str](), []
     for label in log.read_text().splitlines():
         seen[label] += 1
@@ -105,13 +105,13 @@ def read_points(log: Path) -> list[Point]:
 
 
 def first_and_last(points: list[Point]) -> list[Point]:
-    """Of each label."""
+    """The first and last point of each label."""
     last = {point.label: point for point in points}
     return [point for point in points if point.number == 1 or point == last[point.label]]
 
 
 def open_files(folder: Path) -> dict[int, str]:
-    """A file in the folder that each process has open, by process."""
+    """One open file in the folder of each process that has any, by pid."""
     found: dict[int, str] = {}
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -125,7 +125,7 @@ def open_files(folder: Path) -> dict[int, str]:
 
 
 def _trace(calls: _Calls, log: Path, kill_at: Point, said: int) -> NoReturn:
-    """The tracer: ends with the traced process."""
+    """Runs the tracer; exits with the traced process."""
     try:
         _ptrace(_SEIZE, calls.pid, _TRACESYSGOOD | _TRACECLONE)
         _ptrace(_INTERRUPT, calls.pid, 0)
@@ -149,7 +149,7 @@ def _trace(calls: _Calls, log: Path, kill_at: Point, said: int) -> NoReturn:
 
 
 def _watch(calls: _Calls, about_to: Callable[[str], object]) -> None:
-    """Lets the traced process run, and says before each call that counts which it is."""
+    """Resumes the traced process at every stop; calls `about_to` before each call that counts."""
     while True:
         try:
             thread, status = os.waitpid(-1, _WALL)
@@ -166,19 +166,19 @@ def _watch(calls: _Calls, about_to: Callable[[str], object]) -> None:
             label = calls.label(thread)
             if label:
                 about_to(label)
-        # Of the stops, only that for a signal hands one on.
+        # Only a signal-delivery stop passes a signal on.
         signal_number = 0 if event or number == signal.SIGTRAP | 0x80 else number
         _LIBC.ptrace(request, thread, None, signal_number)  # a thread that was killed meanwhile is reported next
 
 
 class _Calls:
-    """Names the calls of a process that count."""
+    """Labels the system calls of a process that count."""
 
     def __init__(self, pid: int, folder: str, messages: bool) -> None:
         self.pid, self._folder, self._messages = pid, folder, messages
 
     def label(self, thread: int) -> str:
-        """Of the call that a thread is about to make; empty where it does not count, or has been made."""
+        """Label of the call that a thread is about to make; empty if it does not count, or has been made."""
         buffer = ctypes.create_string_buffer(_INFO.size)
         if _LIBC.ptrace(_GET_SYSCALL_INFO, thread, _INFO.size, ctypes.addressof(buffer)) <= 0:
             return ""
@@ -211,11 +211,11 @@ class _Calls:
         return found
 
     def _link(self, name: str) -> str:
-        """What a link among those of the process leads to."""
+        """Target of a link in /proc/<pid>."""
         return str(Path(f"/proc/{self.pid}/{name}").readlink())
 
     def _shown(self, path: str) -> str:
-        """A path without what differs from run to run; empty where it does not count."""
+        """A path without the parts that differ from run to run; empty if it does not count."""
         if path.startswith("/memfd:"):
             return path.removesuffix(" (deleted)")
         if self._messages and path.startswith(("socket:", "pipe:")):
@@ -225,17 +225,17 @@ class _Calls:
         shown = path.removeprefix(self._folder).lstrip("/") or "."
         shown = re.sub(r"\.[0-9a-f]{12}\.partial", ".*.partial", shown)
         shown = re.sub(r"\b[0-9a-f]{16}\b", "<digest>", shown)
-        # Which step a writer is ready for differs.
+        # The step that a writer is ready for varies.
         shown = re.sub(r"\bstep_\d{8}\b", "step_<n>", shown)
         return re.sub(rf"(?<![0-9]){self.pid}(?![0-9])", "<pid>", shown)
 
     def _text(self, address: int) -> str:
-        """A string in the process's memory."""
+        """A NUL-terminated string in the memory of the process."""
         with open(f"/proc/{self.pid}/mem", "rb", buffering=0) as memory:  # noqa: PTH123
             memory.seek(address)
             read = b""
             while b"\0" not in read and len(read) < 1 << 14:
-                # Up to the end of a page: the next one may not be there.
+                # Up to the end of a page: the next one may not be mapped.
                 more = memory.read(4096 - (address + len(read)) % 4096)
                 if not more:
                     break

@@ -1,4 +1,4 @@
-"""The walls between the rooms and the limits of size, on the code as it really is: parsed, never imported."""
+"""Tests the import rules between packages ("rooms") and the size limits, on parsed source; nothing is imported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "megads"
 
-# Highest first; a room may import only rooms of later rows. Some are modules (train, config), the others folders.
+# Highest first: a room may import only from rooms in later rows. Some are modules (train, config), others packages.
 LAYERS = (
     ("cli",),
     ("tools",),
@@ -43,7 +43,7 @@ MAX_FUNCTION_LINES = 60
 LONG_FILES: dict[str, int] = {}
 LONG_FUNCTIONS: dict[str, int] = {}
 
-# Which tool uses another one; none is used by a storey below.
+# The tools that each tool imports; no lower layer imports a tool.
 TOOLS = {
     "calibrate": set(),
     "chaos": set(),
@@ -67,7 +67,7 @@ TOOLS = {
     "watch": {"report"},
 }
 
-# The inner rooms of data, and which of them each may import; what lies beside them imports none.
+# The subpackages of data, and which of them each may import; the other modules of data import none of them.
 DATA_ROOMS: dict[str, set[str]] = {"indexed": set(), "prepare": {"indexed"}, "sampling": {"indexed"}}
 
 UNPICKLING_ERROR = "pickle.UnpicklingError"
@@ -77,7 +77,7 @@ DRAWER_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "shared"
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """One parsed file: `name` as in megads.runtime.metrics, `room` as in runtime."""
+    """One parsed file: `name` as in runtime.metrics (without megads), `room` as in runtime."""
 
     name: str
     room: str
@@ -98,7 +98,7 @@ def modules() -> tuple[Module, ...]:
 
 
 def imports(module: Module) -> Iterator[tuple[str, int]]:
-    """Yields every imported name in full, those inside functions included, with its line."""
+    """Yields the full name and line of every import, also inside functions."""
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
@@ -114,7 +114,7 @@ def functions(module: Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def importers(package: str) -> set[str]:
-    """Returns the rooms that import a package or a part of it."""
+    """Returns the rooms that import a package or one of its modules."""
     return {
         module.room
         for module in modules()
@@ -124,19 +124,19 @@ def importers(package: str) -> set[str]:
 
 
 def test_the_walls_see_imports() -> None:
-    """Catches a reader of imports that finds nothing, under which every wall below would hold."""
+    """Catches an import parser that finds nothing, with which every test below would pass."""
     assert {"engine"} <= importers("deepspeed") and {"cli"} <= importers("hydra")
     assert len(importers("megads.errors")) > 5
     assert "cli" in importers("megads.data.prepare.preprocess"), "imports inside functions count"
 
 
 def test_every_room_has_a_place() -> None:
-    """Catches a new room that no wall knows."""
+    """Catches a new package that LAYERS does not list."""
     assert {module.room for module in modules()} - {""} <= set(LEVEL)
 
 
 def test_imports_only_go_down() -> None:
-    """Catches a room that reaches up, or sideways into its neighbour."""
+    """Catches an import from a higher layer, or from another package of the same layer."""
     wrong = []
     for module in modules():
         for name, line in imports(module):
@@ -150,7 +150,7 @@ def test_imports_only_go_down() -> None:
 
 
 def test_tools_use_each_other_as_listed() -> None:
-    """Catches a tool that grows into another one."""
+    """Catches an import between tools that TOOLS does not list."""
     used: dict[str, set[str]] = {name: set() for name in TOOLS}
     for module in modules():
         if module.room == "tools" and module.name != "tools.__init__":
@@ -161,7 +161,7 @@ def test_tools_use_each_other_as_listed() -> None:
 
 
 def test_data_rooms_import_as_listed() -> None:
-    """Catches a sampler that needs what makes datasets of text, and a file beside the inner rooms that needs them."""
+    """Catches a sampler that imports dataset preparation, and a module of data itself that imports a subpackage."""
     wrong = []
     for module in modules():
         own = module.name.split(".")[1] if module.room == "data" and "." in module.name else ""
@@ -173,7 +173,7 @@ def test_data_rooms_import_as_listed() -> None:
 
 
 def front_doors() -> dict[str, set[str]]:
-    """Returns what each folder's `__init__.py` offers: modules of `__all__`, inner rooms, its own definitions."""
+    """Returns each package's public names: modules in `__all__`, subpackages, and definitions in `__init__.py`."""
     doors: dict[str, set[str]] = {}
     for module in modules():
         folder, _, file = module.name.rpartition(".")
@@ -196,14 +196,14 @@ def front_doors() -> dict[str, set[str]]:
 
 
 def test_rooms_are_entered_by_their_front_doors() -> None:
-    """Catches a room that imports what another one keeps to itself."""
+    """Catches an import of another package's private module."""
     doors, wrong = front_doors(), []
     for module in modules():
         for name, line in imports(module):
             parts = name.removeprefix("megads.").split(".")
             for length in range(1, len(parts)):
                 folder, inside = ".".join(parts[:length]), parts[length]
-                # Inner rooms of data know more of each other; tools are strangers to each other.
+                # Subpackages of data may import each other's private modules; tools may not.
                 inner = folder not in doors or module.name.startswith(f"{folder}.") or module.room == parts[0] == "data"
                 if name.startswith("megads.") and not inner and inside not in doors[folder]:
                     wrong.append(f"{module.name}:{line} imports {name}")
@@ -211,7 +211,7 @@ def test_rooms_are_entered_by_their_front_doors() -> None:
 
 
 def test_imports_make_no_circle() -> None:
-    """Catches files, of one room too, that cannot be understood one after the other."""
+    """Catches circular imports, also within one package."""
     names = {f"megads.{module.name}" for module in modules()}
     graph = {}
     for module in modules():
@@ -224,24 +224,24 @@ def test_imports_make_no_circle() -> None:
 
 
 def test_deepspeed_is_imported_by_its_adapter_only() -> None:
-    """Catches a second file that would break with DeepSpeed's next version."""
+    """Catches a second module that imports DeepSpeed and could break with its next version."""
     users = {m.name for m in modules() for name, _ in imports(m) if name.split(".")[0] == "deepspeed"}
     assert users == {"engine.deepspeed_adapter"}
 
 
 def test_hydra_is_imported_by_the_command_line_only() -> None:
-    """Catches a rank that composes its own config."""
+    """Catches an import of hydra outside the CLI, such as a rank that composes its own config."""
     assert importers("hydra") <= {"cli"}
 
 
 def test_richs_console_is_used_in_one_place_only() -> None:
-    """Catches a table whose cells reach the terminal raw: terminal_text lets rich write past it."""
+    """Catches a rich table whose cells reach the terminal unescaped: rich does not write through terminal_text."""
     users = [m.name for m in modules() for name, _ in imports(m) if name in ("rich.console.Console", "rich.print")]
     assert users == ["runtime.rich_console"]
 
 
 def test_the_model_knows_no_process_group() -> None:
-    """Catches sharding inside the model, which is the oracle of every parity test because it runs unsharded."""
+    """Catches sharding inside the model, which is the unsharded reference of every parity test."""
     assert "model" not in importers("torch.distributed")
     names = {
         ast.unparse(node)
@@ -254,7 +254,7 @@ def test_the_model_knows_no_process_group() -> None:
 
 
 def test_the_environment_is_touched_in_runtime_only() -> None:
-    """Catches a setting that reaches a run by another way than its frozen config."""
+    """Catches a setting that reaches a run through the environment instead of its frozen config."""
     wrong = []
     for module in modules():
         if module.room == "runtime":
@@ -268,7 +268,7 @@ def test_the_environment_is_touched_in_runtime_only() -> None:
 
 
 def test_nothing_from_the_network_is_unpickled() -> None:
-    """Catches a collective of objects, and pickles between processes: whoever sends one has its code run."""
+    """Catches object collectives and pickles between processes: unpickling runs code that the sender chose."""
     collectives = {
         f"{module.name}:{node.lineno} {ast.unparse(node)}"
         for module in modules()
@@ -279,12 +279,12 @@ def test_nothing_from_the_network_is_unpickled() -> None:
     }
     assert collectives == set()
     imported = [(module.name, name) for module in modules() for name, _ in imports(module)]
-    # The class of an error reads nothing.
+    # The exception class unpickles nothing.
     assert not [found for found in imported if found[1].split(".")[0] in PICKLES and found[1] != UNPICKLING_ERROR]
 
 
 def test_a_class_name_means_one_thing() -> None:
-    """Catches a second Placement, Outcome or Shard, of which a reader never knows which is meant."""
+    """Catches two classes of one name, such as a second Shard: a reader cannot tell which one is meant."""
     names: dict[str, list[str]] = {}
     for module in modules():
         for node in ast.walk(module.tree):
@@ -299,14 +299,14 @@ def test_no_global_statement() -> None:
 
 
 def test_files_are_short() -> None:
-    """Catches a file that holds more than one thing; the exceptions only shrink."""
+    """Catches a file of more than MAX_FILE_LINES lines, and an exception that is no longer needed."""
     long = {m.name: m.lines for m in modules() if m.lines > MAX_FILE_LINES}
     assert {name: lines for name, lines in long.items() if lines > LONG_FILES.get(name, 0)} == {}
     assert set(LONG_FILES) <= set(long), "an exception that is no longer needed"
 
 
 def test_functions_are_short() -> None:
-    """Catches a function that does more than one thing; the exceptions only shrink."""
+    """Catches a function of more than MAX_FUNCTION_LINES lines, and an exception that is no longer needed."""
     long = {}
     for module in modules():
         for function in functions(module):
@@ -318,12 +318,12 @@ def test_functions_are_short() -> None:
 
 
 def test_no_drawers() -> None:
-    """Catches a file whose name says nothing of what is in it."""
+    """Catches a module whose name says nothing about its content, such as utils."""
     assert [m.name for m in modules() if DRAWER_NAMES & set(m.name.lower().split("."))] == []
 
 
 def test_modules_and_public_names_are_documented() -> None:
-    """Catches a public function that a reader must open to understand."""
+    """Catches a module, public class or public function without a docstring."""
     missing = [m.name for m in modules() if not ast.get_docstring(m.tree)]
     for module in modules():
         for node in module.tree.body:
@@ -348,7 +348,7 @@ def config_fields() -> list[tuple[str, bool]]:
 
 
 def test_every_config_field_is_documented() -> None:
-    """Catches a key that users meet in --cfg job and nobody explains."""
+    """Catches a config key that users see in --cfg job but that has no docstring."""
     fields = config_fields()
     assert len(fields) > 40
     assert [name for name, documented in fields if not documented] == []
@@ -356,7 +356,7 @@ def test_every_config_field_is_documented() -> None:
 
 @pytest.mark.parametrize("folder", ["megads", "conf", "scripts", "tests"])
 def test_nothing_names_a_machine(folder: str) -> None:
-    """Catches a path of the machine on which something was written."""
+    """Catches a hard-coded path of a developer's machine."""
     home_like = ("/" + "work/", "/" + "home/", "/" + "root/")
     wrong = []
     for path in (PACKAGE.parent / folder).rglob("*"):

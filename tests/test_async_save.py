@@ -1,4 +1,4 @@
-"""Runs whose checkpoints are written beside the training: the real command, real kills."""
+"""Runs with asynchronous checkpoints: the real command, real kills."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.distributed
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_and_goes_on(corpus: Path, megads: StartCommand) -> None:
-    """Catches another checkpoint than a synchronous save's, in a layout with every kind of shard, and a resume from one
-    that is not whole or not of its step."""
+    """Catches a checkpoint that differs from a synchronous save's, in a layout with every kind of shard, and a resume
+    from one that is incomplete or of another step."""
     layout = {"parallel__tp": 2, "parallel__pp": 2}
     overrides = small_model(corpus, train__steps=40, checkpoint__every_steps=3, checkpoint__keep=0, **layout)
     reference, run_dir = megads.folder / "reference", megads.folder / "killed"
@@ -41,7 +41,7 @@ def test_a_run_that_is_killed_and_goes_on(corpus: Path, megads: StartCommand) ->
 
 
 def test_a_run_that_is_stopped_saves_its_last_step(corpus: Path, megads: StartCommand) -> None:
-    """Catches a stop that leaves without what a writer is about to commit, or without the last step."""
+    """Catches a stop that loses the checkpoint that a writer is about to commit, or the last step."""
     run_dir = megads.folder / "run"
     overrides = small_model(corpus, train__steps=500, checkpoint__every_steps=1, parallel__dp=2)
     command = megads("train", *overrides, "checkpoint.async_save=true", f"run.dir={run_dir}")
@@ -54,7 +54,7 @@ def test_a_run_that_is_stopped_saves_its_last_step(corpus: Path, megads: StartCo
 
 @pytest.mark.slow
 def test_a_writer_that_is_stopped(corpus: Path, megads: StartCommand) -> None:
-    """Catches a run that waits for a writer that got SIGSTOP, or that saves no more, or anything else than it would."""
+    """Catches a run that waits for a writer stopped by SIGSTOP, that saves no more, or whose results change."""
     overrides = small_model(corpus, train__steps=60, checkpoint__every_steps=2, checkpoint__keep=3)
     reference, run_dir = megads.folder / "reference", megads.folder / "stopped"
     assert megads("train", *overrides, f"run.dir={reference}").end().code == 0
@@ -62,7 +62,7 @@ def test_a_writer_that_is_stopped(corpus: Path, megads: StartCommand) -> None:
     command = megads("train", *behind)
 
     def writer() -> int | None:
-        # Processes come and go, and the writer is told by the copy that it has read from.
+        # Processes come and go; the writer is identified by the image that it has mapped.
         with suppress(psutil.Error, OSError):
             found = rank_and_writer(command.process.pid)
             return found["writer"].pid if "writer" in found else None
@@ -82,8 +82,8 @@ def test_a_writer_that_is_stopped(corpus: Path, megads: StartCommand) -> None:
 @pytest.mark.slow
 @pytest.mark.fault(18)
 def test_two_starts_at_once(corpus: Path, megads: StartCommand) -> None:
-    """Catches two starts of one command that both train: the ledger has every step once, and one of them is refused
-    with the name of the other's process."""
+    """Catches two starts of one command that both train: metrics.jsonl must have every step once, and one start must be
+    refused with the other's process id."""
     run_dir = megads.folder / "run"
     overrides = small_model(corpus, train__steps=30, checkpoint__every_steps=2, checkpoint__async_save=True)
     started = [megads("train", *overrides, f"run.dir={run_dir}") for _ in range(2)]

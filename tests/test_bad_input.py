@@ -1,4 +1,4 @@
-"""A user's mistake gives one message and the documented exit code, never a traceback, and touches nothing."""
+"""A user's mistake gives one message and the documented exit code, never a traceback, and changes no files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def forked(tmp_path: Path, fork_server: ForkServer) -> Forked:
 
 
 def refused(ended: Outcome, code: int, *texts: str) -> None:
-    """Checks the end of a command that must fail with one message; a phase that takes a second is named before."""
+    """Checks a command that must fail with one message; one line that names a long phase may precede it."""
     assert ended.code == code, ended
     for text in texts:
         assert text in ended.err, ended.err
@@ -83,7 +83,7 @@ BAD_CONFIGS = {
 
 @pytest.mark.parametrize("case", BAD_CONFIGS)
 def test_bad_configuration(case: str, corpus: Path, forked: Forked) -> None:
-    """Catches a config that starts ranks, is dropped without a word, or is refused without value and remedy."""
+    """Catches a bad config that starts ranks, is silently ignored, or is refused without value and remedy."""
     overrides, texts = BAD_CONFIGS[case]
     refused(forked("train", *small_model(corpus, train__steps=4), *overrides), 2, *texts)
     assert not (forked.folder / "runs").exists()
@@ -91,7 +91,7 @@ def test_bad_configuration(case: str, corpus: Path, forked: Forked) -> None:
 
 @pytest.mark.parametrize("verb", ["tokenizer", "preprocess"])
 def test_empty_corpus(verb: str, forked: Forked) -> None:
-    """Catches a tokenizer of nothing, or an empty dataset that only training refuses."""
+    """Catches a tokenizer trained on no text, and an empty dataset that only training refuses."""
     empty, blank = forked.folder / "empty.jsonl", forked.folder / "blank.jsonl"
     empty.touch()
     blank.write_text('{"text": ""}\n{"text": ""}\n')
@@ -168,7 +168,7 @@ BAD_DATA: dict[str, tuple[Callable[[Path], None], list[str]]] = {
 
 @pytest.mark.parametrize("case", BAD_DATA)
 def test_bad_data(case: str, corpus: Path, forked: Forked) -> None:
-    """Catches damage that trains, and a start of all ranks to learn of it: the launcher looks at the data first."""
+    """Catches training on damaged data, and damage that shows only after all ranks start: the launcher must check."""
     prefix = forked.folder / "data"
     for ending in (".bin", ".idx"):
         shutil.copy(f"{corpus}{ending}", f"{prefix}{ending}")
@@ -187,13 +187,13 @@ def test_missing_data(forked: Forked) -> None:
 
 
 def test_missing_validation_data(corpus: Path, forked: Forked) -> None:
-    """Catches validation data that is looked for only when training has begun."""
+    """Catches missing validation data that is detected only after training has begun."""
     overrides = small_model(corpus, train__steps=4, data__valid="no/such/corpus")
     refused(forked("train", *overrides), 3, "no/such/corpus.idx: no such file")
 
 
 def test_run_directory_that_cannot_be_written(corpus: Path, forked: Forked) -> None:
-    """Catches a traceback from the first file that is written. A path through a file stops even the superuser."""
+    """Catches a traceback from the first file that is written. A path through a file fails even for root."""
     (forked.folder / "file").write_text("kept")
     run_dir = forked.folder / "file" / "run"
     refused(
@@ -219,8 +219,8 @@ def test_missing_checkpoint(corpus: Path, megads: StartCommand) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize(("ending", "left"), [(".bin", 20), (".idx", 0)])
 def test_a_file_truncated_under_the_run(ending: str, left: int, corpus: Path, megads: StartCommand) -> None:
-    """Catches a run that trains on the zeros of a lost page, or that a bare SIGBUS ends: the kernel kills whoever reads
-    a mapped file beyond its end, and no rank can say why it died."""
+    """Catches training on the zeros of a truncated page, and a bare SIGBUS: the kernel kills a process that reads a
+    mapped file beyond its end, and no rank can report why it died."""
     prefix, run_dir = megads.folder / "data", megads.folder / "run"
     for name in (".bin", ".idx"):
         shutil.copy(f"{corpus}{name}", f"{prefix}{name}")
@@ -229,6 +229,6 @@ def test_a_file_truncated_under_the_run(ending: str, left: int, corpus: Path, me
     with Path(f"{prefix}{ending}").open("r+b") as file:
         file.truncate(left)
     ended = command.end()
-    # The .bin is looked at before it is read. What is gone of the .idx is met by a signal, which the launcher explains.
+    # A truncated .bin is detected before it is read; a truncated .idx raises SIGBUS, which the launcher explains.
     assert ended.code == 3 and f"{prefix}{ending}: " in ended.err, ended
     assert "truncated while it was read" in ended.err or "cause: " in ended.err, ended

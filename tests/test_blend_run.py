@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 def reversed_corpus(corpus: Path, prefix: Path, documents: int) -> Path:
-    """Other documents of the same vocabulary."""
+    """Writes other documents of the same vocabulary."""
     dataset = IndexedDataset(corpus)
     with IndexedDatasetWriter(prefix, np.int32) as writer:
         for document in range(documents):
@@ -27,8 +27,8 @@ def reversed_corpus(corpus: Path, prefix: Path, documents: int) -> Path:
 
 
 def test_a_blend_in_two_layouts_and_over_a_resume(corpus: Path, megads: StartCommand) -> None:
-    """N2. Catches a blend, phase or skip that depends on the layout or on the start of the process; a skip that no
-    event records; and a validation that knows one set only."""
+    """Catches a blend, phase or skip that depends on the layout or on restarts (N2), a skip that no event records, and
+    a validation on one set only."""
     other = reversed_corpus(corpus, megads.folder / "other", 6)
     changes = {
         "data__train": f"[{{path: {corpus}, weight: 3}}, {{path: {other}, weight: 1, max_epochs: 9}}]",
@@ -56,8 +56,8 @@ def test_a_blend_in_two_layouts_and_over_a_resume(corpus: Path, megads: StartCom
 
 
 def test_a_mix_that_changes_on_resume(corpus: Path, megads: StartCommand) -> None:
-    """Catches a change that counts from the run's beginning, one that `why` does not know of, and settings that cannot
-    change which are changed without a word."""
+    """Catches a changed blend that applies from the start of the run, one that `why` does not know, and immutable
+    settings that are changed silently."""
     other = reversed_corpus(corpus, megads.folder / "other", 12)
     run_dir = megads.folder / "runs" / "mixed"
     changes = {"run__dir": run_dir, "run__id": "mixed", "data__split": "[1, 0]"}

@@ -1,4 +1,4 @@
-"""Every YAML file composes, with every verb that can take it."""
+"""Every YAML file composes with every verb that accepts it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ EXACT = {
     "olmo2_1b": 1_484_916_736,
     "olmo2_7b": 7_298_617_344,
 }
-"""Parameters to the last one, as transformers counts the published configurations."""
+"""Exact parameter counts of the published configurations, from transformers."""
 
 
 def compose_verb(verb: str, *overrides: str) -> object:
@@ -88,7 +88,7 @@ def compose_train(*overrides: str) -> RootConfig:
 
 
 def test_every_verb_has_a_primary_config() -> None:
-    """Catches a verb without conf/<verb>.yaml, or a YAML for a verb that is gone."""
+    """Catches a verb without conf/<verb>.yaml, or a YAML of a removed verb."""
     assert set(VERBS) == {verb.name for verb in VERB_OBJECTS.values()} == {path.stem for path in CONF.glob("*.yaml")}
 
 
@@ -104,13 +104,13 @@ def test_every_yaml_is_covered() -> None:
 
 @pytest.mark.parametrize("option", ["local", "slurm"])
 def test_every_cluster_composes(option: str) -> None:
-    """Catches a cluster option whose file sets another kind than its name."""
+    """Catches a cluster option whose file sets a kind other than its name."""
     assert compose_train(f"cluster={option}").cluster.kind == option
 
 
 @pytest.mark.parametrize("verb", ["tokenizer", "preprocess"])
 def test_data_verbs_compose(verb: str) -> None:
-    """Catches a schema that Hydra cannot nest and a defaults list out of order."""
+    """Catches a schema that Hydra cannot nest, and a defaults list in the wrong order."""
     config = compose_verb(
         verb, "input=[a.jsonl]", "output=out", *(["tokenizer=t.json"] if verb == "preprocess" else [])
     )
@@ -119,14 +119,14 @@ def test_data_verbs_compose(verb: str) -> None:
 
 @pytest.mark.parametrize(("given", "runs"), [("run=runs/a", ["runs/a"]), ("run=[a,b]", ["a", "b"]), ("run=7", ["7"])])
 def test_report_composes(given: str, runs: list[str]) -> None:
-    """Catches a run whose id reads as a number, and a list that stays OmegaConf's own."""
+    """Catches a run id parsed as a number, and a list that stays an OmegaConf ListConfig."""
     config = compose_verb("report", given)
     assert isinstance(config, ReportConfig)
     assert config.runs == runs
 
 
 def test_generate_composes() -> None:
-    """Catches a schema that Hydra cannot nest, and defaults that its own check refuses."""
+    """Catches a schema that Hydra cannot nest, and defaults that its own check rejects."""
     config = compose_verb("generate", "run=runs/x", "prompts=[a, b]")
     assert isinstance(config, GenerateConfig) and config.prompts == ["a", "b"]
     config.check()
@@ -136,7 +136,7 @@ def test_generate_composes() -> None:
 @pytest.mark.parametrize("verb", ["plan", "verify_layout"])
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_other_verbs_take_what_train_takes(experiment: str, verb: str) -> None:
-    """Catches a plan.yaml or verify_layout.yaml whose groups or values drifted from those of train.yaml."""
+    """Catches a plan.yaml or verify_layout.yaml whose groups or values differ from train.yaml's."""
     config = compose_verb(verb, f"experiment={experiment}", "train.seed=7")
     trained = compose_train(f"experiment={experiment}", "train.seed=7")
     assert isinstance(config, VERB_OBJECTS[verb].schema)
@@ -146,7 +146,7 @@ def test_other_verbs_take_what_train_takes(experiment: str, verb: str) -> None:
 
 @pytest.mark.parametrize("search", SEARCHES)
 def test_every_search_composes_and_checks(search: str) -> None:
-    """Catches a preset whose keys the schema lacks, that lands beside sweep, or that its own check refuses."""
+    """Catches a preset with keys that the schema lacks, one placed outside sweep, or one that its own check rejects."""
     config = compose_verb("train", f"hparams_search={search}", "sweep.parallel=2")
     assert isinstance(config, TrainCommandConfig)
     config.sweep.check()
@@ -155,8 +155,8 @@ def test_every_search_composes_and_checks(search: str) -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_every_model_trains_with_settings_that_fit_it(model: str) -> None:
-    """Catches a preset whose heads do not divide its width, a key the schema lacks, a wrong size, and a preset of a
-    shape alone, which trains with the schema's sequences, batch and rate."""
+    """Catches a preset whose heads do not divide its hidden size, a key that the schema lacks, a wrong parameter count,
+    and a preset without training settings, which would use the schema's sequence length, batch and learning rate."""
     config = compose_train(f"model={model}", "train.samples=100000000", "data.train=[{path: x}]")
     if model in PUBLISHED:
         assert parameter_count(config.model) == pytest.approx(PUBLISHED[model], rel=0.03)
@@ -168,7 +168,7 @@ def test_every_model_trains_with_settings_that_fit_it(model: str) -> None:
 
 
 def test_a_model_that_is_only_a_shape_composes(tmp_path: Path) -> None:
-    """Catches presets of one's own, without `@package _global_`, that no longer land in model."""
+    """Catches a user's preset without `@package _global_` that is not placed under model."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text("num_layers: 5\n")
     config = compose_train("model=mine", f"hydra.searchpath=[{tmp_path}]")
@@ -176,14 +176,14 @@ def test_a_model_that_is_only_a_shape_composes(tmp_path: Path) -> None:
 
 
 def test_bloom_176b_is_the_published_run() -> None:
-    """Catches an experiment whose initial weights or layout are not those of the paper."""
+    """Catches an experiment whose weight initialization or layout differs from the paper's."""
     config = compose_train("experiment=bloom_176b")
     assert config.model.weight_std == pytest.approx(0.0048, abs=5e-5)
     assert config.parallel.world_size == 384
 
 
 def test_llama3_405b_is_the_published_run() -> None:
-    """Catches stages with other batches, ends or a shorter schedule than the paper's, and a layout of other GPUs."""
+    """Catches stages whose batches, ends or schedule differ from the paper's, and another number of GPUs."""
     config = compose_train("experiment=llama3_405b")
     spans = run_spans(config)
     assert [span.global_batch_size * span.seq_len for span in spans] == [4 * 2**20, 8 * 2**20, 16 * 2**20]
@@ -196,14 +196,14 @@ def test_llama3_405b_is_the_published_run() -> None:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A published run, in the units of its paper; what that leaves open is assumed, as the recipe's first lines say.
+    """A published run, in the units of its paper. The first lines of the recipe say which missing values are assumed.
 
     Attributes:
-        gpus: of the layout.
-        tokens: of the whole run.
-        batches: tokens a step, first and last; of every stage where the run has some.
+        gpus: number of GPUs of the layout.
+        tokens: tokens of the whole run.
+        batches: tokens per step, first and last; of every stage if the run has stages.
         lr: peak learning rate.
-        last_lr: of the last step.
+        last_lr: learning rate of the last step.
     """
 
     gpus: int
@@ -243,13 +243,13 @@ RECIPES = {
     "qwen3_32b": Recipe(512, 36e12, (8 * M, 8 * M, 8 * M), 1.5e-4, 1.5e-5),
 }
 OWN = {"demo", "first", "sft"}
-"""Experiments that nobody published."""
+"""Experiments of megads' own, not from a publication."""
 
 
 @pytest.mark.quick("bloom_3b", "gpt3_175b", "llama3_8b", "megascale_175b", "olmo2_7b", "qwen3_32b")
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_is_the_published_run(name: str) -> None:
-    """Catches a recipe of another length, batch, ramp, rate or layout, and a decay that ends elsewhere."""
+    """Catches a recipe whose length, batch, ramp, learning rate, last learning rate or number of GPUs is wrong."""
     recipe, config = RECIPES[name], compose_train(f"experiment={name}")
     batches, spans, rate = batch_size_schedule(config), run_spans(config), learning_rate(config)
     samples = batches.samples_after(planned_steps(config))
@@ -267,14 +267,14 @@ def test_every_recipe_is_the_published_run(name: str) -> None:
 
 
 def test_every_published_preset_has_its_recipe() -> None:
-    """Catches a preset whose run nobody can name, and a recipe that is not compared with what is published."""
+    """Catches a preset without a published run, and a recipe that is not compared with the published values."""
     assert set(EXPERIMENTS) - OWN == set(RECIPES) == set(PUBLISHED) | set(EXACT)
 
 
 @pytest.mark.parametrize(("name", "published"), [("olmo2_1b", 7.4487e-5), ("olmo2_7b", 6.1499e-5)])
 def test_olmo2_anneals_from_where_its_first_stage_ends(name: str, published: float) -> None:
-    """Catches a cosine of another length: the rate that Ai2 gives for the second stage is that of the first's last
-    step, which follows from warmup, decay and tokens."""
+    """Catches a cosine of the wrong length: the learning rate that Ai2 gives for the second stage is that of the first
+    stage's last step, which follows from warmup, decay and tokens."""
     config = compose_train(f"experiment={name}")
     last = run_spans(config)[1].first_sample
     assert learning_rate(config)(last) == pytest.approx(published, rel=3e-3)
@@ -283,7 +283,7 @@ def test_olmo2_anneals_from_where_its_first_stage_ends(name: str, published: flo
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_fits_its_gpus(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a layout that no plan can be made of, or that its GPUs have no memory for, in any stage."""
+    """Catches a layout that cannot be planned, or that does not fit into its GPUs' memory, in any stage."""
     device = "h100" if name.startswith(("llama3", "olmo2", "qwen3")) else "a100_80gb"
     assert run(["plan", f"experiment={name}", f"device={device}", "json=true"]) == 0
     plan = json.loads(capsys.readouterr().out)
@@ -293,7 +293,7 @@ def test_every_recipe_fits_its_gpus(name: str, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_experiment_is_a_small_delta_that_checks(experiment: str) -> None:
-    """Catches an experiment that copies a whole config, and one that check_config would refuse on the cluster."""
+    """Catches an experiment that copies a whole config, and one that check_config rejects."""
     lines = (CONF / "experiment" / f"{experiment}.yaml").read_text().splitlines()
     assert lines[0] == "# @package _global_"
     assert len(lines) <= 20
@@ -301,7 +301,7 @@ def test_every_experiment_is_a_small_delta_that_checks(experiment: str) -> None:
 
 
 def test_demo_is_small() -> None:
-    """Catches a demo that outgrew a laptop."""
+    """Catches a demo that is too large for a laptop."""
     config = compose_train("experiment=demo")
     assert 5e6 < parameter_count(config.model) < 7e6
     assert config.parallel.world_size == config.parallel.dp == 2
@@ -314,14 +314,14 @@ def test_command_line_wins_over_experiment_and_model() -> None:
 
 
 def test_wheel_carries_conf() -> None:
-    """Catches packaging that leaves an installed megads without its configs."""
+    """Catches a wheel without the configs."""
     pyproject = (Path(__file__).parent.parent / "pyproject.toml").read_text()
     assert 'conf = "megads/conf"' in pyproject
 
 
 @pytest.mark.parametrize("path", sorted(CONF.rglob("*.yaml")), ids=lambda path: str(path.relative_to(CONF)))
 def test_every_yaml_explains_itself(path: Path) -> None:
-    """Catches a file without the first comment that --help and tab completion show, and two with the same one."""
+    """Catches a file without the first comment, which --help and tab completion show, and two files with the same."""
     explanation = summary(path)
     assert 10 <= len(explanation) <= 100
     assert [other for other in CONF.rglob("*.yaml") if summary(other) == explanation] == [path]

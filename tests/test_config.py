@@ -1,4 +1,4 @@
-"""The root config: what is refused, what names a run, what survives freezing."""
+"""Tests the root config: validation, run ids, digests and freezing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def change(path: str, value: object) -> Callable[[RootConfig], None]:
 
 
 def best() -> list[Callable[[RootConfig], None]]:
-    """Keeps the best of the checkpoints, each of which is validated."""
+    """Changes that keep the best checkpoint, with validation at each."""
     values = {"checkpoint.keep_best": 1, "checkpoint.every_steps": 4, "evaluation.every_steps": 4}
     return [change(name, value) for name, value in values.items()]
 
@@ -65,8 +65,8 @@ def best() -> list[Callable[[RootConfig], None]]:
     ],
 )
 def test_which_loss_is_compared(values: dict[str, object], key: str | None) -> None:
-    """Catches a validation set that the metrics have under another name, and a run refused whose steps do meet, whose
-    length nobody knows yet, or that is a short trial of a long one."""
+    """Catches a validation loss that the metrics log under another name, and refusing a run whose saved and validated
+    steps coincide, whose length is not known yet, or that is a short trial of a long one."""
     config = good_config()
     for apply in [*best(), *(change(name, value) for name, value in values.items())]:
         apply(config)
@@ -171,7 +171,7 @@ def test_good_config_passes() -> None:
     ],
 )
 def test_bad_configs_are_refused_with_the_value(changes: list[Callable[[RootConfig], None]], named: str) -> None:
-    """Catches a config that would fail minutes later on the ranks, and a message without the value."""
+    """Catches a config that would fail minutes later on the ranks, and an error message without the value."""
     config = good_config()
     for apply in changes:
         apply(config)
@@ -180,14 +180,14 @@ def test_bad_configs_are_refused_with_the_value(changes: list[Callable[[RootConf
 
 
 def test_sequence_parallelism_on_one_rank_is_nothing() -> None:
-    """Catches a refusal of what has no effect."""
+    """Catches refusing sequence parallelism with tp=1, where it has no effect."""
     config = good_config()
     config.parallel.sequence_parallel, config.train.seq_len = True, 127
     check_config(config)
 
 
 def test_every_ramp_size_must_divide() -> None:
-    """Catches a ramp that breaks only when the batch grows: 8 = 4 * 2 divides, 4 + 2 does not."""
+    """Catches a batch ramp that fails only once the batch grows: 4 divides 8, but not 4 + 2."""
     config = good_config()
     config.train.micro_batch_size = 4
     config.train.batch_ramp.start, config.train.batch_ramp.increment, config.train.batch_ramp.samples = 4, 2, 100
@@ -203,14 +203,14 @@ def test_alibi_may_exceed_the_trained_length() -> None:
 
 
 def test_length_in_samples_and_tokens() -> None:
-    """Catches a length that counts tokens as samples, or rounds up beyond what was asked."""
+    """Catches a length that counts tokens as samples, or is rounded up beyond the requested tokens."""
     config = good_config()
     config.train.steps, config.train.tokens = None, 128 * 8 * 5 + 127
     assert planned_steps(config) == 5
 
 
 def test_run_id_ignores_how_and_where_but_not_what() -> None:
-    """Catches a run that starts anew because its console or length changed, and one that continues another model."""
+    """Catches a run id that depends on logging, length or kernels, and one that ignores layout, seed or optimizer."""
     base = derive_run_id(good_config(), "x")
     for path, value in [
         ("train.steps", 99),
@@ -235,7 +235,7 @@ def test_run_id_ignores_how_and_where_but_not_what() -> None:
 
 
 def test_a_new_key_renames_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a version whose new keys, left at their defaults, make the same command start another run."""
+    """Catches a new version whose new keys, left at their defaults, change the run id of the same command."""
     base = derive_run_id(good_config(), "x")
 
     def with_new_key(config: Any) -> dict[str, Any]:
@@ -248,7 +248,7 @@ def test_a_new_key_renames_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_freeze_round_trip_is_exact(tmp_path: Path) -> None:
-    """Catches floats that lose digits and enums that come back as text: the ranks would compute another digest."""
+    """Catches floats that lose digits and enums read back as strings: the ranks would compute another digest."""
     config = good_config()
     config.optim.lr, config.optim.eps, config.model.init_std = 0.1 + 0.2, 1e-8, 1 / 3
     config.train.tokens = 450_000_000_000
@@ -268,8 +268,8 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "\n".join(
     "text", ["model: {layers: 3}", "model: {num_layers: many}", "model: [", "", "run: {id: '${oc.env:HOME}'}", BOMB]
 )
 def test_a_file_of_another_schema_is_refused(tmp_path: Path, text: str) -> None:
-    """Catches a rank that trains with defaults in place of what a damaged or foreign file says, that shows its
-    environment to whoever wrote the file, or that fills its memory with ten lines of it."""
+    """Catches a rank that trains with defaults instead of refusing a damaged or foreign file, that interpolates
+    environment variables into it, or that exhausts its memory on ten lines of nested YAML aliases."""
     path = tmp_path / "config.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"config\.yaml"):
@@ -277,12 +277,12 @@ def test_a_file_of_another_schema_is_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_every_field_is_in_the_digest() -> None:
-    """Catches a digest that misses a section."""
+    """Catches a digest that omits a section."""
     digests = {config_digest(good_config())}
     for section in dataclasses.fields(RootConfig):
         config = good_config()
         part = getattr(config, section.name)
-        if isinstance(part, OpsConfig):  # no number in it
+        if isinstance(part, OpsConfig):  # has no numeric field
             part.impl = Implementation.torch
         elif isinstance(part, list):
             part.append("x")
@@ -296,7 +296,7 @@ def test_every_field_is_in_the_digest() -> None:
 
 
 def test_the_config_of_an_earlier_start_is_found_again(tmp_path: Path) -> None:
-    """Catches a question about an old step answered by the newest config, or not at all because a key came since."""
+    """Catches a lookup of an old start's config that returns the newest one, or fails because a key was added since."""
     first, second = RootConfig(), RootConfig()
     first.train.steps, second.train.steps = 7, 9
     for config in (first, second):

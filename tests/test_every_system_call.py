@@ -1,7 +1,7 @@
-"""SIGKILL to each process of a run right before each system call by which it changes the run directory.
+"""Kills each process of a run with SIGKILL right before each system call that changes the run directory.
 
-Launcher, ranks and writers are traced by tests.system_calls, so that every write, fsync, rename and step of the shared
-memory is a point, and the same command must then end as if nothing had been.
+tests.system_calls traces launcher, ranks and writers, so that every write, fsync, rename and change of shared memory is
+a point. The same command must then end as an undisturbed run does.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ pytestmark = [pytest.mark.distributed, needs_ptrace]
 STEPS = 6
 _TRIES = 3
 ROLES = ("launcher", "rank 0", "rank 1", "writer 0", "writer 1")
-# Ranks die with their launcher at once; a busy machine takes a moment to do it.
+# Ranks are killed when their launcher dies; a busy machine takes a moment.
 _GONE_S = 10.0
 
 
 class Runs:
-    """Runs of one config: two ranks that save every step, behind the training and at the end while it waits."""
+    """Runs of one config: two ranks that save every step asynchronously, and synchronously at the end."""
 
     def __init__(self, corpus: Path, megads: StartCommand) -> None:
         self._megads, self._folder, self._started = megads, megads.folder, 0
@@ -42,7 +42,7 @@ class Runs:
         assert ended.code == 0, ended.err
 
     def traced(self, role: str, point: Point = NO_POINT) -> tuple[Path, list[Point], Ended]:
-        """A start in a new folder, of which one process is killed at a point; and the points that it came by."""
+        """Starts a run in a new folder, kills one process at a point, and returns the points that it reached."""
         self._started += 1
         run_dir, log = self._folder / f"run-{self._started}", self._folder / f"calls-{self._started}"
         traced = Traced(role, str(run_dir), str(log), point.label, point.number)
@@ -54,11 +54,11 @@ class Runs:
         return run_dir, read_points(log), ended
 
     def continued(self, run_dir: Path) -> Ended:
-        """The same command, untouched."""
+        """Runs the same command untouched."""
         return self._megads("train", *self._overrides, f"run.dir={run_dir}").end()
 
     def fault(self, role: str, point: Point) -> str | None:
-        """What is wrong after a kill at a point; empty where nothing is, None where the run never came by there."""
+        """What is wrong after a kill at a point; empty if nothing is, None if the run never reached it."""
         run_dir, points, cut_off = self.traced(role, point)
         if not points or points[-1] != point:
             return None if cut_off.code == 0 else f"exit {cut_off.code} without a kill: {cut_off.err[-500:]}"
@@ -76,7 +76,7 @@ class Runs:
         return self._difference(run_dir)
 
     def _difference(self, run_dir: Path) -> str:
-        """What a run that was continued has otherwise than the undisturbed one; empty where nothing."""
+        """How a continued run differs from the undisturbed one; empty if it does not."""
         if steps_of(run_dir) != steps_of(self.reference):
             return "another ledger"
         if checksums(checkpoint_of(run_dir, STEPS)) != checksums(checkpoint_of(self.reference, STEPS)):
@@ -84,7 +84,7 @@ class Runs:
         if (run_dir / "checkpoints" / "latest").read_text() != f"{checkpoint_of(run_dir, STEPS).name}\n":
             return "latest names another checkpoint"
         names = [path.name for path in (run_dir / "checkpoints").iterdir() if path.name.startswith(".")]
-        # What was being deleted when the last step was saved goes with the next save.
+        # A folder whose deletion was interrupted during the last save is removed by the next save.
         hidden = [name for name in names if not name.endswith(".removed")]
         return f"leftovers: {hidden}" if hidden else ""
 
@@ -105,8 +105,8 @@ def kill_at_each(runs: Runs, role: str, points: Sequence[Point]) -> None:
         if found is None:
             missed.append(point)
     assert not wrong, "\n".join(wrong)
-    # How often a label comes may differ by what other processes do; that it comes at all may not, but of messages. A
-    # busy machine may leave a writer one checkpoint only: then rank 0 deletes it, at the end.
+    # Other processes may change how often a label occurs, but not whether it does, except for messages. On a busy
+    # machine a writer may write only one checkpoint, which rank 0 then deletes at the end.
     by_chance = ("socket", "pipe", *((".removed",) if role == "writer 0" else ()))
     assert not [point for point in missed if point.number == 1 and not any(word in point.label for word in by_chance)]
 
@@ -115,11 +115,11 @@ def kill_at_each(runs: Runs, role: str, points: Sequence[Point]) -> None:
 @pytest.mark.parametrize("stride", [pytest.param(6, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.attack)])
 @pytest.mark.parametrize("role", ROLES)
 def test_killed_at_every_call(role: str, stride: int, runs: Runs) -> None:
-    """Catches a moment at which a kill costs a checkpoint, changes the ledger, locks the run out, or leaves ranks
-    behind: before the first and the last call of each kind on each file; in CI before every sixth of these."""
+    """Catches a point at which a kill loses a checkpoint, changes the ledger, locks the run out, or leaves ranks
+    behind: before the first and the last call of each kind on each file; every sixth of these in CI."""
     _, points, ended = runs.traced(role)
     assert ended.code == 0, ended.err
-    # Writers do the same for every order, and how many they get differs.
+    # Writers make the same calls for every save, and the number of their saves varies.
     chosen = [point for point in points if point.number == 1] if "writer" in role else first_and_last(points)
     print(f"{role}: {len(points)} calls, {len(chosen)} points")
     kill_at_each(runs, role, chosen[::stride])
@@ -134,5 +134,5 @@ def test_killed_at_every_call(role: str, stride: int, runs: Runs) -> None:
     ],
 )
 def test_killed_at_some_calls(role: str, label: str, runs: Runs) -> None:
-    """Catches the same where a start, and where a checkpoint, is half recorded; and a tracer that kills nobody."""
+    """Catches the same while a start or a checkpoint is partially recorded, and a tracer that kills no process."""
     kill_at_each(runs, role, [Point(label, 1)])

@@ -1,4 +1,4 @@
-"""docs/extending.md as it stands: its package, its command and its notebook, outside of the source tree."""
+"""Tests docs/extending.md as written: its package, its command and its notebook, outside of the source tree."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.command import (
 )
 
 PAGE = (Path(__file__).parent.parent / "docs" / "extending.md").read_text()
-# Not the page's business: a small model on a busy machine.
+# Overrides that the page does not need: a small model on a busy machine.
 SMALL = (
     "model.num_layers=2", "model.hidden_size=48", "model.num_heads=6", "train.seq_len=16", "train.global_batch_size=8",
     "train.micro_batch_size=2", "train.precision=fp32", "cluster.peak_tflops=1", "cluster.threads_per_rank=1",
@@ -39,12 +39,12 @@ def fences(language: str) -> list[str]:
 
 
 def files() -> dict[str, str]:
-    """The page's Python by what its first line says it is: a file of the package, or the notebook."""
+    """The page's Python code by its first line: a file of the package, or the notebook."""
     return {fence.partition("\n")[0].removeprefix("# "): fence for fence in fences("python")}
 
 
 def write_page(folder: Path) -> None:
-    """Writes the package and some text for its reader."""
+    """Writes the page's package, and text for its reader."""
     for name, text in files().items():
         if name.endswith(".py"):
             (folder / name).parent.mkdir(exist_ok=True)
@@ -65,7 +65,7 @@ def page_command(*, drop: tuple[str, ...] = ()) -> list[str]:
 
 
 def run_notebook(folder: Path) -> str:
-    """What the page's notebook prints."""
+    """Runs the page's notebook; returns its output."""
     done = subprocess.run(
         [sys.executable, "-c", files()["notebook"]], cwd=folder, capture_output=True, text=True, check=False
     )
@@ -82,7 +82,7 @@ def refused(ended: Ended, *texts: str) -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_the_page_trains_on_one_process(megads: StartCommand) -> None:
-    """Catches a page whose code does not run, and a part that is registered but has no effect."""
+    """Catches a page whose code does not run, and a registered part without effect."""
     write_page(megads.folder)
     words = page_command(drop=("parallel.tp", "parallel.pp", "train.steps"))
     ended = megads(*words, *SMALL, "train.steps=2").end()
@@ -101,7 +101,7 @@ def test_the_page_trains_on_one_process(megads: StartCommand) -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_typos_are_refused_as_those_of_built_in_keys(megads: StartCommand) -> None:
-    """Catches a misspelt plugin, part or setting that passes, and a cause that is a traceback."""
+    """Catches a misspelt plugin, part or setting that is accepted, and a traceback instead of the cause."""
     write_page(megads.folder)
     words = (*page_command(), *SMALL)
     refused(megads(*words, "plugins=[my_packag]").end(), "there is no module my_packag", "install it")
@@ -116,7 +116,7 @@ def test_typos_are_refused_as_those_of_built_in_keys(megads: StartCommand) -> No
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_the_page_survives_a_kill_and_another_layout(megads: StartCommand) -> None:
-    """Catches a rank without the plugin, state that is not saved, and parts that depend on the layout."""
+    """Catches a rank without the plugin, plugin state that is not saved, and parts that depend on the layout."""
     write_page(megads.folder)
     words = page_command(drop=("run.id",))
     reference, killed, other = (megads.folder / "runs" / name for name in ("reference", "killed", "other"))

@@ -1,4 +1,4 @@
-"""What goes wrong in a run, and how it ends: the real command, real ranks, faults injected into them."""
+"""Failures of runs and how they are reported: the real command, real ranks, and injected faults."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REPORTED_WITHIN_S = 15.0
 
 
 def end_after_failure(command: Command, run_dir: Path) -> Ended:
-    """Waits for the end, and checks how long after the first failing rank's last word it came."""
+    """Waits for the command to end and checks how long it took after the first failure record of a rank."""
     ended = command.end()
     at_s = time.monotonic()
     records = [json.loads(path.read_text()) for path in (run_dir / "logs").glob("failure_*.json")]
@@ -42,7 +42,7 @@ def end_after_failure(command: Command, run_dir: Path) -> Ended:
 def test_the_failing_ranks_error_is_reported(
     where: str, layout: dict[str, int], corpus: Path, megads: StartCommand
 ) -> None:
-    """Catches a failure buried under its peers' lost connections, and peers that wait for ever for the failed rank."""
+    """Catches a failure hidden by its peers' connection errors, and peers that hang waiting for the failed rank."""
     run_dir = megads.folder / "run"
     overrides = small_model(corpus, train__steps=50, checkpoint__every_steps=2, run__dir=run_dir, **layout)
     ended = end_after_failure(megads("train", *overrides, fault=f"raise_in_{where}"), run_dir)
@@ -57,7 +57,7 @@ def test_the_failing_ranks_error_is_reported(
 
 
 def test_a_token_outside_the_vocabulary_is_named(megads: StartCommand) -> None:
-    """Catches an index error from the depths of an embedding, or a wrong row silently looked up under tp."""
+    """Catches an index error raised inside an embedding, and a wrong row silently looked up with tensor parallelism."""
     prefix, bad_document = megads.folder / "bad", 71
     with IndexedDatasetWriter(prefix, np.uint16) as writer:
         for number, tokens in enumerate(documents()):
@@ -72,7 +72,7 @@ def test_a_token_outside_the_vocabulary_is_named(megads: StartCommand) -> None:
 
 @pytest.mark.fault(10)
 def test_lasting_nan_ends_the_run(corpus: Path, megads: StartCommand) -> None:
-    """Catches NaN that one rank keeps to itself, ranks that disagree on a skip, and a run that goes on for nothing."""
+    """Catches NaN that only one rank sees, ranks that disagree on a skip, and a run that skips every step."""
     run_dir = megads.folder / "run"
     overrides = small_model(
         corpus, train__steps=50, train__max_nonfinite_steps=2, parallel__tp=2, checkpoint__every_steps=1,
@@ -91,19 +91,19 @@ def test_lasting_nan_ends_the_run(corpus: Path, megads: StartCommand) -> None:
 @pytest.mark.slow
 @pytest.mark.fault(10)
 def test_a_run_goes_on_from_before_lasting_nan(corpus: Path, megads: StartCommand) -> None:
-    """Catches a run that goes on from broken weights, and a checkpoint that the user names and that is passed by."""
+    """Catches a run that resumes from broken weights, and a checkpoint named by the user that is ignored."""
     run_dir = megads.folder / "run"
     overrides = small_model(
         corpus, train__steps=50, train__max_nonfinite_steps=2, parallel__tp=2, checkpoint__every_steps=1,
         checkpoint__keep=0, run__dir=run_dir,
     )  # fmt: skip
     assert megads("train", *overrides, fault="poison_weight").end().code == 7
-    # Nothing was saved meanwhile: the same command goes on from before.
+    # Nothing was saved meanwhile: the same command resumes from the checkpoint before.
     again = megads("train", *overrides, "train.steps=6").end()
     assert again.code == 0, again.err
     assert events_of(run_dir, "resume")[-1]["step"] == 2
     assert [line["skipped"] for line in steps_of(run_dir)] == [False] * 6
-    # A checkpoint that the user names goes before the run's newest, but only once.
+    # A checkpoint that the user names takes precedence over the run's newest, but only once.
     older = [*overrides, "train.steps=3", f"checkpoint.load={checkpoint_of(run_dir, 1)}"]
     for resumed, said in (
         (1, "the run's own later checkpoints, up to step 6, are not used"),
@@ -138,7 +138,7 @@ def test_passing_nan_skips_one_step(corpus: Path, megads: StartCommand) -> None:
 
 
 def test_interrupted_run_saves_and_continues(corpus: Path, megads: StartCommand) -> None:
-    """Catches an interrupt that loses the steps since the last checkpoint, prints tracebacks, or spoils the order."""
+    """Catches an interrupt that loses steps, prints tracebacks, or makes the resumed run repeat or skip samples."""
     run_dir = megads.folder / "run"
     overrides = small_model(corpus, parallel__pp=2, schedule__name="constant", run__dir=run_dir)
     command = megads("train", *overrides, "train.steps=100000")
@@ -160,7 +160,7 @@ def test_interrupted_run_saves_and_continues(corpus: Path, megads: StartCommand)
 
 @pytest.mark.fault(3)
 def test_preempted_run_saves(corpus: Path, megads: StartCommand) -> None:
-    """Catches a scheduler's SIGTERM that kills without saving, or that is taken for a user's stop."""
+    """Catches a SIGTERM from the scheduler that kills the run without saving, or that is taken for a user's stop."""
     run_dir = megads.folder / "run"
     command = megads("train", *small_model(corpus, train__steps=100000, run__dir=run_dir))
     command.wait_for(lambda: len(steps_of(run_dir)) >= 1)
@@ -173,7 +173,7 @@ def test_preempted_run_saves(corpus: Path, megads: StartCommand) -> None:
 
 
 def test_a_stop_file_stops_until_it_is_removed(corpus: Path, megads: StartCommand) -> None:
-    """Catches a kill switch that does not work from another machine, or that the next start forgets."""
+    """Catches a stop file that does not stop the run, or that the next start ignores."""
     run_dir = megads.folder / "run"
     overrides = small_model(corpus, schedule__name="constant", run__dir=run_dir)
     command = megads("train", *overrides, "train.steps=100000")
@@ -188,7 +188,7 @@ def test_a_stop_file_stops_until_it_is_removed(corpus: Path, megads: StartComman
 
 @pytest.mark.fault(1)
 def test_a_killed_rank_is_named(corpus: Path, megads: StartCommand) -> None:
-    """Catches a lost rank reported as its peers' error, and peers or the launcher left behind."""
+    """Catches a lost rank reported as its peers' error, and peers or a launcher that keep running."""
     victim = 0
     run_dir = megads.folder / "run"
     overrides = small_model(corpus, train__steps=100000, parallel__dp=2, run__dir=run_dir)

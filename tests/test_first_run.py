@@ -1,4 +1,4 @@
-"""The first command of the tutorial, on English text that every Python has."""
+"""The first command of the tutorial, on English text that is part of every Python."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.command import StartCommand, validations_of
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_the_first_run_learns(megads: StartCommand) -> None:
-    """Catches a tutorial that trains noise: a held-out loss above that of the words' frequencies alone."""
+    """Catches a tutorial that trains on noise: its held-out loss must be well below the unigram loss."""
     (megads.folder / "notes").mkdir()
     for name, text in pydoc_data.topics.topics.items():
         (megads.folder / "notes" / f"{name.replace('/', '-')}.txt").write_text(text)

@@ -1,8 +1,8 @@
-"""The loss curve that a change without an effect on numerics must keep.
+"""The loss curve, which a change without an effect on numerics must reproduce.
 
-One process, fp32, one thread, dropout on, on a corpus made by integer arithmetic. Losses and norms are compared to 1e-6
-and 1e-5 relative, not bitwise: the order of summation inside a matrix product depends on the processor. A change that
-is meant to alter the curve writes it anew and says why in its commit:
+One process, fp32, one thread, dropout on, on a corpus from integer arithmetic. Losses and norms are compared to 1e-6
+and 1e-5 relative, not bitwise: the order of accumulation in a GEMM depends on the CPU. A change that is meant to
+alter the curve records it again and says why in its commit:
 
     python -m tests.test_golden --write
 """
@@ -24,7 +24,7 @@ COMPARED = ("step", "samples", "tokens", "loss", "grad_norm", "lr", "batch_hash"
 
 
 def train_curve(corpus: Path, megads: StartCommand) -> list[dict]:
-    """Trains and returns what is compared, one entry a step."""
+    """Trains and returns the compared values, one entry per step."""
     overrides = small_model(
         corpus, train__steps=30, optim__lr=3e-3, schedule__warmup_samples=48, model__hidden_dropout=0.1,
         model__attention_dropout=0.1, evaluation__at_end="false", run__dir="run",
@@ -47,14 +47,14 @@ def test_curve_is_the_recorded_one(corpus: Path, megads: StartCommand) -> None:
 
 
 def test_curve_learns() -> None:
-    """Catches a recorded curve on which nothing would show: one that does not come down, or is never clipped."""
+    """Catches a recorded curve that would hide a regression: one that does not fall, or is never clipped."""
     recorded = json.loads(CURVE.read_text())
     assert recorded[-1]["loss"] < recorded[0]["loss"] - 0.5
     assert any(step["grad_norm"] > 1.0 for step in recorded)
 
 
 def write() -> None:
-    """Records the curve of this machine."""
+    """Records the curve on this machine."""
     with tempfile.TemporaryDirectory() as folder, commands_in(Path(folder)) as megads:
         curve = train_curve(write_corpus(Path(folder) / "corpus"), megads)
     lines = ",\n".join(json.dumps(step) for step in curve)

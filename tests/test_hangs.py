@@ -1,4 +1,4 @@
-"""Ranks that hang in a real run: seen within seconds, named with their stack and collective, and started again."""
+"""Ranks that hang in a real run: detected within seconds, named with their stack and collective, and restarted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.faults import HANG_STEP, HANG_WAY
 
 pytestmark = pytest.mark.distributed
 SEEN_WITHIN_S = 30.0
-"""Far below cluster.timeout_s; most of it is the limit for a step that is learnt from half seconds."""
+"""Far below cluster.timeout_s; most of it is the limit for a step, learnt from polls every half second."""
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def undisturbed(corpus: Path, module_megads: StartCommand) -> Path:
 
 
 def hanging_run(corpus: Path) -> list[str]:
-    """Steps long enough, and enough of them, for a monitor that looks twice a second to learn from."""
+    """Overrides for enough steps, each long enough, that a monitor polling twice a second can learn from them."""
     return small_model(corpus, parallel__dp=2, train__steps=240, cluster__hang_min_s=1, checkpoint__every_steps=50)
 
 
@@ -31,8 +31,8 @@ def hanging_run(corpus: Path) -> list[str]:
 def test_a_hung_rank_is_named_and_started_again(
     way: str, corpus: Path, undisturbed: Path, megads: StartCommand
 ) -> None:
-    """Catches a hang that lasts until a timeout, blame on the rank that waits, evidence that is
-    missing, a stopped process that outlives it, and a restart that changes what is computed."""
+    """Catches a hang that lasts until a timeout, blame on the rank that waits, missing evidence, a stopped process that
+    survives, and a restart that changes the results."""
     run_dir = megads.folder / "run"
     variables = {HANG_WAY: way, HANG_STEP: "220"}
     overrides = [*hanging_run(corpus), f"run.dir={run_dir}", "cluster.max_restarts=1"]

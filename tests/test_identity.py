@@ -1,4 +1,4 @@
-"""What a run is: a start that would change it is refused and changes nothing, and a run stands alone."""
+"""Tests a run's identity: a start that would change it is refused and writes nothing, and a run is self-contained."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def write_text(folder: Path, words: tuple[str, ...]) -> None:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder."""
+    """Returns every file below a folder."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
@@ -46,7 +46,7 @@ def train(megads: StartCommand, *arguments: str, raw: str = "notes") -> Ended:
 
 @pytest.fixture(scope="module")
 def home(module_megads: StartCommand) -> Path:
-    """A folder with two texts and runs/one, two steps on `notes`; read only."""
+    """A folder with two texts and runs/one: two steps on `notes`; read only."""
     for name, words in WORDS.items():
         write_text(module_megads.folder / name, words)
     ended = train(module_megads, "run.id=one", "train.steps=2")
@@ -57,7 +57,7 @@ def home(module_megads: StartCommand) -> Path:
 
 @pytest.fixture
 def run_dir(home: Path, megads: StartCommand) -> Iterator[Path]:
-    """The same in the folder of a test."""
+    """Copies `home` into the test's folder; yields its runs/one."""
     for name in (*WORDS, "runs"):
         shutil.copytree(home / name, megads.folder / name)
     yield megads.folder / "runs" / "one"
@@ -66,8 +66,8 @@ def run_dir(home: Path, megads: StartCommand) -> Iterator[Path]:
 @pytest.mark.fault(16, 21)
 @distributed
 def test_a_refused_start_changes_nothing(run_dir: Path, megads: StartCommand) -> None:
-    """Catches records that are replaced before the refusal: a second identical start then trained on the other data,
-    and `generate` took the other tokenizer. Here both vocabularies have one size, so that no shape tells them apart."""
+    """Catches records that are replaced before the refusal, so that a second identical start trains on the other data,
+    and `generate` uses the other tokenizer. Both vocabularies have one size, so that no shape tells them apart."""
     before = contents(run_dir)
     for _ in range(2):
         ended = train(megads, "run.id=one", "train.steps=3", raw="other")
@@ -91,8 +91,8 @@ def test_a_refused_start_changes_nothing(run_dir: Path, megads: StartCommand) ->
 @pytest.mark.slow
 @distributed
 def test_a_change_that_is_named_is_made_and_recorded(run_dir: Path, megads: StartCommand) -> None:
-    """Catches a name that allows more than itself, a change that no event tells of, and a tokenizer that later
-    starts, or the checkpoints before it, are not held to."""
+    """Catches an allowed key that permits other changes too, a change without an event, later starts that are not held
+    to the new tokenizer, and earlier checkpoints that lose theirs."""
     tokenizer = read_manifest(checkpoint_of(run_dir, 2)).run.tokenizer
     assert tokenizer is not None
     first = tokenizer.sha256
@@ -116,7 +116,7 @@ def test_a_change_that_is_named_is_made_and_recorded(run_dir: Path, megads: Star
 @pytest.mark.fault(21)
 @distributed
 def test_a_change_is_told_by_its_class(run_dir: Path, megads: StartCommand) -> None:
-    """Catches a dry run that keeps a changed learning rate to itself, and a warning of what changes nothing."""
+    """Catches a dry run that does not report a changed learning rate, and a warning about a change without effect."""
     changed = ("optim.lr=0.02", "logging.every_steps=2")
     told = train(megads, "run.id=one", "train.steps=2", "run.dry_run=true", *changed).out.splitlines()
     told = [line for line in told if line.startswith("changed since the last start")]
@@ -127,9 +127,8 @@ def test_a_change_is_told_by_its_class(run_dir: Path, megads: StartCommand) -> N
 
 @pytest.mark.slow
 def test_a_run_stands_alone(run_dir: Path, megads: StartCommand) -> None:
-    """Catches a run that is lost with its data cache, a copy that writes like another model, a tokenizer that was
-    replaced under a run and decodes its ids to other text, and a copy that does not go on with the same text made
-    anew elsewhere."""
+    """Catches a run that is lost with its data cache, a copy that generates other text, a tokenizer replaced in a run
+    that decodes its ids to other text, and a copy that does not resume on the same text prepared again elsewhere."""
     copy, prompt = megads.folder / "elsewhere" / "one", ("prompt=alpha beta", "max_new_tokens=3", "temperature=0")
     shutil.copytree(run_dir, copy)
     wanted = megads("generate", "run=one", *prompt).end()
@@ -162,8 +161,8 @@ def test_a_run_stands_alone(run_dir: Path, megads: StartCommand) -> None:
 @pytest.mark.slow
 @distributed
 def test_the_end_says_what_follows(run_dir: Path, megads: StartCommand) -> None:
-    """Catches a finished run that leaves open what to do, one that is trained on a length it has passed, and an
-    interrupted one whose user does not know that the same command continues it."""
+    """Catches a finished run that does not say how to continue, one that is trained again for a length it has passed,
+    and an interrupted one whose user is not told that the same command continues it."""
     before = contents(run_dir)
     again = train(megads, "run.id=one", "train.steps=2")
     assert (again.code, again.out.splitlines()[-1]) == (0, "finished at step 2: raise train.steps to go on")
@@ -192,7 +191,7 @@ SAMPLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def config_of(**changes: Any) -> RootConfig:
-    """Settings of train and data by their last names."""
+    """Returns a config with settings of train and data by their last names."""
     names = {field.name for field in dataclasses.fields(TrainConfig)}
     train = {"steps": 100} | {name: value for name, value in changes.items() if name in names}
     data = {"train": [DatasetConfig("a")]} | {name: value for name, value in changes.items() if name not in names}
@@ -201,7 +200,8 @@ def config_of(**changes: Any) -> RootConfig:
 
 @pytest.mark.parametrize("key", SAMPLES)
 def test_keys_that_say_what_the_samples_are(key: str) -> None:
-    """Catches a key whose change goes through without a word, and one that is refused where it is allowed by name."""
+    """Catches a key whose change is accepted without a message, and one that is refused although it is allowed by
+    name."""
     shared, change = SAMPLES[key]
     before, now = config_of(**shared), config_of(**(shared | change))
     with pytest.raises(ConfigError, match=rf"{key} = .*, but the run was trained with .*allow_changes=\[.*{key}"):
@@ -212,7 +212,8 @@ def test_keys_that_say_what_the_samples_are(key: str) -> None:
 
 
 def test_changes_that_every_start_may_make() -> None:
-    """Catches a run that cannot go on longer, in other batches, on another mix, or past samples to leave out."""
+    """Catches a run that cannot be extended, or resumed with other batch sizes, another mix, or future samples to
+    skip."""
     before = config_of()
     for change in (
         {"steps": 200}, {"steps": None, "tokens": 10**6}, {"global_batch_size": 64, "micro_batch_size": 4},
@@ -242,13 +243,13 @@ def test_changes_that_every_start_may_make() -> None:
     ],
 )
 def test_classes_of_changes(safe: str, warned: str) -> None:
-    """Catches a change of the training that is told as quietly as one of the console, and the reverse."""
+    """Catches a change that affects training reported as quietly as one of logging, and the reverse."""
     assert change_class(safe) is ChangeClass.safe
     assert change_class(warned) is ChangeClass.warn
 
 
 def test_every_key_of_train_data_and_tokenizer_is_classified() -> None:
-    """Catches a new key of which nobody asked whether it says what the samples are."""
+    """Catches a new key for which nobody decided whether it determines the samples."""
     rooms = {"train": TrainConfig, "data": DataConfig, "tokenizer": TextTokenizerConfig}
     there = {f"{room}.{field.name}" for room, schema in rooms.items() for field in dataclasses.fields(schema)}
     others = {"data.skip", "checkpoint.init_from"}

@@ -1,4 +1,4 @@
-"""A new run that starts from the weights of another one: what it takes, what is fresh, and what it goes on with."""
+"""Tests a new run that starts from another run's weights: what it loads, what starts fresh, and how it resumes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SOURCE = scenario_with(masked=True)
 
 
 def _trained(run_dir: Path, name: str, scenario: Scenario) -> dict[str, Any]:
-    """Two steps and a checkpoint, then the loss of the third."""
+    """Trains two steps and saves a checkpoint; returns the state, the validation loss and the loss of a third step."""
     scenario = parity.fitted(scenario, LAYOUTS[name])
     engine = build_engine(scenario, LAYOUTS[name])
     batches = [step_batches(scenario, step, engine.grid.dp.rank, engine.grid.dp.size) for step in range(3)]
@@ -57,7 +57,7 @@ def _trained(run_dir: Path, name: str, scenario: Scenario) -> dict[str, Any]:
 
 
 def _started(run_dir: Path, name: str, scenario: Scenario, defect: Callable[[], None] | None) -> dict[str, Any]:
-    """What a new run has before its first step, and the loss of that, on the third batch of the source."""
+    """Returns a new run's state before its first step, and the loss of that step on the source's third batch."""
     if defect is not None:
         defect()
     scenario = parity.fitted(scenario, LAYOUTS[name])
@@ -75,7 +75,7 @@ def _started(run_dir: Path, name: str, scenario: Scenario, defect: Callable[[], 
 def wrong_in_start(
     run_dir: Path, source: str, name: str, scenario: Scenario, defect: Callable[[], None] | None = None
 ) -> list[str]:
-    """Starts from the weights that another layout has trained in fp32, and lists what is not as it should be."""
+    """Starts from fp32 weights that another layout trained, and lists what differs from the expected state."""
     trained = run_ranks(_trained, LAYOUTS[source].world_size, run_dir, source, SOURCE)
     (run_dir / "new").mkdir()
     started = run_ranks(_started, LAYOUTS[name].world_size, run_dir, name, scenario, defect)
@@ -107,8 +107,8 @@ def wrong_in_start(
     ],
 )
 def test_weights_are_taken_and_nothing_else(source: str, name: str, precision: str, tmp_path: Path) -> None:
-    """Catches weights that are lost between layouts, with the rows of padding above all, or rounded to the precision of
-    the new run; working weights that are not those that were read; moments or a number of steps that come along."""
+    """Catches weights that are lost between layouts, above all with vocabulary padding, or rounded to the new run's
+    precision; working weights that differ from those that were read; moments or a step count that are loaded too."""
     assert wrong_in_start(tmp_path, source, name, dataclasses.replace(SOURCE, precision=precision)) == []
     (event,) = [json.loads(line) for line in (tmp_path / "new" / "events.jsonl").read_text().splitlines()]
     folder = checkpoint_of(tmp_path, 2)
@@ -133,7 +133,7 @@ def test_the_check_sees_a_defect(defect: Callable[[], None], tmp_path: Path) -> 
 
 
 def test_the_runs_name_has_the_place_of_its_weights() -> None:
-    """Catches runs of different weights in one folder, and runs without such weights that get another name."""
+    """Catches runs with different initial weights in one folder, and runs without them whose name changes."""
 
     def named(path: str | None) -> str:
         return derive_run_id(RootConfig(checkpoint=CheckpointConfig(init_from=path)), "run")
@@ -143,7 +143,8 @@ def test_the_runs_name_has_the_place_of_its_weights() -> None:
 
 
 def test_a_start_that_goes_on_keeps_its_first_weights() -> None:
-    """Catches a run that gets other weights, or some at all, after it has begun; and one that must name them again."""
+    """Catches a run that accepts other initial weights, or any at all, after it has begun; and a resume that must name
+    them again."""
     old, other, none = (RootConfig(checkpoint=CheckpointConfig(init_from=path)) for path in ("runs/a", "runs/b", None))
     assert with_first_weights(none, old) == old
     assert changed_keys(old, with_first_weights(none, old), 8, []) == []
@@ -156,8 +157,8 @@ def test_a_start_that_goes_on_keeps_its_first_weights() -> None:
 
 
 def test_a_url_is_the_same_from_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a URL that is taken for a path in the folder of the command, so that a run started elsewhere is refused,
-    a URL of another store that is taken for the same, and one with credentials that is written down."""
+    """Catches a URL resolved as a path in the working directory, so that a run started elsewhere is refused, a URL of
+    another store accepted as the same, and one with credentials that is recorded."""
     given = [RootConfig(checkpoint=CheckpointConfig(init_from=f"s3://{name}/runs/a")) for name in ("b", "b", "c")]
     before = changed_keys(given[0], given[1], 8, [])
     monkeypatch.chdir(tmp_path)
@@ -169,7 +170,7 @@ def test_a_url_is_the_same_from_everywhere(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_the_upload_of_a_run_is_the_run_itself() -> None:
-    """Catches a run that is to start from its own upload, which its first checkpoint replaces."""
+    """Catches a run that starts from its own upload, which its first checkpoint replaces."""
 
     def is_refused(init_from: str) -> bool:
         config = RootConfig(checkpoint=CheckpointConfig(init_from=init_from, upload="s3://bucket/all/"))
@@ -180,7 +181,8 @@ def test_the_upload_of_a_run_is_the_run_itself() -> None:
 
 
 def test_a_tokenizer_is_known_by_its_ids(tmp_path: Path) -> None:
-    """Catches a refusal of a tokenizer that was only written anew, and one of the same size that is taken for it."""
+    """Catches a refusal of a tokenizer file that differs only in formatting, and an accepted tokenizer of the same size
+    with other ids."""
 
     def source(name: str, content: str) -> TokenizerSource:
         (tmp_path / name).write_text(content)
@@ -201,7 +203,7 @@ def test_a_tokenizer_is_known_by_its_ids(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def home(module_megads: StartCommand) -> Path:
-    """Two texts and runs/pre, two steps on `notes`, a checkpoint of each; read only."""
+    """A folder with two texts and runs/pre: two steps on `notes`, with a checkpoint of each; read only."""
     for name, words in WORDS.items():
         write_text(module_megads.folder / name, words)
     ended = train(module_megads, "run.id=pre", "train.steps=2", "checkpoint.every_steps=1", "train.precision=fp32")
@@ -211,7 +213,7 @@ def home(module_megads: StartCommand) -> Path:
 
 @pytest.fixture
 def source(home: Path, megads: StartCommand) -> Path:
-    """The same in the folder of a test."""
+    """Copies `home` into the test's folder; returns its runs/pre."""
     for name in (*WORDS, "runs"):
         shutil.copytree(home / name, megads.folder / name)
     return megads.folder / "runs" / "pre"
@@ -222,8 +224,8 @@ FROM = ("checkpoint.init_from=runs/pre", "tokenizer.vocab_size=null", "train.pre
 
 @distributed
 def test_a_run_starts_from_weights_once(source: Path, megads: StartCommand) -> None:
-    """Catches a source that is written to, a tokenizer that is learnt anew, samples or a step that come along, a second
-    start that begins again or wants a source that is gone, and one that gets other weights."""
+    """Catches a source that is written to, a tokenizer that is trained again, samples or a step count that are loaded,
+    a second start that begins again or requires a source that is gone, and one that loads other weights."""
     before, command = contents(source), (*FROM, "run.id=next", "parallel.tp=2")
     ended = train(megads, *command, "train.steps=1", raw="other")
     assert ended.code == 0, ended.err
@@ -253,8 +255,8 @@ def test_a_run_starts_from_weights_once(source: Path, megads: StartCommand) -> N
 @pytest.mark.slow
 @distributed
 def test_weights_of_a_url(source: Path, megads: StartCommand) -> None:
-    """Catches a URL that gives other weights or another tokenizer than the folder, damage there that is trained on, a
-    restart that wants the store again, and a dry run that fetches tensors or knows of no weights."""
+    """Catches a URL that gives other weights or another tokenizer than the folder, corrupt weights that are trained on,
+    a restart that needs the store again, and a dry run that fetches tensors or does not mention the weights."""
     command = (*FROM, "parallel.tp=2")
     ended = train(megads, *command, "run.id=next", "train.steps=1", raw="other")
     assert ended.code == 0, ended.err
@@ -284,7 +286,7 @@ def test_weights_of_a_url(source: Path, megads: StartCommand) -> None:
 
 
 def dry_run(*overrides: str) -> str:
-    """What `megads train ... run.dry_run=true` shows."""
+    """Returns the choices that `megads train ... run.dry_run=true` shows."""
     config = compose_train(*QUICK, *FROM, "train.steps=3", "run.dry_run=true", *overrides)
     shown: list[ResolvedRun] = []
     start_run(config, StartRequest({"model": "tiny"}, set(), lambda resolved: shown.append(resolved) or ""))
@@ -293,7 +295,8 @@ def dry_run(*overrides: str) -> str:
 
 @distributed
 def test_what_a_dry_run_says_and_refuses(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a mistake that the ranks find, or nobody, a wrong exit code, and a dry run that knows of no weights."""
+    """Catches a mistake that the dry run does not detect, a wrong exit code, and a dry run that does not mention the
+    weights."""
     monkeypatch.chdir(source.parent.parent)
     before = contents(source.parent)
     given, learnt = "data.raw=other", ("checkpoint.load=runs/pre", "data.raw=notes", "tokenizer.vocab_size=262")
@@ -315,8 +318,8 @@ def test_what_a_dry_run_says_and_refuses(source: Path, monkeypatch: pytest.Monke
 @pytest.mark.slow
 @distributed
 def test_what_the_start_refuses(source: Path, megads: StartCommand) -> None:
-    """Catches ids that mean other text than the weights know, ranks that start for rows that the weights lack, and
-    another checkpoint in place of the one named."""
+    """Catches token ids of another tokenizer than the weights were trained with, ranks that start with a larger
+    vocabulary than the weights, and another checkpoint loaded in place of the one named."""
     allowed = "run.allow_changes=[tokenizer]"
     for arguments, code, message in (
         (("tokenizer.vocab_size=262",), 3, "tokenizer.path=runs/pre/tokenizer.json"),
@@ -335,7 +338,8 @@ def test_what_the_start_refuses(source: Path, megads: StartCommand) -> None:
 
 @distributed
 def test_another_tokenizer_that_is_allowed(source: Path, megads: StartCommand) -> None:
-    """Catches a way out that is none, and a damaged checkpoint that is taken, or passed by without a word."""
+    """Catches a suggested remedy that does not work, and a damaged checkpoint that is loaded, or skipped without a
+    message."""
     path = next(checkpoint_of(source, 2).glob("*.safetensors"))
     path.write_bytes(path.read_bytes()[:-3] + b"abc")
     allowed = ("tokenizer.vocab_size=262", "run.allow_changes=[tokenizer]")

@@ -15,10 +15,10 @@ from tests.command import StartCommand, small_model
 @pytest.mark.distributed
 @pytest.mark.parametrize("behind", [False, True])
 def test_the_best_are_kept(behind: bool, corpus: Path, megads: StartCommand) -> None:
-    """Catches losses that the trainer does not hand to the ranks or the writers that remove checkpoints, by another
-    name than metrics.jsonl has; and a second start that knows none of the first one's."""
+    """Catches losses that do not reach, under their name in metrics.jsonl, the ranks or writers that delete
+    checkpoints, and a second start without the first one's losses."""
     run_dir = megads.folder / "run"
-    # A rate at which the loss rises from the start, so that the best checkpoint is not one of the newest.
+    # A learning rate at which the loss rises from the start, so that the best checkpoint is not one of the newest.
     overrides = small_model(
         corpus, optim__lr=1.0, optim__min_lr=1.0, checkpoint__every_steps=2, evaluation__every_steps=2,
         checkpoint__keep=1, parallel__dp=2,
@@ -32,6 +32,6 @@ def test_the_best_are_kept(behind: bool, corpus: Path, megads: StartCommand) -> 
     best = sorted(losses, key=losses.__getitem__)[:2]
     assert set(best) - {6, 12, 14, 16}, "no step is kept for its loss alone: the rate is too low"
     assert list(list_checkpoints(run_dir)) == sorted({*best, 6, 12, 14, 16})
-    # The plan counts what comes, at least.
+    # The disk plan names both settings.
     dry = megads("train", *overrides, "train.steps=60", f"run.dir={run_dir}", "run.dry_run=true").end()
     assert dry.code == 0 and "checkpoint.keep_best = 2, checkpoint.keep_every = 6 for good" in dry.out, dry.err

@@ -1,4 +1,4 @@
-"""What a machine does to a run: the kernel kills a rank for want of memory, and a clock that is wrong and jumps."""
+"""Machine faults: the kernel's OOM killer kills a rank; a rank's clock is wrong and jumps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.distributed
 LIMIT_BYTES = 3 << 30
 CGROUPS = Path("/sys/fs/cgroup")
 SKEW_S = 86_400
-# Of one rank: a day ahead at first, then a day behind. RANK is only in the environment of ranks.
+# The clock of one rank: a day ahead at first, then a day behind. RANK is only in the environment of ranks.
 WRONG_CLOCK = f"""
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -72,14 +72,14 @@ time_t time(time_t *out) {{
 
 @dataclass(frozen=True)
 class MemoryGroup:
-    """A control group whose processes have little memory together."""
+    """A cgroup with a small limit for the total memory of its processes."""
 
     folder: Path
 
     def take(self, command: Command) -> None:
-        """Moves a command here, with all that it has started.
+        """Moves a command and all its descendants into the cgroup.
 
-        What a process starts before it has been moved stays outside, so that one pass may miss a child.
+        A child that a process starts before it is moved stays outside, so that one pass may miss it.
         """
         while missing := {process.pid for process in command.processes()} - self._members():
             for pid in missing:
@@ -92,7 +92,7 @@ class MemoryGroup:
 
 @pytest.fixture
 def memory_group() -> Iterator[MemoryGroup]:
-    """A new group; skips where none may be made."""
+    """A new cgroup; skips the test where none can be created."""
     version_1 = CGROUPS / "memory"
     parent, limit = (version_1, "memory.limit_in_bytes") if version_1.is_dir() else (CGROUPS, "memory.max")
     folder = parent / f"megads_tests_{os.getpid()}"
@@ -123,7 +123,7 @@ def overrides(corpus: Path) -> list[str]:
 def test_a_rank_that_is_killed_for_want_of_memory(
     corpus: Path, megads: StartCommand, reference: Path, memory_group: MemoryGroup
 ) -> None:
-    """Catches a kill by the kernel that is taken for somebody's, and a restart that computes something else."""
+    """Catches an OOM kill that is not diagnosed as one, and a restart that computes different results."""
     run_dir = megads.folder / "run"
     arguments = [*overrides(corpus), f"run.dir={run_dir}", "cluster.max_restarts=1"]
     command = megads("train", *arguments, fault="take_all_memory_once")
@@ -141,7 +141,7 @@ def test_a_rank_that_is_killed_for_want_of_memory(
 @pytest.mark.slow
 @pytest.mark.fault(19)
 def test_a_clock_that_is_wrong_and_jumps(corpus: Path, megads: StartCommand, reference: Path) -> None:
-    """Catches heartbeats, limits of phases and leases that compare clocks of different ranks, or trust one."""
+    """Catches heartbeats, phase timeouts and leases that compare wall clocks of different ranks, or rely on one."""
     source, library = megads.folder / "clock.c", megads.folder / "clock.so"
     source.write_text(WRONG_CLOCK)
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)

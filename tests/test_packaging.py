@@ -1,4 +1,4 @@
-"""The wheel alone, in an empty environment: what `pip install megads` gives a user who has no checkout."""
+"""Tests the wheel in an empty environment: what `pip install megads` gives a user without a checkout."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_wheel_carries_its_configs(wheel: Path) -> None:
-    """Catches a YAML or a kernel that only a checkout has, and files of ours that do not belong into a wheel."""
+    """Catches a YAML or a kernel that is missing from the wheel, and files that do not belong in it."""
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     configs = {f"megads/conf/{path.relative_to(ROOT / 'conf')}" for path in (ROOT / "conf").rglob("*.yaml")}

@@ -1,4 +1,4 @@
-"""The commands of the README and of docs/ run, in order, as a newcomer would type them."""
+"""The commands of the README and of docs/ are run, in order, as a new user would type them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_readme_shows_its_two_commands() -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.name)
 def test_commands_run(page: Path, notes: Path, tmp_path: Path) -> None:
-    """Catches a renamed key, verb or file in the pages."""
+    """Catches a page with the old name of a config key, command or file."""
     shutil.copytree(notes / "notes", tmp_path / "notes")
     if page.name == "README.md":
         for made in (tmp_path / "notes").glob("[dt]*.*"):
@@ -72,7 +72,7 @@ def test_commands_run(page: Path, notes: Path, tmp_path: Path) -> None:
 
 
 def test_every_fault_of_the_table_is_injected() -> None:
-    """Catches a promise in docs/reliability.md that no test holds, and a mark that no line explains."""
+    """Catches a fault in the table of docs/reliability.md without a test, and a test mark without a row."""
     _, table = (ROOT / "docs/reliability.md").read_text().split("\n## Faults, and what must hold\n")
     promised = set(re.findall(r"^\| (\d+) \|", table.split("\n## ")[0], re.MULTILINE))
     marked = {
@@ -85,14 +85,14 @@ def test_every_fault_of_the_table_is_injected() -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    """Catches a page or a file that was renamed."""
+    """Catches a link to a page or file that was renamed."""
     for page in PAGES:
         for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
 def test_named_files_exist() -> None:
-    """Catches a page that names a file which was moved; docs/architecture.md leaves out the folder megads."""
+    """Catches a page that names a file which was moved; docs/architecture.md omits the folder megads."""
     named = {
         (page.name, name)
         for page in PAGES

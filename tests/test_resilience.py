@@ -1,4 +1,4 @@
-"""What follows a fault: non-finite steps against a budget, and decisions on restarts from a history of attempts."""
+"""Reactions to faults: the budget of non-finite steps, and restart decisions from a history of attempts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def hook(run_dir: Path, most: int) -> NonFiniteHook:
 
 
 def test_each_skipped_step_is_an_event(tmp_path: Path) -> None:
-    """Catches a skip that nobody hears of, and one without its culprit."""
+    """Catches a skipped step without an event, and an event without its root cause."""
     watch = hook(tmp_path, 5)
     for number, skipped in enumerate([False, True, False, True, True], start=1):
         watch.on_step(step(number, skipped))
@@ -52,14 +52,14 @@ def test_one_more_than_the_cap_in_a_row_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_a_good_step_starts_the_count_again(tmp_path: Path) -> None:
-    """Catches skips that add up over weeks until a healthy run dies."""
+    """Catches skipped steps that accumulate over weeks until a healthy run ends."""
     watch = hook(tmp_path, 2)
     for number in range(1, 31):
         watch.on_step(step(number, skipped=number % 3 != 0))
 
 
 def test_every_rank_counts_but_only_one_writes(tmp_path: Path) -> None:
-    """Catches ranks that go on after rank 0 has given up."""
+    """Catches ranks that continue after rank 0 has stopped."""
     watch = NonFiniteHook(EventWriter(tmp_path, enabled=False), 0)
     with pytest.raises(NumericalError):
         watch.on_step(step(1, True))
@@ -71,38 +71,38 @@ LOST_B = Attempt(("a", "b"), 9, blamed=("b",), lost=True)
 
 
 def killed(*nodes: str, on: str = "") -> Attempt:
-    """A rank was killed, on one of the nodes of a job, or on this machine."""
+    """An attempt in which a rank was killed, on one of the nodes of a job or on this machine."""
     return Attempt(nodes, 10, blamed=(on,) if on else ())
 
 
 @pytest.mark.parametrize("code", [0, 2, 3, 4, 5, 6, 7, 130])
 def test_a_run_that_ends_by_its_own_word_ends(code: int) -> None:
-    """Catches a wrong learning rate or a missing file that is tried again, and a finished run that starts anew."""
+    """Catches an invalid configuration or a missing file that is retried, and a finished run that is restarted."""
     assert next_attempt([Attempt(("a", "b"), code, blamed=("b",))], JOB) == GiveUp(code)
 
 
 @pytest.mark.parametrize("attempt", [LOST_B, killed("a", "b", on="b")])
 def test_a_run_that_was_asked_to_stop_ends(attempt: Attempt) -> None:
-    """Catches a run that somebody interrupts, whose ranks die of it, and that comes back."""
+    """Catches a restart of a run that the user interrupted and whose ranks died because of it."""
     stopped = Attempt(attempt.nodes, attempt.exit_code, attempt.blamed, attempt.lost, stopping=True)
     assert next_attempt([stopped], JOB) == GiveUp(attempt.exit_code)
 
 
 def test_a_spare_takes_the_place_of_a_lost_node() -> None:
-    """Catches ranks that change places without need: the others' caches and logs stay where they are."""
+    """Catches ranks that move to other nodes needlessly: the other ranks' caches and logs stay where they are."""
     assert next_attempt([LOST_B], JOB) == Restart(("a", "c"), ("b",))
     lost_a = Attempt(("a", "c"), 9, blamed=("a",), lost=True)
     assert next_attempt([LOST_B, lost_a], JOB) == Restart(("d", "c"), ("b", "a"))
 
 
 def test_a_rejected_node_is_left_out() -> None:
-    """Catches a health check that nobody listens to, of spares too."""
+    """Catches a failed health check that is ignored, including one of a spare node."""
     attempt = Attempt(("a", "b"), 1, blamed=("a",), rejected={"b": "GEMM at 20%", "c": "no answer"})
     assert next_attempt([attempt], JOB) == Restart(("a", "d"), ("b", "c"))
 
 
 def test_without_enough_nodes_the_job_goes_back_to_the_queue() -> None:
-    """Catches a job that hangs on to nodes it cannot use, or that gets the faulty ones again."""
+    """Catches a job that keeps nodes it cannot use, or that gets the faulty ones again."""
     none_spare = Means(("a", "b"), 2, max_restarts=0, queue=True)
     assert next_attempt([LOST_B], none_spare) == Requeue(("b",))
     history = [LOST_B, Attempt(("a", "c"), 9, ("c",), True), Attempt(("a", "d"), 9, ("a", "d"), True)]
@@ -112,7 +112,7 @@ def test_without_enough_nodes_the_job_goes_back_to_the_queue() -> None:
 
 
 def test_a_killed_rank_starts_again_in_place_until_that_is_enough() -> None:
-    """Catches restarts without end of a run that dies each time, and a first fault that ends a run of weeks."""
+    """Catches endless restarts of a run that fails each time, and a first fault that ends a run of weeks."""
     here = Means(("host",), 1, max_restarts=2)
     assert next_attempt([killed("host")], here) == Restart(("host",))
     assert next_attempt([killed("host")] * 2, here) == Restart(("host",), wait_s=5.0)
@@ -126,8 +126,8 @@ def saved(from_step: int, saved_step: int) -> Attempt:
 
 
 def test_progress_begins_the_count_anew() -> None:
-    """Catches a run that is given up though each restart brought it on, and one that is restarted without end though
-    none does: for the first attempt's progress, or for a checkpoint that is saved again and again."""
+    """Catches a run that is given up although each restart made progress, and endless restarts without progress: for
+    the first attempt's progress, or for a checkpoint that is saved again and again."""
     here = Means(("host",), 1, max_restarts=2)
 
     def goes_on(*history: Attempt) -> bool:
@@ -139,19 +139,19 @@ def test_progress_begins_the_count_anew() -> None:
     assert goes_on(saved(0, 0), saved(0, 0), saved(0, 10), saved(10, 10))
     assert not goes_on(saved(0, 0), saved(0, 0), saved(0, 10), saved(10, 10), saved(10, 10))
     assert not goes_on(saved(0, 10), saved(10, 10), saved(10, 10))
-    # Damaged at each start, so that the one before is taken.
+    # The newest checkpoint is damaged at each start, so that an earlier one is loaded.
     assert not goes_on(saved(10, 20), saved(10, 20), saved(10, 20))
     assert not goes_on(saved(20, 20), saved(20, 10), saved(20, 20))
 
 
 @pytest.mark.parametrize("code", [1, 9, 10])
 def test_every_fault_starts_again(code: int) -> None:
-    """Catches a bug, a lost node or a killed rank that ends a run for which restarts are left."""
+    """Catches an error, a lost node or a killed rank that ends a run although restarts are left."""
     assert next_attempt([Attempt(("host",), code)], Means(("host",), 1, max_restarts=1)) == Restart(("host",))
 
 
 def test_a_node_whose_rank_fails_twice_makes_room() -> None:
-    """Catches a node that kills every rank put on it without ever being lost, and a spare given for one failure."""
+    """Catches a node that kills every rank on it without ever being lost, and a spare used after a single failure."""
     once = killed("a", "b", on="b")
     assert next_attempt([once], JOB) == Restart(("a", "b"))
     assert next_attempt([once, once], JOB) == Restart(("a", "c"), ("b",))
@@ -162,7 +162,7 @@ def test_a_node_whose_rank_fails_twice_makes_room() -> None:
 
 
 def test_a_fault_of_nobody_excludes_nobody() -> None:
-    """Catches a healthy node left out because all ranks aborted and one had to be named."""
+    """Catches a healthy node excluded because all ranks aborted and one had to be named."""
     nobody = Attempt(("a", "b"), 1)
     assert next_attempt([nobody, nobody], JOB) == Restart(("a", "b"), wait_s=5.0)
 
@@ -171,8 +171,8 @@ HERE = Means(("host",), 1, max_restarts=20)
 
 
 def test_restarts_in_a_row_wait_longer_and_longer() -> None:
-    """Catches a file server that is down for minutes and takes all restarts within seconds, a first restart that
-    waits, and waits that go on growing after the run went on."""
+    """Catches an outage of minutes, such as a file server's, that uses up all restarts within seconds, a first restart
+    that waits, and waits that keep growing after the run made progress."""
     waits = [next_attempt([killed("host")] * count, HERE).wait_s for count in range(1, 10)]  # type: ignore[union-attr]
     assert waits == [0.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0, 300.0]
     assert next_attempt([killed("host"), saved(0, 10)], HERE) == Restart(("host",))
@@ -183,7 +183,7 @@ def failed(message: str, last_step: int) -> Attempt:
 
 
 def test_the_same_failure_at_the_same_step_is_no_accident() -> None:
-    """Catches a bug that is started again until all restarts are used, and two different failures taken for one."""
+    """Catches a bug that is retried until all restarts are used, and two different failures treated as the same."""
     given_up = next_attempt([failed("rank 1 failed, KeyError: 'x'", 7)] * 2, HERE)
     assert isinstance(given_up, GiveUp) and given_up.exit_code == 1
     assert "in the same way after the same step (7) as the start before: rank 1 failed, KeyError" in given_up.reason
@@ -193,13 +193,13 @@ def test_the_same_failure_at_the_same_step_is_no_accident() -> None:
 
 
 def test_a_node_that_fails_twice_is_replaced_before_the_run_is_given_up() -> None:
-    """Catches a faulty GPU, whose message is the same each time, taken for a bug although there is a spare."""
+    """Catches a faulty GPU, whose message is the same each time, treated as a bug although there is a spare node."""
     once = Attempt(("a", "b"), 1, blamed=("b",), last_step=7, failure="rank 1 on b failed, AcceleratorError")
     assert next_attempt([once, once], JOB) == Restart(("a", "c"), ("b",))
 
 
 def test_what_looked_like_a_hang_gets_more_time() -> None:
-    """Catches a long phase that is taken for a hang at every start."""
+    """Catches a long phase that is treated as a hang at every start."""
     hung = Attempt(("host",), 9, hung=True)
     assert next_attempt([hung], HERE) == Restart(("host",), patience=4.0)
     assert next_attempt([hung, hung], HERE) == Restart(("host",), wait_s=5.0, patience=16.0)
@@ -208,6 +208,6 @@ def test_what_looked_like_a_hang_gets_more_time() -> None:
 
 
 def test_the_first_attempt_is_on_healthy_nodes() -> None:
-    """Catches ranks on a node that the check before the start rejected, and a start on too few."""
+    """Catches ranks on a node that the check before the start rejected, and a start on too few nodes."""
     assert first_attempt(("a", "b"), ["a", "c"], JOB) == Restart(("d", "b"), ("a", "c"))
     assert first_attempt(("a", "b"), ["a", "c", "d"], JOB) == Requeue(("a", "c", "d"))

@@ -1,4 +1,4 @@
-"""A run whose ranks are killed goes on by itself: the real command, real kills."""
+"""A run restarts by itself after ranks are killed: the real command, real kills."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.distributed
 
 
 def kill_rank(command: Command, run_dir: Path, rank: int, step: int, start: int) -> None:
-    """Kills one rank of the n-th start once a step is recorded."""
+    """Kills one rank of start number `start`, once `step` is recorded."""
     log = run_dir / "logs" / f"rank_{rank:05d}.log"
 
     def due() -> bool:
@@ -30,8 +30,8 @@ def kill_rank(command: Command, run_dir: Path, rank: int, step: int, start: int)
 @pytest.mark.fault(1)
 @pytest.mark.parametrize("local_every_steps", [0, 1])
 def test_killed_ranks_start_again_in_place(local_every_steps: int, corpus: Path, megads: StartCommand) -> None:
-    """Catches a restart that loses or repeats steps, takes another checkpoint than the last, goes
-    on for ever, is not in events.jsonl with its cause and its cost, or is counted though the one before had saved."""
+    """Catches a restart that loses or repeats steps, does not load the last checkpoint, repeats without end, is not in
+    events.jsonl with cause and cost, or counts toward max_restarts although the previous start had saved."""
     overrides = small_model(
         corpus, parallel__dp=2, train__steps=36, checkpoint__every_steps=4 if not local_every_steps else 30,
         checkpoint__local_every_steps=local_every_steps,
@@ -59,7 +59,7 @@ def test_killed_ranks_start_again_in_place(local_every_steps: int, corpus: Path,
 @pytest.mark.slow
 @pytest.mark.fault(21)
 def test_a_changed_run_does_not_lose_what_only_memory_holds(corpus: Path, megads: StartCommand) -> None:
-    """Catches another seed that is taken for a new run's, though steps were trained: none of them is on disk yet."""
+    """Catches a changed seed accepted as a new run's although steps were trained: they are only in memory so far."""
     run_dir = megads.folder / "run"
     overrides = small_model(corpus, train__steps=100000, checkpoint__local_every_steps=1, run__dir=run_dir)
     command = megads("train", *overrides)
@@ -76,8 +76,8 @@ def test_a_changed_run_does_not_lose_what_only_memory_holds(corpus: Path, megads
 
 @pytest.mark.slow
 def test_a_lost_node_continues_from_another_ones_memory(corpus: Path, megads: StartCommand) -> None:
-    """Catches a run that loses or changes steps when all processes are killed and the memory of a node is gone: first
-    of the one, then of the other."""
+    """Catches lost or changed steps after all processes are killed and the memory of a node is lost: first of one node,
+    then of the other."""
     memory = megads.folder / "memory"
     memory.mkdir()
     overrides = small_model(
@@ -98,7 +98,7 @@ def test_a_lost_node_continues_from_another_ones_memory(corpus: Path, megads: St
     resumes = events_of(run_dir, "resume")
     assert [event["from_replicas"] for event in resumes] == [[2, 3], [0, 1]]
     assert "in memory, of ranks 2, 3 on other nodes" in resumes[0]["checkpoint"]
-    # A step takes milliseconds here, and a copy may take several: how many steps are lost depends on the machine.
+    # A step takes milliseconds here, and a copy may take several steps: how many are lost depends on the machine.
     assert all(event["step"] > 0 for event in resumes)
     assert not events_of(run_dir, "replica_failed") + events_of(run_dir, "replicas_off")
     assert [list(folder.iterdir()) for folder in memory.iterdir()] == [[], []], "the memory is free at the end"
@@ -107,8 +107,8 @@ def test_a_lost_node_continues_from_another_ones_memory(corpus: Path, megads: St
 @pytest.mark.slow
 @pytest.mark.parametrize("key", ["checkpoint.every_steps", "checkpoint.local_every_steps"], ids=["disk", "memory"])
 def test_a_run_that_loads_nothing_goes_on_from_its_own_saves(key: str, corpus: Path, megads: StartCommand) -> None:
-    """Catches a run with checkpoint.load=none that begins again after each crash, or goes on from what it was to leave
-    behind."""
+    """Catches a run with checkpoint.load=none that starts over after each crash, or resumes from a checkpoint that it
+    should ignore."""
     run_dir = megads.folder / "run"
     afresh = small_model(
         corpus, parallel__dp=2, checkpoint__keep=0, checkpoint__local_folder=megads.folder, checkpoint__load="none",
@@ -122,7 +122,7 @@ def test_a_run_that_loads_nothing_goes_on_from_its_own_saves(key: str, corpus: P
     assert steps_of(run_dir) == left_behind[:6]
     resumes, in_memory = events_of(run_dir, "resume"), key == "checkpoint.local_every_steps"
     steps = [event["step"] for event in resumes]
-    # A rank may die before the copy of its last step is complete in memory.
+    # A rank may die before the in-memory copy of its last step is complete.
     assert steps == [2, 4] or (in_memory and steps[:1] in ([1], [2]) and steps == sorted(set(steps)))
     assert all(("in memory" in event["checkpoint"]) == in_memory for event in resumes)
     assert [event["from_step"] for event in events_of(run_dir, "restart")] == steps
@@ -132,8 +132,8 @@ def test_a_run_that_loads_nothing_goes_on_from_its_own_saves(key: str, corpus: P
 
 @pytest.mark.slow
 def test_a_requeued_job_that_loads_nothing_goes_on(corpus: Path, megads: StartCommand) -> None:
-    """Catches a requeue of a job with checkpoint.load=none that begins again, as the batch script gives the same
-    command; and another job that does not."""
+    """Catches a requeued job with checkpoint.load=none that starts over because its batch script passes the same
+    command, and a new job that does not start over."""
     run_dir = megads.folder / "run"
     afresh = small_model(
         corpus, parallel__dp=2, train__steps=6, run__dir=run_dir, checkpoint__every_steps=1, checkpoint__load="none",
@@ -149,7 +149,7 @@ def test_a_requeued_job_that_loads_nothing_goes_on(corpus: Path, megads: StartCo
 
 
 def test_restarts_are_exhausted(corpus: Path, megads: StartCommand) -> None:
-    """Catches a run that dies each time and hides it behind exit 1, or starts again without end."""
+    """Catches a run that fails at every start and exits with 1, or restarts without end."""
     overrides = small_model(corpus, parallel__dp=2, train__steps=60, cluster__max_restarts=1)
     command = megads("train", *overrides, f"run.dir={megads.folder / 'run'}", fault="die_after_a_step")
     ended = command.end()

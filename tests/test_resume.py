@@ -1,4 +1,4 @@
-"""A run that was cut off goes on as if nothing had happened: the real command, real kills."""
+"""A killed run resumes as if it had not been interrupted: the real command, real kills."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.distributed
 
 @pytest.fixture(scope="module")
 def finished(corpus: Path, module_megads: StartCommand) -> Path:
-    """A run of two steps that came to its end; read only."""
+    """A finished run of two steps; read only."""
     run_dir = module_megads.folder / "finished"
     ended = module_megads("train", *small_model(corpus, train__steps=2, run__dir=run_dir)).end()
     assert ended.code == 0, ended.err
@@ -47,7 +47,7 @@ def last_step(run_dir: Path) -> int:
 
 
 def kill_at_a_random_moment(command: Command, run_dir: Path, first: int, last: int) -> str:
-    """Kills everything a random moment after a random step has been written; says when."""
+    """Kills everything at a random time after a random step has been written; returns when."""
     step, delay_s = random.randint(first, last), random.uniform(0.0, 0.05)
     command.wait_for(lambda: last_step(run_dir) >= step)
     time.sleep(delay_s)
@@ -57,7 +57,7 @@ def kill_at_a_random_moment(command: Command, run_dir: Path, first: int, last: i
 
 
 def test_killed_run_continues_bit_for_bit(corpus: Path, megads: StartCommand) -> None:
-    """N5. Catches state that is not saved: moments, step counts, dropout streams, data order, learning rate."""
+    """N5. Catches state that is not saved: moments, step counts, dropout RNG, data order, learning rate."""
     overrides = small_model(
         corpus, train__precision="bf16", parallel__tp=2, parallel__pp=2, train__steps=10, checkpoint__every_steps=3,
         model__hidden_dropout=0.1, model__attention_dropout=0.1, evaluation__every_steps=4,
@@ -81,7 +81,7 @@ def test_killed_run_continues_bit_for_bit(corpus: Path, megads: StartCommand) ->
 
 @pytest.mark.slow
 def test_a_kill_in_the_middle_of_a_schedule(corpus: Path, megads: StartCommand) -> None:
-    """N5 where micro-batches are in flight on virtual stages. Catches gradients or messages that outlive their step."""
+    """N5 with micro-batches in flight on virtual stages. Catches gradients or p2p transfers that outlive their step."""
     overrides = small_model(
         corpus, parallel__pp=2, parallel__schedule="zb_v", model__num_layers=4, train__steps=4,
         checkpoint__every_steps=2, logging__timeline_every_steps=4,
@@ -99,8 +99,8 @@ def test_a_kill_in_the_middle_of_a_schedule(corpus: Path, megads: StartCommand) 
     assert files == ["step_00000004.rank_00000.json", "step_00000004.rank_00001.json"]
 
 
-# Each layout continues the run of the one before: vocabulary padding, data parallel size and stages change. 509 tokens
-# do not divide by 2 or 3.
+# Each layout resumes the run of the previous one: vocabulary padding, data parallel size and stages change. The 509
+# tokens of the vocabulary are not divisible by 2 or 3.
 CHAIN = [
     ("tp3", {"tp": 3}),
     ("pp2", {"pp": 2}),
@@ -125,8 +125,8 @@ FEATURES_CHAIN = [("tp3", {"tp": 3}), ("cp2", {"cp": 2}), ("single", {})]
     ],
 )
 def test_resume_in_another_layout(chain: list, model: dict, corpus: Path, megads: StartCommand) -> None:
-    """N6, N2. Catches rows of padding that are read as weights, ZeRO parts put at wrong places, and samples skipped;
-    heads whose queries and keys come apart, and gates that do."""
+    """N6, N2. Catches padding rows read as weights, ZeRO shards at wrong offsets, skipped samples, queries separated
+    from their keys, and gates separated from their values."""
     run_dir = megads.folder / "run"
     continued: dict[int, dict] = {}
     for number, (name, layout) in enumerate(chain):
@@ -140,7 +140,7 @@ def test_resume_in_another_layout(chain: list, model: dict, corpus: Path, megads
         lines = {line["step"]: line for line in steps_of(run_dir)}
         if continued:
             first = 2 * number + 1
-            # The layout before went on to step `first` too: the uninterrupted run.
+            # The previous layout also trained step `first`, without an interruption.
             assert lines[first]["batch_hash"] == continued[first]["batch_hash"], name
             for key, bound in (("loss", 1e-6), ("grad_norm", 1e-5)):
                 off = abs(lines[first][key] / continued[first][key] - 1)
@@ -148,13 +148,13 @@ def test_resume_in_another_layout(chain: list, model: dict, corpus: Path, megads
                 assert off <= bound, (name, key)
             assert events_of(run_dir, "resume")[-1]["step"] == first - 1
         continued = lines
-        # The run was killed before its last checkpoint.
+        # As if the run had been killed before its last checkpoint.
         shutil.rmtree(checkpoint_of(run_dir, 2 * (number + 2)))
 
 
 @pytest.mark.slow
 def test_longer_training_continues_the_run(corpus: Path, megads: StartCommand) -> None:
-    """Catches a longer train.steps that starts another run, reads samples twice, or skips the last validation."""
+    """Catches an increased train.steps that starts another run, reads samples twice, or skips the last validation."""
     overrides = small_model(corpus, schedule__decay_samples=120)
     assert megads("train", *overrides, "train.steps=2").end().code == 0
     longer = megads("train", *overrides, "train.steps=4").end()
@@ -189,7 +189,7 @@ gpt.parameter_generator = counted
 
 @pytest.mark.slow
 def test_weights_that_are_read_are_not_drawn(corpus: Path, megads: StartCommand) -> None:
-    """Catches a restart that draws what it overwrites: a minute and 14 GB for BLOOM-176B."""
+    """Catches a restart that initializes weights which it then loads: a minute and 14 GB for BLOOM-176B."""
     (megads.folder / "count_draws.py").write_text(COUNT_DRAWS)
     drawn = megads.folder / "drawn.txt"
     first = (*small_model(corpus), "plugins=[count_draws]")
@@ -204,7 +204,7 @@ def test_weights_that_are_read_are_not_drawn(corpus: Path, megads: StartCommand)
 
 @pytest.mark.fault(7)
 def test_damaged_checkpoint_is_passed_by_and_none_starts_afresh(corpus: Path, megads: StartCommand) -> None:
-    """Catches a flipped bit that is trained on, an older checkpoint that is not tried, and a load=none that loads."""
+    """Catches a flipped bit that is loaded, an older checkpoint that is not tried, and a load=none that loads."""
     run_dir = megads.folder / "run"
     overrides = small_model(corpus, checkpoint__every_steps=2, checkpoint__keep=0, run__dir=run_dir, train__steps=6)
     assert megads("train", *overrides).end().code == 0
@@ -226,13 +226,13 @@ def test_damaged_checkpoint_is_passed_by_and_none_starts_afresh(corpus: Path, me
     assert len(events_of(run_dir, "resume")) == 1
     assert "kept as metrics.1.jsonl" in events_of(run_dir, "ledger")[-1]["message"]
     assert (run_dir / "metrics.1.jsonl").read_text().count('"batch_hash"') == 6
-    # What was there before is left alone, but the newest is the fresh run's.
+    # The earlier checkpoints stay, but the newest is the fresh run's.
     assert read_manifest(checkpoint_of(run_dir, 1)).sequence > read_manifest(checkpoint_of(run_dir, 6)).sequence
 
 
 @pytest.mark.slow
 def test_a_kill_between_the_last_save_and_validation(corpus: Path, finished: Path, megads: StartCommand) -> None:
-    """Catches a run that has its last checkpoint, is therefore finished, and never gets its last validation line."""
+    """Catches a run that counts as finished after its last checkpoint and never runs its last validation."""
     killed = megads.folder / "killed"
     overrides = small_model(corpus, train__steps=2, run__dir=killed)
     cut_off = megads("train", *overrides, fault="die_in_validation").end()
@@ -246,8 +246,8 @@ def test_a_kill_between_the_last_save_and_validation(corpus: Path, finished: Pat
 
 @pytest.mark.slow
 def test_a_decay_that_branches_off_a_run(corpus: Path, finished: Path, megads: StartCommand) -> None:
-    """Catches a branch that decays from elsewhere, whose rate depends on when it was interrupted, or that cannot go on
-    without the checkpoint that it has begun with."""
+    """Catches a branch that decays from another checkpoint, whose learning rate depends on when it was interrupted, or
+    that cannot resume without the checkpoint it started from."""
     stable, run_dir = shutil.copytree(finished, megads.folder / "stable"), megads.folder / "branch"
     settings = {"name": "wsd", "decay_from": stable, "decay_shape": "linear", "decay_steps": 6}
     branch = {f"schedule__{key}": value for key, value in settings.items()} | {"run__dir": run_dir}
@@ -270,7 +270,7 @@ def test_a_decay_that_branches_off_a_run(corpus: Path, finished: Path, megads: S
 
 
 def test_a_checkpoint_of_another_model_is_refused(corpus: Path, finished: Path, megads: StartCommand) -> None:
-    """Catches weights that are loaded because their shapes happen to fit; every differing key is named."""
+    """Catches weights that are loaded because their shapes happen to match, and a differing key that is not named."""
     before, run_dir = checksums(checkpoint_of(finished, 2)), megads.folder / "run"
     other = small_model(
         corpus, train__steps=1, run__dir=run_dir, checkpoint__load=finished, model__num_heads=4, model__num_layers=3

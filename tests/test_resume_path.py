@@ -1,4 +1,4 @@
-"""Where checkpoint.load=<path> leads, at the first start with it and at those after."""
+"""Tests where checkpoint.load=<path> leads, at the first start with it and at later ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.test_config import good_config
 
 
 def started(run_dir: Path, load: str, saves: int | None = None) -> bool:
-    """A start with this checkpoint.load, and what it saves: whether it goes to the path."""
+    """Starts with this checkpoint.load and saves at step `saves`; returns whether the start goes to the path."""
     config = good_config()
     config.checkpoint.load = load
     to_path = goes_to_path(load, run_dir)
@@ -29,8 +29,8 @@ def started(run_dir: Path, load: str, saves: int | None = None) -> bool:
 
 
 def test_a_path_of_the_users_goes_first_once(tmp_path: Path) -> None:
-    """Catches a path that the run's own newest checkpoint overrules, one that throws away what came after it when the
-    same command runs again, also in a copied folder, and one that is forgotten before anything was saved from it."""
+    """Catches a path that the run's own newest checkpoint overrides, one that discards what came after it when the same
+    command runs again, also in a copied folder, and one that is forgotten before anything was saved from it."""
     run, other, first = (
         tmp_path / "run",
         str(tmp_path / "other"),
@@ -47,7 +47,7 @@ def test_a_path_of_the_users_goes_first_once(tmp_path: Path) -> None:
 
 
 def test_what_is_said_of_a_path(tmp_path: Path) -> None:
-    """Catches a first start of a run from another's checkpoint that fails, and later saves left behind in silence."""
+    """Catches a first start from another run's checkpoint that fails, and later saves abandoned without a message."""
     run, other = tmp_path / "run", tmp_path / "other"
     started(other, "auto", saves=3)
     folder = other / "checkpoints" / "step_00000003"
@@ -60,7 +60,7 @@ def test_what_is_said_of_a_path(tmp_path: Path) -> None:
 
 
 def test_a_run_of_which_nobody_knows_how_it_was_started(tmp_path: Path) -> None:
-    """Catches a path that is passed over because configs or manifests cannot be read."""
+    """Catches a path that is ignored because configs or manifests cannot be read."""
     run, path = tmp_path / "run", str(tmp_path / "other")
     assert started(run, path)
     assert started(run, path, saves=1) and not started(run, path)

@@ -1,4 +1,4 @@
-"""A loss spike is found and the run rolled back: the real command, a block of noise in its data, real kills."""
+"""Detection of a loss spike and rollback of the run: the real command, a range of noise in its data, real kills."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.corpus import VOCAB_SIZE
 pytestmark = pytest.mark.distributed
 
 STEPS, BATCH, FIRST_BAD = 56, 12, 40
-"""Steps 41 on read noise."""
+"""Samples are noise from step 41 on."""
 TEXTS = 40
-"""Sources that the real text consists of."""
+"""Number of source files in the real text."""
 
 
 @pytest.fixture(scope="module")
 def noise(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dataset of shuffled tokens."""
+    """A dataset of random tokens."""
     prefix = tmp_path_factory.mktemp("noise") / "noise"
     draw = np.random.default_rng(0)
     with IndexedDatasetWriter(prefix, np.uint16) as writer:
@@ -56,8 +56,8 @@ def overrides(
 def test_a_run_goes_back_before_a_spike_and_on_without_its_data(
     corpus: Path, noise: Path, megads: StartCommand
 ) -> None:
-    """Catches a spike that is not found, a rollback that goes on from a later checkpoint, samples that are repeated
-    or lost, and a ledger that is not that of a run without them."""
+    """Catches a spike that is not detected, a rollback that continues from a later checkpoint, samples repeated or
+    lost, and a ledger other than that of a run with data.skip."""
     run_dir, reference = megads.folder / "run", megads.folder / "reference"
     ended = megads("train", *overrides(corpus, noise, 3), f"run.dir={run_dir}").end()
     assert ended.code == 0, ended.err
@@ -73,14 +73,14 @@ def test_a_run_goes_back_before_a_spike_and_on_without_its_data(
     assert megads("train", *plain, skip, f"run.dir={reference}").end().code == 0
     assert steps_of(run_dir) == steps_of(reference)
     assert checksums(checkpoint_of(run_dir, STEPS)) == checksums(checkpoint_of(reference, STEPS))
-    # The same command knows what was decided, and that nothing is left to do.
+    # The same command finds the recorded decision and a finished run.
     again = megads("train", *overrides(corpus, noise, 3), f"run.dir={run_dir}").end()
     assert again.code == 0 and "finished at step" in again.out + again.err, again.out + again.err
 
 
 @pytest.mark.slow
 def test_a_rollback_leaves_local_checkpoints_behind(corpus: Path, noise: Path, megads: StartCommand) -> None:
-    """Catches a start that goes on from memory within the spike, as the checkpoint before it is still on disk."""
+    """Catches a start that resumes from a local checkpoint within the spike although one before it is on disk."""
     run_dir = megads.folder / "run"
     local = {"checkpoint__every_steps": 30, "checkpoint__local_every_steps": 2}
     ended = megads("train", *overrides(corpus, noise, 3, **local), f"run.dir={run_dir}").end()
@@ -93,8 +93,8 @@ def test_a_rollback_leaves_local_checkpoints_behind(corpus: Path, noise: Path, m
 @pytest.mark.fault(12)
 @pytest.mark.slow
 def test_a_rollback_survives_kills_and_ends_at_its_limit(corpus: Path, noise: Path, megads: StartCommand) -> None:
-    """Catches a run that is rolled back for ever, a decision that is another one after a restart or is forgotten by a
-    kill between it and the restart, and later checkpoints that a start takes up meanwhile."""
+    """Catches a run that is rolled back forever, a decision that changes after a restart or that a kill before the
+    restart loses, and later checkpoints from which a start resumes meanwhile."""
     run_dir, reference = megads.folder / "run", megads.folder / "reference"
     arguments = [*overrides(corpus, noise, 8), f"run.dir={run_dir}"]
     command = megads("train", *arguments, "resilience.spikes.max_rollbacks=1")
@@ -112,7 +112,7 @@ def test_a_rollback_survives_kills_and_ends_at_its_limit(corpus: Path, noise: Pa
     assert megads("train", *arguments).end().code == 0
     first, second = events_of(run_dir, "roll_back")
     assert first["skip_samples"] == [37 * BATCH, 43 * BATCH]
-    # What is left of the noise comes 6 steps earlier, and twice as much is left out.
+    # The remaining noise comes 6 steps earlier, and twice as many samples are skipped.
     assert second["skip_samples"] == [34 * BATCH, 46 * BATCH] and second["skip_index"] == 1
 
     ranges = ", ".join(f"{{samples: {event['skip_samples']}}}" for event in (first, second))
@@ -124,7 +124,7 @@ def test_a_rollback_survives_kills_and_ends_at_its_limit(corpus: Path, noise: Pa
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory, module_megads: StartCommand) -> tuple[Path, Path]:
-    """Sources of Python's standard library as a dataset, and another one of the same tokens, shuffled."""
+    """Sources of Python's standard library as a dataset, and another dataset of the same tokens, shuffled."""
     folder = tmp_path_factory.mktemp("text")
     sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:TEXTS]
     for path in sources:
@@ -142,7 +142,7 @@ def text(tmp_path_factory: pytest.TempPathFactory, module_megads: StartCommand) 
 @pytest.mark.fault(12)
 @pytest.mark.slow
 def test_a_block_of_shuffled_text_is_left_out(text: tuple[Path, Path], megads: StartCommand) -> None:
-    """Catches a spike that is only seen where tokens are random: these are the text's, and only their order is not."""
+    """Catches a spike that is only detected on random tokens: these are the text's own, in random order."""
     run_dir, reference = megads.folder / "run", megads.folder / "reference"
     bad, batch = 240, 16
     changes = {

@@ -21,7 +21,7 @@ COPIES = 30
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_fine_tuning_from_an_imported_model(tmp_path: Path, megads: StartCommand) -> None:
-    """Catches prompts that are learnt, weights or a template that are lost on the way, and answers without an end."""
+    """Catches prompts in the loss, weights or a chat template that are lost on the way, and answers without an end."""
     tokenizer = write_tokenizer(tmp_path / "data")
     rows = Tokenizer.from_file(str(tokenizer)).get_vocab_size() + 1
     model = their_model("qwen3", vocab_size=rows, num_key_value_heads=2)
@@ -56,7 +56,7 @@ def test_fine_tuning_from_an_imported_model(tmp_path: Path, megads: StartCommand
 
 @pytest.mark.distributed
 def test_a_run_without_conversations_cannot_chat(tmp_path: Path, megads: StartCommand) -> None:
-    """Catches a base model that is asked in a template that it never saw."""
+    """Catches a base model that is prompted with a chat template it has never seen."""
     tokenizer = write_tokenizer(tmp_path / "data")
     model = their_model("bloom", vocab_size=Tokenizer.from_file(str(tokenizer)).get_vocab_size() + 1)
     folder = their_folder(tmp_path / "theirs", tokenizer, model)

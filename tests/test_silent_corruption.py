@@ -1,4 +1,4 @@
-"""Bits flip in a rank's memory or in what it computes: the real command finds it, and loses nothing."""
+"""Tests that the real command detects flipped bits in a rank's memory and wrong results, and loses nothing."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_flipped_bit_of_a_moment_restarts_the_run_before_it(
 
 @pytest.mark.slow
 def test_without_restarts_corrupt_state_ends_the_run(corpus: Path, megads: StartCommand) -> None:
-    """Catches a run that ends with another code than a faulty rank's."""
+    """Catches a run that ends with another exit code than that of a faulty rank."""
     arguments = [*overrides(corpus), "resilience.check_replicas_every_steps=1", "cluster.max_restarts=0"]
     ended = megads("train", *arguments, fault="flip_bit_once").end()
     assert ended.code == 9
@@ -69,7 +69,7 @@ def test_a_transient_fault_costs_a_second_computation_only(corpus: Path, megads:
 @pytest.mark.slow
 @pytest.mark.fault(11)
 def test_a_persistent_fault_is_skipped_and_said_to_be_one(corpus: Path, megads: StartCommand) -> None:
-    """Catches a rerun that hides a broken weight, and one that is tried for ever."""
+    """Catches a rerun that hides a corrupt weight, and one that is repeated endlessly."""
     run_dir = megads.folder / "run"
     arguments = [*overrides(corpus), f"run.dir={run_dir}", "resilience.rerun_nonfinite=true"]
     ended = megads("train", *arguments, "train.max_nonfinite_steps=1", fault="poison_weight").end()
@@ -80,7 +80,7 @@ def test_a_persistent_fault_is_skipped_and_said_to_be_one(corpus: Path, megads: 
 
 @pytest.fixture(scope="module")
 def pipeline(corpus: Path, module_megads: StartCommand) -> Path:
-    """A run of two stages of two tensor-parallel ranks without faults; read only."""
+    """A run of two pipeline stages of two tensor-parallel ranks without faults; read only."""
     return finished_run(module_megads, "pipeline", pipeline_overrides(corpus))
 
 
@@ -91,7 +91,7 @@ def pipeline_overrides(corpus: Path) -> list[str]:
 
 @pytest.mark.fault(11)
 def test_a_wrong_product_is_computed_again(corpus: Path, megads: StartCommand, pipeline: Path) -> None:
-    """Catches a wrong value that is trained on, and a ledger that shows that steps were computed again."""
+    """Catches a wrong GEMM result that is trained on, and step metrics that differ because a step was recomputed."""
     run_dir = megads.folder / "run"
     arguments = [*pipeline_overrides(corpus), f"run.dir={run_dir}", "resilience.check_compute_every_steps=1"]
     ended = megads("train", *arguments, fault="wrong_product_once").end()
@@ -108,7 +108,7 @@ def test_a_wrong_product_is_computed_again(corpus: Path, megads: StartCommand, p
 def test_a_rank_that_computes_wrongly_for_good_ends_the_start(
     corpus: Path, megads: StartCommand, pipeline: Path
 ) -> None:
-    """Catches a persistent fault that is taken for a transient one, and a restart that goes on from wrong weights."""
+    """Catches a persistent fault that is classified as transient, and a restart that continues from wrong weights."""
     run_dir = megads.folder / "run"
     arguments = [*pipeline_overrides(corpus), f"run.dir={run_dir}", "resilience.check_compute_every_steps=1"]
     ended = megads("train", *arguments, "cluster.max_restarts=1", fault="wrong_products").end()
@@ -125,7 +125,8 @@ def test_a_rank_that_computes_wrongly_for_good_ends_the_start(
 @pytest.mark.slow
 @pytest.mark.fault(11)
 def test_a_gradient_that_explodes_is_computed_again_before_it_is_applied(corpus: Path, megads: StartCommand) -> None:
-    """Catches a suspicious step whose update is made before anybody looks, and a data spike that is called a fault."""
+    """Catches a suspicious step whose update is applied before it is checked, and a data spike that is called a
+    fault."""
     watched = {"resilience__spikes__window_steps": 8, "resilience__spikes__patience_steps": 1}
     arguments = small_model(corpus, parallel__dp=2, train__steps=16, optim__lr=1e-4, **watched)
     reference, run_dir = finished_run(megads, "reference", arguments), megads.folder / "run"

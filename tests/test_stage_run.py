@@ -1,4 +1,4 @@
-"""Training stages through the real command: the ledger over boundaries, and runs that are killed anywhere."""
+"""Training stages through the real command: the metrics at stage boundaries, and resume after kills."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ STEPS, BOUNDARIES = 10, (3, 6, 8)
 
 
 def staged(corpus: Path, **changes: Any) -> list[str]:
-    """Overrides of a small run with stages."""
+    """Returns overrides for a small run with stages."""
     stages = json.dumps(STAGES).replace('"', "")
     values = {"train__stages": stages, "train__steps": STEPS, "checkpoint__every_steps": 2, "checkpoint__keep": 20}
     return small_model(corpus, **(values | {"evaluation__every_steps": 3, "evaluation__max_tokens": 64} | changes))
 
 
 def computed(run_dir: Path) -> list[dict[str, Any]]:
-    """What the ledger says of steps and validations, times aside."""
+    """Returns the values of steps and validations in metrics.jsonl, without times."""
     keys = ("step", "valid/held_out/loss", "valid/held_out/tokens")
     return steps_of(run_dir) + [{key: line[key] for key in keys} for line in validations_of(run_dir)]
 
 
 @pytest.fixture(scope="module")
 def reference(corpus: Path, tmp_path_factory: pytest.TempPathFactory, module_megads: StartCommand) -> Path:
-    """A run that nobody disturbed."""
+    """Run directory of an uninterrupted run."""
     run_dir = tmp_path_factory.mktemp("stages") / "reference"
     ended = module_megads("train", *staged(corpus, run__dir=run_dir)).end()
     assert ended.code == 0, ended.err
@@ -65,30 +65,30 @@ def reference(corpus: Path, tmp_path_factory: pytest.TempPathFactory, module_meg
 
 
 def require_same(run_dir: Path, reference: Path) -> None:
-    """The same ledger, bit for bit, and the same weights and optimizer state at the end."""
+    """Requires bitwise equal metrics, and equal weights and optimizer state at the end."""
     assert computed(run_dir) == computed(reference)
     assert checksums(checkpoint_of(run_dir, STEPS)) == checksums(checkpoint_of(reference, STEPS))
 
 
 def kill_when(command: Command, condition: Callable[[], bool]) -> None:
-    """Kills the launcher and all ranks at once."""
+    """Kills the launcher and all ranks once the condition holds."""
     command.wait_for(condition)
     command.kill_everything()
 
 
 def boundary_is_saved(run_dir: Path, step: int) -> Callable[[], bool]:
-    """Whether the checkpoint at the end of a stage is committed."""
+    """Returns a check that the checkpoint at the end of a stage is committed."""
     return (checkpoint_of(run_dir, step) / "manifest.json").exists
 
 
 def stage_has_ended(run_dir: Path, stages: int) -> Callable[[], bool]:
-    """Whether so many stages are over: the next one may be about to start."""
+    """Returns a check that this many stages have ended; the next one may be starting."""
     return lambda: len(events_of(run_dir, "end")) >= stages
 
 
 def test_a_run_goes_through_its_stages(corpus: Path, reference: Path) -> None:
-    """Catches a stage that trains with the batch, length or rate of another one, counters or text that begin anew, and
-    a boundary that counts as a restart, a fault or lost time."""
+    """Catches a stage that trains with another stage's batch size, sequence length or learning rate, counters or data
+    that start again, and a boundary that counts as a restart, a failure or lost time."""
     lines = steps_of(reference)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     sizes = [line["global_batch_size"] for line in lines]
@@ -118,8 +118,8 @@ def test_a_run_goes_through_its_stages(corpus: Path, reference: Path) -> None:
 
 @pytest.mark.slow
 def test_a_kill_between_two_stages_changes_nothing(corpus: Path, reference: Path, megads: StartCommand) -> None:
-    """Catches a stage that is trained again, or passed over, where a run is killed between the commit of its last
-    checkpoint and the start of the next one."""
+    """Catches a stage that is repeated or skipped if a run is killed between the commit of its last checkpoint and the
+    start of the next stage."""
     run_dir = megads.folder / "run"
     overrides = staged(corpus, run__dir=run_dir)
     kill_when(megads("train", *overrides), stage_has_ended(run_dir, 1))
@@ -133,7 +133,7 @@ def test_a_kill_between_two_stages_changes_nothing(corpus: Path, reference: Path
 def test_a_kill_after_the_last_checkpoint_of_a_stage_changes_nothing(
     step: int, corpus: Path, reference: Path, megads: StartCommand
 ) -> None:
-    """Catches a validation of a stage's last step that the next stage makes with another length, or nobody."""
+    """Catches a validation at a stage's last step that is lost, or made with the next stage's sequence length."""
     run_dir = megads.folder / "run"
     overrides = staged(corpus, run__dir=run_dir)
     kill_when(megads("train", *overrides), boundary_is_saved(run_dir, step))
@@ -142,7 +142,7 @@ def test_a_kill_after_the_last_checkpoint_of_a_stage_changes_nothing(
 
 
 def kill_part(command: Command, victim: str, chance: random.Random) -> None:
-    """SIGKILL to a part of a run, or to all of it; returns when nothing of it is left.
+    """Sends SIGKILL to a part of a run, or to all of it; returns when no process of it is left.
 
     Args:
         command: the run; it may have ended by itself.
@@ -164,8 +164,8 @@ def kill_part(command: Command, victim: str, chance: random.Random) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_twenty_kills_anywhere_change_nothing(seed: int, corpus: Path, reference: Path, megads: StartCommand) -> None:
-    """Catches whatever of a stage does not follow from the counters of a checkpoint, and parts of a run that outlive
-    it: four kills of each run, of all of it, its launcher or a rank, at random and around the ends of its stages."""
+    """Catches state of a stage that does not follow from the counters of a checkpoint, and processes that outlive their
+    run: each run is killed four times (all of it, its launcher or a rank), at random and near stage boundaries."""
     run_dir, chance = megads.folder / "run", random.Random(seed)
     overrides = staged(corpus, run__dir=run_dir)
     moments = sorted([*chance.choices(range(STEPS), k=2), *chance.choices(BOUNDARIES, k=2)])
@@ -183,9 +183,9 @@ def test_twenty_kills_anywhere_change_nothing(seed: int, corpus: Path, reference
 def test_a_layout_may_change_between_starts_but_not_the_samples(
     corpus: Path, reference: Path, megads: StartCommand
 ) -> None:
-    """Catches stages that deal other samples with more data-parallel ranks, and ranks that are in two stages."""
+    """Catches stages that assign other samples when dp changes, and ranks that are in different stages."""
     run_dir = megads.folder / "run"
-    # The end of the decay that the whole run has.
+    # The same decay as in the reference, although the first start is shorter.
     overrides = staged(corpus, run__dir=run_dir, run__id="x", parallel__dp=2, schedule__decay_steps=STEPS)
     assert megads("train", *overrides, "train.steps=7").end().code == 0
     ended = megads("train", *overrides, "parallel.dp=1", "parallel.pp=2").end()
@@ -197,9 +197,9 @@ def test_a_layout_may_change_between_starts_but_not_the_samples(
 
 @pytest.mark.slow
 def test_a_mix_and_rope_that_change(corpus: Path, megads: StartCommand) -> None:
-    """Catches a checkpoint at a boundary that is taken for another model's, weights that are exported with the angles
-    of another stage, a mix that begins elsewhere than its stage, and a `why` that shows what another stage would have
-    trained on."""
+    """Catches a checkpoint at a boundary that is taken for another model's, another stage's RoPE settings in a
+    checkpoint, with which its weights would be exported, a blend that changes at another step than its stage, and a
+    `why` that shows samples of another stage."""
     other = reversed_corpus(corpus, megads.folder / "other", 12)
     stages = (
         "[{until_steps: 2}, {until_steps: 4, weights: [0, 1], train: {seq_len: 32}, model: {rope_theta: 50000}}, "
@@ -226,7 +226,7 @@ def test_a_mix_and_rope_that_change(corpus: Path, megads: StartCommand) -> None:
 
 @pytest.mark.slow
 def test_a_dataset_begins_with_a_later_stage(corpus: Path, megads: StartCommand) -> None:
-    """Catches a dataset of weight 0 that is drawn from before its stage, or is not there when it begins."""
+    """Catches a dataset of weight 0 that is sampled before its stage, or is missing when its stage begins."""
     other, run_dir = reversed_corpus(corpus, megads.folder / "other", 12), megads.folder / "run"
     data = f"[{{path: {corpus}, weight: 1, max_epochs: 9}}, {{path: {other}, weight: 0, max_epochs: 9}}]"
     stages = "[{until_steps: 2}, {weights: [0, 1]}]"
@@ -241,7 +241,7 @@ def test_a_dataset_begins_with_a_later_stage(corpus: Path, megads: StartCommand)
 
 @pytest.mark.slow
 def test_a_stop_at_a_boundary_is_a_stop(corpus: Path, megads: StartCommand) -> None:
-    """Catches a run that goes on with its next stage although somebody asked it to stop."""
+    """Catches a run that continues with the next stage after a stop request."""
     run_dir = megads.folder / "run"
     overrides = staged(corpus, run__dir=run_dir)
     command = megads("train", *overrides)
@@ -255,7 +255,7 @@ def test_a_stop_at_a_boundary_is_a_stop(corpus: Path, megads: StartCommand) -> N
 
 @pytest.mark.slow
 def test_the_plan_is_shown_before_the_run(corpus: Path, megads: StartCommand) -> None:
-    """Catches a dry run without the stages, or with figures that are not those of the run; and a refusal that names no
+    """Catches a dry run that shows no stages, or other figures than the run's, and an error that does not name the
     stage."""
     out = megads("train", *staged(corpus), "run.dry_run=true").end().out
     rows = [line.split() for line in out[out.index("training stages") :].splitlines() if line.strip()[:1].isdigit()]

@@ -1,4 +1,4 @@
-"""Training stages as functions of the config: where they lie, what each trains with, and what is refused."""
+"""Training stages from the config: their boundaries, the config of each stage, and rejected settings."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def staged(stages: list[Any] | None = None, **train: Any) -> RootConfig:
 
 
 def test_stages_lie_end_to_end_in_whole_steps() -> None:
-    """Catches an end that is counted from the begin of its stage, rounded up, or in tokens of another stage, and a
-    change that does not hold in the stages that follow."""
+    """Catches an end that is counted from the beginning of its stage, rounded up, or computed with another stage's
+    sequence length, and a change that later stages do not inherit."""
     config = staged()
     check_config(config)
     found = [(s.first_step, s.first_sample, s.first_token, s.global_batch_size, s.seq_len) for s in run_spans(config)]
@@ -65,7 +65,7 @@ def test_stages_lie_end_to_end_in_whole_steps() -> None:
      ("tokens", 1281, 20), ("tokens", 5375, 50), ("tokens", 5376, 51)],
 )  # fmt: skip
 def test_the_length_of_a_run_counts_all_stages(unit: str, length: int, steps: int) -> None:
-    """Catches a length that is divided by one stage's batch or sequence length; a run may end before its last stage."""
+    """Catches a length divided by the batch or sequence length of one stage. A run may end before its last stage."""
     config = staged(**{"steps": None, unit: length})
     check_config(config)
     assert planned_steps(config) == steps
@@ -73,8 +73,8 @@ def test_the_length_of_a_run_counts_all_stages(unit: str, length: int, steps: in
 
 
 def test_the_config_of_a_stage_is_that_of_the_run_with_its_changes() -> None:
-    """Catches a stage that loses what an earlier one changed, one whose config lays the stages out anew, and a stage
-    that is found a step too early or too late."""
+    """Catches a stage that loses the changes of an earlier one, a stage config with other stage boundaries, and a stage
+    that begins a step too early or too late."""
     config = staged()
     places = (0, 79, 80, 199, 200, 280, 1000)
     parts = [config_at(config, samples) for samples in places]
@@ -91,15 +91,15 @@ def test_the_config_of_a_stage_is_that_of_the_run_with_its_changes() -> None:
 
 
 def test_a_run_without_stages_keeps_its_name() -> None:
-    """Catches a key that renames every run, and stages that do not make another run."""
+    """Catches stages that do not change the run id, and a run without stages whose config is replaced."""
     config = staged([])
     assert derive_run_id(config, "x") != derive_run_id(staged(), "x")
     assert "stages" not in str(run_spans(config)) and config_at(config, 5) is config
 
 
 def test_a_schedule_of_its_own_begins_where_the_rate_was() -> None:
-    """Catches a stage's schedule that counts from the begin of the run, starts at optim.lr again, or ends elsewhere
-    than with the run; and one that changes the rates before it."""
+    """Catches a stage's schedule that counts from the beginning of the run, restarts at optim.lr, does not end with the
+    run, or changes the learning rates before it."""
     rate, without = learning_rate(staged()), learning_rate(staged([*STAGES[:3], {}]))
     assert [rate(sample) for sample in (20, 150, 280)] == [without(sample) for sample in (20, 150, 280)]
     assert rate(20) == pytest.approx(1e-3) and without(440) == pytest.approx(1e-4)
@@ -112,7 +112,7 @@ def test_a_schedule_of_its_own_begins_where_the_rate_was() -> None:
 
 
 def test_a_later_schedule_takes_the_place_of_the_one_before() -> None:
-    """Catches two schedules of stages of which the first hides the second, or the second begins at another rate."""
+    """Catches a stage's schedule that is ignored after an earlier one, or begins at another learning rate."""
     stages = [
         {"until_steps": 10},
         {"until_steps": 20, "schedule": {"name": "linear"}, "optim": {"lr": 1e-3, "min_lr": 5e-4}},
@@ -123,7 +123,7 @@ def test_a_later_schedule_takes_the_place_of_the_one_before() -> None:
 
 
 def test_warmups_and_decays_in_tokens_count_all_stages() -> None:
-    """Catches tokens that are divided by the sequence length of one stage."""
+    """Catches tokens divided by the sequence length of one stage."""
     config = staged([*STAGES[:3], {}])
     config.schedule.warmup_tokens, config.schedule.decay_tokens = 1280 + 33, 7680 + 32
     rate = learning_rate(config)
@@ -156,14 +156,14 @@ def test_warmups_and_decays_in_tokens_count_all_stages() -> None:
 def test_what_cannot_be_is_refused_with_the_stage_and_the_key(
     stages: list[Any], train: dict[str, Any], text: str
 ) -> None:
-    """Catches a stage that would fail in mid-run, or change what must not change."""
+    """Catches a stage that would fail during the run, or change a setting that must not change."""
     with pytest.raises(ConfigError) as error:
         check_config(staged(stages, **train))
     assert text in str(error.value)
 
 
 def test_a_dataset_may_begin_with_a_later_mix() -> None:
-    """Catches a dataset that a recipe's second stage takes and that is refused, and one that nobody ever reads."""
+    """Catches a dataset rejected although a later stage reads it, and one accepted although no stage reads it."""
     config = staged()
     config.data.train = [DatasetConfig("a", 1.0), DatasetConfig("b", 0.0)]
     check_config(config)
@@ -176,8 +176,8 @@ def test_a_dataset_may_begin_with_a_later_mix() -> None:
 
 
 def test_text_is_read_on_only_with_the_same_past() -> None:
-    """Catches a resume that takes other text because a length, a batch or an end of the past changed; what is still to
-    come may."""
+    """Catches a resume that reads other text because a sequence length, batch or end of past stages changed; those of
+    later stages may change."""
     before = staged()
     changed_keys(before, staged(), 250, ())
     later = [*STAGES[:3], {"train": {"global_batch_size": 16, "seq_len": 16}}]
@@ -193,7 +193,7 @@ def test_text_is_read_on_only_with_the_same_past() -> None:
 
 
 def test_mixes_of_stages_begin_with_their_stage_whatever_is_left_out() -> None:
-    """Catches a mix that begins earlier by the samples that data.skip leaves out, and a range across two lengths."""
+    """Catches a mix that begins early by the samples that data.skip skips, and a skip across two sequence lengths."""
     config = staged()
     config.data.skip = [SkipConfig(samples=[100, 130])]
     skips, stages = skips_of(config.data.skip, batch_size_schedule(config)), parse_stages(config.train.stages)

@@ -1,4 +1,4 @@
-"""Runs on a dataset in object storage are those on local files: the real command, a slow and failing S3 server."""
+"""Runs on a dataset in object storage equal those on local files: the real command, a slow and failing S3 server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prefix of a dataset of some 110 blocks."""
+    """Prefix of a dataset of about 110 blocks."""
     prefix, random = tmp_path_factory.mktemp("large") / "large", np.random.default_rng(0)
     with IndexedDatasetWriter(prefix, np.uint16) as writer:
         for _ in range(2000):
@@ -43,7 +43,7 @@ def stored(s3: S3Server, prefix: Path, name: str) -> str:
 
 
 def computed(run_dir: Path) -> list[dict[str, Any]]:
-    """What the ledger says of steps and validations, times aside."""
+    """The ledger's steps and validations, without times."""
     keys = ("step", "valid/held_out/loss", "valid/held_out/tokens")
     return steps_of(run_dir) + [{key: line[key] for key in keys} for line in validations_of(run_dir)]
 
@@ -66,9 +66,9 @@ def streaming(data: object, cache: Path, **changes: Any) -> list[str]:
 def test_the_ledger_is_that_of_local_files(
     layout: dict[str, Any], large: Path, megads: StartCommand, s3: S3Server
 ) -> None:
-    """Catches a layout that reads other tokens, waits that training feels, and a rank that does not share its cache.
+    """Catches a layout that reads other tokens, store delays that affect training, and a cache not shared by ranks.
 
-    The cache is smaller than the data, the store takes 50 ms a request and fails one in a hundred.
+    The cache is smaller than the data, the store takes 50 ms per request and fails one in a hundred.
     """
     url = stored(s3, large, "ledger")
     s3.order(delay_s=0.05, fail=0.01)
@@ -87,9 +87,9 @@ def test_the_ledger_is_that_of_local_files(
 
 @pytest.mark.slow
 def test_killed_in_the_middle_and_continued(large: Path, megads: StartCommand, s3: S3Server) -> None:
-    """Catches a run that a kill leaves with a spoilt cache, or that cannot go on from local files and back.
+    """Catches a kill that leaves a corrupt cache, or a run that cannot resume with local files and back.
 
-    It is killed while blocks come, goes on, goes on with local files, and then from the store again.
+    The run is killed while blocks are fetched, resumes, resumes with local files, and then from the store again.
     """
     url, reference, run_dir = stored(s3, large, "killed"), megads.folder / "reference", megads.folder / "run"
     fixed = {"parallel__dp": 2, "checkpoint__every_steps": 2, "schedule__name": "constant"}
@@ -117,7 +117,7 @@ def test_killed_in_the_middle_and_continued(large: Path, megads: StartCommand, s
 
 @pytest.mark.slow
 def test_objects_that_vanish_and_change(large: Path, megads: StartCommand, s3: S3Server) -> None:
-    """Catches a run that hangs, or loses what it saved, when its data is deleted, or that trains on other data."""
+    """Catches a run that hangs or loses its checkpoints when its data is deleted, or that trains on other data."""
     url, run_dir = stored(s3, large, "gone"), megads.folder / "run"
     fixed = {
         "checkpoint__every_steps": 2,
@@ -149,7 +149,7 @@ def test_objects_that_vanish_and_change(large: Path, megads: StartCommand, s3: S
 
 
 def test_a_dry_run_says_what_is_streamed(large: Path, megads: StartCommand, s3: S3Server) -> None:
-    """Catches a wrong URL that only the ranks tell, and a plan that does not say that data comes from elsewhere."""
+    """Catches a wrong URL that only the ranks report, and a plan that does not say that data is streamed."""
     url = stored(s3, large, "planned")
     words = streaming(url, megads.folder / "cache", train__steps=2, run__dry_run=True)
     code, out, err = megads("train", *words, variables=s3.variables).end()

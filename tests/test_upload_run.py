@@ -1,4 +1,4 @@
-"""A run that lost its machine goes on from object storage: the real command, a real S3 server."""
+"""Tests that a run that lost its machine resumes from object storage: the real command, a real S3 server."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def flip(checkpoint: Path) -> None:
 
 @pytest.mark.slow
 def test_lost_damaged_and_continued_elsewhere(corpus: Path, megads: StartCommand, s3: S3Server) -> None:
-    """Catches anything that a start needs and that is not uploaded, losses that differ, and secrets that are written.
+    """Catches files that a start needs but that are not uploaded, losses that differ, and secrets in written files.
 
-    The run directory is lost after step 4; at step 6 all checkpoints in it are damaged; another goes on from the URL.
+    The run directory is lost after step 4; at step 6 all its checkpoints are damaged; another run loads from the URL.
     """
     overrides = small_model(
         corpus, parallel__dp=2, checkpoint__every_steps=2, schedule__name="constant", model__hidden_dropout=0.1,
@@ -66,7 +66,7 @@ def test_lost_damaged_and_continued_elsewhere(corpus: Path, megads: StartCommand
 
 @pytest.mark.slow
 def test_starts_that_are_refused(corpus: Path, megads: StartCommand, s3: S3Server) -> None:
-    """Catches a run that trains for hours before it says that its checkpoints go nowhere."""
+    """Catches a run that trains for hours before it reports that its checkpoints cannot be uploaded."""
     overrides = small_model(corpus, train__steps=2, run__dir=megads.folder / "run")
     for url, variables, told in (
         ("s3://nobucket/x", s3.variables, "bucket does not exist"),

@@ -1,4 +1,4 @@
-"""Hypothesis strategies of `megads` command lines, right and wrong, for every verb, group and key that there is."""
+"""Hypothesis strategies of valid and invalid `megads` command lines, for every verb, config group and key."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.small_run import TEXTS, hot_model, model_config, write_dataset, write
 COMPLETE = "__complete"
 EVERY_VERB = (*VERBS, *COMMANDS, COMPLETE)
 
-# Last on the line, so that a sound config ends at once.
+# Last on the line, so that a command with a valid config exits at once.
 _TAIL = {"train": ["run.dry_run=true"], "chaos": ["dry_run=true"], "generate": ["max_new_tokens=2"]}
 _NUMBERS = ["0", "-1", "1", "2", "7", "-7", "1.5", "-0.0", "1e300", "-1e300", "1e400", "nan", "inf", "-inf",
             "1e-320", "2147483648", "9223372036854775808", "-9223372036854775809", "1" + "0" * 400, "0x10", "1_000",
@@ -66,13 +66,13 @@ _REHEARSE = ["--", "sbatch", "/usr/bin/sbatch", "script.sbatch", "missing.sbatch
 
 
 def _texts() -> st.SearchStrategy[str]:
-    """What a shell can hand over: no NUL, and of the surrogates those that stand for bytes that are no UTF-8."""
+    """Text that a shell can pass: no NUL, and only surrogates that stand for bytes that are not UTF-8."""
     characters = st.characters(exclude_characters="\0", exclude_categories=["Cs"])
     return st.text(characters | st.sampled_from("=[]{}(),:${}+~@/.'\"\\\udc80"), max_size=40)
 
 
 def _fitting(key: Key) -> st.SearchStrategy[str]:
-    """Values of a key's own type, likely and unlikely ones."""
+    """Likely and unlikely values of a key's own type."""
     small = st.integers(-3, 40).map(str)
     wide = st.sampled_from([1000, 4096, 65536, 10**6, 2**31 - 1, 2**31, 2**53, 2**63 - 1, 2**64, 10**30]).map(str)
     fractions = st.floats().map(str) | st.floats(-0.5, 2).map(str) | st.sampled_from(_NUMBERS)
@@ -98,7 +98,7 @@ def _fitting(key: Key) -> st.SearchStrategy[str]:
 
 
 def _values(key: Key, known: list[Key]) -> st.SearchStrategy[str]:
-    """Values of a key: of its own type, of others, and what no key takes."""
+    """Values of a key: of its own type, of other types, and values that no key accepts."""
     interpolated = st.sampled_from([f"${{{other.name}}}" for other in known] + [f"${{{key.name}}}"])
     fixed = st.sampled_from([*_NUMBERS, *_WORDS, *_NESTED, *_INTERPOLATED, *_SWEPT, *_PATHS])
     wrong = st.one_of(fixed, fixed, interpolated, _texts())
@@ -106,7 +106,7 @@ def _values(key: Key, known: list[Key]) -> st.SearchStrategy[str]:
 
 
 def _overrides(verb: Verb) -> st.SearchStrategy[str]:
-    """One override."""
+    """Strategy of one override."""
     known = [key for key in keys(verb.schema) if "[]" not in key.name]
     groups = {group: list(group_options(group)) for group in group_names(verb.name)}
     sign = st.sampled_from([""] * 12 + ["+", "++", "~"])
@@ -143,7 +143,7 @@ def command_lines(verb: str) -> st.SearchStrategy[list[str]]:
     )
     demanded = [key.name for key in keys(_verb(verb).schema) if key.default == "required" and "[]" not in key.name]
     required = [f"{name}={_SOUND.get(name, '1')}" for name in demanded]
-    # Most lines have what the verb demands, so that a wrong value is the only one.
+    # Most lines have the required keys, so that a wrong value is the only error.
     sound = [*required, *_START.get(verb, [])]
     start = st.sampled_from([[], sound, sound, sound])
     return st.builds(lambda start, line: [verb, *start, *line, *_TAIL.get(verb, [])], start, lines)
@@ -167,7 +167,7 @@ def _verb(name: str) -> Verb:
 
 
 def write_template(folder: Path) -> None:
-    """Writes what the values of `_PATHS` name: sound data and a run, and the files that nobody expects."""
+    """Writes the files that `_PATHS` names: valid data and a run, and files of unexpected kinds."""
     prefix = write_dataset(folder)
     write_run(folder / "run", prefix, hot_model(model_config()))
     (folder / "run" / "config.yaml").write_text("data:\n  train:\n  - path: corpus\n")
@@ -186,7 +186,7 @@ def write_template(folder: Path) -> None:
 
 
 def copy_template(template: Path, folder: Path) -> Path:
-    """Returns a new copy, pipes and links included."""
+    """Replaces `folder` by a copy of the template, pipes and links included; returns it."""
     if folder.exists():
         shutil.rmtree(folder)
     shutil.copytree(template, folder, symlinks=True, copy_function=_copy)

@@ -1,4 +1,4 @@
-"""A run and all its files, and the ways in which a file can be damaged."""
+"""A run with all its files, and ways to damage a file."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ READERS = {
     "inspect": ["dataset", "inspect", "input=corpus", "count=2"],
     "dry run": [*TRAIN, "run.dry_run=true"],
 }
-"""Command lines that read the files of a run, without going on with it."""
+"""Command lines that read the files of a run without resuming it."""
 
-# Nobody reads them but people.
+# Read only by people.
 _FOR_PEOPLE = (".log", ".html", ".png", ".svg", ".out", ".err", ".lock")
 
 Damage = Callable[[Path, random.Random], None]
@@ -86,10 +86,10 @@ DAMAGES: dict[str, Damage] = {
 
 
 def write_cut_off_run(folder: Path, server: ForkServer) -> list[dict[str, object]]:
-    """Trains four steps, then takes the last checkpoint away, as if the run had been killed before it.
+    """Trains four steps, then removes the last checkpoint, as if the run had been killed before it.
 
     Returns:
-        The steps of the undisturbed run.
+        The steps of the uninterrupted run.
     """
     write_dataset(folder)
     outcome = server(folder, TRAIN)
@@ -102,18 +102,18 @@ def write_cut_off_run(folder: Path, server: ForkServer) -> list[dict[str, object
 
 
 def files_of(folder: Path) -> list[str]:
-    """Every file that a program may read, by its path in the folder."""
+    """Paths of all files that a program may read, relative to the folder."""
     found = [path for path in folder.rglob("*") if path.is_file() and path.suffix not in _FOR_PEOPLE]
     names = sorted(str(path.relative_to(folder)) for path in found)
     return [name for name in names if not name.startswith((".std", ".outside", "tmp/", "text.jsonl"))]
 
 
 def damaged_copy(template: Path, folder: Path, name: str, damage: str) -> Path:
-    """Returns a copy of the folder in which one file is damaged; the same damage for the same names."""
+    """Returns a copy of the folder in which one file is damaged; deterministic for given names."""
     copy_template(template, folder)
     path = folder / name
     DAMAGES[damage](path, random.Random(f"{name} {damage}"))
-    # A lease that was touched a moment ago, and says nothing, is watched for half a minute: its holder may live.
+    # A recently touched lease without content is watched for half a minute, as its holder may be alive.
     with suppress(FileNotFoundError):
         os.utime(path, (0, 0), follow_symlinks=False)
     return folder

@@ -1,4 +1,4 @@
-"""Damage to every file that a run has: an answer, or a message that names the file; never another result in silence."""
+"""Damage to every file of a run: the right result or a message that names the file, never another result silently."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tests.fork_server import ForkServer, Outcome
 pytestmark = pytest.mark.distributed
 
 QUICK_READS, QUICK_RESUMES = 20, 2
-"""Of all damages, in `make test`: a resume takes seconds."""
+"""Number of cases sampled in `make test`; a resume takes seconds."""
 
-# Who reads which files; everything else is passed over.
+# Prefixes of the files that each command reads; it ignores all others.
 _READ_BY = {
     "report": ("run/",),
     "why": ("corpus", "run/"),
@@ -27,12 +27,12 @@ _READ_BY = {
     "inspect": ("corpus",),
     "dry run": ("corpus",),
 }
-# A page with pictures differs by its times, and its numbers are those of files with remarks of their own.
+# Not the report: its pages contain times, and its numbers come from files with remarks of their own.
 _COMPARED = ("why", "generate", "check", "inspect", "dry run")
 
 
 class Sound:
-    """The undamaged run, and what its readers say of it."""
+    """The undamaged run, and what its readers print."""
 
     def __init__(self, root: Path, server: ForkServer) -> None:
         self.server, self.template, self.folder = server, root / "template", root / "folder"
@@ -46,7 +46,7 @@ class Sound:
         return self.server(copy_template(self.template, self.folder), line)
 
     def reads(self) -> list[tuple[str, str, str]]:
-        """Every file, damage and reader of it."""
+        """Every file, damage and reader of the file."""
         return [
             (file, damage, reader)
             for reader, starts in _READ_BY.items()
@@ -56,13 +56,13 @@ class Sound:
         ]
 
     def wrong_read(self, file: str, damage: str, reader: str) -> str:
-        """What is wrong with how a reader takes a damage; empty where nothing is."""
+        """What is wrong in a reader's result on a damaged file; empty if nothing is."""
         damaged_copy(self.template, self.folder, file, damage)
         outcome = self.server(self.folder, READERS[reader])
         return self._wrong(file, outcome, differs=reader in _COMPARED and outcome.out != self.said[reader].out)
 
     def wrong_resume(self, file: str, damage: str) -> str:
-        """The same of `megads train`, which goes on with the run."""
+        """The same for `megads train`, which resumes the run."""
         damaged_copy(self.template, self.folder, file, damage)
         outcome = self.server(self.folder, TRAIN)
         run_dir = self.folder / "run"
@@ -75,7 +75,7 @@ class Sound:
         name = Path(file).name
         if outcome.defect():
             return f"{outcome.defect()}: {outcome.err[-2000:]}"
-        # A file of the dataset is as good as named by its prefix.
+        # The dataset's prefix is enough to name one of its files.
         names = (name, "corpus" if name.startswith("corpus.") else name, Path(file).parent.name)
         if outcome.code and not any(name in outcome.err for name in names):
             return f"exit {outcome.code} without the file's name: {outcome.err}"
@@ -91,14 +91,14 @@ def sound(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) -> 
 
 @pytest.mark.slow
 def test_a_damaged_file_is_read(sound: Sound) -> None:
-    """Catches a traceback, a wait without end or an answer from damaged data, from whatever reads a run's files."""
+    """Catches a traceback, a hang or a result from damaged data in a command that reads a run's files."""
     for read in random.Random(17).sample(sound.reads(), QUICK_READS):
         assert not (wrong := sound.wrong_read(*read)), (read, wrong)
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_from_a_damaged_file(sound: Sound) -> None:
-    """Catches a resume that trains on damage, or ends in a traceback."""
+    """Catches a resume that trains on damaged data, or ends in a traceback."""
     pairs = [(file, damage) for file in sound.files for damage in DAMAGES]
     for file, damage in random.Random(17).sample(pairs, QUICK_RESUMES):
         assert not (wrong := sound.wrong_resume(file, damage)), (file, damage, wrong)
@@ -106,7 +106,7 @@ def test_a_run_goes_on_from_a_damaged_file(sound: Sound) -> None:
 
 @pytest.mark.attack
 def test_every_damage_of_every_file_is_read(sound: Sound) -> None:
-    """All of them."""
+    """Catches what test_a_damaged_file_is_read samples, in every case."""
     counts: collections.Counter[str] = collections.Counter()
     found = []
     for read in sound.reads():
@@ -123,7 +123,7 @@ def test_every_damage_of_every_file_is_read(sound: Sound) -> None:
 
 @pytest.mark.attack
 def test_a_run_goes_on_from_every_damage_of_every_file(sound: Sound) -> None:
-    """All of them."""
+    """Catches what test_a_run_goes_on_from_a_damaged_file samples, in every case."""
     counts: collections.Counter[str] = collections.Counter()
     found = []
     for file in sound.files:

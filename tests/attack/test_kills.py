@@ -1,4 +1,4 @@
-"""SIGKILL to a run at random times and inside the saving protocol, again and again; it must end as if undisturbed."""
+"""SIGKILL to a run at random times and inside the saving protocol, repeatedly; it must end as if undisturbed."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ pytestmark = [pytest.mark.attack, pytest.mark.distributed]
 STEPS = 8
 # A start and eight steps, on a busy machine.
 _LONGEST_S = 120.0
-# Files and names of all saves of a run; a count beyond the last is a run that nothing cuts off.
+# Changes of files and names in all saves of a run; a count beyond the last interrupts nothing.
 _CHANGES = 34
 
 
 @dataclass
 class Table:
-    """How the attacks of each kind ended.
+    """Outcomes of the attacks of each kind.
 
     Attributes:
-        path: written anew after each attack; None for nowhere.
+        path: file that is rewritten after each attack; None writes nothing.
         rows: counts by the kind of attack.
-        wrong: what must not be.
+        wrong: outcomes that fail the test.
     """
 
     path: Path | None
@@ -59,7 +59,7 @@ class Table:
 
 
 def kill_random_process(command: Command, draw: random.Random) -> str:
-    """Kills the launcher, one of its processes, or all of them, at a random moment; says what."""
+    """Kills the launcher, one of its processes, or all of them, at a random moment; returns what it killed."""
     delay_s = draw.uniform(0.0, 9.0)
     target = draw.choice(["launcher", "one process", "everything"])
     try:
@@ -82,7 +82,7 @@ def kill_random_process(command: Command, draw: random.Random) -> str:
 
 
 def ended(command: Command) -> Ended | None:
-    """How a start ended; None where it never did."""
+    """Returns how a start ended; None if it hangs."""
     try:
         return command.end(_LONGEST_S)
     except subprocess.TimeoutExpired:
@@ -91,7 +91,7 @@ def ended(command: Command) -> Ended | None:
 
 
 def recovered(overrides: list[str], run_dir: Path, reference: Path, megads: StartCommand) -> tuple[str, str]:
-    """Starts the same command again until it ends; returns how that went and what was said."""
+    """Runs the same command again, repeatedly while the folder is in use; returns the outcome and its message."""
     # A rank that outlived its launcher holds the folder for a moment.
     for _ in range(3):
         again = ended(megads("train", *overrides, f"run.dir={run_dir}"))
@@ -111,7 +111,7 @@ def recovered(overrides: list[str], run_dir: Path, reference: Path, megads: Star
 
 
 def test_kills_at_random(corpus: Path, module_megads: StartCommand, pytestconfig: pytest.Config) -> None:
-    """Catches a moment at which a kill loses what was trained, changes it, or locks the run out."""
+    """Catches a moment at which a kill loses trained steps, changes them, or makes the run impossible to resume."""
     overrides = small_model(
         corpus, train__steps=STEPS, checkpoint__every_steps=2, checkpoint__keep=2, parallel__dp=2, model__num_layers=1,
     )  # fmt: skip
@@ -140,7 +140,7 @@ def test_kills_at_random(corpus: Path, module_megads: StartCommand, pytestconfig
         if cut_off is None:
             table.count(kind, "hangs", told)
             continue
-        # Killed itself, or told of the process that was.
+        # The launcher was killed, or reported the process that was.
         if cut_off.code not in (0, -9, RankKilled.exit_code) or "Traceback" in cut_off.err:
             table.count(kind, "unnamed", f"{told}: exit {cut_off.code}: {cut_off.err[-1500:]}")
             continue

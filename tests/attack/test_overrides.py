@@ -1,4 +1,4 @@
-"""Any command line ends at once with a documented exit code and a message; Hypothesis makes them up."""
+"""Tests that any command line ends at once with a documented exit code and a message; Hypothesis generates them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tests.attack.command_lines import EVERY_VERB, command_lines, copy_template,
 from tests.fork_server import ForkServer
 
 QUICK_EXAMPLES = 3
-"""Of each verb, in `make test`."""
+"""Per verb, in `make test`."""
 
-# Fixed: what fails once fails again, and a run of the tests does not depend on the one before.
+# Fixed seed: a failure is reproducible, and a run of the tests does not depend on the one before.
 SEEDED = settings(
     derandomize=True, database=None, deadline=None, phases=[Phase.generate, Phase.shrink],
     suppress_health_check=list(HealthCheck), print_blob=False,
@@ -35,7 +35,7 @@ def template(root: Path) -> Path:
 
 
 def try_lines(verb: str, examples: int, server: ForkServer, template: Path) -> collections.Counter[int]:
-    """Runs so many command lines of a verb; returns their exit codes."""
+    """Runs that many command lines of a verb; returns their exit codes."""
     codes: collections.Counter[int] = collections.Counter()
 
     @settings(SEEDED, max_examples=examples)
@@ -51,15 +51,15 @@ def try_lines(verb: str, examples: int, server: ForkServer, template: Path) -> c
 
 @pytest.mark.parametrize("verb", EVERY_VERB)
 def test_any_command_line(verb: str, fork_server: ForkServer, template: Path) -> None:
-    """Catches exit 1, a traceback, silence, a hang, memory without bound, or a file written elsewhere, for some value
-    of some key that nobody thought of."""
+    """Catches exit code 1, a traceback, no message, a hang, unbounded memory, or a file written elsewhere, for any
+    value of any key."""
     try_lines(verb, QUICK_EXAMPLES, fork_server, template)
 
 
 @pytest.mark.attack
 @pytest.mark.parametrize("verb", EVERY_VERB)
 def test_many_command_lines(verb: str, fork_server: ForkServer, template: Path, pytestconfig: pytest.Config) -> None:
-    """The same at length."""
+    """Catches the same as test_any_command_line, with more examples."""
     codes = try_lines(verb, pytestconfig.getoption("--attack-examples"), fork_server, template)
     print(f"{verb}: {dict(sorted(codes.items()))}")
 
@@ -82,7 +82,7 @@ def test_many_command_lines(verb: str, fork_server: ForkServer, template: Path, 
     ids=" ".join,
 )
 def test_values_that_were_found(line: list[str], fork_server: ForkServer, template: Path) -> None:
-    """Catches what Hypothesis found once: a section in the place of another, and numbers that pass a dry run and end
+    """Catches what Hypothesis once found: a section in the place of another, and numbers that pass a dry run and end
     the ranks in a traceback."""
     tail = ["train.steps=3", "data.train=[{path: corpus}]", "run.dry_run=true"] if line[0] == "train" else []
     outcome = fork_server(copy_template(template, template.parent / "folder"), [*line, *tail], stub=True)
@@ -91,7 +91,7 @@ def test_values_that_were_found(line: list[str], fork_server: ForkServer, templa
 
 
 def bomb(levels: int) -> str:
-    """A YAML file of so many lines, each ten times the one before."""
+    """Returns a YAML file of that many lines, each ten times the expanded size of the one before."""
     lines = ["x0: &x0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"x{n}: &x{n} [{', '.join([f'*x{n - 1}'] * 10)}]" for n in range(1, levels)]
     return "\n".join(lines)
@@ -115,7 +115,7 @@ CONFIG_FILES = {
 @pytest.mark.parametrize("sweep", [[], ["-m"]], ids=["one", "sweep"])
 @pytest.mark.parametrize("name", CONFIG_FILES)
 def test_config_files_of_ones_own(name: str, sweep: list[str], fork_server: ForkServer, template: Path) -> None:
-    """Catches a file in --config-dir of which ten lines fill the memory, that is run as a program, or that ends in a
+    """Catches a file in --config-dir whose ten lines fill the memory, that is executed as a program, or that ends in a
     traceback; the message names the file."""
     folder = copy_template(template, template.parent / "folder")
     (folder / "mine" / "experiment").mkdir(parents=True)
@@ -127,7 +127,7 @@ def test_config_files_of_ones_own(name: str, sweep: list[str], fork_server: Fork
 
 
 def test_a_config_file_with_modest_aliases(fork_server: ForkServer, template: Path) -> None:
-    """Catches a bound that refuses what aliases are for."""
+    """Catches a limit that refuses the normal use of aliases."""
     folder = copy_template(template, template.parent / "folder")
     (folder / "mine" / "experiment").mkdir(parents=True)
     text = "# @package _global_\ntrain: {steps: &n 3, seed: *n}\ndata: {train: [{path: corpus}]}\n"
@@ -139,12 +139,12 @@ def test_a_config_file_with_modest_aliases(fork_server: ForkServer, template: Pa
 @given(command_lines("train"))
 @settings(SEEDED, max_examples=5)
 def test_the_strategy_draws_overrides(line: list[str]) -> None:
-    """Catches a strategy that draws nothing, under which every command line ends well."""
+    """Catches a strategy that draws no overrides, with which every command line passes."""
     assert len(line) > 2 and line[0] == "train" and line[-1] == "run.dry_run=true"
 
 
 def test_the_server_sees_what_is_wrong(fork_server: ForkServer, template: Path) -> None:
-    """Catches a server under which nothing is ever wrong."""
+    """Catches a server that never reports a defect."""
     folder = copy_template(template, template.parent / "folder")
     outcome = fork_server(folder, ["tokenizer", "input=[text.jsonl]", "output=../elsewhere", "vocab_size=300"])
     assert outcome.outside and outcome.defect().startswith("wrote to"), outcome

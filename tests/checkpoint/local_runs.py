@@ -1,4 +1,4 @@
-"""Starts of a run that keeps local checkpoints, and what they leave in memory."""
+"""Starts of a run with local checkpoints, and what they leave in memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COMPUTATION = "what the run computes"
 
 
 def holding_engine() -> SteppedEngine:
-    """Each rank holds what the next one owns of weight/a, too."""
+    """An engine whose ranks also hold the parts of weight/a that the next rank owns."""
     control = open_control_plane()
     layout = random_layout(7, control.world_size)
     if control.world_size == 1:
@@ -40,7 +40,7 @@ def holding_engine() -> SteppedEngine:
 
 
 def memory_of(run_dir: Path, node: int) -> Path:
-    """What stands for the memory of a node."""
+    """The folder that represents a node's memory."""
     return run_dir / ("memory" if node == 0 else f"memory_{node}")
 
 
@@ -48,11 +48,11 @@ class Run:
     """A rank of one start of a run with local checkpoints.
 
     Args:
-        run_dir: of the run.
+        run_dir: folder of the run.
         start: number of the start.
-        behind: checkpoints are written to disk while it trains.
-        num_nodes: over which the ranks are spread, each with a folder of its own for its memory.
-        options: of CheckpointConfig.
+        behind: whether checkpoints are written to disk in the background.
+        num_nodes: number of nodes over which the ranks are spread, each with its own memory folder.
+        options: fields of CheckpointConfig.
     """
 
     def __init__(self, run_dir: Path, start: int = 1, behind: bool = False, num_nodes: int = 1, **options: Any) -> None:
@@ -88,31 +88,31 @@ class Run:
         take_step(self.engine, self.state, self.hook, last=last, skipped=skipped)
 
     def wait(self) -> None:
-        """Until the last local checkpoint of this rank is complete."""
+        """Waits until the last local checkpoint of this rank is complete."""
         deadline = time.monotonic() + 30
         while self.local_writer.progress().stage is Stage.writing:
             assert time.monotonic() < deadline
             time.sleep(0.001)
 
     def wait_for_copy(self) -> None:
-        """Until all that the last step's hook copies in the background is in its image."""
+        """Waits until the background copies of the last step's hook are in its image."""
         self.engine.wait()
 
     def wait_for_disk(self) -> None:
-        """Until the last checkpoint of this rank that is written behind the training is on disk."""
+        """Waits until this rank's last checkpoint that is written in the background is on disk."""
         deadline = time.monotonic() + 30
         while self.writer is not None and self.writer.progress().stage is Stage.writing:
             assert time.monotonic() < deadline
             time.sleep(0.001)
 
     def close(self) -> None:
-        """As the death of the process does."""
+        """Closes what the death of the process would close."""
         if self.writer is not None:
             self.writer.close()
         self.saves.close()
 
     def found(self) -> int:
-        """The step that was found, whose tensors are those of that very step."""
+        """Step of the checkpoint that was found; asserts that its tensors are those of that step."""
         if self.base is None:
             return 0
         step = self.base.state["step"]
@@ -131,7 +131,7 @@ def events_of(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def trained(run_dir: Path, steps: int, start: int = 1, **options: Any) -> None:
-    """A start that is killed once the local checkpoint of its last step is complete."""
+    """Runs a start that ends, as if killed, once the local checkpoint of its last step is complete."""
     with started(run_dir, start, **options) as run:
         for _ in range(steps):
             run.step()
@@ -139,13 +139,13 @@ def trained(run_dir: Path, steps: int, start: int = 1, **options: Any) -> None:
 
 
 def files_of(run_dir: Path, rank: int = 0) -> dict[int, Path]:
-    """The images that are complete, by step."""
+    """The complete images, by step."""
     folder = node_folder(run_dir / "memory", run_dir) / f"rank_{rank:05d}"
     return {step: path for (_, step), (path, _) in sorted(committed(folder).items())}
 
 
 class Kept:
-    """What a start left in memory, to be put back for another try."""
+    """A copy of what a start left in memory, which can be restored for another try."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir, self._copy = run_dir, run_dir / "kept"

@@ -1,4 +1,4 @@
-"""Global tensors cut into random rectangles over any number of ranks, as the engine's layouts cut them."""
+"""Global tensors sharded into random rectangles over any number of ranks, as in the engine's layouts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def global_tensors(seed: int) -> dict[str, Tensor]:
 
 
 def random_cuts(draw: random.Random, whole: Rectangle, depth: int) -> list[Rectangle]:
-    """Cuts a rectangle in two along a random dim, again and again."""
+    """Recursively cuts a rectangle in two along a random dim."""
     dims = [dim for dim, extent in enumerate(whole.shape) if extent > 1]
     if depth == 0 or not dims:
         return [whole]
@@ -39,7 +39,7 @@ def random_cuts(draw: random.Random, whole: Rectangle, depth: int) -> list[Recta
 
 
 def random_layout(seed: int, num_ranks: int) -> list[list[tuple[str, Rectangle]]]:
-    """For each rank the rectangles it owns; together they cover every tensor once."""
+    """The rectangles that each rank owns; together they cover every tensor once."""
     draw = random.Random(seed)
     ranks: list[list[tuple[str, Rectangle]]] = [[] for _ in range(num_ranks)]
     for key, shape in SHAPES.items():
@@ -49,7 +49,7 @@ def random_layout(seed: int, num_ranks: int) -> list[list[tuple[str, Rectangle]]
 
 
 def shards_of(layout: list[tuple[str, Rectangle]], tensors: dict[str, Tensor] | None = None) -> list[Shard]:
-    """One rank's shards, views of one flat buffer as in the engine; NaN where no tensors are given."""
+    """One rank's shards, views of one flat buffer as in the engine; NaN if no tensors are given."""
     flat = torch.full((sum(part.elements for _, part in layout),), float("nan"))
     shards, start = [], 0
     for key, part in layout:
@@ -62,7 +62,7 @@ def shards_of(layout: list[tuple[str, Rectangle]], tensors: dict[str, Tensor] | 
 
 
 def all_equal(shards: list[Shard], tensors: dict[str, Tensor]) -> bool:
-    """Whether every shard holds its part of the tensors, bit for bit."""
+    """Whether every shard is bit-identical to its part of the tensors."""
     for shard in shards:
         part = Rectangle(shard.offset, tuple(shard.tensor.shape))
         whole = Rectangle((0,) * len(part.shape), shard.global_shape)

@@ -1,4 +1,4 @@
-"""The part of an engine that saving calls, and a step of the loop around it."""
+"""The part of an engine that saving calls, and a step of the training loop around it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from megads.runtime.hooks import StepInfo, TrainState
 from tests.checkpoint.random_layouts import global_tensors, shards_of
 
 Part = tuple[str, Rectangle]
-"""Of a tensor: its key, and which of it."""
+"""Key of a tensor, and a rectangle of it."""
 
 
 class SteppedEngine:
-    """Tensors that every step replaces in place: after step n they are those of seed n.
+    """Tensors that every step overwrites in place: after step n they are those of seed n.
 
     Args:
-        owned: what this rank owns.
-        others: what it holds beside that.
+        owned: parts that this rank owns.
+        others: parts that it holds in addition.
     """
 
     optimizer_steps = 0
@@ -41,7 +41,7 @@ class SteppedEngine:
         self._wait = wait
 
     def wait(self) -> None:
-        """What an optimizer step waits for before it changes the tensors."""
+        """Waits, as an optimizer step does before it changes the tensors."""
         if self._wait is not None:
             self._wait()
 
@@ -54,7 +54,7 @@ class SteppedEngine:
 def take_step(
     engine: SteppedEngine, state: TrainState, hook: CheckpointHook, *, last: bool = False, skipped: bool = False
 ) -> None:
-    """One round of the loop; a step that is skipped leaves the tensors as they are."""
+    """Takes one step of the loop; a skipped step leaves the tensors unchanged."""
     state.step = step = state.step + 1
     state.samples, state.tokens = 8 * step, 80 * step
     if not skipped:

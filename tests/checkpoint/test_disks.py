@@ -22,7 +22,7 @@ _DISK_PAGES = 256
 
 @contextmanager
 def mounted(folder: Path, *options: str) -> Iterator[Path]:
-    """Something mounted at a folder; skips the test where nothing may be."""
+    """Mounts a file system at a folder; skips the test where that is not allowed."""
     folder.mkdir(exist_ok=True)
     found = subprocess.run(["mount", *options, str(folder)], capture_output=True, text=True, check=False)
     if found.returncode:
@@ -35,13 +35,13 @@ def mounted(folder: Path, *options: str) -> Iterator[Path]:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB."""
+    """Returns a file system of 1 MiB."""
     with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", f"size={_DISK_PAGES * PAGE}", "tmpfs") as folder:
         yield folder
 
 
 def fill(disk: Path, free_pages: int) -> Path:
-    """Leaves so many pages; returns the file to delete."""
+    """Fills the disk except for so many pages; returns the file to delete."""
     ballast, found = disk / "ballast", os.statvfs(disk)
     with ballast.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, (found.f_bavail - free_pages) * PAGE)
@@ -56,8 +56,8 @@ def names(run_dir: Path) -> list[str]:
 @pytest.mark.fault(6)
 @pytest.mark.parametrize("behind", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_disk_that_is_full_at_any_page(behind: bool, disk: Path) -> None:
-    """Catches a file of the protocol whose failure ends the run, leaves half a checkpoint, or is not made up for: the
-    disk has room for ever more of a checkpoint, until it has for all."""
+    """Catches a file of the protocol whose failed write ends the run, leaves a partial checkpoint, or is not made up
+    for by the next save: the disk has one page more room each time, until a whole checkpoint fits."""
     failed = 0
     for free_pages in range(20):
         run_dir = disk / f"run-{free_pages}"
@@ -73,7 +73,7 @@ def test_a_disk_that_is_full_at_any_page(behind: bool, disk: Path) -> None:
                 continue
             found = find_checkpoint(run_dir, "auto")
             assert found is not None and found.state["step"] in (1, 2) and not found.passed_by
-            # A failed save gives its room back at once; what a writer leaves goes with the next save.
+            # A failed save frees its space at once; the next save removes what a writer process leaves.
             assert behind or not [name for name in names(run_dir) if name.endswith("partial")]
             ballast.unlink()
             loop.step()
@@ -91,7 +91,7 @@ def test_a_disk_that_is_full_at_any_page(behind: bool, disk: Path) -> None:
 @pytest.mark.fault(6)
 @pytest.mark.parametrize("behind", [False, True])
 def test_a_folder_that_becomes_read_only(behind: bool, tmp_path: Path) -> None:
-    """Catches a run that ends because its disk has gone read-only for a while, or that takes a failed save for one; and
+    """Catches a run that ends because its disk is read-only for a while, a failed save taken for a successful one, and
     a checkpoint that cannot be read from such a disk."""
     with started() as writer:
         loop = Loop(tmp_path, writer if behind else None, keep=0)
@@ -99,7 +99,7 @@ def test_a_folder_that_becomes_read_only(behind: bool, tmp_path: Path) -> None:
         if behind:
             wait_for(Stage.done, writer)
         checkpoints = tmp_path / "checkpoints"
-        # Of the mount, not of the folder's mode, which root does not mind.
+        # The mount is made read-only, as root ignores the mode of a folder.
         with mounted(checkpoints, "--bind", str(checkpoints)):
             subprocess.run(["mount", "-o", "remount,ro,bind", str(checkpoints)], check=True)
             loop.step()
@@ -114,8 +114,8 @@ def test_a_folder_that_becomes_read_only(behind: bool, tmp_path: Path) -> None:
 
 
 def test_a_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches training that waits for a disk that takes its time for every sync of every file and folder, a checkpoint
-    that takes in later weights meanwhile, and a last one that nobody waits for."""
+    """Catches training that waits for a disk on which every sync of a file or folder is slow, a checkpoint that
+    contains later weights, and a last one that the run does not wait for."""
     fsync, this = os.fsync, os.getpid()
 
     def slowly(descriptor: int) -> None:

@@ -1,4 +1,4 @@
-"""What a run directory lost comes back from a store, and nothing that is damaged does."""
+"""Restores what a run directory lost from a store, but nothing that is damaged."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.checkpoint.uploads import seed_of, upload, write_checkpoint
 
 @pytest.fixture
 def store(tmp_path: Path) -> RemoteStore:
-    """With checkpoints of steps 2, 4 and 6."""
+    """A store with checkpoints of steps 2, 4 and 6."""
     store = RemoteStore(f"file://{tmp_path}/store/run")
     for step in (2, 4, 6):
         upload(store, write_checkpoint(tmp_path / "run", step))
@@ -51,7 +51,7 @@ def damage(path: Path, how: str) -> None:
 
 
 def test_an_empty_folder_gets_all_that_a_start_needs(store: RemoteStore, tmp_path: Path) -> None:
-    """Catches a checkpoint without its ledger, configs or tokenizer, and one that `latest` does not name."""
+    """Catches a restored checkpoint without ledger, configs or tokenizer, and one that `latest` does not name."""
     here, back = tmp_path / "run", tmp_path / "back"
     assert restore(store, back) == 6 and seed_of(back) == 6
     for name in ("config.yaml", "tokenizer.json", "configs/0123.yaml", "metrics.jsonl", "checkpoints/latest"):
@@ -62,7 +62,7 @@ def test_an_empty_folder_gets_all_that_a_start_needs(store: RemoteStore, tmp_pat
 
 @pytest.mark.parametrize("how", ["flipped", "header", "truncated", "missing"])
 def test_a_damaged_one_is_passed_by(how: str, store: RemoteStore, tmp_path: Path) -> None:
-    """Catches a damaged file that is restored, and a restore that ends at the first damaged checkpoint."""
+    """Catches a damaged file that is restored, and a restore that stops at the first damaged checkpoint."""
     damage(tmp_path / "store/run/checkpoints/step_00000006/rank_00001.safetensors", how)
     back = tmp_path / "back"
     assert restore(store, back) == 4 and seed_of(back) == 4
@@ -76,7 +76,7 @@ def test_a_damaged_one_is_passed_by(how: str, store: RemoteStore, tmp_path: Path
 
 
 def test_a_killed_restore_goes_on(store: RemoteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a restore that looks complete before it is, and one that fetches again what is there."""
+    """Catches a restore that looks complete too early, and one that downloads again what is there already."""
     back, fetched = tmp_path / "back", list[str]()
     good = RemoteStore.get
 
@@ -97,7 +97,7 @@ def test_a_killed_restore_goes_on(store: RemoteStore, tmp_path: Path, monkeypatc
 
 
 def test_what_is_here_and_sound_stays(store: RemoteStore, tmp_path: Path) -> None:
-    """Catches a restore over a run's own metrics, and one whose old metrics are lost."""
+    """Catches a restore that overwrites a run's own files, and one that loses its old metrics."""
     back = tmp_path / "back"
     write_checkpoint(back, 1)
     own = (back / "metrics.jsonl").read_bytes()
@@ -112,14 +112,14 @@ def test_what_is_here_and_sound_stays(store: RemoteStore, tmp_path: Path) -> Non
 
 
 def test_a_damaged_ledger_does_not_come_back(store: RemoteStore, tmp_path: Path) -> None:
-    """Catches metrics that are not those of the checkpoint."""
+    """Catches restored metrics that are not those of the checkpoint."""
     damage(tmp_path / "store/run/checkpoints/step_00000006/metrics.jsonl", "flipped")
     assert restore(store, tmp_path / "back") == 6
     assert not list((tmp_path / "back").glob("*metrics*"))
 
 
 def test_a_damaged_folder_here_gives_way(store: RemoteStore, tmp_path: Path) -> None:
-    """Catches a run directory that is taken to be sound by the names in it, and a damaged folder that stays."""
+    """Catches a run directory judged intact by its file names alone, and a damaged folder that is not replaced."""
     run_dir = tmp_path / "run"
     assert newest_intact_sequence(run_dir) == 3 and has_usable(run_dir)
     assert newest_intact_sequence(tmp_path / "nothing") == 0 and not has_usable(tmp_path / "nothing")
@@ -133,7 +133,7 @@ def test_a_damaged_folder_here_gives_way(store: RemoteStore, tmp_path: Path) -> 
 
 
 def test_urls_of_runs_and_checkpoints(store: RemoteStore, tmp_path: Path) -> None:
-    """Catches the URL of a checkpoint that is taken for a run's, and an error that does not say what is there."""
+    """Catches the URL of a checkpoint mistaken for a run's, and an error that does not say what is there."""
     url = f"file://{tmp_path}/store/run"
     for given in (url, f"{url}/", f"{url}/checkpoints"):
         assert (remote_run(given)[0].url, remote_run(given)[1]) == (url, None)
@@ -147,8 +147,8 @@ def test_urls_of_runs_and_checkpoints(store: RemoteStore, tmp_path: Path) -> Non
 
 
 def test_a_description_has_no_tensors(store: RemoteStore, tmp_path: Path) -> None:
-    """Catches gigabytes that are fetched to learn the name of a model, and what an earlier look left: a checkpoint that
-    is not the newest any more, or a record that has changed."""
+    """Catches a download of gigabytes of tensors to read a model's name, and stale results of an earlier download: a
+    checkpoint that is no longer the newest, or a record that has changed."""
     about = tmp_path / "cache" / "about"
     about.mkdir(parents=True)
     (about / "config.yaml").write_text("of another run")
@@ -164,7 +164,7 @@ def test_a_description_has_no_tensors(store: RemoteStore, tmp_path: Path) -> Non
 
 
 def test_two_starts_look_at_the_same_time(store: RemoteStore, tmp_path: Path) -> None:
-    """Catches a start that fails because another one puts the same folder in its place, and leftovers of either."""
+    """Catches a start that fails because another one replaces the same folder, and leftovers of either."""
     about = tmp_path / "cache" / "about"
     with ThreadPoolExecutor(4) as pool:
         for looked in [pool.submit(fetch_description, store.url, about) for _ in range(40)]:

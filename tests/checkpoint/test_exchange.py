@@ -1,4 +1,4 @@
-"""Files of several checkpoints under one name: each is whole, and together they are none."""
+"""Mixtures of files of several checkpoints: each file is intact, but together they are not a checkpoint."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ NAMES = (*map(file_name, range(RANKS)), MANIFEST_FILE)
 
 
 def saved(run_dir: Path, step: int, seed: int, layout: Any = LAYOUT) -> dict[str, bytes]:
-    """A checkpoint; returns its files."""
+    """Saves a checkpoint; returns its files."""
     folder = save_parts(run_dir, [shards_of(part, global_tensors(seed)) for part in layout], run_record(step))
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, bytes]]:
-    """Checkpoints whose files have the same names and the same rectangles, and so the same sizes."""
+    """Returns checkpoints whose files have the same names and the same rectangles, and so the same sizes."""
     root = tmp_path_factory.mktemp("checkpoints")
     return {
         "this": saved(root / "this", STEP, seed=1),
@@ -45,7 +45,7 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, byte
 
 @pytest.fixture
 def run_dir(tmp_path: Path, others: dict[str, dict[str, bytes]]) -> Path:
-    """A run with a sound checkpoint of step 6 and the one of step 7."""
+    """Returns a run with a valid checkpoint of step 6 and the one of step 7."""
     saved(tmp_path, STEP - 1, seed=6)
     write(tmp_path, others["this"])
     return tmp_path
@@ -61,7 +61,7 @@ def write(run_dir: Path, files: dict[str, bytes]) -> Path:
 
 
 def refused(run_dir: Path, files: dict[str, bytes]) -> str:
-    """Why the checkpoint of step 7 with these files is none; empty where it is read."""
+    """Returns why the checkpoint of step 7 with these files is refused; empty where it is read."""
     try:
         open_checkpoint(write(run_dir, files))
     except CheckpointError as error:
@@ -70,9 +70,9 @@ def refused(run_dir: Path, files: dict[str, bytes]) -> str:
 
 
 def test_every_mixture(run_dir: Path, others: dict[str, dict[str, bytes]]) -> None:
-    """Catches a file of another rank, step or run that is taken for one of this checkpoint, and a manifest that is: of
-    all 2,187 ways to fill the four names, the two that are a checkpoint of step 7 are read and every other is refused,
-    with the name of a file that does not belong."""
+    """Catches a file or a manifest of another rank, step or run that is accepted as this checkpoint's: of all 2,187
+    ways to fill the four names, the two that are a checkpoint of step 7 must be read and every other refused, with the
+    name of a file that does not belong."""
     given = [(whose, rank) for whose in others for rank in range(RANKS)]
     wrong, read = [], []
     for manifest, *filled in itertools.product(others, *[given] * RANKS):
@@ -100,7 +100,7 @@ def header_and_data(content: bytes, folder: Path) -> tuple[bytes, bytes]:
 def test_headers_and_data_apart(
     rank: int, whose: str, run_dir: Path, tmp_path: Path, others: dict[str, dict[str, bytes]]
 ) -> None:
-    """Catches a file whose header is that of another one, or whose tensors are: all sizes are right."""
+    """Catches a file whose header, or whose tensors, are those of another file of the same sizes."""
     this, name = others["this"], file_name(rank)
     header, data = header_and_data(this[name], tmp_path)
     their_header, their_data = header_and_data(others[whose][name], tmp_path)
@@ -111,8 +111,8 @@ def test_headers_and_data_apart(
 
 
 def test_a_file_that_is_right_in_itself(run_dir: Path, tmp_path: Path, others: dict[str, dict[str, bytes]]) -> None:
-    """Catches a value that changed before its checksum was taken, or was forged with it: file and header agree, and the
-    manifest alone knows better."""
+    """Catches a value that changed before its checksum was computed, or whose checksum was forged: file and header
+    agree, and only the manifest shows the difference."""
     draw, this, count = random.Random(1), others["this"], 0
     for name in NAMES[:RANKS]:
         header, data = header_and_data(this[name], tmp_path)
@@ -134,7 +134,7 @@ def test_a_file_that_is_right_in_itself(run_dir: Path, tmp_path: Path, others: d
 
 
 def test_tensors_exchanged_within_a_file(run_dir: Path, tmp_path: Path) -> None:
-    """Catches two tensors of the same shape that have changed places, data and all."""
+    """Catches two tensors of the same shape whose data are swapped."""
     files = saved(tmp_path / "equal", STEP, seed=1, layout=random_layout(7, 1))
     header, data = header_and_data(files[file_name(0)], tmp_path)
     told = {name: about for name, about in json.loads(header[8:]).items() if name != "__metadata__"}
@@ -153,7 +153,7 @@ def test_tensors_exchanged_within_a_file(run_dir: Path, tmp_path: Path) -> None:
 
 
 def another_layout(others: dict[str, dict[str, bytes]], folder: Path) -> dict[str, bytes]:
-    """The manifest of the same tensors in two files."""
+    """Returns this checkpoint with the manifest of the same tensors in two files."""
     return {**others["this"], MANIFEST_FILE: saved(folder, STEP, 1, random_layout(8, 2))[MANIFEST_FILE]}
 
 
@@ -193,7 +193,7 @@ def test_passed_by(
     exchange: Callable[[dict[str, dict[str, bytes]], Path], dict[str, bytes]], run_dir: Path, tmp_path: Path,
     others: dict[str, dict[str, bytes]],
 ) -> None:  # fmt: skip
-    """Catches a start that ends, or that goes on without a word, where the one before is whole."""
+    """Catches a start that fails, or continues without a message, where the checkpoint before is whole."""
     handle = find_checkpoint(run_dir, "auto")
     assert handle is not None and handle.state["step"] == STEP and not handle.passed_by
     write(run_dir, exchange(others, tmp_path / "more"))

@@ -1,4 +1,4 @@
-"""The files as docs/checkpoints.md describes them, read without megads' own reader, and headers that lie."""
+"""Checkpoint files as docs/checkpoints.md describes them, read by the documented reader, and invalid headers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "read_checkpoint.py"
 
 
 def read_checkpoint() -> Any:
-    """The module docs/read_checkpoint.py."""
+    """Imports docs/read_checkpoint.py."""
     spec = importlib.util.spec_from_file_location("read_checkpoint", PAGE)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -34,13 +34,13 @@ def read_checkpoint() -> Any:
 
 
 def saved(run_dir: Path, ranks: int = 3) -> Path:
-    """A checkpoint of step 7 of some ranks' random parts."""
+    """Saves a checkpoint of step 7, cut into random parts on some ranks."""
     tensors = global_tensors(7)
     return save_parts(run_dir, [shards_of(layout, tensors) for layout in random_layout(7, ranks)], run_record(7))
 
 
 def test_the_documented_reader(tmp_path: Path) -> None:
-    """Catches a format that the documentation does not describe, and a reader in it that loads damage."""
+    """Catches a format that differs from the documentation, and a documented reader that loads damaged files."""
     folder, reader = saved(tmp_path), read_checkpoint()
     found = dict(reader.tensors(folder))
     assert found.keys() == SHAPES.keys()
@@ -55,7 +55,7 @@ def test_the_documented_reader(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_this_version(tmp_path: Path) -> None:
-    """Catches a change of the format under the same version: this one was written when version 3 began."""
+    """Catches a format change without a new version: this checkpoint was written when version 3 was introduced."""
     folder = PAGE.parents[1] / "tests" / "checkpoint" / "golden" / "version_3"
     shards = [shard for layout in random_layout(3, 4) for shard in shards_of(layout)]
     handle = open_checkpoint(folder)
@@ -67,7 +67,7 @@ def test_a_checkpoint_of_this_version(tmp_path: Path) -> None:
 
 
 def test_a_rank_reads_its_own_header_alone(tmp_path: Path) -> None:
-    """Catches a start at which every rank reads the headers of all: at 10,000 ranks that is 100 million."""
+    """Catches a start at which every rank reads all ranks' headers: 100 million reads at 10,000 ranks."""
     folder = saved(tmp_path, ranks=4)
     for rank, layout in enumerate(random_layout(7, 4)):
         handle, shards = open_checkpoint(folder), shards_of(layout)
@@ -125,7 +125,7 @@ HOSTILE: dict[str, tuple[Change, str]] = {
 
 @pytest.mark.parametrize(("change", "reason"), HOSTILE.values(), ids=HOSTILE)
 def test_headers_that_no_checkpoint_has(change: Change, reason: str, tmp_path: Path) -> None:
-    """Catches a header that is believed because all checksums hold: parts that lie elsewhere, or over each other."""
+    """Catches a header accepted because all checksums match, although its parts are misplaced or overlap."""
     folder = saved(tmp_path)
     path = folder / file_name(0)
     data = path.read_bytes()[len(read_header(path)) :]
@@ -142,7 +142,7 @@ def test_headers_that_no_checkpoint_has(change: Change, reason: str, tmp_path: P
 
 
 def test_a_manifest_that_leaves_a_holder_out(tmp_path: Path) -> None:
-    """Catches a checkpoint that is called sound, and of which a part cannot be found."""
+    """Catches a checkpoint that is accepted although a part of it cannot be found."""
     folder = saved(tmp_path)
     body = json.loads((folder / MANIFEST_FILE).read_text())
     next(record for record in body["tensors"].values() if len(record["files"]) > 1)["files"].pop()
@@ -178,7 +178,7 @@ def longer(data: bytes, draw: random.Random) -> bytes:
 @pytest.mark.fault(7, 8)
 @pytest.mark.parametrize("change", [flipped, cut, with_a_hole, with_bytes_moved, longer])
 def test_no_damage_is_silent(change: Callable[[bytes, random.Random], bytes], tmp_path: Path) -> None:
-    """Catches damage of any byte of any file that is loaded, or that ends in anything but a refusal that names it."""
+    """Catches damage in any byte of any file that is loaded, or that raises an error which does not name the file."""
     folder, draw = saved(tmp_path), random.Random(change.__name__)
     whole = {path.name: path.read_bytes() for path in folder.iterdir()}
     for _ in range(600):
@@ -194,7 +194,7 @@ def test_no_damage_is_silent(change: Callable[[bytes, random.Random], bytes], tm
 
 
 def test_files_of_two_checkpoints(tmp_path: Path) -> None:
-    """Catches a file of another checkpoint, itself intact, that is taken for one of this."""
+    """Catches an intact file of another checkpoint that is accepted as part of this one."""
     one, tensors = saved(tmp_path / "one"), global_tensors(8)
     other = save_parts(tmp_path / "other", [shards_of(part, tensors) for part in random_layout(7, 3)], run_record(8))
     (one / file_name(1)).write_bytes((other / file_name(1)).read_bytes())

@@ -1,4 +1,4 @@
-"""A run that loads nothing: what its own restarts may go on from."""
+"""Tests a run with checkpoint.load=none (a fresh start): which checkpoints its restarts may resume from."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.checkpoint.uploads import write_checkpoint
 
 
 def found(run_dir: Path, load: str = "none") -> int | None:
-    """Step that the ranks of a start go on from."""
+    """Step from which the ranks of a start resume."""
     history = own_history(load, run_dir)
     handle = None if history is None else find_checkpoint(run_dir, "auto", history=history)
     return None if handle is None else handle.state["step"]
@@ -43,7 +43,7 @@ def break_manifest(folder: Path) -> None:
 
 @pytest.fixture
 def with_a_past(tmp_path: Path) -> Path:
-    """A run directory with checkpoints of steps 2, 4 and 8, of which that of step 4 is damaged, that begins afresh."""
+    """A run directory with checkpoints of steps 2, 4 (damaged) and 8, in which a fresh start begins."""
     for step in (2, 4, 8):
         write_checkpoint(tmp_path, step)
     break_manifest(tmp_path / "checkpoints" / "step_00000004")
@@ -53,8 +53,8 @@ def with_a_past(tmp_path: Path) -> Path:
 
 
 def test_only_its_own(with_a_past: Path) -> None:
-    """Catches a restart that goes on from what the run left behind, or not from what it saved itself: the same step as
-    an older checkpoint, or an earlier one; and local checkpoints of the past."""
+    """Catches a restart that resumes from a checkpoint older than the fresh start, local ones included, or not from its
+    own: at the same step as an older checkpoint, or an earlier one."""
     assert found(with_a_past) is None and not (with_a_past / RECORD_FILE).exists()
     assert found(with_a_past, "auto") == 8
     history = recorded_history(with_a_past)
@@ -68,8 +68,8 @@ def test_only_its_own(with_a_past: Path) -> None:
 
 
 def test_damage(with_a_past: Path) -> None:
-    """Catches an own checkpoint with a damaged manifest that is passed by without a word, or taken for one of the past:
-    the run would begin again."""
+    """Catches an own checkpoint with a damaged manifest that is skipped without a message, or counted as older than the
+    fresh start: training would begin again."""
     write_checkpoint(with_a_past, 6)
     break_manifest(with_a_past / "checkpoints" / "step_00000006")
     with pytest.raises(CheckpointError, match="step_00000006") as raised:
@@ -78,7 +78,7 @@ def test_damage(with_a_past: Path) -> None:
 
 
 def test_a_rollback_leaves_the_past_alone(with_a_past: Path) -> None:
-    """Catches a rollback to an own checkpoint that deletes the later steps of what was trained before."""
+    """Catches a rollback to an own checkpoint that deletes later steps from before the fresh start."""
     for step in (1, 3, 5):
         write_checkpoint(with_a_past, step)
     with closing(EventWriter(with_a_past)) as events:
@@ -88,7 +88,7 @@ def test_a_rollback_leaves_the_past_alone(with_a_past: Path) -> None:
 
 
 def in_another_process(cases: list[tuple[Path, dict[str, str]]]) -> list[bool]:
-    """Whether a launcher there goes on with what this one began, by run directory and environment."""
+    """Whether another launcher continues the fresh start of this one, by run directory and environment."""
     code = (
         "import json, os, sys; from pathlib import Path; from megads.checkpoint.fresh_start import *\n"
         "def look(run_dir, variables):\n"
@@ -104,8 +104,8 @@ def in_another_process(cases: list[tuple[Path, dict[str, str]]]) -> list[bool]:
 
 
 def test_who_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a restart in place, a requeue or the next job of a chain that begins again, and a second command by hand
-    that does not: in the same allocation, too."""
+    """Catches a restart in place, a requeue or the next job of a chain that starts afresh again, and a second manual
+    command that does not, also in the same allocation."""
     alone, in_job, in_chain = (tmp_path / name for name in ("alone", "in_job", "in_chain"))
     variables = [{}, {"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7"}]
     for run_dir, more in zip((alone, in_job, in_chain), variables, strict=True):

@@ -52,9 +52,9 @@ def run(
     fence: Fence | None = None,
     **options: Any,
 ) -> None:
-    """A loop of `steps` steps that counts and calls the hook; one that is killed after its last step has no end.
+    """A loop of `steps` steps that counts and calls the hook; to_the_end=False is a kill after the last step.
 
-    Steps that have a loss are validated after the hook, as ValidationHook does. Options are those of CheckpointConfig.
+    Losses are written after the hook, as ValidationHook does. Options are those of CheckpointConfig.
     """
     state = TrainState(loaded_step, 8 * loaded_step, 80 * loaded_step)
     events = EventWriter(run_dir, enabled=open_control_plane().rank == 0)
@@ -80,7 +80,7 @@ def run(
 
 
 def test_heartbeats_say_when_a_checkpoint_is_saved(tmp_path: Path) -> None:
-    """Catches a long save that looks like a hung step, and a step without one that is said to save."""
+    """Catches a save without its own heartbeat phase, which looks like a hung step, and the phase at other steps."""
     said: list[tuple[int, str]] = []
     state, beats, engine = TrainState(), Heartbeat(), cast(Any, OneRankEngine())
     beats.enter = lambda phase, step=None: said.append((state.step, phase))  # type: ignore[method-assign]
@@ -124,8 +124,8 @@ def test_when(every_steps: int, saved: list[int], tmp_path: Path) -> None:
 def test_nothing_is_saved_inside_a_streak(
     skipped: Collection[int], saved: list[int], put_off: int, tmp_path: Path
 ) -> None:
-    """Catches a checkpoint of weights that may have made the step non-finite, one that is due and never made up for,
-    and a stop in mid-streak that loses the steps before it or counts those that were skipped."""
+    """Catches a checkpoint of weights that may have caused the skipped steps, a due one that is never saved later, and
+    a stop among skipped steps that loses the steps before them or counts the skipped ones."""
     run(tmp_path, 7, 2, skipped=skipped)
     assert list(list_checkpoints(tmp_path)) == saved
     assert [read_manifest(folder).run.state["step"] for folder in list_checkpoints(tmp_path).values()] == saved
@@ -136,8 +136,8 @@ def test_nothing_is_saved_inside_a_streak(
     ("steps", "skipped", "saved"), [(5, [], [2, 4, 5]), (6, [6], [2, 4, 5]), (6, [4, 5, 6], [2, 3])]
 )
 def test_the_last_step_saves(steps: int, skipped: list[int], saved: list[int], tmp_path: Path) -> None:
-    """Catches a kill during the last validation, which comes before the end of the loop, that costs the last steps; and
-    a save that is said to be put off though it is made."""
+    """Catches a last checkpoint that is saved only after the last validation, so that a kill in between loses steps,
+    and a save that is reported as postponed although it is made."""
     run(tmp_path, steps, 2, skipped=skipped, to_the_end=False)
     assert list(list_checkpoints(tmp_path)) == saved
     put_off = [step for event, step in events_of(tmp_path) if event == "checkpoint_put_off"]
@@ -148,14 +148,14 @@ def test_the_last_step_saves(steps: int, skipped: list[int], saved: list[int], t
 def test_the_state_before_an_unproven_one_stays(
     steps: int, skipped: list[int], left: list[int], tmp_path: Path
 ) -> None:
-    """Catches the only healthy checkpoint deleted for one after which no step was finite."""
+    """Catches the deletion of the last proven checkpoint for a newer one that no finite step has followed."""
     run(tmp_path, steps, 1, keep=1, skipped=skipped)
     assert list(list_checkpoints(tmp_path)) == left
 
 
 def test_a_skipped_step_ends_a_training_stage(tmp_path: Path) -> None:
     """Catches a stage that ends with a skipped step and saves the counters before it: the next start would train that
-    step again, skip it again, and never come to the next stage."""
+    step again, skip it again, and never reach the next stage."""
     state, engine = TrainState(), cast(Any, OneRankEngine())
     hook = CheckpointHook(engine, tmp_path, CheckpointConfig(), run_record(0), state, EventWriter(tmp_path))
     for state.step in (1, 2):
@@ -168,7 +168,7 @@ def test_a_skipped_step_ends_a_training_stage(tmp_path: Path) -> None:
 
 
 def test_finished_run_started_again(tmp_path: Path) -> None:
-    """Catches a start with nothing left to do that rewrites its checkpoint."""
+    """Catches a start of a finished run that rewrites the checkpoint."""
     run(tmp_path, 5, 0, loaded_step=5)
     assert list(list_checkpoints(tmp_path)) == []
 
@@ -187,7 +187,7 @@ def outcome(run_dir: Path, full_disk_at: Collection[int], steps: int = 4) -> str
     [(2, "finished", [1, 3, 4]), (1, "stopped, None left", []), (4, "stopped, step_00000003 left", [1, 2, 3])],
 )
 def test_full_disk(full_disk_at: int, end: str, saved: list[int], tmp_path: Path) -> None:
-    """Catches a run that dies of one failed save, trains on with nothing saved, or ends well without its last one."""
+    """Catches a run that one failed save ends, that continues without any checkpoint or succeeds without its last."""
     [ended] = run_ranks(outcome, 1, tmp_path, [full_disk_at])
     assert ended.startswith(end)
     assert list(list_checkpoints(tmp_path)) == saved
@@ -197,7 +197,7 @@ def test_full_disk(full_disk_at: int, end: str, saved: list[int], tmp_path: Path
 
 @pytest.mark.distributed
 def test_saves_fail_only_so_often(tmp_path: Path) -> None:
-    """Catches a run whose every save fails, and that trains on until the last one ends it."""
+    """Catches a run that continues although all its saves fail, until the last save ends it."""
     [ended] = run_ranks(outcome, 1, tmp_path, [2, 3, 5, 6, 7, 8, 9], 20)
     assert ended.startswith("stopped, step_00000004 left: 4 saves in a row failed (checkpoint.max_failed_saves = 3); ")
     assert [step for event, step in events_of(tmp_path) if event == "checkpoint_failed"] == [2, 3, 5, 6, 7, 8]
@@ -214,18 +214,18 @@ def test_saves_fail_only_so_often(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_kept(options: dict[str, int], losses: dict[int, float], left: list[int], tmp_path: Path) -> None:
-    """Catches a best checkpoint, or one of a multiple, that goes with the old ones or before its loss is known, one
-    that is compared by another validation set, a loss that is none, and old ones that stay without a reason."""
+    """Catches a best checkpoint, or one of keep_every, that is deleted with the old ones or before its loss is known, a
+    comparison by another validation set or by non-finite losses, and old checkpoints that are not deleted."""
     run(tmp_path, 10, 1, losses=losses, **options)  # type: ignore[arg-type]
     assert list(list_checkpoints(tmp_path)) == left
 
 
 def test_the_best_of_earlier_starts_stay(tmp_path: Path) -> None:
-    """Catches a start that knows only the losses that it computed itself, and, after it went back, a checkpoint of the
-    part that was left behind that goes or counts among the best."""
+    """Catches a start that ignores the losses of earlier starts, and, after a return to an earlier step, the deletion
+    of checkpoints after that step, or their losses counted among the best."""
     run(tmp_path, 6, 1, keep=2, keep_best=1, losses={2: 1.0, 6: 0.5})
     assert list(list_checkpoints(tmp_path)) == [2, 5, 6]
-    # What a start that continues from step 2 does to the ledger.
+    # As a start that continues from step 2 does.
     ledger = MetricsWriter(tmp_path, enabled=True)
     ledger.drop_after(2)
     ledger.close()
@@ -234,7 +234,7 @@ def test_the_best_of_earlier_starts_stay(tmp_path: Path) -> None:
 
 
 def with_a_full_disk(run_dir: Path, needed: int) -> list[str]:
-    """A disk that takes a checkpoint of step 5 only when so many are gone; one that nothing helps fails once."""
+    """Fills the disk at step 5 until `needed` checkpoints are deleted; returns them, and '' if none may be deleted."""
     limits, room, gone = resource.getrlimit(resource.RLIMIT_FSIZE), hook_module.make_room, list[str]()
 
     def make_room(*arguments: Any, **options: Any) -> str:
@@ -253,9 +253,8 @@ def with_a_full_disk(run_dir: Path, needed: int) -> list[str]:
     ("needed", "gone", "left"), [(1, [3], [2, 4, 5, 6]), (2, [3, 2], [4, 5, 6]), (9, [3, 2], [4, 6])]
 )
 def test_room_is_made(needed: int, gone: list[int], left: list[int], tmp_path: Path) -> None:
-    """Catches a disk with room for what is kept, but not for one more, on which every save fails, a checkpoint kept for
-    good that goes while another one would do, a run that dies of a full disk with such ones on it, and the newest gone.
-    """
+    """Catches a disk without space for one more checkpoint on which every save fails, a kept checkpoint deleted before
+    others or the newest deleted, and a run that a full disk ends although there are checkpoints to delete."""
     names = [f"step_{step:08d}" for step in gone]
     assert run_ranks(with_a_full_disk, 1, tmp_path, needed) == [[*names, ""] if needed > 2 else names]
     assert list(list_checkpoints(tmp_path)) == left
@@ -264,12 +263,12 @@ def test_room_is_made(needed: int, gone: list[int], left: list[int], tmp_path: P
 
 
 def small_disk(run_dir: Path, monkeypatch: pytest.MonkeyPatch, checkpoints: float) -> int:
-    """Lets the disk of a run hold so many checkpoints; returns the bytes of one."""
+    """Limits the run's disk to the given number of checkpoints; returns the bytes of one."""
     engine: Any = OneRankEngine()
     size = sum(shard.tensor.nbytes for shard in engine.named_shards())
 
     def disk_usage(path: Path) -> SimpleNamespace:
-        # Of files so small the header is the larger part: each counts as the bytes of its tensors.
+        # Counts each file as the bytes of its tensors, since the header of so small a file is larger.
         return SimpleNamespace(free=int(checkpoints * size) - size * len(list(run_dir.rglob("*.safetensors"))))
 
     monkeypatch.setattr(hook_module.shutil, "disk_usage", disk_usage)
@@ -277,8 +276,8 @@ def small_disk(run_dir: Path, monkeypatch: pytest.MonkeyPatch, checkpoints: floa
 
 
 def test_room_is_made_before_a_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a checkpoint that is begun on a disk too small for it, one that gives way though there is room, and the
-    newest or one kept for good that goes before a save has failed."""
+    """Catches a save that starts without enough disk space, deletion although there is space, and deletion of the
+    newest checkpoint, or of one of keep_every, before a save has failed."""
     small_disk(tmp_path, monkeypatch, 3.5)
     run(tmp_path, 6, 1, keep=3, keep_every=2)
     assert list(list_checkpoints(tmp_path)) == [2, 4, 5, 6]
@@ -288,7 +287,7 @@ def test_room_is_made_before_a_disk_is_full(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_leftovers_go_before_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a checkpoint that gives way to what a killed start left behind."""
+    """Catches a checkpoint that is deleted while partial files of a killed start take up space."""
     run(tmp_path, 2, 1, keep=3)
     size = small_disk(tmp_path, monkeypatch, 3.5)
     leftover = tmp_path / "checkpoints" / ".step_00000009.partial"
@@ -299,7 +298,7 @@ def test_leftovers_go_before_checkpoints(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_an_orphan_makes_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a rank of an earlier start that deletes checkpoints, or what the new start is writing."""
+    """Catches a rank of an earlier start that deletes checkpoints, or the partial files of the new start."""
     run(tmp_path, 3, 1, keep=3)
     small_disk(tmp_path, monkeypatch, 3.5)
     being_written = tmp_path / "checkpoints" / ".step_00000004.partial"
@@ -311,7 +310,7 @@ def test_an_orphan_makes_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_disk_without_room_is_told_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches hours of training before the first save finds no room, and a run with a checkpoint that is refused."""
+    """Catches a full disk that shows only at the first save, and a run with a checkpoint that is refused."""
     monkeypatch.setattr(hook_module.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(CheckpointError, match=r"the disk of .* has 0\.00 GiB free, .* run\.dir"):
         run(tmp_path, 3, 1)

@@ -1,4 +1,4 @@
-"""Weights for a new run to start from: which are found, and which models they fit."""
+"""Initial weights for a new run: which checkpoint is used, and which models it fits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.checkpoint.test_read import damage, save
 
 
 def source_of(model: ModelConfig, folder: Path) -> WeightSource:
-    """A checkpoint that says it is of a model."""
+    """A checkpoint whose record names this model."""
     handle = open_checkpoint(save(folder, 1))
     known = json.loads(json.dumps(dataclasses.asdict(model)))
     run = RunRecord(**(dataclasses.asdict(handle.manifest.run) | {"model": known}))
@@ -29,8 +29,8 @@ def source_of(model: ModelConfig, folder: Path) -> WeightSource:
 
 
 def test_a_run_means_its_newest_intact_checkpoint_and_a_checkpoint_itself(tmp_path: Path) -> None:
-    """Catches a damaged checkpoint that another one silently stands in for where this very one was named, one that a
-    run cannot be started past, and a refusal that does not name the key."""
+    """Catches a damaged checkpoint that is silently replaced by another one although it was named, one that prevents a
+    start from the run's other checkpoints, and an error that does not name the key."""
     first, second = save(tmp_path, 1), save(tmp_path, 2)
     assert find_source(str(tmp_path)).step == open_source(str(tmp_path), ALONE).step == 2
     assert find_source(str(first)).step == open_source(str(first), ALONE).step == 1
@@ -66,7 +66,7 @@ def test_a_run_means_its_newest_intact_checkpoint_and_a_checkpoint_itself(tmp_pa
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_another_shape_or_other_parts_are_refused_by_name(change: dict[str, Any], named: str, tmp_path: Path) -> None:
-    """Catches weights that are read into another model, which a shape alone does not always tell."""
+    """Catches weights that are loaded into another model, which shapes alone do not always reveal."""
     source = source_of(ModelConfig(), tmp_path)
     with pytest.raises(ConfigError, match="is of another model") as refused:
         source.check_model(dataclasses.replace(ModelConfig(), **change))
@@ -75,8 +75,8 @@ def test_another_shape_or_other_parts_are_refused_by_name(change: dict[str, Any]
 
 
 def test_what_no_weight_has_the_shape_of_may_change(tmp_path: Path) -> None:
-    """Catches dropout, lengths and kernels that keep a run from its weights, and attention that silently becomes
-    another one."""
+    """Catches dropout, lengths and kernels that prevent a start from the weights, and attention settings that change
+    silently."""
     source = source_of(ModelConfig(position=Position.rope), tmp_path)
     same = ModelConfig(position=Position.rope, max_seq_len=8192, hidden_dropout=0.1, ffn_size=256, num_kv_heads=4)
     assert source.check_model(same) == []
@@ -88,7 +88,7 @@ def test_what_no_weight_has_the_shape_of_may_change(tmp_path: Path) -> None:
 
 
 def test_one_checkpoint_to_start_from() -> None:
-    """Catches a start that leaves open whether the optimizer's state is taken along."""
+    """Catches a start that leaves open whether the optimizer state is loaded."""
     CheckpointConfig(load="none", init_from="runs/pre").check()
     CheckpointConfig(load="runs/pre").check()
     with pytest.raises(ConfigError, match=r"checkpoint\.load = a and checkpoint\.init_from = b are both set"):

@@ -1,4 +1,4 @@
-"""Local checkpoints: whatever ends a process, the next one finds a state that is whole, and the newest that can be."""
+"""Local checkpoints: however a process ends, the next start finds the newest complete state."""
 
 from __future__ import annotations
 
@@ -54,18 +54,18 @@ def several_starts(run_dir: Path) -> list[tuple[int, list[str]]]:
 @pytest.mark.distributed
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_the_next_start_continues(world_size: int, tmp_path: Path) -> None:
-    """Catches a state that is not that of its step, lacks what another rank owns, or is lost by a start that ends
-    before its first step."""
+    """Catches a checkpoint that holds another step's state, lacks the copies of another rank's shards, or is lost when
+    a start ends before its first step."""
     found = [(0, []), (3, []), (3, []), (6, [])]
     assert run_ranks(several_starts, world_size, tmp_path) == [found] * world_size
 
 
 def killed_at(run_dir: Path, role: str, number: int) -> tuple[bool, int]:
-    """A start whose rank or local writer is killed before the n-th line of the code of images and local checkpoints
-    at step 3, which is copied over step 1.
+    """Kills a rank or its local writer before the n-th executed line of the image and local checkpoint code at step 3,
+    whose image overwrites that of step 1.
 
     Returns:
-        Whether it got that far, and the step that the next start found.
+        Whether the kill happened, and the step that the next start found.
     """
     run_dir.mkdir()
     armed, rank = run_dir / "armed", os.fork()
@@ -93,7 +93,7 @@ def killed_at(run_dir: Path, role: str, number: int) -> tuple[bool, int]:
                     run.step()
                     run.wait()
                 armed.unlink()
-                # What the next step would do first.
+                # As the next step does first.
                 if run.hook._local_writers_are_done(wait=True):
                     code = 1 if run.saves._writer is None else 0
         finally:
@@ -120,15 +120,15 @@ def kill_at_lines(run_dir: Path, role: str, stride: int) -> list[tuple[bool, int
                          pytest.param("writer", 1, marks=pytest.mark.slow)]
 )  # fmt: skip
 def test_a_kill_at_every_line(role: str, stride: int, tmp_path: Path) -> None:
-    """Catches a moment at which the death of a rank or of its writer leaves a torn state, or none."""
+    """Catches a line of code at which killing a rank or its writer leaves a torn state, or none."""
     (outcomes,) = run_ranks(kill_at_lines, 1, tmp_path, role, stride)
     assert len(outcomes) * stride > 20 and outcomes[-1] == (False, 3), "not every line was tried"
-    # A rank completes what its writer has not.
+    # A rank completes the image itself if its writer has not.
     assert {found for _, found in outcomes} == ({3} if role == "writer" else {2, 3})
 
 
 def with_one_state_incomplete(run_dir: Path) -> list[int]:
-    """Rank 1's writer is killed before it completes step 3; the others have done so."""
+    """Kills rank 1's writer before it completes step 3; the other ranks' writers complete theirs."""
     control = open_control_plane()
     with started(run_dir) as run:
         for _ in range(2):
@@ -149,13 +149,13 @@ def with_one_state_incomplete(run_dir: Path) -> list[int]:
 
 @pytest.mark.distributed
 def test_ranks_agree_on_a_step(tmp_path: Path) -> None:
-    """Catches ranks that continue from different steps, or from none though all have one."""
+    """Catches ranks that resume from different steps, or from none although all have a common one."""
     found = run_ranks(with_one_state_incomplete, 3, tmp_path)
     assert [steps[0] for steps in found] == [2, 2, 2]
 
 
 def beside_slow_writers(run_dir: Path) -> list[list[int]]:
-    """Rank 1's disk is slow: its writer reads an image while local checkpoints go on."""
+    """Rank 1's disk is slow: its writer still reads an image while later local checkpoints are made."""
     control, kept = open_control_plane(), []
     write = writer_module.write_rank_file
 
@@ -180,11 +180,11 @@ def beside_slow_writers(run_dir: Path) -> list[list[int]]:
 
 @pytest.mark.distributed
 def test_all_ranks_keep_the_same_steps(tmp_path: Path) -> None:
-    """Catches an image that is copied over while a writer reads it, and ranks that keep different steps because the
-    writers of some are slower."""
+    """Catches an image that is overwritten while a writer reads it, and ranks that keep different steps because some
+    writers are slower."""
     kept = run_ranks(beside_slow_writers, 2, tmp_path)
     assert kept[0] == kept[1]
-    # While step 4 is being written, its image stays.
+    # While step 4 is being written to disk, its image is kept.
     assert kept[0][:7] == [[1], [1, 2], [2, 3], [3, 4], [4, 5], [4, 6], [4, 7]]
     for step, folder in list_checkpoints(tmp_path).items():
         handle = find_checkpoint(tmp_path, str(folder), open_control_plane())
@@ -207,7 +207,7 @@ def lengthen(path: Path, draw: random.Random) -> None:
 @pytest.mark.quick("flip")
 @pytest.mark.parametrize("damage", [flip, cut, lengthen])
 def test_damage_is_passed_by(damage: Callable[[Path, random.Random], None], tmp_path: Path) -> None:
-    """Catches damage that nobody notices, at any place, and a start that ends because of it."""
+    """Catches undetected corruption at any position, and a start that fails because of corruption."""
     trained(tmp_path, 3)
     kept, draw = Kept(tmp_path), random.Random(1)
     for name in ("rank_00000.safetensors", "local.json"):
@@ -215,7 +215,7 @@ def test_damage_is_passed_by(damage: Callable[[Path, random.Random], None], tmp_
             kept.put_back()
             damage(files_of(tmp_path)[3] / name, draw)
             with started(tmp_path, 2) as run:
-                # What has changed of local.json may say the same: a number that is smaller, for instance.
+                # A changed local.json may still be valid, with a smaller number, for instance.
                 assert run.found() == 2 or (run.found() == 3 and name == "local.json")
                 if run.found() == 2 and name != "local.json":
                     assert "step 3 in memory" in run.base.passed_by[0]  # type: ignore[union-attr]
@@ -250,7 +250,7 @@ RULES: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], None], str]] = {
 
 @pytest.mark.parametrize("rule", RULES)
 def test_what_is_not_continued(rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a start that continues from a state that is not the run's any more, or does not say why not."""
+    """Catches a start that resumes from a state that is no longer valid for the run, or does not report why not."""
     trained(tmp_path, 3, every_steps=2, keep=0)
     change, reason = RULES[rule]
     change(tmp_path, monkeypatch)
@@ -261,8 +261,8 @@ def test_what_is_not_continued(rule: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("more_steps", [0, 1])
 def test_a_damaged_checkpoint_on_disk_is_not_a_removed_one(more_steps: int, tmp_path: Path) -> None:
-    """Catches a sound state in memory that is left for an old one on disk, or for none, because a manifest there is
-    damaged; and one that is then never saved, as the damaged one has its step."""
+    """Catches an intact local checkpoint that is discarded for an older one on disk, or for none, because a manifest on
+    disk is damaged; and one that is never saved to disk because the damaged checkpoint has its step."""
     trained(tmp_path, 2 + more_steps, every_steps=2, keep=0)
     manifest = step_folder(tmp_path, 2) / "manifest.json"
     manifest.write_bytes(manifest.read_bytes()[:-40])
@@ -274,8 +274,8 @@ def test_a_damaged_checkpoint_on_disk_is_not_a_removed_one(more_steps: int, tmp_
 
 
 def test_a_later_step_on_disk_wins(tmp_path: Path) -> None:
-    """Catches a run that goes back to a local checkpoint older than its newest one on disk: after a part of it in
-    which there were none in memory."""
+    """Catches a run that resumes from a local checkpoint older than its newest one on disk, as after a start without
+    local checkpoints."""
     trained(tmp_path, 3)
     save_checkpoint(tmp_path, shards_of(random_layout(1, 1)[0], global_tensors(9)), run_record(9))
     with started(tmp_path, 2) as run:
@@ -283,21 +283,21 @@ def test_a_later_step_on_disk_wins(tmp_path: Path) -> None:
 
 
 def test_when(tmp_path: Path) -> None:
-    """Catches local checkpoints at other steps than asked for, of a step that was not finite, or of each step after one
-    that was put off; and a checkpoint on disk that is none in memory."""
+    """Catches local checkpoints at other steps than configured, at a non-finite step, or at every step after a
+    postponed one; and a checkpoint on disk without one in memory."""
     with started(tmp_path, local_every_steps=3, every_steps=5, behind=True) as run:
         found = []
         for step in range(1, 11):
             run.step(skipped=step in (6, 7))
             run.wait()
-            # One that is still being written would put off the next.
+            # A checkpoint that is still being written would postpone the next.
             run.wait_for_disk()
             found.append(max(files_of(tmp_path), default=0))
     assert found == [0, 0, 3, 3, 5, 5, 5, 8, 9, 10]
 
 
 def test_the_end_of_a_run_frees_the_memory(tmp_path: Path) -> None:
-    """Catches gigabytes that nobody needs any more, and a next start that takes them for the run's newest state."""
+    """Catches memory that is not freed at the end of a run, and a next start that takes it for the newest state."""
     with started(tmp_path) as run:
         run.step()
         run.wait()
@@ -311,7 +311,7 @@ def test_the_end_of_a_run_frees_the_memory(tmp_path: Path) -> None:
 
 
 def test_a_run_that_continues_at_its_end_saves(tmp_path: Path) -> None:
-    """Catches a state that was only in memory and never reaches the disk, as the run has no step left to take."""
+    """Catches a state in memory that is never saved to disk because the resumed run has no step left."""
     trained(tmp_path, 3)
     with started(tmp_path, 2) as run:
         assert run.found() == 3
@@ -329,7 +329,7 @@ def stop(writer: CheckpointWriter) -> None:
 
 @pytest.mark.parametrize("end", [kill, stop])
 def test_a_lost_writer(end: Callable[[CheckpointWriter], None], tmp_path: Path) -> None:
-    """Catches local checkpoints that end, or a run that waits for ever, because a writer is dead or stopped."""
+    """Catches local checkpoints that cease, or a run that hangs, because a writer is dead or stopped."""
     with started(tmp_path, behind=True, every_steps=4, keep=0) as run:
         run.step()
         run.wait()
@@ -347,7 +347,7 @@ def test_a_lost_writer(end: Callable[[CheckpointWriter], None], tmp_path: Path) 
 
 
 def test_no_room_for_the_record(tmp_path: Path) -> None:
-    """Catches a run that ends, or saves no more on disk, as its local checkpoints cannot be completed."""
+    """Catches a run that fails, or stops saving to disk, because its local checkpoints cannot be completed."""
     with started(tmp_path, behind=True, every_steps=2, keep=0) as run:
         run.step()
         run.wait()
@@ -378,7 +378,7 @@ def without_memory(run_dir: Path) -> list[int]:
 
 @pytest.mark.distributed
 def test_a_node_without_memory(tmp_path: Path) -> None:
-    """Catches a run that ends where /dev/shm is small, or of which some ranks keep local checkpoints and some none."""
+    """Catches a run that fails where /dev/shm is small, or in which only some ranks keep local checkpoints."""
     found = run_ranks(without_memory, 2, tmp_path)
     assert all(2 in steps for steps in found)
     (event,) = [event for event in events_of(tmp_path) if event["event"] == "local_checkpoints_off"]
@@ -386,7 +386,7 @@ def test_a_node_without_memory(tmp_path: Path) -> None:
 
 
 def test_the_folder_is_this_users_and_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a state that another user has planted, and two processes that write into one image."""
+    """Catches a state planted by another user, and two processes that write to the same image."""
     monkeypatch.setattr(local_files_module, "_LOCK_WAIT_S", 0.1)
     (tmp_path / "elsewhere").mkdir()
 
@@ -407,16 +407,16 @@ def test_the_folder_is_this_users_and_this_process(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_what_a_start_continues_from_stays(steps: int, tmp_path: Path) -> None:
-    """Catches a start whose first copy goes over the state that it continued from: a crash meanwhile would lose it."""
+    """Catches a start whose first copy overwrites the state that it resumed from: a crash meanwhile would lose it."""
     trained(tmp_path, steps)
     with started(tmp_path, 2) as run:
-        run.local_writer.close()  # it completes nothing more
+        run.local_writer.close()  # so the new image is never completed
         run.saves.copy(run.engine.named_shards(owned=False), run_record(steps + 1), 0, None, lambda _: None).wait()
         assert list(files_of(tmp_path)) == [steps]
 
 
 def test_memory_of_ranks_that_are_gone_is_freed(tmp_path: Path) -> None:
-    """Catches gigabytes of ranks that a smaller layout has no more."""
+    """Catches memory of ranks that a smaller layout no longer has, and that is never freed."""
     trained(tmp_path, 2)
     folder = node_folder(tmp_path / "memory", tmp_path)
     shutil.copytree(folder / "rank_00000", folder / "rank_00007")
@@ -425,7 +425,7 @@ def test_memory_of_ranks_that_are_gone_is_freed(tmp_path: Path) -> None:
 
 
 def test_memory_is_taken_once(tmp_path: Path) -> None:
-    """Catches a start that takes new memory beside what the last one has left."""
+    """Catches a start that allocates new memory instead of reusing that of the last start."""
     trained(tmp_path, 3)
     before = held_in_memory(tmp_path / "memory", tmp_path)[1]
     with started(tmp_path, 2) as run:

@@ -1,4 +1,4 @@
-"""The manifest survives a round trip and nothing else."""
+"""The manifest: round trip, corruption, invalid contents, earlier formats."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_round_trip() -> None:
 
 
 def test_every_flipped_bit_is_noticed() -> None:
-    """Catches damage in the manifest itself: a changed step, offset or checksum that still parses."""
+    """Catches undetected corruption of the manifest itself: a changed step, offset or checksum that still parses."""
     text = manifest().encode()
     for position in range(len(text)):
         damaged = bytearray(text)
@@ -57,7 +57,7 @@ def test_every_flipped_bit_is_noticed() -> None:
 
 
 def test_newer_format_is_refused() -> None:
-    """Catches a newer checkpoint reported as damaged, which sends its owner looking for a broken disk."""
+    """Catches a newer format reported as damage, so that its owner looks for a broken disk."""
     text = manifest().encode().replace(b'"format_version": 3', b'"format_version": 99', 1)
     with pytest.raises(CheckpointError, match="format version 99 is newer"):
         Manifest.decode(text)
@@ -65,7 +65,7 @@ def test_newer_format_is_refused() -> None:
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_checkpoints_of_earlier_versions(version: int, tmp_path: Path) -> None:
-    """Catches checkpoints of before that are refused, read wrongly, or believed when they are damaged."""
+    """Catches checkpoints of earlier formats that are refused, read wrongly, or accepted when damaged."""
     folder = tmp_path / "step_00000007"
     shutil.copytree(GOLDEN / f"version_{version}", folder)
     handle = open_checkpoint(folder)
@@ -88,7 +88,7 @@ def test_checkpoints_of_earlier_versions(version: int, tmp_path: Path) -> None:
 
 
 def resigned(body: dict[str, Any]) -> bytes:
-    """The text of a manifest with checksums that hold, as whoever can write it can make it."""
+    """The text of a manifest with valid checksums, as anyone who can write the file can make it."""
     head = {key: body.pop(key) for key in ("format_version", "sequence", "contents", "checksum") if key in body}
     contents = json.dumps(body)[1:].encode()
     line = json.dumps({**head, "contents": xxhash.xxh3_128_hexdigest(contents), "checksum": ""})
@@ -97,7 +97,7 @@ def resigned(body: dict[str, Any]) -> bytes:
 
 
 def resigned_before_3(body: dict[str, Any]) -> bytes:
-    """The same in the form of versions 1 and 2."""
+    """The same in the format of versions 1 and 2."""
     body.pop("checksum")
     digest = xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
     return json.dumps({"checksum": digest, **body}).encode()
@@ -138,8 +138,8 @@ HOSTILE: dict[str, Change] = {
 
 @pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE)
 def test_contents_that_no_checkpoint_has(change: Change, tmp_path: Path) -> None:
-    """Catches a manifest that is believed because its own checksum holds: files read from elsewhere, a step that the
-    run never did, a type that ends the run in a traceback."""
+    """Catches a manifest that is trusted because its own checksum is valid: files outside the checkpoint, a step that
+    the run never took, a type that causes a traceback."""
     folder = tmp_path / "step_00000007"
     folder.mkdir()
     body = json.loads(manifest().encode())
@@ -150,14 +150,14 @@ def test_contents_that_no_checkpoint_has(change: Change, tmp_path: Path) -> None
 
 
 def test_nesting_without_end(tmp_path: Path) -> None:
-    """Catches a parser that runs out of stack."""
+    """Catches a parser that overflows the stack."""
     (tmp_path / MANIFEST_FILE).write_text("[" * 200_000 + "]" * 200_000)
     with pytest.raises(CheckpointError, match="it is damaged"):
         read_manifest(tmp_path)
 
 
 def test_a_pipe_in_its_place(tmp_path: Path) -> None:
-    """Catches a reader that waits for a writer that never comes."""
+    """Catches a reader that hangs on a pipe without a writer."""
     os.mkfifo(tmp_path / MANIFEST_FILE)
     signal.alarm(10)
     try:
@@ -168,7 +168,7 @@ def test_a_pipe_in_its_place(tmp_path: Path) -> None:
 
 
 def test_the_order_is_known_without_a_parser(tmp_path: Path) -> None:
-    """Catches a manifest that is damaged and counts, among those that are kept or as the newest."""
+    """Catches a damaged manifest that counts, among the checkpoints to keep or as the newest."""
     folder = tmp_path / "step_00000007"
     folder.mkdir()
     text = manifest().encode()
@@ -186,7 +186,7 @@ def test_the_order_is_known_without_a_parser(tmp_path: Path) -> None:
 
 
 def test_thread_count_and_versions_are_recorded() -> None:
-    """Catches a resume under another thread count (other bits, see N5) that passes unnoticed."""
+    """Catches a resume with another thread count (other bits, see N5) that is not reported."""
     threads = torch.get_num_threads()
     before = software()
     try:

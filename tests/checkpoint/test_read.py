@@ -1,4 +1,4 @@
-"""What is found, what is passed by and why."""
+"""Tests which checkpoint is found, which ones are skipped and why."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def damage(folder: Path, kind: str) -> None:
     ],
 )
 def test_damaged_checkpoint(kind: str, reason: str, tmp_path: Path) -> None:
-    """Catches damage that torch and safetensors load silently, and a fallback without a reason."""
+    """Catches damage that torch and safetensors load silently, and a fallback that gives no reason."""
     save(tmp_path, 1)
     folder = save(tmp_path, 2)
     damage(folder, kind)
@@ -101,7 +101,7 @@ def test_damaged_checkpoint(kind: str, reason: str, tmp_path: Path) -> None:
 
 
 def test_fresh_run(tmp_path: Path) -> None:
-    """Catches a first start that fails, a partial folder taken for a checkpoint, and a `none` that loads."""
+    """Catches a first start that fails, a partial folder accepted as a checkpoint, and a `none` that loads."""
     assert find_checkpoint(tmp_path, "auto") is None
     save(tmp_path, 1)
     assert find_checkpoint(tmp_path, "none") is None
@@ -123,9 +123,9 @@ def test_latest_that_names_nothing(content: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", ["step_00000009\n", "", "\x00\x00", None])
 def test_a_run_means_what_it_committed_last(content: str | None, tmp_path: Path) -> None:
-    """Catches a start from an older checkpoint than the last one, because a kill came between its commit and the
-    writing of `latest`, or `latest` is damaged; one that takes the highest step of a part that was left behind; and an
-    older one that silently stands in for the damaged one that `latest` names."""
+    """Catches a start from an older checkpoint than the last committed one because a kill came between its commit and
+    the write of `latest`, or `latest` is damaged; one from the highest step, of a part of the run that was abandoned;
+    and an older one that silently replaces the damaged one that `latest` names."""
     run_dir = tmp_path / "run"
     for step in (1, 9, 4):
         save(run_dir, step)
@@ -149,7 +149,8 @@ def test_a_run_means_what_it_committed_last(content: str | None, tmp_path: Path)
 
 
 def test_given_path(tmp_path: Path) -> None:
-    """Catches a path of a run, or of a moved checkpoint, that cannot be loaded, and a typing error taken for none."""
+    """Catches a path of a run, or of a moved checkpoint, that cannot be loaded, and a mistyped path read as no
+    checkpoint."""
     first = save(tmp_path / "run", 1)
     save(tmp_path / "run", 2)
     shutil.copytree(first, tmp_path / "moved")
@@ -166,7 +167,7 @@ def test_given_path(tmp_path: Path) -> None:
 
 
 def test_opened_by_a_reader(tmp_path: Path) -> None:
-    """Catches a path that means nothing, a damaged checkpoint that is read, and errors that say what to train with."""
+    """Catches a path that is not resolved, a damaged checkpoint that is read, and errors that advise on training."""
     first, second = save(tmp_path / "run", 1), save(tmp_path / "run", 2)
     for path in (tmp_path / "run", tmp_path / "run" / "checkpoints", second):
         assert open_checkpoint(path).state["step"] == 2
@@ -185,7 +186,7 @@ def test_opened_by_a_reader(tmp_path: Path) -> None:
 
 
 def test_a_reader_changes_nothing(tmp_path: Path) -> None:
-    """Catches a reader that puts back the checkpoint which a training run is replacing at this moment."""
+    """Catches a reader that restores a checkpoint that a training run is just replacing."""
     save(tmp_path, 1)
     folder = save(tmp_path, 2)
     folder.rename(folder.with_name(f".{folder.name}.replaced"))
@@ -196,7 +197,8 @@ def test_a_reader_changes_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_reshard(seed: int, tmp_path: Path) -> None:
-    """Catches a wrong slice on either side of the copy, in one to three dims, and copies held by several ranks."""
+    """Catches a wrong slice on either side of the copy, in one to three dims, and wrong copies held by several
+    ranks."""
     save(tmp_path, seed)
     handle = find_checkpoint(tmp_path, "auto")
     assert handle is not None
@@ -207,7 +209,7 @@ def test_reshard(seed: int, tmp_path: Path) -> None:
 
 
 def test_shards_that_are_not_stored(tmp_path: Path) -> None:
-    """Catches weights left at their random start because a name or a shape does not match."""
+    """Catches weights left at their random initialization because a name or a shape does not match."""
     save(tmp_path, 1)
     handle = find_checkpoint(tmp_path, "auto")
     assert handle is not None
@@ -221,7 +223,7 @@ def test_shards_that_are_not_stored(tmp_path: Path) -> None:
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
-    """Catches weights loaded into another architecture, and a refusal of what may change during a run."""
+    """Catches weights loaded into another architecture, and a refusal of settings that may change during a run."""
     save(tmp_path, 1)
     handle = find_checkpoint(tmp_path, "auto")
     assert handle is not None
@@ -233,7 +235,7 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_software_differences(tmp_path: Path) -> None:
-    """Catches a warning where nothing changed."""
+    """Catches a software difference reported where nothing changed."""
     save(tmp_path, 1)
     handle = find_checkpoint(tmp_path, "auto")
     assert handle is not None and handle.software_differences() == []
@@ -262,7 +264,7 @@ def test_damage_seen_by_one_rank(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_are_those_of_the_checkpoint(tied: bool, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Catches a weight that stays uninitialised, a head that is no longer tied, another shape, another rounding."""
+    """Catches a weight left uninitialized, an output head that is no longer tied, another shape, another rounding."""
     config = dataclasses.replace(model_config(Position.learned), tie_embeddings=tied)
     model = hot_model(config)
     loaded = load_unsharded(open_checkpoint(write_run(tmp_path, tmp_path / "none", model)), CPU, dtype)
@@ -284,7 +286,7 @@ def test_weights_are_those_of_the_checkpoint(tied: bool, dtype: torch.dtype, tmp
     ],
 )
 def test_another_model(change: dict[str, object], message: str, tmp_path: Path) -> None:
-    """Catches a traceback for a checkpoint of a later version, and weights that are missing."""
+    """Catches a traceback for a checkpoint of a later version, and missing weights that are not reported."""
     handle = open_checkpoint(write_run(tmp_path, tmp_path / "none", hot_model(ModelConfig(vocab_size=11))))
     record = RunRecord(**(dataclasses.asdict(handle.manifest.run) | {"model": handle.manifest.run.model | change}))
     changed = CheckpointHandle(handle.folder, dataclasses.replace(handle.manifest, run=record))

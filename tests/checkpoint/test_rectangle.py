@@ -1,4 +1,4 @@
-"""Parts of tensors against tensors of ones."""
+"""Rectangles of tensors, compared with dense masks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def mask(rectangle: Rectangle, shape: tuple[int, ...]) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", [(9,), (5, 6), (3, 4, 5)])
 def test_overlap(shape: tuple[int, ...]) -> None:
-    """Catches an overlap that is one off at an edge, or empty in one dim only."""
+    """Catches an overlap that is off by one at an edge, or empty in one dim only."""
     draw = random.Random(3)
     for _ in range(300):
         left, right = random_rectangle(draw, shape), random_rectangle(draw, shape)
@@ -41,7 +41,7 @@ def test_overlap(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("shape", [(9,), (5, 6), (3, 4, 5)])
 def test_coverage_of_random_cuts(shape: tuple[int, ...]) -> None:
-    """Catches a valid cut that is refused, and a doubled, missing or shifted part that passes."""
+    """Catches a valid partition that is refused, and a duplicate, missing or shifted part that is accepted."""
     draw = random.Random(4)
     whole = Rectangle((0,) * len(shape), shape)
     for _ in range(200):
@@ -63,7 +63,7 @@ def test_coverage_of_random_cuts(shape: tuple[int, ...]) -> None:
 
 
 def test_coverage_faults_are_named() -> None:
-    """Catches an overlap that hides a gap of the same size from a mere count of elements."""
+    """Catches an overlap that hides a gap of the same size where only elements are counted."""
     assert coverage_fault((4,), [Rectangle((0,), (2,)), Rectangle((1,), (2,))]) == "the parts at [0] and [1] overlap"
     assert coverage_fault((4,), [Rectangle((0,), (3,))]) == "1 of its 4 elements are in no part"
     assert "not inside" in str(coverage_fault((4,), [Rectangle((3,), (2,))]))
@@ -71,7 +71,7 @@ def test_coverage_faults_are_named() -> None:
 
 
 def test_sums_of_several_tensors() -> None:
-    """Catches a part of one tensor that stands in for one of another, and a scalar that is there twice or never."""
+    """Catches a part of one tensor that replaces one of another, and a scalar that is stored twice or never."""
     half, other = Rectangle((0,), (2,)), Rectangle((2,), (2,))
     whole = add_cover_sums((cover_sum("a", [Rectangle((0,), (4,))]), cover_sum("b", [Rectangle((0,), (4,))])))
     assert add_cover_sums((cover_sum("a", [half, other]), cover_sum("b", [half, other]))) == whole

@@ -1,4 +1,4 @@
-"""A store is what it says, byte for byte: a real S3 server, and a folder."""
+"""A remote store returns what was stored, byte for byte: a real S3 server, and a folder."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def write(path: Path, size: int) -> Path:
 
 
 def test_files_come_back(store: RemoteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a path that is cut wrongly, a size of zero, parts in disorder, and a digest that is not the store's."""
+    """Catches a wrongly split path, a lost empty file, parts out of order, and a digest other than the store's."""
     monkeypatch.setattr(remote, "_PART_BYTES", 5 * 2**20)
     assert store.files("a") == {} and store.stat("a/x") is None and store.read("a/x") is None
     for size in (0, 1, 3000, 10 * 2**20, 21 * 2**20 + 7):
@@ -55,7 +55,7 @@ def test_files_come_back(store: RemoteStore, tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_digest_of_another_kind_is_no_fault(s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a bucket with keys of KMS, whose ETag is no MD5, that takes no upload or takes a damaged one."""
+    """Catches a bucket with KMS keys, whose ETag is not an MD5, that refuses uploads or accepts a damaged one."""
     store = RemoteStore(s3.url)
     monkeypatch.setattr(RemoteStore, "expected_digest", lambda *_: "0" * 32)
     local = write(tmp_path / "local", 5000)
@@ -70,7 +70,7 @@ def test_a_digest_of_another_kind_is_no_fault(s3: S3Server, tmp_path: Path, monk
 
 
 def test_what_arrives_damaged_is_refused(store: RemoteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches an upload that is not looked at: one bit flips on the way, in the driver."""
+    """Catches an upload that is not verified: one bit flips on the way, in the driver."""
     local = write(tmp_path / "local", 5000)
     good = store._place
 
@@ -85,7 +85,7 @@ def test_what_arrives_damaged_is_refused(store: RemoteStore, tmp_path: Path, mon
 
 
 def test_half_a_file_is_none(tmp_path: Path) -> None:
-    """Catches a folder's file that has its name before all of it is there."""
+    """Catches a file in a folder that has its final name before it is complete."""
     store = RemoteStore(f"file://{tmp_path}/store")
     seen: list[list[str]] = []
     store.put(write(tmp_path / "local", 20 * 2**20), "x", lambda _: seen.append(sorted(store.files(""))))
@@ -115,14 +115,14 @@ def test_half_a_file_is_none(tmp_path: Path) -> None:
     ],
 )
 def test_urls_are_refused(url: str, told: str) -> None:
-    """Catches a typo that is found out hours later, and a password in config.yaml."""
+    """Catches a wrong URL that is noticed only hours later, and a password in config.yaml."""
     with pytest.raises(ConfigError, match=told) as refused:
         CheckpointConfig(upload=url).check()
     assert "secretword" not in str(refused.value)
 
 
 def test_settings_are_refused() -> None:
-    """Catches a key that means nothing, and a password that would be written down."""
+    """Catches a key that has no effect, and a password that would be written to disk."""
     for changes, told in (
         ({"upload_keep": 2}, "only applies with checkpoint.upload"),
         ({"upload": "file:///x", "upload_keep": -1}, "must not be negative"),
@@ -155,7 +155,7 @@ def test_a_store_that_fails_says_why(s3: S3Server, tmp_path: Path, monkeypatch: 
 
 
 def test_a_store_that_hangs_is_left(s3: S3Server) -> None:
-    """Catches a start that waits for a server for ever."""
+    """Catches a start that hangs because the server does not answer."""
     store = RemoteStore(s3.url)
     s3.hang()
     try:

@@ -52,7 +52,7 @@ def test_a_second_one_waits_and_is_told(store: RemoteStore) -> None:
 
 
 def test_a_holder_far_away_that_is_silent_is_gone(store: RemoteStore) -> None:
-    """Catches a lost machine that keeps its successor from uploading, and one that goes on after a pause."""
+    """Catches a lost machine that keeps its successor from uploading, and one that uploads again after a pause."""
     write_holder(store)
     with RemoteLease(store, beat_s=0.05) as lease:
         told = take(lease, silent_s=0.4, wait_s=30)
@@ -68,7 +68,7 @@ def test_a_holder_far_away_that_is_silent_is_gone(store: RemoteStore) -> None:
 
 
 def test_a_holder_far_away_that_beats_is_alive(store: RemoteStore) -> None:
-    """Catches a takeover of a process that works."""
+    """Catches a takeover from a process that still sends heartbeats."""
     ended = threading.Event()
 
     def beat() -> None:
@@ -89,7 +89,7 @@ def test_a_holder_far_away_that_beats_is_alive(store: RemoteStore) -> None:
 
 
 def test_a_dead_process_of_this_machine_is_gone_at_once(store: RemoteStore) -> None:
-    """Catches a restart after a kill that waits a minute for nobody."""
+    """Catches a restart after a kill that waits a minute for a dead process."""
     dead = {"machine": upload.machine_id(), "pid": 2**22 + 1, "born": 1}
     write_holder(store, **dead)
     with RemoteLease(store) as lease:
@@ -98,7 +98,7 @@ def test_a_dead_process_of_this_machine_is_gone_at_once(store: RemoteStore) -> N
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff"])
 def test_a_damaged_file_holds_nothing(content: bytes, store: RemoteStore) -> None:
-    """Catches a lease that nobody can take any more."""
+    """Catches a damaged lease file that blocks every later process."""
     store.write(LEASE_FILE, content)
     with RemoteLease(store) as lease:
         assert take(lease) == []

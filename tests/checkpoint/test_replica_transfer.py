@@ -1,4 +1,4 @@
-"""An image on its way to another node: killed at any moment it leaves the older copy, and strangers get nothing."""
+"""Tests the transfer of checkpoint images between nodes: SIGKILL at any line, changed images, authentication."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Nodes:
         return ServeOrder(self.other, 0, LOOPBACK, self.secret.encode())
 
     def kept(self) -> list[int]:
-        """Steps of the copies, all of which are intact."""
+        """Verifies every copy; returns their steps."""
         found = committed(replica_folder(self.other, 0))
         for image, commit in found.values():
             verify_image(image, commit)
@@ -61,7 +61,7 @@ class Nodes:
 
 @pytest.fixture
 def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Nodes:
-    """An image is many chunks."""
+    """Images of steps 1 to 3, each of many chunks."""
     monkeypatch.setattr(transfer_module, "_CHUNK_BYTES", 500)
     own, before = own_folder(node_folder(memory_of(tmp_path, 0), tmp_path), 0), tmp_path / "before"
     with started(tmp_path) as run:
@@ -75,7 +75,7 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Nodes:
 
 @contextmanager
 def killed_at(number: int, armed: Path) -> Iterator[None]:
-    """Kills this process before the n-th line of the code of copies once a file is there, in whichever thread."""
+    """Kills this process before the n-th line of the transfer code, in any thread, counted while `armed` exists."""
     seen = 0
 
     def count(frame: FrameType, event: str, _: Any) -> Any:
@@ -94,7 +94,7 @@ def killed_at(number: int, armed: Path) -> Iterator[None]:
 
 
 def in_a_process(body: Callable[[], None]) -> int:
-    """Forks; returns the pid."""
+    """Runs `body` in a forked process; returns the pid."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -109,7 +109,7 @@ STRIDES = [11, pytest.param(1, marks=pytest.mark.slow)]
 
 @pytest.mark.parametrize("stride", STRIDES)
 def test_a_receiver_killed_at_every_line(stride: int, nodes: Nodes, tmp_path: Path) -> None:
-    """Catches a moment at which the death of the receiver costs the older copy, or leaves a torn one."""
+    """Catches a line at which SIGKILL of the receiver loses the older copy, or leaves a torn one."""
     armed, kept = tmp_path / "armed", []
     for number in range(1, 3000, stride):
         armed.unlink(missing_ok=True)
@@ -143,7 +143,7 @@ def test_a_receiver_killed_at_every_line(stride: int, nodes: Nodes, tmp_path: Pa
 
 @pytest.mark.parametrize("stride", STRIDES)
 def test_a_sender_killed_at_every_line(stride: int, nodes: Nodes, tmp_path: Path) -> None:
-    """Catches a moment at which the death of the sender costs the older copy, or leaves the receiver waiting for it."""
+    """Catches a line at which SIGKILL of the sender loses the older copy, or makes the receiver hang."""
     server, armed, kept = ReplicaServer(nodes.served), tmp_path / "armed", []
     armed.touch()
     for step in (1, 2):
@@ -168,7 +168,7 @@ def test_a_sender_killed_at_every_line(stride: int, nodes: Nodes, tmp_path: Path
 
 
 def test_an_image_that_is_copied_over_is_given_up(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a copy that is torn because the rank goes on to its next state, and one that is an error for it."""
+    """Catches a torn copy when the rank overwrites its image during the transfer, and an error in that case."""
     server = ReplicaServer(nodes.served)
     nodes.send(1, server.port)
     order = nodes.order(2, server.port)
@@ -187,7 +187,7 @@ def test_an_image_that_is_copied_over_is_given_up(nodes: Nodes, monkeypatch: pyt
 
 
 def test_what_changes_on_the_way_is_refused(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a receiver that does not verify: an image may change while the kernel still sends its pages."""
+    """Catches a receiver that skips the checksum: an image may change while the kernel still sends its pages."""
     server = ReplicaServer(nodes.served)
     nodes.send(1, server.port)
     order = nodes.order(2, server.port)
@@ -210,7 +210,7 @@ def test_what_changes_on_the_way_is_refused(nodes: Nodes, monkeypatch: pytest.Mo
 
 
 def test_only_who_knows_the_secret(nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a stranger who gets or leaves a state, or keeps the run's own processes off."""
+    """Catches a process without the secret that fetches or stores an image, or blocks the run's own processes."""
     monkeypatch.setattr(transfer_module, "HANDSHAKE_S", 1.0)
     server = ReplicaServer(nodes.served)
     nodes.send(1, server.port)
@@ -223,7 +223,7 @@ def test_only_who_knows_the_secret(nodes: Nodes, tmp_path: Path, monkeypatch: py
         raw.sendall(bytes(64))
         nonce = raw.recv(1000)
         assert len(nonce) == 32 and raw.recv(1000) == b"", "a proof for somebody who has none"
-    # Messages of another connection are no messages of this one.
+    # A message signed for another connection is refused.
     with closing(ReplicaConnection.to((LOOPBACK, server.port), nodes.secret)) as connection:
         connection._session = "of another connection"
         connection.say(ImageRequest(ImageAction.fetch, 0, (1, 1)))
@@ -237,7 +237,7 @@ def test_only_who_knows_the_secret(nodes: Nodes, tmp_path: Path, monkeypatch: py
 
 
 def test_an_impostor_gets_no_image(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a state that is sent to whoever took the port of a process that died."""
+    """Catches an image sent to a process that took over the port of a dead one."""
     monkeypatch.setattr(transfer_module, "HANDSHAKE_S", 1.0)
     received = bytearray()
     with socket.create_server((LOOPBACK, 0)) as impostor:
@@ -260,14 +260,14 @@ def test_an_impostor_gets_no_image(nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 
 
 def test_of_another_rank(nodes: Nodes) -> None:
-    """Catches two ranks whose copies take turns in one folder."""
+    """Catches copies of two ranks that overwrite each other in one folder."""
     server = ReplicaServer(replace(nodes.served, keeps=5))
     with pytest.raises(CheckpointError, match="replicas of rank 5 are kept here, not of rank 0"):
         nodes.send(1, server.port)
 
 
 def test_what_is_not_there_is_not_fetched(nodes: Nodes, tmp_path: Path) -> None:
-    """Catches a start that takes another step than the ranks agreed on, or ends because a copy is gone."""
+    """Catches a fetch that returns another step than requested, or stops the server if the step is gone."""
     server = ReplicaServer(nodes.served)
     nodes.send(1, server.port)
     (tmp_path / "image").mkdir()

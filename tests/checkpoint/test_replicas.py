@@ -1,4 +1,4 @@
-"""Copies of local checkpoints on other nodes: a lost node costs no more than a crash, and its loss delays nobody."""
+"""Replicas of local checkpoints on other nodes: recovery from a lost node, and training while one does not answer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TWO_NODES: dict[str, Any] = {"num_nodes": 2, "replicate": True}
 
 
 def wait_for_replicas(run: Run) -> None:
-    """Until other nodes hold the last local checkpoint of all ranks; collective."""
+    """Waits until other nodes hold the last local checkpoint of all ranks; collective."""
     deadline = time.monotonic() + 30
     while not (progress := run.saves.replication()).complete:
         assert time.monotonic() < deadline, progress
@@ -37,7 +37,7 @@ def wait_for_replicas(run: Run) -> None:
 
 
 def train_on(run: Run, steps: int) -> None:
-    """Steps of which other nodes hold all local checkpoints: none is put off, as the one before is there."""
+    """Takes steps, and after each waits for its replicas, so that no local checkpoint is postponed."""
     if run.base is not None:
         wait_for_replicas(run)
     for _ in range(steps):
@@ -47,7 +47,7 @@ def train_on(run: Run, steps: int) -> None:
 
 
 def on_rank_0(action: Callable[[], object]) -> None:
-    """Once every rank has come here."""
+    """Runs the action on rank 0, between two barriers."""
     control = open_control_plane()
     control.barrier()
     if control.rank == 0:
@@ -60,14 +60,14 @@ def lose_node(run_dir: Path, node: int) -> None:
 
 
 def swap_nodes(run_dir: Path) -> None:
-    """The ranks come to other nodes."""
+    """Exchanges the nodes' memory, as if the ranks started on the other node."""
     first, second, aside = memory_of(run_dir, 0), memory_of(run_dir, 1), run_dir / "aside"
     for source, target in ((first, aside), (second, first), (aside, second)):
         source.rename(target)
 
 
 def test_partners() -> None:
-    """Catches a rank whose copy is on its own node, or two whose copies are with the same rank."""
+    """Catches a rank whose replica is on its own node, and two ranks with the same partner."""
     assert partners_of([0, 0, 2, 2, 4, 4]) == [2, 3, 4, 5, 0, 1]
     assert partners_of([0, 1, 2]) == [1, 2, 0]
     assert partners_of([0, 0]) == [0, 1]
@@ -89,7 +89,7 @@ def lost_nodes(run_dir: Path) -> list[tuple[int, tuple[int, ...]]]:
         with started(run_dir, start, **TWO_NODES) as run:
             found.append((run.found(), run.base.from_replicas if run.base else ()))
             if start == 4:
-                # Killed before its first step: what other nodes hold is that of the start before.
+                # Ends before its first step: the replicas are those of the previous start.
                 wait_for_replicas(run)
             else:
                 train_on(run, 3)
@@ -99,8 +99,8 @@ def lost_nodes(run_dir: Path) -> list[tuple[int, tuple[int, ...]]]:
 
 @pytest.mark.distributed
 def test_lost_nodes(tmp_path: Path) -> None:
-    """Catches a lost node, a spare one in its place or ranks on other nodes that mean the disk, or another state; and a
-    start that leaves the run without copies until its first local checkpoint."""
+    """Catches a restart from disk, or from another step, after a node is lost or replaced or ranks move to other nodes;
+    and a start after which the run has no replicas until its first local checkpoint."""
     found = [(0, ()), (3, (2, 3)), (6, (0, 1)), (9, (0, 1, 2, 3)), (9, (2, 3))]
     assert run_ranks(lost_nodes, 4, tmp_path) == [found] * 4
 
@@ -117,13 +117,13 @@ def both_lost(run_dir: Path) -> tuple[int, list[str]]:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_all_holders_lost(tmp_path: Path) -> None:
-    """Catches a start that ends, or does not say why it takes the disk, when no node holds a state."""
+    """Catches a start that fails, or does not report why it loads from disk, if no node holds a local checkpoint."""
     reason = "checkpoints in memory: rank 0 has none on its node, and no other node holds a copy"
     assert run_ranks(both_lost, 2, tmp_path) == [(0, [reason])] * 2
 
 
 def images_of(run_dir: Path, node: int, owner: int, *, replica: bool) -> dict[int, Path]:
-    """Files in a node's memory, by step."""
+    """Image files in a node's memory, by step."""
     for folder, rank in held_folders(node_folder(memory_of(run_dir, node), run_dir)).items():
         if rank == owner and folder.name.startswith("replica") == replica:
             name = f"rank_{owner:05d}.safetensors"
@@ -152,15 +152,15 @@ def damaged(run_dir: Path) -> list[tuple[int, tuple[int, ...], str]]:
             assert run.base is not None
             found.append((run.found(), run.base.from_replicas, "; ".join(run.base.passed_by)))
             if round_ == 0:
-                # Back to step 1.
+                # Continues from step 1.
                 train_on(run, 1)
     return found
 
 
 @pytest.mark.distributed
 def test_damaged_copies(tmp_path: Path) -> None:
-    """Catches damage of a copy that nobody notices, damage of an image of which there is an intact copy but that means
-    the disk, and an older intact copy that is not taken."""
+    """Catches a damaged replica that is loaded, a restart from disk although a damaged image has an intact replica, and
+    an intact older replica that is not used."""
     first, second, third = run_ranks(damaged, 2, tmp_path)[0]
     assert first[:2] == (1, (1,)) and "step 2 in memory: rank 1: from rank 0's node" in first[2]
     assert second[:2] == (4, (1,)) and not second[2]
@@ -174,7 +174,7 @@ def newest_of(run: Run) -> int:
 
 
 def steps_at_pace(run: Run, steps: int) -> list[int]:
-    """Steps that leave the processes time, as a real one does; returns the newest local checkpoint after each."""
+    """Takes steps that last long enough for the transfers; returns the newest local checkpoint after each."""
     kept = []
     for _ in range(steps):
         run.step()
@@ -186,7 +186,7 @@ def steps_at_pace(run: Run, steps: int) -> list[int]:
 
 
 def beside_a_stopped_partner(run_dir: Path) -> tuple[list[str], list[int]]:
-    """Rank 1's process for copies is stopped after step 1, and goes on after step 6."""
+    """Stops rank 1's replica process after step 1 and continues it after step 6."""
     transfer_module.HANDSHAKE_S, transfer_module.SILENCE_S = 0.3, 0.5
     control = open_control_plane()
     with started(run_dir, **TWO_NODES) as run:
@@ -210,8 +210,8 @@ def beside_a_stopped_partner(run_dir: Path) -> tuple[list[str], list[int]]:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_stopped_partner(tmp_path: Path) -> None:
-    """Catches a run that ends, waits or makes no local checkpoints because another node does not answer, that does not
-    say so or says it at every step, and one that never tries again."""
+    """Catches a run that fails, blocks or saves no local checkpoints because another node does not answer, that reports
+    this never or at every step, and that never tries again."""
     events, kept = run_ranks(beside_a_stopped_partner, 2, tmp_path)[0]
     assert kept[-3:] == [4, 5, 6], kept
     told = [event for event in events if event in ("replica_failed", "replicas_complete_again", "replica_restarted")]
@@ -221,7 +221,7 @@ def test_a_stopped_partner(tmp_path: Path) -> None:
 
 
 def kill_process_for_copies(run: Run) -> None:
-    """Of rank 1; once every rank has come here."""
+    """Kills rank 1's replica process; collective."""
     assert run.saves._replicas is not None
     control = open_control_plane()
     if control.rank == 1:
@@ -230,7 +230,7 @@ def kill_process_for_copies(run: Run) -> None:
 
 
 def train_until(run: Run, is_reached: Callable[[], bool]) -> None:
-    """Steps at pace; collective: all ranks see the same."""
+    """Takes steps until a condition holds; collective: it must hold on all ranks at the same step."""
     deadline = time.monotonic() + 90
     while not is_reached():
         assert time.monotonic() < deadline
@@ -238,7 +238,7 @@ def train_until(run: Run, is_reached: Callable[[], bool]) -> None:
 
 
 def beside_a_dead_partner(run_dir: Path) -> tuple[int, int]:
-    """Rank 1's process for copies is killed, then rank 0's node is lost; in the next start it is killed for good."""
+    """Kills rank 1's replica process, then loses rank 0's node; the next start does not restart the process."""
     with started(run_dir, **TWO_NODES) as run:
         train_on(run, 1)
         kill_process_for_copies(run)
@@ -252,7 +252,7 @@ def beside_a_dead_partner(run_dir: Path) -> tuple[int, int]:
         train_on(run, 1)
         kill_process_for_copies(run)
         steps_at_pace(run, 1)
-        # An attempt that is under way may put one off; from the failure on each step has its own.
+        # A pending transfer may postpone a local checkpoint; after the failure every step saves one.
         train_until(run, lambda: any(line["event"] == "replica_failed" for line in events_of(run_dir)))
         assert steps_at_pace(run, 3) == [run.state.step - behind for behind in (2, 1, 0)]
         return copied, found
@@ -261,8 +261,8 @@ def beside_a_dead_partner(run_dir: Path) -> tuple[int, int]:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_dead_partner(tmp_path: Path) -> None:
-    """Catches a process whose death ends copies for the rest of the run, one that is started again without end, copies
-    that nobody can use then, and a run that waits for copies that will not come."""
+    """Catches a replica process whose death ends replication for the rest of the run, one that is restarted without
+    limit, unusable replicas after a restart, and a run that waits for replicas that will never arrive."""
     copied, found = run_ranks(beside_a_dead_partner, 2, tmp_path)[0]
     assert found == copied, "what rank 1 kept of rank 0 after its process was started again"
     told = [line for line in events_of(tmp_path) if line["event"].startswith("replica")]
@@ -283,7 +283,7 @@ def one_node(run_dir: Path) -> list[int]:
 
 @pytest.mark.distributed
 def test_one_node(tmp_path: Path) -> None:
-    """Catches a run on one node that ends because there is no other, or keeps copies where they are lost as well."""
+    """Catches a run on one node that fails for lack of another, or stores replicas on the same node."""
     assert run_ranks(one_node, 2, tmp_path) == [[1, 2]] * 2
     (event,) = [event for event in events_of(tmp_path) if event["event"] == "replicas_off"]
     assert event["level"] == "warning" and "all ranks are on one node" in event["reason"]
@@ -295,7 +295,7 @@ def without_memory_for_copies(run_dir: Path) -> list[int]:
     with started(run_dir, num_nodes=2) as run:
         size = run.saves.images[0].layout.size
     open_control_plane().barrier()
-    # Both own images are there already.
+    # This rank's two images are already allocated.
     hook_module.available_memory = lambda: size  # type: ignore[assignment]
     with started(run_dir, 2, **TWO_NODES) as run:
         run.step()
@@ -305,8 +305,8 @@ def without_memory_for_copies(run_dir: Path) -> list[int]:
 
 @pytest.mark.distributed
 def test_no_memory_for_copies(tmp_path: Path) -> None:
-    """Catches a node that has no memory for the copies of another one and is driven out of memory by them, or keeps no
-    local checkpoints of its own either."""
+    """Catches a node without memory for another node's replicas that runs out of memory, or that saves no local
+    checkpoints of its own either."""
     assert run_ranks(without_memory_for_copies, 2, tmp_path) == [[1]] * 2
     (event,) = [event for event in events_of(tmp_path) if event["event"] == "replicas_off"]
     assert "replicas of another rank need" in event["reason"]
@@ -314,7 +314,7 @@ def test_no_memory_for_copies(tmp_path: Path) -> None:
 
 
 def slow_network(run_dir: Path) -> tuple[list[list[int]], list[int]]:
-    """An image takes a second to rank 1's node, five steps; with a checkpoint on disk after step 6."""
+    """Delays each transfer to rank 1's node by a second, about five steps; saves a checkpoint on disk after step 6."""
     control, kept = open_control_plane(), []
     send_file = transfer_module.ReplicaConnection.send_file
 
@@ -345,10 +345,10 @@ def slow_network(run_dir: Path) -> tuple[list[list[int]], list[int]]:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_slow_network(tmp_path: Path) -> None:
-    """Catches a step that waits for the network, or a state of which all ranks have copies that is copied over before
-    there are copies of a later one."""
+    """Catches a step that waits for the network, and a replicated local checkpoint that is overwritten before a later
+    one is replicated."""
     kept, (found, *on_disk) = run_ranks(slow_network, 2, tmp_path)[0]
-    # Step 2 is being sent until after step 8, but for the checkpoint on disk, which is copied over it.
+    # Step 2 would be sent until after step 8, but the checkpoint on disk overwrites its image.
     assert kept == [[1, 2]] * 4 + [[1, 6]] * 3
     assert found == 6 and on_disk == [6]
     late = [event for event in events_of(tmp_path) if event["event"] == "local_checkpoint_put_off"]
@@ -356,7 +356,7 @@ def test_a_slow_network(tmp_path: Path) -> None:
 
 
 def test_without_local_checkpoints() -> None:
-    """Catches copies of nothing that nobody misses until a node is lost."""
+    """Catches replicate=true without local checkpoints: the missing replicas would show only at a node loss."""
     with pytest.raises(ConfigError, match=r"set checkpoint\.local_every_steps"):
         CheckpointConfig(replicate=True).check()
     CheckpointConfig(replicate=True, local_every_steps=5).check()

@@ -1,4 +1,4 @@
-"""Which checkpoints stay, against a plain statement of the rules, on small sets of all kinds."""
+"""Checkpoint retention against a direct statement of its rules, on random small sets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROUNDS = 2000
 
 
 def drawn(draw: random.Random) -> tuple[Retention, dict[int, int]]:
-    """A rule and sequence numbers by step: some not usable, some written again after the run went back."""
+    """A random rule, and sequence numbers by step: some unusable, some rewritten after the run went back."""
     steps = draw.sample(range(1, 25), draw.randint(0, 9))
     sequences = {step: draw.choice((0, number, number)) for number, step in enumerate(steps, 1)}
     losses = {step: float(draw.randint(1, 4)) for step in range(1, 25) if draw.random() < 0.6}
@@ -20,8 +20,8 @@ def drawn(draw: random.Random) -> tuple[Retention, dict[int, int]]:
 
 
 def test_what_stays() -> None:
-    """Catches a checkpoint that goes though one of three rules holds for it, one that stays without a rule, an
-    unusable one that stays for its step or takes the place of a best one, and the newest by step, not by age."""
+    """Catches a checkpoint removed although one of three rules keeps it, one kept without a rule, an unusable one kept
+    for its step or as one of the best, and recency by step instead of age."""
     draw = random.Random(5)
     for _ in range(ROUNDS):
         keep, sequences = drawn(draw)
@@ -42,8 +42,8 @@ def test_what_stays() -> None:
 
 
 def test_what_a_full_disk_takes() -> None:
-    """Catches the newest given up, a best one that goes while a recent one is left, one that is never given up though
-    nothing else is left, and a newer one that goes first."""
+    """Catches removal of the newest checkpoint, of a best one before a recent one, or of a newer one before an older
+    one, and one that is not removed although no other is left."""
     draw = random.Random(6)
     for _ in range(ROUNDS):
         keep, sequences = drawn(draw)
@@ -59,8 +59,8 @@ def test_what_a_full_disk_takes() -> None:
 
 
 def test_the_best_of_all_that_were_stay() -> None:
-    """Catches one of the best that is removed before it is known to be: whatever the losses, at the end the lowest of
-    all are there, and no more than the rules allow ever were."""
+    """Catches one of the best checkpoints removed before its loss is known: whatever the losses, those with the lowest
+    remain at the end, and there are never more than the rules allow."""
     draw = random.Random(7)
     for _ in range(300):
         recent, best, steps = draw.randint(2, 3), draw.randint(1, 3), draw.randint(1, 20)
@@ -78,5 +78,5 @@ def test_the_best_of_all_that_were_stay() -> None:
 
 @pytest.mark.parametrize("sequences", [{}, {1: 1}, {1: 1, 2: 2, 3: 0}])
 def test_all_stay(sequences: dict[int, int]) -> None:
-    """Catches a run that shall keep all of its checkpoints and loses some, on a full disk too."""
+    """Catches a run configured to keep all checkpoints that loses some, also on a full disk."""
     assert KEEP_ALL.surplus(sequences) == KEEP_ALL.expendable(sequences, all_reasons=True) == []

@@ -1,4 +1,4 @@
-"""What replicas share is read by one of them: the same bits, fewer bytes, and an error that all of them hear of."""
+"""Replicas share one read of a checkpoint: the same bits, fewer bytes, and an error on every rank."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.distributed
 
 MODEL = ModelConfig(num_layers=3, hidden_size=24, num_heads=6, vocab_size=101, max_seq_len=64)
 SCENARIO = Scenario(model=MODEL, global_batch_size=8, micro_batch_size=1, seq_len=8, steps=1)
-# Many blocks of a tensor, and many tensors in a block.
+# Some tensors span many blocks, and some blocks hold many tensors.
 BLOCK_BYTES = 1000
 
 
@@ -56,7 +56,7 @@ def held(engine: TrainEngine) -> list[tuple[str, tuple[int, ...], np.ndarray]]:
 
 @dataclass
 class Loaded:
-    """What a rank holds after each way of reading, and what that took."""
+    """What a rank holds after each way of reading, and the read report."""
 
     tensors: dict[str, Any]
     read: dict[str, str]
@@ -78,7 +78,7 @@ def load_each_way(folder: Path, parallel: ParallelConfig) -> Loaded:
 
 
 def load(handle: CheckpointHandle, engine: TrainEngine, how: CheckpointRead) -> ReadReport:
-    """As a start does."""
+    """Loads the state as a start does."""
     reports: list[ReadReport] = []
     engine.load_shards(lambda shards: reports.append(read_shards(handle, shards, engine.grid, how)), 1)
     return reports[0]
@@ -100,8 +100,8 @@ def load(handle: CheckpointHandle, engine: TrainEngine, how: CheckpointRead) -> 
 def test_the_same_bits_of_fewer_bytes(
     saved: ParallelConfig, loaded: ParallelConfig, replicas: int, tmp_path: Path
 ) -> None:
-    """Catches a wrong place in a block, a block of another group's rank, ranks that wait for a broadcast that others do
-    not make, and replicas that read what they are sent."""
+    """Catches a wrong offset in a block, a block of another group's rank, ranks that wait for a broadcast that others
+    do not issue, and replicas that also read what they receive."""
     run_ranks(train_and_save, saved.world_size, tmp_path, saved)
     ranks = run_ranks(load_each_way, loaded.world_size, tmp_path, loaded)
     for rank in ranks:
@@ -125,14 +125,14 @@ def load_automatically(folder: Path) -> list[str]:
 
 
 def test_auto_depends_on_nodes(tmp_path: Path) -> None:
-    """Catches replicas on one node, whose page cache serves them, that wait for broadcasts, and nodes that read the
-    same bytes."""
+    """Catches replicas on one node that wait for broadcasts although its page cache serves them, and nodes that all
+    read the same bytes."""
     run_ranks(train_and_save, 1, tmp_path, layout())
     assert run_ranks(load_automatically, 2, tmp_path) == [["one", "all"]] * 2
 
 
 def load_damaged(folder: Path, kind: str) -> tuple[int, str]:
-    """A file goes away after it was verified, before the second rank reads it."""
+    """Lets a read fail on rank 2 after the verification; returns the number of reads, and the error."""
     shared_read.BLOCK_BYTES = BLOCK_BYTES
     control = open_control_plane()
     handle = find_checkpoint(folder, "auto", control)
@@ -153,7 +153,7 @@ def load_damaged(folder: Path, kind: str) -> tuple[int, str]:
     try:
         load(handle, engine, CheckpointRead.one)
     except CheckpointError as error:
-        # No rank is left waiting: another collective works.
+        # No rank hangs: another collective works.
         return sum(control.gather(len(calls), int)), str(error)
     raise AssertionError("nothing was raised")
 
@@ -161,7 +161,7 @@ def load_damaged(folder: Path, kind: str) -> tuple[int, str]:
 @pytest.mark.quick("file")
 @pytest.mark.parametrize("kind", ["file", "memory"])
 def test_a_reader_that_fails(kind: str, tmp_path: Path) -> None:
-    """Catches ranks that wait for ever for a block which cannot be read, that go on with it, or that blame another."""
+    """Catches ranks that hang on a block that cannot be read, that load it anyway, or that blame another rank."""
     run_ranks(train_and_save, 2, tmp_path, layout(dp=2))
     ranks = run_ranks(load_damaged, 4, tmp_path, kind)
     reason = "rank_00001.safetensors cannot be read: gone" if kind == "file" else "no memory is left"
@@ -171,7 +171,7 @@ def test_a_reader_that_fails(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_missing_file(tmp_path: Path) -> None:
-    """Catches an error of a real file that is raised on the rank alone that met it."""
+    """Catches an error for a missing file that is raised only on the rank that reads it."""
     run_ranks(train_and_save, 2, tmp_path, layout(dp=2))
     for error in run_ranks(load_without_a_file, 2, tmp_path):
         assert "rank_00001.safetensors" in error
@@ -192,7 +192,7 @@ def load_without_a_file(folder: Path) -> str:
 
 @pytest.mark.slow
 def test_a_run_goes_on_the_same_way(corpus: Path, megads: StartCommand) -> None:
-    """Catches a key that the command does not pass on, and a resumed run whose bits depend on it."""
+    """Catches checkpoint.read that the command ignores, and a resumed run whose bits depend on it."""
     common = small_model(corpus, parallel__dp=2, parallel__zero_stage=0, checkpoint__every_steps=2)
     results = []
 

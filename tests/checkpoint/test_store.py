@@ -1,4 +1,4 @@
-"""Nothing is lost while checkpoints are written: real processes, real kills, a really full disk."""
+"""Writing checkpoints loses nothing: real processes, real kills, a write that the kernel refuses."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def latest(run_dir: Path) -> str:
 
 
 def test_an_orphan_saves_nothing_and_spoils_nothing(tmp_path: Path) -> None:
-    """Catches ranks of an earlier start that commit a checkpoint, or clear away what the new start is writing."""
+    """Catches ranks of an earlier start that commit a checkpoint, or delete what the new start is writing."""
     save(tmp_path, 100)
     with claimed(tmp_path, SlurmJob("1", 0, "c")) as orphan, claimed(tmp_path, SlurmJob("1", 1, "c")) as current:
         being_written = tmp_path / "checkpoints" / ".step_00000200.partial"
@@ -88,7 +88,7 @@ def test_an_orphan_saves_nothing_and_spoils_nothing(tmp_path: Path) -> None:
 
 
 def test_litter(tmp_path: Path) -> None:
-    """Catches files with the names of folders that make every save fail, or that count as checkpoints to keep."""
+    """Catches stray files with the names of folders that make every save fail, or that count as checkpoints to keep."""
     save(tmp_path, 1)
     folder = tmp_path / "checkpoints"
     for name in (".step_00000007.partial", ".step_00000007.replaced", ".step_00000007.removed", "step_00000002"):
@@ -101,7 +101,7 @@ def test_litter(tmp_path: Path) -> None:
 
 
 def test_one_process(tmp_path: Path) -> None:
-    """Catches leftovers, a wrong name, a wrong `latest`, or a record that does not come back."""
+    """Catches leftover files, a wrong name, a wrong `latest`, or a run record that is not read back."""
     folder = save(tmp_path, 100)
     assert folder == tmp_path / "checkpoints" / "step_00000100"
     assert names(tmp_path) == ["latest", "step_00000100"] and latest(tmp_path) == "step_00000100"
@@ -114,13 +114,13 @@ def test_one_process(tmp_path: Path) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize(("writers", "readers"), [(3, 1), (1, 3), (2, 3)])
 def test_any_layout_to_any_layout(writers: int, readers: int, tmp_path: Path) -> None:
-    """Catches a shard filled from the wrong rectangle, and ranks that choose different checkpoints."""
+    """Catches a shard read from the wrong slice of a tensor, and ranks that choose different checkpoints."""
     run_ranks(save, writers, tmp_path, 7, writers)
     assert run_ranks(holds, readers, tmp_path, 5, readers) == [(7, [7])] * readers
 
 
 def test_keep(tmp_path: Path) -> None:
-    """Catches one too many kept or deleted, and later steps (of an abandoned part of the run) deleted or counted."""
+    """Catches one checkpoint too many kept or deleted, and later steps (of an abandoned run) deleted or counted."""
     for step in (1, 2, 3, 9):
         save(tmp_path, step)
     save(tmp_path, 4, keep=2)
@@ -129,15 +129,15 @@ def test_keep(tmp_path: Path) -> None:
 
 
 def test_newest_is_the_last_written(tmp_path: Path) -> None:
-    """Catches a run that went back to step 1 and, at its next start, jumps to step 9 of the abandoned part."""
+    """Catches a run that went back to step 1 and, at its next start, loads step 9 of the abandoned part."""
     for step in (1, 9, 4):
         save(tmp_path, step)
     assert holds(tmp_path) == (4, [4])
 
 
 def test_latest_after_a_kill_before_it_was_written(tmp_path: Path) -> None:
-    """Catches a `latest` that names an older checkpoint for good, because the kill came after the commit of the last
-    one: checkpoint.load=<the run> would go back to it."""
+    """Catches a `latest` that names an older checkpoint permanently, because the kill came after the last commit but
+    before `latest` was written: checkpoint.load=<the run> would load the older one."""
     for step in (1, 9, 4):
         save(tmp_path, step)
     folder = tmp_path / "checkpoints"
@@ -184,7 +184,7 @@ def save_incomplete(run_dir: Path, missing: str) -> str:
     [("a part", "weight/a of shape [17, 12] is not stored exactly once"), ("a key", "no rank owns weight/b")],
 )
 def test_incomplete_set_is_not_committed(missing: str, reason: str, tmp_path: Path) -> None:
-    """Catches a checkpoint that misses (a part of) a tensor, which nobody would notice before it is needed."""
+    """Catches a checkpoint that is committed although a tensor, or a part of it, is missing."""
     for message in run_ranks(save_incomplete, 2, tmp_path, missing):
         assert reason in message
     assert names(tmp_path) == []
@@ -192,7 +192,7 @@ def test_incomplete_set_is_not_committed(missing: str, reason: str, tmp_path: Pa
 
 @pytest.mark.parametrize(("seen", "reason"), [(99, "has 99 bytes as rank 0 sees it"), (None, "must be shared by all")])
 def test_what_rank_0_sees_of_the_others(seen: int | None, reason: str, tmp_path: Path) -> None:
-    """Catches a checkpoint with a file that is not there, or not all there, on a disk that is not shared or lags."""
+    """Catches a committed checkpoint with a missing or truncated file, on a filesystem that is not shared or lags."""
     partial, final = hidden_folder(step_folder(tmp_path, 1), "partial"), step_folder(tmp_path, 1)
     prepare(partial)
     tensors = global_tensors(1)
@@ -208,7 +208,7 @@ def test_what_rank_0_sees_of_the_others(seen: int | None, reason: str, tmp_path:
 
 
 def save_with_one_full_disk(run_dir: Path) -> list[Any]:
-    """Rank 1 cannot write more than 1 KiB a file: the kernel refuses it as it does on a full disk."""
+    """Rank 1 cannot write more than 1 KiB per file: the kernel refuses the write, as on a full disk."""
     save(run_dir, 1, world_size=2)
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     if open_control_plane().rank == 1:
@@ -228,7 +228,7 @@ def save_with_one_full_disk(run_dir: Path) -> list[Any]:
 @pytest.mark.fault(6)
 @pytest.mark.distributed
 def test_full_disk_on_one_rank(tmp_path: Path) -> None:
-    """Catches a deadlock of the other ranks, a partial that fills the disk for good, and a lost earlier checkpoint."""
+    """Catches a deadlock of the other ranks, a partial checkpoint that is never deleted, and a lost earlier one."""
     for message, previous, left, before, after in run_ranks(save_with_one_full_disk, 2, tmp_path):
         assert "checkpoint of step 2 not saved, step_00000001 remains the last one: rank 1: cannot write" in message
         assert "File too large" in message and previous == "step_00000001"
@@ -237,7 +237,7 @@ def test_full_disk_on_one_rank(tmp_path: Path) -> None:
 
 
 def test_a_name_is_no_full_disk(tmp_path: Path) -> None:
-    """Catches the oldest checkpoints removed for room, because a path in the message reads like a full disk."""
+    """Catches the oldest checkpoints deleted because a path in the error message reads like a full disk."""
     run_dir = tmp_path / "No space left on device"
     run_dir.mkdir()
     (run_dir / "checkpoints").touch()
@@ -247,7 +247,7 @@ def test_a_name_is_no_full_disk(tmp_path: Path) -> None:
 
 
 def test_no_earlier_checkpoint(tmp_path: Path) -> None:
-    """Catches a run that goes on believing that it has something to fall back on."""
+    """Catches an error that claims an earlier checkpoint where there is none."""
     (tmp_path / "checkpoints").touch()
     with pytest.raises(CheckpointError):
         save(tmp_path, 1)
@@ -280,7 +280,7 @@ def save_killed_at(run_dir: Path, event_number: int, step: int) -> str:
 @pytest.mark.distributed
 @pytest.mark.parametrize("step", [1, 2])
 def test_killed_at_every_file_operation(step: int, tmp_path: Path) -> None:
-    """Catches a moment in which neither the old nor the new checkpoint is whole; step 1 replaces its own."""
+    """Catches a kill that leaves neither the old nor the new checkpoint complete; step 1 replaces its own."""
     for event_number in range(1, 200):
         run_dir = tmp_path / str(event_number)
         save(run_dir, 1)
@@ -311,7 +311,7 @@ def save_until_killed(run_dir: Path, first_step: int, delay_s: float, victim: in
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_rank_killed_at_random_times(tmp_path: Path) -> None:
-    """Catches a set of files of two ranks of which one is missing or cut off and that still looks committed."""
+    """Catches a checkpoint of two ranks with a missing or truncated file that looks committed."""
     draw = random.Random(11)
     save(tmp_path, 1)
     last = 1
@@ -347,7 +347,7 @@ def outcomes() -> list[object]:
 
 @pytest.mark.distributed
 def test_ranks_agree() -> None:
-    """Catches a failure that one rank raises while the others wait for it (a deadlock) or go on."""
+    """Catches a failure that one rank raises while the others continue, or wait for it (a deadlock)."""
     failures = [f"rank {index}: some/file: No space left on device" for index in (1, 0)]
     assert run_ranks(outcomes, 3) == [[index, "by 0", *failures] for index in range(3)]
 
@@ -371,11 +371,11 @@ def errnos_of_many() -> list[int]:
 
 @pytest.mark.distributed
 def test_errors_of_the_system_keep_their_numbers() -> None:
-    """Catches a full disk of the fourth rank that fails, which the message does not name, or in another language."""
+    """Catches a full disk that goes undetected if the message omits the failing rank or is in another language."""
     assert run_ranks(errnos_of_many, 4) == [sorted([errno.EACCES, errno.EDQUOT])] * 4
 
 
 def test_without_process_group() -> None:
-    """Catches a tool on one process that needs a process group."""
+    """Catches a single-process tool that needs a process group."""
     failure = "rank 0: some/file: No space left on device"
     assert outcomes() == [0, "by 0", 0, failure]

@@ -1,4 +1,4 @@
-"""Our writer against safetensors' own reader."""
+"""Tests the tensor file writer against safetensors' own reader."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megads.errors import CheckpointError
 
 
 def test_safetensors_reads_it(tmp_path: Path) -> None:
-    """Catches a header or an alignment that other tools cannot read, and views written with their neighbours."""
+    """Catches a header or alignment that other tools cannot read, and views written with neighbouring elements."""
     flat = torch.randn(100)
     tensors = [
         flat[3:17].view(2, 7),
@@ -24,7 +24,7 @@ def test_safetensors_reads_it(tmp_path: Path) -> None:
         torch.randn(4, 4, dtype=torch.float64)[:, 1:3],
     ]
     layouts = [TensorLayout(str(i), tensor.dtype, tuple(tensor.shape)) for i, tensor in enumerate(tensors)]
-    # The first in blocks of its rows.
+    # The first one in blocks of rows.
     checksums = write_tensor_file(tmp_path / "file", layouts, [iter(tensors[0].split(1)), *tensors[1:]])
     loaded = load_file(tmp_path / "file")
     assert [loaded[str(index)].dtype for index in range(6)] == [tensor.dtype for tensor in tensors]
@@ -43,7 +43,7 @@ def test_checksum_sees_every_bit() -> None:
 
 
 def test_never_overwrites(tmp_path: Path) -> None:
-    """Catches two writers in one folder that silently mix their tensors."""
+    """Catches two writers to one folder that silently mix their tensors."""
     layout = TensorLayout("0", torch.float32, (1,))
     write_tensor_file(tmp_path / "file", [layout], [torch.zeros(1)])
     with pytest.raises(CheckpointError, match=r"file: File exists"):

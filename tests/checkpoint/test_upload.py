@@ -1,4 +1,4 @@
-"""A store never holds half a checkpoint that looks complete: uploads that are killed at every operation."""
+"""A store never holds an incomplete checkpoint that looks complete: uploads are killed at every operation."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.checkpoint.uploads import complete, fetched_seeds, upload, write_chec
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL: nothing catches it, and nothing is cleaned up that a killed process would leave."""
+    """Simulates SIGKILL: nothing catches it or cleans up after it, as for a killed process."""
 
 
 class CountingStore(RemoteStore):
-    """Counts what changes the store or asks it, and dies before or after one of these operations."""
+    """Records the operations that modify or list the store, and dies before or after one of them."""
 
     def __init__(self, url: str, die_at: int = -1, after: bool = False):
         super().__init__(url)
@@ -60,7 +60,7 @@ def url(tmp_path: Path) -> str:
 
 
 def test_the_manifest_comes_last(tmp_path: Path, url: str) -> None:
-    """Catches a checkpoint that is visible before its files, its ledger and the run's records are there."""
+    """Catches a checkpoint that is visible before its files, its ledger and the run's records are in the store."""
     folder = write_checkpoint(tmp_path / "run", 4)
     store = CountingStore(url)
     sent = upload(store, folder)
@@ -77,9 +77,9 @@ def test_the_manifest_comes_last(tmp_path: Path, url: str) -> None:
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("replaces", ["nothing", "another", "the same tensors"])
 def test_killed_at_every_operation(after: bool, replaces: str, tmp_path: Path, url: str) -> None:
-    """Catches a half checkpoint that looks complete, an upload that starts over, and one that never gets complete.
+    """Catches an incomplete checkpoint that looks complete, an upload that starts over, and one that never completes.
 
-    Step 2 is there before; step 4 is uploaded, in place of nothing, of one of other tensors, or of the same tensors.
+    Step 2 is in the store already; step 4 is uploaded over nothing, over other tensors, or over the same tensors.
     """
     old, new = tmp_path / "old", tmp_path / "new"
     write_checkpoint(new, 2)
@@ -115,7 +115,7 @@ def test_killed_at_every_operation(after: bool, replaces: str, tmp_path: Path, u
 
 
 def test_a_store_that_lost_or_changed_a_file_gets_it_again(tmp_path: Path, url: str) -> None:
-    """Catches notes of earlier uploads that are believed although the store says otherwise."""
+    """Catches an upload that trusts its own record of earlier uploads although the store disagrees."""
     folder = write_checkpoint(tmp_path / "run", 4)
     store = CountingStore(url)
     pin = pin_checkpoint(folder)
@@ -131,7 +131,7 @@ def test_a_store_that_lost_or_changed_a_file_gets_it_again(tmp_path: Path, url: 
 
 
 def test_a_file_that_somebody_changes_before_the_commit(tmp_path: Path, url: str) -> None:
-    """Catches a manifest that is put over files that are not those that were verified there."""
+    """Catches a manifest written for files that are no longer the ones verified in the store."""
     folder = write_checkpoint(tmp_path / "run", 4)
     pin = pin_checkpoint(folder)
     assert pin is not None
@@ -144,7 +144,7 @@ def test_a_file_that_somebody_changes_before_the_commit(tmp_path: Path, url: str
 
 
 def test_a_damaged_checkpoint_is_not_uploaded(tmp_path: Path, url: str) -> None:
-    """Catches a flipped bit here that takes the place of sound tensors there."""
+    """Catches a local file with a flipped bit that is uploaded over intact tensors."""
     folder = write_checkpoint(tmp_path / "run", 4)
     path = folder / "rank_00001.safetensors"
     content = bytearray(path.read_bytes())
@@ -156,7 +156,7 @@ def test_a_damaged_checkpoint_is_not_uploaded(tmp_path: Path, url: str) -> None:
 
 
 def test_what_retention_removes_is_uploaded_to_its_end(tmp_path: Path, url: str) -> None:
-    """Catches an upload that loses its files, and a ledger that is not the one of that checkpoint."""
+    """Catches an upload whose files retention deletes, and a ledger that is not that checkpoint's."""
     folder = write_checkpoint(tmp_path / "run", 4)
     wanted = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     pin = pin_checkpoint(folder)
@@ -171,7 +171,7 @@ def test_what_retention_removes_is_uploaded_to_its_end(tmp_path: Path, url: str)
 
 
 def test_a_checkpoint_that_goes_away_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches links of half a checkpoint, or of two, that are taken for one."""
+    """Catches hard links to part of a checkpoint, or to parts of two, that are taken for one checkpoint."""
     folder = write_checkpoint(tmp_path / "run", 4)
     good, names = upload_module.os.link, list[str]()
 
@@ -187,7 +187,7 @@ def test_a_checkpoint_that_goes_away_is_not_held(tmp_path: Path, monkeypatch: py
 
 
 def test_nodes_share_the_work(tmp_path: Path, url: str) -> None:
-    """Catches a file that two nodes bring, one that none does, and a commit that does not wait for another node."""
+    """Catches a file that two nodes upload, one that none uploads, and a commit that does not wait for another node."""
     folder = write_checkpoint(tmp_path / "run", 4)
     pin = pin_checkpoint(folder)
     assert pin is not None
@@ -210,7 +210,7 @@ def test_nodes_share_the_work(tmp_path: Path, url: str) -> None:
 
 
 def test_the_files_of_a_lost_node_are_taken_over(tmp_path: Path, url: str) -> None:
-    """Catches a run of two nodes of which one brings nothing, and a commit that waits for it for ever."""
+    """Catches a lost node whose files are never uploaded, and a commit that waits for it forever."""
     folder = write_checkpoint(tmp_path / "run", 4)
     pin = pin_checkpoint(folder)
     assert pin is not None
@@ -221,7 +221,7 @@ def test_the_files_of_a_lost_node_are_taken_over(tmp_path: Path, url: str) -> No
 
 
 def test_an_upload_that_was_given_up(tmp_path: Path, url: str) -> None:
-    """Catches a node that never brings again what the store has lost since, and an upload that fails of it."""
+    """Catches a node that does not resend what the store has lost since, and an upload that fails because of it."""
     pin, store = pin_checkpoint(write_checkpoint(tmp_path / "run", 4)), RemoteStore(url)
     assert pin is not None
     first, second = (CheckpointUpload(store, tmp_path / "run", pin, node=node, num_nodes=2) for node in range(2))
@@ -238,7 +238,7 @@ def test_an_upload_that_was_given_up(tmp_path: Path, url: str) -> None:
 
 
 def test_retention(tmp_path: Path, url: str) -> None:
-    """Catches the newest that is removed, one that keep_every keeps, a rest that looks complete, and litter."""
+    """Catches deletion of the newest or of one that keep_every keeps, a remnant that looks complete, and leftovers."""
     store = RemoteStore(url)
     for step in (2, 4, 6, 8):
         upload(store, write_checkpoint(tmp_path / "run", step))

@@ -1,4 +1,4 @@
-"""Saves that training does not wait for: the checkpoint is that of the step, whatever becomes of its writer."""
+"""Asynchronous saves: a checkpoint holds the state of its step, even if its writer process fails."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ from tests.system_calls import needs_ptrace, trace_this_process
 
 
 class Loop:
-    """A rank's loop with the hook and a writer.
+    """Training loop of a rank with the checkpoint hook and a writer.
 
     Args:
-        run_dir: of the run.
-        writer: None saves synchronously.
-        options: of CheckpointConfig.
+        run_dir: folder of the run.
+        writer: None: saves are synchronous.
+        timeout_s: a writer that takes longer is considered hung.
+        options: fields of CheckpointConfig.
     """
 
     def __init__(self, run_dir: Path, writer: CheckpointWriter | None, timeout_s: float = 60.0, **options: Any) -> None:
@@ -82,7 +83,7 @@ def events_of(run_dir: Path) -> list[tuple[str, int]]:
 
 
 def seeds_of(run_dir: Path) -> list[int]:
-    """The seeds whose tensors each checkpoint holds; read and verified one after the other."""
+    """Seeds whose tensors the checkpoints hold; each checkpoint is read and verified."""
     found = []
     for folder in list_checkpoints(run_dir).values():
         handle = find_checkpoint(run_dir, str(folder), open_control_plane())
@@ -94,7 +95,7 @@ def seeds_of(run_dir: Path) -> list[int]:
 
 
 def slowed(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """A writer's disk takes so long; to be called before the writer is forked."""
+    """Delays every write of a writer process; call it before the writer is forked."""
     write = writer_module.write_rank_file
 
     def slow(*arguments: Any) -> Any:
@@ -105,7 +106,7 @@ def slowed(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 
 
 def train_steps(run_dir: Path, steps: int, behind: bool) -> list[int]:
-    """A whole run of several ranks; returns the steps that were saved."""
+    """Runs a whole training on several ranks; returns the saved steps."""
     with started() as writer:
         loop = Loop(run_dir, writer if behind else None, every_steps=2, keep=0)
         for step in range(1, steps + 1):
@@ -117,7 +118,7 @@ def train_steps(run_dir: Path, steps: int, behind: bool) -> list[int]:
 @pytest.mark.distributed
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_as_a_synchronous_save(world_size: int, tmp_path: Path) -> None:
-    """Catches a manifest or a tensor that depends on who wrote it."""
+    """Catches a manifest or a tensor that differs from a synchronous save's."""
     for name, behind in (("waited", False), ("behind", True)):
         (tmp_path / name).mkdir()
         found = run_ranks(train_steps, world_size, tmp_path / name, 5, behind)
@@ -132,7 +133,7 @@ def test_as_a_synchronous_save(world_size: int, tmp_path: Path) -> None:
 
 
 def validated_steps(run_dir: Path) -> list[int]:
-    """Steps 1 to 8, each saved behind the training and then validated by rank 0: 3 is the best, 5 the next one."""
+    """Saves steps 1 to 8 asynchronously; rank 0 validates each: step 3 has the lowest loss, step 5 the next."""
     metrics = MetricsWriter(run_dir, enabled=open_control_plane().rank == 0)
     with started() as writer:
         loop = Loop(run_dir, writer, keep=1, keep_best=2, keep_every=4)
@@ -149,13 +150,13 @@ def validated_steps(run_dir: Path) -> list[int]:
 @pytest.mark.distributed
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_writer_keeps_the_best(world_size: int, tmp_path: Path) -> None:
-    """Catches a writer process that does not know what a rank knows of the losses, or knows it of another rank."""
+    """Catches a writer process without the validation losses that its own rank has."""
     assert run_ranks(validated_steps, world_size, tmp_path) == [[3, 4, 5, 7, 8]] * world_size
     assert seeds_of(tmp_path) == [3, 4, 5, 7, 8]
 
 
 def test_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a save that training waits for, one that takes in later weights, and one that is forgotten."""
+    """Catches a save that blocks training, one that contains later weights, and a postponed save never made."""
     slowed(monkeypatch, 1.0)
     with started() as writer:
         loop = Loop(tmp_path, writer, every_steps=2)
@@ -176,8 +177,8 @@ def test_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_next_update_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a step that waits for the copy before its update, and an update that does not wait for it: a checkpoint
-    with tensors of two steps."""
+    """Catches a step that waits for the copy of its own state, and an update that does not wait for the last copy: a
+    checkpoint with tensors of two steps."""
     copy = np.copyto
 
     def slow(*arguments: Any) -> None:
@@ -213,7 +214,7 @@ def stop(writer: CheckpointWriter) -> None:
 def test_a_lost_writer(
     end: Callable[[CheckpointWriter], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a run that waits for ever for a writer that is dead or stopped, ends because of it, or saves no more."""
+    """Catches a run that hangs on a dead or stopped writer, ends because of it, or stops saving."""
     slowed(monkeypatch, 0.5)
     with started() as writer:
         loop = Loop(tmp_path, writer, keep=0)
@@ -234,7 +235,7 @@ def test_a_lost_writer(
 
 @needs_ptrace
 def test_a_writer_that_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches strace or py-spy at a writer, which hold it for microseconds, that end the asynchronous saves."""
+    """Catches asynchronous saves that end because strace or py-spy stops a writer for microseconds."""
     serve = writer_module._serve
 
     def serve_watched(*arguments: Any) -> None:
@@ -253,7 +254,7 @@ def test_a_writer_that_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_writer_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches saves that are put off without end."""
+    """Catches saves that are postponed forever."""
     slowed(monkeypatch, 3600)
     with started() as writer:
         loop = Loop(tmp_path, writer, timeout_s=0.3)
@@ -265,7 +266,7 @@ def test_a_writer_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
-    """Catches a failed write that nobody makes up for, or that ends the use of writers."""
+    """Catches a failed write that nothing replaces, or that ends asynchronous saves."""
     with started() as writer:
         loop = Loop(tmp_path, writer, keep=0)
         loop.step()
@@ -284,7 +285,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 
 def test_an_orphan_commits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches the writer of an earlier start that commits after a new one has begun."""
+    """Catches a writer of an earlier start that commits after a new one has begun."""
     slowed(monkeypatch, 0.5)
     with (
         claimed(tmp_path, SlurmJob("1", 0, "c")) as orphan,
@@ -300,7 +301,7 @@ def test_an_orphan_commits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_bug_of_the_writer_is_in_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches a writer that ends without a word."""
+    """Catches a writer that crashes without a message."""
 
     def broken(*_: Any) -> Any:
         raise RuntimeError("a bug")
@@ -313,7 +314,7 @@ def test_a_bug_of_the_writer_is_in_the_log(
 
 
 def with_a_failing_rank(run_dir: Path, end: str) -> list[int]:
-    """Rank 1's writer is killed, or has no room; the others have written their parts."""
+    """Kills rank 1's writer, or limits its files to 0 bytes; the others write their parts."""
     with started() as writer:
         loop = Loop(run_dir, writer, keep=0, timeout_s=20.0)
         if open_control_plane().rank == 1:
@@ -332,13 +333,13 @@ def with_a_failing_rank(run_dir: Path, end: str) -> list[int]:
 @pytest.mark.distributed
 @pytest.mark.parametrize("end", ["killed", "no room"])
 def test_one_rank_fails(end: str, tmp_path: Path) -> None:
-    """Catches a checkpoint without a rank's part, and ranks of which some wait for the writers and some do not."""
+    """Catches a checkpoint that lacks a rank's part, and ranks that disagree on whether to wait for the writers."""
     assert run_ranks(with_a_failing_rank, 3, tmp_path, end) == [[2, 3]] * 3
     assert seeds_of(tmp_path) == [2, 3]
 
 
 def in_writer(run_dir: Path, event_number: int) -> Callable[[str, tuple[Any, ...]], None]:
-    """An audit hook that kills its process right before the given file operation, in any process but this one."""
+    """Audit hook that kills its process right before the given file operation, in any process but this one."""
     parent, seen = os.getpid(), 0
 
     def count(event: str, arguments: tuple[Any, ...]) -> None:
@@ -353,7 +354,7 @@ def in_writer(run_dir: Path, event_number: int) -> Callable[[str, tuple[Any, ...
 
 
 def run_with_killed_writer(run_dir: Path, event_number: int) -> str:
-    """Saves after step 1, waits for that, replaces it by step 2, whose writer, or that of step 1, dies on the way."""
+    """Saves step 1, waits for it, and replaces it by step 2; the writer dies during one of the two saves."""
     sys.addaudithook(in_writer(run_dir, event_number))
     with started() as writer:
         loop = Loop(run_dir, writer, keep=1)
@@ -374,7 +375,7 @@ def run_with_killed_writer(run_dir: Path, event_number: int) -> str:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_writer_killed_at_every_file_operation(tmp_path: Path) -> None:
-    """Catches a moment at which the death of a writer leaves half a checkpoint, none, or ends the run."""
+    """Catches a file operation at which a writer's death leaves half a checkpoint or none, or ends the run."""
     said = []
     for event_number in range(1, 300):
         run_dir = tmp_path / str(event_number)
@@ -390,7 +391,7 @@ def test_a_writer_killed_at_every_file_operation(tmp_path: Path) -> None:
 
 
 def test_memory_is_taken_once(tmp_path: Path) -> None:
-    """Catches a writer or a rank that grows with every save."""
+    """Catches a writer or a rank whose memory grows with every save."""
 
     def resident() -> int:
         return sum(
@@ -408,7 +409,7 @@ def test_memory_is_taken_once(tmp_path: Path) -> None:
 
 
 def test_small_states_are_not_copied(tmp_path: Path) -> None:
-    """Catches a writer that is kept where nobody asked for one and a save takes no time."""
+    """Catches a writer kept although async_save is null and a save takes no time."""
     with started() as writer:
         pid, loop = writer.pid, Loop(tmp_path, writer, async_save=None)
         loop.step()

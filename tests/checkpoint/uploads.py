@@ -1,4 +1,4 @@
-"""Checkpoints of several files, made in milliseconds, and what is in a store of them."""
+"""Writes, uploads and fetches checkpoints of several files, each made in milliseconds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def values(seed: int) -> list[Shard]:
 
 
 def write_checkpoint(run_dir: Path, step: int, seed: int | None = None) -> Path:
-    """A checkpoint of three files, and a line of metrics.jsonl before it."""
+    """Writes a checkpoint of three files, after a line of metrics.jsonl; returns its folder."""
     run_dir.mkdir(parents=True, exist_ok=True)
     metrics = MetricsWriter(run_dir, True)
     metrics.write({"step": step, "loss": 1.0})
@@ -39,7 +39,7 @@ def write_checkpoint(run_dir: Path, step: int, seed: int | None = None) -> Path:
 
 
 def upload(store: RemoteStore, folder: Path, node: int = 0, num_nodes: int = 1) -> CheckpointUpload:
-    """What the uploader does with one checkpoint."""
+    """Uploads one checkpoint as the uploader does."""
     pin = pin_checkpoint(folder)
     assert pin is not None
     upload = CheckpointUpload(store, folder.parent.parent, pin, node=node, num_nodes=num_nodes)
@@ -53,13 +53,13 @@ def upload(store: RemoteStore, folder: Path, node: int = 0, num_nodes: int = 1) 
 
 
 def complete(store: RemoteStore) -> list[RemoteCheckpoint]:
-    """Those that a reader takes to be complete, newest first."""
+    """Checkpoints that a reader considers complete, newest first."""
     found = [checkpoint for checkpoint in remote_checkpoints(store).values() if checkpoint.sequence]
     return sorted(found, key=lambda checkpoint: checkpoint.sequence, reverse=True)
 
 
 def seed_of(run_dir: Path, seeds: range = range(400)) -> int:
-    """The seed whose tensors the newest usable checkpoint of a run holds."""
+    """The seed of the tensors in a run's newest usable checkpoint."""
     handle = find_checkpoint(run_dir, "auto")
     assert handle is not None
     shards = [replace(shard, tensor=torch.empty_like(shard.tensor)) for shard in values(0)]
@@ -70,7 +70,7 @@ def seed_of(run_dir: Path, seeds: range = range(400)) -> int:
 
 
 def fetched_seeds(store: RemoteStore, folder: Path) -> dict[int, int]:
-    """Fetches every complete checkpoint by itself, and says whose tensors it holds, by step."""
+    """Fetches every complete checkpoint separately; returns the seed of its tensors, by step."""
     seeds = {}
     for checkpoint in complete(store):
         run_dir = folder / f"fetched_{checkpoint.step}"

@@ -1,4 +1,4 @@
-"""An interactive shell on a pseudo-terminal, driven by keystrokes as a user's is."""
+"""An interactive shell on a pseudo-terminal, driven by keystrokes like a user's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _INTERACTIVE = {
     "zsh": ("zsh", "-f", "-i"),
 }
 _SETUP = {
-    # Bracketed paste and bells only clutter what is read here.
+    # Bracketed paste and bells would only clutter the output.
     "bash": "bind 'set enable-bracketed-paste off'; PS1='ready> '",
     "zsh": "bindkey -e; unset zle_bracketed_paste; PS1='ready> '; autoload -U compinit; compinit -u -d $ZDOTDIR/dump",
 }
@@ -26,12 +26,12 @@ _SOURCE = {
 
 
 class Terminal:
-    """A shell with megads completion, to be used in a `with`.
+    """A shell with megads completion; a context manager.
 
     Args:
-        shell: bash or zsh; fish tells its completions without a terminal.
-        environment: what it is started with; PATH must have a megads.
-        cwd: where it starts.
+        shell: bash or zsh; fish lists its completions without a terminal.
+        environment: environment variables of the shell; PATH must contain megads.
+        cwd: working directory.
     """
 
     def __init__(self, shell: str, environment: dict[str, str], cwd: Path):
@@ -63,14 +63,14 @@ class Terminal:
         os.close(self._fd)
 
     def after_tab(self, typed: str) -> str:
-        """Types something and the tab key; returns the command line that stands there then."""
+        """Types text and the tab key; returns the resulting command line."""
         os.write(self._fd, f"{typed}\t".encode())
         time.sleep(0.1)
-        # To the start of the line, and let the shell print it instead of running it.
+        # Goes to the start of the line and makes the shell print the line instead of running it.
         return self._run("", b"\x01echo LINE \x05 END").rpartition("LINE ")[2].rpartition(" END")[0].strip()
 
     def _run(self, line: str, keys: bytes = b"") -> str:
-        """Enters a line and returns what the shell wrote until it was done with it."""
+        """Enters a line and returns what the shell wrote until it finished."""
         os.write(self._fd, keys + line.encode() + b"\r")
         marker = f"{time.monotonic_ns()}"
         os.write(self._fd, f"echo DONE-''{marker}\r".encode())

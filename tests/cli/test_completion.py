@@ -1,4 +1,4 @@
-"""Tab completion, in the shells themselves."""
+"""Tab completion in real shells."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megads.cli.main import COMMANDS, SHELLS, VERBS, complete, script
 from tests.cli.terminal import Terminal
 
 REPOSITORY = Path(__file__).parents[2]
-# What stands before the cursor, and what the tab key must make of it.
+# The text before the cursor, and what the tab key must complete it to.
 TYPED = [
     ("megads tra", "megads train"),
     ("megads train expe", "megads train experiment="),
@@ -43,7 +43,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 def test_tab_completes_in_an_interactive_shell(tmp_path: Path, shell: str) -> None:
-    """Catches a script that a shell cannot read, words cut at `=`, and a space after `key=`."""
+    """Catches a script that a shell cannot parse, words split at `=`, and a space after `key=`."""
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
     with Terminal(shell, environment(tmp_path), tmp_path) as terminal:
@@ -51,7 +51,7 @@ def test_tab_completes_in_an_interactive_shell(tmp_path: Path, shell: str) -> No
 
 
 def test_fish_completes(tmp_path: Path) -> None:
-    """Catches the same in fish, which tells its candidates without a terminal."""
+    """Catches the same in fish, which lists its candidates without a terminal."""
     if shutil.which("fish") is None:
         pytest.skip("fish is not installed")
     asked = "; ".join(f"complete --do-complete '{typed}'; echo END" for typed, _ in TYPED)
@@ -71,7 +71,7 @@ def test_fish_completes(tmp_path: Path) -> None:
 
 
 def test_bash_lists_every_candidate(tmp_path: Path) -> None:
-    """Catches candidates that lose the part before `=` where readline keeps it, and those that do not."""
+    """Catches candidates with the part before `=` if readline splits words at `=`, or without it if it does not."""
     ask = "COMP_LINE='megads train model=bl' COMP_POINT=21; _megads_complete megads; printf '%s\\n' \"${COMPREPLY[@]}\""
     found = environment(tmp_path)
     for breaks, prefix in ((" =:", ""), (" ", "model=")):
@@ -87,7 +87,7 @@ def test_bash_lists_every_candidate(tmp_path: Path) -> None:
 
 
 def test_verbs_groups_sections_keys_and_values() -> None:
-    """Catches a level of the command line that nothing is offered for."""
+    """Catches a level of the command line without candidates."""
     assert set(VERBS) | set(COMMANDS) <= set(offered(""))
     assert {"model=", "experiment=", "model.", "train."} <= set(offered("train", ""))
     assert offered("train", "train.se") == ["train.seq_len=", "train.seed="]
@@ -99,7 +99,7 @@ def test_verbs_groups_sections_keys_and_values() -> None:
 
 
 def test_own_config_folder_is_completed(tmp_path: Path) -> None:
-    """Catches a user's own experiment that --config-dir makes known to Hydra but not to the tab key."""
+    """Catches a user's own experiment that --config-dir makes known to Hydra but not to tab completion."""
     (tmp_path / "experiment" / "team").mkdir(parents=True)
     (tmp_path / "experiment" / "team" / "mine.yaml").write_text("# @package _global_\n# My own.\n")
     given = ("train", "--config-dir", str(tmp_path), "experiment=team")
@@ -108,7 +108,7 @@ def test_own_config_folder_is_completed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_completion_imports_nothing_heavy(verb: str) -> None:
-    """Catches a verb whose module imports torch or Hydra at its top: every press of the tab key would take seconds."""
+    """Catches a command whose module imports torch or Hydra at its top: every completion would take seconds."""
     code = (
         "import sys; from megads.cli.main import run; run(['__complete', sys.argv[1], '']);"
         "print({'torch', 'deepspeed', 'hydra', 'tokenizers', 'rich', 'numpy'} & set(sys.modules) or 'nothing heavy')"
@@ -125,6 +125,6 @@ def test_completion_imports_nothing_heavy(verb: str) -> None:
 
 
 def test_every_shell_has_a_script_in_the_package() -> None:
-    """Catches a shell that is offered and has none."""
+    """Catches a supported shell without a script."""
     for shell in SHELLS:
         assert "__complete" in script(shell)

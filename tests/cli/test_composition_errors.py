@@ -1,4 +1,4 @@
-"""What is said of a command line or a config file that does not compose; tests/cli/test_entry.py has the command."""
+"""Error messages for a command line or config file that does not compose; tests/cli/test_entry.py runs the command."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ExampleConfig:
 
 
 def said_of(given: Any) -> str:
-    """What is said of a config file with these contents."""
+    """The error message for a config file with these contents."""
     with pytest.raises(Exception) as caught:
         merged = OmegaConf.merge(OmegaConf.structured(ExampleConfig), OmegaConf.create(given))
         OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
@@ -48,7 +48,7 @@ def said_of(given: Any) -> str:
 
 
 def test_the_keys_of_a_schema() -> None:
-    """Catches a section that is missing beside its keys, and keys of a list's items that no dotted key reaches."""
+    """Catches a section missing before its keys, and listed keys of list items, which no dotted key reaches."""
     assert schema_keys(ExampleConfig) == [
         "part", "part.size", "part.colour", "part.share", "part.on", "items", "name"
     ]  # fmt: skip
@@ -74,23 +74,23 @@ def test_the_keys_of_a_schema() -> None:
     ],
 )
 def test_keys_and_values(given: dict[str, Any], expected: str) -> None:
-    """Catches a suggestion that points nowhere, and a value without what is wanted instead."""
+    """Catches a suggestion of a key that does not exist, and a rejected value without what is expected instead."""
     assert expected in said_of(given)
 
 
 @pytest.mark.parametrize("kind", [HydraException, YAMLError, ValueError])
 def test_messages_that_are_meant_for_users(kind: type[Exception]) -> None:
-    """Catches Hydra's own message that is hidden behind the words for a crash."""
+    """Catches Hydra's own message for users that is reported as a crash."""
     assert explain(kind(" You must specify one of [a, b] \n"), ExampleConfig) == "You must specify one of [a, b]"
 
 
 def test_what_hydra_fails_on() -> None:
-    """Catches a crash of Hydra's that is shown without its kind."""
+    """Catches a crash in Hydra that is reported without its exception type."""
     assert explain(TypeError("unhashable"), ExampleConfig) == "the overrides do not compose (TypeError: unhashable)"
 
 
 def test_choices_that_are_not_there() -> None:
-    """Catches an option of a group that is called a file, and one without the others of the group."""
+    """Catches an unknown option of a config group that is reported as a file, or without the group's options."""
     missing = MissingConfigException("no", missing_cfg_file="model/smalll", options=["small", "large"])
     said = "model=smalll: there is no such option: did you mean small?; model has large, small"
     assert explain(missing, ExampleConfig) == said

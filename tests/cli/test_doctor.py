@@ -1,4 +1,4 @@
-"""`megads doctor` on this machine as it is, and with defects planted into its environment."""
+"""`megads doctor` on this machine, and with defects planted into its environment."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def doctor(cwd: Path, *arguments: str, planted: Path | None = None) -> tuple[int
 
 
 def plant(folder: Path, module: str, code: str) -> Path:
-    """Puts a module where it hides the installed one."""
+    """Writes a module that shadows the installed one."""
     (folder / module).mkdir(parents=True)
     (folder / module / "__init__.py").write_text(code)
     return folder
 
 
 def test_this_machine_can_train(tmp_path: Path) -> None:
-    """Catches a check that is missing, a defect without cost and remedy, files left behind, a false alarm."""
+    """Catches a missing check, a finding without cost and remedy, files left behind, and a false alarm."""
     code, findings = doctor(tmp_path, "timeout_s=60")
     assert code == 0, [finding for finding in findings.values() if finding["status"] == "problem"]
     for check in ("python", "packages", "cores", "memory", "disk of runs", "disk of caches", "slurm", "wandb", "clock"):
@@ -65,7 +65,7 @@ def test_this_machine_can_train(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("way", BROKEN)
 def test_broken_torch(tmp_path: Path, way: str) -> None:
-    """Catches a doctor that dies or hangs with the patient."""
+    """Catches a doctor that crashes or hangs because `import torch` does."""
     code, findings = doctor(tmp_path, "timeout_s=1", planted=plant(tmp_path / "planted", "torch", BROKEN[way]))
     assert way in findings["import torch"]["found"]
     assert findings["import torch"]["remedy"]
@@ -74,7 +74,7 @@ def test_broken_torch(tmp_path: Path, way: str) -> None:
 
 
 def test_broken_deepspeed(tmp_path: Path) -> None:
-    """Catches a broken DeepSpeed that is taken for a broken torch."""
+    """Catches a broken DeepSpeed that is reported as a broken torch."""
     planted = plant(tmp_path / "planted", "deepspeed", "raise RuntimeError('CUDA_HOME does not exist')")
     code, findings = doctor(tmp_path, "timeout_s=60", planted=planted)
     assert code == 9
@@ -83,7 +83,7 @@ def test_broken_deepspeed(tmp_path: Path) -> None:
 
 
 def test_a_plugin_that_breaks_hydra(tmp_path: Path) -> None:
-    """Catches a doctor that needs a healthy Hydra; the defect is hydra-ax-sweeper 1.2.0's on Python 3.11."""
+    """Catches a doctor that needs a working Hydra; the defect is hydra-ax-sweeper 1.2.0's on Python 3.11."""
     broken = (
         "from dataclasses import dataclass\n@dataclass\nclass Part:\n    x: int = 0\n"
         "@dataclass\nclass Config:\n    part: Part = Part()\n"
@@ -106,7 +106,7 @@ def test_a_plugin_that_breaks_hydra(tmp_path: Path) -> None:
 
 
 def test_without_hydra_at_all(tmp_path: Path) -> None:
-    """Catches an import of Hydra on the doctor's own path."""
+    """Catches a doctor that imports Hydra itself."""
     planted = plant(tmp_path / "planted", "hydra", "raise ImportError('no hydra')")
     plant(planted, "torch", BROKEN["ImportError"])
     code, findings = doctor(tmp_path, planted=planted)
@@ -115,7 +115,7 @@ def test_without_hydra_at_all(tmp_path: Path) -> None:
 
 
 def test_runs_that_cannot_be_written(tmp_path: Path) -> None:
-    """Catches a key of the command line that is not followed."""
+    """Catches a key of the command line that is ignored."""
     planted = plant(tmp_path / "planted", "torch", BROKEN["took longer"])
     code, findings = doctor(tmp_path, "runs_dir=/proc/runs", "timeout_s=0.5", planted=planted)
     assert code == 9
@@ -123,7 +123,7 @@ def test_runs_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_table_on_a_terminal_and_plain_lines_elsewhere(tmp_path: Path) -> None:
-    """Catches escape codes in a log file, and a cost or remedy that is in the JSON only."""
+    """Catches escape codes in a log file, and a cost or remedy that only the JSON has."""
     run = {
         "cwd": tmp_path,
         "env": {**environment(plant(tmp_path / "p", "torch", BROKEN["ImportError"])), "TERM": "xterm"},

@@ -1,4 +1,4 @@
-"""The command line, as a user meets it: real Hydra, forked processes. A text arrives as it was typed."""
+"""The command line with real Hydra in forked processes; text values arrive as they were typed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def megads(tmp_path: Path, fork_server: ForkServer) -> Run:
 
 
 def test_help_and_version(megads: Run, tmp_path: Path) -> None:
-    """Catches a verb that the help does not list."""
+    """Catches a command that the help does not list."""
     help_text = megads("--help")
     assert help_text.code == 0
     assert all(verb in help_text.out for verb in ("train", "preprocess", "tokenizer"))
@@ -40,14 +40,14 @@ def test_help_and_version(megads: Run, tmp_path: Path) -> None:
 
 
 def test_unknown_verb_names_the_nearest(megads: Run, tmp_path: Path) -> None:
-    """Catches a typo in the verb that ends in a traceback."""
+    """Catches a typo in the command that ends in a traceback."""
     result = megads("trian")
     assert result.code == 2
     assert "did you mean train?" in result.err
 
 
 def test_verb_help_says_keys_examples_and_exit_codes(megads: Run, tmp_path: Path) -> None:
-    """Catches Hydra's default help, which dumps the config and says none of it."""
+    """Catches Hydra's default help: the config without examples and exit codes."""
     result = megads("train", "--help")
     assert result.code == 0
     for part in ("parallel.tp", "experiment=<option>", "Examples:"):
@@ -91,7 +91,7 @@ def test_cfg_job_prints_the_config_and_leaves_no_files(megads: Run, tmp_path: Pa
     ],
 )
 def test_composition_errors_are_one_readable_message(megads: Run, tmp_path: Path, override: str, expected: str) -> None:
-    """Catches exit 1 and tracebacks for a user's typo, and suggestions that point nowhere."""
+    """Catches exit 1 and tracebacks for a user's typo, and suggestions of keys that do not exist."""
     result = megads("train", override)
     assert result.code == 2
     assert expected in result.err
@@ -114,14 +114,14 @@ def test_composition_errors_are_one_readable_message(megads: Run, tmp_path: Path
     ],
 )
 def test_values_that_no_file_can_have(megads: Run, tmp_path: Path, arguments: list[str], expected: str) -> None:
-    """Catches a traceback for what Hydra composes and no work can be done with."""
+    """Catches a traceback for values that Hydra accepts but that no command can use."""
     (tmp_path / "t.txt").write_text("text\n")
     result = megads(*arguments)
     assert result.code == 2 and expected in result.err and "Traceback" not in result.err
 
 
 def test_an_error_in_a_config_file_names_the_file(megads: Run, tmp_path: Path) -> None:
-    """Catches a message about a key that the user never typed."""
+    """Catches a message that does not name the file of a wrong key."""
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nmodel: {num_layer: 3}\n")
     result = megads("train", "--config-dir", str(tmp_path), "experiment=mine")
@@ -135,7 +135,7 @@ def composed(result: Outcome) -> Any:
 
 
 def test_own_configs_in_conf(megads: Run, tmp_path: Path) -> None:
-    """Catches Hydra users who are told that their file is not there, or that the section experiment is unknown."""
+    """Catches a message to Hydra users that their file does not exist, or that the section experiment is unknown."""
     folder = tmp_path / "conf" / "experiment"
     folder.mkdir(parents=True)
     (folder / "mine.yaml").write_text("# @package _global_\ntrain: {steps: 7}\n")
@@ -151,7 +151,7 @@ def test_own_configs_in_conf(megads: Run, tmp_path: Path) -> None:
 
 
 def test_a_primary_config_of_ones_own(megads: Run, tmp_path: Path) -> None:
-    """Catches --config-path that Hydra takes from its own folder, that loses megads' groups, or makes outputs/."""
+    """Catches --config-path resolved against Hydra's own folder, megads' groups lost, or outputs/ created."""
     (tmp_path / "mine").mkdir()
     text = "defaults: [train_schema, {model: tiny}, {experiment: null}, _self_]\ntrain: {tokens: 1e6}\n"
     (tmp_path / "mine" / "train.yaml").write_text(text)
@@ -166,7 +166,7 @@ def test_a_primary_config_of_ones_own(megads: Run, tmp_path: Path) -> None:
 
 
 def test_counts_in_short_form(megads: Run, tmp_path: Path) -> None:
-    """Catches 1e9 that is refused as a float, and a k of which nobody knows whether it is 1000 or 1024."""
+    """Catches 1e9 rejected as a float, and a suffix k accepted although it may mean 1000 or 1024."""
     (tmp_path / "experiment").mkdir()
     text = "# @package _global_\ntrain: {samples: 2k, global_batch_size: 1_024}\nmodel: {max_seq_len: 8Ki}\n"
     (tmp_path / "experiment" / "mine.yaml").write_text(text)
@@ -181,19 +181,19 @@ def test_counts_in_short_form(megads: Run, tmp_path: Path) -> None:
 
 
 def test_dry_run_of_a_batch_beyond_measure(megads: Run, tmp_path: Path) -> None:
-    """Catches a memory plan that writes down every micro-batch of a step."""
+    """Catches a memory plan that lists every micro-batch of a step."""
     size = ("train.global_batch_size=4000000000", "train.micro_batch_size=2", "train.steps=1000000000")
     result = megads("train", "experiment=demo", "parallel.pp=2", "parallel.dp=1", "run.dry_run=true", *size)
     assert result.code == 0 and "2000000000 micro-batches" in result.out and "is not simulated" in result.out
 
 
 def test_text_in_the_folder_of_its_runs(megads: Run, tmp_path: Path) -> None:
-    """Catches data.raw=. that reads runs/ of its first start: other files, another hash, a new run from zero."""
+    """Catches data.raw=. reading the runs/ of its first start: other files, another hash, and a new run from step 0."""
     for number in range(3):
         (tmp_path / f"{number}.txt").write_text(f"A line of text, of number {number}.\n" * 400)
     train = ("train", "data.raw=.", "train.steps=2", "ops.impl=torch")
     first = megads(*train, "run.prepare_only=true")
-    # As a start leaves it, and once more as somebody has moved it.
+    # A run directory as a start leaves it, and a copy that a user has moved.
     for run_dir in (tmp_path / "runs" / "tiny-1", tmp_path / "moved"):
         run_dir.mkdir()
         for name in ("config.yaml", "events.jsonl", "notes.txt"):
@@ -211,14 +211,14 @@ def test_text_in_the_folder_of_its_runs(megads: Run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", ["~/notes", "[~/notes]", "[none.txt, ~/notes]"])
 def test_home_in_a_value(megads: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    """Catches data.raw=~/notes, which no shell expands behind a key with a dot, and which Hydra cannot read."""
+    """Catches data.raw=~/notes, in which no shell expands ~ after a key with a dot, and which Hydra cannot parse."""
     result = megads("train", f"data.raw={value}", "train.steps=2", "run.dry_run=true")
     assert result.code == 3 and "Lexer" not in result.err
     assert ("none.txt" in result.err) or re.search(r"data.raw /.*/notes: matches no file", result.err)
 
 
 def test_home_stays_what_it_is_in_texts() -> None:
-    """Catches a prompt or a deletion that is taken for a path."""
+    """Catches ~ expanded in a prompt or in a Hydra deletion."""
     for argument in ("~model", "prompt='a, ~/b'", 'data.raw="~/x"', "data.raw=a~/b", "a=b~", "--config-dir=x"):
         assert with_home(argument) == argument
     home = str(Path("~").expanduser())
@@ -227,7 +227,7 @@ def test_home_stays_what_it_is_in_texts() -> None:
 
 
 def test_dry_run_starts_and_writes_nothing(megads: Run, tmp_path: Path) -> None:
-    """Catches a dry run that claims the run directory."""
+    """Catches a dry run that creates the run directory."""
     result = megads("train", "experiment=demo", "run.dry_run=true")
     assert result.code == 0
     for part in ("2 = tp 1 x cp 1 x pp 1 x dp 2", "6,836,736 parameters", "writes to  runs/demo-"):
@@ -246,21 +246,21 @@ def test_a_sweep_goes_on_after_a_failed_point(megads: Run, tmp_path: Path) -> No
 
 
 def test_a_sweep_over_one_run_id_is_refused(megads: Run, tmp_path: Path) -> None:
-    """Catches the second point silently continuing the first one's checkpoint."""
+    """Catches a second point that silently continues the first one's checkpoint."""
     result = megads("train", "-m", "optim.lr=1e-3,2e-3", "run.id=same", "train.steps=1", DATA, "run.dry_run=true")
     assert result.code == 2
     assert "shared by several points" in result.err
 
 
 def received(argument: str) -> object:
-    """What the config holds in the end."""
+    """Value in the composed config."""
     override = OverridesParser.create().parse_override(as_text(argument, ("prompt",)))
     assert not override.is_sweep_override()
     return OmegaConf.to_container(OmegaConf.create({"prompt": override.value()}), resolve=True)["prompt"]
 
 
 def test_any_text_survives() -> None:
-    """Catches commas that sweep, brackets that parse, quotes that end the text, ${...} that is resolved."""
+    """Catches commas that start a sweep, brackets that are parsed, quotes that end the text, ${...} resolved."""
     draw = random.Random(0)
     alphabet = [*"ab \\\"'${}()[],=:~+-#%@!?\n\té🚀*&^|<>;/.", "${", "null", "\\"]
     texts = ["".join(draw.choices(alphabet, k=draw.randrange(15))) for _ in range(1500)]
@@ -281,7 +281,7 @@ def test_any_text_survives() -> None:
     ],
 )
 def test_quoted_texts_and_null(argument: str, expected: object) -> None:
-    """Catches quotes that Hydra's users type from habit in the text, and numbers where a text is wanted."""
+    """Catches quotes, which Hydra's users type from habit, kept in the text, and numbers in place of text."""
     assert received(argument) == expected
 
 
@@ -319,7 +319,7 @@ class ExampleConfig:
     ],
 )
 def test_values_that_fit(given: dict[str, Any]) -> None:
-    """Catches a value at its border that is refused, and null where it is allowed."""
+    """Catches a value at the limit of its range refused, and null refused where it is allowed."""
     require_values(ExampleConfig(**given))
 
 
@@ -347,6 +347,6 @@ def test_values_that_fit(given: dict[str, Any]) -> None:
     ],
 )
 def test_values_that_omegaconf_lets_through(given: dict[str, Any], said: str) -> None:
-    """Catches a section where a list belongs, a list where a map does, and numbers that no counter holds."""
+    """Catches a section in place of a list, a list in place of a mapping, and numbers out of range."""
     with pytest.raises(ConfigError, match=said):
         require_values(ExampleConfig(**given))

@@ -1,4 +1,4 @@
-"""The exit codes are one list, wherever they are shown."""
+"""The exit codes are the same wherever they are listed."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def flowing(text: str) -> str:
 
 
 def test_every_failure_has_a_meaning() -> None:
-    """Catches a new exit code that no page explains."""
+    """Catches a new exit code that is not documented."""
     codes = {kind.exit_code for kind in vars(megads.errors).values()
              if isinstance(kind, type) and issubclass(kind, MegadsError)}  # fmt: skip
     assert codes < set(EXIT_CODES)
 
 
 def test_help_readme_and_docs_show_one_list(capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a list that was changed in one of the places where it stands."""
+    """Catches a list that was changed in only one of the places where it is shown."""
     assert run(["--help"]) == 0
     assert exit_codes_text() in flowing(capsys.readouterr().out)
     assert exit_codes_text()[:-1] in flowing((ROOT / "README.md").read_text())
@@ -39,7 +39,7 @@ def test_help_readme_and_docs_show_one_list(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_other_lists_have_no_other_codes() -> None:
-    """Catches a verb's own list, or that of SLURM jobs, with a code that means something else or nothing."""
+    """Catches an unknown exit code in a verb's list or that of SLURM jobs, and a code that the latter lacks."""
     for verb in VERBS:
         listed = (ROOT / "conf" / f"{verb}.yaml").read_text().partition("Exit codes: ")[2]
         codes = {int(code) for code in re.findall(r"(?:^|; )(\d+) ", flowing(listed))}

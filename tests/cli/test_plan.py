@@ -1,4 +1,4 @@
-"""`megads plan`, and the refusal of runs that do not fit."""
+"""`megads plan`, and the refusal of runs that do not fit in memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a plan that wants data or a length, and a table without a part of the answer."""
+    """Catches a plan that requires data or a number of steps, and a table with a missing part."""
     assert run(["plan", "experiment=bloom_176b", "device=cuda"]) == 0
     out = capsys.readouterr().out
     for expected in ("176,247,271,424 parameters", "384 ranks", "256 micro-batches", "bubble 4.1%", "peak: rank 0"):
@@ -37,7 +37,7 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_loss_in_chunks_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches ops.loss_chunk that the plan does not hear of: it would refuse what fits."""
+    """Catches a plan that ignores ops.loss_chunk and so refuses runs that fit."""
     peaks = []
     for chunk in (64, 100_000):
         assert run(["plan", "model=bloom_560m", "device=cuda", "json=true", f"ops.loss_chunk={chunk}"]) == 0
@@ -49,8 +49,8 @@ GROUPS = "optim.groups=[{pattern: '*.mlp.*', lr_scale: 0.5}, {pattern: '*.mlp.*.
 
 
 def test_parameter_groups_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a table that lacks a parameter or shows the rates of another entry, and a plan that takes a pattern which
-    trains nothing."""
+    """Catches a table that omits a parameter or shows the learning rate or weight decay of another group, and a plan
+    that accepts a pattern that matches no parameter."""
     model = ["model.num_layers=2", "model.hidden_size=64", "model.vocab_size=512", "optim.lr=0.01"]
     assert run(["plan", *model, GROUPS, "device=cpu", "json=true"]) == 0
     groups = json.loads(capsys.readouterr().out)["parameter_groups"]
@@ -68,7 +68,7 @@ def test_parameter_groups_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_auto_recomputes_what_a_gpu_has_no_room_for(capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a choice that does not fit or recomputes too much, and one that asks the wrong machine."""
+    """Catches recomputation that does not fit or is too much, and auto for a GPU of unknown memory size."""
     bloom = ["plan", "experiment=bloom_176b", "device=cuda", "cluster.gpu_memory_gib=60", "json=true"]
     assert run([*bloom, "parallel.recompute=auto"]) == 0
     plan = json.loads(capsys.readouterr().out)
@@ -83,7 +83,7 @@ def test_auto_recomputes_what_a_gpu_has_no_room_for(capsys: pytest.CaptureFixtur
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches output that machines cannot read, parts that do not add up to the peak, and a wrong sum over ranks."""
+    """Catches invalid JSON, parts that do not add up to the peak, and a wrong total over ranks."""
     overrides = [
         "model=demo",
         "model.vocab_size=8192",
@@ -113,7 +113,7 @@ PIPELINE += ["parallel.pp=2", "train.global_batch_size=6"]
 
 
 def test_schedules_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a schedule that is missing, one that this layout cannot have without its reason, and a wrong bubble."""
+    """Catches a missing schedule, one that this layout does not allow without its reason, and a wrong bubble."""
     assert run([*PIPELINE, "parallel.schedule=zb_v", "schedules=true", "json=true"]) == 0
     plan = json.loads(capsys.readouterr().out)
     found = {(row["schedule"], row["virtual_stages"]): row for row in plan["schedules"]}
@@ -138,7 +138,7 @@ def test_schedules_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_planned_step_is_drawn(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a picture of another schedule, a trace whose times are not those of the speeds, and a file elsewhere."""
+    """Catches a plot of another schedule, a trace that ignores the given speeds, and a file written elsewhere."""
     speeds = ["rank_tflops=0.5", "link_gigabytes_per_s=1", "link_latency_us=200"]
     assert run([*PIPELINE, "parallel.schedule=zb_h1", "timeline=step.json", *speeds]) == 0
     assert run([*PIPELINE, "parallel.schedule=interleaved", "timeline=step.svg"]) == 0
@@ -154,7 +154,7 @@ def test_the_planned_step_is_drawn(elsewhere: Path, capsys: pytest.CaptureFixtur
 
 
 def test_where_the_time_goes_is_drawn(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a picture without some part, of another step than the one that is printed, and a plot of nothing."""
+    """Catches a plot that omits a part or shows another step than is printed, and an impossible plot not refused."""
     asked = ["plan", "model=bloom_560m", "model.vocab_size=50304", "parallel.tp=2", "device=a100_80gb", "json=true"]
     assert run([*asked, "plot=step.html"]) == 0
     plan = json.loads(capsys.readouterr().out)
@@ -176,7 +176,7 @@ def test_where_the_time_goes_is_drawn(elsewhere: Path, capsys: pytest.CaptureFix
 
 
 def test_dry_run_compares_schedules(capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a dry run that hides what the pipeline costs, and auto that is left to the ranks."""
+    """Catches a dry run that omits the pipeline bubble, and parallel.partition=auto that stays unresolved."""
     train = ["train", "train.steps=1", "model.num_layers=8", "model.vocab_size=4096", DATA, "run.dry_run=true"]
     train += ["parallel.pp=2", "parallel.dp=1", "train.global_batch_size=6"]
     assert run([*train, "parallel.partition=auto"]) == 0
@@ -210,14 +210,14 @@ def test_dry_run_compares_schedules(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_errors(overrides: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a traceback, or a plan of what cannot be built."""
+    """Catches a traceback, and a plan for a configuration that cannot be built."""
     assert run(["plan", *overrides]) == 2
     error = capsys.readouterr().err
     assert expected in error and "Traceback" not in error
 
 
 def test_train_refuses_what_cannot_fit(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a laptop that is sent swapping for hours by BLOOM-176B, and a refusal that leaves a run behind."""
+    """Catches BLOOM-176B that makes a laptop swap for hours, and a refusal that leaves a run directory behind."""
     start = time.perf_counter()
     assert run(["train", "experiment=bloom_176b"]) == 2
     assert time.perf_counter() - start < 10
@@ -231,7 +231,7 @@ def test_train_refuses_what_cannot_fit(elsewhere: Path, capsys: pytest.CaptureFi
 
 
 def test_dry_run_shows_memory_and_refuses_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a dry run that hides that the run would not start."""
+    """Catches a dry run that does not report that the run would not fit in memory."""
     assert run(["train", "experiment=bloom_176b", "run.dry_run=true"]) == 0
     assert re.search(r"memory +at most 44\.\d GiB a rank \(rank 0\).*does not fit", capsys.readouterr().out)
     assert run(["train", "train.steps=1", "model.vocab_size=512", DATA, "run.dry_run=true"]) == 0
@@ -239,13 +239,13 @@ def test_dry_run_shows_memory_and_refuses_nothing(capsys: pytest.CaptureFixture[
 
 
 def test_dry_run_names_shared_keys(capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a run that would not say whether its heads share keys."""
+    """Catches a dry run that does not report the number of KV heads."""
     assert run(["train", "train.steps=1", "model=tiny_llama", "model.vocab_size=512", DATA, "run.dry_run=true"]) == 0
     assert "2 layers, hidden 64, 4 heads on 2 KV heads, rope; vocabulary 512" in capsys.readouterr().out
 
 
 def test_launcher_settles_auto_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches auto that reaches a rank, that recomputes where there is room, or changes which run is continued.
+    """Catches auto that is not resolved, that recomputes although the run fits without, or that recomputes too little.
 
     The batch is grown until the run fits this machine with recomputation only.
     """
@@ -272,7 +272,7 @@ def fits(overrides: list[str], capsys: pytest.CaptureFixture[str]) -> bool:
 
 
 def test_the_time_of_a_step_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a device whose speed does not reach the plan: BLOOM's step took 105 s (bigscience, tr11-176B-ml)."""
+    """Catches a plan that ignores the device's speed: BLOOM's step took 105 s (bigscience, tr11-176B-ml)."""
     bloom = [
         "plan",
         "experiment=bloom_176b",
@@ -293,7 +293,7 @@ def test_the_time_of_a_step_is_planned(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_host_that_is_too_slow_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches launches that cost a GPU nothing, and advice that the layout forbids or that is followed already."""
+    """Catches kernel launches that take no time, and advice that the layout forbids or that is already followed."""
     small = ["plan", "model=gpt3_350m", "train.seq_len=2048", "train.micro_batch_size=1", "device=h200"]
     advice = "with ops.cuda_graphs=true a step takes"
     seconds = []
@@ -309,7 +309,8 @@ def test_a_host_that_is_too_slow_is_named(tmp_path: Path, capsys: pytest.Capture
         assert run([*small, "train.global_batch_size=8", *overrides, "json=true"]) == 0
         seconds.append(json.loads(capsys.readouterr().out)["parts"].get("host", 0.0))
     assert seconds[0] > 0.1 and seconds[1] == 0.0 and seconds[2] > 0.1 > seconds[3]
-    # The sums of 354 million gradients, which one micro-batch has at its end only, and a rank's half of them reduced.
+    # main_grad of 354 million parameters, which a step of one micro-batch otherwise has at its end only, and a rank's
+    # reduced half.
     two = [*small, "train.global_batch_size=2", "parallel.dp=2"]
     assert run(two) == 0
     assert ", with 2.0 GiB more on a GPU" in capsys.readouterr().out
@@ -321,7 +322,7 @@ def test_a_host_that_is_too_slow_is_named(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_the_best_layouts_are_searched(capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a winner whose overrides are not its layout, and a search that ignores the number of devices."""
+    """Catches a best layout whose overrides give another layout, and a search that ignores the number of devices."""
     bloom = ["plan", "model=bloom_1b1", "train.seq_len=2048", "train.global_batch_size=8", "device=h100", "json=true"]
     assert run([*bloom, "search=true", "gpus=4"]) == 0
     found = json.loads(capsys.readouterr().out)

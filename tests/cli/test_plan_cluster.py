@@ -1,4 +1,4 @@
-"""`megads plan life=true` and `megads plan budget_hours=...`."""
+"""Tests `megads plan life=true` and `megads plan budget_hours=...`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def life(capsys: pytest.CaptureFixture[str], *overrides: str) -> dict[str, objec
 
 
 def test_life_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a table without a part of the answer, and files that a plan leaves."""
+    """Catches a table that lacks a part of the answer, and files that a plan leaves behind."""
     assert run(["plan", "life=true", "gpus=16384", "lifetime.tokens_per_s=1e6", *FEW]) == 0
     out = capsys.readouterr().out
     for part in (
@@ -46,7 +46,7 @@ def test_life_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_life_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches parts that do not add up: training, waiting for saves and what each cause costs are all the time."""
+    """Catches parts that do not add up: training, waiting for saves and the cost of each cause are all of the time."""
     found = life(
         capsys, "gpus=16384", "lifetime.memory_every_s=60", "lifetime.memory_copies=true", "lifetime.spares=16"
     )
@@ -65,7 +65,7 @@ def test_life_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_life_of_a_configured_run(capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a run whose checkpoints, layout and steps the plan does not hear of."""
+    """Catches a plan that ignores the run's checkpoint interval, layout or step time."""
     bloom = ["experiment=bloom_176b", "lifetime.step_time_s=105", "checkpoint.local_every_steps=2"]
     found = life(capsys, *bloom)
     assert found["gpus"] == 384 and found["disk"]["every_s"] == 10_500 and found["memory"]["every_s"] == 210
@@ -75,8 +75,8 @@ def test_life_of_a_configured_run(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_planned_step(capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a named device whose planned step neither life nor budget uses: BLOOM's took 105 s, and
-    149 TFLOPs a GPU, a quarter of them recomputation, which is no progress."""
+    """Catches a named device whose planned step neither life nor budget uses: BLOOM's took 105 s, at 149 TFLOPs per
+    GPU, a quarter of them recomputation, which is no progress."""
     bloom = ["experiment=bloom_176b", "device=a100_80gb"]
     found = life(capsys, *bloom)
     assert found["step_time_s"] == pytest.approx(105, rel=0.1)
@@ -104,13 +104,13 @@ def test_a_planned_step(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_lives_that_cannot_be(capsys: pytest.CaptureFixture[str], overrides: list[str], expected: str) -> None:
-    """Catches a traceback, or a share of nonsense, for a user's mistake."""
+    """Catches a traceback, or a meaningless share, for a user's mistake."""
     assert run(["plan", "life=true", *overrides]) == 2
     assert expected in capsys.readouterr().err
 
 
 def test_planning_a_life_needs_no_torch() -> None:
-    """Catches arithmetic that loads torch: two seconds, and a library that a login node may not have."""
+    """Catches a life plan that loads torch: two seconds, and a library that a login node may lack."""
     program = (
         "import sys; sys.modules['torch'] = None\n"
         "import megads.plan.life, megads.plan.life, megads.plan.life, megads.plan.model_size"
@@ -129,7 +129,7 @@ def test_planning_a_life_needs_no_torch() -> None:
     ids=["step", "schedules", "search"],
 )
 def test_planning_needs_no_torch(asked: list[str]) -> None:
-    """Catches an import, anywhere on the way of a plan, that loads torch: it took half of the command's time."""
+    """Catches an import anywhere in a plan that loads torch: it took half of the command's time."""
     program = (
         "import sys\nfrom megads.cli.main import run; code = run(sys.argv[1:])\n"
         "assert not {'torch', 'deepspeed', 'numpy', 'matplotlib'} & set(sys.modules), 'heavy'\n"
@@ -146,7 +146,7 @@ def budget(capsys: pytest.CaptureFixture[str], *overrides: str) -> dict[str, obj
 
 
 def test_a_week_on_64_gpus(capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches hours that are taken for days, presets that are not near, and prices of something else."""
+    """Catches hours that are read as days, presets far from the optimum, and wrong prices."""
     prices = ["cost.gpu_hour_price=2", "cost.gpu_watts=1000", "cost.kwh_price=0.1", "cost.pue=1.25"]
     found = budget(capsys, *prices)
     assert found["flops"] == pytest.approx(64 * 400e12 * 168 * 3600)
@@ -163,8 +163,8 @@ def test_a_week_on_64_gpus(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_given_run(capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a length in samples that is read as tokens, and a verdict that is upside down: BLOOM 176B had too few
-    tokens, Llama 3 8B too many."""
+    """Catches a length in samples that is read as tokens, and an inverted verdict: BLOOM 176B had too few tokens, Llama
+    3 8B too many."""
     bloom = budget(capsys, "experiment=bloom_176b")["trainings"][-1]
     assert bloom["name"] == "this run" and bloom["tokens"] == pytest.approx(220e6 * 2048, rel=1e-4)
     assert bloom["tokens_over_best"] < 0.2 and bloom["compute_over_best"] > 1.2

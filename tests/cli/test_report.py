@@ -1,4 +1,4 @@
-"""`megads report` as a user meets it: real processes, and a run that was really trained."""
+"""Tests `megads report` with real processes and a trained run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.tools.report.written_runs import write_config
     ],
 )
 def test_errors_are_one_readable_message(megads: StartCommand, arguments: tuple[str, ...], expected: str) -> None:
-    """Catches tracebacks and exit 1 for a user's mistake, and files left by a report that failed."""
+    """Catches tracebacks and exit code 1 for a user's mistake, and files left by a failed report."""
     write_config(megads.folder / "started", "started")
     result = megads("report", *arguments).end()
     assert result.code == 2
@@ -38,7 +38,7 @@ def test_errors_are_one_readable_message(megads: StartCommand, arguments: tuple[
 
 
 def test_without_matplotlib(tmp_path: Path) -> None:
-    """Catches a traceback where the extra is not installed, and an entry that needs it for other verbs."""
+    """Catches a traceback if the extra is not installed, and an entry point that imports it."""
     program = (
         "import sys; sys.modules['matplotlib'] = None; from megads.cli.main import run; sys.exit(run(sys.argv[1:]))"
     )
@@ -66,7 +66,7 @@ def test_help(megads: StartCommand) -> None:
 
 @pytest.mark.distributed
 def test_a_trained_run(megads: StartCommand, tmp_path: Path) -> None:
-    """Catches metrics and events that training writes and the report does not understand."""
+    """Catches metrics and events that training writes but the report cannot read."""
     pytest.importorskip("matplotlib", reason="the extra [report] is not installed")
     with IndexedDatasetWriter(tmp_path / "corpus", np.int32) as writer:
         for seed in range(40):

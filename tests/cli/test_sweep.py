@@ -41,14 +41,14 @@ def composer() -> Iterator[Composer]:
     ],
 )
 def test_the_grammar_becomes_a_space(composer: Composer, given: str, expected: Choice | Interval) -> None:
-    """Catches a form of Hydra's grammar that is read as another one, and texts that lose their quotes."""
+    """Catches a form of Hydra's grammar that is parsed as another one, and strings that lose their quotes."""
     line = composer.parse(["train.steps=3", given])
     assert list(line.space.values()) == [expected]
     assert line.fixed == ("train.steps=3",)
 
 
 def test_the_sweeps_own_settings_are_no_part_of_its_points(composer: Composer) -> None:
-    """Catches settings that reach the points, where they would change names and configs."""
+    """Catches settings of the sweep that reach its points, where they would change names and configs."""
     line = composer.parse(["hparams_search=random", "sweep.trials=5", "+sweep.parallel=2", "train.steps=3,4"])
     assert line.fixed == ()
     settings = composer.settings(line, SweepConfig)
@@ -67,14 +67,14 @@ def test_the_sweeps_own_settings_are_no_part_of_its_points(composer: Composer) -
     ],
 )
 def test_a_line_that_makes_no_sense(composer: Composer, given: list[str], expected: str) -> None:
-    """Catches tracebacks, and settings that are dropped without a word."""
+    """Catches tracebacks, and settings that are silently dropped."""
     with pytest.raises(ConfigError) as caught:
         composer.settings(composer.parse(given), SweepConfig)
     assert expected in str(caught.value)
 
 
 def test_points_compose_each_with_its_number_and_choices(composer: Composer) -> None:
-    """Catches state of Hydra's that one point leaves to the next, and ${hydra:job.num} without a value."""
+    """Catches Hydra state that leaks from one point to the next, and ${hydra:job.num} without a value."""
     line = composer.parse(["model=tiny,demo", "run.id=point-${hydra:job.num}"])
     found = [
         composer.compose([*line.fixed, *overrides_of(assignment)], number)
@@ -102,8 +102,8 @@ def test_points_compose_each_with_its_number_and_choices(composer: Composer) -> 
 def test_points_side_by_side_share_nothing(
     composer: Composer, gpus: str, parallel: int, tp: int, threads: int, said: str | None
 ) -> None:
-    """Catches points that fight for cores or GPUs, cores counted where ranks have GPUs, and an advice that is refused
-    in its turn."""
+    """Catches concurrent points that share cores or GPUs, cores counted although ranks have GPUs, and advice that would
+    be rejected in turn."""
     config = SweepConfig(launcher=LauncherName.local, parallel=parallel)
     points = _Points(VERB, composer, composer.parse(["optim.lr=1,2"]), config, [])
     points._cores, points._gpus = range(8), list(gpus)
@@ -116,7 +116,7 @@ def test_points_side_by_side_share_nothing(
 
 
 def refused(megads: StartCommand, corpus: Path, *overrides: str) -> str:
-    """What a sweep says that starts nothing."""
+    """Output of a sweep that starts nothing."""
     result = megads("train", "-m", *small_model(corpus, train__steps=5), *overrides).end()
     assert result.code == 2, result
     assert "Traceback" not in result.err
@@ -126,8 +126,8 @@ def refused(megads: StartCommand, corpus: Path, *overrides: str) -> str:
 
 @pytest.mark.distributed
 def test_points_that_cannot_run_are_dropped_with_the_reason(megads: StartCommand, corpus: Path) -> None:
-    """Catches points that are found infeasible only once they run, for memory or for a layout that does not divide,
-    and a sweep without a single point that calls itself finished."""
+    """Catches points found infeasible only once they run, because of memory or an indivisible layout, and a sweep
+    without a feasible point that reports success."""
     said = refused(megads, corpus, "model.hidden_size=600000,1200000", "parallel.tp=1,4")
     assert "point 0 is dropped, model.hidden_size=600000 parallel.tp=1: rank 0 needs" in said
     assert "point 3 is dropped, model.hidden_size=1200000 parallel.tp=4: model.num_heads = 6 is not divisible" in said
@@ -151,5 +151,5 @@ def test_points_that_cannot_run_are_dropped_with_the_reason(megads: StartCommand
 def test_a_sweep_that_cannot_be_run(
     megads: StartCommand, corpus: Path, overrides: tuple[str, ...], expected: str
 ) -> None:
-    """Catches a mistake in the sweep itself that is told once for every point, or only after the first one."""
+    """Catches an error in the sweep itself that is reported once per point, or only after the first one."""
     assert expected in refused(megads, corpus, *overrides)

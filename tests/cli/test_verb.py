@@ -1,4 +1,4 @@
-"""Keys as the dataclasses state them."""
+"""Help texts and config keys of the verbs, from the dataclasses."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def verb_help(fork_server: ForkServer, tmp_path: Path) -> Help:
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_lists_every_group_option_with_its_explanation(verb: str, verb_help: Help) -> None:
-    """Catches a verb whose help leaves a choice out, or words that Hydra took for its own placeholders."""
+    """Catches a verb whose help lacks an option, or text that Hydra substitutes as a placeholder."""
     text = verb_help(verb)
     for group in group_names(verb):
         assert f"{group}=" in text
@@ -41,13 +41,13 @@ def test_help_lists_every_group_option_with_its_explanation(verb: str, verb_help
 
 
 def test_help_lists_keys_from_their_docstrings(verb_help: Help) -> None:
-    """Catches a second, hand-written truth about what a key does."""
+    """Catches a hand-written description of a key that differs from its docstring."""
     text = verb_help("tokenizer")
     assert "vocab_size=8192" in text and "Vocabulary size, including the special tokens." in text
 
 
 def test_help_lists_own_configs(tmp_path: Path, verb_help: Help) -> None:
-    """Catches a help that knows only the configs of the package."""
+    """Catches a help that lists only the package's configs."""
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\n# Costs $5.\ntrain: {steps: 1}\n")
     assert "mine Costs $5." in " ".join(verb_help("train", "--config-dir", str(tmp_path)).split())
@@ -68,7 +68,7 @@ def test_options_are_sorted_by_size() -> None:
 
 
 def test_own_config_dirs() -> None:
-    """Catches one of the two spellings of an argument."""
+    """Catches a spelling of --config-dir that is not recognized."""
     assert own_config_dirs(["--config-dir", "a", "-cd", "b", "--config-dir=c", "-cd"]) == [*map(Path, "abc")]
     assert config_dir().is_dir()
 
@@ -112,7 +112,7 @@ class ExampleConfig(BaseConfig):
 
 
 def test_every_kind_of_field() -> None:
-    """Catches a type that is shown as Python writes it, a default that cannot be typed, a lost docstring."""
+    """Catches a type shown in Python syntax, a default that cannot be typed on the command line, a lost docstring."""
     found = [(key.name, key.kind, key.default, key.choices, key.explanation) for key in keys(ExampleConfig)]
     assert found == [
         ("shared", "true or false", "false", ("true", "false"), "Of the base class."),
@@ -128,13 +128,13 @@ def test_every_kind_of_field() -> None:
 
 
 def test_every_key_that_errors_suggest_is_explained() -> None:
-    """Catches a walk over the schema that misses a key, and a key without a docstring."""
+    """Catches a key that the listing misses, and a key without a docstring."""
     found = {key.name: key.explanation for key in keys(RootConfig) if "[]" not in key.name}
     assert list(found) == schema_keys(RootConfig)
     assert [name for name, explanation in found.items() if not explanation] == []
 
 
 def test_help_has_a_line_a_key() -> None:
-    """Catches a required key that looks as if it had a value."""
+    """Catches a required key that is shown as if it had a default."""
     assert "path=<text>  Where." in describe_keys(ItemConfig)
     assert len(describe_keys(ExampleConfig).splitlines()) == 7

@@ -1,4 +1,4 @@
-"""`megads verify_layout`: the real ranks, a planted defect, and configs that cannot be verified."""
+"""Tests `megads verify_layout`: with the real ranks, with planted defects, and with configs that cannot be verified."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 @pytest.mark.distributed
 def test_a_good_layout_passes(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a verification that fails what is right, compares nothing, or prints more than JSON."""
+    """Catches a verification that fails a correct layout, compares nothing, or prints more than JSON."""
     overrides = ("parallel.pp=2", "parallel.dp=2", "model.position=learned", "verify.steps=2", "verify.dir=here")
     documents = ("data.document_mask=true", "data.reset_positions=true")
     assert run(["verify_layout", *overrides, *documents, "train.global_batch_size=4", "--json"]) == 0
@@ -61,8 +61,8 @@ def test_a_good_layout_passes(elsewhere: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.quick("llama3_8b", "olmo2_1b")
 @pytest.mark.parametrize("experiment", RECIPES)
 def test_a_recipe_trains_the_same_model_in_tp2_pp2(experiment: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a recipe whose optimizer, norms, heads or pipeline schedule do not survive another layout, or whose small
-    copy cannot be cut."""
+    """Catches a recipe whose optimizer, norms, heads or pipeline schedule compute something else in another layout, or
+    whose small copy cannot be sharded."""
     layout = ("parallel.tp=2", "parallel.pp=2", "parallel.dp=1")
     assert run(["verify_layout", f"experiment={experiment}", *layout, *SMALL]) == 0
     assert "This layout trains the same model." in capsys.readouterr().out
@@ -71,7 +71,7 @@ def test_a_recipe_trains_the_same_model_in_tp2_pp2(experiment: str, capsys: pyte
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_the_keys_of_a_stage_are_verified(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches verify.stage that is not read, or that leaves the keys of the config."""
+    """Catches verify.stage that is ignored, or whose keys do not override those of the config."""
     layout = ("parallel.tp=2", "parallel.pp=2", "parallel.dp=1", "verify.stage=2")
     stages = "train.stages=[{until_steps: 5}, {parallel: {recompute: full}, model: {rope_theta: 70000.0}}]"
     assert run(["verify_layout", "model=tiny_llama", stages, *layout, *SMALL]) == 0
@@ -84,7 +84,8 @@ def test_the_keys_of_a_stage_are_verified(elsewhere: Path, capsys: pytest.Captur
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_model_with_every_feature_passes(capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a small copy of a model with shared keys, a window and gates that cannot be cut, or that has none."""
+    """Catches a small copy of a model with grouped-query attention, a window and gates that cannot be sharded, or lacks
+    one of them."""
     grouped = ("model.num_heads=8", "model.num_kv_heads=2", "model.window=100", "model.position=rope")
     gated = ("model.norm=rmsnorm", "model.mlp=swiglu", "model.parallel_block=true")
     assert run(["verify_layout", "parallel.tp=2", "parallel.cp=2", *grouped, *gated, *SMALL]) == 0
@@ -94,7 +95,7 @@ def test_a_model_with_every_feature_passes(capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.distributed
 def test_a_defect_is_named(plant: Callable[[str], None], capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a verdict that nobody can act on: the parameters by name, the cause, and exit code 7."""
+    """Catches a verdict without the names of the parameters, the likely cause or exit code 7."""
     plant("no_backward_all_reduce_of_column_layers")
     assert run(["verify_layout", "parallel.tp=2", *SMALL]) == 7
     captured = capsys.readouterr()
@@ -121,7 +122,7 @@ def test_a_defect_is_named(plant: Callable[[str], None], capsys: pytest.CaptureF
 def test_a_defect_of_an_optimizer_is_named(
     name: str, defect: str, layout: str, plant: Callable[[str], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches a verification that compares another optimizer than the run has, or none of the weights it makes."""
+    """Catches a verification that compares another optimizer than the run's, or does not compare its weights."""
     words = ("verify_layout", f"optim.name={name}", layout, "parallel.dp=2", "train.global_batch_size=8", *SMALL)
     assert run(list(words)) == 0
     plant(defect)
@@ -149,7 +150,7 @@ REPORTED = {
     "a_step_counted_before_the_first": ("parallel.dp=2", "train.global_batch_size=8"),
     "divided_by_the_shards_twice": ("parallel.dp=2", "parallel.zero_stage=3", "train.global_batch_size=8"),
 }
-"""The defects of docs/numerics.md that were reported of other trainers, each in a layout in which it can be."""
+"""The defects in docs/numerics.md reported for other trainers, each in a layout in which it can occur."""
 
 
 @pytest.mark.slow
@@ -158,7 +159,7 @@ REPORTED = {
 def test_what_was_reported_of_other_trainers_is_caught(
     defect: str, plant: Callable[[str], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches a verification that lets a bug through that another trainer has had."""
+    """Catches a verification that misses a bug that another trainer has had."""
     plant(defect)
     assert run(["verify_layout", *REPORTED[defect], "ops.impl=torch", *SMALL]) == 7
     assert "DIFFERS" in capsys.readouterr().out
@@ -167,7 +168,7 @@ def test_what_was_reported_of_other_trainers_is_caught(
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_ctrl_c_ends_it(megads: StartCommand) -> None:
-    """Catches ranks that are asked to save and stop, which they cannot, and go on."""
+    """Catches ranks that are asked to save and stop, which they cannot, and keep running."""
     command = megads("verify_layout", "parallel.tp=2", *SMALL)
     command.wait_for((megads.folder / "here" / "logs" / "rank_00001.log").exists)
     command.process.send_signal(signal.SIGINT)
@@ -176,7 +177,7 @@ def test_ctrl_c_ends_it(megads: StartCommand) -> None:
 
 
 def test_docs_name_the_defects_that_are_planted() -> None:
-    """Catches a row of the table of reported bugs whose mutant `megads verify_layout` has never been shown."""
+    """Catches a row of the table of reported bugs whose mutant is not run against `megads verify_layout`."""
     page = (REPOSITORY / "docs" / "numerics.md").read_text()
     table = page[page.index("Bugs that were reported of other trainers") : page.index("## How it is done")]
     planted = set(REPORTED) | {"owners_orthogonalise_their_own_piece"}
@@ -197,7 +198,7 @@ def test_docs_name_the_defects_that_are_planted() -> None:
     ],
 )
 def test_bad_configs(overrides: list[str], expected: str, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a traceback, and ranks or folders for what cannot be verified."""
+    """Catches a traceback, and ranks or folders created for a config that cannot be verified."""
     assert run(["verify_layout", *overrides]) == 2
     error = capsys.readouterr().err
     assert expected in error and "Traceback" not in error

@@ -1,4 +1,4 @@
-"""`megads why` on runs that were really trained."""
+"""`megads why` on trained runs."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ HOT = {"model__init_std": 0.2, "optim__lr": 0.01, "checkpoint__every_steps": 1, 
 
 
 def explained(run_dir: Path, step: int, **changes: object) -> Explanation:
-    """Everything of a step, as `megads why` finds it."""
+    """Returns what `megads why` finds about a step."""
     return explain(WhyConfig(run=str(run_dir), step=step, json=True, **changes))  # type: ignore[arg-type]
 
 
 def require_what_was_trained(run_dir: Path, step: int, *shares: Explanation) -> None:
-    """The parts shown are those of the datasets, and their loss by the weights before the step is the step's."""
+    """Requires that the shown tokens are the datasets', and their loss with the weights before the step the step's."""
     line = steps_of(run_dir)[step - 1]
     losses = []
     for share in shares:
@@ -77,8 +77,8 @@ def blend(corpus: Path, module_megads: StartCommand) -> Path:
 
 @pytest.mark.slow
 def test_a_blend_with_phases_skips_and_a_ramp(blend: Path) -> None:
-    """Catches samples, documents or offsets that are not those that trained: their loss would not be the step's. And
-    the wrong config for a step before a change: step 2 was cut into other micro-batches than step 5."""
+    """Catches samples, documents or offsets other than those trained on, whose loss would not be the step's, and the
+    wrong config for a step before a change: step 2 had other micro-batches than step 5."""
     for step in (2, 3, 5):
         found = explained(blend, step)
         assert found.trained.data_recorded and found.weights is not None
@@ -94,7 +94,7 @@ def test_a_blend_with_phases_skips_and_a_ramp(blend: Path) -> None:
 
 
 def test_text_and_json(blend: Path, module_megads: StartCommand) -> None:
-    """Catches output that leaves out a document, and text for a dataset without a tokenizer, whose ids mean nothing."""
+    """Catches output that omits a document, and text for a dataset without a tokenizer, whose ids mean nothing."""
     other = module_megads.folder / "other" / "corpus"
     ended = module_megads("why", "run=blend", "step=5", "json=true").end()
     assert ended.code == 0, ended.err
@@ -129,7 +129,7 @@ def _texts(prefix: Path) -> list[str]:
 def test_what_is_not_there(
     blend: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, object], expected: str
 ) -> None:
-    """Catches an exception that is no message, or an empty answer, for a run, step, rank or sample that is none."""
+    """Catches an exception without a message, or an empty answer, for an absent run, step, rank or sample."""
     monkeypatch.chdir(blend.parent.parent)
     config = WhyConfig(**({"run": "blend", "json": True} | given))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=expected):
@@ -138,7 +138,7 @@ def test_what_is_not_there(
 
 @pytest.mark.slow
 def test_packed_pairs_cut_for_context_ranks(module_megads: StartCommand) -> None:
-    """Catches documents of packed samples, loss on prompts, or the chunks of a context rank, that are not the run's."""
+    """Catches packed documents, prompt losses or chunks of a context-parallel rank other than the run's."""
     prefix, run_dir = module_megads.folder / "pairs", module_megads.folder / "packed"
     random = np.random.default_rng(0)
     with TurnWriter(prefix, np.uint16) as writer:
@@ -158,9 +158,9 @@ def test_packed_pairs_cut_for_context_ranks(module_megads: StartCommand) -> None
 
 @pytest.mark.slow
 def test_megatrons_order_and_changed_data(corpus: Path, module_megads: StartCommand) -> None:
-    """Catches an answer about data that is not what was trained on, and a run that goes on with it: the order of the
-    samples, and with it batch_hash, stays the same when only the tokens change. And Megatron's order, which depends on
-    the run's length, that is changed under what was trained."""
+    """Catches an answer about other data than was trained on, and a run that continues with it: the order of the
+    samples, and with it batch_hash, stays the same if only tokens change. Also catches Megatron's order, which depends
+    on the run's length, changing for samples that were already trained on."""
     prefix, run_dir = module_megads.folder / "copy", module_megads.folder / "megatron"
     for ending in (".bin", ".idx"):
         shutil.copy(f"{corpus}{ending}", f"{prefix}{ending}")
@@ -183,7 +183,7 @@ def test_megatrons_order_and_changed_data(corpus: Path, module_megads: StartComm
 
 
 def test_a_hash_that_differs(blend: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches an explanation of samples that the step did not have: here a line that another run wrote."""
+    """Catches an explanation of samples that the step did not have: here metrics.jsonl has another run's hash."""
     monkeypatch.chdir(blend.parent.parent)
     forged = tmp_path / "forged"
     shutil.copytree(blend, forged, ignore=shutil.ignore_patterns("checkpoints"))

@@ -1,4 +1,4 @@
-"""Samples read one at a time, document by document: the oracle of what is assembled for whole batches at once."""
+"""Reads samples one at a time, document by document: the reference for whole batches assembled at once."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Samples = TrainSamples | ValidationSamples
 
 
 def row_of(samples: TrainSamples, sample: int) -> tuple[int, int]:
-    """(epoch, row of that epoch's sample index) of a sample."""
+    """Returns (epoch, row of that epoch's sample index) of a sample."""
     epoch, position = divmod(sample, samples.samples_per_map)
     return epoch, int(samples._epoch_map(epoch).shuffle[position])
 
 
 def parts(samples: Samples, sample: int, count: int) -> Iterator[tuple[int, list[int], int]]:
-    """Yields (document, its tokens there, place) of what fills a sample's first `count` places, in order."""
+    """Yields (document, its tokens there, position) of what fills a sample's first `count` positions, in order."""
     dataset, place = samples.dataset, 0
     if isinstance(samples, TrainSamples):
         epoch, row = row_of(samples, sample)
@@ -36,18 +36,18 @@ def parts(samples: Samples, sample: int, count: int) -> Iterator[tuple[int, list
 
 
 def tokens_of(samples: Samples, sample: int) -> list[int]:
-    """The S + 1 tokens of a sample; fewer at the end of validation."""
+    """Returns the S + 1 tokens of a sample; fewer at the end of validation."""
     return [token for _, tokens, _ in parts(samples, sample, samples.seq_len + 1) for token in tokens]
 
 
 def documents_of(samples: Samples, sample: int) -> list[int]:
-    """The document of each of its tokens."""
+    """Returns the document of each of a sample's tokens."""
     found = parts(samples, sample, samples.seq_len + 1)
     return [document for document, tokens, _ in found for _ in tokens]
 
 
 def starts_of(samples: Samples, sample: int) -> list[int]:
-    """Place at which the document of each of S input tokens starts; what is beyond the end goes on with the last."""
+    """Returns where the document of each of S input tokens starts; positions past the end continue the last one."""
     out: npt.NDArray[np.int64] = np.zeros(samples.seq_len, np.int64)
     for _, _, place in parts(samples, sample, samples.seq_len):
         out[place:] = place

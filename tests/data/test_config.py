@@ -1,4 +1,4 @@
-"""What the settings of the data take and refuse, at the borders."""
+"""Which data settings are accepted and refused, at their limits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megads.errors import ConfigError
 
 
 def blend(*weights: float | None, **more: Any) -> dict[str, Any]:
-    """One dataset for each weight, named a, b, and so on."""
+    """Returns one dataset for each weight, named a, b, and so on."""
     return {
         "train": [DatasetConfig(f"data/{name}", weight) for name, weight in zip("abc", weights, strict=False)]
     } | more
@@ -63,7 +63,7 @@ BEST_FIT = {"packing": PackingMode.best_fit, "document_mask": True, "reset_posit
     ],
 )
 def test_what_can_be_trained_on(settings: dict[str, Any]) -> None:
-    """Catches a check that refuses what stands at its border."""
+    """Catches a check that refuses a value at its limit."""
     DataConfig(**settings).check()
 
 
@@ -123,14 +123,14 @@ def test_what_can_be_trained_on(settings: dict[str, Any]) -> None:
     ],
 )
 def test_what_cannot_be_trained_on(settings: dict[str, Any], said: str) -> None:
-    """Catches a setting that would only fail, or train something else, long after the start."""
+    """Catches a wrong setting that would fail, or train on something else, long after the start."""
     with pytest.raises(ConfigError, match=said):
         DataConfig(**settings).check()
 
 
 def test_datasets_of_former_mixes_are_kept() -> None:
-    """Catches a dataset that the stream still has samples of and nobody opens, one that is opened twice, and passes
-    over a former one that are limited."""
+    """Catches a dataset of a former blend that is not opened although the stream still has samples of it, one that is
+    opened twice, and an epoch limit on a former one."""
     config = DataConfig(**blend(1, 1), history=[MixConfig(0, {"data/old": 1, "data/b": 1})], valid="data/a")
     assert [item.path for item in config.blended] == ["data/old", "data/b", "data/a"]
     assert config.blended[0].max_epochs == 1e9 and config.blended[1].max_epochs is None
@@ -167,7 +167,7 @@ def test_datasets_of_former_mixes_are_kept() -> None:
     ],
 )
 def test_actions_on_datasets(settings: dict[str, Any], said: str | None) -> None:
-    """Catches an action that begins without what it needs, and a check that refuses what stands at its border."""
+    """Catches an action that starts without a setting it needs, and a check that refuses a value at its limit."""
     config = DatasetActionConfig(**settings)
     if said is None:
         config.check()
@@ -177,13 +177,13 @@ def test_actions_on_datasets(settings: dict[str, Any], said: str | None) -> None
 
 
 def test_parts_of_a_split() -> None:
-    """Catches shares that are not those of the documentation."""
+    """Catches default shares other than the documented ones."""
     assert DatasetActionConfig(input="a").shares == {"train": 0.98, "valid": 0.02}
     assert DatasetActionConfig(input=["a", "b"]).prefixes == ["a", "b"]
 
 
 def test_vocabularies_that_can_be_learnt() -> None:
-    """Catches a vocabulary without room for the bytes, or too large for memory, that is found after the reading."""
+    """Catches a vocabulary without room for the bytes, or too large for memory, found only after reading the text."""
     for size, pairs in ((257, 1), (1 << 24, 2), (None, 1)):
         check_learning("tokenizer.", size, pairs)
     for size, pairs, said in (
@@ -207,7 +207,7 @@ def test_vocabularies_that_can_be_learnt() -> None:
     ],
 )
 def test_tokenizers_of_a_run(settings: dict[str, Any], said: str | None) -> None:
-    """Catches a tokenizer that is both given and to be learnt."""
+    """Catches a tokenizer that is both given and to be trained."""
     if said is None:
         TextTokenizerConfig(**settings).check()
         return
@@ -216,7 +216,7 @@ def test_tokenizers_of_a_run(settings: dict[str, Any], said: str | None) -> None
 
 
 def test_fields_of_a_record() -> None:
-    """Catches half a pair, no workers, and files beside the standard input."""
+    """Catches half a prompt-response pair, zero workers, and files combined with standard input."""
     pair = PreprocessConfig(prompt_field="q", response_field="a", workers=1, input=["-"])
     pair.check()
     ignored = None, None, TextSpecialTokens.ignore

@@ -20,7 +20,7 @@ def crash() -> None:
 
 
 def port_in_use() -> None:
-    """Listens where somebody else does."""
+    """Listens on a port that is in use."""
     from torch.distributed import TCPStore
 
     with socket.socket() as taken:
@@ -30,7 +30,7 @@ def port_in_use() -> None:
 
 
 def no_room() -> None:
-    """Saves a tensor beyond the limit of a file's size."""
+    """Saves a tensor larger than the file size limit."""
     import torch
 
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -40,7 +40,7 @@ def no_room() -> None:
 
 
 def no_memory() -> None:
-    """Asks for more memory than the limit of the address space."""
+    """Allocates more memory than the limit of the address space."""
     import torch
 
     resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
@@ -48,7 +48,7 @@ def no_memory() -> None:
 
 
 def truncated_checkpoint() -> None:
-    """Loads a checkpoint of which the end is missing."""
+    """Loads a checkpoint whose end is missing."""
     import torch
 
     with tempfile.TemporaryDirectory() as folder:
@@ -66,7 +66,7 @@ def other_model() -> None:
 
 
 def truncated_safetensors() -> None:
-    """Loads a file of safetensors whose header is cut."""
+    """Loads a safetensors file whose header is truncated."""
     import torch
     from safetensors.torch import load, save
 
@@ -74,12 +74,12 @@ def truncated_safetensors() -> None:
 
 
 def missing_module() -> None:
-    """Imports what is not installed."""
+    """Imports a module that is not installed."""
     import a_package_that_nobody_has  # type: ignore[import-not-found]  # noqa: F401
 
 
 def wrong_shape() -> None:
-    """Multiplies matrices that do not fit."""
+    """Multiplies matrices whose shapes do not match."""
     import torch
 
     torch.nn.Linear(16, 4)(torch.zeros(2, 8))
@@ -93,7 +93,7 @@ def token_out_of_range() -> None:
 
 
 def not_a_number() -> None:
-    """Finds a loss that is not finite, as detect_anomaly does."""
+    """Computes a NaN gradient, which detect_anomaly reports."""
     import torch
 
     weight = torch.zeros(1, requires_grad=True)
@@ -102,7 +102,7 @@ def not_a_number() -> None:
 
 
 def damaged_archive() -> None:
-    """Reads an archive that is none."""
+    """Opens a file that is not an archive."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "shard.zip"
         path.write_bytes(b"nothing of the kind")
@@ -116,7 +116,7 @@ def _killed(index: int) -> int:
 
 
 class _Suicidal:
-    """A data set whose fourth sample kills the worker that reads it."""
+    """A dataset whose fourth sample kills the worker that reads it."""
 
     def __len__(self) -> int:
         return 8
@@ -126,21 +126,21 @@ class _Suicidal:
 
 
 def worker_killed() -> None:
-    """Reads data with a worker that is killed."""
+    """Reads data with a dataloader worker that is killed."""
     from torch.utils.data import DataLoader
 
     list(DataLoader(_Suicidal(), num_workers=1))  # type: ignore[arg-type]
 
 
 def wrong_argument() -> None:
-    """Is given an argument that it does not know."""
+    """Parses an unknown argument."""
     import argparse
 
     argparse.ArgumentParser().parse_args(["--unknown=1"])
 
 
 def missing_key() -> None:
-    """Reads a key that is not there."""
+    """Reads a missing key."""
     print({}["learning_rate"])
 
 

@@ -1,4 +1,4 @@
-"""What failed first, over all ranks: roots before consequences, earlier before later, and whom it blames."""
+"""Root cause over all ranks: causes before consequences, earlier before later, and the culprit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def log(name: str, text: str, rank: int | None = None) -> Survey:
 
 
 def test_the_cause_is_not_the_loudest_line() -> None:
-    """Catches the survivors' many lines taken for the cause."""
+    """Catches the many lines of the surviving ranks taken for the root cause."""
     lost = "2026-01-01 00:00:01 RuntimeError: Connection closed by peer [10.0.0.2]:31022\n"
     watchdog = "2026-01-01 00:00:02 [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1)\n" * 20
     oom = "2026-01-01 00:00:09 torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB\n"
@@ -35,7 +35,7 @@ def test_the_cause_is_not_the_loudest_line() -> None:
 
 
 def test_of_equal_messages_the_first_in_time_counts() -> None:
-    """Catches the lowest rank blamed for what a later one had first."""
+    """Catches the lowest rank blamed although another rank failed first."""
     early, late = "2026-01-01 00:00:05 KeyError: 'a'\n", "2026-01-01 00:00:06 IndexError: b\n"
     assert decide([log("a", late, 0), log("b", early, 1)]).culprit == "rank 1"
     assert decide([log("a", early, 0), log("b", late, 1)]).culprit == "rank 0"
@@ -43,7 +43,7 @@ def test_of_equal_messages_the_first_in_time_counts() -> None:
 
 
 def test_what_training_survived_comes_after_what_ended_it() -> None:
-    """Catches an error that was caught, and named as the cause of another one days later."""
+    """Catches a handled error named as the root cause of another one days later."""
     steps = "".join(f"step {i} loss 2.5\n" for i in range(200))
     found = decide(
         [log("a", f"torch.OutOfMemoryError: CUDA out of memory\n{steps}OSError: [Errno 28] No space left on device\n")]
@@ -52,7 +52,7 @@ def test_what_training_survived_comes_after_what_ended_it() -> None:
 
 
 def test_exit_codes_of_torchrun() -> None:
-    """Catches a killed rank hidden by the signals that the agent sends to the others."""
+    """Catches a killed rank hidden by the signals that torchrun's agent sends to the others."""
     text = (
         "W0920 09:10:41.1 1 api.py:900] Sending process 8 closing signal SIGTERM\n"
         "E0920 09:10:42.1 1 api.py:869] failed (exitcode: -9) local_rank: 4 (pid: 9) of binary: python\n"
@@ -64,7 +64,7 @@ def test_exit_codes_of_torchrun() -> None:
 
 
 def test_torchruns_first_failed_rank_is_blamed_for_an_exception_of_none() -> None:
-    """Catches a culprit that only the agent names."""
+    """Catches a culprit that is missed because only torchrun's agent names it."""
     text = (
         "IndexError: 3\nERROR:torch.distributed.elastic:failed (exitcode: 1) local_rank: 2 (pid: 9) of binary: python\n"
     )
@@ -82,12 +82,12 @@ def test_torchruns_first_failed_rank_is_blamed_for_an_exception_of_none() -> Non
     ],
 )
 def test_whom_a_line_blames(line: str, culprit: str) -> None:
-    """Catches a node or rank in the message that is overlooked."""
+    """Catches a node or rank that the message names but the diagnosis misses."""
     assert decide([log("a", line)]).culprit == culprit
 
 
 def test_hardware_has_the_last_word() -> None:
-    """Catches the program's error taken for the cause of a fault that the kernel reports a second later."""
+    """Catches the program's error named instead of the hardware fault that the kernel reports a second later."""
     program = "2026-01-01 00:00:01 RuntimeError: CUDA error: an illegal memory access was encountered\n"
     kernel = (
         "Jan  1 00:00:02 n3 kernel: NVRM: Xid (PCI:0000:4f:00): 48, pid=1, An uncorrectable double bit error (DBE)\n"
@@ -97,7 +97,7 @@ def test_hardware_has_the_last_word() -> None:
 
 
 def test_a_tracker_that_fails_at_the_end_is_not_the_cause() -> None:
-    """Catches the services' complaints while everything ends taken for what ended it."""
+    """Catches an error of a tracker during shutdown taken for the root cause."""
     text = (
         "Traceback (most recent call last):\nKeyError: 'x'\nwandb: ERROR Problem finishing run\n"
         "Error in atexit._run_exitfuncs:\nTraceback (most recent call last):\n"
@@ -107,7 +107,7 @@ def test_a_tracker_that_fails_at_the_end_is_not_the_cause() -> None:
 
 
 def test_an_exception_that_introduces_another() -> None:
-    """Catches the wrapper taken for the cause where the next line names it, and the wrapper lost where none does."""
+    """Catches the wrapper taken for the cause where the next line names it, and the wrapper ignored where none does."""
     wrapper = "torch._dynamo.exc.BackendCompilerFailed: backend='inductor' raised:\n"
     inner = "RuntimeError: Triton Error [CUDA]: device kernel image is invalid\n"
     assert decide([log("a", wrapper + inner)]).cause == Cause.driver_mismatch_or_no_gpu
@@ -116,7 +116,7 @@ def test_an_exception_that_introduces_another() -> None:
 
 
 def test_that_a_program_was_aborted_says_less_than_what_it_threw() -> None:
-    """Catches the abort taken for the cause because it came first, and the cause lost where nothing else is said."""
+    """Catches the abort taken for the cause because it came first, and no cause where only the abort is logged."""
     aborted = "terminate called after throwing an instance of 'gloo::IoException'\nFatal Python error: Aborted\n"
     thrown = "  what():  [gloo/transport/tcp/pair.cc:9] Connection closed by peer [10.0.0.1]:5\n"
     assert decide([log("a", aborted + thrown)]).cause == Cause.nccl_remote_or_network
@@ -127,7 +127,7 @@ def test_that_a_program_was_aborted_says_less_than_what_it_threw() -> None:
 
 @pytest.mark.parametrize("error", ["ConnectionResetError(104, 'Connection reset by peer')", "EOFError()"])
 def test_a_traceback_cut_short_by_the_handler_of_dead_workers(error: str) -> None:
-    """Catches a worker's death taken for an error of the user's code where a signal interrupted the traceback."""
+    """Catches a dataloader worker's death taken for an error in user code where a signal interrupted the traceback."""
     name = error.split("(", maxsplit=1)[0]
     printed = f"object refcount : 2\nobject type name: {name}\nobject repr     : {error}\nlost sys.stderr\n"
     found = decide([log("a", "Traceback (most recent call last):\n" + printed)])
@@ -135,7 +135,7 @@ def test_a_traceback_cut_short_by_the_handler_of_dead_workers(error: str) -> Non
 
 
 def test_what_slurm_ends_because_a_task_left_is_no_preemption() -> None:
-    """Catches the cancelled step taken for the cause, and one that was cancelled from outside taken for a failure."""
+    """Catches a cancelled step taken for a failed task's cause, and an external cancellation taken for a failure."""
     cancelled = "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2024-05-01T10:00:00 ***\n"
     killed = "srun: error: n1: tasks 1-35: Killed\n"
     left = "srun: error: n1: task 0: Exited with exit code 1\n"
@@ -146,7 +146,7 @@ def test_what_slurm_ends_because_a_task_left_is_no_preemption() -> None:
 
 
 def test_silence() -> None:
-    """Catches a log that ends without a word given a cause, or none of its last lines shown."""
+    """Catches a cause named for a log that ends without a message, or its last lines not shown."""
     found = decide([log("a", "step 1\nstep 2\nhello\n")])
     assert (found.cause, found.confidence) == (Cause.process_killed_unknown, 0.0)
     assert [evidence.text for evidence in found.evidence] == ["hello"]
@@ -165,7 +165,7 @@ Saving model checkpoint to out/checkpoint-500
 
 
 def test_what_a_healthy_run_says_is_no_cause() -> None:
-    """Catches a run that was killed without a word and is diagnosed by the last thing that it did."""
+    """Catches a run killed without a message whose last normal line is taken for the cause."""
     lines = HEALTHY.splitlines(keepends=True)
     for end in range(1, len(lines) + 1):
         found = decide([log("a", "".join(lines[:end]))])
@@ -173,7 +173,7 @@ def test_what_a_healthy_run_says_is_no_cause() -> None:
 
 
 def test_json_has_the_documented_keys() -> None:
-    """Catches a key that programs rely on."""
+    """Catches a renamed or missing key that programs rely on."""
     content = decide([log("a", "KeyError: 1\n")]).as_json()
     assert list(content)[:6] == ["cause", "domain", "restartable", "culprit", "evidence", "advice"]
     assert content["evidence"] == [{"file": "a", "line": 1, "text": "KeyError: 1"}]
@@ -216,14 +216,14 @@ def really_failed(way: str) -> Diagnosis:
 
 @pytest.mark.parametrize("way", ["crash", "missing_module", "damaged_archive", "wrong_argument", "missing_key"])
 def test_what_really_failed(way: str) -> None:
-    """Catches a signature that was written by heart, and not as the message is."""
+    """Catches a signature that differs from the real message."""
     assert really_failed(way).cause == CAUSES[way]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [way for way in WAYS if way not in UNDER_TORCHRUN])
 def test_what_really_failed_in_torch(way: str) -> None:
-    """Catches a message of torch that its next version words otherwise."""
+    """Catches a message that a new version of torch words differently."""
     assert really_failed(way).cause == CAUSES[way]
 
 
@@ -231,6 +231,6 @@ def test_what_really_failed_in_torch(way: str) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize("way", UNDER_TORCHRUN)
 def test_what_really_failed_under_torchrun(way: str) -> None:
-    """Catches a peer blamed for the rank that failed."""
+    """Catches a peer blamed instead of the rank that failed."""
     found = really_failed(way)
     assert (found.cause, found.culprit) == (CAUSES[way], "rank 1")

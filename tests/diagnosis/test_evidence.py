@@ -1,4 +1,4 @@
-"""Reading logs: line numbers, kinds of line, times, ranks, and what is of no consequence."""
+"""Reading logs: line numbers, kinds of lines, times, ranks, and lines that are noise."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def only(text: str) -> LogFinding:
 
 @pytest.mark.parametrize("block_bytes", [1, 7, 64, 1 << 20])
 def test_blocks_do_not_matter(block_bytes: int) -> None:
-    """Catches a line cut by the end of a block, a lost last line, and line numbers that start again."""
+    """Catches a line split at the end of a block, a lost last line, and line numbers that restart."""
     text = "".join(f"iteration {i} loss 2.{i}\n" for i in range(50)) + f"{OOM}\nbye"
     found = survey(text, block_bytes)
     assert [(one.line, one.text) for one in found.findings] == [(51, OOM)]
@@ -36,7 +36,7 @@ def test_blocks_do_not_matter(block_bytes: int) -> None:
 
 
 def test_lines_that_differ_in_digits_are_one_kind_but_exit_codes_count() -> None:
-    """Catches a second exit code that is taken for the first, and millions of kinds for millions of steps."""
+    """Catches a second exit code that is merged with the first, and one kind of line per training step."""
     text = "".join(f"step {i}\n" for i in range(1000)) + "".join(
         f"failed (exitcode: {code}) local_rank: 0 (pid: 7) of binary: x\n" for code in (1, -15, -9)
     )
@@ -76,18 +76,18 @@ def test_templates_count_kinds_of_line() -> None:
     ],
 )
 def test_warnings_weigh_less(line: str) -> None:
-    """Catches a warning long before the end that is taken for its cause."""
+    """Catches a warning long before the end that is taken for the root cause."""
     assert only(line).strength < Strength.failure
 
 
 def test_words_of_settings_count_in_errors_only() -> None:
-    """Catches a remark about a setting, long before the end, taken for its cause."""
+    """Catches a remark about a setting, long before the end, that is taken for the root cause."""
     assert only("Using the pad token, as none was set.").strength < Strength.failure
     assert only("ValueError: no pad token is set").strength >= Strength.root
 
 
 def test_warnings_of_nccl_and_the_kernel_weigh_in_full() -> None:
-    """Catches NCCL's errors, which it calls warnings, taken for passing remarks."""
+    """Catches errors that NCCL or the kernel logs as warnings and that are treated as harmless."""
     assert (
         only("node1:5:6 [0] NCCL WARN NET/IB : Got completion from peer 10.0.0.2<1> with error 12").strength
         == Strength.root
@@ -96,13 +96,13 @@ def test_warnings_of_nccl_and_the_kernel_weigh_in_full() -> None:
 
 
 def test_an_exception_in_a_destructor_is_noise() -> None:
-    """Catches what the interpreter says while it ends."""
+    """Catches messages of the interpreter's shutdown that are taken for a failure."""
     found = only("Exception ignored in: <function __del__>\nTraceback (most recent call last):\nKeyError: 'x'\n")
     assert found.strength == Strength.noise
 
 
 def test_quoted_source_is_no_message() -> None:
-    """Catches the code that raises an error, or compares with it, taken for the error."""
+    """Catches quoted source code that raises an error, or compares with its message, taken for the error."""
     text = (
         'Traceback (most recent call last):\n  File "a.py", line 3, in f\n'
         '    raise RuntimeError("CUDA out of memory")\nKeyError: 3\n'
@@ -115,7 +115,7 @@ def test_quoted_source_is_no_message() -> None:
 
 
 def test_source_behind_its_number_is_no_message() -> None:
-    """Catches the code that IPython and rich quote, and the frames of C++, taken for the error."""
+    """Catches source code quoted by IPython and rich, and C++ stack frames, taken for the error."""
     for quoted in (
         "--> 733         raise RuntimeError('CUDA out of memory')",
         "    732             raise RuntimeError('CUDA out of memory')",
@@ -139,12 +139,12 @@ READER = "site-packages/streaming/base/format/mds/reader.py"
     ids=["python", "ipython 7", "ipython 8", "rich"],
 )
 def test_frames_of_python_ipython_and_rich(frame: str) -> None:
-    """Catches a traceback of a notebook that is not read, so that the reader of the data is not blamed."""
+    """Catches a notebook traceback that is not parsed, so that the failure is not attributed to the data reader."""
     assert only(f"{frame}\nIndexError: 7\n").signature.cause == Cause.data_corrupt
 
 
 def test_a_check_that_somebody_wrote_is_of_a_setting() -> None:
-    """Catches an error that the program raises itself judged like one of Python, and the other way round."""
+    """Catches an error that the program raises itself classified like one of Python's, and vice versa."""
 
     def cause(source: str, error: str) -> Cause:
         return only(f'  File "/data/mine/train.py", line 3, in build\n    {source}\n{error}\n').signature.cause
@@ -157,7 +157,7 @@ def test_a_check_that_somebody_wrote_is_of_a_setting() -> None:
 
 
 def test_a_message_of_several_lines() -> None:
-    """Catches an error whose next lines say what it is about, and the line before the error that does."""
+    """Catches an error classified without its continuation lines."""
     text = (
         "[rank0]: OSError: The archive that was passed at\n"
         "[rank0]:     /models/a.safetensors\n[rank0]:     does not contain valid metadata\n"
@@ -167,20 +167,20 @@ def test_a_message_of_several_lines() -> None:
 
 
 def test_wording_judges_only_what_no_signature_knows() -> None:
-    """Catches a signature's line judged a second time, by its words."""
+    """Catches a line that matches a signature and is classified a second time by its wording."""
     known = "Traceback: the process was killed, exited with exit code 1\n"
     unknown = "the disk of the node is full, quota reached, giving up\n"
     assert [one.text for one in worded_findings(survey(known + unknown), message_model())] == [unknown.strip()]
 
 
 def test_commands_that_a_script_goes_on_after() -> None:
-    """Catches a directory that could not be removed at the start taken for the end."""
+    """Catches a failed removal, after which the script continues, that is taken for the root cause."""
     assert only("rm: cannot remove '/usr/compat': Read-only file system\n").strength == Strength.cascade
     assert only("cp: cannot create '/out/a': Read-only file system\n").strength == Strength.root
 
 
 def test_training_that_goes_on_weakens() -> None:
-    """Catches an error that the program has survived by a thousand steps."""
+    """Catches an error that is taken for the root cause although training continued after it."""
     steps = "".join(f"step {i} loss 2.1\n" for i in range(100))
     assert survey(f"{OOM}\n{steps}").last_progress == 101
     assert survey(f"{steps}{OOM}\n").last_progress == 100
@@ -199,13 +199,13 @@ def test_training_that_goes_on_weakens() -> None:
     ],
 )
 def test_ranks_of_lines(line: str, rank: int | None) -> None:
-    """Catches a rank that is not seen, or made up."""
+    """Catches a rank that is missed or invented."""
     found = only(line).rank
     assert found == rank or (rank is None and found == 7)
 
 
 def test_the_table_of_torchrun_names_the_rank_above_the_exit_code() -> None:
-    """Catches the exit code of one rank given to another."""
+    """Catches the exit code of one rank assigned to another."""
     text = (
         "Failures:\n[1]:\n  rank      : 2 (local_rank: 2)\n  exitcode  : 1 (pid: 2)\n"
         "Root Cause (first observed failure):\n[0]:\n  rank      : 5 (local_rank: 1)\n  exitcode  : -9 (pid: 3)\n"
@@ -226,25 +226,25 @@ def test_the_table_of_torchrun_names_the_rank_above_the_exit_code() -> None:
     ],
 )
 def test_times(line: str, month_day: tuple[int, int]) -> None:
-    """Catches a time of another format that is not understood, so that the first rank is not the first."""
+    """Catches a time format that is not parsed, so that the first rank to fail is not recognized."""
     month, day = month_day
     assert time_of(line) == ((month - 1) * 31 + day - 1) * 86400 + 3600 + 120 + 3.5
 
 
 def test_times_of_syslog_and_none() -> None:
-    """Catches a kernel's time that is not read."""
+    """Catches a syslog time that is not parsed."""
     assert time_of("Mar  2 01:02:03 node1 kernel: x") == (2 * 31 + 1) * 86400 + 3723
     assert time_of("nothing 12:00") is None
 
 
 def test_a_line_without_a_time_has_that_before_it() -> None:
-    """Catches tracebacks, which carry no time, put before everything."""
+    """Catches tracebacks, which carry no time, ordered before all other lines."""
     found = only(f"2026-01-01 00:00:10 step 1\nx\n{OOM}\n")
     assert found.time_s == 10
 
 
 def test_times_and_tracebacks_reach_over_blocks() -> None:
-    """Catches a traceback or a time that is forgotten where a block ends."""
+    """Catches a traceback or a time that is lost at a block boundary."""
     text = (
         "2026-01-01 00:00:10 step 1\nTraceback (most recent call last):\n"
         '  File "torch/utils/data/dataloader.py", line 3, in get\n    x()\nConnectionResetError: peer\n'
@@ -255,7 +255,7 @@ def test_times_and_tracebacks_reach_over_blocks() -> None:
 
 
 def test_speculation_is_no_evidence() -> None:
-    """Catches a list of what may have happened taken for what happened."""
+    """Catches a list of possible causes taken for the cause."""
     found = survey(
         "The actor is dead because its worker process has died. Some common causes include: (1) the process was killed "
         "by the OOM killer due to high memory usage\n"
@@ -264,7 +264,7 @@ def test_speculation_is_no_evidence() -> None:
 
 
 def test_a_progress_bar_of_megabytes() -> None:
-    """Catches a bar on one line that hides the error after it, or that takes minutes to search."""
+    """Catches a progress bar on one line that hides the error after it, or that takes minutes to search."""
     bar = "\r".join(f"Epoch 0: {i}%| | {i}/99999 [1.3it/s]" for i in range(100_000))
     begin = time.monotonic()
     found = only(f"{bar}\r{OOM}\n")
@@ -273,7 +273,7 @@ def test_a_progress_bar_of_megabytes() -> None:
 
 
 def test_crowded_logs_keep_to_suspicious_lines() -> None:
-    """Catches memory that grows with a log of random text, and an error that is lost in it."""
+    """Catches memory that grows with a log of random text, and an error that is not found in it."""
     words = [f"{a}{b}{c}" for a in "bcdfgh" for b in "jklmpq" for c in "rstvwx"]
     lines = [f"sample {words[i % 216]} {words[i // 216 % 216]} {chr(97 + i % 26)}" for i in range(60_000)]
     found = survey("\n".join(lines) + f"\nno error, out of memory or exception here\n{OOM}\n", 1 << 18)
@@ -282,6 +282,6 @@ def test_crowded_logs_keep_to_suspicious_lines() -> None:
 
 
 def test_bytes_that_are_no_utf8() -> None:
-    """Catches a log with a stray byte that cannot be read."""
+    """Catches a log with invalid UTF-8 that cannot be read."""
     found = survey_log("job.log", [b"\xff\xfe\x80 RuntimeError: CUDA out of memory\n"])
     assert found.findings[0].signature.cause == Cause.cuda_oom

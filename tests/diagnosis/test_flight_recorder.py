@@ -1,4 +1,4 @@
-"""Flight recorder: who did not enter which collective, on made traces and on those that torch really writes."""
+"""Tests which rank the flight recorder analysis blames, on synthetic traces and on those that torch really writes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ ALL = {"0": [0, 1, 2, 3]}
 
 
 def test_a_rank_that_did_not_enter() -> None:
-    """Catches a rank that waits taken for the one that is waited for."""
+    """Catches a waiting rank reported as the one that is waited for."""
     traces = [trace(rank, [entry(1, "0", 5), entry(2, "0", 6)], ALL) for rank in (0, 1, 3)]
     late = trace(2, [entry(1, "0", 5)], ALL)
     found = judge_traces([*traces, late])
@@ -58,7 +58,7 @@ def test_a_rank_that_did_not_enter() -> None:
 
 
 def test_the_end_of_a_chain_is_to_blame() -> None:
-    """Catches a rank that is late because it waits for another one."""
+    """Catches a rank reported as the root cause that itself waits for another one."""
     groups = {"0": [0, 1], "1": [1, 2]}
     waits_for_1 = trace(0, [entry(1, "0", 1)], groups)
     waits_for_2 = trace(1, [entry(1, "1", 1)], groups)
@@ -67,7 +67,7 @@ def test_the_end_of_a_chain_is_to_blame() -> None:
 
 
 def test_ranks_that_wait_for_each_other() -> None:
-    """Catches a deadlock of two collectives in opposite order that blames nobody."""
+    """Catches a deadlock of two collectives in opposite order for which no rank is reported."""
     groups = {"0": [0, 1], "1": [0, 1]}
     found = judge_traces([trace(0, [entry(1, "0", 1)], groups), trace(1, [entry(1, "1", 1)], groups)])
     assert found.missing == (0, 1)
@@ -79,7 +79,7 @@ def test_ranks_that_wait_for_each_other() -> None:
     ids=["name", "size", "type"],
 )
 def test_another_collective_under_the_same_number(change: dict[str, Any]) -> None:
-    """Catches a rank that called another collective, or with another tensor, and made all wait."""
+    """Catches a rank that is not reported although it called another collective, or with another tensor."""
     traces = [trace(rank, [entry(1, "0", 1)], ALL) for rank in (0, 1, 2)]
     found = judge_traces([*traces, trace(3, [entry(1, "0", 1, **change)], ALL)])
     assert (found.mismatched, found.culprits, found.missing) == ((3,), (3,), ())
@@ -87,13 +87,13 @@ def test_another_collective_under_the_same_number(change: dict[str, Any]) -> Non
 
 
 def test_sizes_that_may_differ() -> None:
-    """Catches an uneven all-to-all taken for a mistake."""
+    """Catches an uneven all-to-all reported as a mismatch."""
     traces = [trace(rank, [entry(1, "0", 1, "nccl:all_to_all", input_sizes=[[rank]])], ALL) for rank in range(4)]
     assert judge_traces(traces).culprits == ()
 
 
 def test_a_device_that_fell_behind() -> None:
-    """Catches a rank whose device does not complete what its peers' did."""
+    """Catches a rank that is not reported although its device did not complete what its peers' did."""
     ahead = [trace(rank, [entry(9, "0", 9)], ALL, {"0": 9}) for rank in (0, 1, 2)]
     behind = trace(3, [entry(7, "0", 7), entry(8, "0", 8), entry(9, "0", 9)], ALL, {"0": 9})
     found = judge_traces([*ahead, behind])
@@ -101,7 +101,7 @@ def test_a_device_that_fell_behind() -> None:
 
 
 def test_gloo_names_no_ranks_and_completes_nothing() -> None:
-    """Catches a rank of gloo that entered nothing overlooked, and one with a longer memory called stalled."""
+    """Catches a gloo rank that entered nothing and is overlooked, and one with a longer trace reported as stalled."""
     group = {"process_group": ("0", "default_pg")}
     only = trace(0, [entry(1, "0", 1, "gloo:all_reduce", **group)], {})
     assert judge_traces([only, *(trace(rank, [], {}) for rank in (1, 2, 3))]).missing == (1, 2, 3)
@@ -111,21 +111,21 @@ def test_gloo_names_no_ranks_and_completes_nothing() -> None:
 
 
 def test_a_rank_without_a_dump() -> None:
-    """Catches a dead rank that nobody names because it left nothing."""
+    """Catches a dead rank that is not reported because it left no dump."""
     found = judge_traces([trace(rank, [entry(1, "0", 1)], ALL) for rank in (0, 1, 3)])
     assert (found.silent, found.culprits) == ((2,), (2,))
     assert "rank 2 left no dump" in found.sentences()
 
 
 def test_completed_collectives_block_nobody() -> None:
-    """Catches what is over taken for what is waited for."""
+    """Catches a completed collective reported as one that ranks wait for."""
     done = [entry(1, "0", 1, state="completed")]
     found = judge_traces([trace(rank, done if rank else [], ALL, {"0": 1} if rank else None) for rank in range(4)])
     assert found.culprits == () and found.sentences() == ["no rank is behind the others"]
 
 
 def test_messages_between_stages() -> None:
-    """Catches a stage that never sent what the next one waits for."""
+    """Catches a stage that is not reported although it never sent what the next one waits for."""
     groups = {"0": [4, 5]}
     waits = trace(4, [entry(1, "0", 0, "nccl:recv 0<-1", is_p2p=True)], groups)
     found = judge_traces([waits, trace(5, [], groups)])
@@ -136,7 +136,7 @@ def test_messages_between_stages() -> None:
 
 @pytest.mark.parametrize("dump", [{}, {"entries": 3}, {"entries": [{}]}, {"entries": [{"process_group": 1}]}])
 def test_other_content_is_refused(dump: dict[str, Any]) -> None:
-    """Catches a traceback for a file that is no dump."""
+    """Catches a traceback for a file that is not a dump."""
     with pytest.raises(ValueError):
         parse_trace(0, dump)
 
@@ -164,7 +164,7 @@ os._exit(0)
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", ["pickle", "json"])
 def test_what_gloo_really_writes(kind: str, tmp_path: Path) -> None:
-    """Catches a format that torch has changed, and gloo's dumps, which name no ranks and complete nothing."""
+    """Catches a format that torch has changed, and gloo's dumps, which list no ranks and mark nothing as completed."""
     script = tmp_path / "rank.py"
     script.write_text(_RANK)
     folder = tmp_path / "dumps"

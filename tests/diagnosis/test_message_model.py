@@ -1,4 +1,4 @@
-"""The model that judges a line by its wording where no signature does."""
+"""The model that classifies a log line by its words if no signature matches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megads.diagnosis.message_model import KnownMessage, MessageModel, known_mes
 
 
 def test_stems_are_words_without_what_varies() -> None:
-    """Catches numbers, paths and endings that make two messages of one kind differ."""
+    """Catches numbers, paths and word endings that make two messages of one kind differ."""
     one = stems("CheckpointingException: shape mismatches for key 12 in /a/b/c")
     other = stems("checkpoint exceptions, shapes mismatched for keys 7 in /x/y/z")
     assert {"checkpoint", "shap", "mismatch", "key"} <= one.keys() & other.keys()
@@ -19,14 +19,14 @@ def test_stems_are_words_without_what_varies() -> None:
 
 
 def test_frames_count_less_than_the_line() -> None:
-    """Catches a traceback through a library that outvotes what the error itself says."""
+    """Catches traceback frames in a library that outweigh the error message itself."""
     frames = '  File "/x/torch/serialization.py", line 3, in _legacy_load\n'
     found = stems("ValueError: bad value", frames)
     assert found["bad"] == 1.0 and 0 < found["legacy"] < 1.0
 
 
 def test_a_model_of_two_causes() -> None:
-    """Catches words that speak for the wrong cause, and certainty about a line of unknown words."""
+    """Catches words that count for the wrong cause, and a cause for a line of unknown words."""
     full = KnownMessage("the disk is full, quota reached", Cause.disk_full, False)
     lost = KnownMessage("the link went down, cable unplugged", Cause.nccl_remote_or_network, True)
     model = MessageModel([full, lost])
@@ -46,14 +46,14 @@ def test_a_model_of_two_causes() -> None:
     ],
 )
 def test_lines_that_no_signature_knows(line: str, cause: Cause) -> None:
-    """Catches a log of another launcher or framework that stays without a cause, and false certainty about it."""
+    """Catches a log of another launcher or framework without a cause, and a confidence that is too high for it."""
     found = decide([survey_log("job.log", [line.encode()])])
     assert (found.cause, found.basis) == (cause, Basis.wording)
     assert 0.35 <= found.confidence <= 0.7 and found.evidence[0].text == line
 
 
 def test_known_messages_cover_every_cause() -> None:
-    """Catches a cause that the model can never name, and a message that stands twice."""
+    """Catches a cause that the model can never name, and a duplicate message."""
     messages = known_messages()
     assert {message.cause for message in messages} == {*Cause, None}
     assert len({message.text for message in messages}) == len(messages)

@@ -1,4 +1,4 @@
-"""What a run recorded of its end, as the launcher and `megads diagnose run=...` read it."""
+"""A run's record of its failure, as the launcher and `megads diagnose run=...` read it."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ KILLED = "rank 1 was killed by SIGKILL (out of memory? look for oom-kill in the 
     ],
 )
 def test_exit_codes_and_messages(event: dict[str, Any], cause: Cause, restartable: bool) -> None:
-    """Catches an exit code that says what failed and is not listened to, and hints taken for evidence."""
+    """Catches an ignored exit code that tells the cause, and hints in a message used as evidence."""
     found = diagnose_failure(event, [])
     assert (found.cause, found.restartable) == (cause, restartable)
     assert found.culprit == ("rank 1" if "rank" in event else "")
 
 
 def test_the_logs_tell_more_than_a_signal(tmp_path: Path) -> None:
-    """Catches a diagnosis at a failure that does not read the ranks' logs."""
+    """Catches a diagnosis of a failure that does not read the ranks' logs."""
     path = tmp_path / "rank_00001.log"
     path.write_text("--- rank 1 of 2\nMemory cgroup out of memory: Killed process 12 (python)\n")
     found = diagnose_failure(failure(10, KILLED), [tmp_path / "rank_00000.log", path])
@@ -57,14 +57,14 @@ def test_the_logs_tell_more_than_a_signal(tmp_path: Path) -> None:
 
 
 def test_an_earlier_start_is_not_read(tmp_path: Path) -> None:
-    """Catches the fault of the start before, which the log still holds."""
+    """Catches a diagnosis based on the failure of an earlier start, which the log still contains."""
     path = tmp_path / "rank_00001.log"
     path.write_text("--- rank 1 of 2\nRuntimeError: CUDA out of memory\n--- rank 1 of 2\nstep 7\n")
     assert diagnose_failure(failure(10, KILLED), [path]).cause == Cause.process_killed_unknown
 
 
 def test_only_the_ends_of_long_logs_are_read(tmp_path: Path) -> None:
-    """Catches a launcher that reads gigabytes before it ends."""
+    """Catches a launcher that reads gigabytes of logs before it exits."""
     path = tmp_path / "rank_00000.log"
     with path.open("wb") as file:
         file.truncate(1 << 33)
@@ -76,5 +76,5 @@ def test_only_the_ends_of_long_logs_are_read(tmp_path: Path) -> None:
 
 
 def test_what_nobody_can_place() -> None:
-    """Catches an exception for a record with other content than expected."""
+    """Catches an exception for a record with unexpected content."""
     assert recorded_findings(1, {"event": "failure"}) == []

@@ -1,4 +1,4 @@
-"""The tables of signatures: each finds what it is for, and no line is dismissed that one of them would find."""
+"""The signature tables: each matches its example, and the prefilter drops no line that a pattern matches."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ ALL = signature_table().signatures
 
 @pytest.mark.parametrize("signature", [s for s in ALL if not s.frames], ids=lambda s: s.example[:40])
 def test_every_signature_finds_its_example(signature: Signature) -> None:
-    """Catches a pattern that finds nothing, and one that a stronger one of another cause hides."""
+    """Catches a pattern that does not match its example, and one hidden by a stronger signature of another cause."""
     found = signature_table().match(signature.example)
     assert found is not None and found.signature.cause == signature.cause
 
 
 def test_every_cause_has_a_signature() -> None:
-    """Catches a cause that no log could ever be given."""
+    """Catches a cause that no log can be diagnosed with."""
     assert {signature.cause for signature in ALL} == set(Cause) == set(FACTS)
     assert all(isinstance(facts.domain, Domain) and facts.advice for facts in FACTS.values())
 
@@ -47,7 +47,7 @@ def test_every_cause_has_a_signature() -> None:
     ],
 )
 def test_required_parts(pattern: str, parts: list[str]) -> None:
-    """Catches a text taken for required that is optional, repeated or one of several."""
+    """Catches a literal treated as required that is optional, repeated or one of several alternatives."""
     assert literal_parts(pattern) == parts
 
 
@@ -55,7 +55,7 @@ def test_required_parts(pattern: str, parts: list[str]) -> None:
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_no_line_is_dismissed_that_a_pattern_finds(data: st.DataObject) -> None:
-    """Catches a required part that some match of the pattern lacks, so that its line is never looked at."""
+    """Catches a required literal that some match of the pattern lacks, so that the prefilter drops its line."""
     pattern = data.draw(st.sampled_from([pattern for signature in ALL for pattern in signature.patterns]))
     alphabet = st.characters(max_codepoint=127, include_characters=pattern)
     line = data.draw(st.from_regex(re.compile(pattern, re.IGNORECASE), alphabet=alphabet))
@@ -68,7 +68,7 @@ def signature(cause: Cause, strength: Strength, pattern: str, **fields: object) 
 
 
 def test_order_within_a_line() -> None:
-    """Catches a weaker or general signature that hides what is more definite in the same line."""
+    """Catches a weaker or general signature that hides a more specific one in the same line."""
     weak = signature(Cause.nccl_timeout_hang, Strength.cascade, "watchdog")
     strong = signature(Cause.cuda_oom, Strength.root, "out of memory")
     later = signature(Cause.host_oom_kill, Strength.root, "memory")
@@ -87,7 +87,7 @@ def test_order_within_a_line() -> None:
 
 
 def test_frames_decide_for_general_exceptions_only() -> None:
-    """Catches a traceback through the data loader that turns every error into the data loader's."""
+    """Catches a traceback through the dataloader that attributes every error to the dataloader."""
     reset = signature(Cause.nccl_remote_or_network, Strength.cascade, "Connection reset")
     worker = signature(Cause.dataloader_worker_killed, Strength.failure, "Connection", frames="dataloader.py")
     full = signature(Cause.disk_full, Strength.root, "No space")
@@ -120,7 +120,7 @@ RESET = "ConnectionResetError: [Errno 104] Connection reset by peer"
     ],
 )  # fmt: skip
 def test_where_it_was_raised(frame: str, error: str, cause: str) -> None:
-    """Catches a general exception that is read without its traceback."""
+    """Catches a general exception that is diagnosed without its traceback."""
     frames = f'  File "main.py", line 1, in <module>\n    main()\n  File "{frame}", line 3, in get\n    x = y(z)\n'
     log = f"Traceback (most recent call last):\n{frames}{error}\n"
     assert decide([survey_log("job.log", [log.encode()])]).cause == cause
@@ -141,7 +141,7 @@ NO_GPU, HANG = Cause.driver_mismatch_or_no_gpu, Cause.nccl_timeout_hang
     ],
 )
 def test_an_assertion_without_a_message(source: str, cause: Cause) -> None:
-    """Catches a source line that is not looked at where it says what is checked: a division, a shape, a setting."""
+    """Catches an ignored source line that shows what is asserted: a division, a shape, a setting."""
     log = f'Traceback (most recent call last):\n  File "train.py", line 3, in check\n    {source}\nAssertionError\n'
     assert decide([survey_log("job.log", [log.encode()])]).cause == cause
 
@@ -203,7 +203,7 @@ def test_an_assertion_without_a_message(source: str, cause: Cause) -> None:
     ],
 )
 def test_messages_that_say_one_thing(message: str, cause: Cause, restartable: bool) -> None:
-    """Catches a message of torch, NVIDIA's tools, Hydra or a shell of another language taken for something else."""
+    """Catches a wrong diagnosis of a message of torch, NVIDIA's tools, Hydra or a shell in another language."""
     found = decide([survey_log("job.log", [f"step 3 loss 2.0\n{message}\n".encode()])])
     assert (found.cause, found.restartable) == (cause, restartable)
 
@@ -213,11 +213,11 @@ WRONG_TODAY = {
     "p064", "p066", "p069", "p094", "p098", "p119", "q019", "r011", "t003", "t012", "t033", "t061",
     "u023", "u024", "u029", "u033", "v028", "v079", "v091", "p8_025", "p8_039", "p8_057",
 }  # fmt: skip
-"""Messages of lots.yaml whose cause is taken for another one: what is known to be weak, not what is accepted."""
+"""Messages of lots.yaml that are diagnosed with a wrong cause: known weaknesses, not accepted behavior."""
 
 
 def test_lots_of_labelled_messages() -> None:
-    """Catches a change that helps one message and harms others, and one whose gain nobody wrote down."""
+    """Catches a change that helps one message but harms others, and an improvement that is not recorded here."""
     wrong, wrong_restart = set(), set()
     for case in yaml.safe_load((Path(__file__).parent / "lots.yaml").read_text()):
         found = decide([survey_log("job.log", ["\n".join(case["lines"]).encode()])])

@@ -1,9 +1,9 @@
-"""A GPU on paper: training steps of any rank of any world on tensors with a shape, dtype and device, but no values.
+"""A fake GPU: training steps of any rank of any world on tensors with a shape, dtype and device, but no values.
 
-Tensors on `cuda` are torch's FakeTensors, the process groups are torch's fake ones, which do nothing. Tensors on the
-CPU are real. What a GPU or NCCL would not forgive is raised where it happens: operators that read tensors of two
-devices, the host reading or copying what a device computed, a copy to the device that the host waits for, a CPU tensor
-handed to NCCL, an operator of ours without a CUDA implementation. What torch asks of the driver is in `fake_cuda.cpp`.
+Tensors on `cuda` are torch's FakeTensors; the process groups are torch's fake ones, which do nothing. Tensors on the
+CPU are real. What fails on a real GPU or in NCCL, or blocks the host, raises where it happens: operators that read
+tensors of two devices, the host reading or copying a result of the device, a blocking copy to the device, a CPU tensor
+passed to NCCL, a megads operator without a CUDA implementation. What torch needs from the driver is in `fake_cuda.cpp`.
 
 `FakeGpus` is for tests: it starts a process that has such a GPU, and forks it for every rank.
 """
@@ -50,9 +50,9 @@ PRELOADED = [
     "torch._dynamo",
 ]
 READS = {"_local_scalar_dense", "equal", "is_nonzero"}
-"""Operators that give the host a value."""
+"""Operators that return a value to the host."""
 SAME_DEVICE = ("_fused_", "_foreach_")
-"""Prefixes of operators whose kernels want numbers on the device, too."""
+"""Prefixes of operators whose kernels need scalar tensors on the device, too."""
 NOTHING = (
     *("_lazy_init", "set_device", "reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"),
     *("empty_cache", "manual_seed", "manual_seed_all"),
@@ -61,7 +61,7 @@ ZERO = (
     "current_device",
     *(f"{most}memory_{kind}" for most in ("", "max_") for kind in ("allocated", "reserved", "cached")),
 )
-"""Functions of torch.cuda that return None, and 0."""
+"""Functions of torch.cuda that return None (NOTHING) or 0 (ZERO)."""
 BOOT = """
 import ctypes, sys
 library = ctypes.CDLL(sys.argv[1])
@@ -73,18 +73,18 @@ serve(int(sys.argv[2]))
 
 
 class GpuFault(Exception):
-    """What a GPU or NCCL would refuse, or make the host wait for."""
+    """An operation that a GPU or NCCL refuses, or that blocks the host."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """Something that happened in the order of the host's program.
+    """An operation, recorded in the order in which the host issues it.
 
     Attributes:
         name: operator or method, as in "c10d::allreduce_", "stream.wait_stream", "event.record".
         stream: number of the current stream, 0 for the default one.
-        group: name of the process group, of collectives.
-        tensors: of collectives.
+        group: name of a collective's process group.
+        tensors: tensors of a collective.
         other: number of the other stream or event.
     """
 
@@ -99,9 +99,9 @@ class FakeGpu(TorchDispatchMode):
     """The GPU of one rank.
 
     Attributes:
-        calls: collectives, and what was done to streams and events.
+        calls: collectives, and operations on streams and events.
         waits: places where the host waited, and how often.
-        forbids_waits: a wait is raised; else it is counted, and a number that is read is 1, a flag 0.
+        forbids_waits: whether a wait raises; else it is counted, and a number that is read is 1, a flag 0.
         gloo: names of groups that carry CPU tensors.
     """
 
@@ -147,7 +147,7 @@ class FakeGpu(TorchDispatchMode):
             self._wait(f"{name} of a tensor on the device")
             if name != "_local_scalar_dense":
                 return name == "equal"
-            # Flags, of an overflow for example, are not set.
+            # Flags, such as those of an overflow, are not set.
             return torch.full((), args[0].dtype.itemsize > 1, dtype=args[0].dtype).item()
         copied = self._copy(name, args, kwargs)
         if copied is not None:
@@ -156,7 +156,7 @@ class FakeGpu(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _copy(self, name: str, args: Any, kwargs: Any) -> Tensor | None:
-        """What copies to the CPU return; None for everything else, copies to the device checked."""
+        """Returns the result of a copy between CPU and device, None for any other operator."""
         if name == "_to_copy" and torch.device(kwargs.get("device") or "cuda").type == "cpu":
             self._wait("copy to the CPU")
             return torch.ones(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
@@ -190,7 +190,7 @@ class FakeGpu(TorchDispatchMode):
             (x for x in flat if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type())), None
         )
         group = dist.ProcessGroup.unbox(scripted).group_name if scripted is not None else ""
-        # A barrier's own tensor stands for none.
+        # The tensor of a barrier carries no data.
         if group not in self.gloo and name != "c10d::barrier":
             for x in tensors:
                 if x.device.type != "cuda":
@@ -210,7 +210,7 @@ class FakeGpu(TorchDispatchMode):
 
     @contextlib.contextmanager
     def no_waits(self) -> Iterator[None]:
-        """Raises GpuFault where the host would wait inside."""
+        """Raises GpuFault where the host waits inside this context."""
         self.forbids_waits = True
         try:
             yield
@@ -237,7 +237,7 @@ class FakeGpu(TorchDispatchMode):
         self._wait("synchronize")
 
     def runtime(self) -> dict[str, Any]:
-        """What stands in for functions of torch.cuda."""
+        """Returns the replacements for functions of torch.cuda, by name."""
         properties = SimpleNamespace(name="fake", total_memory=2**37, major=9, minor=0, multi_processor_count=132)
         constants = (
             dict.fromkeys(NOTHING)
@@ -267,16 +267,16 @@ class FakeGpu(TorchDispatchMode):
         }
 
     def install(self) -> None:
-        """Replaces the runtime and the making of groups in this process, for good."""
+        """Permanently replaces functions of torch.cuda and the creation of process groups in this process."""
         for name, stand_in in self.runtime().items():
             setattr(torch.cuda, name, stand_in)
         Tensor.record_stream = lambda x, stream: None
-        # nn.Module.to would swap parameters that are FakeTensors, which whoever refers to them forbids; it sets `data`
-        # of those on a GPU.
+        # nn.Module.to would swap parameters that are FakeTensors, which any other reference to them forbids; it sets
+        # `data` of those on a GPU.
         torch.utils.swap_tensors = lambda old, new: setattr(old, "data", new.data)
-        # Whatever torch.cuda says, no real tensor can be made there.
+        # No real tensor can be created on the device, whatever torch.cuda reports.
         FakeTensorMode.avoid_device_init = True
-        # torch.tensor(..., device="cuda") makes a tensor on the CPU and copies it, as this mode sees then.
+        # torch.tensor(..., device="cuda") then creates a tensor on the CPU and copies it, which this mode intercepts.
         torch._C._set_only_lift_cpu_tensors(True)
         new_group = dist.new_group
 
@@ -290,7 +290,7 @@ class FakeGpu(TorchDispatchMode):
 
 
 def _returns(value: Any) -> Callable[..., Any]:
-    """A function of its own: torch tells those of torch.cuda apart by their identity."""
+    """Returns a new function each time: torch tells functions of torch.cuda apart by identity."""
     return lambda *_args, **_kwargs: value
 
 
@@ -354,8 +354,8 @@ def own_operators() -> frozenset[str]:
 
 
 def runtime_library() -> Path:
-    """`fake_cuda.cpp`, compiled once into the user's cache."""
-    # It finds torch's libraries where they lay when it was linked, and a home may serve several environments.
+    """Compiles `fake_cuda.cpp` once into the user's cache and returns its path."""
+    # The path of torch's libraries is fixed at link time, and several environments may share a home directory.
     parts = (find_compiler(), torch.__version__, torch_dir(), SOURCE.read_text())
     library = user_cache_dir() / "fake_cuda" / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}.so"
     if not library.exists():
@@ -387,7 +387,7 @@ class FakeGpus:
         self._process.wait(30)
 
     def run(self, fn: Callable[..., Any], rank: int, world_size: int, *args: Any, timeout_s: float = 120.0) -> Any:
-        """Calls fn(gpu, *args) on one rank of a world, the others of which do not exist; returns what it returned.
+        """Calls fn(gpu, *args) on one rank of a world whose other ranks do not exist; returns its result.
 
         Raises:
             AssertionError: with the rank's traceback.
@@ -400,8 +400,8 @@ class FakeGpus:
 
 
 def serve(descriptor: int) -> None:
-    """Forks a rank for every request, one after the other."""
-    # What is compiled computes the same on the same devices; DeepSpeed compiles functions when it is imported.
+    """Forks one rank for every request, one at a time."""
+    # Compiled functions compute the same on the same devices; DeepSpeed compiles functions when it is imported.
     torch.compile = lambda fn=None, **_: fn if fn is not None else lambda inner: inner
     for module in PRELOADED:
         importlib.import_module(module)
@@ -425,7 +425,7 @@ def _outcome(fn: Callable[..., Any], rank: int, world_size: int, args: tuple[Any
 
     os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE="1")
     torch.set_num_threads(1)
-    # Ranks that do not exist cannot say whether they run the same model.
+    # Ranks that do not exist cannot confirm that they run the same model.
     partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda _ints: None
     gpu = FakeGpu()
     gpu.install()

@@ -1,8 +1,8 @@
-"""Whether the traces of all ranks of a step can run on NCCL: what pairs up, in which order, and that it ends.
+"""Checks whether the traces of all ranks of a step can run on NCCL: launches match in order, and nothing deadlocks.
 
-The model: each communicator has a stream of its own, in which kernels run in the order in which the host launched them,
-after all that was in the compute stream at the launch. A kernel runs, and holds its stream, until the matching kernels
-of all ranks that it talks to run too: nothing is sent ahead into a buffer. Kernels match by their order on it.
+The model: each communicator has its own stream, which runs kernels in the order in which the host launched them, after
+everything that was on the compute stream at the launch. A kernel runs, and holds its stream, until the matching kernels
+of all its peers run too: sends are not buffered. Kernels match by their order on the communicator.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _RECEIVED = {
     ActionKind.receive_activation: (ActionKind.send_activation, -1),
     ActionKind.receive_gradient: (ActionKind.send_gradient, +1),
 }
-"""What a receive of stage s must be paired with: the kind of the send, and its stage less s."""
+"""What a receive of stage s must match: the kind of the send, and its stage minus s."""
 
 
 def mismatches(traces: Mapping[int, Trace]) -> list[str]:
-    """Launches that meet others than their own on their communicator.
+    """Returns launches that match a different launch on their communicator.
 
     Args:
         traces: by rank.
@@ -69,10 +69,10 @@ def _by_communicator(traces: Mapping[int, Trace]) -> dict[tuple[Hashable, ...], 
 
 
 def collectives_out_of_order(traces: Mapping[int, Trace]) -> str:
-    """Collectives that ranks launch in orders that contradict each other; empty where there is one order of all.
+    """Returns collectives that ranks launch in contradicting orders; empty where one order fits all ranks.
 
     Two communicators whose kernels do not fit on a device together, or whose launches are serialised, run in the order
-    of the launches: where that differs between ranks they wait for each other.
+    of the launches: where that differs between ranks they deadlock.
     """
     order: TopologicalSorter[tuple[Hashable, ...]] = TopologicalSorter()
     for rank, trace in traces.items():
@@ -96,10 +96,10 @@ class _Queued:
     """An entry of a stream.
 
     Attributes:
-        item: what it is.
-        after: entries of the compute stream that come first.
+        item: the entry of the trace.
+        after: number of compute stream entries that run first.
         meets: its communicator.
-        place: which launch it is on that.
+        place: index of the launch on that communicator.
         launched: launches of the rank so far.
     """
 
@@ -135,7 +135,7 @@ class _Rank:
             self.streams[stream].append(queued)
 
     def can_start(self, stream: Hashable) -> bool:
-        """Whether what the next entry of a stream waits for on this rank is done."""
+        """Whether everything that the next entry of a stream waits for on this rank is done."""
         queued = self.streams[stream][self.at[stream]]
         if isinstance(queued.item, Wait):
             return queued.item.number in self.done
@@ -147,16 +147,16 @@ class _Rank:
 def stuck(
     traces: Mapping[int, Trace], *, one_connection: bool = False, p2p_by_group: bool = False, synchronises: bool = False
 ) -> list[str]:
-    """Runs the step; what its streams wait for in the end, by rank, empty where all of it ran.
+    """Runs the step; returns what its streams still wait for at the end, by rank; empty if all of it ran.
 
     Args:
         traces: by rank.
         one_connection: CUDA_DEVICE_MAX_CONNECTIONS=1: all streams of a device share a hardware queue, so that nothing
             starts before everything that was launched before it has started.
-        p2p_by_group: all p2p of a group shares its communicator and stream, as torch has it where init_process_group
-            got a device_id.
-        synchronises: every kernel waits for all that was launched before it, as CUDA may demand where it loads a kernel
-            at its first use or the allocator gives memory back.
+        p2p_by_group: all p2p of a group shares its communicator and stream, as in torch if init_process_group got a
+            device_id.
+        synchronises: every kernel waits for all that was launched before it, as CUDA may require where it loads a
+            kernel at its first use or the allocator frees memory.
     """
     ranks = {rank: _Rank(rank, trace, p2p_by_group, synchronises) for rank, trace in traces.items()}
     running: dict[tuple[Hashable, ...], set[int]] = defaultdict(set)
@@ -175,7 +175,7 @@ def stuck(
 
 
 def _start(number: int, rank: _Rank, running: dict[tuple[Hashable, ...], set[int]], one_connection: bool) -> bool:
-    """Starts what can start; kernels and waits of the compute stream end at once."""
+    """Starts everything that can start; kernels and waits of the compute stream end at once."""
     moved = False
     if one_connection:
         while rank.dispatched < len(rank.issued):
@@ -207,7 +207,7 @@ def _meeting(queued: _Queued) -> tuple[Hashable, ...]:
 
 
 def _complete(rank: _Rank, running: dict[tuple[Hashable, ...], set[int]]) -> bool:
-    """Ends communication that runs on all ranks it needs."""
+    """Ends communication kernels that run on all ranks they need."""
     moved = False
     for stream, queue in rank.streams.items():
         if stream == _COMPUTE or rank.at[stream] >= len(queue):

@@ -1,8 +1,8 @@
-"""What a rank hands to its device in a step, recorded: kernels, communication, waits, in the order of the host's calls.
+"""Records what a rank launches in a step: kernels, communication, waits, in the order of the host's calls.
 
 Ranks run the engine's real code, one after the other in one process, on CPU tensors and torch's fake process group,
-which sends nothing: what a rank receives is zeros. Memory accesses are those of every operator as torch dispatches it,
-by address, so a buffer that is used again under another name is seen too.
+which sends nothing: a rank receives zeros. The reads and writes of every operator that torch dispatches are recorded by
+address, so the reuse of a buffer under another name is seen too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Kernel:
-    """Work in the compute stream; consecutive operators are one."""
+    """Work in the compute stream; consecutive operators are one kernel."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,14 @@ class Launch:
     """A communication kernel.
 
     Attributes:
-        number: of the launch on its rank.
+        number: number of the launch on its rank.
         group: name of the process group, the same on all its ranks.
-        ranks: the group's, global.
-        kind: of the operation: "send", "recv", "allreduce", ...
-        dtype: of its tensor.
-        numel: of its tensor.
+        ranks: global ranks of the group.
+        kind: operation: "send", "recv", "allreduce", ...
+        dtype: dtype of its tensor.
+        numel: number of elements of its tensor.
         peer: global rank of the other end of a p2p operation.
-        action: of the schedule that a p2p operation belongs to.
+        action: action of the schedule to which a p2p operation belongs.
     """
 
     number: int
@@ -72,7 +72,7 @@ class Wait:
     """The compute stream waits for a launch.
 
     Attributes:
-        number: of the launch.
+        number: number of the launch.
     """
 
     number: int
@@ -83,10 +83,10 @@ Trace = list[Kernel | Launch | Wait]
 
 @dataclass
 class _InFlight:
-    """A launch that nobody waited for yet.
+    """A launch that has not been waited for yet.
 
     torch keeps the tensors of an operation on another stream until its work is waited for (ProcessGroupNCCL's
-    TensorShelf), so their memory is not given to others before; what is kept here does the same.
+    TensorShelf), so that their memory is not reused before; `tensors` does the same here.
     """
 
     tensors: list[Tensor]
@@ -96,9 +96,9 @@ class _InFlight:
 
 
 _P2P = {"send": 1, "recv": 1}
-"""Place of the peer among the arguments of a process group's method."""
+"""Index of the peer among the arguments of a process group's method."""
 _COLLECTIVES = {
-    # Places of the tensors that are written and read.
+    # Argument indices of the tensors that are written and read.
     "allreduce": (0, 0),
     "broadcast": (0, 0),
     "_allgather_base": (0, 1),
@@ -116,10 +116,10 @@ _COLLECTIVES = {
 
 @dataclass
 class Recorder:
-    """The trace of one rank, and what in it would be a race.
+    """The trace of one rank, and its data races.
 
     Attributes:
-        trace: what was recorded.
+        trace: the recorded events.
         races: accesses to memory that something else may be writing or reading at the same time.
     """
 
@@ -134,14 +134,14 @@ class Recorder:
     dispatched: int = 0
 
     def compute(self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
-        """An operator of the compute stream."""
+        """Records an operator of the compute stream."""
         if not self.trace or not isinstance(self.trace[-1], Kernel):
             self.trace.append(Kernel())
         if self._in_flight or self._released:
             self._check(name, _spans(reads), _spans(writes), ordered_after=None)
 
     def launch(self, group: Any, kind: str, args: Sequence[Any], work: Any) -> None:
-        """A communication kernel, started by the host; it comes after all that is in the compute stream by now."""
+        """Records a communication kernel; it runs after everything already in the compute stream."""
         peer = None
         if kind in _P2P:
             tensors = list(args[0])
@@ -163,7 +163,7 @@ class Recorder:
         self._check(str(launch), entry.reads, entry.writes, ordered_after=communicator(launch, dist.get_rank()))
         self.trace.append(launch)
         self._in_flight[launch.number] = entry
-        # The work is kept, or another one could get its address.
+        # Keeps the work alive: otherwise another one could get its address, and so its id.
         self._works[id(work)] = launch.number
         self._kept.append(work)
         if kind == "recv":
@@ -171,19 +171,19 @@ class Recorder:
                 tensors[0].zero_()
 
     def wait(self, work: Any) -> None:
-        """The compute stream waits for a communication kernel."""
+        """Records that the compute stream waits for a communication kernel."""
         number = self._works.get(id(work))
         if number is not None:
             self.trace.append(Wait(number))
             self._in_flight.pop(number, None)
 
     def release(self, buffer: Tensor) -> None:
-        """A buffer is given back to its pool: nothing reads it any more, until something is received in it."""
+        """A buffer is returned to its pool: it must not be accessed until something is received into it."""
         (span,) = _spans([buffer])
         self._released[span.start] = span
 
     def end(self) -> None:
-        """The step is over, and with it all that it started."""
+        """Ends the step: everything it launched must have been recorded and waited for."""
         assert self.dispatched == self._launches, f"{self.dispatched} operations of c10d, {self._launches} recorded"
         self.races += [f"{entry.launch}: never waited for" for entry in self._in_flight.values()]
 
@@ -202,29 +202,29 @@ class Recorder:
 
     @contextmanager
     def labelled(self, action: Action) -> Iterator[None]:
-        """Communication inside belongs to an action of the schedule."""
+        """Labels the communication inside with an action of the schedule."""
         self._action = action
         yield
         self._action = None
 
 
 def communicator(launch: Launch, rank: int) -> tuple[Any, ...]:
-    """Which of NCCL's communicators a launch of a rank uses, with a stream of its own: one a group, and one a pair of
-    its ranks for p2p, as torch makes them where init_process_group got no device_id."""
+    """The NCCL communicator, with its own stream, that a launch of a rank uses: one per group, and for p2p one per pair
+    of its ranks, as torch creates them if init_process_group got no device_id."""
     if launch.peer is None:
         return (launch.group,)
     return launch.group, *sorted((rank, launch.peer))
 
 
 class _Operators(TorchDispatchMode):
-    """Tells a recorder what every operator reads and writes."""
+    """Reports to a recorder what every operator reads and writes."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Passes the operation on."""
+        """Runs the operation and records it."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         self._recorder.dispatched += func.namespace == "c10d"
@@ -255,7 +255,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _spans(tensors: Sequence[Tensor]) -> list[Span]:
-    """The memory of tensors, from the first to the last of their elements."""
+    """The memory of tensors, each from its first to its last element."""
     found = []
     for tensor in tensors:
         if tensor.device.type == "meta" or not tensor.numel():
@@ -272,7 +272,7 @@ def _overlap(some: Sequence[Span], others: Sequence[Span]) -> bool:
 
 @contextmanager
 def recorded(recorder: Recorder) -> Iterator[None]:
-    """Records what this process does inside."""
+    """Records what this process launches inside the context."""
 
     def started(name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
         def method(group: Any, *args: Any, **kwargs: Any) -> Any:
@@ -317,8 +317,8 @@ def recorded(recorder: Recorder) -> Iterator[None]:
 
 @contextmanager
 def _replaced(owner: type, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Inside, a method of a class is another one, made of it."""
-    original = vars(owner)[name]  # as it is, not bound: pybind's would not take an instance once it is put back
+    """Replaces a method of a class by `wrap(method)` inside the context."""
+    original = vars(owner)[name]  # unbound: a bound pybind method would not accept an instance after it is restored
     setattr(owner, name, wrap(getattr(owner, name)))
     try:
         yield
@@ -329,11 +329,11 @@ def _replaced(owner: type, name: str, wrap: Callable[[Callable[..., Any]], Calla
 def trace_ranks(
     build: Callable[[ParallelConfig], TrainEngine], step: Callable[[TrainEngine], object], parallel: ParallelConfig
 ) -> tuple[dict[int, Trace], list[str]]:
-    """Runs a step of every rank of a layout in this process, whose process groups it replaces by fake ones.
+    """Runs a step of every rank of a layout in this process, with fake process groups in place of its own.
 
     Args:
-        build: an engine, on the default process group.
-        step: what is recorded.
+        build: builds an engine on the default process group.
+        step: the step to record.
         parallel: the layout.
 
     Returns:
@@ -343,7 +343,7 @@ def trace_ranks(
     from deepspeed.runtime.zero import partitioned_param_coordinator
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    # ZeRO-3 compares what ranks have in their memory, which nobody sends here.
+    # ZeRO-3 compares values between ranks, but the fake process group sends nothing.
     partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda _ints: None
 
     traces, races = {}, []

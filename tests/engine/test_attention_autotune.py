@@ -1,6 +1,6 @@
-"""How a run's attention is chosen: the whole of it, on a CPU with the kinds that run there.
+"""Attention autotuning end to end, on a CPU with the kinds that run there.
 
-The work says GPU, so that kinds are tried at all; those whose kernels are not there say so when they are tried.
+The work says GPU, since nothing is measured for a CPU; kinds without a kernel report this when they are tried.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("kernels")
 def test_measured_once_then_remembered() -> None:
-    """Catches a choice measured at every start, one that another shape takes over, and a file cut short that ends a run
-    or is believed."""
+    """Catches a choice measured at every start, a cached choice reused for another shape, and a truncated cache file
+    that ends a run or is used."""
     work = work_of(MODEL)
     first = tune_attention(MODEL, work, CPU, rounds=1)
     assert first.source == "measured" and first.outcomes is not None
@@ -71,7 +71,7 @@ def test_measured_once_then_remembered() -> None:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("context", [1, 2])
 def test_dropout_is_measured(context: int) -> None:
-    """Catches attention dropout that stays with plain torch unmeasured, and kinds that cannot drop that are tried."""
+    """Catches attention dropout that uses plain torch without autotuning, and kinds without dropout that are tried."""
     model = replace(MODEL, attention_dropout=0.1)
     places = None if context == 1 else held_places(96, 1, 2, CPU)
     choice = tune_attention(model, work_of(model, context=context), CPU, places_s=places, rounds=1)
@@ -82,8 +82,8 @@ def test_dropout_is_measured(context: int) -> None:
 
 
 def test_a_run_goes_on_with_its_own_choice() -> None:
-    """Catches a resume that takes another kernel than the run had, because the cache was removed or measured anew: its
-    losses would not be those of a run that never stopped."""
+    """Catches a resume that uses another kernel because the cache was removed or measured again: its losses would
+    differ from those of an uninterrupted run."""
     work = work_of(MODEL, impl=Implementation.torch)
     key = attention_key(work, CPU)
     before = TunedAttention(AttentionKind.flex, "measured", key)
@@ -106,8 +106,8 @@ def test_a_run_goes_on_with_its_own_choice() -> None:
 @pytest.mark.parametrize("context", [1, 2])
 @pytest.mark.parametrize("documents", [False, True])
 def test_the_trial_is_the_models_attention(model: ModelConfig, context: int, documents: bool) -> None:
-    """Catches a trial whose mask, slopes or places are not those that the model's attention applies: every kind would
-    be found wrong, or a wrong one right."""
+    """Catches a trial whose mask, slopes or positions differ from those of the model's attention: every kind would be
+    found wrong, or a wrong one correct."""
     work = work_of(model, context=context, documents=documents, bf16=False, impl=Implementation.torch)
     places = None if context == 1 else held_places(96, 0, 2, CPU)
     choice = measure(model, work, CPU, (AttentionKind.sdpa,), places_s=places, rounds=1)
@@ -123,7 +123,7 @@ def test_the_trial_is_the_models_attention(model: ModelConfig, context: int, doc
 
 
 def test_what_was_asked_for_must_run() -> None:
-    """Catches a kind that the user insists on and that is silently replaced, and a CPU that measures."""
+    """Catches a requested kind that is silently replaced, and measurements for a CPU."""
     asked = replace(MODEL, attention=AttentionKind.cudnn)
     work = work_of(MODEL, impl=Implementation.torch)
     with pytest.raises(ConfigError, match=r"model\.attention = cudnn does not run on cpu.*model\.attention=auto"):
@@ -144,8 +144,8 @@ def test_what_was_asked_for_must_run() -> None:
 def test_bits_count_where_determinism_is_asked(
     deterministic: bool | None, taken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a run without train.deterministic that pays for a kind which repeats its bits, and one that does not get
-    one; where nothing is said it is asked for. The times stand for a GPU's."""
+    """Catches a slower deterministic kind with train.deterministic=false, and a nondeterministic one otherwise: the
+    default asks for determinism. The times are made up, as a GPU's."""
     found = {
         "sdpa": TuningResult(repeats=False, time_ms=1.0, kept_bytes=100),
         "augmented": TuningResult(repeats=True, time_ms=2.0, kept_bytes=100),
@@ -156,7 +156,7 @@ def test_bits_count_where_determinism_is_asked(
 
 
 def test_memory_beyond_the_plan() -> None:
-    """Catches auto taking what is quickest and does not fit: the memory of a run with auto is planned by sdpa's."""
+    """Catches auto choosing the fastest kind although it does not fit: auto's memory is planned with sdpa's."""
     found = {
         "sdpa": TuningResult(repeats=True, time_ms=3.0, kept_bytes=100),
         "augmented": TuningResult(repeats=True, time_ms=2.0, kept_bytes=450),

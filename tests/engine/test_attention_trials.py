@@ -1,4 +1,4 @@
-"""The trial that decides which attention is taken, with real ways of computing it that run on a CPU."""
+"""Tests the trial that selects the attention implementation, with real implementations that run on a CPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def problem_of(dtype: torch.dtype = torch.float32, starts: Tensor | None = START
 
 
 def plainly(problem: Problem, **changes: Tensor | DropoutMask | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Plain torch on this problem, or on one that is a little different."""
+    """Plain torch attention on this problem, or on a slightly changed one."""
     other = replace(problem, **changes)
     return lambda q, k, v: plain_attention(q, k, v, other.slopes_n, other.places_s, other.starts_bs, other.mask)
 
@@ -33,7 +33,7 @@ def plainly(problem: Problem, **changes: Tensor | DropoutMask | None) -> Callabl
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_exact_is_timed(dtype: torch.dtype) -> None:
-    """Catches an exact way that is left out, a wrong one that is taken, and one that cannot run and ends the trial."""
+    """Catches an exact implementation left out, a wrong one selected, and one that cannot run and ends the trial."""
     problem = problem_of(dtype)
     mask = visible_blocks(150, 150, torch.device("cpu"), starts_bs=STARTS)
     outcomes = compare(
@@ -57,7 +57,7 @@ def test_what_is_exact_is_timed(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("wrong", range(3))
 def test_every_gradient_counts(wrong: int) -> None:
-    """Catches a trial that looks at the output, or at one gradient, alone."""
+    """Catches a trial that checks only the output, or only one gradient."""
     problem = problem_of()
 
     def attend(*tensors: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ def test_every_gradient_counts(wrong: int) -> None:
 
 @pytest.mark.usefixtures("kernels")
 def test_with_dropout() -> None:
-    """Catches a trial that drops others than those of the sample, head and place in hand, or nothing at all."""
+    """Catches a trial that accepts the dropout mask of another sample, head or RNG key, or no dropout."""
     mask = DropoutMask(key=7, threshold=2**13, samples_b=torch.tensor([4, 9]), first_head=2)
     problem = replace(problem_of(), mask=mask)
 
@@ -84,7 +84,7 @@ def test_with_dropout() -> None:
 
 
 def test_gradients_that_differ_from_run_to_run() -> None:
-    """Catches a way with which a resume could not continue bit for bit, taken before one that repeats itself."""
+    """Catches preferring nondeterministic gradients, with which a resume is not bit-exact, to deterministic ones."""
     problem = problem_of()
     generator = torch.Generator().manual_seed(0)
 
@@ -103,8 +103,8 @@ def test_gradients_that_differ_from_run_to_run() -> None:
 
 @pytest.mark.parametrize("name", ["early", "late"])
 def test_few_queries_tell(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a trial of the first queries alone: keys that only some of the others see wrongly; and an exact result
-    that needs all of them."""
+    """Catches a trial of the first queries only, which misses wrong keys of later ones, and an exact implementation
+    that is refused unless all queries are tried."""
     monkeypatch.setattr(attention_trials, "MOST_TRIED", 20)
     problem = problem_of(starts=torch.zeros(2, 150, dtype=torch.int64))
     assert tried_queries(problem).tolist()[::19] == [0, 149]
@@ -115,6 +115,6 @@ def test_few_queries_tell(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_token() -> None:
-    """Catches a division by the error of gradients that are nothing but rounding."""
+    """Catches a division by the error of gradients that consist of rounding errors only."""
     problem = Problem(*inputs(1, 1, 16, torch.bfloat16, heads=2), torch.tensor([0.5, 0.1]))
     assert not examine("tried", plainly(problem), AttentionTrial(problem)).reason

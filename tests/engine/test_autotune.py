@@ -1,4 +1,4 @@
-"""Rank 0 measures for all ranks, a resume goes on with what the run took, and only a faster exact kernel is taken."""
+"""Rank 0 measures for all ranks, a resume keeps the run's choice, and only faster exact kernels are chosen."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ WORK = replace(
 
 
 def settled(run_dir: Path) -> tuple[TunedAttention, TunedOperators, str]:
-    """What a rank takes, and the error of what cannot be had; each rank has a cache of its own."""
+    """A rank's choices, and the error for a kernel that cannot run; each rank has its own cache."""
     load(OpsConfig(Implementation.fused), print, cuda=False)
     rank = dist.get_rank()
     os.environ["XDG_CACHE_HOME"] = str(run_dir / f"cache_{rank}")
@@ -71,8 +71,8 @@ def settled(run_dir: Path) -> tuple[TunedAttention, TunedOperators, str]:
 @pytest.mark.distributed
 @pytest.mark.usefixtures("kernels")
 def test_rank_0_decides(tmp_path: Path) -> None:
-    """Catches ranks that measure each for itself, whose replicas would drift apart, and a rank that waits for one that
-    failed."""
+    """Catches ranks that each measure for themselves, so that their replicas would diverge, and a rank that hangs
+    because another one failed."""
     (first, operators, error), (other, others, told) = run_ranks(settled, 2, tmp_path)
     assert operators == others and operators.source == "measured on cpu" and len(operators.operators) == 6
     assert first == other and first.source == "measured" and first.kind is AttentionKind.sdpa
@@ -81,8 +81,8 @@ def test_rank_0_decides(tmp_path: Path) -> None:
 
 
 def test_a_start_finds_the_choice_of_the_one_before(tmp_path: Path) -> None:
-    """Catches an event that cannot be read back, one of another shape or device taken for this one, and an event where
-    nothing was chosen."""
+    """Catches an event that cannot be read back, one for another shape or device that is used for this one, and an
+    event where nothing was chosen."""
     key = attention_key(WORK, CPU)
     outcomes = {
         "flash": TuningResult(error=0.7, repeats=True, time_ms=1.25, kept_bytes=7),
@@ -149,14 +149,14 @@ CALLED: list[KernelOp] = []
 
 
 def case_of(op: KernelOp, body: Body, shape: str = "9") -> OperatorCase:
-    """An operator with a kernel of this kind, on inputs of which 2 x is inexact in fp32."""
+    """A case for an operator whose kernels are `body`, on inputs x for which 2 x / 3 is inexact in fp32."""
 
     def outputs(kernels: Kernels, x: Tensor) -> tuple[Tensor]:
         CALLED.append(op)
         return (body(kernels, x) / 3,)
 
     def make(device: torch.device) -> OperatorTrial:
-        # SHIFTS change the first number, which has to be small, or a third of it may round to the same.
+        # SHIFTS change the first element, which must be small: otherwise a third of it may round to the same value.
         return OperatorTrial(op, outputs, [torch.linspace(0.1, 0.9, 99)], [torch.linspace(0.2, 1.0, 99)])
 
     return OperatorCase(op, shape, make)
@@ -173,9 +173,9 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_only_what_is_exact_steady_and_faster_is_taken(own_cache: Path) -> None:
-    """Catches a kernel taken that is wrong in its output or its gradient, slow, unsteady or unable to run; one that
-    ends the run instead of being left out; a reason that nobody is told; a trial at every start; and a cache, cut short
-    or of another shape, that is believed."""
+    """Catches the choice of a kernel that is wrong in its output or gradient, slow, not reproducible or unable to run;
+    a failing kernel that ends the run instead of being left out; a reason that is not reported; trials that are
+    repeated at every start; and a truncated cache, or one for another shape, that is used."""
     tuned = tune(CASES, WORK_OF_OPERATORS, CPU, rounds=3)
     assert tuned.taken == {KernelOp.norm} and tuned.source == "measured on cpu"
     for found in tuned.operators:
@@ -196,7 +196,7 @@ def test_only_what_is_exact_steady_and_faster_is_taken(own_cache: Path) -> None:
 
 
 def test_a_trial_without_memory_is_made_again(own_cache: Path) -> None:
-    """Catches a kernel left out for ever because another program had the GPU's memory at its only trial."""
+    """Catches a kernel left out permanently because another program held the GPU's memory during its only trial."""
     full = [True]
 
     def make(device: torch.device) -> OperatorTrial:
@@ -211,7 +211,7 @@ def test_a_trial_without_memory_is_made_again(own_cache: Path) -> None:
 
 
 def test_a_run_goes_on_with_its_own_kernels(tmp_path: Path, own_cache: Path) -> None:
-    """Catches a resume that takes other kernels than the run had, because the cache was removed or measured anew."""
+    """Catches a resume that uses other kernels than the run had, because the cache was removed or measured again."""
     tuned = tune(CASES, WORK_OF_OPERATORS, CPU, rounds=1)
     before = replace(tuned, taken=frozenset({KernelOp.gelu}))
     untuned = TunedAttention(AttentionKind.auto, "nothing is measured")
@@ -225,12 +225,12 @@ def test_a_run_goes_on_with_its_own_kernels(tmp_path: Path, own_cache: Path) -> 
 
 
 def test_what_broke_the_device_is_not_tried_again(own_cache: Path) -> None:
-    """Catches a kernel with an illegal access that ends every start of a run in the same way."""
+    """Catches a kernel with an illegal memory access that ends every start of a run in the same way."""
 
     def make(device: torch.device) -> OperatorTrial:
         def break_it(kernels: Kernels, x: Tensor) -> tuple[Tensor]:
             if kernels is FUSED:
-                trial.device = torch.device("meta")  # on which, as on a GPU after such an access, nothing can be read
+                trial.device = torch.device("meta")  # nothing can be read from it, as from a GPU after such an access
                 raise RuntimeError("an illegal memory access was encountered")
             return (x,)
 
@@ -245,7 +245,7 @@ def test_what_broke_the_device_is_not_tried_again(own_cache: Path) -> None:
 
 
 def test_memory_beyond_the_plan() -> None:
-    """Catches a kernel that is faster and keeps more than torch's operator, by which the run's memory is planned."""
+    """Catches a faster kernel that saves more memory than torch's operator, on which the run's memory plan is based."""
     ours = TuningResult(error=1.0, repeats=True, time_ms=1.0, kept_bytes=1000)
     theirs = replace(ours, time_ms=2.0)
     assert not TunedOperator(KernelOp.norm, "9", ours, theirs).why_torch

@@ -1,4 +1,4 @@
-"""The running average of the weights: the same in every layout, untouched by steps that are none, and never trained."""
+"""The EMA of the weights: equal in every layout, unchanged by skipped steps, and not used in training."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def reference() -> Run:
 @pytest.mark.quick("zero3dp2")
 @pytest.mark.parametrize("layout", CASES)
 def test_layouts(layout: str) -> None:
-    """N3, N8 against fp64. Catches an average of the weights before a step, one that begins at zero, decay and share
-    exchanged, a part that no rank averages, and copies that drift apart."""
+    """Catches an average of the weights before a step, one that starts at zero, decay and 1 - decay swapped, a shard
+    that no rank averages, and replicas that diverge (N3, N8, against fp64)."""
     run = train_layout(AVERAGED, LAYOUTS[layout])
     assert run.averages.keys() == run.weights.keys()
     assert parity.check_curve(run, reference()) + parity.check_replicas(run, reference()) == []
@@ -60,14 +60,14 @@ def test_layouts(layout: str) -> None:
 
 @dataclass
 class Seen:
-    """What a rank saw.
+    """Results of a rank.
 
     Attributes:
-        losses: of validations: of the weights, of the average, and of the weights again.
+        losses: validation losses of the weights, of the average, and of the weights again.
         steps: losses of the steps.
-        shards: what it owns after two steps and after the third.
-        stale: working weights that are not their masters.
-        warned: who copies the state was waited for before the averages took the masters' place, if they did.
+        shards: owned shards after two steps and after the third.
+        stale: working weights that differ from their master weights.
+        warned: whether copies of the state were waited for before averages replaced the master weights, if they did.
     """
 
     losses: list[EvaluationResult]
@@ -114,8 +114,8 @@ def _validated(engine: TrainEngine, scenario: Scenario) -> EvaluationResult:
 @pytest.mark.quick("zero2dp2")
 @pytest.mark.parametrize("layout", ["zero3dp2", "pp2dp2", "zero2dp2", "tp2pp2", "pp2dp2, ZeRO-0"])
 def test_an_evaluation_leaves_no_trace(layout: str) -> None:
-    """Catches an average that is not what is evaluated, tied or gathered weights that stay the old ones, weights that
-    are not bit for bit back when training goes on, and a state that changes under who copies it."""
+    """Catches an evaluation of other weights than the average, tied or gathered weights that are not updated, weights
+    that are not restored bitwise when training continues, and a state that changes while it is copied."""
     ranks = LAYOUTS[layout].world_size
     looked, untouched = (run_ranks(_evaluate_in_between, ranks, layout, looks) for looks in (True, False))
     first, averaged, again = looked[0].losses
@@ -130,7 +130,7 @@ def test_an_evaluation_leaves_no_trace(layout: str) -> None:
 
 
 def _loss_of(weights: dict) -> float:
-    """Of the scenario's validation set, by the unsharded model."""
+    """Loss on the scenario's validation set, by the unsharded model."""
     scenario = AVERAGED
     model = GPT(scenario.model, scenario.seed, lambda name, _: torch.from_numpy(weights[name])).eval()
     total = 0.0
@@ -162,12 +162,12 @@ def _skip_a_step(layout: str) -> list[bool]:
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", ["dp2", "zero3dp2"])
 def test_a_skipped_step_is_none_of_the_average(layout: str) -> None:
-    """Catches an average that takes in the same weights again, or a gradient that is not finite."""
+    """Catches an average that includes the same weights twice, or a gradient that is not finite."""
     assert run_ranks(_skip_a_step, 2, layout) == [[True, True]] * 2
 
 
 def test_update() -> None:
-    """Catches decay and share exchanged, and a step that is none but counts, against fp64."""
+    """Catches decay and 1 - decay swapped, and a skipped step that is averaged, against fp64."""
     generator = torch.Generator().manual_seed(0)
     average, master = (torch.randn(1000, generator=generator) for _ in range(2))
     exact = 0.999 * average.double() + 0.001 * master.double()
@@ -214,8 +214,8 @@ def _load_with(folder: Path, resumes: bool) -> list[tuple[str, bool]]:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_an_average_may_begin_in_mid_run(tmp_path: Path) -> None:
-    """Catches a run that cannot go on with optim.ema_decay from a checkpoint without, and an average that begins with
-    the initial weights there, or at zero where a run takes another's weights (checkpoint.init_from)."""
+    """Catches a run that cannot resume with optim.ema_decay from a checkpoint without averages, and an average that
+    starts there at the initial weights, or at zero if the run starts from another's weights (checkpoint.init_from)."""
     run_ranks(_save_without, 2, tmp_path)
     for resumes in (True, False):
         for found in run_ranks(_load_with, 2, tmp_path, resumes):

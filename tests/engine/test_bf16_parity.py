@@ -1,4 +1,4 @@
-"""N4: bf16 in every layout against the unsharded reference in bf16, on hot weights."""
+"""N4: bf16 in every layout against the unsharded reference in bf16, from the initial weights of `hot_value`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ pytestmark = pytest.mark.distributed
 FIRST_LOSS_BOUND = 2e-4
 STEPS = 200
 MICRO_BATCH_SIZES = (1, 2, 3, 4, 6)
-# Layouts round differently, at random: over 1152 tokens it averages out, over 100 a pass would be luck.
+# Layouts round differently, at random: over 1152 tokens it averages out, over 100 a test would pass by luck.
 FIRST = scenario_with(precision="bfloat16", masked=True, global_batch_size=24, micro_batch_size=4, seq_len=48)
 
 
 def reference_losses(scenario: Scenario) -> list[float]:
-    """Of the reference on one thread, as every rank has."""
+    """Losses of the reference on one thread, as on every rank."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -42,7 +42,7 @@ def first_loss() -> float:
 @pytest.mark.quick("single", "tp2dp2sp", "pp2dp2 dualpipe_v", "cp2")
 @pytest.mark.parametrize("layout", LAYOUT_CASES)
 def test_first_loss(layout: str) -> None:
-    """Catches a loss that is summed in bf16, and logits or a softmax in bf16."""
+    """Catches a loss that is accumulated in bf16, and logits or a softmax in bf16."""
     off = abs(train_layout(FIRST, LAYOUTS[layout]).losses[0] / first_loss() - 1)
     print(f"{layout}: off by {off:.1e}")
     assert off <= FIRST_LOSS_BOUND
@@ -54,7 +54,7 @@ def curve_scenario(micro_batch_size: int) -> Scenario:
 
 @contextmanager
 def features_in_order(seed: int) -> Iterator[None]:
-    """Products whose sums over features are in an order of their own, forward and backward: the same by the formula."""
+    """GEMMs that sum over features in another order, in forward and backward passes: mathematically equal."""
     plain = F.linear
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -72,9 +72,9 @@ def features_in_order(seed: int) -> Iterator[None]:
 def reference_curves() -> npt.NDArray[np.float64]:
     """Losses [splits, steps] of the reference, which differ in the order of summation only.
 
-    Of gradients by the size of a micro-batch, of products by that and by the order of features. Some processors sum
-    products in an order that depends on the size; where it does not, as with torch's loops for bf16 without AVX-512,
-    the splits' forward passes would be the same in every bit, and they would have no spread at step 2.
+    The micro-batch size changes the order of summing gradients; it and the feature order change that inside GEMMs. Some
+    processors' GEMMs sum in an order that depends on the size; elsewhere, as with torch's bf16 loops without AVX-512,
+    the splits' forward passes would be bitwise equal without feature reordering, with no spread at step 2.
     """
     curves = []
     for seed, size in enumerate(MICRO_BATCH_SIZES):
@@ -84,8 +84,8 @@ def reference_curves() -> npt.NDArray[np.float64]:
 
 
 def check_curve(name: str, losses: list[float]) -> None:
-    """Before the first update the splits have next to no spread: step 1 has the bound of the first loss, others three
-    times the spread up to there."""
+    """Checks a curve: step 1, where the splits have almost no spread, against the bound of the first loss; later steps
+    against three times the largest spread so far."""
     curves = reference_curves()
     mean, spread = curves.mean(axis=0), np.maximum.accumulate(curves.max(axis=0) - curves.min(axis=0))
     off = np.abs(np.array(losses) - mean)
@@ -99,5 +99,5 @@ def check_curve(name: str, losses: list[float]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp2pp2", "pp2dp3", "cp2"])
 def test_curve_stays_within_the_references_own_spread(layout: str) -> None:
-    """Catches drift within 200 steps: masters in bf16 come to 13 times the bound."""
+    """Catches drift within 200 steps: master weights in bf16 reach 13 times the bound."""
     check_curve(layout, train_layout(curve_scenario(2), LAYOUTS[layout]).losses)

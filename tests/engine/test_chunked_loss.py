@@ -1,4 +1,4 @@
-"""Output projection and loss in chunks train what whole logits train, in layouts and schedules: N3, N4, N10."""
+"""Chunked output projection and loss train like full logits, in several layouts and schedules: N3, N4, N10."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.parity import LAYOUTS, MODEL, Scenario, build_engine, scenario_with, 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("kernels")]
 CHUNK = 13
-"""Divides no micro-batch: chunks differ in length."""
+"""Divides no micro-batch, so that chunks differ in length."""
 CHUNKED = {impl: OpsConfig(impl, loss_chunk=CHUNK) for impl in (Implementation.fused, Implementation.torch)}
 
 
@@ -37,15 +37,15 @@ CASES = [
     [*((*case, 50) for case in CASES), ("pp2 zb_v", TORCH, FEW_STEPS), ("cp2dp2", FUSED, FEW_STEPS)],
 )
 def test_fp32(layout: str, impl: Implementation, steps: int) -> None:
-    """Catches sums that are reduced before the last chunk is in, a tied weight's second half that is lost, messages out
-    of order beside the pipeline's, and validation that trains."""
+    """Catches main_grad reduced before the last chunk is accumulated, a lost contribution to a tied weight, collectives
+    out of order with the pipeline's p2p, and validation that trains."""
     run = train_layout(replace(SCENARIO, ops=CHUNKED[impl], steps=steps), LAYOUTS[layout])
     for check in (parity.check_first_step, parity.check_curve, parity.check_replicas, parity.check_validation):
         assert check(run, reference(steps)) == []
 
 
 def _step(scenario: Scenario) -> tuple[int, list[str]]:
-    """Most tokens whose logits a step has in one tensor, and what is added to the sums."""
+    """Largest number of tokens whose logits are in one tensor, and keys of weights whose gradients are accumulated."""
     engine = build_engine(scenario, ParallelConfig())
     optimizer, added, largest = engine._engine.optimizer, [], 0
     inner = optimizer.add
@@ -71,7 +71,7 @@ def _step(scenario: Scenario) -> tuple[int, list[str]]:
 
 @pytest.mark.parametrize("impl", CHUNKED)
 def test_a_run_does_as_it_was_told(impl: Implementation) -> None:
-    """Catches ops.loss_chunk that does not get to the head, and gradients of embedding and head that go to autograd."""
+    """Catches ops.loss_chunk that does not reach the head, and embedding or head gradients computed by autograd."""
     scenario = scenario_with(ops=CHUNKED[impl], model=replace(MODEL, tie_embeddings=False))
     [(largest, added)] = run_ranks(_step, 1, scenario)
     assert 1 < largest <= CHUNK
@@ -83,7 +83,7 @@ def test_a_run_does_as_it_was_told(impl: Implementation) -> None:
 
 @pytest.mark.slow
 def test_sharded_weights() -> None:
-    """Catches a head that reads its weight outside of the call for which ZeRO-3 gathers it: N3."""
+    """Catches a head that reads its weight outside of the call for which ZeRO-3 all-gathers it: N3."""
     run = train_layout(replace(SCENARIO, ops=CHUNKED[TORCH]), LAYOUTS["zero3dp2"])
     for check in (parity.check_first_step, parity.check_curve, parity.check_validation):
         assert check(run, reference()) == []
@@ -91,7 +91,7 @@ def test_sharded_weights() -> None:
 
 @pytest.mark.slow
 def test_schedules_of_equal_placement_agree_to_the_bit() -> None:
-    """Catches chunks that are added in another order where the backward pass is split."""
+    """Catches chunks accumulated in another order when the backward pass is split."""
     scenario = replace(SCENARIO, ops=CHUNKED[FUSED])
     one, other = (
         train_layout(scenario, ParallelConfig(pp=2, schedule=schedule))
@@ -102,6 +102,6 @@ def test_schedules_of_equal_placement_agree_to_the_bit() -> None:
 
 @pytest.mark.slow
 def test_curve_in_bf16() -> None:
-    """Catches gradients that are rounded once a chunk more than the numerics allow within 200 steps: N4."""
+    """Catches an extra rounding of gradients per chunk that exceeds the bounds within 200 steps: N4."""
     losses = train_layout(replace(curve_scenario(2), ops=CHUNKED[FUSED]), LAYOUTS["tp2pp2"]).losses
     check_curve("tp2pp2, in chunks, fused", losses)

@@ -1,4 +1,4 @@
-"""Compiled blocks train as eager ones do, in layouts too: N3 over five steps, with names and copies unchanged."""
+"""Tests that compiled blocks train as eager ones, also in parallel layouts: N3 over five steps, unchanged names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.parity import MODEL, Run, Scenario, build_engine, scenario_with, step
 
 COMPILED = OpsConfig(Implementation.torch, Compile.blocks)
 FUSED_COMPILED = OpsConfig(Implementation.fused, Compile.blocks)
-# Each rank compiles what it runs.
+# Slow, as each rank compiles its blocks.
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 CASES = {
     "single": ({}, ParallelConfig()),
@@ -47,8 +47,8 @@ def reference(name: str) -> Run:
 
 @pytest.mark.parametrize("name", CASES)
 def test_layouts(name: str) -> None:
-    """Catches a compiler that looks into a message, a mask or a cache of one micro-batch and replays it for the next, a
-    gradient that is put off and lost, names with a prefix of the compiler's (the gradients are gathered by name)."""
+    """Catches a compiled graph that captures the communication, mask or cache of one micro-batch and reuses it for the
+    next, a deferred wgrad that is lost, and names with the compiler's prefix (gradients are gathered by name)."""
     changes, parallel = CASES[name]
     run = train_layout(scenario(changes, ops=COMPILED), parallel)
     assert [fault for check in CHECKS for fault in check(run, reference(name))] == []
@@ -56,13 +56,13 @@ def test_layouts(name: str) -> None:
 
 @pytest.mark.usefixtures("kernels")
 def test_own_kernels_in_compiled_blocks() -> None:
-    """Catches an operator whose shapes or gradients the compiler was told wrongly."""
+    """Catches a custom operator that is registered with wrong shapes or gradients."""
     run = train_layout(scenario({}, ops=FUSED_COMPILED), ParallelConfig())
     assert [fault for check in CHECKS for fault in check(run, reference("single"))] == []
 
 
 def _graphs(scenario: Scenario) -> list[int]:
-    """How many graphs the compiler has made after one step, three steps, and validation."""
+    """Number of compiled graphs after one step, three steps, and validation."""
     from torch._dynamo.utils import counters
 
     engine = build_engine(scenario, ParallelConfig())
@@ -76,7 +76,7 @@ def _graphs(scenario: Scenario) -> list[int]:
 
 
 def test_the_compiler_runs_once_for_a_shape() -> None:
-    """Catches blocks that are not compiled at all, or each anew, or with every micro-batch."""
+    """Catches blocks that are not compiled, or are compiled again for each block or micro-batch."""
     few, many = (run_ranks(_graphs, 1, scenario({"num_layers": layers}, ops=COMPILED))[0] for layers in (1, 3))
     first_step, third_step, validated = many
     assert few == many

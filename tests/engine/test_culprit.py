@@ -1,4 +1,4 @@
-"""Who made a step non-finite, from what every rank saw."""
+"""Root cause of a non-finite step, from what every rank observed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FINE = Symptoms(rank=0)
     ],
 )
 def test_first_in_the_order_of_computation(ranks: list[Symptoms], expected: Culprit) -> None:
-    """Catches blame on a rank that only received what another one broke, whatever order the reports come in."""
+    """Catches blame on a rank that only received non-finite values from another one, in any order of the reports."""
     assert find_culprit(ranks) == expected
     assert find_culprit(ranks[::-1]) == expected
 
@@ -50,7 +50,7 @@ ManyNames = dict[int, list[tuple[int, str]]]
 
 
 def _agreed(weights: dict[int, list[str]], gradients: ManyNames) -> tuple[Culprit, int]:
-    """The culprit, and the bytes that this rank gave into collectives."""
+    """The root cause, and the number of bytes that this rank sent in collectives."""
     control, sent = open_control_plane(), []
 
     def measured(value: object, kind: object) -> bytes:
@@ -65,8 +65,8 @@ def _agreed(weights: dict[int, list[str]], gradients: ManyNames) -> tuple[Culpri
 
 @pytest.mark.distributed
 def test_only_the_names_that_are_shown_travel() -> None:
-    """Catches names of another rank than the culprit, an event line with every parameter of a 70-layer model, the stage
-    of a V shape's first gradient instead of its last, and all names of all ranks sent to all."""
+    """Catches names of another rank than the root cause, an event with every parameter of a 70-layer model, the stage
+    of a V-shaped schedule's first gradient instead of its last, and an all-gather of all names."""
     many: ManyNames = {0: [(0, "a"), (3, "d")], 1: [(stage % 3, f"blocks.{stage}.mlp") for stage in range(2000)]}
     for found, sent in run_ranks(_agreed, 2, {}, many):
         assert found == Culprit(0, "backward", ("a", "d")) and sent < 1000
@@ -76,6 +76,6 @@ def test_only_the_names_that_are_shown_travel() -> None:
 
 
 def test_reads_as_a_sentence() -> None:
-    """Catches a message that names nobody."""
+    """Catches a message that does not name the rank."""
     assert str(Culprit(3, "backward", ("a", "b"))) == "rank 3 in its backward (a, b)"
     assert str(Culprit(0, "gradient norm")) == "rank 0 in its gradient norm"

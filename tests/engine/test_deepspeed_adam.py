@@ -1,6 +1,6 @@
-"""DeepSpeed's CPUAdam in the engines of all ZeRO stages: parity on hot weights, resumes, and what is refused.
+"""DeepSpeed's CPUAdam in the engines of all ZeRO stages: parity with `hot_value` weights, resume, rejections.
 
-Its first use compiles it: two minutes of processor time, once for a machine. FusedAdam needs a GPU.
+Its first use compiles it: two minutes of CPU time, once per machine. FusedAdam needs a GPU.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ SCENARIO = scenario_with(steps=5, optimizer=OPTIM)
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", ["tp2dp2", "pp2dp2, ZeRO-0", "tp2pp2dp2", "cp2", "zero2dp2", "zero3tp2dp2"])
 def test_layouts(layout: str) -> None:
-    """Catches a step with another bias correction, decay or eps than AdamW's, one master updated with the step of
-    another, and copies that drift apart."""
+    """Catches a bias correction, weight decay or eps that differs from AdamW's, a master updated with the step count of
+    another, and replicas that diverge."""
     trained, reference = train_layout(SCENARIO, LAYOUTS[layout]), train_reference(SCENARIO)
     assert [fault for check in parity.EVERY_CHECK for fault in check(trained, reference)] == []
 
@@ -40,7 +40,7 @@ def test_layouts(layout: str) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize("zero_stage", [1, 3])
 def test_a_killed_run_goes_on_bit_for_bit(zero_stage: int, corpus: Path, megads: StartCommand) -> None:
-    """Catches powers of the decay rates that CPUAdam carries from step to step and a new process computes anew."""
+    """Catches powers of the betas that CPUAdam accumulates from step to step and a new process recomputes."""
     layout = {"parallel__dp": 2, "parallel__zero_stage": zero_stage, "optim__impl": "deepspeed", "train__steps": 6}
     runs = megads.folder / "whole", megads.folder / "killed"
     whole, killed = (small_model(corpus, run__dir=run, checkpoint__every_steps=2, **layout) for run in runs)
@@ -57,7 +57,7 @@ def test_a_killed_run_goes_on_bit_for_bit(zero_stage: int, corpus: Path, megads:
 
 @pytest.mark.slow
 def test_a_step_does_not_depend_on_those_before_it() -> None:
-    """Catches the same: step 1,000 after step 999, and without it, has the same bits, and is AdamW's."""
+    """Catches the same: step 1,000 is bit-identical with and without step 999 before it, and equals AdamW's."""
     generator = torch.Generator().manual_seed(1)
     weight, grad, first = (torch.randn(1000, generator=generator) for _ in range(3))
     second = torch.rand(1000, generator=generator)
@@ -78,7 +78,7 @@ def test_a_step_does_not_depend_on_those_before_it() -> None:
 
 
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Catches ranks that start and then fail to compile, and settings that nobody reads."""
+    """Catches ranks that start and then fail to compile, and settings without effect."""
     monkeypatch.chdir(tmp_path)
     cases = (
         (["ops.impl=deepspeed"], "ops.impl = deepspeed: DeepSpeed has kernels of the optimizer only"),

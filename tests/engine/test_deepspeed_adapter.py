@@ -1,4 +1,4 @@
-"""Which DeepSpeed may run, and how it is told to."""
+"""Tests which DeepSpeed releases may run."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from megads.errors import ConfigError
 
 @pytest.mark.parametrize("version", ["0.17.6", "0.18.2", "0.18.9", "0.19.2", "0.19.3rc1", "0.9.5"])
 def test_releases_that_train_wrong_are_refused(version: str) -> None:
-    """Catches versions compared as strings, and a release whose pipeline gradients are summed or divided twice."""
+    """Catches versions compared as strings, and an accepted release that sums or divides pipeline gradients twice."""
     with pytest.raises(ConfigError, match=f"DeepSpeed {version} .*deepspeed>=0.19.3"):
         require_deepspeed(version)
 
 
 @pytest.mark.parametrize("version", ["0.19.3", "0.19.8", "0.19.8+unknown", "0.20.0", "1.0"])
 def test_good_releases_pass(version: str) -> None:
-    """Catches a later release, or one built from source, being refused."""
+    """Catches a refusal of a later release, or of one built from source."""
     require_deepspeed(version)
 
 
 def test_the_installed_release_passes() -> None:
-    """Catches an environment that trains wrong."""
+    """Catches an environment whose DeepSpeed trains incorrectly."""
     require_deepspeed()

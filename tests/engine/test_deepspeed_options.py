@@ -30,14 +30,14 @@ ZERO = "zero_optimization"
     ],
 )
 def test_refused_with_the_reason(options: dict[str, Any], stage: int, said: str) -> None:
-    """Catches a setting that changes what is computed, or that DeepSpeed would ignore without a word."""
+    """Catches an accepted setting that changes what is computed, or that DeepSpeed would silently ignore."""
     with pytest.raises(ConfigError) as raised:
         check_deepspeed_options(options, stage)
     assert said in str(raised.value)
 
 
 def test_passed_settings_join_those_of_megads() -> None:
-    """Catches a setting of ZeRO that takes the place of all of megads' own."""
+    """Catches a ZeRO setting that replaces all of megads' own."""
     options = {"dump_state": True, ZERO: {"reduce_bucket_size": 7}}
     check_deepspeed_options(options, 2)
     check_deepspeed_options({}, 1)

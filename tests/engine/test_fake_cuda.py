@@ -1,4 +1,4 @@
-"""The training step as a GPU would see it, on any rank of any layout: see tests/engine/fake_cuda.py."""
+"""Training steps on a fake GPU, on any rank of any layout: see tests/engine/fake_cuda.py."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DROPOUT = replace(SMALL, hidden_dropout=0.1, attention_dropout=0.1)
 
 @dataclass(frozen=True)
 class Case:
-    """A run, and the ranks of it that are looked at.
+    """A run, and its ranks that are tested.
 
     Attributes:
         parallel: the layout.
@@ -113,14 +113,14 @@ SHARDED_WAITS = {
     "deepspeed/runtime/zero/stage3.py",
     "deepspeed/runtime/zero/stage_1_and_2.py",
 }
-"""Files that wait for the device under ZeRO-2 and ZeRO-3: overflow flags, norms and gradients are DeepSpeed's."""
+"""Files that wait for the device under ZeRO-2 and ZeRO-3: DeepSpeed handles overflow flags, norms and gradients."""
 
 
 def train(gpu: FakeGpu, case: Case, defect: Callable[[], None] | None = None) -> set[str]:
-    """Two steps, validation, and the state out and in; in the second step the host must not wait.
+    """Runs two steps, validation, and a save and load of the state; in the second step the host must not wait.
 
     Returns:
-        Files that waited all the same, under ZeRO-2 and ZeRO-3.
+        Files in which the host waits nevertheless, under ZeRO-2 and ZeRO-3.
     """
     scenario, parallel = case.scenario, case.parallel
     if scenario.ops.impl is Implementation.fused:
@@ -210,7 +210,7 @@ DEFECTS = {
 @pytest.mark.parametrize("defect", DEFECTS)
 @pytest.mark.usefixtures("kernels")
 def test_a_defect_is_seen(gpus: FakeGpus, defect: Callable[[], None]) -> None:
-    """Catches a fake GPU that forgives what a real one does not."""
+    """Catches a fake GPU that accepts what a real one does not."""
     run = case(ParallelConfig(dp=2), ops=FUSED, model=replace(SMALL, num_layers=1), global_batch_size=2)
     with pytest.raises(AssertionError, match=DEFECTS[defect]):
         gpus.run(train, 0, 2, run, defect)

@@ -1,4 +1,4 @@
-"""The fused kernels train the model that plain torch trains, in layouts: N3, N4, N8 and N10."""
+"""Fused kernels train like plain torch, in several layouts: N3, N4, N8 and N10."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FUSED = OpsConfig(Implementation.fused)
     ("layout", "steps"), [*((layout, 50) for layout in ("single", "tp2pp2", "cp2", "zero2dp2")), ("tp2pp2", FEW_STEPS)]
 )
 def test_fp32(layout: str, steps: int) -> None:
-    """Catches slopes of the wrong heads, a part of the vocabulary that is lost, places of a context rank, and drift."""
+    """Catches slopes of the wrong heads, a lost vocabulary shard, wrong positions of a context rank, and drift."""
     run = train_layout(replace(SCENARIO, ops=FUSED, steps=steps), LAYOUTS[layout])
     for check in (parity.check_first_step, parity.check_curve, parity.check_replicas, parity.check_validation):
         assert check(run, reference(steps)) == []
@@ -41,8 +41,8 @@ def test_fp32(layout: str, steps: int) -> None:
     ids=["tp2pp2sp", "zb_h1, recomputed", "zero3dp2"],
 )
 def test_scores_in_memory(parallel: ParallelConfig) -> None:
-    """Catches slopes of the wrong heads in the softmax kernel, and kernels that a split backward pass, recomputation or
-    sharded weights do not get through: N3."""
+    """Catches slopes of the wrong heads in the softmax kernel, and kernels that fail with a split backward pass,
+    recomputation or sharded weights: N3."""
     model = replace(SCENARIO.model, attention=AttentionKind.fused_softmax)
     run = train_layout(replace(SCENARIO, model=model, ops=FUSED, steps=FEW_STEPS), parallel)
     for check in (parity.check_first_step, parity.check_curve, parity.check_replicas):
@@ -53,7 +53,7 @@ def test_scores_in_memory(parallel: ParallelConfig) -> None:
 @pytest.mark.parametrize("layout", ["tp2", "cp2"])
 @pytest.mark.parametrize("position", [Position.alibi, Position.rope])
 def test_packed_documents(position: Position, layout: str) -> None:
-    """Catches a document's border that the kernel does not see."""
+    """Catches a document boundary that the kernel ignores."""
     scenario = replace(DOCUMENTS[position.value], ops=FUSED)
     expected = documents_reference(position.value)
     assert parity.check_first_step(train_layout(scenario, LAYOUTS[layout]), expected) == []
@@ -61,14 +61,14 @@ def test_packed_documents(position: Position, layout: str) -> None:
 
 @pytest.mark.parametrize("layout", ["single", "tp2cp2"])
 def test_first_loss_in_bf16(layout: str) -> None:
-    """Catches a softmax or a sum in bf16."""
+    """Catches a softmax or an accumulation in bf16."""
     found = train_layout(replace(FIRST, ops=FUSED), LAYOUTS[layout]).losses[0]
     assert abs(found / first_loss() - 1) <= FIRST_LOSS_BOUND
 
 
 @pytest.mark.slow
 def test_curve_in_bf16() -> None:
-    """Catches weight gradients that are lost, counted twice or rounded more than torch's within 200 steps: N4."""
+    """Catches, within 200 steps, weight gradients that are lost, counted twice or rounded more than torch's: N4."""
     losses = train_layout(replace(curve_scenario(2), ops=FUSED), LAYOUTS["tp2pp2"]).losses
     check_curve("tp2pp2, fused", losses)
 

@@ -1,4 +1,4 @@
-"""One real training step on a GPU over NCCL against the CPU reference; the same body runs on a CPU over gloo."""
+"""One real training step on a GPU over NCCL against the CPU reference; the same code runs on a CPU over gloo."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ALONE = ParallelConfig()
 
 
 def engine_on(device_type: str, scenario: Scenario, parallel: ParallelConfig = ALONE) -> PipelineTrainEngine:
-    """The engine of one rank; with the kernels that its scenario asks for."""
+    """The engine of one rank, with its scenario's kernels."""
     device = torch.device(device_type, 0) if device_type == "cuda" else torch.device("cpu")
     kernels = load(scenario.ops, print, cuda=device_type == "cuda")
     spec = EngineSpec(
@@ -62,7 +62,7 @@ def engine_on(device_type: str, scenario: Scenario, parallel: ParallelConfig = A
 
 
 def train_one_step(device_type: str, scenario: Scenario) -> dict[str, Any]:
-    """The engine's first step."""
+    """Loss, gradient norm and weights of the engine's first step."""
     engine = engine_on(device_type, scenario)
     result = engine.step(step_batches(scenario, 0), scenario.lr)
     shards = engine.named_shards()
@@ -72,7 +72,7 @@ def train_one_step(device_type: str, scenario: Scenario) -> dict[str, Any]:
 
 
 def step_without_waiting(device_type: str, scenario: Scenario) -> tuple[float, float]:
-    """Loss and norm of the second step, during which CUDA raises where the host would wait; the first fills caches."""
+    """Loss and gradient norm of the second step, where CUDA raises on host synchronization; the first fills caches."""
     engine = engine_on(device_type, scenario)
     engine.step(step_batches(scenario, 0), scenario.lr)
     mode = torch.cuda.get_sync_debug_mode() if device_type == "cuda" else 0
@@ -88,8 +88,8 @@ def step_without_waiting(device_type: str, scenario: Scenario) -> tuple[float, f
 
 
 def train_and_resume(device_type: str, scenario: Scenario) -> tuple[list[list[float]], list[bool]]:
-    """Losses and norms of steps 2 and 3, of a run and of another one that takes its state over after step 1; and of
-    every part of the state in the end, whether both have the same."""
+    """Losses and gradient norms of steps 2 and 3, of a run and of another one that loads its state after step 1; and
+    for each shard of the final state, whether both have the same bits."""
     make_deterministic(torch.device(device_type))
     engines, results = [engine_on(device_type, scenario)], []
     for step in range(2):
@@ -110,14 +110,14 @@ def train_and_resume(device_type: str, scenario: Scenario) -> tuple[list[list[fl
 
 
 def copy_beside_a_step(device_type: str, scenario: Scenario) -> tuple[list[bool], bool]:
-    """Of every part of the state, whether a copy that began before a step has what it was then; whether it changed."""
+    """For each shard, whether a copy started before a step equals it before the step; whether the step changed any."""
     engine = engine_on(device_type, scenario)
     shards = engine.named_shards()
     before = [shard.tensor.cpu().clone() for shard in in_file_order(shards)]
     image = StateImage.anonymous(ImageLayout.of(shards, shards))
     if device_type == "cuda":
         image.pin()
-        # The copy is enqueued behind it, as it would be behind a long optimizer step.
+        # The copy is queued behind this kernel, as it would be behind a long optimizer step.
         torch.cuda._sleep(10**9)
     copying = image.start_copy(shards, lambda: None)
     engine.before_update(copying.before_update)
@@ -143,7 +143,7 @@ def _cuda_rank(connection: Any, port: int, body: Callable[[str, Scenario], Any],
 
 
 def run_on(device_type: str, body: Callable[[str, Scenario], Any], scenario: Scenario) -> Any:
-    """Runs a function in a process of its own; one that uses CUDA must not be forked."""
+    """Runs a function in its own process; with CUDA the process is spawned, as it must not be forked."""
     if device_type == "cpu":
         return run_ranks(body, 1, device_type, scenario)[0]
     context = mp.get_context("spawn")
@@ -176,7 +176,7 @@ COMPILED = OpsConfig(Implementation.torch, Compile.blocks)
     ids=["cpu", "cuda", "apex", "compiled"],
 )
 def test_fp32_step(device_type: str, ops: OpsConfig) -> None:
-    """Catches a tensor left on the CPU, TF32 where fp32 was asked for, and an optimizer that differs on a GPU."""
+    """Catches a tensor left on the CPU, TF32 in place of fp32, and an optimizer that differs on a GPU."""
     scenario = scenario_with(masked=True, ops=ops)
     found, reference = run_on(device_type, train_one_step, scenario), train_reference(scenario)
     assert found["loss"] == pytest.approx(reference.losses[0], rel=1e-5)
@@ -208,7 +208,7 @@ DROPOUT = replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1)
 @pytest.mark.parametrize("device_type", DEVICES)
 @pytest.mark.parametrize("impl", [Implementation.torch, Implementation.fused])
 def test_a_step_launches_without_waiting(impl: Implementation, device_type: str) -> None:
-    """Catches a copy from memory that is not pinned, a mask that is made on the host, and any read of a value."""
+    """Catches host synchronization: a copy from unpinned memory, a mask made on the host, any read of a GPU value."""
     scenario = scenario_with(model=DROPOUT, documents=True, precision="bfloat16", ops=OpsConfig(impl))
     loss, norm = run_on(device_type, step_without_waiting, scenario)
     assert 0 < loss < 20 and 0 < norm < 100
@@ -218,8 +218,8 @@ def test_a_step_launches_without_waiting(impl: Implementation, device_type: str)
 @pytest.mark.parametrize("device_type", DEVICES)
 @pytest.mark.parametrize("impl", [Implementation.torch, Implementation.fused])
 def test_a_resumed_run_goes_on_bit_for_bit(impl: Implementation, device_type: str) -> None:
-    """Catches sums whose order is left to chance: attention's backward pass on GPUs, atomics, split matrix products."""
-    # On a CPU, where other tests show it, this shows that the test works.
+    """Catches reductions in nondeterministic order: attention's backward pass on GPUs, atomics, split-K GEMMs."""
+    # On a CPU, where other tests cover this, it shows that the test works.
     seq_len, samples = (1024, 8) if device_type == "cuda" else (64, 2)
     model = replace(DROPOUT, max_seq_len=seq_len)
     scenario = scenario_with(
@@ -232,8 +232,8 @@ def test_a_resumed_run_goes_on_bit_for_bit(impl: Implementation, device_type: st
 def with_graphs_and_without(
     device_type: str, scenario: Scenario, recompute: Recompute
 ) -> tuple[list[list[float]], list[bool]]:
-    """Losses and norms of some steps without CUDA graphs and with them, a validation in between, and of every part of
-    the state, whether both have the same."""
+    """Losses and gradient norms of some steps without and with CUDA graphs, a validation in between; and for each shard
+    of the state, whether both have the same bits."""
     make_deterministic(torch.device(device_type))
     engines, results, parallel = [], [], ParallelConfig(recompute=recompute)
     for cuda_graphs in (False, True):
@@ -242,7 +242,7 @@ def with_graphs_and_without(
         found: list[float] = []
         for step in range(EAGER_STEPS + 4):
             if step == EAGER_STEPS + 2:
-                # Of another length: what caches gave out before is not theirs any more.
+                # At other lengths, so that caches evict tensors that they returned before.
                 for seq_len in range(8, 8 + 10):
                     shorter = replace(scenario, seq_len=seq_len)
                     found.append(engine.evaluate(step_batches(shorter, 0)).loss_sum)
@@ -259,8 +259,8 @@ def with_graphs_and_without(
 @pytest.mark.parametrize("impl", [Implementation.torch, Implementation.fused])
 @pytest.mark.parametrize("device_type", [CUDA])
 def test_cuda_graphs_are_the_same_bits(impl: Implementation, recompute: Recompute, device_type: str) -> None:
-    """Catches a graph that reads memory which others have got since, and one replayed over what its last micro-batch
-    left for the backward pass."""
+    """Catches a graph that reads memory reallocated since its capture, and a replay that overwrites activations which
+    the last micro-batch's backward pass still needs."""
     scenario = scenario_with(model=DROPOUT, documents=True, masked=True, precision="bfloat16", ops=OpsConfig(impl))
     body = partial(with_graphs_and_without, recompute=recompute)
     (eager, replayed), same = run_on(device_type, body, scenario)
@@ -269,7 +269,7 @@ def test_cuda_graphs_are_the_same_bits(impl: Implementation, recompute: Recomput
 
 @pytest.mark.parametrize("device_type", DEVICES)
 def test_a_copy_of_the_state_beside_a_step(device_type: str) -> None:
-    """Catches an update that does not wait for the copy of what it changes, and a copy that is not whole."""
+    """Catches an optimizer update that does not wait for the copy of the tensors it changes, and an incomplete copy."""
     copied, changed = run_on(device_type, copy_beside_a_step, scenario_with(precision="bfloat16"))
     assert changed and all(copied) and len(copied) > 50
 

@@ -1,7 +1,7 @@
-"""When the host reads what a device computed, and would wait for a GPU: once a step.
+"""Host-device synchronizations: the host reads a result of the device once per step.
 
-A CPU waits for nothing, so reads are counted by the places in the code that make them. A step on torch's meta device
-shows what of that concerns CPUs only, or tensors that lie on the host: there a read raises.
+A CPU waits for nothing, so reads are counted by the places in the code that make them. A step on torch's meta device,
+where a read raises, shows which of them concern only CPUs or tensors on the host.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ OPERATORS = {
     "_local_scalar_dense", "is_nonzero", "equal", "nonzero", "nonzero_static", "masked_select", "_unique2",
     "unique_dim", "unique_consecutive", "bincount", "repeat_interleave",
 }  # fmt: skip
-"""Of torch, which give the host a value or a shape that depends on values."""
+"""torch operators that return to the host a value, or a shape that depends on values."""
 METHODS = {"tolist", "numpy", "cpu"}
-"""Of tensors, which do that without an operator."""
+"""Tensor methods that do so without an operator."""
 DROPOUT = replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1)
 
 THE_WAIT = ("engine/train_engine.py", "_step")
 HOST = {("parallel/loss.py", "<genexpr>")}
-"""Reads masks of the loss, which are on the host."""
+"""Reads loss masks, which are on the host."""
 CPU = {("parallel/loss.py", "is_root"), ("optim/optimizers.py", "_step_by_torch")}
-"""Ask a CPU for what saves a pass over memory there, and no other device."""
+"""Read a value on CPUs only, where it saves a pass over memory."""
 
 Place = tuple[str, str]
 
 
 def place() -> Place:
-    """File and function of the code, torch's and this one's left out, that runs."""
+    """Returns file and function of the running code, leaving out torch's and this file's."""
     frames = reversed(traceback.extract_stack())
     frame = next(f for f in frames if "/torch/" not in f.filename and f.filename != __file__)
     return frame.filename.rpartition("/megads/")[2], frame.name
 
 
 class Operators(TorchDispatchMode):
-    """Notes where operators are called that a host waits for."""
+    """Records where operators that synchronize with the host are called."""
 
     def __init__(self, found: Counter[Place]) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Operators(TorchDispatchMode):
 
 
 class Methods(TorchFunctionMode):
-    """Notes where tensors are read without an operator."""
+    """Records where tensors are read without an operator."""
 
     def __init__(self, found: Counter[Place]) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Methods(TorchFunctionMode):
 def reads_of_a_step(
     scenario: Scenario, parallel: ParallelConfig, defect: Callable[[], None] | None
 ) -> tuple[Counter[Place], int]:
-    """Where the second step of a run reads tensors, and its micro-batches; the first one fills caches."""
+    """Returns where the second step of a run reads tensors, and its micro-batches; the first step fills caches."""
     load(scenario.ops, print, cuda=False)
     if defect is not None:
         defect()
@@ -119,7 +119,7 @@ CASES = {
 @pytest.mark.quick("tp2sp", "pp2, kernels", "single, kernels")
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_waits_once(case: str) -> None:
-    """Catches a read added anywhere in a step: on a GPU each drains the queue of work, and the device idles."""
+    """Catches a read added anywhere in a step: on a GPU each one drains the queue of kernels, and the device idles."""
     scenario, parallel = CASES[case]
     for found, micro_batches in run_ranks(reads_of_a_step, parallel.world_size, scenario, parallel, None):
         assert found.pop(THE_WAIT) == 1
@@ -134,7 +134,7 @@ def a_norm_that_is_read() -> None:
 
 @pytest.mark.distributed
 def test_a_wait_is_seen() -> None:
-    """Catches counters that see nothing."""
+    """Catches counters that miss a read."""
     found, _ = run_ranks(reads_of_a_step, 1, *CASES["single"], a_norm_that_is_read)[0]
     assert set(found) - HOST - CPU - {THE_WAIT} == {("engine/optimizer.py", "_update")}
 

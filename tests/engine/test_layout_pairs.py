@@ -1,4 +1,4 @@
-"""Every pair of features trains as the unsharded reference does: what works alone must also work beside the others."""
+"""Every pair of features trains as the unsharded reference does, because features may only fail in combination."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.parity import Run, Scenario, scenario_with, train_layout, train_refer
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-# What a feature is, and what it takes to be felt, where the other feature does not say.
+# Settings of each feature, and settings that it needs to have an effect unless another feature sets them.
 FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tp2": ({"tp": 2}, {}),
     "tp3": ({"tp": 3}, {}),
@@ -41,13 +41,13 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "documents": ({"documents": True}, {}),
     "model": ({"model": True}, {}),
 }
-# Every feature of the model that is not BLOOM's; six heads of keys divide by two and by three.
+# All model features that BLOOM lacks; six KV heads are divisible by two and three.
 MODEL_FEATURES: dict[str, Any] = {
     "num_kv_heads": 6, "window": 5, "norm": NormKind.rmsnorm, "mlp": MLPKind.swiglu, "parallel_block": True,
     "position": Position.rope, "num_heads": 12, "hidden_size": 96, "head_size": 10, "qk_norm": True,
 }  # fmt: skip
 OF_SCENARIO = ("documents", "model")
-# 24 tokens divide by 2 * cp and by cp * tp, 12 samples by every dp.
+# 24 tokens are divisible by 2 * cp and by cp * tp, 12 samples by every dp.
 SCENARIO = scenario_with(steps=3, masked=True, seq_len=24, micro_batch_size=1)
 SCENARIO = replace(SCENARIO, model=replace(SCENARIO.model, num_layers=4))
 
@@ -57,7 +57,7 @@ ORDER = list(FEATURES).index
 
 
 def joined(features: Sequence[str]) -> dict[str, Any] | None:
-    """Settings with all of these features; None where some exclude each other, or want too many ranks."""
+    """Settings with all of these features; None if some exclude each other, or need too many ranks."""
     asked: dict[str, Any] = {}
     for feature in features:
         for key, value in FEATURES[feature][0].items():
@@ -71,7 +71,7 @@ def joined(features: Sequence[str]) -> dict[str, Any] | None:
 
 
 def covering() -> list[tuple[str, ...]]:
-    """Groups of features in which every pair that can be had is somewhere together; greedily, so few groups."""
+    """Groups of features that cover every possible pair; greedy, so that they are few."""
     left = [pair for pair in combinations(FEATURES, 2) if joined(pair) is not None]
     groups = []
     while left:

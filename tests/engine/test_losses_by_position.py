@@ -1,4 +1,4 @@
-"""Losses by position are those of the model on one process in every layout."""
+"""Losses by position equal those of the model on one process, in every layout."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _by_position(layout: str, documents: bool) -> tuple[list[list[float]], float
 
 @functools.cache
 def losses_by_position(documents: bool) -> Tensor:
-    """Of the unsharded model."""
+    """Returns the sums of losses and of loss masks by position, of the unsharded model."""
     scenario = scenario_with(masked=True, documents=documents)
     model = GPT(scenario.model, scenario.seed, initial_weights(scenario)).eval()
     sums_2p = torch.zeros(2, scenario.seq_len, dtype=torch.float64)
@@ -47,8 +47,8 @@ def losses_by_position(documents: bool) -> Tensor:
 @pytest.mark.parametrize("documents", [True, False])
 @pytest.mark.parametrize("layout", ["tp2pp2sp", "cp2", "pp2", "zero3dp2", "tp2cp2"])
 def test_losses_by_position(layout: str, documents: bool) -> None:
-    """N10. Catches positions of a rank's own tokens for those of the sample, restarted ones that are ignored, filling
-    that counts, and a token of two tensor-parallel ranks that counts twice."""
+    """N10. Catches positions counted within a rank's chunk instead of the sample, restarted positions that are ignored,
+    padding that counts, and a token that counts on two tensor-parallel ranks."""
     expected_2p = losses_by_position(documents)
     for sums, loss, tokens in run_ranks(_by_position, LAYOUTS[layout].world_size, layout, documents):
         found_2p = torch.tensor(sums, dtype=torch.float64)

@@ -1,8 +1,8 @@
-"""Steps by captured micro-batches are those of the same engine without.
+"""Steps with captured micro-batches equal those of the same engine without capture.
 
-On a CPU a replay calls what was captured, as it was then.
+On a CPU a replay calls the captured function, with the host state of the capture.
 
-What only CUDA can do wrong, memory that a graph reads after others got it, is for tests/engine/test_gpu.py.
+Graphs that read reallocated memory, which only CUDA can have, are for tests/engine/test_gpu.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DROPOUT = replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1)
 
 
 class Replays:
-    """Stands in for CUDA graphs on a CPU: what the host has changed since the capture does not count in a replay.
+    """Replaces CUDA graphs on a CPU: host state that has changed since the capture does not affect a replay.
 
     Args:
         inner: the stage engine whose passes are captured.
@@ -41,7 +41,7 @@ class Replays:
         inner._graphs = MicroBatchGraphs(inner, inner.optimizer, inner.module.token_loss, torch.device("cpu"))
 
     def capture(self, run: Callable[[], Any], _pool: object) -> Callable[[], Any]:
-        """Runs it for what the host notes, and undoes what it computed."""
+        """Runs the function for its effects on host state, and restores the main_grads."""
         self.captured += 1
         loss, optimizer = self._inner.module.token_loss, self._inner.optimizer
         main_grads = [bucket._allocated() for bucket in optimizer.buckets]
@@ -70,7 +70,8 @@ class Replays:
 
 
 def _trained(layout: str, captures: bool) -> dict[str, Any]:
-    """Results of the steps, what became of the batches, and the state; the spans of the last step."""
+    """Results of the steps, the state, spans of one step, number of captures, whether the batches are unchanged, and
+    watched activations."""
     parallel = LAYOUTS[layout]
     scenario = parity.fitted(scenario_with(model=DROPOUT, masked=True, documents=True), parallel)
     engine = build_engine(scenario, parallel)
@@ -106,9 +107,9 @@ def _trained(layout: str, captures: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("layout", ["single", "dp2"])
 def test_the_same_bits(layout: str) -> None:
-    """Catches a micro-batch that is not copied or copied over its caller's, a gradient that is added to the last
-    step's or written over another micro-batch's, a stale scale of the loss, masks of the first documents, and layers
-    that are watched while a graph runs, which calls nobody."""
+    """Catches a micro-batch that is not copied or overwrites its caller's, a gradient that is added to the last step's
+    or overwrites another micro-batch's, a stale loss scale, document masks of the captured micro-batch, and activation
+    hooks that are not called because a graph is replayed."""
     size = LAYOUTS[layout].world_size
     plain, captured = (run_ranks(_trained, size, layout, captures) for captures in (False, True))
     for one, other in zip(plain, captured, strict=True):
@@ -136,13 +137,13 @@ def _refused() -> str:
 
 
 def test_what_cannot_be_captured_is_said() -> None:
-    """Catches CUDA's own words alone, of which nobody learns what to set."""
+    """Catches a bare CUDA error that does not name the option to set."""
     (said,) = run_ranks(_refused, 1)
     assert "not permitted when stream is capturing)" in said and said.endswith("set ops.cuda_graphs=false")
 
 
 def test_caches_tell_what_they_gave() -> None:
-    """Catches a mask that a cache drops while a graph reads it."""
+    """Catches a mask that a cache evicts while a graph still reads it."""
     made: list[int] = []
 
     @device_cache(1)

@@ -1,4 +1,4 @@
-"""Every feature of the model trains in layouts as it does on one process: N1, N3, N8 and N10 on hot weights."""
+"""Tests that every model feature trains in all layouts as on one process: N1, N3, N8 and N10 on large weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.parity import MODEL, Run, Scenario, scenario_with, train_layout, trai
 pytestmark = pytest.mark.distributed
 
 GATED: dict[str, Any] = {"norm": NormKind.rmsnorm, "mlp": MLPKind.swiglu}
-# Six heads share three, or two, of keys: with ALiBi their slopes differ inside of a group.
+# Six query heads share three or two KV heads: with ALiBi the slopes differ within a GQA group.
 MODELS = {
     "llama": {
         **GATED,
@@ -84,7 +84,7 @@ CHECKS = (
 
 
 Z_LOSS = {"qwen": 0.1}
-"""Weight of the z-loss beside a model's other switches."""
+"""Coefficient of the z-loss by model; 0 for the others."""
 
 
 def scenario(name: str, **changes: Any) -> Scenario:
@@ -104,10 +104,10 @@ def faults(run: Run, expected: Run) -> list[str]:
 @pytest.mark.quick("windowed-cp2", "all-tp2pp2sp", "olmo2-tp2pp2sp", "capped-tp2")
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_layouts(model: str, layout: str) -> None:
-    """Catches rows that are cut between a head's queries and its keys, a gate on another rank than what it gates, a
-    norm's gradient that stays one shard's, or that of one rank's heads, a norm of all heads with one rank's squares,
-    scores or logits that are capped with their bias or without its slope, sinks of another rank's heads, a window in a
-    rank's own places, and biases of a model that has none."""
+    """Catches qkv rows split between a head's queries and its keys, a gate on another rank than what it gates, a norm
+    gradient of only one shard or one rank's heads, a norm over all heads from one rank's squares, scores or logits
+    capped with their bias or without the cap's derivative, sinks of another rank's heads, a window in rank-local
+    positions, and biases in a model that has none."""
     run = train_layout(scenario(model), parity.LAYOUTS[layout])
     assert faults(run, reference(model)) == []
 
@@ -125,7 +125,7 @@ def test_layouts(model: str, layout: str) -> None:
     ],
 )
 def test_fused_kernels(model: str, layout: str) -> None:
-    """Catches kernels that read another group's keys, or see a window of another length."""
+    """Catches kernels that read another GQA group's keys, or use another window length."""
     run = train_layout(scenario(model, ops=FUSED), parity.LAYOUTS[layout])
     assert faults(run, reference(model)) == []
 
@@ -144,7 +144,7 @@ def bf16(model: str, **changes: Any) -> Scenario:
 @pytest.mark.parametrize("ops", [OpsConfig(Implementation.torch), FUSED], ids=["torch", "fused"])
 @pytest.mark.parametrize(("model", "layout"), [("llama", "tp2"), ("all", "cp2")])
 def test_first_loss_in_bf16(model: str, layout: str, ops: OpsConfig) -> None:
-    """N4. Catches a mean square, a gate or a sum over shared heads in bf16."""
+    """N4. Catches a mean square, a gate or a sum over shared heads computed in bf16."""
     found = train_layout(bf16(model, ops=ops), parity.LAYOUTS[layout]).losses[0]
     assert abs(found / first_loss_in_bf16(model) - 1) <= FIRST_LOSS_BOUND
 
@@ -152,12 +152,12 @@ def test_first_loss_in_bf16(model: str, layout: str, ops: OpsConfig) -> None:
 @pytest.mark.quick("all")
 @pytest.mark.parametrize("model", ["windowed", "all"])
 def test_packed_documents(model: str) -> None:
-    """Catches a window that opens what a document's border hides, where places of both are cut over ranks."""
+    """Catches a window that attends across a document boundary when context parallelism splits the positions."""
     run = train_layout(scenario(model, documents=True), parity.LAYOUTS["cp2"])
     assert faults(run, reference(model, documents=True)) == []
 
 
-# A parallel block is one tensor-parallel region, whose messages and put-off gradients two branches share.
+# A parallel block is one tensor-parallel region, whose communication and deferred wgrads two branches share.
 ONE_REGION = {
     "shared, in parts, put off": (
         {"hidden_dropout": 0.2},
@@ -172,8 +172,8 @@ ONE_REGION = {
 @pytest.mark.quick("shared, in parts, put off")
 @pytest.mark.parametrize("layout", ONE_REGION)
 def test_parallel_block_is_one_region(layout: str) -> None:
-    """Catches an input that is gathered after its weights' gradients are put off, parts of two branches that are added
-    in each other's place, masks of an unreduced sum, and weights that nobody gathers because their layer is not
+    """Catches an input that is all-gathered after its wgrads are deferred, chunks of two branches that are added at the
+    wrong place, dropout of an unreduced sum, and weights that are not all-gathered because their layer is not
     called."""
     changes, parallel = ONE_REGION[layout]
     whole = scenario_with(steps=2, masked=True, model=replace(MODEL, **MODELS["all"], **changes))
@@ -186,7 +186,7 @@ IN_CHUNKS = OpsConfig(Implementation.torch, loss_chunk=9)
 @pytest.mark.quick("windowed")
 @pytest.mark.parametrize("model", ["windowed", "capped"])
 def test_recomputed_cores(model: str) -> None:
-    """Catches a window, or a cap, that a recomputed attention core forgets."""
+    """Catches a window or a cap that a recomputed attention core omits."""
     parallel = SELECTIVE if model == "windowed" else replace(SELECTIVE, tp=2)
     assert faults(train_layout(scenario(model), parallel), reference(model)) == []
 
@@ -195,6 +195,6 @@ def test_recomputed_cores(model: str) -> None:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("impl", [Implementation.torch, Implementation.fused])
 def test_capped_logits_in_chunks(impl: Implementation) -> None:
-    """Catches a cap, or its slope, that is left out where logits are made, and their gradient used, in chunks."""
+    """Catches a cap, or its derivative, omitted when logits and their gradient are computed in chunks."""
     run = train_layout(scenario("capped", ops=replace(IN_CHUNKS, impl=impl)), parity.LAYOUTS["tp2"])
     assert faults(run, reference("capped")) == []

@@ -1,4 +1,4 @@
-"""Maximal update parametrisation: initial weights, multipliers and rates by width in every layout; coordinate check."""
+"""muP: initial weights, multipliers and learning rates in every layout; coordinate check."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.parity import (
 )
 from tests.plan.memory_meter import planned
 
-# 1.5 and 1 / 3: no power of two, whose products round nothing.
+# Ratios of 1.5 and 1 / 3: multiplying by a power of two would not round.
 MUP = MupConfig(base_width=2 * MODEL.hidden_size // 3, output_multiplier=2.5, base_head_size=3 * MODEL.head_dim)
 GPT_LIKE = replace(MODEL, mup=MUP)
 LLAMA_LIKE = replace(
@@ -62,7 +62,7 @@ def reference(optimizer: str) -> Run:
     ],
 )
 def test_every_layout_takes_the_reference_steps(case: str) -> None:
-    """Catches multipliers that a stage or a rank applies once more or not at all, and rates that a layout loses."""
+    """Catches multipliers that a stage or a rank applies twice or not at all, and learning rates lost in a layout."""
     optimizer, layout = case.split("-", 1)
     run = train_layout(scenario_of(optimizer), LAYOUTS[layout])
     assert [fault for check in EVERY_CHECK for fault in check(run, reference(optimizer))] == []
@@ -73,8 +73,8 @@ def test_every_layout_takes_the_reference_steps(case: str) -> None:
     "optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow), pytest.param("lion", marks=pytest.mark.slow)]
 )
 def test_coordinate_check(optimizer: str) -> None:
-    """Catches a rate, a multiplier or an initial weight of another width: activations that grow, or stop moving, with
-    the width; and a check that would see none, as without mup they do grow."""
+    """Catches a learning rate, multiplier or initial weight that scales wrongly: activations that grow, or stop
+    changing, with the width; and a check that cannot fail: without muP they must grow."""
     widths = (64, 128, 256)
     flat = exponents(check(optimizer, widths, 4, mup=True, wider_heads=False))
     assert all(abs(exponent) < 0.25 for exponent in flat.values()), flat
@@ -85,13 +85,13 @@ def test_coordinate_check(optimizer: str) -> None:
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_coordinate_check_of_wider_heads() -> None:
-    """Catches attention scores that grow with the size of a head."""
+    """Catches attention scores that grow with the head size."""
     flat = exponents(check("adamw", (64, 128, 256), 4, mup=True, wider_heads=True))
     assert all(abs(exponent) < 0.25 for exponent in flat.values()), flat
 
 
 def test_initial_weights() -> None:
-    """Catches a width in the deviation of embedding or output, and hidden matrices without it (table 8)."""
+    """Catches an embedding or output std that scales with the width, and a hidden one that does not (table 8)."""
     wide = ModelConfig(
         num_layers=2, hidden_size=256, vocab_size=512, tie_embeddings=False, init_std=0.1, mup=MupConfig(base_width=64)
     )
@@ -107,7 +107,7 @@ def test_initial_weights() -> None:
 
 
 def test_at_the_base_width_nothing_changes() -> None:
-    """Catches a factor that is not 1 where the width is the one that rates are of."""
+    """Catches a factor other than 1 at the base width."""
     base = replace(MODEL, mup=MupConfig(MODEL.hidden_size, base_head_size=MODEL.head_dim))
     assert (base.query_scale, base.logit_multiplier, base.hidden_std) == (1.0, 1.0, MODEL.weight_std)
     assert {base.width_scale(muon=muon)("blocks.0.mlp.up.weight") for muon in (False, True)} == {1.0}
@@ -116,14 +116,14 @@ def test_at_the_base_width_nothing_changes() -> None:
 @pytest.mark.parametrize("model", [GPT_LIKE, LLAMA_LIKE], ids=["gpt", "llama"])
 def test_multipliers_are_those_of_folded_weights(model: ModelConfig) -> None:
     """Catches scores divided by the wrong power of the head size, logits by that of the width, and an export that folds
-    keys, or folds twice: a model without mup has the same logits from folded weights."""
+    keys, or folds twice: a model without muP has the same logits from folded weights."""
     scenario = scenario_with(model=model)
     weights, (batch, *_) = hot_value(3), step_batches(scenario, 0)
     ours = GPT(model, 0, weights)(batch.tokens_bs, batch.info)
     plain = replace(model, mup=MupConfig())
     folded = GPT(plain, 0, lambda name, shape: _folded(model, name, weights(name, shape)))
     assert torch.allclose(folded(batch.tokens_bs, batch.info), ours, rtol=1e-4, atol=1e-4)
-    # By hand: the output by 2.5 / 1.5; scores of d features by sqrt(3 d) / d in place of 1 / sqrt(d).
+    # By hand: the output times 2.5 / 1.5; scores of d features times sqrt(3 d) / d instead of 1 / sqrt(d).
     assert model.logit_multiplier == pytest.approx(2.5 / 1.5)
     dim = model.head_dim
     assert model.query_scale * dim**-0.5 == pytest.approx(math.sqrt(3 * dim) / dim)
@@ -134,7 +134,7 @@ def test_multipliers_are_those_of_folded_weights(model: ModelConfig) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
 def test_the_plan_knows_the_masters(zero_stage: int) -> None:
-    """Catches a plan of memory that does not know that hidden matrices have masters of their own."""
+    """Catches a memory plan that ignores that hidden matrices have their own master weights."""
     scenario, parallel = scenario_of("adamw"), ParallelConfig(tp=2, dp=2, zero_stage=zero_stage)
     (stage,) = planned(scenario, parallel).stages
     assert set(run_ranks(_state_bytes, 4, scenario, parallel)) == {stage.optimizer_state}
@@ -153,6 +153,6 @@ def test_the_plan_knows_the_masters(zero_stage: int) -> None:
     ],
 )
 def test_what_cannot_be(model: dict[str, object], said: str) -> None:
-    """Catches a parametrisation whose widths nobody has derived, and settings that nothing reads."""
+    """Catches a combination for which no muP is derived, and settings that are silently ignored."""
     with pytest.raises(ConfigError, match=said):
         check_shape(RootConfig(model=ModelConfig(**model)))  # type: ignore[arg-type]

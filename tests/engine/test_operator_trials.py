@@ -1,4 +1,4 @@
-"""The operators that ops.impl=auto tries, held to those that a run really calls; with the CPU's kernels."""
+"""The operators that ops.impl=auto benchmarks, compared with those that a run calls; with CPU kernels."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ LLAMA = replace(
 ALWAYS = {KernelOp.norm, KernelOp.add_norm, KernelOp.cross_entropy}
 OPS = {"bloom": ALWAYS | {KernelOp.gelu}, "llama": ALWAYS | {KernelOp.swiglu, KernelOp.rotary, KernelOp.dropout}}
 NOT_TRIED = {"linear", "gemm", "attention"}
-"""What only CPUs have, and attention, which is tuned by itself."""
+"""Operators that only CPUs have, and attention, which is tuned separately."""
 
 Called = set[tuple[Any, ...]]
 
 
 class Calls(TorchDispatchMode):
-    """Notes which of megads' operators are called, with the shapes, strides and dtypes of their tensors."""
+    """Records which of megads' operators are called, with the shapes, strides and dtypes of their tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,9 +51,7 @@ class Calls(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "megads":
             name, tensors = func.__name__.split(".")[0], [x for x in args if isinstance(x, Tensor)]
-            if name.startswith(
-                "cross_entropy"
-            ):  # in one pass on a CPU with the whole vocabulary, which is no GPU's way
+            if name.startswith("cross_entropy"):  # one pass on a CPU with the whole vocabulary, unlike on a GPU
                 name, tensors = "cross_entropy", tensors[:1]
             shapes = tuple((tuple(x.shape), x.stride(), x.dtype) for x in tensors)
             pieces = tuple(map(tuple, tensors[1].tolist())) if name == "square_sums" else ()
@@ -69,7 +67,7 @@ def work_of(scenario: Scenario, parallel: ParallelConfig) -> OperatorWork:
 
 
 def calls_of_a_run(scenario: Scenario, parallel: ParallelConfig) -> tuple[Called, Called]:
-    """What the second step of a run calls on this rank, and what the trials call for it."""
+    """Returns the calls of a run's second step on this rank, and those of its trials."""
     engine = build_engine(scenario, parallel)
     engine.step(step_batches(scenario, 0, engine.grid.dp.rank, engine.grid.dp.size), scenario.lr)
     batches = step_batches(scenario, 1, engine.grid.dp.rank, engine.grid.dp.size)
@@ -90,12 +88,12 @@ def calls_of_a_run(scenario: Scenario, parallel: ParallelConfig) -> tuple[Called
     ids=["tp2sp", "pp2", "dp2"],
 )
 def test_trials_are_of_the_runs_own_shapes(model: ModelConfig, layout: dict[str, Any]) -> None:
-    """Catches an operator that is tried on shapes, dtypes or memory layouts that the run does not have, and one that
-    the run calls and nobody tries: it would be left to torch for ever."""
+    """Catches an operator that is benchmarked with shapes, dtypes or strides that the run does not have, and one that
+    the run calls and no trial covers, which would always use PyTorch's implementation."""
     scenario = Scenario(model, precision="bfloat16", ops=OpsConfig(Implementation.fused, loss_chunk=12))
     parallel = ParallelConfig(**layout)
     run, tried = run_ranks(calls_of_a_run, parallel.world_size, scenario, parallel)[0]
-    if parallel.pp > 1:  # the loss is another rank's
+    if parallel.pp > 1:  # the loss is computed on another rank
         tried = {call for call in tried if call[0] != "cross_entropy"}
     assert not tried - run
     names = {call[0] for call in run if not any(part in call[0] for part in NOT_TRIED)}
@@ -103,7 +101,7 @@ def test_trials_are_of_the_runs_own_shapes(model: ModelConfig, layout: dict[str,
 
 
 def calls_with(model: ModelConfig, taken: frozenset[KernelOp]) -> set[str]:
-    """Names of megads' operators that a step calls where auto has taken these."""
+    """Returns the names of megads' operators that a step calls if auto has chosen these."""
     scenario = Scenario(model, precision="bfloat16")
     parallel = ParallelConfig()
     spec = EngineSpec(
@@ -126,7 +124,7 @@ def calls_of_each(model: ModelConfig) -> dict[KernelOp, set[str]]:
 @pytest.mark.distributed
 @pytest.mark.usefixtures("kernels")
 def test_what_was_taken_is_called_and_nothing_else() -> None:
-    """Catches an operator that was taken and goes on with torch's, and one that comes along with another."""
+    """Catches a chosen operator that still uses PyTorch's implementation, and one that is used without being chosen."""
     backward = {
         KernelOp.norm: {"norm_forward", "norm_backward"},
         KernelOp.add_norm: {"add_norm_forward", "norm_backward"},
@@ -145,8 +143,8 @@ def test_what_was_taken_is_called_and_nothing_else() -> None:
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize(("name", "model"), [("bloom", BLOOM), ("llama", LLAMA)])
 def test_kernels_pass(name: str, model: ModelConfig, dtype: torch.dtype, device: str) -> None:
-    """Catches a trial under which no kernel is ever exact, for example because its reference computes something else,
-    and one that measures torch's operator twice."""
+    """Catches a trial that no kernel can pass, for example because its reference computes something else, and one that
+    times PyTorch's operator twice."""
     load(OpsConfig(Implementation.fused), print, cuda=device == "cuda")
     work = OperatorWork(model, ParallelConfig(), 33, 2, dtype, loss_chunk=17)
     tried = set()
@@ -168,6 +166,6 @@ def test_kernels_pass(name: str, model: ModelConfig, dtype: torch.dtype, device:
     ],
 )
 def test_what_was_asked_for_is_not_tried(kernels: Kernels, stage: int, tried: set[KernelOp]) -> None:
-    """Catches a trial that overrules optim.impl, or is of an optimizer that DeepSpeed brings."""
+    """Catches a trial that overrides optim.impl, or benchmarks the optimizer although DeepSpeed brings its own."""
     work = OperatorWork(BLOOM, ParallelConfig(zero_stage=stage), 32, 2, torch.bfloat16)
     assert {case.op for case in operator_cases(work, kernels)} == tried

@@ -1,4 +1,4 @@
-"""The optimizer against stock DeepSpeed and by itself: bytes, overlap, sums over other groups."""
+"""Tests the optimizer against stock DeepSpeed and on its own: bytes sent, overlap, reductions over other groups."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def _bytes_and_overlap(dp: int) -> dict[str, Any]:
 @pytest.mark.quick("2")
 @pytest.mark.parametrize("dp", [2, 3])
 def test_half_the_gradient_bytes_and_before_the_backward_pass_ends(dp: int) -> None:
-    """Catches an all-reduce where a reduce-scatter is enough, a reduction in bf16, gradients sent once a micro-batch,
-    and reductions that wait for the end of the backward pass: stock DeepSpeed's."""
+    """Catches an all-reduce where a reduce-scatter is enough, as in stock DeepSpeed, a reduction in bf16, gradients
+    reduced once per micro-batch, and reductions that wait for the end of the backward pass."""
     for found in run_ranks(_bytes_and_overlap, dp, dp):
         ours = [c for c in found["ours"] if c.name != "all_gather_into_tensor" and c.numel > 1]
         theirs = [c for c in found["theirs"] if c.name == "all_reduce" and c.numel > 1]
@@ -71,12 +71,12 @@ def test_half_the_gradient_bytes_and_before_the_backward_pass_ends(dp: int) -> N
         assert per_parameter[0] == pytest.approx(4 * (dp - 1) / dp, rel=0.01)
         assert per_parameter[1] == pytest.approx(8 * (dp - 1) / dp, rel=0.01)
         assert len(found["owed"]) == len(ours) > 8
-        # The last bucket of matrices and that of biases and norms are complete when the backward pass is.
+        # The last bucket of matrices and that of biases and norms are complete only when the backward pass is.
         assert all(owed > 0 for owed in found["owed"][:-2])
 
 
 def embedding_as_on_a_gpu() -> None:
-    """Autograd gets the gradient of the embedding."""
+    """Makes autograd compute the gradient of the embedding."""
     megads.parallel.sharding.lookup = lambda rows, weight, gradients: F.embedding(rows, weight)
 
 
@@ -88,7 +88,7 @@ def separate_parameters_removed() -> None:
 @pytest.mark.parametrize("change", [None, embedding_as_on_a_gpu, separate_parameters_removed])
 def test_a_tied_gradient_is_the_same_on_one_stage_and_on_two(change: Callable[[], None] | None) -> None:
     """Catches autograd adding the embedding's and the head's gradient in bf16 where one stage holds both; with that
-    defect put back, the difference is a thousand times the bound."""
+    defect put back, the difference is at least a hundred times the bound."""
     scenario = scenario_with(precision="bfloat16")
     one = parity.train_layout(scenario, LAYOUTS["single"], change).gradients
     two = parity.train_layout(scenario, LAYOUTS["pp2"], embedding_as_on_a_gpu if change else None).gradients
@@ -100,7 +100,8 @@ def test_a_tied_gradient_is_the_same_on_one_stage_and_on_two(change: Callable[[]
 
 
 def _partial_gradients(zero_stage: int) -> dict[str, Any]:
-    """One step on two parameters over tp 2 x dp 2, gradients given; returns them reduced, and the weights after."""
+    """Takes one step with given gradients of two parameters over tp 2 x dp 2; returns the reduced gradients, their norm
+    and digests of the weights after it."""
     parallel = ParallelConfig(tp=2, dp=2, zero_stage=zero_stage)
     rank = torch.distributed.get_rank()
     grid = build_grid(parallel, rank, 4)
@@ -135,8 +136,8 @@ def _partial_gradients(zero_stage: int) -> dict[str, Any]:
 @pytest.mark.quick("1")
 @pytest.mark.parametrize("zero_stage", [0, 1])
 def test_partial_gradients_are_summed_over_tensor_parallel_ranks(zero_stage: int) -> None:
-    """Catches a replicated parameter that learns from one sequence shard only or is summed twice, a norm that counts it
-    on every rank or not after the sum, and a sharded one that is summed with another rank's rows."""
+    """Catches a replicated parameter that gets the gradient of one sequence shard only or is reduced twice, a norm that
+    counts it on every rank or before the reduction, and a sharded one that is reduced with another rank's rows."""
     results = run_ranks(_partial_gradients, 4, zero_stage)
     micro_batches = sum(2.0 ** (-4 * m) for m in range(3))
     shares = [micro_batches * 2.0**-rank for rank in range(4)]
@@ -158,8 +159,8 @@ def test_partial_gradients_are_summed_over_tensor_parallel_ranks(zero_stage: int
 
 
 def test_clip_factor() -> None:
-    """Catches gradients that are enlarged, a norm of infinity that becomes a factor of 0 (a step that should be none
-    would forget the moments), and rounding that differs from the host's, which older runs clipped by."""
+    """Catches gradients that are scaled up, an infinite norm that becomes a factor of 0 (a step that must be skipped
+    would decay the moments), and rounding that differs from the host's, with which older runs clipped."""
     for norm in (0.0, 0.3, 0.7, 1.5, 3.3e3, 1e30):
         wanted = torch.tensor(min(1.0, 0.7 / (norm + CLIP_EPSILON))).float()
         assert torch.equal(clip_factor(torch.tensor(norm, dtype=torch.float64), 0.7), wanted)
@@ -180,7 +181,8 @@ def _engine_by(impl: Implementation) -> TrainEngine:
 
 
 def _goes_on_with_another(run_dir: Path, first: Implementation, second: Implementation) -> dict[str, Any]:
-    """Two steps and a checkpoint by the first; the second loads it, and where it can compute here takes the third."""
+    """Takes two steps and saves a checkpoint with the first; the second loads it and, where it can run here, takes the
+    third."""
     batches = [parity.step_batches(UNTIED, step) for step in range(3)]
     engine, other = _engine_by(first), _engine_by(second)
     for batch in batches[:2]:
@@ -211,8 +213,9 @@ def _every_pair(folder: Path, pairs: list[tuple[Implementation, Implementation]]
 
 @pytest.mark.usefixtures("kernels")
 def test_a_run_goes_on_with_another_implementation(tmp_path: Path) -> None:
-    """Catches a state that another optim.impl does not find, counts otherwise or holds in another shape, and a choice
-    that computes something else. Apex' arithmetic is compared where there is a GPU (tests/optim/test_optimizers.py)."""
+    """Catches a state that another optim.impl does not find, counts differently or stores in another shape, and an
+    implementation that computes something else. Apex is compared where there is a GPU
+    (tests/optim/test_optimizers.py)."""
     torch_, fused, apex = Implementation.torch, Implementation.fused, Implementation.apex
     pairs = [(torch_, fused), (fused, torch_), (fused, apex)]
     for found in run_ranks(_every_pair, 1, tmp_path, pairs)[0]:

@@ -1,4 +1,4 @@
-"""Every optimizer trains the same model in every layout and ZeRO stage, as its fp64 reference does, on hot weights."""
+"""Every optimizer in every layout and ZeRO stage against its fp64 reference, with hot weights (see `hot_value`)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.plan.memory_meter import planned
 
 pytestmark = pytest.mark.distributed
 
-# Shared keys, gates and learned positions: parameters that are several matrices, and one that tp does not cut.
+# GQA, SwiGLU and learned positions: parameters that are several matrices, and one that TP does not shard.
 SHAPE = replace(MODEL, num_kv_heads=2, mlp=MLPKind.swiglu, position=Position.learned)
 OPTIMIZERS = {
     "lamb": OptimConfig(name="lamb", eps=1e-6),
@@ -59,7 +59,7 @@ CASES = [
 
 
 def scenario_of(optimizer: str) -> Scenario:
-    # LAMB's steps are a share of the weight: in small ones a wrong ratio would hide.
+    # LAMB's updates are relative to the weight norm: with a small lr a wrong trust ratio would not show.
     lr = 2e-2 if optimizer.startswith("lamb") else 1e-3
     return scenario_with(steps=8, masked=True, lr=lr, model=SHAPE, optimizer=OPTIMIZERS[optimizer])
 
@@ -72,7 +72,8 @@ def reference(optimizer: str) -> Run:
 @pytest.mark.quick("lamb-pp2dp3", "lion-zero2dp2", "muon-zero2tp2dp2")
 @pytest.mark.parametrize("case", CASES)
 def test_every_layout_takes_the_reference_steps(case: str) -> None:
-    """Catches a step that depends on how masters are cut: a norm of a part, a matrix of a piece, copies that drift."""
+    """Catches an update that depends on how master weights are sharded: a norm or a matrix of one shard only, replicas
+    that drift."""
     optimizer, layout = case.split("-", 1)
     run = train_layout(scenario_of(optimizer), LAYOUTS[layout])
     assert [fault for check in EVERY_CHECK for fault in check(run, reference(optimizer))] == []
@@ -81,7 +82,7 @@ def test_every_layout_takes_the_reference_steps(case: str) -> None:
 @pytest.mark.quick("1")
 @pytest.mark.parametrize("zero_stage", [0, 1, 3])
 def test_more_ranks_than_matrices(zero_stage: int) -> None:
-    """Catches ranks that own no matrix and do not take part in the exchange, or send nothing of no dtype."""
+    """Catches ranks that own no matrix and skip the collective, or send an empty tensor without the right dtype."""
     scenario = replace(scenario_of("muon"), model=replace(SHAPE, num_layers=1), steps=3)
     run = train_layout(scenario, ParallelConfig(tp=2, dp=3, zero_stage=zero_stage))
     expected = train_reference(scenario)
@@ -91,7 +92,7 @@ def test_more_ranks_than_matrices(zero_stage: int) -> None:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("optimizer", ["lamb", "muon"])
 def test_fused_kernels_take_the_same_steps(optimizer: str) -> None:
-    """Catches sums of squares of the kernels that miss a piece of a parameter, and products of another operand."""
+    """Catches kernels whose sums of squares miss a piece of a parameter, and GEMMs with a wrong operand."""
     scenario = replace(scenario_of(optimizer), ops=OpsConfig(Implementation.fused))
     run = train_layout(scenario, LAYOUTS["dp2"])
     assert [fault for check in EVERY_CHECK for fault in check(run, reference(optimizer))] == []
@@ -104,7 +105,7 @@ def _load(engine: TrainEngine, run_dir: Path) -> None:
 
 
 def _steps_and_save(scenario: Scenario, parallel: ParallelConfig, run_dir: Path) -> list[Any]:
-    """Two steps, a checkpoint, two more; and the same two from the checkpoint on a new engine."""
+    """Takes two steps, saves, takes two more; then takes these two again from the checkpoint on a new engine."""
     engine = build_engine(scenario, parallel)
     for step in range(2):
         engine.step(rank_batches(scenario, step, engine.grid), scenario.lr)
@@ -140,7 +141,7 @@ def _go_on(scenario: Scenario, parallel: ParallelConfig, run_dir: Path) -> Any:
     ],
 )
 def test_resume_is_exact_and_other_layouts_go_on(case: str, tmp_path: Path) -> None:
-    """Catches state that is not saved, a count of steps that is lost, and state that another layout reads otherwise."""
+    """Catches state that is not saved, a lost step count, and state that another layout loads differently."""
     optimizer, home, away = case.split("-")
     scenario = scenario_of(optimizer)
     saved = run_ranks(_steps_and_save, LAYOUTS[home].world_size, scenario, LAYOUTS[home], tmp_path)
@@ -174,7 +175,7 @@ def _state_bytes(scenario: Scenario, parallel: ParallelConfig) -> int:
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
 @pytest.mark.parametrize("optimizer", ["lamb", "lion", "muon"])
 def test_the_plan_knows_the_state(optimizer: str, zero_stage: int) -> None:
-    """Catches a plan that counts two moments where there is one, or of other parameters."""
+    """Catches a memory plan that counts two moments where there is one, or moments of the wrong parameters."""
     scenario, parallel = scenario_of(optimizer), ParallelConfig(tp=2, dp=2, zero_stage=zero_stage)
     (stage,) = planned(scenario, parallel).stages
     assert set(run_ranks(_state_bytes, 4, scenario, parallel)) == {stage.optimizer_state}
@@ -182,7 +183,7 @@ def test_the_plan_knows_the_state(optimizer: str, zero_stage: int) -> None:
 
 
 def test_the_plan_of_a_checkpoint_knows_the_state() -> None:
-    """Catches disks that are said to be too small for Lion, or large enough for what Muon does not save."""
+    """Catches a planned checkpoint size with two moments for Lion, or the same number for all of Muon's parameters."""
     sizes = {}
     for name in ("adamw", "lamb", "lion", "muon"):
         sizes[name] = checkpoint_bytes(RootConfig(model=SHAPE, optim=OptimConfig(name=name)))

@@ -1,4 +1,4 @@
-"""Messages between stages: what is kept of them, and that nothing is allocated once a step has run."""
+"""p2p between stages: which tensors are kept, and that no buffer is allocated after the first step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCENARIO = scenario_with(global_batch_size=16, micro_batch_size=1)
 
 
 def _kept(name: str) -> tuple[int, list[int], int]:
-    """Most sent tensors kept at once, buffers made by the end of each of three steps, receives left over."""
+    """Most sent tensors kept at once, buffers allocated after each of three steps, p2p operations left over."""
     engine = build_engine(SCENARIO, ParallelConfig(pp=2, schedule=ScheduleName(name)))
     messages, most = engine._engine._p2p, 0
     inner = messages.send
@@ -38,8 +38,8 @@ def _kept(name: str) -> tuple[int, list[int], int]:
 @pytest.mark.quick("interleaved")
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb_v"])
 def test_few_tensors_are_kept_and_buffers_are_used_again(name: str) -> None:
-    """Catches sent tensors that live to the end of the step, a buffer for every message, and buffers that are lost: 16
-    micro-batches go both ways between two ranks, once or three times."""
+    """Catches sent tensors kept until the end of the step, one buffer per p2p operation, and buffers that are leaked:
+    16 micro-batches go both ways between two ranks, once or three times."""
     for most, made, left in run_ranks(_kept, 2, name):
         assert 1 <= most <= 6
         assert made[0] == made[1] == made[2] <= 10

@@ -1,4 +1,4 @@
-"""Learning rates and decays by parameter: every optimizer takes the steps of its fp64 reference in every layout."""
+"""Learning rates and weight decays per parameter: every optimizer matches its fp64 reference in every layout."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.plan.memory_meter import planned
 
 pytestmark = pytest.mark.distributed
 
-# An embedding that is tied, a bias that decays, one block of its own, a frozen norm, and an entry that another one
+# A tied embedding, a bias with weight decay, a block with its own rate, a frozen norm, and an entry that another one
 # overrides in part.
 GROUPS = [
     GroupConfig("blocks.*.weight", weight_decay=0.3),
@@ -61,15 +61,15 @@ def reference(optimizer: str) -> Run:
 @pytest.mark.quick("adamw-tp2", "adamw-zero3dp2")
 @pytest.mark.parametrize("case", CASES)
 def test_every_layout_takes_the_reference_steps(case: str) -> None:
-    """Catches masters whose parameters have different rates, and rates that a stage, a slice or DeepSpeed loses."""
+    """Catches master weights that mix learning rates, and rates that a stage, a shard or DeepSpeed loses."""
     optimizer, layout = case.split("-", 1)
     run = train_layout(scenario_of(optimizer), LAYOUTS[layout])
     assert [fault for check in EVERY_CHECK for fault in check(run, reference(optimizer))] == []
 
 
 def test_groups_matter() -> None:
-    """Catches a reference that ignores the groups, beside which a product that ignores them would be right; and a rate
-    of zero that moves a weight."""
+    """Catches a reference that ignores the groups, which an implementation that ignores them would match, and a weight
+    that changes at a learning rate of zero."""
     plain = train_reference(replace(scenario_of("adamw"), optimizer=OptimConfig()))
     ours = reference("adamw")
     assert np.array_equal(ours.weights["final_norm.weight"], ours.initial["final_norm.weight"])
@@ -80,7 +80,7 @@ def test_groups_matter() -> None:
 @pytest.mark.quick("adamw-tp2pp2-zero3dp2")
 @pytest.mark.parametrize("case", ["adamw-tp2pp2-zero3dp2", "muon-zero3dp2-tp2dp2"])
 def test_resume_is_exact_and_other_layouts_go_on(case: str, tmp_path: Path) -> None:
-    """Catches state of masters that groups cut otherwise, which is saved under, or read into, other parameters."""
+    """Catches state of master weights, which groups partition differently, saved or loaded under other names."""
     optimizer, home, away = case.split("-")
     scenario = scenario_of(optimizer)
     saved = run_ranks(_steps_and_save, LAYOUTS[home].world_size, scenario, LAYOUTS[home], tmp_path)
@@ -99,7 +99,7 @@ def test_resume_is_exact_and_other_layouts_go_on(case: str, tmp_path: Path) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
 def test_the_plan_knows_the_masters(zero_stage: int) -> None:
-    """Catches a plan of memory that pads masters of roles, where there are more of them, one of each rate."""
+    """Catches a memory plan that pads one tensor of master weights per role, where there is one per rate."""
     scenario, parallel = scenario_of("adamw"), ParallelConfig(tp=2, dp=2, zero_stage=zero_stage)
     (stage,) = planned(scenario, parallel).stages
     assert set(run_ranks(_state_bytes, 4, scenario, parallel)) == {stage.optimizer_state}

@@ -1,4 +1,4 @@
-"""Every layout trains the same model: N1, N3, N7, N8, N9 and N10 against the unsharded reference, on hot weights."""
+"""Every layout trains the same model: N1, N3, N7, N8, N9 and N10 against the unsharded reference, with hot weights."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tests.parity import LAYOUT_CASES, LAYOUTS, MODEL, Run, Scenario, scenario_w
 
 pytestmark = pytest.mark.distributed
 
-# Clipping is active at every step: hot gradients have a norm of about 2. Masks leave 1 to all tokens of a sample.
+# Clipping is active at every step: gradients have a norm of about 2. The masks leave 1 to all tokens of a sample.
 SCENARIO = scenario_with(steps=50, masked=True)
 FEW_STEPS = 8
-"""Enough for what is wrong at once; drift over 50 steps shows in the layouts with all of them."""
+"""Enough for errors that show at once; the layouts that train all 50 steps show drift."""
 IN_FEW_STEPS = {f"{layout}, few steps": layout for layout in ("tp2pp2dp2", "tp2dp2sp", "cp2")}
 # ZeRO-2 and 3 have shorter runs in test_sharded_training.py; the other layouts are parts of these.
 every_feature = pytest.mark.quick("single", "pp2dp3", *IN_FEW_STEPS)
@@ -47,7 +47,7 @@ def run(name: str) -> Run:
 
 
 def test_clipping_is_active_at_every_step() -> None:
-    """Without clipping, a wrong gradient norm would not show in the curve."""
+    """Catches a reference without active clipping: a wrong gradient norm would not show in the loss curve."""
     assert min(reference().norms) > SCENARIO.clip_grad
 
 
@@ -59,25 +59,25 @@ def test_initial_weights_are_bitwise_equal(run: Run, expected: Run) -> None:
 
 @every_feature
 def test_first_step(run: Run, expected: Run) -> None:
-    """Catches every wrong gradient: collectives, biases, slopes, padding, token weights (N3, N9)."""
+    """Catches every wrong gradient: collectives, biases, ALiBi slopes, padding, token weights (N3, N9)."""
     assert parity.check_first_step(run, expected) == []
 
 
 @every_feature
 def test_curve_and_final_weights(run: Run, expected: Run) -> None:
-    """Catches wrong norms, clipping, decay groups, moments and drift (N3)."""
+    """Catches wrong gradient norms, clipping, weight-decay groups, moments and drift (N3)."""
     assert parity.check_curve(run, expected) == []
 
 
 @every_feature
 def test_replicas_stay_bitwise_equal(run: Run, expected: Run) -> None:
-    """Catches replicated parameters and tied embeddings that drift apart, stock DeepSpeed's among them (N8)."""
+    """Catches replicated parameters and tied embeddings that drift apart, as some do in stock DeepSpeed (N8)."""
     assert parity.check_replicas(run, expected) == []
 
 
 @every_feature
 def test_gradients_reduce_in_fp32(run: Run, expected: Run) -> None:
-    """Catches DeepSpeed's default, which curves cannot show (N7)."""
+    """Catches gradient reduction in a dtype below fp32, DeepSpeed's default, which loss curves cannot show (N7)."""
     assert parity.check_reduction_dtype(run, expected) == []
 
 
@@ -115,7 +115,7 @@ def dropout_reference() -> Run:
 @pytest.mark.parametrize("layout", ["single", "tp2", "pp2", "cp2"])
 @pytest.mark.parametrize("position", DOCUMENTS)
 def test_packed_documents(position: str, layout: str) -> None:
-    """Catches a document mask or a restarted position that is lost, cut wrongly or made of local places in a layout."""
+    """Catches document masks or restarted positions that a layout loses, shards wrongly or makes of local positions."""
     assert faults_of_first_step(DOCUMENTS[position], documents_reference(position), layout) == []
 
 
@@ -123,8 +123,8 @@ def test_packed_documents(position: str, layout: str) -> None:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(("layout", "impl"), [("tp2dp2sp", "torch"), ("tp2cp2", "fused"), ("cp3", "torch")])
 def test_dropout(layout: str, impl: str) -> None:
-    """Catches masks that depend on the part of the sample or of the heads that a rank holds, on the micro-batch, or on
-    what draws them: both dropouts equal the unsharded model's for five steps."""
+    """Catches dropout masks that depend on a rank's part of the sample or of the heads, on the micro-batch, or on the
+    implementation: both dropouts equal the unsharded model's for five steps."""
     scenario, expected = replace(DROPOUT, ops=OpsConfig(Implementation(impl))), dropout_reference()
     run = train_layout(scenario, LAYOUTS[layout])
     checks = (parity.check_first_step, parity.check_curve, parity.check_validation)
@@ -132,6 +132,6 @@ def test_dropout(layout: str, impl: str) -> None:
 
 
 def test_a_context_rank_without_a_token_that_counts() -> None:
-    """Catches a mean over each rank's own tokens, and a division by none: rank 1 holds the chunks 1 and 2 of four."""
+    """Catches a loss averaged over each rank's own tokens, and a division by 0: rank 1 holds chunks 1 and 2 of four."""
     scenario = scenario_with(counted=6)
     assert faults_of_first_step(scenario, train_reference(scenario), "cp2") == []

@@ -1,4 +1,4 @@
-"""A flat range of a parameter as rectangles of the global tensor."""
+"""Flat ranges of a parameter as rectangles of the global tensor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megads.parallel.sharding import ParameterPlacement
 
 @pytest.mark.parametrize("seed", range(60))
 def test_rectangles_tile_any_range(seed: int) -> None:
-    """Catches a row lost, covered twice or cut at the wrong column where ZeRO cuts in mid-row."""
+    """Catches a row that is lost, covered twice or split at the wrong column where ZeRO partitions in mid-row."""
     rng = random.Random(seed)
     shape = tuple(rng.randint(1, 9) for _ in range(rng.choice((1, 2))))
     start, stop = sorted(rng.randint(0, prod(shape)) for _ in range(2))

@@ -1,4 +1,4 @@
-"""The same curve at every pipeline depth: BLOOM's team saw the loss differ with the number of stages, and never why."""
+"""The same curve at every pipeline depth: BLOOM's team saw the loss depend on it and never found out why."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def reference() -> Run:
 
 
 def test_depth() -> None:
-    """Catches what depends on the number of stages: tied sums, norms counted per stage, micro-batches mixed up (N3)."""
+    """Catches dependence on the depth: all-reduce of tied gradients, norms per stage, mixed-up micro-batches (N3)."""
     run = train_layout(SCENARIO, ParallelConfig(pp=8))
     faults = parity.check_first_step(run, reference()) + parity.check_curve(run, reference())
     assert faults + parity.check_replicas(run, reference()) == []
@@ -31,7 +31,7 @@ def test_depth() -> None:
 
 @pytest.mark.parametrize("layout", [ParallelConfig(tp=2), ParallelConfig(pp=2, dp=3)], ids=["tp2", "pp2dp3"])
 def test_copies_over_two_hundred_bf16_steps(layout: ParallelConfig) -> None:
-    """Catches copies that part after a while: norms over tp ranks, tied embeddings where dp reduces in threes (N8)."""
+    """Catches replicas that diverge over time: norms over tp ranks, tied embeddings with dp = 3 (N8)."""
     scenario = scenario_with(precision="bfloat16", steps=200, global_batch_size=6)
     scenario = replace(scenario, model=replace(scenario.model, num_heads=12))
     run = train_layout(scenario, layout)

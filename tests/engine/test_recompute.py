@@ -1,4 +1,4 @@
-"""Recomputation changes no bit: loss, norm and weights against the same layout without it, dropout on, hot weights."""
+"""Activation recomputation changes no bit: loss, norm, weights against the same layout without it, dropout on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.parity import MODEL, Scenario, build_engine, digest, evaluate, step_b
 
 pytestmark = pytest.mark.distributed
 
-# Six micro-batches a replica: several are in flight in every pipeline.
+# Six micro-batches per replica: several are in flight in every pipeline.
 SCENARIO = Scenario(
     model=replace(MODEL, num_layers=4, hidden_dropout=0.1, attention_dropout=0.1), steps=2, global_batch_size=12
 )
@@ -51,7 +51,7 @@ def recomputing(parallel: ParallelConfig, kind: str) -> ParallelConfig:
 
 @contextmanager
 def counted_calls() -> Iterator[Counter[str]]:
-    """How often blocks and attention cores run forward; recomputation wraps what it finds when a stage is built."""
+    """Counts forward calls of blocks and attention cores; recomputation wraps the forward found at stage build."""
     calls: Counter[str] = Counter()
     originals = {kind: kind.forward for kind in (Block, AttentionCore)}
 
@@ -72,7 +72,7 @@ def counted_calls() -> Iterator[Counter[str]]:
 
 
 def train(scenario: Scenario, parallel: ParallelConfig) -> tuple[dict[str, Any], dict[str, int]]:
-    """(what must be equal to the bit, calls in validation and of the steps) on this rank."""
+    """This rank's results, which must be bitwise equal, and its call counts in validation and in the steps."""
     with counted_calls() as calls:
         engine = build_engine(scenario, parallel)
         validation = evaluate(engine, scenario)
@@ -93,7 +93,7 @@ def train_all(cases: list[tuple[Scenario, ParallelConfig]]) -> list[Any]:
 
 @functools.cache
 def runs(layout: str) -> dict[tuple[str, str], list[Any]]:
-    """What every rank did, by precision and kind; one start of ranks for all."""
+    """Results of every rank, by precision and kind; one start of ranks for all."""
     keys = [(precision, kind) for precision in PRECISIONS for kind in ("none", *KINDS)]
     cases = [(replace(SCENARIO, precision=precision), recomputing(LAYOUTS[layout], kind)) for precision, kind in keys]
     by_rank = run_ranks(train_all, LAYOUTS[layout].world_size, cases)
@@ -104,7 +104,7 @@ def runs(layout: str) -> dict[tuple[str, str], list[Any]]:
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("layout", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("single", "tp2")), "pp2"])
 def test_no_bit_changes(layout: str, precision: str, kind: str) -> None:
-    """Catches another micro-batch's samples at recomputation, a mask drawn anew, a collective left out or repeated."""
+    """Catches recomputation with another micro-batch's samples or dropout mask, and collectives omitted or repeated."""
     plain, again = runs(layout)[precision, "none"], runs(layout)[precision, kind]
     for (results, _), (expected, _) in zip(again, plain, strict=True):
         assert results == expected
@@ -114,7 +114,7 @@ def test_no_bit_changes(layout: str, precision: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", [pytest.param("single", marks=pytest.mark.slow), "pp2"])
 def test_the_chosen_blocks_run_twice(layout: str, kind: str) -> None:
-    """Catches recomputation that never happens, of the wrong stage or number of blocks, or in validation."""
+    """Catches recomputation that never happens, in the wrong stage or number of blocks, or in validation."""
     parallel = recomputing(LAYOUTS[layout], kind)
     passes = SCENARIO.steps * SCENARIO.global_batch_size // SCENARIO.micro_batch_size
     plain, again = runs(layout)["float32", "none"], runs(layout)["float32", kind]
@@ -128,7 +128,7 @@ def test_the_chosen_blocks_run_twice(layout: str, kind: str) -> None:
 
 
 def test_runs_again_for_backward_only() -> None:
-    """Catches a function that is kept whole, run again in validation, or called with what came later."""
+    """Catches a function whose activations are saved, or that is recomputed in validation or with later inputs."""
     calls = []
 
     def scaled(x: Tensor, factor: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Checkpoints go from any layout to any other and back: every bit of the state, and the loss of the step after it."""
+"""Resharding of checkpoints from any layout to any other and back: the state bit for bit, and the next step's loss."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ KINDS = ("weight", "exp_avg", "exp_avg_sq", "average")
 TRAINED_STEPS = 2
 MOST_RANKS_IN_CI = 8
 SAVED = "saved"
-# Eight stages of pp 4 with two virtual ones each; 509 tokens leave padding rows under tensor parallelism.
+# Eight virtual stages at pp 4, two per rank; a vocabulary of 509 leaves padding rows under tensor parallelism.
 MODEL = ModelConfig(num_layers=7, hidden_size=24, num_heads=6, vocab_size=509, max_seq_len=64)
 # Four micro-batches at dp 2, one for each stage of the longest pipeline.
 SCENARIO = Scenario(
@@ -47,12 +47,11 @@ SCENARIO = Scenario(
     optimizer=OptimConfig(ema_decay=0.6),
 )  # fmt: skip
 LOSS_BOUND = 1e-6
-"""N3: relative, of fp32 losses from the same state in two layouts."""
+"""N3: relative difference of fp32 losses from the same state in two layouts."""
 
 
 def legal_layouts() -> list[ParallelConfig]:
-    """Those of LEVELS that the config accepts: ZeRO-3 has no pipeline, virtual stages need one. The
-    smallest first."""
+    """Layouts of LEVELS that the config accepts, smallest first: ZeRO-3 has no pipeline, virtual stages need one."""
     found = list[ParallelConfig]()
     for values in itertools.product(*LEVELS.values()):
         layout = ParallelConfig(**dict(zip(LEVELS, values, strict=True)))
@@ -75,12 +74,12 @@ def name_of(layout: ParallelConfig) -> str:
 
 @dataclass(frozen=True)
 class Case:
-    """From one layout to another and back, with tied or untied embeddings: both are written, and both read the other.
+    """Resharding from one layout to another and back: each layout saves a checkpoint, and each loads the other's.
 
     Attributes:
-        home: is started twice, so the smaller one.
-        away: the other.
-        tied: whether the model's embeddings are.
+        home: the smaller layout, because it is started twice.
+        away: the other layout.
+        tied: whether the embeddings are tied.
     """
 
     home: ParallelConfig
@@ -89,7 +88,7 @@ class Case:
 
     @property
     def ranks(self) -> int:
-        """That are started."""
+        """Number of ranks that the case starts."""
         return 2 * self.home.world_size + self.away.world_size
 
     def __str__(self) -> str:
@@ -100,7 +99,7 @@ Pair = tuple[int, Any, int, Any]
 
 
 def pairs_of_levels(case: Case) -> set[Pair]:
-    """Every two settings that come together in a case: of the layout that writes, the one that reads, and the model."""
+    """All pairs of settings that a case combines: of the saving layout, the loading layout, and the model."""
     found = set[Pair]()
     for writes, reads in ((case.home, case.away), (case.away, case.home)):
         numbered = enumerate((*levels_of(writes), *levels_of(reads), case.tied))
@@ -114,10 +113,10 @@ def possible_cases() -> list[Case]:
 
 
 def covering_cases() -> list[Case]:
-    """Cases in which every layout comes, and every two settings that can come together do.
+    """Cases that contain every layout and all possible pairs of settings.
 
-    Each of the smaller half of the layouts is the home of one of the larger half; what that leaves out, cases of few
-    ranks add.
+    Each of the smaller half of the layouts is the home of one of the larger half; cases with few ranks add the missing
+    pairs.
     """
     layouts, possible = legal_layouts(), [(case, pairs_of_levels(case)) for case in possible_cases()]
     everything = set[Pair]().union(*(pairs for _, pairs in possible))
@@ -133,7 +132,7 @@ def covering_cases() -> list[Case]:
 
     cases = min(map(matched, range(1, half)), key=lambda cases: len(missing(cases)))
     while left := missing(cases):
-        # The most for each rank that is started.
+        # Most missing pairs per started rank.
         cases.append(max(possible, key=lambda found: len(found[1] & left) / found[0].ranks)[0])
     return cases
 
@@ -147,7 +146,7 @@ def next_step(engine: TrainEngine, scenario: Scenario, number: int) -> StepResul
 
 
 def save(engine: TrainEngine, folder: Path, layout: ParallelConfig) -> None:
-    """As a run's hook saves."""
+    """Saves as a run's hook does."""
     samples = TRAINED_STEPS * SCENARIO.global_batch_size
     state = {"step": TRAINED_STEPS, "samples": samples, "tokens": samples * SCENARIO.seq_len}
     record = RunRecord(state, engine.optimizer_steps, "digest", {}, layout.sizes)
@@ -157,7 +156,7 @@ def save(engine: TrainEngine, folder: Path, layout: ParallelConfig) -> None:
 
 @dataclass
 class Seen:
-    """What a rank holds at the checkpoint, its part alone and with copies of what another owns, and its next step."""
+    """A rank's shards at the checkpoint, those it owns and with copies of others' shards, and its next step."""
 
     owned: list[TensorPart]
     held: list[TensorPart]
@@ -166,7 +165,7 @@ class Seen:
 
 
 def seen(engine: TrainEngine, scenario: Scenario, folder: Path | None, layout: ParallelConfig) -> Seen:
-    """Saves, and takes the step after it."""
+    """Saves, and takes the next step."""
     owned, held = pieces(engine.named_shards()), pieces(engine.named_shards(owned=False))
     if folder is not None:
         save(engine, folder, layout)
@@ -199,13 +198,13 @@ def same_bits(one: np.ndarray, other: np.ndarray) -> bool:
 
 
 def global_tensors(ranks: list[Seen]) -> dict[str, np.ndarray]:
-    """All tensors, put together from what the ranks own."""
+    """All tensors, assembled from the shards that the ranks own."""
     parts = [part for rank in ranks for part in rank.owned]
     return {f"{kind}/{name}": full for kind in KINDS for name, full in assemble(parts, kind).items()}
 
 
 def differing(ranks: list[Seen], expected: dict[str, np.ndarray]) -> list[str]:
-    """Parts, copies included, that are not those of the global tensors to the bit."""
+    """Shards, copies included, that differ in any bit from the global tensors."""
     return [
         f"rank {number}: {part.key} at {part.offset}"
         for number, rank in enumerate(ranks)
@@ -215,7 +214,7 @@ def differing(ranks: list[Seen], expected: dict[str, np.ndarray]) -> list[str]:
 
 
 def test_what_is_covered() -> None:
-    """Catches a layout that no case comes by, and two settings that never meet."""
+    """Catches a layout without a case, and a pair of settings that no case combines."""
     layouts, cases = legal_layouts(), covering_cases()
     names = {name_of(layout) for layout in layouts}
     assert len(layouts) == len(names) == 45
@@ -225,7 +224,7 @@ def test_what_is_covered() -> None:
 
 
 def cases_with_marks() -> list[Any]:
-    """Those of many ranks take a minute each and are for `make test-attack`."""
+    """Test parameters; cases of many ranks take a minute each and only run in `make test-attack`."""
     marked = []
     for case in covering_cases():
         large = max(case.home.world_size, case.away.world_size) > MOST_RANKS_IN_CI
@@ -236,9 +235,9 @@ def cases_with_marks() -> list[Any]:
 @pytest.mark.quick("tp1pp1dp1--tp1pp1dp2-zero3--untied")
 @pytest.mark.parametrize("case", cases_with_marks())
 def test_there_and_back(case: Case, tmp_path: Path) -> None:
-    """N3, N6. Catches a rectangle that one layout writes and another reads elsewhere, moments that are not those of
-    their weights, copies that are left behind, padding taken for weights, and a state that is not the same to the bit
-    after a journey through another layout."""
+    """Catches a rectangle that one layout saves and another loads elsewhere, moments of other weights, copies that are
+    not loaded, padding loaded as weights, and a state that differs in any bit after resharding there and back (N3, N6).
+    """
     there, back = tmp_path / "there", tmp_path / "back"
     origin = run_ranks(train_and_save, case.home.world_size, there, case.tied, case.home)
     expected = global_tensors(origin)
@@ -254,5 +253,5 @@ def test_there_and_back(case: Case, tmp_path: Path) -> None:
     assert differing(returned, expected) == []
     for before, after in zip(origin, returned, strict=True):
         assert [part[:3] for part in after.held] == [part[:3] for part in before.held]
-        # The step after it, too, to the bit: nothing but these tensors is the state.
+        # The next step is bitwise equal, too: these tensors are the whole state.
         assert (after.loss, after.grad_norm) == (before.loss, before.grad_norm)

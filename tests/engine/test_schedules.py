@@ -1,4 +1,4 @@
-"""Every schedule trains the same model: bitwise where the stages lie alike, within N3 of the reference elsewhere."""
+"""Every schedule trains the same model: bitwise for equal placement of stages, within N3 of the reference otherwise."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OTHERS = [name for name in ScheduleName if name != "1f1b"]
 
 
 def scenario_of(micro_batches: int, layers: int = 3, **changes: Any) -> Scenario:
-    """So many micro-batches of two samples: one of a single token makes a step that even one process cannot repeat."""
+    """Scenario of two-sample micro-batches: with a single-token one, even one process cannot reproduce a step."""
     settings = {"steps": 3, "masked": True, "micro_batch_size": 2, "global_batch_size": 2 * micro_batches}
     scenario = scenario_with(**(settings | changes))
     return replace(scenario, model=replace(scenario.model, num_layers=layers))
@@ -43,7 +43,7 @@ def faults(run: Run, expected: Run) -> list[str]:
 
 
 def differing(one: Run, other: Run) -> list[str]:
-    """What of two runs is not the same to the last bit."""
+    """Returns what is not bitwise equal in two runs."""
     found = [what for what in ("losses", "norms", "validation") if getattr(one, what) != getattr(other, what)]
     for what in ("gradients", "weights"):
         ours, theirs = getattr(one, what), getattr(other, what)
@@ -67,16 +67,16 @@ BITWISE: dict[str, tuple[Scenario, dict[str, Any]]] = {
 @pytest.mark.quick("clipped")
 @pytest.mark.parametrize("name", BITWISE)
 def test_a_split_backward_pass_changes_no_bit(name: str) -> None:
-    """Catches weight parts that are lost, come twice or in another order, and what they are computed from being
-    overwritten meanwhile."""
+    """Catches deferred weight gradients that are lost, computed twice or accumulated in another order, and their inputs
+    overwritten before they are used."""
     scenario, changes = BITWISE[name]
     whole, split = (train_layout(scenario, layout(schedule, **changes)) for schedule in ("1f1b", "zb_h1"))
     assert differing(whole, split) == []
 
 
 def test_v_shapes_agree_to_the_bit() -> None:
-    """Catches a sum of gradients that depends on the schedule. Untied: where one rank holds embedding and head, the
-    order of their two gradients is the schedule's."""
+    """Catches gradient accumulation that depends on the schedule. Untied: where one rank holds embedding and head, the
+    schedule determines the order of their two gradients."""
     scenario = replace(scenario_of(6), model=UNTIED)
     one, other = (train_layout(scenario, layout(schedule)) for schedule in ("dualpipe_v", "zb_v"))
     assert differing(one, other) == []
@@ -88,7 +88,7 @@ CORE = [(name, micro_batches) for name in OTHERS for micro_batches in (1, 5)]
 @pytest.mark.quick("interleaved-5", "zb_h1-1", "dualpipe_v-1", "zb_v-5")
 @pytest.mark.parametrize(("name", "micro_batches"), CORE)
 def test_any_number_of_micro_batches(name: str, micro_batches: int) -> None:
-    """Catches losses, activations or gradients of one micro-batch taken for another's (N1, N3, N7 to N10)."""
+    """Catches losses, activations or gradients of one micro-batch used for another (N1, N3, N7 to N10)."""
     run = train_layout(scenario_of(micro_batches), layout(name))
     assert faults(run, reference(micro_batches)) == []
 
@@ -107,26 +107,26 @@ COMBINED: dict[str, dict[str, Any]] = {
 @pytest.mark.quick("interleaved, tp2", "zb_v, tp2, sequence parallel", "dualpipe_v, cp2, full recomputation")
 @pytest.mark.parametrize("name", COMBINED)
 def test_with_other_features(name: str) -> None:
-    """Catches reductions that start before a virtual stage's last gradient, tied embeddings of one rank or of two that
-    are counted twice, and collectives that ranks issue in another order."""
+    """Catches reductions that start before a virtual stage's last gradient, tied embeddings on one rank or two that are
+    counted twice, and collectives that ranks issue in different orders."""
     changes = dict(COMBINED[name])
     parallel = layout(changes.pop("schedule"), **changes)
     assert faults(train_layout(scenario_of(3 * parallel.dp), parallel), reference(3, dp=parallel.dp)) == []
 
 
 def test_uneven_ends_and_three_virtual_stages() -> None:
-    """Catches an embedding or a head on a stage of its own that is not found, and chunks mixed up."""
+    """Catches an embedding or head alone on its stage that is not found, and model chunks in the wrong order."""
     uneven = layout("interleaved", virtual_stages=3, first_stage_blocks=0, last_stage_blocks=0)
     assert faults(train_layout(scenario_of(4, layers=4), uneven), reference(4, layers=4)) == []
 
 
-# Pipeline ranks and micro-batches: as many, fewer, more, by a multiple and by none.
+# Pipeline ranks and micro-batches: equal, fewer and more, a multiple of the ranks or not.
 SIZES = [(2, 2), (2, 8), (3, 1), (3, 16), (4, 3), (4, 5)]
 
 
 @functools.cache
 def trained(name: str, pp: int, micro_batches: int, tied: bool = True, **changes: Any) -> Run:
-    """Seven blocks; kept, as several tests look at one run."""
+    """Trains seven blocks; cached, since several tests use the same run."""
     scenario = scenario_of(micro_batches, layers=7, **changes)
     scenario = replace(scenario, model=replace(scenario.model, tie_embeddings=tied))
     return train_layout(scenario, layout(name, pp=pp))
@@ -144,7 +144,7 @@ def test_every_size(name: str, pp: int, micro_batches: int) -> None:
 @pytest.mark.parametrize(("pp", "micro_batches"), SIZES)
 @pytest.mark.parametrize("names", EQUAL_PLACEMENTS, ids=str)
 def test_equal_placements_are_bitwise_equal(names: tuple[str, str], pp: int, micro_batches: int) -> None:
-    """Catches an order of sums that differs at some size."""
+    """Catches an order of accumulation that differs at some size."""
     one, other = (trained(name, pp, micro_batches, tied=names[0] == "1f1b") for name in names)
     assert differing(one, other) == []
 
@@ -155,6 +155,6 @@ def test_equal_placements_are_bitwise_equal(names: tuple[str, str], pp: int, mic
 def test_equal_placements_are_bitwise_equal_without_clipping(
     names: tuple[str, str], pp: int, micro_batches: int
 ) -> None:
-    """Catches gradients that differ by a factor, which clipping would take out."""
+    """Catches gradients that differ by a factor, which clipping would hide."""
     one, other = (trained(name, pp, micro_batches, tied=names[0] == "1f1b", clip_grad=0.0) for name in names)
     assert differing(one, other) == []

@@ -1,4 +1,4 @@
-"""Sequence parallelism beyond the parity matrix: against tensor parallelism alone, and how much is sent."""
+"""Sequence parallelism beyond the parity matrix: dropout and positions, and communication volume."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ EVERYTHING = scenario_with(
 
 
 def test_equals_the_unsharded_model_with_dropout_and_positions() -> None:
-    """Catches other dropout masks than those of the unsharded sequence, positions that count from 0 on every shard,
-    learned positions or norms whose gradient is one shard's, and validation on shards."""
+    """Catches dropout masks that differ from those of the unsharded sequence, positions that start at 0 on every shard,
+    gradients of learned positions or norms that are not all-reduced, and wrong validation."""
     whole = train_reference(EVERYTHING)
     sharded = train_layout(EVERYTHING, ParallelConfig(tp=3, sequence_parallel=True))
     checks = (parity.check_initial_weights, parity.check_first_step, parity.check_curve, parity.check_validation)
@@ -41,7 +41,7 @@ def test_equals_the_unsharded_model_with_dropout_and_positions() -> None:
 
 
 def _sent_bytes(scenario: Scenario, name: str) -> tuple[int, set[tuple[int, ...]]]:
-    """Bytes and shapes of what this rank sends to other stages in a step."""
+    """Bytes and shapes of this rank's sends to other stages in a step."""
     parallel = LAYOUTS[name]
     engine = build_engine(scenario, parallel)
     original, total, shapes = dist.isend, 0, set()
@@ -59,7 +59,7 @@ def _sent_bytes(scenario: Scenario, name: str) -> tuple[int, set[tuple[int, ...]
 
 @pytest.mark.slow
 def test_pipeline_messages_shrink_by_tp() -> None:
-    """Catches stages that gather a sequence only to send it, and a shape that DeepSpeed took from elsewhere."""
+    """Catches stages that all-gather a sequence only to send it, and sends of any other shape."""
     scenario = scenario_with()
     micro_batches, width = scenario.global_batch_size // scenario.micro_batch_size, scenario.model.hidden_size
     for name, tokens in (("tp2pp2", scenario.seq_len), ("tp2pp2sp", scenario.seq_len // 2)):
@@ -69,19 +69,19 @@ def test_pipeline_messages_shrink_by_tp() -> None:
             assert total == micro_batches * shape[0] * shape[1] * shape[2] * scenario.dtype.itemsize
 
 
-# Bytes that a rank of n sends, in units of (n - 1) / n of the whole tensor, by a ring.
+# Bytes that a rank of n sends in a ring algorithm, in units of (n - 1) / n of the full tensor.
 RING = {"all_reduce": 2, "all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}
 
 
 def _collectives_of_hidden_states(scenario: Scenario, name: str) -> Counter[str]:
-    """How often a step calls each collective for a hidden state, [b, s, h] when it is whole."""
+    """Counts the collectives of a step that carry a hidden state, [b, s, h] when it is full."""
     engine = build_engine(scenario, LAYOUTS[name])
     size = scenario.micro_batch_size * scenario.seq_len * scenario.model.hidden_size
     calls: Counter[str] = Counter()
 
     def counting(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            # The larger of output and input is the whole.
+            # The larger of output and input is the full tensor.
             calls[name] += max((x.numel() for x in args if isinstance(x, Tensor)), default=0) == size
             return original(*args, **kwargs)
 
@@ -95,8 +95,8 @@ def _collectives_of_hidden_states(scenario: Scenario, name: str) -> Counter[str]
 
 @pytest.mark.parametrize(("parallel_block", "regions_a_block"), [(False, 2), (True, 1)])
 def test_collectives_of_a_step(parallel_block: bool, regions_a_block: int) -> None:
-    """Catches a collective that theory does not know: a region takes an all-reduce in each direction; with sequence
-    parallelism an all-gather and a reduce-scatter, and one more all-gather backward. A parallel block is one region."""
+    """Catches an unnecessary collective: a region needs an all-reduce per direction; with sequence parallelism an
+    all-gather and a reduce-scatter, and one more all-gather in the backward pass. A parallel block is one region."""
     scenario = scenario_with(global_batch_size=2, model=replace(parity.MODEL, parallel_block=parallel_block))
     regions = regions_a_block * scenario.model.num_layers + 1
     expected = {

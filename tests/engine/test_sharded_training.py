@@ -1,4 +1,4 @@
-"""ZeRO-2, ZeRO-3 and hierarchical sharding: what the parity tests of all layouts do not show."""
+"""ZeRO-2, ZeRO-3 and hierarchical sharding: what the parity tests of all layouts do not cover."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SHARDED = ("zero2dp2", "zero3dp2")
 @pytest.mark.parametrize("layout", ["zero3tp2dp2", "hierarchical"])
 def test_three_steps_equal_the_reference(layout: str) -> None:
     """Catches what the 50 steps of tests/engine/test_parity.py catch in the slow tier: wrong gradients, norms,
-    replicas, initial weights or validation where ZeRO-3 meets tensor parallelism or subgroups (N1, N3, N7 to N10)."""
+    replicas, initial weights or validation with ZeRO-3 and tensor parallelism or subgroups (N1, N3, N7 to N10)."""
     scenario = scenario_with(steps=3, masked=True)
     reference, run = parity.train_reference(scenario), parity.train_layout(scenario, LAYOUTS[layout])
     assert {check.__name__: check(run, reference) for check in parity.EVERY_CHECK} == {
@@ -46,7 +46,7 @@ def test_three_steps_equal_the_reference(layout: str) -> None:
 
 
 def _partial_gradients(layout: str) -> dict[str, float]:
-    """Norm of a replicated gradient, before and after it is declared a part that tensor parallelism must sum."""
+    """Gradient norms of replicated parameters, without and with `gradient_partial` on the input norms."""
     parallel = LAYOUTS[layout]
     norms = {}
     for partial in (False, True):
@@ -73,8 +73,8 @@ def _partial_gradients(layout: str) -> dict[str, float]:
 @pytest.mark.quick("zero2tp2dp2")
 @pytest.mark.parametrize("layout", ["zero2tp2dp2", "zero3tp2dp2"])
 def test_partial_gradients_are_summed_over_tensor_parallelism(layout: str) -> None:
-    """Catches a sum over tensor parallelism that comes after ZeRO took the gradient, or reaches other parameters.
-    Without sequence parallelism both ranks have the whole gradient, so that the sum is twice as much."""
+    """Catches an all-reduce over tensor parallelism that runs after ZeRO took the gradient, or includes other
+    parameters. Without sequence parallelism both ranks have the full gradient, so the all-reduce doubles it."""
     found = run_ranks(_partial_gradients, 4, layout)
     assert sum(len(norms) for norms in found) >= 4, (
         "tensor-parallel rank 0 owns both norms, in shards over its data axis"
@@ -87,13 +87,13 @@ def test_partial_gradients_are_summed_over_tensor_parallelism(layout: str) -> No
 
 
 def _gathered_bytes(scenario: Scenario, layout: str) -> tuple[int, int, int]:
-    """Weights that this rank received in one step of two micro-batches, all of them and those from other subgroups, and
+    """Bytes of weights that this rank received in one step of two micro-batches, in total and from other subgroups, and
     the bytes of all weights."""
     parallel = LAYOUTS[layout]
     scenario = parity.fitted(scenario, parallel)
     engine = build_engine(scenario, parallel)
     batches = step_batches(scenario, 0, engine.grid.dp.rank, parallel.dp)[:2]
-    engine.step(batches, 0.0)  # the first step learns the order of the layers
+    engine.step(batches, 0.0)  # the first step records the order of the layers
     comm, seen, crossing = deepspeed.comm.comm.cdb, 0, 0
     mine = set(range(2)) if engine.grid.rank < 2 else {2, 3}
     inner = comm.all_gather_function
@@ -114,8 +114,8 @@ def _gathered_bytes(scenario: Scenario, layout: str) -> tuple[int, int, int]:
 
 @pytest.mark.slow
 def test_hierarchical_sharding_gathers_inside_its_subgroup() -> None:
-    """Catches weights gathered more than twice a micro-batch (forward and backward), and gathers that leave a subgroup,
-    whose links are the slow ones."""
+    """Catches weights all-gathered more than twice per micro-batch (forward and backward), and all-gathers that leave a
+    subgroup, over the slow links."""
     scenario = scenario_with(precision="bfloat16", global_batch_size=16)
     found = {name: run_ranks(_gathered_bytes, 4, scenario, name) for name in ("zero3dp4", "hierarchical")}
     for (seen, crossing, weights), (hier_seen, hier_crossing, _) in zip(*found.values(), strict=True):
@@ -124,17 +124,17 @@ def test_hierarchical_sharding_gathers_inside_its_subgroup() -> None:
             f"{seen:,} bytes, {crossing:,} from the other half; in subgroups {hier_seen:,}; {passes:.2f} a micro-batch"
         )
         assert hier_crossing == 0 and crossing == pytest.approx(seen * 2 / 3)
-        # Layers near the end of the forward pass are kept for their backward pass; the rest is gathered twice.
+        # Layers near the end of the forward pass are kept for their backward pass; the rest are all-gathered twice.
         assert 1.0 <= passes <= 2.0
         assert hier_seen == pytest.approx(seen * (1 / 2) / (3 / 4), rel=0.02)
 
 
 SCALARS = 2
-"""Elements of the largest message that carries counts, losses or norms, no gradients."""
+"""Elements of the largest collective that carries counts, losses or norms, not gradients."""
 
 
 def _accumulated(scenario: Scenario, layout: str) -> dict[str, Any]:
-    """Gradients of a step of four micro-batches, the sum of those of four steps of one, and their dtypes."""
+    """Gradients of a step of four micro-batches against the sum of four steps of one, and their dtypes."""
     parallel = LAYOUTS[layout]
     engine = build_engine(scenario, parallel)
     batches = step_batches(scenario, 0, engine.grid.dp.rank, parallel.dp)
@@ -153,7 +153,7 @@ def _accumulated(scenario: Scenario, layout: str) -> dict[str, Any]:
     with RecordedReductions(engine.grid, reductions):
         engine.step(batches, 0.0)
     together, *alone = seen
-    # The same number of tokens in each, so that a step of one weighs its micro-batch four times as much: no rounding.
+    # All have the same number of tokens, so a step of one weighs its micro-batch four times as much: no rounding.
     off = max(parity.relative(together[place], sum(one[place] for one in alone) / 4) for place in together)
     return {"off": off, "dtypes": dtypes, "reductions": {dtype for dtype, numel in reductions if numel > SCALARS}}
 
@@ -161,7 +161,7 @@ def _accumulated(scenario: Scenario, layout: str) -> dict[str, Any]:
 @pytest.mark.quick("zero3dp2")
 @pytest.mark.parametrize("layout", SHARDED)
 def test_bf16_gradients_accumulate_and_reduce_in_fp32(layout: str) -> None:
-    """Catches micro-batches that are added up in bf16, which is off by 3e-3 and more, or reduced in bf16 (N7)."""
+    """Catches micro-batches accumulated in bf16, which is off by 3e-3 and more, or reduced in bf16 (N7)."""
     scenario = scenario_with(precision="bfloat16", global_batch_size=16)
     for found in run_ranks(_accumulated, 2, scenario, layout):
         assert found["off"] < 1e-6
@@ -189,7 +189,7 @@ def _unequal_steps(scenario: Scenario, layout: str) -> dict[str, Any]:
 @pytest.mark.parametrize("layout", SHARDED)
 def test_steps_do_not_depend_on_what_came_before(layout: str) -> None:
     """Catches a batch ramp that divides by the first step's micro-batches, gradients left over from the last step,
-    evaluation with dropout, training without it after an evaluation, and a step without any token that is NaN."""
+    evaluation with dropout, training without it after an evaluation, and NaN from a step without any token."""
     model = replace(parity.MODEL, hidden_dropout=0.2, attention_dropout=0.2)
     scenario = scenario_with(masked=True, model=model, clip_grad=0.0)
     found, other = run_ranks(_unequal_steps, 2, scenario, layout)
@@ -209,7 +209,7 @@ def test_steps_do_not_depend_on_what_came_before(layout: str) -> None:
 
 
 RANK = 1
-"""The rank whose samples hold a token that no other rank sees."""
+"""The rank whose samples contain a token that no other rank has."""
 
 
 def _weights_broken_by(where: str, scenario: Scenario, dp: int) -> Callable[[str, tuple[int, ...]], Tensor]:
@@ -258,8 +258,8 @@ def _broken_step(where: str, layout: str) -> dict[str, Any]:
 def test_a_nonfinite_step_changes_nothing_and_names_its_culprit(
     where: str, layout: str, blamed: str, parameter: str | None
 ) -> None:
-    """Catches a skipped step that moves moments or counters, a rank blamed for what the reduction spoiled, and a NaN
-    left in the gradient partitions that spoils the next, healthy step."""
+    """Catches a skipped step that changes moments or counters, a rank reported as the root cause of what the reduction
+    spread, and a NaN left in the gradient partitions that breaks the next, healthy step."""
     for found in run_ranks(_broken_step, 2, where, layout):
         result = found["result"]
         assert result.skipped and result.culprit is not None and result.culprit.where == blamed
@@ -276,6 +276,6 @@ def test_a_nonfinite_step_changes_nothing_and_names_its_culprit(
     [("zero3tp2dp2", ("tp2pp2", "zero2dp3")), ("hierarchical", ("zero3dp3",)), ("tp2pp2", ("hierarchical",))],
 )
 def test_state_goes_out_of_one_layout_and_into_others(layout: str, others: tuple[str, ...]) -> None:
-    """Catches shards that overlap, leave holes, carry padding or are owned by every subgroup, moments or counters that
-    are not restored, and weights that are loaded into the masters only."""
+    """Catches shards that overlap, leave holes, include padding or are owned by every subgroup, moments or counters
+    that are not restored, and weights that are loaded into the master weights only."""
     check_round_trips(layout, others)

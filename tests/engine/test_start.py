@@ -1,4 +1,4 @@
-"""What a rank loads before its first step."""
+"""Modules that a rank loads before its first step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ with world(cpu, 60):
 
 
 def test_no_compiler_is_loaded() -> None:
-    """Catches a call that loads torch's compiler and sympy: 800 modules and 0.8 s of every rank's start."""
+    """Catches a call that loads torch.compile's modules and sympy: 800 modules and 0.8 s of every rank's start."""
     port = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     ended = subprocess.run(
         [sys.executable, "-c", STEP],

@@ -1,4 +1,4 @@
-"""Stragglers: slow ranks are named within a few timed steps, and healthy ones never are."""
+"""Straggler detection: slow ranks are named within a few timed steps, and healthy ones never are."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from megads.runtime.hooks import Span
 from tests.command import StartCommand, events_of, small_model, steps_of
 
 STEPS_OF_A_DAY = 8640
-"""Timed ones: every tenth, at a second a step."""
+"""Timed steps: every tenth step, at a second per step."""
 
 
 def judge(times: np.ndarray, peers: list[int] | None = None) -> list[tuple[int, int, bool]]:
-    """What the detector finds in [steps, ranks] times: index of the step, rank, whether it is over."""
+    """Returns what the detector finds in times [steps, ranks]: step index, rank, whether the slowdown is over."""
     detector = StragglerDetector(peers or [0] * times.shape[1])
     return [
         (index, found.rank, found.over)
@@ -36,8 +36,8 @@ def judge(times: np.ndarray, peers: list[int] | None = None) -> list[tuple[int, 
 @pytest.mark.parametrize("ranks", [2, 3, 256])
 @pytest.mark.parametrize("noise", ["normal", "heavy tails", "bursts"])
 def test_no_false_alarm_in_a_day(ranks: int, noise: str) -> None:
-    """Catches healthy ranks that are named: 1% of noise, heavy tails, single steps that take ten times as long, and
-    steps in which all are slow."""
+    """Catches healthy ranks that are named: with 1% noise, heavy tails, single steps that take ten times as long, and
+    steps in which all ranks are slow."""
     draw = np.random.default_rng(ranks)
     times = 1 + 0.01 * draw.standard_normal((STEPS_OF_A_DAY, ranks))
     if noise == "heavy tails":
@@ -52,7 +52,7 @@ def test_no_false_alarm_in_a_day(ranks: int, noise: str) -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 8, 512])
 @pytest.mark.parametrize("slowdown", [0.15, 0.5, 3.0])
 def test_a_slow_rank_is_named_in_time(ranks: int, slowdown: float) -> None:
-    """Catches a slow rank that is not named after half a window more than it takes, or another one that is."""
+    """Catches a slow rank that is named after less than half a window or more than one, and another rank named."""
     times = 1 + 0.01 * np.random.default_rng(ranks).standard_normal((60, ranks))
     times[20:40, ranks - 1] *= 1 + slowdown
     begin, end = judge(times)
@@ -61,7 +61,7 @@ def test_a_slow_rank_is_named_in_time(ranks: int, slowdown: float) -> None:
 
 
 def test_stages_are_not_compared_with_each_other() -> None:
-    """Catches a last pipeline stage that is named for its larger work, and a rank alone in its stage."""
+    """Catches a last pipeline stage that is named for its larger work, and a rank alone in its stage that is named."""
     draw = np.random.default_rng(0)
     times = (1 + 0.01 * draw.standard_normal((40, 5))) * [1.0, 1.0, 2.5, 2.5, 9.0]
     assert judge(times, [0, 0, 1, 1, 2]) == []
@@ -70,7 +70,7 @@ def test_stages_are_not_compared_with_each_other() -> None:
 
 
 def test_a_rank_is_compared_with_the_median_of_the_others() -> None:
-    """Catches a median that the rank's own time is part of: of two ranks, a slow one would look half as slow."""
+    """Catches a median that includes the rank's own time: of two ranks, a slow one would look half as slow."""
     detector = StragglerDetector([0] * 4)
     assert detector.relative(np.array([1.0, 2.0, 4.0, 8.0])).tolist() == [1 / 4 - 1, 2 / 4 - 1, 1.0, 3.0]
     detector = StragglerDetector([0] * 3)
@@ -79,20 +79,20 @@ def test_a_rank_is_compared_with_the_median_of_the_others() -> None:
 
 
 def test_noise_hides_what_it_can_make() -> None:
-    """Catches a slowdown of 15% that is called one on ranks whose steps differ by a third anyway."""
+    """Catches ranks that are named for a slowdown of 15% although their step times vary by a third anyway."""
     draw = np.random.default_rng(3)
     assert judge(np.exp(0.33 * draw.standard_normal((4000, 2)))) == []
 
 
 def test_waits_are_no_work() -> None:
-    """Catches receives and reductions in what a rank computes itself: the fast ranks' waits would hide the slow one."""
+    """Catches receives and reductions in a rank's compute time: the fast ranks' waits would hide the straggler."""
     kinds = ("forward", "receive_activation", "backward_input", "backward_weight", "backward", "reduce_gradients")
     spans = [Span(kind, 0, 0, 10.0 * place, 10.0 * place + 2**place) for place, kind in enumerate(kinds)]
     assert math.isclose(compute_seconds(spans), 1 + 4 + 8 + 16)
 
 
 def stragglers_of(run_dir: Path, rank: int) -> list[dict[str, Any]]:
-    """The events that name a rank."""
+    """Returns the straggler events that name a rank."""
     return [event for event in events_of(run_dir, "straggler") if event["rank"] == rank]
 
 
@@ -100,7 +100,7 @@ def stragglers_of(run_dir: Path, rank: int) -> list[dict[str, Any]]:
 @pytest.mark.fault(24)
 @pytest.mark.distributed
 def test_a_rank_that_is_stopped_half_of_its_time(corpus: Path, megads: StartCommand) -> None:
-    """Catches a slow rank that nobody names, and a file that the report cannot draw."""
+    """Catches a slow rank that is not named, and a slowdowns.jsonl that the report cannot draw."""
     run_dir = megads.folder / "run"
     overrides = small_model(corpus, parallel__dp=2, train__steps=4000, logging__straggler_every_steps=1)
     command = megads("train", *overrides, f"run.dir={run_dir}")
@@ -115,7 +115,7 @@ def test_a_rank_that_is_stopped_half_of_its_time(corpus: Path, megads: StartComm
     named = stragglers_of(run_dir, 1)
     command.process.send_signal(signal.SIGTERM)
     command.end()
-    # On a busy machine rank 0 may have been one, too, for a while.
+    # On a busy machine rank 0 may have been named, too, for a while.
     assert named and named[-1]["slowdown"] > 0.1
     assert len((run_dir / "slowdowns.jsonl").read_text().splitlines()) > WINDOW
     assert megads("report", f"run={run_dir}", "output=page").end().code == 0

@@ -1,6 +1,6 @@
-"""What must hold of streams, communicators and buffers on NCCL, shown on the traces of all ranks of a step.
+"""Tests the order of streams, communicators and buffers on NCCL, on traces of all ranks of a step.
 
-The engine runs as it is; only the network is torch's fake one. See stream_trace.py and stream_order.py.
+The engine runs unmodified with torch's fake process group. See stream_trace.py and stream_order.py.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _as_on_gpus(inner: Callable[..., int]) -> Callable[..., int]:
 
 
 def _traced(parallel: ParallelConfig, defect: Defect | None = None) -> tuple[dict[int, Trace], list[str]]:
-    """A step of every rank of a layout, twice as many micro-batches as stages."""
+    """Traces a step of every rank of a layout, with 2 * pp micro-batches."""
     engine_p2p.receives_ahead = _as_on_gpus(engine_p2p.receives_ahead)
     if defect is not None:
         defect()
@@ -68,7 +68,7 @@ def _traced(parallel: ParallelConfig, defect: Defect | None = None) -> tuple[dic
 
 
 def traced(parallel: ParallelConfig, defect: Defect | None = None) -> tuple[dict[int, Trace], list[str]]:
-    """The same in a process of its own."""
+    """Runs `_traced` in a separate process."""
     found: tuple[dict[int, Trace], list[str]] = run_ranks(_traced, 1, parallel, defect)[0]
     return found
 
@@ -81,10 +81,9 @@ def sends(traces: dict[int, Trace]) -> int:
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_step_of_all_ranks_can_run_on_nccl(name: str) -> None:
-    """Catches a send that meets another message's receive, collectives that ranks launch in contradicting orders, a
-    schedule in which kernels wait for each other in a circle, with a hardware queue for each stream or one for all
-    (CUDA_DEVICE_MAX_CONNECTIONS=1), memory that is read before it has arrived or written while it is being sent,
-    and communication whose end nobody waits for."""
+    """Catches a send that is paired with another send's receive, collectives that ranks launch in contradicting orders,
+    a deadlock of kernels, with a hardware queue for each stream or one for all (CUDA_DEVICE_MAX_CONNECTIONS=1), memory
+    that is read before it is received or written while it is being sent, and communication that is never waited for."""
     parallel = LAYOUTS[name]
     traces, races = traced(parallel)
     assert races == []
@@ -100,7 +99,7 @@ def test_a_step_of_all_ranks_can_run_on_nccl(name: str) -> None:
 
 
 def _initialisations(package: Path) -> dict[str, list[str | None]]:
-    """Keywords of every call of init_process_group in a package."""
+    """Keywords of every init_process_group call in a package."""
     return {
         f"{path.relative_to(package)}:{node.lineno}": [keyword.arg for keyword in node.keywords]
         for path in package.rglob("*.py")
@@ -110,8 +109,8 @@ def _initialisations(package: Path) -> dict[str, list[str | None]]:
 
 
 def test_no_device_id() -> None:
-    """Catches a device_id in init_process_group, with which all p2p of a group shares a communicator and its stream
-    (pytorch#154132): see the deadlocks of `test_why_receives_are_posted_as_they_are`."""
+    """Catches a device_id in init_process_group, with which all p2p of a group shares one communicator and stream
+    (pytorch#154132): see the deadlocks in `test_why_receives_are_posted_as_they_are`."""
     found = _initialisations(Path(megads.__file__).parent)
     assert found and not {place for place, keywords in found.items() if "device_id" in keywords}
 
@@ -128,9 +127,9 @@ def _receives_at_the_point_of_need() -> None:
 @pytest.mark.parametrize("name", ["1f1b", "zb_v"])
 def test_why_receives_are_posted_as_they_are(name: str) -> None:
     """Catches another choice than `receives_ahead`'s: in one-way pipelines a receive that is posted ahead deadlocks as
-    soon as a computation has to wait for what runs beside it; V-shaped ones deadlock without, where all streams share a
-    hardware queue; and with device_id in init_process_group all p2p of a group shares a stream, and every schedule
-    deadlocks that posts receives ahead."""
+    soon as computation synchronizes with concurrent kernels; V-shaped ones deadlock without it if all streams share a
+    hardware queue; and with device_id in init_process_group all p2p of a group shares a stream, and every schedule that
+    posts receives ahead deadlocks."""
     layout = ParallelConfig(pp=4, schedule=ScheduleName(name))
     ahead, _ = traced(layout, _receives_ahead)
     assert stuck(ahead) == stuck(ahead, one_connection=True) == []
@@ -141,7 +140,7 @@ def test_why_receives_are_posted_as_they_are(name: str) -> None:
 
 
 def test_receives_ahead() -> None:
-    """Catches kernels of receives that spin through the computation on GPUs, and a V shape without them."""
+    """Catches receive kernels that spin during the computation on GPUs, and V shapes that post no receives ahead."""
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     found = {name: receives_ahead(ParallelConfig(pp=4, schedule=name).placement, gpu) for name in SCHEDULES}
     assert found == {"1f1b": 0, "interleaved": 0, "zb_h1": 0, "zb_v": 1, "dualpipe_v": 1}
@@ -220,7 +219,7 @@ def _no_wait_for_a_reduction() -> None:
     ],
 )
 def test_races_are_seen(defect: Defect, layout: ParallelConfig, race: str) -> None:
-    """Catches a recorder that sees nothing: each defect leaves the pairs and the order of a step as they are."""
+    """Catches a trace that records no races: each defect leaves the send/receive pairs and the order unchanged."""
     traces, races = traced(layout, defect)
     assert any(race in found for found in races)
     assert mismatches(traces) == []
@@ -228,8 +227,8 @@ def test_races_are_seen(defect: Defect, layout: ParallelConfig, race: str) -> No
 
 @pytest.mark.distributed
 def test_swapped_pairs_and_orders_are_seen() -> None:
-    """Catches a check that counts messages and does not tell them apart, and one that holds each group for itself: two
-    collectives of groups that share ranks, swapped on one of them, meet their own and yet wait for each other."""
+    """Catches a check that counts sends but does not tell them apart, and one that checks each group separately: two
+    collectives of groups that share ranks, swapped on one rank, match within each group and yet deadlock."""
     traces, _ = traced(PAIR, _first_two_sends_swapped)
     assert any("micro-batch 1" in found and "micro-batch 0" in found for found in mismatches(traces))
     traces, _ = traced(ParallelConfig(tp=2, dp=2))
@@ -245,5 +244,5 @@ def test_swapped_pairs_and_orders_are_seen() -> None:
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch was built without NCCL")
 def test_message_kernels_hold_few_multiprocessors() -> None:
-    """Catches receives posted ahead that take up to 32 multiprocessors from the computation beside them."""
+    """Catches receives posted ahead whose kernels take up to 32 SMs from the computation that they overlap."""
     assert p2p_options(None).config.max_ctas == P2P_CTAS

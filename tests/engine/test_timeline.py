@@ -1,4 +1,4 @@
-"""Timers of a step, the clock that ranks share, and the timeline that real ranks write."""
+"""Timers of a step, the common clock of ranks, and the timeline that real ranks write."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _spans(folder: Path, rank: int) -> list[dict[str, Any]]:
 
 @pytest.mark.distributed
 def test_engines_without_a_pipeline_are_timed_too(tmp_path: Path) -> None:
-    """Catches an engine that times nothing, or every step."""
+    """Catches an engine that times no step, or every step."""
     run_ranks(_train, 2, scenario_with(global_batch_size=8, micro_batch_size=2), "zero2dp2", tmp_path)
     assert len(list((tmp_path / "timeline").iterdir())) == 2
     spans = json.loads(timeline_path(tmp_path, 2, 1).read_text())["spans"]
@@ -57,7 +57,7 @@ def test_engines_without_a_pipeline_are_timed_too(tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 def test_a_timeline_that_cannot_be_written(tmp_path: Path) -> None:
-    """Catches a run that ends because something else lies where its timeline goes."""
+    """Catches a run that fails because its timeline file cannot be written."""
     timeline_path(tmp_path, 2, 0).mkdir(parents=True)
     run_ranks(_train, 1, scenario_with(global_batch_size=4, micro_batch_size=2), "single", tmp_path)
     assert [path.name for path in (tmp_path / "timeline").iterdir()] == [timeline_path(tmp_path, 2, 0).name]
@@ -65,8 +65,8 @@ def test_a_timeline_that_cannot_be_written(tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 def test_every_action_of_a_step_is_there_on_a_common_clock(tmp_path: Path) -> None:
-    """Catches steps that nobody asked for, actions without a time, waits that count as work, and clocks that differ: a
-    stage cannot begin before the one that it waits for has ended."""
+    """Catches timed steps that were not requested, actions without a time, waits counted as compute, and clocks that
+    differ: a stage cannot start before the one it depends on has ended."""
     scenario = scenario_with(global_batch_size=8, micro_batch_size=2)
     run_ranks(_train, 2, scenario, "pp2", tmp_path)
     assert len(list((tmp_path / "timeline").iterdir())) == 2
@@ -88,7 +88,7 @@ def test_every_action_of_a_step_is_there_on_a_common_clock(tmp_path: Path) -> No
 
 
 def test_spans_are_as_long_as_what_ran_inside() -> None:
-    """Catches spans that are written while nobody asked, lose their names, or begin and end elsewhere."""
+    """Catches spans recorded without a request, with lost names, or with a wrong start or end."""
     recorder = SpanRecorder(torch.device("cpu"))
     with recorder.span("before"):
         pass
@@ -108,7 +108,7 @@ HOSTS, AHEAD_S = ("a", "a", "b", "c", "c", "d"), {"a": 0.0, "b": 100.0, "c": -7.
 
 
 def _offset_of_a_machine() -> tuple[float, int]:
-    """The offset on a rank of several machines, each with a clock of its own, and how many pings it took part in."""
+    """The clock offset on a rank of several machines with different clocks, and the number of pings it sent."""
     import torch.distributed as dist
 
     original, host = time.monotonic, HOSTS[dist.get_rank()]
@@ -129,13 +129,13 @@ def _offset_of_a_machine() -> tuple[float, int]:
 
 @pytest.mark.distributed
 def test_the_offset_of_a_machines_clock_is_found() -> None:
-    """Catches an offset with the wrong sign, one that leaves out a machine on the way to rank 0, and ranks of one
-    machine that measure, each with another error: in the timeline a stage would begin before the one it waited for."""
+    """Catches an offset with the wrong sign, one without a machine on the path to rank 0, and ranks of one machine that
+    each measure with their own error: in the timeline a stage would start before the one it depends on."""
     found = run_ranks(_offset_of_a_machine, len(HOSTS))
     for host, (offset_s, _) in zip(HOSTS, found, strict=True):
         assert offset_s == pytest.approx(-AHEAD_S[host], abs=0.05)
     assert found[0][0] == found[1][0] == 0.0 and found[3][0] == found[4][0]
-    # Rank 0 hears two of the other three machines, not all; ranks that are not the first of theirs hear nobody.
+    # Rank 0 exchanges pings with two of the three other machines; only the first rank of a machine measures.
     assert [pings // PINGS for _, pings in found] == [2, 0, 2, 1, 0, 1]
 
 
@@ -145,5 +145,5 @@ def _offset_here() -> float:
 
 @pytest.mark.distributed
 def test_ranks_of_this_machine_share_their_clock() -> None:
-    """Catches the error of a measurement between ranks that read the same clock."""
+    """Catches a measured, inexact offset between ranks that read the same clock."""
     assert run_ranks(_offset_here, 2) == [0.0, 0.0]

@@ -1,4 +1,4 @@
-"""The engine itself: token means, its settings, steps that are skipped, its memory, its state in and out."""
+"""The training engine: token-mean loss, settings, skipped steps, memory, and saving and loading of its state."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ distributed = pytest.mark.distributed
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_loss_is_the_token_mean_exactly(seed: int) -> None:
-    """Catches a mean of means, a division by replicas or micro-batches, and masked tokens that count (N9)."""
+    """Catches a mean of means, a division by dp or the number of micro-batches, and masked tokens that count (N9)."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     dp, micro_batches, batch, seq_len, vocab = (rng.randint(1, n) for n in (4, 4, 3, 9, 11))
     shape = (dp, micro_batches, batch, seq_len)
@@ -78,8 +78,8 @@ def _facts(scenario: Scenario, parallel: ParallelConfig) -> dict[str, Any]:
 
 @distributed
 def test_settings_reach_the_engine_and_every_rank_reports_the_same_step() -> None:
-    """Catches weights or optimizer states in the wrong dtype, gradients that outlive the step, a learning rate or decay
-    that does not arrive, and ranks that see different losses."""
+    """Catches weights or optimizer states in the wrong dtype, gradients not freed after the step, a learning rate or
+    weight decay that is not passed on, and ranks that report different losses."""
     scenario = scenario_with(masked=True, precision="bfloat16", lr=3e-4)
     every = run_ranks(_facts, 4, scenario, LAYOUTS["pp2dp2"])
     tokens = sum(int(batch.loss_mask_bs.sum()) for batch in step_batches(scenario, 0))
@@ -118,8 +118,8 @@ def _waits(scenario: Scenario, parallel: ParallelConfig) -> list[str]:
 @pytest.mark.quick("pp2dp2", "dp2zero3")
 @pytest.mark.parametrize("name", ["pp2dp2", "dp2zero2", "dp2zero3"])
 def test_what_reads_the_state_is_waited_for(name: str) -> None:
-    """Catches an update that does not wait for a copy of the state, one that waits before the backward pass, where the
-    copy would not be overlapped, and a wait that stays for ever."""
+    """Catches an update that does not wait for a copy of the state, one that waits before the backward pass, which
+    would not overlap with the copy, and a removed wait that is still called."""
     parallel = {
         **LAYOUTS, "dp2zero2": ParallelConfig(dp=2, zero_stage=2), "dp2zero3": ParallelConfig(dp=2, zero_stage=3)
     }[name]  # fmt: skip
@@ -145,8 +145,8 @@ def _unequal_steps(scenario: Scenario) -> dict[str, Any]:
 
 @distributed
 def test_steps_do_not_depend_on_what_came_before() -> None:
-    """Catches a batch ramp that divides by the first step's micro-batches, gradients left over from the last step,
-    evaluation with dropout, training without it after an evaluation, and a step without any token that is NaN."""
+    """Catches a batch-size ramp that divides by the first step's micro-batches, gradients left over from the last step,
+    dropout in evaluation, none in training after an evaluation, and NaN for a step without unmasked tokens."""
     model = replace(parity.MODEL, hidden_dropout=0.2, attention_dropout=0.2)
     scenario = scenario_with(masked=True, model=model, clip_grad=0.0)
     found, other = run_ranks(_unequal_steps, 2, scenario)
@@ -174,7 +174,7 @@ def test_steps_do_not_depend_on_what_came_before() -> None:
 
 
 def broken_value(where: str) -> Callable[[str, tuple[int, ...]], Tensor]:
-    """Initial weights that make a step non-finite in its weights, its forward or its backward pass."""
+    """Initial weights that make the weights, the forward pass or the backward pass of a step non-finite."""
     hot = parity.hot_value(7)
 
     def value(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -184,7 +184,7 @@ def broken_value(where: str) -> Callable[[str, tuple[int, ...]], Tensor]:
         if where == "forward" and name == "final_norm.weight":
             full *= 1e38
         if where == "backward" and name.startswith("embedding"):
-            # All tokens alike and zero: a LayerNorm without variance, whose gradient is 1 / sqrt(eps) larger, twice.
+            # All embeddings are equal and zero: two LayerNorms without variance each scale gradients by 1 / sqrt(eps).
             full = torch.ones(shape) if name == "embedding.norm.weight" else torch.zeros(shape)
         return full
 
@@ -213,8 +213,8 @@ def _broken_step(where: str) -> dict[str, Any]:
     [("weights", 1, "blocks.2.mlp.down.bias"), ("forward", 1, None), ("backward", 0, "embedding.word.weight")],
 )
 def test_a_nonfinite_step_changes_nothing_and_names_its_culprit(where: str, rank: int, parameter: str | None) -> None:
-    """Catches DeepSpeed's silent skip, a rank blamed for what it received, moments or counters that a skipped step
-    moves, and a NaN left in the gradient buffers that spoils the next, healthy step."""
+    """Catches DeepSpeed's silent skip, a rank blamed for values that it received, moments or counters that a skipped
+    step changes, and NaN left in gradient buffers that corrupts the next, finite step."""
     for found in run_ranks(_broken_step, 2, where):
         result = found["result"]
         assert result.skipped and result.culprit is not None
@@ -229,7 +229,7 @@ Place = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
 def state(engine: TrainEngine) -> dict[Place, np.ndarray]:
-    """Copies of all the shards this rank holds."""
+    """Copies of all shards that this rank holds."""
     shards = engine.named_shards(owned=False)
     return {(s.key, s.offset, tuple(s.tensor.shape)): s.tensor.numpy().copy() for s in shards}
 
@@ -247,7 +247,7 @@ ROUND_TRIP = scenario_with(masked=True)
 
 
 def _train_save_and_continue(name: str) -> dict[str, Any]:
-    """Two steps, then the third by this engine and by a second one of the same layout that loads this one's state."""
+    """Trains two steps, then the third here and on a second engine of the same layout that loads the state."""
     parallel = LAYOUTS[name]
     scenario = parity.fitted(ROUND_TRIP, parallel)
     engine = build_engine(scenario, parallel)
@@ -284,13 +284,13 @@ def load_and_continue(name: str, full: dict[str, dict[str, np.ndarray]], steps: 
 
 
 def everything(results: list[dict[str, Any]]) -> dict[str, dict[str, np.ndarray]]:
-    """All tensors by kind and name; asserts that the owned shards of all ranks cover each element once."""
+    """All tensors by kind and name; asserts that the owned shards of all ranks cover each element exactly once."""
     shards = [shard for result in results for shard in result["owned"]]
     return {kind: parity.assemble(shards, kind) for kind in KINDS}
 
 
 def check_round_trips(layout: str, others: Sequence[str]) -> None:
-    """State goes out of a layout, back into it and into others: the next step is that of the run never stopped."""
+    """Moves state from a layout into itself and others; the next step must be that of an uninterrupted run."""
     trained = run_ranks(_train_save_and_continue, LAYOUTS[layout].world_size, layout)
     full, steps, result = everything(trained), trained[0]["steps"], trained[0]["result"]
     for kind in KINDS:
@@ -313,15 +313,15 @@ def check_round_trips(layout: str, others: Sequence[str]) -> None:
 @pytest.mark.slow
 @distributed
 def test_state_goes_out_of_one_layout_and_into_others() -> None:
-    """Catches shards that overlap, leave holes or carry padding, moments or counters that are not restored, and weights
-    that are loaded into the masters only."""
+    """Catches shards that overlap, leave gaps or contain padding, moments or counters that are not restored, and
+    weights that are loaded into the master weights only."""
     check_round_trips("tp2pp2dp2", ("pp2dp3", "tp3", "tp2sp", "cp2"))
 
 
 @pytest.mark.slow
 @distributed
 def test_state_goes_from_one_schedule_to_others() -> None:
-    """Catches virtual stages whose weights or moments are not found where another schedule put them."""
+    """Catches virtual stages whose weights or moments are not found where another schedule placed them."""
     check_round_trips("pp2 zb_v", ("pp2 interleaved", "tp2pp2", "pp2dp2 dualpipe_v", "pp2 zb_h1"))
 
 
@@ -331,7 +331,7 @@ MEMORY = scenario_with(
 
 
 def live_storages() -> dict[int, int]:
-    """Bytes of every distinct piece of memory that a live tensor uses, by address."""
+    """Bytes of every distinct storage that a live tensor uses, by address."""
     found = {}
     for candidate in gc.get_objects():
         if issubclass(type(candidate), Tensor) and candidate.device.type != "meta":
@@ -363,15 +363,15 @@ def _bytes_per_parameter(dp: int) -> tuple[float, bool]:
 @distributed
 @pytest.mark.parametrize("dp", [1, 2])
 def test_memory_per_parameter(dp: int) -> None:
-    """Catches a second copy of weights, and gradients that outlive the step: 2 + 12 / dp bytes are the budget. And
-    loaded masters that do not reach the bf16 weights."""
+    """Catches a second copy of the weights, gradients not freed after the step (the budget is 2 + 12 / dp bytes), and
+    loaded master weights that are not copied to the bf16 weights."""
     for bytes_per_parameter, loaded in run_ranks(_bytes_per_parameter, dp, dp):
         assert bytes_per_parameter == pytest.approx(2 + 12 / dp, rel=0.02)
         assert loaded
 
 
 class LargestOutputs(TorchDispatchMode):
-    """Notes the size of every tensor that any operation returns, backward passes and custom functions included."""
+    """Records the largest tensor that any operation returns, backward passes and custom functions included."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -381,7 +381,7 @@ class LargestOutputs(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for tensor in tensors_in(out):
             self.numel = max(self.numel, tensor.numel())
-            # Flat buffers of parameters are as long as they are; logits have a vocabulary dim of their own.
+            # Flat parameter buffers are one-dimensional and long; logits have a vocabulary dim.
             if tensor.dim() >= 2:
                 self.last_dim = max(self.last_dim, tensor.shape[-1])
         return out
@@ -411,8 +411,8 @@ def _largest_outputs(parallel: ParallelConfig) -> tuple[int, int]:
 
 @distributed
 def test_no_rank_holds_logits_over_the_whole_vocabulary() -> None:
-    """Catches an all-gather of the logits, in the loss, its backward pass or the evaluation. One rank alone must hold
-    them, which shows that the spy sees them."""
+    """Catches an all-gather of the logits in the loss, its backward pass or the evaluation. A single rank must hold
+    them, which shows that the dispatch mode sees them."""
     full = LOGITS.micro_batch_size * LOGITS.seq_len * LOGITS.model.vocab_size
     assert parameter_count(LOGITS.model) < full
     for numel, last_dim in run_ranks(_largest_outputs, 2, LAYOUTS["tp2"]):

@@ -1,4 +1,4 @@
-"""What the tests of evaluation share."""
+"""Fixtures of the evaluation tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture(autouse=True, scope="package")
 def one_thread() -> Iterator[None]:
-    """Tiny models compute faster with one thread, the more so beside other work."""
+    """Uses one thread: tiny models compute faster, especially next to other processes."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""What validation and generation take and refuse, at the borders."""
+"""Settings of validation and generation that are accepted or refused, at the limits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megads.evaluate.config import EvaluationConfig, GenerateConfig
     ],
 )
 def test_validation(settings: dict[str, Any], said: str | None) -> None:
-    """Catches an interval or a subset that never validates."""
+    """Catches an interval or a token limit with which validation never runs."""
     if said is None:
         EvaluationConfig(**settings).check()
         return
@@ -50,7 +50,7 @@ def test_validation(settings: dict[str, Any], said: str | None) -> None:
     ],
 )
 def test_generation(settings: dict[str, Any], said: str | None) -> None:
-    """Catches a number that draws nothing, and prompts of which some would be passed over."""
+    """Catches a number with which nothing is generated, and prompts of which some would be ignored."""
     config = GenerateConfig(run="r", **settings)
     if said is None:
         config.check()

@@ -1,4 +1,4 @@
-"""Text generation: device and dtype, the choice of tokens, the loop, text that comes token by token."""
+"""Text generation: device and dtype, sampling, the generation loop, and streamed text."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_device() -> None:
 
 
 def test_dtype() -> None:
-    """Catches bf16 on a CPU, where it is slow, by default."""
+    """Catches bf16 as the default on a CPU, where it is slow."""
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert (choose_dtype(WeightPrecision.auto, cpu), choose_dtype(WeightPrecision.auto, gpu)) == (
         torch.float32,
@@ -60,7 +60,7 @@ DRAWS = 20_000
 
 
 def frequencies(sampling: Sampling) -> torch.Tensor:
-    """How often each token comes, over as many rows as there are draws."""
+    """Relative frequency of each token over DRAWS rows."""
     logits = PROBABILITIES.log().expand(DRAWS, -1)
     tokens = next_tokens(logits, draws(3, range(DRAWS), 0), sampling)
     return torch.bincount(tokens, minlength=len(PROBABILITIES)).double() / DRAWS
@@ -87,28 +87,28 @@ def chi_square(found: torch.Tensor, expected: torch.Tensor) -> float:
     ],
 )
 def test_distribution(sampling: Sampling, kept: list[int]) -> None:
-    """Catches a temperature that multiplies, a nucleus that leaves out the token that reaches top_p, probabilities
-    that are not renormalised. The bound is the 0.999 quantile of chi-square with 4 degrees of freedom."""
+    """Catches a temperature that multiplies, a nucleus without the token that reaches top_p, and probabilities that are
+    not renormalised. The bound is the 0.999 quantile of chi-square with 4 degrees of freedom."""
     expected = torch.zeros_like(PROBABILITIES)
     expected[kept] = PROBABILITIES[kept] ** (1.0 / sampling.temperature)
     assert chi_square(frequencies(sampling), expected / expected.sum()) < 18.5
 
 
 def test_the_test_of_the_distribution_can_fail() -> None:
-    """Catches a statistic that accepts anything: one percent moved from a token to another is seen."""
+    """Catches a statistic that accepts anything: one percent moved between two tokens must be detected."""
     moved = PROBABILITIES + torch.tensor([0.01, -0.01, 0.0, 0.0, 0.0])
     assert chi_square(frequencies(Sampling()), moved) > 18.5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_greedy_takes_the_likeliest(dtype: torch.dtype) -> None:
-    """Catches a division by temperature 0, and a draw where none is wanted."""
+    """Catches a division by temperature 0, and sampling in greedy decoding."""
     logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(0)).to(dtype)
     assert torch.equal(next_tokens(logits, torch.rand(6).double(), Sampling(temperature=0.0)), logits.argmax(-1))
 
 
 def test_extreme_temperatures() -> None:
-    """Catches NaN from infinities: almost 0 is greedy, and masked tokens never come at any temperature."""
+    """Catches NaN from infinities: almost 0 must be greedy, and masked tokens must never be sampled."""
     logits = torch.tensor([[30.0, 29.0, -torch.inf, 31.0]]).repeat(500, 1)
     uniform = draws(0, range(500), 0)
     assert set(next_tokens(logits, uniform, Sampling(temperature=1e-300)).tolist()) == {3}
@@ -116,7 +116,7 @@ def test_extreme_temperatures() -> None:
 
 
 def test_the_last_token_of_the_nucleus_is_the_last() -> None:
-    """Catches a rounding of the cumulative sum that draws the first token beyond it."""
+    """Catches rounding of the cumulative sum that selects a token outside the nucleus."""
     logits = PROBABILITIES.log()[None]
     almost_one = torch.tensor([1.0 - 2.0**-53], dtype=torch.float64)
     assert next_tokens(logits, almost_one, Sampling()).item() == 0
@@ -124,7 +124,7 @@ def test_the_last_token_of_the_nucleus_is_the_last() -> None:
 
 
 def test_draws_are_a_function_of_seed_sequence_and_place() -> None:
-    """Catches streams that repeat in other rows, places or seeds, and rows that depend on their neighbours."""
+    """Catches random streams that repeat in other rows, positions or seeds, and rows that depend on other rows."""
     assert torch.equal(draws(1, [4, 9], 2)[1:], draws(1, [9], 2))
     others = [draws(s, [q], p).item() for s in range(3) for q in range(3) for p in range(3)]
     assert len(set(others)) == 27
@@ -167,7 +167,7 @@ def greedy_by_full_forward(model_config: ModelConfig, prompt: list[int], count: 
 
 @pytest.mark.parametrize("position", Position)
 def test_greedy_is_the_argmax_of_the_full_forward(position: Position) -> None:
-    """Catches a batch whose rows disturb each other, and a token that is read twice or not at all."""
+    """Catches rows of a batch that affect each other, and a token that is read twice or not at all."""
     found: list[list[int]] = [[] for _ in PROMPTS]
     for new in generate(incremental(config(position)), PROMPTS, [0, 1, 2], GREEDY, Limits(12)):
         found[new.row].append(new.token)
@@ -175,7 +175,7 @@ def test_greedy_is_the_argmax_of_the_full_forward(position: Position) -> None:
 
 
 def test_samples_depend_on_seed_and_number_only() -> None:
-    """Catches draws that depend on the batch or on how long other rows go on, and seeds without effect."""
+    """Catches samples that depend on the batch or on the length of other rows, and a seed without effect."""
     sampling, limits = Sampling(temperature=1.0, top_p=0.9, seed=5), Limits(20, end_ids=[1, 2, 3, 4])
     together = completions(PROMPTS, sampling, limits)
     assert together == completions(PROMPTS, sampling, limits)
@@ -187,7 +187,7 @@ def test_samples_depend_on_seed_and_number_only() -> None:
 
 
 def test_a_row_ends_at_the_end_of_document() -> None:
-    """Catches rows that go on, are cut one token early, or stop their neighbours."""
+    """Catches rows that continue, lose their last token, or stop other rows."""
     free = completions(PROMPTS, GREEDY, Limits(12))
     end = free[1][4]
     expected = [tokens[: tokens.index(end) + 1] if end in tokens else tokens for tokens in free]
@@ -200,7 +200,7 @@ def test_a_row_ends_at_the_end_of_document() -> None:
 
 
 def test_tokens_without_text_never_come() -> None:
-    """Catches an id beyond the tokenizer, which a model with a rounded vocabulary can choose."""
+    """Catches an id beyond the tokenizer, which a model with a padded vocabulary can sample."""
     free = completions(PROMPTS, Sampling(temperature=2.0), Limits(40))
     assert max(map(max, free)) >= 20
     limited = completions(PROMPTS, Sampling(temperature=2.0), Limits(40, vocab_size=20))
@@ -208,7 +208,7 @@ def test_tokens_without_text_never_come() -> None:
 
 
 def test_a_model_of_nan_is_named() -> None:
-    """Catches token 0 for ever, or a failing gather, from a run that diverged."""
+    """Catches token 0 forever, or a failing gather, from the weights of a diverged run."""
     model = incremental(config())
     with torch.no_grad():
         model.model.stages[0].word.weight[7] = torch.nan
@@ -217,7 +217,7 @@ def test_a_model_of_nan_is_named() -> None:
 
 
 def test_learned_positions_end() -> None:
-    """Catches an index error on the last token, and a refusal of what fits."""
+    """Catches an index error on the last token, and a length that fits but is refused."""
     learned = config(Position.learned)
     check_length(learned, 8, 12)
     assert len(list(generate(incremental(learned), [PROMPTS[0]], [0], GREEDY, Limits(12)))) == 12
@@ -244,12 +244,12 @@ def all_of(made: TextGenerator, prompts: list[str], batch_size: int = 8) -> list
 
 
 def byte_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The tokens of single bytes, as an untrained vocabulary would have them."""
+    """Tokens of single bytes, as from an untrained vocabulary."""
     return [tokenizer.token_to_id(_byte_symbol(byte)) for byte in text.encode()]
 
 
 def _byte_symbol(byte: int) -> str:
-    # GPT-2's table: printable bytes are themselves, the others follow from 256 on in order.
+    # GPT-2's table: printable bytes map to themselves, the others to 256 and above in order.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [value for value in range(256) if value not in printable]
     return chr(byte) if byte in printable else chr(256 + others.index(byte))
@@ -257,7 +257,7 @@ def _byte_symbol(byte: int) -> str:
 
 @pytest.mark.parametrize("text", ["é", "漢", "🚀", "a🚀b漢"])
 def test_a_character_is_shown_once_it_is_whole(text: str, found: FoundTokenizer) -> None:
-    """Catches broken UTF-8 on the screen, and characters that are lost when their last byte comes."""
+    """Catches broken UTF-8 in streamed text, and characters that are lost when their last byte arrives."""
     ids = byte_ids(found.tokenizer, text)
     assert len(ids) == len(text.encode())
     stream = TextStream(found.tokenizer, found.tokenizer.encode("x = ").ids)
@@ -267,14 +267,14 @@ def test_a_character_is_shown_once_it_is_whole(text: str, found: FoundTokenizer)
 
 
 def test_a_character_that_never_becomes_whole_is_left_out(found: FoundTokenizer) -> None:
-    """Catches the replacement character at the end of a text that was cut by its length."""
+    """Catches the replacement character at the end of a text that the length limit cut."""
     stream = TextStream(found.tokenizer, [])
     shown = "".join(stream.push(token) for token in byte_ids(found.tokenizer, "ok 🚀")[:-1])
     assert shown + stream.end() == "ok "
 
 
 def test_any_tokens_give_the_text_of_the_whole(found: FoundTokenizer) -> None:
-    """Catches text that is lost, doubled or reordered where a model writes bytes that are no characters."""
+    """Catches text that is lost, duplicated or reordered if a model generates bytes that are not valid UTF-8."""
     draw = random.Random(0)
     for _ in range(300):
         prompt = found.tokenizer.encode("".join(draw.choices("aé漢🚀 \n", k=draw.randrange(8)))).ids
@@ -287,7 +287,7 @@ def test_any_tokens_give_the_text_of_the_whole(found: FoundTokenizer) -> None:
 
 
 def test_completions_come_in_order_whatever_the_batch(found: FoundTokenizer) -> None:
-    """Catches completions in the order in which they end, and a batch size that changes them."""
+    """Catches completions in the order in which they end, and ones that depend on the batch size."""
     prompts = ["def", "", "return softmax(query", "x", "🚀"]
     sampling = Sampling(temperature=1.0, seed=3)
     together = all_of(generator(found, sampling, 40), prompts)
@@ -297,7 +297,7 @@ def test_completions_come_in_order_whatever_the_batch(found: FoundTokenizer) -> 
 
 
 def test_streamed_text_is_the_completion(found: FoundTokenizer) -> None:
-    """Catches pieces that differ from what a batch writes, and speed that counts something else."""
+    """Catches streamed text that differs from batched completions, and a speed that counts other tokens."""
     made, speed = generator(found), GenerationSpeed()
     steps = list(made.complete([made.prompt("def attention")], [0], speed))
     done = steps[-1][2]
@@ -308,7 +308,7 @@ def test_streamed_text_is_the_completion(found: FoundTokenizer) -> None:
 
 
 def test_the_end_of_document_is_not_text(found: FoundTokenizer) -> None:
-    """Catches the end token in the text, one that is not the dataset's, and `none` that still stops."""
+    """Catches the end token in the text, an end token that the tokenizer lacks, and `none` that still stops."""
     free = all_of(generator(found, end="none"), ["def"])[0]
     assert free.stop is Stop.length and free.tokens == 20
     ids = found.tokenizer.encode(free.text, add_special_tokens=False).ids
@@ -321,7 +321,7 @@ def test_the_end_of_document_is_not_text(found: FoundTokenizer) -> None:
 
 
 def test_empty_prompt_begins_a_document(found: FoundTokenizer) -> None:
-    """Catches a crash on no tokens: a document begins after the end of another."""
+    """Catches a crash on an empty prompt: a document follows another's end token."""
     made = generator(found)
     assert made.prompt("").ids == [0]
     assert all_of(made, [""])[0].tokens > 0
@@ -330,7 +330,7 @@ def test_empty_prompt_begins_a_document(found: FoundTokenizer) -> None:
 
 
 def test_prompts_that_cannot_be_read(found: FoundTokenizer) -> None:
-    """Catches tracebacks for bytes that are no text and for prompts beyond learned positions."""
+    """Catches tracebacks for invalid UTF-8 and for prompts longer than the learned positions."""
     with pytest.raises(ConfigError, match="is not valid UTF-8 at character 1"):
         generator(found).prompt("a\udcff")
     learned = TextGenerator(hot_model(model_config(Position.learned)), found, GREEDY, 20)
@@ -339,7 +339,7 @@ def test_prompts_that_cannot_be_read(found: FoundTokenizer) -> None:
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(found: FoundTokenizer, tmp_path: Path) -> None:
-    """Catches an index error on the first rare token."""
+    """Catches an index error on the first token that the model lacks."""
     larger = find_tokenizer([write_dataset(tmp_path, vocab_size=305)], None)
     with pytest.raises(DataError, match="has 305 tokens and the model 302"):
         generator(larger)

@@ -1,4 +1,4 @@
-"""Rows of tokens on the engines that train, held to the unsharded model, and the tokens that they read."""
+"""Scoring of token rows on training engines against the unsharded model, and the count of tokens read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from megads.tools.verify.scenario import Scenario, hot_value
 from tests.distributed import run_ranks
 
 SCENARIO = Scenario(
-    # A vocabulary that two ranks do not divide, and a fourth of which is one rank's padding.
+    # Two ranks do not divide this vocabulary evenly: one of them holds a padding row.
     model=ModelConfig(
         num_layers=4, hidden_size=32, num_heads=4, vocab_size=37, max_seq_len=16, position=Position.learned
     ),
@@ -62,7 +62,7 @@ def one_by_one() -> list[ScoredRow]:
 
 
 def score_in(layouts: dict[str, dict[str, Any]]) -> dict[str, list[ScoredRow]]:
-    """On one rank; only the first asks."""
+    """Scores the rows in each layout; returns scores on the first rank only."""
     found = {}
     for name, sizes in layouts.items():
         parallel = ParallelConfig(**{"zero_stage": 1, "bucket_elements": 4096, **sizes})
@@ -71,7 +71,7 @@ def score_in(layouts: dict[str, dict[str, Any]]) -> dict[str, list[ScoredRow]]:
         with scorer.served() as asks:
             if asks:
                 found[name] = scorer.score(rows())
-                # Twice: nothing of the first pass is left.
+                # Twice, to catch state left over from the first pass.
                 assert scorer.score(rows()) == found[name]
         del engine
     return found
@@ -79,7 +79,7 @@ def score_in(layouts: dict[str, dict[str, Any]]) -> dict[str, list[ScoredRow]]:
 
 @pytest.mark.distributed
 def test_engines_that_train_score_as_the_unsharded_model() -> None:
-    """Catches scores of one chunk, stage or share of the vocabulary, rows of another rank, and a mask that is lost."""
+    """Catches scores of only one chunk, stage or vocabulary shard, rows of another rank, and a lost mask."""
     first, second = run_ranks(score_in, 2, LAYOUTS)
     assert second == {} and set(first) == set(LAYOUTS)
     for name, scores in first.items():
@@ -89,7 +89,7 @@ def test_engines_that_train_score_as_the_unsharded_model() -> None:
 
 
 def test_batches_change_nothing() -> None:
-    """Catches padding that is scored, rows in the wrong order, and labels that are off by one."""
+    """Catches scored padding, rows in the wrong order, and labels that are off by one."""
     for batching in (Batching(3, 16), Batching(2, 16, unit=4), Batching(1, 16, lengths=(4, 8, 16))):
         found = Scorer(ModelScoringEngine(model()), SCENARIO.model, batching).score(rows())
         for ours, wanted in zip(found, one_by_one(), strict=True):
@@ -98,7 +98,7 @@ def test_batches_change_nothing() -> None:
 
 
 def test_damaged_weights_are_told() -> None:
-    """Catches NaN in the results."""
+    """Catches NaN weights that are not reported as an error."""
     broken = model()
     with torch.no_grad():
         next(iter(broken.parameters())).fill_(float("nan"))
@@ -107,7 +107,7 @@ def test_damaged_weights_are_told() -> None:
 
 
 def test_continuations_agree() -> None:
-    """Catches a cache that is left from before, and a row that takes the place of another one that ended."""
+    """Catches a stale KV cache, and a row that continues with the cache of another one that ended."""
     prompts = [row.ids[:5] for row in rows((7, 9, 8))]
     scorer = Scorer(ModelScoringEngine(model()), SCENARIO.model, Batching(2, 16))
     greedy = Sampling(temperature=0.0)
@@ -129,7 +129,7 @@ def test_continuations_agree() -> None:
 @pytest.mark.parametrize("lengths", [(), (8, 16)])
 @pytest.mark.parametrize("dp", [1, 2])
 def test_the_counter_counts_what_is_read(lengths: tuple[int, ...], dp: int) -> None:
-    """Catches an evaluation that takes longer than a validation because its filling was not counted."""
+    """Catches padding that is not counted, so that an evaluation takes longer than planned."""
     read: list[int] = []
 
     class Watched(ModelScoringEngine):
@@ -138,14 +138,14 @@ def test_the_counter_counts_what_is_read(lengths: tuple[int, ...], dp: int) -> N
             return super().score(micro_batches, num_rows)
 
     scorer = Scorer(Watched(model()), SCENARIO.model, Batching(2, 16, lengths=lengths))
-    # Of one rank of several: the rows of the others are as many.
+    # As on one of several ranks, each with the same number of rows.
     scorer._dp = dp
     alone, counter = scorer.counting()
     alone.score(rows())
     assert counter.tokens % dp == 0
     if dp == 1:
         scorer.score(rows())
-        # The last pass of a single process is not filled up.
+        # A single process does not pad its last pass.
         assert 0 <= counter.tokens - sum(read) < 2 * 16 * (2 if lengths else 1)
 
 
@@ -158,8 +158,8 @@ def likeliest_on_ranks(logits: torch.Tensor) -> list[int]:
 
 @pytest.mark.distributed
 def test_the_first_of_equally_likely_tokens_counts() -> None:
-    """Catches padding that is taken for a token, and two ranks that each name their own."""
-    # Two rows of the vocabulary a rank, the last of which is padding.
+    """Catches padding chosen as a token, and ranks that each return a different token."""
+    # Two rows of the vocabulary per rank; the last row is padding.
     logits = torch.tensor([[[1.0, 2.0, 2.0, 9.0], [0.0, 0.0, 3.0, 9.0], [5.0, 5.0, 5.0, 9.0]]])
     assert run_ranks(likeliest_on_ranks, 2, logits) == [[1, 2, 0]] * 2
     assert likeliest_tokens(logits, 3, Axis(0, (0,), None))[0].tolist() == [1, 2, 0]

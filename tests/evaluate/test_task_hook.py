@@ -1,4 +1,4 @@
-"""lm-eval's tasks in mid-run, on the ranks that train."""
+"""lm-eval tasks during training, on the training ranks."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def lines_of(run_dir: Path) -> list[dict[str, Any]]:
 def test_in_mid_run(
     tasks: Path, megads: StartCommand, layout: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a rank that waits for ever, steps that differ from those of a run without tasks, values that are not
-    those of the checkpoint, and results that the console or the report does not show."""
+    """Catches a rank that hangs, losses that differ from those of a run without tasks, scores that are not those of the
+    checkpoint, and results that the console or the report does not show."""
     prefix = write_dataset(megads.folder / "data")
     given = [
         *small_model(
@@ -117,7 +117,7 @@ def test_in_mid_run(
 
 @pytest.mark.distributed
 def test_bad_tasks_are_refused_before_anything_starts(tasks: Path, megads: StartCommand) -> None:
-    """Catches ranks that find out after minutes, and a run directory of a start that was refused."""
+    """Catches bad tasks that only fail on the ranks after minutes, and a run directory of a refused start."""
     prefix = write_dataset(megads.folder / "data")
     given = [*small_model(prefix, train__steps=2), f"evaluation.tasks_folder={megads.folder / 'data'}"]
     refused = megads("train", *given, "evaluation.tasks=[choose]", "run.id=refused").end()
@@ -135,13 +135,13 @@ def counted(tasks: Path, prefix: Path, most_tokens: int | None, limit: int | Non
 
 
 def test_as_many_documents_as_a_validation_takes(tasks: Path, tmp_path: Path) -> None:
-    """Catches completions that count as one pass, a budget that each task takes for itself, and a lost limit."""
+    """Catches completions that count as one forward pass, a budget that every task takes in full, and a lost limit."""
     prefix = write_dataset(tmp_path / "data")
     assert counted(tasks, prefix, None) == {"choose": 40, "go_on": 40}
     assert counted(tasks, prefix, None, limit=7) == {"choose": 7, "go_on": 7}
     few, many = counted(tasks, prefix, 1024), counted(tasks, prefix, 2048)
-    # A pass reads 64 tokens: two choices of two documents, or one of three tokens of two documents, whose next is read
-    # in a pass of its own.
+    # A forward pass reads 64 tokens: two choices of two documents, or one of the three tokens that two documents
+    # generate, each in a pass of its own.
     assert 0 < few["go_on"] < few["choose"] < 40
     assert few["choose"] <= 1024 // 2 // 32 and few["go_on"] <= 1024 // 2 // 32 // 3 + 1
     assert all(many[name] >= few[name] for name in few) and many != few
@@ -151,7 +151,7 @@ def test_as_many_documents_as_a_validation_takes(tasks: Path, tmp_path: Path) ->
 
 
 def test_lines_of_tasks_are_shown() -> None:
-    """Catches a line that is drawn as a validation, and errors of metrics in the console."""
+    """Catches task results that are shown as a validation, and standard errors of metrics in the console."""
     line = {"step": 7, "samples": 3, "eval/a/acc": 0.5, "eval/a/acc_stderr": 0.1, "eval/a/documents": 9}
     assert render_validation(line) == "tasks at step 7 | a/acc 0.5"
     assert numbers(line) == {"eval/a/acc": 0.5, "eval/a/acc_stderr": 0.1, "eval/a/documents": 9.0}
@@ -159,7 +159,7 @@ def test_lines_of_tasks_are_shown() -> None:
 
 
 def test_an_evaluation_that_a_kill_prevented_is_made_up_for(tasks: Path, tmp_path: Path) -> None:
-    """Catches a step without its line after a resume, a line that is written twice, and a step that is not due."""
+    """Catches a due evaluation that is missing after a resume, one that is written twice, and one that is not due."""
     prefix = write_dataset(tmp_path / "data")
     tokenizer = load_tokenizer(f"{prefix}.tokenizer.json")
     found = FoundTokenizer(tokenizer, prefix, TOKENS, tokenizer.token_to_id("<|endoftext|>"), verified=True)

@@ -1,4 +1,4 @@
-"""When and how a run validates, with a real model behind the engine's interface."""
+"""When and how a run validates, with a real bigram model behind the engine's interface."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.distributed import run_ranks
 
 
 class BigramEngine:
-    """Predicts the next token from a table of logits; the one part of an engine that validation calls."""
+    """Predicts the next token from a table of logits; implements only the part of an engine that validation calls."""
 
     device = torch.device("cpu")
 
@@ -86,7 +86,7 @@ def validated_steps(run_dir: Path) -> list[int]:
 
 
 def test_loss_is_the_token_mean_of_the_whole_set(tmp_path: Path) -> None:
-    """Catches a mean of batch means, and an incomplete last batch left out (N10)."""
+    """Catches a mean of batch means, and an incomplete last batch that is left out (N10)."""
     hook(tmp_path, total_steps=4).on_step(info(4))
     whole = BigramEngine().evaluate(micro_batches())
     [line] = read_json_lines(tmp_path / METRICS_FILE)
@@ -97,8 +97,8 @@ def test_loss_is_the_token_mean_of_the_whole_set(tmp_path: Path) -> None:
 
 
 def test_the_average_has_a_loss_of_its_own(tmp_path: Path) -> None:
-    """Catches the loss of the weights under the name of their average, and one that is written without being asked
-    for."""
+    """Catches a loss of the current weights reported as that of their average, and an average loss that was not
+    requested."""
     config, metrics = EvaluationConfig(average=True), MetricsWriter(tmp_path, enabled=True)
     engine: Any = BigramEngine()
     ValidationHook(engine, passes, "main", lambda: 2.5, config, 4, metrics).on_step(info(4))
@@ -144,7 +144,7 @@ def test_the_next_stage_validates_where_one_ends(tmp_path: Path) -> None:
 
 
 def test_a_validation_that_a_kill_prevented_is_made_up_for(tmp_path: Path) -> None:
-    """Catches a line that is missing for ever, one that is written twice, and ranks that disagree: only one knows."""
+    """Catches a missing metrics line, one written twice, and ranks that disagree: only one reads the metrics."""
     assert run_ranks(_resume_at_steps, 2, tmp_path) == [[], []]
     assert validated_steps(tmp_path) == [2, 5]
 
@@ -171,7 +171,7 @@ def _resume_at_steps(run_dir: Path) -> list[str]:
 
 
 def test_empty_set_is_refused(tmp_path: Path) -> None:
-    """Catches a division by zero where a message should be."""
+    """Catches a division by zero in place of an error message."""
     metrics = MetricsWriter(tmp_path, enabled=True)
     validation = ValidationHook(BigramEngine(), lambda: iter([]), "main", lambda: 2.5, EvaluationConfig(), 5, metrics)  # type: ignore[arg-type]
     with pytest.raises(DataError, match="'main' has no token"):
@@ -179,7 +179,7 @@ def test_empty_set_is_refused(tmp_path: Path) -> None:
 
 
 def test_perplexity_of_a_huge_loss() -> None:
-    """Catches a crash of a diverged run at exp(1000)."""
+    """Catches an overflow at exp(1000) that crashes a diverged run."""
     assert perplexity(1000.0) == math.inf
 
 
@@ -191,7 +191,7 @@ def test_ranges_of_positions() -> None:
 
 
 def test_losses_by_position_are_written(tmp_path: Path) -> None:
-    """Catches a loss of the set that is another one where it is asked for by position."""
+    """Catches a validation loss that changes if losses by position are requested."""
 
     class Positions(BigramEngine):
         def losses_by_position(self, micro_batches: Sequence[MicroBatch], positions: int) -> torch.Tensor:

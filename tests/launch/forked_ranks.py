@@ -1,4 +1,4 @@
-"""What forked ranks do in the server's tests."""
+"""What forked ranks run in the fork server's tests."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What stand-in ranks do in the launcher's tests: each is named as module:function on the rank's command line.
+"""Bodies of stand-in ranks in the launcher's tests: each is named as module:function on the rank's command line.
 
-Only those that need torch import it: it is most of the time of a start.
+Only those that need torch import it: the import is most of the time of a start.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def fail_with_a_bug_while_a_peer_is_stopped(config: RootConfig, run_dir: Path) -
 
 
 def wait_in_a_collective(config: RootConfig, run_dir: Path) -> int:
-    """Rank 1 never comes; every rank leaves its pid."""
+    """Runs an all-reduce that rank 1 does not join for 60 s; every rank writes its pid."""
     import torch
     import torch.distributed as dist
 
@@ -90,7 +90,7 @@ def step_twice(config: RootConfig, run_dir: Path) -> int:
 
 
 def step_as_planned(config: RootConfig, run_dir: Path) -> int:
-    """Writes what a run of train.steps steps writes, and goes on from the last checkpoint; 20 steps a second."""
+    """Writes what a run of train.steps steps writes, at 20 steps a second; resumes from the last checkpoint."""
     saved = [
         event["step"] for event in read_json_lines(run_dir / "events.jsonl") if event["event"] == "checkpoint_saved"
     ]
@@ -132,7 +132,7 @@ def step_as_planned(config: RootConfig, run_dir: Path) -> int:
 
 
 def beat_until_stopped(config: RootConfig, run_dir: Path) -> int:
-    """Two ranks that wait for each other in every step, as in training; each leaves its pid."""
+    """Runs an all-reduce with heartbeats in every step, as in training; each rank writes its pid."""
     import torch
     import torch.distributed as dist
 
@@ -150,7 +150,7 @@ def beat_until_stopped(config: RootConfig, run_dir: Path) -> int:
 
 
 def hold_the_interpreter(config: RootConfig, run_dir: Path) -> int:
-    """Rank 1 calls native code that never gives Python's global lock back; rank 0 waits for it."""
+    """Rank 1 calls native code that does not release the GIL; rank 0 waits for it in an all-reduce."""
     import torch
     import torch.distributed as dist
 
@@ -165,7 +165,7 @@ def hold_the_interpreter(config: RootConfig, run_dir: Path) -> int:
 
 
 def meet_until_told(config: RootConfig, run_dir: Path) -> int:
-    """Opens a world as training does, rank 1 when `late` is there, and talks in it until `go` is there."""
+    """Opens a world as training does, on rank 1 once `late` exists, and communicates in it until `go` exists."""
     import torch
 
     from megads.runtime.distributed import world

@@ -1,4 +1,4 @@
-"""A launcher over stand-in ranks, as a program: its signals, what it shows and what it tells the trackers are real.
+"""A launcher of stub ranks, as a program; its signals, its console and its trackers are real.
 
 `python -m tests.launch.small_launch <run_dir> <body>`; the run directory holds a frozen config, the bodies are in
 rank_bodies.
@@ -21,7 +21,7 @@ from megads.runtime.lease import claimed
 
 
 def main() -> None:
-    """Ends with the launcher's exit code."""
+    """Exits with the launcher's exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("body")
@@ -40,7 +40,7 @@ def main() -> None:
         flush_s=config.logging.flush_s,
         heartbeat_timeout_s=config.cluster.heartbeat_timeout_s,
     )
-    # As start_run has it.
+    # As in start_run.
     progress.configure(quiet=False, plain_on_stdout=True)
     scheduler = Scheduler(deadline=Deadline(run_dir, None, lambda: None, None, config.run.stop_timeout_s))
     try:

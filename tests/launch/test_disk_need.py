@@ -1,4 +1,4 @@
-"""What a dry run says of the disk, against what a run writes."""
+"""The disk space that a dry run predicts, against what a run writes."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def files_in(folder: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_run_writes_what_was_said(megads: StartCommand) -> None:
-    """Catches optimizer state that is forgotten or counted twice, replicas that are counted, a vocabulary that is not
-    the tokenizer's, and prepared data that is measured without its tokenizer."""
+    """Catches optimizer state that is omitted or counted twice, replicas that are counted, a vocabulary that is not the
+    tokenizer's, and prepared data that is measured without its tokenizer."""
     (megads.folder / "text.txt").write_text("".join(f"Line {number} of a text.\n" for number in range(30_000)))
     command = (
         *("train", "data.raw=text.txt", "tokenizer.vocab_size=4096", "train.steps=3", "checkpoint.every_steps=1"),
@@ -64,23 +64,23 @@ def test_a_run_writes_what_was_said(megads: StartCommand) -> None:
     ],
 )
 def test_checkpoints_at_the_same_time(keep: int, every: int, steps: int, there: list[int], most: int) -> None:
-    """Catches the checkpoint that is being written while the old ones are still there, and the last one left out or
-    counted twice."""
+    """Catches a count without the checkpoint that is written while the old ones still exist, and the last one omitted
+    or counted twice."""
     config = RootConfig()
     config.checkpoint.keep, config.checkpoint.every_steps, config.train.steps = keep, every, steps
     assert disk_need._max_on_disk(config, dict.fromkeys(there, Path())) == most
 
 
 def test_checkpoints_that_stay_for_good() -> None:
-    """Catches checkpoints that are kept for their step or their loss and not counted, or counted twice, and those of
-    earlier starts: a run whose losses are the worst for the disk has as many at the same time as was said."""
+    """Catches checkpoints kept for their step or their loss, or of earlier starts, that are not counted, or counted
+    twice: a run whose losses are the worst case for the disk has exactly the predicted maximum."""
     draw = random.Random(3)
     for _ in range(300):
         config, every = RootConfig(), draw.randint(1, 3)
         config.train.steps, config.checkpoint = draw.randint(1, 30), CheckpointConfig(every, draw.randint(1, 3))
         config.checkpoint.keep_every, config.checkpoint.keep_best = every * draw.randint(0, 3), draw.randint(0, 3)
         multiple = config.checkpoint.keep_every
-        # The first ones are the best, but for those that stay for their step.
+        # Earlier steps have lower losses, except those that are kept for their step.
         losses = {step: float(step) + (1000 if multiple and not step % multiple else 0) for step in range(1, 31)}
         keep = config.checkpoint.retention(losses, newest_is_proven=False)
         start, said, most, there = draw.randint(0, config.train.steps - 1), 0, 0, dict[int, int]()
@@ -111,8 +111,8 @@ def test_checkpoints_that_stay_for_good() -> None:
     ],
 )
 def test_warnings(changes: dict[str, int], said: str) -> None:
-    """Catches a full disk without a word, checkpoints that are there already and are asked for again, and data on
-    another disk that is counted on the run's."""
+    """Catches a full disk without a warning, existing checkpoints that are counted again, and data on another disk that
+    is counted on the run's."""
     need = dataclasses.replace(NEED, **changes)
     assert said in need.warning and bool(said) == bool(need.warning)
     assert "a checkpoint 10.0 MiB, 3 at the same time 30.0 MiB (checkpoint.keep = 2); prepared data" in str(need)

@@ -1,4 +1,4 @@
-"""What a dry run warns of: a table of plans, and the command itself."""
+"""Warnings of a dry run: a table of configs, and the command itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.fork_server import ForkServer
 
 
 def plan(**changes: Any) -> RootConfig:
-    """A plan of 200 steps of 8 samples that nothing is wrong with, and changes to it; `__` stands for a dot."""
+    """A config of 200 steps of 8 samples without warnings, with changes; `__` stands for a dot."""
     config = RootConfig()
     values = {
         "train__steps": 200, "train__seq_len": 1024, "model__max_seq_len": 2048, "model__vocab_size": 1000,
@@ -35,7 +35,7 @@ def plan(**changes: Any) -> RootConfig:
         ({}, None, ""),
         ({"train__seq_len": 513}, 1000, ""),
         ({"train__seq_len": 512}, 1000, "train.seq_len = 512 is far below model.max_seq_len = 2,048"),
-        # Padded, or with ids to spare: GPT-2's 50,304 and BLOOM's 250,880 rows.
+        # Padded, or with unused ids: GPT-2's 50,304 and BLOOM's 250,880 rows.
         ({"model__vocab_size": 50304}, 50257, ""),
         ({"model__vocab_size": 250880}, 250680, ""),
         ({"model__vocab_size": None}, 700, ""),
@@ -60,7 +60,7 @@ def plan(**changes: Any) -> RootConfig:
     ],
 )
 def test_plans(changes: dict[str, Any], tokenizer_tokens: int | None, said: str) -> None:
-    """Catches a plan that looks wrong and is not said, and one that is as it should be and is."""
+    """Catches a suspicious config without a warning, and a good one with a warning."""
     warnings = plan_warnings(plan(**changes), tokenizer_tokens)
     assert len(warnings) == bool(said), warnings
     assert said in "".join(warnings)
@@ -83,14 +83,14 @@ LONGER = "was planned to end at 800 samples, and now ends at 1,600: at step 51 t
     ],
 )  # fmt: skip
 def test_runs_that_go_on(before: dict[str, Any], now: dict[str, Any], step: int, said: str) -> None:
-    """Catches a rate that jumps up where a run is made longer, and a command that trains nothing, without a word."""
+    """Catches no warning of a learning rate that jumps when a run is extended, or of a command that trains nothing."""
     warnings = plan_warnings(plan(**now), 1000, LastStart(step, plan(**before)))
     assert len(warnings) == bool(said), warnings
     assert said in "".join(warnings)
 
 
 def test_a_dry_run_says_them(tmp_path: Path, fork_server: ForkServer) -> None:
-    """Catches warnings that nobody prints, and a dry run that does not look at the run's own last start."""
+    """Catches warnings that are not printed, and a dry run that ignores the run's own last start."""
     (tmp_path / "a.txt").write_text("A line of text, and one more.\n" * 200)
     command = (
         "train",

@@ -1,4 +1,4 @@
-"""Evidence of processes that really hang: what each can still say, bounded in time, and never in the way."""
+"""Tests the evidence from processes that really hang: its content, its time limit, and that it blocks nothing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ with heartbeat(folder, rank):
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[dict[int, subprocess.Popen[bytes]]]:
-    """One that sleeps, one whose interpreter native code holds, one that is stopped, one that never could answer."""
+    """One that sleeps, one whose native code holds the GIL, one that is stopped, one that cannot answer requests."""
     folder = tmp_path / "heartbeats"
     folder.mkdir()
     started = {
@@ -67,8 +67,8 @@ def collect(run_dir: Path, ranks: dict[int, subprocess.Popen[bytes]]) -> Evidenc
 
 
 def test_what_hung_ranks_can_say(tmp_path: Path, ranks: dict[int, subprocess.Popen[bytes]]) -> None:
-    """Catches a rank that is ended by the question, stacks that need the interpreter, a stopped process that holds up
-    all evidence, and stacks of an earlier request taken for new ones."""
+    """Catches a rank that the request terminates, stacks that need the interpreter, a stopped process that blocks all
+    evidence, and stacks of an earlier request reported as new."""
     rank_log_path(tmp_path, 0).parent.mkdir()
     rank_log_path(tmp_path, 0).write_text("x" * 100_000 + "\nthe last line\n")
     begin = time.monotonic()
@@ -89,7 +89,7 @@ def test_what_hung_ranks_can_say(tmp_path: Path, ranks: dict[int, subprocess.Pop
 
 
 def test_evidence_that_cannot_be_written(tmp_path: Path, ranks: dict[int, subprocess.Popen[bytes]]) -> None:
-    """Catches a run that is not started again because its disk took no evidence."""
+    """Catches a run that is not restarted because its evidence cannot be written."""
     (tmp_path / "evidence").write_text("in the way")
     assert collect(tmp_path, ranks).finished
 
@@ -97,7 +97,7 @@ def test_evidence_that_cannot_be_written(tmp_path: Path, ranks: dict[int, subpro
 def test_evidence_that_takes_too_long(
     tmp_path: Path, ranks: dict[int, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a restart that waits for a disk or a driver that does not answer."""
+    """Catches a restart that waits for a disk or a driver that does not respond."""
     monkeypatch.setattr(evidence, "LIMIT_S", 0.3)
     monkeypatch.setattr(evidence, "_tail", lambda _: time.sleep(2))
     begin = time.monotonic()
@@ -106,7 +106,7 @@ def test_evidence_that_takes_too_long(
 
 
 def test_tools_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches evidence that ends with a tool that is missing, fails, or does not end."""
+    """Catches evidence that is aborted by a tool that is missing, fails, or hangs."""
     tool = tmp_path / "dmesg"
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(evidence, "_TOOL_TIMEOUT_S", 0.3)
@@ -122,6 +122,6 @@ def test_tools_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_rank_that_cannot_answer_yet_is_not_asked(tmp_path: Path) -> None:
-    """Catches a rank ended in its first moments by a signal that it has no handler for."""
+    """Catches a rank killed during its start by a signal for which it has no handler yet."""
     assert not stacks_path(tmp_path, 0).exists()
     evidence.ask_ranks(tmp_path, {0: os.getpid()})

@@ -1,4 +1,4 @@
-"""Hangs by simulated clocks: none is seen in days of noisy steps, a real one within seconds, and the right rank."""
+"""Hang detection on a simulated clock: no false alarms over days, real hangs found in time, the right rank blamed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Phases = Iterator[tuple[int, str, float]]
 def watch(
     phases: Phases, detector: HangDetector, until_s: float, ranks: int = 1
 ) -> tuple[float, tuple[RankPosition, ...]]:
-    """Looks every half second at ranks that go through the same phases; returns the time of the first hang seen."""
+    """Looks every half second at ranks in the same phases; returns the time and ranks of the first detected hang."""
     began_s, (step, phase, duration_s) = 0.0, next(phases)
     look, changes_s, last = 0, 0.0, (0, "")
     while (now := look * INTERVAL_S) < until_s:
@@ -37,7 +37,7 @@ def watch(
 
 
 def steps(duration: Callable[[random.Random], float], seed: int = 0) -> Phases:
-    """A run: opening, a first step that compiles, then steps with their data, hooks, saves and validations."""
+    """Phases of a run: startup, a first step that compiles, then steps with data, hooks, saves and validations."""
     noise = random.Random(seed)
     yield 0, "building the engine", 40.0
     step = 0
@@ -53,7 +53,7 @@ def steps(duration: Callable[[random.Random], float], seed: int = 0) -> Phases:
         if step % 500 == 0:
             for batch in range(20):
                 yield step, f"validating, batch {batch + 1}/20", 0.3 * noise.lognormvariate(0, 0.5)
-            yield step, "PluginHook", 100.0  # works for minutes, at some steps only
+            yield step, "PluginHook", 100.0  # takes minutes, at some steps only
         else:
             yield step, "PluginHook", 0.0
 
@@ -83,7 +83,7 @@ def slow(noise: random.Random) -> float:
     [heavy_tailed, *(pytest.param(one, marks=pytest.mark.slow) for one in (even, rarely_ten_times, fast, slow))],
 )
 def test_no_false_alarm_in_a_day(duration: Callable[[random.Random], float]) -> None:
-    """Catches a run that is killed because of a slow step, a garbage collection, a slow file system, a first step that
+    """Catches a run killed because of a slow step, a garbage collection, a slow file system, a first step that
     compiles, or a hook that works at some steps only."""
     assert watch(steps(duration), HangDetector(DEFAULTS), DAY_S) == (DAY_S, ())
 
@@ -98,7 +98,7 @@ def then_hang(before: Phases, at_step: int, in_phase: str) -> Phases:
     [(even, 30, 25.0), (fast, 200, 25.0), (rarely_ten_times, 5000, 80.0), (slow, 400, 490.0), (even, 12, 30.0)],
 )
 def test_a_hang_is_seen(duration: Callable[[random.Random], float], at_step: int, within_s: float) -> None:
-    """Catches a limit that a few slow steps, or the first one, raise beyond use."""
+    """Catches a limit that a few slow steps, or the first step, raise so far that hangs are missed."""
     hung_at = next_start = 0.0
     for _step, _phase, duration_s in then_hang(steps(duration), at_step, ENGINE_STEP):
         if duration_s > DAY_S:
@@ -112,7 +112,7 @@ def test_a_hang_is_seen(duration: Callable[[random.Random], float], at_step: int
 
 
 def test_a_limit_needs_something_to_compare_with() -> None:
-    """Catches a first save, or a phase seen once or twice, that is taken to hang because a step is short."""
+    """Catches a first save, or a phase seen once or twice, taken for a hang because steps are short."""
     limits = PhaseLimits(DEFAULTS)
     assert limits.limit_s("saving") == UNKNOWN_S
     for duration_s in (10.0, 11.0):
@@ -131,7 +131,7 @@ def test_a_limit_needs_something_to_compare_with() -> None:
 
 
 def test_phases_too_short_to_be_met() -> None:
-    """Catches a hang that is overlooked because its hook never lasted long enough for a look to meet it."""
+    """Catches a missed hang in a hook that was always too short to be observed before."""
     limits = PhaseLimits(DEFAULTS)
     assert limits.limit_s("MetricsHook") == limits.limit_s(LOADING_DATA) == UNKNOWN_S, "the run may only be opening"
     for _ in range(3):
@@ -141,7 +141,7 @@ def test_phases_too_short_to_be_met() -> None:
 
 
 def test_patience_after_what_may_have_been_no_hang() -> None:
-    """Catches a run that is restarted at the same slow hook without end."""
+    """Catches endless restarts at the same slow hook."""
     limits = PhaseLimits(HangSettings(20.0, 480.0, patience=4.0))
     for _ in range(1000):
         limits.learn("PluginHook", 0.25)
@@ -161,19 +161,19 @@ WAITING = RankPosition(0, 6, ENGINE_STEP, 30.0)
     ids=["a-step-behind", "an-earlier-phase", "in-a-save"],
 )
 def test_who_is_waited_for(culprit: RankPosition) -> None:
-    """Catches blame on the rank that waits: it may be as long in its collective as the other in what it does."""
+    """Catches blame on a waiting rank, which may be in its collective as long as the culprit is in its phase."""
     assert furthest_behind([WAITING, culprit, RankPosition(2, 6, ENGINE_STEP, 31.0)]) == [culprit]
 
 
 def test_of_hooks_the_one_entered_first() -> None:
-    """Catches a rank blamed that waits in a hook's collective for one that never left the hook before."""
+    """Catches blame on a rank that waits in a hook's collective for one that is stuck in an earlier hook."""
     stuck = RankPosition(1, 5, "FirstHook", 30.0)
     assert furthest_behind([RankPosition(0, 5, "SecondHook", 20.0), stuck]) == [stuck]
     assert furthest_behind([]) == []
 
 
 def test_ranks_that_wait_for_a_legitimate_one() -> None:
-    """Catches ranks killed because they wait in a collective for one that saves, which takes as long as it may."""
+    """Catches ranks killed because they wait in a collective for a rank whose save is within its limit."""
     detector = HangDetector(HangSettings(2.0))
     for number in range(40):
         for rank_phase in (LOADING_DATA, ENGINE_STEP):
@@ -184,7 +184,7 @@ def test_ranks_that_wait_for_a_legitimate_one() -> None:
 
 
 def test_a_debugged_rank_is_left_alone() -> None:
-    """Catches a rank killed under the hands of whoever looks for its bug."""
+    """Catches a rank that is killed while a debugger has stopped it."""
     detector = HangDetector(HangSettings(2.0))
     for number in range(40):
         for phase in (LOADING_DATA, ENGINE_STEP):
@@ -196,7 +196,7 @@ def test_a_debugged_rank_is_left_alone() -> None:
 
 
 def test_time_without_heartbeats_teaches_nothing() -> None:
-    """Catches a rank that somebody stopped for ten minutes, after which hangs of ten minutes count as usual."""
+    """Catches a rank stopped for ten minutes, after which ten-minute hangs count as normal."""
     detector = HangDetector(HangSettings(2.0))
     for number in range(40):
         detector.look([RankPosition(0, number + 1, phase, 0.0) for phase in (LOADING_DATA,)])
@@ -208,7 +208,7 @@ def test_time_without_heartbeats_teaches_nothing() -> None:
 
 
 def test_kinds_of_phases() -> None:
-    """Catches a validation of a thousand batches, each a kind of its own about which nothing is known."""
+    """Catches validation batches that each count as a separate kind of phase, without known durations."""
     assert phase_kind("validating, batch 3/20") == phase_kind("validating, batch 12/20")
     assert phase_kind("validating, hellaswag, 1,024 of 10,042") == phase_kind("validating, hellaswag, 8 of 10,042")
     assert phase_kind("validating, batch 3") != phase_kind("validating, tasks")

@@ -1,4 +1,4 @@
-"""The launcher with real processes, torch's real agent and real signals; stand-in ranks are in rank_bodies."""
+"""Tests the launcher with real processes, torch's real agent and real signals; stub ranks are in rank_bodies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.distributed
 
 
 def test_more_ranks_than_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches two ranks that share a GPU, which NCCL refuses in words that nobody understands."""
+    """Catches two ranks that share a GPU, which NCCL refuses with an unclear error message."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ConfigError, match=r"= 3 ranks, but this machine has 2 GPUs: lower one of them"):
@@ -41,18 +41,18 @@ def alive(pid: int) -> bool:
 
 @pytest.mark.fault(25)
 def test_ranks_finish_with_equal_threads_and_logs_of_their_own(start: StartLauncher) -> None:
-    """Catches ranks that share the terminal, take every core each, or do not find each other."""
+    """Catches ranks that print to the terminal, use every core each, or do not form a process group."""
     launched = start("finish")
     code, out, err = launched.end()
     assert (code, err) == (0, "")
-    assert out in ("", "starting ranks\n"), "what ranks print belongs into their logs"  # said of a slow start
+    assert out in ("", "starting ranks\n"), "what ranks print belongs into their logs"  # shown if starting is slow
     logs = [(launched.run_dir / "logs" / f"rank_0000{rank}.log").read_text() for rank in range(2)]
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     assert all(f"sum 2 threads {threads}" in log for log in logs)
 
 
 def test_a_returned_code_lets_slow_peers_leave(start: StartLauncher) -> None:
-    """Catches the agent killing rank 1, still leaving, because rank 0 already ended with code 5."""
+    """Catches the agent killing rank 1 while it exits, because rank 0 has already exited with code 5."""
     launched = start("return_five_one_after_another")
     code, _, err = launched.end()
     assert (code, err) == (5, "")
@@ -60,7 +60,7 @@ def test_a_returned_code_lets_slow_peers_leave(start: StartLauncher) -> None:
 
 
 def test_the_failing_ranks_code_wins(start: StartLauncher) -> None:
-    """Catches torchrun's exit 1, blame on a peer that only lost the failing rank, and a peer left in its collective."""
+    """Catches torchrun's exit code 1, blaming a peer that only lost its connection, and a peer left in a collective."""
     launched = start("fail_on_rank_1_while_peers_wait", ranks=3)
     code, _, err = launched.end()
     assert code == 7
@@ -76,7 +76,7 @@ def test_the_failing_ranks_code_wins(start: StartLauncher) -> None:
 
 @pytest.mark.slow
 def test_a_stopped_peer_does_not_hold_up_the_end(start: StartLauncher) -> None:
-    """Catches waiting 30 s for a process that cannot answer SIGTERM, and blaming it for the SIGKILL it then got."""
+    """Catches waiting 30 s for a process that cannot handle SIGTERM, and blaming it for the SIGKILL it then gets."""
     launched = start("fail_with_a_bug_while_a_peer_is_stopped")
     failed = launched.run_dir / "logs" / "failure_00001.json"
     launched.wait_for(failed.exists)
@@ -111,7 +111,7 @@ def test_kill_nine_of_a_rank_is_named(start: StartLauncher) -> None:
 
 
 def test_no_orphan_survives_a_killed_launcher(start: StartLauncher) -> None:
-    """Catches ranks that train on, unseen: the agent starts them in sessions of their own."""
+    """Catches ranks that keep training after the launcher was killed: the agent starts each in its own session."""
     launched = start("step_until_stopped")
     launched.wait_for(lambda: (launched.run_dir / "metrics.jsonl").exists() and len(launched.rank_pids()) >= 2)
     pids = launched.rank_pids()
@@ -125,7 +125,7 @@ def test_no_orphan_survives_a_killed_launcher(start: StartLauncher) -> None:
 
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 5), (signal.SIGTERM, 6)])
 def test_first_signal_saves_and_stops(start: StartLauncher, number: signal.Signals, expected: int) -> None:
-    """Catches a signal that kills the ranks, is taken for another, or stays on disk for the next start."""
+    """Catches a signal that kills the ranks, is mistaken for another, or leaves a stop file for the next start."""
     launched = start("step_until_stopped")
     metrics = launched.run_dir / "metrics.jsonl"
     launched.wait_for(lambda: metrics.exists() and metrics.stat().st_size > 0)
@@ -140,12 +140,12 @@ def test_first_signal_saves_and_stops(start: StartLauncher, number: signal.Signa
 
 
 def test_a_run_that_cannot_be_asked_to_stop_is_killed(start: StartLauncher) -> None:
-    """Catches a signal that ends in a traceback, or that nobody answers, where the run directory takes no stop file."""
+    """Catches a signal that causes a traceback, or has no effect, if the stop file cannot be written."""
     launched = start("step_until_stopped")
     metrics = launched.run_dir / "metrics.jsonl"
     launched.wait_for(lambda: metrics.exists() and metrics.stat().st_size > 0)
     pids = launched.rank_pids()
-    # In the place of the file that the launcher would write: as real a refusal as that of a disk, and for root too.
+    # A folder in place of the file that the launcher writes: the write fails as on a full disk, for root too.
     (launched.run_dir / f"stop.{launched.process.pid}.partial").mkdir()
     launched.process.send_signal(signal.SIGTERM)
     code, out, err = launched.end()
@@ -189,7 +189,7 @@ def test_second_signal_kills_at_once(start: StartLauncher) -> None:
 
 
 def test_a_run_directory_in_use_is_refused(start: StartLauncher) -> None:
-    """Catches two launchers writing one run, and a lock that outlives its holder."""
+    """Catches two launchers writing to one run directory, and a lock that outlives its holder."""
     first = start("step_until_stopped", ranks=1)
     first.wait_for(lambda: (holder := current_holder(first.run_dir)) is not None and holder.pid == first.process.pid)
     code, _, err = start("finish", ranks=1).end()
@@ -201,14 +201,14 @@ def test_a_run_directory_in_use_is_refused(start: StartLauncher) -> None:
 
 
 def test_ranks_refuse_a_config_that_is_not_the_frozen_one(start: StartLauncher) -> None:
-    """Catches ranks that train another config than the launcher checked."""
+    """Catches ranks that train with another config than the launcher checked."""
     code, _, err = start("finish", "--digest", "0" * 64).end()
     assert code == 2
     assert "the launcher froze 00000000" in err
 
 
 def test_a_rank_that_cannot_start_is_reported(start: StartLauncher) -> None:
-    """Catches an import error that nobody sees."""
+    """Catches a startup error of a rank that is not reported."""
     launched = start("no_such_body")
     code, _, err = launched.end()
     assert code == 1
@@ -218,7 +218,7 @@ def test_a_rank_that_cannot_start_is_reported(start: StartLauncher) -> None:
 
 
 def test_a_fault_in_the_diagnosis_changes_nothing(start: StartLauncher) -> None:
-    """Catches a run whose exit code or message is lost because a log is no file, or holds anything at all."""
+    """Catches a diagnosis that loses the exit code or message because a log is not a regular file."""
     launched = start("fail_on_rank_1_while_peers_wait", ranks=3)
     log = launched.run_dir / "logs" / "rank_00000.log"
     launched.wait_for(log.exists)

@@ -1,4 +1,4 @@
-"""What an agent and the launcher say to each other, and how often."""
+"""Messages between a node agent and the launcher, and their frequency."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ sys.stdin.read()
 
 
 def test_an_agent_says_now_and_then_that_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches an agent that is taken for lost, one that asks the launcher at every look, and one that misses an order
-    because the connection that brings it was cut."""
+    """Catches an agent that is considered lost, one that contacts the launcher at every poll, and one that misses an
+    order because the connection that signals it was cut."""
     clock, said, ordered = itertools.count(1000.0, 0.1), list[dict[str, Any]](), [False]
     monkeypatch.setattr(node_agent, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     control: Any = SimpleNamespace(say=said.append, end_ordered=lambda: ordered[0])
@@ -48,11 +48,11 @@ def test_an_agent_says_now_and_then_that_it_is_there(monkeypatch: pytest.MonkeyP
 
 
 def test_an_agent_gets_the_part_of_its_node(tmp_path: Path) -> None:
-    """Catches an agent that starts another node's ranks, and one that starts any on a node that has none."""
+    """Catches an agent that starts another node's ranks, and one that starts ranks on a node that has none."""
     begun: list[NodePart] = []
 
     class Started(Exception):
-        """Far enough for this test."""
+        """Raised when the agent would start ranks."""
 
     def make_ranks(_part: NodePart, _control: ControlStore) -> Any:
         raise Started
@@ -72,12 +72,12 @@ def test_an_agent_gets_the_part_of_its_node(tmp_path: Path) -> None:
 
 
 def test_a_launcher_that_is_gone_is_noticed_at_the_report(tmp_path: Path) -> None:
-    """Catches an agent that ends in peace after a report that nobody got: its ranks fail at once when the launcher's
-    node is lost, before any look at the launcher, and the job would idle until its time limit."""
+    """Catches an agent that exits normally after a report that nobody received: its ranks fail at once when the
+    launcher's node is lost, before it polls the launcher, and the job would idle until its time limit."""
     launcher: subprocess.Popen[str] | None = None
 
     class Failing:
-        """Ranks whose failure is that of the launcher's node."""
+        """Ranks that fail because the launcher's node is lost."""
 
         failing = False
 

@@ -1,4 +1,4 @@
-"""The health check of nodes: verdicts as pure functions, and the check with real checkers, some of which go wrong."""
+"""The health check of nodes: verdicts as pure functions, and the check with real checkers, some of them faulty."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GOOD = Measured(("cpu",), (0.1,), (), 8e9, 1e11, 2e8, 2e9, 1e9, 0.001, 0.002, {}
 
 
 def problems_of(**changes: Any) -> list[str]:
-    """What is wrong with one node of five, the others being good."""
+    """Problems of one node of five; the others are healthy."""
     nodes = dict.fromkeys("abcd", GOOD) | {"e": dataclasses.replace(GOOD, **changes)}
     found = node_problems(nodes, CheckNodesConfig(min_tflops=0.01))
     assert all(not found[name] for name in "abcd")
@@ -53,27 +53,27 @@ def problems_of(**changes: Any) -> list[str]:
     ],
 )
 def test_each_defect_is_named(changes: dict[str, Any], said: str) -> None:
-    """Catches a measurement that is made and not looked at, and a second GPU that nobody looks at."""
+    """Catches a measurement that is made but ignored, and a second GPU that is ignored."""
     assert any(said in problem for problem in problems_of(**changes))
 
 
 def test_a_healthy_node_is_not_rejected() -> None:
-    """Catches false alarms: noise within the bounds, and a slow answer taken for a wrong clock."""
+    """Catches false alarms: noise within the bounds, and a slow answer mistaken for a wrong clock."""
     changes = {"tflops": (0.06,), "read_bytes_per_s": 4e8, "clock_offset_s": 20.0, "clock_uncertainty_s": 19.0}
     assert problems_of(**changes) == []
     assert node_problems({}, CheckNodesConfig()) == {}
 
 
 def test_measurements_survive_their_journey() -> None:
-    """Catches a field that JSON changes."""
+    """Catches a field that a JSON round trip changes."""
     assert Measured.decode(json.loads(json.dumps(GOOD.encode()))) == GOOD
 
 
 @pytest.mark.fault(23)
 @pytest.mark.parametrize("count", range(3, 10))
 def test_one_faulty_node_is_named_alone(count: int) -> None:
-    """Catches a neighbour that is blamed too, a node of an odd number that is never paired, and a
-    node that is in two pairs of one round."""
+    """Catches a healthy neighbor that is blamed too, a node that is never paired because their number is odd, and a
+    node in two pairs of one round."""
     nodes = [f"n{number}" for number in range(count)]
     for faulty in nodes:
         first = first_round(nodes)
@@ -88,14 +88,14 @@ def test_one_faulty_node_is_named_alone(count: int) -> None:
 
 
 def test_nobody_is_acquitted_without_a_good_pair() -> None:
-    """Catches a pair of two that fails and leaves both in service, and one of them picked by chance."""
+    """Catches a failed pair whose nodes both stay in service, or of which one is rejected at random."""
     assert set(name_faulty(["a", "b"], [("a", "b")], [])) == {"a", "b"}
     assert name_faulty(["a", "b"], [], []) == {}
     assert name_faulty(["a"], [], []) == {}
 
 
 def test_more_doubtful_than_good_nodes_take_turns() -> None:
-    """Catches doubtful nodes that are dropped because there are not enough good ones for all at once."""
+    """Catches suspect nodes that are dropped because there are not enough healthy ones for all at once."""
     nodes = list("abcdef")
     rounds = second_round(nodes, [("a", "b"), ("c", "d")])
     assert rounds == [[("a", "e"), ("b", "f")], [("c", "e"), ("d", "f")]]
@@ -111,17 +111,17 @@ def test_more_doubtful_than_good_nodes_take_turns() -> None:
     ],
 )
 def test_settings_that_mean_nothing_are_refused(wrong: dict[str, Any]) -> None:
-    """Catches a check that rejects every node, or waits for nothing."""
+    """Catches accepted settings by which the check rejects every node or does not wait."""
     with pytest.raises(ConfigError):
         CheckNodesConfig(**wrong).check()
 
 
-# On a machine that others use too, speeds say nothing.
+# On a shared machine, speeds are meaningless.
 SETTINGS = {"seconds": 0.05, "min_of_median": 0.0, "min_disk_of_median": 0.0, "min_disk_mb_per_s": 0.0}
 
 
 def check(folder: Path, count: int, fault: str = "", timeout_s: float = 60.0) -> Checked:
-    """Checks with so many checkers, the third of which goes wrong."""
+    """Runs the check with `count` checkers; a `fault` applies to the third."""
     command = (*CHECKER, "--entry", f"tests.node_faults:{fault}") if fault else CHECKER
     config = CheckNodesConfig(folder=str(folder), timeout_s=timeout_s, **SETTINGS)
     return check_nodes(config, CheckTarget(tuple(f"node/{number}" for number in range(count)), command=command))
@@ -130,7 +130,7 @@ def check(folder: Path, count: int, fault: str = "", timeout_s: float = 60.0) ->
 @pytest.mark.fault(23)
 @pytest.mark.distributed
 def test_a_node_that_sends_wrong_data_is_named(tmp_path: Path) -> None:
-    """Catches data that nobody compares, and blame for the healthy neighbour."""
+    """Catches received data that is not compared, and blame for the healthy neighbor."""
     checked = check(tmp_path, 4, "send_wrong_data")
     assert list(checked.rejected) == ["node/2"]
     assert "exchanging data fails with node/3 and with node/0" in checked.rejected["node/2"]
@@ -141,14 +141,14 @@ def test_a_node_that_sends_wrong_data_is_named(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_node_that_hangs_is_named(tmp_path: Path) -> None:
-    """Catches a check that waits for ever for a stopped node, and a verdict on the others that is lost with it."""
+    """Catches a check that hangs on a stopped node, and a verdict on the others that is lost with it."""
     checked = check(tmp_path, 3, "stop", timeout_s=40)
     assert checked.rejected == {"node/2": "no answer within 40 s"}
     assert checked.pairs == {("node/0", "node/1"): ""}
 
 
 def test_a_wrong_product_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a check of products that one flipped bit passes."""
+    """Catches a GEMM check that one flipped bit passes."""
     inner = torch.mm
 
     def flipped(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -161,14 +161,14 @@ def test_a_wrong_product_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_folder_that_cannot_be_written_is_a_problem(tmp_path: Path) -> None:
-    """Catches a check that dies where it should report."""
+    """Catches a check that crashes instead of reporting a problem."""
     (tmp_path / "file").touch()
     found = node_checker.measure(tmp_path / "file" / "runs", 0.01, (0.0, 0.0))
     assert "disk" in found.errors and found.loopback_bytes_per_s > 0 and found.wrong_products == ()
 
 
 def test_a_disk_is_measured_however_little_time_there_is(tmp_path: Path) -> None:
-    """Catches a speed of nothing at all, and a file that the measurement leaves behind."""
+    """Catches a measured speed of zero, and a file that the measurement leaves behind."""
     free, written, read = node_checker.disk_speed(tmp_path / "new", 0.0)
     assert free > 0 and written > 0 and read > 0 and not list((tmp_path / "new").iterdir())
     assert node_checker.loopback_speed(0.0) > 0

@@ -1,4 +1,4 @@
-"""The ranks of one node, with processes that do nothing."""
+"""The ranks of one node, with idle processes in their place."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RANK_1_TAKES_LONGER = "import os, time; time.sleep(2.0 * int(os.environ['RANK'])
 
 @pytest.fixture(autouse=True)
 def secret(tmp_path: Path) -> Iterator[None]:
-    """The launcher's part."""
+    """Creates the secret of a start, as the launcher does."""
     with start_secret(tmp_path, None):
         yield
 
@@ -43,8 +43,8 @@ def pids(ranks: NodeRanks) -> dict[int, int]:
 
 @pytest.mark.distributed
 def test_records_are_read_when_a_process_has_ended(tmp_path: Path) -> None:
-    """Catches records that are looked for on the shared disk ten times a second for each rank: one that is there while
-    its rank still runs would be found."""
+    """Catches polling of the shared disk for failure records, ten times a second per rank: a record of a running rank
+    would be found."""
     ranks = started(tmp_path, SLEEP, 2)
     try:
         victim = pids(ranks)[1]
@@ -65,7 +65,7 @@ def test_records_are_read_when_a_process_has_ended(tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 def test_a_rank_whose_word_is_on_another_disk_has_returned(tmp_path: Path) -> None:
-    """Catches peers that are killed while they leave, because the first to leave found the run's disk full."""
+    """Catches peers killed during their exit because the first rank to exit found the run's disk full."""
     spare = spare_path(exit_path(tmp_path, 0))
     spare.parent.mkdir(mode=0o700)
     try:
@@ -83,7 +83,7 @@ def test_a_rank_whose_word_is_on_another_disk_has_returned(tmp_path: Path) -> No
 
 
 def test_a_process_that_nobody_waited_for_has_ended() -> None:
-    """Catches a zombie that counts as running: the server may be busy and not wait for it."""
+    """Catches a zombie that counts as running: the rank server may be too busy to reap it."""
     process = subprocess.Popen([sys.executable, "-c", SLEEP])
     assert not _ended(process.pid)
     process.kill()

@@ -1,4 +1,4 @@
-"""`megads train data.raw=...` as a user meets it."""
+"""Data of a run before it starts: data.raw, vocabulary sizes, run ids and run.prepare_only."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megads.parallel.config import Recompute
 from tests.command import StartCommand, events_of, steps_of
 
 SENTENCE = "One does not simply train a model on {}; one reads {} of its samples first.\n"
-# Small and quick; the peak of the machine is not measured.
+# Small and quick; with cluster.peak_tflops the machine's peak is not measured.
 QUICK = ("train.steps=3", "train.seq_len=32", "train.global_batch_size=2", "cluster.peak_tflops=1")
 
 
@@ -40,7 +40,7 @@ def records(number: int) -> bytes:
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    """A folder `my/` with every kind of file."""
+    """A folder `my/` with every file type."""
     my = tmp_path / "my"
     (my / "deep").mkdir(parents=True)
     (my / "a.txt").write_text(text(1))
@@ -63,9 +63,9 @@ def raw_config(raw: object, **changes: object) -> RootConfig:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_one_command_from_text_to_a_model(megads: StartCommand, corpus: Path) -> None:
-    """Catches text prepared twice, a run that does not find itself again, and new text that continues the old run.
+    """Catches text prepared twice, a second start that does not resume its run, and new text that resumes the old run.
 
-    Recomputation that is chosen before the vocabulary is learnt must be frozen as values, which is what ranks can read.
+    Recomputation that is chosen before the vocabulary is known must be frozen as values, which ranks can read.
     """
     command_line = ("train", "data.raw=my", "parallel.recompute=auto", *QUICK)
     first = megads(*command_line).end()
@@ -99,7 +99,7 @@ def test_one_command_from_text_to_a_model(megads: StartCommand, corpus: Path) ->
 
 @pytest.mark.distributed
 def test_dry_run_makes_nothing(megads: StartCommand, corpus: Path) -> None:
-    """Catches a dry run that tokenizes, and one that names another run than the real one does."""
+    """Catches a dry run that tokenizes or writes files, and one that does not say what would be made."""
     result = megads("train", "data.raw=[my/*.txt, my/deep]", "run.dry_run=true", *QUICK).end()
     assert result.code == 0, result.err
     for part in ("would be made from 3 files", "a tokenizer of up to 512 tokens", "vocabulary 512", "runs/data-cache/"):
@@ -157,7 +157,7 @@ def test_settings_that_contradict_each_other(changes: dict[str, object], message
 
 
 def test_the_vocabulary_is_the_datasets_where_it_is_left_alone(make_indexed: Path) -> None:
-    """Catches a number that the user must look up, and one of the user's that is changed."""
+    """Catches a model.vocab_size that the user must look up, and a user's value that is changed."""
     config = raw_config(None, data__train=[DatasetConfig(str(make_indexed))])
     assert locate_data(config)[0].model.vocab_size == 999
     config.model.vocab_size = 2000
@@ -172,7 +172,7 @@ def make_indexed(tmp_path: Path) -> Path:
 
 
 def test_who_does_not_know_the_vocabulary_is_told(make_indexed: Path, tmp_path: Path) -> None:
-    """Catches a model of a guessed size, and a tokenizer that is not the dataset's taken for it."""
+    """Catches a guessed vocabulary size, and a tokenizer other than the dataset's that is accepted."""
     from tests.corpus import write_corpus
 
     cases: list[tuple[dict[str, object], type[MegadsError], str]] = [
@@ -190,7 +190,7 @@ def test_who_does_not_know_the_vocabulary_is_told(make_indexed: Path, tmp_path: 
 
 
 def test_a_model_below_a_given_tokenizer_is_refused(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches tokens that the model has no row for; and counts a table of the larger model as the user's right."""
+    """Catches tokens without an embedding row, and a vocabulary above the tokenizer's that is not accepted."""
     monkeypatch.chdir(corpus.parent)
     _, data = locate_data(raw_config("my", tokenizer__vocab_size=300))
     assert data.preparation is not None
@@ -202,8 +202,8 @@ def test_a_model_below_a_given_tokenizer_is_refused(corpus: Path, monkeypatch: p
 
 
 def test_a_run_is_resolved_once(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a run that is named after what fits this machine today, so that the same command starts another one, and
-    a memory plan without the vocabulary of a tokenizer still to be trained."""
+    """Catches a run id that depends on what fits this machine today, so that the same command starts another run, and a
+    memory plan without the vocabulary of a tokenizer that is still to be trained."""
     monkeypatch.chdir(corpus.parent)
     asked = raw_config("my", tokenizer__vocab_size=300, parallel__recompute=Recompute.auto)
     run = resolve_run(asked, {"model": "tiny"})
@@ -217,7 +217,7 @@ def test_a_run_is_resolved_once(corpus: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.distributed
 def test_prepare_only_builds_what_the_run_needs(megads: StartCommand, corpus: Path) -> None:
-    """Catches maps under another name than the run looks for, too few of them, and ranks that are started."""
+    """Catches index maps under names that the run does not look for, too few of them, and ranks that are started."""
     with IndexedDatasetWriter(corpus.parent / "many", np.uint16) as writer:
         for number in range(70_000):
             writer.append([number % 500, 1])

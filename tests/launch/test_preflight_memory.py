@@ -1,4 +1,4 @@
-"""How many blocks recompute=auto takes."""
+"""The number of blocks that recompute=auto recomputes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_devices_of_their_own() -> None:
 
 
 def test_shared_memory() -> None:
-    """Catches blocks taken from stages where they save little."""
+    """Catches blocks recomputed in stages where they save little."""
     assert fewest_together(PEAKS, 240) == [0, 0, 0]
     assert fewest_together(PEAKS, 239) == [1, 0, 0]
     assert fewest_together(PEAKS, 166) == [2, 1, 0]
@@ -28,7 +28,7 @@ def test_shared_memory() -> None:
 
 
 def test_peaks_are_those_of_the_plan() -> None:
-    """Catches a table of other layouts: every number must be the plan's with just these blocks."""
+    """Catches a table of other layouts: every number must be the plan's with exactly these blocks."""
     model = ModelConfig(num_layers=5, hidden_size=64, num_heads=4, vocab_size=509)
     work = Workload(seq_len=256, micro_batch_size=4, micro_batches=8, weight_bytes=2)
     parallel = ParallelConfig(pp=2, recompute=Recompute.auto)

@@ -1,4 +1,4 @@
-"""What a rank leaves behind, on disks that take nothing: its log and its last word."""
+"""A rank's log, and its record of how it ended, on disks that cannot be written."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ENVIRONMENT = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_S
 
 
 def end_of(program: str, *arguments: object, **environment: str) -> int:
-    """Runs a program with nobody to listen to it; returns its exit code."""
+    """Runs a program whose stdout is discarded; returns its exit code."""
     command = [sys.executable, "-c", program, *map(str, arguments)]
     return subprocess.run(
         command, env=os.environ | ENVIRONMENT | environment, stdout=subprocess.DEVNULL, timeout=60, check=False
@@ -61,7 +61,7 @@ def spare(tmp_path: Path) -> Iterator[Path]:
 
 
 def no_logs(run_dir: Path) -> None:
-    """The folder is gone."""
+    """Leaves the logs folder missing."""
 
 
 def logs_are_a_file(run_dir: Path) -> None:
@@ -70,8 +70,8 @@ def logs_are_a_file(run_dir: Path) -> None:
 
 @pytest.mark.parametrize("prepare", [no_logs, logs_are_a_file])
 def test_the_last_word_finds_another_place(tmp_path: Path, spare: Path, prepare: Callable[[Path], None]) -> None:
-    """Catches a rank whose failure or end nobody learns of because the run's disk does not take it, and a word of an
-    earlier start that is taken for one of this."""
+    """Catches a rank whose failure or exit is not recorded because the run's disk cannot be written, and a record of an
+    earlier start that is used for this one."""
     prepare(tmp_path)
     assert end_of(RANK, tmp_path, "fail") == 3
     (failure,) = read_failures(tmp_path, range(2))
@@ -86,7 +86,7 @@ def test_the_last_word_finds_another_place(tmp_path: Path, spare: Path, prepare:
 
 
 def test_the_runs_own_record_goes_first(tmp_path: Path, spare: Path) -> None:
-    """Catches a record among the temporary files, of whatever start, that hides the one in the run's folder."""
+    """Catches a spare record in the temporary folder, of any start, that hides the one in the run's folder."""
     assert end_of(RANK, tmp_path, "return") == 0
     (tmp_path / "logs").mkdir()
     exit_path(tmp_path, 0).write_text('{"rank": 0, "exit_code": 6}')
@@ -95,7 +95,7 @@ def test_the_runs_own_record_goes_first(tmp_path: Path, spare: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"rank": 0}', '{"rank": "x", "exit_code": []}', "\x00" * 40])
 def test_a_damaged_record_is_none(text: str, tmp_path: Path, spare: Path) -> None:
-    """Catches a launcher that ends in a traceback where a rank's last word is cut off, on a full disk for instance."""
+    """Catches a launcher that ends in a traceback if a rank's record is truncated, by a full disk for instance."""
     (tmp_path / "logs").mkdir()
     for path in (failure_path(tmp_path, 0), exit_path(tmp_path, 0)):
         path.write_text(text)
@@ -104,7 +104,7 @@ def test_a_damaged_record_is_none(text: str, tmp_path: Path, spare: Path) -> Non
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
 def test_a_record_of_somebody_else_is_none(tmp_path: Path, spare: Path) -> None:
-    """Catches another user of the node who ends a run, or lets a failed one pass for finished."""
+    """Catches another user of the node whose records end a run, or make a failed one look finished."""
     assert end_of(RANK, tmp_path, "return") == 0 and end_of(RANK, tmp_path, "fail") == 3
     for path in spare.iterdir():
         os.chown(path, 12345, -1)
@@ -113,7 +113,7 @@ def test_a_record_of_somebody_else_is_none(tmp_path: Path, spare: Path) -> None:
 
 @pytest.mark.parametrize("room", [0, 4096])
 def test_a_full_disk_costs_lines_of_the_log_only(tmp_path: Path, room: int) -> None:
-    """Catches a rank that ends because its log is full, or because a locale of ASCII holds no character of a line."""
+    """Catches a rank that ends because the disk of its log is full, or an ASCII locale cannot encode a character."""
     log = rank_log_path(tmp_path, 0)
     assert end_of(LOG, log, room, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0") == 0
     text = log.read_text()

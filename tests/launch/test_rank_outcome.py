@@ -1,4 +1,4 @@
-"""Who is blamed when several ranks end badly."""
+"""The root cause that is reported when several ranks fail."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def record(run_dir: Path, rank: int, *, code: int = 1, at_s: float = 0.0, conseq
 
 
 def judged(run_dir: Path, num_ranks: int, exits: list[RankExit], killed: Collection[int] = ()) -> Outcome:
-    """Judges a run of one machine."""
+    """The outcome of a run on one machine."""
     failures, returned = read_failures(run_dir, range(num_ranks)), read_exits(run_dir, range(num_ranks))
     return determine_outcome(run_dir, num_ranks, [NodeReport("", failures, exits, sorted(killed), returned)])
 
 
 def test_the_earliest_cause_wins_over_earlier_consequences(run_dir: Path) -> None:
-    """Catches blame by rank number, or by who was first to notice."""
+    """Catches a root cause chosen by rank number, or by which rank noticed first."""
     record(run_dir, 0, at_s=1.0, consequence=True)
     record(run_dir, 1, code=3, at_s=3.0)
     record(run_dir, 2, code=7, at_s=2.0)
@@ -74,15 +74,15 @@ def test_a_signal_from_outside_wins_over_consequences(run_dir: Path) -> None:
     ],
 )
 def test_a_crash_is_a_bug_and_a_kill_is_none(run_dir: Path, killer: str, code: int) -> None:
-    """Catches 'a bug' for the kernel's want of memory, and a crash that is taken for somebody's kill."""
+    """Catches a kill from outside, such as the OOM killer's, reported as a bug, and a crash reported as such a kill."""
     outcome = judged(run_dir, 1, [RankExit(0, -signal.Signals[f"SIG{killer}"])])
     assert (outcome.exit_code, outcome.rank) == (code, 0)
     assert f"was killed by SIG{killer}" in outcome.message
 
 
 def test_nobody_is_blamed_where_all_aborted(run_dir: Path) -> None:
-    """Catches the first of the ranks that NCCL's watchdog aborted, and its node, taken for the cause of the hang: the
-    restart would leave a healthy node out."""
+    """Catches the first rank that NCCL's watchdog aborted, and its node, named as root cause of the hang: the restart
+    would exclude a healthy node."""
     ends = [RankExit(rank, -signal.SIGABRT) for rank in range(4)]
     reports = [NodeReport("n1", exits=ends[:2]), NodeReport("n2", exits=ends[2:])]
     outcome = determine_outcome(run_dir, 4, reports)
@@ -100,7 +100,7 @@ def test_nobody_is_blamed_where_all_aborted(run_dir: Path) -> None:
     ],
 )
 def test_one_that_aborted_is_blamed(run_dir: Path, ends: list[int], rank: int) -> None:
-    """Catches a rank whose library aborted, among peers that were ended for it, for which nobody is named."""
+    """Catches an aborted rank that is not named as the root cause when its peers were terminated because of it."""
     outcome = judged(run_dir, 3, [RankExit(number, code) for number, code in enumerate(ends)])
     assert (outcome.exit_code, outcome.rank) == (1, rank)
 
@@ -111,7 +111,7 @@ def test_the_only_rank_is_blamed_for_its_abort(run_dir: Path) -> None:
 
 
 def test_a_record_goes_before_aborts(run_dir: Path) -> None:
-    """Catches the word of the one rank that knows what happened lost among its peers' aborts."""
+    """Catches a rank's failure record that is ignored because its peers aborted."""
     record(run_dir, 2, code=3)
     outcome = judged(run_dir, 3, [RankExit(0, -signal.SIGABRT), RankExit(1, -signal.SIGABRT), RankExit(2, 3)])
     assert (outcome.exit_code, outcome.rank) == (3, 2)
@@ -126,14 +126,14 @@ def test_the_launchers_own_kills_are_nobodys_fault(run_dir: Path) -> None:
 
 
 def test_a_silent_exit_is_blamed_before_lost_peers(run_dir: Path) -> None:
-    """Catches a library's os._exit(3) hidden behind its peers' connection errors."""
+    """Catches a library's os._exit(3) that is hidden by its peers' connection errors."""
     record(run_dir, 0, consequence=True)
     outcome = judged(run_dir, 2, [RankExit(0, 1), RankExit(1, 3)])
     assert (outcome.exit_code, outcome.rank) == (3, 1)
 
 
 def test_success_needs_every_ranks_word(run_dir: Path) -> None:
-    """Catches a rank that left with status 0 in the middle of training."""
+    """Catches a rank that exited with status 0 in the middle of training, and counts as successful."""
     exit_path(run_dir, 0).write_text('{"rank": 0, "exit_code": 0}')
     assert judged(run_dir, 2, [], killed=()).exit_code == 1
     exit_path(run_dir, 1).write_text('{"rank": 1, "exit_code": 6}')
@@ -147,7 +147,7 @@ def failure(rank: int, monotonic_s: float, time_s: float, consequence: bool = Fa
 
 
 def test_failures_of_two_nodes_are_compared_by_the_time_of_day(run_dir: Path) -> None:
-    """Catches clocks compared that count from each node's own start, and a node that nobody names."""
+    """Catches a comparison of monotonic clocks, which start at each node's boot, and a message without the node."""
     reports = [
         NodeReport("n1", failures=[failure(0, monotonic_s=50.0, time_s=12.0)]),
         NodeReport("n2", failures=[failure(1, monotonic_s=900.0, time_s=11.0)]),
@@ -158,7 +158,7 @@ def test_failures_of_two_nodes_are_compared_by_the_time_of_day(run_dir: Path) ->
 
 
 def test_a_lost_node_is_named_before_its_peers(run_dir: Path) -> None:
-    """Catches a node that went away reported as the lost connection of the ranks that noticed."""
+    """Catches a lost node that is reported as a lost connection of the ranks that noticed."""
     peer = NodeReport("n1", failures=[failure(0, 1.0, 1.0, consequence=True)], returned={})
     outcome = determine_outcome(run_dir, 2, [peer, *lost_nodes(["n2"], "Node failure on n2")])
     assert (outcome.exit_code, outcome.rank) == (9, None)
@@ -175,7 +175,7 @@ def test_a_lost_node_is_named_before_its_peers(run_dir: Path) -> None:
     ],
 )
 def test_lost_peers_are_recognised(text: str) -> None:
-    """Catches a consequence taken for a cause."""
+    """Catches a lost connection that is taken for a root cause."""
     assert is_lost_peer(RuntimeError(text))
     wrapped = ValueError("while reducing")
     wrapped.__cause__ = RuntimeError(text)
@@ -183,14 +183,14 @@ def test_lost_peers_are_recognised(text: str) -> None:
 
 
 def test_causes_are_not_lost_peers() -> None:
-    """Catches a user's failure dismissed because of a word in its message."""
+    """Catches a root cause that is dismissed because of words in its message."""
     assert not is_lost_peer(NumericalError("the dataset server said: connection reset"))
     assert not is_lost_peer(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert not is_lost_peer(ValueError("connection reset"))
 
 
 def test_an_orphan_is_not_taken_for_its_namesake(tmp_path: Path) -> None:
-    """Catches a rank of an earlier start, which outlived its launcher, whose failure ends the start that runs now."""
+    """Catches the failure of an orphaned rank of an earlier start that ends the current start."""
     (tmp_path / "logs").mkdir()
     orphan = failure_path(tmp_path, 0, start=1)
     orphan.write_text(
@@ -214,8 +214,8 @@ def test_an_orphan_is_not_taken_for_its_namesake(tmp_path: Path) -> None:
 
 
 def test_what_is_recorded_of_a_rank_that_hangs() -> None:
-    """Catches a hang that is dated by when it was noticed, that counts as another rank's consequence, or whose message
-    comes with a traceback that there is none of."""
+    """Catches a hang that is dated by its detection, counts as another rank's consequence, or is reported with a
+    traceback although there is none."""
     before = time.time()
     record = hung(RankPosition(3, 17, "backward", phase_s=4.0, silent_s=120.0))
     assert (record.rank, record.exit_code, record.kind) == (3, UnhealthyNode.exit_code, "Hang")
@@ -235,7 +235,7 @@ ENTERED = {
 
 
 def hung_together(*entered: int, silent: int | None = None) -> Outcome:
-    """Two ranks in one phase, of which some entered a collective."""
+    """Outcome of a hang of two ranks in the same phase, of which `entered` entered a collective."""
     suspects = [
         RankPosition(rank, 5, "engine step", 20.0, silent_s=20.0 if rank == silent else 0.0, node=f"node-{rank}")
         for rank in (0, 1)
@@ -245,7 +245,7 @@ def hung_together(*entered: int, silent: int | None = None) -> Outcome:
 
 
 def test_of_ranks_in_one_phase_the_one_that_did_not_enter() -> None:
-    """Catches blame on the rank that waits, or on none, where heartbeats cannot tell but the flight recorder can."""
+    """Catches the waiting rank, or none, named as root cause where only the flight recorder can tell."""
     found = hung_together(0)
     assert (found.rank, found.nodes, found.exit_code, found.hung) == (1, ("node-1",), 9, True)
     assert found.message.startswith("rank 1 on node-1: hung: in step 5, engine step for 20 s\n")
@@ -254,13 +254,13 @@ def test_of_ranks_in_one_phase_the_one_that_did_not_enter() -> None:
 
 
 def test_a_process_that_does_not_run_is_to_blame_first() -> None:
-    """Catches a stopped process that goes unnamed because it could not say what it entered."""
+    """Catches a stopped process that is not named as root cause because all ranks entered the collective."""
     found = hung_together(0, 1, silent=0)
     assert found.rank == 0 and found.message.startswith("rank 0 on node-0: hung: sends no heartbeat for 20 s")
 
 
 def test_a_hang_of_nobody_in_particular() -> None:
-    """Catches one rank blamed, or healthy nodes left out, where all entered the same collective and it hangs."""
+    """Catches one rank named, or healthy nodes excluded, when all ranks entered the same collective and it hangs."""
     found = hung_together(0, 1)
     assert found.rank is None and found.nodes == ()
     assert found.message.startswith("hung: ranks 0, 1: in step 5, engine step for 20 s")

@@ -49,7 +49,7 @@ def test_a_rank_is_as_a_new_process(warm: RankServer, tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 def test_ends_are_told_apart(warm: RankServer) -> None:
-    """Catches an exit code that is lost, mixed up with another rank's, or without the sign of a signal."""
+    """Catches an exit code that is lost, assigned to another rank, or without the negative sign of a signal."""
     for rank, end in enumerate(("leave 0", "leave 7", "raise", "wait")):
         warm.start(rank, ("-m", MODULE, *end.split()), {})
     while 3 not in warm.pids:
@@ -61,7 +61,7 @@ def test_ends_are_told_apart(warm: RankServer) -> None:
 
 @pytest.mark.distributed
 def test_a_server_that_is_killed_takes_its_ranks_along() -> None:
-    """Catches ranks that train on unseen, a launcher that waits for ever, and a kill that comes before the imports."""
+    """Catches ranks that outlive a killed server, a launcher that hangs, and a kill during imports that is not seen."""
     server = RankServer({"DS_ACCELERATOR": "cpu"})
     server.start(0, ("-m", MODULE, "wait"), {})
     while 0 not in server.pids:
@@ -84,7 +84,7 @@ def test_a_server_that_is_killed_takes_its_ranks_along() -> None:
 
 
 def test_a_rank_whose_server_died_at_once_runs_nothing(tmp_path: Path) -> None:
-    """Catches a rank that takes whoever adopted it for its launcher, and trains on unseen."""
+    """Catches an orphaned rank that takes its new parent for its server, and keeps training."""
     code = f"""
 import os, sys, time
 sys.path.insert(0, {str(Path.cwd())!r})
@@ -97,13 +97,13 @@ while os.getppid() == server:
 order = {{"module": {MODULE!r}, "arguments": ["describe", {str(tmp_path / "found.json")!r}], "variables": {{}}}}
 _become_rank(order, server, [])
 """
-    # Its pipe ends with the rank.
+    # Returns once the rank has exited, which closes the pipe.
     subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_it_ends_with_its_launcher(tmp_path: Path) -> None:
-    """Catches servers that pile up on a machine, each with all of torch."""
+    """Catches servers, each with torch in memory, that keep running after their launchers."""
     code = f"""
 import os, sys
 sys.path.insert(0, {str(Path.cwd())!r})

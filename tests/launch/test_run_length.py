@@ -1,4 +1,4 @@
-"""Lengths that the data decides: train.steps=auto and train.epochs."""
+"""Run lengths that depend on the data: train.steps=auto and train.epochs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SEQ_LEN, BATCH = 16, 8
 
 
 def config_of(*prefixes: Path, hidden_size: int = 48, **train: Any) -> RootConfig:
-    """A small model on a corpus, or on several; `train` are keys of that section."""
+    """Config of a small model on one or more corpora; `train` holds keys of that section."""
     config = RootConfig()
     config.model.hidden_size, config.model.num_heads, config.model.num_layers = hidden_size, 6, 1
     config.model.vocab_size = VOCAB_SIZE
@@ -35,7 +35,7 @@ def config_of(*prefixes: Path, hidden_size: int = 48, **train: Any) -> RootConfi
 
 
 def epoch_of(config: RootConfig) -> int:
-    """Samples in one pass, as the data itself counts them."""
+    """Samples per epoch, as the dataset counts them."""
     source, _ = open_datasets(config.data, SEQ_LEN, 1, VOCAB_SIZE)
     return int(source.samples_per_epoch)
 
@@ -50,7 +50,7 @@ def epoch_of(config: RootConfig) -> int:
     ],
 )
 def test_the_rule(text: int, parameters: int, tokens: int, why: str) -> None:
-    """Catches a model trained on more than it has room for, and a text repeated until it is learnt by heart."""
+    """Catches a small model trained on too many tokens, and a text repeated until it is memorized."""
     found = wanted_tokens(text, parameters)
     assert found[0] == tokens
     assert why in found[1]
@@ -58,7 +58,7 @@ def test_the_rule(text: int, parameters: int, tokens: int, why: str) -> None:
 
 @pytest.mark.parametrize("order", ["default", "megatron"])
 def test_passes_are_of_the_training_documents(corpus: Path, order: str) -> None:
-    """Catches passes that count the held-out documents too, or go a batch beyond them."""
+    """Catches epochs that include the held-out documents, or that end a batch too late."""
     config = config_of(corpus, epochs=2.5)
     config.data.order = type(config.data.order)(order)
     settled, told = settle_length(config)
@@ -69,7 +69,7 @@ def test_passes_are_of_the_training_documents(corpus: Path, order: str) -> None:
 
 
 def test_passes_of_a_blend_and_of_a_growing_batch(corpus: Path) -> None:
-    """Catches passes over the first dataset alone, and steps counted as if the batch were always the last one."""
+    """Catches epochs of the first dataset only, and steps counted with the final batch size throughout."""
     alone, blend = (settle_length(config_of(*prefixes, epochs=1.0))[0] for prefixes in ((corpus,), (corpus, corpus)))
     assert abs(blend.train.steps - 2 * alone.train.steps) <= 1
     growing = config_of(corpus, epochs=1.0)
@@ -80,7 +80,7 @@ def test_passes_of_a_blend_and_of_a_growing_batch(corpus: Path) -> None:
 
 
 def test_auto_goes_by_text_and_model(corpus: Path) -> None:
-    """Catches a length that depends on the text or on the model alone, and one too short for a learning rate."""
+    """Catches a length that depends only on the text or only on the model, and one of fewer than 200 steps."""
     passes, _ = settle_length(config_of(corpus, steps="auto", global_batch_size=1))
     epoch = epoch_of(config_of(corpus))
     assert passes.train.steps == 4 * epoch
@@ -94,7 +94,7 @@ def test_auto_goes_by_text_and_model(corpus: Path) -> None:
 
 @pytest.mark.slow
 def test_a_dry_run_before_the_text_is_tokenized(tmp_path: Path, fork_server: ForkServer) -> None:
-    """Catches a part of the dry run that wants a length that only the tokenized text tells."""
+    """Catches a part of the dry run that needs the length, which is unknown before the text is tokenized."""
     (tmp_path / "a.txt").write_text("A line of text, and one more.\n" * 200)
     for length in ("train.steps=auto", "train.epochs=2"):
         for keep in (0, 3):
@@ -107,7 +107,7 @@ def test_a_dry_run_before_the_text_is_tokenized(tmp_path: Path, fork_server: For
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_the_run_says_it_and_keeps_it(corpus: Path, megads: StartCommand) -> None:
-    """Catches a frozen config or a second start that knows no length, and a dry run that leaves it open."""
+    """Catches a frozen config or a second start without a length, and a dry run that does not print it."""
 
     def train(*arguments: str) -> Ended:
         ended = megads("train", *small_model(corpus, train__seq_len=128), "run.id=one", *arguments).end()

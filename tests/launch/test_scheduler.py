@@ -1,4 +1,4 @@
-"""When a run stops by itself."""
+"""Time limits at which a run stops."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def first_order(deadline: Deadline, within_s: float) -> StopOrder | None:
 
 
 def test_the_length_of_a_start_is_kept(tmp_path: Path) -> None:
-    """Catches run.exit_after that is never looked at, comes at once, or is repeated at every look."""
+    """Catches run.exit_after that is never checked, triggers at once, or triggers again at every check."""
     begin = time.monotonic()
     deadline = Deadline(tmp_path, 1.0, lambda: None, None)
     order = first_order(deadline, 10)
@@ -32,7 +32,7 @@ def test_the_length_of_a_start_is_kept(tmp_path: Path) -> None:
 
 
 def test_the_margin_is_what_steps_and_saves_take(tmp_path: Path) -> None:
-    """Catches a margin that forgets the save, or the step that has to end first."""
+    """Catches a margin without the time of the save, or of the step that must end first."""
     deadline = Deadline(tmp_path, None, lambda: 1000.0, None)
     deadline.look()
     assert deadline.margin_s == 10 + 2 * 60
@@ -45,7 +45,7 @@ def test_the_margin_is_what_steps_and_saves_take(tmp_path: Path) -> None:
 
 
 def test_an_extended_limit_is_honoured(tmp_path: Path) -> None:
-    """Catches a run that stops for a limit that an administrator has moved, and one that never stops."""
+    """Catches a run that stops at a time limit which an administrator has extended, and one that never stops."""
     answers = iter([5.0, 900.0])
     deadline = Deadline(tmp_path, None, lambda: next(answers), 60.0)
     assert first_order(deadline, 1.2) is None
@@ -55,7 +55,7 @@ def test_an_extended_limit_is_honoured(tmp_path: Path) -> None:
 
 
 def test_a_silent_controller_is_no_limit(tmp_path: Path) -> None:
-    """Catches a training that ends because squeue did not answer."""
+    """Catches a run that stops because squeue did not answer."""
 
     def fail() -> float:
         raise ConfigError("no answer")
@@ -65,5 +65,5 @@ def test_a_silent_controller_is_no_limit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("left_s", [None, 3600.0])
 def test_time_to_spare_stops_nothing(tmp_path: Path, left_s: float | None) -> None:
-    """Catches a job without a limit, or far from it, that stops."""
+    """Catches a job that stops without a time limit, or long before it."""
     assert first_order(Deadline(tmp_path, None, lambda: left_s, None), 0.7) is None

@@ -1,4 +1,4 @@
-"""Which layouts fit which jobs, and what a refusal says."""
+"""Placement of ranks in SLURM jobs, refused layouts, and hangs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def config(
     ],
 )
 def test_ranks_fill_the_nodes(allocation: Allocation, settings: dict, per_node: int) -> None:
-    """Catches GPUs without a rank, and ranks put on other nodes than the ones asked for."""
+    """Catches GPUs without a rank, and ranks placed on other nodes than requested."""
     placement = place_ranks(config(**settings), allocation)
     assert (placement.nodes, placement.ranks_per_node) == (allocation.nodes, per_node)
 
@@ -63,14 +63,14 @@ def test_ranks_fill_the_nodes(allocation: Allocation, settings: dict, per_node: 
     ],
 )  # fmt: skip
 def test_a_layout_that_does_not_fit_is_refused(allocation: Allocation, settings: dict, message: str) -> None:
-    """Catches a job that burns its nodes on a layout that leaves GPUs idle or has none for a rank."""
+    """Catches a job that starts with a layout that leaves GPUs idle or lacks one for a rank."""
     with pytest.raises(ConfigError) as refused:
         place_ranks(config(**settings), allocation)
     assert message in str(refused.value)
 
 
 def test_outside_of_a_job_only_a_dry_run_is_possible(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a training on a login node, and a dry run there that does not know the nodes it was told."""
+    """Catches a training on a login node, and a dry run there that ignores cluster.nodes."""
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     with pytest.raises(ConfigError, match=r"this is no SLURM job .* sbatch scripts/slurm/train.sbatch"):
         find_placement(config(tp=2))
@@ -82,7 +82,7 @@ def test_outside_of_a_job_only_a_dry_run_is_possible(monkeypatch: pytest.MonkeyP
 
 
 def test_keys_of_slurm_need_slurm() -> None:
-    """Catches a container or a chain that a run on one machine silently does without."""
+    """Catches a container or a job chain that a run without SLURM silently ignores."""
     for changes in ({"wrapper": ["apptainer"]}, {"srun_options": ["--x"]}, {"chain": True}):
         with pytest.raises(ConfigError, match="needs cluster=slurm"):
             dataclasses.replace(ClusterConfig(), **changes).check()
@@ -93,7 +93,7 @@ def with_spares(spare_nodes: int, **sizes: int) -> RootConfig:
 
 
 def test_spare_nodes_get_no_ranks() -> None:
-    """Catches ranks on a spare, and a layout that is refused because the job has one."""
+    """Catches ranks on a spare node, and a layout that is refused because the job has one."""
     placement = place_ranks(with_spares(1, tp=8, pp=2), job(3, gpus=8))
     assert [node.name for node in placement.nodes] == ["n0", "n1"] and placement.ranks_per_node == 8
     moved = placement.on(["n0", "n2"])
@@ -101,7 +101,7 @@ def test_spare_nodes_get_no_ranks() -> None:
 
 
 def test_spare_nodes_that_are_not_there_are_refused() -> None:
-    """Catches a job without its spares, and advice that forgets them."""
+    """Catches a job without its spare nodes, and advice that omits them."""
     with pytest.raises(ConfigError, match=r"cluster\.spare_nodes = 2, but SLURM job 7 has 2 nodes"):
         place_ranks(with_spares(2, tp=2), job(2))
     with pytest.raises(ConfigError, match=r"sbatch --nodes=3"):
@@ -117,14 +117,14 @@ def test_spare_nodes_that_are_not_there_are_refused() -> None:
     ],
 )
 def test_spare_nodes_that_mean_nothing_are_refused(wrong: dict, message: str) -> None:
-    """Catches spares that are paid for and never used."""
+    """Catches spare nodes that can never be used."""
     with pytest.raises(ConfigError) as refused:
         ClusterConfig(**wrong).check()
     assert message in str(refused.value)
 
 
 class RanksThatStay:
-    """Ranks of node 3 that outlive every SIGKILL; the first fails at the third look."""
+    """Ranks of node 3 that outlive every SIGKILL; one fails at the third poll."""
 
     part = SimpleNamespace(node=3)
 
@@ -150,7 +150,7 @@ class RanksThatStay:
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, ordered: int, signals: list[int]) -> tuple[RanksThatStay, list[str]]:
-    """Watches with a clock that goes a second a look; the end is ordered at a look. Also returns what was said."""
+    """Runs `_watch` with a clock of one second a reading and the end ordered at a poll. Also returns what was sent."""
     ranks, clock, said = RanksThatStay(), itertools.count(1000.0), list[str]()
     control = SimpleNamespace(say=lambda word: said.append(word["word"]))
     monkeypatch.setattr(node_agent, "time", SimpleNamespace(monotonic=lambda: next(clock)))
@@ -160,8 +160,8 @@ def watch(monkeypatch: pytest.MonkeyPatch, ordered: int, signals: list[int]) -> 
 
 
 def test_an_ordered_end_is_waited_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches an agent that leaves ranks behind as soon as it has killed them, one that waits for ever for a process in
-    an uninterruptible call, and words that are said at every look."""
+    """Catches an agent that leaves ranks behind right after it has killed them, one that hangs on a process in an
+    uninterruptible call, and messages that are sent at every poll."""
     signals = [10, 12]
     ranks, said = watch(monkeypatch, 5, signals)
     assert ranks.kills == ranks.polls - 4 == 7, "the clock is asked twice at the first look of them"
@@ -171,8 +171,8 @@ def test_an_ordered_end_is_waited_for_a_while(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_hang_is_one_when_no_node_has_a_reason_to_wait() -> None:
-    """Catches ranks killed because they wait for a node whose rank saves, as it may, blame on a rank that waits for
-    one of another node, and nodes that go on and are still counted."""
+    """Catches ranks killed while they wait for a node whose rank is saving, blame on a rank that waits for one of
+    another node, and nodes that make progress again but still count."""
     nodes = (Node("a", "a"), Node("b", "b"))
     ranks = slurm_ranks.SlurmRanks(
         NodePart(Path("run"), ("-m", "module"), 1, 1, num_nodes=2), Allocation(SlurmJob("7", 0, ""), nodes), nodes
@@ -199,9 +199,9 @@ def of_nodes(count: int) -> slurm_ranks.SlurmRanks:
 
 
 def test_a_silent_node_is_lost_when_all_others_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a node without power that holds up a run for good, a run that is ended because of an agent that is silent
-    while its ranks train, blame on nodes when it is the launcher that heard nobody or was stopped, on one that has not
-    begun to speak, and on one whose ranks have ended."""
+    """Catches a node without power that hangs a run, a run that is ended because an agent is silent while its ranks
+    train, nodes reported as lost when the launcher itself received nothing or was stopped, one that has not yet sent
+    its first heartbeat, and one whose ranks have ended."""
     now = itertools.count()
     monkeypatch.setattr(slurm_ranks, "time", SimpleNamespace(monotonic=lambda: 1000.0 + 0.5 * next(now)))
     ranks = of_nodes(4)
@@ -245,14 +245,14 @@ def test_a_silent_node_is_lost_when_all_others_wait_for_it(monkeypatch: pytest.M
 
 
 def test_the_command_of_thousands_of_nodes_is_short() -> None:
-    """Catches an argument beyond the kernel's 128 KiB, and node lists that srun sends to every node of the job."""
+    """Catches an argument beyond the kernel's 128 KiB, and full node lists, which srun sends to every node."""
     command = of_nodes(16_000).command("host:1")
     assert command[command.index("--nodelist") + 1] == "n[0-9],n[10-99],n[100-999],n[1000-9999],n[10000-15999]"
     assert sum(map(len, command)) < 2000
 
 
 def test_agents_are_told_when_a_rank_counts_as_hung() -> None:
-    """Catches hangs that nobody looks for on the nodes, and an agent that cannot read what it is told."""
+    """Catches hang detection that is off on the nodes, and settings that an agent cannot parse."""
     settings = HangSettings(20.0, 480.0, patience=4.0)
     part = NodePart(Path("run"), ("-m", "module"), 1, 1, num_nodes=2, hangs=settings)
     nodes = (Node("a", "a"), Node("b", "b"))
@@ -262,7 +262,7 @@ def test_agents_are_told_when_a_rank_counts_as_hung() -> None:
 
 
 def test_the_launcher_hears_of_what_holds_up_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a panel on SLURM that shows no validation, and an agent that talks of every step."""
+    """Catches a panel on SLURM without validation, and an agent that sends a message every step."""
     phases = ["engine step", "loading data", "validating, batch 1/2", "validating, batch 1/2", "saving", "engine step"]
 
     class RanksOfTheFirstNode(RanksThatStay):

@@ -1,4 +1,4 @@
-"""How a run starts: its place, its launch, what changed since, whether it is finished or stopped."""
+"""Tests how a run starts: its directory, its launch, what changed since, whether it is finished or stopped."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def config(run_dir: Path, kill_switch: Path | None = None, steps: int = 5) -> Ro
 
 
 def test_a_stopped_run_does_not_start(tmp_path: Path) -> None:
-    """Catches a kill switch that the next start ignores, and a launcher's own old request that is taken for one."""
+    """Catches a kill switch that the next start ignores, and a launcher's own old request mistaken for one."""
     refuse_while_stopped(config(tmp_path))
     request_stop(tmp_path, PREEMPTED)
     refuse_while_stopped(config(tmp_path))
@@ -43,7 +43,8 @@ def test_a_stopped_run_does_not_start(tmp_path: Path) -> None:
 
 
 def test_any_member_of_the_group_can_reach_the_kill_switch(tmp_path: Path) -> None:
-    """Catches a switch in a folder that only the run's owner can write to, and one that cannot exist."""
+    """Catches a kill switch in a folder that only the run's owner can write to, and an impossible path that is
+    accepted."""
     switch = tmp_path / "group" / "switches" / "stop"
     refuse_while_stopped(config(tmp_path / "run", switch))
     assert stat.S_IMODE(switch.parent.stat().st_mode) == 0o2775
@@ -55,7 +56,7 @@ def test_any_member_of_the_group_can_reach_the_kill_switch(tmp_path: Path) -> No
 
 
 def test_only_a_run_with_its_planned_end_is_finished(tmp_path: Path) -> None:
-    """Catches a chain that stops early after a preemption, and one that trains a finished run again."""
+    """Catches a job chain that ends early after a preemption, and one that trains a finished run again."""
     now, events = config(tmp_path), EventWriter(tmp_path)
     assert not is_finished(now)
     freeze(now, tmp_path / "config.yaml")
@@ -76,7 +77,8 @@ def test_only_a_run_with_its_planned_end_is_finished(tmp_path: Path) -> None:
 
 
 def test_run_is_named_after_experiment_then_model() -> None:
-    """Catches two experiments of one model that share a name, and an experiment in a folder that makes a path."""
+    """Catches two experiments of one model that share a name, and an experiment in a folder whose name becomes a
+    path."""
     config = RootConfig()
     assert str(place(config, {"experiment": "demo", "model": "tiny"}).run.id).startswith("demo-")
     assert str(place(config, {"experiment": None, "model": "tiny"}).run.id).startswith("tiny-")
@@ -100,7 +102,7 @@ def test_ranks_get_the_digest_of_the_frozen_config() -> None:
 
 
 def test_changes_since_the_last_start(tmp_path: Path) -> None:
-    """Catches a continued run whose learning rate changed without a word."""
+    """Catches a resumed run whose learning rate changed without a message."""
     config = RootConfig(run=RunConfig(dir=str(tmp_path)))
     freeze(config, tmp_path / "config.yaml")
     assert changes_since_last_start(config) == []
@@ -109,7 +111,7 @@ def test_changes_since_the_last_start(tmp_path: Path) -> None:
 
 
 def test_every_point_of_a_sweep_is_tracked_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches two points in one wandb run: the tracker is told the run directory and reads the id there."""
+    """Catches two points in one wandb run: the tracker gets the run directory and reads the id there."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     places = []
     for lr in (1e-3, 3e-4):
@@ -124,7 +126,7 @@ def test_every_point_of_a_sweep_is_tracked_by_itself(monkeypatch: pytest.MonkeyP
 
 
 def test_no_kernel_of_attention_on_gpus() -> None:
-    """Catches an explicit choice of attention that is silently dropped on GPUs."""
+    """Catches an explicit attention kernel that is silently dropped on GPUs."""
     config = RootConfig()
     config.ops.impl, config.model.attention = Implementation.fused, AttentionKind.fused
     with pytest.raises(ConfigError, match=r"model\.attention = fused is for CPUs"):
@@ -135,7 +137,7 @@ def test_no_kernel_of_attention_on_gpus() -> None:
 
 @pytest.mark.parametrize("kind", [AttentionKind.flash, AttentionKind.flex, AttentionKind.cudnn])
 def test_kernels_of_gpus_are_refused_on_a_cpu(kind: AttentionKind) -> None:
-    """Catches an explicit choice of attention that starts ranks on a CPU and is dropped there without a word."""
+    """Catches an explicit attention kernel with which ranks start on a CPU and which is silently dropped there."""
     config = RootConfig()
     config.model.attention = kind
     with pytest.raises(ConfigError, match=rf"model\.attention = {kind} .* CPU.*: use model\.attention=auto"):
@@ -144,7 +146,7 @@ def test_kernels_of_gpus_are_refused_on_a_cpu(kind: AttentionKind) -> None:
 
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 6), (signal.SIGINT, 5)], ids=["SIGTERM", "SIGINT"])
 def test_a_signal_ends_the_wait_for_a_restart(number: signal.Signals, code: int) -> None:
-    """Catches a job that its scheduler ends during the wait, and that dies without the exit code that requeues it."""
+    """Catches a job that is terminated while it waits for a restart and exits without the code that requeues it."""
     before = signal.getsignal(number)
     sender = threading.Timer(0.3, os.kill, (os.getpid(), number))
     sender.start()
@@ -154,5 +156,5 @@ def test_a_signal_ends_the_wait_for_a_restart(number: signal.Signals, code: int)
 
 
 def test_a_wait_that_is_over() -> None:
-    """Catches a restart that does not come."""
+    """Catches a wait that does not end in a restart."""
     assert wait_for_restart(0.0) is None and wait_for_restart(0.2) is None

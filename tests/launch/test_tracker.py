@@ -1,5 +1,4 @@
-"""The trackers' process, in this process with a tracker of its own; tests/monitor/test_trackers.py starts the real
-ones beside runs."""
+"""The tracker process with a fake tracker; tests/monitor/test_trackers.py starts the real ones next to runs."""
 
 from __future__ import annotations
 
@@ -25,11 +24,11 @@ from megads.runtime.registry import TRACKERS
 
 @dataclass
 class Options:
-    """Nothing to set."""
+    """No options."""
 
 
 class ToFile:
-    """Writes what it is told into a file beside the run; fails as often as a file of the run says."""
+    """Writes the calls it receives to a file of the run; fails as often as another file says."""
 
     rewinds = True
     first_step: int | None = None
@@ -64,7 +63,7 @@ class ToFile:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Iterator[Path]:
-    """A run that is over: two steps of a start, and its end."""
+    """Directory of a finished run: one start with two steps, and its exit."""
     TRACKERS.register("to_file", Options)(ToFile)
     (tmp_path / "logs").mkdir()
     metrics, events = MetricsWriter(tmp_path, True), EventWriter(tmp_path)
@@ -79,7 +78,7 @@ def run_dir(tmp_path: Path) -> Iterator[Path]:
 
 
 def in_a_process(function: Callable[..., int], *arguments: Any) -> int:
-    """What a function returns in a process of its own, which holds the lock to its end."""
+    """Calls a function in a process of its own, which holds the lock until it exits; returns its result."""
     process = multiprocessing.get_context("fork").Process(target=lambda: os._exit(function(*arguments)))
     process.start()
     process.join()
@@ -102,7 +101,7 @@ def events_of(run_dir: Path) -> list[tuple[str, str]]:
 
 
 def test_by_hand_everything_is_told_once(run_dir: Path) -> None:
-    """Catches a record that is lost or told twice, and a table without what is known."""
+    """Catches a record that is lost or sent twice, and a final table without a known value."""
     assert track(run_dir) == 0
     table = {"steps": 2, "samples": 16, "loss": 1.0, "skipped_steps": 0, "checkpoints": 0, "starts": 1}
     assert told(run_dir) == [
@@ -120,7 +119,7 @@ def test_by_hand_everything_is_told_once(run_dir: Path) -> None:
 
 
 def test_by_hand_a_failure_is_told(run_dir: Path) -> None:
-    """Catches a failure that ends with exit code 0, or of whose cause nothing is said, in one line."""
+    """Catches a failure with exit code 0, or without a one-line message that names its cause."""
     (run_dir / "failures").write_text("1")
     assert track(run_dir) == 1
     [(event, message)] = events_of(run_dir)
@@ -131,7 +130,7 @@ def test_by_hand_a_failure_is_told(run_dir: Path) -> None:
 
 
 def test_only_one_process_tracks_a_run(run_dir: Path) -> None:
-    """Catches two processes that tell everything twice."""
+    """Catches two processes that send everything twice."""
 
     def locks_twice() -> int:
         tracker._lock(run_dir, None, 0.0)
@@ -143,8 +142,7 @@ def test_only_one_process_tracks_a_run(run_dir: Path) -> None:
 
 
 def test_the_final_table() -> None:
-    """Catches a count of the wrong event, an exit code or a clock of an earlier start, and rows of which nothing is
-    known."""
+    """Catches a count of the wrong event, the exit code or wall time of an earlier start, and rows without a value."""
     names = [
         "launch",
         "start",
@@ -180,7 +178,7 @@ def test_what_there_is_to_track(
     code: int,
     said: str,
 ) -> None:
-    """Catches a traceback where nothing is to be told, or where the plugin that can tell it is not named."""
+    """Catches a traceback where no tracker is configured, or where the plugin of a tracker is not given."""
     config = RootConfig()
     config.run.id, config.run.dir, config.logging.trackers = "mine", str(run_dir), trackers
     config.logging.wandb.mode = WandbMode.disabled

@@ -1,4 +1,4 @@
-"""The process that uploads, as it is: killed, refused, kept waiting, and beside another one."""
+"""Tests the uploader process: SIGKILL, refused requests, a server that hangs, a second uploader."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 
 
 def make_run(run_dir: Path, url: str, **checkpoint: object) -> Path:
-    """A run directory that checkpoints can be written to."""
+    """Creates a run directory for checkpoints."""
     (run_dir / "logs").mkdir(parents=True)
     config = RootConfig(run=RunConfig(id="run", dir=str(run_dir)))
     config = replace(config, checkpoint=CheckpointConfig(upload=url, **checkpoint))  # type: ignore[arg-type]
@@ -55,7 +55,7 @@ def make_run(run_dir: Path, url: str, **checkpoint: object) -> Path:
 
 @contextmanager
 def uploader(run_dir: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Starts it; leaves none running."""
+    """Starts an uploader; kills it on exit."""
     with (run_dir / "logs" / "uploader.log").open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "megads.launch.uploader", str(run_dir), *options],
@@ -69,7 +69,7 @@ def uploader(run_dir: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def end(process: subprocess.Popen[bytes]) -> int:
-    """Tells it that the run is over, and waits."""
+    """Closes stdin, which tells the uploader that the run is over; returns its exit code."""
     assert process.stdin is not None
     process.stdin.close()
     return process.wait(timeout=_WITHIN_S)
@@ -83,7 +83,7 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 
 def write(run_dir: Path, step: int, seed: int | None = None) -> Path:
-    """As the ranks do; what a run records stays as it is."""
+    """Writes a checkpoint as the ranks do; config.yaml is unchanged."""
     config = (run_dir / "config.yaml").read_bytes()
     folder = write_checkpoint(run_dir, step, seed)
     (run_dir / "config.yaml").write_bytes(config)
@@ -91,7 +91,7 @@ def write(run_dir: Path, step: int, seed: int | None = None) -> Path:
 
 
 def test_it_follows_a_run(tmp_path: Path, s3: S3Server) -> None:
-    """Catches checkpoints that are not seen, a newest one that comes last, no retention, an end that leaves some."""
+    """Catches checkpoints not found, the newest uploaded last, no retention, and an exit before all are uploaded."""
     url = f"{s3.url}/follows"
     run_dir, store = make_run(tmp_path / "run", url, keep=2), RemoteStore(f"{url}/run")
     for step in (2, 4):
@@ -113,7 +113,7 @@ def test_it_follows_a_run(tmp_path: Path, s3: S3Server) -> None:
 
 @pytest.mark.slow
 def test_parts_of_killed_uploads_are_removed(tmp_path: Path, s3: S3Server) -> None:
-    """Catches parts that nobody sees and everybody pays for, and those of another run that are removed with them."""
+    """Catches leftover multipart uploads that are never aborted and cost money, and aborting those of other runs."""
     url = f"{s3.url}/parts"
     run_dir = make_run(tmp_path / "run", url)
     mine = "prefix/parts/run/checkpoints/step_00000002"
@@ -133,8 +133,8 @@ def test_parts_of_killed_uploads_are_removed(tmp_path: Path, s3: S3Server) -> No
 
 
 def test_parts_that_another_node_sends(tmp_path: Path, s3: S3Server) -> None:
-    """Catches a start that removes what another node of the job is sending, and one that the store keeps from removing
-    parts and that then uploads nothing, or says so at every try."""
+    """Catches a start that aborts what another node of the job is uploading; and, where the store denies the abort, a
+    start that fails or reports it at every try."""
     url = f"{s3.url}/both"
     run_dir = make_run(tmp_path / "run", url)
     config, pin = load_frozen(run_dir / "config.yaml"), pin_checkpoint(write(run_dir, 2))
@@ -161,7 +161,7 @@ def test_parts_that_another_node_sends(tmp_path: Path, s3: S3Server) -> None:
 
 @pytest.mark.slow
 def test_killed_between_parts(tmp_path: Path, s3: S3Server) -> None:
-    """Catches parts of a real upload that are not found again: its file is larger than two of S3's parts."""
+    """Catches parts of a real multipart upload that are not found again: its file is larger than two S3 parts."""
     url = f"{s3.url}/large"
     run_dir, store = make_run(tmp_path / "run", url), RemoteStore(f"{url}/run")
     shard = Shard("weight/w", (20 * 2**20,), (0,), torch.ones(20 * 2**20))
@@ -180,7 +180,7 @@ def test_killed_between_parts(tmp_path: Path, s3: S3Server) -> None:
 
 @pytest.mark.slow
 def test_killed_at_random(tmp_path: Path, s3: S3Server) -> None:
-    """Catches a store that holds half a checkpoint after SIGKILL, and a successor that does not go on."""
+    """Catches a partial checkpoint taken as complete after SIGKILL, and a next uploader that does not continue."""
     url, rng = f"{s3.url}/killed", random.Random(5)
     run_dir, store = make_run(tmp_path / "run", url, keep=2), RemoteStore(f"{url}/run")
     s3.order(delay_s=0.03)
@@ -202,7 +202,7 @@ def test_killed_at_random(tmp_path: Path, s3: S3Server) -> None:
 
 @pytest.mark.slow
 def test_a_server_that_refuses_fails_or_goes_away(tmp_path: Path) -> None:
-    """Catches an uploader that ends of a fault, says nothing, says it at every try, or starts over afterwards."""
+    """Catches an uploader that exits on a server fault, reports it never or at every try, or does not recover."""
     with s3_server(tmp_path / "s3") as s3, pytest.MonkeyPatch.context() as patch:
         for name, value in s3.variables.items():
             patch.setenv(name, value)
@@ -223,7 +223,7 @@ def test_a_server_that_refuses_fails_or_goes_away(tmp_path: Path) -> None:
             assert process.poll() is None
             s3.order()
             s3.start()
-            # It lost everything: all of it comes again.
+            # The restarted server is empty: everything is uploaded again.
             wait_for(lambda: [c.step for c in complete(store)] == [4, 2])
             assert end(process) == 0
         assert fetched_seeds(store, tmp_path) == {2: 2, 4: 4}
@@ -231,7 +231,7 @@ def test_a_server_that_refuses_fails_or_goes_away(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_one_in_a_hundred_requests_fails(tmp_path: Path, s3: S3Server) -> None:
-    """Catches a failed request that costs the upload, where trying again is all that it takes."""
+    """Catches a failed request that fails the upload instead of being retried."""
     url = f"{s3.url}/fails"
     run_dir, store = make_run(tmp_path / "run", url, keep=0), RemoteStore(f"{url}/run")
     s3.order(fail=0.01)
@@ -245,7 +245,7 @@ def test_one_in_a_hundred_requests_fails(tmp_path: Path, s3: S3Server) -> None:
 
 @pytest.mark.slow
 def test_a_server_that_hangs_at_the_end(tmp_path: Path) -> None:
-    """Catches an orphan that waits for its server for ever after the run."""
+    """Catches an orphaned uploader that waits for its server without a limit after the run."""
     with s3_server(tmp_path / "s3") as s3, pytest.MonkeyPatch.context() as patch:
         for name, value in s3.variables.items():
             patch.setenv(name, value)
@@ -258,7 +258,7 @@ def test_a_server_that_hangs_at_the_end(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_run_directories_of_one_run(tmp_path: Path, s3: S3Server) -> None:
-    """Catches two machines that upload one run at the same time: their files would be mixed."""
+    """Catches two machines that upload one run at the same time, which would mix their files."""
     url = f"{s3.url}/two"
     first, second = (make_run(tmp_path / name, url, keep=0, upload_wait_s=3.0) for name in ("first", "second"))
     store = RemoteStore(f"{url}/run")
@@ -279,7 +279,7 @@ def test_two_run_directories_of_one_run(tmp_path: Path, s3: S3Server) -> None:
 
 @pytest.mark.slow
 def test_a_slow_store_and_a_quick_run(tmp_path: Path, s3: S3Server) -> None:
-    """Catches retention that takes an upload its files, so that none is ever complete."""
+    """Catches retention that deletes the files of an upload in progress, so that no upload ever completes."""
     url = f"{s3.url}/slow"
     run_dir, store = make_run(tmp_path / "run", url, keep=2), RemoteStore(f"{url}/run")
     s3.order(delay_s=0.15)
@@ -299,7 +299,7 @@ def test_a_slow_store_and_a_quick_run(tmp_path: Path, s3: S3Server) -> None:
 
 @pytest.mark.slow
 def test_nodes_share_an_upload(tmp_path: Path, s3: S3Server) -> None:
-    """Catches a second node that brings nothing, and one that does not end with the run."""
+    """Catches a second node that uploads no files, and one that does not end with the run."""
     url = f"{s3.url}/nodes"
     run_dir, store = make_run(tmp_path / "run", url), RemoteStore(f"{url}/run")
     with uploader(run_dir, "--nodes=2") as first, uploader(run_dir, "--node=1", "--nodes=2") as second:

@@ -1,6 +1,6 @@
-"""The model written down a second time, in fp64 with explicit loops, from the papers and not from megads' code.
+"""A second implementation of the model, in fp64 with explicit loops, from the papers and not from megads' code.
 
-Weights come by name, as `GPT.parameters_by_name` gives them. Shapes: s = sequence, h = hidden size, d = head dim.
+Weights come by name, as `GPT.parameters_by_name` returns them. Shapes: s = sequence, h = hidden size, d = head dim.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Weights = Mapping[str, Tensor]
 
 
 def slope(head: int, num_heads: int) -> float:
-    """Slope of one head, by the recursion of the ALiBi paper's reference code."""
+    """Returns the slope of one head, by the recursion of the ALiBi paper's reference code."""
 
     def of_power_of_two(n: int) -> list[float]:
         start = 2 ** (-(2 ** -(math.log2(n) - 3)))
@@ -47,7 +47,7 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 
 def turned(x_d: Tensor, position: int, theta: float) -> Tensor:
-    """RoPE of one vector: features i and i + d/2 are a complex number that turns by position * theta^(-2i/d)."""
+    """RoPE of one vector: features i and i + d/2 form a complex number that is rotated by position * theta^(-2i/d)."""
     dim = len(x_d)
     out = x_d.clone()
     for i in range(dim // 2):
@@ -70,10 +70,10 @@ def attention(
     positions: Sequence[int] | None = None,
     sinks_n: Tensor | None = None,
 ) -> Tensor:
-    """One sequence. The rows of the QKV weight are blocks of d: of each head of keys its queries', then k, then v.
+    """Attention of one sequence. Rows of the QKV weight are blocks of d: for each key head its queries, then k, then v.
 
-    `qk_norms` are those of queries and of keys; `starts` has the place at which each query's document starts,
-    `positions` what RoPE counts.
+    `qk_norms` are those of queries and of keys; `starts` has the position at which each query's document starts,
+    `positions` those that RoPE uses.
     """
     seq_len, hidden = x_sh.shape
     num_heads, kv_heads = config.num_heads, config.num_kv_heads or config.num_heads
@@ -118,7 +118,7 @@ def attention(
 
 
 def mlp(x: Tensor, weights: Weights, name: str, config: ModelConfig) -> Tensor:
-    """Gates are the even rows of `gate_up`, what they gate the odd ones."""
+    """MLP, of whose `gate_up` the even rows are the gate projection and the odd rows the up projection."""
     if config.mlp is MLPKind.gelu:
         inner = gelu_tanh(x @ weights[f"{name}.up.weight"].T + weights.get(f"{name}.up.bias", 0.0))
     else:
@@ -135,7 +135,7 @@ def logits(
     starts: Sequence[int] | None = None,
     positions: Sequence[int] | None = None,
 ) -> Tensor:
-    """[s, v] of one sequence of documents that start at `starts`; `positions` None counts from the sequence's first."""
+    """Returns [s, v] logits of one sequence; `starts` as in `attention`, `positions` by default count within it."""
     w, eps = {name: tensor.double() for name, tensor in weights.items()}, config.norm_eps
 
     def norm(name: str, x: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ def hidden(seq_len: int = 7) -> Tensor:
 
 
 FEATURES = {"num_kv_heads": 2, "window": 4}
-# Rows packed differently; the fourth token sees less than its window.
+# Rows are packed differently; the fourth token attends to fewer tokens than its window.
 STARTS = torch.tensor([[0, 0, 0, 3, 3, 3, 3, 3, 3], [0, 1, 1, 1, 1, 1, 1, 7, 7]])
 PACKED = BatchInfo(torch.tensor([0, 1]), document_starts=STARTS)
 
@@ -41,8 +41,8 @@ PACKED = BatchInfo(torch.tensor([0, 1]), document_starts=STARTS)
 @pytest.mark.parametrize("info", [INFO, PACKED], ids=["whole", "packed"])
 @pytest.mark.parametrize("position", [Position.alibi, Position.rope])
 def test_shared_keys_and_a_window_equal_the_naive_implementation(position: Position, info: BatchInfo) -> None:
-    """Catches a query head that reads another group's keys, a window that is off by one, that hides what a document
-    leaves or opens what it hides."""
+    """Catches a query head that attends to another group's keys, and a window that is off by one, hides keys that the
+    document mask allows or reveals keys that it hides."""
     attention, x = hot_attention(position, **FEATURES), hidden(9)
     weights = (attention.qkv.weight, attention.qkv.bias, attention.dense.weight, attention.dense.bias)
     config = ModelConfig(hidden_size=24, num_heads=6, position=position, **FEATURES)
@@ -60,8 +60,8 @@ def test_shared_keys_and_a_window_equal_the_naive_implementation(position: Posit
 def test_the_kernels_compute_the_same_with_shared_keys_and_a_window(
     kind: AttentionKind, window: int, places: list[int] | None, info: BatchInfo
 ) -> None:
-    """Catches a start that is off by one, counted in this rank's tokens, or that forgets the document's; and gradients
-    of keys that miss some of the heads that share them."""
+    """Catches a window start that is off by one, counted in this rank's tokens, or that ignores the document's start;
+    and key gradients that miss some of the query heads that share the keys."""
     config = ModelConfig(hidden_size=48, num_heads=6, num_kv_heads=2, window=window, attention=kind)
     index = None if places is None else torch.tensor(places)
     starts = info.document_starts
@@ -84,9 +84,9 @@ def test_the_kernels_compute_the_same_with_shared_keys_and_a_window(
 
 @pytest.mark.parametrize("position", Position)
 def test_equals_the_naive_implementation(position: Position) -> None:
-    """Catches wrong scaling, slopes, mask, order of the QKV rows ([head, (q, k, v), dim]) and of the heads.
+    """Catches a wrong scale, slope or mask, and a wrong order of the QKV rows ([head, (q, k, v), dim]) or of the heads.
 
-    At 17 tokens torch's vectorised CPU kernel runs, which with an fp32 mask beside fp64 queries is silently wrong.
+    At 17 tokens torch runs its vectorized CPU kernel, which is silently wrong for an fp32 mask with fp64 queries.
     """
     attention, x = hot_attention(position), hidden(17)
     weights = (attention.qkv.weight, attention.qkv.bias, attention.dense.weight, attention.dense.bias)
@@ -97,7 +97,7 @@ def test_equals_the_naive_implementation(position: Position) -> None:
 
 @pytest.mark.parametrize("changes", [{}, FEATURES], ids=["plain", "shared keys, window"])
 def test_dropout_path_computes_the_same_attention(changes: dict) -> None:
-    """Catches a second formula that drifts from the fused one: with next to no dropout they agree."""
+    """Catches a dropout path that differs from the fused path: with almost no dropout they agree."""
     attention, x = hot_attention(attention_dropout=1e-12, **changes), hidden()
     assert attention.train().core.dropout.active
     torch.testing.assert_close(attention(x, INFO), attention.eval()(x, INFO), rtol=1e-6, atol=1e-6)
@@ -105,7 +105,7 @@ def test_dropout_path_computes_the_same_attention(changes: dict) -> None:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_a_later_token_changes_no_earlier_output(dropout: float) -> None:
-    """Catches a mask that is off by one or missing in one of the two paths."""
+    """Catches a causal mask that is off by one or missing in one of the two paths."""
     attention, x = hot_attention(attention_dropout=dropout), hidden()
     before = attention(x, INFO)
     changed = x.clone()
@@ -116,7 +116,7 @@ def test_a_later_token_changes_no_earlier_output(dropout: float) -> None:
 
 
 def test_gradients_flow_back_in_time_only() -> None:
-    """Catches a backward pass that leaks the future: an output has no gradient at later inputs."""
+    """Catches a backward pass that violates causality: an output has no gradient at later inputs."""
     attention, x = hot_attention(), hidden().requires_grad_()
     attention(x, INFO)[:, 3].sum().backward()
     assert x.grad is not None
@@ -125,7 +125,7 @@ def test_gradients_flow_back_in_time_only() -> None:
 
 @pytest.mark.parametrize(("size", "kv_heads"), [(2, 6), (3, 6), (2, 2), (3, 3)])
 def test_shares_of_the_heads_keep_global_slopes(size: int, kv_heads: int) -> None:
-    """Catches local ALiBi slopes: the shares' outputs are exactly the slices of the whole one."""
+    """Catches ALiBi slopes of local head indices: the shards' outputs are exactly the slices of the full one."""
     config = ModelConfig(hidden_size=24, num_heads=6, num_kv_heads=kv_heads)
     generator = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(2, n, 5, 4, dtype=torch.float64, generator=generator) for n in (6, kv_heads, kv_heads))
@@ -140,7 +140,7 @@ def test_shares_of_the_heads_keep_global_slopes(size: int, kv_heads: int) -> Non
 
 
 def test_narrow_twice_narrows_the_share() -> None:
-    """Catches a share counted from the first head of the model instead of the first head held."""
+    """Catches a shard counted from the model's first head instead of the first local head."""
     core = AttentionCore(ModelConfig(hidden_size=24, num_heads=6), 0, "core")
     core.narrow(1, 2)
     core.narrow(2, 3)
@@ -148,7 +148,7 @@ def test_narrow_twice_narrows_the_share() -> None:
 
 
 def test_bf16_error_is_that_of_bf16() -> None:
-    """Catches a softmax or mask in bf16: the error stays within twice that of rounding inputs and output."""
+    """Catches a softmax or mask in bf16: the error must stay within twice that of rounding inputs and output."""
     config = ModelConfig(hidden_size=64, num_heads=4)
     generator = torch.Generator().manual_seed(4)
     exact = [torch.randn(2, 4, 200, 16, dtype=torch.float64, generator=generator) for _ in range(3)]
@@ -166,7 +166,7 @@ def vectors(count: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def test_products_depend_on_the_distance_alone() -> None:
-    """Catches keys turned the other way than queries, and angles that are not linear in the position."""
+    """Catches keys rotated in the opposite direction to queries, and angles that are not linear in the position."""
     q, k = vectors(2).unbind(dim=1)
 
     def product(query: int, key: int) -> float:
@@ -179,7 +179,7 @@ def test_products_depend_on_the_distance_alone() -> None:
 
 
 def test_far_positions_have_exact_angles() -> None:
-    """Catches angles multiplied in fp32: off by 0.03 at position 10^6 with the highest frequency."""
+    """Catches angles computed in fp32, with an error of 0.03 at position 10^6 for the highest frequency."""
     positions = torch.tensor([999_999, 1_000_000])
     cos, sin = rotary_tables(positions, 16, 500_000.0, torch.float32)
     angles = positions.double()[:, None] * 500_000.0 ** (-torch.arange(8).double() / 8)
@@ -188,7 +188,7 @@ def test_far_positions_have_exact_angles() -> None:
 
 
 def test_low_precision_rounds_once() -> None:
-    """Catches products and sums in bf16: the result is that of fp32 arithmetic, rounded."""
+    """Catches multiplications and additions in bf16: the result must be that of fp32 arithmetic, rounded once."""
     q = vectors(200, torch.bfloat16)
     info = BatchInfo(torch.tensor([0]))
     turned, _ = Rotary(16, 10000.0)(q, q, info)
@@ -198,7 +198,7 @@ def test_low_precision_rounds_once() -> None:
 
 
 def test_a_rank_of_the_sample_takes_its_places() -> None:
-    """Catches a rank that counts its tokens from 0, and tables of one rank's places given to another."""
+    """Catches a rank that counts its positions from 0, and tables of one rank's positions given to another."""
     q, rotary = vectors(8), Rotary(16, 10000.0)
     whole, _ = rotary(q, q, BatchInfo(torch.tensor([0])))
     for places in (torch.tensor([0, 1, 6, 7]), torch.tensor([2, 3, 4, 5])):
@@ -218,8 +218,8 @@ def test_a_rank_of_the_sample_takes_its_places() -> None:
     ],
 )
 def test_heads_are_all_views_or_all_copies(changes: dict[str, Any], views: tuple[bool, ...]) -> None:
-    """Catches one of the three that alone keeps the whole projection in memory for the backward pass, and copies where
-    nothing asks for any."""
+    """Catches one of q, k and v that is the only view, which keeps the whole projection in memory for the backward
+    pass, and copies where none are needed."""
     attention = hot_attention(**changes)
     projection = attention.qkv(hidden())
     parts = attention.heads(projection, INFO)
@@ -229,7 +229,7 @@ def test_heads_are_all_views_or_all_copies(changes: dict[str, Any], views: tuple
 
 @pytest.mark.parametrize("changes", [{}, {"num_kv_heads": 2}, {"position": Position.rope}])
 def test_the_projections_gradient_is_one_cat_on_gpus(changes: dict[str, Any]) -> None:
-    """Catches parts of more than four dimensions: on GPUs torch's cat copies those one by one, taking much longer."""
+    """Catches parts of more than four dimensions: torch's cat on GPUs copies those one by one, which is much slower."""
     attention = hot_attention(**changes)
     dims: list[int] = []
 

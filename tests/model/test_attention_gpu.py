@@ -1,4 +1,4 @@
-"""Every kind of attention on a GPU against fp64, forward and backward; skipped where there is none."""
+"""Every attention kernel on a GPU against fp64, forward and backward; skipped without a GPU."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ CASES: dict[str, tuple[ModelConfig, Tensor | None]] = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_error_is_that_of_the_dtype(kind: AttentionKind, case: str, dtype: torch.dtype) -> None:
-    """Catches a kernel that reads the bias, the window, the documents or shared keys otherwise than the model means, or
-    a core that silently takes another one."""
+    """Catches a kernel that interprets bias, window, documents or shared keys differently from the model, or a core
+    that silently uses another kernel."""
     config, starts = CASES[case]
     work = replace(
         config.attention_work(), bf16=dtype is torch.bfloat16, cuda=True, impl=Implementation.fused, seq_len=600,
@@ -67,6 +67,6 @@ def test_error_is_that_of_the_dtype(kind: AttentionKind, case: str, dtype: torch
 
 
 def attended(core: AttentionCore, tensors: list[Tensor], starts: Tensor | None) -> list[Tensor]:
-    """Output and gradients of queries, keys and values on the GPU, brought to the CPU."""
+    """Output and gradients of queries, keys and values, computed on the GPU and copied to the CPU."""
     info = BatchInfo(torch.arange(2), document_starts=None if starts is None else starts.cuda())
     return [x.cpu() for x in both(lambda *inputs: core(*inputs, info), [x.cuda() for x in tensors])]

@@ -1,4 +1,4 @@
-"""Checks of the model's shape."""
+"""Checks of the model config."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from megads.model.config import ModelConfig
     ids=lambda value: "" if isinstance(value, str) else str(value),
 )
 def test_impossible_shapes_are_refused(changes: dict, named: str) -> None:
-    """Catches a shape that fails later with torch's words instead of the key's name and value."""
+    """Catches a shape that fails later with torch's message instead of the key's name and value."""
     with pytest.raises(ConfigError, match=named):
         ModelConfig(**changes).check()
 

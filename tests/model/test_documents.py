@@ -1,4 +1,4 @@
-"""Packed documents: hidden from each other and, where positions restart, each as if it were alone."""
+"""Packed documents: masked from each other and, where positions restart, each computed as if it were alone."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def packed(*, mask: bool, restart: bool) -> BatchInfo:
 
 
 def documents(row: int) -> list[slice]:
-    """Where each document of a row lies."""
+    """The range of each document of a row."""
     begins = sorted(set(STARTS[row]))
     return [slice(begin, end) for begin, end in pairwise([*begins, LENGTH])]
 
 
 @pytest.mark.parametrize(("position", "mask", "restart"), list(product(Position, (True, False), (True, False))))
 def test_equals_the_naive_model(position: Position, mask: bool, restart: bool) -> None:
-    """Catches a mask or a restarted position that is ignored, off by one, or that needs the other one to work."""
+    """Catches a document mask or restarted positions that are ignored, off by one, or only work together."""
     config = model_config(position)
     model = GPT(config, 0, hot_value).double()
     found = model(tokens(), packed(mask=mask, restart=restart))
@@ -63,7 +63,7 @@ def test_equals_the_naive_model(position: Position, mask: bool, restart: bool) -
 @pytest.mark.parametrize("dropout", [0.0, 1e-12])
 @pytest.mark.parametrize("position", Position)
 def test_a_packed_document_is_as_it_would_be_alone(position: Position, dropout: float) -> None:
-    """Catches a document that sees its neighbour or knows its place, in the fused and in the explicit attention."""
+    """Catches a document that attends to its neighbor or depends on its place, in fused and explicit attention."""
     model = GPT(model_config(position, attention_dropout=dropout), 0, hot_value)
     together = model(tokens(), packed(mask=True, restart=True))
     for row in range(2):
@@ -73,7 +73,7 @@ def test_a_packed_document_is_as_it_would_be_alone(position: Position, dropout: 
 
 
 def test_gradients_stay_in_the_document() -> None:
-    """Catches a mask that hides keys forward only: no input of another document has a gradient."""
+    """Catches a mask that hides keys in the forward pass only: inputs of other documents must get no gradient."""
     core = AttentionCore(model_config(Position.alibi), 0, "core")
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(2, 6, LENGTH, 4, generator=generator, requires_grad=True) for _ in range(3))
@@ -84,7 +84,7 @@ def test_gradients_stay_in_the_document() -> None:
 
 
 def test_layers_share_one_mask_and_micro_batches_do_not() -> None:
-    """Catches a mask built in every layer, one that outlives its micro-batch, and one that the next one inherits."""
+    """Catches a mask built in every layer, one that outlives its micro-batch, and one reused by the next one."""
     core, other_layer = (AttentionCore(model_config(Position.alibi), 0, "core") for _ in range(2))
     info, later = packed(mask=True, restart=False), packed(mask=True, restart=False)
     options = (LENGTH, torch.device("cpu"), torch.float32)
@@ -102,7 +102,7 @@ def test_layers_share_one_mask_and_micro_batches_do_not() -> None:
 @pytest.mark.parametrize("restart", [True, False])
 @pytest.mark.parametrize("position", Position)
 def test_incremental_reading_has_the_same_documents(position: Position, restart: bool) -> None:
-    """Catches a cache of keys and values in which a new document sees the old one, or counts on from it."""
+    """Catches a KV cache in which a new document attends to the previous one, or continues its positions."""
     whole = GPT(model_config(position), 0, hot_value).eval()
     with torch.no_grad():
         expected = whole(tokens(), packed(mask=True, restart=restart))

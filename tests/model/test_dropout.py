@@ -1,4 +1,4 @@
-"""Dropout of hidden states in the model: which part of the mask a rank's tokens have."""
+"""Dropout of hidden states in the model: which part of the mask a rank's tokens use."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def mask(sample_ids: list[int], seed: int = 1, site: str = "blocks.0.mlp_dropout
 
 
 def test_the_mask_follows_from_the_sample_alone() -> None:
-    """Catches a mask drawn for a whole micro-batch: it would change with its size, its order and its neighbours; one
-    that a resumed run could not repeat, and one that disturbs others' random numbers."""
+    """Catches a mask drawn for a whole micro-batch: it would change with the size, the order and the other samples; one
+    that a resumed run cannot repeat; and one that advances torch's global generator."""
     torch.manual_seed(0)
     together, expected = mask([5, 6, 7, 8]), torch.rand(1)
     torch.manual_seed(0)
@@ -35,7 +35,7 @@ def test_every_coordinate_changes_the_mask(other: dict) -> None:
 
 
 def test_a_part_of_the_sample_has_its_rows_of_the_mask() -> None:
-    """Catches a rank that draws for the tokens it holds, under context or sequence parallelism or both."""
+    """Catches a rank that draws a mask for its local tokens only, under context or sequence parallelism or both."""
     ids, dropout = torch.tensor([3, 9]), Dropout(0.5, 1, "site")
     whole = dropout(torch.ones(2, 16, 8), BatchInfo(ids))
     places = torch.tensor([0, 1, 2, 3, 12, 13, 14, 15])
@@ -49,7 +49,7 @@ def test_a_part_of_the_sample_has_its_rows_of_the_mask() -> None:
 
 
 def test_the_gradient_has_the_same_mask() -> None:
-    """Catches a mask that the backward pass draws anew or leaves out, and a missing scale."""
+    """Catches a backward pass that draws a new mask or omits it, and a missing scale."""
     dropout, x = Dropout(0.5, 0, "site"), torch.full((1, 8, 8), 3.0, requires_grad=True)
     out = dropout(x, BatchInfo(torch.tensor([0])))
     out.sum().backward()
@@ -57,7 +57,7 @@ def test_the_gradient_has_the_same_mask() -> None:
 
 
 def test_off_in_evaluation_and_at_zero() -> None:
-    """Catches validation with dropout, a mask drawn for nothing, and low precision that is lost behind a dropout."""
+    """Catches validation with dropout, a mask drawn at p = 0, and a bf16 input whose output is not bf16."""
     x, info = torch.randn(2, 5, 3), BatchInfo(torch.tensor([0, 1]))
     assert Dropout(0.5, 0, "site").eval()(x, info) is x
     assert Dropout(0.0, 0, "site")(x, info) is x
@@ -65,6 +65,6 @@ def test_off_in_evaluation_and_at_zero() -> None:
 
 
 def test_a_batch_that_does_not_match_its_ids_is_refused() -> None:
-    """Catches samples that share a mask because ids were fewer than rows."""
+    """Catches samples that share a mask because there are fewer ids than rows."""
     with pytest.raises(AssertionError, match="2 rows, but 1 numbers"):
         Dropout(0.5, 0, "site")(torch.ones(2, 4, 4), BatchInfo(torch.tensor([0])))

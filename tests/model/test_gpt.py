@@ -1,4 +1,4 @@
-"""The unsharded model, the oracle of every parity test, against a second implementation in fp64."""
+"""The unsharded model, the reference of every parity test, against a second implementation in fp64."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def batch() -> tuple[Tensor, BatchInfo]:
 
 @pytest.mark.parametrize(("position", "tied", "norm"), list(product(Position, (True, False), (True, False))))
 def test_equals_the_naive_model(position: Position, tied: bool, norm: bool) -> None:
-    """Catches an oracle that is wrong itself: post-norm blocks, a lost residual, exact GELU, a norm left out."""
+    """Catches errors in the reference model itself: post-norm blocks, a lost residual, exact GELU, a missing norm."""
     config = model_config(position=position, tie_embeddings=tied, embedding_norm=norm)
     model = GPT(config, 0, hot_value).double()
     tokens, info = batch()
@@ -82,8 +82,8 @@ ALL_FEATURES: dict[str, object] = {
 
 @pytest.mark.parametrize("changes", [*FEATURES.values(), ALL_FEATURES], ids=[*FEATURES, "all"])
 def test_features_equal_the_naive_model(changes: dict[str, object]) -> None:
-    """Catches a query head that reads the wrong keys, a window off by one, a mean or bias in RMSNorm, gates taken for
-    what they gate, a parallel block whose MLP reads what attention added, and heads normed after rope or together."""
+    """Catches a query head that attends to the wrong KV head, a window off by one, a mean or bias in RMSNorm, SwiGLU's
+    halves swapped, a parallel block whose MLP reads attention's output, and QK norms after RoPE or over all heads."""
     config = model_config(**changes)
     model = GPT(config, 0, hot_value).double()
     tokens, info = batch()
@@ -93,7 +93,7 @@ def test_features_equal_the_naive_model(changes: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("changes", FEATURES.values(), ids=FEATURES)
 def test_no_feature_is_ignored(changes: dict[str, object]) -> None:
-    """Catches a key that changes nothing, in both implementations alike."""
+    """Catches a config key that both implementations ignore."""
     tokens, info = batch()
     plain, changed = (GPT(model_config(**c), 0, hot_value)(tokens, info) for c in ({}, changes))
     assert (plain - changed).norm() > 1e-2 * plain.norm()
@@ -101,7 +101,7 @@ def test_no_feature_is_ignored(changes: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_parameters_by_name(tied: bool) -> None:
-    """Catches a tied head listed twice, a parameter left out, and gradients of one use lost."""
+    """Catches a tied head listed twice, a missing parameter, and a tied weight that lacks the gradient of one use."""
     config = model_config(tie_embeddings=tied)
     model = GPT(config, 0, hot_value)
     named = model.parameters_by_name()
@@ -116,7 +116,7 @@ def test_parameters_by_name(tied: bool) -> None:
 
 
 def test_weights_come_from_the_seed() -> None:
-    """Catches a model that keeps torch's default initialisation somewhere."""
+    """Catches a parameter that keeps torch's default initialization."""
     config = model_config()
     torch.manual_seed(0)
     first = GPT(config, 5).parameters_by_name()
@@ -127,7 +127,7 @@ def test_weights_come_from_the_seed() -> None:
 
 
 def test_dropout_does_not_depend_on_the_micro_batch() -> None:
-    """Catches a dropout in the model that draws for the batch as a whole; evaluation has none."""
+    """Catches a dropout mask that is drawn for the batch as a whole, and dropout in evaluation."""
     model = GPT(model_config(hidden_dropout=0.3, attention_dropout=0.3), 0, hot_value)
     tokens, info = batch()
     together = model(tokens, info)
@@ -139,14 +139,14 @@ def test_dropout_does_not_depend_on_the_micro_batch() -> None:
 
 
 def test_a_model_that_cannot_be_built_is_refused() -> None:
-    """Catches heads that do not divide the width being found by a reshape deep inside."""
+    """Catches a num_heads that does not divide hidden_size and only fails in a reshape inside the model."""
     with pytest.raises(ConfigError, match="num_heads"):
         GPT(ModelConfig(hidden_size=10, num_heads=3), 0)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_empty_model_has_every_weight_once(tied: bool) -> None:
-    """Catches a tie that is lost, a weight left on the meta device, and a dtype that is not the one asked for."""
+    """Catches lost weight tying, a weight left on the meta device, and a dtype other than the requested one."""
     config = model_config(tie_embeddings=tied, position=Position.learned)
     model = GPT.empty(config, torch.device("cpu"), torch.bfloat16)
     named = model.parameters_by_name()
@@ -174,7 +174,7 @@ def built_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 @pytest.mark.parametrize(("position", "tied", "norm"), list(product(Position, (True, False), (True, False))))
 def test_parameters_are_those_of_the_plan(position: Position, tied: bool, norm: bool) -> None:
-    """Catches an option that the model and the planner understand differently, in names, shapes or order."""
+    """Catches an option for which model and planner differ in the names, shapes or order of parameters."""
     config = ModelConfig(
         num_layers=3, hidden_size=24, num_heads=6, ffn_size=40, vocab_size=50, max_seq_len=9,
         position=position, tie_embeddings=tied, embedding_norm=norm,
@@ -196,16 +196,16 @@ def test_parameters_are_those_of_the_plan(position: Position, tied: bool, norm: 
     ids=lambda changes: next(iter(changes)),
 )
 def test_features_have_the_planned_parameters(changes: dict) -> None:
-    """Catches a projection, a gate, a bias or a second norm that the planner counts otherwise than the model has it."""
+    """Catches a projection, gate, bias or second norm that the planner counts differently than the model."""
     config = ModelConfig(num_layers=2, hidden_size=24, num_heads=6, ffn_size=40, vocab_size=50, **changes)
     assert list(built_shapes(config).items()) == list(parameter_shapes(config).items())
 
 
 @pytest.mark.parametrize("preset", MODELS)
 def test_presets_have_the_planned_number_of_parameters(preset: str) -> None:
-    """Catches a preset whose real model differs from what its published count was checked against."""
+    """Catches a preset whose model differs from the plan that its published parameter count was checked against."""
     config = compose_train(f"model={preset}").model
-    # null is the tokenizer's, which no preset knows.
+    # None means the tokenizer's size, which no preset knows.
     config.vocab_size = config.vocab_size or 512
     assert sum(prod(shape) for shape in built_shapes(config).values()) == parameter_count(config)
 
@@ -217,7 +217,7 @@ def test_bloom_176b_has_its_published_number_of_parameters() -> None:
 
 
 def test_weights_of_the_stages_for_the_partition() -> None:
-    """Catches an embedding or head that counts nothing, and a final norm that may end up alone on a stage."""
+    """Catches an embedding or head with weight 0 in the partition, and a final norm that can be a stage of its own."""
     specs = stage_specs(ModelConfig(num_layers=2), 0)
     assert [(spec.name, spec.weight) for spec in specs] == [
         ("embedding", 1.0), ("blocks.0", 1.0), ("blocks.1", 1.0), ("final_norm", 0.0), ("head", 1.0),
@@ -225,7 +225,7 @@ def test_weights_of_the_stages_for_the_partition() -> None:
 
 
 def test_every_dropout_has_a_site_of_its_own() -> None:
-    """Catches two places with equal masks, and a site that does not say where in the whole model it is."""
+    """Catches two dropouts with equal masks, and a site that does not identify the module in the whole model."""
     config = ModelConfig(num_layers=3, hidden_dropout=0.1, attention_dropout=0.2)
     sites = {}
     for spec in stage_specs(config, 0):
@@ -239,10 +239,10 @@ def test_every_dropout_has_a_site_of_its_own() -> None:
 
 
 def test_given_positions_select_learned_embeddings() -> None:
-    """Catches an embedding that counts from 0 in a row that continues a document."""
+    """Catches learned positions that start at 0 in a row that continues a document."""
     config = ModelConfig(hidden_size=8, num_heads=2, max_seq_len=10, position=Position.learned, embedding_norm=False)
     embedding, tokens = Embedding(config, 0), torch.tensor([[3, 3], [3, 3]])
-    # Stages come with uninitialised memory, which may hold NaN.
+    # Modules are built with uninitialized memory, which may hold NaN.
     for parameter in embedding.parameters():
         torch.nn.init.normal_(parameter)
     info = BatchInfo(sample_ids=torch.tensor([0, 1]), position_ids_bs=torch.tensor([[0, 1], [7, 2]]))
@@ -262,7 +262,7 @@ def test_given_positions_select_learned_embeddings() -> None:
     ],
 )
 def test_standard_deviations(name: str, std: float) -> None:
-    """Catches a missing 1 / sqrt(2 L) on the projections that end a branch (8 layers: a quarter), or one too many."""
+    """Catches a missing 1 / sqrt(2 L) on output projections of attention and MLP (8 layers: 1/4), or an extra one."""
     drawn = initial_value(CONFIG, 1)(name, parameter_shapes(CONFIG)[name]).double()
     error = std / math.sqrt(2 * drawn.numel())
     assert abs(float(drawn.std()) - std) < 5 * error
@@ -270,7 +270,7 @@ def test_standard_deviations(name: str, std: float) -> None:
 
 
 def test_gains_are_one_and_biases_zero() -> None:
-    """Catches a norm that starts random, and a bias taken for a matrix."""
+    """Catches norm weights that are initialized randomly, and a bias initialized like a matrix."""
     value = initial_value(CONFIG, 1)
     for name, shape in parameter_shapes(CONFIG).items():
         if len(shape) == 1:
@@ -279,7 +279,7 @@ def test_gains_are_one_and_biases_zero() -> None:
 
 
 def test_values_depend_on_seed_and_name_alone() -> None:
-    """Catches draws from a shared stream: weights would depend on what else a rank builds, and in which order."""
+    """Catches a shared random stream: weights would depend on what else a rank builds, and in which order."""
     shapes = {name: shape for name, shape in parameter_shapes(CONFIG).items() if len(shape) == 2}
     value = initial_value(CONFIG, 1)
     forward = {name: value(name, shape) for name, shape in shapes.items()}
@@ -294,7 +294,7 @@ def test_values_depend_on_seed_and_name_alone() -> None:
 
 
 def test_values_are_fp32_on_the_cpu_under_any_default_device() -> None:
-    """Catches weights that differ between a CPU and a GPU run, or take the device a stage is built on."""
+    """Catches initial weights that differ between CPU and GPU runs, or are drawn on the device of their stage."""
     value = initial_value(CONFIG, 1)
     for name in ("blocks.0.mlp.up.weight", "blocks.0.mlp.up.bias", "final_norm.weight"):
         drawn = value(name, parameter_shapes(CONFIG)[name])
@@ -302,7 +302,7 @@ def test_values_are_fp32_on_the_cpu_under_any_default_device() -> None:
 
 
 def test_every_parameter_of_the_model_is_known() -> None:
-    """Catches a parameter whose name misses the branch rule because a module was renamed."""
+    """Catches an output projection that loses its 1 / sqrt(2 L) because a module was renamed."""
     branch_ends = [
         f"{spec.name}.{name}"
         for spec in stage_specs(CONFIG, 0)
@@ -319,7 +319,7 @@ def example(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_equals_log_softmax_written_out() -> None:
-    """Catches a wrong row, a base other than e, and a mean where each token's loss is wanted."""
+    """Catches another token's loss, a logarithm to a base other than e, and a mean in place of per-token losses."""
     logits, labels = example(torch.float64)
     losses = token_losses(logits, labels)
     assert losses.dtype is torch.float64 and losses.shape == (2, 5)
@@ -340,7 +340,7 @@ def test_gradient_is_probability_minus_one_hot() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_fp32_inside(dtype: torch.dtype) -> None:
-    """Catches a softmax in bf16: the loss of bf16 logits is fp32 and as exact as fp32 allows."""
+    """Catches a softmax in bf16: the loss of bf16 logits is fp32, with fp32 accuracy."""
     logits, labels = example(dtype)
     losses = token_losses(logits, labels)
     assert losses.dtype is torch.float32
@@ -348,6 +348,6 @@ def test_fp32_inside(dtype: torch.dtype) -> None:
 
 
 def test_uniform_logits_cost_the_log_of_the_vocabulary() -> None:
-    """Catches bits for nats."""
+    """Catches a loss in bits instead of nats."""
     losses = token_losses(torch.zeros(1, 3, 250), torch.tensor([[0, 1, 249]]))
     torch.testing.assert_close(losses, torch.full((1, 3), 250.0).log())

@@ -1,4 +1,4 @@
-"""Keys and values that are kept give the logits of the whole model on the whole sequence."""
+"""The KV cache: logits equal those of the full forward pass on the whole sequence."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def tokens(length: int, seed: int = 0) -> list[int]:
 
 
 def full_logits(model_config: ModelConfig, sequence: list[int]) -> Tensor:
-    """[s, v] of the ordinary forward pass."""
+    """Logits [s, v] of the full forward pass."""
     model = GPT(model_config, 0, hot_value).eval()
     with torch.no_grad():
         return model(torch.tensor([sequence]), BatchInfo(sample_ids=torch.tensor([0])))[0]
@@ -68,7 +68,7 @@ def largest_error(found: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("position", Position)
 @pytest.mark.parametrize("prompt", [1, 2, 11])
 def test_every_position_has_the_logits_of_the_full_forward(position: Position, prompt: int, changes: dict) -> None:
-    """Catches a distance, mask, window, learned position or slot that is off by one, and a cache that grows wrongly."""
+    """Catches a distance, mask, window, learned position or cache slot off by one, and a cache that grows wrongly."""
     sequence = tokens(24)
     expected = full_logits(config(position, **changes), sequence)
     model = incremental(config(position, **changes))
@@ -81,13 +81,13 @@ def test_every_position_has_the_logits_of_the_full_forward(position: Position, p
 @pytest.mark.parametrize("changes", [{}, FEATURES], ids=["plain", "features"])
 @pytest.mark.parametrize("position", Position)
 def test_rows_of_different_lengths_compute_what_each_computes_alone(position: Position, changes: dict) -> None:
-    """Catches padding that is attended to, shifts positions, or is still there when real tokens come; rows that stop
-    and leave the batch; and padding beyond the last learned position."""
+    """Catches padding that is attended to, shifts positions, or remains when real tokens follow; wrong logits after
+    finished rows leave the batch; and padding beyond the last learned position."""
     sequences = [tokens(24, seed=1), tokens(9, seed=2), tokens(17, seed=3)]
     expected = [full_logits(config(position, **changes), sequence) for sequence in sequences]
     model = incremental(config(position, **changes))
     model.start(3)
-    # The second piece begins at other positions in every row and pads the first far beyond its 24 positions.
+    # The second piece begins at another position in each row, and pads the first row far beyond its one token.
     for pieces in ([12, 1, 5], [1, 7, 12], [11, 1, None]):
         rows = [row for row, count in enumerate(pieces) if count is not None]
         if len(rows) < len(model.lengths):
@@ -100,7 +100,7 @@ def test_rows_of_different_lengths_compute_what_each_computes_alone(position: Po
 
 
 def test_alibi_goes_on_beyond_the_training_length() -> None:
-    """Catches a mask or cache of the size of max_seq_len, and prompts of more than one piece that forget the first."""
+    """Catches a mask or cache limited to max_seq_len, and prompts of more than one piece that lose the first."""
     sequence = tokens(PIECE + 90)
     short = tokens(40, seed=4)
     expected = full_logits(config(), sequence)
@@ -114,8 +114,8 @@ def test_alibi_goes_on_beyond_the_training_length() -> None:
 
 
 def test_a_window_bounds_the_cache() -> None:
-    """Catches keys that are kept though no later token sees them, and those of a short row given up with its
-    neighbours': in the second piece of a long prompt, and when it goes on alone."""
+    """Catches keys that are kept although no later token attends to them, and a short row's keys that are evicted with
+    its neighbors': in the second piece of a long prompt, and when the row continues alone."""
     windowed = config(window=6, num_kv_heads=2)
     long, short = tokens(PIECE + 30), tokens(20, seed=1)
     model = incremental(windowed)
@@ -139,7 +139,7 @@ def test_a_window_bounds_the_cache() -> None:
 
 
 def test_a_new_start_forgets() -> None:
-    """Catches keys of the last prompt in the next one."""
+    """Catches keys of the last prompt that remain for the next one."""
     model = incremental(config())
     model.start(2)
     model.append([tokens(20), tokens(15)])
@@ -149,7 +149,7 @@ def test_a_new_start_forgets() -> None:
 
 
 def test_bf16_error_is_that_of_bf16() -> None:
-    """Catches a cache or mask that loses more than bf16 arithmetic does in the full forward."""
+    """Catches a cache or mask in bf16 with more than twice the error of the full forward pass in bf16."""
     sequence = tokens(24)
     exact = full_logits(config(), sequence)[-1]
     model = GPT(config(), 0, hot_value).bfloat16().eval()
@@ -167,7 +167,7 @@ def test_bf16_error_is_that_of_bf16() -> None:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("position", [Position.alibi, Position.rope])
 def test_a_process_trains_after_it_has_generated(position: Position) -> None:
-    """Catches slopes or angles that are cached while a text is made, and that backward then cannot save."""
+    """Catches ALiBi slopes or RoPE tables that are cached during generation and that autograd then cannot save."""
     for cached in (attention._slopes_of, attention._place_tables, attention.causal_bias):
         cached.__wrapped__.cache_clear()  # type: ignore[attr-defined]
     model = GPT(config(position), 0, hot_value)

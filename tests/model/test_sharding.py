@@ -1,4 +1,4 @@
-"""The sharding table covers the model: every matrix, every dropout, every attention core, and nothing that is gone."""
+"""Tests that the sharding table covers every matrix, dropout and attention core of the model, and nothing else."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ REPLICATED = {"embedding.norm", "final_norm"}
 
 @functools.cache
 def modules() -> dict[str, torch.nn.Module]:
-    """Every module of the model with every option on, by its full path."""
+    """Every module of the model with all options on, by full path."""
     found = {}
     with torch.device("meta"):
         for spec in (spec for config in CONFIGS for spec in stage_specs(config, 0)):
@@ -51,7 +51,7 @@ def first_match(patterns: dict, path: str) -> object:
 
 
 def test_every_parameter_is_cut_or_known_to_be_replicated() -> None:
-    """Catches a new matrix that every rank would hold whole, unnoticed."""
+    """Catches a new matrix that every rank silently holds unsharded."""
     for path, module in modules().items():
         if not list(module.parameters(recurse=False)):
             continue
@@ -60,7 +60,7 @@ def test_every_parameter_is_cut_or_known_to_be_replicated() -> None:
 
 
 def test_cuts_pair_up_in_every_branch() -> None:
-    """Catches a column layer whose region no row layer closes."""
+    """Catches a column-parallel layer without its row-parallel layer."""
     cuts = {path: first_match(SHARDING.parameters, path) for path in modules()}
     for block in ("blocks.0", "blocks.1"):
         assert (cuts[f"{block}.attention.qkv"], cuts[f"{block}.attention.dense"]) == (Cut.column, Cut.row)
@@ -72,8 +72,8 @@ def test_cuts_pair_up_in_every_branch() -> None:
 
 
 def test_every_dropout_follows_its_tokens() -> None:
-    """Catches a dropout outside of the regions that would take a shard's tokens for the first, and one inside that cuts
-    what is whole."""
+    """Catches a dropout outside of the tensor-parallel regions that treats a shard's tokens as the first ones, and one
+    inside that shards a full tensor."""
     for path, module in modules().items():
         if isinstance(module, Dropout):
             sharded = any(fnmatchcase(path, pattern) for pattern in SHARDING.dropouts)
@@ -81,19 +81,19 @@ def test_every_dropout_follows_its_tokens() -> None:
 
 
 def test_every_attention_core_is_narrowed() -> None:
-    """Catches a core that would take the slopes of the first heads on every rank."""
+    """Catches an attention core that uses the ALiBi slopes of the first heads on every rank."""
     for path, module in modules().items():
         assert isinstance(module, AttentionCore) == any(fnmatchcase(path, p) for p in SHARDING.attention_cores), path
 
 
 @pytest.mark.parametrize("pattern", [*SHARDING.parameters, *SHARDING.dropouts, *SHARDING.attention_cores])
 def test_no_pattern_is_unused(pattern: str) -> None:
-    """Catches a pattern that a renamed module left behind."""
+    """Catches a stale pattern of a renamed module."""
     assert any(fnmatchcase(path, pattern) for path in modules())
 
 
 def test_norms_of_all_heads_are_cut_with_them() -> None:
-    """Catches gains of all heads that every rank would hold whole, and a pattern of them that no module has."""
+    """Catches norm weights of all heads that every rank holds unsharded, and a pattern for them that is unused."""
     config = replace(EVERYTHING, norm=NormKind.rmsnorm, qk_norm_width=QKNormWidth.full)
     table = sharding_of(config)
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""A program on a real pseudo-terminal, and a small emulator that shows its screen."""
+"""A program on a real pseudo-terminal, and a small terminal emulator for its screen."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TOKEN = re.compile(r"\x1b\[(\??)([0-9;]*)([A-Za-z])|(.)", re.DOTALL)
 
 
 class Screen:
-    """What a terminal shows: lines that scroll, and the control codes that megads writes; others fail a test."""
+    """A terminal emulator with scrolling and the control codes that megads writes; others fail a test."""
 
     def __init__(self, columns: int, rows: int):
         self.columns, self.rows = columns, rows
@@ -104,7 +104,7 @@ class TerminalFile:
         self._unread = b""
 
     def drain(self, wait_s: float = 0.002) -> None:
-        """Takes what was written, so that the terminal is not full."""
+        """Reads what was written, so that the terminal's buffer does not fill up."""
         while select.select([self._master], [], [], wait_s)[0]:
             self._unread += os.read(self._master, 65536)
 
@@ -156,7 +156,7 @@ class ProgramOnTerminal:
             stdout=slave,
             stderr=slave,
             start_new_session=True,
-            # The controlling terminal, which Ctrl-C needs, is taken between fork and exec.
+            # The controlling terminal, which Ctrl-C needs, is set between fork and exec.
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # noqa: PLW1509
         )
         os.close(slave)
@@ -182,7 +182,7 @@ class ProgramOnTerminal:
     def read_to_end(self) -> int:
         """Returns the exit code; `screen` then shows everything."""
         deadline = time.monotonic() + 60
-        # The last holder of the terminal closes it, and reading fails.
+        # Reading fails once the last process has closed the terminal.
         with suppress(OSError):
             while time.monotonic() < deadline:
                 if select.select([self.master], [], [], 0.1)[0]:
@@ -191,7 +191,7 @@ class ProgramOnTerminal:
         return self.process.wait(timeout=30)
 
     def close(self) -> None:
-        """Goes away, as a lost connection does."""
+        """Closes the terminal, as a lost connection does."""
         os.close(self.master)
 
     def kill(self) -> None:
@@ -201,7 +201,7 @@ class ProgramOnTerminal:
 
 
 class OnTerminal(ProgramOnTerminal):
-    """The small launcher."""
+    """The launcher of tests.launch.small_launch."""
 
     def __init__(self, run_dir: Path, columns: int, rows: int):
         super().__init__(("-m", "tests.launch.small_launch", str(run_dir), "step_as_planned"), columns, rows)

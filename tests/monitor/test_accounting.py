@@ -1,4 +1,4 @@
-"""Where the time of a run went: of written records, and of a real run that is killed."""
+"""Time accounting of a run: from written records, and of a real run that is killed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def event(at: float, name: str, **fields: Any) -> dict[str, Any]:
 
 
 def spent(events: list[dict[str, Any]], steps: list[StepTime]) -> dict[str, float]:
-    """Seconds by activity, those that are there; their sum is the wall time."""
+    """Nonzero seconds by activity; asserts that their sum is the wall time."""
     found = account(events, steps)
     assert found is not None
     assert sum(found.spent_us.values()) == found.wall_us
@@ -37,7 +37,7 @@ def spent(events: list[dict[str, Any]], steps: list[StepTime]) -> dict[str, floa
 
 
 def first_start(ckpt_s: float = 0.5) -> list[dict[str, Any]]:
-    """Launched at 100 by a command of 98, first step at 104 to 105, a checkpoint of step 2 at 106.5."""
+    """Command at 98, launch at 100, first step from 104 to 105, checkpoint of step 2 at 106.5."""
     return [
         event(100, "launch", command_start=98.0),
         event(103.5, "start", step=0),
@@ -50,7 +50,7 @@ STEPS = [StepTime(105, 1.0, step=1), StepTime(106, 1.0, step=2), StepTime(108, 1
 
 
 def test_a_run_that_ends() -> None:
-    """Catches time between steps that belongs to nothing, and the time before the launch that is forgotten."""
+    """Catches time between steps, or before the launch, that is not counted."""
     end = [
         event(109, "after_last_step", validate_time_s=0.25, save_time_s=0.25),
         event(109, "end", step=3),
@@ -62,7 +62,7 @@ def test_a_run_that_ends() -> None:
 
 
 def test_a_fault_and_a_restart_in_place() -> None:
-    """Catches lost steps that count as trained, a save that counts as lost, and a fault that costs no time."""
+    """Catches lost steps counted as training, a save counted as lost work, and a fault that costs no time."""
     events = [
         *first_start(),
         event(112, "failure", first_sign=111.0, exit_code=10),
@@ -85,8 +85,8 @@ def test_a_fault_and_a_restart_in_place() -> None:
 
 
 def test_a_rank_that_was_silent_before() -> None:
-    """Catches a heartbeat that came back and counts as the first sign of a fault hours later, and a silent rank that
-    does not."""
+    """Catches a heartbeat that came back but counts as the first sign of a fault hours later, and a lost heartbeat that
+    does not count."""
     events = [
         *first_start(),
         event(106, "heartbeat_lost", rank=1),
@@ -102,8 +102,8 @@ def test_a_rank_that_was_silent_before() -> None:
 
 
 def test_a_launcher_that_is_killed_and_started_by_hand() -> None:
-    """Catches hours in which nobody ran it that count as training or recovery, also where the next start dies, too,
-    between noting what it cuts off and cutting it off."""
+    """Catches hours between starts that count as training or recovery, also if the next start dies between recording
+    the dropped steps and dropping them."""
     drop = {"step": 2, "last_step": 3, "last_time": 108.0, "validate_s": 0.4, "save_s": 0.5}
     events = [
         *first_start(),
@@ -121,7 +121,7 @@ def test_a_launcher_that_is_killed_and_started_by_hand() -> None:
 
 
 def test_an_older_checkpoint_after_a_good_end() -> None:
-    """Catches steps of a start that ended well and count although a later start threw them away."""
+    """Catches steps of a successful start that count as training although a later start dropped them."""
     events = [
         *first_start(),
         event(109, "end", step=3),
@@ -135,7 +135,7 @@ def test_an_older_checkpoint_after_a_good_end() -> None:
 
 
 def test_requeued_jobs_and_a_second_signal() -> None:
-    """Catches the queue taken for idleness, and steps after the last checkpoint that a second signal threw away."""
+    """Catches queue time counted as stopped, and lost steps after a second signal counted as training."""
     job = {"slurm_job": "7"}
     events = [
         event(100, "launch", **job),
@@ -151,7 +151,7 @@ def test_requeued_jobs_and_a_second_signal() -> None:
 
 
 def test_a_step_back_in_mid_run() -> None:
-    """Catches a gap between two kept steps of one start that counts as training."""
+    """Catches a gap between two kept steps of one start that counts as training, after a step back."""
     events = [
         *first_start(),
         event(121, "steps_dropped", step=2, last_step=9, last_time=120.0, validate_s=0.0, save_s=0.5),
@@ -162,7 +162,7 @@ def test_a_step_back_in_mid_run() -> None:
 
 
 def test_no_start_and_no_times() -> None:
-    """Catches a run of an earlier version that is accounted for with times that nobody wrote."""
+    """Catches a run of an earlier version that is accounted for although its records have no times."""
     assert account([], STEPS) is None
     assert account(first_start(), [StepTime(math.nan, 1.0)]) is None
     assert spent([event(100, "launch")], []) == {}
@@ -171,7 +171,7 @@ def test_no_start_and_no_times() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_microsecond_counts_once(seed: int) -> None:
-    """Catches a sum that is not the wall time, whatever clocks and half-written records say."""
+    """Catches a sum that differs from the wall time, with wrong clocks and incomplete records."""
     chance = random.Random(seed)
     names = [
         "launch", "start", "first_step", "checkpoint_saved", "failure", "exit", "killed", "end", "steps_dropped",
@@ -194,7 +194,7 @@ def test_every_microsecond_counts_once(seed: int) -> None:
 
 
 def test_the_share_goes_on_after_a_resume(tmp_path: Path) -> None:
-    """Catches a share that begins anew with each start, and time between starts that is left out of it."""
+    """Catches an effective-time ratio that is reset at each start, or that excludes the time between starts."""
     (tmp_path / "events.jsonl").write_text('{"time": 100.0, "event": "launch", "command_start": 98.0}\n')
     first = EffectiveTime(tmp_path)
     shares = [first.after(step) for step in STEPS]
@@ -207,7 +207,7 @@ def test_the_share_goes_on_after_a_resume(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_real_run_that_is_killed_twice(corpus: Path, megads: StartCommand) -> None:
-    """Catches a second of a real run that belongs to nothing: a rank is killed, then everything."""
+    """Catches time of a real run that belongs to no activity: a rank is killed, then everything."""
     run_dir = megads.folder / "run"
     overrides = [
         *small_model(corpus, parallel__dp=2, train__steps=36, checkpoint__every_steps=4, evaluation__every_steps=9),
@@ -227,7 +227,7 @@ def test_a_real_run_that_is_killed_twice(corpus: Path, megads: StartCommand) -> 
     assert found.wall_us == round(end * 1e6) - round(begin * 1e6) == sum(found.spent_us.values())
     spent = {activity: us / 1e6 for activity, us in found.spent_us.items()}
     for activity in Activity:
-        # Ranks that the launcher sees end at once leave no sign of a fault before.
+        # The launcher sees these ranks end at once, so there is no earlier sign of a fault.
         if activity is not Activity.detect:
             assert (spent[activity] > 0) == (activity is not Activity.queue), (activity, spent)
     lines = [line for line in read_json_lines(run_dir / METRICS_FILE) if "loss" in line]

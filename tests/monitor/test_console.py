@@ -1,4 +1,4 @@
-"""What a user sees of a run."""
+"""Console output of a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def append(path: Path, *records: dict[str, Any]) -> None:
 
 
 def test_step_line() -> None:
-    """Catches a line that hides what a user watches: loss, speed, time left."""
+    """Catches a step line without loss, speed or remaining time."""
     record = {
         "step": 120,
         "loss": 5.84213,
@@ -35,7 +35,7 @@ def test_step_line() -> None:
 
 
 def test_validation_line() -> None:
-    """Catches a validation without its yardstick."""
+    """Catches a validation line without the unigram loss to compare with."""
     record = {"step": 4, "valid/a/loss": 5.0, "valid/a/ppl": 148.41, "valid/a/unigram_loss": 6.72}
     assert render_validation(record) == "validation at step 4 | a: loss 5.0000 | ppl 148.4 | unigram loss 6.7200"
     averaged = render_validation(record | {"valid/a/average_loss": 4.9})
@@ -43,7 +43,7 @@ def test_validation_line() -> None:
 
 
 def test_event_lines() -> None:
-    """Catches an event of another room that breaks the console."""
+    """Catches an event with fields unknown to the console that breaks it."""
     assert render_event({"time": 1.0, "event": "checkpoint", "step": 5, "seconds": 0.123456}) == (
         "checkpoint: step 5, seconds 0.1235"
     )
@@ -72,7 +72,7 @@ def test_only_new_lines_at_the_asked_interval(tmp_path: Path) -> None:
 
 
 def test_a_file_cut_back_by_a_resume(tmp_path: Path) -> None:
-    """Catches a console that waits for the file to grow beyond its old length."""
+    """Catches a console that waits until a truncated file grows beyond its old length."""
     metrics = tmp_path / "metrics.jsonl"
     append(metrics, *({"step": step, "loss": 9.0} for step in range(50)))
     out = io.StringIO()
@@ -85,7 +85,7 @@ def test_a_file_cut_back_by_a_resume(tmp_path: Path) -> None:
 
 
 def test_events_of_one_poll_stand_where_they_belong(tmp_path: Path) -> None:
-    """Catches 'end' shown before the last validation, 'start' after the first step, and layers as a validation."""
+    """Catches 'end' before the last validation, 'start' after the first step, and layer metrics as a validation."""
     out = io.StringIO()
     console = Console(tmp_path, out)
     append(tmp_path / "metrics.jsonl", {"step": 2, "layers/embedding/grad_norm": 1.0})

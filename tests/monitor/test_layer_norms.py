@@ -1,4 +1,4 @@
-"""Norms of layers are those of the model on one process in every layout."""
+"""Per-layer norms equal those of the unsharded model in every layout."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def info(step: int, last: bool = False) -> StepInfo:
 
 @functools.cache
 def expected() -> dict[str, float]:
-    """Of the first step of the unsharded model."""
+    """Norms of the unsharded model in the first step."""
     model, found = GPT(SCENARIO.model, SCENARIO.seed, initial_weights(SCENARIO)), dict[str, float]()
     sums: dict[str, list[Tensor]] = {}
 
@@ -60,8 +60,7 @@ def expected() -> dict[str, float]:
 
 
 def _measured(layout: str, folder: Path) -> list[str]:
-    """Trains three steps, validates between them, and measures the first and the third; returns the names of what is
-    left behind."""
+    """Validates, trains three steps, measures the first and the third; returns the engine's type if a watch is left."""
     scenario = parity.fitted(SCENARIO, LAYOUTS[layout])
     engine = build_engine(scenario, LAYOUTS[layout])
     metrics = MetricsWriter(folder, enabled=dist.get_rank() == 0)
@@ -77,8 +76,8 @@ def _measured(layout: str, folder: Path) -> list[str]:
 @pytest.mark.quick("tp2pp2sp")
 @pytest.mark.parametrize("layout", CASES)
 def test_layers(layout: str, tmp_path: Path) -> None:
-    """Catches a gradient that is counted on two ranks or on none, one shard's activations for all, a validation that is
-    taken for a step, and a watch that never ends."""
+    """Catches a gradient counted on two ranks or none, one shard's activations reported for all, a validation measured
+    as a step, and a watch that is never removed."""
     assert run_ranks(_measured, LAYOUTS[layout].world_size, layout, tmp_path) == [[]] * LAYOUTS[layout].world_size
     first, third = read_json_lines(tmp_path / METRICS_FILE)
     assert (first["step"], third["step"]) == (2, 4)

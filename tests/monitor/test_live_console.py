@@ -1,4 +1,4 @@
-"""The live panel on real pseudo-terminals: what the user sees, and that nothing the terminal does matters to a run."""
+"""The live panel on real pseudo-terminals: what the user sees, and that the terminal cannot affect a run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def terminal(tmp_path: Path) -> Iterator[Callable[..., OnTerminal]]:
 
 
 def show_a_run(run_dir: Path, file: TerminalFile, kind: ConsoleKind = ConsoleKind.auto, steps: int = 40) -> str:
-    """Shows a run from its start to its end, as the launcher does; returns all that was written."""
+    """Shows a run from start to end, as the launcher does; returns everything that was written."""
     metrics, events = MetricsWriter(run_dir, enabled=True), EventWriter(run_dir)
     with open_console(run_dir, file.out, LoggingConfig(console=kind), "my-run", steps) as console:
         console.say("run my-run")
@@ -84,7 +84,7 @@ def capable_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("file", [(120, 40), (80, 24), (44, 16)], indirect=True)
 def test_panel_below_events(file: TerminalFile, tmp_path: Path) -> None:
-    """Catches panels left behind in the scrollback, lines that break at the border, and events that are lost."""
+    """Catches panels left behind in the scrollback, lines that wrap at the border, and lost events."""
     show_a_run(tmp_path, file)
     shown = file.screen.everything
     panels = [number for number, line in enumerate(shown) if "my-run" in line and line.startswith("╭")]
@@ -104,8 +104,7 @@ def test_panel_below_events(file: TerminalFile, tmp_path: Path) -> None:
 
 
 def test_lines_before_the_ranks_start(file: TerminalFile, tmp_path: Path) -> None:
-    """Catches what is said while the data is prepared and shows up only when it is done, and a panel of a start that
-    starts no ranks."""
+    """Catches messages of data preparation that are shown only when it is done, and a panel although no ranks start."""
     with open_console(tmp_path, file.out, LoggingConfig(), "my-run", 40) as console:
         console.say("making the data")
         console.say("it is damaged", "warning")
@@ -116,7 +115,7 @@ def test_lines_before_the_ranks_start(file: TerminalFile, tmp_path: Path) -> Non
 
 
 def test_the_panel_says_what_holds_up_the_steps(file: TerminalFile, tmp_path: Path) -> None:
-    """Catches a validation or a save that looks like a hung step, and one that is shown after it is over."""
+    """Catches a validation or a save that looks like a hung step, or that is still shown after it has ended."""
     with open_console(tmp_path, file.out, LoggingConfig(), "my-run", 40) as console:
         for phase, shown in (
             ("building the engine", "starting ranks, 0s"),
@@ -134,14 +133,14 @@ def test_the_panel_says_what_holds_up_the_steps(file: TerminalFile, tmp_path: Pa
 
 @pytest.mark.parametrize("file", [(28, 10)], indirect=True)
 def test_a_tiny_terminal_gets_one_line(file: TerminalFile, tmp_path: Path) -> None:
-    """Catches a panel that fills a small terminal and drives the lines above out of sight."""
+    """Catches a panel that fills a small terminal and pushes the lines above it off the screen."""
     text = show_a_run(tmp_path, file)
     assert file.screen.everything[-2] == "step 40/40 | loss 5.0000 | g"
     assert "╭" not in text and file.screen.clean
 
 
 def test_no_color_and_ascii(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches colors for a user who wants none, and characters that a terminal cannot show."""
+    """Catches colors although NO_COLOR is set, and characters that the terminal's encoding lacks."""
     monkeypatch.setenv("NO_COLOR", "1")
     file = TerminalFile(80, 24, encoding="ascii")
     text = show_a_run(tmp_path, file)
@@ -152,7 +151,7 @@ def test_no_color_and_ascii(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_resumed_run_shows_its_past_at_once(file: TerminalFile, tmp_path: Path) -> None:
-    """Catches a panel that starts empty, or shows steps that the resume takes back."""
+    """Catches a panel that starts empty, or shows steps after the step that the run resumes from."""
     show_a_run(tmp_path, file)
     file.screen = type(file.screen)(80, 24)
     events = EventWriter(tmp_path)
@@ -167,8 +166,8 @@ def test_a_resumed_run_shows_its_past_at_once(file: TerminalFile, tmp_path: Path
 
 
 def test_progress_of_earlier_starts(file: TerminalFile, tmp_path: Path) -> None:
-    """Catches a resumed panel without the losses, validation, checkpoint and skipped steps that the run has behind it,
-    and one whose clock goes on from them."""
+    """Catches a resumed panel without the run's earlier losses, validation, checkpoint and skipped steps, and an ETA
+    computed from steps of earlier starts."""
     show_a_run(tmp_path, file)
     progress = RunProgress.of_earlier_starts(tmp_path, 60)
     assert list(progress.losses) == [(step, pytest.approx(9 - step / 10)) for step in range(1, 41)]
@@ -180,7 +179,7 @@ def test_progress_of_earlier_starts(file: TerminalFile, tmp_path: Path) -> None:
 
 
 def test_plain_quiet_and_dumb(file: TerminalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches control codes for a user who asked for lines or whose terminal knows none, and lines where quiet is."""
+    """Catches control codes with console=plain or on a dumb terminal, and step lines with console=quiet."""
     plain = show_a_run(tmp_path, file, ConsoleKind.plain)
     assert "\x1b[?" not in plain and "step 40/40 | loss 5.0000" in plain
     quiet = show_a_run(tmp_path, file, ConsoleKind.quiet)
@@ -192,7 +191,7 @@ def test_plain_quiet_and_dumb(file: TerminalFile, tmp_path: Path, monkeypatch: p
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_resize_and_ctrl_c_leave_a_clean_terminal(terminal: Callable[..., OnTerminal]) -> None:
-    """Catches a panel of the old width, and a terminal without a cursor or prompt after Ctrl-C."""
+    """Catches a panel of the old width after a resize, and a terminal without cursor or prompt after Ctrl-C."""
     one = terminal(steps=2000)
     one.read_until(lambda: "checkpoint saved: step 10," in one.text)
     set_size(one.master, 60, 30)
@@ -209,10 +208,10 @@ def test_resize_and_ctrl_c_leave_a_clean_terminal(terminal: Callable[..., OnTerm
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_stalled_terminal_holds_up_nothing(terminal: Callable[..., OnTerminal], tmp_path: Path) -> None:
-    """Catches Ctrl-S, or a stalled connection, that stops the launcher: it must end with its run."""
+    """Catches a launcher that blocks on Ctrl-S or a stalled connection: it must end with its run."""
     one = terminal(steps=80)
     one.read_until(lambda: "my-run" in one.text)
-    # Nobody reads any more: the terminal's buffer of 4 KiB is soon full.
+    # Nothing reads from here on: the terminal's buffer of 4 KiB is soon full.
     one.process.wait(timeout=60)
     assert one.process.returncode == 0
     assert steps_done(tmp_path) == 80
@@ -221,7 +220,7 @@ def test_a_stalled_terminal_holds_up_nothing(terminal: Callable[..., OnTerminal]
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_closed_terminal_ends_the_run_as_asked(terminal: Callable[..., OnTerminal], tmp_path: Path) -> None:
-    """Catches a lost connection that kills the run without saving: its SIGHUP means save and stop."""
+    """Catches a lost connection that kills the run without saving: SIGHUP means save and stop."""
     one = terminal(steps=2000)
     one.read_until(lambda: "my-run" in one.text)
     deadline = time.monotonic() + 60
@@ -233,14 +232,14 @@ def test_a_closed_terminal_ends_the_run_as_asked(terminal: Callable[..., OnTermi
 
 
 def test_live_without_a_terminal_is_refused(tmp_path: Path) -> None:
-    """Catches control codes in a file."""
+    """Catches control codes written to a file."""
     config = LoggingConfig(console=ConsoleKind.live)
     with (tmp_path / "out").open("w") as out, pytest.raises(ConfigError, match=r"logging\.console=auto"):
         open_console(tmp_path, out, config, "a")
 
 
 def test_a_reader_that_comes_back_is_told_what_it_missed(tmp_path: Path) -> None:
-    """Catches an outlet that keeps everything in memory, or loses lines without a word."""
+    """Catches an outlet that buffers everything in memory, or drops lines without a message."""
     from megads.monitor.console import Outlet
 
     read_end, write_end = os.pipe()

@@ -1,4 +1,4 @@
-"""Trackers beside a run: whatever happens to them, the run does not notice, and nothing is missing or told twice."""
+"""Tests the trackers of a run: their failures do not affect it, and no record is lost or logged twice."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def steps(news: News) -> list[int]:
 
 
 def test_goes_on_where_it_left_off(tmp_path: Path) -> None:
-    """Catches a second start that tells everything again."""
+    """Catches a second start that logs every record again."""
     run, path = Run(tmp_path), tmp_path / "position.json"
     run.start(0)
     run.steps(1, 6)
@@ -69,7 +69,7 @@ def test_goes_on_where_it_left_off(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("regrown_to", [6, 9, 30])
 def test_a_resume_from_before(tmp_path: Path, regrown_to: int) -> None:
-    """Catches doubled or lost steps when a file was cut back, and outgrew its old length before anybody looked."""
+    """Catches duplicated or lost steps when a file was truncated and outgrew its old length before the next read."""
     run = Run(tmp_path)
     run.start(0)
     run.steps(1, 9)
@@ -90,7 +90,7 @@ def test_a_resume_from_before(tmp_path: Path, regrown_to: int) -> None:
 
 
 def test_stale_lines_are_not_passed_on(tmp_path: Path) -> None:
-    """Catches steps read just before a resume took them back."""
+    """Catches stale steps, read just before a resume discarded them, that are still logged."""
     run = Run(tmp_path)
     run.start(0)
     run.steps(1, 9)
@@ -111,7 +111,7 @@ def test_stale_lines_are_not_passed_on(tmp_path: Path) -> None:
 
 
 def test_the_server_knows_better(tmp_path: Path) -> None:
-    """Catches steps that were passed on but never arrived."""
+    """Catches steps that were sent but never arrived, and are not sent again."""
     run = Run(tmp_path)
     run.start(0)
     run.steps(1, 9)
@@ -126,7 +126,7 @@ def test_the_server_knows_better(tmp_path: Path) -> None:
 REPOSITORY = Path(__file__).parents[2]
 STEPS = 30
 PATIENCE_S = 60.0
-"""logging.flush_s: the trackers' processes have a low priority, and import wandb late on a busy machine."""
+"""logging.flush_s: the tracker processes have a low priority, and import wandb late on a busy machine."""
 
 
 def frozen_run(run_dir: Path, steps: int = STEPS, **wandb: Any) -> RootConfig:
@@ -143,7 +143,7 @@ def frozen_run(run_dir: Path, steps: int = STEPS, **wandb: Any) -> RootConfig:
 
 
 class Launch(Protocol):
-    """Runs a launcher over a stand-in rank to its end, with `environment` added to its own."""
+    """Runs a launcher with a stand-in rank until it exits, with `environment` added to its own."""
 
     def __call__(self, run_dir: Path, **environment: str) -> Ended: ...
 
@@ -167,7 +167,7 @@ def warnings_of(run_dir: Path) -> list[str]:
 
 
 def no_process_left(run_dir: Path) -> bool:
-    """Tells that nothing of the tracker survives: neither its processes nor wandb's own."""
+    """Whether no process of the tracker or of wandb survives."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         lines = [" ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])]
@@ -230,7 +230,7 @@ def losses(run_dir: Path) -> dict[int, float]:
 
 
 def test_default_records_offline_where_wandb_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a core install that asks for wandb, and WANDB_MODE that is not heard."""
+    """Catches a core install that requires wandb, and an explicit tracker that is missing without an error."""
     monkeypatch.delenv("WANDB_MODE", raising=False)
     assert wanted_trackers(LoggingConfig()) == {"wandb": WandbMode.offline}
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -249,7 +249,7 @@ def test_default_records_offline_where_wandb_is_installed(monkeypatch: pytest.Mo
     ("value", "mode"), [("disabled", "disabled"), ("online", "online"), ("dryrun", "offline"), ("offline", "offline")]
 )
 def test_wandb_mode_of_the_environment(monkeypatch: pytest.MonkeyPatch, value: str, mode: str) -> None:
-    """Catches the user's habit ignored, or stronger than an explicit key."""
+    """Catches a WANDB_MODE that is ignored, or that overrides an explicit key."""
     monkeypatch.setenv("WANDB_MODE", value)
     config = LoggingConfig()
     assert wandb_mode(config) == mode
@@ -258,7 +258,7 @@ def test_wandb_mode_of_the_environment(monkeypatch: pytest.MonkeyPatch, value: s
 
 
 def test_a_wandb_folder_is_not_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches the wandb/ folder of an earlier run, in the working directory, taken for the package."""
+    """Catches the wandb/ folder of an earlier run, in the working directory, mistaken for the package."""
     (tmp_path / "wandb").mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
@@ -269,7 +269,7 @@ def test_a_wandb_folder_is_not_the_library(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_both_hold_everything_after_a_kill_and_a_resume(launch: Launch, tmp_path: Path) -> None:
-    """Catches lost or doubled steps over a resume, another run id, lost config, events or final table."""
+    """Catches steps lost or duplicated over a resume, another run id, and a missing config, events or final table."""
     pytest.importorskip("wandb")
     pytest.importorskip("tensorboard")
     run = tmp_path / "a-run"
@@ -308,7 +308,7 @@ def test_both_hold_everything_after_a_kill_and_a_resume(launch: Launch, tmp_path
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_online_goes_on_with_the_run_that_the_server_has(launch: Launch, tmp_path: Path) -> None:
-    """Catches a resumed run that starts a second one, repeats steps or loses those that never arrived."""
+    """Catches a resumed run that creates a second wandb run, repeats steps or loses those that never arrived."""
     pytest.importorskip("wandb")
     run = tmp_path / "a-run"
     frozen_run(run, mode=WandbMode.online)
@@ -335,7 +335,7 @@ def refusing() -> tuple[int, Callable[[], None]]:
 
 
 def serving(answer: bytes | None) -> tuple[int, Callable[[], None]]:
-    """A server that takes every connection, and answers with something, or never."""
+    """Starts a server that accepts every connection and sends `answer`, or never answers if it is None."""
     listener = socket.create_server(("127.0.0.1", 0))
     connections = []
 
@@ -369,7 +369,7 @@ BAD_SERVERS: dict[str, Callable[[], tuple[int, Callable[[], None]]]] = {
 @pytest.mark.quick("refuses")
 @pytest.mark.parametrize("server", BAD_SERVERS)
 def test_a_bad_server_costs_nothing(launch: Launch, tmp_path: Path, server: str) -> None:
-    """Catches a step, the exit code or the end of a run that depends on wandb's server."""
+    """Catches a step, an exit code or a shutdown that depends on wandb's server."""
     pytest.importorskip("wandb")
     run = tmp_path / "run"
     frozen_run(run, mode=WandbMode.online)
@@ -398,7 +398,7 @@ def test_a_bad_server_costs_nothing(launch: Launch, tmp_path: Path, server: str)
 def test_a_dead_or_stopped_tracker_costs_nothing(
     command_server: CommandServer, tmp_path: Path, number: signal.Signals
 ) -> None:
-    """Catches a launcher that waits for its tracker or ends with it."""
+    """Catches a launcher that waits for a dead or stopped tracker, or exits with it."""
     run = tmp_path / "run"
     frozen_run(run, steps=60, tensorboard=True, flush_s=0.5)
     with closing(launcher_of(run, command_server)) as launcher:

@@ -14,7 +14,7 @@ class WandbServer:
 
     Attributes:
         runs: run id -> its history rows, in the order of arrival.
-        files: contents by path of what was uploaded.
+        files: contents of the uploaded files, by path.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class WandbServer:
         self._server.server_close()
 
     def query(self, operation: str, variables: dict[str, Any]) -> dict[str, Any]:
-        """Answers a GraphQL operation; of those that matter to no test it knows nothing."""
+        """Answers a GraphQL operation; those that no test needs get an empty answer."""
         project = {"id": "p", "name": "megads", "entity": {"id": "e", "name": "me"}}
         if operation == "RunResumeStatus":
             return {"model": project | {"bucket": self._resume_status(variables["name"])}}

@@ -1,4 +1,4 @@
-"""How exact a kernel must be: what it may be off by follows from what torch itself is off by."""
+"""Error bounds of kernels, relative to the error of torch's own operators."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from torch import Tensor
 
 
 def relative_error(found: Tensor, exact: Tensor) -> float:
-    """2-norm of the difference over that of the exact value."""
+    """2-norm of the difference divided by the 2-norm of the exact value."""
     return float((found.double() - exact).norm() / exact.norm())
 
 
 def check_error(found: Tensor, eager: Tensor, exact: Tensor) -> None:
-    """At most twice the error of torch's eager operators in the same dtype.
+    """Asserts at most twice the error of torch's eager operators in the same dtype.
 
     Args:
-        found: the kernel's.
-        eager: torch's, from the same inputs.
-        exact: in fp64, from the same inputs.
+        found: result of the kernel.
+        eager: result of torch in the same dtype, from the same inputs.
+        exact: result in fp64, from the same inputs.
     """
     assert found.dtype == eager.dtype and found.shape == eager.shape
     ours, theirs = relative_error(found, exact), relative_error(eager, exact)
@@ -25,5 +25,5 @@ def check_error(found: Tensor, eager: Tensor, exact: Tensor) -> None:
 
 
 def denormals(x: Tensor) -> int:
-    """How many elements are no zeros, but below the normal numbers."""
+    """Number of denormal elements: nonzero, but smaller than the smallest normal number."""
     return int(((x != 0) & (x.abs() < torch.finfo(x.dtype).tiny)).sum())

@@ -1,4 +1,4 @@
-"""The AdamW kernel against fp64 and against torch's fused one."""
+"""The AdamW kernel against fp64 and against torch's fused AdamW."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ CLIP = torch.tensor(0.37)
 
 
 def state(numel: int, weights: torch.dtype) -> list[Tensor]:
-    """Master, moments and room for the working weights."""
+    """Master weights, both moments, and an empty tensor for the working weights."""
     master = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
     return [master, torch.zeros(numel), torch.zeros(numel), torch.empty(numel, dtype=weights)]
 
 
 def by_torch(tensors: list[Tensor], grad: Tensor, how: AdamWStep) -> None:
-    """What megads does with ops.impl=torch."""
+    """The update of ops.impl=torch."""
     master, exp_avg, exp_avg_sq, weights = tensors
     torch_adamw(
         [master], [grad * CLIP], [exp_avg], [exp_avg_sq], [], [torch.tensor(how.step - 1.0)],
@@ -38,13 +38,13 @@ def by_torch(tensors: list[Tensor], grad: Tensor, how: AdamWStep) -> None:
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("numel", [1, 15, 1031, 70_001])
 def test_no_further_from_fp64_than_torch(numel: int, weights: torch.dtype) -> None:
-    """Catches a wrong bias correction, decay after the update, a gradient that is not clipped or clipped twice, a tail
-    behind the last whole vector that is not updated, and weights that are not the rounded masters."""
+    """Catches a wrong bias correction, weight decay after the update, a gradient that is not clipped or clipped twice,
+    a tail after the last full vector that is not updated, and weights that are not the rounded master weights."""
     ours, theirs = state(numel, weights), state(numel, weights)
     exact = [tensor.double() for tensor in ours]
     generator = torch.Generator().manual_seed(1)
     for step in range(1, 13):
-        # Gradients of 1e-12 to 1e4: both the root and eps decide somewhere.
+        # Gradients of 1e-12 to 1e4: eps dominates the denominator for some elements, the root for others.
         grad = torch.randn(numel, generator=generator) * 10.0 ** torch.randint(-12, 5, (numel,), generator=generator)
         how = replace(HOW, step=step)
         adamw(*ours, grad, CLIP, how)
@@ -56,7 +56,7 @@ def test_no_further_from_fp64_than_torch(numel: int, weights: torch.dtype) -> No
 
 
 def test_bits_depend_neither_on_threads_nor_on_the_cut() -> None:
-    """Catches elements that are updated twice or never where threads meet, and replicas that part (N8)."""
+    """Catches elements updated twice or not at all at thread boundaries, and replicas that diverge (N8)."""
     grad = torch.randn(50_003)
     whole, cut = state(50_003, torch.bfloat16), state(50_003, torch.bfloat16)
     threads = torch.get_num_threads()
@@ -71,7 +71,7 @@ def test_bits_depend_neither_on_threads_nor_on_the_cut() -> None:
 
 
 def test_moments_without_gradients_decay_to_zero() -> None:
-    """Catches denormal moments, which never reach zero: rows of tokens that do not occur took 5 to 10 times as long."""
+    """Catches denormal moments that never reach zero: rows of tokens that do not occur took 5 to 10 times as long."""
     tensors = state(33, torch.bfloat16)
     tensors[1].fill_(1e-3)
     tensors[2].fill_(1e-6)
@@ -83,7 +83,7 @@ def test_moments_without_gradients_decay_to_zero() -> None:
 
 
 def test_refused_and_empty() -> None:
-    """Catches a kernel that reads past a shorter tensor or a strided one, and one that falls over nothing."""
+    """Catches a kernel that reads past the end of a shorter or strided tensor, and one that fails on empty tensors."""
     adamw(*state(0, torch.bfloat16), torch.empty(0), CLIP, HOW)
     with pytest.raises(RuntimeError, match="one length"):
         adamw(*state(8, torch.bfloat16), torch.ones(7), CLIP, HOW)
@@ -95,7 +95,7 @@ def test_refused_and_empty() -> None:
 
 @pytest.mark.parametrize("clip", [float("nan"), float("inf")])
 def test_no_step(clip: float) -> None:
-    """Catches a step that should have been skipped: with a moment or a weight changed there is no way back."""
+    """Catches a step that should be skipped but changes a moment or a weight, which cannot be undone."""
     start, grad = state(1031, torch.bfloat16), torch.full((1031,), float("nan"))
     start[3].copy_(start[0])
     for function in (adamw, adamw_reference):
@@ -105,6 +105,6 @@ def test_no_step(clip: float) -> None:
 
 
 def test_what_torch_must_know() -> None:
-    """Catches a schema that hides what is written, so that torch.compile would drop or reorder the update."""
+    """Catches a schema that does not declare mutated tensors: torch.compile would drop or reorder the update."""
     arguments = (*state(33, torch.bfloat16), torch.ones(33), torch.ones(()), 1e-3, 0.1, 0.9, 0.95, 1e-8, 2)
     torch.library.opcheck(torch.ops.megads.adamw_step.default, arguments)

@@ -1,4 +1,4 @@
-"""Which apex is installed, from package trees as they really are; NVIDIA's norms and sums of squares against fp64."""
+"""Detection of apex in realistic package trees; NVIDIA's norms and sums of squares against fp64."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ TREES = {
         "optimizers/__init__.py",
     ),
 }
-"""What both projects' releases hold: PyPI's of this version, and NVIDIA's, all of whose releases are 0.1."""
+"""Files in the releases of both projects: PyPI's of this version, and NVIDIA's, whose releases are all 0.1."""
 
 Install = Callable[..., Path]
 
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Lays out a release of apex, and extensions beside it, where imports look and nowhere else."""
+    """Installs a release of apex, and extension modules, in the only folder of sys.path."""
     site = tmp_path / "site"
     site.mkdir()
     monkeypatch.setattr(sys, "path", [str(site)])
@@ -60,7 +60,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
 
 
 def refusal(cuda: bool, config: OpsConfig = APEX, optimizer: Implementation = Implementation.auto) -> str:
-    """The message with which a run is refused, whose exit code is that of a bad config."""
+    """Returns the message with which a run is refused; its exit code must be that of a bad config."""
     with pytest.raises(ConfigError) as caught:
         choose(config, cuda=cuda, optimizer=optimizer)
     assert caught.value.exit_code == 2
@@ -69,7 +69,7 @@ def refusal(cuda: bool, config: OpsConfig = APEX, optimizer: Implementation = Im
 
 @pytest.mark.usefixtures("install")
 def test_absent() -> None:
-    """Catches a run that starts its ranks without what it was told to use."""
+    """Catches a run that starts its ranks without the requested apex."""
     assert find_apex().state is ApexState.absent
     message = refusal(cuda=True)
     assert "ops.impl = apex cannot run: NVIDIA apex is not installed" in message and message.endswith("ops.impl=auto")
@@ -77,7 +77,7 @@ def test_absent() -> None:
 
 
 def test_the_other_project_of_that_name(install: Install) -> None:
-    """Catches PyPI's package taken for NVIDIA's, whose extensions an earlier installation may have left behind."""
+    """Catches PyPI's package taken for NVIDIA's, also with extensions left behind by an earlier installation."""
     install("0.9.10.dev0", *EXTENSIONS)
     found = find_apex()
     assert (found.state, found.version) == (ApexState.wrong_package, "0.9.10.dev0")
@@ -88,7 +88,7 @@ def test_the_other_project_of_that_name(install: Install) -> None:
 
 @pytest.mark.slow
 def test_the_real_other_project(tmp_path: Path) -> None:
-    """Catches a tree of the other project that is not what the test above lays out. Needs a package index."""
+    """Catches a real PyPI release that differs from the tree in the test above. Needs a package index."""
     site = tmp_path / "site"
     pip = (sys.executable, "-m", "pip", "--retries", "0", "--timeout", "20", "install", "--quiet", "--no-deps")
     installed = subprocess.run(
@@ -109,7 +109,7 @@ def test_the_real_other_project(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("built", "missing"), [((), "amp_C and fused_layer_norm_cuda"), (("amp_C",), "fused_layer")])
 def test_built_without_extensions(built: tuple[str, ...], missing: str, install: Install) -> None:
-    """Catches a Python-only build, pip's default, that fails at the first step, and a message without the flags."""
+    """Catches a Python-only build, pip's default, that fails at the first step, and a message without build flags."""
     install("0.1", *built)
     assert find_apex().state is ApexState.python_only
     assert f"NVIDIA's apex 0.1 was built without {missing}" in refusal(cuda=True)
@@ -118,7 +118,7 @@ def test_built_without_extensions(built: tuple[str, ...], missing: str, install:
 
 
 def test_present(install: Install) -> None:
-    """Catches an apex that is whole and refused, one that is used on a CPU, and a choice that is reported otherwise."""
+    """Catches a complete apex that is refused, one that is used on a CPU, and a choice that is reported wrongly."""
     install("0.1", *EXTENSIONS)
     assert find_apex().state is ApexState.present
     apex, torch_ = Implementation.apex, Implementation.torch
@@ -131,7 +131,7 @@ def test_present(install: Install) -> None:
 
 
 def test_extensions_that_cannot_be_loaded(install: Install) -> None:
-    """Catches a traceback where apex was built for another torch: the search finds the file, the loader refuses it."""
+    """Catches a traceback where apex was built for another PyTorch: its file is found, but the loader refuses it."""
     install("0.1", *EXTENSIONS)
     require_apex("optim.impl", cuda=True)
     with pytest.raises(
@@ -142,12 +142,12 @@ def test_extensions_that_cannot_be_loaded(install: Install) -> None:
 
 @pytest.mark.usefixtures("install")
 def test_a_plan_needs_no_apex() -> None:
-    """Catches a plan for a cluster that is refused on the machine where it is made."""
+    """Catches a plan for a cluster that is refused on the machine that makes the plan."""
     assert not plans_fused(APEX, cuda=True) and not plans_fused(APEX, cuda=False)
 
 
 def whole_apex() -> str:
-    """Why its kernels cannot be compared here; empty where they can."""
+    """Returns why apex's kernels cannot be compared here; empty if they can."""
     if not torch.cuda.is_available():
         return "no GPU"
     found = find_apex()
@@ -176,7 +176,7 @@ def by(norm: str, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, ker
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(2, 150, 1024), (3, 1, 65), (7, 8200), (0, 64)])
 def test_norms(norm: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Catches another eps, another variance, gains that are read in the wrong dtype, forward and backward."""
+    """Catches another eps or variance, and weights read in the wrong dtype, in the forward and the backward pass."""
     generator = torch.Generator().manual_seed(shape[-1])
     shapes = (shape, shape, shape[-1:], shape[-1:])
     exact_inputs = [torch.randn(each, generator=generator, dtype=torch.float64) for each in shapes]
@@ -202,7 +202,7 @@ def test_norms(norm: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
 @pytest.mark.gpu
 @without_apex
 def test_sums_of_squares() -> None:
-    """Catches pieces that begin or end at the wrong element, and what lies before an empty one, which apex skips."""
+    """Catches pieces that begin or end at the wrong element, and apex's lost sums of pieces before an empty one."""
     flat = torch.randn(400_001, generator=torch.Generator().manual_seed(0))
     for pieces in ([[0, 140_003], [140_010, 140_011], [140_064, 400_001]], [[3, 200_000], [200_000, 200_000]]):
         bounds = torch.tensor(pieces)

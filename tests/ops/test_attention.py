@@ -30,7 +30,7 @@ def inputs(
     scale: float = 1.0,
     key_heads: int | None = None,
 ) -> list[Tensor]:
-    """Queries, keys, values and the gradient of the output; views whose rows are not next to each other."""
+    """Returns queries, keys, values and the gradient of the output; views whose rows are not adjacent."""
     generator = torch.Generator().manual_seed(queries + keys)
     shared = key_heads or heads
     sizes = ((queries, heads), (keys, shared), (keys, shared), (queries, heads))
@@ -39,7 +39,7 @@ def inputs(
 
 
 def both(compute: Any, tensors: list[Tensor], *rest: Any) -> list[Tensor]:
-    """The output and the gradients of queries, keys and values."""
+    """Returns the output and the gradients of queries, keys and values."""
     leaves = [x.detach().requires_grad_() for x in tensors[:3]]
     out = compute(*leaves, *rest)
     out.backward(tensors[3])
@@ -47,7 +47,7 @@ def both(compute: Any, tensors: list[Tensor], *rest: Any) -> list[Tensor]:
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor | None) -> Tensor:
-    """The formula in the dtype of the inputs, softmax in fp32 as everywhere."""
+    """Computes the formula in the dtype of the inputs, with the softmax in fp32 as everywhere."""
     slopes, places, starts = rest
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     places = torch.arange(q.shape[2]) if places is None else places
@@ -77,14 +77,14 @@ CASES: dict[str, tuple[int, int, int, Tensor | None, Tensor | None, Tensor | Non
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASES)
 def test_error_is_that_of_the_dtype(name: str, dtype: torch.dtype) -> None:
-    """Catches wrong masks at the borders of blocks, slopes, places, documents, and bf16 where fp32 belongs."""
+    """Catches wrong masks at block boundaries, wrong slopes, positions or documents, and bf16 instead of fp32."""
     queries, keys, dim, slopes, places, starts = CASES[name]
     tensors = inputs(queries, keys, dim, dtype)
     doubles = [x.double() for x in tensors]
     exact = both(attention_reference, doubles, None if slopes is None else slopes.double(), places, starts)
     found = both(attention, tensors, slopes, places, starts)
     for ours, theirs, right in zip(found, both(eager, tensors, slopes, places, starts), exact, strict=True):
-        if right.norm() == 0:  # one token: nothing to choose from
+        if right.norm() == 0:  # one token: its probability is constant
             assert ours.norm() < 1e-6
         else:
             check_error(ours, theirs, right)
@@ -93,7 +93,7 @@ def test_error_is_that_of_the_dtype(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("key_heads", [1, 2])
 def test_heads_that_share_keys(key_heads: int, dtype: torch.dtype) -> None:
-    """Catches keys of the wrong head, and gradients of keys and values that miss a query head of their group."""
+    """Catches keys of the wrong head, and gradients of keys and values that omit a query head of their group."""
     tensors = inputs(200, 200, 20, dtype, heads=6, key_heads=key_heads)
     slopes = torch.linspace(0.5, 0.001, 6)
     exact = both(attention_reference, [x.double() for x in tensors], slopes.double(), None, STARTS)
@@ -108,8 +108,8 @@ def test_heads_that_share_keys(key_heads: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["odd sizes", "context rank", "documents"])
 def test_dropout(name: str, dtype: torch.dtype) -> None:
-    """Catches bits of another row, block or head, a scale that is lost, probabilities that are normed after they are
-    dropped, gradients without the mask, and a mask that depends on the order of the work: of heads or of blocks."""
+    """Catches dropout bits of another row, block or head, a missing scale, probabilities normalized after dropout,
+    gradients without the mask, and a mask that depends on how heads or blocks are distributed over threads."""
     queries, keys, dim, slopes, places, starts = CASES[name]
     mask = DropoutMask(site_key(1, "core"), threshold_of(0.3), torch.tensor([2**40 + 3, 5]), first_head=4)
     tensors = inputs(queries, keys, dim, dtype, heads=6, key_heads=2)
@@ -130,7 +130,7 @@ def test_dropout(name: str, dtype: torch.dtype) -> None:
 
 
 def test_rows_that_see_nothing() -> None:
-    """Catches NaN from an empty softmax: such a row, like padding, is zero and changes no gradient."""
+    """Catches NaN from an empty softmax: such a row, like padding, is zero and contributes to no gradient."""
     tensors = inputs(70, 70, 16, torch.float32)
     starts = torch.zeros(2, 70, dtype=torch.int64)
     starts[1, 3:69] = 70
@@ -141,17 +141,17 @@ def test_rows_that_see_nothing() -> None:
 
 
 def test_far_keys_under_alibi_give_no_denormal_gradients() -> None:
-    """Catches arithmetic with denormal weights: a backward pass in fp32 took 2 to 7 times as long as without ALiBi."""
+    """Catches arithmetic with denormals: a backward pass in fp32 took 2 to 7 times as long as without ALiBi."""
     tensors = inputs(600, 600, 64, torch.float32)
     tensors[3] = tensors[3].contiguous()
-    tensors[3][:, :, :-1] = 0  # the last query alone reaches the gradients of keys and values
+    tensors[3][:, :, :-1] = 0  # only the last query contributes to the gradients of keys and values
     found = both(attention, tensors, SLOPES, None, None)
     assert [denormals(x) for x in found] == [0] * 4
     assert (found[3][:, 0, 0] == 0).all(), "of slope 0.5, key 0 is beyond what fp32 can tell from nothing"
 
 
 def test_large_scores_and_infinities() -> None:
-    """Catches exp without the largest score taken off, and a non-finite value that is lost on its way to the loss."""
+    """Catches an exponential without the maximum subtracted, and a non-finite value that does not reach the output."""
     tensors = inputs(90, 90, 16, torch.float32, scale=60.0)
     exact = both(attention_reference, [x.double() for x in tensors])
     for ours, right in zip(both(attention, tensors), exact, strict=True):
@@ -166,12 +166,12 @@ def test_large_scores_and_infinities() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("key_heads", [1, 3])
 def test_the_same_bits_at_any_number_of_threads(key_heads: int, dtype: torch.dtype) -> None:
-    """Catches sums whose order depends on how rows were shared out, or on whether heads or blocks of them were."""
+    """Catches reductions whose order depends on how rows are split, or on whether heads or blocks of them are."""
     tensors = inputs(200, 200, 16, dtype, key_heads=key_heads)
     threads = torch.get_num_threads()
     try:
         found = []
-        for count in (1, 2, 3, 5):  # from 3 threads on for one head of keys, from 5 for three, blocks are shared out
+        for count in (1, 2, 3, 5):  # blocks are split from 3 threads on with one key head, from 5 with three
             torch.set_num_threads(count)
             found.append(both(attention, tensors, SLOPES, None, STARTS))
     finally:
@@ -180,7 +180,7 @@ def test_the_same_bits_at_any_number_of_threads(key_heads: int, dtype: torch.dty
 
 
 def test_what_torch_must_know() -> None:
-    """Catches schema, fake and gradient registrations under which torch.compile or autograd goes wrong."""
+    """Catches a wrong schema, fake kernel or autograd registration, which breaks torch.compile or autograd."""
     q, k, v, grad = inputs(20, 20, 8, torch.float32)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     starts, drawn = STARTS[:, :20].contiguous(), (torch.tensor([3, 4]), 7, 9000, 2)
@@ -196,7 +196,7 @@ def test_what_torch_must_know() -> None:
 
 
 def test_empty_input() -> None:
-    """Catches a division by the number of blocks: a batch of no samples has none."""
+    """Catches a division by the number of blocks, which is zero for an empty batch."""
     q = torch.empty(0, 3, 5, 8, requires_grad=True)
     out = attention(q, q, q)
     out.sum().backward()
@@ -206,7 +206,7 @@ def test_empty_input() -> None:
 @pytest.mark.parametrize("position", [Position.alibi, Position.learned])
 @pytest.mark.parametrize("shared", [1, 2])
 def test_the_core_computes_the_same(position: Position, shared: int) -> None:
-    """Catches slopes of the wrong heads, a forgotten mask, and a core whose dropout the kernel leaves out."""
+    """Catches slopes of the wrong heads, a missing mask, and a core whose dropout the kernel ignores."""
     config = ModelConfig(hidden_size=24, num_heads=6, position=position)
     tensors = inputs(40, 40, 4, torch.float32, heads=6 // shared)
     info = BatchInfo(torch.arange(2), document_starts=STARTS[:, :40] // 37 * 10)
@@ -224,7 +224,7 @@ def test_the_core_computes_the_same(position: Position, shared: int) -> None:
 
 
 def test_hidden_blocks_are_left_out() -> None:
-    """Catches blocks of keys computed though no query sees them: NaN there would reach the output as 0 * NaN."""
+    """Catches key blocks computed although no query sees them: their NaN would reach the output as 0 * NaN."""
     q, k, v, _ = inputs(64, 256, 16, torch.float32)
     k[:, :, 64:] = v[:, :, 64:] = float("nan")
     expected = F.scaled_dot_product_attention(q, k[:, :, :64], v[:, :, :64], is_causal=True)
@@ -232,7 +232,7 @@ def test_hidden_blocks_are_left_out() -> None:
 
 
 def test_keys_before_every_start_are_left_out() -> None:
-    """Catches a window that is masked but computed: NaN in blocks of keys that it hides would reach the results."""
+    """Catches a window that is masked but computed: NaN in hidden blocks of keys would reach the results."""
     tensors = inputs(256, 256, 16, torch.float32)
     starts = (torch.arange(256) - 20).clamp(min=64).expand(2, -1)
     expected = both(attention_reference, tensors, SLOPES, None, starts)

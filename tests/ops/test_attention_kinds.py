@@ -1,4 +1,4 @@
-"""Which kind of attention can do which work, and that what cannot be done is refused before a run starts."""
+"""Support of each attention kind, and rejection of unsupported work before a run starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GPU = AttentionWork(
 )
 EVERY = set(AttentionKind)
 NEEDS_KERNELS = {AttentionKind.fused, AttentionKind.fused_softmax}
-# flash: as if installed, see below.
+# As if flash-attn were installed, see below.
 CASES: dict[str, tuple[dict[str, object], set[AttentionKind]]] = {
     "alibi in bf16": ({}, EVERY - NEEDS_KERNELS),
     "kernels": ({"impl": Implementation.fused}, EVERY - {AttentionKind.fused}),
@@ -46,8 +46,8 @@ CASES: dict[str, tuple[dict[str, object], set[AttentionKind]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_who_can_do_it(name: str) -> None:
-    """Catches a kind that would start and compute something else, crash on the ranks, or is left out for no reason; and
-    a reason without a remedy."""
+    """Catches a kind that is accepted but computes a wrong result or crashes on the ranks, one that works but is
+    rejected, and a reason without a remedy."""
     changes, able = CASES[name]
     work = replace(GPU, **changes)
     reasons = {kind: why_not(kind, work) for kind in AttentionKind}
@@ -61,6 +61,6 @@ def test_who_can_do_it(name: str) -> None:
 
 @pytest.mark.parametrize("kind", [AttentionKind.flash, AttentionKind.flex, AttentionKind.cudnn])
 def test_dropout_of_probabilities_is_refused_by_the_model(kind: AttentionKind) -> None:
-    """Catches dropout that a kernel leaves out without a word."""
+    """Catches attention dropout that a kernel silently ignores."""
     with pytest.raises(ConfigError, match=rf"model\.attention = {kind} .*model\.attention_dropout = 0\.1"):
         ModelConfig(attention=kind, attention_dropout=0.1).check()

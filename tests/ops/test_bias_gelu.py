@@ -1,4 +1,4 @@
-"""The kernel of GELU with a bias against fp64."""
+"""The fused bias-GELU kernel against fp64."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def both(x: Tensor, bias: Tensor, grad: Tensor, kernels: Kernels) -> list[Tensor]:
-    """The value and the gradients of input and bias."""
+    """The output and the gradients of input and bias."""
     leaves = [x.detach().requires_grad_(), bias.detach().requires_grad_()]
     out = bias_gelu(*leaves, kernels)
     out.backward(grad)
@@ -22,7 +22,7 @@ def both(x: Tensor, bias: Tensor, grad: Tensor, kernels: Kernels) -> list[Tensor
 
 
 def inputs(rows: int, width: int, dtype: torch.dtype) -> list[Tensor]:
-    """Input, bias and the gradient of the value."""
+    """Input, bias and the gradient of the output."""
     generator = torch.Generator().manual_seed(rows + width)
     shapes = ((rows, width), (width,), (rows, width))
     return [(2 * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype) for shape in shapes]
@@ -31,7 +31,7 @@ def inputs(rows: int, width: int, dtype: torch.dtype) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 37), (1100, 64)])
 def test_error_is_that_of_the_dtype(rows: int, width: int, dtype: torch.dtype) -> None:
-    """Catches a wrong tail, a bias of the wrong column, and a bias's gradient that misses a block of rows."""
+    """Catches a wrong vector tail, a bias of the wrong column, and a bias gradient that misses a block of rows."""
     tensors = inputs(rows, width, dtype)
     exact = both(*(x.double() for x in tensors), kernels=TORCH)
     for found, eager, right in zip(both(*tensors, kernels=FUSED), both(*tensors, kernels=TORCH), exact, strict=True):
@@ -39,7 +39,7 @@ def test_error_is_that_of_the_dtype(rows: int, width: int, dtype: torch.dtype) -
 
 
 def test_the_same_bits_at_any_number_of_threads() -> None:
-    """Catches one partial sum of the bias's gradient a thread: ranks and resumes would drift apart."""
+    """Catches one partial sum of the bias gradient per thread: ranks and resumes would diverge."""
     tensors = inputs(900, 130, torch.bfloat16)
     threads = torch.get_num_threads()
     try:
@@ -53,7 +53,7 @@ def test_the_same_bits_at_any_number_of_threads() -> None:
 
 
 def test_layouts_of_memory() -> None:
-    """Catches a kernel that reads a view as if it were contiguous, and one that falls over nothing."""
+    """Catches a kernel that reads a view as if it were contiguous, and one that crashes on an empty tensor."""
     x, bias, grad = inputs(6, 10, torch.float32)
     strided = [y.view(2, 3, 10).transpose(0, 1) for y in (x, grad)]
     expected = both(strided[0].contiguous(), bias, strided[1].contiguous(), TORCH)
@@ -63,7 +63,7 @@ def test_layouts_of_memory() -> None:
 
 
 def test_what_torch_must_know() -> None:
-    """Catches a schema, fake or gradient registration under which torch.compile or autograd goes wrong."""
+    """Catches a schema, fake or gradient registration with which torch.compile or autograd fails."""
     x, bias, grad = inputs(5, 20, torch.float32)
     leaves = (x.detach().requires_grad_(), bias.detach().requires_grad_())
     torch.library.opcheck(torch.ops.megads.bias_gelu_forward.default, leaves)

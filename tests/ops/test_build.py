@@ -1,4 +1,4 @@
-"""Compiling the kernels: once, by one process, and said in words where it cannot be done."""
+"""Compiling the kernels: once, by one process, with a clear message where it is impossible."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TORCH = Implementation.torch
 
 @pytest.fixture
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty cache, and nothing remembered of the machine."""
+    """An empty build cache, and no cached facts about the machine."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     forget = [function.cache_clear for function in (library_path, building.cuda_library_path, building.report_path)]
     for clear in forget:
@@ -53,7 +53,7 @@ def test_processes_that_start_together_compile_once(fresh: Path) -> None:
 
 @pytest.mark.parametrize("damage", [b"", b"half of i", b"half of it", b"hal\x00f of it"])
 def test_a_damaged_library_is_built_anew(damage: bytes, tmp_path: Path) -> None:
-    """Catches a library cut short by a full disk, whose first call is a SIGBUS, or an empty one."""
+    """Catches the use of a library truncated by a full disk, whose first call raises SIGBUS, or of an empty one."""
     library, said = tmp_path / "cache" / "lib.so", list[str]()
 
     def compile_it(path: Path) -> None:
@@ -69,7 +69,7 @@ def test_a_damaged_library_is_built_anew(damage: bytes, tmp_path: Path) -> None:
 
 
 def test_without_a_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches an explicit choice that is silently dropped, and an automatic one that fails where torch would do."""
+    """Catches ops.impl=fused that silently falls back to torch, and ops.impl=auto that fails instead of doing so."""
     monkeypatch.setenv("CXX", "no-such-compiler")
     for decide in (choose, lambda config, cuda: prepare(config, print, cuda=cuda)):
         with pytest.raises(ConfigError, match=r"ops\.impl = fused .*CXX = no-such-compiler.*ops\.impl=auto"):
@@ -84,7 +84,7 @@ def test_without_a_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_sources_that_do_not_compile(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a compiler's failure that is taken for success, or told without its cause."""
+    """Catches a compiler error that is taken for success, or reported without its cause."""
     (fresh / "broken.cpp").write_text("int main( {}\n")
     monkeypatch.setattr(building, "sources_dir", lambda: fresh)
     with pytest.raises(KernelsUnavailable, match=r"do not compile \(.*broken\.cpp:1"):
@@ -93,7 +93,7 @@ def test_sources_that_do_not_compile(fresh: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_file_follows_the_sources(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a kernel that was changed while the cached library goes on computing the old one."""
+    """Catches a changed kernel source for which the old cached library is still used."""
     monkeypatch.setattr(building, "sources_dir", lambda: fresh)
     found = set()
     for text in ("int one;", "int two;"):
@@ -104,8 +104,8 @@ def test_the_file_follows_the_sources(fresh: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_on_gpus_operators_wait_for_their_trial(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches kernels taken on a GPU before they were tried there, a missing nvcc that ends a run which can do without,
-    and one that is passed over in silence."""
+    """Catches kernels chosen on a GPU before they are measured there, a missing nvcc that ends a run which does not
+    need it, and one that is not reported."""
     if shutil.which("nvcc"):
         untried = choose(AUTO, cuda=True)
         assert untried == Kernels(AUTO.impl, AUTO.impl) and not any(untried.fused(op) for op in KernelOp)
@@ -135,8 +135,8 @@ extern "C" bool there() { return a_symbol_of_torch != nullptr; }
 
 
 def test_cuda_bindings_for_every_processor_and_linker(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches bindings for one processor in a home folder that nodes with others share (SIGILL), torch's library left
-    out by a linker that keeps only what is needed (Ubuntu's), and kernels compiled again for another torch."""
+    """Catches bindings for one CPU type in a home folder shared with other nodes (SIGILL), torch's library dropped by a
+    linker that defaults to --as-needed (Ubuntu's), and kernels that are recompiled for another torch version."""
     try:
         building.find_nvcc()
     except KernelsUnavailable as error:

@@ -1,4 +1,4 @@
-"""What torch.compile needs is looked for before a run starts."""
+"""Requirements of torch.compile and CUDA graphs are checked before a run starts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megads.ops.resolve import choose
 
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Catches a run that fails on its ranks, minutes later, with the compiler's own traceback."""
+    """Catches a run that fails on its ranks, minutes later, with a traceback of the compiler."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     config = OpsConfig(Implementation.torch, Compile.blocks)
@@ -22,6 +22,6 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_graphs_want_a_gpu() -> None:
-    """Catches CUDA graphs that are asked for on a CPU and silently not there."""
+    """Catches CUDA graphs that are requested on a CPU and silently ignored."""
     with pytest.raises(ConfigError, match=r"ops\.cuda_graphs = true, but the model is on a CPU"):
         choose(OpsConfig(Implementation.torch, cuda_graphs=True), cuda=False)

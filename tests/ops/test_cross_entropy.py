@@ -22,7 +22,7 @@ def weights_of(labels: Tensor) -> Tensor:
 
 
 def eager(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Losses of the tokens, and the gradient of their weighted sum."""
+    """Returns the losses of the tokens, and the gradient of their weighted sum."""
     logits = logits.detach().requires_grad_()
     losses = vocab_parallel_token_losses(logits, labels, logits.shape[-1], AXIS)
     (losses * weights_of(labels)).sum().backward()
@@ -31,7 +31,7 @@ def eager(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fused(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The same by the kernels, from a copy of the logits."""
+    """Returns the same from the kernels, on a copy of the logits."""
     vocabulary = logits.shape[-1]
     found = statistics(logits.flatten(0, 1).contiguous(), labels.flatten(), vocabulary, 0)
     largest, total, target = found
@@ -46,7 +46,7 @@ def fused(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocabulary", [1, 37, 1024, 5003])
 def test_error_is_that_of_the_dtype(vocabulary: int, dtype: torch.dtype) -> None:
-    """Catches a wrong tail, a sum in bf16, and a gradient that is rounded more than once."""
+    """Catches a wrong tail, accumulation in bf16, and a gradient that is rounded more than once."""
     generator = torch.Generator().manual_seed(vocabulary)
     logits = (4 * torch.randn(2, 9, vocabulary, generator=generator, dtype=torch.float64)).to(dtype)
     labels = torch.randint(0, vocabulary, (2, 9), generator=generator)
@@ -80,7 +80,7 @@ def test_one_pass_is_two(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("valid", "start"), [(100, 0), (77, 100), (0, 300)])
 def test_a_part_of_the_vocabulary(valid: int, start: int) -> None:
-    """Catches padding that takes probability or gets a gradient, and a label that is another rank's."""
+    """Catches padding that gets probability or a gradient, and a label in another rank's shard that is used."""
     logits, labels = torch.randn(8, 100), torch.tensor([0, 99, 100, 150, 176, 177, 199, 300])
     found = statistics(logits, labels, valid, start)
     for ours, right in zip(found, statistics_reference(logits.double(), labels, valid, start), strict=True):
@@ -92,7 +92,7 @@ def test_a_part_of_the_vocabulary(valid: int, start: int) -> None:
 
 
 def test_extreme_logits() -> None:
-    """Catches exp of a large logit, -inf that becomes NaN, and a NaN or an infinity that the loss does not show."""
+    """Catches an overflow of exp, -inf that becomes NaN, and a NaN or an infinity that does not reach the loss."""
     infinity = float("inf")
     logits = torch.tensor([[1e4, 0.0, -1e4], [-infinity, 2.0, 1.0], [0.0, float("nan"), 0.0], [0.0, infinity, 0.0]])
     labels = torch.tensor([0, 1, 0, 0])
@@ -103,7 +103,7 @@ def test_extreme_logits() -> None:
 
 
 def test_the_gradient_takes_the_memory_of_the_logits() -> None:
-    """Catches a second tensor of their size, which is what the kernel is there to save."""
+    """Catches a second tensor of the size of the logits, which the kernel is meant to save."""
     hidden = torch.randn(1, 4, 8, dtype=torch.bfloat16, requires_grad=True)
     logits, kept = hidden @ torch.randn(8, 5000).bfloat16(), []
     place = logits.data_ptr()
@@ -115,7 +115,7 @@ def test_the_gradient_takes_the_memory_of_the_logits() -> None:
 
 
 def test_nobody_reads_overwritten_logits() -> None:
-    """Catches a wrong gradient without a word where another operation kept the logits for its own backward pass."""
+    """Catches a silently wrong gradient if another operation saved the logits for its backward pass."""
     logits = torch.randn(1, 4, 9, requires_grad=True) * 1
     squares = logits.square().sum()
     loss_in_place(logits, torch.zeros(1, 4, dtype=torch.int64), torch.ones(1, 4), 9, AXIS)
@@ -124,7 +124,7 @@ def test_nobody_reads_overwritten_logits() -> None:
 
 
 def test_without_a_gradient_the_logits_stay() -> None:
-    """Catches a validation that destroys logits, and a loss scaled after the fact whose gradient is not."""
+    """Catches a validation that overwrites the logits, and a scaled loss whose gradient is not scaled."""
     logits, labels = torch.randn(1, 4, 9), torch.zeros(1, 4, dtype=torch.int64)
     before = logits.clone()
     value = loss_in_place(logits, labels, torch.ones(1, 4), 9, AXIS)
@@ -138,7 +138,7 @@ def test_without_a_gradient_the_logits_stay() -> None:
 
 
 def test_nothing_and_views() -> None:
-    """Catches a batch of no tokens, and logits that are not contiguous."""
+    """Catches a failure for zero tokens, and non-contiguous logits that are misread."""
     none = loss_in_place(torch.empty(0, 3, 7), torch.empty(0, 3, dtype=torch.int64), torch.empty(0, 3), 7, AXIS)
     assert none == 0
     logits, labels = torch.randn(3, 2, 7).transpose(0, 1), torch.tensor([[0, 1, 2], [3, 4, 6]])
@@ -147,7 +147,7 @@ def test_nothing_and_views() -> None:
 
 
 def test_what_torch_must_know() -> None:
-    """Catches a schema or a fake implementation under which torch.compile goes wrong."""
+    """Catches a schema or a fake implementation with which torch.compile fails."""
     logits, labels, row = torch.randn(3, 9), torch.tensor([1, 2, 8]), torch.ones(3)
     torch.library.opcheck(torch.ops.megads.cross_entropy_forward.default, (logits, labels, 9, 0))
     torch.library.opcheck(torch.ops.megads.cross_entropy_gradient_.default, (logits, labels, row, row, row, 9, 0))

@@ -1,4 +1,4 @@
-"""Dropout of hidden states by the kernel, against plain torch in fp64."""
+"""Fused dropout of hidden states, against plain torch in fp64."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def both(x: Tensor, residual: Tensor | None, grad: Tensor, kernels: Kernels) -> 
 @pytest.mark.parametrize("shape", [(1, 1, 5), (3, 2, 11), (40, 3, 1000)])
 @pytest.mark.parametrize("residual", [True, False])
 def test_error_is_that_of_the_dtype(residual: bool, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Catches a wrong tail, a scale in bf16, a residual's gradient that is masked, and another mask backward."""
+    """Catches a wrong vector tail, a scale in bf16, a masked residual gradient, and another mask in backward."""
     x, other, grad = inputs(shape, dtype)
     added = other if residual else None
     exact = both(x.double(), None if added is None else added.double(), grad.double(), TORCH)
@@ -50,7 +50,7 @@ def test_error_is_that_of_the_dtype(residual: bool, shape: tuple[int, ...], dtyp
 
 
 def test_layouts_of_memory_and_what_is_not_finite() -> None:
-    """Catches a kernel that reads a view as if it were contiguous, falls over nothing, or hides a NaN."""
+    """Catches a kernel that reads a view as if it were contiguous, fails on an empty tensor, or hides a NaN."""
     x, residual, grad = (y.transpose(1, 2) for y in inputs((6, 10, 3), torch.float32))
     for ours, right in zip(both(x, residual, grad, FUSED), both(x, residual, grad, TORCH), strict=True):
         torch.testing.assert_close(ours, right)

@@ -1,4 +1,4 @@
-"""Attention by scores in memory, and a block by fused kernels, against what torch's operators compute."""
+"""Explicit attention, with scores in memory, and a block of fused kernels, against torch's operators."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def core_gradients(core: AttentionCore, info: BatchInfo, queries: int) -> list[T
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("shared", [1, 2])
 def test_the_kernels_in_the_core(position: Position, dropout: float, shared: int) -> None:
-    """Catches slopes or masks of the wrong heads, a forgotten border, place or scale, and a mask that follows the
-    kernel, in the kernel of the whole and in that of softmax."""
+    """Catches slopes or dropout masks of the wrong heads, an ignored document boundary, position or scale, and a
+    dropout mask that depends on the kernel, in the fused attention and softmax kernels."""
     config = replace(CONFIG, position=position, attention_dropout=dropout)
     for places in (WHOLE, HALF):
         info = BatchInfo(torch.tensor([3, 2**40]), document_starts=STARTS[:, places], sequence_index=places, seq_len=40)
@@ -53,7 +53,7 @@ def test_the_kernels_in_the_core(position: Position, dropout: float, shared: int
 
 
 def test_dropout_by_plain_torch() -> None:
-    """Catches a gradient that misses the mask or its scale, in fp64 against autograd, and heads that share keys."""
+    """Catches a gradient without the dropout mask or its scale, or wrong for shared keys, in fp64 against autograd."""
     q, k, v = (torch.randn(2, n, 6, 4, dtype=torch.float64, requires_grad=True) for n in (6, 3, 3))
     mask = DropoutMask(site_key(0, "core"), threshold_of(0.4), torch.tensor([4, 5]), first_head=2)
     bias = torch.zeros(1, 1, 6, 6).masked_fill(torch.ones(6, 6).triu(1).bool(), float("-inf"))
@@ -69,7 +69,7 @@ def test_dropout_by_plain_torch() -> None:
 
 
 def test_backward_keeps_probabilities_and_nothing_else_of_their_size() -> None:
-    """Catches a mask, dropped probabilities or fp32 scores that wait for the backward pass."""
+    """Catches a mask, dropped probabilities or fp32 scores that are saved for the backward pass."""
     q, k, v = (torch.randn(1, 2, 64, 4, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     mask, kept = DropoutMask(1, threshold_of(0.4), torch.tensor([4])), []
     bias = torch.zeros(1, 1, 64, 64)
@@ -79,7 +79,7 @@ def test_backward_keeps_probabilities_and_nothing_else_of_their_size() -> None:
 
 
 def test_heads_that_share_keys() -> None:
-    """Catches queries that meet the keys of another group of heads."""
+    """Catches queries that attend to the keys of another group of heads."""
     q, k, v = torch.randn(2, 6, 5, 4), torch.randn(2, 3, 7, 4), torch.randn(2, 3, 7, 4)
     expected = (q @ k.repeat_interleave(2, 1).mT).softmax(-1) @ v.repeat_interleave(2, 1)
     torch.testing.assert_close(explicit_attention(q, k, v, MaskedSoftmax(1.0, lambda: torch.zeros(()))), expected)
@@ -88,7 +88,7 @@ def test_heads_that_share_keys() -> None:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("position", [Position.alibi, Position.rope])
 def test_a_block_of_kernels(position: Position) -> None:
-    """Catches a residual that misses a gradient, a norm without its gain, angles turned the wrong way back."""
+    """Catches a residual without its gradient, a norm without its gain, and rotary angles not inverted in backward."""
     config = replace(CONFIG, position=position, hidden_dropout=0.1, attention_dropout=0.1)
     results = []
     for fused in (False, True):

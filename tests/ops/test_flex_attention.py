@@ -1,6 +1,6 @@
 """FlexAttention's scores and masks against the formula in fp64, as far as a CPU runs them.
 
-Its operators are plain ones here; the forward pass is also compiled, as a GPU's would be, where blocks decide which
+Its operators run in eager mode here; the forward pass is also compiled, as on a GPU, where the block mask decides which
 keys are read.
 """
 
@@ -31,7 +31,7 @@ CASES: dict[str, tuple[int, int, Tensor | None, int | None, Tensor | None, Tenso
 
 
 def first_seen(queries: int, window: int | None, places: Tensor | None, starts: Tensor | None) -> Tensor:
-    """First key of every query, [b, s]."""
+    """Returns the first visible key of every query, [b, s]."""
     places = torch.arange(queries) if places is None else places
     first = torch.zeros(2, queries, dtype=torch.int64) if starts is None else starts
     return first if window is None else torch.maximum(first, places - window + 1)
@@ -42,8 +42,8 @@ def first_seen(queries: int, window: int | None, places: Tensor | None, starts: 
     [*((name, torch.float32) for name in CASES), ("alibi", torch.bfloat16), ("documents and a window", torch.bfloat16)],
 )
 def test_error_is_that_of_the_dtype(name: str, dtype: torch.dtype) -> None:
-    """Catches a bias of the wrong head, of the wrong sign or by rank's places, a window off by one, a document's border
-    that is not seen, keys of another group."""
+    """Catches a bias of the wrong head, of the wrong sign or by a rank's local positions, a window off by one, a
+    document boundary that is ignored, and keys of another group."""
     queries, keys, slopes, window, places, starts = CASES[name]
     q, k, v, _ = inputs(queries, keys, 24, dtype, heads=6, key_heads=2)
     mask = visible_blocks(queries, keys, q.device, window, places, starts)
@@ -58,7 +58,7 @@ def test_error_is_that_of_the_dtype(name: str, dtype: torch.dtype) -> None:
 def test_gradients(name: str) -> None:
     """Catches a score or a mask that FlexAttention cannot differentiate.
 
-    Torch refuses gradients on a CPU, but has the operator: it is called without the face that refuses.
+    PyTorch refuses gradients on a CPU, but has the operator: it is called without the front end that refuses.
     """
     queries, keys, _, window, places, starts = CASES[name]
     tensors = inputs(queries, keys, 16, torch.float32, heads=6, key_heads=2)
@@ -79,8 +79,8 @@ def test_gradients(name: str) -> None:
 @pytest.mark.parametrize("window", [None, 1, 128, 200])
 @pytest.mark.parametrize("packed", [False, True])
 def test_blocks_hold_what_is_seen(queries: int, window: int | None, packed: bool) -> None:
-    """Catches a block that is left out though a query sees one of its keys, and one called whole that hides some: plain
-    operators look at no blocks, only compiled kernels do."""
+    """Catches a block that is omitted though a query sees one of its keys, and one listed as full that has masked keys:
+    only compiled kernels use the blocks, eager operators do not."""
     starts = torch.stack([torch.arange(queries) // 130 * 130, torch.arange(queries) // 256 * 256]) if packed else None
     mask = visible_blocks(queries, queries, torch.device("cpu"), window, None, starts)
     keys = torch.arange(queries)
@@ -101,7 +101,7 @@ def full_blocks(mask: Any) -> tuple[Tensor, Tensor]:
 
 
 def dense(count: Tensor, indices: Tensor, blocks: int) -> Tensor:
-    """Blocks that a list names, bool [b, i, j]."""
+    """Returns the listed blocks as a mask, bool [b, i, j]."""
     named = torch.arange(blocks) < count[:, 0, :, None]
     return torch.zeros(named.shape, dtype=torch.bool).scatter(2, indices[:, 0].long(), named)
 
@@ -109,7 +109,7 @@ def dense(count: Tensor, indices: Tensor, blocks: int) -> Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_compiled_forward(name: str) -> None:
-    """Catches blocks in an order that the kernel does not read, and closures that the compiler does not take."""
+    """Catches blocks listed in an order that the kernel does not read, and closures that the compiler refuses."""
     queries, keys, slopes, window, places, starts = CASES[name]
     q, k, v, _ = inputs(queries, keys, 32, torch.float32, heads=6, key_heads=2)
     mask = visible_blocks(queries, keys, q.device, window, places, starts)

@@ -25,7 +25,7 @@ def both(x: Tensor, grad: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(40,), (3, 5, 7), (64, 1031)])
 def test_error_is_that_of_the_dtype(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Catches a wrong constant, a wrong tail behind the last whole vector, and arithmetic in bf16."""
+    """Catches a wrong constant, a wrong tail after the last full vector, and arithmetic in bf16."""
     generator = torch.Generator().manual_seed(0)
     x, grad = (3 * torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2))
     exact = both(x.double(), grad.double(), TORCH)
@@ -34,7 +34,7 @@ def test_error_is_that_of_the_dtype(dtype: torch.dtype, shape: tuple[int, ...]) 
 
 
 def test_values_far_out() -> None:
-    """Catches an exponential that overflows to NaN or wraps round: far out GELU is 0 or x, its slope 0 or 1."""
+    """Catches exp overflowing to NaN or wrapping around: for large |x|, GELU is 0 or x and its derivative 0 or 1."""
     x = torch.tensor([-1e38, -1e4, -50.0, -0.0, 50.0, 1e4, 1e30, float("inf")])
     out, slope = both(x, torch.ones_like(x), FUSED)
     torch.testing.assert_close(out, torch.tensor([0.0, 0.0, 0.0, 0.0, 50.0, 1e4, 1e30, float("inf")]))
@@ -44,7 +44,7 @@ def test_values_far_out() -> None:
 
 
 def test_layouts_of_memory() -> None:
-    """Catches a kernel that reads a view as if it were contiguous, and one that falls over nothing."""
+    """Catches a kernel that reads a view as if it were contiguous, and one that fails on an empty tensor."""
     x = torch.randn(6, 10)
     torch.testing.assert_close(gelu(x.T[::2], FUSED), F.gelu(x.T[::2].contiguous(), approximate="tanh"))
     assert both(torch.empty(0, 4), torch.empty(0, 4), FUSED)[1].shape == (0, 4)
@@ -60,6 +60,6 @@ def test_what_torch_must_know() -> None:
 
 
 def test_fp64_goes_to_torch() -> None:
-    """Catches a reference in fp64 that is computed in fp32 on the way."""
+    """Catches an fp64 input that is computed in fp32."""
     x = torch.randn(9, dtype=torch.float64)
     assert torch.equal(gelu(x, FUSED), F.gelu(x, approximate="tanh"))

@@ -1,6 +1,6 @@
-"""Every operator's Python face on a GPU, forward and backward, against fp64.
+"""Every operator's Python interface on a GPU, forward and backward, against fp64.
 
-On a CPU the same code shows that the tests work. fp16 is for GPUs: the CPU's kernels do not take it.
+Runs on a CPU show that the tests work. fp16 is for GPUs only: the CPU kernels do not support it.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ EPS = 1e-5
 AXIS = single_rank_grid().tp
 
 Face = Callable[..., Tensor | tuple[Tensor, Tensor]]
-"""Takes the kernels and the inputs."""
+"""An operator, called with the kernels and its inputs."""
 
 
 def prepare(device: str, dtype: torch.dtype) -> torch.Generator:
-    """Compiles and loads the kernels; returns where inputs are drawn from."""
+    """Compiles and loads the kernels; returns the generator for the inputs."""
     load(OpsConfig(Implementation.fused), print, cuda=device == "cuda")
     if not kernel_takes(torch.empty(0, dtype=dtype, device=device)):
         pytest.skip(f"the kernels of a {device} do not take {dtype}")
@@ -50,7 +50,7 @@ def prepare(device: str, dtype: torch.dtype) -> torch.Generator:
 
 
 def outputs_and_gradients(face: Face, kernels: Kernels, inputs: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Of inputs in `dtype`; the gradients that arrive at the outputs were drawn in the inputs' own."""
+    """Outputs and input gradients, computed in `dtype`; the output gradients are rounded to the inputs' own dtype."""
     leaves = [x.detach().to(dtype, copy=True).requires_grad_() for x in inputs]
     found = face(kernels, *leaves)
     outputs = found if isinstance(found, tuple) else (found,)
@@ -62,12 +62,12 @@ def outputs_and_gradients(face: Face, kernels: Kernels, inputs: list[Tensor], dt
         for out in outputs
     ]
     torch.autograd.backward(outputs, arriving)
-    # The error of one number is chance.
+    # The relative error of a single number is random.
     return [x.detach() for x in (*outputs, *(leaf.grad for leaf in leaves)) if x is not None and x.numel() > 1]
 
 
 def check(face: Face, inputs: list[Tensor]) -> None:
-    """The kernel's error is at most twice that of torch's operators, of every output and gradient."""
+    """Checks that the kernel's error is at most twice that of torch's operators, for every output and gradient."""
     dtype = inputs[0].dtype
     ours, eager = (outputs_and_gradients(face, kernels, inputs, dtype) for kernels in (FUSED, TORCH))
     exact = outputs_and_gradients(face, TORCH, inputs, torch.float64)
@@ -79,7 +79,7 @@ def check(face: Face, inputs: list[Tensor]) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "width"), [(5, 37), (300, 1031), (64, 9000)])
 def test_rows(rows: int, width: int, dtype: torch.dtype, device: str) -> None:
-    """Catches a face that hands a kernel of the device the wrong arguments, or its gradients back to the wrong ones."""
+    """Catches wrong arguments to a kernel of the device, and gradients that are returned for the wrong inputs."""
     generator = prepare(device, dtype)
 
     def draw(*shape: int) -> Tensor:
@@ -101,7 +101,8 @@ def test_rows(rows: int, width: int, dtype: torch.dtype, device: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("length", [45, 300])
 def test_attention_scores_and_positions(length: int, dtype: torch.dtype, device: str) -> None:
-    """Catches slopes, places or starts of documents that do not reach the kernel, and tables of another dtype."""
+    """Catches ALiBi slopes, positions or document starts that do not reach the kernel, and RoPE tables of another
+    dtype."""
     generator = prepare(device, dtype)
     scores = torch.randn(2, 3, length, length, generator=generator, device=device).to(dtype)
     slopes = alibi_slopes(3).to(device)
@@ -111,7 +112,7 @@ def test_attention_scores_and_positions(length: int, dtype: torch.dtype, device:
     check(lambda kernels, x: masked_softmax(x, 0.3, slopes, places, kernels=kernels), [scores])
     check(lambda kernels, x: masked_softmax(x, 0.3, None, None, starts, kernels=kernels), [scores])
     mask = DropoutMask(site_key(0, "core"), threshold_of(0.1), torch.tensor([9, 2**40], device=device), first_head=4)
-    starts = (places // 2).repeat(2, 1)  # every query sees a key: plain torch makes NaN of none
+    starts = (places // 2).repeat(2, 1)  # every query attends to a key: else torch gives NaN
     bias = hide_other_documents(causal_bias_at(3, 0, 3, places[None], places.flip(0), True, torch.float32), starts)
     value = torch.randn(2, 3, length, 8, generator=generator, device=device).to(dtype)
 
@@ -136,7 +137,7 @@ def test_attention_scores_and_positions(length: int, dtype: torch.dtype, device:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [130, 5003])
 def test_cross_entropy(rows: int, dtype: torch.dtype, device: str) -> None:
-    """Catches a gradient that is not written over the logits, or in the padding of the vocabulary."""
+    """Catches a wrong gradient of the loss whose kernels overwrite the logits."""
     generator = prepare(device, dtype)
     logits = torch.randn(2, 9, rows, generator=generator, device=device).to(dtype)
     labels = torch.randint(0, rows - 3, (2, 9), generator=generator, device=device)
@@ -152,9 +153,9 @@ def test_cross_entropy(rows: int, dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_optimizer(dtype: torch.dtype, device: str) -> None:
-    """Catches bounds or a clip factor that are read from the host, and a skipped step that leaves a trace."""
+    """Catches bounds or a clip factor that are read from host memory, and a skipped step that changes the state."""
     generator = prepare(device, dtype)
-    # Where buckets start there is nothing aligned.
+    # The starts of buckets are not aligned.
     state = [torch.rand(70_001, generator=generator, device=device)[1:] for _ in range(3)]
     grad = torch.randn(70_000, generator=generator, device=device)
     weights, clip = torch.empty(70_000, dtype=dtype, device=device), torch.tensor(0.37, device=device)

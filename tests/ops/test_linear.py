@@ -1,4 +1,4 @@
-"""Linear layers' products against fp64."""
+"""GEMMs of linear layers against fp64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(autouse=True)
 def chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a processor on which torch is slow."""
+    """Selects megads' kernels, as on a CPU on which PyTorch's GEMMs are slow."""
     monkeypatch.setattr(processor, "mkl_is_slow", lambda: True)
     monkeypatch.setattr(processor, "pairs_are_fast", lambda: True)
 
@@ -36,8 +36,8 @@ def tensors(dtype: torch.dtype, tokens: tuple[int, ...], out: int, width: int) -
     "sizes", [((2, 24), 80, 48), ((1, 1), 1, 7), ((3, 5), 67, 33), ((1, 129), 3, 257), ((5, 400), 130, 9)]
 )
 def test_error_is_that_of_the_dtype(dtype: torch.dtype, sizes: tuple[tuple[int, ...], int, int]) -> None:
-    """Catches a transposed operand read as if it were not, a bias lost or added in every pass, sums of other
-    blocks, a wrong tile at an edge, and sums too long for fp32."""
+    """Catches a transposed operand read as if it were not, a bias lost or added in every pass, partial sums of the
+    wrong block, a wrong tile at an edge, and sums too long for fp32."""
     x, weight, bias, grad = tensors(dtype, *sizes)
     cases: list[tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = [
         (products.linear, (x, weight, bias)),
@@ -50,7 +50,7 @@ def test_error_is_that_of_the_dtype(dtype: torch.dtype, sizes: tuple[tuple[int, 
 
 
 def test_layouts_of_memory() -> None:
-    """Catches operands read as if they were contiguous, and no tokens at all."""
+    """Catches operands read as if they were contiguous, and a failure for zero tokens."""
     x, weight, _, grad = tensors(torch.float32, (4, 6), 30, 20)
     right = products.weight_gradient(grad, x, TORCH)
     strided = grad.transpose(0, 1).contiguous().transpose(0, 1)
@@ -65,7 +65,7 @@ def test_layouts_of_memory() -> None:
 
 
 def test_bits_do_not_depend_on_threads() -> None:
-    """Catches blocks of rows that overlap or leave out rows where threads meet, and sums cut by thread (N8)."""
+    """Catches row blocks that overlap or omit rows between threads, and a sum that depends on their number (N8)."""
     x, weight, bias, _ = tensors(torch.float32, (7, 97), 70, 600)
     threads, alone = torch.get_num_threads(), products.linear(x, weight, bias, FUSED)
     try:
@@ -76,7 +76,7 @@ def test_bits_do_not_depend_on_threads() -> None:
 
 
 def test_what_torch_must_know() -> None:
-    """Catches a schema that hides what is written, and operands that do not fit, which would be read out of bounds."""
+    """Catches a schema that hides the mutated output, and mismatched operands, which would be read out of bounds."""
     a, b, c = torch.randn(5, 7), torch.randn(3, 7), torch.zeros(5, 3)
     torch.library.opcheck(torch.ops.megads.gemm.default, (c, a, b, None, True))
     torch.ops.megads.gemm(c.zero_().add_(1.0), a, b, None, True)
@@ -86,7 +86,7 @@ def test_what_torch_must_know() -> None:
 
 
 def test_thin_products_go_to_torch() -> None:
-    """Catches one new token that runs through tiles of six rows: torch's dot products are faster, and more exact."""
+    """Catches a GEMM of a single token in tiles of six rows: PyTorch's dot products are faster, and more exact."""
     x, weight, bias, _ = tensors(torch.float32, (1, 3), 40, 50)
     assert torch.equal(products.linear(x, weight, bias, FUSED), torch.nn.functional.linear(x, weight, bias))
 
@@ -97,7 +97,7 @@ def test_thin_products_go_to_torch() -> None:
 def test_bf16_where_torch_has_no_product(
     monkeypatch: pytest.MonkeyPatch, machine: str, avx512: bool, ours: bool
 ) -> None:
-    """Catches bf16 left to torch's loops on AVX2, where the gradient of an input takes 80 times as long."""
+    """Catches bf16 left to PyTorch's loops on AVX2, where the gradient of an input takes 80 times as long."""
     monkeypatch.setattr(processor, "pairs_are_fast", lambda: False)
     monkeypatch.setattr(processor.platform, "machine", lambda: machine)
     monkeypatch.setattr(processor, "has_avx512", lambda: avx512)
@@ -106,7 +106,7 @@ def test_bf16_where_torch_has_no_product(
 
 
 def test_fp64_goes_to_torch() -> None:
-    """Catches a reference in fp64 that is computed in fp32 on the way."""
+    """Catches an fp64 reference that is computed in fp32."""
     x, weight, bias, _ = tensors(torch.float64, (2, 3), 4, 5)
     assert torch.equal(products.linear(x, weight, bias, FUSED), torch.nn.functional.linear(x, weight, bias))
 
@@ -123,12 +123,12 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("right", LAYOUTS)
 @pytest.mark.parametrize(
     ("m", "n", "k"),
-    # Part of a tile; odd ends; more rows than are packed at a time; passes over fp32 sums; and over a bf16 result.
+    # Partial tile; odd k; more rows than are packed at once; several passes over k into fp32, and into bf16.
     [(1, 1, 1), (8, 48, 2), (9, 49, 3), (7, 97, 33), (300, 20, 31), (18, 33, 1250), (10, 17, 4099), (9, 20, 8194)],
 )
 def test_bf16_products(left: str, right: str, m: int, n: int, k: int) -> None:
-    """Catches numbers paired with the wrong partner, an odd end that is lost, edges of tiles, and passes that lose or
-    round what was before them. Sums in fp32 may be off by what fp32 is."""
+    """Catches bf16 pairs along k that do not match, a lost element of an odd k, wrong tiles at the edges, and passes
+    that lose or round earlier partial sums. Sums in fp32 may have an fp32 rounding error."""
     generator = torch.Generator().manual_seed(m)
     a, b, bias = (torch.randn(*size, generator=generator).to(BF16) for size in ((m, k), (n, k), (n,)))
     exact = a.double() @ b.double().t()
@@ -146,7 +146,7 @@ def test_bf16_products(left: str, right: str, m: int, n: int, k: int) -> None:
 
 
 def test_bf16_columns_beyond_one_block() -> None:
-    """Catches a block of packed columns that begins at the wrong one, or at another bias."""
+    """Catches a block of packed columns that starts at the wrong column, or at the wrong element of the bias."""
     generator = torch.Generator().manual_seed(0)
     a, b, bias = (torch.randn(*size, generator=generator).to(BF16) for size in ((4, 4000), (1200, 4000), (1200,)))
     found = a.new_empty(4, 1200)
@@ -156,7 +156,7 @@ def test_bf16_columns_beyond_one_block() -> None:
 
 
 def test_bf16_bits_do_not_depend_on_threads() -> None:
-    """Catches rows that threads share, and sums cut by thread (N8)."""
+    """Catches rows that threads share, and a sum that depends on their number (N8)."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(size, 2300, generator=generator).to(BF16).t().contiguous().t() for size in (333, 101))
     threads, found = torch.get_num_threads(), []
@@ -171,7 +171,7 @@ def test_bf16_bits_do_not_depend_on_threads() -> None:
 
 
 def test_bf16_infinity_stays_in_its_row() -> None:
-    """Catches rows and columns that only fill a tile up, and are multiplied with what is not finite."""
+    """Catches padding of a tile that is multiplied with a non-finite value, which makes valid results NaN."""
     a, b = torch.ones(9, 3, dtype=BF16), torch.ones(50, 3, dtype=BF16)
     a[8, 2] = float("inf")
     for of_a in (a, a.t().contiguous().t()):
@@ -181,7 +181,7 @@ def test_bf16_infinity_stays_in_its_row() -> None:
 
 
 def test_what_torch_must_know_of_bf16() -> None:
-    """Catches a schema that hides what is written, and operands that would be read out of bounds or as another type."""
+    """Catches a schema that hides the mutated output, and operands read out of bounds or as another dtype."""
     a, b, c = torch.randn(5, 7).to(BF16), torch.randn(3, 7).to(BF16), torch.zeros(5, 3)
     torch.library.opcheck(torch.ops.megads.gemm_bf16.default, (c, a, b, None, True))
     for arguments, complaint in [
@@ -198,8 +198,8 @@ def test_what_torch_must_know_of_bf16() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("fused", [False, True])
 def test_weight_gradients_are_added_up_in_fp32(dtype: torch.dtype, fused: bool) -> None:
-    """Catches a first gradient added to what was there, a second one that replaces it, and, in the kernels, one that
-    was rounded on the way."""
+    """Catches a first gradient added to old contents of main_grad, a second one that overwrites the first, and, in the
+    kernels, a gradient rounded before it is accumulated."""
     x, _, _, grad = tensors(dtype, (3, 40), 70, 50)
     exact = 2 * (grad.double().flatten(0, 1).t() @ x.double().flatten(0, 1))
     sums = torch.full((70, 50), float("nan"))
@@ -226,7 +226,7 @@ AVX512 = "avx512f avx512bw avx512dq avx512vl"
     ],
 )
 def test_processors(monkeypatch: pytest.MonkeyPatch, words: str, slow: bool, fast: bool) -> None:
-    """Catches a kernel of ours on a processor on which nobody compared it, or torch's on one where it is slow."""
+    """Catches a megads kernel on a CPU on which it was never compared, and PyTorch's GEMM on one where it is slow."""
     monkeypatch.undo()
     monkeypatch.setattr(processor, "_words", lambda: frozenset(words.split()))
     assert (processor.mkl_is_slow(), processor.pairs_are_fast()) == (slow, fast)
@@ -234,13 +234,13 @@ def test_processors(monkeypatch: pytest.MonkeyPatch, words: str, slow: bool, fas
 
 
 def test_torch_sees_the_same_instructions() -> None:
-    """Catches instructions that torch wants besides, or no longer: it would loop over bf16 where we leave it to it."""
+    """Catches instruction sets that PyTorch also needs, or no longer: bf16 left to it would run in plain loops."""
     assert processor.has_avx512() is (torch.backends.cpu.get_cpu_capability() == "AVX512")
     assert processor.has_avx512() is bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def test_whether_it_fuses_goes_by_the_weight() -> None:
-    """Catches a choice by the length of a sequence, which two tokens a sample would make too thin."""
+    """Catches fused accumulation decided by the sequence length: two tokens per sample would be too few."""
     x, _, _, grad = tensors(torch.float32, (40, 2), 70, 50)
     assert products.fuses_accumulation(grad, x) and products.fuses_accumulation(grad.flatten(0, 1), x.flatten(0, 1))
     x, _, _, grad = tensors(torch.float32, (2, 40), 3, 50)

@@ -1,4 +1,4 @@
-"""The kernels of LayerNorm and RMSNorm against fp64."""
+"""Tests the kernels of LayerNorm and RMSNorm against fp64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Results = list[Tensor]
 
 
 def tensors(rows: int, width: int, dtype: torch.dtype) -> list[Tensor]:
-    """Input, residual, weight, bias, and the gradients of norm and sum."""
+    """Returns input, residual, weight, bias, and the gradients of norm and sum."""
     generator = torch.Generator().manual_seed(rows * width)
     shapes = ((rows, width), (rows, width), (width,), (width,), (rows, width), (rows, width))
     x, residual, *others = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
@@ -56,7 +56,7 @@ NORMS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
 
 
 def both(name: str, inputs: list[Tensor], kernels: Kernels) -> Results:
-    """Outputs and the gradients of what takes part."""
+    """Returns the outputs and the gradients of the inputs that are used."""
     leaves = [x.detach().requires_grad_() for x in inputs[:4]]
     out = NORMS[name](*leaves, kernels)
     torch.autograd.backward(out, inputs[4 : 4 + len(out)])
@@ -67,7 +67,8 @@ def both(name: str, inputs: list[Tensor], kernels: Kernels) -> Results:
 @pytest.mark.parametrize(("rows", "width"), [(7, 16), (3, 37), (131, 64), (2051, 50)])
 @pytest.mark.parametrize("name", NORMS)
 def test_error_is_that_of_the_dtype(name: str, rows: int, width: int, dtype: torch.dtype) -> None:
-    """Catches a wrong tail of rows or columns, a sum in bf16, and a residual's gradient that is lost or added twice."""
+    """Catches wrong results in the tail of rows or columns, accumulation in bf16, and a residual's gradient that is
+    lost or added twice."""
     inputs = tensors(rows, width, dtype)
     exact = both(name, [x.double() for x in inputs], TORCH)
     found, eager = both(name, inputs, FUSED), both(name, inputs, TORCH)
@@ -81,7 +82,8 @@ def test_error_is_that_of_the_dtype(name: str, rows: int, width: int, dtype: tor
 
 @pytest.mark.parametrize("name", ["layer norm", "rms norm"])
 def test_extreme_values(name: str) -> None:
-    """Catches E[x^2] - E[x]^2 (a far mean cancels it), a division by a zero deviation, and a NaN that is lost."""
+    """Catches the variance as E[x^2] - E[x]^2 (a large mean cancels it), a division by a zero standard deviation, and a
+    NaN that is not propagated."""
     x = torch.randn(4, 40, generator=torch.Generator().manual_seed(0))
     x[0] += 3e4
     x[1] = 7.0
@@ -89,7 +91,7 @@ def test_extreme_values(name: str) -> None:
     inputs = [x, *tensors(4, 40, torch.float32)[1:]]
     exact = both(name, [y.double() for y in inputs], TORCH)
     for ours, right in zip(both(name, inputs, FUSED)[:2], exact[:2], strict=True):
-        # The mean of the first row is rounded to 0.001 of its deviation.
+        # The mean of the first row is rounded to 0.001 of its standard deviation.
         torch.testing.assert_close(ours[:1].double(), right[:1], rtol=1e-2, atol=1e-2)
         torch.testing.assert_close(ours[1:].double(), right[1:], rtol=1e-5, atol=1e-5 * float(right.abs().max()))
     for value in (float("nan"), float("inf")):
@@ -99,7 +101,7 @@ def test_extreme_values(name: str) -> None:
 
 
 def test_layouts_of_memory() -> None:
-    """Catches a kernel that reads a view as if it were contiguous, and one that falls over nothing."""
+    """Catches a kernel that reads a view as if it were contiguous, and one that fails on an empty tensor."""
     x, residual, weight, bias, grad, _ = tensors(12, 24, torch.float32)
     strided = [y.view(2, 6, 24).transpose(0, 1) for y in (x, residual)]
     expected = added(*(y.contiguous() for y in strided), weight, bias, kernels=TORCH)
@@ -131,7 +133,7 @@ def test_a_result_that_nobody_uses() -> None:
 
 @pytest.mark.parametrize("name", NORMS)
 def test_the_same_bits_at_any_number_of_threads(name: str) -> None:
-    """Catches one partial sum of the weight's gradient a thread: ranks and resumes would drift apart."""
+    """Catches one partial sum of the weight's gradient per thread: ranks and resumes would diverge."""
     inputs = tensors(1500, 130, torch.float32)
     threads = torch.get_num_threads()
     try:
@@ -145,7 +147,7 @@ def test_the_same_bits_at_any_number_of_threads(name: str) -> None:
 
 
 def test_what_torch_must_know() -> None:
-    """Catches a schema, fake or gradient registration under which torch.compile or autograd goes wrong."""
+    """Catches a schema, fake or gradient registration that breaks torch.compile or autograd."""
     x, residual, weight, bias, grad, grad_sum = tensors(5, 20, torch.float32)
     leaves = [y.detach().requires_grad_() for y in (x, residual, weight, bias)]
     ops = torch.ops.megads
@@ -164,6 +166,6 @@ def test_what_torch_must_know() -> None:
 
 
 def test_fp64_goes_to_torch() -> None:
-    """Catches a reference in fp64 that is computed in fp32 on the way."""
+    """Catches an fp64 reference that is computed in fp32."""
     x, _, weight, bias, *_ = tensors(3, 8, torch.float64)
     assert torch.equal(layer_norm(x, weight, bias, EPS, FUSED), layer_norm(x, weight, bias, EPS, TORCH))

@@ -1,4 +1,4 @@
-"""Philox and the masks that follow from it: published answers, the kernels' bits, and statistics that never change."""
+"""Philox and the dropout masks made from it: published answers, the kernels' bits, and deterministic statistics."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_published_answers(counter: tuple[int, ...], key: int, words: tuple[int,
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("width", [1, 8, 61, 300])
 def test_the_cpu_kernels_draw_the_same(width: int) -> None:
-    """Catches a lane, word, half or counter out of place, a key or a sample of which half is lost, and a tail."""
+    """Catches a misplaced lane, word, half or counter, a key or sample id that loses one half, and a wrong tail."""
     samples = [5, 2**33 + 5, 2**32 - 1]
     for places in (None, torch.tensor([7, 2**31, 0, 70_000])):
         drawn = mask(samples, p=0.5)
@@ -53,7 +53,7 @@ def test_the_cpu_kernels_draw_the_same(width: int) -> None:
 
 
 def test_rows_drawn_apart_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a large mask whose pieces take the counters of others."""
+    """Catches a large mask whose pieces use counters of other pieces."""
     whole = mask([3, 9]).keep(3, torch.arange(20), 37)
     monkeypatch.setattr(megads.ops.dropout, "DRAWN_AT_ONCE", 7 * 40)
     assert torch.equal(mask([3, 9]).keep(3, torch.arange(20), 37), whole)
@@ -62,7 +62,7 @@ def test_rows_drawn_apart_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("p", [1e-12, 0.1, 0.25, 1 - 1e-9])
 def test_rate_and_scale(p: float) -> None:
-    """Catches p taken for the share that stays, and a scale that is not the inverse of that share."""
+    """Catches p used as the keep probability, and a scale that is not the inverse of the keep probability."""
     drawn = mask([0], p=p)
     assert abs(drawn.threshold / 2**16 - p) <= 2**-16
     assert drawn.scale * (1 - drawn.threshold / 2**16) == pytest.approx(1.0, abs=1e-12)
@@ -72,13 +72,13 @@ def test_rate_and_scale(p: float) -> None:
 
 
 def correlation(x: Tensor, y: Tensor) -> float:
-    """Of two masks, in standard deviations of what independent ones have."""
+    """Correlation of two masks, in standard deviations under independence."""
     x, y = (z.double().flatten() - z.double().mean() for z in (x, y))
     return float((x * y).mean() / (x.std() * y.std()) * math.sqrt(x.numel()))
 
 
 def dependent() -> dict[str, float]:
-    """Indices along which masks repeat or lean on each other, by more than 4 standard deviations."""
+    """Indices along which masks are correlated by more than 4 standard deviations."""
     shape = (4, torch.arange(128), 256)
     base = mask([11, 12]).keep(*shape)
     others = {
@@ -97,8 +97,8 @@ def dependent() -> dict[str, float]:
 
 
 def test_every_index_matters_and_neighbours_are_independent() -> None:
-    """Catches masks that repeat or lean on each other along any index: seed, site, sample, its high word, head, query,
-    key, and elements that share a counter. Nothing here is drawn anew."""
+    """Catches masks that repeat or are correlated along any index: seed, site, sample, its high word, head, query, key,
+    and elements that share a counter. The masks are the same in every run."""
     assert dependent() == {}
 
 
@@ -116,12 +116,12 @@ LEFT_OUT: dict[str, tuple[str, Callable[..., Any]]] = {
         "keep", lambda drawn, heads, places_s, keys: KEEP(drawn, heads, places_s, 8).repeat(1, 1, 1, keys // 8),
     ),
 }  # fmt: skip
-"""Defects of the generator, by the index that they leave out: what is replaced, and by what."""
+"""Defects of the generator, by the index that they ignore: the function that is replaced, and its replacement."""
 
 
 @pytest.mark.parametrize("index", LEFT_OUT)
 def test_an_index_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch, index: str) -> None:
-    """Catches statistics that pass whatever the mask follows from."""
+    """Catches statistics that pass although the mask ignores an index."""
     name, defect = LEFT_OUT[index]
     if name == "site_key":
         monkeypatch.setitem(globals(), "site_key", defect)
@@ -143,7 +143,7 @@ def test_counts_of_rows_and_columns_are_binomial() -> None:
 
 
 def test_keys_are_distinct() -> None:
-    """Catches seeds and sites that are put together so that neighbours collide."""
+    """Catches seeds and sites that are combined so that neighbors collide."""
     sites = [f"blocks.{number}.core" for number in range(20)]
     assert len({site_key(seed, site) for seed in range(-3, 30) for site in sites}) == 33 * 20
     assert replace(mask([0]), key=site_key(1, "blocks.3.core")).key == mask([0]).key

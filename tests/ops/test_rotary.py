@@ -1,4 +1,4 @@
-"""The rotary kernel against fp64."""
+"""Tests the rotary kernel against fp64."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def both(x: Tensor, grad: Tensor, tables: tuple[Tensor, Tensor], kernels: Kernels) -> tuple[Tensor, Tensor]:
-    """The turned tensor, and the gradient turned back."""
+    """Returns the rotated tensor, and the gradient rotated back."""
     leaf = x.detach().requires_grad_()
     out = rotate(leaf, *tables, kernels)
     out.backward(grad)
@@ -26,7 +26,7 @@ def both(x: Tensor, grad: Tensor, tables: tuple[Tensor, Tensor], kernels: Kernel
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("dim", "restarted"), [(2, False), (10, True), (64, False)])
 def test_error_is_that_of_the_dtype(dim: int, restarted: bool, dtype: torch.dtype) -> None:
-    """Catches a wrong half, sign, position or sample's table; queries are views of a fused projection."""
+    """Catches a wrong half, sign, position or table of a sample; queries are views of a fused projection."""
     generator = torch.Generator().manual_seed(dim)
     whole = torch.randn(2, 21, 3, 3, dim, generator=generator, dtype=torch.float64).to(dtype)
     grad = torch.randn(2, 3, 21, dim, generator=generator, dtype=torch.float64).to(dtype).transpose(1, 2)
@@ -39,7 +39,7 @@ def test_error_is_that_of_the_dtype(dim: int, restarted: bool, dtype: torch.dtyp
 
 
 def test_layouts_of_memory() -> None:
-    """Catches a kernel that reads a view as if it were contiguous, and one that falls over nothing."""
+    """Catches a kernel that reads a view as if it were contiguous, and one that fails on an empty tensor."""
     x = torch.randn(2, 8, 7, 3).transpose(1, 3)
     tables = rotary_tables(torch.arange(3), 8, 10.0, torch.float32)
     torch.testing.assert_close(rotate(x, *tables, FUSED), rotate(x.contiguous(), *tables, TORCH))
@@ -47,7 +47,7 @@ def test_layouts_of_memory() -> None:
 
 
 def test_what_torch_must_know() -> None:
-    """Catches a schema, fake or gradient registration under which torch.compile or autograd goes wrong."""
+    """Catches a schema, fake or gradient registration that breaks torch.compile or autograd."""
     cos, sin = (table.transpose(0, 1) for table in rotary_tables(torch.arange(4), 8, 10.0, torch.float32))
     for backward in (False, True):
         x = torch.randn(2, 4, 3, 8, requires_grad=True)

@@ -1,4 +1,4 @@
-"""ALiBi as further features of queries and keys against the formula in fp64."""
+"""ALiBi as additional features of queries and keys, against the formula in fp64."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.ops.test_attention import both, eager, inputs
 
 @pytest.mark.parametrize(("heads", "kv_heads", "length", "dim"), [(3, 3, 700, 24), (6, 2, 300, 40), (2, 1, 1, 8)])
 def test_error_is_that_of_the_dtype(heads: int, kv_heads: int, length: int, dim: int) -> None:
-    """Catches a slope or a place rounded to bf16, a scale that divides the bias, and heads that get another's slope."""
+    """Catches a slope or position rounded to bf16, a scale that divides the bias, and slopes of another head."""
     slopes = alibi_slopes(heads)
     tensors = inputs(length, length, dim, torch.bfloat16, heads)
     tensors[1:3] = [x[:, :kv_heads] for x in tensors[1:3]]
@@ -23,15 +23,15 @@ def test_error_is_that_of_the_dtype(heads: int, kv_heads: int, length: int, dim:
     out, q, k, v = both(eager, repeated, slopes, None, None)
     theirs = [out, q, *(x.unflatten(1, (kv_heads, -1)).sum(2) for x in (k, v))]
     for ours, their, right in zip(both(augmented_attention, tensors, slopes), theirs, exact, strict=True):
-        if right.norm() == 0:  # one token: nothing to choose from
+        if right.norm() == 0:  # one token: its probability is constant
             assert ours.norm() < 1e-6
         else:
             check_error(ours, their, right)
 
 
 def test_features_say_slope_and_place_exactly() -> None:
-    """Catches the rest of a slope left out: up to 0.4% of it, too little for the errors of one attention to show, and
-    another model all the same."""
+    """Catches the low-order part of a slope left out: up to 0.4% of the slope, too little to show in the error of one
+    attention, but a different model."""
     slopes, dim, cpu = alibi_slopes(12), 40, torch.device("cpu")
     queries = _query_features(slopes, dim, cpu, torch.bfloat16).double()
     places = torch.tensor([1, 255, 256, 257, 4095, AUGMENTED_LONGEST - 1])

@@ -10,8 +10,8 @@ from megads.ops.softcap import softcap, softcap_
 
 @pytest.mark.parametrize(("cap", "scale"), [(1.5, 1.0), (50.0, 0.25)])
 def test_values_and_gradients(cap: float, scale: float) -> None:
-    """Catches a scale inside and outside of tanh exchanged, and a slope of the result instead of the input; a result
-    that is overwritten must not spoil the gradient."""
+    """Catches the scales inside and outside tanh swapped, a derivative at the result instead of the input, and a
+    gradient that changes if the result is overwritten."""
     x = torch.linspace(-40.0, 40.0, 33, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: softcap(x, cap, scale), x)  # type: ignore[no-untyped-call]
     expected = cap * torch.tanh(scale * x / cap)
@@ -23,7 +23,7 @@ def test_values_and_gradients(cap: float, scale: float) -> None:
 
 
 def test_in_place() -> None:
-    """Catches a slope of another place, and a cap that leaves the input as it is."""
+    """Catches a derivative at another point, and a cap that leaves its input unchanged."""
     x = torch.linspace(-9.0, 9.0, 19)
     capped = x.clone()
     slope = softcap_(capped, 3.0)
@@ -32,7 +32,7 @@ def test_in_place() -> None:
 
 
 def test_bf16_is_rounded_once() -> None:
-    """Catches tanh in bf16: its error may be that of rounding the exact result, and no more."""
+    """Catches tanh in bf16: the error must not exceed that of rounding the exact result."""
     x = torch.linspace(-90.0, 90.0, 4001).bfloat16()
     exact = 50.0 * torch.tanh(x.double() / 50.0)
     assert (softcap(x, 50.0).double() - exact).abs().max() <= (exact.bfloat16().double() - exact).abs().max() * 1.01

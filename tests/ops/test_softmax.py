@@ -46,18 +46,18 @@ def both(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASES)
 def test_error_is_that_of_the_dtype(name: str, dtype: torch.dtype) -> None:
-    """Catches a wrong slope, border, place or tail, and a sum in bf16."""
+    """Catches a wrong slope, document boundary, position or vector tail, and a sum in bf16."""
     queries, keys, *rest = CASES[name]
     scores, grad = inputs(queries, keys, dtype)
     exact = both(scores.double(), grad.double(), tuple(rest), TORCH)
     found = both(scores, grad, tuple(rest), FUSED)
     probabilities = masked_softmax(scores, 0.7, *rest)
-    # torch's softmax keeps what it returns, and so do we: in bf16 the gradient is made from rounded probabilities.
+    # torch's and megads' softmax save their output: in bf16 the gradient is computed from rounded probabilities.
     kept = torch.ops.aten._softmax_backward_data(grad, probabilities, -1, dtype)
     eager = [probabilities, 0.7 * kept]
     for ours, theirs, right in zip(found, eager, exact, strict=True):
         assert (ours[right == 0] == 0).all()
-        if torch.equal(theirs.double(), right):  # one token: nothing to choose from
+        if torch.equal(theirs.double(), right):  # one token: probability 1
             assert torch.equal(ours, theirs)
         else:
             check_error(ours, theirs, right)
@@ -75,7 +75,7 @@ def test_it_is_softmax_with_a_mask() -> None:
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_rows_that_see_nothing(fused: bool) -> None:
-    """Catches NaN from an empty softmax: such a row is zero and so is its gradient."""
+    """Catches NaN from a softmax over no keys: such a row and its gradient must be zero."""
     scores, grad = inputs(40, 40, torch.float32)
     starts = torch.zeros(2, 40, dtype=torch.int64)
     starts[1, 3:39] = 40
@@ -85,13 +85,13 @@ def test_rows_that_see_nothing(fused: bool) -> None:
 
 
 def test_far_keys_under_alibi_have_no_denormal_probabilities() -> None:
-    """Catches denormal probabilities, with which the products around the softmax take many times as long."""
+    """Catches denormal probabilities, which make the GEMMs around the softmax many times slower."""
     scores, grad = inputs(600, 600, torch.float32)
     assert [denormals(x) for x in both(scores, grad, (SLOPES, None, None), FUSED)] == [0, 0]
 
 
 def test_large_scores_and_infinities() -> None:
-    """Catches exp without the largest score taken off, and a value that reaches rows which do not see it."""
+    """Catches exp without subtraction of the largest score, and a NaN or infinity that reaches rows which mask it."""
     scores, grad = inputs(50, 50, torch.float32)
     rest = (SLOPES, None, None)
     exact = both(1e3 * scores.double(), grad.double(), rest, TORCH)
@@ -111,7 +111,7 @@ def test_large_scores_and_infinities() -> None:
 
 
 def test_layouts_of_memory() -> None:
-    """Catches a kernel that reads a view as if it were contiguous, and one that falls over nothing."""
+    """Catches a kernel that reads a view as if it were contiguous, and one that fails on an empty tensor."""
     scores, grad = inputs(24, 24, torch.float32)
     rest = (SLOPES, None, STARTS[:, :24])
     expected = both(scores, grad, rest, TORCH)
@@ -122,7 +122,7 @@ def test_layouts_of_memory() -> None:
 
 
 def test_the_same_bits_at_any_number_of_threads() -> None:
-    """Catches sums whose order depends on how rows were shared out."""
+    """Catches sums whose order depends on how rows are split over threads."""
     scores, grad = inputs(130, 130, torch.bfloat16)
     threads = torch.get_num_threads()
     try:

@@ -1,4 +1,4 @@
-"""The sums of squares against fp64."""
+"""Sums of squares against fp64."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 def test_exact_in_pieces_of_all_sizes() -> None:
-    """Catches a piece that begins or ends at the wrong element, one that is lost because it is empty or small, and sums
+    """Catches a piece that starts or ends at the wrong element, one that is lost because it is empty or small, and sums
     in fp32, which are off by 1e-6 here."""
     flat = torch.randn(70_001, generator=torch.Generator().manual_seed(0))
     pieces = Pieces([(0, 40_003), (40_003, 40_003), (40_010, 40_011), (40_064, 70_001), (5, 20)], CPU)
@@ -26,7 +26,7 @@ def test_exact_in_pieces_of_all_sizes() -> None:
 
 
 def test_bits_do_not_depend_on_threads() -> None:
-    """Catches partial sums by thread: the norm, and with it every weight, would change with the number of cores."""
+    """Catches partial sums per thread: the norm, and with it every weight, would change with the number of cores."""
     flat, pieces, threads = torch.randn(100_000), Pieces([(3, 99_000)], CPU), torch.get_num_threads()
     alone = square_sums(flat, pieces, kernels=FUSED)
     try:
@@ -37,7 +37,7 @@ def test_bits_do_not_depend_on_threads() -> None:
 
 
 def test_extreme_values() -> None:
-    """Catches a norm that overflows where it is finite, and one that hides a non-finite gradient."""
+    """Catches a norm that overflows although it is finite, and one that hides a non-finite gradient."""
     whole = Pieces([(0, 40)], CPU)
     assert square_sums(torch.full((40,), 1e30), whole, kernels=FUSED).item() == pytest.approx(4e61)
     for broken in (float("inf"), float("nan")):

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def both(x: Tensor, grad: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor]:
-    """The value, and the gradient of both of every pair."""
+    """Returns the output, and the gradient of gate and up."""
     leaf = x.detach().requires_grad_()
     out = swiglu(leaf, kernels)
     out.backward(grad)
@@ -26,7 +26,7 @@ def both(x: Tensor, grad: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1,), (3, 7), (2, 5, 16), (40, 200)])
 def test_error_is_that_of_the_dtype(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Catches pairs taken apart or put together wrongly at a row's end, and a product that is rounded on the way."""
+    """Catches gate-up pairs split or joined wrongly at a row's end, and an intermediate result that is rounded."""
     generator = torch.Generator().manual_seed(len(shape))
     x = (3 * torch.randn(*shape[:-1], 2 * shape[-1], generator=generator, dtype=torch.float64)).to(dtype)
     grad = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
@@ -36,14 +36,14 @@ def test_error_is_that_of_the_dtype(shape: tuple[int, ...], dtype: torch.dtype) 
 
 
 def test_gates_are_the_even_columns() -> None:
-    """Catches gate and up swapped, in kernel and reference alike."""
+    """Catches gate and up swapped, in the kernel and the reference alike."""
     x = torch.randn(4, 20)
     for kernels in (FUSED, TORCH):
         torch.testing.assert_close(swiglu(x, kernels), F.silu(x[:, 0::2]) * x[:, 1::2])
 
 
 def test_values_far_out() -> None:
-    """Catches an exponential that overflows to NaN: far out a gate is 0 or itself, its slope 0 or 1."""
+    """Catches an exponential that overflows to NaN: for large inputs SiLU is 0 or its input, and its slope 0 or 1."""
     gates = torch.tensor([-1e30, -1e4, -90.0, 90.0, 1e4, 1e30])
     x = torch.stack([gates, torch.full((6,), 2.0)], -1).flatten()
     out, slopes = both(x[None], torch.ones(1, 6), FUSED)
@@ -54,7 +54,7 @@ def test_values_far_out() -> None:
 
 
 def test_layouts_of_memory() -> None:
-    """Catches a kernel that reads a view as if it were contiguous, and one that falls over nothing."""
+    """Catches a kernel that reads a strided view as if it were contiguous, and one that fails on an empty tensor."""
     x = torch.randn(10, 6)
     torch.testing.assert_close(swiglu(x.T[::2], FUSED), swiglu(x.T[::2].contiguous(), TORCH))
     assert both(torch.empty(0, 4), torch.empty(0, 2), FUSED)[1].shape == (0, 4)
@@ -63,7 +63,7 @@ def test_layouts_of_memory() -> None:
 
 
 def test_what_torch_must_know() -> None:
-    """Catches a schema, fake or gradient registration under which torch.compile or autograd goes wrong."""
+    """Catches a wrong schema, fake kernel or autograd registration, which breaks torch.compile or autograd."""
     x = torch.randn(5, 18, requires_grad=True)
     torch.library.opcheck(torch.ops.megads.swiglu_forward.default, (x,))
     torch.library.opcheck(torch.ops.megads.swiglu_backward.default, (torch.randn(5, 9), x.detach()))

@@ -1,4 +1,4 @@
-"""The optimizer's settings: what can train and what cannot."""
+"""Tests which settings of the optimizer are accepted."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from megads.runtime.registry import OPTIMIZERS, register_optimizer
     ],
 )
 def test_settings_that_train(settings: dict[str, Any], said: str | None) -> None:
-    """Catches a check that refuses what stands at its border, or takes what cannot train."""
+    """Catches a check that refuses a value at its bound, or accepts one that cannot train."""
     if said is None:
         OptimConfig(**settings).check()
         return
@@ -63,7 +63,7 @@ def test_settings_that_train(settings: dict[str, Any], said: str | None) -> None
     ],
 )
 def test_options_of_built_in_optimizers(name: str, options: dict[str, Any], said: str | None) -> None:
-    """Catches a setting that is misspelt or impossible and passes in silence."""
+    """Catches a misspelt or impossible setting that is accepted without a message."""
     arguments = (name, options, "optim.name", "optim.options")
     if said is None:
         complete = OPTIMIZERS.complete(*arguments)
@@ -76,6 +76,6 @@ def test_options_of_built_in_optimizers(name: str, options: dict[str, Any], said
 
 
 def test_a_plugin_cannot_take_a_built_in_name() -> None:
-    """Catches a plugin's optimizer that is registered and never used."""
+    """Catches a plugin's optimizer that is registered under a built-in name and never used."""
     with pytest.raises(ConfigError, match="megads has one of this name"):
         register_optimizer("lion")(lambda options, update: None)

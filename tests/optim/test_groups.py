@@ -1,4 +1,4 @@
-"""Parameter groups by name, and the layout of parameters in buckets."""
+"""Parameter groups by name, and the bucket layout of parameters."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ FORWARD = [
 
 
 def test_matrices_decay_and_vectors_do_not() -> None:
-    """Catches a norm in the decay group (BLOOM's loss spike) or a new parameter without a role."""
+    """Catches a norm in the decay group (BLOOM's loss spike), and a new parameter without a role."""
     for name, shape in SHAPES.items():
         assert parameter_role(name) is (Role.decay if len(shape) == 2 else Role.no_decay), name
 
 
 @pytest.mark.parametrize("name", ["blocks.0.mlp.gate.weight", "xhead.weight", "embedding.norm.weight.scale", "weight"])
 def test_unknown_names_raise(name: str) -> None:
-    """Catches a guess by shape or by a part of the name."""
+    """Catches a role guessed from the shape or from part of the name."""
     with pytest.raises(AssertionError, match="no role for parameter"):
         parameter_role(name)
 
 
 def test_groups() -> None:
-    """Catches a tied embedding that shares a group (its partition then differs between first and last stage)."""
+    """Catches a tied embedding that shares a group: its partition then differs between the first and last stage."""
     parameters = {name: Parameter(torch.zeros(1)) for name in SHAPES if name != "head.weight"}
     groups = parameter_groups(parameters.items(), "embedding.word.weight", OptimConfig())
     assert [(group["role"], group["weight_decay"]) for group in groups] == [
@@ -68,7 +68,7 @@ def test_empty_groups_are_left_out() -> None:
 
 
 def test_groups_feed_adamw() -> None:
-    """Catches group keys that torch's optimizers refuse, and a decay that reaches a norm."""
+    """Catches group keys that torch's optimizers reject, and weight decay applied to a norm."""
     matrix, norm = Parameter(torch.ones(2, 2)), Parameter(torch.ones(2))
     named = [("head.weight", matrix), ("final_norm.weight", norm)]
     groups = parameter_groups(named, None, OptimConfig(weight_decay=0.5))
@@ -80,7 +80,7 @@ def test_groups_feed_adamw() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("bucket_elements", [1, 100, 10**9])
 def test_every_element_has_one_place_and_one_owner(ranks: int, bucket_elements: int) -> None:
-    """Catches parameters that are lost, doubled or overlap, misaligned ones, and slices that leave an element out."""
+    """Catches lost, duplicated, overlapping or misaligned parameters, and slices that leave an element out."""
     buckets = bucket_layouts(FORWARD, ranks, bucket_elements)
     placed = [slot.member.name for bucket in buckets for slot in bucket.slots]
     assert sorted(placed) == sorted(member.name for member in FORWARD)
@@ -94,8 +94,8 @@ def test_every_element_has_one_place_and_one_owner(ranks: int, bucket_elements: 
 
 
 def test_order_and_company() -> None:
-    """Catches buckets that wait for others which complete later, mixed decays, a tied embedding that is not alone and
-    gradients of a sequence shard among whole ones."""
+    """Catches buckets not in the order in which the backward pass completes them, mixed weight decays, a tied embedding
+    that shares a bucket, and partial gradients of sequence shards among complete ones."""
     found = [[slot.member.name for slot in bucket.slots] for bucket in bucket_layouts(FORWARD, 1, 100)]
     assert found == [["c.matrix", "b.matrix"], ["b.bias", "a.bias"], ["a.matrix"], ["a.norm"], ["embedding"]]
     kinds = [(bucket.role, bucket.partial, bucket.begins) for bucket in bucket_layouts(FORWARD, 1, 100)]
@@ -109,7 +109,7 @@ def test_order_and_company() -> None:
 
 
 def test_a_tied_embedding_lies_alike_on_both_stages() -> None:
-    """Catches copies whose elements belong to different ranks on the two stages, which could not be summed in place."""
+    """Catches copies whose elements belong to different ranks on the two stages: no in-place all-reduce is possible."""
     first = bucket_layouts(FORWARD, 3, 10**9)
     last = bucket_layouts([Member("z.matrix", 999, Role.decay), Member("embedding", 1000, Role.tied)], 3, 10**9)
     places = [
@@ -131,7 +131,7 @@ def test_a_tied_embedding_lies_alike_on_both_stages() -> None:
     ],
 )
 def test_the_last_entry_that_sets_a_value_counts(name: str, expected: Rates) -> None:
-    """Catches a first match that wins, a value that a later entry without one resets, and a * that stops at a dot."""
+    """Catches a first match that wins, a value reset by a later entry that omits it, and a * that stops at a dot."""
     groups = [
         GroupConfig("*.mlp.*", lr_scale=0.5),
         GroupConfig("*.mlp.*.weight", weight_decay=0.2),
@@ -142,7 +142,7 @@ def test_the_last_entry_that_sets_a_value_counts(name: str, expected: Rates) -> 
 
 
 def test_a_pattern_that_matches_nothing_is_refused() -> None:
-    """Catches a misspelt pattern that changes nothing in silence, one in other case, and a message of every block."""
+    """Catches a misspelt pattern, or one in the wrong case, without an error, and an error that lists every block."""
     require_matches(OptimConfig(groups=[GroupConfig("blocks.1.mlp.down.*", lr_scale=2.0)]), SHAPES)
     for pattern in ("blocks.1.MLP.*", "blocks.2.*", "head"):
         with pytest.raises(ConfigError, match=r"optim.groups\[0\].pattern = .* matches no parameter") as caught:
@@ -151,7 +151,7 @@ def test_a_pattern_that_matches_nothing_is_refused() -> None:
 
 
 def test_rates_do_not_mix_in_a_bucket() -> None:
-    """Catches parameters of two learning rates in one master, of which one would train with the other's."""
+    """Catches parameters with two learning rates in one bucket, where one would train with the other's."""
     members = [Member("a", 10, Role.decay), Member("b", 10, Role.decay, rates=Rates(0.5)), Member("c", 10, Role.decay)]
     found = [([s.member.name for s in b.slots], b.rates.lr_scale) for b in bucket_layouts(members, 2, 10**9)]
     assert found == [(["b"], 0.5), (["c", "a"], 1.0)]

@@ -1,4 +1,4 @@
-"""Muon's parts: the iteration, the matrices that one parameter holds, and who owns which."""
+"""Tests Muon's parts: the iteration, the matrices that one parameter holds, and which rank owns which."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ BY_HEAD = FusedMatrices({"qkv.weight": (6, 3, 3), "gate_up.weight": (1, 1)}, QKV
 @pytest.mark.parametrize("taken", [TORCH, FUSED], ids=["torch", "fused"])
 @pytest.mark.parametrize("shape", [(7, 7), (5, 20), (40, 20), (1, 9), (257, 300)])
 def test_the_iteration_maps_singular_values(shape: tuple[int, int], taken: Kernels) -> None:
-    """Catches another coefficient, a Gram matrix of the longer side that is transposed back wrongly, matrices of a
-    batch that are normalised together, and an iteration too few."""
+    """Catches a wrong coefficient, a Gram matrix of the longer side that is transposed back wrongly, matrices of a
+    batch that are normalised together, and one iteration too few."""
     generator = torch.Generator().manual_seed(0)
     matrices = [scale * torch.randn(shape, generator=generator) for scale in (1e-3, 1.0, 1e3)]
     for steps in (1, 5):
@@ -41,13 +41,13 @@ def test_a_matrix_of_zeros_stays() -> None:
 @pytest.mark.parametrize("fused", [BY_PROJECTION, BY_HEAD], ids=["projection", "head"])
 @pytest.mark.parametrize("name", ["blocks.0.attention.qkv.weight", "blocks.3.mlp.gate_up.weight", "mlp.down.weight"])
 def test_matrices_are_put_back_where_they_were(name: str, fused: FusedMatrices) -> None:
-    """Catches rows that come back in another place."""
+    """Catches rows that change their place in split and join."""
     whole = torch.arange(24.0 * 5).view(24, 5)
     assert torch.equal(fused.join(name, fused.split(name, whole)), whole)
 
 
 def test_which_rows_are_a_matrix() -> None:
-    """Catches queries beside keys, and gates beside ups."""
+    """Catches queries in one matrix with keys, and gates with up projections."""
     rows = torch.arange(24.0)[:, None]
     queries, keys, values = (part[:, 0].tolist() for part in BY_PROJECTION.split("qkv.weight", rows))
     assert (
@@ -62,7 +62,7 @@ def test_which_rows_are_a_matrix() -> None:
 
 
 def test_owners_are_balanced() -> None:
-    """Catches one rank that does all, and owners that differ from rank to rank."""
+    """Catches one rank that owns all the work, and owners that differ from rank to rank."""
     costs = [9, 1, 8, 2, 7, 3, 6, 4]
     owners = balanced_owners(costs, 4)
     loads = [sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == rank) for rank in range(4)]

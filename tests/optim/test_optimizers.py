@@ -1,4 +1,4 @@
-"""AdamW without torch.optim's base class, and the driver of all other rules."""
+"""Tests AdamW without torch.optim's base class, and the optimizer that runs all other update rules."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ APEX = Kernels(Implementation.apex, Implementation.apex)
 
 
 def test_bits_are_those_of_torch() -> None:
-    """Catches an argument in the wrong place, and a learning rate or a decay that is not the group's."""
+    """Catches an argument in the wrong position, and a learning rate or weight decay that is not the group's."""
     torch.manual_seed(0)
     starts = [torch.randn(1000), torch.randn(7)]
     ours, theirs = ([Parameter(start.clone()) for start in starts] for _ in range(2))
@@ -53,7 +53,7 @@ def test_bits_are_those_of_torch() -> None:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("clip", [1.0, 0.25])
 def test_the_kernel_takes_the_same_steps(clip: float) -> None:
-    """Catches a kernel that counts steps otherwise than checkpoints do, and another group's decay or learning rate."""
+    """Catches a kernel whose step count differs from the checkpoint's, and another group's decay or learning rate."""
     start, runs = torch.randn(1000, generator=torch.Generator().manual_seed(0)), []
     for kernels in (TORCH, FUSED):
         masters, weights = [start.clone(), start.clone()], [torch.empty(1000, dtype=torch.bfloat16) for _ in range(2)]
@@ -76,7 +76,7 @@ def test_the_kernel_takes_the_same_steps(clip: float) -> None:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("taken", [TORCH, FUSED], ids=["torch", "fused"])
 def test_a_skipped_step_leaves_no_trace(taken: Kernels) -> None:
-    """Catches a step counted though it was none, on the host or in what is saved, which would bias every later one."""
+    """Catches a skipped step that counts, on the host or in the saved state, which would bias every later step."""
     start, ends = torch.linspace(-1, 1, 1000), []
     for steps in ((0.5, float("nan"), 0.25), (0.5, 0.25)):
         master, weights = start.clone(), torch.empty(1000, dtype=torch.bfloat16)
@@ -97,8 +97,8 @@ def test_a_skipped_step_leaves_no_trace(taken: Kernels) -> None:
 @without_apex
 @pytest.mark.parametrize("clip", [1.0, 0.25])
 def test_apex_takes_the_same_steps(clip: float) -> None:
-    """Catches L2 in place of decoupled decay, a missing bias correction, eps inside the root, arguments in another
-    order, another group's rates, gradients that are not clipped, and weights that stay as they were."""
+    """Catches L2 instead of decoupled weight decay, a missing bias correction, eps inside the root, arguments in the
+    wrong order, another group's rates, gradients that are not clipped, and weights that are not updated."""
     start, runs = torch.randn(70_001, generator=torch.Generator().manual_seed(0)), []
     for device, dtype in (("cpu", torch.float64), ("cuda", torch.float32)):
         masters = [start.to(device, dtype, copy=True) for _ in range(2)]
@@ -125,7 +125,7 @@ def test_apex_takes_the_same_steps(clip: float) -> None:
 
 @pytest.mark.parametrize("taken", [TORCH, FUSED, APEX], ids=["torch", "fused", "apex"])
 def test_the_state_does_not_depend_on_who_computes(taken: Kernels) -> None:
-    """Catches state that comes into being otherwise: a run could not go on with another optim.impl."""
+    """Catches state that depends on optim.impl: a run could not resume with another one."""
     masters = [torch.zeros(7), torch.zeros(3)]
     groups = [{"params": [m], "weights": [torch.empty_like(m)], "weight_decay": 0.0} for m in masters]
     state = FusedAdamW(groups, 1e-3, (0.9, 0.95), 1e-8, taken).state
@@ -141,7 +141,7 @@ class Options:
 
 
 def momentum(options: Options, update: Update) -> None:
-    """SGD with momentum, and the step's number on top."""
+    """SGD with momentum, plus the step number."""
     update.state["velocity"].mul_(options.beta).add_(update.grad)
     update.master.mul_(1 - update.lr * update.weight_decay)
     update.master.sub_(update.lr * update.state["velocity"]).add_(update.step)
@@ -155,14 +155,14 @@ def optim(monkeypatch: pytest.MonkeyPatch) -> Iterator[OptimConfig]:
 
 
 def optimizer_of(masters: list[torch.Tensor], weights: list[torch.Tensor], optim: OptimConfig) -> MasterOptimizer:
-    """Of masters that decay by 0.5."""
+    """An optimizer of master weights with a weight decay of 0.5."""
     group = {"params": masters, "weights": weights, "weight_decay": 0.5, "role": Role.decay}
     line = MasterLine.of_zero1(single_rank_grid(), sharded=False)
     return make_optimizer([group | {"layouts": [None] * len(masters)}], optim, line)
 
 
 def test_update_clip_decay_and_rounding(optim: OptimConfig) -> None:
-    """Catches a gradient that is not clipped, weights that are not rounded from the masters, and a wrong step."""
+    """Catches a gradient that is not clipped, weights not rounded from the master weights, and a wrong step."""
     master, weights = torch.ones(3), torch.zeros(3, dtype=torch.bfloat16)
     optimizer = optimizer_of([master], [weights], optim)
     master.grad = torch.full((3,), 4.0)
@@ -173,7 +173,7 @@ def test_update_clip_decay_and_rounding(optim: OptimConfig) -> None:
 
 
 def test_a_step_that_is_not_finite_changes_nothing(optim: OptimConfig) -> None:
-    """Catches a NaN that reaches masters or state, and a skipped step that counts."""
+    """Catches a NaN that reaches master weights or state, and a skipped step that counts."""
     master, weights = torch.ones(3), torch.ones(3)
     optimizer = optimizer_of([master], [weights], optim)
     master.grad = torch.full((3,), float("nan"))

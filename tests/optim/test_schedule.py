@@ -1,4 +1,4 @@
-"""The learning rate at the points where it is known in closed form."""
+"""Tests the learning rate at points where it is known in closed form."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def rate(name: str, warmup: int, end: int, optim: OptimConfig = UNIT, **settings
 
 @pytest.mark.parametrize("name", list(ScheduleName))
 def test_warmup_is_linear_and_starts_above_zero(name: ScheduleName) -> None:
-    """Catches a first step at rate 0 (a step that trains nothing) and a warmup counted in steps."""
+    """Catches a first step at learning rate 0, which trains nothing, and a warmup counted in steps."""
     found = rate(name, 183_105, 200_000_000, BLOOM)
     assert found(192) == pytest.approx(6e-5 * 192 / 183_105)
     assert found(183_105) == 6e-5
@@ -40,7 +40,7 @@ def test_middle_and_end(name: ScheduleName) -> None:
 
 
 def test_shapes_differ() -> None:
-    """Catches cosine and linear exchanged: at a quarter of the decay cosine is still above linear."""
+    """Catches cosine and linear swapped: at a quarter of the decay, cosine is still above linear."""
     assert rate("cosine", 0, 100)(25) == pytest.approx(0.5 * (1 + 0.5**0.5))
     assert rate("linear", 0, 100)(25) == pytest.approx(0.75)
 
@@ -51,14 +51,14 @@ def test_constant_stays() -> None:
 
 
 def test_training_shorter_than_warmup() -> None:
-    """Catches a division by zero or a negative one when the run ends inside the warmup."""
+    """Catches a division by zero or by a negative number when the run ends during warmup."""
     assert rate("cosine", 100, 50, BLOOM)(50) == pytest.approx(3e-5)
     assert rate("cosine", 100, 50, BLOOM)(100) == 6e-5
     assert rate("cosine", 100, 50, BLOOM)(101) == 6e-6
 
 
 def test_inverse_square_root() -> None:
-    """Catches a rate that counts from the end of the warmup, and one below the floor.
+    """Catches a rate that counts steps from the end of the warmup, and one below min_lr.
 
     Vaswani et al. 2017, section 5.3: d^-0.5 * min(step^-0.5, step * warmup^-1.5) is the peak at the warmup's end.
     """
@@ -74,7 +74,7 @@ def test_inverse_square_root() -> None:
     [("minus_sqrt", 1 - math.sqrt(0.5)), ("linear", 0.5), ("cosine", 0.5), ("exponential", math.sqrt(2) - 1)],
 )
 def test_warmup_stable_decay(shape: str, half: float) -> None:
-    """Catches a decay that begins with the warmup's end, shapes exchanged, and an end that is not the floor."""
+    """Catches a decay that begins at the end of the warmup, swapped shapes, and a final rate other than min_lr."""
     optim = OptimConfig(lr=2.0, min_lr=1.0)
     found = rate("wsd", 100, 1100, optim, decay_share=0.2, decay_shape=DecayShape(shape))
     assert [found(samples) for samples in (50, 100, 500, 900)] == [1.0, 2.0, 2.0, 2.0]
@@ -83,7 +83,7 @@ def test_warmup_stable_decay(shape: str, half: float) -> None:
 
 
 def test_a_decay_that_starts_where_it_is_told() -> None:
-    """Catches a branch of a stable run that decays from its share of the run, and not from its checkpoint."""
+    """Catches a branch of a stable run that decays from decay_share of the run instead of from its checkpoint."""
     found = rate("wsd", 100, 1100, decay_start_samples=1000, decay_shape=DecayShape.linear)
     assert [found(samples) for samples in (900, 1000, 1050, 1100)] == [1.0, 1.0, 0.5, 0.0]
     never = rate("wsd", 100, 1100, decay_share=0.0)
@@ -92,7 +92,7 @@ def test_a_decay_that_starts_where_it_is_told() -> None:
 
 @pytest.mark.parametrize("name", ["cosine", "linear"])
 def test_warm_restarts(name: str) -> None:
-    """Catches cycles that do not reach the floor, or do not start at the peak again."""
+    """Catches cycles that do not decay to min_lr, or do not restart at the peak."""
     found, one = rate(name, 10, 310, cycles=3), rate(name, 10, 110)
     for cycle in range(3):
         for samples in range(11, 111):
@@ -110,7 +110,7 @@ def config_with(**settings: Any) -> RootConfig:
 
 
 def test_units_mean_the_same() -> None:
-    """Catches a warmup or decay in steps or tokens that is not the same number of samples."""
+    """Catches a warmup or decay in steps or tokens that is converted to a wrong number of samples."""
     wanted = learning_rate(config_with(warmup_samples=80, decay_samples=4000))
     for settings in ({"warmup_steps": 10, "decay_steps": 500}, {"warmup_tokens": 10_240, "decay_tokens": 512_000}):
         found = learning_rate(config_with(**settings))
@@ -147,7 +147,7 @@ def test_units_mean_the_same() -> None:
     ],
 )
 def test_settings_that_make_a_schedule(settings: dict[str, Any], said: str | None) -> None:
-    """Catches a check that refuses what stands at its border, or takes what makes no course."""
+    """Catches a check that refuses boundary values, or accepts settings that define no schedule."""
     if said is None:
         check_config(config_with(**settings))
         return

@@ -1,4 +1,4 @@
-"""The sums of one weight's gradients, as the optimizer has them."""
+"""The main_grad of one weight, as the optimizer holds it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from megads.parallel.weight_gradients import Addend
 
 
 class FlatMainGrads:
-    """What `megads.parallel.weight_gradients.MainGrads` asks for, of one weight.
+    """Implements `megads.parallel.weight_gradients.MainGrads` for one weight.
 
     Attributes:
-        sums: fp32; what was in memory before the first gradient does not count.
-        finished: how many passes were said to be done.
+        sums: fp32 main_grad; its contents before the first gradient are ignored.
+        finished: number of calls of `done`.
     """
 
     def __init__(self, weight: Tensor) -> None:

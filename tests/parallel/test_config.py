@@ -1,4 +1,4 @@
-"""Layouts that cannot be."""
+"""Invalid layouts are rejected."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ LOOPED, V_SHAPED = ScheduleName["interleaved"], ScheduleName["zb_v"]
     ],
 )
 def test_pipelines_that_cannot_be(parallel: ParallelConfig, message: str) -> None:
-    """Catches a key that does nothing without a word, and one that fails later without its name."""
+    """Catches a key that is silently ignored, and one that fails later without being named."""
     with pytest.raises(ConfigError, match=message):
         parallel.check()
 
 
 def test_pipelines_that_can_be() -> None:
-    """Catches a refusal of what works: every schedule with its own numbers, and what only names the default."""
+    """Catches a rejected valid layout: every schedule with its own settings, and settings that equal the default."""
     for schedule in ScheduleName:
         ParallelConfig(pp=2, schedule=schedule).check()
     ParallelConfig(pp=2, schedule=LOOPED, virtual_stages=1, contiguous_micro_batches=2).check()

@@ -1,4 +1,4 @@
-"""Samples cut over context ranks, and keys and values put together again."""
+"""Tests how samples are sharded over context-parallel ranks, and keys and values gathered."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def axis(rank: int, size: int) -> Axis:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_token_is_held_once_and_causal_work_is_balanced(size: int) -> None:
-    """Catches a chunk that is lost or held twice, and a last rank whose queries see more keys than another's."""
+    """Catches a chunk that is lost or held twice, and a last rank whose queries attend to more keys than another's."""
     places = [held_places(24, rank, size, CPU) for rank in range(size)]
     assert sorted(torch.cat(places).tolist()) == list(range(24))
     assert len({int((p + 1).sum()) for p in places}) == 1
@@ -29,7 +29,7 @@ def test_every_token_is_held_once_and_causal_work_is_balanced(size: int) -> None
 
 
 def test_a_micro_batch_is_cut_as_a_whole() -> None:
-    """Catches labels, masks, positions or documents that are cut otherwise than the tokens, or not at all."""
+    """Catches labels, masks, positions or documents that are sharded differently from the tokens, or not at all."""
     whole = {name: torch.arange(24).view(2, 12) + 100 * i for i, name in enumerate(("tokens", "labels", "at", "from"))}
     mask = torch.rand(2, 12, generator=torch.Generator().manual_seed(0))
     info = BatchInfo(torch.tensor([5, 6]), position_ids_bs=whole["at"], document_starts=whole["from"])
@@ -46,7 +46,7 @@ def test_a_micro_batch_is_cut_as_a_whole() -> None:
 
 
 def test_a_stage_without_tokens_cuts_its_info() -> None:
-    """Catches a middle stage that does not know how long samples are; the places are one tensor, as caches want it."""
+    """Catches a middle stage that does not know the sequence length; the indices are one tensor, as caches require."""
     batch = MicroBatch(BatchInfo(torch.tensor([0]), seq_len=8))
     cut, again = (cut_micro_batch(batch, axis(0, 2), CPU) for _ in range(2))
     assert cut.info.sequence_index.tolist() == [0, 1, 6, 7] and cut.tokens_bs is None
@@ -55,7 +55,7 @@ def test_a_stage_without_tokens_cuts_its_info() -> None:
 
 
 class Products(torch.nn.Module):
-    """Stands where an attention core does: the queries are the gradient of the keys."""
+    """Stands in for an attention core: the gradient of the keys is the queries."""
 
     def forward(self, q_bntd: Tensor, k_bntd: Tensor, v_bntd: Tensor, info: BatchInfo) -> Tensor:
         self.keys, self.values = k_bntd.detach(), v_bntd.detach()
@@ -66,7 +66,7 @@ SIZE = 3
 
 
 def gradients() -> Tensor:
-    """Of every rank, bf16 [SIZE, 1, 2, 12, 4]; the sum over ranks is exact in fp32."""
+    """Returns every rank's gradient, bf16 [SIZE, 1, 2, 12, 4]; their sum over ranks is exact in fp32."""
     generator = torch.Generator().manual_seed(0)
     shape = (SIZE, 1, 2, 12, 4)
     powers = 2.0 ** -torch.randint(0, 8, shape, generator=generator)
@@ -74,7 +74,7 @@ def gradients() -> Tensor:
 
 
 def gather() -> list[bool]:
-    """Whether one rank sees keys and values of all in sample order, and gets the gradients of all for its own."""
+    """Whether one rank gets all ranks' keys and values in sample order, and the reduced gradients of its own."""
     grid = build_grid(ParallelConfig(cp=SIZE), torch.distributed.get_rank(), SIZE)
     places = held_places(12, grid.cp.rank, SIZE, CPU)
     whole_k, whole_v = torch.randn(2, 1, 2, 12, 4, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -92,7 +92,7 @@ def gather() -> list[bool]:
 
 @pytest.mark.distributed
 def test_keys_are_in_sample_order_and_gradients_sum_in_fp32() -> None:
-    """Catches chunks in rank order, keys taken for values, and shares of a gradient summed in bf16."""
+    """Catches chunks in rank order, keys swapped with values, and gradients reduced in bf16."""
     first, second, third = gradients()
     assert not torch.equal(first + second + third, gradients().float().sum(0).bfloat16()), "bf16 would do as well"
     assert run_ranks(gather, SIZE) == [[True] * 4] * SIZE

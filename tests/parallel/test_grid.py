@@ -1,4 +1,4 @@
-"""Which rank holds what."""
+"""Tests which rank has which coordinates, and which ranks form an axis."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAYOUTS = [
 
 
 def test_tensor_parallelism_is_innermost_and_data_outermost() -> None:
-    """Catches another rank order: the chattiest axes would cross nodes."""
+    """Catches another rank order: the axes with the most communication would cross nodes."""
     parallel = ParallelConfig(tp=2, cp=2, pp=3, dp=2)
     assert [place_of(rank, parallel) for rank in range(5)] == [
         GridCoordinate(), GridCoordinate(tp=1), GridCoordinate(cp=1), GridCoordinate(tp=1, cp=1), GridCoordinate(pp=1),
@@ -42,7 +42,7 @@ def test_another_order_is_followed() -> None:
 
 @pytest.mark.parametrize("order", [["tp", "pp", "dp"], ["tp", "pp", "dp", "dp"], ["tp", "cp", "pp", "ep"]])
 def test_an_order_that_is_none_is_refused(order: list[str]) -> None:
-    """Catches ranks without a place."""
+    """Catches an accepted rank order that omits or repeats an axis."""
     with pytest.raises(ConfigError, match=r"must name each of tp, cp, pp, dp once"):
         ParallelConfig(rank_order=order).check()
 
@@ -52,14 +52,14 @@ def test_an_order_that_is_none_is_refused(order: list[str]) -> None:
     [({"zero_stage": 4}, r"parallel\.zero_stage = 4: must be one of"), ({"bucket_elements": 0}, "at least 1")],
 )
 def test_impossible_sharing_is_refused(wrong: dict[str, int], message: str) -> None:
-    """Catches a ZeRO stage that no engine has, and buckets that never close."""
+    """Catches a ZeRO stage that no engine has, and buckets without elements."""
     with pytest.raises(ConfigError, match=message):
         ParallelConfig(**wrong).check()
 
 
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=lambda p: f"{p.rank_order[0]}-tp{p.tp}cp{p.cp}pp{p.pp}dp{p.dp}")
 def test_places_and_lines(parallel: ParallelConfig) -> None:
-    """Catches places that do not invert, and lines that overlap, leave a rank out or mix axes."""
+    """Catches coordinates that do not map back to their rank, and lines that overlap, leave a rank out or mix axes."""
     world = range(parallel.world_size)
     assert [rank_at(place_of(rank, parallel), parallel) for rank in world] == list(world)
     for index, axis in enumerate(GridCoordinate._fields):
@@ -76,7 +76,8 @@ def test_places_and_lines(parallel: ParallelConfig) -> None:
 
 @pytest.mark.parametrize("size", [None, 2, 3, 6])
 def test_subgroups_of_hierarchical_sharding(size: int | None) -> None:
-    """Catches subgroups that mix models or leave a rank out, and replicas that do not hold the same shard."""
+    """Catches shard groups that mix model-parallel ranks or leave a rank out, and replicas that hold different
+    shards."""
     parallel = ParallelConfig(tp=2, cp=2, dp=3, zero_stage=3, zero_shard_size=size)
     shards, replicas = axis_lines("shard", parallel), axis_lines("replica", parallel)
     data = axis_lines("data", parallel)
@@ -111,19 +112,19 @@ def test_subgroups_of_hierarchical_sharding(size: int | None) -> None:
     ],
 )
 def test_impossible_sharding_is_refused(parallel: ParallelConfig, message: str) -> None:
-    """Catches DeepSpeed's assertion in the middle of the start, and a subgroup size that is accepted and ignored."""
+    """Catches DeepSpeed's assertion in the middle of startup, and a subgroup size that is accepted and ignored."""
     with pytest.raises(ConfigError, match=message):
         parallel.check()
 
 
 def test_layout_must_fill_the_world() -> None:
-    """Catches ranks that would wait for others that were never started."""
+    """Catches ranks that hang because they wait for others that were never started."""
     with pytest.raises(ConfigError, match=r"2 \* 1 \* 1 \* 2 = 4, but 3 processes"):
         build_grid(ParallelConfig(tp=2, dp=2), 0, 3)
 
 
 def test_one_process_needs_no_process_group() -> None:
-    """Catches a grid that calls torch.distributed where nothing is distributed."""
+    """Catches a grid that calls torch.distributed for a single process."""
     assert not dist.is_initialized()
     grid = single_rank_grid()
     assert grid == build_grid(ParallelConfig(), 0, 1)
@@ -151,7 +152,7 @@ def _sums_along_axes() -> dict[str, tuple[float, tuple[int, ...], int]]:
 
 @pytest.mark.distributed
 def test_groups_connect_the_ranks_of_their_line() -> None:
-    """Catches a group that holds other ranks than the axis says, and groups made in another order on some rank."""
+    """Catches a group with other ranks than its axis, and groups created in another order on some rank."""
     for rank, found in enumerate(run_ranks(_sums_along_axes, 4)):
         assert found["tp"] == ((11.0, (0, 1), rank) if rank < 2 else (1100.0, (2, 3), rank - 2))
         assert found["pp"] == ((101.0, (0, 2), rank // 2) if rank % 2 == 0 else (1010.0, (1, 3), rank // 2))

@@ -1,4 +1,4 @@
-"""The vocabulary-parallel cross entropy, and output projection and loss in chunks, against both on the whole logits."""
+"""Vocabulary-parallel cross entropy, and output projection and loss in chunks, against both on the full logits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def logits_of(vocab_size: int, scale: float = 3.0) -> Tensor:
 
 
 def labels_of(vocab_size: int) -> Tensor:
-    """Every token is a label, so every rank that has a row holds one."""
+    """Every token is a label, so every rank that has rows holds one."""
     return torch.stack([torch.arange(vocab_size), torch.arange(vocab_size).flip(0)])
 
 
@@ -60,7 +60,7 @@ def _losses(vocab_size: int, scale: float, dtype: str, padding: float, z_loss: f
 def expected(
     vocab_size: int, scale: float, dtype: torch.dtype = torch.float64, z_loss: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Losses and gradient from the whole logits in fp64, rounded to `dtype` first; z-loss in the latter alone."""
+    """Losses and gradient from the full logits in fp64, rounded to `dtype` first; z-loss in the gradient only."""
     logits = logits_of(vocab_size, scale).to(dtype).double().requires_grad_()
     losses = -logits.log_softmax(-1).gather(-1, labels_of(vocab_size)[..., None])[..., 0]
     drift = z_loss * logits.logsumexp(-1).square()
@@ -85,7 +85,7 @@ SHAPES = [(2, 6), (3, 7), (3, 4), (4, 5)]
 @pytest.mark.distributed
 @pytest.mark.parametrize(("size", "vocab_size"), SHAPES)
 def test_exact_in_fp64(size: int, vocab_size: int) -> None:
-    """Catches wrong offsets, padding rows that take probability (theirs are the largest logits here) or a gradient."""
+    """Catches wrong offsets, and padding rows that get probability (theirs are the largest logits) or a gradient."""
     results = run_ranks(_losses, size, vocab_size, 3.0, "float64", 50.0)
     check(results, *expected(vocab_size, 3.0), tolerance=1e-13)
 
@@ -94,21 +94,21 @@ def test_exact_in_fp64(size: int, vocab_size: int) -> None:
 @pytest.mark.quick("2-6", "4-5")
 @pytest.mark.parametrize(("size", "vocab_size"), SHAPES)
 def test_z_loss_is_exact_in_fp64(size: int, vocab_size: int) -> None:
-    """Catches a Z of own rows only or without the largest logit, a missing factor, and a loss that contains it."""
+    """Catches a Z of local rows only or without the largest logit, a missing factor, and a loss including z-loss."""
     results = run_ranks(_losses, size, vocab_size, 3.0, "float64", 50.0, 0.1)
     check(results, *expected(vocab_size, 3.0, z_loss=0.1), tolerance=1e-13)
 
 
 @pytest.mark.distributed
 def test_large_logits_do_not_overflow() -> None:
-    """Catches a maximum taken per rank only: exp(1e4) is infinite in any dtype."""
+    """Catches a maximum that is not all-reduced over ranks: exp(1e4) is infinite in any dtype."""
     results = run_ranks(_losses, 3, 7, 1e4, "float32", 0.0)
     check(results, *expected(7, 1e4, torch.float32), tolerance=1e-6)
 
 
 @pytest.mark.distributed
 def test_bf16_logits_give_an_fp32_loss() -> None:
-    """Catches a softmax in bf16; the gradient returns in the logits' dtype, rounded once."""
+    """Catches a softmax computed in bf16; the gradient has the logits' dtype, rounded once."""
     results = run_ranks(_losses, 2, 7, 3.0, "bfloat16", 0.0)
     losses, grad = expected(7, 3.0, torch.bfloat16)
     for found in results:
@@ -135,7 +135,7 @@ def _in_place(vocab_size: int, dtype: str, z_loss: float) -> dict[str, Any]:
 @pytest.mark.quick("2-6", "4-5")
 @pytest.mark.parametrize(("size", "vocab_size"), SHAPES)
 def test_kernels_over_ranks(size: int, vocab_size: int) -> None:
-    """Catches sums over own rows only, padding that counts, and a gradient written before the ranks' sums are known."""
+    """Catches sums over local rows only, padding that counts, and a gradient written before the all-reduce."""
     for dtype, tolerance, z_loss in (("float32", 1e-6, 0.0), ("bfloat16", 2**-8, 0.0), ("float32", 2e-6, 0.1)):
         results = run_ranks(_in_place, size, vocab_size, dtype, z_loss)
         losses, grad = expected(vocab_size, 3.0, getattr(torch, dtype), z_loss)
@@ -149,7 +149,7 @@ def test_kernels_over_ranks(size: int, vocab_size: int) -> None:
 
 
 def test_one_rank_is_the_plain_cross_entropy() -> None:
-    """Catches a collective without a group, and a gradient that finite differences disprove."""
+    """Catches a collective without a process group, and a gradient that differs from finite differences."""
     axis = single_rank_grid().tp
     logits, labels = logits_of(5).requires_grad_(), labels_of(5)
     torch.testing.assert_close(vocab_parallel_token_losses(logits, labels, 5, axis), expected(5, 3.0)[0])
@@ -157,7 +157,7 @@ def test_one_rank_is_the_plain_cross_entropy() -> None:
 
 
 def drawn(vocab_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Input, weight, labels and weights of the tokens, some of which are masked."""
+    """Input, weight, labels, and token weights, some of which are masked."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(2, SEQ_LEN, HIDDEN, dtype=torch.float64, generator=generator)
     weight = torch.randn(vocab_size, HIDDEN, dtype=torch.float64, generator=generator)
@@ -167,7 +167,7 @@ def drawn(vocab_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def expected_loss(vocab_size: int, dtype: torch.dtype, z_loss: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss and gradients of input and weight, from the whole logits in fp64; inputs rounded to `dtype` first."""
+    """Loss and gradients of input and weight, from the full logits in fp64; inputs are rounded to `dtype` first."""
     x, weight, labels, weights = drawn(vocab_size)
     x, weight = (tensor.to(dtype).double().requires_grad_() for tensor in (x, weight))
     logits = (x @ weight.T).flatten(0, 1)
@@ -189,7 +189,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2**-7}
 def test_loss_and_gradients_are_those_of_the_whole_logits(
     dtype: torch.dtype, fused: bool, chunk: int, z_loss: float
 ) -> None:
-    """Catches a chunk that is lost or counted twice, one that overwrites another's gradient, and sums in bf16."""
+    """Catches a chunk that is lost or counted twice, or overwrites another's gradient, and accumulation in bf16."""
     x, weight, labels, weights = drawn(37)
     x, parameter = x.to(dtype).requires_grad_(), nn.Parameter(weight.to(dtype))
     region = Region(single_rank_grid().tp, kernels=KERNELS[fused])
@@ -205,7 +205,7 @@ def test_loss_and_gradients_are_those_of_the_whole_logits(
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_weights_gradient_goes_straight_to_its_sums(fused: bool) -> None:
-    """Catches a gradient that autograd gets as well, one counted done for every chunk, and lost micro-batches."""
+    """Catches a gradient that is also returned to autograd, one marked done once per chunk, and a lost micro-batch."""
     x, weight, labels, weights = drawn(37)
     x, parameter = x.float().requires_grad_(), nn.Parameter(weight.float())
     sums, region = FlatMainGrads(parameter), Region(single_rank_grid().tp, kernels=KERNELS[fused])
@@ -219,7 +219,7 @@ def test_a_weights_gradient_goes_straight_to_its_sums(fused: bool) -> None:
 
 
 def test_validation_makes_no_gradients() -> None:
-    """Catches gradients of validation in the sums of the step: a weight that trains asks for one in any mode."""
+    """Catches validation that adds to main_grad: ctx.needs_input_grad ignores no_grad."""
     x, weight, labels, weights = drawn(37)
     parameter = nn.Parameter(weight.float())
     sums = FlatMainGrads(parameter)
@@ -231,7 +231,7 @@ def test_validation_makes_no_gradients() -> None:
 
 
 def test_gradients_in_the_sums_refuse_to_be_scaled() -> None:
-    """Catches a loss that is scaled after its gradient was added up: the step would train on half of the scale."""
+    """Catches a loss that is scaled after its gradient is in main_grad: only part of the gradients would be scaled."""
     x, weight, labels, weights = drawn(37)
     parameter = nn.Parameter(weight.float())
     gradients = WeightGradients(FlatMainGrads(parameter))
@@ -246,7 +246,7 @@ def test_gradients_in_the_sums_refuse_to_be_scaled() -> None:
 
 
 class _Largest(TorchDispatchMode):
-    """Notes the elements of the largest tensor that an operation made."""
+    """Records the number of elements of the largest tensor that an operation returned."""
 
     elements = 0
 
@@ -262,7 +262,7 @@ class _Largest(TorchDispatchMode):
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("trains", [False, True])
 def test_logits_are_never_whole(trains: bool, fused: bool) -> None:
-    """Catches a tensor of the size of the logits, forward or backward, in training or validation."""
+    """Catches a tensor as large as the full logits, in the forward or backward pass, in training or validation."""
     x, labels = torch.randn(2, 64, 8), torch.randint(500, (2, 64))
     weight = nn.Parameter(torch.randn(500, 8))
     with _Largest() as seen, torch.set_grad_enabled(trains):
@@ -280,7 +280,7 @@ def test_logits_are_never_whole(trains: bool, fused: bool) -> None:
 
 
 def test_how_many_tokens_a_chunk_has() -> None:
-    """Catches logits beyond their room, more chunks than needed, and a chunk of nothing where one row is too much."""
+    """Catches logits over their memory budget, more chunks than needed, and an empty chunk if one row exceeds it."""
     assert chunk_tokens(8192, 2 * 32000, "cpu") == 4096
     assert chunk_tokens(2048, 2 * 32000, "cpu") == 2048
     assert chunk_tokens(16384, 2 * 250880, "cuda") == 2048
@@ -311,7 +311,7 @@ def _over_ranks(vocab_size: int, dtype: str, sequence_parallel: bool, fused: boo
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize(("size", "vocab_size"), SHAPES)
 def test_over_ranks(size: int, vocab_size: int, sequence_parallel: bool) -> None:
-    """Catches a chunk's statistics of own rows only, an input's gradient that is not summed, padding that counts."""
+    """Catches softmax statistics of local rows only, an input gradient not all-reduced, and padding that counts."""
     for dtype, fused in ((torch.float64, False), (torch.float32, True)):
         results = run_ranks(_over_ranks, size, vocab_size, str(dtype).removeprefix("torch."), sequence_parallel, fused)
         loss, of_x, of_weight = expected_loss(vocab_size, dtype)

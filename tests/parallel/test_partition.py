@@ -1,4 +1,4 @@
-"""Stage bounds against published vectors and exhaustive search."""
+"""Stage bounds against published values and exhaustive search."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_bloom_layer_specs() -> None:
 
 
 def test_own_stages() -> None:
-    """Catches a final norm that is cut off from its head (a last stage with only the tied head crashes)."""
+    """Catches a final norm separated from its head (a last stage with only the tied head crashes)."""
     assert partition([1, *[1] * 70, 0, 1], 12) == [*range(0, 67, 6), 73]
 
 
@@ -60,7 +60,7 @@ def test_ties_between_inexact_sums() -> None:
 
 
 def test_earlier_stages_are_lighter() -> None:
-    """Catches the spare layer on an early stage, which already holds the most activations."""
+    """Catches the extra layer on an early stage, which already holds the most activations."""
     assert partition([1] * 7, 3) == [0, 2, 4, 7]
 
 
@@ -93,7 +93,7 @@ def counts_of(blocks: int, parallel: ParallelConfig) -> list[int]:
 
 
 def test_one_stage_a_rank_is_cut_as_ever() -> None:
-    """Catches another default partition than `partition` makes, and costs that are not heeded."""
+    """Catches a default that differs from `partition`, and layer costs that are ignored."""
     for blocks, pp in ((6, 4), (12, 4), (70, 12), (5, 5)):
         assert stage_bounds(layer_weights(blocks), ParallelConfig(pp=pp)) == partition(layer_weights(blocks), pp)
     heavy_head = ParallelConfig(pp=4, layer_costs=[0.0, 1.0, 3.0])
@@ -112,7 +112,7 @@ def heaviest_rank(counts: Sequence[int], parallel: ParallelConfig, embedding: fl
 @pytest.mark.parametrize("name", ["interleaved", "zb_v"])
 @pytest.mark.parametrize("costs", [(1.0, 1.0), (0.0, 0.6), (0.0, 2.5)])
 def test_virtual_stages_weigh_on_their_rank_together(name: str, costs: tuple[float, float]) -> None:
-    """Catches ranks of which one has the larger share of every one of its stages; against every possible cut."""
+    """Catches a rank that gets the larger share in each of its stages; against every possible partition."""
     embedding, head = costs
     for blocks in (5, 6, 8, 9):
         parallel = ParallelConfig(
@@ -129,7 +129,7 @@ def test_virtual_stages_weigh_on_their_rank_together(name: str, costs: tuple[flo
 
 
 def test_given_first_and_last_stages() -> None:
-    """Catches numbers of blocks that are not heeded, and a stage of the embedding alone that takes a block with it."""
+    """Catches numbers of blocks that are ignored, and a stage of only the embedding that gets a block."""
     own = ParallelConfig(pp=4, first_stage_blocks=0, last_stage_blocks=0)
     assert counts_of(12, own) == [0, 6, 6, 0]
     assert stage_bounds(layer_weights(12), own)[-2] == 13, "the final norm stays with the head"

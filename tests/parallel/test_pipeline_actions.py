@@ -1,4 +1,4 @@
-"""What a rank knows of its messages, against every order in which ranks may come to their actions."""
+"""Which sends a pipeline rank knows to be complete, against random orders of the ranks' actions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megads.parallel.schedule import ScheduleName, build_schedule
 
 
 def run_in_any_order(schedule: Schedule, rng: random.Random) -> list[tuple[int, Action]]:
-    """One order of all ranks' actions in which no message is used before it is sent."""
+    """Returns a random order of all ranks' actions in which no tensor is used before it is sent."""
     done: set[Action] = set()
     left = [list(row) for row in schedule.actions]
     order = []
@@ -28,8 +28,8 @@ def run_in_any_order(schedule: Schedule, rng: random.Random) -> list[tuple[int, 
 @pytest.mark.parametrize("name", ScheduleName)
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 1), (2, 5), (3, 4), (4, 9)])
 def test_what_is_freed_has_been_used(name: str, ranks: int, micro_batches: int) -> None:
-    """Catches a tensor that is freed while its message may still be on its way, a message that frees another peer's,
-    and sends that are kept to the end of the step although replies have come."""
+    """Catches a sent tensor that is freed before its receiver has used it, and a receive that frees sends to another
+    peer."""
     schedule = build_schedule(name, ranks, None, micro_batches)
     for seed in range(5):
         order = run_in_any_order(schedule, random.Random(seed))
@@ -45,7 +45,7 @@ def test_what_is_freed_has_been_used(name: str, ranks: int, micro_batches: int) 
 
 @pytest.mark.parametrize("name", ScheduleName)
 def test_few_sends_are_kept(name: str) -> None:
-    """Catches sends that nothing acknowledges: at 32 micro-batches all but the last few are freed within the step."""
+    """Catches sends that are never acknowledged: of 32 micro-batches all but the last few are freed within the step."""
     schedule = build_schedule(name, 4, None, 32)
     for rank in range(4):
         sent, _ = sent_and_received(schedule, rank)

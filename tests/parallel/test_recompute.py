@@ -1,4 +1,4 @@
-"""Which blocks are recomputed, and what the config refuses; tests/engine/test_recompute.py trains with it."""
+"""Selection of recomputed blocks, and rejected settings; tests/engine/test_recompute.py trains with recomputation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FULL, SELECTIVE, NONE = Recompute.full, Recompute.selective, Recompute.none
 
 
 def test_blocks_of_a_stage() -> None:
-    """Catches an interval that leaves out the first block, and numbers that mean the last ones."""
+    """Catches an interval that skips the first block, and recompute_blocks that counts from the last block."""
     assert block_modes(ParallelConfig(), 0, 2) == [NONE, NONE]
     assert block_modes(ParallelConfig(recompute=SELECTIVE), 0, 2) == [SELECTIVE, SELECTIVE]
     assert block_modes(ParallelConfig(recompute=FULL, recompute_interval=2), 1, 5) == [FULL, NONE, FULL, NONE, FULL]
@@ -32,13 +32,13 @@ def test_blocks_of_a_stage() -> None:
     ],
 )
 def test_contradictions_are_refused(parallel: ParallelConfig, message: str) -> None:
-    """Catches a key that is silently without effect."""
+    """Catches a key that silently has no effect."""
     with pytest.raises(ConfigError, match=message):
         parallel.check()
 
 
 def test_more_blocks_than_there_are() -> None:
-    """Catches a number that is silently cut to the stage's."""
+    """Catches a number that is silently reduced to the stage's number of blocks."""
     parallel = ParallelConfig(pp=2, recompute=FULL, recompute_blocks=[1, 4])
     parallel.check()
     with pytest.raises(ConfigError, match="asks for 4 blocks of stage 1, whose number of blocks is 3"):

@@ -1,4 +1,4 @@
-"""The conjugate collectives against what one process computes: outputs and gradients."""
+"""The conjugate collectives against a single process: outputs and gradients."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def x_and_cotangent() -> tuple[Tensor, Tensor]:
 
 
 def _region() -> dict[str, Any]:
-    """sum over ranks of w_r x^2"""
+    """Output and weight gradient of the sum over ranks of w_r x^2."""
     axis = tensor_axis()
     (x, cotangent), w = x_and_cotangent(), weight(axis.rank).requires_grad_()
     y = reduce_from_tp_region(w * x.square(), axis)
@@ -41,7 +41,7 @@ def _region() -> dict[str, Any]:
 @pytest.mark.distributed
 @pytest.mark.parametrize("size", [2, 3])
 def test_leaving_a_region_sums_forward_only(size: int) -> None:
-    """Catches a missing all-reduce in either direction, and one too many: outputs or gradients times the size."""
+    """Catches a missing all-reduce in the forward pass, and an extra one: outputs or gradients times the size."""
     x, cotangent = x_and_cotangent()
     weights = [weight(rank).requires_grad_() for rank in range(size)]
     y = sum(w * x.square() for w in weights)
@@ -52,6 +52,6 @@ def test_leaving_a_region_sums_forward_only(size: int) -> None:
 
 
 def test_one_rank_calls_no_collective() -> None:
-    """Catches a collective on the size-1 axis, which has no group."""
+    """Catches a collective on an axis of size 1, which has no process group."""
     axis, x = single_rank_grid().tp, torch.ones(2, requires_grad=True)
     assert reduce_from_tp_region(x, axis) is x and reduce_scatter_to_sp_region(x, axis) is x

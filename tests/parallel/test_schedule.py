@@ -1,4 +1,4 @@
-"""Every pipeline schedule, proven by the static check; what it costs against the papers' formulas."""
+"""Every pipeline schedule: static verification, and bubble and memory against the papers' formulas."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def largest_group(m: int, contiguous: int) -> int:
 
 
 def peak_limit(name: str, p: int, v: int, m: int) -> int:
-    """Most passes that wait on a rank, as the papers and docs/layouts.md say."""
+    """Most micro-batches in flight on a rank, by the papers and docs/layouts.md."""
     group = largest_group(m, p)
     limits = {
         "1f1b": p,
@@ -39,11 +39,11 @@ def peak_limit(name: str, p: int, v: int, m: int) -> int:
 
 
 def prove(schedule: Schedule, v: int) -> None:
-    """Everything that the static check can say of a schedule."""
+    """Asserts everything that static verification shows."""
     name, p, m = schedule.name, schedule.placement.num_ranks, schedule.micro_batches
     assert schedule_faults(schedule) == []
     ahead = receives_ahead(schedule)
-    # What an interleaved group's last stage sends to the first rank waits there for the group's end.
+    # Activations from an interleaved group's last stage wait on the first rank for the end of the group.
     most = max(2, largest_group(m, p) - p + 2) if name == "interleaved" else 2
     if name in ("dualpipe_v", "zb_v") and p > 8:
         most = 3  # orders found by search
@@ -53,7 +53,7 @@ def prove(schedule: Schedule, v: int) -> None:
     if known is not None:
         assert bubble_share(schedule) == pytest.approx(known, abs=1e-12)
     elif m >= p:
-        # Found by search: at most as many idle passes more as there are ranks.
+        # Found by search: at most as many additional idle passes as there are ranks.
         lost = (p - 1) / (6 * m + p - 1)
         assert lost - 1e-12 <= bubble_share(schedule) <= (2 * p - 1) / (6 * m + 2 * p - 1)
 
@@ -64,7 +64,7 @@ def batch_counts(p: int) -> set[int]:
 
 @pytest.mark.parametrize(("name", "v"), KINDS)
 def test_small_schedules_are_right(name: str, v: int) -> None:
-    """Catches a lost pass, a message without its partner, gradients out of order, a deadlock, a larger bubble."""
+    """Catches a missing pass, a send without a matching receive, wrong gradient order, a deadlock, a larger bubble."""
     for p in (1, 2, 3, 4, 6):
         for m in batch_counts(p):
             prove(build_schedule(name, p, v, m), v)
@@ -73,7 +73,7 @@ def test_small_schedules_are_right(name: str, v: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "v"), KINDS)
 def test_large_schedules_are_right(name: str, v: int) -> None:
-    """Catches what small pipelines do not show, up to p = 16 and m = 64."""
+    """Catches faults that small pipelines do not show, up to p = 16 and m = 64."""
     for p in (5, 8, 11, 16):
         for m in sorted({1, p - 1, p + 1, 2 * p, 2 * p + 3, 64}):
             prove(build_schedule(name, p, v, m), v)
@@ -82,7 +82,7 @@ def test_large_schedules_are_right(name: str, v: int) -> None:
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(kind=st.sampled_from(KINDS), p=st.integers(1, 8), m=st.integers(1, 24), more=st.none() | st.integers(0, 24))
 def test_any_schedule_is_right(kind: tuple[str, int], p: int, m: int, more: int | None) -> None:
-    """Catches a combination that nobody thought of; contiguous micro-batches among them."""
+    """Catches faults in unforeseen combinations, contiguous micro-batches among them."""
     name, v = kind
     contiguous = None if more is None or name != "interleaved" else p + more
     schedule = build_schedule(name, p, v, m, contiguous=contiguous)
@@ -105,13 +105,13 @@ def test_1f1b_is_the_published_one() -> None:
 
 
 def test_1f1b_holds_less_the_later_the_rank() -> None:
-    """Catches a memory plan that counts other micro-batches than run: min(p - rank, m) wait."""
+    """Catches a memory plan with a wrong number of micro-batches in flight: it is min(p - rank, m)."""
     for m in (1, 2, 3, 9):
         assert peak_waiting(build_schedule("1f1b", 4, 1, m)) == [min(4 - rank, m) for rank in range(4)]
 
 
 def test_zero_bubble_is_a_third() -> None:
-    """Catches weight parts that do not fill the waits: idle time is a third of 1F1B's in the same peak memory."""
+    """Catches weight-gradient passes that do not fill the bubble: idle time is 1/3 of 1F1B's at equal peak memory."""
     for p, m in ((2, 4), (4, 4), (4, 9), (8, 16)):
         work = 3 * m
 
@@ -129,7 +129,7 @@ def forward_order(contiguous: int | None) -> list[tuple[int, int]]:
 
 
 def test_contiguous_micro_batches() -> None:
-    """Catches a group that is cut otherwise than asked: depth-first by pairs, breadth-first over all six."""
+    """Catches groups of another size than requested: depth-first in pairs, breadth-first over all six."""
     pairs = [(stage, m + i) for m in (0, 2, 4) for stage in (0, 2) for i in (0, 1)]
     assert forward_order(None) == forward_order(2) == pairs
     assert forward_order(6) == [(stage, m) for stage in (0, 2) for m in range(6)]
@@ -138,7 +138,7 @@ def test_contiguous_micro_batches() -> None:
 
 
 def test_placements() -> None:
-    """Catches a stage on another rank than the checkpoint and the plan think."""
+    """Catches a stage on another rank than the checkpoint and the plan assume."""
     assert stage_placement("1f1b", 4, 1).ranks == (0, 1, 2, 3)
     assert stage_placement("interleaved", 2, 2).ranks == (0, 1, 0, 1) == stage_placement("interleaved", 2).ranks
     for name in ("dualpipe_v", "zb_v"):
@@ -159,7 +159,7 @@ def test_placements() -> None:
     ],
 )
 def test_impossible_schedules_are_refused(name: str, v: int, contiguous: int | None, message: str) -> None:
-    """Catches a schedule that runs as another one than asked for."""
+    """Catches a schedule that runs as another one than requested."""
     with pytest.raises(ConfigError, match=message):
         build_schedule(name, 4, v, 8, contiguous=contiguous)
 
@@ -170,7 +170,7 @@ def test_every_name_is_proven() -> None:
 
 
 def test_the_order_that_waits_least_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a search that keeps its first order where it has the time to compare, and one that compares for minutes
+    """Catches a search that uses its first order although it has time to compare, and one that compares for minutes
     where a step is large."""
 
     def waits(p: int, m: int) -> float:

@@ -1,4 +1,4 @@
-"""The static check finds planted defects, and the clock keeps time."""
+"""The static schedule check finds injected defects, and the simulated clock keeps time."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def lost_micro_batch(rows: list[Row]) -> None:
 
 
 def swapped_messages(rows: list[Row]) -> None:
-    # Both receives are early enough for their uses, but the peer sends them the other way round.
+    # Both receives are early enough for their uses, but the peer sends in the opposite order.
     first, second = (index_of(rows[1], ActionKind.receive_activation, m) for m in (2, 3))
     later = rows[1].pop(second)
     rows[1].insert(first, later)
@@ -88,7 +88,7 @@ def pass_on_another_rank(rows: list[Row]) -> None:
     ],
 )
 def test_planted_defects_are_found(defect: Callable[[list[Row]], None], message: str) -> None:
-    """Catches a check that passes a broken schedule."""
+    """Catches a check that accepts a broken schedule."""
     schedule = build_schedule("zb_h1", 4, 1, 5)
     assert schedule_faults(schedule) == []
     rows = [list(row) for row in schedule.actions]
@@ -103,7 +103,7 @@ def passes(stage: int, order: str) -> Row:
 
 
 def test_a_deadlock_is_found() -> None:
-    """Catches ranks that wait for each other although every message has its partner, in order."""
+    """Catches a check that misses a deadlock where every send has a matching receive, in order."""
     placement = StagePlacement((0, 1))
     rows = with_messages(placement, [passes(0, "F0 B0 F1 B1"), passes(1, "F0 F1 B0 B1")])
     faults = schedule_faults(Schedule("crossed", placement, 2, rows))
@@ -111,7 +111,7 @@ def test_a_deadlock_is_found() -> None:
 
 
 def test_synchronous_sends_need_posted_receives() -> None:
-    """Catches a check of blocking sends that never blocks: 1F1B's neighbours send to each other at once."""
+    """Catches a check of blocking sends that never blocks: 1F1B's neighbors send to each other at the same time."""
     assert receives_ahead(build_schedule("1f1b", 2, 1, 4)) == 1
     assert receives_ahead(build_schedule("1f1b", 1, 1, 4)) == 0
     crossed = with_messages(StagePlacement((0, 1)), [passes(0, "F0 B0 F1 B1"), passes(1, "F0 F1 B0 B1")])
@@ -119,7 +119,7 @@ def test_synchronous_sends_need_posted_receives() -> None:
 
 
 def test_the_clock_counts_messages() -> None:
-    """Catches a clock without latency, without bandwidth, or on which messages of one direction overlap.
+    """Catches a clock without latency or bandwidth, or on which transfers of one direction overlap.
 
     Two ranks, one micro-batch: 1 + (2 + 3) + 10 + 20 + (2 + 3) + 30 by hand.
     """
@@ -133,7 +133,7 @@ def test_the_clock_counts_messages() -> None:
 
 
 def test_messages_share_their_direction() -> None:
-    """Catches bandwidth that is not shared: a fast first rank fills the wire, and the second waits for it."""
+    """Catches bandwidth that is not shared: a fast first rank fills the link, and the second waits for it."""
     costs = ScheduleCosts([0.0, 0.0], [0.0, 0.0], [0.0, 0.0], transfer=7.0)
     placement = StagePlacement((0, 1))
     rows = with_messages(placement, [passes(0, "F0 F1 F2 B0 B1 B2"), passes(1, "F0 F1 F2 B0 B1 B2")])

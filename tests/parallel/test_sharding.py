@@ -1,4 +1,4 @@
-"""Applying a sharding table: placements tile the whole, values are slices of it, and layers compute what torch's do."""
+"""Applying a sharding table: shards tile every tensor, hold slices of the full values, and layers equal torch's."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from tests.parallel.main_grads import FlatMainGrads
 from tests.parallel.test_region_linear import tensor_axis
 from tests.parallel.test_weight_gradients import Taken
 
-# 7 rows over 3 ranks leave padding on the last one; 4 leave it nothing.
+# Over 3 ranks, 7 rows leave padding on the last rank; 4 rows leave it nothing but padding.
 CONFIG = ModelConfig(
     num_layers=1, hidden_size=24, num_heads=6, ffn_size=36, vocab_size=7, max_seq_len=5,
     position=Position.learned, tie_embeddings=False,
@@ -50,7 +50,7 @@ CONFIG = ModelConfig(
 Sharded = list[tuple[nn.Module, dict[str, ParameterPlacement], str]]
 INFO = BatchInfo(sample_ids=torch.tensor([0, 1]))
 HIDDEN, FFN = 5, 12
-# Over 3 ranks: divisible; a rank half filled with padding; a rank with nothing but padding.
+# Over 3 ranks: divisible; a rank half filled with padding; a rank with padding only.
 VOCAB_CASES = [(6, False), (5, False), (4, False), (5, True)]
 LENGTH = 6
 ROWS, HIDDEN = 11, 6
@@ -61,12 +61,12 @@ def axis_of(rank: int, size: int) -> Axis:
 
 
 def full_value(name: str, shape: tuple[int, ...]) -> Tensor:
-    """Every element of every tensor is different, none is zero."""
+    """All elements of all tensors differ and are nonzero."""
     return 1.0 + torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape) + 1e5 * len(name)
 
 
 def sharded(config: ModelConfig, rank: int, size: int, sequence_parallel: bool = False) -> Sharded:
-    """Every stage, cut for one rank and filled."""
+    """Every stage, sharded for one rank and filled."""
     stages = []
     for spec in stage_specs(config, 0):
         with torch.device("meta"):
@@ -81,7 +81,7 @@ def sharded(config: ModelConfig, rank: int, size: int, sequence_parallel: bool =
 @pytest.mark.parametrize("size", [1, 2, 3, 6])
 @pytest.mark.parametrize("vocab_size", [7, 4])
 def test_shares_tile_every_tensor(size: int, vocab_size: int) -> None:
-    """Catches shares that overlap, leave holes, hold other values than the whole, or padding that is not zero."""
+    """Catches shards that overlap, leave holes or hold wrong values, and padding that is not zero."""
     config = ModelConfig(**{**CONFIG.__dict__, "vocab_size": vocab_size})
     shapes = parameter_shapes(config)
     covered = {name: torch.zeros(shape) for name, shape in shapes.items()}
@@ -112,7 +112,7 @@ def test_shares_tile_every_tensor(size: int, vocab_size: int) -> None:
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_cores_follow_the_rank(rank: int) -> None:
-    """Catches a core left with all heads, whose dropout would be that of the first ones on every rank."""
+    """Catches an attention core that keeps all heads, so that every rank applies the dropout of the first ones."""
     modules = [module for stage, _, _ in sharded(CONFIG, rank, 3) for module in stage.modules()]
     (core,) = (module for module in modules if isinstance(module, AttentionCore))
     assert core.heads == range(2 * rank, 2 * rank + 2)
@@ -120,8 +120,8 @@ def test_cores_follow_the_rank(rank: int) -> None:
 
 @pytest.mark.parametrize(("size", "sequence_parallel"), [(3, True), (3, False), (1, True)])
 def test_what_runs_on_shards_of_the_sequence(size: int, sequence_parallel: bool) -> None:
-    """Catches a norm, a row bias or a position table whose gradient would stay one shard's, a dropout of a region that
-    is cut along the sequence, one outside that is not, and shards on a single rank."""
+    """Catches a norm, row-parallel bias or position table that is not marked gradient_partial, a dropout on sequence
+    shards that is not sharded, one inside a region that is, and sequence sharding on a single rank."""
     on_shards = sequence_parallel and size > 1
     stages = sharded(CONFIG, size - 1, size, sequence_parallel)
     for stage, placements, _ in stages:
@@ -134,7 +134,7 @@ def test_what_runs_on_shards_of_the_sequence(size: int, sequence_parallel: bool)
 
 
 def test_one_full_tensor_in_memory_at_a_time() -> None:
-    """Catches an initialisation that draws the whole stage, or the whole model, before it slices."""
+    """Catches an initialization that allocates the full stage, or the full model, before it slices."""
     alive: list[weakref.ref[Tensor]] = []
 
     def value(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -153,7 +153,7 @@ def test_one_full_tensor_in_memory_at_a_time() -> None:
 
 
 def test_sizes_that_do_not_divide_are_refused() -> None:
-    """Catches heads or features silently lost to a rounded-down share."""
+    """Catches features that are silently dropped where the axis size does not divide them."""
     with torch.device("meta"):
         stage = nn.ModuleDict({"up": nn.Linear(4, 6)})
     table = ShardingTable(parameters={"blocks.*.up": Cut.column})
@@ -170,7 +170,7 @@ def pair_weights() -> list[Tensor]:
 
 
 def whole_pair() -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Output, gradient of the input and gradients of the weights of linear, GELU, linear on one process."""
+    """Output, input gradient and weight gradients of linear, GELU, linear in one process."""
     x, (w1, b1, w2, b2) = (
         random(2, LENGTH, HIDDEN, seed=0).requires_grad_(),
         [w.requires_grad_() for w in pair_weights()],
@@ -181,7 +181,7 @@ def whole_pair() -> tuple[Tensor, Tensor, list[Tensor]]:
 
 
 def own_tokens(x: Tensor, axis: Axis, sequence_parallel: bool) -> Tensor:
-    """What a rank holds of replicated activations [b, s, h]."""
+    """This rank's part of activations [b, s, h]: its tokens under sequence parallelism, else all."""
     return x.chunk(axis.size, dim=1)[axis.rank] if sequence_parallel else x
 
 
@@ -216,8 +216,8 @@ def _pair(sequence_parallel: bool, chunks: int) -> list[Any]:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("size", [2, 3])
 def test_column_and_row_pair(size: int, sequence_parallel: bool, chunks: int) -> None:
-    """Catches a bias added on every rank, a missing sum in either direction, shares or parts of the wrong rows
-    or tokens, and a gathered sequence that waits for the backward pass."""
+    """Catches a bias added on every rank, a missing all-reduce or reduce-scatter in either direction, shards or chunks
+    with the wrong rows or tokens, and an all-gathered sequence that is saved for the backward pass."""
     y, x_grad, (w1, b1, w2, b2) = whole_pair()
     results = run_ranks(_pair, size, sequence_parallel, chunks)
     for rank, found in enumerate(results):
@@ -225,14 +225,14 @@ def test_column_and_row_pair(size: int, sequence_parallel: bool, chunks: int) ->
         mine = [own_tokens(t, axis, sequence_parallel) for t in (y, x_grad)]
         for value, expected in zip(found, (*mine, w1[share], b1[share], w2[:, share]), strict=False):
             torch.testing.assert_close(torch.from_numpy(value), expected, rtol=1e-12, atol=1e-12)
-    # Every rank meets its own tokens with the row bias: the gradient is the sum.
+    # Every rank adds the row-parallel bias to its own tokens only, so its gradient is the sum over ranks.
     biases = [torch.from_numpy(found[-1]) for found in results]
     for bias in [sum(biases)] if sequence_parallel else biases:
         torch.testing.assert_close(bias, b2, rtol=1e-12, atol=1e-12)
 
 
 def _branches(sequence_parallel: bool, chunks: int, fused: bool) -> list[Any]:
-    """Two branches of one input, each a column and a row layer, run together and apart."""
+    """Two branches of one input, each a column and a row layer, with shared and with separate collectives."""
     axis = tensor_axis()
     region, gradients = Region(axis, sequence_parallel, chunks, FUSED if fused else TORCH), WeightGradients()
     columns = [ColumnParallelLinear(HIDDEN, FFN, region).double() for _ in range(2)]
@@ -275,8 +275,8 @@ def _branches(sequence_parallel: bool, chunks: int, fused: bool) -> list[Any]:
     [(False, 1, False), (False, 2, False), (True, 1, False), (True, 2, False), (True, 2, True)],
 )
 def test_branches_together_are_those_apart(sequence_parallel: bool, chunks: int, fused: bool) -> None:
-    """Catches a branch that is left out of the shared message, in either direction, or counts twice, a bias of the
-    other branch, and gradients that are put off with another layer's input."""
+    """Catches a branch that the shared collective omits or counts twice, in the forward or backward pass, a bias of the
+    other branch, and deferred weight gradients that use another layer's input."""
     for together, apart, defer in run_ranks(_branches, 2, sequence_parallel, chunks, fused):
         for found in (together, defer):
             for value, expected in zip(found, apart, strict=True):
@@ -284,7 +284,7 @@ def test_branches_together_are_those_apart(sequence_parallel: bool, chunks: int,
 
 
 def _wide_pair(fused: bool) -> list[Any]:
-    """Output and gradients of layers whose parts are wide enough for our own kernel, in fp32."""
+    """Output and gradients, in fp32, of layers whose chunks are wide enough for megads' own GEMM kernel."""
     load(OpsConfig(Implementation.fused), print, cuda=False)
     region = Region(tensor_axis(), sequence_parallel=True, chunks=2, kernels=FUSED if fused else TORCH)
     column, row = ColumnParallelLinear(48, 64, region), RowParallelLinear(64, 48, region)
@@ -301,21 +301,21 @@ def _wide_pair(fused: bool) -> list[Any]:
 @pytest.mark.distributed
 @pytest.mark.usefixtures("kernels")
 def test_parts_by_our_kernel() -> None:
-    """Catches parts whose rows lie elsewhere than our kernel takes them to, and a bias that it forgets."""
+    """Catches chunks for which megads' GEMM kernel assumes the wrong row stride, and a bias that it omits."""
     for ours, theirs in zip(run_ranks(_wide_pair, 2, True), run_ranks(_wide_pair, 2, False), strict=True):
         for found, wanted in zip(map(torch.from_numpy, ours), map(torch.from_numpy, theirs), strict=True):
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5 * wanted.abs().max().item())
 
 
 def own_rows(table: Tensor, axis: Axis) -> Tensor:
-    """This rank's rows of a vocabulary table; padding rows hold NaN, so that any use of them shows."""
+    """This rank's rows of a vocabulary table; padding rows hold NaN, which reveals any use of them."""
     rows = padded_rows(len(table), axis.size)
     padding = torch.full((rows * axis.size - len(table), table.shape[1]), float("nan"), dtype=table.dtype)
     return torch.cat([table, padding])[axis.rank * rows : (axis.rank + 1) * rows]
 
 
 def all_tokens(vocab_size: int) -> Tensor:
-    """[2, 3 * vocab_size]: every token thrice, in order and reversed."""
+    """[2, 3 * vocab_size]: every token three times, in order and reversed."""
     return torch.stack([torch.arange(vocab_size), torch.arange(vocab_size).flip(0)]).repeat(1, 3)
 
 
@@ -359,7 +359,7 @@ def _head(vocab_size: int, sequence_parallel: bool) -> list[Any]:
 @pytest.mark.distributed
 @pytest.mark.parametrize(("vocab_size", "sequence_parallel"), VOCAB_CASES)
 def test_head(vocab_size: int, sequence_parallel: bool) -> None:
-    """Catches an input gradient that holds only this rank's rows, and rows in the wrong place."""
+    """Catches an input gradient that covers only this rank's vocabulary rows, and rows in the wrong place."""
     weight, x = random(vocab_size, HIDDEN, seed=6).requires_grad_(), random(2, 3, HIDDEN, seed=0).requires_grad_()
     logits = F.linear(x, weight)
     (logits * random(vocab_size, 6, seed=7).t().reshape(2, 3, -1)).sum().backward()
@@ -380,7 +380,7 @@ def test_padded_rows() -> None:
 
 
 def drawn(dtype: torch.dtype) -> tuple[Tensor, nn.Parameter, Tensor]:
-    """A token that comes a thousand times, others that come once or never; the table; a gradient."""
+    """Token ids of which one occurs over a thousand times, others once or never; the table; an output gradient."""
     generator = torch.Generator().manual_seed(2)
     rows = torch.zeros(2, 600, dtype=torch.int64)
     rows[1, :8] = torch.arange(3, 11)
@@ -394,7 +394,7 @@ def exact(rows: Tensor, grad: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 2**-8)])
 def test_a_rows_gradients_are_not_rounded_one_by_one(dtype: torch.dtype, bound: float) -> None:
-    """Catches a sum over tokens in bf16: after a few hundred, others of the same size are lost in rounding."""
+    """Catches a sum over tokens in bf16: after a few hundred, addends of the same size are lost in rounding."""
     rows, table, grad = drawn(dtype)
     lookup(rows, table, None).backward(grad)
     assert table.grad is not None and table.grad.dtype is dtype
@@ -404,8 +404,8 @@ def test_a_rows_gradients_are_not_rounded_one_by_one(dtype: torch.dtype, bound: 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_go_straight_to_the_sums(dtype: torch.dtype) -> None:
-    """Catches a table of gradients made besides, sums that start from what was in memory, and a lost micro-batch, also
-    where the backward pass puts other layers' gradients off."""
+    """Catches a gradient tensor in addition to main_grad, a main_grad that starts from uninitialized memory, and a lost
+    micro-batch, also where the backward pass defers weight gradients."""
     rows, table, grad = drawn(dtype)
     sums = FlatMainGrads(table)
     gradients = WeightGradients(sums)
@@ -419,7 +419,7 @@ def test_gradients_go_straight_to_the_sums(dtype: torch.dtype) -> None:
 
 
 def test_what_gpus_add() -> None:
-    """Catches another sum than that of CPUs: a row read twice that counts once, or sums that are written over."""
+    """Catches a GPU path that differs from the CPU's: a row read twice that counts once, or main_grad overwritten."""
     rows, _, grad = drawn(torch.float32)
     sums = torch.ones(ROWS, HIDDEN)
     add_sorted(sums, rows.flatten(), grad.flatten(0, 1))
@@ -427,8 +427,8 @@ def test_what_gpus_add() -> None:
 
 
 def test_a_tied_weights_gradients_are_added_before_they_are_rounded() -> None:
-    """Catches the embedding's and the projection's gradient rounded to bf16 one by one and added in bf16, and one of
-    the last micro-batch that comes back in the next."""
+    """Catches gradients of the tied embedding and output projection that are rounded to bf16 before they are added, and
+    a gradient of one micro-batch that is added again in the next."""
     rows, table, grad = drawn(torch.bfloat16)
     x = torch.randn(2, 600, HIDDEN, generator=torch.Generator().manual_seed(3)).bfloat16()
     back = torch.full((2, 600, ROWS), 2.0**-9, dtype=torch.bfloat16)
@@ -442,7 +442,7 @@ def test_a_tied_weights_gradients_are_added_before_they_are_rounded() -> None:
 
 
 def test_nothing_is_kept_without_a_gradient() -> None:
-    """Catches a graph where nobody trains."""
+    """Catches an autograd graph that is built under no_grad or for a frozen table."""
     rows, table, _ = drawn(torch.float32)
     with torch.no_grad():
         assert not lookup(rows, table, None).requires_grad

@@ -1,4 +1,4 @@
-"""Linear layers whose weights' gradients may be put off."""
+"""Linear layers whose weight gradients may be deferred."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def inputs(dtype: torch.dtype) -> tuple[Tensor, nn.Parameter, nn.Parameter, Tens
 
 
 class Taken:
-    """The sums of a step, of which a function makes something else."""
+    """Receiver of a step's weight gradients, which passes them to a function."""
 
     def __init__(self, take: Callable[[nn.Parameter, WeightGradient], None]) -> None:
         self.add = take
 
     def done(self, _weight: nn.Parameter) -> None:
-        """Nothing waits for it."""
+        """Does nothing."""
 
 
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_are_those_of_the_plain_layer_to_the_bit(dtype: torch.dtype, later: bool) -> None:
-    """Catches other products than autograd's, on which a split and a whole backward pass would part."""
+    """Catches other GEMMs than autograd's, by which a split and a whole backward pass would differ."""
     x, weight, bias, grad = inputs(dtype)
     F.linear(x, weight, bias).backward(grad)
     expected = [p.grad for p in (x, weight, bias)]
@@ -55,7 +55,7 @@ def test_gradients_are_those_of_the_plain_layer_to_the_bit(dtype: torch.dtype, l
 
 
 def test_what_a_gradient_is_computed_from_goes_with_it() -> None:
-    """Catches activations that stay until all of a pass's weights are done, and gradients that come twice."""
+    """Catches activations kept until all weight gradients of a pass are done, and gradients computed twice."""
     gradients = WeightGradients()
     weights, seen, alive = [nn.Parameter(torch.randn(4, 4)) for _ in range(3)], [], []
     hidden = torch.randn(2, 3, 4, requires_grad=True)
@@ -82,7 +82,7 @@ def test_what_a_gradient_is_computed_from_goes_with_it() -> None:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("later", [False, True])
 def test_gradients_that_go_straight_to_their_sums(later: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a weight's gradient that autograd gets as well, one that is taken twice, and a hook that sees it."""
+    """Catches a weight gradient that autograd receives as well, one that is added twice, and a hook that sees it."""
     monkeypatch.setattr(processor, "mkl_is_slow", lambda: True)
     x, weight, bias, grad = inputs(torch.float32)
     sums, seen = torch.zeros_like(weight), []
@@ -107,7 +107,7 @@ def test_gradients_that_go_straight_to_their_sums(later: bool, monkeypatch: pyte
 
 
 def test_gradients_that_no_kernel_adds_up_go_to_autograd() -> None:
-    """Catches fp64, or torch's products, taken out of autograd's hands for nothing."""
+    """Catches gradients in fp64 or of torch's GEMMs that needlessly bypass autograd."""
     x, weight, bias, grad = inputs(torch.float32)
     taken = []
     gradients = WeightGradients(Taken(lambda parameter, gradient: taken.append(parameter)))

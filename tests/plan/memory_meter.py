@@ -1,8 +1,8 @@
-"""Peak memory as torch's own CPU allocator counts it: every allocation, those inside kernels and gloo included.
+"""Peak memory as torch's CPU allocator counts it: every allocation, including those inside kernels and gloo.
 
-The profiler reports each allocation and free, but not the frees on gloo's own threads, which would let the total grow.
-So every collective waits a moment until gloo has let go of its tensors; and a later allocation at an address that
-overlaps a block proves that the block was freed.
+The profiler reports each allocation and free, except frees on gloo's own threads, so the total would grow. Therefore
+every collective waits a moment until gloo has released its tensors; and a later allocation at an address that overlaps
+a block proves that the block was freed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ M_MMAP_THRESHOLD = -3  # malloc.h
 
 @dataclass
 class Ledger:
-    """Blocks that are alive, by address."""
+    """Live blocks, by address."""
 
     sizes: dict[int, int] = field(default_factory=dict)
     addresses: list[int] = field(default_factory=list)
@@ -71,7 +71,7 @@ class Ledger:
 
 
 def allocator_ledger(run: Callable[[], None]) -> Ledger:
-    """What was allocated inside `run`: `total` is alive at its end, `peak` the most that ever was."""
+    """Allocations inside `run`: `total` is live at its end, `peak` is the maximum."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         run()
     events = []
@@ -91,7 +91,7 @@ def allocator_ledger(run: Callable[[], None]) -> Ledger:
 
 
 class PatientWork:
-    """A collective on its way, whose end is waited for as patiently."""
+    """An asynchronous collective whose wait includes the same pause."""
 
     def __init__(self, work: Any) -> None:
         self.work = work
@@ -103,7 +103,7 @@ class PatientWork:
 
 @contextmanager
 def patient_collectives() -> Iterator[None]:
-    """Lets gloo's threads drop their references while the caller still has its own."""
+    """Gives gloo's threads time to drop their references while the caller still has its own."""
     originals = {name: getattr(dist, name) for name in COLLECTIVES}
 
     def patient(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -124,9 +124,9 @@ def patient_collectives() -> Iterator[None]:
 
 
 class ZeroProducts(TorchDispatchMode):
-    """bf16 products that are zeros: allocated as torch's are, not computed.
+    """bf16 GEMMs that return zeros: outputs are allocated as torch allocates them, but not computed.
 
-    Torch's own take minutes on processors on which it has plain loops for them; memory does not depend on values.
+    torch's GEMMs take minutes on processors for which it has only plain loops; memory does not depend on values.
     """
 
     def __torch_dispatch__(
@@ -155,20 +155,20 @@ def train_steps(scenario: Scenario, parallel: ParallelConfig, steps: int = 2) ->
 
 
 def measured_peaks(cases: list[tuple[Scenario, ParallelConfig]]) -> list[int]:
-    """This rank's peak in each case, one after the other."""
+    """This rank's peak memory in each case, one after the other."""
     with patient_collectives():
         return [allocator_ledger(lambda s=scenario, p=parallel: train_steps(s, p)).peak for scenario, parallel in cases]
 
 
 def resident_growth(first: Scenario, scenario: Scenario, parallel: ParallelConfig) -> int:
-    """How far the kernel's high-water mark of this process (VmHWM) rises above what was resident before; in bytes.
+    """Bytes by which the kernel's high-water mark of this process (VmHWM) exceeds what was resident before.
 
     Args:
-        first: trained before, so that code and libraries that load at their first use are there.
-        scenario: what is measured.
+        first: trained before, so that code and libraries that load at first use are loaded.
+        scenario: the scenario to measure.
         parallel: the layout.
     """
-    # Every large block comes from the kernel and goes back to it: no holes in the heap that count as resident.
+    # Every large block is mapped from the kernel and returned to it, so no holes in the heap count as resident.
     assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16) == 1
     train_steps(first, parallel)
     gc.collect()
@@ -184,7 +184,7 @@ def _status(key: str) -> int:
 
 
 def planned(scenario: Scenario, parallel: ParallelConfig) -> MemoryPlan:
-    """The plan of what `train_steps` does."""
+    """The memory plan of what `train_steps` runs."""
     return memory_plan(
         scenario.model,
         parallel,

@@ -1,4 +1,4 @@
-"""What operations keep for backward, against autograd's own hooks."""
+"""Planned activation memory of operations against what autograd saves for the backward pass."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ BATCH, SEQ_LEN = 2, 32
 
 
 def saved_bytes(stage: torch.nn.Module, inputs: Tensor, info: BatchInfo | None = None) -> int:
-    """Bytes of the storages that a forward pass saves for backward, parameters left out."""
+    """Bytes of the storages that a forward pass saves for the backward pass, parameters excluded."""
     saved: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
@@ -64,9 +64,9 @@ def saved_bytes(stage: torch.nn.Module, inputs: Tensor, info: BatchInfo | None =
     ],
 )
 def test_block(dtype: torch.dtype, hidden: float, attention: float, position: Position, tp: int) -> None:
-    """Catches an operation of the block that saves more, or less, than the plan says; to the byte.
+    """Catches an operation of the block that saves more or fewer bytes than the plan says.
 
-    Tensor parallelism is one rank's share, whose collectives save nothing and are left out.
+    With tensor parallelism, one rank's shard runs without collectives, which save nothing.
     """
     model = replace(MODEL, hidden_dropout=hidden, attention_dropout=attention, position=position)
     check_block(model, dtype, tp)
@@ -103,17 +103,17 @@ FEATURES = {
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("features", FEATURES)
 def test_block_with_features(features: str, dtype: torch.dtype, fused: bool) -> None:
-    """Catches a projection that is kept beside its copies, a norm that parallel branches keep twice, gates that are
-    counted once where they are kept twice; with torch's operators and with our own."""
+    """Catches a projection kept in addition to its copies, a norm that parallel branches keep twice, gates counted once
+    that are kept twice; with torch's operators and with our own."""
     model = replace(MODEL, **FEATURES[features])
-    # A norm of all heads has a message, of which test_block_on_a_shard_of_the_sequence sees what is saved.
+    # A norm over all heads needs a collective: test_block_on_a_shard_of_the_sequence checks what it saves.
     for tp in (1,) if model.qk_norm_width is QKNormWidth.full else (1, 3):
         check_block(model, dtype, tp, fused)
 
 
 @pytest.mark.parametrize("features", [{}, {"num_kv_heads": 3}])
 def test_block_with_augmented_attention(features: dict[str, Any]) -> None:
-    """Catches features of heads that are not counted, and a mask that is."""
+    """Catches extra features of the heads that are not counted, and a mask that is counted although none is kept."""
     model = replace(MODEL, attention=AttentionKind.augmented, **features)
     for tp in (1, 3):
         check_block(model, torch.bfloat16, tp)
@@ -121,8 +121,8 @@ def test_block_with_augmented_attention(features: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("position", [Position.alibi, Position.rope])
 def test_attention_kinds_of_gpus(position: Position) -> None:
-    """Catches a mask counted for kernels that need none, one forgotten for cuDNN's with a bias, keys that are repeated
-    for heads that share them, and a kind for GPUs that changes the plan of a CPU. No GPU has measured them."""
+    """Catches a mask counted for kernels that need none, one missing for cuDNN with a bias, wrong copies of keys that
+    heads share, and a GPU kind that changes the plan for a CPU. The sizes have not been measured on a GPU."""
     model = replace(MODEL, position=position, num_kv_heads=3)
     sdpa, flash, flex, cudnn = (
         Pass(replace(model, attention=kind), 1, BATCH, SEQ_LEN, 2, cuda=True)
@@ -142,7 +142,7 @@ def test_attention_kinds_of_gpus(position: Position) -> None:
 
 
 def check_block(model: ModelConfig, dtype: torch.dtype, tp: int, fused: bool = False) -> None:
-    """Asserts that a block on one of `tp` ranks keeps what the plan says."""
+    """Asserts that a block on one of `tp` ranks saves what the plan says."""
     with torch.device("meta"):
         unsharded = make_block(model, 0, 0)
     if fused:
@@ -156,7 +156,7 @@ def check_block(model: ModelConfig, dtype: torch.dtype, tp: int, fused: bool = F
             module.region = Region(Axis(0, (0,), None))
     inputs = torch.randn(BATCH, SEQ_LEN, model.hidden_size, dtype=dtype, requires_grad=True)
     one_pass = Pass(model, tp, BATCH, SEQ_LEN, dtype.itemsize, fused=fused)
-    # The kernel saves the cached mask too, or the slopes, which the plan counts once for all blocks; a sum does not.
+    # The kernel also saves the cached mask or slopes, which the plan counts once for all blocks; an add does not.
     added = model.attention_dropout or model.scores_in_memory
     mask = one_pass.rotary_tables + (0 if added else one_pass.bias_table * 4)
     if one_pass.fused_attention and model.position is Position.alibi:
@@ -177,7 +177,7 @@ def check_block(model: ModelConfig, dtype: torch.dtype, tp: int, fused: bool = F
     ],
 )
 def test_block_of_kernels(dtype: torch.dtype, dropout: float, position: Position, attention: AttentionKind) -> None:
-    """Catches a mask, statistics or fp32 probabilities that a kernel keeps, or keeps no more; to the byte."""
+    """Catches a mask, statistics or fp32 probabilities that a kernel saves but the plan omits, or vice versa."""
     model = replace(
         MODEL, hidden_dropout=dropout, attention_dropout=dropout, position=position, attention=attention, init_std=0.1
     )
@@ -193,7 +193,7 @@ def test_block_of_kernels(dtype: torch.dtype, dropout: float, position: Position
 
 
 def _saved_on_a_shard(model: ModelConfig) -> int:
-    """Bytes that this rank of a tensor-parallel group saves in a block on its share of the sequence."""
+    """Bytes that this rank of a tensor-parallel group saves in a block with sequence parallelism."""
     axis = tensor_axis()
     with torch.device("meta"):
         unsharded = make_block(model, 0, 0)
@@ -205,8 +205,8 @@ def _saved_on_a_shard(model: ModelConfig) -> int:
 @pytest.mark.distributed
 @pytest.mark.parametrize("changes", [{}, {"hidden_dropout": 0.1}, FEATURES["OLMo 2"] | {"num_kv_heads": 2}])
 def test_block_on_a_shard_of_the_sequence(changes: dict[str, Any]) -> None:
-    """Catches a gathered sequence that is saved for backward, a norm or dropout that runs on the whole of it, and what
-    a norm of all heads keeps."""
+    """Catches an all-gathered sequence that is saved for backward, a norm or dropout on the whole sequence, and a wrong
+    count of what a norm over all heads saves."""
     model = replace(MODEL, **changes)
     one_pass = Pass(model, 2, BATCH, SEQ_LEN, 4, sequence_parallel=True)
     for saved in run_ranks(_saved_on_a_shard, 2, model):
@@ -217,7 +217,7 @@ def test_block_on_a_shard_of_the_sequence(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize("mode", [Recompute.selective, Recompute.full])
 @pytest.mark.parametrize("attention", [0.0, 0.1])
 def test_recomputed_block(mode: Recompute, attention: float) -> None:
-    """Catches recomputation that keeps more than its inputs, and the core's output or projection counted wrongly."""
+    """Catches recomputation that saves more than its inputs, and a wrong count of the core's output or projection."""
     model = replace(MODEL, hidden_dropout=0.1, attention_dropout=attention)
     block = Block(model, 0, 0)
     recompute_module(block if mode is Recompute.full else block.attention.core)
@@ -227,7 +227,7 @@ def test_recomputed_block(mode: Recompute, attention: float) -> None:
 
 
 def saved_and_planned_of_a_context_rank(attention_dropout: float, position: Position) -> tuple[int, int]:
-    """Bytes that a block keeps on one of two context ranks, and what the plan says; the cached mask in both."""
+    """Bytes that a block saves on one of two context-parallel ranks, and the plan's; both with the cached mask."""
     grid = build_grid(ParallelConfig(cp=2), torch.distributed.get_rank(), 2)
     model = replace(MODEL, attention_dropout=attention_dropout, position=position)
     with torch.device("meta"):
@@ -244,7 +244,7 @@ def saved_and_planned_of_a_context_rank(attention_dropout: float, position: Posi
 
 @pytest.mark.distributed
 def test_a_block_of_a_context_rank() -> None:
-    """Catches gathered keys and values beside which their parts, or the whole QKV projection, are kept; to the byte."""
+    """Catches all-gathered keys and values saved together with their shards or the whole QKV projection."""
     for dropout, position in ((0.0, Position.alibi), (0.1, Position.alibi), (0.0, Position.rope)):
         for saved, expected in run_ranks(saved_and_planned_of_a_context_rank, 2, dropout, position):
             assert saved == expected, (dropout, position)
@@ -252,7 +252,7 @@ def test_a_block_of_a_context_rank() -> None:
 
 @pytest.mark.parametrize("norm", [True, False])
 def test_ends(norm: bool) -> None:
-    """Catches an embedding or a final norm that saves more than the plan says, token ids beside it left out."""
+    """Catches an embedding or a final norm that saves more or less than planned, except for token ids."""
     model = replace(MODEL, embedding_norm=norm, hidden_dropout=0.1)
     one_pass = Pass(model, 1, BATCH, SEQ_LEN, 4)
     tokens = torch.zeros(BATCH, SEQ_LEN, dtype=torch.int64)
@@ -264,9 +264,9 @@ def test_ends(norm: bool) -> None:
 
 
 def test_moments() -> None:
-    """Catches a replay that frees too early, counts a step's first gradients as there before they are made or a shared
-    weight's twice, and forgets the copy in fp32 by which a CPU adds a bf16
-    gradient once it has freed what the operation kept."""
+    """Catches memory freed too early, a step's first gradients counted before they exist, a shared weight's gradient
+    counted twice, and a missing fp32 copy, with which a CPU accumulates a bf16 gradient after it has freed the
+    operation's tensors."""
     ops = [
         Op("a", kept=3, forward=5, backward=7, gradient=4, shared=True),
         Op("b", kept=20, forward=1, backward=2, gradient=4),
@@ -278,7 +278,7 @@ def test_moments() -> None:
 
 
 def test_moments_of_recomputed_operations() -> None:
-    """Catches a plan in which what is made again costs nothing, or stays until the end of backward."""
+    """Catches a plan in which recomputed tensors cost nothing, or stay until the end of the backward pass."""
     ops = [Op("a", kept=10, forward=5, backward=7), Op("b", kept=20, forward=9, backward=2)]
     again = recomputed(ops, inputs=4, arriving=3)
     found = [moment.total for moment in moments(again, waiting=2, main_grads=lambda _: 0, widening=1, cast=False)]
@@ -286,17 +286,17 @@ def test_moments_of_recomputed_operations() -> None:
 
 
 def test_sizes_worked_out_by_hand() -> None:
-    """Catches a temporary that is forgotten, counted twice or of the wrong dtype where another moment decides today.
+    """Catches a temporary that is missing, counted twice or of the wrong dtype, also where it does not set the peak.
 
-    Six tokens of four bf16 numbers: a hidden tensor H is 48 bytes, queries, keys and values are 144, the MLP's inside
-    240, the logits 120. Kept, forward, backward and gradient, each beside the sum that makes it.
+    Six tokens of four bf16 numbers: a hidden tensor H is 48 bytes, queries, keys and values are 144, the MLP's
+    activations 240, the logits 120. Each size is written as the sum of its tensors.
     """
     model = ModelConfig(num_layers=1, hidden_size=4, num_heads=2, vocab_size=10, ffn_size=20, max_seq_len=8)
     one_pass = Pass(model, 1, 2, 3, 2)
     blocks = {"blocks.0": Recompute.none}
     ops = stage_ops(one_pass, ["embedding", "blocks.0", "final_norm", "head"], blocks, first=True, last=True)
     assert [(op.name, op.kept, op.forward, op.backward, op.gradient, op.deferred) for op in ops] == [
-        # four int64 a token; what is looked up and its copy; the gradient in bf16 and its fp32 sum a token
+        # four int64 per token; the embeddings and their copy; the gradient in bf16 and an fp32 sum per token
         ("embedding", 6 * 4 * 8, 2 * 48, 48 + 6 * 4 * 4, 10 * 4 * 2, 0),
         ("embedding norm", 48 + 6 * 2 * 2, 48, 2 * 48, 0, 0),
         ("input norm", 72, 48, 3 * 48, 0, 0),
@@ -312,15 +312,15 @@ def test_sizes_worked_out_by_hand() -> None:
         ("mlp residual", 0, 48 + 2 * 48, 48, 0, 0),
         ("final norm", 72, 48, 2 * 48, 0, 0),
         ("head", 48, 120, 48 + 120, 10 * 4 * 2, 48 + 120),
-        # fp32 probabilities and two int64 a token; six fp32 numbers a token on the way
+        # fp32 probabilities and two int64 per token; temporaries of six fp32 numbers per token
         ("loss", 6 * 10 * 4 + 6 * 2 * 8, 120 + 6 * 6 * 4, 240 + 120 + 6 * 6 * 4, 0, 0),
     ]
     received, *_, sent = stage_ops(one_pass, ["blocks.0"], blocks, first=False, last=False)
     assert (received.kept, received.forward, received.backward) == (48, 0, 48)
-    # a boolean of every element and the two masks that become one
+    # a boolean per element and the two masks that are combined into it
     assert (sent.kept, sent.forward, sent.backward) == (0, 48 + 3 * 6 * 4, 0)
-    # Three tokens at a time: logits, and on a CPU the weight's gradient with its copy in fp32; on a GPU fp32
-    # probabilities and six numbers a token are more, of our own kernels twelve numbers alone.
+    # Three tokens at a time: logits, and on a CPU the weight gradient with its fp32 copy; on a GPU fp32 probabilities
+    # and six numbers per token are larger, with our own kernels only twelve numbers.
     chunks = replace(one_pass, loss_chunk=3)
     for changes, working in (
         ({}, 60 + 80 + 2 * 80),
@@ -334,7 +334,7 @@ def test_sizes_worked_out_by_hand() -> None:
 
 
 def test_sizes_of_other_blocks_worked_out_by_hand() -> None:
-    """Catches gates that are counted once, and parallel branches that share what each of them has; as above."""
+    """Catches gates counted once, and parallel branches counted as sharing a tensor that each has; sizes as above."""
     model = ModelConfig(num_layers=1, hidden_size=4, num_heads=2, vocab_size=10, ffn_size=20, max_seq_len=8)
     one_pass = Pass(model, 1, 2, 3, 2)
 
@@ -344,7 +344,7 @@ def test_sizes_of_other_blocks_worked_out_by_hand() -> None:
     gated = replace(one_pass, model=replace(model, mlp=MLPKind.swiglu))
     up, inner, down = sizes(gated)[-4:-1]
     assert up == ("mlp up", 48, 48 + 480, 48 + 48 + 480, 40 * 4 * 2, 48 + 480)
-    # gate, value and silu(gate); the gradients of the output, of both in two places each
+    # gate, value and silu(gate); the gradient of the output, and two copies of each of the two inputs'
     assert inner == ("swiglu", 3 * 240, 48 + 240, 48 + 5 * 240, 0, 0)
     assert down == sizes(one_pass)[-2] == ("mlp down", 240, 48 + 96, 48 + 240, 20 * 4 * 2, 240 + 48)
     assert sizes(replace(gated, fused=True))[-3] == ("swiglu", 2 * 240, 48 + 240, 48 + 3 * 240, 0, 0)

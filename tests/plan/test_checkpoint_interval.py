@@ -13,7 +13,7 @@ HOUR_S = 3600.0
 
 
 def best_interval(stall_s: float, write_s: float, restart_s: float, mean_s: float) -> tuple[float, float]:
-    """The interval with the largest share, by trying."""
+    """The interval with the largest expected share, and that share, by search."""
     tried = np.geomspace(stall_s / 20, 20 * mean_s, 40_000)
     shares = [expected_share(every, stall_s, write_s, restart_s, mean_s) for every in tried.tolist()]
     best = int(np.argmax(shares))
@@ -21,14 +21,14 @@ def best_interval(stall_s: float, write_s: float, restart_s: float, mean_s: floa
 
 
 def test_young() -> None:
-    """Catches a factor: 5 minutes to save and a failure a day are sqrt(2 * 300 * 86,400) s, two hours."""
+    """Catches a wrong factor: 5 minutes per save and a failure per day give sqrt(2 * 300 * 86,400) s, two hours."""
     assert young(300, 24 * HOUR_S) == pytest.approx(7200.0)
     assert daly_first_order(300, 24 * HOUR_S, 600) == pytest.approx(math.sqrt(2 * 300 * 87_000) - 300)
 
 
 @pytest.mark.parametrize("stall_over_mean", [0.001, 0.01, 0.1, 0.5])
 def test_dalys_interval_is_as_good_as_the_best(stall_over_mean: float) -> None:
-    """Catches a wrong term of the series: Daly promises an error of the cost below 0.2% up to half of the mean time."""
+    """Catches a wrong term of the series: Daly states an error of the cost below 0.2% for saves up to half the MTBF."""
     mean, restart = 10 * HOUR_S, 600.0
     stall = stall_over_mean * mean
     every, share = best_interval(stall, 0.0, restart, mean)
@@ -38,7 +38,7 @@ def test_dalys_interval_is_as_good_as_the_best(stall_over_mean: float) -> None:
 
 
 def test_a_write_beside_the_training_costs_its_time_and_does_not_move_the_optimum() -> None:
-    """Catches an interval for asynchronous saves that goes by the write, and a share that forgets it."""
+    """Catches an interval for asynchronous saves that depends on the write time, and a share that ignores it."""
     stall, write, mean = 1.0, 300.0, 3 * HOUR_S
     without, with_write = best_interval(stall, 0.0, 120, mean), best_interval(stall, write, 120, mean)
     assert with_write[0] == pytest.approx(without[0])

@@ -1,4 +1,4 @@
-"""Times of collectives, by hand."""
+"""Planned times of collectives, against calculations by hand."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DEVICE = replace(
 @pytest.mark.parametrize("order", [["tp", "cp", "pp", "dp"], ["dp", "tp", "pp", "cp"], ["cp", "pp", "dp", "tp"]])
 @pytest.mark.parametrize("node", [4, 8])
 def test_groups_are_those_of_the_grid(order: list[str], node: int) -> None:
-    """Catches an axis whose ranks are taken to be on other nodes than the grid puts them, in other rank orders too."""
+    """Catches an axis whose ranks are planned on other nodes than the grid puts them, also with other rank orders."""
     parallel = ParallelConfig(tp=4, cp=2, pp=2, dp=4, rank_order=order)
     for axis in ("tp", "cp", "pp", "dp"):
         line = next(line for line in axis_lines(axis, parallel) if 0 in line)
@@ -48,7 +48,7 @@ def test_groups_are_those_of_the_grid(order: list[str], node: int) -> None:
 
 
 def test_a_ring_inside_a_node_takes_its_bytes_and_steps() -> None:
-    """Catches a factor lost: a rank sends 7/8 of the bytes once for a gather and twice for a sum, in 7 steps each."""
+    """Catches a missing factor: all-gather sends 7/8 of the bytes once, all-reduce twice, in 7 steps each."""
     group = CommunicationGroup(8, 8)
     assert all_gather(DEVICE, group, 8e9) == pytest.approx(7e9 / 100e9 + 7e-6)
     assert all_reduce(DEVICE, group, 8e9) == pytest.approx(2 * (7e9 / 100e9 + 7e-6))
@@ -56,7 +56,7 @@ def test_a_ring_inside_a_node_takes_its_bytes_and_steps() -> None:
 
 
 def test_between_nodes_a_group_has_the_ports_of_its_ranks() -> None:
-    """Catches a group that crosses nodes at the links' speed, and one whose ranks of a node share one port."""
+    """Catches a group across nodes planned at the speed inside a node, and one whose ranks of a node share one NIC."""
     one, four = (all_gather(DEVICE, CommunicationGroup(16, per_node), 16e9) for per_node in (1, 4))
     assert one == pytest.approx(15e9 / 10e9 + 16 * 10e-6)
     assert four == pytest.approx(15e9 / 40e9 + 4 * 10e-6 + 12 * 1e-6)
@@ -67,20 +67,20 @@ def test_between_nodes_a_group_has_the_ports_of_its_ranks() -> None:
 
 
 def test_sums_take_the_quickest_algorithm() -> None:
-    """Catches sums of few bytes on many nodes that go around a ring, whose steps are as many as ranks."""
+    """Catches an all-reduce of few bytes on many nodes planned as a ring, which takes as many steps as ranks."""
     few = all_reduce(DEVICE, CommunicationGroup(1024, 1), 8.0)
     assert few < 2 * 12 * 10e-6
     assert all_reduce(DEVICE, CommunicationGroup(1024, 1), 1e9) == pytest.approx(2e9 / 10e9, rel=0.01)
 
 
 def test_messages_go_by_what_is_between() -> None:
-    """Catches a message between nodes at the links' speed."""
+    """Catches a p2p transfer between nodes planned at the speed inside a node."""
     assert p2p(DEVICE, 1e9, between_nodes=True) == (pytest.approx(0.1), pytest.approx(10e-6))
     assert p2p(DEVICE, 1e9, between_nodes=False) == (pytest.approx(0.01), pytest.approx(1e-6))
 
 
 def test_placement_names_what_crosses_nodes_and_pods() -> None:
-    """Catches an axis that is said to stay in a node while its ranks are on several, and one that leaves its pod."""
+    """Catches an axis across nodes that is reported inside one, and one across pods that is not reported."""
     layout = ParallelConfig(tp=4, cp=2, pp=4, dp=8)
     found = placement(layout, 8, Network(pod_ranks=64, oversubscription=3.0))
     assert list(found) == ["tp", "cp", "pp", "dp", "cp x dp"]

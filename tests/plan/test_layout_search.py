@@ -1,4 +1,4 @@
-"""The search for a layout: bounds that are bounds, and nothing better left out."""
+"""Tests the search for a layout: its bounds hold, and it prunes no better layout."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ CONFIG = RootConfig(model=LLAMA, train=TrainConfig(global_batch_size=16, seq_len
 
 
 def question(memory_gib: float, devices: int = 8) -> Question:
-    # Slow ports between nodes of two devices: what crosses them matters.
+    # Slow NICs between nodes of two devices, so that cross-node traffic matters.
     device = replace(DEVICES["h100"], ranks_per_node=2, nic_gigabytes_per_s=10.0, memory_gib=memory_gib)
     return Question(LLAMA, ParallelConfig(), 4096, 16, devices, device, 2, int(memory_gib * 2**30))
 
 
 def test_bounds_are_below_what_is_planned() -> None:
-    """Catches a bound that throws away what fits, or ends the search before the quickest layout."""
+    """Catches a bound that prunes what fits, or ends the search before the fastest layout."""
     asked = question(1000.0)
     bounds, every = Bounds(asked), list(layouts(asked))
     assert {one.parallel.world_size for one in every} == {8}
@@ -53,7 +53,7 @@ def test_bounds_are_below_what_is_planned() -> None:
 
 @pytest.mark.slow
 def test_the_search_finds_what_planning_everything_finds() -> None:
-    """Catches candidates that are pruned although they fit and are quicker."""
+    """Catches candidates that are pruned although they fit and are faster."""
     asked = question(60.0, devices=4)
     every = [examined(CONFIG, asked, candidate) for candidate in layouts(asked)]
     fitting = [one for one in every if not one.refused and one.memory_bytes <= asked.memory_bytes]
@@ -65,7 +65,7 @@ def test_the_search_finds_what_planning_everything_finds() -> None:
 
 
 def test_losers_have_reasons() -> None:
-    """Catches reasons that name another part than the one that grew, and changes that are none."""
+    """Catches reasons that name another part than the one that grew, and neighbours equal to the best layout."""
     asked = question(60.0)
     best = search(asked, lambda candidate: examined(CONFIG, asked, candidate), most=1).best[0]
     others = dict(neighbours(asked, best.candidate))
@@ -81,7 +81,7 @@ def test_losers_have_reasons() -> None:
 
 
 def test_overrides_are_the_layout() -> None:
-    """Catches a key that is left out of what people paste."""
+    """Catches a key that is missing from the overrides that people paste."""
     parallel = ParallelConfig(tp=2, pp=2, dp=2, sequence_parallel=True, recompute=Recompute.selective)
     words = dict(word.split("=") for word in overrides(LayoutCandidate(parallel, 4, 2)).split())
     for key in ("tp", "cp", "pp", "dp", "schedule", "sequence_parallel", "recompute", "zero_stage"):

@@ -1,4 +1,4 @@
-"""The exact parts of the plan, in round numbers and against the published model; what a GPU holds beside tensors."""
+"""The memory plan: exact parts checked in round numbers and against BLOOM, and GPU memory outside of tensors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WORK = Workload(seq_len=32, micro_batch_size=2, micro_batches=4, weight_bytes=2)
 
 
 def test_bloom_176b() -> None:
-    """Catches a layout other than BLOOM's, and a parameter lost or counted twice over it."""
+    """Catches a layout other than BLOOM's, and a parameter that is lost or counted twice in it."""
     plan = memory_plan(BLOOM, ParallelConfig(tp=4, pp=12, dp=8), replace(WORK, seq_len=2048, micro_batches=256))
     assert plan.parameters == 176_247_271_424
     tied = 250_880 * 14336
@@ -46,7 +46,7 @@ def test_bloom_176b() -> None:
 
 
 def test_vocabulary_padding_and_alignment() -> None:
-    """Catches a rank that holds fewer rows than it allocates, or flat buffers that data parallel ranks cannot share."""
+    """Catches a rank planned with fewer rows than it allocates, and flat buffers not divisible by dp."""
     [stage] = memory_plan(SMALL, ParallelConfig(tp=2, dp=3), WORK).stages
     rows = 255
     unsharded = memory_plan(SMALL, ParallelConfig(), WORK).stages[0]
@@ -56,7 +56,7 @@ def test_vocabulary_padding_and_alignment() -> None:
 
 
 def test_in_flight() -> None:
-    """Catches a schedule that forgets that the first stage holds the most, or that there may be fewer micro-batches."""
+    """Catches a plan that ignores that the first stage holds the most micro-batches, or that there may be fewer."""
     for micro_batches, held in ((8, [4, 3, 2, 1]), (2, [2, 2, 2, 1])):
         plan = memory_plan(SMALL, ParallelConfig(pp=4), replace(WORK, micro_batches=micro_batches))
         assert [stage.in_flight for stage in plan.stages] == held
@@ -74,7 +74,7 @@ def test_in_flight() -> None:
     ids=lambda parallel: str(parallel.schedule),
 )
 def test_a_long_step_is_planned_by_a_short_one(parallel: ParallelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a step cut so short that a rank holds less than in a long one, or whose rounds are other ones."""
+    """Catches a simulated step so short that a rank holds less than in a long one, or whose steady state differs."""
     sizes = [24, 25, 29, 35, 48, 61]
     model = replace(SMALL, num_layers=12)
     short = [memory_plan(model, parallel, replace(WORK, micro_batches=size)) for size in sizes]
@@ -83,7 +83,7 @@ def test_a_long_step_is_planned_by_a_short_one(parallel: ParallelConfig, monkeyp
 
 
 def test_zero_shards_the_optimizer_only() -> None:
-    """Catches gradients or weights divided by dp."""
+    """Catches ZeRO-1 gradients or weights divided by dp."""
     one, four = (memory_plan(SMALL, ParallelConfig(dp=dp), WORK).largest for dp in (1, 4))
     assert four.weights == pytest.approx(one.weights, rel=1e-3)
     assert four.fp32_gradients == pytest.approx(one.fp32_gradients, rel=1e-3)
@@ -91,8 +91,8 @@ def test_zero_shards_the_optimizer_only() -> None:
 
 
 def test_gradients_are_not_there_all_the_time() -> None:
-    """Catches fp32 sums planned for a step's first forward pass, when the loss makes one process fullest, and slices of
-    reduced gradients that are not shared out."""
+    """Catches main_grad planned for a step's first forward pass, where the loss is the peak on a single rank, and
+    reduced gradients that are not sharded."""
     wide = replace(SMALL, vocab_size=50_000)
     [alone] = memory_plan(wide, ParallelConfig(), replace(WORK, seq_len=512, micro_batches=1)).stages
     assert alone.fullest.name == "first micro-batch: loss, backward" and alone.fullest.gradients == 0
@@ -105,8 +105,8 @@ def test_gradients_are_not_there_all_the_time() -> None:
 
 @pytest.mark.parametrize("parallel", [ParallelConfig(), ParallelConfig(dp=4), ParallelConfig(dp=4, zero_stage=0)])
 def test_graphs_keep_their_memory_from_step_to_step(parallel: ParallelConfig) -> None:
-    """Catches main_grad that is planned as freed with ops.cuda_graphs, and activations that are: GPUs run out of memory
-    that the plan has found to be enough."""
+    """Catches main_grad or activations planned as freed with ops.cuda_graphs: GPUs run out of memory that the plan
+    found sufficient."""
     work = replace(WORK, cuda=True)
     plain = memory_plan(SMALL, parallel, work).stages[0]
     (later,) = (phase for phase in plain.phases if phase.name.startswith("later micro-batch"))
@@ -120,7 +120,7 @@ def test_graphs_keep_their_memory_from_step_to_step(parallel: ParallelConfig) ->
 
 
 def test_without_zero_every_replica_holds_everything() -> None:
-    """Catches states divided by dp under ZeRO-0, and a gather of weights that nobody cut."""
+    """Catches states divided by dp under ZeRO-0, and an all-gather of weights that are not sharded."""
     one, four = (
         memory_plan(SMALL, ParallelConfig(dp=dp, zero_stage=0), replace(WORK, micro_batches=1)).largest for dp in (1, 4)
     )
@@ -147,12 +147,12 @@ def test_without_zero_every_replica_holds_everything() -> None:
             {"all ranks": 4, "pipeline": 4, "p2p with stage 2": 2, "tied embedding": 2},
         ),
         (
-            # Virtual stages go round: the last rank sends to the first.
+            # With virtual stages, the last rank sends to the first.
             ParallelConfig(pp=3, schedule=ScheduleName.interleaved, virtual_stages=2), 0, False,
             {"all ranks": 3, "pipeline": 3, "p2p with stage 1": 2, "p2p with stage 2": 2},
         ),
         (
-            # A V ends where it begins: rank 0 holds embedding and head.
+            # In a V-shaped schedule, rank 0 holds embedding and head.
             ParallelConfig(pp=2, schedule=ScheduleName.zb_v), 0, True,
             {"all ranks": 2, "pipeline": 2, "p2p with stage 1": 2},
         ),
@@ -165,14 +165,14 @@ def test_without_zero_every_replica_holds_everything() -> None:
 def test_every_communicator_is_planned(
     parallel: ParallelConfig, rank: int, tied: bool, expected: dict[str, int]
 ) -> None:
-    """Catches a group of a layout that the plan forgets, a neighbour of a virtual stage, and one that nobody opens."""
+    """Catches a process group that the plan omits, a missing peer of a virtual stage, and a group never created."""
     assert {found.name: found.ranks for found in communicators(parallel, rank, tied=tied)} == expected
 
 
 def test_bytes_follow_nccls_defaults() -> None:
-    """Catches pages that are not whole, a neighbour counted once that sends and receives, and a process without its
-    context. 24 channels of 2 + 10 MiB: one neighbour of two ranks, two neighbours of more; 8 between neighbours of the
-    pipeline."""
+    """Catches partial pages, a neighbour counted once although it sends and receives, and a process without a CUDA
+    context. 24 channels of 2 + 10 MiB: one neighbour in groups of two ranks, two in larger groups; 8 channels between
+    pipeline neighbours."""
     mib = 2**20
     assert 10 * mib == RECEIVE_BYTES
     taken = non_tensor_memory(ParallelConfig(pp=4), 1, tied=False)
@@ -184,8 +184,8 @@ def test_bytes_follow_nccls_defaults() -> None:
 
 
 def test_the_mask_is_built_beside_its_distances() -> None:
-    """Catches a boolean mask or an fp32 original that is not counted while ALiBi's mask is built: an int32 distance and
-    a boolean of every pair of the 32 tokens, half of them on each of two context ranks."""
+    """Catches a boolean mask or fp32 original that is not counted while ALiBi's bias is built: an int32 distance and a
+    boolean for every pair of the 32 tokens, half of them on each of two context-parallel ranks."""
     for parallel, changes, transient in (
         (ParallelConfig(), {}, 5 * 32 * 32),
         (ParallelConfig(cp=2), {}, 5 * 32 * 32 // 2),
@@ -197,8 +197,8 @@ def test_the_mask_is_built_beside_its_distances() -> None:
 
 
 def test_a_tied_weight_has_one_gradient() -> None:
-    """Catches a tied embedding whose gradient begins a bucket of the sums that no gradient is there for yet: the rank
-    with both ends of a V has all of them no earlier than at the first block's last weight gradient."""
+    """Catches a tied embedding whose gradient allocates a main_grad bucket that has no gradient yet: the rank with both
+    ends of a V has allocated all buckets no earlier than at the first block's last weight gradient."""
     model = ModelConfig(num_layers=8, hidden_size=64, num_heads=4, vocab_size=64)
     parallel = ParallelConfig(pp=2, schedule=ScheduleName.zb_v, virtual_stages=2, bucket_elements=1000)
     work = replace(WORK, seq_len=8, micro_batch_size=1, micro_batches=1)
@@ -208,25 +208,25 @@ def test_a_tied_weight_has_one_gradient() -> None:
 
 
 def test_what_waits_between_passes() -> None:
-    """Catches a message or a micro-batch that is counted once too often, or on a rank that has none.
+    """Catches a p2p buffer or a micro-batch that is counted twice, or on a rank that holds none.
 
-    A hidden tensor of bf16 is 2 * 32 * 64 * 2 bytes. Tokens, labels and mask are 2 * 32 * 20 bytes a micro-batch, of
-    four micro-batches a step and of the step that is read ahead.
+    A hidden tensor in bf16 has 2 * 32 * 64 * 2 bytes. Tokens, labels and mask have 2 * 32 * 20 bytes a micro-batch, for
+    four micro-batches of the step and four of the prefetched step.
     """
     hidden, batches = 2 * 32 * 64 * 2, 4 * 2 * (2 * 32 * 20)
     stages = memory_plan(SMALL, ParallelConfig(pp=4), replace(WORK, steps_loaded=2)).stages
-    # The first rank sends on and gets gradients back; ranks amid it talk to two; the last one sends gradients only.
+    # The first rank sends activations and receives gradients, middle ranks have two peers, the last sends gradients.
     assert [stage.pipeline_buffers for stage in stages] == [
         2 * hidden + batches, 3 * hidden, 3 * hidden, hidden + batches
     ]  # fmt: skip
-    # A context rank keeps the whole sample of loaded steps, and its half of the running one.
+    # A context-parallel rank holds the whole samples of loaded steps, and its half of those of the current one.
     [half] = memory_plan(SMALL, ParallelConfig(cp=2), replace(WORK, steps_loaded=2)).stages
     assert half.pipeline_buffers == batches + 4 * (32 * 20)
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 3])
 def test_a_running_average_is_as_large_as_the_masters(zero_stage: int) -> None:
-    """Catches fp32 weights beside the masters that nobody plans, in memory and on disk."""
+    """Catches fp32 averages of the weights that are not planned, in memory and on disk."""
     averaged = OptimConfig(ema_decay=0.999)
     layout = ParallelConfig(dp=2, zero_stage=zero_stage)
     without, kept = (

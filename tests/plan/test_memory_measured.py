@@ -1,4 +1,4 @@
-"""The plan against the allocator, on real ranks: `python -m pytest -s tests/plan/test_memory_measured.py`."""
+"""The memory plan against the allocator, on real ranks: `python -m pytest -s tests/plan/test_memory_measured.py`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FP32 = replace(SCENARIO, precision="float32")
 LEARNED = replace(MODEL, position=Position.learned, embedding_norm=False, tie_embeddings=False)
 # Activations outweigh the weights.
 MANY_TOKENS = replace(SCENARIO, model=replace(MODEL, vocab_size=512), seq_len=256, micro_batch_size=2)
-# So many tokens and layers that activations outweigh weights: less of them would hardly show.
+# So many tokens and layers that activations outweigh weights: with fewer, a missing one would hardly show.
 DEEP = replace(SCENARIO, model=replace(MODEL, num_layers=6, vocab_size=509), seq_len=256, global_batch_size=16)
 DEEP_DROPOUT = replace(DEEP, model=replace(DEEP.model, hidden_dropout=0.1, attention_dropout=0.1))
 ROPE = replace(MODEL, position=Position.rope)
@@ -42,8 +42,8 @@ OLMO2 = replace(LLAMA, qk_norm_width=QKNormWidth.full, norm_placement=NormPlacem
 CAPPED = replace(MODEL, attention_logit_softcap=20.0, final_logit_softcap=30.0, attention_sinks=True)
 MUP = MupConfig(64, output_multiplier=3.0, base_head_size=20)
 PALM = replace(MODEL, parallel_block=True, mlp=MLPKind.swiglu, num_kv_heads=4, window=40)
-FUSED = OpsConfig()  # where there is a compiler; the plan follows
-# Head and loss in chunks, and so many logits that they would decide.
+FUSED = OpsConfig()  # kernels where there is a compiler; the plan follows
+# Head and loss in chunks, and so many logits that they would otherwise determine the peak.
 CHUNKS = replace(SCENARIO, model=replace(MODEL, num_layers=1, vocab_size=8192), micro_batch_size=8, seq_len=256)
 IN_CHUNKS = OpsConfig(loss_chunk=200)
 TORCH_IN_CHUNKS = OpsConfig(Implementation.torch, loss_chunk=200)
@@ -164,7 +164,7 @@ MIB = 2**20
 
 @pytest.fixture(scope="module")
 def measured(request: pytest.FixtureRequest) -> dict[str, list[int]]:
-    """Peak of every rank in the cases of this session; a few in every start of ranks, which must answer in time."""
+    """Returns the peak of every rank in this session's cases; each start of ranks runs a few, to avoid a timeout."""
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
     asked = {item.callspec.params.get("name") for item in items if hasattr(item, "callspec")}
     peaks: dict[str, list[int]] = {}
@@ -185,7 +185,7 @@ def measured(request: pytest.FixtureRequest) -> dict[str, list[int]]:
 
 
 def by_stage(name: str, ranks: list[int]) -> list[tuple[int, int]]:
-    """(planned, most measured) bytes of the ranks of every stage."""
+    """Returns (planned, largest measured) bytes of the ranks of every stage."""
     scenario, parallel = CASES[name]
     stages = planned(scenario, parallel).stages
     pairs = []
@@ -195,7 +195,7 @@ def by_stage(name: str, ranks: list[int]) -> list[tuple[int, int]]:
     return pairs
 
 
-# One of each mechanism; the others are slow only because they are many.
+# One case of each mechanism is quick; the others are slow only because there are many.
 @pytest.mark.distributed
 @pytest.mark.quick(
     "single bf16",
@@ -207,7 +207,7 @@ def by_stage(name: str, ranks: list[int]) -> list[tuple[int, int]]:
 )
 @pytest.mark.parametrize("name", CASES)
 def test_plan_equals_allocator(name: str, measured: dict[str, list[int]]) -> None:
-    """Catches an operation that saves more than the plan knows, a schedule that holds more micro-batches, a lost copy.
+    """Catches an operation that saves more than is planned, a schedule that holds more micro-batches, a missing copy.
 
     The bound is tighter than the 10% that users are promised: at 10% a missing activation of a block would pass.
     """
@@ -218,7 +218,7 @@ def test_plan_equals_allocator(name: str, measured: dict[str, list[int]]) -> Non
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_the_meter_agrees_with_the_kernel() -> None:
-    """Catches a meter that misses memory: what the kernel counts as resident grows by as much as the plan says."""
+    """Catches a meter that misses memory: the kernel's resident memory must grow by as much as the plan predicts."""
     scenario = replace(SCENARIO, model=replace(MODEL, hidden_size=512, vocab_size=8192, num_layers=4), seq_len=256)
     peak = planned(scenario, ParallelConfig()).largest.peak
     [growth] = run_ranks(resident_growth, 1, FEW_TOKENS, scenario, ParallelConfig())

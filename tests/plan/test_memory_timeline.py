@@ -1,4 +1,4 @@
-"""What a rank's schedule holds at its fullest, with operations small enough to count by hand."""
+"""Tests the peak memory of a rank's schedule, with operations small enough to count by hand."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def fullest(name: str, p: int, m: int, rank: int) -> dict[str, int]:
 
 
 def test_1f1b_is_the_formula() -> None:
-    """Catches a replay that holds other micro-batches than 1F1B: min(p - rank, m), and of one less after the first."""
+    """Catches other numbers of held micro-batches than 1F1B's: min(p - rank, m), then min(p - rank, m - 1)."""
     for p, m in ((1, 1), (1, 3), (4, 1), (4, 2), (4, 8)):
         for rank in range(p):
             found = fullest("1f1b", p, m, rank)
@@ -48,9 +48,10 @@ def test_1f1b_is_the_formula() -> None:
 
 
 def test_a_part_that_is_put_off_holds_its_share() -> None:
-    """Catches weight parts that are free, or that hold all of what the forward pass kept.
+    """Catches deferred wgrads that hold no memory, or all that the forward pass kept.
 
-    ZB-H1's last rank of two, m = 2: F0 I0 F1 I1 W0 W1. Beside I0's 5 put off bytes F1 keeps 30, and I1 needs 2 more.
+    ZB-H1's last rank of two, m = 2: F0 I0 F1 I1 W0 W1. In addition to I0's 5 deferred bytes, F1 keeps 30, and I1 needs
+    2 more.
     """
     schedule = build_schedule("zb_h1", 2, None, 2)
     letters = {ActionKind.forward: "F", ActionKind.backward_input: "I", ActionKind.backward_weight: "W"}
@@ -58,7 +59,7 @@ def test_a_part_that_is_put_off_holds_its_share() -> None:
     assert passes == ["F0", "I0", "F1", "I1", "W0", "W1"]
     found = fullest("zb_h1", 2, 2, 1)
     assert found["first micro-batch"] == 5 + 30 + 2
-    # W1, alone: 5 put off, its gradient of 2, and all sums.
+    # W1 alone: 5 deferred, its gradient of 2, and all of main_grad.
     assert found["later micro-batch"] == 100 + 5 + 2
 
 
@@ -73,7 +74,7 @@ def plan_of(name: str, pp: int = 2) -> list[int]:
 
 
 def test_every_layer_is_held_once_in_every_schedule() -> None:
-    """Catches virtual stages that the plan loses or counts on two ranks; only a tied embedding may be held twice."""
+    """Catches virtual stages that the plan omits or counts on two ranks; only a tied embedding may be held twice."""
     alone = memory_plan(MODEL, ParallelConfig(), WORK).stages[0]
     tied = 512 * 64
     for name in ScheduleName:
@@ -87,7 +88,7 @@ def test_every_layer_is_held_once_in_every_schedule() -> None:
 
 
 def test_deeper_schedules_hold_more() -> None:
-    """Catches activations that do not come from the schedule: V shapes even out what 1F1B loads on its first rank."""
+    """Catches activations not computed from the schedule: V shapes balance what 1F1B holds on its first rank."""
     one, zero, looped, v_shaped = (plan_of(name, 4) for name in ("1f1b", "zb_h1", "interleaved", "zb_v"))
     assert one == sorted(one, reverse=True) and one[0] > 2 * one[-1]
     assert looped[0] > one[0] and zero[-1] > one[-1]
@@ -95,7 +96,7 @@ def test_deeper_schedules_hold_more() -> None:
 
 
 def test_recomputation_counts_a_rank_together() -> None:
-    """Catches numbers of recomputed blocks that are taken for each virtual stage."""
+    """Catches recompute_blocks applied to each virtual stage instead of each rank."""
     parallel = ParallelConfig(pp=2, schedule=ScheduleName["interleaved"])
     full = replace(parallel, recompute=Recompute.full, recompute_blocks=[3, 0])
     stages = memory_plan(MODEL, full, WORK).stages
@@ -104,7 +105,7 @@ def test_recomputation_counts_a_rank_together() -> None:
 
 
 def test_sums_that_a_product_computes_in_lie_beside_what_it_reads() -> None:
-    """Catches a plan that counts on a gradient's input being freed before its fp32 sums come into being."""
+    """Catches a plan that assumes that a wgrad GEMM's input is freed before its main_grad is allocated."""
     op = Op("head", kept=0, backward=40, arriving=32, gradient=4, deferred=36)
     found = {
         in_place: max(
@@ -119,14 +120,14 @@ def test_sums_that_a_product_computes_in_lie_beside_what_it_reads() -> None:
 
 
 def test_sums_that_a_forward_pass_begins() -> None:
-    """Catches sums of a head in chunks that the plan has from the backward pass on only, forgets there, or does not see
+    """Catches main_grad of a chunked loss that the plan counts from the backward pass on only, omits there, or misses
     in another stage's pass between the two."""
     block, head = Op("block", kept=10, backward=5, gradient=7), Op("head", kept=1, forward=30, early=4, is_loss=True)
     forward = forward_moments([block, head], held=0, main_grads=lambda made: made, widening=2)
     assert [moment.gradients for moment in forward] == [0, 2 * 4]
     backward = backward_moments([block, head], held=0, main_grads=lambda made: made, widening=2, cast=False)
     assert [moment.gradients for moment in backward] == [2 * 4, 2 * 4 + 2 * 7]
-    # One rank with both stages: F0 of the last one, then F1 of the first one, before anything runs backward.
+    # One rank with both stages: F0 of the last one, then F1 of the first one, before any backward pass.
     schedule = build_schedule("dualpipe_v", 1, None, 2)
     stages = {0: [Op("block", forward=50)], 1: [Op("head", early=7, is_loss=True)]}
     first = pipeline_phases(schedule, 0, stages, replace(SUMS, allocated=lambda made: made))[0]
@@ -137,11 +138,11 @@ ROLES = list(Role)[:2]
 
 
 def test_shards_are_padded_as_deepspeed_pads_them() -> None:
-    """Catches weights of ZeRO-3 that are whole or not there, a group of ZeRO-2 whose parts are not 4-byte aligned, and
-    gradients of fp32 kept only where the rank updates them.
+    """Catches ZeRO-3 weights counted unsharded or not at all, a ZeRO-2 group whose partitions are not 4-byte aligned,
+    and fp32 gradients kept only where the rank updates them.
 
-    Three ranks. ZeRO-3 cuts each parameter: ceil(10/3) + ceil(2/3) = 5 and ceil(7/3) = 3 elements. ZeRO-2 cuts a flat
-    group in even parts: 12 in parts of 4, 7 in parts of 4.
+    Three ranks. ZeRO-3 partitions each parameter: ceil(10/3) + ceil(2/3) = 5 and ceil(7/3) = 3 elements. ZeRO-2
+    partitions a flat group evenly: 12 in parts of 4, 7 in parts of 4.
     """
     groups = {ROLES[0]: [10, 2], ROLES[1]: [7]}
     two, three = (ShardedWeights(stage, 3, groups, 2) for stage in (2, 3))
@@ -154,8 +155,8 @@ def test_shards_are_padded_as_deepspeed_pads_them() -> None:
 
 
 def test_moments_of_a_sharded_step() -> None:
-    """Catches a bucket that is reduced too early or never, a copy that gloo or the cast to fp32 needs, weights that
-    ZeRO-3 gathers and that are not there, and sums that are there before the first reduction."""
+    """Catches a bucket that is reduced too early or never, and a plan that omits the copy for gloo or for the cast to
+    fp32, omits the weights that ZeRO-3 gathers, or counts reduced gradients before the first reduction."""
     groups = {ROLES[0]: [8], ROLES[1]: [8]}
     ops = [Op("a", kept=10, forward=3, backward=4, gradient=16), Op("b", kept=20, forward=1, backward=2, gradient=16)]
     for stage, cuda, copies, gathered in (
@@ -166,7 +167,7 @@ def test_moments_of_a_sharded_step() -> None:
         sharded = ShardedWeights(stage, 2, groups, 2)
         assert sharded.bucket == 8, "elements, so 16 bytes"
         row = list(sharded_phases(ops, sharded, 1, cuda=cuda))
-        # Sums of this rank's 4 + 4 elements; ZeRO-2 has none before the first reduction of the only micro-batch.
+        # Reduced gradients of this rank's 4 + 4 elements; ZeRO-2 has none before the first reduction.
         sums = 32 if stage == 3 else 0
         assert [(m.name, m.total - gathered) for m in row[:7]] == [
             ("micro-batch: a, forward", sums + 10 + 3),
@@ -177,7 +178,7 @@ def test_moments_of_a_sharded_step() -> None:
             ("gradient reduction", 32 + 16 + copies),
             ("gradient reduction", 32 + 16 + copies),
         ]
-        # The fp32 copy of one group's part; gloo's copy of the largest group in bf16.
+        # The fp32 copy of one group's partition; gloo's copy of the largest group in bf16.
         last = ("optimizer step", 32 + 4 * 4) if stage == 3 else ("weight all-gather", 32 + 2 * 4 * 2)
         assert [(m.name, m.total) for m in row[7:]] == [last]
     again = list(sharded_phases(ops, ShardedWeights(2, 2, groups, 2), 2, cuda=True))

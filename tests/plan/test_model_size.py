@@ -1,4 +1,4 @@
-"""Parameter counts against published models, FLOP counts against a count by torch."""
+"""Parameter counts against published models, FLOP counts against torch's FlopCounterMode."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ VOCAB = 250_880
     ],
 )
 def test_bloom_family(hidden: int, layers: int, heads: int, count: int) -> None:
-    """Catches a missing bias, norm or embedding norm, or a tied head counted twice."""
+    """Catches a missing bias, norm or embedding norm, and a tied head counted twice."""
     config = ModelConfig(hidden_size=hidden, num_layers=layers, num_heads=heads, vocab_size=VOCAB)
     assert parameter_count(config) == count
 
@@ -60,8 +60,8 @@ def test_optional_parameters() -> None:
 
 
 def test_qwen3() -> None:
-    """Catches heads as wide as hidden_size / num_heads, and norms of heads that are forgotten or counted a head:
-    Qwen3-0.6B has 596,049,920 parameters."""
+    """Catches a head size of hidden_size / num_heads, and QK norms that are missing or counted per head: Qwen3-0.6B has
+    596,049,920 parameters."""
     qwen = ModelConfig(
         hidden_size=1024, num_layers=28, num_heads=16, num_kv_heads=8, head_size=128, ffn_size=3072, vocab_size=151936,
         position=Position.rope, norm=NormKind.rmsnorm, mlp=MLPKind.swiglu, embedding_norm=False, bias=False,
@@ -72,7 +72,7 @@ def test_qwen3() -> None:
 
 
 def test_tiny_llama() -> None:
-    """Catches keys of every query head, a gate that is missing, a bias in a norm or a projection that is to have none:
+    """Catches keys counted for every query head, a missing gate, and a bias in a norm or projection that has none:
     TinyLlama-1.1B has 1,100,048,384 parameters (Zhang et al. 2024)."""
     biased = ModelConfig(
         hidden_size=2048, num_layers=22, num_heads=32, num_kv_heads=4, ffn_size=5632, vocab_size=32000,
@@ -86,7 +86,7 @@ def test_tiny_llama() -> None:
 
 
 def test_model_flops_equal_counted_ones() -> None:
-    """Catches a missing head, a wrong attention term or a factor of two: torch counts the real matrix products."""
+    """Catches a missing head, a wrong attention term or a factor of two: torch counts the FLOPs of the real GEMMs."""
     config = ModelConfig(num_layers=1, hidden_size=16, num_heads=2, ffn_size=40, vocab_size=50)
     seq_len, heads, head_dim = 12, config.num_heads, config.head_dim
     shapes = [(48, 16), (16, 16), (40, 16), (16, 40), (50, 16)]
@@ -107,9 +107,9 @@ FEATURES = {"num_heads": 4, "head_size": 6, "num_kv_heads": 2, "mlp": MLPKind.sw
 @pytest.mark.parametrize("hidden", [0.0, 0.1])
 @pytest.mark.parametrize("mode", list(Recompute)[:3])
 def test_hardware_flops_equal_counted_ones(mode: Recompute, hidden: float, changes: dict) -> None:
-    """Catches products counted that recomputation stops before, and products it does again that are not counted.
+    """Catches GEMMs that are counted but not recomputed, and recomputed GEMMs that are not counted.
 
-    Attention dropout chooses the explicit product: torch's counter does not know the CPU's fused kernel.
+    Attention dropout selects attention with explicit scores: torch's counter does not know the CPU's fused kernel.
     """
     config = ModelConfig(
         **{"num_layers": 2, "hidden_size": 16, "num_heads": 2, "ffn_size": 40, "vocab_size": 50} | changes,
@@ -126,7 +126,7 @@ def test_hardware_flops_equal_counted_ones(mode: Recompute, hidden: float, chang
 
 
 def test_a_window_is_what_a_token_sees() -> None:
-    """Catches products with keys that no token sees in MFU, and a window above the sample that adds some."""
+    """Catches MFU that counts keys outside the window, and a window longer than the sample that adds FLOPs."""
     config = ModelConfig(num_layers=1, hidden_size=16, num_heads=2, vocab_size=50)
     whole, seen = model_flops_per_token(config, 12), model_flops_per_token(replace(config, window=5), 12)
     assert whole - seen == 12 * 16 * (12 - 5)
@@ -134,8 +134,8 @@ def test_a_window_is_what_a_token_sees() -> None:
 
 
 def test_recomputed_attention_stops_at_what_backward_needs() -> None:
-    """Catches probabilities of fused_softmax that are multiplied by the values again, and a dropout whose result is
-    not. One product is 2 * 16 * 12 operations a token."""
+    """Catches a recomputed GEMM of probabilities and values for fused_softmax, and a missing one with dropout. One GEMM
+    is 2 * 16 * 12 FLOPs per token."""
     config = ModelConfig(num_layers=1, hidden_size=16, num_heads=2, vocab_size=50)
     for attention, dropout, products in (
         (AttentionKind.fused_softmax, 0.0, 1),
@@ -148,8 +148,8 @@ def test_recomputed_attention_stops_at_what_backward_needs() -> None:
 
 @pytest.mark.parametrize("cores", [(), ("core",)])
 def test_a_block_of_a_plugin(cores: tuple[str, ...]) -> None:
-    """Catches elements of a plugin's matrices that are not multiplied and added, a vector that is taken for a matrix,
-    and attention that is counted where no core is named, or not where one is."""
+    """Catches a plugin's matrices without a multiply and an add per element, a vector counted as a matrix, and
+    attention that is counted without a named core, or not counted with one."""
 
     class Mixer(torch.nn.Module):
         sharding = ShardingTable({}, attention_cores=cores)

@@ -1,4 +1,4 @@
-"""Where the peak of a device comes from."""
+"""The peak TFLOP/s of a device: configured, measured or from its data sheet."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def test_measured_once_and_cached(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_busy_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a peak that is low, and remembered, because other programs had the processor when it was measured: the
-    model's share of it (MFU) would be more than 1."""
+    """Catches a peak that is too low, and cached, because other programs used the processor during the measurement: MFU
+    would exceed 1."""
     quiet = device_peak_tflops(CPU, torch.float32, 1, cache_dir=tmp_path / "quiet")
 
     def waits(*arguments: object) -> None:
@@ -59,7 +59,7 @@ def test_a_busy_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.usefixtures("quick_measurement")
 def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    """Catches a run that fails because a cache does."""
+    """Catches a run that fails because its cache cannot be written."""
     (tmp_path / "file").touch()
     assert device_peak_tflops(CPU, torch.float32, 1, cache_dir=tmp_path / "file" / "cache") > 0
 

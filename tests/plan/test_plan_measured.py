@@ -1,4 +1,4 @@
-"""Steps that were measured on a machine, planned from its calibration alone; both are stored."""
+"""Tests plans from a machine's calibration alone against steps that were measured on it; both are stored."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from scripts.bench.plan_measured import ComparedStep, compared_steps, read_store
 from scripts.bench.plan_rows import ROWS, half_of
 
 LEAST_ROWS = 38
-"""Of the stored run, which is a whole one."""
+"""Rows of the stored run, which is complete."""
 LEAST_WITHIN = 0.73
 """Share of a half whose plans are within 10% of what was measured."""
 MEAN = 0.07
@@ -19,7 +19,7 @@ def stored_steps() -> list[ComparedStep]:
 
 
 def test_measured_steps_are_planned() -> None:
-    """Catches a change of the model that moves it away from what was measured."""
+    """Catches a change that moves the plan away from the measured steps."""
     found = stored_steps()
     assert len(found) >= LEAST_ROWS
     for half in ("fit", "judge"):
@@ -29,7 +29,7 @@ def test_measured_steps_are_planned() -> None:
 
 
 def test_every_kind_of_layout_and_shape_is_measured() -> None:
-    """Catches a table of measurements that leaves out what is hard to plan."""
+    """Catches a table of measurements without the layouts that are hard to plan."""
     assert len({row.name for row in ROWS}) == len(ROWS) >= 30
     layouts = [row.layout for row in ROWS]
     assert {layout.get("zero_stage") for layout in layouts} >= {0, 2, 3}

@@ -1,4 +1,4 @@
-"""Published scaling laws, by what their papers say of them."""
+"""Published scaling laws against values in their papers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_hoffmann_gophers_budget() -> None:
 
 
 def test_epoch_agrees_with_chinchilla() -> None:
-    """Catches the same of Epoch's fit, which finds some 20 tokens a parameter: Chinchilla has 70 B and 1.4 T."""
+    """Catches the same in Epoch's fit of about 20 tokens per parameter: Chinchilla has 70 B and 1.4 T."""
     law = LAWS["epoch2024"]
     parameters, tokens = law.best(GOPHER_FLOPS)
     assert parameters == pytest.approx(70e9, rel=0.05) and tokens == pytest.approx(1.4e12, rel=0.06)
@@ -28,7 +28,7 @@ def test_epoch_agrees_with_chinchilla() -> None:
 
 @pytest.mark.parametrize("name", LAWS)
 def test_the_best_is_the_best(name: str) -> None:
-    """Catches an optimum that is none: no other size reaches the loss with the same compute."""
+    """Catches a wrong optimum: no other size reaches its loss with the same compute."""
     law = LAWS[name]
     for flops in (1e19, 1e22, 1e25):
         best, tokens = law.best(flops)

@@ -1,4 +1,4 @@
-"""The time of a step: its parts by hand, and published steps."""
+"""Tests the estimate of a step's time: its parts against hand calculations, the whole against published steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GPT = ModelConfig(
 SHAPE = StepShape(2048, 1, 32)
 A100 = DEVICES["a100_80gb"]
 FREE = replace(
-    # No limit but arithmetic at the peak: bytes, links and launches cost nothing, tiles are as fine as can be.
+    # Limited by peak FLOPs only: memory, links and kernel launches cost nothing, no wave quantization.
     A100,
     memory_gigabytes_per_s=1e15,
     node_gigabytes_per_s=1e15,
@@ -47,7 +47,8 @@ def step(parallel: ParallelConfig, shape: StepShape = SHAPE, execution: Executio
 
 
 def test_arithmetic_is_that_of_the_model() -> None:
-    """Catches a product that is left out or counted twice: at the peak a block takes its FLOPs, causal ones once."""
+    """Catches a GEMM that is left out or counted twice: at peak rate a block takes the time of its FLOPs, with only the
+    causal half of attention."""
     operators = RankOperators(GPT, ParallelConfig(), 2048, 2048, 2, FREE)
     flops, block, head = block_flops(GPT, 2048), operators.block(Recompute.none), operators.head()
     prologue = 1 + 128 / 4096
@@ -61,15 +62,15 @@ def test_arithmetic_is_that_of_the_model() -> None:
         assert passed.get("matmul", 0.0) == pytest.approx(products, rel=0.07)
         assert passed["matmul"] > products
         if causal:
-            # A flash kernel computes half of the scores, and backward once more.
+            # A FlashAttention kernel computes half of the scores; its backward pass recomputes them.
             attention = 2048 * causal / A100.peak_flops * (1.25 if causal > hidden else 1.0)
             assert passed["attention"] == pytest.approx(attention, rel=1e-6)
     assert total(head.forward) == pytest.approx(prologue * 2048 * head_flops(GPT).forward / A100.peak_flops, rel=1e-3)
 
 
 def test_attention_that_must_repeat() -> None:
-    """Catches determinism and ALiBi that cost nothing on GPUs whose quickest kernels know neither, and rates of heads
-    of another width."""
+    """Catches determinism and ALiBi that cost nothing on GPUs whose fastest kernels support neither, and rates of
+    another head dimension."""
 
     def attention(model: ModelConfig, device: str = "h100", **how: bool) -> tuple[float, float]:
         execution = replace(MEGADS, **how)
@@ -87,14 +88,14 @@ def test_attention_that_must_repeat() -> None:
 
 
 def test_a_product_runs_in_waves_and_wants_whole_lines() -> None:
-    """Catches a product of one tile more than the processors that takes no longer, and one that is not aligned."""
+    """Catches a second wave of tiles that costs nothing, and an unaligned GEMM that is as fast as an aligned one."""
     waves = [matmul_seconds(A100, 256 * rows, 128 * 108, 8192) for rows in (1, 2)]
     assert waves[1] == pytest.approx(2 * waves[0], rel=1e-6)
     assert matmul_seconds(A100, 2048, 1800, 14400) > 1.15 * matmul_seconds(A100, 2048, 1792, 14400)
 
 
 def test_recomputation_costs_a_forward_pass() -> None:
-    """Catches recomputation that is free: selective makes attention's core again, full all but the last product."""
+    """Catches recomputation that is free: selective repeats core attention, full all but the last GEMM."""
     operators = RankOperators(GPT, ParallelConfig(), 2048, 2048, 2, A100)
     again = {mode: operators.block(mode).backward_input["recompute"] for mode in Recompute if mode != "auto"}
     forward = operators.block(Recompute.none).forward
@@ -108,7 +109,7 @@ def test_recomputation_costs_a_forward_pass() -> None:
 
 
 def test_the_parts_are_the_step() -> None:
-    """Catches a part that is counted twice or lost, and a pipeline whose waits are not its bubble."""
+    """Catches a part that is counted twice or lost, and pipeline idle time that is not the schedule's bubble."""
     for schedule, virtual, micro_batches in (("1f1b", None, 64), ("interleaved", 2, 64), ("zb_h1", None, 64)):
         parallel = ParallelConfig(tp=2, pp=4, schedule=ScheduleName(schedule), virtual_stages=virtual)
         found = step(parallel, StepShape(2048, 1, micro_batches))
@@ -130,7 +131,7 @@ def test_the_parts_are_the_step() -> None:
     ids=str,
 )
 def test_phases_are_the_parts_in_other_words(layout: dict[str, int]) -> None:
-    """Catches a part of the plan that no phase of a timeline has, or two have."""
+    """Catches a part of the plan that no phase of a timeline includes, or that two include."""
     parallel = ParallelConfig(**layout)  # type: ignore[arg-type]
     model = StepModel(GPT, parallel, StepShape(2048, 1, 16, save_every_steps=100), A100)
     phases, estimate = model.phases(), model.estimate()
@@ -141,7 +142,7 @@ def test_phases_are_the_parts_in_other_words(layout: dict[str, int]) -> None:
 
 
 def test_long_steps_are_as_if_they_were_simulated_whole() -> None:
-    """Catches an extrapolation of the clock that is off."""
+    """Catches a wrong extrapolation of the simulated step."""
     for schedule, virtual in (("1f1b", None), ("interleaved", 3), ("zb_v", 2)):
         parallel = ParallelConfig(pp=4, schedule=ScheduleName(schedule), virtual_stages=virtual)
         model = StepModel(GPT, parallel, StepShape(2048, 1, 96), A100)
@@ -152,7 +153,7 @@ def test_long_steps_are_as_if_they_were_simulated_whole() -> None:
 
 
 def test_messages_are_hidden_as_the_engine_hides_them() -> None:
-    """Catches collectives that cost nothing, or that count in full where megads computes beside them."""
+    """Catches collectives that cost nothing, or that count in full where megads overlaps them with compute."""
     whole, shared = step(ParallelConfig(tp=8)), step(ParallelConfig(tp=8, sequence_parallel=True))
     serial = step(ParallelConfig(tp=8), execution=replace(MEGADS, overlap_tp=False))
     cut = step(ParallelConfig(tp=8, sequence_parallel=True, tp_chunks=4))
@@ -168,7 +169,7 @@ def test_messages_are_hidden_as_the_engine_hides_them() -> None:
 
 
 def test_optimizer_saves_and_new_weights_are_counted() -> None:
-    """Catches a step that ends with its gradients."""
+    """Catches a step time without the optimizer, the parameter all-gather, checkpoints or main_grad."""
     parallel = ParallelConfig(dp=8)
     found = step(parallel, replace(SHAPE, save_every_steps=10))
     parameters = GPT.num_layers * 12 * 4096**2 + 2 * 51200 * 4096
@@ -176,7 +177,7 @@ def test_optimizer_saves_and_new_weights_are_counted() -> None:
     assert found.parts["param_gather"] == pytest.approx(7 / 8 * parameters * 2 / A100.node_bytes_per_s, rel=0.01)
     assert found.parts["checkpoint"] == pytest.approx(parameters / 8 * 12 / 25e9 / 10, rel=1e-3)
     assert "param_gather" not in step(replace(parallel, zero_stage=3)).parts
-    # bf16 gradients are read, fp32 sums read and written, for every micro-batch.
+    # For every micro-batch, bf16 gradients are read, and fp32 main_grad is read and written.
     matrices = parameters - 51200 * 4096
     assert found.parts["main_grad"] == pytest.approx(32 * matrices * 10 / A100.memory_bytes_per_s, rel=0.01)
     stages = StepModel(GPT, ParallelConfig(pp=3), SHAPE, A100)
@@ -185,8 +186,8 @@ def test_optimizer_saves_and_new_weights_are_counted() -> None:
 
 
 def test_tied_embeddings_are_reduced_between_the_end_stages() -> None:
-    """Catches a tied gradient that costs nothing without data parallelism or something in a V shape, and one that
-    takes the network although both stages are in one node."""
+    """Catches a tied gradient whose reduction is free without data parallelism or costs time in a V-shaped schedule,
+    and one that crosses nodes although both stages are in one node."""
     tied = replace(GPT, tie_embeddings=True)
 
     def reduction(parallel: ParallelConfig) -> float:
@@ -204,7 +205,7 @@ def test_tied_embeddings_are_reduced_between_the_end_stages() -> None:
 
 
 def test_figures_follow_from_the_time() -> None:
-    """Catches another FLOP convention: model FLOPs, causal attention in full, nothing recomputed."""
+    """Catches a FLOP convention other than model FLOPs with causal attention in full and no recomputation."""
     parallel = ParallelConfig(tp=2, dp=4, recompute=Recompute.full)
     found = step(parallel)
     tokens = 2048 * 32 * 4
@@ -226,7 +227,7 @@ QUICK = (
 
 
 def test_some_published_steps_are_planned() -> None:
-    """Catches a change of the model that moves it away from what others measured; the slow test has every row."""
+    """Catches a change that moves the estimate away from published measurements; the slow test has every row."""
     found = errors(row for row in published_steps() if row.name in QUICK)
     assert len(found) == len(QUICK)
     assert max(map(abs, found.values())) < 0.1, found
@@ -235,7 +236,8 @@ def test_some_published_steps_are_planned() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("half", ["fit", "judge"])
 def test_published_steps_are_planned(half: str) -> None:
-    """Catches the same on all rows, those above all that did not choose the constants; docs/planning.md lists them."""
+    """Catches the same on all rows, above all those that the constants were not fitted to; docs/planning.md lists
+    them."""
     found = errors(row for row in published_steps() if row.half == half)
     assert len(found) >= 30
     assert fmean(map(abs, found.values())) < 0.075, found
@@ -244,15 +246,15 @@ def test_published_steps_are_planned(half: str) -> None:
 
 @pytest.mark.slow
 def test_rows_that_came_last_are_planned() -> None:
-    """Catches the same on NeMo's steps on H100, which chose one constant after they had been planned blind; those of
-    torchtitan are of a card with less power."""
+    """Catches the same on NeMo's H100 steps, to which one constant was fitted after they had been predicted blind;
+    torchtitan's are of cards with a lower power limit."""
     found = errors(row for row in published_steps() if row.half == "blind" and row.name.startswith("dgxc"))
     assert len(found) >= 10
     assert fmean(map(abs, found.values())) < 0.07 and max(map(abs, found.values())) < 0.11, found
 
 
 def test_a_published_rate_becomes_seconds_by_its_own_convention() -> None:
-    """Catches attention that is counted in full where a source counts what causality leaves, or the other way round."""
+    """Catches attention that is counted in full where a source counts only the causal part, or the other way round."""
     (row,) = (row for row in published_steps() if row.name == "llama3 405B 131072 tokens")
     projections = 126 * 16384 * (2 * 16384 + 2 * 8 * 128 + 3 * 53248) + 16384 * 128256
     causal = 6 * projections + 6 * 126 * 131072 * 16384
@@ -260,20 +262,20 @@ def test_a_published_rate_becomes_seconds_by_its_own_convention() -> None:
 
 
 def test_halves_are_about_equal_and_of_every_source() -> None:
-    """Catches a source whose rows all chose the constants."""
+    """Catches a source whose rows were all used to fit the constants."""
     sources = {row.name.split(maxsplit=1)[0] for row in published_steps() if row.half != "blind"}
     for half in ("fit", "judge"):
         assert {row.name.split(maxsplit=1)[0] for row in published_steps() if row.half == half} == sources
 
 
 def test_the_model_needs_no_torch() -> None:
-    """Catches an import that makes planning wait for torch."""
+    """Catches an import that makes planning load torch."""
     code = "import sys, megads.plan.step_estimate, megads.plan.layout_search; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_devices_come_from_files_too(tmp_path: Path) -> None:
-    """Catches a file whose values are not taken, and a mistake in one that is not named."""
+    """Catches a device file whose values are ignored, and a mistake in one that the error does not name."""
     path = tmp_path / "own.yaml"
     path.write_text("like: h100\nnic_gigabytes_per_s: 12.5\nproducts: [[4096, 4096, 4096, 600.0]]\n")
     found = find_device(str(path))
@@ -302,7 +304,8 @@ def test_devices_come_from_files_too(tmp_path: Path) -> None:
 
 
 def test_a_calibrated_host_and_collectives_are_counted() -> None:
-    """Catches launches that cost nothing on a CPU, or a GPU that waits for its host while it is busy."""
+    """Catches launches that cost nothing on a CPU, and host time that a busy GPU should hide but that counts in
+    full."""
     costs = PassCosts(block_us=1000.0, pass_us=500.0, gigabytes_per_s=10.0, logit_ns=1.0)
     here = replace(A100, forward_costs=costs, backward_costs=costs, on_cpu=True, step_us=2000.0)
     plan = estimate_step(GPT, ParallelConfig(), StepShape(2048, 1, 4), here)
@@ -310,7 +313,7 @@ def test_a_calibrated_host_and_collectives_are_counted() -> None:
     busy = estimate_step(GPT, ParallelConfig(), StepShape(2048, 1, 4), replace(here, on_cpu=False))
     idle = estimate_step(GPT, ParallelConfig(), StepShape(16, 1, 4), replace(here, on_cpu=False))
     assert busy.parts["host"] < 0.1 * plan.parts["host"] < idle.parts["host"] < plan.parts["host"]
-    # 24 blocks of four micro-batches are launched forward and backward, and forward again.
+    # Recomputation launches the forward pass of 24 blocks again for each of four micro-batches.
     again = LayoutCosts("recompute_full", 500.0, 0.0)
     quick, full = replace(costs, gigabytes_per_s=1000.0), ParallelConfig(recompute=Recompute.full)
     gpu = replace(here, forward_costs=quick, backward_costs=quick, on_cpu=False, layout_costs=(again,))
@@ -340,7 +343,7 @@ def test_a_calibrated_host_and_collectives_are_counted() -> None:
     ],
 )
 def test_costs_of_a_layout_are_counted_as_often_as_they_occur(costs: str, layout: ParallelConfig, times: int) -> None:
-    """Catches a cost of a pipeline that is counted for every virtual stage, or one of a block in other layouts."""
+    """Catches a pipeline cost that is counted for every virtual stage, or a cost per block counted in other layouts."""
     free = replace(FREE, on_cpu=True)
     slower = replace(free, layout_costs=(LayoutCosts(costs, 1000.0, 0.0),))
     plain, found = (estimate_step(GPT, layout, SHAPE, device) for device in (free, slower))

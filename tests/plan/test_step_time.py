@@ -34,7 +34,7 @@ SPEED = Speed(tflops=2.0)
 
 @pytest.mark.parametrize("name", list(ScheduleName))
 def test_costs_add_up_to_the_model(name: ScheduleName) -> None:
-    """Catches a layer that costs nothing, or attention's products counted otherwise than in the MFU."""
+    """Catches a layer without cost, and attention GEMMs counted differently than in the MFU."""
     costs = estimated_costs(MODEL, ParallelConfig(pp=2, tp=2, schedule=name), WORK, SPEED)
     total = sum(map(sum, (costs.forward, costs.backward_input, costs.backward_weight)))
     assert total == pytest.approx(model_flops_per_token(MODEL, 32) * 64 / 2 / 2e12)
@@ -43,7 +43,7 @@ def test_costs_add_up_to_the_model(name: ScheduleName) -> None:
 
 
 def test_a_head_in_chunks_is_done_forward() -> None:
-    """Catches a head whose gradients are paid for where they are not made, or that a chunk of all tokens changes."""
+    """Catches head gradients not charged to the pass that computes them, or changed by a chunk of all tokens."""
     plain, cut, whole = (
         estimated_costs(MODEL, ParallelConfig(pp=2, schedule=ScheduleName.zb_h1), replace(WORK, loss_chunk=n), SPEED)
         for n in (None, 20, 64)
@@ -56,7 +56,7 @@ def test_a_head_in_chunks_is_done_forward() -> None:
 
 
 def test_recomputation_costs() -> None:
-    """Catches recomputed blocks that are free on the clock."""
+    """Catches activation recomputation that costs no time."""
     parallel = ParallelConfig(pp=2, recompute=Recompute.full, recompute_blocks=[4, 0])
     plain, recomputed = (estimated_costs(MODEL, p, WORK, SPEED) for p in (ParallelConfig(pp=2), parallel))
     modes = [Recompute.full] * 4 + [Recompute.none] * 4
@@ -66,7 +66,7 @@ def test_recomputation_costs() -> None:
 
 
 def test_messages_cost_their_bytes() -> None:
-    """Catches messages that are as large as all tensor-parallel ranks' together, or free."""
+    """Catches p2p transfers that are as large as all tensor-parallel ranks' together, or free."""
     speed = replace(SPEED, gigabytes_per_s=3.0, latency_us=5.0)
     cut = ParallelConfig(pp=2, tp=2, sequence_parallel=True)
     costs = estimated_costs(MODEL, cut, WORK, speed)
@@ -77,7 +77,7 @@ def test_messages_cost_their_bytes() -> None:
 
 
 def test_an_estimated_partition_is_faster() -> None:
-    """Catches auto that is no better than counting layers where the head is heavy, or changes another layout."""
+    """Catches partition=auto no faster than equal layer counts under a large head, or that changes other layouts."""
     given = ParallelConfig(pp=2, partition=Partition.auto)
     heavy = replace(MODEL, vocab_size=8192)
     chosen = with_estimated_partition(heavy, given, 32)
@@ -89,7 +89,7 @@ def test_an_estimated_partition_is_faster() -> None:
 
 
 def test_even_stages_wait_as_the_formula_says() -> None:
-    """Catches an outlook of another schedule or number of micro-batches than the layout's."""
+    """Catches an estimate for another schedule or number of micro-batches than the layout's."""
     even = replace(MODEL, vocab_size=1)
     found = outlook(even, ParallelConfig(pp=4, partition=Partition.uniform), WORK, SPEED)
     assert found.unit_bubble_share == pytest.approx(3 / 9)
@@ -102,7 +102,7 @@ COSTS = ScheduleCosts([1.0, 2.0, 3.0, 4.0], [1.5, 2.5, 3.5, 4.5], [0.5, 1.0, 1.5
 
 @pytest.mark.parametrize("name", ["zb_h1", "zb_v", "interleaved"])
 def test_costs_are_found_again(name: str) -> None:
-    """Catches means over the wrong stage or part, and a wait for work that is taken for the way of a message."""
+    """Catches means over the wrong stage or pass, and a wait for work that counts as p2p transfer time."""
     ranks = 4 if name == "zb_h1" else 2
     timeline = run_clock(build_schedule(name, ranks, None, 6), COSTS)
     found = mean_costs(simulated_step(timeline), 4)
@@ -117,7 +117,7 @@ def test_costs_are_found_again(name: str) -> None:
 
 
 def test_costs_of_layers_are_found() -> None:
-    """Catches a block that is counted at the ends twice, or the final norm as one: 4 a block, 1 and 6 at the ends."""
+    """Catches an end block counted twice, or the final norm as a block. Costs: 4 per block, 1 and 6 at the ends."""
     blocks, bounds = (1, 3, 2, 0), (0, 2, 5, 7, 9)
     totals = [4.0 * number for number in blocks]
     totals[0] += 1
@@ -129,7 +129,7 @@ def test_costs_of_layers_are_found() -> None:
 
 
 def test_idle_time_is_the_clock_s() -> None:
-    """Catches a share that counts waits as work; the clock has it from the schedule's busy times."""
+    """Catches a share that counts waits as work; the simulation computes it from the busy times."""
     for name in ScheduleName:
         timeline = run_clock(build_schedule(name, 2, None, 5), replace(COSTS, latency=0.0))
         assert idle_share(simulated_step(timeline)) == pytest.approx(timeline.bubble_share)
@@ -138,7 +138,7 @@ def test_idle_time_is_the_clock_s() -> None:
 
 
 def test_a_trace_for_perfetto() -> None:
-    """Catches times in seconds, ranks without a name, and arrows that begin or end nowhere, or run backwards."""
+    """Catches times in seconds, ranks without a name, and arrows without a start or an end, or backwards in time."""
     traces = simulated_step(run_clock(build_schedule("zb_v", 2, None, 3), COSTS))
     events = json.loads(json.dumps(perfetto_trace({"step 7": traces})))["traceEvents"]
     slices = [event for event in events if event["ph"] == "X"]
@@ -148,7 +148,7 @@ def test_a_trace_for_perfetto() -> None:
     names = {event["args"]["name"] for event in events if event["ph"] == "M" and "name" in event["args"]}
     assert names == {"step 7", "rank 0 (pipeline rank 0)", "rank 1 (pipeline rank 1)"}
     starts, ends = ({e["id"]: e for e in events if e["ph"] == phase} for phase in ("s", "f"))
-    # Down 0 -> 1 and 2 -> 3, up again 3 -> 2 and 1 -> 0, for each micro-batch; 1 -> 2 stays on its rank.
+    # Forward 0 -> 1 and 2 -> 3, backward 3 -> 2 and 1 -> 0, per micro-batch; 1 -> 2 stays on its rank.
     assert len(starts) == 3 * 4 and starts.keys() == ends.keys()
     for name, start in starts.items():
         assert start["tid"] != ends[name]["tid"]

@@ -1,4 +1,4 @@
-"""Finite but wrong values: found by real ranks in every kind of layout, told apart, and the training none the wiser."""
+"""Silent data corruption is detected and attributed in every layout, and the check does not change training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MORE = {"dp3": ParallelConfig(dp=3), "tp2dp3": ParallelConfig(tp=2, dp=3)}
 WRONG = {"same": always_the_same, "random": at_random}
 WGRAD = ("weight_gradient", "add_weight_gradient")
 
-# Layout, what goes wrong, products that are counted, the rank that computes wrongly, and the ranks that are named.
+# Layout, fault, GEMM functions that are counted, faulty rank, and ranks that must be named.
 FAULTS: list[tuple[str, Any, Sequence[str], int, list[int]]] = [
     ("tp2pp2", 0, (), 1, [1]),
     ("tp2pp2", 3, ("linear_into",), 2, [2]),
@@ -63,8 +63,8 @@ FAULTS: list[tuple[str, Any, Sequence[str], int, list[int]]] = [
 def checked_steps(
     layout: str, folder: Path, precision: str, faults: Sequence[tuple[Any, Sequence[str], int]]
 ) -> list[tuple[str, bool]]:
-    """Trains steps without checks, and again with a check and a fault in each; says what followed, and whether results
-    and state are the same bits."""
+    """Trains each step without a check, and again with a check and a fault; returns the reported fault, and whether
+    results and state are bitwise equal."""
     megads.resilience.silent_corruption.HEAD_START_S = 0.0
     batch = 8 if layout == "hierarchical" else 12
     model = replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1)
@@ -113,8 +113,8 @@ def digests(shards: Sequence[Shard]) -> dict[str, str]:
 @pytest.mark.quick("dp3")
 @pytest.mark.parametrize("layout", dict.fromkeys(layout for layout, *_ in FAULTS))
 def test_a_wrong_product_is_found_and_its_rank_named(layout: str, tmp_path: Path) -> None:
-    """Catches a fault that is not found or is applied, a rank blamed for what another one sent it, computations that
-    differ without a fault (dropout, buffers that keep something), and a checked step of other bits than unchecked."""
+    """Catches a faulty GEMM that is not found or is applied, a rank blamed for values that it received, recomputations
+    that differ without a fault (dropout, stale buffers), and a checked step not bitwise equal to an unchecked one."""
     wanted = [fault for fault in FAULTS if fault[0] == layout]
     given = [fault[1:4] for fault in wanted]
     precision = "bfloat16" if layout in ("tp2pp2", "zero3dp3", "cp2dp2") else "float32"
@@ -132,7 +132,7 @@ def test_a_wrong_product_is_found_and_its_rank_named(layout: str, tmp_path: Path
 
 
 def suspicious_steps(layout: str, folder: Path, faulty: int) -> list[bool]:
-    """Trains a step that is suspicious without a fault, and one with; says whether each is that of an unchecked run."""
+    """Trains a suspicious step without a fault, and one with; returns whether each equals an unchecked run's."""
     engine, scenario = build_engine(scenario_with(), LAYOUTS[layout]), scenario_with()
     rank, same = engine.grid.rank, []
     events = EventWriter(folder, enabled=rank == 0)
@@ -155,7 +155,7 @@ def suspicious_steps(layout: str, folder: Path, faulty: int) -> list[bool]:
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", ["tp2pp2", "pp2dp2", "zero2dp2", "zero3dp2"])
 def test_a_suspicious_step_is_computed_again(layout: str, tmp_path: Path) -> None:
-    """Catches an update that is made before the step is computed again, and gradients that are added up twice."""
+    """Catches an update that is made before the step is recomputed, and gradients that are accumulated twice."""
     world, faulty = LAYOUTS[layout].world_size, 1
     assert run_ranks(suspicious_steps, world, layout, tmp_path, faulty) == [[True, True]] * world
     plain, wrong = read_json_lines(tmp_path / EVENTS_FILE)
@@ -165,7 +165,7 @@ def test_a_suspicious_step_is_computed_again(layout: str, tmp_path: Path) -> Non
 
 
 def test_every_third_step_is_checked(tmp_path: Path) -> None:
-    """Catches a check in the step after, in which no checkpoint is saved, and one in every step."""
+    """Catches a check one step too late, when no checkpoint is saved, and a check of every step."""
     engine: Any = None
     hook, due = ComputeHook(engine, EventWriter(tmp_path, enabled=False), 3), []
     for step in range(1, 8):
@@ -175,7 +175,7 @@ def test_every_third_step_is_checked(tmp_path: Path) -> None:
 
 
 def test_a_checksum_sees_any_flip_and_any_order() -> None:
-    """Catches a sum that errors vanish in: of two elements that change places, or of +1 and -1 at different places."""
+    """Catches a checksum that misses two swapped elements, or errors of +1 and -1 at different positions."""
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         x = torch.randn(70_001, generator=torch.Generator().manual_seed(0)).to(dtype)
         words = x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
@@ -200,7 +200,7 @@ def test_a_checksum_sees_any_flip_and_any_order() -> None:
 
 
 def test_two_traces_part_where_the_first_entry_differs() -> None:
-    """Catches a comparison of totals, in which a difference has no place, and entries that are noted out of a check."""
+    """Catches a comparison of totals, which does not locate a difference, and entries recorded outside of a check."""
     trace, traces = ComputeTrace(), []
     for wrong in (False, True):
         trace.record("before", torch.ones(2))
@@ -217,7 +217,7 @@ def compared(rank: int, peer: int, coordinates: tuple[int, int], **found: Differ
 
 
 def test_who_computed_wrongly() -> None:
-    """Catches blame on the rank that a wrong value came to first in time, not in the order of computation."""
+    """Catches blame on the rank that a wrong value reached first in time, not in the order of computation."""
     sent, later = Difference(4, "a message", received=False), Difference(9, "a gradient", received=False)
     got = Difference(2, "a received p2p tensor", received=True)
     own = [
@@ -229,10 +229,10 @@ def test_who_computed_wrongly() -> None:
     # The peer of rank 0 is rank 2, which computed rank 0's samples wrongly once.
     pairs = [compared(0, 2, (0, 0), by_peer=sent), compared(2, 0, (0, 1))]
     assert compute_fault(pairs).ranks == [2]
-    # Two ranks at once: what rank 2 computed first does not excuse what rank 0 computes in another group.
+    # Two faulty ranks: rank 2's earlier error does not explain rank 0's error in another group.
     assert compute_fault([compared(0, 2, (0, 0), by_rank=later, by_peer=sent), pairs[1]]).ranks == [0, 2]
     assert compute_fault([compared(2, 2, (1, 0), by_rank=got)]).found == ((2, "a received p2p tensor"),)
-    # Each repeats itself: with three that compute the same, the one in both pairs; with two, both.
+    # Every rank reproduces its own result: of three replicas, the one in both pairs is at fault; of two, both may be.
     three = [
         compared(0, 2, (0, 0)), compared(1, 0, (0, 1), across=sent), compared(2, 1, (0, 2), across=sent)
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Flipped bits in weights and optimizer state: found by real ranks, named, and nothing found where nothing is wrong."""
+"""Tests that real ranks find and name flipped bits in weights and optimizer state, without false alarms."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EMBEDDING = "embedding.word.weight"
 MORE = {"dp3": ParallelConfig(dp=3), "dp3, ZeRO-0": ParallelConfig(dp=3, zero_stage=0)}
 AFTER, BETWEEN = "after the update", "before the next"
 
-# Layout, moment, key of the tensor, rank whose copy gets a flipped bit, and what is said of it.
+# Layout, moment, key of the tensor, rank whose copy gets a flipped bit, and the expected message.
 FLIPS = [
     ("dp3, ZeRO-0", AFTER, f"exp_avg/{BIAS}", 1, "of rank 1 differs from its copies on ranks 0, 1, 2"),
     ("dp3, ZeRO-0", AFTER, f"working_weight/{BIAS}", 2, "of rank 2 differs from its copies on ranks 0, 1, 2"),
@@ -44,13 +44,13 @@ HEALTHY = ["cp2dp2", "pp2dp3", "tp2pp2dp2", "tp2dp2sp", "pp2dp2, ZeRO-0", "hiera
 
 
 def watched_steps(layout: str, folder: Path, flips: list[tuple[str, str, int | None]]) -> list[str]:
-    """Trains with a check at every step, each flip in a step of its own; returns what is said of them."""
+    """Trains with a check at every step and one flip per step; returns the message of each flip."""
     megads.resilience.silent_corruption.HEAD_START_S = 0.0
     scenario = scenario_with(precision="bfloat16", steps=1, global_batch_size=24)
     engine = build_engine(scenario, (LAYOUTS | MORE)[layout])
     hooks: list[Hook] = [
         ReplicaHook(engine, EventWriter(folder, enabled=engine.grid.rank == 0), 1),
-        # It watches the gradients of every step, too.
+        # Reads the gradients of every step, too.
         LayerNormsHook(engine, layer_names(scenario.model), 1, MetricsWriter(folder, enabled=False)),
     ]
     number, said = 0, []
@@ -69,7 +69,7 @@ def watched_steps(layout: str, folder: Path, flips: list[tuple[str, str, int | N
             hook.on_step(info(StepLoss(number, number, 1.0, 1.0)))
 
     def flip(key: str, rank: int | None) -> None:
-        """One bit of the first element of the tensor; of the last rank that holds it where none is named."""
+        """Flips one bit of the tensor's first element, on `rank` or else on the last rank that holds it."""
         held = [replica.tensor for replica in engine.replicas() if replica.key == key]
         holders = [at for at, has in enumerate(engine.grid.control.gather(bool(held), bool)) if has]
         assert rank is None or rank in holders, f"{key} is on ranks {holders}"
@@ -100,8 +100,8 @@ def watched_steps(layout: str, folder: Path, flips: list[tuple[str, str, int | N
 @pytest.mark.quick("tp2dp2")
 @pytest.mark.parametrize("layout", dict.fromkeys(layout for layout, *_ in FLIPS))
 def test_a_flipped_bit_is_found_and_its_rank_and_tensor_named(layout: str, tmp_path: Path) -> None:
-    """Catches a copy that nothing is compared with, a tensor or rank that is wrongly named, a check
-    that not all ranks end by, and healthy steps before and after that are said to be ill."""
+    """Catches a copy that is never compared, a tensor or rank that is wrongly named, a check that does not end all
+    ranks, and healthy steps before and after that are reported as faulty."""
     wanted = [flip for flip in FLIPS if flip[0] == layout]
     world = (LAYOUTS | MORE)[layout].world_size
     everyone = run_ranks(watched_steps, world, layout, tmp_path, [flip[1:4] for flip in wanted])
@@ -116,14 +116,14 @@ def test_a_flipped_bit_is_found_and_its_rank_and_tensor_named(layout: str, tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", HEALTHY)
 def test_healthy_ranks_are_not_accused(layout: str, tmp_path: Path) -> None:
-    """Catches copies that are not the same in some layout, and a deadlock of lines that not all ranks are in."""
+    """Catches copies that differ without a fault in some layout, and a deadlock in groups that exclude some ranks."""
     assert (
         run_ranks(watched_steps, LAYOUTS[layout].world_size, layout, tmp_path, []) == [[]] * LAYOUTS[layout].world_size
     )
 
 
 def test_the_minority_is_at_fault() -> None:
-    """Catches the majority blamed for one bad rank, and one of two copies blamed at random."""
+    """Catches blaming the majority for one bad rank, and blaming one of two copies at random."""
     line = (0, 2, 4)
     seen = [BitSymptom(rank, "exp_avg/x", line, "a" if rank != 2 else "b", "differs") for rank in line]
     assert bit_faults(seen) == [BitFault("exp_avg/x", (2,), line, "differs")]

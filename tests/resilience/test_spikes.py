@@ -1,4 +1,4 @@
-"""Loss spikes: found in curves with planted ones, not in healthy ones, and the same after a restart."""
+"""Loss spikes: detected in curves with injected ones, not in healthy ones, and the same after a restart."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONFIG = SpikeConfig(window_steps=32, patience_steps=3)
 
 
 def curve(steps: int, share: float = 0.01, seed: int = 0) -> list[StepLoss]:
-    """A falling loss with noise, heavy-tailed; ten samples a step."""
+    """A falling loss with heavy-tailed noise; ten samples per step."""
     draw, at = np.random.default_rng(seed), np.arange(1, steps + 1)
     losses = (2 + 8 * (1 + at / 20) ** -0.6) * (1 + share * draw.standard_t(3, steps))
     norms = np.exp(0.2 * draw.standard_normal(steps))
@@ -31,7 +31,7 @@ def curve(steps: int, share: float = 0.01, seed: int = 0) -> list[StepLoss]:
 
 
 def changed(steps: list[StepLoss], first: int, count: int, factor: float, norm: float = 1.0) -> list[StepLoss]:
-    """The same with the losses and gradient norms of some steps multiplied."""
+    """The same curve with the losses and gradient norms of some steps multiplied."""
     within = range(first, first + count)
     return [StepLoss(s.step, s.samples, s.loss * factor, s.grad_norm * norm) if s.step in within else s for s in steps]
 
@@ -42,12 +42,12 @@ def found(steps: list[StepLoss], config: SpikeConfig = CONFIG) -> list[Spike]:
 
 
 def test_a_healthy_curve_has_no_spikes() -> None:
-    """Catches alarms by a steep beginning and by heavy tails."""
+    """Catches false alarms from a steep start or from heavy-tailed noise."""
     assert [spike for seed in range(5) for spike in found(curve(600, 0.02, seed), SpikeConfig())] == []
 
 
 def test_a_planted_spike_is_found_once_after_the_patience() -> None:
-    """Catches a spike that is missed, found late, reported at each of its steps, or whose range is not its own."""
+    """Catches a spike that is missed, found late, reported at each of its steps, or reported with a wrong range."""
     (spike,) = found(changed(curve(200), 120, 20, 1.5))
     assert (spike.first_step, spike.step, spike.samples) == (120, 122, 1220)
     assert (spike.begin, spike.begin_samples) == (116, 1160)
@@ -55,7 +55,7 @@ def test_a_planted_spike_is_found_once_after_the_patience() -> None:
 
 
 def test_short_and_small_rises_are_no_spikes() -> None:
-    """Catches one bad batch that rolls a run back, and a rise of a quiet curve that is none."""
+    """Catches a rollback after one bad batch, and a small rise of a curve with little noise reported as a spike."""
     assert found(changed(curve(200), 120, 2, 1.5)) == []
     assert found(changed(curve(200, share=0.0001), 120, 20, 1.015)) == []
     assert len(found(changed(curve(200, share=0.0001), 120, 20, 1.06))) == 1
@@ -64,20 +64,20 @@ def test_short_and_small_rises_are_no_spikes() -> None:
 
 
 def test_a_jump_with_its_gradient_norm_is_a_spike_at_once() -> None:
-    """Catches a divergence that is watched for as long as a small rise, and one batch that only has a high loss."""
+    """Catches a divergence that is reported only after the patience, and one batch with only a high loss reported."""
     jump = changed(curve(200), 120, 1, 6.0, norm=50.0)
     assert [spike.step for spike in found(jump)] == [120]
     assert found(changed(curve(200), 120, 1, 6.0)) == []
 
 
 def test_the_gradient_norm_dates_the_spike() -> None:
-    """Catches a rollback to a checkpoint between the gradient's explosion and the loss's."""
+    """Catches a rollback to a checkpoint between the gradient norm's explosion and the loss's."""
     (spike,) = found(changed(changed(curve(200), 118, 2, 1.0, norm=100.0), 120, 20, 1.5))
     assert spike.first_step == 118 and spike.begin == 114
 
 
 def test_steps_that_are_not_finite_are_passed_over() -> None:
-    """Catches a NaN that makes every median one."""
+    """Catches a NaN that turns every median into NaN."""
     steps = changed(curve(200), 120, 20, 1.5)
     nan = [StepLoss(s.step, s.samples, math.nan, math.inf) if s.step in (60, 100, 121) else s for s in steps]
     assert [spike.step for spike in found(nan)] == [123]
@@ -111,7 +111,7 @@ def hook(run_dir: Path, action: SpikeAction, saved: SavedState | None = None, mo
 
 
 def test_a_warning_is_an_event_and_training_goes_on(tmp_path: Path) -> None:
-    """Catches a run that is steered though nobody asked for it, and skipped steps that count."""
+    """Catches a rollback that was not requested, and skipped steps that count."""
     watch = hook(tmp_path, SpikeAction.warn, SavedState(100, "step_00000100", "d"))
     for step in changed(curve(200), 120, 20, 1.5):
         watch.on_step(info(step))
@@ -121,8 +121,8 @@ def test_a_warning_is_an_event_and_training_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_rollback_is_recorded_before_the_ranks_end(tmp_path: Path) -> None:
-    """Catches a decision that cannot be replayed, one that the limit does not end, and a run without a checkpoint that
-    ends for want of one."""
+    """Catches a decision that cannot be replayed, rollbacks beyond the limit, and a run that ends because it has no
+    checkpoint to roll back to."""
     steps = changed(curve(200), 120, 20, 1.5)
     for saved in (None, SavedState(110, "step_00000110", "d")):
         watch = hook(tmp_path, SpikeAction.roll_back, saved, most=1)
@@ -162,8 +162,8 @@ def test_the_last_step_saves_and_leaves_the_rollback_to_the_next_start(tmp_path:
 
 
 def test_skips_follow_from_the_record() -> None:
-    """Catches a rollback that a fresh start of the same folder takes over, one that is lost once it is saved, and an
-    order by which later entries count otherwise."""
+    """Catches a rollback applied to a fresh start in the same folder, one that is lost once a checkpoint includes it,
+    and an order that changes how later entries count."""
     one, two = RollbackRecord(30, "c30", (444, 516), 1), RollbackRecord(60, "c60", (700, 760), 2)
     user, later = SkipConfig(steps=[5, 6]), SkipConfig(samples=[900, 950])
     rolled = skips_with_rollbacks([user], [one], [user], "c30")
@@ -177,6 +177,6 @@ def test_skips_follow_from_the_record() -> None:
     "config", [SpikeConfig(threshold=0.5), SpikeConfig(window_steps=4), SpikeConfig(patience_steps=80)]
 )
 def test_settings_by_which_nothing_is_a_spike_are_refused(config: SpikeConfig) -> None:
-    """Catches a window that the spike itself fills."""
+    """Catches accepted settings that break detection, such as a window that the spike itself fills."""
     with pytest.raises(ConfigError, match=r"resilience\.spikes\."):
         config.check()

@@ -1,4 +1,4 @@
-"""Who works on what, as files in a folder tell it."""
+"""Claims of parts by participants, through files in a shared folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PARTS = ["a", "b", "c", "d"]
 
 
 def change(folder: Path, claims: Claims, *, silent_s: float = 0, **fields: object) -> None:
-    """Makes a participant look like another one, which was silent for a while."""
+    """Changes fields of a participant's file, and makes it `silent_s` older."""
     path = folder / "participants" / claims.identity
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
     seconds = path.stat().st_mtime - silent_s
@@ -24,7 +24,7 @@ def change(folder: Path, claims: Claims, *, silent_s: float = 0, **fields: objec
 
 
 def test_every_part_is_taken_once(tmp_path: Path) -> None:
-    """Catches a part that two processes take, and one that nobody does."""
+    """Catches a part that two processes take, and a part that no process takes."""
     with Claims(tmp_path, PARTS) as first, Claims(tmp_path, PARTS) as second:
         assert [first.take_any(0), second.take_any(1), first.take_any(0), second.take_any(3)] == ["a", "b", "c", "d"]
         assert first.take_any(0) is None and not second.take("a") and not first.take("a")
@@ -35,7 +35,7 @@ def test_every_part_is_taken_once(tmp_path: Path) -> None:
 
 
 def test_parts_of_the_dead_are_taken_over(tmp_path: Path) -> None:
-    """Catches parts that stay taken after a kill, on this machine or on another, and those taken from the living."""
+    """Catches parts that stay claimed by a dead process here or on another machine, and parts taken from live ones."""
     with Claims(tmp_path, PARTS) as own:
         here, there, slow, ended = (Claims(tmp_path, PARTS) for _ in range(4))
         for claims, part in zip((here, there, slow, ended), PARTS, strict=True):
@@ -43,7 +43,7 @@ def test_parts_of_the_dead_are_taken_over(tmp_path: Path) -> None:
             assert claims.take(part)
         change(tmp_path, here, born=1)
         change(tmp_path, there, machine="another", silent_s=60)
-        # Its pid means nothing here.
+        # Its pid is not of this machine.
         change(tmp_path, slow, machine="another", pid=1 << 30, silent_s=20)
         ended.__exit__(None, None, None)
         assert [own.take_any(0) for _ in range(4)] == ["a", "b", "d", None]
@@ -55,7 +55,7 @@ def test_parts_of_the_dead_are_taken_over(tmp_path: Path) -> None:
 
 
 def test_a_forgotten_part_is_taken_again(tmp_path: Path) -> None:
-    """Catches a damaged part that stays finished, for its own process and for others."""
+    """Catches a damaged part that stays finished for its own process or for others."""
     with Claims(tmp_path, PARTS) as own:
         assert own.take("a")
         own.finish("a", {})
@@ -66,7 +66,7 @@ def test_a_forgotten_part_is_taken_again(tmp_path: Path) -> None:
 
 
 def test_who_lives(tmp_path: Path) -> None:
-    """Catches a worker of another node that is taken for dead or for alive, and one whose file nobody can read."""
+    """Catches a live worker of another node taken for dead, a dead one taken for alive, and an ignored damaged file."""
     own = Participant.of_this_process()
     with Presence(tmp_path / "own", own), Presence(tmp_path / "there", own), Presence(tmp_path / "silent", own):
         for name, silent_s in (("there", 20), ("silent", 60)):
@@ -82,7 +82,7 @@ def test_who_lives(tmp_path: Path) -> None:
 
 
 def test_who_was_taken_for_dead_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a worker that others do not see any more, and one whose file gets old while it lives."""
+    """Catches a live worker whose removed file is not written again, or whose file is not touched regularly."""
     monkeypatch.setattr(claims_module, "BEAT_S", 0.01)
     path = tmp_path / "own"
     with Presence(path, Participant.of_this_process()) as presence:

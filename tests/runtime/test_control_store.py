@@ -1,4 +1,4 @@
-"""The launcher's orders, and what of them an agent hears when."""
+"""Orders of the launcher, and their delivery to agents."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megads.runtime.ports import Secret
 
 
 def wait_until(order: EndOrder, within_s: float) -> float:
-    """Returns how long it took."""
+    """Waits for an order; returns the seconds it took."""
     begin = time.monotonic()
     while not order.given():
         assert time.monotonic() < begin + within_s, "the order did not come"
@@ -24,8 +24,8 @@ def wait_until(order: EndOrder, within_s: float) -> float:
 
 
 def test_an_order_comes_without_being_asked_for() -> None:
-    """Catches an agent that does not hear the order, one that follows a stranger's, and one that hears no other order
-    after it."""
+    """Catches an agent that does not receive the order, that obeys a forged one, or that misses the real order after a
+    forged one."""
     secret = Secret.random()
     launcher = ControlStore(secret, "127.0.0.1")
     orders = [EndOrder(ControlStore(secret, "127.0.0.1", launcher.port)) for _ in range(4)]
@@ -50,7 +50,7 @@ def test_an_order_comes_without_being_asked_for() -> None:
 
 
 def test_a_launcher_that_is_gone_is_noticed() -> None:
-    """Catches ranks that outlive their launcher because the agent waits for its order."""
+    """Catches ranks that outlive a killed launcher because the agent keeps waiting for its order."""
     secret = Secret.random()
     serve = (
         "import sys, time; from megads.runtime.control_store import ControlStore; "
@@ -70,7 +70,7 @@ def test_a_launcher_that_is_gone_is_noticed() -> None:
 
 
 def test_a_node_reads_what_the_launcher_told_it() -> None:
-    """Catches a part of another node, one that a stranger made up, and one that he moved to another node."""
+    """Catches an assignment of another node, a forged one, and one that an attacker moved to another node."""
     secret = Secret.random()
     launcher = ControlStore(secret, "127.0.0.1")
     agent = ControlStore(secret, "127.0.0.1", launcher.port)

@@ -1,4 +1,4 @@
-"""Who is admitted to a world."""
+"""Control plane: admission of ranks, values and errors."""
 
 from __future__ import annotations
 
@@ -57,20 +57,20 @@ def _admitted(keys: Sequence[bytes | None]) -> str:
     ],
 )
 def test_every_rank_proves_that_it_knows_the_secret(keys: list[bytes | None], said: str) -> None:
-    """Catches a stranger that is admitted, a rank of the start that is blamed for it, ranks that go on without the one
-    that refused, and worlds without a launcher that are refused."""
+    """Catches a process without the secret that is admitted, a legitimate rank that is blamed, ranks that continue
+    without the one that refused, and worlds without a launcher that are refused."""
     for found in run_ranks(_admitted, 3, keys):
         assert found.startswith(said) and bool(found) == bool(said)
 
 
 class Kind(StrEnum):
-    """Of an enum in a message."""
+    """Enum in a message."""
 
     plain = "plain"
 
 
 class Pair(NamedTuple):
-    """Of a named tuple in a message."""
+    """Named tuple in a message."""
 
     number: int
     text: str | None = None
@@ -78,7 +78,7 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """Of everything that callers send."""
+    """Has a field of every type that callers send."""
 
     where: Path
     kinds: frozenset[Kind]
@@ -91,7 +91,7 @@ RECORD = Record(Path("/a/b"), frozenset({Kind.plain}), (2, 3), {"a": math.inf, "
 
 
 def _exchanged(control: ControlPlane) -> list[Any]:
-    """What a rank gets from everything that a control plane does."""
+    """Returns what a rank gets from every operation of a control plane."""
     rank = control.rank
     found: list[Any] = [control.gather(rank * 10, int), control.gather_to_first(rank, int)]
     found += [control.gather("x" * rank, str), control.broadcast(str(rank), str)]
@@ -119,7 +119,7 @@ def _exchanged(control: ControlPlane) -> list[Any]:
 
 
 def _on_ranks(backend: str) -> list[Any]:
-    """Beside a default group that says it is NCCL there is another, and nothing may go through the default one."""
+    """Checks that, if the default group claims to be NCCL, all collectives use another group."""
     dist.get_backend = lambda: backend
     control = open_control_plane()
     assert (control.group is dist.group.WORLD) == (backend == "gloo")
@@ -140,9 +140,8 @@ def _on_ranks(backend: str) -> list[Any]:
 @pytest.mark.distributed
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_ranks_agree_through_one_group(backend: str) -> None:
-    """Catches a value of another rank than the one asked, a flag that only its own rank sees, an error on the odd rank
-    alone, which leaves the others waiting, a message without the ranks, and a collective on the training's group, which
-    is NCCL on GPUs."""
+    """Catches a value of the wrong rank, a flag that only its own rank sees, an error on the differing rank alone, so
+    that the others hang, a message without the ranks, and a collective on the default group, NCCL on GPUs."""
     found = run_ranks(_on_ranks, 3, backend)
     differs = "the frozen config differs between ranks: {"
     for rank, of_rank in enumerate(found):
@@ -154,7 +153,7 @@ def test_ranks_agree_through_one_group(backend: str) -> None:
 
 
 def _hears_a_stranger(message: bytes, length: int) -> str:
-    """What rank 0 raises when rank 1 sends these bytes where a text is expected."""
+    """Returns the error of rank 0 when rank 1 sends these bytes where a string is expected."""
     control = open_control_plane()
     if control.rank == 0:
         with pytest.raises(UnhealthyNode) as raised:
@@ -180,19 +179,19 @@ def _hears_a_stranger(message: bytes, length: int) -> str:
     ],
 )
 def test_an_odd_message_is_named(message: bytes, length: int, said: str) -> None:
-    """Catches a pickle that is loaded, a wrong type that goes on into the run, and memory for whatever is announced."""
+    """Catches a pickle that is loaded, a wrong type that is accepted, and memory allocated for any announced length."""
     assert said in run_ranks(_hears_a_stranger, 2, message, length)[0]
 
 
 @given(st.floats())
 def test_floats_keep_their_bits(value: float) -> None:
-    """Catches a clock offset or a time that is rounded on its way, and NaN that becomes null."""
+    """Catches a clock offset or a time that is rounded in transit, and NaN that becomes null."""
     found = decode(encode(value, float), float, 0)
     assert math.isnan(found) if math.isnan(value) else struct.pack("d", found) == struct.pack("d", value)
 
 
 def test_values_come_back_as_they_are() -> None:
-    """Catches a tuple that comes back as a list, a path as text, and a name that is no text and stops a message."""
+    """Catches a tuple decoded as a list, a path as a string, and a name that is not UTF-8 and fails to encode."""
     for value, kind in ((RECORD, Record), (None, NoneType), ([Path("/a")], list[Path]), (("a", "b"), tuple[str, ...])):
         found = decode(encode(value, kind), kind, 0)
         assert found == value and type(found) is type(value)
@@ -204,7 +203,7 @@ def test_values_come_back_as_they_are() -> None:
 
 
 def test_errors_are_those_of_megads() -> None:
-    """Catches an exit code that is another on other ranks, and a class that a peer names and this rank builds."""
+    """Catches an exit code that differs on other ranks, and a class that a peer names and this rank instantiates."""
     for error, known in ((Fenced("gone"), Fenced), (DeviceBroken("broken", "ours"), ConfigError)):
         found = decode_error(*encode_error(error))
         assert type(found) is known and str(found) == str(error) and found.exit_code == error.exit_code
@@ -222,7 +221,7 @@ def _alone_in_company() -> str:
 
 @pytest.mark.distributed
 def test_alone() -> None:
-    """Catches a tool of one process that needs process groups, and a rank of several that nobody gave the others."""
+    """Catches a single-process tool that needs process groups, and its control plane in a world of several ranks."""
     assert ALONE.gather(3, int) == ALONE.gather_to_first(3, int) == [3]
     assert ALONE.broadcast(3, int) == ALONE.broadcast_number(3) == 3
     assert ALONE.any(True) and not ALONE.any(False)

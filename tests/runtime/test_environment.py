@@ -1,4 +1,4 @@
-"""What ranks find in their environment."""
+"""Tests the environment variables of ranks."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from megads.runtime.environment import (
 
 
 def test_a_process_started_by_hand_is_the_only_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a KeyError where no launcher is."""
+    """Catches a KeyError in a process without a launcher."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     assert rank_environment() == RankEnvironment(0, 0, 1, 1)
 
 
 def test_cpu_ranks_get_threads_accelerator_and_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches DeepSpeed looking for a GPU, and an allocator setting of the user's that is overwritten."""
+    """Catches DeepSpeed looking for a GPU, and a user's allocator setting that is overwritten."""
     monkeypatch.setenv("MALLOC_TOP_PAD_", "1")
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     variables = rank_variables(threads=3, cuda=False)
@@ -42,8 +42,8 @@ def test_cpu_ranks_get_threads_accelerator_and_allocator(monkeypatch: pytest.Mon
 
 
 def test_one_hardware_queue_before_blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches products that keep a collective waiting on Hopper, a queue too few on Blackwell, and a setting of the
-    user's that is overwritten."""
+    """Catches GEMMs that delay a collective on Hopper, too few hardware queues on Blackwell, and a user's setting that
+    is overwritten."""
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     monkeypatch.delenv(name, raising=False)
     found = [rank_variables(1, cuda=True, capability=c).get(name) for c in ((8, 0), (9, 0), (10, 0), (12, 0), None)]
@@ -59,7 +59,7 @@ def test_one_hardware_queue_before_blackwell(monkeypatch: pytest.MonkeyPatch) ->
 def test_compute_capability_from_the_driver(
     says: str, found: tuple[int, int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a driver without an answer that ends a run, and the newest GPU of a mixed node taken for all."""
+    """Catches a driver without an answer that ends a run, and the newest GPU's capability used for a mixed node."""
     program = tmp_path / "nvidia-smi"
     program.write_text(f"#!/bin/sh\n{says}\n")
     program.chmod(0o755)
@@ -71,7 +71,7 @@ def test_compute_capability_from_the_driver(
 def test_gpu_memory_grows_in_place_unless_the_user_says_otherwise(
     theirs: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a GPU's memory lost to holes, and a setting of the user's, by its old name too, that is overruled."""
+    """Catches GPU memory lost to fragmentation, and a user's setting, also by its old name, that is overridden."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     if theirs is not None:
@@ -82,7 +82,7 @@ def test_gpu_memory_grows_in_place_unless_the_user_says_otherwise(
 
 
 def test_exported_variables_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches one point of a sweep changing the threads of the next."""
+    """Catches one point of a sweep that changes the threads of the next."""
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     monkeypatch.delenv("MEGADS_TEST_VARIABLE", raising=False)
     with exported({"OMP_NUM_THREADS": "1", "MEGADS_TEST_VARIABLE": "x"}):
@@ -97,7 +97,7 @@ def test_cores_are_shared_evenly_and_never_zero() -> None:
 
 
 def test_the_users_wait_policy_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a user's own setting that is overwritten."""
+    """Catches a user's setting that is overwritten."""
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     wait_passively()
     assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
@@ -107,7 +107,7 @@ def test_the_users_wait_policy_wins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_of_one_machine_meet_on_its_loopback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Catches gloo and NCCL that listen where the host's name points to, a user's interface that is not taken, and
+    """Catches gloo and NCCL that listen on the interface of the host name, a user's interface that is ignored, and
     ranks of several machines that cannot reach each other."""
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)

@@ -1,4 +1,4 @@
-"""Files that others may write, kill or replace."""
+"""Files that other processes may write, replace or leave incomplete."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megads.tools.sweep.results import read_record as read_sweep
 
 
 def test_a_failure_leaves_the_old_file_and_no_temporary(tmp_path: Path) -> None:
-    """Catches a writer that truncates the target first, or litters the folder."""
+    """Catches a writer that truncates the target first, or leaves temporary files."""
     path = tmp_path / "file"
     with atomic_writer(path) as file:
         file.write(b"old")
@@ -36,7 +36,7 @@ def test_a_failure_leaves_the_old_file_and_no_temporary(tmp_path: Path) -> None:
 
 
 def test_two_writers_at_once_do_not_mix(tmp_path: Path) -> None:
-    """Catches temporaries with a shared name: the content would be a mixture."""
+    """Catches temporary files with a shared name: the content would be a mixture."""
     path = tmp_path / "file"
     with atomic_writer(path) as first:
         first.write(b"first")
@@ -51,7 +51,7 @@ NESTED = "[" * 200_000
 
 @pytest.fixture(autouse=True)
 def no_waiting() -> Iterator[None]:
-    """A reader that waits for a writer is killed, and fails."""
+    """Kills a reader that waits for a writer, so that the test fails."""
     signal.alarm(20)
     yield
     signal.alarm(0)
@@ -59,7 +59,7 @@ def no_waiting() -> Iterator[None]:
 
 @pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
 def test_what_is_no_file_is_not_read(make: Callable[[Path], Any], tmp_path: Path) -> None:
-    """Catches a wait for a writer that never comes, and a device that is read until the memory is full."""
+    """Catches a reader that hangs on a FIFO without a writer, and a device that is read until memory is full."""
     path = tmp_path / "file"
     make(path)
     with pytest.raises(OSError, match="file"):
@@ -72,13 +72,13 @@ def test_what_is_no_file_is_not_read(make: Callable[[Path], Any], tmp_path: Path
 
 
 def test_nesting_without_end() -> None:
-    """Catches a parser that runs out of stack, whose error is no ValueError and passes every handler."""
+    """Catches a parser that overflows the stack and raises an error other than ValueError, which no handler catches."""
     with pytest.raises(ValueError, match="nested without end"):
         parse_json(NESTED)
 
 
 def test_readers_of_a_run_take_whatever_is_there(tmp_path: Path) -> None:
-    """Catches one of them that ends in a traceback."""
+    """Catches a reader that ends in a traceback."""
     names = ("corpus.json", "data_record.json", "sweep.yaml", "config.yaml", "events.jsonl", "stop")
     (tmp_path / "timeline").mkdir()
     for content in (NESTED, "7", "null", "[]", '"text"', "{}", "NaN", "1" * 5000, "\ufffd"):
@@ -98,7 +98,7 @@ def test_readers_of_a_run_take_whatever_is_there(tmp_path: Path) -> None:
 
 
 def test_what_appears_meanwhile_is_no_obstacle(tmp_path: Path) -> None:
-    """Catches two questions about a file, between which a run creates it: reading it was refused then."""
+    """Catches two checks of a file that race with the run that creates it: the file was then rejected."""
     path, over = tmp_path / "metrics.jsonl", threading.Event()
 
     def come_and_go() -> None:
@@ -116,7 +116,7 @@ def test_what_appears_meanwhile_is_no_obstacle(tmp_path: Path) -> None:
 
 
 def test_only_a_regular_file_is_read(tmp_path: Path) -> None:
-    """Catches a folder, a pipe that would be waited for without end, and a link that leads nowhere or to itself."""
+    """Catches a folder, a pipe on which a read hangs, and a symbolic link that is broken or points to itself."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")

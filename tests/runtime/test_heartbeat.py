@@ -1,4 +1,4 @@
-"""Ranks that hang: named within seconds, killed in time, and no reason to blame their peers. All processes are real."""
+"""Hung ranks: named within seconds, killed in time, peers not blamed. All processes are real."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ with heartbeat(Path(sys.argv[1]), 3) as beats:
 def looks(
     monitor: HeartbeatMonitor, pids: dict[int, int], seconds: float, *, until_one: bool = False
 ) -> list[RankPosition]:
-    """What a monitor reports within a time, or until it reports something."""
+    """Reports of a monitor within `seconds`; with `until_one`, up to the first report."""
     found: list[RankPosition] = []
     end = time.monotonic() + seconds
     while time.monotonic() < end and not (until_one and found):
@@ -48,8 +48,8 @@ def looks(
 
 
 def test_seconds_by_phase() -> None:
-    """Catches a phase that is entered twice and counts once, batches of a validation that are phases of their own, and
-    the phase that goes on which is left out."""
+    """Catches a phase that is entered twice but counted once, validation batches counted as separate phases, and a
+    current phase that is left out."""
     begin, beats = time.perf_counter(), Heartbeat()
     for phase in ("training", "validating, batch 1/2", "validating, batch 2/2", "training"):
         time.sleep(0.02)
@@ -62,7 +62,7 @@ def test_seconds_by_phase() -> None:
 
 
 def test_when_this_process_started() -> None:
-    """Catches a start in the wrong unit, that of the machine, and one that moves as the process goes on."""
+    """Catches a start time in the wrong unit, the machine's boot time, and one that drifts while the process runs."""
     body = "import time; from megads.runtime.heartbeat import process_started_s; print(process_started_s()); "
     body += "time.sleep(0.5); print(process_started_s())"
     before = time.time()
@@ -75,8 +75,8 @@ def test_when_this_process_started() -> None:
 
 
 def test_a_stopped_process_is_told_from_one_that_waits() -> None:
-    """Catches a main thread that only sleeps and is called hung, a stopped process that nobody names, one that is
-    blamed though it goes on, and one that is blamed after its end."""
+    """Catches a sleeping main thread reported as hung, a stopped process that is not reported, a continued process that
+    is still reported, and one reported after its end."""
     monitor = HeartbeatMonitor("node-1")
     assert monitor.folder is not None and monitor.folder.stat().st_mode & 0o077 == 0
     process = subprocess.Popen([sys.executable, "-c", BEAT, str(monitor.folder)], stdout=subprocess.PIPE)
@@ -103,13 +103,13 @@ def test_a_stopped_process_is_told_from_one_that_waits() -> None:
 
 
 def test_a_monitor_that_was_held_up_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches ranks killed after a laptop's sleep, a suspended job, or a launcher that was stopped itself."""
+    """Catches ranks killed because a laptop slept, a job was suspended, or the launcher itself was stopped."""
     monitor = HeartbeatMonitor()
     assert monitor.folder is not None
     with heartbeat(monitor.folder, 0) as beats:
         beats.enter("training", 1)
         last = heartbeat_path(monitor.folder, 0).read_bytes()
-    heartbeat_path(monitor.folder, 0).write_bytes(last)  # not the end, which ranks announce
+    heartbeat_path(monitor.folder, 0).write_bytes(last)  # undoes the end that the rank has announced
     pids, now = {0: os.getpid()}, time.monotonic()
     monitor.look(pids)
     monkeypatch.setattr(time, "monotonic", lambda: now + 3600)
@@ -121,7 +121,7 @@ def test_a_monitor_that_was_held_up_blames_nobody(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("content", [b"", b"x" * 10, b"\xff" * 72])
 def test_files_that_are_no_heartbeats(content: bytes) -> None:
-    """Catches a monitor that fails, and takes the run with it, because of what is among temporary files."""
+    """Catches a monitor, and with it a run, that fails on invalid files in its folder."""
     monitor = HeartbeatMonitor()
     assert monitor.folder is not None
     heartbeat_path(monitor.folder, 0).write_bytes(content)
@@ -130,7 +130,7 @@ def test_files_that_are_no_heartbeats(content: bytes) -> None:
 
 
 def test_the_phase_of_a_rank_is_that_of_now() -> None:
-    """Catches a panel that says validating for half a second longer, and one of a rank that has not started."""
+    """Catches a phase that is shown up to half a second too long, and a phase of a rank that has not started."""
     monitor = HeartbeatMonitor()
     assert monitor.phase(0) == ""
     with heartbeat(monitor.folder, 0) as beats:
@@ -143,14 +143,14 @@ def test_the_phase_of_a_rank_is_that_of_now() -> None:
 
 
 def test_a_disk_that_takes_no_heartbeats(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Catches a run that ends because its node's temporary files have no room."""
+    """Catches a run that fails because heartbeats cannot be written to the node's disk."""
     with heartbeat(tmp_path / "missing", 0) as beats:
         beats.enter("training", 1)
     assert "no heartbeats are sent" in caplog.text
 
 
 def test_ranks_at_the_same_place_are_shown_together() -> None:
-    """Catches a line a rank, 10,000 of them, in an error message."""
+    """Catches an error message with one line per rank: 10,000 lines."""
     waiting = [RankPosition(rank, 7, "engine step", 30.0 + rank) for rank in range(12)]
     shown = render_positions([*waiting, RankPosition(12, 7, "loading data", 41.0)])
     assert shown == (
@@ -171,7 +171,7 @@ def events(launched: Launched, name: str) -> list[dict[str, object]]:
 
 @pytest.mark.distributed
 def test_a_stopped_rank_is_named_killed_and_blamed(start: StartLauncher) -> None:
-    """Catches a hang that lasts as long as the collectives' timeout, and blame on the rank that waits."""
+    """Catches a hang that lasts until the collective timeout, and blame on the rank that waits."""
     launched = start("beat_until_stopped", cluster__heartbeat_timeout_s=LOST_AFTER_S)
     os.kill(pid_of(launched, 1), signal.SIGSTOP)
     code, out, err = launched.end()
@@ -186,7 +186,7 @@ def test_a_stopped_rank_is_named_killed_and_blamed(start: StartLauncher) -> None
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_stopped_rank_is_blamed_when_its_peers_give_up_first(start: StartLauncher) -> None:
-    """Catches the healthy rank's timeout taken for the cause: nothing else was left to blame."""
+    """Catches the healthy rank's collective timeout, which comes first, taken for the root cause."""
     launched = start("beat_until_stopped", cluster__timeout_s=8.0)
     os.kill(pid_of(launched, 1), signal.SIGSTOP)
     code, _, err = launched.end()
@@ -196,7 +196,7 @@ def test_a_stopped_rank_is_blamed_when_its_peers_give_up_first(start: StartLaunc
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_stop_does_not_wait_for_a_stopped_rank(start: StartLauncher) -> None:
-    """Catches a preempted job that waits for a hung rank until its scheduler kills it, and is not requeued."""
+    """Catches a preempted job that waits for a hung rank until the scheduler kills it, and is not requeued."""
     launched = start("beat_until_stopped")
     os.kill(pid_of(launched, 1), signal.SIGSTOP)
     launched.process.send_signal(signal.SIGTERM)
@@ -208,7 +208,7 @@ def test_a_stop_does_not_wait_for_a_stopped_rank(start: StartLauncher) -> None:
 
 @pytest.mark.distributed
 def test_a_stop_that_does_not_come(start: StartLauncher) -> None:
-    """Catches a run that beats on but never stops, and is waited for without end."""
+    """Catches an endless wait for ranks that send heartbeats but do not stop."""
     launched = start("beat_until_stopped", run__stop_timeout_s=3.0)
     pid_of(launched, 1)
     launched.process.send_signal(signal.SIGINT)
@@ -220,7 +220,7 @@ def test_a_stop_that_does_not_come(start: StartLauncher) -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_native_code_that_holds_the_interpreter_is_named(start: StartLauncher) -> None:
-    """Catches a deadlock in an extension, which blocks every thread of its rank, that is taken for a slow step."""
+    """Catches a deadlock in an extension that blocks all threads of its rank and is taken for a slow step."""
     launched = start("hold_the_interpreter", cluster__heartbeat_timeout_s=LOST_AFTER_S)
     code, _, err = launched.end()
     assert code == 9

@@ -1,4 +1,4 @@
-"""Who may write a run directory."""
+"""Tests the lease, which decides which start may write to a run directory."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ DIES += "with claimed(Path(sys.argv[1])): os._exit(3)"
 
 
 def rewrite(run_dir: Path, **changes: object) -> None:
-    """Changes what the holder's file says."""
+    """Changes fields of the lease file."""
     path = max((run_dir / "lease").glob("0*.json"))
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 @pytest.mark.fault(18)
 def test_a_second_start_is_refused_and_told_by_whom(tmp_path: Path) -> None:
-    """Catches two launchers in one run directory, and a hold that outlives a start that ended or died."""
+    """Catches two launchers in one run directory, and a lease that outlives a start that ended or died."""
     with claimed(tmp_path) as first:
         assert first.number == 1
         mine = rf"in use by process {os.getpid()}: wait .* \(kill {os.getpid()}\)"
@@ -45,7 +45,7 @@ def test_a_second_start_is_refused_and_told_by_whom(tmp_path: Path) -> None:
 
 @pytest.mark.fault(18)
 def test_a_pid_that_was_given_out_again_is_no_holder(tmp_path: Path) -> None:
-    """Catches a dead launcher that seems alive because another process has its number now."""
+    """Catches a dead launcher that counts as alive because its pid was reused."""
     with claimed(tmp_path):
         holder = current_holder(tmp_path)
         assert holder is not None
@@ -56,7 +56,7 @@ def test_a_pid_that_was_given_out_again_is_no_holder(tmp_path: Path) -> None:
 
 @pytest.mark.fault(18)
 def test_the_requeued_job_takes_over_and_fences_what_is_left(tmp_path: Path) -> None:
-    """Catches a requeued job kept out by its own orphan, and an orphan that writes on."""
+    """Catches a requeued job that is refused because of its own orphan, and an orphan that keeps writing."""
     with claimed(tmp_path, SlurmJob("42", 0, "here")) as orphan:
         fence = Fence(tmp_path, orphan.number)
         fence.check()
@@ -68,12 +68,12 @@ def test_the_requeued_job_takes_over_and_fences_what_is_left(tmp_path: Path) -> 
             with pytest.raises(Fenced, match=r"start 1 of the run lost .* to start 2, SLURM job 42 \(restart 1"):
                 fence.check()
             assert Fence(tmp_path, None).reason() == Fence(tmp_path, 2).reason() == ""
-        # The orphan's end leaves the requeued job's file alone.
+        # The orphan's exit does not remove the requeued job's file.
     assert [path.name for path in (tmp_path / "lease").iterdir()] == ["00000002.json"]
 
 
 def test_a_holder_elsewhere_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a launcher on another node that is overrun while it lives, or waited for for ever when it is gone."""
+    """Catches a launcher on another node that loses its lease while it is alive, or blocks the run after it died."""
     monkeypatch.setattr(lease_module, "BEAT_S", 0.2)
     monkeypatch.setattr(lease_module, "_SILENT_S", 1.0)
     monkeypatch.setattr(lease_module, "_POLL_S", 0.05)
@@ -81,7 +81,7 @@ def test_a_holder_elsewhere_is_watched(tmp_path: Path, monkeypatch: pytest.Monke
         rewrite(tmp_path, machine="another", node="far")
         with pytest.raises(ConfigError, match=rf"process {os.getpid()} on far"), claimed(tmp_path):
             pass
-        # Its thread beats on until here.
+        # Its heartbeat thread runs until here.
     rewrite(tmp_path, machine="another", released=False)
     begin = time.monotonic()
     with claimed(tmp_path) as second:
@@ -91,8 +91,8 @@ def test_a_holder_elsewhere_is_watched(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"number": 1}', '{"job": 7}', "[" * 100_000])
 def test_a_damaged_file(content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a holder's file cut short by a full disk or a crash that keeps the run out for ever, with a traceback;
-    and a start that is overrun because its file was damaged while it lives."""
+    """Catches a lease file truncated by a full disk or a crash that blocks the run forever, with a traceback; and a
+    live start that loses its lease because its file was damaged."""
     for name, seconds in (("BEAT_S", 0.1), ("_SILENT_S", 0.5), ("_POLL_S", 0.05)):
         monkeypatch.setattr(lease_module, name, seconds)
     with claimed(tmp_path):
@@ -108,7 +108,7 @@ def test_a_damaged_file(content: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("kind", ["folder", "loop", "pipe"])
 def test_no_file_at_all(kind: str, tmp_path: Path) -> None:
-    """Catches litter with a holder's name that ends a start in a traceback, or that it waits for."""
+    """Catches a non-file with the name of a lease file that causes a traceback or a hang."""
     path = tmp_path / "lease" / "00000003.json"
     path.parent.mkdir()
     {"folder": path.mkdir, "loop": lambda: path.symlink_to(path), "pipe": lambda: os.mkfifo(path)}[kind]()
@@ -134,7 +134,7 @@ def _claim(run_dir: Path, barrier: object, results: object) -> None:
 
 
 def test_of_starts_at_the_same_moment_one_wins(tmp_path: Path) -> None:
-    """Catches two starts that both find nobody and both go on."""
+    """Catches a race in which two simultaneous starts both take the lease."""
     context = multiprocessing.get_context("fork")
     barrier, results = context.Barrier(4), context.Queue()
     processes = [context.Process(target=_claim, args=(tmp_path, barrier, results)) for _ in range(4)]
@@ -147,7 +147,7 @@ def test_of_starts_at_the_same_moment_one_wins(tmp_path: Path) -> None:
 
 
 def test_a_lost_lease_is_noticed_by_the_next_beat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a launcher that goes on although its ranks have been fenced out."""
+    """Catches a launcher that continues although its ranks have been fenced."""
     monkeypatch.setattr(lease_module, "BEAT_S", 0.05)
     with claimed(tmp_path, SlurmJob("7", 0, "here")) as orphan, claimed(tmp_path, SlurmJob("7", 1, "here")):
         deadline = time.monotonic() + 10
@@ -158,6 +158,6 @@ def test_a_lost_lease_is_noticed_by_the_next_beat(tmp_path: Path, monkeypatch: p
 
 
 def test_a_holder_says_how_to_end_it() -> None:
-    """Catches a remedy that ends nothing."""
+    """Catches a remedy that does not end the holder."""
     assert Holder(1, "n1", 5, "m", 0).remedy == "kill 5"
     assert Holder(1, "n1", 5, "m", 0, SlurmJob("9", 2, "c")).remedy == "scancel 9"

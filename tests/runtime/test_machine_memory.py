@@ -25,13 +25,13 @@ def member_of(tmp_path: Path, lines: str) -> Path:
 
 
 def test_this_machine() -> None:
-    """Catches a figure that is no memory of this machine."""
+    """Catches available memory that is not positive or exceeds the memory of this machine."""
     assert 0 < available_memory() <= psutil.virtual_memory().total
     assert all(size > 0 for size in free_gpu_memory())
 
 
 def test_version_2(tmp_path: Path) -> None:
-    """Catches a limit of an enclosing cgroup that is overlooked, or page cache that counts as taken."""
+    """Catches a limit of an enclosing cgroup that is ignored, or page cache that counts as used."""
     root = tmp_path / "cgroup"
     cgroup(root / "outer", str(100 * MIB), 60 * MIB, 10 * MIB)
     cgroup(root / "outer" / "inner", "max", 40 * MIB, 0)
@@ -42,7 +42,7 @@ def test_version_2(tmp_path: Path) -> None:
 
 
 def test_version_1(tmp_path: Path) -> None:
-    """Catches a container of an older kernel."""
+    """Catches an ignored limit of cgroup version 1, which older kernels use."""
     folder = tmp_path / "cgroup" / "memory" / "job"
     folder.mkdir(parents=True)
     (folder / "memory.limit_in_bytes").write_text(f"{32 * MIB}\n")
@@ -65,7 +65,7 @@ def test_no_limit(tmp_path: Path) -> None:
 
 
 def test_kills_for_want_of_memory(tmp_path: Path) -> None:
-    """Catches the count of another cgroup, one of version 1 that is not read, and a number where there is none."""
+    """Catches OOM kills of another cgroup, a version 1 count that is not read, and a number where there is no count."""
     root = tmp_path / "cgroup"
     own = root / "outer" / "inner"
     own.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The run's ledger: exact, whole lines, and cut back on a resume."""
+"""The run's ledger of metrics: exact values, complete lines, truncation on resume."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_lines_are_on_disk_at_once_and_only_when_enabled(tmp_path: Path) -> None
 
 
 def test_threads_write_every_line_once(tmp_path: Path) -> None:
-    """Catches lines that two threads take for theirs: the event of a watching thread beside those of the training."""
+    """Catches event lines lost or repeated when threads write at once, such as a monitoring and the training thread."""
     writer, waiting = EventWriter(tmp_path, enabled=True), threading.Barrier(8)
     interval = sys.getswitchinterval()
 
@@ -60,7 +60,7 @@ def test_threads_write_every_line_once(tmp_path: Path) -> None:
 
 
 def test_resume_drops_later_lines(tmp_path: Path) -> None:
-    """Catches steps that are there twice after a resume from an older checkpoint, and a sound ledger called damaged."""
+    """Catches steps that occur twice after a resume from an older checkpoint, and an intact ledger called damaged."""
     writer = MetricsWriter(tmp_path, enabled=True)
     for step in range(1, 6):
         writer.write({"step": step, "loss": 1.0})
@@ -77,7 +77,7 @@ def test_resume_drops_later_lines(tmp_path: Path) -> None:
 
 
 def written(run_dir: Path, last: int) -> tuple[MetricsWriter, LedgerRecord]:
-    """A ledger of steps 1 to `last`, and what it held after the one before."""
+    """A ledger of steps 1 to `last`, and its record after the step before `last`."""
     writer = MetricsWriter(run_dir, enabled=True)
     for step in range(1, last):
         writer.write({"step": step, "loss": 1.0 / step})
@@ -101,8 +101,8 @@ def written(run_dir: Path, last: int) -> tuple[MetricsWriter, LedgerRecord]:
     ],
 )  # fmt: skip
 def test_a_damaged_ledger(change: Callable[[bytes], bytes], said: str, left: list[int], tmp_path: Path) -> None:
-    """Catches one flipped bit that cuts off everything after it, or a lost tail, without a word; and a file that is
-    repaired with nothing left of what it was."""
+    """Catches a flipped bit that truncates everything after it, a lost tail that is not reported, and a repair that
+    keeps no copy of the damaged file."""
     _, known = written(tmp_path, 7)
     path = tmp_path / "metrics.jsonl"
     found = change(path.read_bytes())
@@ -118,7 +118,7 @@ def test_a_damaged_ledger(change: Callable[[bytes], bytes], said: str, left: lis
 
 
 def test_a_damaged_ledger_of_which_nothing_is_known(tmp_path: Path) -> None:
-    """Catches a flipped bit that cuts off everything after it where the checkpoint says nothing of the ledger."""
+    """Catches a flipped bit that truncates everything after it when the checkpoint has no record of the ledger."""
     path = tmp_path / "metrics.jsonl"
     written(tmp_path, 7)
     path.write_bytes(path.read_bytes().replace(b'"step": 3,', b'"step" 3,'))
@@ -127,7 +127,7 @@ def test_a_damaged_ledger_of_which_nothing_is_known(tmp_path: Path) -> None:
 
 
 def test_a_line_out_of_order_is_cut_off_with_the_rest(tmp_path: Path) -> None:
-    """Catches a cut in the middle of a line, where an orphan of an earlier start had written once more at the end."""
+    """Catches a truncation in the middle of a line, after an orphan of an earlier start has appended a line."""
     writer, known = written(tmp_path, 7)
     writer.write({"step": 5, "loss": 9.0})
     assert writer.drop_after(6, known) == ""
@@ -137,7 +137,7 @@ def test_a_line_out_of_order_is_cut_off_with_the_rest(tmp_path: Path) -> None:
 
 
 def test_what_is_replaced_is_kept(tmp_path: Path) -> None:
-    """Catches a fresh start over an old run that leaves nothing of its losses, and copies of what comes again."""
+    """Catches a fresh start that keeps no copy of the old run's losses, and a resume that copies steps it repeats."""
     writer, known = written(tmp_path, 7)
     before = (tmp_path / "metrics.jsonl").read_bytes()
     assert writer.drop_after(6, known) == "" and not (tmp_path / "metrics.1.jsonl").exists()
@@ -150,7 +150,7 @@ def test_what_is_replaced_is_kept(tmp_path: Path) -> None:
 
 
 def test_half_a_line_swallows_nothing(tmp_path: Path) -> None:
-    """Catches a kill in the middle of a write that spoils the next line too."""
+    """Catches a partial line, left by a kill during a write, that corrupts the next line, too."""
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "lo')
     writer = MetricsWriter(tmp_path, enabled=True)
     writer.write({"step": 2})
@@ -160,7 +160,7 @@ def test_half_a_line_swallows_nothing(tmp_path: Path) -> None:
 
 
 def on_a_full_disk(run_dir: Path) -> list[object]:
-    """Lines written while the disk takes no more than 100 bytes a file, and after it."""
+    """Writes lines while files are limited to 100 bytes, and after; returns the error, the size then, and a record."""
     writer, limits = MetricsWriter(run_dir, enabled=True), resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
@@ -178,7 +178,7 @@ def on_a_full_disk(run_dir: Path) -> list[object]:
 
 @pytest.mark.distributed
 def test_a_full_disk(tmp_path: Path) -> None:
-    """Catches a run that ends, or lines that are lost or cut, because the ledger's disk was full for a while."""
+    """Catches a run that fails, or lines that are lost or truncated, because the ledger's disk was full for a while."""
     [[told, size, after]] = run_ranks(on_a_full_disk, 1, tmp_path)
     assert (told, size) == ("No space left on device", 100)
     assert steps(tmp_path) == list(range(1, 21))
@@ -197,8 +197,8 @@ def test_two_writers_of_events(tmp_path: Path) -> None:
 
 
 def test_the_values_of_one_metric(tmp_path: Path) -> None:
-    """Catches values of another metric or of none, a line that is read when half of it is there and then never again,
-    and values of steps that were cut off."""
+    """Catches values of another metric, non-finite values, a line that is read while incomplete and then never again,
+    and values of steps that were dropped."""
     history, metrics = MetricHistory(tmp_path, "valid/a/loss"), MetricsWriter(tmp_path, enabled=True)
     assert history.values() == {}
     for step, value in enumerate((3.0, math.nan, None, math.inf, 2), 1):

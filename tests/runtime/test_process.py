@@ -1,4 +1,4 @@
-"""Children that keep to their cores and do not outlive their parent; real processes."""
+"""Child processes, core binding, determinism and garbage collection of a rank, with real processes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def wait_for_text(log: Path, text: str) -> None:
 
 
 def test_a_child_is_told_when_its_parent_is_killed(tmp_path: Path) -> None:
-    """Catches points that train on, unseen, after their sweep was killed, and so refuse the next one."""
+    """Catches sweep points that keep training after their sweep was killed, so that the next sweep is refused."""
     log = tmp_path / "log"
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, str(log)], stdout=subprocess.PIPE, text=True,
@@ -62,7 +62,7 @@ def test_a_child_is_told_when_its_parent_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_child_keeps_to_its_cores_and_variables(tmp_path: Path) -> None:
-    """Catches points side by side that share cores, and GPUs that are hidden from nobody."""
+    """Catches parallel sweep points that share cores, and a CUDA_VISIBLE_DEVICES that is not passed on."""
     core = min(os.sched_getaffinity(0))
     program = (
         "import os; print(os.sched_getaffinity(0), os.environ['CUDA_VISIBLE_DEVICES'], os.getpgid(0) == os.getpid())"
@@ -73,7 +73,7 @@ def test_a_child_keeps_to_its_cores_and_variables(tmp_path: Path) -> None:
 
 
 def machine(folder: Path, sockets: int, cores: int) -> list[int]:
-    """Describes a machine of two threads a core as the kernel does: the second threads come after all first ones."""
+    """Describes a machine with two threads per core as the kernel does: second threads come after all first ones."""
     count = sockets * cores
     for number in range(2 * count):
         topology = folder / f"cpu{number}" / "topology"
@@ -85,7 +85,7 @@ def machine(folder: Path, sockets: int, cores: int) -> list[int]:
 
 
 def test_the_threads_of_a_core_belong_to_one_rank(tmp_path: Path) -> None:
-    """Catches two ranks on every core, and a rank over two sockets."""
+    """Catches cores that two ranks share, and a rank that spans two sockets."""
     cores = machine(tmp_path, sockets=2, cores=4)
     assert [share_of(cores, rank, 4, tmp_path) for rank in range(4)] == [
         [0, 1, 8, 9], [2, 3, 10, 11], [4, 5, 12, 13], [6, 7, 14, 15],
@@ -93,7 +93,7 @@ def test_the_threads_of_a_core_belong_to_one_rank(tmp_path: Path) -> None:
 
 
 def test_shares_are_equal_and_apart(tmp_path: Path) -> None:
-    """Catches a rank with more threads than the others, and one without cores that is bound to none."""
+    """Catches ranks with unequal or overlapping shares, and a binding where there are more ranks than cores."""
     cores = machine(tmp_path, sockets=1, cores=4)[1:]
     shares = [share_of(cores, rank, 3, tmp_path) for rank in range(3)]
     assert [len(share) for share in shares] == [2, 2, 2] and len({core for share in shares for core in share}) == 6
@@ -102,7 +102,7 @@ def test_shares_are_equal_and_apart(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(len(available_core_numbers()) < 2, reason="one core cannot be shared")
 def test_threads_old_and_new_are_bound() -> None:
-    """Catches a thread pool that was there before and goes on over all cores."""
+    """Catches a thread pool that was started before the binding and still runs on all cores."""
     code = """
 import os, threading
 from megads.runtime.process import bind_to_share
@@ -125,8 +125,8 @@ print(*own)
 
 @pytest.mark.parametrize("theirs", [None, ":16:8"])
 def test_gpus_only(theirs: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a CPU whose bits change with the setting, cuBLAS left to chance, a user's own workspace replaced, and
-    memory that is filled for nothing."""
+    """Catches a CPU run whose bits the setting changes, cuBLAS without a fixed workspace, a user's own workspace
+    setting that is overwritten, and uninitialized memory that is filled."""
     monkeypatch.setenv("NCCL_ALGO", "Ring")
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", theirs or "")
     if theirs is None:
@@ -148,8 +148,8 @@ def test_gpus_only(theirs: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("theirs", [None, ":16:8"])
 def test_a_workspace_is_read_at_one_product(theirs: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a setting that torch parses at every product, one that is gone before the first, and a user's own that is
-    taken away."""
+    """Catches a workspace setting that PyTorch parses at every GEMM, one that is removed before the first GEMM, and a
+    user's own setting that is removed."""
     monkeypatch.setenv("NCCL_ALGO", "Ring")
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", theirs or "")
     if theirs is None:
@@ -173,7 +173,7 @@ def test_a_workspace_is_read_at_one_product(theirs: str | None, monkeypatch: pyt
     [(None, True), ("^NVLS", True), ("Ring,Tree", True), ("^Tree", False), ("Ring,NVLSTree", False)],
 )
 def test_nccl_does_not_sum_in_the_switch(theirs: str | None, allowed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches gradients whose bits differ from run to run on NVLink switches, and a user's algorithms replaced."""
+    """Catches gradients whose bits differ between runs on NVLink switches, and a user's NCCL_ALGO replaced."""
     monkeypatch.setenv("NCCL_ALGO", theirs or "")
     if theirs is None:
         monkeypatch.delenv("NCCL_ALGO")
@@ -186,7 +186,7 @@ def test_nccl_does_not_sum_in_the_switch(theirs: str | None, allowed: bool, monk
 
 
 def test_products_are_not_summed_in_bf16() -> None:
-    """Catches torch's default, by which cuBLAS may round the parts of a product that is split."""
+    """Catches PyTorch's default, which lets cuBLAS round the partial sums of a split-K GEMM to bf16 or fp16."""
     matmul = torch.backends.cuda.matmul
     before = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
     try:
@@ -199,7 +199,7 @@ def test_products_are_not_summed_in_bf16() -> None:
 
 @pytest.fixture
 def collections() -> Iterator[list[int]]:
-    """Generation of every collection since."""
+    """Generations of all collections so far."""
     found: list[int] = []
 
     def note(phase: str, info: dict[str, int]) -> None:
@@ -218,14 +218,14 @@ def step(number: int) -> StepInfo:
 
 
 class Cycle:
-    """Garbage that only the collector can free."""
+    """Reference cycle that only the garbage collector frees."""
 
     def __init__(self) -> None:
         self.itself = self
 
 
 def test_collections_come_at_fixed_steps(collections: list[int]) -> None:
-    """Catches a rank that collects when it likes, at whose steps all others wait, and a collector left off."""
+    """Catches a rank that collects at steps of its own, so that the others wait, and a collector that stays off."""
     hook = GarbageCollectionHook(4)
     hook.on_start(TrainState())
     collections.clear()
@@ -239,7 +239,7 @@ def test_collections_come_at_fixed_steps(collections: list[int]) -> None:
 
 
 def test_null_leaves_it_to_python(collections: list[int]) -> None:
-    """Catches a collector that is off although the user asked for Python's own."""
+    """Catches a collector that is off although the user asked for Python's default."""
     hook = GarbageCollectionHook(None)
     hook.on_start(TrainState())
     hook.on_step(step(50))
@@ -247,7 +247,7 @@ def test_null_leaves_it_to_python(collections: list[int]) -> None:
 
 
 def tensors_in_cycles(parallel: ParallelConfig, documents: bool) -> list[str]:
-    """Shapes of the tensors that three steps leave to the collector, on this rank."""
+    """Returns the shapes of the tensors that three steps leave in reference cycles on this rank."""
     scenario = scenario_with(steps=6, masked=True, documents=documents, micro_batch_size=2)
     engine = build_engine(scenario, parallel)
 
@@ -275,5 +275,5 @@ def tensors_in_cycles(parallel: ParallelConfig, documents: bool) -> list[str]:
     ids=["tp2sp", "zb_h1", "zero3"],
 )
 def test_a_step_leaves_no_tensor_in_a_cycle(parallel: ParallelConfig) -> None:
-    """Catches activations that stay in memory until the next collection, fifty steps later."""
+    """Catches activations in reference cycles, which stay in memory until the next collection, 50 steps later."""
     assert run_ranks(tensors_in_cycles, 2, parallel, True) == [[], []]

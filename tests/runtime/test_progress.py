@@ -1,4 +1,4 @@
-"""The line that says what a command does, on real pseudo-terminals and off them."""
+"""Tests the progress line of a command, on real pseudo-terminals and without a terminal."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ open(sys.argv[1], "w").close()
 
 
 def test_a_phase_is_shown_and_leaves_nothing_behind() -> None:
-    """Catches a bar that stays, a short phase that flickers, output or a message at the end of a half line, and a
-    file's text that steers the terminal."""
+    """Catches a progress line that is not erased, a short phase that flickers, output or a message appended to a
+    partial line, and text from a file that controls the terminal."""
     program = ProgramOnTerminal(("-c", PROGRAM), 80, 24)
     assert program.read_to_end() == 3
     assert "planning" in program.text and "tokenizing: 50% of 1.0 MB, " in program.text
@@ -74,7 +74,7 @@ def test_a_phase_is_shown_and_leaves_nothing_behind() -> None:
 
 
 def test_a_narrow_terminal() -> None:
-    """Catches a line that folds, of which only the last row is erased."""
+    """Catches a line that wraps, of which only the last row is erased."""
     program = ProgramOnTerminal(("-c", PROGRAM), 20, 24)
     assert program.read_to_end() == 3
     assert "tokenizing: 50% of " in program.text
@@ -82,7 +82,7 @@ def test_a_narrow_terminal() -> None:
 
 
 def test_a_stalled_terminal_holds_up_no_phase(tmp_path: Path) -> None:
-    """Catches Ctrl-S that stops the work because its progress cannot be drawn."""
+    """Catches Ctrl-S that blocks the work because its progress cannot be drawn."""
     program = ProgramOnTerminal(("-c", PHASES, str(tmp_path / "done")), 80, 24)
     program.read_until(lambda: "tokenizing" in program.text)
     termios.tcflow(program.master, termios.TCOOFF)
@@ -93,8 +93,8 @@ def test_a_stalled_terminal_holds_up_no_phase(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("variables", [{"TERM": "dumb"}, {"CI": "true"}, {}])
 def test_plain_lines_elsewhere(variables: dict[str, str]) -> None:
-    """Catches control characters in a log file, in a CI job that has a terminal and on a dumb terminal, a line for a
-    phase that was over at once, and a phase that is said again all the time."""
+    """Catches control characters in a log file, in a CI job with a terminal or on a dumb terminal, a line for a phase
+    that ended at once, and a phase that is reported too often."""
     if variables:
         program = ProgramOnTerminal(("-c", PLAIN), 80, 24, **variables)
         assert program.read_to_end() == 0
@@ -109,8 +109,8 @@ def test_plain_lines_elsewhere(variables: dict[str, str]) -> None:
 
 
 def test_plain_lines_of_a_log() -> None:
-    """Catches messages on standard error where the log on standard output is what the command prints, and lines where
-    quiet is asked for."""
+    """Catches messages on standard error where the command's log is on standard output, and lines although quiet is
+    set."""
     for quiet, said in ((False, 2), (True, 0)):
         setup = f"progress.configure(quiet={quiet}, plain_on_stdout=True)"
         program = PLAIN.replace("progress.enter", f"{setup}\nprogress.enter", 1).replace("60", "2" if quiet else "60")
@@ -119,7 +119,7 @@ def test_plain_lines_of_a_log() -> None:
 
 
 def test_ctrl_c_while_a_class_is_made(tmp_path: Path) -> None:
-    """Catches an end of `python -m` by SIGINT in place of the exit code, where the interrupt fell into an exec()."""
+    """Catches a `python -m` that dies of SIGINT instead of returning its exit code, if the interrupt hit an exec()."""
     program = """
 from megads.cli import main
 def run(_):
@@ -137,7 +137,7 @@ main.main()
 
 
 def test_ctrl_c_while_a_run_is_planned(tmp_path: Path) -> None:
-    """Catches a traceback, and a line that stands before the message or below it."""
+    """Catches a traceback, and a progress line left before the message or below it."""
     (tmp_path / "text.txt").write_text("a few words of text " * 5000)
     arguments = ("-m", "megads.cli.main", "train", "data.raw=text.txt", "train.steps=2")
     program = ProgramOnTerminal(arguments, 80, 24, tmp_path, PYTHONPATH=str(REPOSITORY))
@@ -151,7 +151,8 @@ def test_ctrl_c_while_a_run_is_planned(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_run_on_a_terminal(tmp_path: Path) -> None:
-    """Catches a phase that is not shown or left behind, lines that wait for the panel, and codes that are printed."""
+    """Catches a phase that is not shown or not erased, lines delayed until the panel appears, and printed escape
+    codes."""
     (tmp_path / "text.txt").write_text("".join(f"line {number} of a text\n" for number in range(100_000)))
     arguments = ("-m", "megads.cli.main", "train", "data.raw=text.txt", "train.steps=2", "cluster.peak_tflops=1")
     program = ProgramOnTerminal(arguments, 100, 40, tmp_path, PYTHONPATH=str(REPOSITORY))
@@ -173,7 +174,7 @@ def test_a_run_on_a_terminal(tmp_path: Path) -> None:
 
 
 def test_what_a_phase_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a division by zero in an empty pass, a share of an unknown size, and a rate or a rest that is wrong."""
+    """Catches a division by zero in an empty phase, a share of an unknown size, and a wrong rate or remaining time."""
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now)
     empty, piped, whole = Progress("a"), Progress("b"), Progress("c", 8_000_000)

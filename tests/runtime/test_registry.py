@@ -1,4 +1,4 @@
-"""Registered parts, their options, and the import of plugins."""
+"""Registered components, their options, and the import of plugins."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Options:
 
 @pytest.fixture
 def parts() -> Registry:
-    """A registry with one part, which returns what it was called with."""
+    """A registry with one component, which returns its arguments."""
     made = Registry("part", reserved=("standard",))
     made.register("echo", Options)(lambda *arguments: arguments)
     return made
@@ -46,7 +46,7 @@ def parts() -> Registry:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The working directory, off the import path; what is imported from it is forgotten."""
+    """The working directory, off the import path; modules imported from it are unloaded."""
     before = set(sys.modules)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path != ""])
@@ -57,7 +57,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_options_are_completed_as_plain_values_and_given_typed(parts: Registry) -> None:
-    """Catches a frozen config that lacks a default, or that holds what YAML and JSON cannot."""
+    """Catches a frozen config that lacks a default, or has values that YAML and JSON cannot hold."""
     plain = parts.complete("echo", {"inner": {"width": 7}, "kind": "two"}, "part.name", "part.options")
     assert plain == {"rate": 0.5, "kind": "two", "inner": {"width": 7}}
     assert parts.make("echo", plain, 1, 2) == (Options(0.5, Kind.two, Inner(7)), 1, 2)
@@ -85,7 +85,7 @@ def test_wrong_names_and_options_are_refused(parts: Registry, name: str, given: 
 
 
 def test_a_name_belongs_to_one_part(parts: Registry) -> None:
-    """Catches a plugin that silently takes the place of another one, or of a built-in part."""
+    """Catches a plugin that silently replaces another one, or a built-in component."""
     for name in ("echo", "standard", "not a name"):
         with pytest.raises(ConfigError, match="cannot be registered"):
             parts.register(name, Options)(Options)
@@ -99,7 +99,7 @@ def test_a_name_belongs_to_one_part(parts: Registry) -> None:
 
 
 def test_a_notebook_may_define_a_part_again() -> None:
-    """Catches a cell that can be run once only."""
+    """Catches a notebook cell that can run only once."""
     parts = Registry("part")
 
     def define() -> None:
@@ -113,7 +113,7 @@ def test_a_notebook_may_define_a_part_again() -> None:
 
 
 def test_plugins_come_from_the_working_directory_with_their_versions(folder: Path) -> None:
-    """Catches a console script that sees less than `python -m`, and an edit that a checkpoint would not show."""
+    """Catches a console script that finds less than `python -m`, and an edit that a checkpoint does not record."""
     package = folder / "own_plugin"
     package.mkdir()
     (package / "__init__.py").write_text("__version__ = '1.5'\n")
@@ -135,7 +135,7 @@ def test_plugins_come_from_the_working_directory_with_their_versions(folder: Pat
     ],
 )
 def test_a_plugin_that_fails_says_where(folder: Path, text: str, said: str) -> None:
-    """Catches a missing requirement of a plugin that reads as a missing plugin, and a cause without a place."""
+    """Catches a plugin's missing dependency reported as a missing plugin, and a cause without a location."""
     (folder / "broken_plugin.py").write_text(text)
     with pytest.raises(ConfigError) as raised:
         import_plugins(["broken_plugin"])

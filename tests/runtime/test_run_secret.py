@@ -1,4 +1,4 @@
-"""The secret of a start: who can read its file, and what it proves."""
+"""Tests the secret of a start: who can read its file, and what it proves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megads.runtime.ports import Secret, launcher_address, listen, read_secret, 
 
 
 def test_a_start_has_a_file_of_its_own(tmp_path: Path) -> None:
-    """Catches a secret that others can read, one that outlives its start, and one that is the same at the next."""
+    """Catches a secret that others can read, one that outlives its start, and one that the next start reuses."""
     found = []
     for lease in (None, 3, 4):
         path = secret_path(tmp_path, lease)
@@ -28,7 +28,7 @@ def test_a_start_has_a_file_of_its_own(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_start_left_is_replaced(tmp_path: Path) -> None:
-    """Catches an old secret that is trusted, and a link by which somebody learns the new one."""
+    """Catches an old secret that is trusted, and a symbolic link that leaks the new one."""
     elsewhere, orphan = tmp_path / "elsewhere", secret_path(tmp_path, 1)
     elsewhere.write_text("a" * 64)
     secret_path(tmp_path, 2).symlink_to(elsewhere)
@@ -41,7 +41,7 @@ def test_what_a_killed_start_left_is_replaced(tmp_path: Path) -> None:
 
 
 def test_a_file_that_others_can_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a file system that keeps no modes, and a file that somebody has opened to all."""
+    """Catches a file system that ignores file modes, and a secret file that was made readable by others."""
     with start_secret(tmp_path, None):
         path = secret_path(tmp_path, None)
         path.chmod(0o640)
@@ -55,7 +55,7 @@ def test_a_file_that_others_can_read_is_refused(tmp_path: Path, monkeypatch: pyt
 
 
 def test_messages_do_not_tell_it(tmp_path: Path) -> None:
-    """Catches a damaged secret that is quoted in the error of a rank, and from there in logs and events."""
+    """Catches a damaged secret that is quoted in a rank's error, and from there in logs and events."""
     path = secret_path(tmp_path, None)
     path.touch(0o600)
     path.write_text(f"{'c' * 63}x\n")
@@ -67,7 +67,7 @@ def test_messages_do_not_tell_it(tmp_path: Path) -> None:
 
 
 def test_proofs_serve_one_purpose() -> None:
-    """Catches a proof that another secret, another purpose or other parts have too."""
+    """Catches a proof that is also valid for another secret, another purpose or other parts."""
     ours, theirs = Secret.random(), Secret.random()
     proofs = [
         *(secret.proof("a", b"bc", b"d") for secret in (ours, theirs)),
@@ -82,8 +82,8 @@ def test_proofs_serve_one_purpose() -> None:
 
 
 def test_where_a_launcher_listens() -> None:
-    """Catches a host name that means 127.0.1.1 on its own machine, at which no other node finds the launcher, and an
-    address that is not this machine's."""
+    """Catches a host name that resolves to 127.0.1.1 on its own machine, where no other node reaches the launcher, and
+    an address that does not belong to this machine."""
     assert launcher_address("127.0.0.2", ["127.0.0.2", "127.0.0.3"]) == "127.0.0.2"
     assert launcher_address("192.0.2.77", ["192.0.2.77", "192.0.2.78"]) == "192.0.2.77"
     ours = [a.address for found in psutil.net_if_addrs().values() for a in found if a.family == socket.AF_INET]

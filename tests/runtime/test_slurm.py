@@ -1,4 +1,4 @@
-"""What is told to SLURM."""
+"""Tests the node lists that are passed to SLURM."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ NAMES = (
 
 @pytest.mark.parametrize("names", NAMES)
 def test_names_are_compressed_as_slurm_expands_them(names: list[str], tmp_path: Path) -> None:
-    """Catches ranks on nodes that were not asked for, and nodes without ranks: leading zeros, gaps, other prefixes."""
+    """Catches ranks on nodes that were not requested, and nodes without ranks: leading zeros, gaps, other prefixes."""
     if shutil.which("scontrol") is None:
         pytest.skip("scontrol is not on the PATH")
-    # It expands a list by itself, but not without a configuration.
+    # scontrol expands a list offline, but not without a configuration file.
     config = tmp_path / "slurm.conf"
     config.write_text("ClusterName=none\nSlurmctldHost=localhost\nNodeName=n1\n")
     command, variables = ["scontrol", "show", "hostnames", compressed(names)], {**os.environ, "SLURM_CONF": str(config)}

@@ -1,4 +1,4 @@
-"""Asking a run to stop."""
+"""Requests to stop a run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.distributed import run_ranks
 
 
 def test_round_trip(tmp_path: Path) -> None:
-    """Catches a request that is not seen, or seen for ever."""
+    """Catches a request that is not seen, or is still seen after it is cleared."""
     assert read_stop(tmp_path) is None
     request_stop(tmp_path, INTERRUPTED)
     assert read_stop(tmp_path) == INTERRUPTED
@@ -46,7 +46,7 @@ def on_a_full_disk(run_dir: Path) -> str | None:
 
 @pytest.mark.distributed
 def test_on_a_full_disk(tmp_path: Path) -> None:
-    """Catches a preempted run that cannot be asked to stop because its disk is full, and what then stays for ever."""
+    """Catches a preempted run that cannot be stopped because its disk is full, and a request that stays set."""
     assert run_ranks(on_a_full_disk, 1, tmp_path) == [PREEMPTED]
     clear_stop(tmp_path)
     assert read_stop(tmp_path) is None
@@ -55,7 +55,7 @@ def test_on_a_full_disk(tmp_path: Path) -> None:
 
 
 def test_a_file_made_by_hand_counts_and_stays(tmp_path: Path) -> None:
-    """Catches `touch stop` being taken for a broken file, or removed by the very restart it should prevent."""
+    """Catches `touch stop` that is taken for a damaged file, or removed by the very restart it should prevent."""
     (tmp_path / "stop").touch()
     assert read_stop(tmp_path) == REQUESTED
     clear_stop(tmp_path)
@@ -63,8 +63,8 @@ def test_a_file_made_by_hand_counts_and_stays(tmp_path: Path) -> None:
 
 
 def test_a_folder_counts_and_stays(tmp_path: Path) -> None:
-    """Catches `mkdir stop` that ends rank 0 with a traceback, and a run that is killed at a signal because it was asked
-    to stop before."""
+    """Catches `mkdir stop` that ends rank 0 with a traceback, and a request at a signal that fails because the folder
+    exists."""
     (tmp_path / "stop").mkdir()
     assert read_stop(tmp_path) == REQUESTED
     clear_stop(tmp_path)
@@ -78,7 +78,7 @@ pytestmark = pytest.mark.distributed
 
 
 def _reasons(run_dir: Path) -> list[str]:
-    """What every rank hears: before any request, then after each; only rank 0's folder holds the file."""
+    """Returns what every rank reads: before any request, then after each; only rank 0's folder holds the file."""
     rank = dist.get_rank()
     mine = run_dir if rank == 0 else run_dir / "another-node"
     signal, heard = StopSignal(mine, open_control_plane()), []
@@ -97,14 +97,14 @@ def _reasons(run_dir: Path) -> list[str]:
 
 
 def test_all_ranks_hear_what_rank_0_sees(tmp_path: Path) -> None:
-    """Catches ranks that look for the file themselves (they may see it a step later and hang the others), a reason lost
-    on the way, and a signal that sticks."""
+    """Catches ranks that look for the file themselves (one that sees it a step later makes the others hang), a reason
+    lost on the way, and a request that is still seen after its file is removed."""
     expected = ["", INTERRUPTED, PREEMPTED, REQUESTED, REQUESTED, REQUESTED, ""]
     assert run_ranks(_reasons, 3, tmp_path) == [expected] * 3
 
 
 def _switched_off(run_dir: Path) -> list[str]:
-    """What every rank hears before and after somebody touches the kill switch, and when another start takes over."""
+    """Returns what every rank reads before and after the kill switch is set, and when another start takes over."""
     rank = dist.get_rank()
     switch = run_dir / "group" / "stop"
     fence = Fence(run_dir, 1) if rank == 0 else None
@@ -123,7 +123,7 @@ def _switched_off(run_dir: Path) -> list[str]:
 
 
 def test_all_ranks_hear_of_the_kill_switch_and_of_a_takeover(tmp_path: Path) -> None:
-    """Catches a switch that one rank sees and the others do not, and orphans of which only rank 0 ends."""
+    """Catches a kill switch that only one rank sees, and a takeover at which only rank 0 of the old start ends."""
     with claimed(tmp_path, SlurmJob("1", 0, "c")):
         heard = run_ranks(_switched_off, 2, tmp_path)
     assert heard[0] == heard[1]

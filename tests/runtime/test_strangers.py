@@ -1,4 +1,4 @@
-"""Attacks by somebody who reaches the ports of a run but does not know its secret."""
+"""Tests attacks by a process that reaches the ports of a run but does not know its secret."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ print(control.gather("rank 1", str), flush=True)
 
 
 class Program:
-    """What a pickle runs when it is loaded: it leaves a file."""
+    """An object whose unpickling runs code: it creates a folder."""
 
     def __init__(self, mark: Path):
         self.mark = mark
@@ -59,7 +59,7 @@ class Program:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[StartLauncher]:
-    """No forks: the environment of a fork, where a secret is looked for, cannot be read from outside."""
+    """Starts launchers without fork: the test looks for secrets in environments, and a fork's cannot be read."""
     with launchers_in(tmp_path / "run") as start:
         yield start
 
@@ -74,7 +74,7 @@ def listening(pid: int) -> list[Any]:
 
 
 def store_port(launched: Launched) -> int:
-    """Where the launcher serves its store."""
+    """The port of the launcher's store."""
     found: list[int] = []
 
     def look() -> bool:
@@ -87,12 +87,12 @@ def store_port(launched: Launched) -> int:
 
 
 def stranger(port: int) -> TCPStore:
-    """A client of the store, as anybody can make one."""
+    """A client of the store that does not know the secret."""
     return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
 
 
 def join(port: int, prefix: str, timeout_s: float) -> subprocess.Popen[str]:
-    """Starts a process that takes itself for rank 1."""
+    """Starts a process that joins as rank 1."""
     command = [sys.executable, "-c", IMPOSTOR, str(port), prefix, str(timeout_s)]
     variables = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
     return subprocess.Popen(
@@ -101,7 +101,7 @@ def join(port: int, prefix: str, timeout_s: float) -> subprocess.Popen[str]:
 
 
 def require_unreachable_from_elsewhere(port: int) -> None:
-    """Connects to every other address of this machine, as a neighbour in its network would."""
+    """Checks that every address of this machine other than loopback refuses connections to the port."""
     addresses = [a.address for found in psutil.net_if_addrs().values() for a in found if a.family == socket.AF_INET]
     for address in addresses:
         if not address.startswith("127."):
@@ -110,7 +110,7 @@ def require_unreachable_from_elsewhere(port: int) -> None:
 
 
 def require_kept(secret: str, launched: Launched) -> None:
-    """Looks for the secret where others can read it."""
+    """Checks that the secret is in no file that others can read, and in no command line or environment."""
     for path in launched.run_dir.rglob("*"):
         if path.is_file() and secret.encode() in path.read_bytes():
             assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
@@ -121,8 +121,8 @@ def require_kept(secret: str, launched: Launched) -> None:
 
 @pytest.mark.slow
 def test_a_vandal_runs_nothing(start: StartLauncher, tmp_path: Path) -> None:
-    """Catches a store that listens on all addresses, a value of it that is unpickled, a rank that is admitted under the
-    names that torch gives, garbage that ends a run, and a secret in a log, a file, `ps` or an environment."""
+    """Catches a store that listens on all addresses, a store value that is unpickled, a rank that is admitted under
+    torch's default keys, garbage that ends a run, and a secret in a log, a file, `ps` or an environment."""
     launched, mark = start("meet_until_told"), tmp_path / "owned"
     port = store_port(launched)
     secret = secret_path(launched.run_dir, None)
@@ -158,7 +158,7 @@ def test_a_vandal_runs_nothing(start: StartLauncher, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_impostor_is_not_admitted(start: StartLauncher) -> None:
-    """Catches a process that reads the store's keys, takes the place of a rank that is late, and is let in."""
+    """Catches a process that reads the store's keys, takes the place of a late rank, and is admitted."""
     launched = start("meet_until_told")
     client, prefixes = stranger(store_port(launched)), set[str]()
 
@@ -177,12 +177,12 @@ def test_an_impostor_is_not_admitted(start: StartLauncher) -> None:
 
 
 def test_only_agents_words_are_heard(caplog: pytest.LogCaptureFixture) -> None:
-    """Catches a forged report or order, one that is said again, words lost behind garbage, an exception in the launcher
-    or in an agent, and a log that a stranger fills."""
+    """Catches a forged or replayed report or order, messages lost behind garbage, an exception in the launcher or in an
+    agent, and a log that an attacker can fill."""
     secret = Secret.random()
     launcher = ControlStore(secret, "127.0.0.1")
     agent, other = (ControlStore(secret, "127.0.0.1", launcher.port) for _ in range(2))
-    # He even knows the name under which they talk.
+    # The forger even knows the key prefix of the messages.
     forger = PrefixStore(secret.name("control"), stranger(launcher.port))
     agent.say({"word": "failing", "number": 0})
     said, theirs = forger.queue_pop("words"), Secret.random().seal("word", '["a", 1, {}]').encode()
@@ -200,7 +200,7 @@ def test_only_agents_words_are_heard(caplog: pytest.LogCaptureFixture) -> None:
         other.say({"word": "failing", "number": 1})
         agent.say({"word": "report", "number": 0, "report": {"é": [1]}})
         forger.queue_push("words", said)
-        # A client does not wait until the server has what it sends.
+        # A client's push returns before the server has the value.
         deadline = time.monotonic() + 20
         while forger.queue_len("words") < len(forgeries) + 4 and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -219,7 +219,7 @@ def test_only_agents_words_are_heard(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_only_checkers_are_believed() -> None:
-    """Catches a forged measurement, with which a healthy node is rejected, and one that is sent under another name."""
+    """Catches a forged measurement that gets a healthy node rejected, and a signed one replayed under another key."""
     secret = Secret.random()
     coordinator = Board(secret, "127.0.0.1")
     checker = Board(secret, "127.0.0.1", coordinator.port)

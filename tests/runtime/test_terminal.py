@@ -1,4 +1,4 @@
-"""Hostile text on the way to a terminal, at every outlet: streams, console lines, panel and tables."""
+"""Escaping of hostile text at every output to a terminal: streams, console lines, panel and tables."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HARMLESS = r"a\x1b[2Jb\x07\x9b8mc\x0dd\u202ee\u2066f\x7f"
 
 
 def steers(character: str) -> bool:
-    """By Unicode's own tables, not by ours."""
+    """Whether a character is a control, by Unicode's tables."""
     steering = unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp")
     bidi = unicodedata.bidirectional(character) in ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
     return (steering and character not in "\n\t") or bidi or character in "\u200e\u200f\u061c"
@@ -38,7 +38,7 @@ def steers(character: str) -> bool:
 
 @given(st.text(st.characters()))
 def test_nothing_steers_and_nothing_else_changes(text: str) -> None:
-    """Catches a control character that is forgotten, and letters of any script that are taken for one."""
+    """Catches a control character that is not escaped, and letters of any script that are."""
     assert not any(map(steers, visible(text)))
     assert visible("".join(c for c in text if not steers(c))) == "".join(c for c in text if not steers(c))
 
@@ -50,7 +50,7 @@ def test_every_character_is_known() -> None:
 
 
 def test_console_lines(tmp_path: Path) -> None:
-    """Catches an event of a rank, or a line of the launcher's own, that clears the screen."""
+    """Catches an event of a rank, or a line of the launcher, that clears the screen."""
     out = io.StringIO()
     with Console(tmp_path, out) as console:
         EventWriter(tmp_path).write("attention", message=HOSTILE)
@@ -60,7 +60,7 @@ def test_console_lines(tmp_path: Path) -> None:
 
 
 def test_the_panel() -> None:
-    """Catches a run's name or a layout in a record that retitles the window."""
+    """Catches a run's name, or a layout in a record, that changes the window title."""
     progress = RunProgress(10)
     progress.add_event({"event": "start", "step": 0, "total_steps": 10, "layout": "tp1\x1b]0;x\x07"})
     for columns in (100, 40, 20):
@@ -70,7 +70,7 @@ def test_the_panel() -> None:
 
 
 def test_tables_keep_their_colors() -> None:
-    """Catches a cell that steers the terminal, and an escape of rich's own codes with it."""
+    """Catches a cell that controls the terminal, and escaping of rich's own codes."""
     out = io.StringIO()
     console = VisibleConsole(file=out, force_terminal=True, color_system="standard", width=100, highlight=False)
     table = Table("title", style="red")
@@ -103,10 +103,10 @@ print("plain\x1b[2J")
 
 
 def on_terminal(folder: Path, *arguments: str) -> str:
-    """What a Python program writes to a terminal, both its streams."""
+    """Output of a Python program to a terminal, both streams."""
     ours, theirs = pty.openpty()
     environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
-    # CI: without the progress line, which steers the terminal by intent (test_progress).
+    # CI turns off the progress line, which controls the terminal on purpose (test_progress).
     environment |= {"TERM": "xterm-256color", "CI": "true"}
     process = subprocess.Popen(
         [sys.executable, *arguments], cwd=folder, env=environment, stdin=theirs, stdout=theirs, stderr=theirs
@@ -124,7 +124,7 @@ def on_terminal(folder: Path, *arguments: str) -> str:
 
 
 def test_results_on_a_terminal_and_in_a_pipe(corpus: Path) -> None:
-    """Catches a document that steers the terminal, and one that a pipe does not get as it is."""
+    """Catches a document that controls the terminal, and one that is escaped in a pipe."""
     arguments = ("dataset", "inspect", "input=corpus")
     shown = on_terminal(corpus, *MEGADS, *arguments)
     assert HARMLESS in shown and not any(map(steers, shown))
@@ -138,13 +138,13 @@ def test_colors_on_a_terminal(tmp_path: Path) -> None:
 
 
 def test_messages_on_a_terminal(tmp_path: Path) -> None:
-    """Catches a value in a message that goes through raw, whoever words the message."""
+    """Catches a value that is not escaped in a message, whichever code writes the message."""
     for arguments in ((f"tr{HOSTILE}",), ("dataset", "stats", "input='no\x1b[2J'"), ("train", "experiment='x\x1b[2J'")):
         shown = on_terminal(tmp_path, *MEGADS, *arguments)
         assert "\\x1b[2J" in shown and not any(map(steers, shown)), shown
 
 
 def test_messages_in_a_pipe(tmp_path: Path) -> None:
-    """Catches messages that a job's log keeps raw, to be shown on the terminal of whoever reads it."""
+    """Catches unescaped messages in a job's log, which would be shown on its reader's terminal."""
     done = subprocess.run([sys.executable, *MEGADS, f"tr{HOSTILE}"], cwd=tmp_path, stderr=subprocess.PIPE, check=False)
     assert done.returncode == 2 and HARMLESS in done.stderr.decode() and not any(map(steers, done.stderr.decode()))

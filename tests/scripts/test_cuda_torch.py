@@ -1,4 +1,4 @@
-"""Python commands under CUDA builds of torch: which wheels are taken, once, and what is said where there are none."""
+"""Python commands with CUDA builds of torch: which wheels are installed, once, and the message if there are none."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 
 def write_wheel(folder: Path, name: str, version: str, files: dict[str, str], requires: str = "") -> None:
-    """A pure Python wheel of these files."""
+    """Writes a pure Python wheel of these files."""
     folder.mkdir(exist_ok=True)
     info = f"{name}-{version}.dist-info"
     metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{requires}"
@@ -24,7 +24,7 @@ def write_wheel(folder: Path, name: str, version: str, files: dict[str, str], re
 
 
 def cuda_torch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The script in a cache of its own; pip sees a folder of wheels and no network."""
+    """Runs the script with its own cache; pip sees a folder of wheels and no network."""
     pip = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder / "wheels"), "PIP_CONFIG_FILE": os.devnull}
     environment = os.environ | pip | {"XDG_CACHE_HOME": str(folder / "cache")}
     command = [sys.executable, "-m", "scripts.cuda_torch", *arguments]
@@ -33,8 +33,8 @@ def cuda_torch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str
 
 @pytest.mark.slow
 def test_a_cuda_build_is_installed_once(tmp_path: Path) -> None:
-    """Catches a CPU build of the same version that wins, libraries that the torch does not find, a second download, a
-    failing command that passes, and a missing wheel that is not an own exit status with its reason."""
+    """Catches a CPU build of the same version that is preferred, libraries that torch does not find, a second download,
+    a failing command that passes, and a missing wheel without its own exit status and reason."""
     wheels = tmp_path / "wheels"
     cuda, cpu = ({"torch/__init__.py": f"class version: cuda = {of!r}"} for of in ("13.0", None))
     needs = 'Requires-Dist: nvidia-one==1.0; platform_system == "Linux"\nRequires-Dist: triton==3.0\n'

@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def megads_on_the_path() -> Iterator[None]:
-    """Batch scripts say `megads`, as in an activated environment."""
+    """Puts `megads` on the PATH for batch scripts, as in an activated environment."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
         yield
@@ -35,14 +35,14 @@ def megads_on_the_path() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def slurm_cluster(megads_on_the_path: None) -> Iterator[PrivateSlurm]:
-    """Four nodes of 8 CPUs and 8 GPUs, as SLURM counts them; a test that takes one away brings it back."""
+    """Four nodes of 8 CPUs and 8 GPUs, as SLURM counts them; a test that takes a node down brings it up again."""
     with PrivateSlurm(ClusterSize(num_nodes=4, cpus_per_node=8, gpus_per_node=8)) as cluster:
         yield cluster
 
 
 @pytest.fixture
 def jobs(slurm_cluster: PrivateSlurm, tmp_path: Path) -> Iterator[Jobs]:
-    """Submits jobs in tmp_path; what still runs or waits at the end of the test is cancelled."""
+    """Submits jobs in tmp_path; those that are still running or pending at the end of the test are cancelled."""
     jobs = Jobs(slurm_cluster, tmp_path)
     yield jobs
     jobs.cancel_all()

@@ -76,7 +76,7 @@ class Jobs:
         return self.state(job)
 
     def wait_until(self, condition: Callable[[], bool], what: str, job: str, timeout_s: float = TIMEOUT_S) -> None:
-        """Waits until a condition holds; the message of a failure says what for, and the job's output."""
+        """Waits until a condition holds; a failure's message names the condition and shows the job's output."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, f"waited for {what}; {self.state(job)}:\n{self.output(job)[-4000:]}"
@@ -88,7 +88,7 @@ class Jobs:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def cancel_all(self) -> None:
-        """Cancels what still runs or waits, and waits until it is gone: the next test wants the nodes."""
+        """Cancels running and pending jobs, and waits until they are gone: the next test needs the nodes."""
         for job in self.submitted:
             subprocess.run(["scancel", job], env=self.environment(), capture_output=True, check=False)
         deadline = time.monotonic() + TIMEOUT_S

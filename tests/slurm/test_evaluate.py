@@ -1,4 +1,4 @@
-"""A coordinated evaluation whose workers are a job array of a real SLURM."""
+"""Tests a coordinated evaluation whose workers are a job array of a real SLURM."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytest.importorskip("lm_eval")
 
 
 def start_on_slurm(jobs: Jobs, megads: StartCommand) -> Command:
-    """Two nodes of one worker."""
+    """Starts an evaluation on two nodes of one worker."""
     script = f"sbatch={REPOSITORY / 'scripts' / 'slurm' / 'evaluate.sbatch'}"
     return start_evaluation(
         megads, "workers=1", "launcher=slurm", "nodes=2", script, "sbatch_options='--time=60 --exclusive'",
@@ -40,7 +40,7 @@ def start_on_slurm(jobs: Jobs, megads: StartCommand) -> Command:
 
 
 def test_two_nodes_with_kills(jobs: Jobs, megads: StartCommand, plain: dict[str, Any]) -> None:
-    """Catches a unit that is lost with its worker or its node, a second command that submits a second job, a checkpoint
+    """Catches a work unit lost with its worker or its node, a second command that submits a second job, a checkpoint
     that workers of a node read twice, and results that differ from those of one process."""
     folder = megads.folder
     make_run(folder)
@@ -50,7 +50,7 @@ def test_two_nodes_with_kills(jobs: Jobs, megads: StartCommand, plain: dict[str,
     worker, other = living(folder)
     assert worker.node != other.node
     os.kill(worker.pid, signal.SIGKILL)
-    # A login node that goes down, and a node: its pool and all its workers.
+    # The login node goes down, and so does a node: its pool and all its workers.
     first.kill_everything()
     pool = psutil.Process(other.pid).parent()
     assert pool is not None and "megads.tools.evaluate.worker_pool" in pool.cmdline()

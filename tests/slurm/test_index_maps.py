@@ -1,4 +1,4 @@
-"""Index maps of a large dataset: built once a cluster, by ranks on four nodes that start at once."""
+"""Index maps of a large dataset: built once per cluster, by ranks on four nodes that start at the same time."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ srun --kill-on-bad-exit=0 python -m scripts.bench.data_start --rank "$1"
 
 @pytest.fixture
 def dataset(tmp_path: Path) -> Path:
-    """50 million samples of 2,048 tokens, whose maps of 600 MB take some seconds; the tokens are one hole of 200 GB."""
+    """50 million samples of 2,048 tokens, whose 600 MB of maps take seconds; the tokens are a sparse 200 GB file."""
     prefix = tmp_path / "corpus"
     fabricate(prefix, 100_000, 100_000_000_000)
     return prefix
 
 
 def ranks_of(jobs: Jobs, job: str) -> list[dict]:
-    """What each rank of a job said."""
+    """Returns the report of each rank of a job."""
     return [json.loads(line) for line in jobs.output(job).splitlines() if line.startswith("{")]
 
 
@@ -42,7 +42,7 @@ def builders(ranks: list[dict]) -> list[str]:
 
 
 def test_one_rank_of_the_cluster_builds_and_all_map_its_files(jobs: Jobs, dataset: Path) -> None:
-    """Catches maps that each node, or each rank, builds for itself or holds in its own memory."""
+    """Catches maps that each node, or each rank, builds for itself or holds in private memory."""
     job = jobs.submit(SCRIPT, str(dataset))
     assert jobs.wait_for(job, timeout_s=400) == "COMPLETED", jobs.output(job)
     ranks = ranks_of(jobs, job)
@@ -53,12 +53,12 @@ def test_one_rank_of_the_cluster_builds_and_all_map_its_files(jobs: Jobs, datase
     maps = set(Path(f"{dataset}.cache").glob("*.npy"))
     assert sum(path.stat().st_size for path in maps) > 500_000_000
     assert all({Path(name) for name in rank["maps"]} == maps for rank in ranks)
-    # Of their own, beside the file's pages.
+    # Anonymous memory, without the pages of the files.
     assert max(rank["peak_mb"] for rank in waited) < 100, ranks
 
 
 def test_a_killed_builder_is_made_up_for(jobs: Jobs, dataset: Path) -> None:
-    """Catches a cluster that waits for ever for a builder that was killed, and a half-built map that is read."""
+    """Catches a cluster that hangs because its builder was killed, and a partial map that is read."""
     job = jobs.submit(SCRIPT, str(dataset))
     cache = Path(f"{dataset}.cache")
     half = 100_000_000
@@ -79,7 +79,7 @@ def test_a_killed_builder_is_made_up_for(jobs: Jobs, dataset: Path) -> None:
 
 
 def test_a_training_on_four_nodes_builds_them_once(jobs: Jobs, dataset: Path, tmp_path: Path) -> None:
-    """Catches a launcher that builds what its ranks do not find, and ranks that build it again."""
+    """Catches a launcher whose maps the ranks do not find, and ranks that build them again."""
     run_dir = tmp_path / "run"
     shape = {"parallel__pp": 1, "parallel__dp": 4, "train__steps": 2, "train__global_batch_size": 8}
     options = ("--nodes=4", "--gpus-per-node=0", "--time=60")

@@ -1,4 +1,4 @@
-"""Preprocessing as an array of jobs of a real SLURM, with tasks that are killed and requeued."""
+"""Preprocessing as a job array on a real SLURM, with tasks that are killed and requeued."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Text:
     folder: Path
 
     def overrides(self, output: Path) -> list[str]:
-        """The command line but for what concerns processes."""
+        """Returns the overrides that do not concern processes."""
         files = [f"input=[{self.folder / 'text'}]", f"tokenizer={self.folder / 'tokenizer.json'}", f"output={output}"]
         return [*files, "engine=hf"]
 
     def require_equal(self, output: Path) -> None:
-        """Asserts that all files of a dataset are those of one process."""
+        """Asserts that all files of a dataset equal those of one process."""
         for ending in (".bin", ".idx", ".json", ".tokenizer.json"):
             assert Path(f"{output}{ending}").read_bytes() == Path(f"{self.folder / 'one'}{ending}").read_bytes(), ending
         assert not parts_path(str(output)).exists()
@@ -44,7 +44,7 @@ class Text:
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
-    """The text, its tokenizer and its dataset."""
+    """Returns the text with its tokenizer and its dataset."""
     folder = tmp_path_factory.mktemp("text")
     (folder / "text").mkdir()
     (folder / "text" / "a.txt").write_text(prose(1))
@@ -61,7 +61,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
 
 
 def tasks_at_work(output: Path) -> dict[int, int]:
-    """Processes of the tasks that have begun, by the tasks' numbers."""
+    """Returns the process ids of the tasks that have begun, by task number."""
     found = {}
     for path in parts_path(str(output)).glob("tasks-*/participants/[!.]*"):
         pid = json.loads(path.read_text())["pid"]
@@ -72,12 +72,12 @@ def tasks_at_work(output: Path) -> dict[int, int]:
 
 
 def finished(output: Path) -> int:
-    """Stretches of the input that are finished."""
+    """Returns the number of finished ranges of the input."""
     return len(list(parts_path(str(output)).glob("tasks-*/finished/[!.]*.json")))
 
 
 def test_an_array_survives_kills_and_requeues(jobs: Jobs, text: Text, tmp_path: Path) -> None:
-    """Catches stretches that are lost or doubled with the tasks that made them, and tasks that wait for the dead."""
+    """Catches input ranges lost or duplicated when their task is killed, and tasks that wait for a dead one."""
     output = tmp_path / "corpus"
     array = jobs.submit(PREPROCESS, *text.overrides(output), options=("--cpus-per-task=1", "--output=array-%a.out"))
 
@@ -101,7 +101,7 @@ def test_an_array_survives_kills_and_requeues(jobs: Jobs, text: Text, tmp_path: 
 
 
 def test_a_cancelled_array_is_continued(jobs: Jobs, text: Text, tmp_path: Path) -> None:
-    """Catches finished stretches that are made once more by the same command, and a lost node that holds it up."""
+    """Catches finished ranges that the same command processes again, and a lost node that blocks it."""
     output = tmp_path / "corpus"
     options = ("--cpus-per-task=1", "--array=0-1", "--output=array-%a.out")
     array = jobs.submit(PREPROCESS, *text.overrides(output), options=options)
@@ -143,7 +143,7 @@ print(join.job_id)
 
 
 def test_a_pipeline_of_datatrove(jobs: Jobs, tmp_path: Path) -> None:
-    """Catches steps that datatrove cannot send to the nodes, or a join that does not wait for the tasks."""
+    """Catches pipeline steps that datatrove cannot send to the nodes, and a join that does not wait for the tasks."""
     pytest.importorskip("datatrove", reason="datatrove is not installed: pip install 'megads[datatrove]'")
     (tmp_path / "text").mkdir()
     for number in range(5):

@@ -1,4 +1,4 @@
-"""The private SLURM itself: what every test of this folder and `megads rehearse` stand on."""
+"""The private SLURM cluster that the tests of this folder and `megads rehearse` use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.slurm.jobs import Jobs
 
 
 def test_a_step_runs_on_four_nodes(slurm_cluster: PrivateSlurm) -> None:
-    """Catches nodes that look idle and run nothing, and names that a rendezvous cannot resolve."""
+    """Catches nodes that are idle but run nothing, and node names that a rendezvous cannot resolve."""
     ask = "import os, socket; print(socket.gethostbyname(os.environ['SLURMD_NODENAME']))"
     out = slurm_cluster.command("srun", "--nodes=4", "--gpus-per-node=8", sys.executable, "-S", "-c", ask)
     assert sorted(out.split()) == sorted(slurm_cluster.nodes)
@@ -32,7 +32,7 @@ def test_a_job_is_requeued_with_its_count(jobs: Jobs) -> None:
 
 
 def test_the_batch_script_gets_its_signal(jobs: Jobs) -> None:
-    """Catches a cluster in which --signal=B: never fires: rehearsals of it would all pass or all fail."""
+    """Catches a cluster in which --signal=B: never fires: all rehearsals of it would pass, or all would fail."""
     script = "#!/bin/bash\ntrap 'echo caught; exit 6' USR1\nwhile :; do sleep 0.1; done\n"
     job = jobs.submit(script, options=("--signal=B:USR1@100", "--time=1"))
     assert jobs.wait_for(job) == "FAILED"
@@ -40,7 +40,7 @@ def test_the_batch_script_gets_its_signal(jobs: Jobs) -> None:
 
 
 def test_a_lost_node_requeues_its_job_and_comes_back(jobs: Jobs) -> None:
-    """Catches a node whose loss goes unnoticed: its processes survive, or its job waits for it for ever."""
+    """Catches a lost node that goes unnoticed: its processes survive, or its job hangs."""
     cluster = jobs.cluster
     job = jobs.submit(
         "#!/bin/bash\nsrun --ntasks-per-node=1 --kill-on-bad-exit=1 sleep 317\n", options=("--nodes=2", "--requeue")
@@ -56,7 +56,7 @@ def test_a_lost_node_requeues_its_job_and_comes_back(jobs: Jobs) -> None:
 
 
 def test_a_killed_owner_leaves_nothing(tmp_path: Path) -> None:
-    """Catches daemons, jobs and folders left behind by a rehearsal that somebody killed with SIGKILL."""
+    """Catches daemons, jobs and folders left behind by a rehearsal that was killed with SIGKILL."""
     owner = subprocess.Popen(
         [sys.executable, "-c", _OWNER], stdout=subprocess.PIPE, text=True, start_new_session=True, cwd=tmp_path
     )

@@ -1,4 +1,4 @@
-"""`megads rehearse` finds each of eight planted mistakes on a private SLURM of its own, and passes a good script."""
+"""Tests that `megads rehearse` finds eight planted mistakes on a private SLURM, and passes a good script."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ def rows(ended: Ended) -> dict[str, tuple[str, str]]:
 
 
 def problems(ended: Ended) -> dict[str, str]:
-    """Text of each problem; the exit code says the same."""
+    """Text of each problem; checks that the exit code agrees."""
     found = {check: text for check, (status, text) in rows(ended).items() if status == "problem"}
     assert ended.code == (ConfigError.exit_code if found else 0), ended.out + ended.err
     return found
 
 
 def test_the_good_script_passes(rehearse: Rehearse, tmp_path: Path) -> None:
-    """Catches false alarms, steps left out of the life of a job, and anything left behind in the user's folder."""
+    """Catches false alarms, omitted steps of a job's life cycle, and files left in the user's folder."""
     before = set(tmp_path.iterdir())
     ended = rehearse(
         REPOSITORY / "scripts" / "slurm" / "train.sbatch",
@@ -97,15 +97,15 @@ def test_the_good_script_passes(rehearse: Rehearse, tmp_path: Path) -> None:
     ],
 )
 def test_mistake_1_options(rehearse: Rehearse, options: tuple[str, ...], said: str) -> None:
-    """Catches options that only the real sbatch would refuse."""
+    """Catches undetected options that only the real sbatch would refuse."""
     assert said in problems(rehearse(GOOD, options=options))["options"]
 
 
 def test_mistakes_2_to_7_on_paper(rehearse: Rehearse) -> None:
-    """Catches what the options and the config show before anything trains, all of it in one rehearsal.
+    """Catches mistakes that options and config show before training, but that one rehearsal does not all report.
 
-    The layout that does not fit the nodes, the model that does not fit the GPUs, the dataset that is not there, the
-    folders that cannot be written to, no signal, and no requeue.
+    A layout that does not fit the nodes, a model that does not fit the GPUs, a missing dataset, folders that cannot be
+    written to, no signal, and no requeue.
     """
     script = GOOD.replace("#SBATCH --signal=B:USR1@60\n", "")
     found = problems(
@@ -125,7 +125,7 @@ def test_mistakes_2_to_7_on_paper(rehearse: Rehearse) -> None:
 
 
 def test_mistakes_3_and_4_sizes_and_tokenizer(rehearse: Rehearse, tmp_path: Path) -> None:
-    """Catches a scaled model whose sizes divide although the user's do not, and a missing tokenizer beside it."""
+    """Catches sizes checked on the scaled model, which divide although the user's do not, and a missing tokenizer."""
     (tmp_path / "text.txt").write_text("some text\n" * 100)
     raw = ("data.train=[]", f"data.raw={tmp_path}/text.txt", "tokenizer.path=none.json", "model.vocab_size=null")
     found = problems(rehearse(GOOD, "model.num_heads=4", "parallel.tp=3", *raw))
@@ -133,14 +133,14 @@ def test_mistakes_3_and_4_sizes_and_tokenizer(rehearse: Rehearse, tmp_path: Path
 
 
 def test_mistake_6_the_signal_does_not_reach_the_launcher(rehearse: Rehearse) -> None:
-    """Catches a script without exec: its shell gets the signal, and the launcher never does."""
+    """Catches an undetected script without exec: its shell gets the signal, and the launcher does not."""
     found = problems(rehearse(GOOD.replace("exec megads", "megads")))
     assert set(found) == {"signal handled"} and "did not receive" in found["signal handled"]
 
 
 def test_a_signal_to_the_steps_is_handled(rehearse: Rehearse) -> None:
-    """Catches agents that die of a --signal without B:, which only steps get, and do not hand it to the launcher; and
-    data of the cluster that end a laptop's rehearsal."""
+    """Catches agents that die of a --signal without B:, which only steps get, instead of forwarding it to the launcher;
+    and a dataset of the cluster whose absence fails a rehearsal on a laptop."""
     script = GOOD.replace("B:USR1", "USR1").replace("trap", "module load cuda\ntrap")
     ended = rehearse(script, "data.train=[{path: nowhere}]", own=("--elsewhere", "--without", "module"))
     found = problems(ended)
@@ -149,18 +149,18 @@ def test_a_signal_to_the_steps_is_handled(rehearse: Rehearse) -> None:
 
 
 def test_mistake_7_a_run_that_is_another_one_after_the_requeue(rehearse: Rehearse) -> None:
-    """Catches a run.id with the time of the start: every restart begins anew."""
+    """Catches an undetected run.id that contains the start time: every restart begins a new run."""
     found = problems(rehearse(GOOD.replace('"$@"', 'run.id="mine-$(date +%s)" "$@"')))
     assert set(found) == {"resumed"} and "the first wrote to runs/mine-" in found["resumed"]
 
 
 def test_mistake_8_overrides(rehearse: Rehearse) -> None:
-    """Catches a key that does not exist, which the paper cannot check without composing."""
+    """Catches an undetected unknown key, which is found only by composing the config."""
     assert "did you mean parallel.tp" in problems(rehearse(GOOD, "parallel.tpp=2"))["overrides"]
 
 
 def test_mistake_8_the_environment(rehearse: Rehearse) -> None:
-    """Catches typos in the script's set-up, in a script that stops there and in one that goes on regardless."""
+    """Catches undetected typos in the script's setup, in a script that stops there and in one that continues."""
     typo = "source venvs/megads/bin/activate\nmodule load cuda/99\n"
     stopping = problems(rehearse(GOOD.replace("trap", f"{typo}trap")))
     assert set(stopping) == {"script"} and "line 7: venvs/megads/bin/activate" in stopping["script"]
@@ -169,7 +169,7 @@ def test_mistake_8_the_environment(rehearse: Rehearse) -> None:
 
 
 def test_an_ended_rehearsal_leaves_nothing(megads: StartCommand, tmp_path: Path) -> None:
-    """Catches daemons, jobs and folders left behind by Ctrl-C or a SIGTERM in the middle."""
+    """Catches daemons, jobs and folders left behind by Ctrl-C or SIGTERM during a rehearsal."""
     (tmp_path / "sleep.sbatch").write_text(GOOD.replace("exec megads", "sleep 319 #"))
     places = Path(tempfile.mkdtemp())
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -186,7 +186,7 @@ def _sleepers() -> list[psutil.Process]:
 
 
 def test_the_site_is_asked_where_there_is_one(rehearse: Rehearse, slurm_cluster: PrivateSlurm) -> None:
-    """Catches a job that the private SLURM takes and the real one, here of four nodes, never would."""
+    """Catches a job that the private SLURM accepts but the real one, here of four nodes, would refuse."""
     site = str(slurm_cluster.folder / "slurm.conf")
     rehearse.variables["SLURM_CONF"] = site
     found = problems(rehearse(GOOD, options=("--nodes=5", "--partition=gpu")))
@@ -195,7 +195,7 @@ def test_the_site_is_asked_where_there_is_one(rehearse: Rehearse, slurm_cluster:
 
 
 def test_options_take_values_as_in_the_real_sbatch(slurm_cluster: PrivateSlurm) -> None:
-    """Catches an option of this SLURM that megads does not know, or whose value it takes for the script."""
+    """Catches an option of this SLURM that megads does not know, or whose value it parses as the script."""
     listed = re.findall(r"^ +(?:-\w,? +)?--([a-z][a-z-]+)", slurm_cluster.command("sbatch", "--help"), re.MULTILINE)
     assert len(listed) > 80
     for name in sorted(set(listed) - {"help", "usage", "version"}):

@@ -1,4 +1,4 @@
-"""`megads report site=...` beside a real SLURM, which accounts for no job: slurmdbd and a database are missing here."""
+"""`megads report site=...` with a real SLURM without accounting: slurmdbd and a database are missing here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megads.tools.report.sacct import read_site
 
 
 def test_sacct_says_why_it_has_no_jobs(slurm_cluster: PrivateSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches an option that the real sacct does not take, and its own message that the report swallows."""
+    """Catches an option that the real sacct does not accept, and a message of sacct that the report hides."""
     for name, value in slurm_cluster.environment().items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="accounting storage is disabled"):

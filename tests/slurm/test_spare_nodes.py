@@ -1,6 +1,6 @@
-"""Nodes that fail under a training: real jobs on a real cluster of four nodes.
+"""Tests nodes that fail during training: real jobs on a real SLURM cluster of four nodes.
 
-Whatever happens, the ledger of the whole run equals that of one process group on one machine that nobody disturbs.
+In every case the step metrics of the whole run equal those of an undisturbed run of one process group on one machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ THREE_NODES = ("--nodes=3", "--no-kill")
 
 @pytest.fixture(scope="module")
 def reference(corpus: Path, module_megads: StartCommand) -> list[dict]:
-    """The ledger of the run that nobody disturbs, on this machine alone."""
+    """Returns the step metrics of an undisturbed run on this machine alone."""
     run_dir = module_megads.folder / "reference"
     assert module_megads("train", *overrides(corpus, run_dir)).end().code == 0
     return steps_of(run_dir)
@@ -31,14 +31,13 @@ def reference(corpus: Path, module_megads: StartCommand) -> list[dict]:
 
 @pytest.fixture
 def training(jobs: Jobs, corpus: Path, tmp_path: Path) -> Callable[..., Training]:
-    """Makes trainings of this test's own."""
+    """Returns a function that creates trainings in this test's folder."""
     return lambda **changes: Training(jobs, corpus, tmp_path / "run", **changes)
 
 
 @pytest.mark.fault(22)
 def test_a_spare_takes_the_place_of_a_lost_node(reference: list[dict], training: Callable[..., Training]) -> None:
-    """Catches a lost node that ends the job, or the run, though there is another; and steps that are
-    lost or differ."""
+    """Catches a lost node that ends the job or the run although there is a spare, and steps that are lost or differ."""
     run = training(cluster__spare_nodes=1, cluster__max_restarts=3)
     job = run.submit(options=THREE_NODES)
     run.wait_for_step(job, 12)
@@ -76,7 +75,7 @@ def test_without_spares_the_job_asks_for_other_nodes(reference: list[dict], trai
 def test_a_node_that_fails_the_health_check_is_not_used(
     reference: list[dict], training: Callable[..., Training]
 ) -> None:
-    """Catches ranks started on a node that does not answer while SLURM still counts on it."""
+    """Catches ranks started on a node that does not respond while SLURM still considers it up."""
     run = training(cluster__spare_nodes=1, cluster__max_restarts=3)
     cluster = run.jobs.cluster
     silent = cluster.nodes[1]
@@ -95,16 +94,16 @@ def test_a_node_that_fails_the_health_check_is_not_used(
 
 
 def test_the_batch_node_is_lost(reference: list[dict], training: Callable[..., Training]) -> None:
-    """Catches a job that goes on without a launcher, with nodes that do nothing until the time limit: with --no-kill
-    SLURM itself does not end it. And an agent that waits for SLURM's word: once SLURM takes the node to be down, it
-    kills the step, and the agent in it."""
+    """Catches a job that continues without a launcher, with idle nodes until the time limit: with --no-kill SLURM
+    itself does not end it. And an agent that waits for SLURM to act: once SLURM marks the node down, it kills the step,
+    and the agent in it."""
     run = training()
     job = run.submit(options=("--no-kill",))
     run.wait_for_step(job, 12)
     cluster, lost = run.jobs.cluster, run.jobs.field(job, "BatchHost")
     cluster.lose_node(lost)
     try:
-        # For the agent to notice; SLURM by itself takes longer.
+        # Time for the agent to notice; SLURM by itself takes longer.
         time.sleep(6.0)
         cluster.command("scontrol", "update", f"nodename={lost}", "state=down", "reason=test")
         run.jobs.wait_until(lambda: run.jobs.field(job, "Restarts") == "1", "the requeue", job)

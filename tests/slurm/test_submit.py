@@ -1,4 +1,4 @@
-"""submit.sh: what a user learns on a login node before a job waits in the queue."""
+"""submit.sh: checks on the login node before a job is queued."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def submit(jobs: Jobs, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_dry_run_submits_nothing_and_says_what_would_be(jobs: Jobs, corpus: Path) -> None:
-    """Catches a dry run that submits, loses overrides with spaces, or is silent on what SLURM says."""
+    """Catches a dry run that submits, loses overrides with spaces, or does not show SLURM's answer."""
     words = ("--dry-run", "--nodes=2", "--gpus-per-node=0", "--time=5", *overrides(corpus, jobs.folder / "run"))
     done = submit(jobs, *words)
     assert done.returncode == 0, done.stderr
@@ -28,7 +28,7 @@ def test_a_dry_run_submits_nothing_and_says_what_would_be(jobs: Jobs, corpus: Pa
 
 
 def test_a_dry_run_refuses_what_does_not_fit(jobs: Jobs, corpus: Path) -> None:
-    """Catches a layout that idles GPUs, and options that SLURM refuses, noticed only when the job starts."""
+    """Catches a layout that leaves GPUs idle, or options that SLURM refuses, found only when the job starts."""
     layout = overrides(corpus, jobs.folder / "run")
     done = submit(jobs, "--dry-run", "--nodes=2", "--gpus-per-node=4", *layout)
     assert done.returncode == 2
@@ -39,7 +39,7 @@ def test_a_dry_run_refuses_what_does_not_fit(jobs: Jobs, corpus: Path) -> None:
 
 
 def test_wrong_words_are_refused(jobs: Jobs) -> None:
-    """Catches a short option whose value becomes an override, and a chain of no jobs."""
+    """Catches a short option whose value becomes an override, an invalid chain length, and missing overrides."""
     for words in (("-N", "2", "model=tiny"), ("--chain=ten", "model=tiny"), ()):
         done = submit(jobs, *words)
         assert (done.returncode, done.stderr != "") == (2, True), words

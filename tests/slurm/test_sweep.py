@@ -1,4 +1,4 @@
-"""A sweep whose points are jobs of a real SLURM."""
+"""Tests a sweep whose points are jobs of a real SLURM."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RATES = "1e-3,3e-3,1e30,-1,1e-2,3e-2"
 def sweep_command(
     jobs: Jobs, megads: StartCommand, corpus: Path, *overrides: str, rates: str = RATES, tools: Path | None = None
 ) -> Command:
-    """A sweep over learning rates; `tools` is a folder of commands that come before the others."""
+    """Starts a sweep over learning rates; `tools` is a folder that is prepended to the PATH."""
     model = small_model(
         corpus, train__steps=STEPS, train__max_nonfinite_steps=1, checkpoint__every_steps=10,
         logging__wandb__mode="disabled",
@@ -38,8 +38,8 @@ def sweep_command(
 
 
 def test_a_sweep_with_every_kind_of_end(jobs: Jobs, megads: StartCommand, corpus: Path) -> None:
-    """Catches jobs that a sweep's second command submits again or loses, a killed one that starts anew, a dropped point
-    that is submitted, and a summary that says otherwise."""
+    """Catches jobs that a sweep's second command submits again or loses, a killed point that starts from scratch, an
+    infeasible point that is submitted, and a summary that contradicts the points."""
     folder = megads.folder / "runs" / "sweeps" / "mine"
     first = sweep_command(jobs, megads, corpus, "sweep.parallel=3")
     first.wait_for(lambda: saved_point(folder, 0) is not None)
@@ -47,10 +47,10 @@ def test_a_sweep_with_every_kind_of_end(jobs: Jobs, megads: StartCommand, corpus
     holder = current_holder(killed)
     assert holder is not None
     os.kill(holder.pid, signal.SIGKILL)
-    # Before that SLURM is still cleaning up, and the second sweep would see the point end as its own.
+    # Until then SLURM is still cleaning up, and the second sweep would see the point end itself.
     first.wait_for(lambda: read_points(folder)[0].state == "killed")
     first.wait_for(lambda: saved_point(folder, 1) is not None)
-    # A login node that goes down: the jobs go on without the command that submitted them.
+    # Like a login node that goes down: the jobs continue without the command that submitted them.
     first.kill_everything()
     before = read_points(folder)
 
@@ -74,8 +74,8 @@ def test_a_sweep_with_every_kind_of_end(jobs: Jobs, megads: StartCommand, corpus
 
 
 def test_a_sweep_killed_while_it_submits_finds_the_job(jobs: Jobs, megads: StartCommand, corpus: Path) -> None:
-    """Catches a job that was submitted in a sweep's last moment and that the next sweep does not know of: the point
-    would be submitted twice, and one of the two jobs fail, as the other holds the run."""
+    """Catches a job that was submitted just before the sweep was killed and that the next sweep does not know: the
+    point would be submitted twice, and one of the two jobs would fail because the other holds the run."""
     folder = megads.folder / "runs" / "sweeps" / "mine"
     tools = megads.folder / "tools"
     tools.mkdir()

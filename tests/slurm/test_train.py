@@ -1,6 +1,6 @@
-"""The life of a training on SLURM: real jobs on a real cluster of four nodes, signals and losses included.
+"""Training on SLURM: real jobs on a real cluster of four nodes, with signals and lost nodes.
 
-Whatever happens, the ledger of the whole run equals that of one process group on one machine that nobody disturbs.
+In every case the ledger of the whole run equals that of an uninterrupted run on one machine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.slurm.training import Training, overrides
 
 @pytest.fixture(scope="module")
 def reference(corpus: Path, module_megads: StartCommand) -> list[dict]:
-    """The ledger of the run that nobody disturbs, on this machine alone; its steps are those of every test here."""
+    """Ledger of an uninterrupted run on this machine, with which the tests here compare."""
     run_dir = module_megads.folder / "reference"
     ended: Ended = module_megads("train", *overrides(corpus, run_dir)).end()
     assert ended.code == 0, ended.err
@@ -33,13 +33,13 @@ def reference(corpus: Path, module_megads: StartCommand) -> list[dict]:
 
 @pytest.fixture
 def training(jobs: Jobs, corpus: Path, tmp_path: Path) -> Callable[..., Training]:
-    """Makes trainings of this test's own."""
+    """Returns a function that makes trainings in this test's folder."""
     return lambda **changes: Training(jobs, corpus, tmp_path / "run", **changes)
 
 
 def test_requeues_continue_the_run(reference: list[dict], training: Callable[..., Training]) -> None:
-    """Catches a signal that loses steps or kills the save, a second one that spoils it, a requeue that starts afresh,
-    and a second job that writes into the same run."""
+    """Catches a signal that loses steps or kills the save, a second signal that spoils the save, a requeue that starts
+    from scratch, and a second job that writes into the same run."""
     run = training()
     job = run.submit()
     run.jobs.wait_until(lambda: current_holder(run.run_dir) is not None, "the launcher", job)
@@ -70,7 +70,7 @@ def test_requeues_continue_the_run(reference: list[dict], training: Callable[...
 def test_tensor_and_pipeline_parallel_over_two_nodes(
     reference: list[dict], training: Callable[..., Training], corpus: Path, module_megads: StartCommand
 ) -> None:
-    """Catches ranks that are placed otherwise than on one machine, and logs that do not say where a rank was."""
+    """Catches a rank placement that differs from that on one machine, and logs that do not name a rank's node."""
     run = training(parallel__tp=2, train__steps=5)
     job = run.submit()
     assert run.jobs.wait_for(job) == "COMPLETED", run.jobs.output(job)
@@ -85,14 +85,14 @@ def test_tensor_and_pipeline_parallel_over_two_nodes(
 
 
 def test_a_killed_rank_ends_the_job(reference: list[dict], training: Callable[..., Training]) -> None:
-    """Catches a job that hangs, or burns its nodes, after one rank on another node than the launcher's is gone; a store
+    """Catches a job that hangs and holds its nodes after a rank on a node other than the launcher's is killed, a store
     that listens on all addresses, and a secret that others can read or that outlives its start."""
     run = training()
     job = run.submit()
     run.wait_for_step(job, 3)
     launcher = psutil.Process(events_of(run.run_dir, "launch")[0]["pid"])
     listening = [c.laddr.ip for c in launcher.net_connections("inet") if c.status == psutil.CONN_LISTEN]
-    # The addresses of the nodes of this cluster.
+    # The nodes of this test cluster have loopback addresses.
     assert len(listening) == 1 and listening[0].startswith("127.")
     (secret,) = run.run_dir.glob(".secret*")
     assert stat.S_IMODE(secret.stat().st_mode) == 0o600
@@ -115,8 +115,8 @@ def test_a_killed_rank_ends_the_job(reference: list[dict], training: Callable[..
 def test_a_preempted_job_does_not_wait_for_a_stopped_rank(
     reference: list[dict], training: Callable[..., Training]
 ) -> None:
-    """Catches a rank that hangs on another node than the launcher's, of which nobody hears, and a preempted job that
-    waits for it until SLURM kills it, and is not requeued."""
+    """Catches an unreported hang of a rank on a node other than the launcher's, and a preempted job that waits for this
+    rank until SLURM kills the job, and is not requeued."""
     run = training(checkpoint__every_steps=1)
     job = run.submit()
     run.wait_for_step(job, 3)
@@ -134,7 +134,7 @@ def test_a_preempted_job_does_not_wait_for_a_stopped_rank(
 
 
 def test_a_cancelled_job_saves_and_stays_away(reference: list[dict], training: Callable[..., Training]) -> None:
-    """Catches scancel that loses the steps since the last checkpoint, and a cancelled run that is back in the queue."""
+    """Catches scancel that loses the steps since the last checkpoint, and a cancelled run that is requeued."""
     run = training()
     job = run.submit()
     run.wait_for_step(job, 3)
@@ -145,7 +145,7 @@ def test_a_cancelled_job_saves_and_stays_away(reference: list[dict], training: C
     assert checkpoint_of(run.run_dir, saved).exists()
     assert events_of(run.run_dir, "end")[-1]["stopped"] == "interrupted"
 
-    # The switch of somebody else keeps it from starting, and stops it while it runs.
+    # A shared kill switch prevents a start, and stops a run.
     switch = run.run_dir.parent / "group" / "stop-all"
     switch.parent.mkdir()
     switch.touch()
@@ -167,16 +167,16 @@ def test_a_cancelled_job_saves_and_stays_away(reference: list[dict], training: C
 
 
 def events_in(run: Training) -> list[dict]:
-    """All events of a run so far."""
+    """Returns all events of a run so far."""
     return list(read_json_lines(run.run_dir / "events.jsonl"))
 
 
 def test_a_chain_continues_one_run_and_ends_with_it(reference: list[dict], training: Callable[..., Training]) -> None:
-    """Catches jobs of a chain that start afresh, requeue themselves, or go on when nothing is left to do."""
+    """Catches jobs of a chain that start from scratch, requeue themselves, or run when the training is finished."""
     run = training()
     chain = run.submit_chain(4)
     run.wait_for_step(f"{chain}_0", 3)
-    # As slurmstepd does: scancel --batch does not find a task of an array (22.05).
+    # Sent as by slurmstepd: scancel --batch does not find a task of an array (22.05).
     os.kill(holder(run).pid, signal.SIGUSR1)
     run.jobs.wait_until(lambda: not run.jobs.cluster.command("squeue", "--noheader", "--jobs", chain), "its end", chain)
     outputs = [(run.jobs.folder / f"chain-{task}.out") for task in range(4)]
@@ -188,7 +188,7 @@ def test_a_chain_continues_one_run_and_ends_with_it(reference: list[dict], train
 
 
 def test_the_time_limit_is_kept_by_saving_before_it(reference: list[dict], training: Callable[..., Training]) -> None:
-    """Catches a limit that is not known until SLURM kills, and a run whose next start has lost what it had done."""
+    """Catches a time limit that is noticed only when SLURM kills the job, and a next start that loses steps."""
     run = training(train__steps=10**6)
     job = run.submit("run.save_before_limit_s=600", options=("--signal=B:USR1@1",))
     run.wait_for_step(job, 3)
@@ -208,13 +208,13 @@ def test_the_time_limit_is_kept_by_saving_before_it(reference: list[dict], train
 
 @pytest.mark.fault(22)
 def test_a_lost_node_requeues_and_fences_the_orphans(reference: list[dict], training: Callable[..., Training]) -> None:
-    """Catches orphan ranks of a lost node that write on, and a requeued job that their lease keeps out."""
+    """Catches orphan ranks of a lost node that continue to write, and a requeued job that their lease blocks."""
     run = training(train__steps=len(reference))
     job = run.submit("train.max_nonfinite_steps=4")
     run.wait_for_step(job, 12)
     head = run.jobs.field(job, "BatchHost")
-    # The node is alive but for its slurmd: the launcher and the ranks there go on without SLURM, as orphans. Stopped,
-    # they cannot finish the run before the node counts as lost.
+    # Only the node's slurmd dies: the launcher and the ranks there continue as orphans, without SLURM. They are
+    # stopped so that they cannot finish the run before the node counts as lost.
     launcher = psutil.Process(holder(run).pid)
     orphans = [launcher, *launcher.children(recursive=True), *ranks_of(run)]
     for orphan in orphans:
@@ -225,7 +225,7 @@ def test_a_lost_node_requeues_and_fences_the_orphans(reference: list[dict], trai
     for orphan in orphans:
         with suppress(psutil.NoSuchProcess):
             orphan.resume()
-    # Their parent is an orphan too and buries nobody: dead ones stay as zombies.
+    # Their parent is an orphan too and does not reap them: dead ones stay zombies.
     run.jobs.wait_until(lambda: not any(map(lives, orphans)), "the end of the orphans", job, 60)
     assert run.jobs.wait_for(job) == "COMPLETED", run.jobs.output(job)
     assert steps_of(run.run_dir) == reference
@@ -233,14 +233,14 @@ def test_a_lost_node_requeues_and_fences_the_orphans(reference: list[dict], trai
 
 
 def holder(run: Training) -> Holder:
-    """Who holds the run directory."""
+    """Returns the holder of the run directory's lease."""
     found = current_holder(run.run_dir)
     assert found is not None
     return found
 
 
 def lives(process: psutil.Process) -> bool:
-    """Whether a process is there, and not as a zombie."""
+    """Whether a process exists and is not a zombie."""
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -248,6 +248,6 @@ def lives(process: psutil.Process) -> bool:
 
 
 def ranks_of(run: Training) -> list[psutil.Process]:
-    """The ranks, by the first lines of their logs."""
+    """Returns the rank processes; their logs name the pids."""
     logs = [path.read_text() for path in (run.run_dir / "logs").glob("rank_*.log")]
     return [psutil.Process(int(log.rpartition("pid ")[2].split(",")[0])) for log in logs]

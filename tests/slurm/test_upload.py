@@ -1,4 +1,4 @@
-"""Checkpoints go to checkpoint.upload from all nodes of a job: a real SLURM, a real store in a folder."""
+"""Uploads of checkpoints to checkpoint.upload from all nodes of a job: a real SLURM, a real store in a folder."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tests.slurm.training import Training
 
 
 def steps_named(run: Training, job: str, name: str) -> list[str]:
-    """Steps of a job that run under a name."""
+    """Running steps of a job with a given name."""
     lines = run.jobs.cluster.command("squeue", "--noheader", "--steps", "--jobs", job, "--format", "%i %j").splitlines()
     return [line.split()[0] for line in lines if line.split()[1:] == [name]]
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["undisturbed", "step_killed_twice"])
 def test_nodes_share_the_upload(lost: bool, jobs: Jobs, corpus: Path, tmp_path: Path) -> None:
-    """Catches a job of which one node brings all files while the others have nothing to do, and a step whose end leaves
-    files that nobody brings."""
+    """Catches a job in which one node uploads all files while the others are idle, and a killed step whose files are
+    never uploaded."""
     run = Training(
         jobs, corpus, tmp_path / "run", run__id="shared", train__steps=1000 if lost else 40,
         checkpoint__upload=f"file://{tmp_path}/backup",

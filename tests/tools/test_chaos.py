@@ -1,4 +1,4 @@
-"""`megads chaos`: a campaign that is survived, losses that it must see, and requests that cannot be met."""
+"""`megads chaos`: a campaign that is survived, failures that it must detect, and invalid requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ QUICK = ("train.train.global_batch_size=8", "train.train.seq_len=32", "train.ops
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_campaign(megads: StartCommand) -> None:
-    """Catches a fault that is not injected, a recovery that is not waited for, and a scorecard that leaves one out."""
+    """Catches a fault that is not injected, a recovery that is not awaited, and a scorecard that omits a fault."""
     kinds = "kinds=[kill_rank, flipped_bit, changed_seed]"
     command = ("chaos", "faults=3", "steps=40", kinds, "dir=out", *QUICK, "--json")
     ended = megads(*command).end()
@@ -42,7 +42,7 @@ def test_a_campaign(megads: StartCommand) -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_run_that_does_not_survive(megads: StartCommand) -> None:
-    """Catches a campaign that calls a run survived that never went on."""
+    """Catches a campaign that reports a fault as survived although the run did not continue."""
     train = (*QUICK, "train.cluster.max_restarts=0")
     ended = megads("chaos", "faults=1", "steps=30", "kinds=kill_rank", "dir=out", *train).end()
     assert ended.code == 4, ended.out + ended.err
@@ -59,7 +59,7 @@ def run_with(folder: Path, *losses: float) -> AttackedRun:
 
 
 def test_what_counts_as_lost(tmp_path: Path) -> None:
-    """Catches a comparison that lets one bit pass, a step twice, or a step too few."""
+    """Catches a comparison that accepts one different bit, a repeated step, or a missing step."""
     reference = run_with(tmp_path / "reference", 3.0, 2.0, 1.0)
     assert difference(run_with(tmp_path / "same", 3.0, 2.0), reference) == ""
     assert difference(run_with(tmp_path / "whole", 3.0, 2.0, 1.0), reference, whole=True) == ""
@@ -70,7 +70,7 @@ def test_what_counts_as_lost(tmp_path: Path) -> None:
 
 
 def test_the_scorecard(tmp_path: Path) -> None:
-    """Catches a fault that was not survived and is counted as if it was."""
+    """Catches a fault that was not survived, but is counted as survived."""
     results = [
         FaultResult("kill_rank", "rank 1", 1, 7, 0.5, 3.0, 2),
         FaultResult("kill_rank", "rank 0", 1, 9, 0.1, 5.0, 0, "the ledger differs"),
@@ -83,7 +83,7 @@ def test_the_scorecard(tmp_path: Path) -> None:
 
 
 def test_every_fault_is_listed(megads: StartCommand) -> None:
-    """Catches a dry run that starts something, or hides a fault."""
+    """Catches a dry run that starts something, or omits a fault."""
     ended = megads("chaos", "dry_run=true").end()
     assert ended.code == 0 and all(name in ended.out for name in FAULTS)
     assert list(megads.folder.iterdir()) == []
@@ -104,6 +104,6 @@ def test_every_fault_is_listed(megads: StartCommand) -> None:
     ],
 )
 def test_requests_that_cannot_be_met(config: ChaosConfig, message: str) -> None:
-    """Catches a campaign that begins, and fails in its middle."""
+    """Catches an invalid request that only fails during the campaign."""
     with pytest.raises(ConfigError, match=message):
         config.check()

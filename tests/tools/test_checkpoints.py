@@ -47,7 +47,7 @@ def damage(run_dir: Path, step: int) -> None:
 
 
 def test_list(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches losses of another step, and one unreadable manifest that hides the others."""
+    """Catches losses of another step, and one unreadable manifest that hides the other checkpoints."""
     (run_dir / "checkpoints" / "step_00000001" / "manifest.json").write_text("{")
     assert do(CheckpointAction.list, run_dir) == 0
     out = capsys.readouterr().out
@@ -60,7 +60,7 @@ def test_list(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_list_says_why(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a checkpoint without its reason, and a best one by the losses of another validation set."""
+    """Catches a checkpoint without the reason why it is kept, and a best one by another validation set's losses."""
     write_run(run_dir, run_dir.parent / "data" / "corpus", model_of(7), 7)
     with (run_dir / "config.yaml").open("a") as file:
         file.write("checkpoint: {every_steps: 1, keep: 2, keep_every: 2, keep_best: 1, best_by: web}\n")
@@ -73,7 +73,7 @@ def test_list_says_why(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_verify(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a flipped bit that is called sound, and one damaged checkpoint that ends the check of the others."""
+    """Catches a flipped bit that is reported as sound, and a damaged checkpoint that ends the check of the others."""
     assert do(CheckpointAction.verify, run_dir) == 0
     assert capsys.readouterr().out.count(": sound: ") == 3
     damage(run_dir, 2)
@@ -86,7 +86,7 @@ def test_verify(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_average(run_dir: Path, tmp_path: Path) -> None:
-    """Catches a mean of other checkpoints, one that is rounded, and a result that nothing can start from."""
+    """Catches an average of the wrong checkpoints, one that is rounded, and a result that cannot be loaded."""
     models = {step: load_unsharded(open_checkpoint(folder), torch.device("cpu"), torch.float32) for step, folder in (
         (step, run_dir / "checkpoints" / f"step_{step:08d}") for step in STEPS
     )}  # fmt: skip
@@ -113,13 +113,13 @@ def test_average(run_dir: Path, tmp_path: Path) -> None:
     ],
 )
 def test_bad_keys(keys: dict[str, object], told: str) -> None:
-    """Catches keys that are silently passed over."""
+    """Catches keys that are silently ignored."""
     with pytest.raises(ConfigError, match=told):
         CheckpointActionConfig(run="run", **keys).check()  # type: ignore[arg-type]
 
 
 def test_nothing_half_made(run_dir: Path, tmp_path: Path) -> None:
-    """Catches an average with a damaged checkpoint in it, and one over somebody's folder."""
+    """Catches an average that includes a damaged checkpoint, and one that overwrites another folder."""
     damage(run_dir, 5)
     config = CheckpointActionConfig(CheckpointAction.average, str(run_dir), output=str(tmp_path / "mean"))
     with pytest.raises(CheckpointError, match="checksum"):

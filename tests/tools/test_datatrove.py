@@ -1,4 +1,4 @@
-"""Pipelines of datatrove, run by its executors, held to what `megads preprocess` makes of the same files."""
+"""Tests datatrove pipelines, run by its executors, against the output of `megads preprocess` on the same files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def prose(number: int) -> str:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Five files of JSON lines, one compressed, one document that is cut into pieces; and a tokenizer."""
+    """Five JSON-lines files, one compressed, one with a document that is split into pieces; and a tokenizer."""
     root = tmp_path_factory.mktemp("datatrove")
     (root / "text").mkdir()
     for number in range(5):
@@ -64,7 +64,7 @@ def made_at(output: Path) -> list[bytes]:
 def run(
     corpus: Path, output: Path, tasks: int, workers: int = 1, filters: tuple[Any, ...] = (), **changes: Any
 ) -> Sidecar:
-    """Reads, filters, writes in so many tasks, and joins."""
+    """Reads, filters and writes in `tasks` tasks, and joins; returns the sidecar."""
     writer = MegadsWriter(str(output), str(corpus / "t.json"), **changes)
     logs = f"{output}-logs"
     write = LocalPipelineExecutor(
@@ -78,7 +78,7 @@ def run(
 
 
 def test_any_number_of_tasks_gives_the_bytes_of_preprocess(corpus: Path, tmp_path: Path) -> None:
-    """Catches documents in the order of the tasks, which take every n-th file each."""
+    """Catches documents in task order: each task reads every n-th file."""
     expected = preprocess(
         PreprocessConfig(input=[str(corpus / "text")], tokenizer=str(corpus / "t.json"), output=str(tmp_path / "one"))
     ).sidecar
@@ -90,13 +90,13 @@ def test_any_number_of_tasks_gives_the_bytes_of_preprocess(corpus: Path, tmp_pat
     filtered = [run(corpus, tmp_path / f"kept{tasks}", tasks, filters=(LambdaFilter(keep),)) for tasks in (1, 2)]
     assert made_at(tmp_path / "kept1") == made_at(tmp_path / "kept2")
     assert 0 < filtered[0].documents < expected.documents
-    # In the order of the tasks the files are dealt out.
+    # order=rank keeps the order of the tasks, each of which reads every n-th file.
     run(corpus, tmp_path / "ranks", 2, order="rank")
     assert made_at(tmp_path / "ranks") != made_at(tmp_path / "one")
 
 
 def test_the_example_runs(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches an example in the documentation that names what there is not."""
+    """Catches an example in docs/data.md that does not run."""
     page = (REPOSITORY / "docs" / "data.md").read_text()
     (example,) = re.findall(r"```python\n(.*?MegadsJoin.*?)```", page, re.DOTALL)
     (tmp_path / "raw").symlink_to(corpus / "text")
@@ -108,7 +108,7 @@ def test_the_example_runs(corpus: Path, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_missing_task_is_named(corpus: Path, tmp_path: Path) -> None:
-    """Catches a join of what happens to be there, and a task that is run again and doubles its documents."""
+    """Catches a join of an incomplete set of tasks, and a task that duplicates its documents when it is rerun."""
     writer = MegadsWriter(str(tmp_path / "out"), str(corpus / "t.json"))
     documents = [
         Document(f"text {number}", str(number), metadata={"file_path": f"f{number // 4}"}) for number in range(9)
@@ -127,7 +127,7 @@ def test_a_missing_task_is_named(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_bad_documents(corpus: Path, tmp_path: Path) -> None:
-    """Catches a document that is no text and ends the pipeline, or is lost without a word."""
+    """Catches an invalid document that ends the pipeline, or is dropped without a message."""
     writer = MegadsWriter(str(tmp_path / "out"), str(corpus / "t.json"))
     list(writer.run([Document("good", "a"), Document("", "b"), Document("half \ud800", "c")]))
     list(MegadsJoin(writer).run())
@@ -144,7 +144,7 @@ def test_bad_documents(corpus: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_processes(corpus: Path, tmp_path: Path) -> None:
-    """Catches a step that cannot be sent to another process."""
+    """Catches a pipeline step that cannot be sent to another process."""
     run(corpus, tmp_path / "one", 1)
     run(corpus, tmp_path / "two", 4, workers=2)
     assert made_at(tmp_path / "one") == made_at(tmp_path / "two")
@@ -153,7 +153,7 @@ def test_processes(corpus: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_ray(corpus: Path, tmp_path: Path) -> None:
-    """Catches a step that Ray cannot send to its workers."""
+    """Catches a pipeline step that Ray cannot send to its workers."""
     ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'megads[ray]'")
     from datatrove.executor import RayPipelineExecutor
 

@@ -1,4 +1,4 @@
-"""`megads generate` as a user meets it."""
+"""Tests `megads generate`: prompts, output, errors and terminal sessions."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from tests.small_run import TOKENS, hot_model, model_config, write_dataset, writ
 
 
 def test_data_of_a_frozen_config(tmp_path: Path) -> None:
-    """Catches a path that is looked for in the wrong folder: it is relative to where the training was started."""
+    """Catches a dataset path looked up in the wrong folder: it is relative to where training was started."""
     run_dir = tmp_path / "runs" / "mine"
     run_dir.mkdir(parents=True)
     config = RootConfig()
@@ -64,14 +64,14 @@ def prompt_config(**changes: object) -> GenerateConfig:
 
 
 def test_prompts_of_the_command_line() -> None:
-    """Catches an empty prompt taken for none, and none taken for an empty one."""
+    """Catches an empty prompt treated as no prompt, and no prompt treated as an empty one."""
     assert given_tasks(prompt_config(prompt="")) == [Task("")]
     assert given_tasks(prompt_config(prompts=["a", ""])) == [Task("a"), Task("")]
     assert given_tasks(prompt_config()) == []
 
 
 def test_files_of_prompts(tmp_path: Path) -> None:
-    """Catches blank lines taken for prompts, fields that are lost, and an escaped text in the output."""
+    """Catches blank lines treated as prompts, lost fields, and non-ASCII text escaped in the output."""
     lines, records = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
     lines.write_text("one\n\n  two, {three}\n")
     assert given_tasks(prompt_config(input=str(lines))) == [Task("one"), Task("  two, {three}")]
@@ -95,7 +95,7 @@ def test_files_of_prompts(tmp_path: Path) -> None:
     ],
 )
 def test_bad_files(name: str, content: bytes | None, message: str, tmp_path: Path) -> None:
-    """Catches a traceback, or a line skipped without a word."""
+    """Catches a traceback, or a line skipped without a message."""
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
@@ -103,7 +103,7 @@ def test_bad_files(name: str, content: bytes | None, message: str, tmp_path: Pat
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
-    """Catches the completions of an hour lost to a repeated command, and prompts lost to their own output."""
+    """Catches a repeated command that overwrites earlier completions, and an output that overwrites its input."""
     path = tmp_path / "out.jsonl"
     refuse_to_overwrite(prompt_config(output=str(path)))
     path.touch()
@@ -129,7 +129,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     ],
 )
 def test_values_out_of_range(change: dict[str, object], message: str) -> None:
-    """Catches a value that fails after the model is loaded, or never."""
+    """Catches an invalid value that is refused only after the model is loaded, or never."""
     prompt_config(prompt=None).check()
     with pytest.raises(ConfigError, match=message):
         prompt_config(**change).check()
@@ -160,7 +160,7 @@ def config(small_run: Path, **changes: object) -> GenerateConfig:
 
 @torch.no_grad()
 def greedy_text(model: GPT, tokenizer_file: Path, prompt: str, count: int) -> str:
-    """The completion by full forward passes over everything so far; end of document does not end it."""
+    """The greedy completion by full forward passes, without a KV cache; an end-of-document token does not end it."""
     tokenizer = load_tokenizer(tokenizer_file)
     ids = tokenizer.encode(prompt).ids
     for _ in range(count):
@@ -170,7 +170,7 @@ def greedy_text(model: GPT, tokenizer_file: Path, prompt: str, count: int) -> st
 
 
 def test_one_prompt(small_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches text that is not the model's, facts that end up in the text, and a prompt that is not echoed."""
+    """Catches text that is not the model's, statistics printed to stdout, and a prompt that is not echoed."""
     greedy = config(small_run, prompt="def f(x, y", temperature=0.0, end_of_document="none")
     assert generate.generate(greedy) == 0
     shown = capsys.readouterr()
@@ -184,7 +184,7 @@ def test_one_prompt(small_run: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_model_with_every_feature(small_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches keys of the model that a checkpoint does not carry, and a window that generation does not keep to."""
+    """Catches model config keys that the checkpoint lacks, and generation that ignores the attention window."""
     shape = model_config(
         Position.rope, num_kv_heads=2, window=5, norm=NormKind.rmsnorm, mlp=MLPKind.swiglu, parallel_block=True
     )
@@ -196,7 +196,7 @@ def test_a_model_with_every_feature(small_run: Path, tmp_path: Path, capsys: pyt
 
 
 def test_batches_and_their_file(small_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a batch whose file differs from what is printed, or depends on the batch size."""
+    """Catches an output file that differs from the printed completions, or depends on the batch size."""
     prompts = ["def", "漢字", "", "return softmax(query"]
     generate.generate(config(small_run, prompts=prompts))
     printed = capsys.readouterr().out
@@ -214,7 +214,7 @@ def test_batches_and_their_file(small_run: Path, tmp_path: Path, capsys: pytest.
 
 
 def test_piped_prompts(small_run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches lines that are not joined by a backslash, blank ones that are prompts, and silence on no prompt."""
+    """Catches lines not joined at a backslash, blank lines treated as prompts, and no error without a prompt."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("def f(\\\n    x\n\nabc"))
     assert generate.generate(config(small_run)) == 0
     shown = capsys.readouterr()
@@ -225,7 +225,7 @@ def test_piped_prompts(small_run: Path, capsys: pytest.CaptureFixture[str], monk
 
 
 def test_a_run_goes_by_its_name(small_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a run that is only found by its path, and an error that leaves the user to ls."""
+    """Catches a run that is found only by its path, and an error that does not list the existing runs."""
     monkeypatch.chdir(small_run.parent.parent)
     for name in ("mine", "runs/mine", "runs/mine/checkpoints/step_00000003"):
         assert generate.generate(config(Path(name), prompt="x")) == 0
@@ -285,14 +285,14 @@ def test_mistakes(
     small_run: Path,
     tmp_path: Path,
 ) -> None:
-    """Catches a wrong exit code, a traceback, or text from the wrong vocabulary."""
+    """Catches a wrong exit code, a traceback, or text decoded with another tokenizer."""
     with pytest.raises(kind, match=message) as caught:
         generate.generate(config(small_run, **({"prompt": "x"} | mistake(tmp_path))))
     assert caught.value.exit_code == exit_code
 
 
 def test_a_terminal_session(small_run: Path, tmp_path: Path) -> None:
-    """Catches a prompt that is echoed twice, a Ctrl-C that ends more than the text, no history, a deaf Ctrl-D."""
+    """Catches a prompt echoed twice, a Ctrl-C that ends the session, no saved history, and a Ctrl-D without effect."""
     terminal, process_side = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "megads.cli.main", "generate", f"run={small_run}", "device=cpu", *ENDLESS],
@@ -332,7 +332,7 @@ def read_until(terminal: int, pattern: str, timeout_s: float = 120.0) -> str:
 def test_a_prompt_that_does_not_fit_ends_no_session(
     small_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a typed mistake that costs the user the loaded model."""
+    """Catches a session that ends on a prompt that is too long, so that the model must be loaded again."""
     from megads.tools.generate import text_generator
 
     class Terminal(io.StringIO):
@@ -348,7 +348,7 @@ def test_a_prompt_that_does_not_fit_ends_no_session(
 
 
 def assembled(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """The full weights, put together from the files without megads' reader."""
+    """The full weights, assembled from the files without megads' reader."""
     found = read_checkpoint().tensors(checkpoint)
     return {key.removeprefix("weight/"): tensor for key, tensor in found if key.startswith("weight/")}
 
@@ -356,7 +356,7 @@ def assembled(checkpoint: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_model_trained_in_another_layout(megads: StartCommand) -> None:
-    """Catches weights put together wrongly from four ranks, and a command line that ends a prompt at a comma."""
+    """Catches weights assembled wrongly from four ranks, and a command line that cuts a prompt at a comma."""
     prefix = write_dataset(megads.folder / "data")
     trained = megads(
         "train",

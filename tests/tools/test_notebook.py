@@ -1,4 +1,4 @@
-"""A run in a notebook."""
+"""The Python API of `megads` for runs in a notebook."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_import_is_light() -> None:
-    """Catches an attribute of megads that is imported with it: the tab key waits for `import megads`."""
+    """Catches an attribute of megads that is imported with it: tab completion waits for `import megads`."""
     code = (
         "import sys, megads; names = dir(megads); assert 'load_model' in names\n"
         "print([name for name in ('torch', 'deepspeed', 'omegaconf', 'hydra', 'numpy') if name in sys.modules])"
@@ -37,7 +37,7 @@ def test_import_is_light() -> None:
 
 
 def test_every_public_name_is_there() -> None:
-    """Catches a name of the public face whose home moved."""
+    """Catches a name of the public API whose module moved."""
     for name in dir(megads):
         assert getattr(megads, name) is not None, name
     with pytest.raises(AttributeError, match="load_modle"):
@@ -61,7 +61,7 @@ def test_logits_are_the_models_before_and_after_generation(run: Path) -> None:
 
 @pytest.mark.parametrize("ids", [[[10**6]], [[-1]], [1, 2]])
 def test_ids_out_of_range_are_refused(run: Path, ids: list) -> None:
-    """Catches an IndexError from within the model."""
+    """Catches invalid token ids that raise an IndexError inside the model."""
     with pytest.raises(ConfigError, match="ids_bs"):
         megads.load_model(run, device="cpu").logits(ids)
 
@@ -69,7 +69,7 @@ def test_ids_out_of_range_are_refused(run: Path, ids: list) -> None:
 def test_neither_checkpoints_nor_frozen_configs_import_anything(
     tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches code that is run because a stranger's run names it."""
+    """Catches code that is executed because an untrusted run names it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "stranger.py").write_text("from pathlib import Path\nPath('ran').touch()\n")

@@ -1,4 +1,4 @@
-"""`megads checkpoint` on checkpoints in a store."""
+"""`megads checkpoint` on checkpoints in a remote store."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def test_upload_list_verify_download(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches an action that takes the URL for a folder, one that passes damage by, and a download nothing reads."""
+    """Catches an action that takes the URL for a folder, one that misses damage, and an unreadable download."""
     root, url = f"file://{tmp_path}/store", f"file://{tmp_path}/store/name"
     with pytest.raises(ConfigError, match="give output=<url>"):
         do(CheckpointAction.upload, run_dir)
@@ -76,6 +76,6 @@ def test_upload_list_verify_download(run_dir: Path, tmp_path: Path, capsys: pyte
     ],
 )
 def test_what_is_refused(action: str, given: str, keys: dict[str, object], told: str) -> None:
-    """Catches a URL in a place that takes none."""
+    """Catches a URL or folder in a place for the other, incomplete arguments, and credentials in a URL."""
     with pytest.raises(ConfigError, match=told):
         do(CheckpointAction[action], given, **keys)

@@ -1,4 +1,4 @@
-"""`megads checkpoint reshard`: the same values in other files, and a run that goes on from them."""
+"""`megads checkpoint reshard`: the same values in other files, and a run that continues from them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.small_run import hot_model, model_config, write_dataset, write_run
 from tests.test_resume import damage
 
 SOFTWARE = {"python": "3.0.0", "torch": "1.0.0", "threads": "64"}
-"""Of the run, which is not that of the tests."""
+"""Software versions of the run, other than those of the tests."""
 LARGEST_ROW_BYTES = 6 * 7 * 4
 
 
@@ -49,7 +49,7 @@ def do(run: Path, output: Path, files: int = 3, **keys: object) -> Resharded:
 
 
 def odd_tensors() -> dict[str, Tensor]:
-    """Of every dtype, and with every bit pattern that a conversion or a sum would change."""
+    """Tensors of every dtype, with the bit patterns that a conversion or a sum would change."""
     bits = [0x7FC00001, 0x7F800001, -0x80000000, 0x00000001, 0x7F800000, 0x3F800001]
     patterns = torch.tensor(bits, dtype=torch.int64).to(torch.int32)
     return {
@@ -87,8 +87,8 @@ def holds_the_source(handle: CheckpointHandle, step: int = 6) -> bool:
 @pytest.mark.parametrize("block_bytes", [1, 100, 2**26])
 @pytest.mark.parametrize("files", [1, 2, 4, 7, 100_000])
 def test_there_and_back(files: int, block_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a value that is converted, or lost at the edge of a file or a block; a row in two files; a record of
-    another run or of the software that resharded; files that are empty or far from equal."""
+    """Catches a value that is converted, or lost at the boundary of a file or block; a row in two files; the record of
+    another run, or of the software that resharded; and files that are empty or of very different sizes."""
     monkeypatch.setattr(checkpoints, "_BLOCK_BYTES", block_bytes)
     before = open_checkpoint(write_source(tmp_path / "run"))
     made = do(tmp_path / "run", tmp_path / "out", files)
@@ -108,8 +108,8 @@ def test_there_and_back(files: int, block_bytes: int, tmp_path: Path, monkeypatc
 
 
 def test_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a file, or a tensor, that is in memory as a whole. Mapped pages of the source are not counted: the system
-    takes them back when it needs them."""
+    """Catches a whole file or tensor in memory. Mapped pages of the source do not count: the kernel can reclaim
+    them."""
     monkeypatch.setattr(checkpoints, "_BLOCK_BYTES", 2**20)
     rows, mib = torch.ones(96 * 256, 1024), 1024
     save_parts(tmp_path / "run", [[Shard("weight/a", (96 * 256, 1024), (0, 0), rows)]], run_record(1))
@@ -138,7 +138,7 @@ def _anonymous_kib() -> int:
 
 
 def test_which_checkpoint(tmp_path: Path) -> None:
-    """Catches another checkpoint than the one asked for, and an older one in the place of a damaged newest one."""
+    """Catches another checkpoint than the requested one, and an older one instead of a damaged newest one."""
     run, out = tmp_path / "run", tmp_path / "out"
     for step in (2, 9, 6):
         write_source(run, step)
@@ -160,7 +160,7 @@ def test_which_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_file_that_goes_away_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches half a folder where a run in training removes the checkpoint that is being read."""
+    """Catches an incomplete output where a training run deletes the checkpoint that is being read."""
     source = write_source(tmp_path / "run")
 
     def opened(path: Path) -> CheckpointHandle:
@@ -175,8 +175,8 @@ def test_a_file_that_goes_away_meanwhile(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_outputs_that_are_taken(tmp_path: Path) -> None:
-    """Catches a source that is overwritten by its copy, and a folder of somebody else's, or a run that was trained in a
-    resharded folder, that overwrite=true deletes."""
+    """Catches a source that its output overwrites, and overwrite=true that deletes a folder of another command, or a
+    resharded folder in which a run was trained."""
     run, out = tmp_path / "run", tmp_path / "out"
     write_source(run)
     (tmp_path / "link").symlink_to(run)
@@ -214,14 +214,13 @@ def test_outputs_that_are_taken(tmp_path: Path) -> None:
     ],
 )
 def test_bad_keys(keys: dict[str, object], told: str) -> None:
-    """Catches keys that are silently passed over."""
+    """Catches keys that are silently ignored."""
     with pytest.raises(ConfigError, match=told):
         CheckpointActionConfig(**({"action": CheckpointAction.reshard, "run": "run"} | keys)).check()  # type: ignore[arg-type]
 
 
 def test_what_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a folder that `verify` refuses, and one in which `generate` and `export` find other weights, or neither
-    tokenizer nor data."""
+    """Catches an output that `verify` refuses, or with other weights, tokenizer or data for `generate` and `export`."""
     model = hot_model(model_config())
     write_run(tmp_path / "run", write_dataset(tmp_path / "data"), model)
     names = ("tokenizer.json", "chat_template.jinja", "tokenizer.0123456789abcdef.json")
@@ -237,7 +236,7 @@ def test_what_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def reshard_killed_at(folder: Path, event_number: int) -> str:
-    """Kills itself with SIGKILL right before the given file operation (open, mkdir, rename, ...) on the output."""
+    """Reshards, and is killed by SIGKILL before the given file operation (open, mkdir, rename, ...) on the output."""
     seen = 0
 
     def count(event: str, arguments: tuple[Any, ...]) -> None:
@@ -256,7 +255,7 @@ def reshard_killed_at(folder: Path, event_number: int) -> str:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_kill(tmp_path: Path) -> None:
-    """Catches half a folder under the name of the whole one, and litter of a killed command that stays for good."""
+    """Catches an incomplete output under the final name, and partial files of a killed command that stay."""
     write_source(tmp_path / "run")
     kills = 0
     for event_number in range(1, 400, 11):
@@ -277,8 +276,8 @@ def test_a_kill(tmp_path: Path) -> None:
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_training_goes_on_from_it(corpus: Path, megads: StartCommand) -> None:
-    """Catches state that is lost on the way: moments, step counts, place in data and schedule; and records of the run
-    without which a start cannot tell what changed."""
+    """Catches lost state (moments, step counts, position in data and schedule), and lost records of the run, without
+    which a start cannot detect changed settings."""
     overrides = small_model(
         corpus, train__precision="bf16", parallel__tp=2, train__steps=4, checkpoint__every_steps=2, checkpoint__keep=0,
         model__hidden_dropout=0.1,

@@ -1,4 +1,4 @@
-"""Merging and splitting: bytes, indexes and sidecars."""
+"""Merging and splitting: data, indexes and sidecars."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megads.errors import ConfigError, DataError
 
 
 def write_sequences(prefix: Path, lengths: list[list[int]], start: int, dtype: str = "<u2") -> None:
-    """A dataset of documents of several sequences, as Megatron's tools may make; tokens count up from `start`."""
+    """Writes documents of several sequences, as Megatron's tools may; tokens count up from `start`."""
     sizes = np.array([size for document in lengths for size in document], np.int32)
     offsets = np.dtype(dtype).itemsize * (np.cumsum(sizes, dtype=np.int64) - sizes)
     index = np.cumsum([0, *map(len, lengths)], dtype=np.int64)
@@ -40,20 +40,20 @@ FIRST, SECOND = [[3, 2], [4], [], [0, 5]], [[1], [7, 7, 7]]
 
 
 def test_a_merge_is_what_one_dataset_of_all_would_be(tmp_path: Path) -> None:
-    """Catches offsets of the second shard that start at 0, documents of several or no sequences that are lost."""
+    """Catches offsets of the second shard that start at 0, and documents of several or no sequences that are lost."""
     write_sequences(tmp_path / "a", FIRST, 0)
     write_sequences(tmp_path / "b", SECOND, 14)
     write_sequences(tmp_path / "expected", FIRST + SECOND, 0)
     merge([str(tmp_path / "a"), str(tmp_path / "b")], str(tmp_path / "all"))
     assert bytes_of(tmp_path / "all") == bytes_of(tmp_path / "expected")
-    # And apart again, at the same place.
+    # Split at the same document again.
     split(str(tmp_path / "all"), str(tmp_path / "part"), {"x": 4, "y": 2})
     assert bytes_of(tmp_path / "part-x") == bytes_of(tmp_path / "a")
     assert bytes_of(tmp_path / "part-y") == bytes_of(tmp_path / "b")
 
 
 def test_a_merge_takes_the_wider_dtype(tmp_path: Path) -> None:
-    """Catches the bytes of two dtypes laid end to end."""
+    """Catches data of two dtypes concatenated byte by byte."""
     write_sequences(tmp_path / "a", FIRST, 0)
     write_sequences(tmp_path / "b", SECOND, 70_000, "<i4")
     made = merge([str(tmp_path / "a"), str(tmp_path / "b")], str(tmp_path / "all"))
@@ -77,7 +77,7 @@ def preprocessed(tmp_path: Path) -> list[str]:
 
 
 def test_sidecars_go_along(preprocessed: list[str], tmp_path: Path) -> None:
-    """Catches a merged dataset that trains unchecked, and a merge that differs from preprocessing all files at once."""
+    """Catches a merged dataset without a sidecar, and a merge that differs from preprocessing all files at once."""
     merge(preprocessed, str(tmp_path / "all"))
     together = preprocess(
         PreprocessConfig(
@@ -87,7 +87,7 @@ def test_sidecars_go_along(preprocessed: list[str], tmp_path: Path) -> None:
         )
     )
     assert bytes_of(tmp_path / "all") == bytes_of(tmp_path / "together")
-    # Nothing says that a merge is what preprocessing its input would give.
+    # A merge records no input_identity: it need not equal preprocessing its inputs.
     assert read_sidecar(tmp_path / "all") == replace(together.sidecar, input_identity=None)
     assert Path(f"{tmp_path}/all.tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
     parts = split(str(tmp_path / "all"), str(tmp_path / "all"), {"train": 0.7, "valid": 0.3})
@@ -98,7 +98,7 @@ def test_sidecars_go_along(preprocessed: list[str], tmp_path: Path) -> None:
 
 
 def test_a_merge_with_parsed_special_tokens_says_so(preprocessed: list[str], tmp_path: Path) -> None:
-    """Catches a prompt of a chat that is read as plain text because the first dataset of a merge was plain."""
+    """Catches chat prompts tokenized as plain text because the first dataset of a merge was plain."""
     other = read_sidecar(preprocessed[1])
     assert other is not None
     write_sidecar(preprocessed[1], replace(other, text_special_tokens="parse"))
@@ -122,7 +122,7 @@ def test_what_must_not_be_joined_is_refused(preprocessed: list[str], tmp_path: P
 
 
 def test_one_sequence_a_document_is_the_usual_index(tmp_path: Path) -> None:
-    """Catches an appended index that differs from the written one."""
+    """Catches a merged index that differs from the writer's."""
     sizes = [5, 0, 9, 1]
     with IndexedDatasetWriter(tmp_path / "a", "<u2") as writer:
         for size in sizes:
@@ -147,7 +147,7 @@ def prefix(tmp_path: Path) -> Path:
 
 
 def test_every_flipped_byte_is_found(prefix: Path) -> None:
-    """Catches damage that a check of lengths and ids alone passes over."""
+    """Catches corruption that a check of only lengths and ids misses."""
     assert check(str(prefix)).checksums_held
     for ending in (".bin", ".idx"):
         path = Path(f"{prefix}{ending}")
@@ -163,7 +163,7 @@ def test_every_flipped_byte_is_found(prefix: Path) -> None:
 
 
 def test_a_foreign_id_is_named_with_its_place(prefix: Path) -> None:
-    """Catches a message from which nobody finds the document."""
+    """Catches a message that does not locate the document."""
     tokens = np.fromfile(f"{prefix}.bin", "<u2")
     tokens[8] = 300
     tokens.tofile(f"{prefix}.bin")
@@ -172,7 +172,7 @@ def test_a_foreign_id_is_named_with_its_place(prefix: Path) -> None:
 
 
 def test_lengths_are_counted(tmp_path: Path) -> None:
-    """Catches buckets that are off by one at powers of two, and percentiles of the wrong end."""
+    """Catches buckets that are off by one at powers of two, and percentiles from the wrong end."""
     lengths = [0, 1, 2, 3, 4, 7, 8, 1023, 1024]
     with IndexedDatasetWriter(tmp_path / "a", "<u2") as writer:
         for length in lengths:
@@ -189,7 +189,7 @@ def test_lengths_are_counted(tmp_path: Path) -> None:
 
 
 def test_the_verb(prefix: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches an action that the command line does not reach, or that says nothing."""
+    """Catches an action that the command line does not reach, or that prints nothing."""
     monkeypatch.chdir(prefix.parent)
     assert run(["dataset", "inspect", "input=corpus", "first=1", "count=2", "max_characters=40"]) == 0
     assert capsys.readouterr().out.splitlines() == [

@@ -27,7 +27,7 @@ def idx_bytes(
     code: int = 8,
     counts: tuple[int, int] | None = None,
 ) -> bytes:
-    """Spells the format out by hand, with whatever defect is wanted."""
+    """Contents of an .idx file, written by hand, with any requested defect."""
     offsets = [0, 6, 6] if offsets is None else offsets
     documents = [0, 1, 2, 3] if documents is None else documents
     header = magic + struct.pack("<Q", version) + struct.pack("<B", code)
@@ -43,7 +43,7 @@ def write_pair(tmp_path: Path, idx: bytes, tokens: bytes = struct.pack("<5H", *T
 
 
 def test_writer_is_megatrons_format_byte_for_byte(tmp_path: Path) -> None:
-    """Catches any drift of the format: padding in the header, a wrong dtype code, a document index without its end."""
+    """Catches any change of the format: padding in the header, a wrong dtype code, a document index without its end."""
     with IndexedDatasetWriter(tmp_path / "d", np.uint16) as writer:
         for document in ([10, 11, 12], [], np.array([65499, 21], np.int32)):
             writer.append(document)
@@ -53,7 +53,7 @@ def test_writer_is_megatrons_format_byte_for_byte(tmp_path: Path) -> None:
 
 
 def test_reader_reads_the_format_written_by_hand(tmp_path: Path) -> None:
-    """Catches a reader that agrees with our writer only: counts, slices and documents of an independent file."""
+    """Catches a reader that only agrees with our writer: counts, slices and documents of an independent file."""
     dataset = IndexedDataset(write_pair(tmp_path, idx_bytes()))
     assert (dataset.num_sequences, dataset.num_documents, dataset.num_tokens) == (3, 3, 5)
     assert dataset.dtype == np.uint16
@@ -119,7 +119,7 @@ DEFECTS: dict[str, tuple[Callable[[], bytes], str]] = {
 @pytest.mark.fault(14)
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_a_damaged_index_is_refused(tmp_path: Path, defect: str) -> None:
-    """Catches each kind of damage being read as tokens; the message must name file, byte and value."""
+    """Catches a damaged index that is read as tokens; the message must name file, byte and value."""
     make, message = DEFECTS[defect]
     with pytest.raises(DataError, match=message) as caught:
         IndexedDataset(write_pair(tmp_path, make()))
@@ -128,7 +128,7 @@ def test_a_damaged_index_is_refused(tmp_path: Path, defect: str) -> None:
 
 
 def test_a_multimodal_dataset_is_refused_by_its_name(tmp_path: Path) -> None:
-    """Catches a dataset of images and text called damaged: its modes, one byte a sequence, are what is too long."""
+    """Catches a multimodal dataset that is reported as damaged: its modes, one byte per sequence, follow the index."""
     prefix = write_pair(tmp_path, idx_bytes() + bytes([0, 1, 0]))
     with pytest.raises(DataError, match=r"d.idx: byte 102: .* of the 3 sequences .*multimodal datasets.*text only"):
         IndexedDataset(prefix)
@@ -145,7 +145,7 @@ def test_a_missing_file_is_refused_with_the_command_that_makes_it(tmp_path: Path
 
 @pytest.mark.parametrize("tokens", [b"\x00" * 9, b"\x00" * 12, b""])
 def test_a_bin_of_another_size_is_refused(tmp_path: Path, tokens: bytes) -> None:
-    """Catches a .bin that is truncated, longer, or of another dataset."""
+    """Catches a .bin that is truncated, too long, or of another dataset, and is accepted."""
     with pytest.raises(DataError, match=f"has {len(tokens)} bytes"):
         IndexedDataset(write_pair(tmp_path, idx_bytes(), tokens))
 
@@ -157,7 +157,7 @@ def test_a_dataset_of_empty_documents_is_refused(tmp_path: Path) -> None:
 
 
 def test_writer_removes_its_temporaries_and_keeps_the_old_dataset_on_failure(make_dataset: MakeDataset) -> None:
-    """Catches a failed rewrite that destroys the dataset that was there."""
+    """Catches a failed rewrite that destroys the existing dataset."""
     old = make_dataset([4, 5])
     folder = Path(old.prefix).parent
     with pytest.raises(KeyboardInterrupt), IndexedDatasetWriter(old.prefix, np.int32) as writer:
@@ -168,7 +168,7 @@ def test_writer_removes_its_temporaries_and_keeps_the_old_dataset_on_failure(mak
 
 
 def test_nothing_is_visible_before_the_commit(tmp_path: Path) -> None:
-    """Catches writing under the final name, where a reader would meet half a dataset."""
+    """Catches writing under the final name, where a reader would find a partial dataset."""
     with IndexedDatasetWriter(tmp_path / "d", np.int32) as writer:
         writer.append([1])
         assert not (tmp_path / "d.bin").exists() and not (tmp_path / "d.idx").exists()
@@ -185,7 +185,7 @@ def test_tokens_that_do_not_fit_the_dtype_are_refused(tmp_path: Path, token: int
 
 
 def test_an_empty_dataset_is_not_written(tmp_path: Path) -> None:
-    """Catches files that the reader would then refuse."""
+    """Catches an empty dataset that is written although the reader refuses it."""
     with pytest.raises(DataError, match="empty"), IndexedDatasetWriter(tmp_path / "d", np.int32) as writer:
         writer.append([])
     assert not list(tmp_path.iterdir())
@@ -214,7 +214,7 @@ except DataError as error:
 
 
 def test_token_dtype_is_megatrons_rule() -> None:
-    """Catches an off-by-one at the border, which would change the files' bytes."""
+    """Catches an off-by-one in the threshold, which would change the files' bytes."""
     assert token_dtype(65499) == np.uint16
     assert token_dtype(65500) == np.int32
 

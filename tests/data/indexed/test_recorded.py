@@ -40,7 +40,7 @@ CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
 @pytest.mark.fault(15)
 @pytest.mark.parametrize("change", CHANGES)
 def test_each_kind_of_change_is_told(tmp_path: Path, change: str) -> None:
-    """Catches a run that goes on with other data, and a message that leaves open what happened to it."""
+    """Catches a run that continues with changed data, and a message that does not say what changed."""
     prefix = tmp_path / "data"
     config = DataConfig(train=[DatasetConfig(str(prefix))], valid={"same": str(prefix)})
     write(prefix, [9, 5, 7])
@@ -55,8 +55,8 @@ def test_each_kind_of_change_is_told(tmp_path: Path, change: str) -> None:
 
 
 def test_text_of_the_same_name_that_gives_another_dataset(tmp_path: Path) -> None:
-    """Catches a run of a fixed run.id that goes on with other text: its dataset has a name of its own, so no dataset
-    changed. Another data.raw is the user's wish, and the same text made anew elsewhere is no change."""
+    """Catches a run with a fixed run.id that continues with other text: its dataset has a name of its own, so no
+    dataset changed. Another data.raw is intended, and the same text processed again elsewhere is no change."""
     records = []
     for name, raw in (("a", "my"), ("b", "my"), ("b", "other"), ("c", "my")):
         write(tmp_path / name, [9, 5], first=int(name == "b"))
@@ -64,14 +64,14 @@ def test_text_of_the_same_name_that_gives_another_dataset(tmp_path: Path) -> Non
     [change] = records[0].changes(records[1])
     assert change.startswith(f"data.raw = my gives {tmp_path / 'b'}, before it gave {tmp_path / 'a'}")
     assert records[0].changes(records[2]) == records[0].changes(records[3]) == []
-    # After a mix before it: what data.raw gives is known by its place, the first.
+    # After an earlier mix: the dataset of data.raw is known by its position, the first.
     mixed = DataConfig(train=[DatasetConfig(str(tmp_path / "b"))], history=[MixConfig(0, {str(tmp_path / "a"): 1.0})])
     after = with_former(records[1], mixed)
     assert len(after.datasets) == 2 and after.changes(records[1]) == []
 
 
 def test_a_record_is_kept_for_the_checkpoints_of_its_start(tmp_path: Path) -> None:
-    """Catches a checkpoint that is held to what a later start's data was, and a tokenizer that is lost on the way."""
+    """Catches a checkpoint compared with the data of a later start, and a tokenizer that the record loses."""
     write(tmp_path / "a", [9, 5])
     config, known = DataConfig(train=[DatasetConfig(str(tmp_path / "a"))]), TokenizerRecord("ab" * 32, 300, 0, "ignore")
     first = record_data(config, tokenizer=known)
@@ -83,7 +83,7 @@ def test_a_record_is_kept_for_the_checkpoints_of_its_start(tmp_path: Path) -> No
 
 
 def test_large_files_are_looked_at_from_end_to_end(tmp_path: Path) -> None:
-    """Catches a digest of a large file's beginning only, and one that takes as long as reading all of it."""
+    """Catches a digest that covers only the beginning of a large file."""
     path = bin_path(tmp_path / "large")
     with path.open("wb") as file:
         file.truncate(WHOLE_BYTES + 12345)
@@ -97,7 +97,7 @@ def test_large_files_are_looked_at_from_end_to_end(tmp_path: Path) -> None:
 
 
 def test_no_record_and_a_damaged_one(tmp_path: Path) -> None:
-    """Catches a run of an earlier version that is refused for lack of a record, and half a record taken for none."""
+    """Catches refusing a run of an earlier version, which has no record, and a partial record read as none."""
     assert read_record(tmp_path) is None
     require_recorded(tmp_path, DataRecord(()))
     (tmp_path / DATA_FILE).write_text('{"datasets": [{"path": "a"}], "raw": []}')

@@ -22,7 +22,7 @@ def test_round_trip(tmp_path: Path) -> None:
 
 
 def test_fields_of_a_later_version_are_ignored(tmp_path: Path) -> None:
-    """Catches an added field making every older release refuse the dataset."""
+    """Catches an added field that makes every older release refuse the dataset."""
     write_sidecar(tmp_path / "d", SIDECAR)
     content = json.loads((tmp_path / "d.json").read_text())
     (tmp_path / "d.json").write_text(json.dumps({**content, "new_field": 1}))
@@ -39,7 +39,7 @@ def test_a_file_that_is_no_sidecar_is_refused(tmp_path: Path, content: str) -> N
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with two tokenizers and a dataset of the first; read only."""
+    """A folder with two tokenizers and a dataset made with the first; read only."""
     folder = tmp_path_factory.mktemp("data")
     text = folder / "text.jsonl"
     text.write_text("".join(json.dumps({"text": f"number {i} of many words"}) + "\n" for i in range(30)))
@@ -53,14 +53,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def prefix(made: Path, tmp_path: Path) -> Path:
-    """The dataset's small files, to be damaged."""
+    """A copy of the dataset's small files, to be damaged."""
     for path in (made / "set").glob("*.json"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
     return tmp_path / "corpus"
 
 
 def test_the_dataset_brings_its_tokenizer(prefix: Path, tmp_path: Path) -> None:
-    """Catches a search that stops at the first place, and text that forges a special token."""
+    """Catches a search that stops at the first folder, and text that is encoded as a special token."""
     found = find_tokenizer([tmp_path / "nowhere" / "corpus", prefix], None)
     assert (found.path, found.vocab_size, found.end_of_document_id, found.verified) == (
         carried_path(prefix), 270, 0, True,
@@ -70,7 +70,7 @@ def test_the_dataset_brings_its_tokenizer(prefix: Path, tmp_path: Path) -> None:
 
 @pytest.mark.fault(16)
 def test_another_tokenizer_is_refused(prefix: Path, made: Path) -> None:
-    """Catches text made of another vocabulary's tokens, which looks like a badly trained model."""
+    """Catches text decoded with another vocabulary, which looks like that of a badly trained model."""
     assert find_tokenizer([prefix], str(made / "mine.json")).verified
     with pytest.raises(DataError, match=r"other.json is not the tokenizer with which .*corpus was made"):
         find_tokenizer([prefix], str(made / "other.json"))
@@ -80,7 +80,7 @@ def test_another_tokenizer_is_refused(prefix: Path, made: Path) -> None:
 
 
 def test_datasets_without_their_tokenizer(prefix: Path, made: Path) -> None:
-    """Catches older datasets that cannot be used, and a neighbour's tokenizer that is taken unchecked."""
+    """Catches older datasets that cannot be used, and a tokenizer beside the dataset that is used unchecked."""
     carried_path(prefix).unlink()
     neighbour = prefix.parent / "tokenizer.json"
     neighbour.write_bytes((made / "other.json").read_bytes())

@@ -1,4 +1,4 @@
-"""Datasets in object storage: blocks, their cache, what is fetched how often, and what is refused. A real S3 server."""
+"""Streaming of datasets from object storage, with a real S3 server: block cache, prefetch, retries, errors."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def streaming(tmp_path: Path, **changes: float) -> StreamConfig:
 
 
 def fetched(s3: S3Server, name: str) -> list[str]:
-    """Ranges of the tokens that were asked for."""
+    """Byte ranges of the `.bin` file that were requested."""
     found = [line for line in s3.requests() if line.startswith("GET") and f"/{name}.bin" in line]
     return [line.rpartition("bytes=")[2] for line in found if "bytes=" in line]
 
@@ -75,7 +75,7 @@ def streamed(dataset: IndexedDataset) -> StreamedTokens:
 
 
 def test_any_span_is_that_of_the_file(local: IndexedDataset, s3: S3Server, tmp_path: Path) -> None:
-    """Catches blocks that are joined at the wrong byte, a short last one, and an identity that depends on the place."""
+    """Catches blocks joined at the wrong byte, a wrong last block, and a content hash that depends on the path."""
     url, config = stored(local, s3, "spans"), streaming(tmp_path)
     remote = open_indexed(url, config)
     assert remote.fingerprint() == local.fingerprint() and remote.num_tokens == local.num_tokens
@@ -92,7 +92,7 @@ def test_any_span_is_that_of_the_file(local: IndexedDataset, s3: S3Server, tmp_p
 def test_pieces_of_a_large_file_are_those_of_a_local_one(
     local: IndexedDataset, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a record of terabytes that differs from the same bytes on a disk, or that reads all of them."""
+    """Catches a content hash of a large remote file that differs from a local copy's, or that reads all bytes."""
     monkeypatch.setattr("megads.data.indexed.recorded.WHOLE_BYTES", 1000)
     monkeypatch.setattr("megads.data.indexed.recorded.PIECE_BYTES", 7)
     monkeypatch.setattr("megads.data.indexed.recorded.PIECES", 5)
@@ -103,7 +103,7 @@ def test_pieces_of_a_large_file_are_those_of_a_local_one(
 
 
 def _read_all(url: str, config: StreamConfig, seed: int) -> None:
-    """Reads every block, in an order of its own."""
+    """Reads every block, in a random order."""
     remote = open_indexed(url, config)
     starts = np.random.default_rng(seed).permutation(remote.num_tokens - 50)[:400]
     tokens = streamed(remote)
@@ -112,7 +112,7 @@ def _read_all(url: str, config: StreamConfig, seed: int) -> None:
 
 
 def test_a_block_is_fetched_once_a_node(local: IndexedDataset, s3: S3Server, tmp_path: Path) -> None:
-    """Catches ranks that each fetch what they read: bytes that come are those of the file, with 3 processes at once."""
+    """Catches processes that each fetch the same blocks: 3 at a time must together fetch the size of the file."""
     url, config = stored(local, s3, "once"), streaming(tmp_path)
     s3.order(delay_s=0.02)
     context = multiprocessing.get_context("fork")
@@ -135,7 +135,7 @@ def test_a_block_is_fetched_once_a_node(local: IndexedDataset, s3: S3Server, tmp
 def test_nothing_is_waited_for_at_50_ms_and_1_percent_of_failures(
     local: IndexedDataset, s3: S3Server, tmp_path: Path
 ) -> None:
-    """Catches a look-ahead that does not look ahead: after the first step all blocks are there when they are read."""
+    """Catches a look-ahead that prefetches too late: after the first step every read must be a cache hit."""
     url, config = stored(local, s3, "ahead"), streaming(tmp_path, look_ahead_steps=8)
     s3.order(delay_s=0.05, fail=0.01)
     remote, batches = open_indexed(url, config), []
@@ -143,7 +143,7 @@ def test_nothing_is_waited_for_at_50_ms_and_1_percent_of_failures(
     root = streamed(remote).root
     with TrainLoader(samples[0], BatchSizeSchedule(8), 2, 0, 1, 1000, look_ahead=LookAhead(8, 2**20)) as loader:
         batches.append(next(loader))
-        # The step after the first is read while its blocks are still coming.
+        # The loader reads the second step while its blocks are still in flight.
         time.sleep(1.0)
         before = root.counters()
         for _ in range(24):
@@ -161,7 +161,7 @@ def test_nothing_is_waited_for_at_50_ms_and_1_percent_of_failures(
 
 
 def test_a_cache_smaller_than_the_data(local: IndexedDataset, s3: S3Server, tmp_path: Path) -> None:
-    """Catches a bound that is exceeded, and an eviction that takes what was used last, or that spoils what is read."""
+    """Catches a cache that exceeds its limit, an eviction of the block used last, and one that corrupts reads."""
     url, config = stored(local, s3, "small"), streaming(tmp_path, cache_gib=20 * BLOCK / 2**30)
     remote = open_indexed(url, config)
     tokens, width = streamed(remote), BLOCK // 2
@@ -177,7 +177,7 @@ def test_a_cache_smaller_than_the_data(local: IndexedDataset, s3: S3Server, tmp_
 
 @pytest.mark.slow
 def await_requests(tokens: StreamedTokens) -> None:
-    """Returns when no block is being fetched."""
+    """Waits until no block is being fetched."""
     deadline = time.monotonic() + 30
     while tokens._in_flight:
         assert time.monotonic() < deadline, "blocks are still being fetched"
@@ -185,7 +185,7 @@ def await_requests(tokens: StreamedTokens) -> None:
 
 
 def test_the_look_ahead_keeps_to_its_share_of_the_cache(local: IndexedDataset, s3: S3Server, tmp_path: Path) -> None:
-    """Catches a window that evicts its own blocks: of a small cache, each block that comes is read before it goes."""
+    """Catches a look-ahead that evicts its own blocks: in a small cache each block must be read before eviction."""
     url, config = stored(local, s3, "share"), streaming(tmp_path, cache_gib=64 * BLOCK / 2**30)
     remote = open_indexed(url, config)
     samples = TrainSamples(remote, range(remote.num_documents), 64, 1)
@@ -204,7 +204,7 @@ def test_the_look_ahead_keeps_to_its_share_of_the_cache(local: IndexedDataset, s
 
 
 def test_half_and_damaged_blocks_are_none(tmp_path: Path) -> None:
-    """Catches a torn, flipped, foreign or short block that is trained on, and partial files that stay for ever."""
+    """Catches a truncated, corrupt or misplaced block that is used, and partial files that are never deleted."""
     root = CacheFolder(tmp_path / "cache", 10**6)
     cache = BlockCache(root, tmp_path / "cache" / "a" / "b", 10_000, 4096)
     content = np.random.default_rng(0).integers(0, 256, 10_000).astype(np.uint8)
@@ -243,7 +243,7 @@ print("done", flush=True)
 @pytest.mark.slow
 @pytest.mark.parametrize("after_s", [0.05, 0.2])
 def test_killed_while_it_fetches(after_s: float, local: IndexedDataset, s3: S3Server, tmp_path: Path) -> None:
-    """Catches a claim that outlives its process, and half a block that counts: the next reader gets every byte."""
+    """Catches a lock that outlives its process, and a partial block that is used: a later reader must get all bytes."""
     url, config = stored(local, s3, "killed"), streaming(tmp_path, connections=2)
     s3.order(delay_s=0.03)
     words = [sys.executable, "-c", _FETCH, url, str(config.cache_dir)]
@@ -259,19 +259,19 @@ def test_killed_while_it_fetches(after_s: float, local: IndexedDataset, s3: S3Se
 
 
 def changed(local: IndexedDataset, s3: S3Server, name: str) -> None:
-    """Replaces the tokens by as many others."""
+    """Replaces the tokens in the store by as many others."""
     s3.put(f"{name}.bin", Path(f"{local.prefix}.bin").read_bytes()[::-1])
 
 
 def test_an_object_that_changes_is_told(local: IndexedDataset, s3: S3Server, tmp_path: Path) -> None:
-    """Catches blocks of two versions in one run: while it is read, and at the next start, which reads the new one."""
+    """Catches blocks of two object versions in one run, and a next start that does not read the new version."""
     url, config = stored(local, s3, "changing"), streaming(tmp_path)
     remote = open_indexed(url, config)
     first = remote.all_tokens[:100]
     changed(local, s3, "changing")
     with pytest.raises(DataError, match="something wrote to it while this run read it"):
         remote.fetch(np.array([100_000]), np.array([100_001]))
-    # A start of its own, as the next day: this process has looked already.
+    # Ages the record, as for a start on another day: this process has already checked the version.
     current = next((tmp_path / "cache").rglob("current.json"))
     os.utime(current, (1, 1))
     again = open_indexed(url, config)
@@ -283,7 +283,7 @@ def test_an_object_that_changes_is_told(local: IndexedDataset, s3: S3Server, tmp
 
 @pytest.mark.slow
 def test_unchanged_objects_are_not_fetched_again(local: IndexedDataset, s3: S3Server, tmp_path: Path) -> None:
-    """Catches a start that fetches the index again, and a copy that was cut short and is used."""
+    """Catches a start that fetches the index again, and a truncated copy that is used."""
     url, config = stored(local, s3, "kept"), streaming(tmp_path)
 
     def indexes() -> int:
@@ -300,7 +300,7 @@ def test_unchanged_objects_are_not_fetched_again(local: IndexedDataset, s3: S3Se
 
 @pytest.mark.slow
 def test_what_cannot_be_read_is_told(local: IndexedDataset, s3: S3Server, tmp_path: Path) -> None:
-    """Catches tracebacks, minutes of retries and empty reasons for a wrong URL, no permission and a deleted object."""
+    """Catches a traceback, minutes of retries or an empty reason for a wrong URL, no permission or a deleted object."""
     url, config = stored(local, s3, "refused"), streaming(tmp_path)
     remote = open_indexed(url, config)
     s3.delete("refused.bin")
@@ -328,7 +328,7 @@ def test_what_cannot_be_read_is_told(local: IndexedDataset, s3: S3Server, tmp_pa
 
 @pytest.mark.slow
 def test_an_outage_is_waited_out(local: IndexedDataset, s3: S3Server, tmp_path: Path) -> None:
-    """Catches a run that dies of some seconds without its store, and one that never says so."""
+    """Catches a run that fails when its store is unavailable for seconds, and one that never reports it."""
     url = stored(local, s3, "outage")
     remote = open_indexed(url, streaming(tmp_path, connections=1))
     given_up = open_indexed(url, streaming(tmp_path, retry_s=0.0))
@@ -343,7 +343,7 @@ def test_an_outage_is_waited_out(local: IndexedDataset, s3: S3Server, tmp_path: 
 
 
 def test_a_file_url_and_a_wrong_checksum(local: IndexedDataset, tmp_path: Path) -> None:
-    """Catches stores other than S3 that do not work, and an index that is not the sidecar's."""
+    """Catches stores other than S3 that do not work, and an index that does not match the sidecar's checksum."""
     config = streaming(tmp_path)
     url = Path(local.prefix).absolute().as_uri()
     remote = open_indexed(url, config)
@@ -370,7 +370,7 @@ def test_a_file_url_and_a_wrong_checksum(local: IndexedDataset, tmp_path: Path) 
 
 
 def test_a_short_answer_is_no_block(local: IndexedDataset, tmp_path: Path) -> None:
-    """Catches a store that gives fewer bytes than were asked for, whose block would be filled up with what follows."""
+    """Catches a response shorter than the requested range: the block would be filled up with the bytes that follow."""
     config = streaming(tmp_path, retry_s=0.0)
     url = Path(local.prefix).absolute().as_uri()
     size = Path(f"{local.prefix}.bin").stat().st_size

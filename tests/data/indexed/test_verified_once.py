@@ -1,4 +1,4 @@
-"""Verification once a node."""
+"""Verification of files once per node."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megads.errors import DataError
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file whose times have settled, on a node that has verified nothing."""
+    """A file with settled times, on a node that has verified nothing."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(verified_once, "SETTLED_NS", -1)
     path = tmp_path / "map.npy"
@@ -37,8 +37,8 @@ def counter() -> tuple[list[int], Callable[[], None]]:
 
 
 def test_once_until_something_changes(file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Catches ranks that all read 14 GB at every start; and a verification that is left out although the content, what
-    it is compared with, or the boot is another, or although it failed."""
+    """Catches ranks that all read 14 GB at every start, and a verification that is skipped although the content, the
+    expected checksum or the boot has changed, or although it failed."""
     calls, verify = counter()
     for _ in range(3):
         verify_once([file], "sum 1", verify)
@@ -47,7 +47,7 @@ def test_once_until_something_changes(file: Path, monkeypatch: pytest.MonkeyPatc
     assert len(calls) == 2
     status = file.stat()
     file.write_bytes(b"x" * 100)
-    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))  # as a copy that keeps times
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))  # like a copy that preserves times
     verify_once([file], "sum 1", verify)
     assert len(calls) == 3
 
@@ -69,8 +69,8 @@ def test_once_until_something_changes(file: Path, monkeypatch: pytest.MonkeyPatc
 def test_fresh_files_and_foreign_folders_are_not_trusted(
     file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Catches a write within the tick of the clock in which the file was verified, and a folder that others can write
-    to, who could say that a damaged file is whole."""
+    """Catches a missed write within the clock tick of the verification, and a trusted folder that other users can write
+    to, who could mark a damaged file as verified."""
     calls, verify = counter()
     monkeypatch.setattr(verified_once, "SETTLED_NS", 3600 * 10**9)
     for _ in range(2):
@@ -84,7 +84,7 @@ def test_fresh_files_and_foreign_folders_are_not_trusted(
 
 
 def test_a_full_disk_costs_a_verification_only(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches whole files taken for damaged because there is no room for a lock beside them."""
+    """Catches intact files reported as damaged because there is no space for a lock file."""
     calls, verify = counter()
     whole = Path.open
 
@@ -99,7 +99,7 @@ def test_a_full_disk_costs_a_verification_only(file: Path, monkeypatch: pytest.M
 
 
 def test_ranks_wait_for_the_one_that_reads(file: Path) -> None:
-    """Catches ranks of a node that start together and all read, or go on before the answer."""
+    """Catches ranks of a node that start together and all read, or continue before the result."""
     calls: list[float] = []
     ends: list[float] = []
 
@@ -120,8 +120,8 @@ def test_ranks_wait_for_the_one_that_reads(file: Path) -> None:
 
 
 def test_an_answer_is_remembered(file: Path, tmp_path: Path) -> None:
-    """Catches an answer that is lost or another's, one that a full disk cut short, and one of a file that changed while
-    it was read, which would stand for what it was before."""
+    """Catches a result that is lost, another key's, or truncated by a full disk, and one of a file that changed while
+    it was read, which would be used for the old content."""
     answers = iter("abcdef")
     assert [computed_once([file], "digest", lambda: next(answers)) for _ in range(2)] == ["a", "a"]
     assert computed_once([file], "other digest", lambda: next(answers)) == "b"
@@ -153,7 +153,7 @@ def prefix(file: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_an_index_is_read_once(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches ranks that all check and hash an index of 20 GB at every start."""
+    """Catches ranks that all check and hash a 20 GB index at every start."""
     digest = IndexedDataset(prefix).fingerprint()
     with monkeypatch.context() as patch:
         for name in ("_check_index", "_hash_index"):
@@ -166,8 +166,8 @@ def test_an_index_is_read_once(prefix: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_changed_index_is_read_again(prefix: Path) -> None:
-    """Catches a damaged index that is taken for the whole one of the same size and time, and the digest of a file that
-    took the place of the opened one."""
+    """Catches a damaged index taken for the intact one of the same size and time, and a digest of the file that
+    replaced the opened one."""
     opened = IndexedDataset(prefix)
     digest, path = opened.fingerprint(), dataset_module.idx_path(prefix)
     whole, status = path.read_bytes(), path.stat()

@@ -14,8 +14,8 @@ from megads.data.prepare.text import Document, DocumentReader, RejectedLine
 
 
 def test_the_sample_is_from_all_over_the_corpus(tmp_path: Path) -> None:
-    """Catches an engine that is believed for a corpus of code because its first documents are prose; and a reader whose
-    count of bytes, which progress is shown by, moves before the work begins."""
+    """Catches an engine chosen for a corpus of code because its first documents are prose, and a reader whose byte
+    count, which progress is computed from, moves before the work begins."""
     lines = [json.dumps({"text": f"{number:05d} " + "word " * 60}) + "\n" for number in range(20_000)]
     (tmp_path / "a.jsonl").write_text("".join(lines))
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress("".join(lines[:5000]).encode(), 0))
@@ -35,7 +35,7 @@ def test_the_sample_is_from_all_over_the_corpus(tmp_path: Path) -> None:
 
 
 def test_empty_files_and_files_of_a_byte(tmp_path: Path) -> None:
-    """Catches a place beyond the last file, where an empty one or none has any text."""
+    """Catches a position beyond the last file, if a file is empty or none has any text."""
     (tmp_path / "a.jsonl").write_text("")
     assert texts_of_places(DocumentReader([str(tmp_path)], ("text",)), ("text",)) == []
     (tmp_path / "b.txt").write_text("x")
@@ -44,8 +44,8 @@ def test_empty_files_and_files_of_a_byte(tmp_path: Path) -> None:
 
 
 def test_a_digest_is_of_all_that_a_block_gives() -> None:
-    """Catches a block that is taken from the cache although its text has changed, if not its length, and one that is
-    made anew although nothing has."""
+    """Catches a block taken from the cache although its text has changed but not its length, and one that is recomputed
+    although nothing has changed."""
     first, why = Document("one", "a.txt", 1), NotText("no text", "")
     contents: list[list[Document | RejectedLine]] = [
         [], [first], [first, first], [first._replace(text="two")], [first._replace(source="b.txt")],

@@ -1,4 +1,4 @@
-"""The engine that caches pre-tokens against Hugging Face `tokenizers`, for tokenizers of many shapes."""
+"""Tests the engine that caches pre-tokens against Hugging Face `tokenizers`, for many kinds of tokenizer."""
 
 # ruff: noqa: RUF001, E501 (texts and patterns of other alphabets)
 
@@ -92,7 +92,7 @@ def tokenizer_of(
     added: Sequence[AddedToken] = (),
     **model: Any,
 ) -> Tokenizer:
-    """A byte-level BPE that splits as the steps do, with special tokens left to be text."""
+    """Returns a byte-level BPE with these pre-tokenizer steps, which encodes special tokens as text."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -122,13 +122,14 @@ ENGINES = {name: caching(tokenizer_of(steps)) for name, steps in SHAPES.items()}
 @settings(max_examples=10, deadline=None)
 @given(texts=st.lists(TEXTS, max_size=3))
 def test_the_ids_are_the_librarys(shape: str, texts: list[str]) -> None:
-    """Catches a pattern that Python reads otherwise than Oniguruma, and a word whose ids depend on its neighbours."""
+    """Catches a pattern that Python interprets differently from Oniguruma, and a word whose ids depend on its
+    neighbours."""
     ENGINES[shape].require_equal(texts)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_kind_of_character(shape: str) -> None:
-    """Catches classes of another version of Unicode: letters that one library knows and the other does not."""
+    """Catches character classes of another Unicode version: letters that one library knows and the other does not."""
     codes = [
         *range(0xD800),
         *range(0xE000, 0x11000),
@@ -168,7 +169,7 @@ def test_normalizers_and_added_tokens(name: str, texts: list[str]) -> None:
 
 @pytest.mark.parametrize("parses", [True, False])
 def test_special_tokens_in_a_text(parses: bool) -> None:
-    """Catches a special token that is taken for text where a chat template spells it, and the reverse."""
+    """Catches a special token that is encoded as text where a chat template contains it, and the reverse."""
     tokenizer = tokenizer_of(SHAPES["llama-3"], normalizers.NFC(), [AddedToken("e\u0301ng", normalized=True)])
     tokenizer.encode_special_tokens = not parses
     engine = caching(tokenizer)
@@ -182,13 +183,13 @@ def test_special_tokens_in_a_text(parses: bool) -> None:
     "model", [{"ignore_merges": True}, {"fuse_unk": True, "unk_token": "a"}, {"byte_fallback": True}]
 )
 def test_settings_of_a_model(model: dict[str, Any]) -> None:
-    """Catches a cache in front of a model whose ids of a word are not the whole truth of it."""
+    """Catches a cache that returns wrong ids for a model in which a word's ids depend on more than the word."""
     steps = [split_step(LLAMA_3)] if len(model) > 1 or "byte_fallback" in model else SHAPES["llama-3"]
     caching(tokenizer_of(steps, **model)).require_equal(some_texts(100))
 
 
 def test_models_other_than_bpe() -> None:
-    """Catches a cache that knows BPE only."""
+    """Catches a cache that supports BPE only."""
     pieces = [("<unk>", 0.0), ("a", -1.0), ("b", -1.5), ("ab", -1.2), (" ", -1.0), ("Camel", -3.0), ("1", -2.0)]
     words = {word: number for number, (word, _) in enumerate(pieces)} | {"##b": 9, "##el": 10}
     for model in (models.Unigram(pieces, 0, False), models.WordPiece(words, unk_token="<unk>")):
@@ -213,19 +214,19 @@ UNKNOWN: dict[str, list[dict[str, Any]]] = {
 
 @pytest.mark.parametrize("reason", UNKNOWN)
 def test_what_is_not_known_goes_to_the_library(reason: str) -> None:
-    """Catches a tokenizer of another shape that is split by guesswork."""
+    """Catches an unsupported pre-tokenizer that is split by guesswork."""
     with pytest.raises(UnknownPattern):
         caching(tokenizer_of(UNKNOWN[reason]))
 
 
 def test_dropout_is_not_cached() -> None:
-    """Catches a word that has the same ids wherever it occurs, which BPE dropout is there to prevent."""
+    """Catches a word that has the same ids wherever it occurs, which BPE dropout is meant to prevent."""
     with pytest.raises(UnknownPattern, match="dropout"):
         caching(tokenizer_of(SHAPES["gpt-2"], dropout=0.1))
 
 
 def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches memory that grows with the corpus, and a cache that, once full, gives no or other ids."""
+    """Catches memory that grows with the corpus, and a full cache that gives no ids or wrong ones."""
     monkeypatch.setattr(caching_engine, "MOST_WORDS", 20)
     monkeypatch.setattr(caching_engine, "LONGEST_WORD", 12)
     engine = caching(tokenizer_of(SHAPES["gpt-2"]))
@@ -235,7 +236,7 @@ def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_characters_are_learnt_in_any_order() -> None:
-    """Catches an expression that was compiled before the library was asked about characters that it now meets."""
+    """Catches a regex that was compiled before the library was asked about the characters to which it is applied."""
     splitter = PreTokenSplitter([Split(BYTE_LEVEL)])
     assert splitter.split("a𠀋") == ["a𠀋"]
     assert splitter.split("漢字") == ["漢字"]
@@ -244,7 +245,7 @@ def test_characters_are_learnt_in_any_order() -> None:
 
 
 def test_gaps_are_pre_tokens_too() -> None:
-    """Catches text between two matches that is lost, or cut into characters."""
+    """Catches text between two matches that is lost, or split into characters."""
     assert PreTokenSplitter([Split(r"\p{L}+")]).split("ab..c1é") == ["ab", "..", "c", "1", "é"]
     assert PreTokenSplitter([Split(r"\p{L}+", keeps_gaps=False)]).split("ab..c1é") == ["ab", "c", "é"]
     assert PreTokenSplitter([Split(r"\p{L}+"), Split("c|[1.]")]).split("ab..c1é𝔘") == ["ab", ".", ".", "c", "1", "é𝔘"]
@@ -252,7 +253,7 @@ def test_gaps_are_pre_tokens_too() -> None:
 
 
 def test_a_wrong_cache_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches wrong ids in a dataset, a check that never looks, and an engine that is trusted again after a mistake."""
+    """Catches wrong ids in a dataset, a check that never runs, and an engine that is used again after an error."""
     tokenizer = tmp_path / "tokenizer.json"
     tokenizer_of(SHAPES["gpt-2"]).save(str(tokenizer))
     content = "".join(json.dumps({"text": text}) + "\n" for text in some_texts(200)).encode()
@@ -272,7 +273,7 @@ def test_a_wrong_cache_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_report_tells_of_a_wrong_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a mistake of ours that nobody hears of, because the library mended it."""
+    """Catches an error of the cache that the report omits because the library corrected it."""
     tokenizer_of(SHAPES["gpt-2"]).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in some_texts(20)))
 

@@ -1,4 +1,4 @@
-"""Conversations, held to what transformers makes of them by the same templates."""
+"""Conversations, compared with what transformers makes of them with the same templates."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ CHATML = """{% for message in messages %}
 <|im_start|>assistant
 {% endif %}
 """
-# As Llama 3's: a header, two line ends, and a token at the end of each turn.
+# Like Llama 3's: a header, two newlines, and a token at the end of each turn.
 HEADERS = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n\\n' }}{% if m['role'] == 'assistant' %}"
     "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m['content'] + '<|im_end|>' }}"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n\\n' }}{% endif %}"
 )
-# As Qwen 3's: the last answer alone has its thoughts.
+# Like Qwen 3's: only the last answer has a thinking block.
 THINKS = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}{% if m['role'] == 'assistant' and loop.last %}"
     "{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{{ m['content'] + '<|im_end|>\\n' }}{% endfor %}"
@@ -63,7 +63,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_tokenizer(folder: Path) -> Path:
-    """A trained one with the tokens of the templates."""
+    """A trained one with the templates' special tokens."""
     path = Path(f"{write_dataset(folder)}.tokenizer.json")
     words = Tokenizer.from_file(str(path))
     words.add_special_tokens([AddedToken(token, special=True) for token in ("<|im_start|>", "<|im_end|>")])
@@ -78,7 +78,7 @@ def theirs(tokenizer: Path) -> Any:
 @pytest.mark.parametrize("source", [CHATML, HEADERS, THINKS, PLAIN_TEMPLATE])
 @pytest.mark.parametrize("talk", TALKS)
 def test_text_is_theirs(source: str, talk: list[dict[str, str]], tokenizer: Path) -> None:
-    """Catches other white space around blocks, and a generation prompt where none belongs."""
+    """Catches different white space around blocks, and a generation prompt where none belongs."""
     template = ChatTemplate(source, "<|endoftext|>")
     for prompt in (True, False):
         wanted = theirs(tokenizer).apply_chat_template(
@@ -89,7 +89,7 @@ def test_text_is_theirs(source: str, talk: list[dict[str, str]], tokenizer: Path
 
 @pytest.mark.parametrize("source", [CHATML, HEADERS])
 def test_what_is_learnt_is_what_they_mark(source: str, tokenizer: Path, tmp_path: Path) -> None:
-    """Catches a prompt that is learnt, an answer without its end, and turns that lose their document."""
+    """Catches loss on prompts, no loss on an answer's end token, and turns that are not in one document."""
     (tmp_path / "talks.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in TALKS))
     (tmp_path / "chat.jinja").write_text(source)
     config = PreprocessConfig(
@@ -114,7 +114,7 @@ def test_what_is_learnt_is_what_they_mark(source: str, tokenizer: Path, tmp_path
 
 
 def test_turns() -> None:
-    """Catches answers that are learnt in words that the model never says again, and an end that is not learnt."""
+    """Catches loss on text that the model never generates, and no loss on an answer's end token."""
     template = ChatTemplate(PLAIN_TEMPLATE, "<e>")
     assert template.turns(TALKS[1]) == (
         "System: def\nUser:  query \nAssistant:", " key @ naïve<e>",
@@ -152,7 +152,7 @@ def test_what_is_no_conversation(value: object) -> None:
 
 
 def test_bad_records_are_counted_and_bad_templates_named(tokenizer: Path, tmp_path: Path) -> None:
-    """Catches a whole file that is lost for one record, and a template that fails record by record."""
+    """Catches a file rejected for one bad record, and a bad template reported for every record."""
     records = [{"messages": TALKS[0]}, {"other": 1}, {"messages": [{"role": "user", "content": "<|im_end|>"}]}]
     talks = tmp_path / "talks.jsonl"
     talks.write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -177,7 +177,7 @@ def test_bad_records_are_counted_and_bad_templates_named(tokenizer: Path, tmp_pa
 
 
 def test_a_template_comes_with_its_tokenizer(tokenizer: Path, tmp_path: Path) -> None:
-    """Catches a template of a downloaded folder that nobody finds, in each place where tools put it."""
+    """Catches a template that is not found in a downloaded folder, in each place where tools put it."""
     beside = tmp_path / "tokenizer.json"
     assert template_beside(beside) is None
     for found in (CHATML, [{"name": "tools", "template": "x"}, {"name": "default", "template": CHATML}]):

@@ -32,14 +32,14 @@ GERMAN = "Übermut tut selten gut — sagte er.\n" * 9
         (RUSSIAN.encode("utf-16-be")[:-1], "utf-16-be"),
         (b"\xfe\xff" + RUSSIAN.encode("utf-16-be"), "utf-16-be"),
         (GERMAN.encode("utf-32"), "utf-32-le"),
-        # Text with a zero byte here and there, and numbers of 16 bits, which are no text.
+        # Text with single zero bytes, and 16-bit numbers, which are not text.
         (b"a record\x00of a database\x00and more" * 9, None),
         (bytes(range(1, 200)) + b"\x00" * 20, None),
         (b"".join(number.to_bytes(2, "little") for number in range(2, 300)), None),
     ],
 )
 def test_first_bytes_show_utf_16_and_nothing_else(content: bytes, encoding: str | None) -> None:
-    """Catches text of zero bytes and letters in turn, and other files that are taken for UTF-16."""
+    """Catches UTF-16 read as text with a zero byte per letter, and other files that are taken for UTF-16."""
     assert marked_encoding(content) == encoding
 
 
@@ -57,8 +57,8 @@ def test_first_bytes_show_utf_16_and_nothing_else(content: bytes, encoding: str 
 def test_an_encoding_is_for_files_that_are_not_utf_8(
     tmp_path: Path, packed: str, encoding: str, wanted: str, expected: str
 ) -> None:
-    """Catches UTF-8 that is read as Latin-1, where two files of a thousand are, and a compressed file that is not
-    looked into."""
+    """Catches UTF-8 read as Latin-1 because a few files of a thousand are, and a compressed file that is not
+    examined."""
     path = tmp_path / f"a.txt{packed}"
     compress = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[packed]
     path.write_bytes(compress((GERMAN * 9999).encode(encoding)))
@@ -69,7 +69,7 @@ def test_an_encoding_is_for_files_that_are_not_utf_8(
 
 
 def test_a_fault_is_found_with_its_line() -> None:
-    """Catches half a character at the end of a file that is lost, and a line counted in bytes."""
+    """Catches half a character at the end of a file that is ignored, and line numbers that count bytes."""
     assert text_fault(io.BytesIO(RUSSIAN.encode("utf-16-le")), "utf-16-le") is None
     assert text_fault(io.BytesIO(RUSSIAN.encode("utf-16-le")[:-1]), "utf-16-le") == (9, 0x0A)
     broken = RUSSIAN.encode("utf-16-le") * 5000 + b"\x00\xd8"
@@ -84,7 +84,7 @@ def read(compressed: bytes) -> bytes:
 
 
 def test_one_frame_several_frames_and_none() -> None:
-    """Catches a reader that stops after the first frame, as `cat a.zst b.zst` makes two."""
+    """Catches a reader that stops after the first frame: `cat a.zst b.zst` makes two."""
     frame = zstandard.compress(CONTENT)
     assert read(frame) == CONTENT
     assert read(frame + zstandard.compress(b"") + frame) == CONTENT * 2
@@ -92,7 +92,7 @@ def test_one_frame_several_frames_and_none() -> None:
 
 
 def test_long_windows() -> None:
-    """Catches the library's limit of 8 MB: published corpora are compressed with --long=31."""
+    """Catches the library's window limit of 8 MB: published corpora are compressed with --long=31."""
     parameters = zstandard.ZstdCompressionParameters(window_log=28, enable_ldm=True)
     compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
     assert read(compressor.compress(CONTENT) + compressor.flush()) == CONTENT
@@ -100,14 +100,14 @@ def test_long_windows() -> None:
 
 @pytest.mark.parametrize("kept", [0.3, 0.999])
 def test_a_truncated_frame_is_an_error(kept: float) -> None:
-    """Catches half a download taken for the whole: the library's own reader says nothing."""
+    """Catches a truncated download that is read as complete: the library's own reader raises no error."""
     frame = zstandard.compress(CONTENT)
     with pytest.raises(EOFError, match="ends before the end"):
         read(frame + frame[: int(kept * len(frame))])
 
 
 def test_garbage_is_an_error() -> None:
-    """Catches another file with this ending."""
+    """Catches a file of another format with this extension that is read."""
     with pytest.raises(zstandard.ZstdError):
         read(b"not zstandard at all")
 
@@ -124,7 +124,7 @@ def test_garbage_is_an_error() -> None:
     ],
 )
 def test_settings_that_read_nothing_are_refused(settings: dict[str, Any], message: str) -> None:
-    """Catches a misspelt encoding that is found out after an hour of reading, by a traceback."""
+    """Catches a misspelt encoding that shows only after an hour of reading, as a traceback."""
     config = DataConfig(raw="a.txt", **settings)
     if not message:
         config.check()

@@ -1,4 +1,4 @@
-"""Both engines on the same texts: real ones, where they are installed."""
+"""Both tokenization engines on the same texts; gigatoken where it is installed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def tokenizer_of(folder: Path, vocab_size: int) -> str:
 
 @needs_gigatoken
 def test_fast_gives_the_same_dataset(tmp_path: Path) -> None:
-    """Catches other ids, text that forges an end of document, and a fast engine that is never used."""
+    """Catches other ids, text that is encoded as an end-of-document token, and a fast engine that is never used."""
     tokenizer = tokenizer_of(tmp_path, 600)
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in hard_texts(3000)))
     made = {}
@@ -72,10 +72,10 @@ def test_fast_gives_the_same_dataset(tmp_path: Path) -> None:
 
 @needs_gigatoken
 def test_letters_of_a_newer_unicode(tmp_path: Path) -> None:
-    """Catches wrong ids where one engine's tables have a letter that the other's do not, which no sample need hold."""
+    """Catches wrong ids for a letter that only one engine's Unicode tables have, and that samples may not contain."""
     source = tmp_path / "source.jsonl"
     letters = [chr(code) for code in NEWER]
-    # Beside punctuation, so that tokens are learnt which a letter there would split.
+    # Next to punctuation, so that the tokenizer learns tokens that would be split at a letter.
     source.write_text("".join(json.dumps({"text": f"!{letter}!{letter}! " * 3}) + "\n" for letter in letters))
     tokenizer = str(tmp_path / "newer.json")
     train_tokenizer(TokenizerConfig(input=[str(source)], output=tokenizer, vocab_size=600))
@@ -88,7 +88,7 @@ def test_letters_of_a_newer_unicode(tmp_path: Path) -> None:
 
 @needs_gigatoken
 def test_a_mismatch_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches wrong ids in a dataset: an engine with another vocabulary than the reference's."""
+    """Catches wrong ids in a dataset, from an engine with another vocabulary than the reference's."""
     right, wrong = tokenizer_of(tmp_path, 600), tokenizer_of(tmp_path, 300)
     reference = HuggingFaceEngine(load_tokenizer(right))
     with pytest.raises(EngineMismatch):
@@ -118,8 +118,8 @@ def with_added(path: str, *tokens: AddedToken) -> str:
 
 @needs_gigatoken
 def test_added_tokens_that_are_not_special_are_tokens_in_a_text(tmp_path: Path) -> None:
-    """Catches <think> and runs of spaces, as Qwen and GPT-NeoX have them, that the fast engine takes for plain text,
-    and special tokens' texts that it does not."""
+    """Catches a fast engine that encodes added tokens (<think> and runs of spaces, as in Qwen and GPT-NeoX) as plain
+    text, or the texts of special tokens as special tokens."""
     runs = [AddedToken(" " * count, normalized=True) for count in range(2, 25)]
     path = with_added(tokenizer_of(tmp_path, 600), AddedToken("<think>"), AddedToken("strip", lstrip=True), *runs)
     tokenizer = load_tokenizer(path)
@@ -134,7 +134,7 @@ def test_added_tokens_that_are_not_special_are_tokens_in_a_text(tmp_path: Path) 
 
 @needs_gigatoken
 def test_special_tokens_in_a_text_are_tokens_where_they_are_parsed(tmp_path: Path) -> None:
-    """Catches a fast engine that knows nothing of special tokens in texts that a chat template made."""
+    """Catches a fast engine that ignores special tokens in texts from a chat template."""
     path = with_added(tokenizer_of(tmp_path, 600), AddedToken("<|im_end|>", special=True), AddedToken("<think>"))
     tokenizer = load_tokenizer(path)
     texts = [text.replace("B", "<|im_end|>").replace("1", "<think>") for text in hard_texts(2000)]
@@ -146,7 +146,7 @@ def test_special_tokens_in_a_text_are_tokens_where_they_are_parsed(tmp_path: Pat
 
 @needs_gigatoken
 def test_an_added_token_that_a_sample_does_not_show(tmp_path: Path) -> None:
-    """Catches a fast engine that is taken because no text of the sample has the token that it gets wrong."""
+    """Catches a fast engine that is chosen because no sampled text has the token that it encodes wrongly."""
     path = with_added(tokenizer_of(tmp_path, 600), AddedToken("word", single_word=True))
     tokenizer = load_tokenizer(path)
     tokenizer.encode_special_tokens = True
@@ -162,7 +162,7 @@ def test_an_added_token_that_a_sample_does_not_show(tmp_path: Path) -> None:
 
 
 def test_without_it_auto_goes_on_and_fast_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches an optional package that is needed after all, and a traceback for its absence."""
+    """Catches an optional package that is required after all, and a traceback if it is missing."""
     monkeypatch.setitem(sys.modules, "gigatoken", None)
     tokenizer = tokenizer_of(tmp_path, 300)
     config = PreprocessConfig(

@@ -1,4 +1,4 @@
-"""Raw text to a prepared corpus: real tokenizers, real files, real processes killed and waiting."""
+"""Preparation of raw text: with real tokenizers and files, and with processes that are killed or wait for a lock."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def prose(number: int, words: int = 400) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A current folder with text/ of three kinds of files."""
+    """A working directory with files of three kinds in text/."""
     monkeypatch.chdir(tmp_path)
     text = tmp_path / "text"
     text.mkdir()
@@ -86,7 +86,7 @@ def states(folder: Path) -> dict[str, int]:
 
 
 def test_what_is_made_holds_the_text(folder: Path) -> None:
-    """Catches lost text, a tokenizer that is not the dataset's, and leftovers."""
+    """Catches lost text, a saved tokenizer that does not decode the dataset, and temporary files that stay."""
     prepared = make()
     dataset = IndexedDataset(prepared.prefix)
     tokens = dataset.stream(range(dataset.num_documents)).tolist()
@@ -101,7 +101,7 @@ def test_what_is_made_holds_the_text(folder: Path) -> None:
 
 
 def test_a_second_start_finds_it(folder: Path) -> None:
-    """Catches text that is tokenized again at every start, and a key that depends on where the text is."""
+    """Catches text that is tokenized again at every start, and a cache key that depends on the path of the text."""
     first = make()
     before = states(first.prefix.parent)
     assert plan().find() == first and make() == first
@@ -111,7 +111,7 @@ def test_a_second_start_finds_it(folder: Path) -> None:
 
 
 def test_other_text_or_settings_make_another(folder: Path) -> None:
-    """Catches tokens of the old text, field or tokenizer in a run of the new."""
+    """Catches a cached corpus of another text, field or tokenizer that is reused after a change."""
     made = make()
     given = folder / "given.json"
     given.write_bytes(made.tokenizer_file.read_bytes())
@@ -139,7 +139,7 @@ def test_a_given_tokenizer_is_used_and_kept(folder: Path) -> None:
 
 
 def test_a_learnt_tokenizer_stays_within_the_model(folder: Path) -> None:
-    """Catches a default size that the model the user asked for refuses."""
+    """Catches a default vocabulary size that exceeds the model's."""
     assert plan().vocab_size == 512
     assert plan(model_vocab_size=300).vocab_size == 300
     assert plan(model_vocab_size=9999, vocab_size=700).vocab_size == 700
@@ -151,7 +151,7 @@ def test_a_learnt_tokenizer_stays_within_the_model(folder: Path) -> None:
 @pytest.mark.parametrize("name", ["tokens.bin", "tokens.idx", "tokens.json", "tokens.tokenizer.json"])
 @pytest.mark.parametrize("damage", ["gone", "cut", "other"])
 def test_a_damaged_cache_is_made_anew(folder: Path, name: str, damage: str) -> None:
-    """Catches a run on half a dataset, or one that fails for what it can make again."""
+    """Catches training on an incomplete cached dataset, and a failure where the dataset can be prepared again."""
     prepared = make()
     whole = {path.name: path.read_bytes() for path in prepared.prefix.parent.iterdir()}
     path = prepared.prefix.parent / name
@@ -166,7 +166,7 @@ def test_a_damaged_cache_is_made_anew(folder: Path, name: str, damage: str) -> N
 
 
 def test_text_that_changes_meanwhile_is_refused(folder: Path) -> None:
-    """Catches tokens of the new text under the hash of the old one."""
+    """Catches tokens of the new text that are cached under the hash of the old text."""
     preparation = plan()
     (folder / "text" / "a.txt").write_text("something else")
     with pytest.raises(DataError, match=r"a.txt: changed while it was read"):
@@ -183,8 +183,8 @@ def start() -> subprocess.Popen[str]:
 
 
 def test_a_kill_in_the_middle_leaves_nothing_taken_for_whole(folder: Path) -> None:
-    """Catches half a dataset that the next start trains on, leftovers that stop it, finished blocks that are made
-    again, and what goes on from them and comes out otherwise."""
+    """Catches an incomplete dataset that the next start uses, partial files that make it fail, finished blocks that are
+    tokenized again, and a continued preparation whose files differ from those of an uninterrupted one."""
     (folder / "text" / "large.jsonl").write_text("".join(json.dumps({"text": prose(n) * 6}) + "\n" for n in range(150)))
     process = start()
     deadline = time.monotonic() + 60
@@ -208,7 +208,7 @@ def test_a_kill_in_the_middle_leaves_nothing_taken_for_whole(folder: Path) -> No
 
 
 def test_two_processes_make_it_once(folder: Path) -> None:
-    """Catches two launches that write the same files, or the second failing because the first is at work."""
+    """Catches two processes that write the same files, and a second one that fails instead of waiting for the lock."""
     preparation = plan(vocab_size=600)
     Path("cache").mkdir(exist_ok=True)
     with preparation.folder.with_suffix(".lock").open("w") as lock:
@@ -233,7 +233,7 @@ BAD_TEXTS: list[tuple[str, bytes, str]] = [
 
 @pytest.mark.parametrize(("name", "content", "message"), BAD_TEXTS)
 def test_bad_text_is_refused_and_leaves_nothing(folder: Path, name: str, content: bytes, message: str) -> None:
-    """Catches a traceback, or half a corpus taken for whole by the next start."""
+    """Catches a traceback, and an incomplete corpus that the next start uses."""
     Path(name).write_bytes(content)
     preparation = plan(raw=name)
     with pytest.raises(DataError, match=message):
@@ -254,14 +254,14 @@ def test_bad_text_is_refused_and_leaves_nothing(folder: Path, name: str, content
 def test_bad_settings_are_refused_at_once(
     folder: Path, changes: dict[str, object], kind: type[MegadsError], message: str
 ) -> None:
-    """Catches a failure after an hour of tokenizing, and a message that names another verb's key."""
+    """Catches bad settings that fail only after tokenization, and a message that names another command's key."""
     Path("mine.json").write_bytes(make(vocab_size=300, cache="other").tokenizer_file.read_bytes())
     with pytest.raises(kind, match=message):
         plan(**changes)  # type: ignore[arg-type]
 
 
 def test_a_plan_says_what_it_would_do(folder: Path) -> None:
-    """Catches a dry run that leaves the user in the dark."""
+    """Catches a dry run that omits the number and size of the files, or the tokenizer."""
     assert str(plan(raw="text/a.txt")).startswith("1 file, 0.0 MB, a tokenizer of up to 512 tokens learnt from it")
     given = dataclasses.replace(plan(), tokenizer=TextTokenizerConfig(path="mine.json"))
     assert str(given) == "3 files, 0.0 MB, tokenizer mine.json"
@@ -273,7 +273,7 @@ def describe(dataset: IndexedDataset) -> Sidecar:
 
 @pytest.mark.parametrize("sizes", [[50_000], [30_000, 70, 20_000, 0]])
 def test_the_same_tokens_in_about_a_hundred_parts(make_dataset: MakeDataset, sizes: list[int]) -> None:
-    """Catches a book that cannot be split, or whose validation share is a third of it; and lost tokens."""
+    """Catches a long document that is not divided, a validation share far above data.split's, and lost tokens."""
     dataset = make_dataset(sizes)
     before = np.array(dataset.stream(range(len(sizes))))
     cut = cut_few_documents(Path(dataset.prefix), describe(dataset))
@@ -287,7 +287,7 @@ def test_the_same_tokens_in_about_a_hundred_parts(make_dataset: MakeDataset, siz
 
 @pytest.mark.parametrize("sizes", [[500], [10] * 100])
 def test_short_and_many_documents_stay_as_they_are(make_dataset: MakeDataset, sizes: list[int]) -> None:
-    """Catches ends of documents that vanish where nothing had to be cut."""
+    """Catches document boundaries that are lost where no document has to be divided."""
     dataset = make_dataset(sizes)
     fingerprint = dataset.fingerprint()
     assert cut_few_documents(Path(dataset.prefix), describe(dataset)).documents == len(sizes)
@@ -300,8 +300,8 @@ def document_sizes(prepared: Prepared) -> list[int]:
 
 
 def test_a_book_is_one_document_and_its_end_validates(folder: Path) -> None:
-    """Catches a book whose hundred parts are shuffled, or under data.document_mask do not see each other; and one that
-    has no validation share, or another one than data.split says."""
+    """Catches a book that is divided into a hundred documents, which are shuffled and do not attend to each other under
+    data.document_mask; and a validation share that is missing or not that of data.split."""
     (folder / "book.txt").write_text("".join(prose(number) for number in range(99)))
     whole = sum(document_sizes(make(raw="book.txt", split=[1, 0])))
     for split, share in (([0.98, 0.02], 0.02), ([3, 1], 0.25), ([1, 0], 0), ([0.999999, 0.000001], 256 / whole)):
@@ -313,8 +313,8 @@ def test_a_book_is_one_document_and_its_end_validates(folder: Path) -> None:
 
 
 def test_few_texts_stay_whole_and_few_records_do_not(folder: Path) -> None:
-    """Catches a validation share that is half of the text where one of few texts is all of it, texts that are cut where
-    the last one is short, and records that come in other parts than those of a run that goes on."""
+    """Catches a validation share of a whole large text where there are few texts, texts that are divided where the last
+    one is short, and JSON Lines records that are no longer divided: a continued run would get other documents."""
     (folder / "text" / "c.jsonl").unlink()
     first, second = document_sizes(make(split=[1, 0]))
     (folder / "text" / "c.txt").write_text(prose(3) * 40)
@@ -330,7 +330,7 @@ def test_few_texts_stay_whole_and_few_records_do_not(folder: Path) -> None:
 
 
 def test_the_end_validates_as_the_split_divides(make_dataset: MakeDataset) -> None:
-    """Catches a cut that makes the body of a text a part of validation, by one document more."""
+    """Catches a cut after which the split, with one document more, puts the body of a text into validation."""
     for documents in range(1, 99):
         dataset = make_dataset([300] * (documents - 1) + [50_000])
         cut_off_end(Path(dataset.prefix), describe(dataset), 0.02)
@@ -340,8 +340,8 @@ def test_the_end_validates_as_the_split_divides(make_dataset: MakeDataset) -> No
 
 
 def test_what_is_read_as_before_is_found_under_its_name(folder: Path) -> None:
-    """Catches new settings that make text anew which they do not concern, and one that does and is not in the name. The
-    name is that of version 0.1.0 before there were these settings."""
+    """Catches new settings that change the cache key of text that they do not affect, and one that affects the text but
+    not the key. The key is that of version 0.1.0, which did not have these settings."""
     (folder / "text" / "d.png").touch()
     before = plan().folder.name
     assert before == "a82eeda77fc9fce5"
@@ -356,7 +356,7 @@ def test_what_is_read_as_before_is_found_under_its_name(folder: Path) -> None:
 
 
 def test_what_was_converted_rejected_and_passed_over_is_said(folder: Path) -> None:
-    """Catches text that is read in another way, or not at all, without a word; also where it was made before."""
+    """Catches files that are converted, rejected or skipped without a message, also if the corpus is cached."""
     (folder / "text" / "d.txt").write_text(prose(4), encoding="utf-16")
     (folder / "text" / "e.txt").write_bytes("schön".encode("cp1252"))
     (folder / "text" / "f.png").touch()
@@ -371,7 +371,7 @@ def test_what_was_converted_rejected_and_passed_over_is_said(folder: Path) -> No
 
 
 def test_a_cache_is_marked_as_one(folder: Path) -> None:
-    """Catches prepared text that is read as text by the next start, and by whoever makes backups."""
+    """Catches a cache without CACHEDIR.TAG: the next start would read it as text, and backups would include it."""
     make(cache="some/cache")
     assert Path("some/cache/CACHEDIR.TAG").read_bytes().startswith(b"Signature: 8a477f597d28d172789f06886806bc55")
     assert not Path("some/CACHEDIR.TAG").exists()
@@ -379,7 +379,7 @@ def test_a_cache_is_marked_as_one(folder: Path) -> None:
 
 @pytest.fixture
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A memory that trusts the times of files at once."""
+    """Path of a digest cache that trusts modification times immediately."""
     monkeypatch.setattr(preparation, "SETTLED_NS", -1)
     return tmp_path / "memory.json"
 
@@ -392,12 +392,12 @@ def digest(memory: Path, path: Path) -> str:
 
 
 def forge(memory: Path, old: str, new: str) -> None:
-    """Changes what is remembered, so that an answer from memory shows."""
+    """Changes a cached digest, so that a test can see whether it is used."""
     memory.write_text(memory.read_text().replace(old, new))
 
 
 def test_an_unchanged_file_is_not_read_again(memory: Path, tmp_path: Path) -> None:
-    """Catches a second start that reads a terabyte to find that nothing changed."""
+    """Catches a second start that reads all unchanged files again, up to a terabyte."""
     path = tmp_path / "a.txt"
     path.write_text("one")
     first = digest(memory, path)
@@ -407,7 +407,7 @@ def test_an_unchanged_file_is_not_read_again(memory: Path, tmp_path: Path) -> No
 
 
 def test_content_decides_where_times_changed(memory: Path, tmp_path: Path) -> None:
-    """Catches a touched file that is tokenized again, and a change hidden by its old time and size."""
+    """Catches a touched file that is tokenized again, and a change that is missed as size and mtime are the same."""
     path = tmp_path / "a.txt"
     path.write_text("one")
     first = digest(memory, path)
@@ -419,7 +419,7 @@ def test_content_decides_where_times_changed(memory: Path, tmp_path: Path) -> No
 
 
 def test_a_file_just_written_is_not_trusted(tmp_path: Path) -> None:
-    """Catches a second write within one tick of the clock, which leaves size and times as they were."""
+    """Catches a second write that is missed because it leaves size and times the same, within one clock tick."""
     path = tmp_path / "a.txt"
     path.write_text("one")
     digest(tmp_path / "memory.json", path)
@@ -427,7 +427,7 @@ def test_a_file_just_written_is_not_trusted(tmp_path: Path) -> None:
 
 
 def test_damaged_memory_is_forgotten(memory: Path, tmp_path: Path) -> None:
-    """Catches a start that fails because of a file that is only there to save time."""
+    """Catches a start that fails because the digest cache, which only saves time, is damaged."""
     path = tmp_path / "a.txt"
     path.write_text("one")
     first = digest(memory, path)
@@ -437,7 +437,7 @@ def test_damaged_memory_is_forgotten(memory: Path, tmp_path: Path) -> None:
 
 
 def test_a_file_that_changes_or_vanishes_is_refused(tmp_path: Path) -> None:
-    """Catches tokens of one text under the hash of another."""
+    """Catches tokens of one text that are cached under the hash of another."""
     path = tmp_path / "a.txt"
     path.write_text("one")
     state = file_state(path)
@@ -451,7 +451,7 @@ def test_a_file_that_changes_or_vanishes_is_refused(tmp_path: Path) -> None:
 
 
 def test_reading_is_told_byte_by_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches progress that begins anew with every file, goes beyond the whole, or counts what is known already."""
+    """Catches progress that restarts at every file, exceeds the total, or counts files whose digest is cached."""
     told: list[list[int]] = []
 
     class Told(preparation.Progress):

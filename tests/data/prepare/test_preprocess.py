@@ -40,7 +40,7 @@ def config(tmp_path: Path) -> PreprocessConfig:
 
 
 def test_end_to_end(config: PreprocessConfig) -> None:
-    """Catches lost, reordered or changed documents, missing ends, and text that forges an end of document."""
+    """Catches lost, reordered or changed documents, missing end-of-document tokens, and text that forges one."""
     report = preprocess(config)
     dataset = IndexedDataset(config.output)
     tokenizer = load_tokenizer(config.tokenizer)
@@ -78,8 +78,8 @@ def chat(tmp_path: Path) -> PreprocessConfig:
 
 @pytest.mark.parametrize(("setting", "turns"), [(TextSpecialTokens.ignore, 0), (TextSpecialTokens.parse, 2)])
 def test_special_tokens_of_a_chat_template(chat: PreprocessConfig, setting: TextSpecialTokens, turns: int) -> None:
-    """Catches turns of a chat that are ordinary text though tokens were asked for, the other way round, and a prompt
-    that is read otherwise than the dataset was."""
+    """Catches chat turns encoded as ordinary text although special tokens were requested, the reverse, and a prompt
+    that is tokenized differently from the dataset."""
     chat.text_special_tokens = setting
     assert preprocess(chat).sidecar.text_special_tokens == setting.value
     [*ids, end_of_document] = IndexedDataset(chat.output).document_tokens(0).tolist()
@@ -91,7 +91,7 @@ def test_special_tokens_of_a_chat_template(chat: PreprocessConfig, setting: Text
 
 
 def test_parts_with_the_other_special_tokens_are_not_taken(chat: PreprocessConfig, tmp_path: Path) -> None:
-    """Catches a start that goes on from parts in which special tokens were read otherwise."""
+    """Catches a restart that reuses parts in which special tokens were read differently."""
     digest = hashlib.sha256(Path(chat.tokenizer).read_bytes()).hexdigest()
     block = Lines(chat.input[0], Path(chat.input[0]).read_bytes(), True, 0)
     kept = [
@@ -102,14 +102,14 @@ def test_parts_with_the_other_special_tokens_are_not_taken(chat: PreprocessConfi
 
 
 def test_no_end_of_document_where_none_is_wanted(config: PreprocessConfig) -> None:
-    """Catches an end that is appended regardless."""
+    """Catches an end-of-document token that is appended although it is disabled."""
     config.end_of_document = None
     assert preprocess(config).sidecar.end_of_document_id is None
     assert 0 not in IndexedDataset(config.output).stream(range(len(TEXTS)))
 
 
 def test_overwriting_must_be_asked_for(config: PreprocessConfig) -> None:
-    """Catches a dataset of many hours lost to a repeated command."""
+    """Catches a dataset of many hours overwritten by a repeated command."""
     preprocess(config)
     before = IndexedDataset(config.output).fingerprint()
     config.end_of_document = None
@@ -122,7 +122,8 @@ def test_overwriting_must_be_asked_for(config: PreprocessConfig) -> None:
 
 
 def test_the_dataset_carries_its_tokenizer(config: PreprocessConfig) -> None:
-    """Catches a dataset whose text nobody can read back, and a rebuild with the carried tokenizer that deletes it."""
+    """Catches a dataset without the tokenizer that decodes it, and a rebuild with the carried tokenizer that deletes
+    it."""
     preprocess(config)
     carried = f"{config.output}.tokenizer.json"
     content = Path(config.tokenizer).read_bytes()
@@ -133,7 +134,7 @@ def test_the_dataset_carries_its_tokenizer(config: PreprocessConfig) -> None:
 
 
 def test_an_input_is_never_overwritten(config: PreprocessConfig, tmp_path: Path) -> None:
-    """Catches the sidecar replacing the raw text: <output>.json may be an input."""
+    """Catches the sidecar overwriting the raw text: <output>.json may be an input."""
     raw = tmp_path / "corpus.json"
     raw.write_bytes((tmp_path / "text.jsonl").read_bytes())
     config.input, config.output, config.overwrite = [str(raw)], str(tmp_path / "corpus"), True
@@ -155,7 +156,7 @@ BAD_INPUTS: list[tuple[dict[str, object], type[MegadsError], int, str]] = [
 def test_bad_inputs(
     config: PreprocessConfig, change: dict[str, object], kind: type[MegadsError], exit_code: int, message: str
 ) -> None:
-    """Catches a wrong exit code, a traceback, or half a dataset left behind."""
+    """Catches a wrong exit code, a traceback, or a partial dataset left behind."""
     for name, value in change.items():
         setattr(config, name, value)
     with pytest.raises(kind, match=message) as caught:
@@ -169,7 +170,7 @@ PAIRS = [(f"question {i} " * (i % 5), f"answer {i * i} é\n" * (1 + i % 7)) for 
 
 
 def write_inputs(folder: Path) -> tuple[list[str], Path]:
-    """The pairs, first half in parquet, the rest in JSON lines with broken ones between them; and a tokenizer."""
+    """Writes the pairs, half as parquet, the rest as JSON lines with invalid ones between them; and a tokenizer."""
     half = len(PAIRS) // 2
     prompts, responses = zip(*PAIRS[:half], strict=True)
     pq.write_table(pa.table({"q": prompts, "a": responses, "id": list(range(half))}), folder / "a.parquet")
@@ -183,7 +184,8 @@ def write_inputs(folder: Path) -> tuple[list[str], Path]:
 
 
 def test_the_same_as_by_hand(tmp_path: Path) -> None:
-    """Catches a prompt that is learnt, an end token after the prompt, and records that lose their other half."""
+    """Catches a prompt stored as a response, an end token after the prompt, and records kept without their other
+    half."""
     inputs, tokenizer_file = write_inputs(tmp_path)
     config = PreprocessConfig(
         input=inputs, tokenizer=str(tokenizer_file), output=str(tmp_path / "out"), prompt_field="q", response_field="a"
@@ -202,7 +204,8 @@ def test_the_same_as_by_hand(tmp_path: Path) -> None:
 
 
 def test_half_a_pair_is_refused(tmp_path: Path) -> None:
-    """Catches prompts alone that pass for documents, and plain text, which has no fields, taken for one of them."""
+    """Catches prompts alone accepted as documents, and plain text, which has no fields, accepted as a prompt or
+    response."""
     inputs, tokenizer = write_inputs(tmp_path)
     config = PreprocessConfig(input=inputs, tokenizer=str(tokenizer), output=str(tmp_path / "out"), prompt_field="q")
     with pytest.raises(ConfigError, match="prompt_field = q and response_field = None: a pair needs both"):
@@ -219,7 +222,7 @@ def test_half_a_pair_is_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_packed_run_learns_the_responses(tmp_path: Path, megads: StartCommand) -> None:
-    """Catches pairs that the training takes for one sequence, and so learns the prompts of, or not the ends."""
+    """Catches pairs that training treats as one sequence, so that it trains on prompts or not on end tokens."""
     inputs, tokenizer_file = write_inputs(tmp_path)
     given = (f"input={json.dumps(inputs)}", f"tokenizer={tokenizer_file}", "output=pairs")
     ended = megads("preprocess", *given, "prompt_field=q", "response_field=a", "workers=1").end()

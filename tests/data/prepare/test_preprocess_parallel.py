@@ -1,4 +1,4 @@
-"""Many processes, kills and pipes: real processes on real files, held to a dozen lines that anybody can check."""
+"""Parallel preprocessing with real processes, kills and pipes, against a simple sequential reference."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def lines_of(start: int, size: int) -> bytes:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of every kind of file, larger than several blocks, and a tokenizer beside it."""
+    """A folder with every file type, larger than several blocks, and a tokenizer next to it."""
     root = tmp_path_factory.mktemp("parallel")
     folder = root / "text"
     folder.mkdir()
@@ -80,7 +80,7 @@ def config_of(corpus: Path, output: Path, **changes: object) -> PreprocessConfig
 
 
 def documents_of(folder: Path) -> tuple[list[str], list[str]]:
-    """What the files hold and what is broken in them, read in the plainest way."""
+    """Documents and broken lines of the files, read in the simplest way."""
     documents, broken = [], []
     for path in sorted(folder.iterdir()):
         if path.suffix == ".txt":
@@ -98,7 +98,7 @@ def documents_of(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def megatron_bytes(texts: list[str], tokenizer_file: Path) -> tuple[bytes, bytes]:
-    """.bin and .idx as the format's description has them, one text at a time."""
+    """Contents of .bin and .idx by the format's description, one text at a time."""
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     ids = [[*tokenizer.encode(text, add_special_tokens=False).ids, 0] for text in texts]
     sizes = np.array([len(one) for one in ids], np.int32)
@@ -114,7 +114,7 @@ def made_at(output: Path) -> tuple[bytes, bytes]:
 
 @pytest.mark.distributed
 def test_any_number_of_workers_gives_megatrons_bytes(corpus: Path, tmp_path: Path) -> None:
-    """Catches documents lost, doubled or reordered where blocks meet, and wrong numbers of broken lines behind them."""
+    """Catches documents lost, duplicated or reordered at block boundaries, and wrong line numbers after them."""
     texts, broken = documents_of(corpus / "text")
     expected = megatron_bytes(texts, corpus / "tokenizer.json")
     sidecars = []
@@ -135,7 +135,7 @@ def test_any_number_of_workers_gives_megatrons_bytes(corpus: Path, tmp_path: Pat
     assert read_sidecar(tmp_path / "together") == sidecars[0]
     assert [path.name for path in tmp_path.iterdir() if "parts" in path.name] == []
     assert [type(report) for report in reports].count(PreprocessReport) == 1
-    # A task of an array that comes late, or was requeued.
+    # A task of a job array that starts late, or was requeued.
     state = Path(f"{tmp_path}/together.bin").stat()
     late = preprocess_together(config)
     assert isinstance(late, TaskReport) and "nothing is left to do" in str(late)
@@ -156,7 +156,7 @@ def run(corpus: Path, output: Path, *more: str) -> subprocess.Popen[bytes]:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_killed_start_is_continued(corpus: Path, tmp_path: Path) -> None:
-    """Catches work lost to a kill, orphaned workers, and a damaged part in the dataset."""
+    """Catches finished parts that are made again after a kill, orphaned workers, and a damaged part in the dataset."""
     output = tmp_path / "corpus"
     process = run(corpus, output)
     workers = []
@@ -187,7 +187,7 @@ def test_a_killed_start_is_continued(corpus: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_killed_task_is_made_up_for(corpus: Path, tmp_path: Path) -> None:
-    """Catches stretches that nobody makes because the task that had claimed them was killed."""
+    """Catches sections that are never made because the task that had claimed them was killed."""
     output = tmp_path / "corpus"
     killed = run(corpus, output, "distributed=true", "workers=1")
     deadline = time.monotonic() + 60
@@ -204,8 +204,8 @@ def test_a_killed_task_is_made_up_for(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_a_damaged_part_is_made_again(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a finished part that the disk lost, which would end every later task, too; and those of the same stretch
-    that are made again with it."""
+    """Catches a finished part that was damaged on disk and would fail every later task, too; and intact parts of the
+    same section that are made again with it."""
     monkeypatch.setattr(distributed, "_MOST_SECTIONS", 1)
     count: list[int] = []
     config = config_of(corpus, tmp_path / "out", input=[str(corpus / "text" / "a.jsonl")], workers=1, distributed=True)
@@ -229,7 +229,7 @@ def test_a_damaged_part_is_made_again(corpus: Path, tmp_path: Path, monkeypatch:
 
 
 def test_who_was_taken_over_joins_nothing(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a task that was silent for too long and writes the dataset beside the one that took over."""
+    """Catches a task that was silent for too long and writes the dataset although another task has taken over."""
     config = config_of(corpus, tmp_path / "out", input=[str(corpus / "text" / "d.txt")], workers=1, distributed=True)
     join = Tokenizing.join
 
@@ -247,7 +247,7 @@ def test_who_was_taken_over_joins_nothing(corpus: Path, tmp_path: Path, monkeypa
 def test_text_that_changes_meanwhile_is_not_joined(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a dataset of two states of a text."""
+    """Catches a dataset that mixes two versions of its text."""
     text = tmp_path / "text.jsonl"
     text.write_text('{"text": "over the lazy dog"}\n')
     config = config_of(corpus, tmp_path / "out", input=[str(text)], workers=1, distributed=True)
@@ -264,7 +264,7 @@ def test_text_that_changes_meanwhile_is_not_joined(
 
 
 def test_a_dataset_of_changed_text_is_not_made_already(corpus: Path, tmp_path: Path) -> None:
-    """Catches a text that changed after its dataset was made, with the size that it had, and is taken for done."""
+    """Catches a text that changed after its dataset was made, at equal size, and counts as already done."""
     text = tmp_path / "text.jsonl"
     text.write_text('{"text": "over the lazy dog"}\n')
     config = config_of(corpus, tmp_path / "out", input=[str(text)], workers=1, distributed=True)
@@ -277,7 +277,7 @@ def test_a_dataset_of_changed_text_is_not_made_already(corpus: Path, tmp_path: P
 
 
 def test_other_settings_do_not_mix(corpus: Path, tmp_path: Path) -> None:
-    """Catches tasks whose texts or settings differ and that make one dataset, and a start for itself beside them."""
+    """Catches tasks of different texts or settings that make one dataset, and a non-distributed start next to them."""
     config = config_of(corpus, tmp_path / "out", workers=1, distributed=True)
     with Claims(parts_path(config.output) / "tasks-0123456789abcdef", ["0"]):
         with pytest.raises(ConfigError, match="with other settings"):
@@ -288,7 +288,7 @@ def test_other_settings_do_not_mix(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_parts_of_other_text_are_not_taken(corpus: Path, tmp_path: Path) -> None:
-    """Catches a start that takes the parts of a text that has changed since."""
+    """Catches a start that reuses the parts of a text that has changed since."""
     text = tmp_path / "text"
     text.mkdir()
     lines = lines_of(5, 5 * MEBIBYTE // 2)
@@ -307,7 +307,7 @@ def test_parts_of_other_text_are_not_taken(corpus: Path, tmp_path: Path) -> None
 
 @pytest.mark.distributed
 def test_a_pipe_is_an_input(corpus: Path, tmp_path: Path) -> None:
-    """Catches a standard input that is read as a file named -, or whose last line is lost."""
+    """Catches standard input that is read as a file named -, or loses its last line."""
     lines = lines_of(77, MEBIBYTE).rstrip(b"\n")
     process = run(corpus, tmp_path / "out", "input=[-]")
     said = process.communicate(lines, timeout=60)[0].decode()
@@ -327,7 +327,7 @@ def test_a_pipe_is_an_input(corpus: Path, tmp_path: Path) -> None:
     ],
 )
 def test_bad_settings_are_refused(corpus: Path, tmp_path: Path, change: dict[str, object], message: str) -> None:
-    """Catches settings that fail in the middle, or in a worker."""
+    """Catches invalid settings that only fail later, or in a worker."""
     with pytest.raises(ConfigError, match=message):
         preprocess(config_of(corpus, tmp_path / "out", **change))
 

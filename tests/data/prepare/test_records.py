@@ -1,4 +1,4 @@
-"""Long texts of JSON lines and parquet: the same text, faults and tokens as of short ones, in less memory."""
+"""Long texts in JSON lines and parquet: the same text, errors and tokens as for short ones, in less memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pq = pytest.importorskip("pyarrow.parquet", reason="needs megads[parquet]")
 
 
 def make_long(patch: pytest.MonkeyPatch, long_bytes: int) -> None:
-    """Sets from which size on texts are long; stretches end within characters and escapes."""
+    """Sets the size from which texts are long, and stretches so short that they end within characters and escapes."""
     patch.setattr(records, "LONG_BYTES", long_bytes)
     patch.setattr(records, "_STRETCH_BYTES", 13)
 
@@ -50,7 +50,7 @@ json_records = st.dictionaries(st.sampled_from(["text", "more", "id"]), st.one_o
 
 @st.composite
 def lines(draw: st.DrawFn) -> bytes:
-    """One or two records as JSON, with marks before and between them; half of the lines damaged."""
+    """Up to two records as JSON, with byte order marks before and between them; half of the lines are damaged."""
     parts = [
         json.dumps(record, ensure_ascii=draw(st.booleans())) for record in draw(st.lists(json_records, max_size=2))
     ]
@@ -71,13 +71,13 @@ def lines(draw: st.DrawFn) -> bytes:
 @example(b'{"text": "' + b"\\ud83d" * 9 + b'"}', ("text",))
 @example(b'{"text": "first, which a second one hides", "text": "the second of the two"}', ("text",))
 def test_long_texts_are_read_as_short_ones(line: bytes, fields: Fields) -> None:
-    """Catches a stretch that ends within a character, an escape or a surrogate pair, a quote taken for the end, a fault
-    that is passed over, and one that is described by another place or reason."""
+    """Catches text that is wrong where a stretch ends within a character, an escape or a surrogate pair, a quote taken
+    for the end of a text, and an error that is missed, or reported at another place or for another reason."""
     assert turns_of(line, fields, 10) == turns_of(line, fields, 10**9)
 
 
 def test_long_texts_are_not_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a way around that always takes the old one."""
+    """Catches a code path for long texts that is never taken."""
     make_long(monkeypatch, 10)
     [texts] = json_turns(b'{"id": 1, "more": "short", "text": "long \\u00e9nough"}', ("more", "text"))
     assert isinstance(texts, tuple) and texts[0] == "short" and isinstance(texts[1], LongText)
@@ -88,7 +88,7 @@ KINDS = [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int3
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_long_texts_of_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: pa.DataType) -> None:
-    """Catches rows that are lost or moved by offsets, nulls that shift them, and a bad byte that is trained on."""
+    """Catches rows lost or shifted by wrong offsets or by nulls, and an invalid byte that is trained on."""
     texts = ["long " + "é漢🚀" * 20, None, "", "short", "\ufefflong " + "x" * 99, None]
     table = pa.table({"text": pa.array(texts, pa.string()).cast(kind)})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=4)
@@ -106,8 +106,8 @@ def test_long_texts_of_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_long_texts_give_the_same_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches other tokens where a long text is cut, ends of documents within it, pairs that are torn apart between two
-    parts, and a part of an earlier start that is not found again."""
+    """Catches different tokens where a long text is cut, an end of document within it, and prompt/response pairs that
+    are split between two parts."""
     draw = random.Random(0)
     words = ["word ", "don't", " 12", "é漢", "🚀", "...", " \n", "\n\n", "\t"]
     records = [{"prompt": "".join(draw.choices(words, k=k)), "text": "".join(draw.choices(words, k=k + 3))}
@@ -137,15 +137,15 @@ def test_long_texts_give_the_same_dataset(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(("ending", "megabytes"), [("jsonl", 90), ("parquet", 140)])
 def test_memory_is_that_of_the_record_and_little_more(tmp_path: Path, ending: str, megabytes: int) -> None:
-    """Catches a record that is in memory as one str, eight times its size. What Arrow takes for a row of parquet, three
-    to six times its size, is its own."""
+    """Catches a record held in memory as one str, eight times its size. Arrow's own memory for a row of parquet, three
+    to six times its size, is not counted."""
     text = "a text of many words 🚀\n" * 1_500_000
     assert len(text.encode()) == 39_000_000
     if ending == "jsonl":
         (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}, ensure_ascii=False) + "\n")
     else:
         pq.write_table(pa.table({"text": [text]}), tmp_path / "a.parquet")
-    # Not getrusage: its peak is that of whoever started the process, where that was larger.
+    # Not getrusage: its peak is that of the parent process, if that was larger.
     program = """
 import sys
 from pathlib import Path
@@ -169,7 +169,7 @@ print(peak() - before - pyarrow.default_memory_pool().max_memory() // 1024, char
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     kilobytes, characters = map(int, done.stdout.split())
     assert characters == len(text)
-    # Pieces of parquet wait in two blocks of 8 million characters, of four bytes here.
+    # Pieces of parquet rows wait in two blocks of 8 million characters, four bytes each here.
     assert kilobytes < megabytes * 1000, done.stdout
 
 
@@ -184,7 +184,7 @@ def write(path: Path, texts: object, kind: object = None, row_group_size: int = 
 
 @pytest.mark.parametrize("kind", ["string", "large_string", "dictionary"])
 def test_texts_in_order_over_row_groups(tmp_path: Path, kind: str) -> None:
-    """Catches lost rows between row groups, a null that becomes the text 'None', and a type of text not known."""
+    """Catches rows lost between row groups, a null that becomes the text 'None', and an unsupported string type."""
     kinds = {"string": pa.string(), "large_string": pa.large_string()}
     column = pa.array(TEXTS).dictionary_encode() if kind == "dictionary" else pa.array(TEXTS, kinds[kind])
     path = write(tmp_path / "a.parquet", column)
@@ -196,14 +196,14 @@ def test_texts_in_order_over_row_groups(tmp_path: Path, kind: str) -> None:
 
 
 def test_bytes_that_are_no_text_are_passed_over(tmp_path: Path) -> None:
-    """Catches one bad row that ends a run of hours."""
+    """Catches one bad row that ends hours of preprocessing."""
     column = pa.array([b"good", b"\xff\xfe"], pa.binary()).view(pa.string())
     rows = [text for _, text in parquet_rows(write(tmp_path / "a.parquet", column), ("text",))]
     assert rows[0] == ("good",) and isinstance(rows[1], NotText) and str(rows[1]) == "not UTF-8"
 
 
 def test_memory_does_not_grow_with_the_row_group(tmp_path: Path) -> None:
-    """Catches a row group read whole: 64 MB of text in one must not pass through memory at once."""
+    """Catches a row group read whole: its 64 MB of text must not be in memory at once."""
     path = tmp_path / "large.parquet"
     table = pa.table({"text": [chr(97 + number % 26) * 1024 + str(number) for number in range(1 << 16)]})
     pq.write_table(table, path, row_group_size=1 << 16, use_dictionary=False, compression="none")
@@ -217,7 +217,7 @@ def test_memory_does_not_grow_with_the_row_group(tmp_path: Path) -> None:
 
 
 def test_a_missing_column_names_those_there(tmp_path: Path) -> None:
-    """Catches an error that leaves the user to find out what the columns are called."""
+    """Catches an error message that does not list the existing columns."""
     path = write(tmp_path / "a.parquet", TEXTS)
     with pytest.raises(DataError, match=r"no column 'body'; it has text, id: .*text_field"):
         list(parquet_rows(path, ("body",)))
@@ -227,7 +227,7 @@ def test_a_missing_column_names_those_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])
 def test_a_damaged_file_is_refused(tmp_path: Path, kept: float) -> None:
-    """Catches a traceback of pyarrow."""
+    """Catches a pyarrow traceback for a damaged file."""
     path = write(tmp_path / "a.parquet", ["some text"] * 1000)
     content = path.read_bytes()
     path.write_bytes(content[: int(kept * len(content))])
@@ -236,7 +236,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path, kept: float) -> None:
 
 
 def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches an ImportError for a user of the lean installation."""
+    """Catches an ImportError in an installation without the parquet extra."""
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ConfigError, match=r"pip install 'megads\[parquet\]'"):
         list(parquet_rows(tmp_path / "a.parquet", ("text",)))

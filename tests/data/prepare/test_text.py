@@ -29,7 +29,7 @@ from megads.errors import ConfigError, DataError
 
 
 def test_every_kind_of_file(tmp_path: Path) -> None:
-    """Catches a kind that is not read, lost line numbers, and an order that depends on the file system."""
+    """Catches a file type that is not read, lost line numbers, and an order that depends on the file system."""
     lines = b'{"text": "one"}\n\n{"text": "two \\u00e9"}\n'
     (tmp_path / "b.jsonl").write_bytes(lines)
     (tmp_path / "a.json.gz").write_bytes(gzip.compress(lines))
@@ -50,7 +50,7 @@ def test_every_kind_of_file(tmp_path: Path) -> None:
 
 
 def test_bad_lines_are_reported_and_passed_over(tmp_path: Path) -> None:
-    """Catches one bad line among millions ending a run of hours, or vanishing without a trace."""
+    """Catches one bad line among millions that ends hours of preprocessing, or is dropped without a report."""
     lines = [
         b'{"text": "good"}',
         b'{"text": "cut off',
@@ -78,7 +78,7 @@ def test_bad_lines_are_reported_and_passed_over(tmp_path: Path) -> None:
 
 
 def test_bad_plain_text_is_reported_with_its_line(tmp_path: Path) -> None:
-    """Catches a binary file with the name of a text."""
+    """Catches a binary file that is read as text because of its name, or rejected without its line number."""
     (tmp_path / "a.txt").write_bytes(b"fine\nnot \xfe fine")
     (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbfgood")
     reader = DocumentReader([str(tmp_path / "*.txt")], ("text",))
@@ -94,8 +94,8 @@ RECORDS = [{"text": SAID}, {"text": "zwölf"}]
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "cp1252"])
 def test_other_encodings_are_converted_and_said(tmp_path: Path, encoding: str) -> None:
-    """Catches UTF-16 that is rejected as one bad line or read as letters between zeros, in every kind of file, also
-    where it is compressed; and UTF-8 that is converted with the others."""
+    """Catches UTF-16 that is rejected as one bad line or read as letters between null characters, in any file type,
+    compressed or not; and UTF-8 that is converted, too."""
     lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in RECORDS)
     table = 'id,text\n1,"Grüße\nund “mehr”"\n2,zwölf\n'
     (tmp_path / "a.jsonl").write_bytes(lines.encode(encoding))
@@ -113,7 +113,7 @@ def test_other_encodings_are_converted_and_said(tmp_path: Path, encoding: str) -
 
 
 def test_a_file_that_is_not_in_its_encoding_is_rejected_whole(tmp_path: Path) -> None:
-    """Catches half of a file that is converted, and a remedy without the key to set."""
+    """Catches a file that is converted in part, and a remedy that does not name the config key."""
     (tmp_path / "a.txt").write_bytes("fine".encode("utf-16") + b"\x00")
     (tmp_path / "b.txt").write_bytes("schön".encode("cp1252"))
     (tmp_path / "c.jsonl").write_bytes('{"text": "fine"}\n'.encode("utf-16") + b"\x00")
@@ -130,7 +130,7 @@ def test_a_file_that_is_not_in_its_encoding_is_rejected_whole(tmp_path: Path) ->
     [("a.csv", "id,text", "1,{}"), ("a.tsv", "id\ttext", "1\t{}"), ("a.csv", "text;id", "{};1")],
 )
 def test_tables_are_read_by_their_column(tmp_path: Path, name: str, header: str, row: str) -> None:
-    """Catches a table taken for one text with all its numbers, cells cut at quoted line ends, and rows lost beside a
+    """Catches a table read as one text with all its numbers, cells cut at quoted newlines, and rows lost next to a
     bad one."""
     rows = [row.format(cell) for cell in ('"one, ""two""\nthree"', "four", '"bad"cell', "", "six")]
     (tmp_path / name).write_text("\ufeff" + "\n".join([header, *rows[:3], "", "7", *rows[3:]]) + "\n")
@@ -145,14 +145,14 @@ def test_tables_are_read_by_their_column(tmp_path: Path, name: str, header: str,
 
 
 def test_a_cell_may_be_long(tmp_path: Path) -> None:
-    """Catches the library's bound of 131,072 characters."""
+    """Catches the csv module's limit of 131,072 characters per cell."""
     (tmp_path / "a.csv").write_text(f"text\n{'x' * 200_000}\n")
     assert [len(document.text) for document in DocumentReader([str(tmp_path / "a.csv")], ("text",))] == [200_000]
 
 
 @pytest.mark.parametrize(("key", "remedy"), [("data.raw", "data.text_field"), ("input", " text_field")])
 def test_a_missing_column_names_the_key(tmp_path: Path, key: str, remedy: str) -> None:
-    """Catches a remedy that names another verb's key, or none."""
+    """Catches a remedy that names another command's config key, or none."""
     (tmp_path / "a.csv").write_text("id,body\n1,x\n")
     pq.write_table(pa.table({"body": ["x"]}), tmp_path / "b.parquet")
     (tmp_path / "c.jsonl").write_text('{"body": "x"}')
@@ -165,7 +165,7 @@ def test_a_missing_column_names_the_key(tmp_path: Path, key: str, remedy: str) -
 
 
 def test_joined_files_keep_every_record(tmp_path: Path) -> None:
-    """Catches a byte order mark in the middle, as `cat` of several files leaves it, that costs a record or two."""
+    """Catches records lost to a byte order mark inside a file, as `cat` of several files leaves it."""
     mark = b"\xef\xbb\xbf"
     parts = [
         mark + b'{"text": "a"}\n', mark + b'{"text": "b"}', mark + b'{"text": "c"} \r\n', mark, mark, b"\n", mark,
@@ -205,13 +205,13 @@ def test_input_that_cannot_be_read_is_refused(tmp_path: Path, pattern: str, mess
 
 
 def test_no_patterns_is_a_config_error() -> None:
-    """Catches an empty corpus blamed on the data where the config names none."""
+    """Catches an empty list of inputs reported as a data error instead of a config error."""
     with pytest.raises(ConfigError, match="input is empty"):
         DocumentReader([], ("text",))
 
 
 def test_no_documents_at_all_is_fatal(tmp_path: Path) -> None:
-    """Catches a wrong text_field that makes an empty dataset; the message must show the field and a line."""
+    """Catches a wrong text_field that produces an empty dataset; the message must show the field and a line."""
     path = tmp_path / "d.jsonl"
     path.write_text('{"content": "x"}\n')
     with pytest.raises(
@@ -240,7 +240,7 @@ def test_a_damaged_archive_is_fatal(tmp_path: Path, name: str, content: bytes) -
 
 
 def messy_text(length: int) -> str:
-    """Words, numbers and every mixture of white space between them."""
+    """Words and numbers with all kinds of whitespace between them."""
     draw = random.Random(0)
     words = ["word", "don't", "12", "é漢", "🚀", "..."]
     spaces = [" ", "  ", "\n", "\n\n", " \n", "\n ", "\t\n  \n", "\r\n", "\u2028"]
@@ -251,14 +251,14 @@ def messy_text(length: int) -> str:
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_module, "PIECE_CHARACTERS", 200)
     monkeypatch.setattr(text_module, "REACH", 40)
-    # A prime: blocks end inside characters.
+    # A prime number, so that blocks end inside characters.
     monkeypatch.setattr(text_module, "_READ_BYTES", 17)
     monkeypatch.setattr(text_files, "_READ_BYTES", 17)
 
 
 @pytest.mark.parametrize("text", ["", "short", messy_text(2000), "x" * 999, "\n" * 999, "\ufeffmarked", "\nx" * 299])
 def test_pieces_join_to_the_text(small_pieces: None, text: str) -> None:
-    """Catches characters lost or doubled at a cut or at the end of a block."""
+    """Catches characters lost or duplicated at a cut or at the end of a block."""
     pieces = list(text_pieces(io.BytesIO(text.encode())))
     assert "".join(pieces) == text.removeprefix("\ufeff")
     assert all(pieces)
@@ -267,7 +267,7 @@ def test_pieces_join_to_the_text(small_pieces: None, text: str) -> None:
 
 @pytest.mark.parametrize("without", ["", "\n"])
 def test_pieces_tokenize_to_the_whole(small_pieces: None, tmp_path: Path, without: str) -> None:
-    """Catches a cut that changes tokens, which would change with the size of pieces, and ends inside a document."""
+    """Catches tokens that depend on where a text is cut into pieces, and an end of document inside a document."""
     text = messy_text(5000).replace(without or "nothing", " ")
     (tmp_path / "whole.jsonl").write_text(json.dumps({"text": text}) + "\n" + json.dumps({"text": "last"}))
     (tmp_path / "a.txt").write_bytes(text.encode())
@@ -292,7 +292,7 @@ def test_pieces_tokenize_to_the_whole(small_pieces: None, tmp_path: Path, withou
     ],
 )
 def test_a_bad_byte_is_found_with_its_line(small_pieces: None, content: bytes, fault: tuple[int, int] | None) -> None:
-    """Catches a character that a block's end divides taken for a bad one, and a line counted from the block."""
+    """Catches a character split between two blocks that is reported as invalid, and a line counted from the block."""
     assert text_fault(io.BytesIO(content)) == fault
 
 
@@ -360,7 +360,7 @@ TEXTS = st.lists(
 
 @functools.cache
 def trained(name: str) -> Tokenizer:
-    """A tokenizer that merges across all that its pre-tokenizer leaves whole."""
+    """A tokenizer with merges across everything that its pre-tokenizer does not split."""
     tokenizer = MAKERS[name]()
     words = [f"{space}{word}" for space in SPACES for word in WORDS]
     corpus = ["".join(words), " ".join(WORDS), *(run * 40 for run in (" ", "\n", "7", "a", ".", "漢", "\n "))] * 3
@@ -394,15 +394,15 @@ def check_pieces(name: str, text: str, parse: bool) -> int:
 @settings(max_examples=25, deadline=None, derandomize=True, database=None)
 @given(text=TEXTS, parse=st.booleans())
 def test_cut_texts_tokenize_to_the_whole(name: str, text: str, parse: bool) -> None:
-    """Catches a cut within what a tokenizer takes as one: digits and spaces that are counted in groups, added tokens
-    and the white space that they take, prefixes of a text that are given to each of its pieces."""
+    """Catches a cut inside what a tokenizer treats as a unit: groups of digits or spaces, added tokens and the
+    whitespace that they strip; and a prefix of the text that is added to each of its pieces."""
     check_pieces(name, text, parse)
 
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_ordinary_text_is_cut(name: str) -> None:
-    """Catches a search that finds no place where there are many, so that memory grows with a document; and one that
-    cuts where there is none."""
+    """Catches a search that finds no cut although there are many, so that memory grows with a document; and one that
+    cuts where it must not."""
     text = "A line of ordinary words, 12345 of them.\nAnd another one,  with more.\n\n" * 40
     pieces = check_pieces(name, text, parse=False)
     assert pieces == 1 if name == "no pre-tokenizer" else pieces > 12

@@ -10,7 +10,7 @@ from megads.errors import ConfigError, DataError
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder as users have them: other files, hidden ones, folders in folders, a link."""
+    """A typical user's folder: text, other and hidden files, nested folders, a symlink."""
     for name in (
         "b.txt", "a.MD", "deep/er/c.jsonl.zst", "deep/d.parquet", "deep/settings.json", "deep/e.json.gz", "picture.png",
         ".hidden.txt", ".git/f.txt", "g.parquet.gz", "report.pdf",
@@ -32,12 +32,12 @@ def names(folder: Path, *patterns: str) -> list[str]:
 
 
 def test_a_folder_gives_its_text_files_in_order(folder: Path) -> None:
-    """Catches hidden files and other kinds taken for text, depth ignored, an order of the file system, doubles."""
+    """Catches hidden files and other kinds read as text, skipped subfolders, file-system order, and duplicates."""
     assert names(folder, ".") == ["a.MD", "b.txt", "deep/d.parquet", "deep/e.json.gz", "deep/er/c.jsonl.zst"]
 
 
 def write_run(folder: Path) -> None:
-    """A run directory as a start leaves it."""
+    """Writes a run directory as a start leaves it."""
     (folder / "logs").mkdir(parents=True)
     for name in ("events.jsonl", "metrics.jsonl", "config.yaml", "notes.txt", "logs/rank.txt"):
         (folder / name).write_text("x")
@@ -45,7 +45,7 @@ def write_run(folder: Path) -> None:
 
 @pytest.fixture
 def project(folder: Path) -> Path:
-    """The folder of a user who trains in it: runs, one of them elsewhere, caches, a virtual environment, code."""
+    """A folder in which the user trains: runs, one of them elsewhere, caches, a virtual environment, code."""
     write_run(folder / "runs" / "first")
     write_run(folder / "out" / "second")
     for name in ("runs/notes.txt", "data-cache/a.txt", "cache/a.txt", "venv/lib/a.py", "node_modules/a.js", "out/a.py",
@@ -67,7 +67,7 @@ def test_a_folder_never_gives_runs_caches_and_hidden_files(project: Path) -> Non
 
 
 def test_what_is_passed_over_is_counted_and_said(project: Path) -> None:
-    """Catches a corpus that is smaller than the folder without a word of what was left out."""
+    """Catches a corpus that is smaller than the folder without a message about skipped files."""
     passed = found(project, ".", "out")
     assert passed.extensions == {
         ".png": 2, ".json": 1, ".gz": 1, ".pdf": 1, ".csv": 1, "without extension": 1, "hidden": 2,
@@ -83,14 +83,14 @@ def test_what_is_passed_over_is_counted_and_said(project: Path) -> None:
 
 
 def test_a_named_file_of_any_extension_is_text(project: Path) -> None:
-    """Catches a Makefile, a table or a log that its owner names and that is refused as unknown."""
+    """Catches refusing a file of unknown kind, such as a Makefile or a table, that the user names."""
     assert names(project, "out/Makefile", "out/b.csv", "out/*.PNG") == ["out/Makefile", "out/b.csv", "out/c.PNG"]
     given = find_text_files([str(project / "out")], "data.raw", ["CSV", ".png"])
     assert [path.name for path in given.files] == ["b.csv", "c.PNG"]
 
 
 def test_globs_names_and_folders_mix(folder: Path) -> None:
-    """Catches a file read twice because two patterns reach it, and a glob that matches folders and fails."""
+    """Catches a file read twice because two patterns match it, and a glob that fails because it matches folders."""
     assert names(folder, "b.txt", "*.[tM]*", "dee*") == [
         "b.txt", "a.MD", "deep/d.parquet", "deep/e.json.gz", "deep/er/c.jsonl.zst",
     ]  # fmt: skip
@@ -99,7 +99,7 @@ def test_globs_names_and_folders_mix(folder: Path) -> None:
 
 
 def test_home_is_expanded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches data.raw='~/text', which no shell expands inside quotes."""
+    """Catches an unexpanded data.raw='~/text', which no shell expands inside quotes."""
     monkeypatch.setenv("HOME", str(folder))
     assert find_text_files(["~/b.txt"], "data.raw").files == [folder / "b.txt"]
 
@@ -128,13 +128,13 @@ def test_what_cannot_be_read_is_refused(folder: Path, pattern: str, message: str
 
 
 def test_no_patterns() -> None:
-    """Catches a message that names another verb's key."""
+    """Catches an error message that names another verb's key."""
     with pytest.raises(ConfigError, match=r"data\.raw is empty"):
         find_text_files([], "data.raw")
 
 
 def test_kinds_and_sizes(tmp_path: Path) -> None:
-    """Catches a compressed corpus that gets the tokenizer of a third of its text."""
+    """Catches a compressed corpus whose tokenizer is sized for a third of its text."""
     kinds = {"a.b.JSONL.GZ": Kind.json_lines, "a.zst": Kind.text, "README": Kind.text, "a.TSV.zst": Kind.table}
     assert {name: kind(Path(name)) for name in kinds} == kinds
     files = [tmp_path / "a.txt", tmp_path / "b.txt.gz"]

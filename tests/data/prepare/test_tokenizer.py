@@ -23,7 +23,7 @@ def config(tmp_path: Path) -> TokenizerConfig:
 
 
 def test_every_text_survives_encoding(config: TokenizerConfig) -> None:
-    """Catches a missing byte in the alphabet, a prefix space, and a decoder that does not invert the encoder."""
+    """Catches a missing byte in the alphabet, an added prefix space, and a decoder that does not invert the encoder."""
     train_tokenizer(config)
     tokenizer = load_tokenizer(config.output)
     assert tokenizer.get_vocab_size() == 300
@@ -35,7 +35,7 @@ def test_every_text_survives_encoding(config: TokenizerConfig) -> None:
 
 
 def test_training_is_deterministic(config: TokenizerConfig) -> None:
-    """Catches ids that depend on a hash seed or on threads: the dataset of the next run would not fit."""
+    """Catches token ids that depend on a hash seed or on threads: the dataset of the next run would not match."""
     train_tokenizer(config)
     first = Path(config.output).read_bytes()
     train_tokenizer(config)
@@ -44,7 +44,7 @@ def test_training_is_deterministic(config: TokenizerConfig) -> None:
 
 
 def test_a_vocabulary_without_room_for_bytes_is_refused(config: TokenizerConfig) -> None:
-    """Catches texts that cannot be encoded."""
+    """Catches an accepted vocabulary with which some texts cannot be encoded."""
     config.vocab_size = 256
     with pytest.raises(ConfigError, match="vocab_size = 256: must be at least 257"):
         train_tokenizer(config)
@@ -52,14 +52,14 @@ def test_a_vocabulary_without_room_for_bytes_is_refused(config: TokenizerConfig)
 
 @pytest.mark.parametrize(("key", "value"), [("vocab_size", 2**31), ("vocab_size", 2**63 - 1), ("min_frequency", -1)])
 def test_numbers_that_the_trainer_does_not_survive(key: str, value: int, config: TokenizerConfig) -> None:
-    """Catches memory for two thousand million tokens, a panic of the library, and an OverflowError."""
+    """Catches an allocation for two billion tokens, a panic of the library, and an OverflowError."""
     setattr(config, key, value)
     with pytest.raises(ConfigError, match=f"{key} = {value}: must be at"):
         train_tokenizer(config)
 
 
 def test_a_failure_in_the_input_is_passed_on(config: TokenizerConfig, tmp_path: Path) -> None:
-    """Catches the library swallowing our error, or a tokenizer learnt from nothing."""
+    """Catches the library swallowing megads' error, or a tokenizer trained on nothing."""
     (tmp_path / "text.jsonl").write_text('{"other": 1}\n')
     with pytest.raises(DataError, match="no documents"):
         train_tokenizer(config)
@@ -67,7 +67,7 @@ def test_a_failure_in_the_input_is_passed_on(config: TokenizerConfig, tmp_path: 
 
 
 def test_missing_and_corrupt_files(config: TokenizerConfig, tmp_path: Path) -> None:
-    """Catches a traceback of the library for a file that is not there, cut off, or something else."""
+    """Catches a traceback of the library for a file that is missing, truncated, or not a tokenizer."""
     with pytest.raises(DataError, match=r"no such tokenizer file; make one with `megads tokenizer"):
         load_tokenizer(config.output)
     train_tokenizer(config)
@@ -79,7 +79,7 @@ def test_missing_and_corrupt_files(config: TokenizerConfig, tmp_path: Path) -> N
 
 
 def test_truncation_and_padding_are_off(config: TokenizerConfig) -> None:
-    """Catches a tokenizer file from elsewhere that cuts every document to 4 tokens."""
+    """Catches a foreign tokenizer file that truncates every document to 4 tokens."""
     train_tokenizer(config)
     tokenizer = load_tokenizer(config.output)
     tokenizer.enable_truncation(4)
@@ -121,14 +121,14 @@ def test_files_that_make_the_library_panic(change: dict[str, Any], config: Token
 
 
 def test_a_pattern_that_takes_too_many_steps(config: TokenizerConfig, tmp_path: Path) -> None:
-    """Catches the panic of a pattern that fails on some texts only, and a pattern that is tried for ever."""
+    """Catches a panic of a pattern that fails on some texts only, and a pattern that backtracks forever."""
     train_tokenizer(config)
     hostile = tmp_path / "hostile.json"
     hostile.write_text(json.dumps(json.loads(Path(config.output).read_text()) | {"pre_tokenizer": split("(a+)+$")}))
     tokenizer = load_tokenizer(hostile)
     with pytest.raises(DataError, match=r"hostile\.json: .*retry-limit"), tokenizing(hostile):
         tokenizer.encode("a" * 40 + "!b")
-    # In the process of a worker, where the panic could not even be sent back.
+    # In a worker process, from which the panic could not even be sent back.
     texts = tmp_path / "texts.jsonl"
     texts.write_text(json.dumps({"text": "a" * 40 + "!b"}) + "\n")
     asked = PreprocessConfig(input=[str(texts)], tokenizer=str(hostile), output=str(tmp_path / "made"), workers=2)

@@ -35,7 +35,7 @@ blends = st.lists(
 
 @pytest.fixture(scope="module")
 def prefixes(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Datasets of 1 to 40 documents of all lengths."""
+    """Datasets of 2 to 40 documents of various lengths."""
     folder, random = tmp_path_factory.mktemp("datasets"), np.random.default_rng(0)
     made = []
     for number in range(DATASETS):
@@ -49,7 +49,7 @@ def prefixes(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[None]:
-    """megatron-core asks for its rank."""
+    """A process group of one rank, because megatron-core queries its rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -89,13 +89,14 @@ def test_samples_are_megatrons(
     seed: int,
     samples: int,
 ) -> None:
-    """Catches weights, shares, epochs, shuffles or cuts that are not Megatron's: one of them moves all that follows."""
+    """Catches blend weights, shares, epochs, shuffles or sample boundaries that are not Megatron's: any one shifts all
+    later samples."""
     paths = [prefixes[number] for number, _ in blend]
     shares = [weight for _, weight in blend]
     try:
         theirs = megatron(paths, shares if len(blend) > 1 else None, seq_len, seed, samples, tmp_path)
     except IndexError:
-        reject()  # it deals to a number that it rounds up, and finds a dataset too short for that
+        reject()  # Megatron rounds a dataset's number of samples up, and then finds the dataset too short
     train = [DatasetConfig(path, weight, max_epochs=1e9) for path, weight in zip(paths, shares, strict=True)]
     if len(blend) == 1:
         train[0].weight = None

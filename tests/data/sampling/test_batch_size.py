@@ -9,7 +9,7 @@ BLOOM = BatchSizeSchedule(2048, start=192, increment=16, ramp_samples=9_765_625)
 
 
 def test_bloom_ramp() -> None:
-    """Catches a ramp that differs from the one BLOOM-176B was trained with, in length or in samples."""
+    """Catches a ramp that differs in length or samples from the one with which BLOOM-176B was trained."""
     assert BLOOM.steps_for(220_000_000) == 115_311
     assert BLOOM.samples_after(12_658) == 9_765_808
     assert BLOOM.samples_after(12_695) == 9_841_584
@@ -22,7 +22,7 @@ def test_bloom_ramp() -> None:
     "schedule", [BLOOM, BatchSizeSchedule(8), BatchSizeSchedule(64, 2, 2, 100), BatchSizeSchedule(64, 16, 1, 7)]
 )
 def test_closed_form_agrees_with_stepping(schedule: BatchSizeSchedule) -> None:
-    """Catches phases that begin a step early or late, also where the ramp jumps over sizes."""
+    """Catches phases that begin a step early or late, also where the ramp skips sizes."""
     consumed = 0
     for step in range(13_000):
         assert schedule.samples_after(step) == consumed
@@ -32,13 +32,13 @@ def test_closed_form_agrees_with_stepping(schedule: BatchSizeSchedule) -> None:
 
 
 def test_the_ramp_stops_at_the_global_batch_size() -> None:
-    """Catches a batch that goes on growing after the ramp."""
+    """Catches a batch size that keeps growing after the ramp."""
     schedule = BatchSizeSchedule(64, start=2, increment=2, ramp_samples=100)
     assert [schedule.at(consumed) for consumed in (0, 3, 4, 99, 100, 101, 1000)] == [2, 2, 4, 62, 64, 64, 64]
 
 
 def test_ramp_of_one_size() -> None:
-    """Catches a division by zero where start is the full size already."""
+    """Catches a division by zero if start is already the full size."""
     assert BatchSizeSchedule(8, start=8, ramp_samples=0).at(0) == 8
 
 
@@ -54,13 +54,13 @@ def test_ramp_of_one_size() -> None:
     ],
 )
 def test_a_ramp_that_is_none_is_refused(arguments: tuple[int, ...], message: str) -> None:
-    """Catches a ramp that never arrives at the global batch size."""
+    """Catches a ramp that never reaches the global batch size."""
     with pytest.raises(ConfigError, match=message):
         BatchSizeSchedule(*arguments)
 
 
 def test_check_names_the_first_bad_size() -> None:
-    """Catches a run that starts well and dies when the ramp reaches a size that does not divide."""
+    """Catches a run that starts well and fails when the ramp reaches a size that is not divisible."""
     BLOOM.check(2, 8)
     with pytest.raises(ConfigError, match=r"a step of train.batch_ramp = 208 samples.*2 \* 16 = 32"):
         BLOOM.check(2, 16)

@@ -37,7 +37,7 @@ SEQ_LEN = 8
 
 @pytest.mark.parametrize("datasets", [1, 2, 3, 10, 40])
 def test_proportions_at_every_prefix(datasets: int) -> None:
-    """Catches a blend that strays, and a number dealt twice or never: every dataset's places count from 0 on."""
+    """Catches a blend that exceeds its error bound, and samples of a dataset that are repeated or left out."""
     random = np.random.default_rng(datasets)
     for weights in (random.random(datasets), random.pareto(1, datasets) + 0.01, np.ones(datasets)):
         order = BalancedOrder(weights.tolist())
@@ -50,19 +50,19 @@ def test_proportions_at_every_prefix(datasets: int) -> None:
 
 
 def test_like_weights_stay_within_about_one_sample() -> None:
-    """Catches a lopsided tree, whose errors add up on the way down."""
+    """Catches an unbalanced tree, whose rounding errors accumulate towards the leaves."""
     for weights in ([1] * 10, [5, 3, 2], [0.7, 0.2, 0.1], [0.9, 0.05, 0.05], [1] * 100):
         assert BalancedOrder(weights).bound.max() < 1.02
 
 
 def test_the_order_is_this_one_for_ever() -> None:
-    """Catches an edit that changes the order of running blends."""
+    """Catches an edit that changes the sample order of running blends."""
     datasets, _ = BalancedOrder([5, 3, 2]).place(np.arange(20))
     assert datasets.tolist() == [0, 1, 0, 2, 0, 1, 0, 2, 0, 1, 0, 1, 0, 2, 0, 1, 0, 2, 0, 1]
 
 
 ODD_WEIGHTS = [0.97, 0.96, 0.07, 0.09, 0.85, 0.75, 0.68, 0.32, 0.62, 0.62, 0.59]
-"""Which Python 3.11, Python 3.12 and NumPy sum up to three different numbers."""
+"""Python 3.11, Python 3.12 and NumPy sum these to three different values."""
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ ODD_WEIGHTS = [0.97, 0.96, 0.07, 0.09, 0.85, 0.75, 0.68, 0.32, 0.62, 0.62, 0.59]
     ],
 )
 def test_the_order_of_odd_weights(make_dataset: MakeDataset, order: Order, digest: str) -> None:
-    """Catches weights divided by another sum than Megatron's, and a sum that another version of Python makes."""
+    """Catches weights divided by a sum other than Megatron's, and a sum that depends on the Python version."""
     prefixes = [make_dataset([SEQ_LEN + 1] * 300, name=f"set_{number}").prefix for number in range(len(ODD_WEIGHTS))]
     train = [DatasetConfig(prefix, weight) for prefix, weight in zip(prefixes, ODD_WEIGHTS, strict=True)]
     samples, _ = open_datasets(DataConfig(train=train, split=[1.0, 0.0], order=order), SEQ_LEN, 1, VOCAB_SIZE, 2000)
@@ -84,7 +84,7 @@ def test_the_order_of_odd_weights(make_dataset: MakeDataset, order: Order, diges
 
 
 def test_any_part_of_the_stream_alone() -> None:
-    """N2. Catches a place that depends on what was asked before: ranks ask for parts, resumes for later ones."""
+    """N2. Catches an assignment of samples that depends on earlier queries: ranks query parts, a resume later parts."""
     mix = Mix([Phase(0, BalancedOrder([1, 2, 4])), Phase(100, BalancedOrder([3, 0, 1]))])
     chosen, places = mix.place(np.arange(300))
     picks = np.random.default_rng(0).permutation(300)[:150]
@@ -92,7 +92,7 @@ def test_any_part_of_the_stream_alone() -> None:
 
 
 def test_a_changed_mix_loses_and_repeats_nothing() -> None:
-    """Catches a phase that starts its datasets anew, or that leaves a gap."""
+    """Catches a phase that restarts its datasets, or that skips samples."""
     mix = Mix(
         [Phase(0, BalancedOrder([1, 2, 4])), Phase(97, BalancedOrder([3, 0, 1])), Phase(200, BalancedOrder([1, 1, 1]))]
     )
@@ -134,14 +134,14 @@ def test_every_layout_and_resume_reads_the_same_blend(blend: DataConfig) -> None
 
 
 def test_a_skipped_step_is_the_next_one(blend: DataConfig) -> None:
-    """Catches a skip that the batch_hash does not show, or that loses more than was asked for."""
+    """Catches a skip that batch_hash does not reflect, or that drops more samples than requested."""
     _, hashes = batches(blend, 0, 1, steps=5)
     blend.skip = [SkipConfig(steps=[2, 3])]
     assert batches(blend, 0, 1, steps=3)[1] == [hashes[0], *hashes[3:]]
 
 
 def test_one_dataset_with_a_skip_keeps_its_hashes(blend: DataConfig) -> None:
-    """Catches a skip added after a spike that changes the hashes of a run of one dataset before and after it."""
+    """Catches a skip that changes the batch hashes of other steps in a run of one dataset."""
     blend.train = blend.train[:1]
     _, hashes = batches(blend, 0, 1, steps=4)
     blend.skip = [SkipConfig(steps=[2, 2])]
@@ -149,7 +149,7 @@ def test_one_dataset_with_a_skip_keeps_its_hashes(blend: DataConfig) -> None:
 
 
 def test_a_batch_holds_what_its_datasets_hold(make_dataset: MakeDataset) -> None:
-    """Catches rows of one dataset that land in another's, masks included, in batches that mix datasets."""
+    """Catches rows or masks of one dataset written to rows of another, in batches that mix datasets."""
     sets = [make_dataset([25] * 40, name="web"), make_dataset([7, 30] * 20, name="code")]
     parts = [PackedSamples(sets[0], range(40), 31, 3), TrainSamples(sets[1], range(40), 31, 3)]
     blend, packing = BlendedSamples(parts, BalancedOrder([2, 1])), Packing(True, True, mask_eod=True)
@@ -163,7 +163,7 @@ def test_a_batch_holds_what_its_datasets_hold(make_dataset: MakeDataset) -> None
 
 
 def test_a_blend_of_packed_datasets(blend: DataConfig) -> None:
-    """Catches documents that are cut, an epoch counted in tokens, and a held-out set that is not packed."""
+    """Catches documents that are cut, an epoch counted in tokens, and a validation set that is not packed."""
     blend.packing, blend.document_mask, blend.reset_positions = PackingMode.best_fit, True, True
     blend.split = [0.5, 0.5]
     # A document of 25 tokens fills a sample of 26.
@@ -179,8 +179,8 @@ def test_a_blend_of_packed_datasets(blend: DataConfig) -> None:
 
 
 def test_a_lone_dataset_with_a_weight_has_megatrons_surplus(make_dataset: MakeDataset) -> None:
-    """Catches `--data-path 1.0 <prefix>` trained in the order of `--data-path <prefix>`: of 200 samples, Megatron
-    builds and shuffles 201 where a weight makes it a blend of one."""
+    """Catches `--data-path 1.0 <prefix>` trained in the order of `--data-path <prefix>`: for 200 samples, Megatron
+    builds and shuffles 201 where a weight makes it a blend of one dataset."""
     # One epoch holds 200 samples and not 201.
     dataset = make_dataset([SEQ_LEN] * 200 + [1])
     config = DataConfig(train=[DatasetConfig(dataset.prefix)], order=Order.megatron, split=[1.0, 0.0])
@@ -200,7 +200,7 @@ def test_a_lone_dataset_with_a_weight_has_megatrons_surplus(make_dataset: MakeDa
     assert wanted[200] != wanted[201]
     assert order(None, []) == wanted[200]
     assert order(1.0, []) == order(0.3, []) == wanted[201]
-    # The end of the stream is what counts: 190 samples and 10 that are left out.
+    # The length of the stream includes skipped samples: 190 samples and 10 skipped.
     config.train[0].weight = 1.0
     config.skip = [SkipConfig(samples=[0, 10])]
     skipped, _ = open_datasets(config, SEQ_LEN, 3, VOCAB_SIZE, 190)
@@ -213,7 +213,7 @@ def test_a_lone_dataset_with_a_weight_has_megatrons_surplus(make_dataset: MakeDa
      (Weighting.temperature, 2.0, [6**0.5, 2**0.5, 1.0])],
 )  # fmt: skip
 def test_weights(blend: DataConfig, weighting: Weighting, temperature: float, expected: list[float]) -> None:
-    """Catches a weighting by the wrong size, or a temperature the wrong way up."""
+    """Catches weights computed from the wrong size, and a temperature that is applied as its inverse."""
     blend.weights, blend.temperature = weighting, temperature
     samples, _ = open_datasets(blend, SEQ_LEN, 3, VOCAB_SIZE)
     assert isinstance(samples, BlendedSamples)
@@ -222,7 +222,7 @@ def test_weights(blend: DataConfig, weighting: Weighting, temperature: float, ex
 
 
 def test_no_dataset_is_overrun_unasked(blend: DataConfig) -> None:
-    """Catches a small dataset that is learnt by heart, and an error that does not say how far the data goes."""
+    """Catches a small dataset repeated without max_epochs, and an error that omits how many samples are allowed."""
     blend.weights = Weighting.explicit
     for item, weight in zip(blend.train, (0.5, 0.25, 0.25), strict=True):
         item.weight = weight
@@ -241,7 +241,7 @@ def test_no_dataset_is_overrun_unasked(blend: DataConfig) -> None:
 
 
 def test_one_dataset_goes_on_for_ever(blend: DataConfig) -> None:
-    """Catches a limit that was never set, and today's order changing."""
+    """Catches an epoch limit without max_epochs, and a single dataset that is sampled as a blend."""
     blend.train = blend.train[:1]
     samples, _ = open_datasets(blend, SEQ_LEN, 3, VOCAB_SIZE, 10_000)
     assert isinstance(samples, TrainSamples)
@@ -251,7 +251,7 @@ def test_one_dataset_goes_on_for_ever(blend: DataConfig) -> None:
 
 
 def test_validation_sets_by_name(blend: DataConfig, make_dataset: MakeDataset) -> None:
-    """Catches sets that share a name, or a split that forgets a dataset of the blend."""
+    """Catches validation sets that share a name, and a split that omits a dataset of the blend."""
     blend.split = [0.5, 0.5]
     train, valid = open_datasets(blend, SEQ_LEN, 3, VOCAB_SIZE)
     assert isinstance(train, BlendedSamples)
@@ -276,7 +276,7 @@ def test_validation_sets_by_name(blend: DataConfig, make_dataset: MakeDataset) -
     ],
 )
 def test_bad_blends_are_refused(blend: DataConfig, changes: dict[str, object], message: str) -> None:
-    """Catches a mistake that would only show as another mix."""
+    """Catches a wrong setting that is accepted and shows only as different blend proportions."""
     for name, value in changes.items():
         setattr(blend, name, value)
     with pytest.raises(ConfigError, match=message):
@@ -287,8 +287,8 @@ def test_bad_blends_are_refused(blend: DataConfig, changes: dict[str, object], m
     "weights", [[1.0], [3.0, 1.0], [0.0, 2.0, 5.0, 1e-9], np.random.default_rng(2).random(40).tolist()]
 )
 def test_few_numbers_are_dealt_as_many(weights: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a way down the tree, for a small batch, that rounds otherwise than for a large one: ranks of different
-    layouts would train on different samples."""
+    """Catches a tree descent for small batches that rounds differently from the one for large batches: ranks of
+    different layouts would train on different samples."""
     order, random = BalancedOrder(weights), np.random.default_rng(3)
     asked = [np.arange(7), np.empty(0, np.int64), random.integers(0, 10**6, 500), random.integers(2**40, 2**45, 500)]
     monkeypatch.setattr(module, "FEW", 10**9)
@@ -305,7 +305,7 @@ NAMES = ("web", "code", "books", "maths")
 
 
 def dealt(data: DataConfig, first: int, end: int) -> list[tuple[str, int]]:
-    """(dataset, its number there) of each sample from `first` to `end`."""
+    """Returns (dataset, sample index within it) of each sample from `first` to `end`."""
     samples, _ = open_datasets(data, SEQ_LEN, 1, VOCAB_SIZE, TOTAL)
     if not isinstance(samples, BlendedSamples):
         return [(data.train[0].path, number) for number in range(first, end)]
@@ -333,8 +333,8 @@ stops = st.lists(st.tuples(st.integers(0, 120), mixes, st.integers(0, 300)), min
 def test_any_changes_train_every_sample_once(
     paths: list[str], first: list[tuple[int, float]], changes: list[tuple[int, list[tuple[int, float]], int]]
 ) -> None:
-    """Catches weights, datasets and phases that are changed for the past as well: added, left out for a while,
-    reordered, one alone, changed twice at the same sample."""
+    """Catches changed weights, datasets or phases that also apply to past samples: datasets added, left out for a
+    while, reordered, one alone, changed twice at the same sample."""
 
     def config(mix: list[tuple[int, float]], phase: int) -> DataConfig:
         train = [DatasetConfig(paths[number], weight, max_epochs=9) for number, weight in mix]
@@ -356,8 +356,8 @@ def test_any_changes_train_every_sample_once(
 
 
 def test_the_past_stays_as_it_was_dealt(paths: list[str]) -> None:
-    """Catches a change that `why` or an older checkpoint would see as if it had been there from the start, a share that
-    does not count from there on, and the same command again that is taken for another change."""
+    """Catches a change of the blend that `why` or an older checkpoint applies from the first sample, a share that is
+    not counted from the change on, and a repeat of the same command that is recorded as another change."""
     before = DataConfig(train=[DatasetConfig(paths[0], 3), DatasetConfig(paths[1], 1)], split=[1.0, 0.0])
     now = replace(before, train=[DatasetConfig(paths[2], 1), DatasetConfig(paths[0], 1)])
     data = continued(now, before, 100, train_weights, {})
@@ -373,7 +373,7 @@ def test_the_past_stays_as_it_was_dealt(paths: list[str]) -> None:
 
 
 def test_a_dataset_that_was_moved_goes_on(make_dataset: MakeDataset, paths: list[str]) -> None:
-    """Catches a dataset under another path that is read from its beginning again."""
+    """Catches a dataset moved to another path that is read from its beginning again."""
     before = DataConfig(train=[DatasetConfig(paths[0], 1), DatasetConfig(paths[1], 1)], split=[1.0, 0.0])
     moved = make_dataset([SEQ_LEN] * (TOTAL + 20), name="moved").prefix
     now = replace(before, train=[DatasetConfig(paths[0], 1), DatasetConfig(moved, 3)])
@@ -386,7 +386,7 @@ def test_a_dataset_that_was_moved_goes_on(make_dataset: MakeDataset, paths: list
 
 
 def test_computed_weights_are_kept_as_they_were(make_dataset: MakeDataset) -> None:
-    """Catches a past mix by tokens whose weights are computed for today's datasets."""
+    """Catches token weights of a past blend that are recomputed from the current datasets."""
     prefixes = [make_dataset([SEQ_LEN] * count, name=name).prefix for count, name in ((300, "a"), (100, "b"))]
     train = [DatasetConfig(prefix, max_epochs=2) for prefix in prefixes]
     before = DataConfig(train=train, weights=Weighting.tokens, split=[1.0, 0.0])

@@ -1,4 +1,4 @@
-"""The cache of large arrays on disk: who builds, what a full disk does, and which files are believed."""
+"""The disk cache of large arrays: which process builds, what happens on a full disk, and which files are trusted."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def forbidden(_: OpenArray) -> None:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ArrayCache:
-    """An empty cache beside a dataset, and a user's cache of its own."""
+    """Returns an empty cache next to a dataset; the user's cache is in the same temporary folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "users"))
     return ArrayCache(str(tmp_path / "corpus"))
 
 
 @contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """Files can only grow to so many bytes, as on a disk that is full."""
+    """Limits the size of files, as a full disk does."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -55,14 +55,14 @@ def largest_file(size: int) -> Iterator[None]:
 
 
 def files(folder: Path) -> list[Path]:
-    """All but locks."""
+    """Returns all files except locks."""
     return [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"]
 
 
 def test_arrays_that_fit_nowhere_are_refused(
     cache: ArrayCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a full disk that makes every rank build gigabytes in its memory, and halves of maps that stay there."""
+    """Catches a full disk that makes every rank build gigabytes in its memory, and partial maps that are left on it."""
 
     def second_is_larger(open_array: OpenArray) -> None:
         write(open_array)
@@ -78,7 +78,7 @@ def test_arrays_that_fit_nowhere_are_refused(
 
 
 def test_room_is_looked_for_before_hours_of_work(tmp_path: Path) -> None:
-    """Catches a build that fails at its last byte where it could have said so at once."""
+    """Catches a build that runs out of disk space at its end instead of being refused at once."""
     huge = CachedArrays("abc", {}, ("first",), "index map", 1 << 60)
     with pytest.raises(ConfigError, match=r"data.cache_dir.*No space left on device: 1152921504.* GB wanted"):
         ArrayCache("", str(tmp_path)).get(huge, forbidden)
@@ -87,7 +87,7 @@ def test_room_is_looked_for_before_hours_of_work(tmp_path: Path) -> None:
 def test_caches_of_earlier_versions_are_verified_by_their_own_checksums(
     cache: ArrayCache, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Catches maps of before that are built again, or believed without a look."""
+    """Catches maps of earlier versions that are rebuilt, or used without verification."""
     cache.get(WANTED, write)
     record = tmp_path / "corpus.cache" / "abc.json"
     content = json.loads(record.read_text())
@@ -108,7 +108,7 @@ def test_caches_of_earlier_versions_are_verified_by_their_own_checksums(
 def test_who_waits_says_for_whom(
     cache: ArrayCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Catches ranks that stand still and do not say why; and a second builder."""
+    """Catches ranks that wait without saying for what, and a second builder."""
     at_work, go_on = threading.Event(), threading.Event()
 
     def slowly(open_array: OpenArray) -> None:
@@ -135,7 +135,7 @@ def test_who_waits_says_for_whom(
 def test_one_node_builds_where_nodes_share_no_locks(
     cache: ArrayCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Catches maps that every node of a cluster builds, and nodes that wait for one that died."""
+    """Catches maps that every node of a cluster builds, and nodes that wait for a builder that died."""
     monkeypatch.setattr(cached_arrays, "_lock", lambda file, wait: True)
     monkeypatch.setattr(cached_arrays, "_POLL_S", 0.01)
     built: list[int] = []
@@ -161,7 +161,7 @@ def test_one_node_builds_where_nodes_share_no_locks(
 
 
 def test_what_killed_builders_left_is_removed(cache: ArrayCache, tmp_path: Path) -> None:
-    """Catches gigabytes that stay for ever; and the files of a builder at work on another node."""
+    """Catches partial files that are never removed, and removed files of a builder at work on another node."""
     folder = tmp_path / "corpus.cache"
     folder.mkdir()
     old, young, foreign = (
@@ -176,7 +176,7 @@ def test_what_killed_builders_left_is_removed(cache: ArrayCache, tmp_path: Path)
 
 
 def test_the_builder_has_verified(cache: ArrayCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches the ranks of a node that all read gigabytes which one of them has just written."""
+    """Catches ranks of a node that all read gigabytes that one of them has just written and verified."""
     monkeypatch.setattr(cached_arrays, "MOST_BYTES_VERIFIED_BY_ALL", 0)
     read: list[Any] = []
     records = cached_arrays._file_records

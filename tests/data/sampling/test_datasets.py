@@ -49,14 +49,14 @@ def test_split_of_one_dataset(make_dataset: MakeDataset) -> None:
 
 
 def test_no_validation_share(make_dataset: MakeDataset) -> None:
-    """Catches an error where the user wants no validation."""
+    """Catches an error where the user disables validation."""
     train, valid = open_datasets(config_of(make_dataset([20] * 3), split=[1.0, 0.0]), SEQ_LEN, 1, VOCAB_SIZE)
     assert isinstance(train, TrainSamples)
     assert valid == {} and train.documents == range(3)
 
 
 def test_a_validation_dataset_of_its_own(make_dataset: MakeDataset) -> None:
-    """Catches a split that still takes documents from training."""
+    """Catches a split that removes documents from training although a validation dataset is given."""
     dataset, held_out = make_dataset([20] * 10), make_dataset([9, 9], name="valid")
     train, valid = open_datasets(config_of(dataset, valid=held_out.prefix), SEQ_LEN, 1, VOCAB_SIZE)
     assert isinstance(train, TrainSamples)
@@ -81,7 +81,7 @@ def test_missing_data_names_the_command(tmp_path: Path) -> None:
 
 
 def test_a_model_with_too_small_a_vocabulary_is_refused_at_the_start(make_dataset: MakeDataset) -> None:
-    """Catches a run that dies at the first rare token instead of at its start."""
+    """Catches a run that fails at the first rare token instead of at its start."""
     dataset = make_dataset([20] * 100)
     describe(dataset)
     with pytest.raises(DataError, match=r"set model.vocab_size=1000"):
@@ -89,7 +89,7 @@ def test_a_model_with_too_small_a_vocabulary_is_refused_at_the_start(make_datase
 
 
 def test_a_sidecar_of_another_dataset_is_refused(make_dataset: MakeDataset) -> None:
-    """Catches a dataset copied over another without its sidecar."""
+    """Catches a sidecar that is accepted although it describes another dataset."""
     dataset = make_dataset([20] * 100)
     write_sidecar(dataset.prefix, replace(describe(dataset), tokens=7))
     with pytest.raises(DataError, match="describes 100 documents of 7 tokens"):
@@ -98,8 +98,8 @@ def test_a_sidecar_of_another_dataset_is_refused(make_dataset: MakeDataset) -> N
 
 @pytest.mark.fault(16)
 def test_another_tokenizer_beside_the_dataset_is_refused(make_dataset: MakeDataset) -> None:
-    """Catches a tokenizer copied over the one that made the dataset: the model would be trained on ids that `generate`
-    reads as other text."""
+    """Catches a run that accepts another tokenizer than the one that made the dataset: the model would train on ids
+    that `generate` decodes to other text."""
     dataset = make_dataset([20] * 100)
     content = b'{"version": "1.0"}'
     write_sidecar(dataset.prefix, replace(describe(dataset), tokenizer_sha256=hashlib.sha256(content).hexdigest()))
@@ -111,7 +111,7 @@ def test_another_tokenizer_beside_the_dataset_is_refused(make_dataset: MakeDatas
 
 
 def test_two_tokenizers_are_refused(make_dataset: MakeDataset) -> None:
-    """Catches a validation loss that means nothing because its ids are another tokenizer's."""
+    """Catches a meaningless validation loss, over token ids of another tokenizer."""
     dataset, held_out = make_dataset([20] * 10), make_dataset([9, 9], name="valid")
     describe(dataset)
     write_sidecar(held_out.prefix, replace(describe(held_out), tokenizer_sha256="cd"))
@@ -119,9 +119,9 @@ def test_two_tokenizers_are_refused(make_dataset: MakeDataset) -> None:
         open_datasets(config_of(dataset, valid=held_out.prefix), SEQ_LEN, 1, VOCAB_SIZE)
 
 
-# Copies a block, says so and hangs, as on a filesystem that went away.
 COPY = "import sys; from megads.data.sampling.datasets import staged; print(staged(*sys.argv[1:]))"
 
+# Copies a block, reports it and hangs, as on a lost filesystem.
 HANGING_COPY = """
 import sys, time
 from megads.data.sampling import datasets
@@ -139,8 +139,8 @@ def files_in(folder: Path) -> set[str]:
 
 
 def test_a_copy_is_equal_reused_and_follows_the_data(make_dataset: MakeDataset, tmp_path: Path) -> None:
-    """Catches a copy that differs, a second one of the same data, stale tokens read after the dataset was made anew
-    with the same sizes, and a truncated copy that is trained on."""
+    """Catches a copy that differs from the dataset, a second copy of the same data, stale tokens read after the dataset
+    was rebuilt with the same sizes, and training on a truncated copy."""
     prefix, folder = make_dataset([5, 9, 30]).prefix, str(tmp_path / "local")
     copy = staged(prefix, folder)
     assert bin_path(copy).read_bytes() == bin_path(prefix).read_bytes()
@@ -157,7 +157,7 @@ def test_a_copy_is_equal_reused_and_follows_the_data(make_dataset: MakeDataset, 
 
 
 def test_a_killed_copy_leaves_no_dataset_and_no_lock(make_dataset: MakeDataset, tmp_path: Path) -> None:
-    """Catches half a copy that passes for a whole one, and ranks that wait for ever for the one that was killed."""
+    """Catches an incomplete copy that is used, and ranks that wait forever for the one that was killed."""
     prefix, folder = make_dataset([50, 90]).prefix, tmp_path / "local"
     killed = subprocess.Popen(
         [sys.executable, "-c", HANGING_COPY, prefix, str(folder)], stdout=subprocess.PIPE, text=True
@@ -174,7 +174,7 @@ def test_a_killed_copy_leaves_no_dataset_and_no_lock(make_dataset: MakeDataset, 
 
 
 def test_a_folder_that_will_not_do(make_dataset: MakeDataset, tmp_path: Path) -> None:
-    """Catches a traceback, or a disk filled to the brim, in place of a message that names key and remedy."""
+    """Catches a traceback, or a full disk, in place of an error message that names the key and the remedy."""
     prefix = make_dataset([50]).prefix
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"data.stage_to = .*file: .* cannot be copied there: .*; give a writable"):

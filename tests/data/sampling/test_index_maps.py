@@ -30,19 +30,19 @@ from tests.data.conftest import MakeDataset
 
 
 def brute_force(sizes: list[int], seq_len: int) -> list[list[int]]:
-    """Lists every token's place and takes each seq_len-th."""
+    """Lists the position of every token and takes each seq_len-th."""
     places = [[document, offset] for document, size in enumerate(sizes) for offset in range(size)]
     samples = max(len(places) - 1, 0) // seq_len
     return [places[sample * seq_len] for sample in range(samples + 1)]
 
 
 def test_sample_index_vector() -> None:
-    """Catches an index that differs from Megatron's on the known vector."""
+    """Catches a sample index that differs from Megatron's on a known input."""
     assert build_sample_index(np.array([5, 3, 7], np.int32), 4).tolist() == [[0, 0], [0, 4], [2, 0], [2, 4]]
 
 
 def test_sample_index_against_brute_force() -> None:
-    """Catches wrong borders: documents without tokens, samples over many documents, an exact fit."""
+    """Catches wrong sample boundaries: documents without tokens, samples across many documents, an exact fit."""
     random = np.random.default_rng(1)
     for _ in range(300):
         sizes = random.integers(0, random.integers(2, 12), random.integers(1, 20)).tolist()
@@ -62,7 +62,7 @@ def assert_equal(first: EpochMap, second: EpochMap) -> None:
 
 
 def test_an_epoch_is_a_permutation_of_its_own(make_dataset: MakeDataset) -> None:
-    """Catches epochs that repeat one order, lose documents, or leave the range; and a seed that is ignored."""
+    """Catches epochs that share one order, lose documents or leave the range, and a seed that is ignored."""
     dataset = make_dataset(range(3, 60))
     maps = [key_of(dataset, epoch, seed).build(dataset) for epoch, seed in ((0, 7), (1, 7), (0, 8))]
     for found in maps:
@@ -74,7 +74,7 @@ def test_an_epoch_is_a_permutation_of_its_own(make_dataset: MakeDataset) -> None
 
 
 def test_the_order_is_this_one_for_ever(make_dataset: MakeDataset) -> None:
-    """Catches a change of the order by an edit or by another NumPy: it would break every resumed run."""
+    """Catches an order changed by an edit or another NumPy version: it would break every resumed run."""
     dataset = make_dataset([10] * 10)
     found = key_of(dataset).build(dataset)
     assert found.document_order.tolist() == [8, 5, 6, 2, 4, 9, 7, 3]
@@ -82,7 +82,7 @@ def test_the_order_is_this_one_for_ever(make_dataset: MakeDataset) -> None:
 
 
 def test_every_part_of_the_key_changes_the_name() -> None:
-    """Catches a cache that serves the map of another dataset, range, length, seed or epoch."""
+    """Catches a cache that returns the map of another dataset, document range, sequence length, seed or epoch."""
     key = EpochMapKey("abc", 0, 10, 8, 1, 0)
     others = [
         replace(key, fingerprint="abd"), replace(key, first_document=1), replace(key, end_document=9),
@@ -97,7 +97,7 @@ def always_cached(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_cache_gives_back_what_was_built(make_dataset: MakeDataset, always_cached: None) -> None:
-    """Catches files that are not found again, and maps that are copied into memory."""
+    """Catches cached files that are not found again, and maps that are copied into memory instead of memory-mapped."""
     dataset = make_dataset(range(3, 60))
     built = EpochMapCache(dataset.prefix).get(dataset, key_of(dataset))
     folder = Path(f"{dataset.prefix}.cache")
@@ -113,7 +113,7 @@ def test_cache_gives_back_what_was_built(make_dataset: MakeDataset, always_cache
 @pytest.mark.parametrize("name", ["document_order.npy", "sample_index.npy", "shuffle.npy", ".json"])
 @pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "remove"])
 def test_a_damaged_cache_is_rebuilt(make_dataset: MakeDataset, always_cached: None, name: str, damage: str) -> None:
-    """Catches a flipped bit or a half-written file changing the data order without a word."""
+    """Catches a flipped bit or a truncated file that silently changes the data order."""
     dataset = make_dataset(range(3, 60))
     cache = EpochMapCache(dataset.prefix)
     expected = key_of(dataset).build(dataset)
@@ -130,7 +130,7 @@ def test_a_damaged_cache_is_rebuilt(make_dataset: MakeDataset, always_cached: No
 
 
 def test_concurrent_builders_are_harmless(make_dataset: MakeDataset, always_cached: None) -> None:
-    """Catches ranks that build at once and read each other's half-written files."""
+    """Catches ranks that build at the same time and read each other's incomplete files."""
     dataset = make_dataset(range(3, 60))
     expected = key_of(dataset).build(dataset)
     found: list[EpochMap] = []
@@ -151,9 +151,9 @@ def test_concurrent_builders_are_harmless(make_dataset: MakeDataset, always_cach
 def test_an_unwritable_folder_falls_back_to_the_users_cache(
     make_dataset: MakeDataset, always_cached: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a read-only dataset folder stopping a run."""
+    """Catches a read-only dataset folder that ends a run."""
     dataset = make_dataset(range(3, 60))
-    # A file in the way refuses a folder to root too.
+    # A file of that name prevents creation of the folder, even for root.
     Path(f"{dataset.prefix}.cache").write_text("in the way")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     EpochMapCache(dataset.prefix).get(dataset, key_of(dataset))
@@ -161,7 +161,7 @@ def test_an_unwritable_folder_falls_back_to_the_users_cache(
 
 
 def test_a_given_cache_folder_must_work(make_dataset: MakeDataset, always_cached: None, tmp_path: Path) -> None:
-    """Catches an explicit choice that is silently not taken."""
+    """Catches an explicitly configured cache folder that is silently not used."""
     dataset = make_dataset(range(3, 60))
     blocked = tmp_path / "blocked"
     blocked.write_text("in the way")
@@ -171,7 +171,7 @@ def test_a_given_cache_folder_must_work(make_dataset: MakeDataset, always_cached
 
 @pytest.fixture(params=["compiled", "NumPy"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways of sorting."""
+    """Sorts with the compiled kernel or with NumPy."""
     if request.param == "NumPy":
         monkeypatch.setattr(index_maps, "_compiled", lambda: None)
         return
@@ -183,7 +183,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.fixture
 def little_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several passes, pieces and blocks of rows even for small maps."""
+    """Forces several passes, pieces and blocks of rows even for small maps."""
     monkeypatch.setattr(index_maps, "MEMORY_BYTES", 1 << 14)
     for module in (index_maps, megatron):
         monkeypatch.setattr(module, "PIECE", 100)
@@ -191,7 +191,7 @@ def little_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def written(dataset: IndexedDataset, key: MapKey, folder: Path, threads: int = 1) -> EpochMap:
-    """The map as it is read from the files that the key writes."""
+    """The map, read from the files that the key writes."""
     key.write(dataset, MapWriter(lambda name: atomic_writer(folder / f"{name}.npy"), threads, lambda _: None))
     return EpochMap(**{field.name: np.load(folder / f"{field.name}.npy") for field in fields(EpochMap)})
 
@@ -207,8 +207,8 @@ def assert_same(found: EpochMap, expected: EpochMap) -> None:
 @pytest.mark.parametrize("count", [1, 2, 3, 255, 5000, 70_001])
 @pytest.mark.usefixtures("way", "little_at_a_time")
 def test_a_random_order_is_the_permutation(count: int, threads: int) -> None:
-    """Catches a generator, a part of a thread or a range of keys that is not NumPy's, which would change the order of
-    every run; and a generator that does not stand after what was drawn."""
+    """Catches a random generator, a thread's part or a range of keys that differs from NumPy's, which would change the
+    order of every run, and a generator that is left in the wrong state afterwards."""
     random, expected = (np.random.PCG64(np.random.SeedSequence([3, count])) for _ in range(2))
     pieces = [piece.items for piece in index_maps.random_order(random, count, threads)]
     found = np.concatenate(pieces)
@@ -218,7 +218,7 @@ def test_a_random_order_is_the_permutation(count: int, threads: int) -> None:
 
 @pytest.mark.usefixtures("way", "little_at_a_time")
 def test_maps_written_in_pieces_are_those_in_memory(tmp_path: Path) -> None:
-    """Catches a cut, a size or a number that is lost between two pieces: all samples that follow would be others."""
+    """Catches a boundary, size or random number lost between two pieces: all samples after it would differ."""
     random = np.random.default_rng(5)
     for number, (documents, longest) in enumerate([(40, 30), (900, 4), (3000, 60), (30, 3000), (2500, 2)]):
         prefix = tmp_path / f"set_{number}"
@@ -237,7 +237,7 @@ def test_maps_written_in_pieces_are_those_in_memory(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("way")
 def test_documents_of_several_sequences_and_billions_of_tokens(tmp_path: Path) -> None:
-    """Catches a length that does not fit 32 bits, which would cut all samples after it elsewhere."""
+    """Catches a document length that overflows 32 bits, which would shift all sample boundaries after it."""
     sizes = np.array([5, 2**31 - 1, 2**31 - 1, 2**31 - 1, 9, 1, 0, 4], "<i4")
     document_index = np.array([0, 1, 4, 4, 6, 8], "<i8")
     offsets = np.concatenate(([0], np.cumsum(sizes.astype(np.int64))[:-1])).astype("<i8")
@@ -253,7 +253,7 @@ def test_documents_of_several_sequences_and_billions_of_tokens(tmp_path: Path) -
 
 
 def test_no_compiler_costs_time_only(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Catches a run that needs a compiler, and one that is slow and does not say why."""
+    """Catches a run that fails without a compiler, and one that is slow without a message that says why."""
     data_function.cache_clear()
     monkeypatch.setenv("CXX", "no-such-compiler")
     pieces = list(index_maps.random_order(np.random.PCG64(1), 500, 2))
@@ -266,7 +266,7 @@ def test_no_compiler_costs_time_only(monkeypatch: pytest.MonkeyPatch, caplog: py
 
 @pytest.fixture
 def large(tmp_path: Path) -> IndexedDataset:
-    """A dataset whose maps for samples of 4 tokens have 21 MB."""
+    """A dataset whose maps for samples of 4 tokens take 21 MB."""
     with IndexedDatasetWriter(tmp_path / "large", np.uint8) as writer:
         for _ in range(10_000):
             writer.append(np.zeros(420, np.uint8))
@@ -285,7 +285,7 @@ def large(tmp_path: Path) -> IndexedDataset:
 def test_a_build_takes_no_memory_of_the_size_of_the_map(
     large: IndexedDataset, monkeypatch: pytest.MonkeyPatch, make_key: Callable[..., MapKey]
 ) -> None:
-    """Catches a build that holds a map: 42 GB at 10^9 documents."""
+    """Catches a build that holds a whole map in memory: 42 GB at 10^9 documents."""
     monkeypatch.setattr(index_maps, "MEMORY_BYTES", 1 << 20)
     for module in (index_maps, megatron):
         monkeypatch.setattr(module, "PIECE", 1 << 12)

@@ -1,4 +1,4 @@
-"""Samples whose length changes in mid-run: every token once, in the order of one stream."""
+"""Samples whose sequence length changes during a run: every token once, in the order of one stream."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UNIT = 16
 
 
 def tokens_bt(samples: PartSamples | BlendedSamples, numbers: list[int]) -> list[list[int]]:
-    """The tokens of samples, -1 where none are."""
+    """The tokens of samples; -1 where there are none."""
     out_bt = np.full((len(numbers), samples.seq_len + 1), -1, np.int64)
     copy_tokens(samples.runs(np.array(numbers)), out_bt)
     return out_bt.tolist()
@@ -25,8 +25,8 @@ def tokens_bt(samples: PartSamples | BlendedSamples, numbers: list[int]) -> list
 @pytest.mark.parametrize("seq_len", [16, 8, 4])
 @pytest.mark.parametrize("batch", [1, 3, 40])
 def test_parts_of_a_sample_are_its_tokens_in_order(make_dataset: MakeDataset, seq_len: int, batch: int) -> None:
-    """Catches a part that begins a token off, lacks the first token of the next one, or is of another sample when
-    several are asked for at once."""
+    """Catches a part that starts one token off, lacks the first token of the next one, or is of another sample when
+    several are requested at once."""
     units = TrainSamples(make_dataset([5, 0, 13, 1, 40, 8, 2, 30, 17]), range(9), UNIT, seed=3)
     parts, each = PartSamples(units, seq_len), UNIT // seq_len
     whole = np.full((14, UNIT + 1), -1, np.int64)
@@ -42,15 +42,15 @@ def test_parts_of_a_sample_are_its_tokens_in_order(make_dataset: MakeDataset, se
 
 
 def stage(datasets: list[TrainSamples], starts: list[tuple[int, int]], place: int) -> BlendedSamples:
-    """The samples of one stage of a blend of two."""
+    """The samples of one stage of a blend of two datasets."""
     mix = Mix([Phase(0, BalancedOrder([3.0, 1.0])), Phase(20, BalancedOrder([1.0, 1.0]))])
     order = ContinuedOrder(mix, SampleLengths(tuple(starts), place))
     return BlendedSamples([PartSamples(units, starts[place][1]) for units in datasets], order)
 
 
 def test_every_token_is_trained_once_over_changes_of_length(make_dataset: MakeDataset) -> None:
-    """Catches a stage that trains text again, leaves out more than a sample of each dataset, or counts samples of
-    another length as its own; also over the end of an epoch."""
+    """Catches a stage that repeats text, skips more than a sample of each dataset, or counts samples of another length
+    as its own; also across the end of an epoch."""
     datasets = [
         TrainSamples(make_dataset([37] * 12, name="a"), range(12), UNIT, seed=3),
         TrainSamples(make_dataset([23] * 20, name="b"), range(20), UNIT, seed=3),
@@ -83,7 +83,7 @@ def test_every_token_is_trained_once_over_changes_of_length(make_dataset: MakeDa
 
 
 def test_a_mix_goes_on_as_without_changes_of_length(make_dataset: MakeDataset) -> None:
-    """Catches a stage in which the mix begins anew, so that a dataset gives more or less than its share."""
+    """Catches a stage in which the blend restarts, so that a dataset contributes more or less than its share."""
     datasets = [TrainSamples(make_dataset([37] * 12, name=name), range(12), UNIT, seed=3) for name in "ab"]
     plain = Mix([Phase(0, BalancedOrder([3.0, 1.0])), Phase(20, BalancedOrder([1.0, 1.0]))])
     samples = stage(datasets, [(0, 4), (30, 16)], 1)

@@ -39,8 +39,9 @@ SEQ_LEN = 8
 
 @pytest.mark.parametrize("seed", range(6))
 def test_batches_are_what_single_reads_give(make_dataset: MakeDataset, seed: int) -> None:
-    """Catches gathers that lose, shift or mix tokens or borders: over epochs, empty documents, documents longer than
-    samples and single tokens, with micro-batches of several epochs; and an end-of-document mask that is off by one."""
+    """Catches batches that lose, shift or mix tokens or document boundaries: over epochs, empty documents, documents
+    longer than samples and single tokens, with micro-batches of several epochs; and an off-by-one end-of-document
+    mask."""
     random = np.random.default_rng(seed)
     sizes = np.where(random.random(40) < 0.3, 0, random.integers(1, 25, 40))
     dataset = make_dataset(sizes.tolist())
@@ -60,7 +61,7 @@ def test_batches_are_what_single_reads_give(make_dataset: MakeDataset, seed: int
 
 
 def test_the_place_of_a_token_is_found_again(make_dataset: MakeDataset) -> None:
-    """Catches an error message that blames another document or offset than the one that holds the bad token."""
+    """Catches an error message that names another document or offset than that of the bad token."""
     dataset = make_dataset([5, 0, 9, 30, 1, 14])
     sources: list[SampleSource] = [
         TrainSamples(dataset, range(6), SEQ_LEN, 2),
@@ -77,7 +78,7 @@ def test_the_place_of_a_token_is_found_again(make_dataset: MakeDataset) -> None:
 
 
 class Blend:
-    """A source of two, dealt by the remainder of the sample's number."""
+    """Alternates between two sources by the parity of the sample index."""
 
     seq_len = SEQ_LEN
 
@@ -89,8 +90,8 @@ class Blend:
 
 
 def test_samples_of_several_datasets_share_a_batch(make_dataset: MakeDataset, tmp_path: Path) -> None:
-    """Catches rows or loss masks that are given to another dataset's samples, tokens squeezed into the narrower dtype,
-    and an error message that blames the wrong file."""
+    """Catches rows or loss masks assigned to another dataset's samples, tokens truncated to the narrower dtype, and an
+    error message that names the wrong file."""
     wide = make_dataset(documents=[[70000 + i for i in range(40)], [80000 + i for i in range(30)]], name="wide")
     with IndexedDatasetWriter(tmp_path / "narrow", np.uint16) as writer:
         writer.append(range(50))
@@ -112,7 +113,7 @@ def test_samples_of_several_datasets_share_a_batch(make_dataset: MakeDataset, tm
 
 @pytest.mark.distributed
 def test_masked_ends_of_documents_in_a_run(corpus: Path, megads: StartCommand) -> None:
-    """Catches data.mask_eod that does not reach the loss, or is lost where samples are cut."""
+    """Catches data.mask_eod that does not reach the loss, or is lost where samples are split."""
     run_dir = megads.folder / "run"
     ended = megads(
         "train",
@@ -136,10 +137,10 @@ def test_masked_ends_of_documents_in_a_run(corpus: Path, megads: StartCommand) -
 
 
 def test_data_edited_under_a_run(make_dataset: MakeDataset) -> None:
-    """Catches an edit in place, of tokens that are in the vocabulary, on which a run goes on to train; and a file that
-    is replaced or removed, of which the run still has the old one, that ends it."""
+    """Catches an in-place edit, with tokens inside the vocabulary, after which a run continues to train; and a run that
+    ends because a file that it holds open is replaced or removed."""
     path = Path(f"{make_dataset([40, 40]).prefix}.bin")
-    os.utime(path, (1e9, 1e9))  # the clock of files ticks a few times in a hundredth of a second
+    os.utime(path, (1e9, 1e9))  # the resolution of file timestamps is a few milliseconds
     samples = ValidationSamples(IndexedDataset(path.with_suffix("")), range(2), SEQ_LEN)
 
     def read() -> list[int]:
@@ -161,7 +162,7 @@ def test_data_edited_under_a_run(make_dataset: MakeDataset) -> None:
 
 
 def test_data_touched_under_a_run(make_dataset: MakeDataset) -> None:
-    """Catches a run that ends because somebody touched its files, lest they be purged, and edits that pass for that."""
+    """Catches a run that ends because its files were touched to prevent a purge, and edits taken for a touch."""
     prefix = make_dataset([40, 40]).prefix
     config = DataConfig(train=[DatasetConfig(prefix)])
     samples = ValidationSamples(open_dataset(config, prefix, record_data(config)), range(2), SEQ_LEN)
@@ -233,7 +234,7 @@ def test_batches_are_the_samples_shifted_by_one(samples: TrainSamples) -> None:
 
 
 def test_resume_gives_the_same_stream(samples: TrainSamples) -> None:
-    """Catches state that is lost in a resume: everything follows from the samples consumed."""
+    """Catches loader state that a resume loses: everything follows from the number of consumed samples."""
     schedule = BatchSizeSchedule(8, start=4, increment=2, ramp_samples=20)
     whole = steps(TrainLoader(samples, schedule, 2, 0, 1, VOCAB_SIZE), 8)
     rest = steps(TrainLoader(samples, schedule, 2, 0, 1, VOCAB_SIZE, start_sample=whole[3].first_sample), 5)
@@ -243,8 +244,8 @@ def test_resume_gives_the_same_stream(samples: TrainSamples) -> None:
 
 
 def test_documents_of_training_and_validation(samples: TrainSamples) -> None:
-    """Catches borders of other samples than the micro-batch's, positions that do not restart, one switch that moves the
-    other, and borders that a resume changes."""
+    """Catches document boundaries of samples outside the micro-batch, positions that do not restart, one option that
+    also switches the other, and boundaries that a resume changes."""
     packing = Packing(document_mask=True, reset_positions=True)
     loaded = steps(TrainLoader(samples, BatchSizeSchedule(6), 3, 1, 2, VOCAB_SIZE, packing=packing), 3)
     again = TrainLoader(samples, BatchSizeSchedule(6), 3, 1, 2, VOCAB_SIZE, start_sample=12, packing=packing)
@@ -270,7 +271,7 @@ def test_documents_of_training_and_validation(samples: TrainSamples) -> None:
 
 
 def test_stages_in_the_middle_get_the_info_only(samples: TrainSamples) -> None:
-    """Catches a middle stage that reads tokens, or whose sample ids, documents or hash differ."""
+    """Catches a middle stage that reads tokens, or whose sample ids, document boundaries or hash differ."""
     schedule, packing = BatchSizeSchedule(6), Packing(document_mask=True, reset_positions=True)
     full = steps(TrainLoader(samples, schedule, 3, 0, 1, VOCAB_SIZE, packing=packing), 2)
     bare = steps(TrainLoader(samples, schedule, 3, 0, 1, VOCAB_SIZE, needs_tokens=False, packing=packing), 2)
@@ -285,7 +286,7 @@ def test_stages_in_the_middle_get_the_info_only(samples: TrainSamples) -> None:
 
 @pytest.mark.parametrize("token", [VOCAB_SIZE, -1])
 def test_a_token_outside_the_vocabulary_reaches_the_consumer(make_dataset: MakeDataset, token: int) -> None:
-    """Catches an index error on a GPU, far from its cause; and an exception lost in the thread."""
+    """Catches an index error on a GPU, far from its cause, and an exception lost in the prefetch thread."""
     dataset = make_dataset(documents=[[1] * 40, [2] * 20 + [token] + [2] * 20])
     loader = TrainLoader(TrainSamples(dataset, range(2), SEQ_LEN, 0), BatchSizeSchedule(10), 1, 0, 1, VOCAB_SIZE)
     with pytest.raises(DataError, match=f"corpus: document 1 holds token {token}, model.vocab_size is 1000"):
@@ -296,14 +297,14 @@ def test_a_token_outside_the_vocabulary_reaches_the_consumer(make_dataset: MakeD
 
 
 def test_an_exception_of_any_type_is_passed_on(samples: TrainSamples) -> None:
-    """Catches a consumer that waits for ever for a thread that died of a config error."""
+    """Catches a consumer that hangs after the prefetch thread fails with a config error."""
     loader = TrainLoader(samples, BatchSizeSchedule(10), 4, 0, 1, VOCAB_SIZE)
     with pytest.raises(ConfigError, match="not a multiple"):
         next(loader)
 
 
 def test_close_ends_the_thread_wherever_it_is(samples: TrainSamples) -> None:
-    """Catches a thread that blocks on a full queue for ever, and keeps the process alive."""
+    """Catches a thread that blocks forever on a full queue and keeps the process alive."""
     loader = TrainLoader(samples, BatchSizeSchedule(4), 2, 0, 1, VOCAB_SIZE, prefetch_steps=1)
     deadline_s = time.monotonic() + 10
     while not loader._queue.full() and time.monotonic() < deadline_s:
@@ -317,7 +318,7 @@ def test_close_ends_the_thread_wherever_it_is(samples: TrainSamples) -> None:
 
 
 def test_prefetch_is_bounded(samples: TrainSamples) -> None:
-    """Catches a thread that reads the whole dataset into memory."""
+    """Catches a prefetch thread that reads the whole dataset into memory."""
     with TrainLoader(samples, BatchSizeSchedule(4), 2, 0, 1, VOCAB_SIZE, prefetch_steps=3) as loader:
         time.sleep(0.3)
         assert loader._queue.qsize() == 3
@@ -350,7 +351,7 @@ def test_validation_is_the_same_set_in_every_layout(
 
 
 def test_validation_checks_tokens(make_dataset: MakeDataset, tmp_path: Path) -> None:
-    """Catches validation data of another vocabulary than the training data's."""
+    """Catches validation data with tokens outside the model's vocabulary."""
     dataset = make_dataset(documents=[[1] * 20, [1] * 9 + [VOCAB_SIZE]])
     valid = ValidationSamples(dataset, range(2), SEQ_LEN)
     with pytest.raises(DataError, match="document 1 holds token 1000"):

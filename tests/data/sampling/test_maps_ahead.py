@@ -1,4 +1,4 @@
-"""The next epoch's index map, built while the epoch before it is read."""
+"""The next epoch's index map is built while the current epoch is read."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def always_cached(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def samples(make_dataset: MakeDataset, tmp_path: Path) -> TrainSamples:
-    """100 samples an epoch."""
+    """Samples of a dataset with 100 samples per epoch."""
     return TrainSamples(make_dataset([81] * 9 + [72]), range(10), SEQ_LEN, 1, str(tmp_path / "maps"))
 
 
 def epochs(folder: Path) -> list[str]:
-    """Those whose maps are complete."""
+    """Epochs whose maps are complete."""
     return sorted(path.stem[-5:] for path in folder.glob("*.json"))
 
 
@@ -48,7 +48,7 @@ def load(samples: TrainSamples, first: int, end: int | None = None) -> TrainLoad
 def test_the_next_map_is_there_when_it_is_needed(
     samples: TrainSamples, make_dataset: MakeDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches ranks that stand still between two epochs while one of them builds, and another order than without."""
+    """Catches ranks that wait between two epochs while one builds the map, and an order changed by building ahead."""
     first = 100 - 3 * STEP
     with load(samples, first) as batches:
         found = [next(batches)]
@@ -71,13 +71,13 @@ def test_the_next_map_is_there_when_it_is_needed(
 def test_only_what_will_be_needed_is_built(
     samples: TrainSamples, tmp_path: Path, place: int, end: int | None, built: list[int]
 ) -> None:
-    """Catches a run that ends with its epoch and builds gigabytes that nobody reads; and a map that comes too late."""
+    """Catches a run that ends with its epoch but builds gigabytes that are never read, and a map built too late."""
     samples.build_next_maps(place, end, NOBODY)
     assert epochs(tmp_path / "maps") == [f"{epoch:05d}" for epoch in built]
 
 
 def test_a_blend_builds_for_the_datasets_that_go_on(make_dataset: MakeDataset, tmp_path: Path) -> None:
-    """Catches places of the blend taken for those of a dataset."""
+    """Catches a position in the blend used as a position in a dataset."""
     parts = [
         TrainSamples(make_dataset([81] * count, name=f"set_{count}"), range(count), SEQ_LEN, 1, str(tmp_path / "maps"))
         for count in (5, 10)
@@ -90,7 +90,7 @@ def test_a_blend_builds_for_the_datasets_that_go_on(make_dataset: MakeDataset, t
 
 
 def test_a_build_that_nobody_waits_for_ends_with_the_run(samples: TrainSamples, tmp_path: Path) -> None:
-    """Catches a run that cannot end for a map, and files that stay when it does."""
+    """Catches a run whose end waits for a map, and files that an interrupted build leaves behind."""
     stop = threading.Event()
     stop.set()
     samples.build_next_maps(99, None, stop)
@@ -100,7 +100,7 @@ def test_a_build_that_nobody_waits_for_ends_with_the_run(samples: TrainSamples, 
 def test_an_error_waits_until_the_map_is_needed(
     samples: TrainSamples, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Catches a run that dies of a full disk an hour before it needs the room, and one that goes on without a map."""
+    """Catches a run that fails on a full disk an hour before it needs the map, and one that continues without a map."""
     samples.build_maps(1)
     shutil.rmtree(tmp_path / "maps")
     (tmp_path / "maps").touch()

@@ -41,18 +41,18 @@ def test_the_shuffles_are_megatrons(make_dataset: MakeDataset) -> None:
 @pytest.mark.parametrize(
     "samples,theta,expected",
     [
-        # 100 tokens and S = 10 give 9 samples an epoch, two epochs 19, so that the last gives what exceeds 9.
+        # With 100 tokens and S = 10, one epoch gives 9 samples and two give 19; the last gives those beyond 9.
         (9, 0.80, (1, None)), (10, 0.80, (2, 9)), (15, 0.80, (2, 9)), (16, 0.80, (2, None)), (16, 0.95, (2, 9)),
         (17, 0.95, (2, None)), (19, 0.80, (2, None)), (20, 0.80, (3, 19)),
     ],
 )  # fmt: skip
 def test_when_the_last_epoch_is_apart(samples: int, theta: float, expected: tuple[int, int | None]) -> None:
-    """Catches a border of the separate_last_epoch rule that is off by one."""
+    """Catches an off-by-one threshold of the separate_last_epoch rule."""
     assert epochs_for(100, 10, samples, theta) == expected
 
 
 def test_the_last_epoch_stays_last(make_dataset: MakeDataset) -> None:
-    """Catches epochs shuffled together where Megatron keeps the last apart."""
+    """Catches epochs shuffled together where Megatron separates the last one."""
     dataset = make_dataset([10] * 10)
     key = MegatronMapKey(dataset.fingerprint(), 0, 10, 10, 3, 22, 0.8)
     found = key.build(dataset)
@@ -62,19 +62,19 @@ def test_the_last_epoch_stays_last(make_dataset: MakeDataset) -> None:
 
 
 def test_a_blend_of_megatrons_datasets_never_asks_for_more_than_was_built(make_dataset: MakeDataset) -> None:
-    """Catches a share that is rounded down: the greedy order takes one more than weight * samples."""
+    """Catches a share that is rounded down: the greedy order takes one sample more than weight * samples."""
     weights = [0.003, 0.297, 0.7]
     taken = MegatronOrder(weights, 1000).counts(1000)
     shares = [megatron_share(1000, weight) for weight in weights]
     assert all(taken <= shares) and taken.sum() == 1000
     samples = MegatronSamples(make_dataset([7] * 30), range(30), 5, 1, shares[1])
     assert samples.samples_per_map >= shares[1]
-    # The loader reads ahead of the end of a run.
+    # The loader prefetches beyond the end of a run.
     assert row_of(samples, samples.samples_per_map)[1] == row_of(samples, 0)[1]
 
 
 def test_batches_are_in_megatrons_order(make_dataset: MakeDataset) -> None:
-    """Catches a batch read by the default's epochs; the map of three epochs holds more samples than three epochs do."""
+    """Catches a batch indexed by the default's epochs; a map of three epochs holds more samples than three epochs."""
     samples = MegatronSamples(make_dataset([7] * 30), range(30), 10, 1, 62)
     assert samples.samples_per_map == 62 and samples.samples_per_epoch == 20
     ids = np.arange(15, 80)
@@ -85,7 +85,7 @@ def test_batches_are_in_megatrons_order(make_dataset: MakeDataset) -> None:
 
 
 def test_the_balanced_order_spares_a_tiny_dataset() -> None:
-    """Catches the default going Megatron's way, which draws a dataset of weight 0.0005 at once."""
+    """Catches a default order that is Megatron's, which samples a dataset of weight 0.0005 at once."""
     first = [order.counts(100)[1] for order in (MegatronOrder([0.9995, 0.0005], 100), BalancedOrder([0.9995, 0.0005]))]
     assert first == [1, 0]
 
@@ -96,7 +96,7 @@ SAMPLES = 3 * BLOCK + 5
 
 @pytest.fixture(scope="session")
 def compiled() -> Deal:
-    """The compiled loop."""
+    """The compiled blend."""
     try:
         return compiled_deal(print)
     except KernelsUnavailable as error:
@@ -105,7 +105,7 @@ def compiled() -> Deal:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ArrayCache:
-    """An empty cache that takes orders of any size."""
+    """An empty cache that stores orders of any size."""
     monkeypatch.setattr(megatron, "SMALL_ORDER_SAMPLES", -1)
     return ArrayCache(str(tmp_path / "corpus"))
 
@@ -115,7 +115,7 @@ def forbid_dealing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_blending_vector() -> None:
-    """Catches an order that is not Megatron's: ties to the first dataset, the first sample counted as due."""
+    """Catches an order that is not Megatron's: ties go to the first dataset, and sample 0 counts as sample 1."""
     datasets, places = MegatronOrder([5, 3, 2], 10).place(np.arange(10))
     assert datasets.tolist() == [0, 1, 2, 0, 1, 0, 2, 0, 1, 0]
     assert places.tolist() == [0, 0, 0, 1, 1, 2, 1, 3, 2, 4]
@@ -125,8 +125,8 @@ def test_the_blending_vector() -> None:
     "weights", [[1], [1, 1, 1], [0.3, 0.3, 0.4], [1e-9, 1], [3, 1, 4, 1, 5, 9, 2, 6], [0, 1, 0], None]
 )
 def test_both_ways_of_dealing_give_the_definition(weights: list[float] | None) -> None:
-    """Catches a way of dealing that rounds or breaks ties otherwise than Megatron: one other choice moves all that
-    follow. The definition, spelt out."""
+    """Catches a blend that rounds or breaks ties differently from Megatron: one different choice shifts all later ones.
+    Spells out the definition."""
     shares = np.random.default_rng(0).random(12) if weights is None else np.array(weights, np.float64)
     shares = shares / shares.sum()
     had, expected = [0] * shares.size, []
@@ -145,8 +145,8 @@ def test_both_ways_of_dealing_give_the_definition(weights: list[float] | None) -
 
 @pytest.mark.parametrize("datasets", [*range(1, 23), 31, 32, 33, 100, 257])
 def test_compiled_dealing_is_the_loop(compiled: Deal, datasets: int) -> None:
-    """Catches a fused multiply-add, a lane that loses a tie or stands for no dataset, and a part that forgets what was
-    dealt before it: equal, rational, random, lopsided and zero weights, from the first sample and from a late one."""
+    """Catches a fused multiply-add, a SIMD lane that loses a tie or stands for no dataset, and a part that ignores the
+    counts of earlier parts: equal, rational, random, skewed and zero weights, from the first sample and a late one."""
     random = np.random.default_rng(datasets)
     zeros = np.where(np.arange(datasets) % 3 == 1, 0.0, 1.0)
     wholes = random.integers(1, 9, datasets).astype(float)
@@ -164,7 +164,7 @@ def test_compiled_dealing_is_the_loop(compiled: Deal, datasets: int) -> None:
 
 
 def test_numbers_in_any_order_and_part(cache: ArrayCache) -> None:
-    """Catches places counted from the wrong block or lost by numbers out of order, beyond the end, or none at all."""
+    """Catches indices counted from the wrong block, or wrong for samples out of order, beyond the end, or none."""
     order = MegatronOrder(WEIGHTS, SAMPLES, cache)
     datasets, places = order.place(np.arange(SAMPLES))
     for dataset in range(len(WEIGHTS)):
@@ -182,7 +182,7 @@ def test_numbers_in_any_order_and_part(cache: ArrayCache) -> None:
 
 @pytest.mark.parametrize("samples", [BLOCK - 1, BLOCK, 2 * BLOCK, 2 * BLOCK + 1])
 def test_cached_is_what_is_dealt_in_memory(cache: ArrayCache, monkeypatch: pytest.MonkeyPatch, samples: int) -> None:
-    """Catches a file that a later start reads otherwise than the one that wrote it, at the borders of blocks."""
+    """Catches a cached order that a later start reads differently from the one that wrote it, at block boundaries."""
     numbers = np.arange(samples)
     expected = [found.tolist() for found in MegatronOrder(WEIGHTS, samples).place(numbers)]
     assert [found.tolist() for found in MegatronOrder(WEIGHTS, samples, cache).place(numbers)] == expected
@@ -193,8 +193,7 @@ def test_cached_is_what_is_dealt_in_memory(cache: ArrayCache, monkeypatch: pytes
 
 
 def test_an_order_of_its_own_for_each_blend(cache: ArrayCache, tmp_path: Path) -> None:
-    """Catches a cache that serves the order of other weights, which may differ in their last bits, or of another
-    length."""
+    """Catches a cached order of other weights, which may differ only in their last bits, or of another length."""
     nearly = [np.nextafter(WEIGHTS[0], 6), *WEIGHTS[1:]]
     for weights, samples in ((WEIGHTS, 99), (WEIGHTS[::-1], 99), (nearly, 99), (WEIGHTS, 98)):
         MegatronOrder(weights, samples, cache)
@@ -204,7 +203,7 @@ def test_an_order_of_its_own_for_each_blend(cache: ArrayCache, tmp_path: Path) -
 @pytest.mark.parametrize("name", ["datasets.npy", "counts.npy", ".json"])
 @pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "remove"])
 def test_a_damaged_order_is_dealt_anew(cache: ArrayCache, tmp_path: Path, name: str, damage: str) -> None:
-    """Catches a flipped bit or a half-written file changing the mix without a word."""
+    """Catches a flipped bit or a partially written file that silently changes the blend."""
     expected = MegatronOrder(WEIGHTS, SAMPLES, cache).place(np.arange(SAMPLES))
     path = next(path for path in (tmp_path / "corpus.cache").iterdir() if path.name.endswith(name))
     content = bytearray(path.read_bytes())
@@ -219,7 +218,7 @@ def test_a_damaged_order_is_dealt_anew(cache: ArrayCache, tmp_path: Path, name: 
 
 
 def test_opening_a_blend_deals_it_once(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches ranks that deal what the launcher dealt before them, and `data.cache_dir` that is not heard."""
+    """Catches ranks that recompute the order that the launcher computed, and `data.cache_dir` ignored."""
     monkeypatch.setattr(megatron, "SMALL_ORDER_SAMPLES", -1)
     sets = [DatasetConfig(make_dataset([9] * 300, name=name).prefix, 1.0) for name in ("web", "code")]
     config = DataConfig(train=sets, split=[1.0, 0.0], order=Order.megatron)
@@ -236,7 +235,7 @@ def test_opening_a_blend_deals_it_once(make_dataset: MakeDataset, monkeypatch: p
 def test_no_compiler_costs_time_only(
     cache: ArrayCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Catches a run that needs a compiler, and one that is slow and does not say why."""
+    """Catches a run that needs a compiler, and one that is slow without a warning."""
     expected = MegatronOrder(WEIGHTS, 999).place(np.arange(999))
     data_function.cache_clear()
     monkeypatch.setenv("CXX", "no-such-compiler")
@@ -248,7 +247,7 @@ def test_no_compiler_costs_time_only(
 
 
 def test_dealing_takes_the_memory_of_a_block(compiled: Deal, tmp_path: Path) -> None:
-    """Catches an order that is whole in memory: 13 GB a rank at 10^12 tokens."""
+    """Catches an order held in memory as a whole: 13 GB a rank at 10^12 tokens."""
     program = """
 import resource, sys
 import numpy as np
@@ -262,5 +261,5 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
     command = [sys.executable, "-c", program, str(tmp_path / "corpus")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    # 80 MB are written and 320 MB would be places.
+    # The order on disk takes 80 MB; sample indices in memory would take 320 MB.
     assert int(done.stdout) < 20_000

@@ -32,7 +32,7 @@ Pair = tuple[list[int], list[int]]
 
 
 def random_pairs(count: int, seed: int = 0, longest: int = 7) -> list[Pair]:
-    """Pairs without equal ones: every document starts with its number; prompts may be empty."""
+    """Returns distinct pairs: every document starts with its number; prompts may be empty."""
     random = np.random.default_rng(seed)
     pairs = []
     for number in range(count):
@@ -50,7 +50,7 @@ def write_pairs(prefix: Path, pairs: list[Pair]) -> IndexedDataset:
 
 
 def documents_of(source: PackedSamples, ids: range) -> list[tuple[list[int], list[int], list[int]]]:
-    """(tokens, places whose loss counts, positions) of every document of samples, from their batches."""
+    """Returns (tokens, indices of the predicted tokens, positions) of every document of samples, from their batches."""
     found = []
     [batch] = assemble(source, np.array(ids)[None], VOCAB_SIZE, True, BORDERS)
     assert batch.tokens_bs is not None and batch.labels_bs is not None and batch.loss_mask_bs is not None
@@ -68,8 +68,8 @@ def documents_of(source: PackedSamples, ids: range) -> list[tuple[list[int], lis
 
 
 def test_every_pair_is_read_whole_once_an_epoch(tmp_path: Path) -> None:
-    """Catches pairs that are lost, cut or doubled, prompts that are learnt, responses that are not, positions that do
-    not restart, epochs of equal order or unequal length."""
+    """Catches pairs that are lost, cut or duplicated, a loss on prompts, responses without a loss, positions that do
+    not restart, and epochs in the same order or of unequal length."""
     pairs = random_pairs(150)
     source = PackedSamples(write_pairs(tmp_path / "pairs", pairs), range(150), SEQ_LEN, seed=3)
     size, orders = source.samples_per_epoch, []
@@ -92,8 +92,8 @@ def test_every_pair_is_read_whole_once_an_epoch(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_counted(tmp_path: Path) -> None:
-    """Catches a long pair that stops the run or vanishes unseen, a pair without anything to learn, and a conversation
-    of which only the first answer, or a question, is learnt."""
+    """Catches a long pair that stops the run or is dropped without being counted, a pair without a token to train on,
+    and a conversation of which only the first answer, or a question, has a loss."""
     pairs: list[Pair] = [([0] * 10, [1] * 20), ([0] * 17, [1] * 3), ([0] * 5, []), ([], [1]), ([0] * 3, [1] * 3)]
     source = PackedSamples(write_pairs(tmp_path / "pairs", pairs), range(5), SEQ_LEN, seed=0)
     assert (source.counts.truncated, source.counts.dropped, source.counts.samples) == (1, 3, 2)
@@ -112,8 +112,8 @@ def test_what_does_not_fit_is_counted(tmp_path: Path) -> None:
 
 
 def test_long_documents_are_trained_to_their_end(tmp_path: Path) -> None:
-    """Catches tails that nobody trains, tokens that are predicted twice or never where a document is split, and a fill
-    that says nothing of what is left out."""
+    """Catches document tails that are never trained on, tokens that are predicted twice or never where a document is
+    split, and counts that omit the tokens that are left out."""
     random = np.random.default_rng(0)
     documents = [list(range(size)) for size in [*random.lognormal(2.5, 1.2, 80).astype(int) + 1, 16, 17, 18, 33, 34]]
     with TurnWriter(tmp_path / "texts", np.uint16) as writer:
@@ -141,14 +141,14 @@ def test_long_documents_are_trained_to_their_end(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("one", ["document_mask", "reset_positions"])
 def test_pairs_that_would_read_each_other_are_refused(one: str) -> None:
-    """Catches a packed run whose pairs are context, or an offset, to the pairs after them."""
+    """Catches a packed run in which pairs attend to the pairs before them, or continue their positions."""
     config = DataConfig(train=[DatasetConfig("pairs")], packing=PackingMode.best_fit, **{one: True})
     with pytest.raises(ConfigError, match="pairs that share a sample would attend to each other; set both to true"):
         config.check()
 
 
 def test_layouts_and_resumes_agree(tmp_path: Path) -> None:
-    """Catches packed batches that depend on dp, micro-batch size or where the reading starts (N2)."""
+    """Catches packed batches that depend on dp, the micro-batch size or the sample at which a run resumes (N2)."""
     source = PackedSamples(write_pairs(tmp_path / "pairs", random_pairs(60)), range(60), SEQ_LEN, seed=1)
     seen = []
     for dp, micro, start in ((1, 6, 0), (2, 3, 0), (3, 1, 0), (1, 2, 12)):
@@ -169,7 +169,8 @@ def test_layouts_and_resumes_agree(tmp_path: Path) -> None:
 
 
 def test_validation_predicts_every_response_once(tmp_path: Path) -> None:
-    """Catches a layout that drops or repeats packed windows, and a token count that is not what the loss is over."""
+    """Catches a layout that drops or repeats packed windows, and a loss mask that is not exactly the response
+    tokens."""
     pairs = random_pairs(40)
     valid = PackedValidation(write_pairs(tmp_path / "pairs", pairs), range(7, 40), SEQ_LEN)
     expected = sorted(token for prompt, response in pairs[7:] for token in response[0 if prompt else 1 :])
@@ -183,7 +184,7 @@ def test_validation_predicts_every_response_once(tmp_path: Path) -> None:
 
 
 def loss_of_pairs_alone(model: GPT, pairs: list[Pair]) -> tuple[float, int]:
-    """Mean loss over response tokens with each pair in a sample of its own, and their number."""
+    """Returns the mean loss over response tokens with one pair per sample, and the number of those tokens."""
     total, count = torch.zeros((), dtype=torch.float64), 0
     for prompt, response in pairs:
         tokens = torch.tensor([prompt + response])
@@ -206,8 +207,8 @@ def train_pairs(megads: StartCommand, prefix: Path, name: str, **changes: int | 
 
 @pytest.mark.distributed
 def test_pairs_train_as_if_each_were_alone(tmp_path: Path, megads: StartCommand) -> None:
-    """Catches loss on prompts or padding, pairs that see each other, positions that go on counting, a mean that is not
-    over the response tokens of the global batch, and layouts that differ in any of it (N9)."""
+    """Catches a loss on prompts or padding, pairs that attend to each other, positions that do not restart, a mean that
+    is not over the response tokens of the global batch, and layouts that differ in any of it (N9)."""
     pairs = random_pairs(150)
     dataset = write_pairs(tmp_path / "pairs", pairs)
     four: dict[str, int | Path] = {"parallel__dp": 2, "parallel__pp": 2, "data__stage_to": tmp_path / "local"}
@@ -234,7 +235,7 @@ DOCUMENTS = range(3, 390)
 
 @pytest.fixture
 def dataset(tmp_path: Path) -> IndexedDataset:
-    """400 documents of one to four sequences, empty ones and some longer than a sample among them."""
+    """400 documents of one to four sequences, some of them empty and some longer than a sample."""
     random = np.random.default_rng(5)
     with TurnWriter(tmp_path / "mixed", np.uint16) as writer:
         for _ in range(400):
@@ -255,7 +256,7 @@ def forbid_packing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def digest(source: PackedSamples | PackedValidation, samples: IntArray) -> str:
-    """Hash of every token's place in every sample, and of what is learnt."""
+    """Hashes the position of every token in every sample, and which tokens have a loss."""
     found = hashlib.sha256()
     for runs in source.runs(samples):
         assert runs.counted is not None
@@ -266,14 +267,14 @@ def digest(source: PackedSamples | PackedValidation, samples: IntArray) -> str:
 
 
 def both_digests(dataset: IndexedDataset, seq_len: int = SEQ_LEN, cache_dir: str | None = None) -> tuple[str, str]:
-    """Of three epochs of training and of the validation."""
+    """Returns the digests of three epochs of training and of the validation."""
     train = PackedSamples(dataset, DOCUMENTS, seq_len, 7, cache_dir)
     valid = PackedValidation(dataset, DOCUMENTS, seq_len, cache_dir)
     return digest(train, np.arange(3 * train.samples_per_epoch)), digest(valid, np.arange(len(valid)))
 
 
 GOLDEN = {16: ("5df50d6ddd538947", "519204ea16681235"), 100: ("f53fdb91267c4410", "47b25c5c5db7ee81")}
-"""By seq_len; of the first version, which packed in memory at every start."""
+"""Digests by seq_len, from the first version, which packed in memory at every start."""
 
 
 @pytest.mark.parametrize("seq_len", GOLDEN)
@@ -281,7 +282,7 @@ GOLDEN = {16: ("5df50d6ddd538947", "519204ea16681235"), 100: ("f53fdb91267c4410"
 def test_the_samples_are_these_for_ever(
     dataset: IndexedDataset, monkeypatch: pytest.MonkeyPatch, seq_len: int, changes: dict[str, int]
 ) -> None:
-    """Catches an edit, another NumPy, a cached array or a border between chunks that changes the samples of a run."""
+    """Catches an edit, another NumPy version, a cached array or a chunk boundary that changes the samples of a run."""
     for name, value in changes.items():
         monkeypatch.setattr(module, name, value)
     assert both_digests(dataset, seq_len) == GOLDEN[seq_len]
@@ -290,8 +291,8 @@ def test_the_samples_are_these_for_ever(
 def test_no_document_is_packed_twice(
     dataset: IndexedDataset, always_cached: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches ranks that pack what one of them has packed, maps that `run.prepare_only` leaves to the job, and private
-    copies of what is mapped."""
+    """Catches ranks that repeat the packing that one of them has done, maps that `run.prepare_only` does not build, and
+    arrays that are copied to private memory instead of memory-mapped."""
     first = PackedSamples(dataset, DOCUMENTS, SEQ_LEN, 7)
     assert first.build_maps(3 * first.samples_per_epoch) == 3
     PackedValidation(dataset, DOCUMENTS, SEQ_LEN)
@@ -307,7 +308,7 @@ def test_no_document_is_packed_twice(
 def test_damaged_bins_are_packed_anew(
     dataset: IndexedDataset, always_cached: None, caplog: pytest.LogCaptureFixture, name: str, damage: str
 ) -> None:
-    """Catches a flipped bit that trains other samples than the run's without a word."""
+    """Catches a damaged cache that silently changes the samples of a run."""
     both_digests(dataset)
     [path] = Path(f"{dataset.prefix}.cache").glob(f"*-packed-{name}")
     content = bytearray(path.read_bytes())
@@ -326,11 +327,11 @@ def test_damaged_bins_are_packed_anew(
 def test_all_that_determines_bins_is_in_their_name(
     dataset: IndexedDataset, always_cached: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches bins of another range, length, seed, dataset or version of the packing."""
+    """Catches cached bins of another range, length, seed, dataset or packing version that are reused."""
     folder = Path(f"{dataset.prefix}.cache")
 
     def made(seq_len: int = SEQ_LEN, seed: int = 7, documents: range = DOCUMENTS) -> int:
-        """Counts what is cached anew for the first epoch."""
+        """Counts the cache entries that are written for the first epoch."""
         before = set(folder.glob("*.json"))
         PackedSamples(IndexedDataset(dataset.prefix), documents, seq_len, seed).build_maps(1)
         return len(set(folder.glob("*.json")) - before)
@@ -348,8 +349,8 @@ def test_all_that_determines_bins_is_in_their_name(
 def test_a_dataset_that_cannot_be_written_beside(
     dataset: IndexedDataset, always_cached: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a read-only disk that stops a run, or has every rank pack."""
-    # A file in the way refuses a folder to root too.
+    """Catches a read-only disk that stops a run, or makes every rank pack."""
+    # A file at this path prevents the folder even for root.
     Path(f"{dataset.prefix}.cache").write_text("in the way")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -363,8 +364,7 @@ def test_a_dataset_that_cannot_be_written_beside(
 def test_the_given_cache_folder_is_taken(
     dataset: IndexedDataset, always_cached: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches `data.cache_dir` that is not heard, by training or by validation, or cannot be written and is passed
-    over."""
+    """Catches a `data.cache_dir` that training or validation ignores, or that is not writable and raises no error."""
     config = DataConfig(
         train=[DatasetConfig(dataset.prefix)], packing=PackingMode.best_fit, document_mask=True, reset_positions=True
     )
@@ -381,7 +381,7 @@ def test_the_given_cache_folder_is_taken(
 
 
 def test_nothing_to_learn_is_said_of_cached_bins_too(tmp_path: Path, always_cached: None) -> None:
-    """Catches empty arrays, which cannot be mapped, and are no error of the cache."""
+    """Catches empty arrays, which cannot be memory-mapped, reported as an error of the cache."""
     with TurnWriter(tmp_path / "prompts", np.uint16) as writer:
         for _ in range(5):
             writer.append_turns([1, 2], [])
@@ -391,7 +391,8 @@ def test_nothing_to_learn_is_said_of_cached_bins_too(tmp_path: Path, always_cach
 
 
 def one_by_one(sizes: list[int], capacity: int) -> list[int]:
-    """Bin of each item by best-fit decreasing as the textbook has it; of equal bins, the one that waited longest."""
+    """Returns the bin of each item by textbook best-fit decreasing; among bins of equal room, the one that waited
+    longest."""
     waiting: list[deque[int]] = [deque() for _ in range(capacity + 1)]
     bins, opened = [], 0
     for size in sizes:
@@ -407,15 +408,15 @@ def one_by_one(sizes: list[int], capacity: int) -> list[int]:
 
 @given(st.integers(1, 40).flatmap(lambda top: st.tuples(st.just(top), st.lists(st.integers(1, top), max_size=150))))
 def test_bins_are_filled_as_one_item_at_a_time_fills_them(packed: tuple[int, list[int]]) -> None:
-    """Catches overfull bins, items lost or doubled, a bin forgotten when its class is used up, a worse fit, and an edit
-    that puts any item into another bin: it would change the samples of running runs."""
+    """Catches overfull bins, lost or duplicated items, a bin forgotten when its size class is used up, a worse fit, and
+    an edit that moves any item to another bin: it would change the samples of existing runs."""
     capacity, items = packed
     sizes = sorted(items, reverse=True)
     assert best_fit_decreasing(np.array(sizes, np.int64), capacity).tolist() == one_by_one(sizes, capacity)
 
 
 def test_a_million_items_of_a_corpus() -> None:
-    """Catches bins that overflow, or room that is wasted, where many items share a size and small ones abound."""
+    """Catches bins that overflow, or waste room, where many items share a size and many are small."""
     sizes = np.sort(np.random.default_rng(0).geometric(0.004, 1_000_000).clip(1, 2049))[::-1].astype(np.int64)
     filled = np.bincount(best_fit_decreasing(sizes, 2049), sizes)
     assert filled.max() <= 2049 and filled.sum() == sizes.sum() and filled.mean() > 0.9999 * 2049

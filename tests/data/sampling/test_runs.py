@@ -1,4 +1,4 @@
-"""What a rank reads of a sample, worked out by hand."""
+"""Tests what a rank reads of a sample, against results worked out by hand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megads.data.sampling.runs import SampleOrigin, Stretch, sample_origins
 from megads.data.sampling.samples import TrainSamples
 from tests.data.conftest import MakeDataset
 
-# Six inputs and the last label, of two documents: places 0 to 3 and 4 to 6.
+# Six inputs and the last label, of two documents: positions 0 to 3 and 4 to 6.
 FIRST = Stretch("a", 1, 100, 500, 0, np.array([10, 11, 12, 13]), np.array([False, True, True, True]))
 SECOND = Stretch("b", 2, 0, 3, 4, np.array([20, 21, 22]), np.array([False, True, True]))
 SAMPLE = SampleOrigin(7, (0, 3), (FIRST, SECOND))
@@ -29,7 +29,7 @@ Part = tuple[str, int, int, list[int], list[bool]]
 )
 def test_a_rank_reads_its_inputs_and_one_label_more(ranges: list[range], expected: list[Part]) -> None:
     """Catches a part that ends before its last label or begins after its first input, a loss that two ranks count at
-    the seam, and documents of which a rank has nothing."""
+    their boundary, and documents of which a rank has nothing."""
     cut = SAMPLE.cut(ranges)
     assert (cut.sample, cut.key) == (7, (0, 3))
     assert [
@@ -41,8 +41,8 @@ def test_a_rank_reads_its_inputs_and_one_label_more(ranges: list[range], expecte
 
 @pytest.mark.parametrize("mask_eod", [False, True])
 def test_where_the_loss_counts(make_dataset: MakeDataset, mask_eod: bool) -> None:
-    """Catches losses that are shown at the place before or after the one at which they count: on every token that
-    another one of its sample predicts, and with mask_eod on none that begins a document."""
+    """Catches losses shown one position before or after the one at which they count: on every token that another one of
+    its sample predicts, and with mask_eod on none that begins a document."""
     dataset = make_dataset([5, 3, 13, 1, 40, 8, 2])
     source = TrainSamples(dataset, range(7), 8, seed=3)
     origins = sample_origins(source, np.arange(source.samples_per_epoch), mask_eod)

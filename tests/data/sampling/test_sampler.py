@@ -13,19 +13,19 @@ LAYOUTS = [(1, 1), (1, 12), (2, 3), (3, 2), (4, 1), (6, 2)]
 
 @pytest.mark.parametrize("dp,micro", LAYOUTS)
 def test_every_layout_deals_the_same_samples_in_the_same_order(dp: int, micro: int) -> None:
-    """Catches samples that depend on the layout: dealt out by micro-batch, then rank, they are a run of numbers."""
+    """Catches samples that depend on the layout: ordered by micro-batch, then rank, their indices are consecutive."""
     by_rank = [micro_batch_ids(100, 12, micro, rank, dp) for rank in range(dp)]
     assert all(ids.shape == (12 // (micro * dp), micro) and ids.dtype == np.int64 for ids in by_rank)
     assert np.stack(by_rank, axis=1).ravel().tolist() == list(range(100, 112))
 
 
 def test_formula() -> None:
-    """Catches rank and micro-batch changing places, which the union over ranks does not show."""
+    """Catches rank and micro-batch swapped, which the union over ranks does not show."""
     assert micro_batch_ids(100, 12, 2, 1, 3).tolist() == [[102, 103], [108, 109]]
 
 
 def test_a_batch_that_does_not_divide_is_refused() -> None:
-    """Catches samples dropped without a word."""
+    """Catches samples that are silently dropped."""
     with pytest.raises(ConfigError, match=r"12 samples is not a multiple .* 2 \* 4 = 8"):
         micro_batch_ids(0, 12, 2, 0, 4)
 
@@ -38,7 +38,7 @@ def test_batch_hash_is_stable_and_sees_order_and_epoch() -> None:
 
 
 def test_against_lists() -> None:
-    """Catches a range that is off by one, and ranges not counted as the run with the ones before counts."""
+    """Catches a range that is off by one, and ranges not counted in the stream that the ranges before leave."""
     random = np.random.default_rng(0)
     for _ in range(200):
         begins = random.integers(0, 60, random.integers(0, 5))
@@ -53,7 +53,7 @@ def test_against_lists() -> None:
 
 
 def test_steps_of_a_ramp() -> None:
-    """Catches steps taken for equally many samples each: a skipped step leaves out what that step trained on."""
+    """Catches a skip that assumes the same number of samples in every step: it must skip what that step trained on."""
     schedule = BatchSizeSchedule(8, start=4, increment=4, ramp_samples=8)
     assert [schedule.samples_after(step) for step in (1, 3)] == [4, 16]
     skips = skips_of([SkipConfig(steps=[2, 3]), SkipConfig(samples=[5, 7])], schedule)
@@ -88,7 +88,7 @@ def test_no_range_is_refused(item: SkipConfig) -> None:
 def test_what_is_trained_stays_as_it_was(
     before: tuple[tuple[int, int], ...], now: tuple[tuple[int, int], ...], samples: int, allowed: bool
 ) -> None:
-    """Catches a skip before the checkpoint that shifts all samples to come, and the refusal of one that does not."""
+    """Catches a skip before the checkpoint that shifts all later samples, and the refusal of one that does not."""
     consumed = [skips.apply(np.arange(samples)).tolist() for skips in (Skips(before), Skips(now))]
     assert (consumed[0] == consumed[1]) is allowed, "the case itself is wrong"
     if allowed:

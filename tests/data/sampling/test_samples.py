@@ -22,7 +22,7 @@ SEQ_LEN = 8
 
 
 def test_an_epoch_predicts_consecutive_tokens_of_whole_documents(make_dataset: MakeDataset) -> None:
-    """Catches samples that skip or repeat tokens: put in order, an epoch's samples are its documents joined."""
+    """Catches samples that skip or repeat tokens: in order, an epoch's samples are its documents concatenated."""
     dataset = make_dataset([5, 0, 13, 1, 40, 8, 2])
     samples = TrainSamples(dataset, range(1, 7), SEQ_LEN, seed=3)
     assert samples.samples_per_epoch == (64 - 1) // SEQ_LEN
@@ -47,7 +47,7 @@ def test_the_order_does_not_depend_on_how_far_it_is_read(make_dataset: MakeDatas
 
 
 def starts_by_ends(tokens: list[int], end: int) -> list[int]:
-    """Place at which each token's document starts, from the tokens alone: after every end of a document."""
+    """Index at which each token's document starts, from the tokens alone: after every end-of-document token."""
     starts, start = [], 0
     for place, token in enumerate(tokens):
         starts.append(start)
@@ -57,8 +57,8 @@ def starts_by_ends(tokens: list[int], end: int) -> list[int]:
 
 
 def test_document_starts_are_where_documents_ended(make_dataset: MakeDataset) -> None:
-    """Catches borders off by one, an end-of-document token in the next document, empty documents, samples that start in
-    mid-document, and what follows the end of the validation stream."""
+    """Catches boundaries off by one, an end-of-document token counted to the next document, and errors at empty
+    documents, at samples that start mid-document, and after the end of the validation stream."""
     end = 999
     dataset = make_dataset(documents=[[7] * (size - 1) + [end] * (size > 0) for size in [5, 0, 13, 1, 40, 8, 2, 0]])
     train, from_zero = TrainSamples(dataset, range(8), SEQ_LEN, seed=3), 0
@@ -79,7 +79,7 @@ def test_document_starts_are_where_documents_ended(make_dataset: MakeDataset) ->
 
 
 def test_opening_takes_no_memory_by_the_document(tmp_path: Path) -> None:
-    """Catches ranks that each hold what the mapped index says already: gigabytes at a billion documents."""
+    """Catches ranks that each copy what the memory-mapped index holds: gigabytes at a billion documents."""
     sizes = np.zeros(500_000, "<i4")
     sizes[-2:] = 9, 40
     offsets = (np.cumsum(sizes, dtype="<i8") - sizes) * 2
@@ -99,7 +99,7 @@ def test_opening_takes_no_memory_by_the_document(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tokens,fits", [(SEQ_LEN, False), (SEQ_LEN + 1, True)])
 def test_too_few_tokens(make_dataset: MakeDataset, tokens: int, fits: bool) -> None:
-    """Catches a division by zero, or an off-by-one at the smallest dataset that works."""
+    """Catches a division by zero, or an off-by-one error at the smallest valid dataset."""
     dataset = make_dataset([tokens, 100])
     if fits:
         assert TrainSamples(dataset, range(1), SEQ_LEN, 0).samples_per_epoch == 1
@@ -127,8 +127,8 @@ def test_validation_predicts_every_token_once(make_dataset: MakeDataset, total: 
 
 @pytest.mark.parametrize(("max_tokens", "windows"), [(1, 1), (24, 3), (25, 4), (10**9, 13)])
 def test_a_subset_of_validation(make_dataset: MakeDataset, max_tokens: int, windows: int) -> None:
-    """N10. Catches a subset that is the beginning of the set only, that repeats or masks windows, or that depends on
-    how ranks ask for it."""
+    """N10. Catches a subset that is only the beginning of the set, repeats or masks windows, or depends on how ranks
+    request it."""
     dataset = make_dataset([101])
     whole = ValidationSamples(dataset, range(1), SEQ_LEN)
     subset = WindowSubset(whole, max_tokens)
@@ -142,7 +142,7 @@ def test_a_subset_of_validation(make_dataset: MakeDataset, max_tokens: int, wind
 
 
 def test_validation_needs_a_token_to_predict(make_dataset: MakeDataset) -> None:
-    """Catches a validation set of no windows, whose loss would be 0/0."""
+    """Catches a validation set without windows, whose loss would be 0/0."""
     with pytest.raises(DataError, match="validation needs at least 2"):
         ValidationSamples(make_dataset([9, 1]), range(1, 2), SEQ_LEN)
 
@@ -159,7 +159,7 @@ def test_validation_needs_a_token_to_predict(make_dataset: MakeDataset) -> None:
     ],
 )
 def test_split(make_dataset: MakeDataset, documents: int, shares: list[float], counts: list[int]) -> None:
-    """Catches shares that are lost to rounding, overlap, or leave documents out."""
+    """Catches splits that are empty by rounding, overlap, or leave documents out."""
     ranges = split_documents(make_dataset([2] * documents), shares)
     assert [len(part) for part in ranges] == counts
     assert [document for part in ranges for document in part] == list(range(documents))
@@ -175,8 +175,8 @@ def test_a_split_of_too_few_documents_is_refused(make_dataset: MakeDataset) -> N
 def test_a_few_samples_are_found_as_many_are(
     make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch, longest: int
 ) -> None:
-    """Catches a way of finding few samples that differs from that of many at a border of documents or epochs, at
-    documents without tokens, or where a sample has many documents."""
+    """Catches a lookup of few samples that differs from that of many at a boundary of documents or epochs, at empty
+    documents, or for a sample of many documents."""
     random = np.random.default_rng(longest)
     sizes = [40, *random.integers(0, longest, 60).tolist()]
     dataset = make_dataset(sizes)
@@ -199,7 +199,7 @@ def brute_force_entropy(dataset: IndexedDataset, documents: range) -> float:
 
 
 def test_unigram_entropy_in_pieces(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches the first token being counted, base 2, and pieces that are lost or of growing range."""
+    """Catches counting the first token, log base 2, and chunks that are lost or have a larger token range."""
     dataset = make_dataset([50, 100, 70])
     monkeypatch.setattr(module, "CHUNK_TOKENS", 13)
     expected = brute_force_entropy(dataset, range(1, 3))
@@ -207,7 +207,7 @@ def test_unigram_entropy_in_pieces(make_dataset: MakeDataset, monkeypatch: pytes
 
 
 def test_unigram_entropy_refuses_damage(make_dataset: MakeDataset) -> None:
-    """Catches a count array of 2^31 entries because of one flipped bit."""
+    """Catches a count array of 2^31 entries due to one flipped bit."""
     dataset = make_dataset(documents=[[1, 2], [3, 2**31 - 1]])
     with pytest.raises(DataError, match="document 1 holds token 2147483647"):
         unigram_entropy(ValidationSamples(dataset, range(2), SEQ_LEN))

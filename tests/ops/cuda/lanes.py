@@ -1,6 +1,6 @@
-"""Runs the CUDA kernels on the CPU, lane by lane: a C++ compiler translates their source against tests/ops/cuda/shim.
+"""Runs the CUDA kernels on the CPU, lane by lane: a C++ compiler compiles their source against tests/ops/cuda/shim.
 
-What the shim finds (accesses outside a buffer, divergence at a barrier, ...) is raised as a KernelFault.
+Errors that the shim detects (accesses outside a buffer, divergence at a barrier, ...) are raised as a KernelFault.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from megads.ops.build import find_compiler, run_compiler, sources_dir
 from megads.runtime.environment import user_cache_dir
 
 SHIM = Path(__file__).parent / "shim"
-# Variables that nobody set hold a pattern; undefined behaviour (misaligned accesses, bounds, overflows) is a trap.
+# Uninitialized variables hold a pattern; undefined behaviour (misaligned accesses, bounds, overflows) traps.
 FLAGS = (
     "-std=c++20", "-O1", "-fPIC", "-fno-strict-aliasing", "-ftrivial-auto-var-init=pattern",
     "-fsanitize=undefined", "-fsanitize-undefined-trap-on-error",
 )  # fmt: skip
 MAP_NORESERVE = 0x4000
-"""The kernel's; Python names it from 3.13 on."""
+"""From Linux's mman.h; the mmap module defines it since Python 3.13."""
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""How the launchers number element types."""
+"""The launchers' numbers of element types."""
 
 
 class KernelFault(Exception):
-    """A kernel did what a GPU would not survive, or would not notice."""
+    """A kernel did something that a GPU would crash on, or would not notice."""
 
 
 @functools.cache
@@ -43,7 +43,7 @@ def translated(kernel: str, change: Callable[[str], str] | None = None) -> ctype
 
     Args:
         kernel: name of the source without its suffix.
-        change: makes a mutant of every source file's text.
+        change: mutates the text of every source file.
     """
     sources = [*sorted((sources_dir() / "cuda").glob("*.*h")), sources_dir() / "cuda" / f"{kernel}.cu"]
     texts = {path.name: change(path.read_text()) if change else path.read_text() for path in sources}
@@ -70,7 +70,7 @@ def translated(kernel: str, change: Callable[[str], str] | None = None) -> ctype
 
 @functools.cache
 def _fibers() -> Path:
-    """The compiled shim, which all kernels are linked with."""
+    """Path of the compiled shim, which all kernels are linked with."""
     text = "".join(path.read_text() for path in sorted(SHIM.iterdir()))
     digest = hashlib.sha256(repr((find_compiler(), FLAGS, text)).encode()).hexdigest()[:16]
     compiled = user_cache_dir() / "lanes" / f"fibers-{digest}.o"
@@ -83,15 +83,15 @@ def _fibers() -> Path:
 
 
 class Lanes:
-    """Memory of a device that does not exist, and calls of launchers on it; used in a `with` block.
+    """Memory of a simulated device, and calls of launchers on it; used in a `with` block.
 
     Args:
         kernel: source file in kernels/cuda.
-        order: in which threads and blocks run: 0 forwards, 1 backwards, else the seed of a shuffle.
-        residue: elements by which each buffer's address is further from a multiple of 16 than the last one's.
-        at_end: buffers end at memory that must not be touched; else they start there.
+        order: order of threads and blocks: 0 forwards, 1 backwards, else the seed of a shuffle.
+        residue: buffer i starts i * residue elements after a multiple of 16 bytes (modulo 16 bytes).
+        at_end: buffers end at a guard page; otherwise they start at one.
         change: see `translated`.
-        last_blocks: only so many are run, the last ones of each grid; 0: all.
+        last_blocks: number of blocks that run, the last ones of each grid; 0: all.
     """
 
     def __init__(
@@ -113,13 +113,13 @@ class Lanes:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is not None:
-            return  # pytest prints tensors that lie here
+            return  # pytest prints tensors in these buffers
         intact = [self._library.shim_free(ctypes.c_void_p(buffer)) for buffer in self._buffers]
         if not all(intact):
             raise KernelFault(f"memory beside buffer {intact.index(0)} of {len(intact)} was written")
 
     def empty(self, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> Tensor:
-        """A buffer full of NaN (or -1), aligned as this device's are."""
+        """A buffer filled with NaN (or -1), aligned by `residue`."""
         count = int(torch.Size(shape).numel()) * dtype.itemsize
         residue = len(self._buffers) * self._residue * dtype.itemsize % 16
         address = self._library.shim_allocate(ctypes.c_int64(count), ctypes.c_int64(residue), int(self._at_end))
@@ -129,7 +129,7 @@ class Lanes:
         return torch.frombuffer((ctypes.c_char * count).from_address(address), dtype=dtype).view(shape)
 
     def sparse(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A buffer of zeros of any size, in memory only where it is touched; nothing guards it."""
+        """A zero-filled buffer of any size; pages are allocated on first access, and nothing guards it."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         memory = mmap.mmap(-1, torch.Size(shape).numel() * dtype.itemsize, flags=flags)
         found = torch.frombuffer(memory, dtype=dtype).view(shape)
@@ -137,7 +137,7 @@ class Lanes:
         return found
 
     def place(self, x: Tensor) -> Tensor:
-        """A copy that a kernel may write."""
+        """A copy in a buffer that a kernel may write."""
         placed = self.empty(x.shape, x.dtype)
         placed.copy_(x)
         return placed
@@ -147,10 +147,10 @@ class Lanes:
 
         Args:
             launcher: its name without megads_cuda_.
-            arguments: tensors of this device are passed as they are, others as copies that must not be written.
+            arguments: tensors of this device are passed unchanged, others as copies that must not be written.
 
         Raises:
-            KernelFault: the shim found something.
+            KernelFault: the shim detected an error.
         """
         self._library.shim_set_order(ctypes.c_int64(self._order))
         self._library.shim_set_last_blocks(ctypes.c_int64(self._last_blocks))
@@ -159,7 +159,7 @@ class Lanes:
             raise KernelFault(f"{launcher}: error {error}: {self._message()}")
 
     def count(self, function: str, *arguments: int) -> int:
-        """Calls a function of launchers.h that returns a number, with numbers."""
+        """Calls a function of launchers.h that takes and returns integers."""
         found = getattr(self._library, f"megads_cuda_{function}")
         found.restype = ctypes.c_int64
         return int(found(*map(ctypes.c_int64, arguments)))

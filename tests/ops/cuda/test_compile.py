@@ -1,7 +1,7 @@
-"""The CUDA kernels as nvcc compiles them, and the library as torch loads it, without a GPU.
+"""The CUDA kernels compiled by nvcc, and their library loaded by PyTorch, without a GPU.
 
-`make test-gpu-build` runs this file under the CUDA builds of two versions of torch; elsewhere it runs under whatever
-torch is installed. Slow where nothing is in the user's cache yet: nvcc takes a minute or two.
+`make test-gpu-build` runs this file with the CUDA builds of two versions of PyTorch; otherwise it runs with the
+installed one. Slow if the user's cache is empty: nvcc takes a minute or two.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ MOST_REGISTERS = {
     "sum_partials": 48,
     "adamw": 40,
 }
-"""Of a thread, whatever the element type: what the blocks that a multiprocessor holds at a time follow from."""
+"""Maximum registers per thread for any element type; they limit how many blocks fit on a multiprocessor."""
 
 FATBIN_MAGIC = struct.pack("<I", 0xBA55ED50)
 NULL_BY_DESIGN = ("_ITM_", "__gmon_start__")
-"""Weak symbols of the compiler's own start-up code: transactional memory, profiling."""
+"""Weak symbols in the compiler's start-up code: transactional memory, profiling."""
 
 
 def calls() -> dict[str, tuple[Any, ...]]:
-    """Every operator of the CUDA library, with arguments of the right shapes and dtypes, on the CPU."""
+    """Returns every operator of the CUDA library, with CPU arguments of the right shapes and dtypes."""
     x, row, rows, flag = torch.ones(2, 4), torch.ones(4), torch.ones(2), torch.ones(2, dtype=torch.int64)
     scores, statistics, drawn = torch.ones(1, 1, 2, 4), torch.ones(2, 2), (flag[:1], 7, 9000, 0)
     turned, table = torch.ones(1, 2, 1, 4), torch.ones(1, 2, 2)
@@ -94,7 +94,7 @@ BINDINGS = sources_dir() / "bindings" / "cuda"
 
 
 def said_by(*command: str | Path) -> str:
-    """What a tool of the compiler's prints."""
+    """Returns the output of a command."""
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
@@ -109,7 +109,7 @@ def library() -> Path:
 
 
 def base_name(kernel: KernelReport) -> str:
-    """The kernel's own name in the linker's, which counts each name's letters."""
+    """Returns a kernel's name from its mangled name, which contains its length."""
     found = [name for name in MOST_REGISTERS if f"{len(name)}{name}" in kernel.name]
     assert len(found) == 1, f"{kernel.name}: give it a ceiling in MOST_REGISTERS"
     return found[0]
@@ -117,7 +117,7 @@ def base_name(kernel: KernelReport) -> str:
 
 @pytest.mark.usefixtures("library")
 def test_no_spills_and_few_registers() -> None:
-    """Catches registers kept in memory, and a kernel so wide that few of its blocks fit on a multiprocessor."""
+    """Catches spilled registers, and a kernel with so many registers that few of its blocks fit on a multiprocessor."""
     kernels = reports(report_path().read_text())
     for architecture in ("sm_80", "sm_90"):
         assert {base_name(kernel) for kernel in kernels if kernel.architecture == architecture} == set(MOST_REGISTERS)
@@ -127,7 +127,7 @@ def test_no_spills_and_few_registers() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: a launch would succeed")
 def test_a_launch_without_a_gpu_says_so(library: Path) -> None:
-    """Catches a launcher that drops CUDA's error: its results would be whatever was in memory."""
+    """Catches a launcher that ignores CUDA's error: its results would be uninitialized memory."""
     launchers = ctypes.CDLL(str(library))
     launchers.megads_cuda_error.restype = ctypes.c_char_p
     nowhere = ctypes.c_void_p(None)
@@ -145,8 +145,8 @@ def test_code_for_every_target(library: Path, tmp_path: Path) -> None:
     section = tmp_path / "fatbin"
     said_by("objcopy", "-O", "binary", "--only-section=.nv_fatbin", library, section)
     data, at, found = section.read_bytes(), 0, set()
-    # Containers of entries, as in NVIDIA's fatbinary_section.h and observed with nvcc 13.0: an entry's header has its
-    # kind, both sizes and, at byte 28, the architecture.
+    # Containers of entries, as in NVIDIA's fatbinary_section.h and observed with nvcc 13.0: the header of an entry
+    # has its kind, both sizes and, at byte 28, the architecture.
     while (at := data.find(FATBIN_MAGIC, at)) >= 0:
         header_size, size = struct.unpack_from("<6xHQ", data, at)
         at += header_size
@@ -175,13 +175,13 @@ def test_every_symbol_resolves(library: Path) -> None:
 
 @pytest.fixture
 def loaded(kernels: None, library: Path) -> Callable[[str], Any]:
-    """The library in this torch; returns an operator by its name."""
+    """Loads the library into PyTorch; returns a getter of operators by name."""
     load_cuda_library(library)
     return lambda name: getattr(torch.ops.megads, name).default
 
 
 def test_operators_are_registered(loaded: Callable[[str], Any], library: Path) -> None:
-    """Catches an operator left without GPU code, and one that the test below does not call."""
+    """Catches an operator without a CUDA implementation, and one that the test below does not call."""
     bound = re.findall(r'library\.impl\("(\w+)"', "".join(path.read_text() for path in BINDINGS.glob("*.cpp")))
     assert sorted(bound) == sorted(calls())
     missing = [
@@ -195,7 +195,7 @@ def test_operators_are_registered(loaded: Callable[[str], Any], library: Path) -
 
 @pytest.mark.parametrize("name", calls())
 def test_tensors_on_the_cpu_are_refused(loaded: Callable[[str], Any], name: str) -> None:
-    """Catches a CUDA kernel that takes a pointer to the host's memory, and arguments other than the operator's."""
+    """Catches a CUDA kernel that accepts pointers to host memory, and arguments that do not match the operator."""
     on_gpus = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
     with pytest.raises(RuntimeError, match="megads: the CUDA kernels take tensors on a GPU"):
         loaded(name).redispatch(on_gpus, *calls()[name])

@@ -1,4 +1,4 @@
-"""The CUDA cross entropy kernels, lane by lane, against fp64."""
+"""The CUDA cross-entropy kernels, run lane by lane on the CPU, against fp64."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def ours(logits: Tensor, labels: Tensor, valid: int, start: int, grad: Tensor, **how: int) -> tuple[Tensor, Tensor]:
-    """Statistics, and the gradient with this part as the whole vocabulary; it is computed in place of the logits."""
+    """Returns the statistics, and the gradient with this part as the whole vocabulary; it overwrites the logits."""
     with Lanes("cross_entropy", **how) as lanes:
         rows, columns = logits.shape
         shape = (logits.dtype, rows, columns, valid, start)
@@ -27,7 +27,7 @@ def ours(logits: Tensor, labels: Tensor, valid: int, start: int, grad: Tensor, *
 
 
 def reference(logits: Tensor, labels: Tensor, valid: int, start: int, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """The same in plain torch, in the dtype of the logits."""
+    """Returns the same results of plain torch, in the dtype of the logits."""
     found = statistics_reference(logits, labels, valid, start)
     return torch.stack(found, 1), gradient_reference(logits, labels, *found[:2], grad.to(logits.dtype), valid, start)
 
@@ -37,12 +37,12 @@ def reference(logits: Tensor, labels: Tensor, valid: int, start: int, grad: Tens
     ("columns", "valid", "residue"), [(1, 1, 1), (37, 37, 5), (1024, 1000, 0), (1024, 1003, 3), (8203, 8203, 3)]
 )
 def test_error_is_that_of_the_dtype(columns: int, valid: int, residue: int, dtype: torch.dtype) -> None:
-    """Catches wrong tails, padding that takes probability, sums that are not corrected for a larger logit."""
+    """Catches wrong tails, padding that gets probability, and sums that are not rescaled when the maximum grows."""
     generator = torch.Generator().manual_seed(columns)
     logits = (4 * torch.randn(24, columns, generator=generator, dtype=torch.float64)).to(dtype)
-    logits[0] = torch.linspace(-20, 20, columns).to(dtype)  # ever larger
+    logits[0] = torch.linspace(-20, 20, columns).to(dtype)  # increasing, so that the maximum changes often
     labels = torch.randint(0, valid, (24,), generator=generator)
-    labels[-1] = valid  # another rank's
+    labels[-1] = valid  # on another rank
     grad = torch.linspace(0.5, 2.0, 24)
     exact = reference(logits.double(), labels, valid, 0, grad.double())
     eager = reference(logits, labels, valid, 0, grad)
@@ -69,7 +69,7 @@ def test_extreme_logits() -> None:
 
 
 def test_no_rows_and_no_columns_that_count() -> None:
-    """Catches a launch of no blocks, and a rank all of whose columns are padding."""
+    """Catches a launch of zero blocks, and wrong results on a rank whose columns are all padding."""
     assert ours(torch.empty(0, 7), torch.empty(0, dtype=torch.int64), 7, 0, torch.empty(0))[1].shape == (0, 7)
     statistics, gradient = ours(torch.randn(2, 7), torch.tensor([0, 1]), 0, 300, torch.ones(2))
     assert statistics.tolist() == [[-float("inf"), 0.0, 0.0]] * 2 and not gradient.any()

@@ -1,4 +1,4 @@
-"""The CUDA kernels of GELU, SwiGLU and rotary positions, lane by lane, against fp64."""
+"""The CUDA kernels of GELU, SwiGLU, dropout and rotary embedding, lane by lane, against fp64."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def draw(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def gelu(x: Tensor, bias: Tensor | None, grad: Tensor, **how: int) -> list[Tensor]:
-    """Output, gradient of x, and of the bias where there is one."""
+    """Output, gradient of x, and gradient of the bias if there is one."""
     with Lanes("gelu", **how) as lanes:
         out, grad_x = (lanes.empty(x.shape, x.dtype) for _ in range(2))
         shape = (x.dtype, *x.shape)
@@ -48,7 +48,7 @@ def gelu_reference(x: Tensor, bias: Tensor | None, grad: Tensor, dtype: torch.dt
 @pytest.mark.parametrize(("rows", "width"), [(1, 5), (3, 337), (70, 64), (301, 9), (4, 1031)])
 @pytest.mark.parametrize("biased", [False, True])
 def test_gelu(rows: int, width: int, biased: bool, dtype: torch.dtype) -> None:
-    """Catches wrong tails and constants, another column's bias, rows left out of the gradient of the bias."""
+    """Catches wrong tail elements or constants, another column's bias, and rows missing from the bias gradient."""
     x, grad = draw(rows, width, dtype=dtype), draw(width, rows, dtype=dtype).T.contiguous()
     bias = draw(width, dtype=dtype) if biased else None
     found = gelu(x, bias, grad, order=width, residue=rows, at_end=rows % 2)
@@ -58,7 +58,7 @@ def test_gelu(rows: int, width: int, biased: bool, dtype: torch.dtype) -> None:
 
 
 def test_gelu_far_out() -> None:
-    """Catches an exponential that overflows to NaN: far out GELU is 0 or x, its slope 0 or 1; NaN stays."""
+    """Catches an exp that overflows to NaN: for large |x| GELU is 0 or x, its derivative 0 or 1; NaN stays NaN."""
     x = torch.tensor([[-1e38, -1e4, -50.0, -0.0, 50.0, 1e4, 1e30, float("inf"), float("nan")]])
     out, slope = gelu(x, None, torch.ones_like(x))
     torch.testing.assert_close(out[0, :8], torch.tensor([0.0, 0.0, 0.0, 0.0, 50.0, 1e4, 1e30, float("inf")]))
@@ -69,7 +69,7 @@ def test_gelu_far_out() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("count", "residue"), [(61, 5), (333, 5), (4099, 3), (4096, 0), (4096, 3)])
 def test_swiglu(count: int, residue: int, dtype: torch.dtype) -> None:
-    """Catches gates taken for ups, wrong tails, whole packs that lie across borders, and a slope that cancels."""
+    """Catches swapped gate and up, wrong tails, vectors across boundaries, and cancellation in the derivative."""
     gate_up, grad = draw(2 * count, dtype=dtype), draw(count, dtype=dtype)
     with Lanes("swiglu", order=count, residue=residue, at_end=count % 2) as lanes:
         found = [lanes.empty((count,), dtype), lanes.empty((2 * count,), dtype)]
@@ -87,7 +87,7 @@ def test_swiglu(count: int, residue: int, dtype: torch.dtype) -> None:
 
 
 def dropped(x: Tensor, mask: DropoutMask, places: Tensor | None, residual: Tensor | None, **how: int) -> Tensor:
-    """By the kernel, of x [batch, tokens, width]."""
+    """The kernel's output for x [batch, tokens, width]."""
     samples, key, threshold, _ = mask.arguments
     with Lanes("dropout", **how) as lanes:
         out = lanes.empty(x.shape, x.dtype)
@@ -99,7 +99,7 @@ def dropped(x: Tensor, mask: DropoutMask, places: Tensor | None, residual: Tenso
 @pytest.mark.parametrize("shape", [(2, 3, 1), (3, 2, 61), (2, 3, 8), (3, 1, 2736)])
 @pytest.mark.parametrize("added", [False, True])
 def test_dropout(added: bool, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Catches wrong tails, other bits than plain torch draws, packs across the ends of rows, a scale in the dtype."""
+    """Catches wrong tails, a mask other than plain torch's, vectors across row ends, a scale rounded to the dtype."""
     count = torch.Size(shape).numel()
     x, residual = draw(*shape, dtype=dtype), draw(count, 1, dtype=dtype).view(shape) if added else None
     mask = DropoutMask(site_key(3, "site"), threshold_of(0.3), torch.tensor([5, 2**40 + 1, 2**32 - 1])[: shape[0]])
@@ -112,7 +112,7 @@ def test_dropout(added: bool, shape: tuple[int, ...], dtype: torch.dtype) -> Non
 
 
 def test_dropout_of_what_is_not_finite() -> None:
-    """Catches a mask that hides a NaN, and with it the step's culprit."""
+    """Catches a mask that hides a NaN, so that the culprit of the step is not found."""
     x = torch.tensor([float("nan"), float("inf")]).repeat(1, 1, 50)
     out = dropped(x, DropoutMask(7, threshold_of(0.5), torch.tensor([0])), None, None)[0, 0]
     assert out[::2].isnan().all() and (out[1::2].isnan() | out[1::2].isinf()).all() and out[1::2].isnan().any()
@@ -121,7 +121,7 @@ def test_dropout_of_what_is_not_finite() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "dim"), [(3, 64), (5, 6), (70, 16)])
 def test_rotary(heads: int, dim: int, dtype: torch.dtype) -> None:
-    """Catches halves that are mixed up, another token's angle, and strides of a fused projection taken for packed."""
+    """Catches swapped halves, another token's angle, and a strided slice of the fused projection read as contiguous."""
     batch, seq_len = 2, 5
     qkv = draw(batch, seq_len, heads, 3, dim, dtype=dtype)
     query = qkv[:, :, :, 1]
@@ -141,7 +141,7 @@ def test_rotary(heads: int, dim: int, dtype: torch.dtype) -> None:
 
 
 def test_nothing_to_do() -> None:
-    """Catches a launch of no blocks, and the gradient of a bias of no rows that is left as it was."""
+    """Catches a kernel launch with zero blocks, and a bias gradient of zero rows that is not set to zero."""
     empty = torch.empty(0, 7)
     assert not gelu(empty, torch.ones(7), empty)[2].any()
     with Lanes("swiglu") as lanes:

@@ -1,7 +1,7 @@
-"""The CUDA kernels on more than 2^31 elements, in memory that is there only where it is touched.
+"""The CUDA kernels on more than 2^31 elements, in sparse memory, which is allocated where it is touched.
 
-The last blocks alone are run, lane by lane: they are where an index of 32 bits goes wrong. Bytes are counted as a
-GPU's, so that the trap for overflows of the shim finds the others.
+Only the last blocks run, lane by lane, since a 32-bit index is wrong there. Sizes in bytes are those on a GPU, so that
+the shim's trap for overflows finds the others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 TAIL = 1000
 COUNT = 2**31 + 5000
 WIDTH = 2**16
-ROWS = 820 * 40  # of GELU with a bias the last block has the last 8 of every 40
+ROWS = 820 * 40  # GELU with a bias: the last block computes the last 8 of every 40
 TOO_LARGE = "error -1"
 
 
@@ -30,19 +30,19 @@ def draw(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 
 def filled(lanes: Lanes, tail: Tensor, count: int = COUNT) -> Tensor:
-    """Zeros, and at the end what is given; [count, *(shape of tail but its first)]."""
+    """Returns zeros that end with the given tail, [count, *(shape of tail but its first)]."""
     x = lanes.sparse((count, *tail.shape[1:]), tail.dtype)
     x[-len(tail) :] = tail
     return x
 
 
 def close(found: Tensor, exact: Tensor) -> None:
-    """Right but for rounding, and nothing is zero that should not be."""
+    """Requires equality within rounding error, so that elements left at zero are detected."""
     torch.testing.assert_close(found.double(), exact.double(), rtol=1e-2, atol=1e-2)
 
 
 def test_flat_kernels() -> None:
-    """Catches a launcher that refuses what its kernel can do, and a block's first element in 32 bits."""
+    """Catches a launcher that refuses a size its kernel supports, and a 32-bit index of a block's start."""
     x, grad = draw(TAIL), draw(TAIL)
     leaf = x.double().requires_grad_()
     (grad_x,) = torch.autograd.grad(F.gelu(leaf, approximate="tanh"), leaf, grad.double())
@@ -71,7 +71,7 @@ def test_flat_kernels() -> None:
 
 
 def test_the_optimizer() -> None:
-    """Catches elements, or the bounds of a piece, in 32 bits; and more pieces than a grid has rows."""
+    """Catches 32-bit indices of elements or of the bounds of a piece, and more pieces than a grid has rows."""
     with Lanes("optimizer", last_blocks=3) as lanes:
         grad, state = filled(lanes, draw(TAIL, dtype=FP32)), [lanes.sparse((COUNT,), FP32) for _ in range(3)]
         weights = lanes.sparse((COUNT,), BF16)
@@ -93,7 +93,7 @@ def test_the_optimizer() -> None:
 
 
 def test_norms() -> None:
-    """Catches the start of a row in 32 bits."""
+    """Catches a 32-bit index of the start of a row."""
     rows, width = 16 * 132, 2**20
     x, grad, weight, bias = draw(1, width), draw(1, width), draw(width), draw(width)
     leaf = x.double().requires_grad_()
@@ -116,7 +116,7 @@ def test_norms() -> None:
 
 
 def test_rows() -> None:
-    """Catches the start of a row in 32 bits."""
+    """Catches a 32-bit index of the start of a row."""
     x, bias = draw(1, WIDTH), draw(WIDTH)
     with Lanes("softmax", last_blocks=1) as lanes:
         large, out = filled(lanes, x, ROWS), lanes.sparse((ROWS, WIDTH), BF16)
@@ -131,8 +131,8 @@ def test_rows() -> None:
 
 
 def test_logits_and_positions() -> None:
-    """Catches a row of logits, or the token of a head, in 32 bits."""
-    width = WIDTH + 2 * TAIL  # its last blocks have work
+    """Catches a 32-bit index of a row of logits, or of a token of a head."""
+    width = WIDTH + 2 * TAIL  # so that the last blocks have work
     x, labels = draw(1, width), torch.full((ROWS,), 17)
     with Lanes("cross_entropy", last_blocks=1) as lanes:
         large, statistics = filled(lanes, x, ROWS), lanes.sparse((ROWS, 3), FP32)
@@ -169,14 +169,14 @@ def test_logits_and_positions() -> None:
     ],
 )
 def test_what_is_refused(kernel: str, launcher: str, shape: tuple[object, ...], pointers: int) -> None:
-    """Catches a limit that is not checked: it would be an index that starts again below zero."""
+    """Catches a limit that is not checked: the index would overflow to a negative number."""
     dtype = () if launcher == "square_sums" else (BF16,)
     with Lanes(kernel, last_blocks=1) as lanes, pytest.raises(KernelFault, match=TOO_LARGE):
         lanes.call(launcher, *dtype, *shape, *[None] * pointers)
 
 
 def test_a_bias_limits_rows_and_columns() -> None:
-    """Catches a limit of the kernel with a bias that is lost as that without one goes."""
+    """Catches a launch with a bias that checks the limit of the kernel without one."""
     with Lanes("gelu", last_blocks=1) as lanes:
         for shape in ((2**30 + 1, 8), (8, 2**30 + 1)):
             with pytest.raises(KernelFault, match=TOO_LARGE):

@@ -1,4 +1,4 @@
-"""The CUDA norm kernels, lane by lane, against fp64."""
+"""The CUDA norm kernels, run lane by lane on the CPU, against fp64."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ours(
     centred: bool = True,
     **how: int,
 ) -> dict[str, Tensor]:
-    """All results of a forward and a backward pass."""
+    """Returns all results of a forward and a backward pass."""
     with Lanes("norm", **how) as lanes:
         rows, width = x.shape
         enters = residual is not None or kept is not None
@@ -52,7 +52,7 @@ def ours(
 
 
 def reference(dtype: torch.dtype, arguments: dict[str, Any]) -> dict[str, Tensor]:
-    """The same by torch's operators and autograd in `dtype`."""
+    """Returns the same results of torch's operators and autograd in `dtype`."""
     given = {
         name: value.detach().to(dtype, copy=True).requires_grad_()
         for name, value in arguments.items()
@@ -77,7 +77,7 @@ def reference(dtype: torch.dtype, arguments: dict[str, Any]) -> dict[str, Tensor
 
 
 def check(arguments: dict[str, Any], **how: int) -> None:
-    """Errors of all results, measured by those of the operators in the dtype."""
+    """Checks the errors of all results against those of torch's operators in the same dtype."""
     eager, exact = (reference(dtype, arguments) for dtype in (arguments["x"].dtype, torch.float64))
     for name, mine in ours(**arguments, **how).items():
         check_error(mine, eager[name], exact[name])
@@ -101,7 +101,7 @@ def inputs(rows: int, width: int, dtype: torch.dtype, **more: Any) -> dict[str, 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(5, 8), (3, 33), (9, 520), (2, 1024), (3, 2049)])
 def test_error_is_that_of_the_dtype(rows: int, width: int, dtype: torch.dtype) -> None:
-    """Catches wrong tails, another row's statistics, sums in bf16, a mean that is not taken off."""
+    """Catches wrong tails, statistics of another row, sums in bf16, a mean that is not subtracted."""
     check(inputs(rows, width, dtype), order=2, residue=width, at_end=0)
     check(inputs(rows, width, dtype, centred=False, bias=None), order=1)
 
@@ -109,7 +109,7 @@ def test_error_is_that_of_the_dtype(rows: int, width: int, dtype: torch.dtype) -
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kept", [False, True])
 def test_residual_and_dropout(kept: bool, dtype: torch.dtype) -> None:
-    """Catches a mask that is not scaled or read as another's, and a gradient that leaves out the second path."""
+    """Catches a mask that is not scaled or is read at another element, and a gradient without the residual path."""
     check(inputs(5, 130, dtype, kept=kept, residual=True, grad_added=True), order=3, residue=1)
     check(inputs(4, 48, dtype, kept=kept, residual=not kept, centred=False, bias=None))
     check(inputs(4, 48, dtype, kept=kept, residual=True, grad_added=True), order=1, residue=1)
@@ -117,14 +117,14 @@ def test_residual_and_dropout(kept: bool, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_read_in_chunks(dtype: torch.dtype) -> None:
-    """Catches chunks that are left out, and gradients of the weight that forget earlier rows."""
+    """Catches chunks that are skipped, and weight gradients that omit earlier rows."""
     check(inputs(3, 16400, dtype, residual=True), order=5)
 
 
 @pytest.mark.slow
 def test_more_rows_than_blocks() -> None:
-    """Catches rows beyond the grid of the backward pass, a row that is read before it has arrived or where another one
-    arrives, and sums whose bits depend on the order of blocks."""
+    """Catches skipped rows beyond the grid of the backward pass, a row that is read before it is loaded or while
+    another one overwrites it, and sums whose bits depend on the order of blocks."""
     arguments = inputs(2120, 8, torch.float32)
     found = [ours(**arguments, order=order) for order in (0, 9)]
     eager, exact = (reference(dtype, arguments) for dtype in (torch.float32, torch.float64))
@@ -134,7 +134,7 @@ def test_more_rows_than_blocks() -> None:
 
 
 def test_large_means_and_nan() -> None:
-    """Catches a variance as difference of two large numbers, and NaN that vanishes."""
+    """Catches a variance computed as the difference of two large numbers, and NaN that does not propagate."""
     arguments = inputs(2, 64, torch.float32)
     arguments["x"] = arguments["x"] + 1000.0
     check(arguments)
@@ -144,6 +144,6 @@ def test_large_means_and_nan() -> None:
 
 
 def test_no_rows() -> None:
-    """Catches a launch of no blocks, and gradients of the weight that are left as they were."""
+    """Catches a launch of zero blocks, and weight gradients that are not set to zero."""
     found = ours(**inputs(0, 9, torch.float32))
     assert found["out"].shape == (0, 9) and not found["weight"].any() and not found["bias"].any()

@@ -1,4 +1,4 @@
-"""The CUDA kernels where there is a GPU: through torch, on its streams."""
+"""The CUDA kernels on a GPU, called through PyTorch on its streams."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ pytestmark = [
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels_for_gpus() -> None:
-    """Compiled and loaded."""
+    """Builds and loads the CUDA kernels."""
     load(OpsConfig(Implementation.fused), print, cuda=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sizes", [SMALL, Sizes(rows=300, tokens=100, scores=(2, 4, 1025), heads=(2, 65, 3, 64))])
 def test_error_is_that_of_the_dtype(sizes: Sizes, dtype: torch.dtype) -> None:
-    """Catches what the device does otherwise than the shim: launches, exponentials, autograd."""
+    """Catches differences between the device and the shim: launches, exponentials, autograd."""
     ratios = {case.name: error_ratio(case) for case in cases(sizes, dtype, "cuda")}
     assert {name: ratio for name, ratio in ratios.items() if not ratio <= 2} == {}
 
 
 def test_a_stream_of_its_own() -> None:
-    """Catches a kernel on the default stream, which does not wait for what its input comes from."""
+    """Catches a kernel on the default stream, which does not wait for the kernel that computes its input."""
     stream = torch.cuda.Stream()
     x = torch.randn(1 << 24, device="cuda")
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""The CUDA kernels of the optimizer's step, lane by lane, against fp64."""
+"""Tests the CUDA kernels of the optimizer step, run lane by lane on the CPU, against fp64."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LR, DECAY, BETAS, EPS = 3e-3, 0.1, (0.9, 0.95), 1e-8
 
 
 def adamw_reference(state: list[Tensor], grad: Tensor, step: int, dtype: torch.dtype) -> list[Tensor]:
-    """Masters and moments after one step by the formula, in `dtype`."""
+    """Master weights and moments after one step by the formula, in `dtype`."""
     master, mean, square, grad = (x.to(dtype) for x in (*state, grad))
     mean = BETAS[0] * mean + (1 - BETAS[0]) * grad
     square = BETAS[1] * square + (1 - BETAS[1]) * grad**2
@@ -25,7 +25,7 @@ def adamw_reference(state: list[Tensor], grad: Tensor, step: int, dtype: torch.d
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("count", "residue"), [(5, 0), (1024, 0), (2053, 1)])
 def test_adamw(count: int, residue: int, dtype: torch.dtype) -> None:
-    """Catches wrong tails, bias corrections of another step, weights that are not the rounded masters."""
+    """Catches wrong tails, bias correction of another step, and weights that are not the rounded master weights."""
     generator = torch.Generator().manual_seed(count)
     state = [torch.randn(count, generator=generator) for _ in range(2)]
     state.append(torch.rand(count, generator=generator))
@@ -42,7 +42,7 @@ def test_adamw(count: int, residue: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("clip", [float("nan"), float("inf")])
 def test_no_step(clip: float) -> None:
-    """Catches a thread that updates what it should not: a skipped step leaves everything as it was, bit for bit."""
+    """Catches a thread that writes in a skipped step, which must leave everything unchanged, bit for bit."""
     with Lanes("optimizer", residue=1) as lanes:
         placed = [lanes.place(torch.linspace(-1, 1, 1027) + i) for i in range(4)]
         before = [x.clone() for x in placed]
@@ -52,7 +52,7 @@ def test_no_step(clip: float) -> None:
 
 
 def test_square_sums() -> None:
-    """Catches pieces that reach into their neighbours, squares that overflow, sums that depend on who is first."""
+    """Catches segments that read their neighbours, squares that overflow, and sums that depend on thread order."""
     flat = torch.randn(20000, generator=torch.Generator().manual_seed(0))
     flat[40] = 1e30
     bounds = torch.tensor([[0, 40], [41, 41], [40, 41], [41, 4200], [4203, 20000]])

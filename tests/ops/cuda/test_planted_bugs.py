@@ -1,4 +1,4 @@
-"""Bugs that are planted in the kernels' source must be found: what the checks of this folder are worth."""
+"""Tests that the checks of this folder find bugs that are planted in the kernels' source."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROWS = 5
 
 
 def replace(old: str, new: str) -> Callable[[str], str]:
-    """A mutation by text, of the kernels for fp32 alone, which compile sooner."""
+    """Returns a text mutation of the kernels, for fp32 alone, which compiles faster."""
 
     def change(text: str) -> str:
         other_types = [
@@ -27,7 +27,7 @@ def replace(old: str, new: str) -> Callable[[str], str]:
 
 
 def softmax(change: Callable[[str], str] | None, keys: int, **how: int) -> bool:
-    """Whether the forward kernel's results are right."""
+    """Whether the forward kernel's results are correct."""
     scores = torch.randn(1, 1, ROWS, keys, generator=torch.Generator().manual_seed(0))
     places = torch.full((ROWS,), keys - 1)
     with Lanes("softmax", change=change, **how) as lanes:
@@ -49,7 +49,7 @@ ONE_PLACE = replace("turn_ ^= 1;", "")
 
 
 def test_the_kernels_as_they_are() -> None:
-    """Catches a check that finds fault with everything, under which every test below would pass."""
+    """Catches a check that rejects correct kernels, with which every test below would pass."""
     assert softmax(None, 100, order=3) and softmax(None, 1500, order=4)
 
 
@@ -70,7 +70,7 @@ def test_the_kernels_as_they_are() -> None:
     ],
 )
 def test_faults_are_named(change: Callable[[str], str], keys: int, how: dict[str, int], found: str) -> None:
-    """Catches a shim that a GPU's fault does not stop."""
+    """Catches a shim that continues after a fault that a GPU would report."""
     with pytest.raises(KernelFault, match=found):
         softmax(change, keys, **how)
 
@@ -87,5 +87,5 @@ def test_faults_are_named(change: Callable[[str], str], keys: int, how: dict[str
     ],
 )
 def test_wrong_results(change: Callable[[str], str], keys: int) -> None:
-    """Catches a shim that runs threads so neatly in turn that a race does no harm."""
+    """Catches a shim that runs threads in so regular an order that a race has no effect."""
     assert not softmax(change, keys, order=1)

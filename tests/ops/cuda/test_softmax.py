@@ -17,7 +17,7 @@ SCALE = 0.4
 def hidden_of(
     shape: torch.Size, places_s: Tensor | None, starts_bs: Tensor | None, padding_bt: Tensor | None
 ) -> Tensor:
-    """What each query does not see, [b, 1, s, t]."""
+    """Masked keys of each query, [b, 1, s, t]."""
     batch, _, queries, keys = shape
     places_s = torch.arange(queries) if places_s is None else places_s
     starts_bs = torch.zeros(batch, queries, dtype=torch.int64) if starts_bs is None else starts_bs
@@ -29,7 +29,7 @@ def hidden_of(
 
 
 def reference(scores: Tensor, slopes: Tensor | None, places: Tensor | None, hidden: Tensor) -> Tensor:
-    """By the formula, in the dtype of the scores."""
+    """Softmax by its formula, in the dtype of the scores."""
     queries, keys = scores.shape[-2:]
     distance_st = torch.arange(keys) - (torch.arange(queries) if places is None else places)[:, None]
     biased = scores * SCALE
@@ -48,7 +48,7 @@ def ours(
     mask: DropoutMask | None = None,
     **how: int,
 ) -> tuple[Tensor, ...]:
-    """Output and gradient of the scores; with dropout also what forward and backward leave of the output."""
+    """Output and gradient of the scores; with dropout also the output after dropout, from forward and backward."""
     with Lanes("softmax", **how) as lanes:
         out, grad_scores = (lanes.empty(scores.shape, scores.dtype) for _ in range(2))
         left = [None if mask is None else lanes.empty(scores.shape, scores.dtype) for _ in range(2)]
@@ -59,7 +59,7 @@ def ours(
 
 
 def check(scores: Tensor, grad: Tensor, **arguments: Tensor | int) -> None:
-    """Against the formula in fp64, with the error of the formula in the dtype as measure."""
+    """Compares with the formula in fp64; the error of the formula in the dtype sets the bound."""
     masks = {name: arguments.get(name) for name in ("places", "starts", "padding")}
     mask: DropoutMask | None = arguments.get("mask")
     hidden = hidden_of(scores.shape, *masks.values())
@@ -90,7 +90,7 @@ def inputs(*shape: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("queries", "keys"), [(3, 1), (9, 9), (5, 40), (3, 515), (2, 1025)])
 def test_error_is_that_of_the_dtype(queries: int, keys: int, dtype: torch.dtype) -> None:
-    """Catches wrong tails of odd rows, slopes of other heads, masks off by one, arithmetic in bf16."""
+    """Catches wrong tails of odd rows, ALiBi slopes of other heads, masks off by one, arithmetic in bf16."""
     scores, grad = inputs(2, 3, queries, keys, dtype=dtype)
     slopes = torch.tensor([0.5, 0.0625, 2.0**-8])
     places = torch.arange(queries) * max(1, keys // queries)
@@ -101,7 +101,7 @@ def test_error_is_that_of_the_dtype(queries: int, keys: int, dtype: torch.dtype)
 
 @pytest.mark.parametrize(("keys", "dtype"), [(4100, torch.bfloat16), (24580, torch.float32), (24580, torch.float16)])
 def test_long_rows(keys: int, dtype: torch.dtype) -> None:
-    """Catches what only blocks of many warps, or rows read in chunks, can do wrong."""
+    """Catches errors that only occur with blocks of many warps, or with rows read in chunks."""
     scores, grad = inputs(1, 1, 2, keys, dtype=dtype)
     check(scores, grad, places=torch.tensor([keys - 1, keys - 77]), order=7, residue=1)
 
@@ -111,8 +111,8 @@ def test_long_rows(keys: int, dtype: torch.dtype) -> None:
     [((2, 3, 3, 9), torch.float32), ((2, 3, 2, 515), torch.bfloat16), ((1, 2, 2, 8200), torch.bfloat16)],
 )
 def test_dropout(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Catches other bits than plain torch draws, packs that do not start at a counter's border, bits of another chunk
-    of a long row, a gradient or a product without the mask, and slopes of hidden keys that are left as they were."""
+    """Catches random bits that differ from torch's path, packs that do not start at a counter's boundary, bits of
+    another chunk of a long row, a gradient or output without the mask, and gradients of masked keys left unwritten."""
     scores, grad = inputs(*shape, dtype=dtype)
     mask = DropoutMask(site_key(1, "core"), threshold_of(0.3), torch.tensor([2**33 + 4, 7])[: shape[0]], first_head=5)
     places = torch.arange(shape[2]) * (shape[3] // shape[2]) + shape[3] // shape[2] - 1
@@ -122,7 +122,7 @@ def test_dropout(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 
 def test_padding_and_rows_that_see_nothing() -> None:
-    """Catches NaN of an empty sum, a hidden key that takes probability, the mask of another sample."""
+    """Catches NaN for a row without visible keys, a masked key with nonzero probability, another sample's mask."""
     scores, grad = inputs(2, 2, 4, 11, dtype=torch.float32)
     padding = torch.zeros(2, 11, dtype=torch.uint8)
     padding[0, 5:], padding[1, :3] = 1, 1
@@ -134,7 +134,7 @@ def test_padding_and_rows_that_see_nothing() -> None:
 
 
 def test_extreme_scores() -> None:
-    """Catches exp of a large score, -inf that becomes NaN, a NaN that vanishes, NaN read where nothing is seen."""
+    """Catches overflow in exp, -inf that becomes NaN, a NaN that vanishes, NaN read from masked keys."""
     infinity = float("inf")
     scores = torch.tensor([[1e30, 0.0, 0.0], [-infinity, 2.0, 1.0], [0.0, float("nan"), 0.0], [1.0, 2.0, float("nan")]])
     places = torch.tensor([2, 2, 2, 1])
@@ -146,6 +146,6 @@ def test_extreme_scores() -> None:
 
 
 def test_nothing_to_do() -> None:
-    """Catches a launch of no blocks, which is an error."""
+    """Catches a kernel launch with zero blocks, which is an error."""
     for shape in ((0, 2, 3, 4), (1, 2, 3, 0)):
         assert ours(torch.empty(shape), torch.empty(shape))[0].shape == shape

@@ -1,4 +1,4 @@
-"""The simulation of many ranks' checkpoints, on few ranks of a small model."""
+"""The simulation of checkpoints of many ranks, on few ranks of a small model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from scripts.bench.checkpoint_scale import simulate
 
 
 def test_a_rank_reads_what_concerns_it(tmp_path: Path) -> None:
-    """Catches a simulated layout that no commit would take, and a start that reads more headers than its own."""
+    """Catches a simulated layout that a commit rejects, and a start that reads more headers than its own."""
     shapes = parameter_shapes(ModelConfig(num_layers=12, hidden_size=32, num_heads=8, vocab_size=64))
     lines = {what: said for what, _, said in simulate(tmp_path, shapes, dp=2)}
     assert lines["the newest of 20"] == "number 1"

@@ -1,4 +1,4 @@
-"""A run that saves again and again, watched from outside."""
+"""Memory and descriptors of a run that saves repeatedly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SAVES = 60
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_memory_and_descriptors_stay(tmp_path: Path) -> None:
-    """Catches a rank or a writer that keeps memory, shared memory or a descriptor of every save, over 60 of them."""
+    """Catches a rank or a writer that leaks memory, shared memory or a descriptor at every save, over 60 of them."""
     found = soak(tmp_path, SAVES, megabytes=4)
     assert {name: len(values) for name, values in found.items()} == {"rank": SAVES, "writer": SAVES}
     assert all(held.shared_bytes > 4e6 and held.descriptors > 3 for values in found.values() for held in values)
@@ -23,8 +23,8 @@ def test_memory_and_descriptors_stay(tmp_path: Path) -> None:
 
 
 def test_what_counts_as_growth() -> None:
-    """Catches a soak that notices nothing: 0.1% a save, or a descriptor that stays open, is found; a file that is open
-    at the moment of the look is none."""
+    """Catches a soak test that detects no leak: growth of 0.1% per save, or a descriptor that stays open, must be
+    found, but not a file that is open only at the time of a measurement."""
     flat = Held(100_000_000, 10_000_000, 7)
     assert faults({"rank": [flat] * SAVES}) == []
     coming = [replace(flat, descriptors=7 + number % 2) for number in range(SAVES)]

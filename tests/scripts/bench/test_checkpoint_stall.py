@@ -1,4 +1,4 @@
-"""The benchmark of checkpoints' delays."""
+"""The benchmark of checkpoint stalls."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.mark.parametrize("megabytes", [200, 1000])
 def test_the_state_has_the_size_asked_for(megabytes: int) -> None:
-    """Catches figures of another size than they say."""
+    """Catches a benchmark whose state does not have the requested size."""
     state = BYTES_A_PARAMETER * parameter_count(scenario_of(megabytes).model)
     assert state == pytest.approx(1e6 * megabytes, rel=0.1)
 
 
 def test_a_slower_step_counts() -> None:
-    """Catches an asynchronous save that looks free while it takes the processor from the next step, and a limit from
-    which a step is taken off that it never had."""
+    """Catches an asynchronous save that looks free although it slows down the next step, and a step time subtracted
+    from a limit that does not include a step."""
     times = {"save": [10.0, 12.0, 11.0], "both": [150.0, 130.0, 140.0], "step": [90.0, 100.0, 500.0]}
     sides = dict.fromkeys((OURS, COPY, WRITE, *PEERS), times)
     found = {"state_bytes": 10**9, "num_steps": 1, "step_ms": times["step"], "sides": sides}
@@ -40,7 +40,7 @@ def test_a_slower_step_counts() -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_it_runs_and_leaves_nothing(tmp_path: Path) -> None:
-    """Catches a side that no longer saves, results that are not kept, and gigabytes that stay on the disk."""
+    """Catches a side that no longer saves, results that are not recorded, and gigabytes left on the disk."""
     results, folder = tmp_path / "bench.jsonl", tmp_path / "disk"
     command = [sys.executable, "-m", "scripts.bench.checkpoint_stall", "--megabytes", "80", "--rounds", "1"]
     command += ["--steps", "2", "--folder", str(folder), "--append", str(results)]

@@ -1,4 +1,4 @@
-"""scripts/bench/gpu.sh as far as a CPU can run it."""
+"""The parts of scripts/bench/gpu.sh that a CPU can run."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_check_passes_on_a_cpu(tmp_path: Path) -> None:
-    """Catches a script that breaks while no GPU is around: a stage that no longer runs, results that do not reach the
-    table, data, config keys, overrides that are lost."""
+    """Catches a script that breaks while no GPU is available: a stage that fails, results missing from the table, and
+    lost data, config keys or overrides."""
     pytest.importorskip("transformers")
     results = tmp_path / "results" / "bench.jsonl"
     run_ = run(BENCH / "gpu.sh", "--check", "train.steps=6", WORK=str(tmp_path), RESULTS=str(results.parent))
@@ -65,7 +65,7 @@ def test_check_passes_on_a_cpu(tmp_path: Path) -> None:
 
 
 def test_no_gpu_is_said_plainly(tmp_path: Path) -> None:
-    """Catches a benchmark that quietly runs on the CPU, or a traceback in place of a sentence."""
+    """Catches a benchmark that silently runs on the CPU, or a traceback instead of a message."""
     result = run(BENCH / "gpu.sh", WORK=str(tmp_path), CUDA_VISIBLE_DEVICES="")
     assert result.returncode == 1
     assert "no CUDA device found" in result.stderr
@@ -73,7 +73,7 @@ def test_no_gpu_is_said_plainly(tmp_path: Path) -> None:
 
 
 def test_speed_is_the_median_after_the_warm_up(tmp_path: Path) -> None:
-    """Catches the first, slow steps in the figure, and a result without the device's name."""
+    """Catches slow warm-up steps in the result, and a result without the device's name."""
     EventWriter(tmp_path).write("start", device="A GPU", parameters=5, precision="bf16", layout="tp1 pp1 dp1")
     metrics = MetricsWriter(tmp_path, enabled=True)
     for step, speed in enumerate([1.0, 2.0, 100.0, 300.0, 200.0], start=1):
@@ -104,7 +104,7 @@ def test_speed_is_the_median_after_the_warm_up(tmp_path: Path) -> None:
 
 
 def test_layouts_must_have_the_same_first_loss(tmp_path: Path) -> None:
-    """Catches a layout that trains another model and is called fast."""
+    """Catches a speed reported for a layout that trains another model."""
     for name, loss in (("one", 11.0), ("same", 11.001), ("other", 11.01)):
         EventWriter(tmp_path / name).write("start", device="A GPU", parameters=5, precision="bf16", layout="tp1")
         metrics = MetricsWriter(tmp_path / name, enabled=True)

@@ -1,4 +1,4 @@
-"""Plans beside measured steps of a GPU, scripts/bench/gpu_plan.py, on a CPU."""
+"""scripts/bench/gpu_plan.py, which compares plans with measured steps of a GPU, on a CPU."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from scripts.bench.processes import ONE_RANK, SideProcess, Turn
 
 
 def test_rows_are_not_those_of_the_calibration() -> None:
-    """Catches plans that are judged by what they were fitted to, sizes that are left out, and batches that no GPU with
-    80 GiB has room for."""
+    """Catches plans evaluated on the shapes they were calibrated with, and omitted model sizes or settings."""
     shapes = {(trial.like, trial.layers, trial.hidden, trial.seq_len) for trial in GPU_TRIALS}
     assert not shapes & {(row.like, row.layers, row.hidden, row.seq_len) for row in ROWS}
     sizes = [parameter_count(row.model) for row in ROWS]
@@ -28,7 +27,7 @@ def test_rows_are_not_those_of_the_calibration() -> None:
 
 
 def test_errors_are_of_the_plan() -> None:
-    """Catches a plan called too slow that is too quick, and a shipped device in the place of the calibrated one."""
+    """Catches a plan called too slow that is too fast, and a shipped device used in place of the calibrated one."""
     row, h200 = ROWS[2], DEVICES["h200"]
     slower = replace(h200, matmul_efficiency=h200.matmul_efficiency / 2)
     planned = row.planned(h200).step_time_s
@@ -49,7 +48,7 @@ def _side() -> Turn:
 
 @pytest.mark.distributed
 def test_models_are_trained() -> None:
-    """Catches a row whose config no engine takes."""
+    """Catches a row whose config no engine accepts."""
     side = SideProcess("rows", _side, ())
     try:
         side.wait_until_ready()

@@ -1,4 +1,4 @@
-"""Budget, order and verdicts of scripts/bench/gpu.sh."""
+"""scripts/bench/gpu.sh: budget, order and verdicts."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ TRAINING = Training((), vocabulary=512, steps=4, every=2, killed_after=3)
 
 
 def runner_for(folder: Path, seconds: float) -> Runner:
-    """Of a budget of so many seconds."""
+    """Returns a runner with the given budget."""
     arguments = argparse.Namespace(work=folder, append=folder / "bench.jsonl", run="now", device="cuda")
     return Runner(arguments, Clock(RESERVE_S + seconds, 0.0))
 
 
 def short(name: str, code: str, expected_s: float = 0.1, **fields: Any) -> Item:
-    """An item that is a line of Python."""
+    """Returns an item that runs a line of Python."""
     return Item("kernels", name, ("-c", code), expected_s, appends=False, **fields)
 
 
 @pytest.mark.slow
 def test_a_budget_is_kept_and_nothing_is_left_running(tmp_path: Path) -> None:
-    """Catches a script that outruns its time, an item that lives on after it, one that is begun in vain, one without
-    the kernels or GPUs that it needs, a failure whose cause the table does not have, and a hang without stacks."""
+    """Catches a script that exceeds its budget, an item that outlives it, one that starts without enough time left or
+    without the kernels or GPUs that it needs, a failure without its cause in the results, and a hang without stacks."""
     runner = runner_for(tmp_path, 3.0)
     child = "import subprocess as s, sys; s.run([sys.executable, '-c', 'import time; time.sleep(99)'])"
     before = set(psutil.Process().children(recursive=True))
@@ -72,7 +72,7 @@ def test_a_budget_is_kept_and_nothing_is_left_running(tmp_path: Path) -> None:
 
 
 def test_items_that_time_nothing_run_beside_each_other(tmp_path: Path) -> None:
-    """Catches timed items that disturb each other, and checks that wait in line."""
+    """Catches timed items that run in parallel, and checks that run one after another."""
     runner = runner_for(tmp_path, 30.0)
     meet = "import pathlib as p, time\np.Path({mine!r}).touch()\nwhile not p.Path({other!r}).exists(): time.sleep(0.01)"
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
@@ -85,7 +85,7 @@ def test_items_that_time_nothing_run_beside_each_other(tmp_path: Path) -> None:
 
 
 def test_a_failure_in_cuda_is_run_again_with_blocking_launches(tmp_path: Path) -> None:
-    """Catches a log that names whatever waited for the device, not the launch that failed."""
+    """Catches a log that names the call that synchronized with the device, not the kernel launch that failed."""
     runner = runner_for(tmp_path, 60.0)
     code = "import os\nprint(os.environ.get('CUDA_LAUNCH_BLOCKING'))\nraise RuntimeError('CUDA error: no access')"
     runner.run([short("broken", code)])
@@ -106,13 +106,13 @@ def test_a_failure_in_cuda_is_run_again_with_blocking_launches(tmp_path: Path) -
     ],
 )
 def test_the_first_error_is_the_cause(text: str, found: str) -> None:
-    """Catches a table with what followed from a failure, or with a line of source code, in place of its cause."""
+    """Catches a consequence of a failure, or a line of source code, that is reported as the cause."""
     assert first_error(text) == found
 
 
 def test_stages_choose_items() -> None:
-    """Catches a stage without items, one whose kernels nobody builds, a check that leaves a stage out, and a plan whose
-    most valuable items do not fit its time."""
+    """Catches a stage without items or without the item that builds its kernels, a check that omits a stage, and a plan
+    whose most valuable items exceed the budget."""
     for check in (True, False):
         found = items(check, Path("work"), ["train.steps=6"])
         for stage in STAGES:
@@ -129,8 +129,8 @@ def test_stages_choose_items() -> None:
      ("llama_1b", 138, "none"), ("llama_1b", 78, "none")],
 )  # fmt: skip
 def test_a_micro_batch_fits(size: str, gib: int, recompute: str) -> None:
-    """Catches a size that is not trained at all, memory left empty or overfilled by the plan, and recomputation where a
-    smaller micro-batch would do. 138 GiB: what an H200 has free."""
+    """Catches a model size that is not trained at all, a plan that leaves memory unused or exceeds it, and
+    recomputation where a smaller micro-batch suffices. 138 GiB: what an H200 has free."""
     work = SIZES[size].work("cuda", "auto")
     fit = fit_of(work, True, gib * 2**30, fixed=SIZES[size].micro_batch is not None)
     assert fit.recompute == recompute and work.batch % fit.micro_batch == 0
@@ -141,8 +141,7 @@ def test_a_micro_batch_fits(size: str, gib: int, recompute: str) -> None:
 
 
 def test_trainings_take_the_quickest_attention() -> None:
-    """Catches a kind that never repeats its bits, one without the kernels that it needs, one that failed, and none at
-    all where nothing was measured."""
+    """Catches an attention kind that is not reproducible, lacks kernels or failed, and no default without timings."""
     measured = [
         {"bench": "gpu_attention", "kind": kind, "outcome": outcome, "us": us, "repeats": repeats}
         for kind, outcome, us, repeats in (
@@ -161,14 +160,14 @@ def test_trainings_take_the_quickest_attention() -> None:
 
 
 def test_gpu_tests_that_were_cut_short_still_count() -> None:
-    """Catches failures that nobody is told, and a file that was ended and looks as if all of it had passed."""
+    """Catches failures that are not reported, and an unfinished test file that looks as if it had passed."""
     outcomes = {"tests/a.py::one": "PASSED", "tests/a.py::two": "FAILED", "tests/b.py::three": "PASSED"}
     assert verdict_of_tests(outcomes, ["b"]) == "1 failed, 2 passed; failed: tests/a.py::two; not finished: b"
     assert verdict_of_tests({}, []) == "no test ended"
 
 
 def test_torchtitan_gets_our_weights() -> None:
-    """Catches a peer that trains another model: heads mixed up, features that turn with the wrong ones."""
+    """Catches a comparison with another model: permuted heads, and RoPE features rotated in wrong pairs."""
     model = ModelConfig(
         num_layers=1, hidden_size=24, num_heads=6, num_kv_heads=2, ffn_size=40, vocab_size=11, position=Position.rope,
         norm=NormKind.rmsnorm, mlp=MLPKind.swiglu, bias=False, embedding_norm=False, tie_embeddings=False,
@@ -201,7 +200,7 @@ REPORT = """==PROF== Connected to process 7
 
 
 def test_what_nvidias_tools_say_is_read() -> None:
-    """Catches a report of ncu or compute-sanitizer that is lost, and the wrong kernels profiled."""
+    """Catches output of ncu or compute-sanitizer that is not parsed, and the wrong kernels profiled."""
     assert read_report(REPORT) == [("gelu_flat", "65.1 us, memory 91.20 %"), ("gelu_flat", "occupancy 88.1 %")]
     assert "--clock-control none" in " ".join(profile_command("GELU", "ncu", "cuda"))
     said = "========= COMPUTE-SANITIZER\n========= Invalid __global__ read of size 4 bytes\n=========     at gelu\n"
@@ -217,7 +216,7 @@ def test_what_nvidias_tools_say_is_read() -> None:
 
 
 def run_of(folder: Path, losses: list[float], resumed: int | None = None, weight: float = 1.0) -> Path:
-    """A run's ledger, events and last checkpoint."""
+    """Writes a run's metrics, events and last checkpoint."""
     metrics = MetricsWriter(folder, enabled=True)
     for step, loss in enumerate(losses, start=1):
         metrics.write(dict.fromkeys(COMPUTED, 0) | {"step": step, "loss": loss})
@@ -229,8 +228,8 @@ def run_of(folder: Path, losses: list[float], resumed: int | None = None, weight
 
 
 def test_a_resume_is_judged(tmp_path: Path) -> None:
-    """Catches a verdict of equal over a run that was never resumed, over other losses or tensors, or without knowing
-    whether the kill had to do with it."""
+    """Catches the verdict EQUAL for a run that was not resumed or has other losses or tensors, and a verdict that does
+    not say whether the difference began before the kill."""
     reference = run_of(tmp_path / "reference", [4.0, 3.0, 2.0, 1.0])
     found = {
         name: verdict(reference, run_of(tmp_path / name, losses, resumed, weight), TRAINING, 3)

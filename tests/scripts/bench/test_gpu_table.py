@@ -1,4 +1,4 @@
-"""The table of scripts/bench/gpu.sh, made from lines that a check on a CPU has left, and from such lines changed."""
+"""The table of scripts/bench/gpu.sh, from lines recorded by a check on a CPU, unchanged and edited."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ RECORDED = Path(__file__).with_name("gpu_lines.jsonl")
 
 @pytest.fixture
 def lines() -> list[Line]:
-    """As gpu.sh --check wrote them."""
+    """The lines that gpu.sh --check wrote."""
     return lines_of_runs(RECORDED)
 
 
 def row(shown: str, start: str) -> str:
-    """The only row that begins so."""
+    """The only row that begins with `start`."""
     (found,) = [line for line in shown.splitlines() if line.startswith(start)]
     return found
 
 
 def of(lines: list[Line], **fields: object) -> list[Line]:
-    """Lines with these fields."""
+    """Lines with these values."""
     return [line for line in lines if all(line.get(key) == value for key, value in fields.items())]
 
 
 def test_everything_recorded_is_shown(lines: list[Line]) -> None:
-    """Catches a section that is lost, and a table too wide or too long for the end of a log."""
+    """Catches a missing section, and a table too wide or too long for the end of a log."""
     shown = table(lines)
     assert all(len(line) <= WIDTH for line in shown.splitlines()) and len(shown.splitlines()) <= LONGEST
     for line in lines:
@@ -45,7 +45,7 @@ def test_everything_recorded_is_shown(lines: list[Line]) -> None:
 
 
 def test_a_share_of_the_copy_is_of_the_bytes_that_must_move(lines: list[Line]) -> None:
-    """Catches microseconds read as seconds, the bytes of the other way, and a wrong kernel that is called quick."""
+    """Catches microseconds read as seconds, bytes of the other direction, and a wrong kernel reported as fast."""
     for name in ("LayerNorm", "RMSNorm", "ALiBi softmax"):
         for line in of(lines, kernel=name):
             line |= {"moved_bytes": [300_000_000, 450_000_000], "copy_bytes_per_s": 3e12}
@@ -65,7 +65,7 @@ def test_a_kernel_below_its_target_is_said(lines: list[Line]) -> None:
 
 
 def test_other_trainings_and_lost_rows_are_said(lines: list[Line]) -> None:
-    """Catches a peer that trains something else, memory that ran out without a word, and an MFU judged by the wrong
+    """Catches a peer with different losses, an out-of-memory that is not reported, and an MFU compared with the wrong
     bound."""
     (fused,), (peer,) = of(lines, side="fused"), of(lines, side="hf")
     peer["losses"] = [*peer["losses"][:-1], peer["losses"][-1] * 1.1]
@@ -79,8 +79,8 @@ def test_other_trainings_and_lost_rows_are_said(lines: list[Line]) -> None:
 
 
 def test_targets_are_judged(lines: list[Line]) -> None:
-    """Catches a speed, a cost of determinism or a ratio to a peer of the wrong sides, and a peer judged by nothing
-    where torch's operators did not run."""
+    """Catches a speed, a cost of determinism or a ratio to a peer computed from the wrong sides, and a peer that is not
+    compared where torch's operators did not run."""
     (fused,) = of(lines, side="fused")
     rows = [
         fused | {"size": "8b", "tokens_per_s": 10472.0},
@@ -96,7 +96,7 @@ def test_targets_are_judged(lines: list[Line]) -> None:
 
 
 def test_what_did_not_run_is_said(lines: list[Line]) -> None:
-    """Catches an item that the table is silent about."""
+    """Catches an item that did not run and is missing from the table."""
     item = of(lines, bench="gpu_item", stage="resume")[0]
     late = item | {"name": "torch", "outcome": "not run", "reason": "no time left"}
     failed = item | {"outcome": "failed", "reason": "exit code 1"}
@@ -108,7 +108,7 @@ def test_what_did_not_run_is_said(lines: list[Line]) -> None:
 
 
 def test_a_table_stays_short(lines: list[Line]) -> None:
-    """Catches a machine with many layouts, whose table would push its own beginning out of a short log."""
+    """Catches a table of many layouts that pushes its own beginning out of a short log."""
     layout = of(lines, bench="gpu_layouts")[0]
     many = [layout | {"name": f"train, layout {number}"} for number in range(LONGEST)]
     shown = table([*lines, *many]).splitlines()
@@ -116,7 +116,7 @@ def test_a_table_stays_short(lines: list[Line]) -> None:
 
 
 def test_the_last_run_counts(tmp_path: Path, lines: list[Line]) -> None:
-    """Catches figures of an earlier run among those of the last, and other benchmarks' lines."""
+    """Catches results of an earlier run among those of the last, and lines of other benchmarks."""
     path = tmp_path / "bench.jsonl"
     later = copy.deepcopy(of(lines, bench="gpu_train", side="fused"))
     later[0] |= {"run": "later", "step_s": 1.0}

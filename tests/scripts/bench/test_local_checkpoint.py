@@ -10,7 +10,7 @@ from scripts.bench.local_checkpoint import measure, measure_replicas
 
 
 def test_everything_is_measured(tmp_path: Path) -> None:
-    """Catches a start that finds nothing, and memory that the benchmark leaves taken."""
+    """Catches a start that finds no checkpoint, and memory that the benchmark does not free."""
     (tmp_path / "run").mkdir()
     (tmp_path / "memory").mkdir()
     found = measure(tmp_path / "run", tmp_path / "memory", megabytes=8, rounds=3)
@@ -20,8 +20,8 @@ def test_everything_is_measured(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_copies_are_measured(tmp_path: Path) -> None:
-    """Catches a start that does not fetch what was lost, a failure that leaves the benchmark waiting, and memory that
-    it leaves taken."""
+    """Catches a start that does not fetch what was lost, a failure after which the benchmark hangs, and memory that it
+    does not free."""
     (tmp_path / "run").mkdir()
     (tmp_path / "memory").mkdir()
     found = measure_replicas(tmp_path / "run", tmp_path / "memory", megabytes=8, rounds=1)

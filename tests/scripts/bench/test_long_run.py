@@ -1,4 +1,4 @@
-"""The verdict on 1,000 steps, and the command on a few."""
+"""The comparison of runs of 1,000 steps, and the command with a few steps."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ ROOT = Path(__file__).parents[3]
 
 
 def curves_of(ends: dict[str, list[float]]) -> Curves:
-    """The same losses everywhere, and these validation losses by seed."""
+    """Returns curves with equal training losses, and with these validation losses by seed."""
     losses = [5.0 - 0.001 * step for step in range(COMPARED + 10)]
     return {(name, seed): Curve(losses, end) for name, of in ends.items() for seed, end in zip(SEEDS, of, strict=True)}
 
 
 def test_verdict() -> None:
-    """Catches a check that passes whatever the curves do, or one that judges steps after the first 200 by rounding."""
+    """Catches a check that passes for any curves, and one that applies the rounding tolerance after step 200."""
     curves = curves_of({"torch": [3.0, 3.02, 3.01], "fused": [3.005, 3.02, 3.0]})
     assert verdict(curves, "fp32") == []
     ours = curves["fused", 2]
@@ -38,7 +38,7 @@ def test_verdict() -> None:
 
 
 def test_drift_wants_equal_lengths() -> None:
-    """Catches a run that ended early and is compared as far as it goes."""
+    """Catches a run that ended early and is compared only as far as it goes."""
     curves = curves_of({"torch": [3.0] * 3, "fused": [3.0] * 3})
     short = curves | {("fused", 1): Curve([5.0], 3.0)}
     with pytest.raises(ValueError, match="argument 2"):

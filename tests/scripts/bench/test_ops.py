@@ -1,4 +1,4 @@
-"""The benchmark of the operators runs and says what it found."""
+"""The benchmark of the operators runs and reports its results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.slow
 @pytest.mark.usefixtures("kernels")
 def test_every_case_is_timed_and_recorded(tmp_path: Path) -> None:
-    """Catches a case that broke when an operator changed, and a result that is shown and not kept."""
+    """Catches a case that broke when an operator changed, and a result that is printed but not recorded."""
     results = tmp_path / "bench.jsonl"
     command = [sys.executable, "-m", "scripts.bench.ops", "--small", "--rounds", "1", "--threads", "1"]
     command += ["--append", str(results)]
@@ -35,7 +35,7 @@ def test_every_case_is_timed_and_recorded(tmp_path: Path) -> None:
 
 
 def test_targets_go_the_right_way_round() -> None:
-    """Catches a ratio upside down, and a target for the dtype for which it is not asked."""
+    """Catches an inverted ratio, and a target applied to a dtype that has none."""
     case = CASES["softmax"](SMALL, torch.float32)
     sides = {side: {"fastest_ms": ms} for side, ms in ((OURS, 5.0), ("eager", 20.0), (LIMIT, 4.0))}
     found = {verdict.against: verdict for verdict in verdicts_of(case, "fp32", sides, "fastest_ms")}
@@ -49,7 +49,7 @@ def test_targets_go_the_right_way_round() -> None:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("model", "adamw")])
 def test_sides_compute_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a peer that does other work than ours: another mask, bias, scale or reduction."""
+    """Catches a peer that computes something else than ours: another mask, bias, scale or reduction."""
     results: list[torch.Tensor] = []
     module = sys.modules[CASES[name].__module__]
     for maker in ("forward", "forward_backward"):

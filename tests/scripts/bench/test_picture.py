@@ -1,4 +1,4 @@
-"""The table and the picture show the last verdicts."""
+"""The benchmark table and chart show the last verdicts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXTRA = Verdict(0, "rotary", "1 ms", "eager", "2 ms", 2.0)
 
 
 def test_ratios_and_targets() -> None:
-    """Catches a ratio upside down, a target that is reached from the wrong side, and a target where there is none."""
+    """Catches an inverted ratio, a target that is compared in the wrong direction, and a target where there is none."""
     assert (STEP.times, STEP.reached) == (1.5, True)
     assert (SHARE.times, SHARE.reached) == (0.75, False)
     assert (LOADER.times, LOADER.reached, LOADER.ours) == (5.0, False, "50 samples/s")
@@ -31,7 +31,7 @@ def test_ratios_and_targets() -> None:
 
 
 def test_the_last_verdict_counts(tmp_path: Path) -> None:
-    """Catches old figures beside new ones, or in place of a step that trains something else now; rows out of order."""
+    """Catches old results next to new ones, or for a step that now trains something else, and rows out of order."""
     results = tmp_path / "bench.jsonl"
     record(results, "ops", {"case": "rotary"}, [EXTRA])
     record(results, "loader", {}, [against_rate(6, "samples", 1.0, "torch DataLoader", 10.0, "samples/s", 10.0)])
@@ -47,7 +47,7 @@ def test_the_last_verdict_counts(tmp_path: Path) -> None:
 
 
 def test_the_picture_shows_every_verdict(tmp_path: Path) -> None:
-    """Catches a verdict without its mark, a target that is not drawn, and a picture that is not written."""
+    """Catches a verdict without its marker, a target that is not drawn, and a chart that is not written."""
     left, right = draw([STEP, SHARE, LOADER, EXTRA]).axes
     marks = {marker: [line.get_xdata()[0] for line in left.lines if line.get_marker() == marker] for marker in "o|"}
     assert marks == {"o": [1.5, 5.0, 2.0], "|": [1.5, 10.0]}
@@ -58,7 +58,7 @@ def test_the_picture_shows_every_verdict(tmp_path: Path) -> None:
 
 
 def test_the_page_says_how_it_was_taken(tmp_path: Path) -> None:
-    """Catches figures without their conditions, and a picture that the page does not find."""
+    """Catches results without their conditions, and a page with a wrong link to its chart."""
     results = tmp_path / "bench.jsonl"
     record(results, "train_step", {"threads": 1, "by": "processor_ms"}, [STEP])
     record(results, "loader", {}, [LOADER])
@@ -70,7 +70,7 @@ def test_the_page_says_how_it_was_taken(tmp_path: Path) -> None:
 
 
 def test_no_results_are_said_plainly(tmp_path: Path) -> None:
-    """Catches an empty table without a word."""
+    """Catches an empty table without a message."""
     command = [sys.executable, "-m", "scripts.bench.picture", str(tmp_path / "bench.jsonl")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "run `make bench` first" in done.stderr and "Traceback" not in done.stderr

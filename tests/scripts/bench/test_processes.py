@@ -1,4 +1,4 @@
-"""Sides in processes of their own; this module imports little, as each of them imports it."""
+"""Tests benchmark sides in separate processes; this module imports little, as each of them imports it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _failing() -> Turn:
 
 @pytest.mark.distributed
 def test_sides_take_turns_and_a_missing_one_is_left_out() -> None:
-    """Catches a benchmark that ends because one peer is missing, a lost setting, and a failure that is swallowed."""
+    """Catches a benchmark that ends because one peer is missing, a lost setting, and a failure that is not raised."""
     said: list[str] = []
     makes = {"one": (_counting, (1,)), "missing": (_missing, ()), "ten": (_counting, (10,))}
     with side_processes(makes, 1, said.append) as sides:

@@ -1,4 +1,4 @@
-"""What the comparison on a small machine makes of clocks and losses, and the command itself."""
+"""Tests the benchmark on a small machine: its use of times and losses, and the command itself."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def curve(side: str, lr: float | None, *losses: float, step_s: float = 1.0) -> C
 
 
 def test_validation_is_not_training() -> None:
-    """Catches a clock that counts validations, and one that takes one rank's processor time for that of all."""
+    """Catches a time that includes validation, and one rank's CPU time used as that of all ranks."""
     steps = [
         {"step": 1, "step_time_s": 0.9, "clock_s": 1.0, "processor_s": 0.5},
         {"step": 2, "step_time_s": 0.9, "clock_s": 9.0, "processor_s": 7.0},
@@ -51,7 +51,7 @@ def test_validation_is_not_training() -> None:
 
 
 def test_steps_that_fit() -> None:
-    """Catches a length that goes by the slow first steps, or that the validations do not divide."""
+    """Catches a number of steps based on the slow first steps, or not divisible by that of validations."""
     trial = Curve(OURS, None, 8, 2048, 100, (Point(6, 12.0, 24.0, 9.0), Point(12, 14.0, 28.0, 8.0)))
     assert steps_within(trial, 90.0, "clock") == 270
     assert steps_within(trial, 180.0, "processor") == 270
@@ -59,7 +59,7 @@ def test_steps_that_fit() -> None:
 
 
 def test_best_run_is_shown_and_compared_by_time() -> None:
-    """Catches a peer that is shown at a bad rate, and a ratio of times at another loss than the peer's last."""
+    """Catches a peer shown at a bad learning rate, and a time ratio at another loss than the peer's last."""
     ours = curve(OURS, None, 7.0, 6.0, 5.0, 4.5, 4.2, 4.0)
     slow, good = curve(NANOGPT, 1e-3, 8.0, 7.0, 6.0, 5.9, 5.8, 5.7), curve(NANOGPT, 4e-3, 8.0, 7.0, 6.0, 5.8, 5.6, 5.5)
     assert shown([ours, slow, good]) == [ours, good]
@@ -73,14 +73,14 @@ def test_best_run_is_shown_and_compared_by_time() -> None:
 
 
 def test_a_loss_that_is_never_reached() -> None:
-    """Catches a time that is made up for a loss above or below all of a curve."""
+    """Catches an invented time for a loss above or below the whole curve."""
     ours = curve(OURS, None, 7.0, 6.0)
     assert ours.reached_s(5.9, "clock") is None
     assert ours.reached_s(7.5, "clock") == 15.0
 
 
 def test_rates_first_then_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a search that tries other batches at a bad rate, or repeats another run than the best one."""
+    """Catches a search that tries other batch sizes at a bad learning rate, or repeats a run other than the best."""
     losses = {(1e-3, 8): 6.0, (2e-3, 8): 5.5, (4e-3, 8): 5.8, (2e-3, 4): 5.6}
     tried = []
 

@@ -1,4 +1,4 @@
-"""`make bench` runs its parts with options that they have."""
+"""`make bench` runs its parts with options that exist."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHARED = {"--append": "add_results_option", "--by": "add_judge_option"}
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.module)
 def test_options_exist(part: Part) -> None:
-    """Catches an option that a benchmark lost, at the end of twenty minutes of benchmarks."""
+    """Catches an option that a benchmark no longer has, found only after twenty minutes of benchmarks."""
     spec = importlib.util.find_spec(f"scripts.bench.{part.module}")
     assert spec is not None and spec.origin is not None
     source = Path(spec.origin).read_text()
@@ -37,7 +37,7 @@ def test_a_quick_run_leaves_out_only_the_model() -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_parts_run_and_are_shown(tmp_path: Path) -> None:
-    """Catches results that do not reach the table, a missing time, and a failure that is not told."""
+    """Catches results missing from the table, a missing time, and a failure that is not reported."""
     results, picture = tmp_path / "bench.jsonl", tmp_path / "bench.png"
     command = [sys.executable, "-m", "scripts.bench.suite", "--quick", "--only", "blend", "--only", "loader"]
     command += ["--only", "preprocess", "--append", str(results), "--picture", str(picture)]

@@ -10,11 +10,11 @@ from scripts.bench.supervisor_scale import simulate
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_messages_grow_with_the_nodes_and_no_faster() -> None:
-    """Catches agents that ask the launcher all the time, what each sends to all, a benchmark that does not run,
-    and a fault after which not every node is told to end or starts again."""
+    """Catches agents that poll the launcher continuously, messages of each that are sent to all, a benchmark that does
+    not run, and a fault after which not every node is told to end or starts again."""
     few = simulate(8, ranks=2, processes=1, steady_s=3.0, ramp_s=0.0, faults=[])
     many = simulate(64, ranks=2, processes=1, steady_s=3.0, ramp_s=0.0, faults=["dead"])
-    # Each node says once in five seconds that it is there, and looks for an order: three messages with the launcher's.
+    # Every five seconds each node sends a heartbeat and polls for an order: three messages with the launcher's reply.
     assert many.messages_per_s - few.messages_per_s < 2.0 * (64 - 8)
     assert many.received_bytes_per_s < 1000 * 64
     times = many.faults["dead"]

@@ -1,4 +1,4 @@
-"""The benchmark of a training step compares equal trainings, and says when they are not."""
+"""Tests that the benchmark of a training step compares equal trainings, and reports when they are not."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_parameter_without_counterpart_is_refused() -> None:
 
 
 def test_another_training_is_found_out() -> None:
-    """Catches a ratio that hides skipped work: summed gradients, an optimizer that does nothing, a NaN."""
+    """Catches a speed ratio that hides skipped work: summed gradients, an optimizer that does nothing, a NaN."""
     ours = [{"loss": 7.0 - 0.1 * step, "grad_norm": 2.0} for step in range(4)]
     assert faults(ours, [step | {"loss": step["loss"] * (1 + 1e-7)} for step in ours], "fp32") == []
     assert "grad_norm 4" in faults(ours, [step | {"grad_norm": 4.0} for step in ours], "fp32")[0]
@@ -55,7 +55,7 @@ def test_another_training_is_found_out() -> None:
 
 
 def test_compiled_sides_can_be_left_out() -> None:
-    """Catches a quick run that compiles all the same, and a run without the limit."""
+    """Catches a quick run that compiles all the same, and a run without the machine's GEMM limit."""
     work = TrainingWork(**SMALL)
     assert set(sides_of(work, True)) - set(sides_of(work, False)) == {COMPILED}
     assert MACHINE in sides_of(work, False)
@@ -66,7 +66,7 @@ def test_compiled_sides_can_be_left_out() -> None:
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_command_trains_all_sides_alike(precision: str, tmp_path: Path) -> None:
-    """Catches an engine or a peer that the benchmark no longer builds, or that trains something else."""
+    """Catches an engine or a peer that the benchmark can no longer build, or that trains something else."""
     pytest.importorskip("transformers")
     results = tmp_path / "bench.jsonl"
     command = [sys.executable, "-m", "scripts.bench.train_step", "--small", "--eager-only", "--rounds", "3"]

@@ -17,7 +17,7 @@ def run(output: Path, smallest: str, largest: str) -> subprocess.CompletedProces
 
 @pytest.mark.slow
 def test_corpus(tmp_path: Path) -> None:
-    """Catches paths of the machine in the corpus, duplicates, too much text, and an order that changes."""
+    """Catches paths of the machine in the corpus, duplicates, too much text, and an order that changes between runs."""
     first, second = tmp_path / "new" / "a.jsonl", tmp_path / "b.jsonl"
     result = run(first, "1", "2")
     assert result.returncode == 0, result.stderr
@@ -36,7 +36,7 @@ def test_corpus(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_too_little_text(tmp_path: Path) -> None:
-    """Catches a demo that trains on next to nothing on a bare machine."""
+    """Catches a demo that trains on almost no text on a machine with few packages."""
     result = run(tmp_path / "a.jsonl", "1000000", "2000000")
     assert result.returncode == 1
     assert "found only" in result.stderr and "want at least" in result.stderr and "Traceback" not in result.stderr
@@ -44,6 +44,6 @@ def test_too_little_text(tmp_path: Path) -> None:
 
 
 def test_limits_that_contradict(tmp_path: Path) -> None:
-    """Catches limits that can never be met being tried."""
+    """Catches limits that contradict each other and are tried anyway."""
     result = run(tmp_path / "a.jsonl", "5", "2")
     assert result.returncode == 2 and "is below" in result.stderr

@@ -1,4 +1,4 @@
-"""The demo's last word."""
+"""The verdict at the end of the demo."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def write(path: Path, *records: dict[str, object]) -> None:
 
 @pytest.mark.parametrize(("loss", "code"), [(6.0, 0), (6.4, 1)])
 def test_the_last_validation_decides(tmp_path: Path, loss: float, code: int) -> None:
-    """Catches a demo that calls a model of word frequencies a success, or judges an early validation."""
+    """Catches a demo that counts a model close to the unigram loss as a success, or judges an early validation."""
     valid = {"tokens": 10, "valid/held_out/unigram_loss": 6.7}
     write(
         tmp_path / "metrics.jsonl",
@@ -37,7 +37,7 @@ def test_the_last_validation_decides(tmp_path: Path, loss: float, code: int) -> 
 
 
 def test_a_run_that_did_not_finish(tmp_path: Path) -> None:
-    """Catches a half-trained run taken for the finished demo, after a success that a later start undid."""
+    """Catches an unfinished run taken for a finished demo, also where a later start follows a finished one."""
     assert verdict(tmp_path) == 1
     write(tmp_path / "events.jsonl", {"event": "launch"}, {"event": "exit", "exit_code": 0})
     assert verdict(tmp_path, "--finished") == 0

@@ -1,4 +1,4 @@
-"""The reference of every key is what the code says."""
+"""The generated reference of all configuration keys matches the code."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def check(root: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_committed_page_is_up_to_date() -> None:
-    """Catches a key that was added, renamed or explained anew without `make docs`."""
+    """Catches a key that was added, renamed or redocumented without `make docs`."""
     result = check(REPOSITORY)
     assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.slow
 def test_a_stale_page_is_told_with_the_command(tmp_path: Path) -> None:
-    """Catches a check that passes whatever the page says."""
+    """Catches a check that passes for any page."""
     for name in (SCRIPT, Path("docs") / "configuration.md"):
         (tmp_path / name).parent.mkdir(parents=True)
         shutil.copy(REPOSITORY / name, tmp_path / name)

@@ -1,4 +1,4 @@
-"""`megads calibrate` measures this machine; `megads plan` takes its file."""
+"""`megads calibrate` measures this machine, and `megads plan` uses its file."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from megads.tools.calibrate.operators import CPU_SHAPES, Bench, RepeatedBench
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_measured_device_is_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches attributes that plan does not take, and figures off by an order of magnitude."""
+    """Catches attributes that plan does not accept, and values off by an order of magnitude."""
     path = tmp_path / "here.yaml"
     assert run(["calibrate", f"out={path}", "ranks=2", "threads=1", "fp32=true", "seconds=0.02"]) == 0
     device = read_device(path)
-    # One core of a machine made after 2010, with AVX-512 or without.
+    # One core of a machine made after 2010, with or without AVX-512.
     assert 0.002 < device.peak_tflops < 2.0 and device.on_cpu
     assert 0.5 < device.memory_gigabytes_per_s < 1000 and 0.01 < device.node_gigabytes_per_s < 100
     assert 1 < device.node_latency_us < 1e5 and 0 < device.attention_efficiency < 1.5
@@ -41,14 +41,14 @@ def test_a_measured_device_is_planned_with(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_mistakes_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches numbers that reach the ranks."""
+    """Catches invalid values that reach the ranks."""
     for override, named in (("out=x.txt", "out"), ("ranks=0", "ranks"), ("threads=0", "threads"), ("seconds=0", "sec")):
         assert run(["calibrate", override]) == 2
         assert named in capsys.readouterr().err
 
 
 def test_the_file_is_tried_before_anything_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a measurement of minutes whose file cannot be written, and a trial that leaves something behind."""
+    """Catches a measurement of minutes whose file cannot be written, and a check that leaves a file behind."""
     (tmp_path / "folder.yaml").mkdir()
     for out in (tmp_path / "missing" / "x.yaml", tmp_path / "folder.yaml"):
         with pytest.raises(ConfigError, match=r"out = .*: choose another file"):
@@ -60,7 +60,7 @@ def test_the_file_is_tried_before_anything_is_measured(tmp_path: Path, capsys: p
 
 
 def test_of_several_moments_the_quickest_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a slow moment of the machine that is taken for the machine, and times of two measurements mixed up."""
+    """Catches a temporary slowdown recorded as the machine's speed, and times of two measurements mixed up."""
     taken = iter([3.0, 5.0, 4.0, 2.0, 6.0, 1.0])
     monkeypatch.setattr(Bench, "time_s", lambda *_: next(taken))
     first = RepeatedBench(torch.device("cpu"), torch.bfloat16, TORCH, 0.0, CPU_SHAPES)
@@ -76,6 +76,6 @@ def test_of_several_moments_the_quickest_counts(monkeypatch: pytest.MonkeyPatch)
 def test_a_machine_that_changes_its_speed_is_told(
     slower: tuple[float, ...], told: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches figures of a busy machine that nobody is warned of, and a warning for one slow operator."""
+    """Catches measurements of a busy machine without a warning, and a warning for one slow operator."""
     tell_of_changes(slower)
     assert ("took 24% longer at one moment than at another" in capsys.readouterr().err) is told

@@ -1,4 +1,4 @@
-"""What `megads calibrate` does on a GPU, as far as a CPU can do it, with small shapes."""
+"""`megads calibrate` for GPUs, as far as a CPU can run it, with small shapes."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def _measure(folder: str, gpu: str) -> None:
 
 @pytest.mark.distributed
 def test_a_gpus_file_is_planned_with(tmp_path: Path) -> None:
-    """Catches attributes that plan does not take, links of the GPU's own memory where its node's are known, and the
-    host's threads in place of the GPU's processors."""
+    """Catches attributes that plan does not accept, the GPU's own copy rate used as link rate where its node is known,
+    and the host's thread count used as the GPU's number of processors."""
     for gpu in ("NVIDIA H200", "NVIDIA T4"):
         run_ranks(_measure, 1, str(tmp_path), gpu)
     known, other = (read_device(tmp_path / name) for name in ("H200.yaml", "T4.yaml"))
@@ -79,7 +79,7 @@ def test_a_gpus_file_is_planned_with(tmp_path: Path) -> None:
 
 
 def _alive() -> int:
-    """Of the engines of some trials, how many are still there after the last."""
+    """Number of engines that are still alive after the last trial."""
     kernels = load(OpsConfig(), lambda _message: None, cuda=False)
     bench = Bench(torch.device("cpu"), torch.bfloat16, kernels, 0.001, SHAPES)
     built: list[Any] = []
@@ -97,13 +97,13 @@ def _alive() -> int:
 
 @pytest.mark.distributed
 def test_an_engine_is_gone_before_the_next() -> None:
-    """Catches engines that are all kept, as they are in cycles which the collector was told to leave alone: calibrating
-    two ranks took 17 GB."""
+    """Catches engines that are never freed because gc.freeze hides their reference cycles: calibrating two ranks took
+    17 GB."""
     assert run_ranks(_alive, 1) == [1]
 
 
 def _passes(trial: Trial, device: Any, launch_us: float) -> Trained:
-    """As a GPU of these costs would run them."""
+    """The times of a trial on a simulated GPU with these costs."""
     operators = RankOperators(trial.model, ParallelConfig(), trial.tokens, trial.seq_len, 2, device)
     block, head = operators.block(Recompute.none), operators.head()
     sides = []
@@ -115,8 +115,8 @@ def _passes(trial: Trial, device: Any, launch_us: float) -> Trained:
 
 
 def test_costs_of_a_gpu_are_found_again() -> None:
-    """Catches launches of models that a busy GPU hides in costs of all blocks, and elementwise rates that take the time
-    of something else."""
+    """Catches launch time, which a busy GPU hides, in the costs of all blocks, and elementwise rates that include the
+    time of other operations."""
     costs = PassCosts(block_us=0.0, pass_us=0.0, gigabytes_per_s=3000.0, logit_ns=0.004)
     rates = ((1024, 300.0, 200.0), (8192, 400.0, 300.0))
     alibi = ((1024, 100.0, 100.0), (8192, 200.0, 100.0))
@@ -143,8 +143,8 @@ def test_costs_of_a_gpu_are_found_again() -> None:
 
 
 def test_trials_keep_a_gpu_busy_and_fit_one() -> None:
-    """Catches trials whose loss is in chunks, with their backward pass in the forward pass, and large products or
-    models that small GPUs have no room for."""
+    """Catches trials with a chunked loss, whose backward pass runs in the forward pass, and GEMMs or models that do not
+    fit into the memory of small GPUs."""
     for trial in GPU_TRIALS:
         assert 2 * trial.tokens * trial.vocabulary <= 2**30
         assert 18 * parameter_count(trial.model) < 9 * 2**30
@@ -154,7 +154,7 @@ def test_trials_keep_a_gpu_busy_and_fit_one() -> None:
 
 
 def test_attention_with_alibi_is_planned_by_its_own_rates() -> None:
-    """Catches a plan of ALiBi by the quicker kernel of attention without."""
+    """Catches a plan of attention with ALiBi that uses the rates of the faster kernel without ALiBi."""
     device = replace(DEVICES["h200"], attention_rates=((1024, 400.0, 400.0),))
     both = replace(device, alibi_attention_rates=((1024, 200.0, 200.0),))
     bloom, gpt = GPU_TRIALS[0].model, replace(GPU_TRIALS[0].model, position=Position.learned)
@@ -182,5 +182,5 @@ def test_attention_with_alibi_is_planned_by_its_own_rates() -> None:
     ],
 )
 def test_gpus_are_known_by_the_drivers_names(gpu: str, name: str | None) -> None:
-    """Catches links of an SXM module for a card, or for a part of a GPU."""
+    """Catches the link rates of an SXM module used for a PCIe card or for a MIG slice."""
     assert shipped_device(gpu) == name

@@ -1,4 +1,4 @@
-"""The costs of layouts that `megads calibrate` finds in steps that it trained."""
+"""Tests the costs of layouts that `megads calibrate` fits to the steps that it trained."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from scripts.bench.plan_measured import read_stored
 @pytest.mark.parametrize("layout", [name for name in layouts(2) if name != PLAIN])
 @pytest.mark.parametrize("off", [1.0, 0.8])
 def test_costs_of_a_layout_are_found_again(layout: str, off: float) -> None:
-    """Catches units that are mixed up, costs that are fitted to another layout, some that no plan counts, and a device
-    on which all steps take longer or less than planned."""
+    """Catches wrong units, costs that are fitted to another layout or that no plan counts, and a wrong fit on a device
+    on which all steps take less time than planned."""
     device = replace(device_from(read_stored()["machines"]["2x1 bf16"], "measured"), layout_costs=())
     slower = replace(device, layout_costs=(LayoutCosts(layout, 700.0, 3.0),))
     steps: dict[str, list[Trained]] = {}
@@ -36,7 +36,7 @@ def test_costs_of_a_layout_are_found_again(layout: str, off: float) -> None:
 
 
 def test_other_numbers_of_ranks_train_what_they_can() -> None:
-    """Catches layouts whose trials have too few heads, layers or tokens for the ranks."""
+    """Catches layouts whose trials have too few heads, layers or tokens for the number of ranks."""
     for ranks in (1, 4):
         assert set(layouts(ranks)) == {PLAIN, "recompute_selective", "recompute_full"}
         assert all(parallel.world_size == ranks for parallel in layouts(ranks).values())

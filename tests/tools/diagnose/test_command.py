@@ -1,4 +1,4 @@
-"""`megads diagnose` on logs of every sort, on runs, with past incidents, and as a command."""
+"""`megads diagnose` on logs in various formats, on runs, with past incidents, and as a command."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ LOGS = {
 
 @pytest.mark.parametrize("name", LOGS)
 def test_logs_of_every_sort(name: str, tmp_path: Path) -> None:
-    """Catches a log that is compressed, still written, or in another encoding, and read as nothing."""
+    """Catches a log that is compressed, still being written or in another encoding, and in which nothing is found."""
     found = report(write(tmp_path / name, LOGS[name]))
     assert found.diagnosis.cause == Cause.cuda_oom
     assert bool(found.notes) == name.startswith("growing")
@@ -62,7 +62,7 @@ def test_logs_of_every_sort(name: str, tmp_path: Path) -> None:
     ids=["empty", "binary"],
 )
 def test_nothing_to_read(content: bytes, message: str, tmp_path: Path) -> None:
-    """Catches a cause made up for a log that says nothing."""
+    """Catches a cause reported for a log that is empty or binary."""
     path = write(tmp_path / "a.log", content)
     with pytest.raises(DataError, match=message):
         report(path)
@@ -71,13 +71,13 @@ def test_nothing_to_read(content: bytes, message: str, tmp_path: Path) -> None:
 
 
 def test_one_path_is_no_list(tmp_path: Path) -> None:
-    """Catches logs=<file>, as a shell completes it, refused for want of brackets."""
+    """Catches logs=<file>, as shell completion writes it, that is refused because it has no brackets."""
     found = diagnose(DiagnoseConfig(logs=str(write(tmp_path / "a.log", OOM))))
     assert isinstance(found, Report) and found.diagnosis.cause == Cause.cuda_oom
 
 
 def test_missing_logs(tmp_path: Path) -> None:
-    """Catches a traceback for a name that is wrong."""
+    """Catches a traceback for a path that does not exist or cannot be read."""
     with pytest.raises(DataError, match="there is no file"):
         report(tmp_path / "none.log")
     with pytest.raises(DataError, match="holds no log"):
@@ -89,7 +89,7 @@ def test_missing_logs(tmp_path: Path) -> None:
 
 
 def test_folders_and_the_ranks_in_names(tmp_path: Path) -> None:
-    """Catches the logs of torchrun's folders, whose names hold the rank, read as one."""
+    """Catches logs in torchrun's folders, whose names contain the rank, that are read as those of one rank."""
     write(tmp_path / "0" / "2" / "stderr.log", OOM)
     write(tmp_path / "0" / "0" / "stderr.log", "RuntimeError: Connection closed by peer\n")
     write(tmp_path / "picture.png", OOM)
@@ -100,7 +100,7 @@ def test_folders_and_the_ranks_in_names(tmp_path: Path) -> None:
 
 
 def test_templates(tmp_path: Path) -> None:
-    """Catches a log of a million lines that is shown line by line."""
+    """Catches a log of many similar lines that is shown line by line."""
     path = write(tmp_path / "a.log", "".join(f"step {i} loss {i / 7:.3f}\n" for i in range(1000)) + OOM)
     assert sorted(report(path).templates.values()) == [1, 1000]
 
@@ -114,7 +114,7 @@ def run_folder(folder: Path, events: list[dict[str, Any]], logs: dict[int, str])
 
 
 def test_a_run(tmp_path: Path) -> None:
-    """Catches the failure of an earlier start, or one of its lines, taken for that of the last one."""
+    """Catches a failure of an earlier start, or a log line of it, taken for that of the last start."""
     old, new = {"event": "failure", "exit_code": 7, "rank": 0, "message": "rank 0: non-finite"}, {
         "event": "failure", "exit_code": 1, "rank": 1, "message": "rank 1 failed, RuntimeError: x", "nodes": ["n2"],
     }  # fmt: skip
@@ -131,20 +131,20 @@ def test_a_run(tmp_path: Path) -> None:
 
 
 def test_a_node_that_the_launcher_blamed(tmp_path: Path) -> None:
-    """Catches a lost node that is not named."""
+    """Catches a lost node that is not named as the root cause."""
     lost = {"event": "failure", "exit_code": 9, "rank": None, "message": "node n2: lost", "nodes": ["n2"]}
     found = diagnose(DiagnoseConfig(run=str(run_folder(tmp_path / "run", [{"event": "launch"}, lost], {}))))
     assert isinstance(found, Report) and found.diagnosis.culprit == "n2" and found.diagnosis.restartable
 
 
 def test_a_run_that_ended_well(tmp_path: Path) -> None:
-    """Catches a cause made up for a run that finished."""
+    """Catches a cause reported for a run that finished."""
     events = [{"event": "launch"}, {"event": "exit", "exit_code": 0}]
     assert isinstance(diagnose(DiagnoseConfig(run=str(run_folder(tmp_path / "run", events, {0: OOM})))), FinishedRun)
 
 
 def test_runs_that_are_none(tmp_path: Path) -> None:
-    """Catches a folder without anything in it, diagnosed."""
+    """Catches a diagnosis of a folder that is missing, is not a run, or has no logs."""
     with pytest.raises(ConfigError, match="no such run"):
         diagnose(DiagnoseConfig(run=str(tmp_path / "none")))
     with pytest.raises(DataError, match="is no run directory"):
@@ -167,7 +167,7 @@ def test_runs_that_are_none(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_keys(config: DiagnoseConfig, message: str) -> None:
-    """Catches a request that cannot be met, noticed after minutes or not at all."""
+    """Catches a wrong setting that is accepted, or refused only after minutes."""
     with pytest.raises(ConfigError, match=message):
         config.check()
 
@@ -184,7 +184,7 @@ def dump(rank: int, entered: bool) -> str:
 
 
 def test_dumps_name_whom_the_logs_do_not(tmp_path: Path) -> None:
-    """Catches a hang whose culprit the flight recorder knows, reported without it."""
+    """Catches a hang reported without the rank that the flight recorder identifies."""
     for rank in range(2):
         write(tmp_path / "dumps" / f"nccl_trace_rank_{rank}", dump(rank, entered=rank == 0))
     write(tmp_path / "dumps" / "notes_3", "not a dump")
@@ -198,7 +198,7 @@ def test_dumps_name_whom_the_logs_do_not(tmp_path: Path) -> None:
 
 
 def test_a_dump_runs_nothing(tmp_path: Path) -> None:
-    """Catches a pickle that is executed: whoever writes a dump would own whoever reads it."""
+    """Catches a pickle that is executed: whoever writes a dump could run code as whoever reads it."""
     mark = tmp_path / "mark"
     evil = b"cos\nsystem\n(S'touch " + str(mark).encode() + b"'\ntR."
     protocol = b"\x80\x02" + evil
@@ -220,7 +220,7 @@ def test_a_dump_runs_nothing(tmp_path: Path) -> None:
 def test_dumps_that_cannot_be_used(
     names: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a traceback, or one rank's dump counted twice."""
+    """Catches a traceback, and two dumps of one rank that both count."""
     monkeypatch.chdir(tmp_path)
     if names != ["."]:
         for name in ("dump", "dump_1", "b/dump_1"):
@@ -234,7 +234,7 @@ def incidents(path: Path, **fields: Any) -> IncidentsConfig:
 
 
 def test_past_incidents(tmp_path: Path) -> None:
-    """Catches a failure that somebody explained last month and that is a riddle again."""
+    """Catches a failure that matches an explained past incident and is reported as unknown."""
     site = tmp_path / "site" / "incidents.jsonl"
     strange = "step 9 loss 2.0\n%CFS-7-GREMLIN: cache line 0x7f1234 of unit 3 is haunted\n"
     first = write(tmp_path / "a.log", strange)
@@ -253,7 +253,7 @@ def test_past_incidents(tmp_path: Path) -> None:
 
 
 def test_signatures_come_before_the_past(tmp_path: Path) -> None:
-    """Catches a past incident that overrules what the log says."""
+    """Catches a past incident that overrides what the log says."""
     log, site = write(tmp_path / "a.log", OOM), tmp_path / "site.jsonl"
     report(log, incidents=incidents(site, store=True))
     site.write_text(site.read_text().replace("cuda_oom", "nvlink_error"))
@@ -262,7 +262,7 @@ def test_signatures_come_before_the_past(tmp_path: Path) -> None:
 
 
 def test_incidents_that_are_damaged(tmp_path: Path) -> None:
-    """Catches one bad line that loses all others, and a file that cannot be written passed over in silence."""
+    """Catches one damaged line that loses all others, and a file that cannot be written and is silently ignored."""
     site = write(tmp_path / "site.jsonl", '{"cause": 3}\nnothing\n{"run": "x", "templates": 7}\n')
     log = write(tmp_path / "a.log", OOM)
     assert report(log, incidents=incidents(site, store=True)).similar_incidents == ()
@@ -278,7 +278,7 @@ def command(tmp_path: Path, *arguments: str) -> tuple[int, str, str]:
 
 @pytest.mark.slow
 def test_as_a_command(tmp_path: Path) -> None:
-    """Catches JSON that is not alone on standard output, or lacks a documented key, and wrong exit codes."""
+    """Catches other output mixed with the JSON on standard output, a missing documented key, and wrong exit codes."""
     write(tmp_path / "a.log", OOM)
     code, out, err = command(tmp_path, "logs=[a.log]", "json=true", "templates=1")
     content = json.loads(out)

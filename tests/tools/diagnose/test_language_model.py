@@ -1,4 +1,4 @@
-"""The language model: what is sent to a real server, what is kept from it, and that its answer changes nothing."""
+"""Tests diagnose's language model: the request to a server, masked secrets, and that its answer changes nothing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LINES = [
 
 
 class Service(HTTPServer):
-    """Answers like an OpenAI-compatible service, and keeps what it is sent."""
+    """An OpenAI-compatible server that records its requests."""
 
     status = 200
     answer: Any = None
@@ -72,12 +72,12 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_POST  # noqa: N815 - the name that http.server wants
 
     def log_message(self, *_arguments: object) -> None:
-        """Says nothing."""
+        """Logs nothing."""
 
 
 @pytest.fixture
 def service() -> Iterator[Service]:
-    """A service on this machine."""
+    """A running service on loopback."""
     with Service() as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
@@ -95,12 +95,12 @@ def report(tmp_path: Path, **llm: Any) -> Report:
 
 
 def test_it_is_off_unless_named(tmp_path: Path, service: Service) -> None:
-    """Catches log lines that leave the machine unasked."""
+    """Catches log lines sent off the machine although no endpoint is configured."""
     assert report(tmp_path).advice_of_model == "" and service.requests == []
 
 
 def test_secrets_stay_here(tmp_path: Path, service: Service) -> None:
-    """Catches a token, key, password, user or address that is sent away."""
+    """Catches a token, key, password, user or address that is sent to the service."""
     key = tmp_path / "key"
     key.write_text("the-service-key\n")
     found = report(tmp_path, endpoint=service.url + "/", key_file=str(key), model="small")
@@ -115,13 +115,13 @@ def test_secrets_stay_here(tmp_path: Path, service: Service) -> None:
 
 @pytest.mark.parametrize("name", SECRETS)
 def test_every_kind_of_secret(name: str) -> None:
-    """Catches a kind of secret that only the longest of logs would show."""
+    """Catches a kind of secret that is not masked, also in log lines that a report does not send."""
     assert SECRETS[name] in "\n".join(LINES)
     assert SECRETS[name] not in mask_secrets("\n".join(LINES))
 
 
 def test_its_answer_changes_nothing(tmp_path: Path, service: Service) -> None:
-    """Catches an answer that becomes the cause, or that is acted on."""
+    """Catches an answer that becomes the cause, or otherwise changes the diagnosis."""
     assert report(tmp_path, endpoint=service.url).diagnosis == report(tmp_path).diagnosis
 
 
@@ -129,7 +129,7 @@ def test_its_answer_changes_nothing(tmp_path: Path, service: Service) -> None:
     ("status", "answer"), [(500, None), (200, {"choices": []}), (200, [1]), (401, None), (302, None)]
 )
 def test_a_service_that_fails(tmp_path: Path, service: Service, status: int, answer: Any) -> None:
-    """Catches a diagnosis lost to a service that refuses, redirects or answers nonsense."""
+    """Catches a diagnosis lost because a service refuses, redirects or sends an invalid answer."""
     service.status, service.answer = status, answer
     found = report(tmp_path, endpoint=service.url)
     assert found.advice_of_model == "" and "gave no answer" in found.notes[-1]
@@ -137,7 +137,7 @@ def test_a_service_that_fails(tmp_path: Path, service: Service, status: int, ans
 
 
 def test_a_service_that_is_not_there(tmp_path: Path) -> None:
-    """Catches a traceback for a refused connection, and a key that is silently left out."""
+    """Catches a traceback for a refused connection, and a missing key file that is ignored."""
     with Service() as closed:
         url = closed.url
     assert "gave no answer" in report(tmp_path, endpoint=url, timeout_s=5).notes[-1]
@@ -156,5 +156,5 @@ def test_a_service_that_is_not_there(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_no_secret_is_kept(text: str) -> None:
-    """Catches masks that leave nothing to give advice on."""
+    """Catches masking of harmless text that advice depends on."""
     assert mask_secrets(text) == text

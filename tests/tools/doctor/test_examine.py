@@ -7,7 +7,7 @@ from megads.tools.doctor.finding import Finding, Status, note, ok, problem
 
 
 def test_a_check_that_fails_is_a_finding() -> None:
-    """Catches a doctor that dies of what it should report."""
+    """Catches a doctor that crashes because a check raises."""
 
     def broken() -> list[Finding]:
         raise OSError("no such device")
@@ -19,6 +19,6 @@ def test_a_check_that_fails_is_a_finding() -> None:
 
 
 def test_worst() -> None:
-    """Catches statuses compared by their letters."""
+    """Catches statuses compared alphabetically."""
     assert worst([ok("a", ""), problem("b", "", "", ""), note("c", "", "", "")]) == Status.problem
     assert worst([]) == Status.ok

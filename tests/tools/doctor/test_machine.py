@@ -1,4 +1,4 @@
-"""Cores, memory, limits, clocks, and space and speed of real disks."""
+"""Checks of cores, memory, limits, clocks and real disks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def plant(root: Path, files: dict[str, str]) -> Path:
 
 
 def test_version_2_takes_the_tightest_limit_above(tmp_path: Path) -> None:
-    """Catches a limit that SLURM puts on the job's folder, not on the step's."""
+    """Catches a limit missed because SLURM sets it on the job's cgroup, not on the step's."""
     root = plant(
         tmp_path,
         {
@@ -37,7 +37,7 @@ def test_version_2_takes_the_tightest_limit_above(tmp_path: Path) -> None:
 
 
 def test_inside_a_container_only_the_top_is_visible(tmp_path: Path) -> None:
-    """Catches a path of the host that does not exist inside the container."""
+    """Catches a cgroup path of the host that does not exist inside the container."""
     root = plant(
         tmp_path,
         {"proc/self/cgroup": "0::/../../docker/abc\n", "sys/fs/cgroup/cpu.max": "50000 100000\n"},
@@ -46,7 +46,7 @@ def test_inside_a_container_only_the_top_is_visible(tmp_path: Path) -> None:
 
 
 def test_version_1(tmp_path: Path) -> None:
-    """Catches v1's huge number for "no limit" taken as a limit, and its -1 for "no quota"."""
+    """Catches cgroup v1's huge number for "no limit" taken as a limit, and its -1 for "no quota"."""
     root = plant(
         tmp_path,
         {
@@ -63,7 +63,7 @@ def test_version_1(tmp_path: Path) -> None:
 
 
 def test_no_cgroups(tmp_path: Path) -> None:
-    """Catches a crash where the kernel has none."""
+    """Catches a crash on a kernel without cgroups."""
     assert cpu_quota(tmp_path) is None
     assert memory_limit_bytes(tmp_path) is None
 
@@ -74,7 +74,7 @@ def only(findings: list[Finding]) -> Finding:
 
 
 def test_a_cpu_quota_below_the_cores_is_a_note(tmp_path: Path) -> None:
-    """Catches ranks that start 64 threads on a container's two CPUs."""
+    """Catches ranks that start 64 threads in a container with two CPUs."""
     root = plant(tmp_path, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "50000 100000\n"})
     found = only(machine.check_cores(root))
     assert found.status == Status.note and "0.5 CPUs" in found.found and "threads_per_rank" in found.remedy
@@ -82,14 +82,14 @@ def test_a_cpu_quota_below_the_cores_is_a_note(tmp_path: Path) -> None:
 
 
 def test_load() -> None:
-    """Catches a slow start on a busy machine that is blamed on the disk."""
+    """Catches a slow start that is blamed on the disk while the machine is busy."""
     assert only(machine.check_load(0.1)).status == Status.ok
     assert only(machine.check_load(1000.0)).status == Status.note
     assert "load average" in only(machine.check_load()).found
 
 
 def test_threads_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a user who believes that OMP_NUM_THREADS counts."""
+    """Catches OMP_NUM_THREADS that is silently ignored."""
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert "OMP_NUM_THREADS=3" in only(machine.check_threads()).found
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
@@ -133,13 +133,13 @@ def test_kernel_settings(tmp_path: Path) -> None:
 
 
 def test_shared_memory(tmp_path: Path) -> None:
-    """Catches a crash where /dev/shm is missing."""
+    """Catches a crash if /dev/shm is missing."""
     assert only(machine.check_shared_memory(tmp_path / "none")).status == Status.note
     assert "GiB" in only(machine.check_shared_memory(tmp_path)).found
 
 
 def test_a_folder_that_does_not_exist_yet(tmp_path: Path) -> None:
-    """Catches a doctor that makes the folder, or leaves its file behind."""
+    """Catches a doctor that creates the folder, or leaves its test file behind."""
     (finding,) = check_disk("runs", tmp_path / "runs" / "a", needed=True)
     assert "free, writes" in finding.found and "fsync" in finding.found
     assert list(tmp_path.iterdir()) == []
@@ -147,13 +147,13 @@ def test_a_folder_that_does_not_exist_yet(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("needed", "status"), [(True, Status.problem), (False, Status.note)])
 def test_a_place_where_nothing_can_be_written(needed: bool, status: Status) -> None:
-    """Catches a run that starts and fails at its first file; not even root can write to /proc."""
+    """Catches a run that starts and fails at its first write; not even root can write to /proc."""
     (finding,) = check_disk("runs", Path("/proc/megads-runs"), needed)
     assert finding.status == status and "cannot be written" in finding.found
 
 
 def test_memory_is_no_disk() -> None:
-    """Catches runs whose checkpoints are gone after a restart."""
+    """Catches checkpoints on tmpfs, which are lost after a reboot."""
     if file_system(Path("/dev/shm")) != "tmpfs":
         pytest.skip("/dev/shm is no tmpfs here")
     (finding,) = check_disk("runs", Path("/dev/shm"), needed=True)
@@ -161,7 +161,7 @@ def test_memory_is_no_disk() -> None:
 
 
 def test_file_system_takes_the_innermost_mount(tmp_path: Path) -> None:
-    """Catches /data taken for the mount point of /database, and a mount point with a space in it."""
+    """Catches /data taken for the mount point of /database, and a space in a mount point."""
     mounts = tmp_path / "mounts"
     mounts.write_text("x / ext4 rw 0 0\nx /data nfs4 rw 0 0\nx /data/my\\040runs lustre rw 0 0\n")
     for folder, kind in (("/database", "ext4"), ("/data/a", "nfs4"), ("/data/my runs/b", "lustre")):

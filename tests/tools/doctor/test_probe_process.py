@@ -1,4 +1,4 @@
-"""What is made of the probe's results: all the ways in which it can end."""
+"""Tests the findings that doctor derives from the probe's results, for all ways in which the probe can end."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def test_all_well() -> None:
 
 
 def test_a_crash_is_blamed_on_what_was_begun() -> None:
-    """Catches a segmentation fault of DeepSpeed's that takes torch's results with it."""
+    """Catches a segmentation fault in DeepSpeed that discards torch's results."""
     outcome = read_outcome(GOOD[: GOOD.rindex('{"end"')], "was killed by SIGSEGV")
     (finding,) = [finding for finding in judge_probe(outcome) if finding.status == Status.problem]
     assert (finding.check, finding.found) == ("import deepspeed", "Python was killed by SIGSEGV")
-    # A cut line counts as nothing.
+    # A truncated line is ignored.
     assert read_outcome(GOOD[:-30], "was killed by SIGSEGV") == outcome
 
 
 def test_too_slow_is_a_note() -> None:
-    """Catches a busy machine that is called ill, and what was not tried reported as tried."""
+    """Catches a slow machine reported as broken, and checks that did not run reported as run."""
     assert statuses(read_outcome('{"begin": "torch"}\n', "took longer than 7 s")) == {
         "import torch": Status.note,
         "import deepspeed": Status.note,
@@ -63,7 +63,7 @@ def test_too_slow_is_a_note() -> None:
 
 
 def test_a_broken_torch_is_one_problem() -> None:
-    """Catches a list of consequences in which the cause is lost."""
+    """Catches a list of consequences that hides the root cause."""
     error = '{"begin": "torch"}\n{"end": "torch", "error": "ImportError: no libcudart"}\n'
     found = statuses(read_outcome(error, "exited with 0"))
     assert [check for check, status in found.items() if status == Status.problem] == ["import torch"]
@@ -71,7 +71,7 @@ def test_a_broken_torch_is_one_problem() -> None:
 
 
 def test_collectives_that_fail_name_the_interface_that_works() -> None:
-    """Catches a host name that resolves to nowhere, the usual cause, left without its remedy."""
+    """Catches a host name that resolves to an unreachable address, the usual cause, reported without its remedy."""
     failed = '{"seconds": null, "failure": "RuntimeError: no route", "interface": "lo"}'
     outcome = read_outcome(GOOD.replace('{"seconds": 0.1, "interface": null}', failed), "exited with 0")
     (finding,) = [finding for finding in judge_probe(outcome) if finding.check == "collectives"]
@@ -85,7 +85,7 @@ def kernels(result: str) -> Finding:
 
 
 def test_kernels() -> None:
-    """Catches kernels that are wrong or crash and are called good, and a missing compiler that is called a defect."""
+    """Catches kernels that are wrong or crash and are called good, and a missing compiler reported as a problem."""
     assert kernels('{"state": "loaded", "error": 2e-7}').status == Status.ok
     assert kernels('{"state": "not compiled"}').status == Status.ok
     missing = kernels('{"state": "unavailable", "reason": "there is no C++ compiler: install one"}')
@@ -112,7 +112,7 @@ def test_gpus() -> None:
 
 
 def test_attention_of_this_machine() -> None:
-    """Catches a GPU's kinds of attention promised to a CPU, and a kind that is left out without a reason."""
+    """Catches a GPU's attention kernels listed for a CPU, and a kind that is left out without a reason."""
     gpu = '{"name": "A", "free_bytes": 9, "total_bytes": 9, "capability": [9, 0]}'
     on_gpu = GOOD.replace('"gpus": [], "reason": null', f'"gpus": [{gpu}], "apart": [], "nccl": "2"')
     for text, there, reason in (

@@ -1,4 +1,4 @@
-"""Versions, known-bad releases and doubled packages; compilers, SLURM and wandb, with and without them."""
+"""Versions, known-bad releases and duplicate packages; compilers, SLURM and wandb, with and without them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def judged(installed: dict[str, list[str]], python: str = "3.12.1", *wanted: str
 
 
 def test_this_environment_is_in_order() -> None:
-    """Catches a doctor that calls a tested environment ill, and one that reads no requirements."""
+    """Catches a doctor that reports a problem in a tested environment, and one that reads no requirements."""
     assert [finding.status for finding in [*check_python(), *check_packages()]] == [Status.ok] * 2
     python, requirements = stated_requirements()
     assert python.startswith(">=3.11")
@@ -52,14 +52,14 @@ def test_this_environment_is_in_order() -> None:
     ],
 )
 def test_known_bad_releases(package: str, version: str, python: str, expected: str | None) -> None:
-    """Catches a release that trains wrong and is let pass, and its repaired successor refused."""
+    """Catches a release that trains incorrectly and is accepted, and its fixed successor that is refused."""
     found = judged({package: [version]}, python).get(package)
     assert (found is None) if expected is None else (found is not None and expected in found.cost)
     assert found is None or found.remedy
 
 
 def test_missing_and_old_packages_are_problems() -> None:
-    """Catches a requirement that is compared as text: 2.10 is newer than 2.9."""
+    """Catches versions that are compared as text: 2.10 is newer than 2.9."""
     findings = judged({"torch": ["2.8.0"], "numpy": ["2.10"]}, "3.12.1", "torch>=2.9", "numpy>=2.9", "xxhash")
     assert (findings["torch"].status, findings["torch"].found) == (Status.problem, "2.8.0")
     assert findings["xxhash"].found == "not installed"
@@ -67,14 +67,14 @@ def test_missing_and_old_packages_are_problems() -> None:
 
 
 def test_copies_and_mixed_cuda() -> None:
-    """Catches two torch installations of which an unexpected one is imported."""
+    """Catches two torch installations, or CUDA libraries of two versions, that are not reported."""
     found = judge_copies({"torch": ["2.13.0", "2.9.0"], "nvidia-cublas-cu12": ["1"], "nvidia-nccl-cu13": ["1"]})
     assert [finding.check for finding in found] == ["copies of torch", "CUDA libraries"]
     assert judge_copies({"torch": ["2.13.0"], "nvidia-cublas-cu12": ["1"], "nvidia-nccl-cu12": ["1"]}) == []
 
 
 def test_planted_packages_are_found(tmp_path: Path) -> None:
-    """Catches a search that misses what is on PYTHONPATH: a second torch, PyPI's apex, a sweeper that breaks Hydra."""
+    """Catches a search that misses packages on PYTHONPATH: a second torch, PyPI's apex, a sweeper that breaks Hydra."""
     for name, version in (("torch", "2.1.0"), ("hydra_ax_sweeper", "1.2.0"), ("apex", "0.9.10.dev0")):
         (tmp_path / f"{name}-{version}.dist-info").mkdir()
         metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
@@ -100,7 +100,7 @@ def test_planted_packages_are_found(tmp_path: Path) -> None:
 
 
 def test_nothing_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a laptop without compilers or SLURM that is called ill."""
+    """Catches missing compilers or SLURM, as on a laptop, that are reported as a problem."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     (compilers,), (slurm,) = software.check_compilers(), software.check_slurm()
@@ -109,7 +109,7 @@ def test_nothing_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_half_of_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a container into which only srun was mounted, and a command that does not run."""
+    """Catches a container with only srun mounted, or with an srun that fails, that is not reported."""
     (tmp_path / "srun").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "srun").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -119,7 +119,7 @@ def test_half_of_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_wandb_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a key in ~/.netrc that is not found, one for another server, and a key that is shown."""
+    """Catches a key in ~/.netrc that is not found, one for another server that is used, and a key that is printed."""
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("WANDB_API_KEY", "WANDB_BASE_URL", "NETRC"):
         monkeypatch.delenv(name, raising=False)
@@ -135,7 +135,7 @@ def test_wandb_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ask_survives_every_program() -> None:
-    """Catches a doctor that hangs with the program it asks."""
+    """Catches a doctor that hangs or fails with a program that it runs."""
     assert ask("echo", "7") == "7"
     assert ask("false") is None
     assert ask("no-such-program") is None

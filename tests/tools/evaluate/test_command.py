@@ -1,4 +1,4 @@
-"""`megads evaluate` as a user meets it: its files, what it does not do again, what it refuses, perplexities."""
+"""`megads evaluate`: its files, cached answers, refusals and perplexities."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ TASKS = {
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a run, its data and tasks are; the working directory."""
+    """Folder with a run, its data and tasks; the working directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     prefix = write_dataset(tmp_path / "data")
@@ -70,13 +70,13 @@ def config(**changes: Any) -> EvaluateConfig:
 
 
 def results(folder: Path) -> list[dict[str, Any]]:
-    """lm-eval's files, the oldest first."""
+    """Contents of lm-eval's files, oldest first."""
     return [json.loads(path.read_text()) for path in sorted(folder.glob("run/evaluation/step_*/results_*.json"))]
 
 
 def test_tasks_give_lm_evals_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches relative paths of data that are looked for elsewhere, a group without its tasks, and an event, a table or
-    a file that is missing or half written."""
+    """Catches relative data paths resolved against another folder, a group without its tasks, and an event, a table or
+    a file that is missing or incomplete."""
     assert evaluate(config(tasks=["choose", "both", "simple_sequences"], log_samples=True)) == EXIT_OK
     (found,) = results(folder)
     assert set(found["results"]) == {"choose", "both", "go_on", "read", "simple_sequences"}
@@ -94,7 +94,7 @@ def test_tasks_give_lm_evals_files(folder: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_a_finished_task_is_not_asked_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches answers that are thrown away, and those of other requests or other weights that are taken for these."""
+    """Catches answers that are computed again, and cached answers of other requests or other weights."""
     asked: list[int] = []
     score = GPT.forward
 
@@ -145,7 +145,7 @@ REFUSED: list[tuple[dict[str, Any], type[MegadsError], str]] = [
 
 @pytest.mark.parametrize(("changes", "kind", "said"), REFUSED, ids=range(len(REFUSED)))
 def test_refusals(folder: Path, changes: dict[str, Any], kind: type[MegadsError], said: str) -> None:
-    """Catches a traceback, a remedy that is not told, and results of what was refused."""
+    """Catches a traceback, a message without a remedy, and results of a refused evaluation."""
     (folder / "empty.txt").write_text("")
     with pytest.raises(kind, match=said):
         evaluate(config(**changes))
@@ -154,13 +154,13 @@ def test_refusals(folder: Path, changes: dict[str, Any], kind: type[MegadsError]
 
 @pytest.mark.slow
 def test_an_unknown_task_names_the_near_ones(folder: Path) -> None:
-    """Catches a list of thousands of names, or none."""
+    """Catches a message with thousands of names, or none."""
     with pytest.raises(ConfigError, match="tasks = simple_sequence: there is no such task; there are simple_sequences"):
         evaluate(config(tasks=["simple_sequence"], tasks_folder=None))
 
 
 def test_without_lm_eval(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches an import error where the extra is not installed, and texts that need it without a reason."""
+    """Catches an import error where the extra is not installed, and perplexities that need it for no reason."""
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(ConfigError, match="pip install 'megads\\[evaluate\\]'"):
         evaluate(config(tasks=["choose"]))
@@ -173,7 +173,7 @@ def perplexities(folder: Path) -> dict[str, dict[str, float]]:
 
 
 def test_texts_are_measured_document_by_document(folder: Path) -> None:
-    """Catches bytes of special tokens, a document that sees another one, and a dataset that differs from its text."""
+    """Catches bytes of special tokens, a document that attends to another, and a dataset that differs from its text."""
     assert evaluate(config(data=["data/text.jsonl", "data/corpus"])) == EXIT_OK
     text, corpus = perplexities(folder).values()
     assert text == corpus
@@ -195,7 +195,7 @@ def test_texts_are_measured_document_by_document(folder: Path) -> None:
 
 
 def test_validation_sets_are_those_of_the_run(folder: Path) -> None:
-    """Catches windows that are not those of the run's own validations, and bytes of tokens that do not count."""
+    """Catches samples other than those of the run's own validations, and bytes of masked tokens."""
     run = RootConfig(model=model_config())
     run.train.steps, run.train.seq_len, run.train.global_batch_size = 3, 16, 2
     run.data.train, run.data.split = [DatasetConfig(path="data/corpus")], [0.8, 0.2]
@@ -218,7 +218,7 @@ def test_validation_sets_are_those_of_the_run(folder: Path) -> None:
 
 @pytest.mark.parametrize("length", [1, 4, 5, 8, 9, 30])
 def test_every_token_is_in_one_window(length: int) -> None:
-    """Catches a token that is scored twice or never, and a window that is longer than the model reads."""
+    """Catches a token that is scored twice or never, and a window longer than the model's sequence length."""
     rows = rolling_rows(range(100, 100 + length), 7, 4)
     assert [token for row in rows for token in row.ids[-row.counted :]] == list(range(100, 100 + length))
     assert all(len(row.ids) <= 5 and 0 < row.counted < len(row.ids) for row in rows)
@@ -226,7 +226,7 @@ def test_every_token_is_in_one_window(length: int) -> None:
 
 
 def test_bytes_of_tokens(folder: Path) -> None:
-    """Catches characters of several bytes that are counted as one, or as the sign for what is broken."""
+    """Catches characters of several bytes counted as one, or as the replacement character."""
     tokenizer = Tokenizer.from_file("data/corpus.tokenizer.json")
     found = FoundTokenizer(tokenizer, Path("x"), tokenizer.get_vocab_size(), 0, verified=True)
     sizes = TokenBytes(found)
@@ -239,7 +239,7 @@ def test_bytes_of_tokens(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_ranks_of_a_layout(folder: Path, megads: Callable[..., Any]) -> None:
-    """Catches ranks that do not come to an end, and results that stay on a rank."""
+    """Catches ranks that hang, and results that never leave a rank."""
     done = evaluate(config(tasks=["choose"], data=["data/text.jsonl"], output="alone"))
     assert done == EXIT_OK
     arguments = ("run=run", "device=cpu", "tasks=[choose]", "tasks_folder=tasks", "data=[data/text.jsonl]")
@@ -253,6 +253,6 @@ def test_ranks_of_a_layout(folder: Path, megads: Callable[..., Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_what_a_rank_refuses(folder: Path, megads: Callable[..., Any]) -> None:
-    """Catches the first rank's error that is lost among those of its peers."""
+    """Catches the first rank's error lost among those of other ranks."""
     refused = megads("evaluate", "run=run", "device=cpu", "tasks=[long]", "tasks_folder=tasks", "layout.tp=2").end()
     assert refused.code == 2 and "max_gen_toks = 256" in refused.err and "Traceback" not in refused.err

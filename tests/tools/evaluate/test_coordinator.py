@@ -1,4 +1,4 @@
-"""A coordinated evaluation of several checkpoints: equal results, whatever is killed, and nothing computed twice."""
+"""Coordinated evaluation of several checkpoints: equal results whatever is killed, and no unit computed twice."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ARGUMENTS = ("run=run", "tasks=[choose,both]", "tasks_folder=tasks", "device=cpu
 
 
 def make_run(folder: Path) -> None:
-    """A run of three checkpoints, three tasks of texts of different lengths, and times that make each task long."""
+    """Writes a run of three checkpoints and three tasks, whose documents differ in length and count as 10 s each."""
     prefix = write_dataset(folder / "data")
     for step in STEPS:
         model = hot_model(model_config())
@@ -76,7 +76,7 @@ def make_run(folder: Path) -> None:
 
 
 def results_in(folder: Path) -> dict[str, Any]:
-    """What the newest results of each checkpoint say of tasks, without times and places."""
+    """The task entries in the newest results of each checkpoint, without times and paths."""
     found = {}
     for step in STEPS:
         files = sorted(folder.glob(f"step_{step:08d}/results_*.json"))
@@ -92,14 +92,14 @@ def results_in(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The results of an evaluation of one checkpoint after the other."""
+    """Results of plain evaluations, one checkpoint after the other."""
     folder = tmp_path_factory.mktemp("plain")
     make_run(folder)
     threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("HF_HOME", str(folder / "cache"))
-        # As a worker of two on two cores has.
+        # The threads of each of two workers on two cores.
         torch.set_num_threads(1)
         for step in STEPS:
             run = f"run/checkpoints/step_{step:08d}"
@@ -117,7 +117,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def state_folder(folder: Path) -> Path:
-    """Where workers meet."""
+    """Folder of the work queue."""
     (found,) = (path for path in (folder / "run/evaluation/coordinator").iterdir() if (path / "plan.json").is_file())
     return found
 
@@ -131,7 +131,7 @@ def units_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def computed(folder: Path) -> int:
-    """Units that any worker answered, as often as it was done."""
+    """Number of computed units; a unit computed twice counts twice."""
     lines = read_json_lines(folder / "run" / "evaluation" / "times.jsonl")
     return sum(line.get("documents", 0) > 0 for line in lines) - len(NAMES)
 
@@ -142,7 +142,7 @@ def living(folder: Path, role: str = "model") -> list[WorkerRecord]:
 
 
 def start_evaluation(megads: StartCommand, *more: str, variables: Mapping[str, str] = {}) -> Command:
-    """All checkpoints with two workers; their memory is a folder of the test."""
+    """Evaluates all checkpoints with two workers, which stage them in a folder of the test."""
     memory = megads.folder / "memory"
     memory.mkdir(exist_ok=True)
     return megads(
@@ -154,8 +154,8 @@ def start_evaluation(megads: StartCommand, *more: str, variables: Mapping[str, s
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_results_are_those_of_plain_evaluations(megads: StartCommand, plain: dict[str, Any]) -> None:
-    """Catches parts that are put together wrongly, an answer that depends on who gave it, a group without its mean, an
-    event, a table or memory that is forgotten, and a second command that asks anything again."""
+    """Catches parts merged wrongly, answers that depend on the worker, a group without its mean, a missing event or
+    table, staged checkpoints left in memory, and a second command that computes a unit again."""
     folder = megads.folder
     make_run(folder)
     ended = start_evaluation(megads, "priority={read: 1}").end()
@@ -179,7 +179,7 @@ def test_results_are_those_of_plain_evaluations(megads: StartCommand, plain: dic
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_killed_workers(megads: StartCommand, plain: dict[str, Any]) -> None:
-    """Catches a unit that is lost with its worker, workers that nobody replaces, and units that are computed again."""
+    """Catches a unit that is lost with its worker, killed workers that are not replaced, and units computed again."""
     folder = megads.folder
     make_run(folder)
     running = start_evaluation(megads)
@@ -190,14 +190,14 @@ def test_killed_workers(megads: StartCommand, plain: dict[str, Any]) -> None:
     assert ended.code == EXIT_OK, ended
     assert "is started again" in ended.err
     assert results_in(folder / "run" / "evaluation") == plain
-    # A kill may come between the answers of a unit and the note of their time.
+    # A kill may fall between writing the answers of a unit and recording their time.
     assert abs(computed(folder) - len(units_of(folder))) <= 2
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_no_model_worker_is_left(megads: StartCommand) -> None:
-    """Catches an evaluation that waits for ever for model workers that have no start left, while others live."""
+    """Catches an evaluation that hangs because model workers have no start left while other workers are alive."""
     folder = megads.folder
     make_run(folder)
     running = start_evaluation(megads, "attempts=1")
@@ -216,7 +216,7 @@ def test_no_model_worker_is_left(megads: StartCommand) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize("everything", [False, True])
 def test_a_killed_coordinator(megads: StartCommand, plain: dict[str, Any], everything: bool) -> None:
-    """Catches workers that go on for nobody, a second command that begins anew, and memory that stays taken."""
+    """Catches workers that outlive the coordinator, a second command that starts over, and memory never freed."""
     folder = megads.folder
     make_run(folder)
     running = start_evaluation(megads)
@@ -239,7 +239,7 @@ def test_a_killed_coordinator(megads: StartCommand, plain: dict[str, Any], every
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_what_fails_is_named_and_the_rest_is_there(megads: StartCommand, plain: dict[str, Any]) -> None:
-    """Catches an evaluation that one damaged checkpoint ends, or that is silent about it."""
+    """Catches an evaluation that ends at the first damaged checkpoint, or that does not report it."""
     folder = megads.folder
     make_run(folder)
     (file,) = folder.glob("run/checkpoints/step_00000002/*.safetensors")
@@ -256,8 +256,8 @@ def test_what_fails_is_named_and_the_rest_is_there(megads: StartCommand, plain: 
 
 
 def test_workers_in_one_process(folder: Path, plain: dict[str, Any]) -> None:
-    """Catches, without processes, parts that are joined wrongly, an answer that depends on its part, a group without
-    its mean."""
+    """Catches, without processes, parts merged wrongly, answers that depend on their part, and a group without its
+    mean."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     config = EvaluateConfig(
@@ -282,8 +282,8 @@ def test_workers_in_one_process(folder: Path, plain: dict[str, Any]) -> None:
 
 
 def test_parts_that_do_not_fit_are_made_again(folder: Path) -> None:
-    """Catches a task whose documents changed under the workers, or whose part is damaged, that is waited for for ever,
-    and parts that the next start takes for good."""
+    """Catches an evaluation that hangs on a damaged part or on documents that changed while it ran, and such parts that
+    the next start accepts."""
     config = EvaluateConfig(
         "run", checkpoints="last:1", tasks=["choose", "read"], tasks_folder="tasks", device="cpu", batch_size=3,
         workers=2, staging_folder=str(folder),
@@ -315,7 +315,7 @@ def test_parts_that_do_not_fit_are_made_again(folder: Path) -> None:
 
 
 def test_changed_documents_are_another_evaluation(folder: Path) -> None:
-    """Catches results of documents that were there before, and an evaluation that begins anew for nothing."""
+    """Catches results of earlier documents that are reused, and an evaluation that starts over without a reason."""
 
     def identity(limit: int | None = None, examples: int | None = None) -> str:
         config = EvaluateConfig(
@@ -329,12 +329,12 @@ def test_changed_documents_are_another_evaluation(folder: Path) -> None:
     lines = rows.read_text().splitlines()
     rows.write_text("\n".join([*lines[:-1], lines[-1].replace("attention", "retention")]))
     assert identity() != before and identity(3) == of_three
-    # Examples may be any of the documents.
+    # Few-shot examples may be any of the documents.
     assert identity(3, 1) != with_examples
 
 
 def test_a_copy_has_a_plan_of_its_own(folder: Path) -> None:
-    """Catches a copy of a run whose results go to the original, as its workers seem to live."""
+    """Catches a copy of a run that writes its results to the original, whose workers seem alive."""
     config = EvaluateConfig("run", checkpoints="all", tasks=["choose"], tasks_folder="tasks", device="cpu", workers=1)
     checkpoints, tasks = find_checkpoints(config), load_tasks(config.tasks, Path("tasks"))
     queue = WorkQueue(folder / "state", attempts=1)
@@ -351,7 +351,7 @@ def test_a_copy_has_a_plan_of_its_own(folder: Path) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with a run."""
+    """The working directory, which contains a run."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     make_run(tmp_path)
@@ -384,7 +384,7 @@ REFUSED: list[tuple[dict[str, Any], type[MegadsError], str]] = [
 def test_refusals_and_the_dry_run(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a traceback, a remedy that is not told, and a dry run that leaves something or says nothing."""
+    """Catches a traceback, an error without a remedy, and a dry run that leaves files or prints nothing."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     given: dict[str, Any] = {"run": "run", "tasks": ["choose", "both"], "tasks_folder": "tasks", "device": "cpu"}
     for changes, kind, said in REFUSED:
@@ -401,7 +401,7 @@ def test_refusals_and_the_dry_run(
 
 
 def test_attempts_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a unit that kills its worker for ever, two workers at one unit, and a dead worker's claim that counts."""
+    """Catches endless attempts at a unit that kills its worker, two claims of one unit, and a dead worker's claim."""
     queue = WorkQueue(tmp_path, attempts=2)
     alive = WorkerRecord.of_this_process(role="model")
     dead = replace(alive, born=alive.born + 1)
@@ -423,7 +423,7 @@ def test_attempts_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_when_an_evaluation_cannot_go_on() -> None:
-    """Catches one that waits for workers that nobody starts, and one that ends while somebody is at work."""
+    """Catches an evaluation that waits for workers that nobody starts, or that ends while a worker is busy."""
     units = [WorkUnit("a", "t", 0, 2, 1.0), WorkUnit("a", "t", 1, 2, 1.0), WorkUnit("a", "u", 0, 1, 1.0)]
     first, second, other = map(unit_id, units)
     elsewhere = WorkerRecord.of_this_process(role="model")

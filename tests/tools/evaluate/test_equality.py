@@ -1,4 +1,4 @@
-"""Answers to lm-eval's requests, held to lm-eval's own backend for transformers on the export."""
+"""Answers to lm-eval's requests, against lm-eval's own transformers backend on the export."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def model_config(name: str) -> ModelConfig:
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory, tokenizer: Path) -> Iterator[Any]:
-    """Returns the folder of a model's run and what lm-eval's own backend says of its export; each is made once."""
+    """Returns, by model name, the folder of its run and lm-eval's own answers for its export; each is made once."""
     from lm_eval.models.huggingface import HFLM
 
     made: dict[str, tuple[Path, Said]] = {}
@@ -116,15 +116,15 @@ def require_equal(ours: Said, theirs: Said) -> None:
         assert abs(value - wanted) <= TOLERANCE, (ours.pairs, theirs.pairs)
         assert greedy == wanted_greedy
     for value, wanted in zip(ours.rolling, theirs.rolling, strict=True):
-        # Of up to 600 nats, of which theirs are added up in fp32.
+        # Sums of up to 600 nats, which lm-eval adds up in fp32.
         assert abs(value - wanted) <= max(TOLERANCE, 2e-7 * abs(wanted)), (ours.rolling, theirs.rolling)
     assert ours.texts == theirs.texts
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_answers_are_those_of_the_export(name: str, theirs: Any) -> None:
-    """Catches labels that are off by one, padding that is scored, a context that is cut on the wrong side, windows that
-    score a token twice, a completion that goes on behind its end, and what is in the batch changing an answer."""
+    """Catches labels that are off by one, padding that is scored, a context cut on the wrong side, windows that score a
+    token twice, a completion that continues after its end, and an answer that depends on the rest of the batch."""
     run, wanted = theirs(name)
     handle = open_checkpoint(run)
     ours = ask(harness(load_alone(config_of(run), handle), checkpoint_tokenizer(handle)))
@@ -132,7 +132,7 @@ def test_answers_are_those_of_the_export(name: str, theirs: Any) -> None:
 
 
 def ask_in_layout(runs: Sequence[Path], sizes: dict[str, int]) -> list[Said]:
-    """On one rank; the first has the answers."""
+    """Asks on one rank of a layout; only the first rank returns answers."""
     found = []
     for run in runs:
         config = config_of(run, **sizes)
@@ -148,8 +148,8 @@ def ask_in_layout(runs: Sequence[Path], sizes: dict[str, int]) -> list[Said]:
 @pytest.mark.distributed
 @pytest.mark.parametrize("axis", ["tp", "pp", "dp", "cp"])
 def test_answers_are_the_same_in_every_layout(axis: str, theirs: Any) -> None:
-    """Catches a softmax over a part of the vocabulary or its padding, a greedy token of another rank, chunks of a
-    sample that are put together in the wrong order, and rows that come back to another request."""
+    """Catches a softmax over a part of the vocabulary or its padding, a greedy token of the wrong rank,
+    context-parallel chunks of a sample joined in the wrong order, and rows returned to another request."""
     runs, wanted = zip(*(theirs(name) for name in ("bloom", "llama", "gpt2")), strict=True)
     first, second = run_ranks(ask_in_layout, 2, runs, {axis: 2})
     assert second == []

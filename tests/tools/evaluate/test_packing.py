@@ -1,4 +1,4 @@
-"""The rules of the evaluation coordinator, alone and on a clock."""
+"""The packing rules of the evaluation coordinator, alone and in simulation."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def chosen(units: Sequence[WorkUnit], worker: WorkerView, *others: WorkerView, s
 
 
 def test_which_unit_comes_next() -> None:
-    """Catches the shortest first, a model that is loaded anew for nothing, a critical task that waits behind its
-    checkpoint, a metric that nobody thought of, and a priority that does not count."""
+    """Catches the shortest unit first, a needless model load, a long task that waits for the worker that holds its
+    checkpoint, an ignored metric time, and an ignored priority."""
     many = [unit(f"{checkpoint}/{task}", 10.0 + task) for checkpoint in "ab" for task in range(8)]
     assert chosen(many, A, B) == "a/7" and chosen(many, B, A) == "b/7"
     assert chosen([*many, unit("b/long", 250.0)], A, B) == "b/long"
@@ -51,8 +51,8 @@ def test_which_unit_comes_next() -> None:
 
 
 def test_another_checkpoint_only_where_that_helps() -> None:
-    """Catches a worker that loads a model for what its holder ends sooner, one that never helps, and work that nobody
-    takes since its holder is gone."""
+    """Catches a worker that loads a model although the worker that holds it would finish sooner, one that never helps,
+    and units that no worker takes because their holder is gone."""
     assert chosen([unit("b/1", 1.0)], A, B) is None
     assert chosen([unit("b/1", 1.0)], A) == "b/1"
     assert chosen([unit("b/1", 9.0), unit("b/2", 9.0)], A, B) == "b/1"
@@ -62,7 +62,7 @@ def test_another_checkpoint_only_where_that_helps() -> None:
 
 
 def test_new_workers_spread_over_checkpoints() -> None:
-    """Catches all workers on one checkpoint, and a node that reads what another node could compute."""
+    """Catches all workers on one checkpoint, and a node that reads a checkpoint which another node could evaluate."""
     units = [unit(f"{checkpoint}/{task}", 50.0) for checkpoint in "abcd" for task in range(20)]
     workers: list[WorkerView] = []
     for number in range(4):
@@ -77,7 +77,7 @@ def test_new_workers_spread_over_checkpoints() -> None:
 
 
 def test_long_tasks_are_split() -> None:
-    """Catches parts that are too long, too short or too many, and a restart that splits otherwise."""
+    """Catches parts that are too long, too short or too many, and a restart that splits differently."""
     tasks = [TaskCost("a", "long", 800.0, pieces=1000), TaskCost("a", "short", 10.0, pieces=1000)]
     units = split(tasks, 2)
     longest = 810.0 / 2 / 8
@@ -90,7 +90,7 @@ def test_long_tasks_are_split() -> None:
 
 
 def test_times_are_predicted_by_what_was_measured() -> None:
-    """Catches a prior of another task where there is one of the same, and a model whose size does not count."""
+    """Catches times of another task used where the same task was measured, and an ignored model size."""
 
     def line(task: str, documents: float, seconds: float, parameters: int = 100) -> MeasuredTime:
         return MeasuredTime(task, "multiple_choice", documents, seconds, 0.0, parameters, "cpu", 0)
@@ -104,19 +104,19 @@ def test_times_are_predicted_by_what_was_measured() -> None:
 
 
 def test_the_simulation_counts_every_phase() -> None:
-    """Catches a clock that forgets a phase, a shared link that is not shared, and a metric that nobody waits for."""
+    """Catches a phase that takes no time, a link whose bandwidth is not shared, and a metric that is not waited for."""
     tasks = [SimulatedTask("a", f"{number}", 10.0, 3.0, 10.0) for number in range(2)]
     where = SimulatedCluster(1, 2, 1, start_s=5.0, read_s=4.0, load_s=1.0, unit_s=0.5)
-    # Both read at once, each at half the speed.
+    # Both workers read at once, each at half the speed.
     assert simulate(tasks, where, ONE_JOB_A_TASK).seconds == pytest.approx(5 + 8 + 1 + 10.5 + 3)
-    # One reads; two metrics on one process.
+    # One worker reads; one process computes two metrics.
     found = simulate(tasks, where)
     assert found.seconds == pytest.approx(5 + 4 + 1 + 10.5 + 3 + 3)
     assert found.stagings == 1 and found.inference_s == pytest.approx(20)
 
 
 def test_the_rules_beat_one_job_a_task() -> None:
-    """Catches a rule that makes an evaluation longer, and units that are lost or computed twice."""
+    """Catches a rule that makes an evaluation slower, and units that are lost or computed twice."""
     for seed in range(3):
         tasks, where = trace(seed, 1, 0.3), cluster(4)
         ours, theirs = simulate(tasks, where), simulate(tasks, where, ONE_JOB_A_TASK)
@@ -130,7 +130,7 @@ def test_the_rules_beat_one_job_a_task() -> None:
 
 
 def test_priorities_end_first() -> None:
-    """Catches a priority that comes too late."""
+    """Catches a high-priority task that ends too late."""
     tasks = [SimulatedTask("a", f"{n}", 10.0, 0.0, 10.0, priority=int(n >= 8)) for n in range(10)]
     found = simulate(tasks, SimulatedCluster(1, 2, 1, 0.0, 0.0, 0.0))
     assert found.priority_s == {1: 10.0, 0: 50.0}

@@ -1,4 +1,4 @@
-"""Checkpoints in a node's memory: read once, mapped by all, gone when nobody holds them."""
+"""Tests checkpoints staged in a node's memory: read once, mapped by all workers, removed when unused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def name_of(checkpoint: Path, dtype: torch.dtype = FP32) -> str:
 
 @pytest.mark.parametrize("dtype", [FP32, torch.bfloat16])
 def test_one_reads_and_all_map(checkpoints: list[Path], tmp_path: Path, dtype: torch.dtype) -> None:
-    """Catches a second read of a checkpoint, weights that differ from those that are read alone, and a copy of them in
+    """Catches a second read of a checkpoint, weights that differ from those of an unstaged load, and a copy of them in
     every worker."""
     first, second = (Staging(tmp_path, Path("evaluation")) for _ in range(2))
     name = name_of(checkpoints[1], dtype)
@@ -50,7 +50,7 @@ def test_one_reads_and_all_map(checkpoints: list[Path], tmp_path: Path, dtype: t
         assert torch.equal(one.model(tokens_bs, info), alone(tokens_bs, info))
         mine, theirs = one.model.parameters_by_name(), alone.parameters_by_name()
         assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
-        # Kernels may sum in another order where weights are not as aligned as torch's own.
+        # Kernels may sum in another order if weights are less aligned than torch's own.
         assert all(weight.data_ptr() % 64 == 0 for weight in mine.values())
     mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if f"{name}.weights" in line]
     assert len(mapped) == 2
@@ -60,7 +60,7 @@ def test_one_reads_and_all_map(checkpoints: list[Path], tmp_path: Path, dtype: t
 
 
 def test_memory_is_bounded(checkpoints: list[Path], tmp_path: Path) -> None:
-    """Catches a checkpoint that goes while a worker maps it, and memory that fills."""
+    """Catches a checkpoint that is removed while a worker maps it, and memory above the limit."""
     staging = Staging(tmp_path, Path("evaluation"), most_bytes=1 << 40)
     names = [name_of(checkpoint) for checkpoint in checkpoints]
     staging.load(checkpoints[0], names[0], CPU, FP32)
@@ -78,7 +78,7 @@ def test_memory_is_bounded(checkpoints: list[Path], tmp_path: Path) -> None:
 
 
 def test_what_was_killed_is_cleaned_up(checkpoints: list[Path], tmp_path: Path) -> None:
-    """Catches half a checkpoint that is taken for a whole one, and memory that a killed evaluation keeps for ever."""
+    """Catches a partial checkpoint used as a complete one, and memory of a killed evaluation that is never freed."""
     read, write = os.pipe()
     child = os.fork()
     if not child:
@@ -100,7 +100,7 @@ def test_what_was_killed_is_cleaned_up(checkpoints: list[Path], tmp_path: Path) 
 
 
 def test_a_damaged_checkpoint_is_not_staged(checkpoints: list[Path], tmp_path: Path) -> None:
-    """Catches weights that nobody verified."""
+    """Catches staged weights that were not verified."""
     (file,) = checkpoints[2].glob("*.safetensors")
     content = bytearray(file.read_bytes())
     content[-5] ^= 1

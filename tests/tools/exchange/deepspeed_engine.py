@@ -1,4 +1,4 @@
-"""DeepSpeed's engine with transformers' models on one rank: the peer of universal checkpoints. Run by `run_ranks`."""
+"""DeepSpeed's engine with transformers' models on one rank, for tests of universal checkpoints. Run by `run_ranks`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STATES = {"weight": "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 
 def build(config_folder: Path, universal: bool) -> Any:
-    """An engine of BF16_Optimizer over AdamW with two groups of parameters."""
+    """Returns an engine with BF16_Optimizer over AdamW with two parameter groups."""
     import deepspeed
     import transformers
 
@@ -32,7 +32,7 @@ def build(config_folder: Path, universal: bool) -> Any:
 
 
 def train(engine: Any, steps: int) -> None:
-    """Steps on random tokens."""
+    """Trains on random tokens."""
     generator = torch.Generator().manual_seed(5)
     for _ in range(steps):
         ids = torch.randint(0, engine.module.config.vocab_size, (2, 16), generator=generator)
@@ -41,7 +41,7 @@ def train(engine: Any, steps: int) -> None:
 
 
 def states(engine: Any) -> dict[str, np.ndarray]:
-    """fp32 weights and moments of every parameter, by `<kind>/<name>`, and the optimizer's steps."""
+    """Returns weights (fp32, working) and moments by `<kind>/<name>`, numbers of steps, and weight decays."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     found: dict[str, np.ndarray] = {}
@@ -57,7 +57,7 @@ def states(engine: Any) -> dict[str, np.ndarray]:
 
 
 def load_universal(folder: str, config_folder: str) -> dict[str, np.ndarray]:
-    """What DeepSpeed makes of a universal checkpoint; it must then be able to train."""
+    """Loads a universal checkpoint into DeepSpeed and returns its states; DeepSpeed must then be able to train."""
     engine = build(Path(config_folder), universal=True)
     engine.load_checkpoint(folder)
     found = states(engine)
@@ -66,7 +66,7 @@ def load_universal(folder: str, config_folder: str) -> dict[str, np.ndarray]:
 
 
 def save(folder: str, config_folder: str) -> dict[str, np.ndarray]:
-    """Trains, saves, and converts by DeepSpeed's own ds_to_universal."""
+    """Trains, saves, and converts with DeepSpeed's own ds_to_universal; returns the states."""
     from deepspeed.checkpoint import ds_to_universal
 
     engine = build(Path(config_folder), universal=False)
@@ -77,7 +77,7 @@ def save(folder: str, config_folder: str) -> dict[str, np.ndarray]:
 
 
 def convert(step_folder: Path, ds_to_universal: Any) -> None:
-    """Makes `<step folder>_universal` by DeepSpeed's own code."""
+    """Creates `<step folder>_universal` with DeepSpeed's own code."""
     ds_to_universal.main(
         argparse.Namespace(
             input_folder=str(step_folder), output_folder=f"{step_folder}_universal", num_extract_workers=1,

@@ -28,7 +28,7 @@ GPT = {
 
 
 def arguments(shape: dict[str, Any], tp: int, pp: int) -> argparse.Namespace:
-    """What Megatron-LM saves of its command line, as far as it says what the model is."""
+    """Returns the command line arguments that Megatron-LM saves, as far as they define the model."""
     return argparse.Namespace(
         num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=HEADS, kv_channels=HIDDEN // HEADS,
         max_position_embeddings=LENGTH, padded_vocab_size=VOCABULARY, hidden_dropout=0.0, attention_dropout=0.0,
@@ -73,7 +73,7 @@ def _build(args: argparse.Namespace) -> Any:
 
 @torch.no_grad()
 def _logits(model: Any, tp: int) -> np.ndarray | None:
-    """Of the whole model, on its last stage."""
+    """Returns the logits of the whole model on its last stage, and None on the others."""
     from megatron.core import parallel_state
 
     ids = tokens()
@@ -92,19 +92,19 @@ def _logits(model: Any, tp: int) -> np.ndarray | None:
 
 
 def tokens() -> torch.Tensor:
-    """The batch of which logits are compared."""
+    """Returns the batch whose logits are compared."""
     return torch.randint(0, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(3))
 
 
 def save(folder: str, shape: dict[str, Any], tp: int, pp: int) -> np.ndarray | None:
-    """Saves a model with Megatron core and returns what it computes."""
-    # It synchronizes with a device and starts a process, whatever it runs on.
+    """Saves a model with Megatron core; returns its logits."""
+    # Megatron core synchronizes with a device and starts a process even on a CPU.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
     from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 
-    # Random states are a GPU's; nothing is dropped here.
+    # The random state tracker needs a GPU; there is no dropout here.
     tensor_parallel.get_cuda_rng_tracker().fork = lambda *_: contextlib.nullcontext()
     parallel_state.initialize_model_parallel(tp, pp)
     args = arguments(shape, tp, pp)

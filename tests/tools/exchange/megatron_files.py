@@ -1,6 +1,6 @@
-"""Writes checkpoints as Megatron-DeepSpeed does, of weights that transformers knows: its files, names and cuts.
+"""Writes checkpoints of transformers' models as Megatron-DeepSpeed does: its files, names and tensor slices.
 
-Nothing here is megads' own: the layouts are those of the trainers' sources, BigScience's fork and Microsoft's.
+Nothing here is from megads: the layouts are those of the trainers' sources, BigScience's fork and Microsoft's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HIDDEN, LAYERS, HEADS = 48, 3, 12
 
 
 def enum_of_megatron(name: str) -> Any:
-    """A member of PositionEmbeddingType, which pickles as that of Megatron's module does."""
+    """A member of PositionEmbeddingType that pickles as the one in Megatron's module does."""
     module = sys.modules.get("megatron.enums")
     if module is None:
         module = types.ModuleType("megatron.enums")
@@ -35,7 +35,7 @@ def enum_of_megatron(name: str) -> Any:
 
 
 def hot(model: Any) -> Any:
-    """Weights of 0.2, gains and biases that are not their start."""
+    """Random weights, std 0.2; no gain or bias has its initial value."""
     torch.manual_seed(7)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.2)
@@ -58,7 +58,7 @@ def llama(vocabulary: int, kv_heads: int, layers: int = LAYERS) -> Any:
 
 
 def bloom_layers(model: Any) -> list[dict[str, Tensor]]:
-    """The layers of the pipeline that have weights, whole: embedding, blocks, norm."""
+    """The pipeline layers that have weights, unsharded: embedding, blocks, norm."""
     state = {name.removeprefix("transformer."): tensor for name, tensor in model.state_dict().items()}
     embedding = {
         "word_embeddings.weight": state["word_embeddings.weight"],
@@ -72,7 +72,7 @@ def bloom_layers(model: Any) -> list[dict[str, Tensor]]:
 
 
 def llama_layers(model: Any) -> list[dict[str, Tensor]]:
-    """As Microsoft's fork has them: a group of queries with its key and its value, gates above ups, a head."""
+    """Layers as in Microsoft's fork: per group its queries, key and value; gate above up; a head."""
     state = {name.removeprefix("model."): tensor for name, tensor in model.state_dict().items()}
     groups, dim = model.config.num_key_value_heads, HIDDEN // HEADS
     blocks = []
@@ -105,9 +105,9 @@ def llama_layers(model: Any) -> list[dict[str, Tensor]]:
 
 
 def cut(name: str, tensor: Tensor, tp: int, rank: int, gated: bool = False) -> Tensor:
-    """A rank's part of a tensor, by Megatron's rules."""
+    """A rank's slice of a tensor, by Megatron's rules."""
     if gated and "dense_h_to_4h" in name:
-        # Each rank has its own gates above its own ups.
+        # Each rank has its own gate above its own up projection.
         return torch.cat([half.chunk(tp)[rank] for half in tensor.chunk(2)])
     columns = ("word_embeddings.weight", "lm_head.weight", "query_key_value", "dense_h_to_4h", "final_linear")
     if any(part in name for part in columns):
@@ -148,7 +148,7 @@ def llama_arguments(model: Any, tp: int, pp: int, **changes: Any) -> argparse.Na
 
 
 def beside_the_weights(arguments: argparse.Namespace, original_vocabulary: int) -> dict[str, Any]:
-    """What is in a mp_rank file: no weights, and objects of many kinds."""
+    """Contents of an mp_rank file: no weights, and objects of many types."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
     scaler = DynamicLossScaler(2.0**16, 1000, 1.0, 2, False)
@@ -176,13 +176,13 @@ def write(
     """Writes global_step10 with its files.
 
     Args:
-        folder: that gets `latest`.
-        layers: whole.
-        arguments: of the training, with its layout.
-        original_vocabulary: before padding.
-        lambdas: functions between the embedding, layer 1 of the pipeline, and the first block, layer 2 + lambdas; as
-            many come between the last block and the norm.
-        dtype: of the weights.
+        folder: where `latest` is written.
+        layers: unsharded layers.
+        arguments: arguments of the training, with its layout.
+        original_vocabulary: vocabulary size before padding.
+        lambdas: number of functions between the embedding, pipeline layer 1, and the first block, pipeline layer
+            2 + lambdas; the same number between the last block and the norm.
+        dtype: dtype of the weights.
     """
     step = folder / "global_step10"
     step.mkdir(parents=True)

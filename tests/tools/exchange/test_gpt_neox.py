@@ -1,4 +1,4 @@
-"""Checkpoints of GPT-NeoX, held to transformers' models whose weights they hold; written after GPT-NeoX' sources."""
+"""GPT-NeoX checkpoints, written after GPT-NeoX's sources, against transformers' models with the same weights."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LLAMA_SETTINGS = {
 
 
 def neox() -> Any:
-    """transformers' GPT-NeoX, serial and with rotations of whole heads."""
+    """Returns transformers' GPT-NeoX without parallel residual and with RoPE on whole heads."""
     config = transformers.GPTNeoXConfig(
         vocab_size=VOCABULARY, hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
         intermediate_size=4 * HIDDEN, max_position_embeddings=64, use_parallel_residual=False, rotary_pct=1.0,
@@ -48,7 +48,7 @@ def neox() -> Any:
 
 
 def neox_layers(model: Any) -> list[dict[str, Tensor]]:
-    """Embedding, blocks, norm and head."""
+    """Returns embedding, blocks, norm and head."""
     state = model.state_dict()
     blocks = []
     for index in range(LAYERS):
@@ -64,7 +64,7 @@ def neox_layers(model: Any) -> list[dict[str, Tensor]]:
 
 
 def renamed(layers: list[dict[str, Tensor]], names: dict[str, str]) -> list[dict[str, Tensor]]:
-    """Layers with other names."""
+    """Returns the layers with substrings of their names replaced."""
     found = []
     for layer in layers:
         made = {}
@@ -82,10 +82,10 @@ def write(
     """Writes global_step10.
 
     Args:
-        folder: that gets `latest`.
-        parts: layers of each rank of tensor parallelism.
-        settings: of the training.
-        vocabulary: padded.
+        folder: folder that gets `latest`.
+        parts: layers of each tensor-parallel rank.
+        settings: settings of the training.
+        vocabulary: padded vocabulary size.
     """
     step = folder / "global_step10"
     (step / "configs").mkdir(parents=True)
@@ -105,7 +105,7 @@ def write(
 
 
 def cut(layers: list[dict[str, Tensor]], tp: int, gated: bool = False) -> list[list[dict[str, Tensor]]]:
-    """Layers of each rank, before the names of newer versions."""
+    """Returns the layers of each rank, with the names of older versions."""
     return [
         [{name: files.cut(name, tensor, tp, rank, gated) for name, tensor in layer.items()} for layer in layers]
         for rank in range(tp)
@@ -126,7 +126,7 @@ def require_logits(folder: Path, output: Path, wanted: Tensor) -> None:
 
 @pytest.mark.parametrize(("tp", "names"), [(1, "old"), (2, "new"), (12, "old")])
 def test_serial_blocks(tp: int, names: str, tmp_path: Path) -> None:
-    """Catches layers that are off by one, a dropped head, angles taken for a weight, and names of other versions."""
+    """Catches layers off by one, a dropped head, RoPE frequencies read as a weight, and unknown newer names."""
     model = neox()
     with torch.no_grad():
         wanted = model(ids()).logits
@@ -138,7 +138,7 @@ def test_serial_blocks(tp: int, names: str, tmp_path: Path) -> None:
 
 
 def _neox_llama(model: Any, tp: int, old: bool) -> list[list[dict[str, Tensor]]]:
-    """Layers of each rank: q, k and v in turn where heads are grouped, ups above gates or both apart."""
+    """Returns the layers of each rank: q, k, v concatenated for grouped heads; up and gate in one matrix or in two."""
     state = {name.removeprefix("model."): tensor for name, tensor in model.state_dict().items()}
     grouped = model.config.num_key_value_heads != HEADS
     mha = files.llama_layers(model)
@@ -169,7 +169,7 @@ def _neox_llama(model: Any, tp: int, old: bool) -> list[list[dict[str, Tensor]]]
 
 @pytest.mark.parametrize(("tp", "kv", "old"), [(1, 12, True), (3, 12, False), (2, 4, False), (3, 3, True)])
 def test_llama(tp: int, kv: int, old: bool, tmp_path: Path) -> None:
-    """Catches ups taken for gates, and grouped heads taken for the layout of single ones."""
+    """Catches gate and up projections swapped, and grouped-query heads read in the layout of multi-head attention."""
     model = files.llama(VOCABULARY, kv)
     with torch.no_grad():
         wanted = model(ids()).logits
@@ -178,7 +178,7 @@ def test_llama(tp: int, kv: int, old: bool, tmp_path: Path) -> None:
 
 
 def test_parallel_blocks(tmp_path: Path) -> None:
-    """Catches biases of ranks that are taken for copies where they are terms of a sum, and the norm nobody reads."""
+    """Catches row-parallel biases read as replicas instead of summed, and an unused norm that is not ignored."""
     config = ModelConfig(
         num_layers=LAYERS, hidden_size=HIDDEN, num_heads=HEADS, vocab_size=VOCABULARY, max_seq_len=64,
         position=Position.rope, parallel_block=True, embedding_norm=False, tie_embeddings=False,
@@ -235,7 +235,7 @@ def test_parallel_blocks(tmp_path: Path) -> None:
     ],
 )
 def test_bad_folders(change: Any, error: type[MegadsError], told: str, tmp_path: Path) -> None:
-    """Catches a model that is taken for one that it is not, and a checkpoint that is believed."""
+    """Catches an unsupported model that is imported as a supported one, and a damaged checkpoint that is accepted."""
     settings = SETTINGS | (change if isinstance(change, dict) else {})
     layers = neox_layers(neox())
     if change == "another width":

@@ -1,4 +1,4 @@
-"""Distributed checkpoints of Megatron core, which its own code writes and whose logits its own model computes."""
+"""Distributed checkpoints of Megatron-Core, which its own code writes and whose logits its own model computes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOLERANCE = 2e-5
 
 
 def save(folder: Path, shape: dict[str, Any], tp: int = 1, pp: int = 1) -> np.ndarray:
-    """iter_0000005 of a folder; returns Megatron's logits."""
+    """Saves iter_0000005 of a folder; returns Megatron's logits."""
     (folder / "iter_0000005").mkdir(parents=True)
     (folder / "latest_checkpointed_iteration.txt").write_text("5")
     found = run_ranks(peer.save, tp * pp, str(folder / "iter_0000005"), shape, tp, pp)
@@ -36,7 +36,7 @@ def save(folder: Path, shape: dict[str, Any], tp: int = 1, pp: int = 1) -> np.nd
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, np.ndarray]:
-    """A Llama of one rank, which tests copy, and Megatron's logits."""
+    """Returns a Llama of one rank, which tests copy, and Megatron's logits."""
     folder = tmp_path_factory.mktemp("megatron") / "theirs"
     return folder, save(folder, peer.LLAMA)
 
@@ -52,8 +52,8 @@ def require_logits(folder: Path, output: Path, wanted: np.ndarray) -> None:
 
 @pytest.mark.slow
 def test_logits_are_megatrons_own(saved: tuple[Path, np.ndarray], tmp_path: Path) -> None:
-    """Catches layers that are unstacked in another order, gates of another half, groups of queries, and norms that are
-    named after the projection that follows them."""
+    """Catches layers unstacked in another order, gate and up projections swapped, wrong query groups, and norms that
+    are not found because they are named after the projection that follows them."""
     require_logits(saved[0], tmp_path / "run", saved[1])
 
 
@@ -64,7 +64,7 @@ def test_logits_are_megatrons_own(saved: tuple[Path, np.ndarray], tmp_path: Path
     ids=["gpt", "llama-tp2-pp2", "gpt-tp4"],
 )
 def test_parts_of_ranks_are_put_together(shape: dict[str, Any], tp: int, pp: int, tmp_path: Path) -> None:
-    """Catches parts of ranks in another place, and biases and learned positions that are dropped."""
+    """Catches shards of ranks put in the wrong place, and biases and learned positions that are dropped."""
     wanted = save(tmp_path / "theirs", shape, tp, pp)
     require_logits(tmp_path / "theirs", tmp_path / "run", wanted)
 
@@ -82,7 +82,7 @@ def _change_args(step: Path, **changes: Any) -> None:
 
 
 def _flip(step: Path) -> None:
-    """A bit of a weight, which torch reads without a word."""
+    """Flips a bit of a weight, which torch reads without a message."""
     path = max(step.glob("*.distcp"), key=lambda path: path.stat().st_size)
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -114,7 +114,7 @@ def test_bad_folders(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Catches a pickle that is run, a bit that is believed, and an import that leaves a half-made run."""
+    """Catches a pickle that is executed, a flipped bit that is accepted, and an import that leaves a partial run."""
     monkeypatch.chdir(tmp_path)
     step = Path(shutil.copytree(saved[0], tmp_path / "theirs")) / "iter_0000005"
     part, metadata = step / "__0_0.distcp", step / ".metadata"
@@ -139,7 +139,7 @@ def test_bad_folders(
 
 
 def test_any_metadata_is_read_or_refused(saved: tuple[Path, np.ndarray]) -> None:
-    """Catches a pickle that ends in a traceback, or that is run: every byte of one in turn is another."""
+    """Catches a damaged pickle that ends in a traceback, or that is executed: every byte is replaced in turn."""
     content = (saved[0] / "iter_0000005" / ".metadata").read_bytes()[:700] + b"."
     for place in range(len(content)):
         for value in (0, ord("R"), ord("."), 255):
@@ -151,7 +151,7 @@ def test_any_metadata_is_read_or_refused(saved: tuple[Path, np.ndarray]) -> None
 
 @pytest.mark.parametrize("protocol", range(2, 6))
 def test_plain_pickles_are_read(protocol: int) -> None:
-    """Catches a container that one of pickle's protocols writes otherwise."""
+    """Catches a container that one of pickle's protocols encodes differently."""
     value = {"a": [1, 2.5, (None, True), "x" * 300], "b": {"c": b"\x00\x01"}, "d": ((1, 2, 3, 4), -5, 2**40)}
     if protocol < 3:
         value["b"] = {}

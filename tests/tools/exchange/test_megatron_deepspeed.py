@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron-DeepSpeed, held to transformers' models whose weights they hold."""
+"""Tests the import of Megatron-DeepSpeed checkpoints against transformers models with the same weights."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from tests.tools.exchange import megatron_files as files
 
 PADDED = 360
 TOLERANCE = 2e-5
-"""Of logits, absolute, which have a size of up to 10."""
+"""Absolute, for logits of magnitude up to 10."""
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A trained one."""
+    """The file of a trained tokenizer."""
     return Path(f"{write_dataset(tmp_path_factory.mktemp('data'))}.tokenizer.json")
 
 
@@ -64,8 +64,8 @@ def imported(folder: Path, output: Path, **options: Any) -> Path:
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (1, 2), (2, 1), (3, 2), (12, 1), (12, 2)])
 def test_bloom(tp: int, pp: int, tmp_path: Path) -> None:
-    """Catches shards in another order (10 before 2), a cut along the other dimension, blocks that are off by a layer,
-    and padding that stays."""
+    """Catches tp shards in the wrong order (10 before 2), a merge along the wrong dimension, blocks that are off by one
+    layer, and vocabulary padding that is not removed."""
     model = files.bloom(PADDED)
     folder = write_bloom(tmp_path / "theirs", model, tp, pp)
     run = imported(folder, tmp_path / "run")
@@ -76,8 +76,8 @@ def test_bloom(tp: int, pp: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("by_name", [True, False])
 def test_enums_however_python_pickles_them(by_name: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches checkpoints of Python 3.11's early releases, which pickle a member of an enum as its class' attribute,
-    taken for code that would have to run."""
+    """Catches refusing, as code to be run, an enum member pickled as an attribute of its class, as early releases of
+    Python 3.11 do."""
 
     def reduced(member: enum.Enum, _protocol: int) -> tuple[Any, ...]:
         return (getattr, (type(member), member.name)) if by_name else (type(member), (member.value,))
@@ -93,8 +93,8 @@ def test_enums_however_python_pickles_them(by_name: bool, tmp_path: Path, monkey
 
 @pytest.mark.parametrize(("tp", "kv"), [(1, 12), (2, 6), (3, 3), (12, 12)])
 def test_microsofts_llama(tp: int, kv: int, tmp_path: Path) -> None:
-    """Catches gates of one rank above gates of the next, groups of queries taken for single heads, and a head that is
-    dropped; layers are counted without a function before the blocks here."""
+    """Catches gate and up shards of several ranks merged in the wrong order, GQA groups read as single heads, and a
+    dropped output head; here no lambda layer precedes the blocks in the layer numbers."""
     model = files.llama(PADDED, kv)
     arguments = files.llama_arguments(model, tp, 1)
     folder = files.write(tmp_path / "theirs", files.llama_layers(model), arguments, TOKENS, lambdas=0)
@@ -103,7 +103,7 @@ def test_microsofts_llama(tp: int, kv: int, tmp_path: Path) -> None:
 
 
 def test_the_tokenizer_tells_the_vocabulary(tmp_path: Path, tokenizer: Path) -> None:
-    """Catches a vocabulary other than the tokenizer's, and one that is cut below it."""
+    """Catches a vocabulary size other than the tokenizer's, and one below it or above the model's that is accepted."""
     folder = write_bloom(tmp_path / "theirs", files.bloom(PADDED))
     run = imported(folder, tmp_path / "run", tokenizer=str(tokenizer))
     handle = open_checkpoint(run)
@@ -116,7 +116,7 @@ def test_the_tokenizer_tells_the_vocabulary(tmp_path: Path, tokenizer: Path) -> 
 
 
 def test_norms_that_drifted_apart(tmp_path: Path) -> None:
-    """Catches one rank's norms that are taken for all: BLOOM's differ between ranks, and its release has the mean."""
+    """Catches norms read from one rank only: BLOOM's differ between ranks, and its release has the mean."""
     model = files.bloom(PADDED)
     folder = write_bloom(tmp_path / "theirs", model)
     for rank, shift in ((0, 0.5), (1, -0.5)):
@@ -202,7 +202,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 def test_bad_folders(
     damage: str, error: type[MegadsError], told: str, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a folder that is believed, a pickle that is run, and an import that leaves a half-made run."""
+    """Catches an import of a damaged folder, a pickle whose code is run, and an import that leaves a partial run."""
     monkeypatch.chdir(tmp_path)
     arguments: dict[str, dict[str, Any]] = {
         "a width in words": {"hidden_size": "wide"}, "rotary of a part": {"rotary_percent": 0.5},
@@ -238,7 +238,7 @@ def _dense_by_rows(layer: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("defect", [_as_one_stack, _as_old_versions, _dense_by_rows])
 def test_a_defect_shows(defect: Any, tmp_path: Path) -> None:
-    """Catches a comparison that would not see queries, keys and values in another order, or another cut."""
+    """Catches a comparison of logits that does not detect a wrong order of q, k and v, or a wrong tp split."""
     model = files.bloom(PADDED)
     layers = files.bloom_layers(model)
     defect(layers[2])
@@ -251,7 +251,7 @@ ODD = (None, "x", [], {}, -1, 0, True, False, 1e300, float("nan"), [1], {"a": 1}
 
 
 def test_any_arguments_are_read_or_refused() -> None:
-    """Catches arguments of a training that end in a traceback: each with values of every other type."""
+    """Catches training arguments that cause a traceback: each is tried with values of every other type."""
     from megads.tools.exchange import gpt_neox, megatron_core, megatron_deepspeed
     from tests.tools.exchange import megatron_core_peer, test_gpt_neox
 

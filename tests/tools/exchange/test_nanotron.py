@@ -1,4 +1,5 @@
-"""Checkpoints of nanotron, held to transformers' Llama whose weights they hold; written after nanotron's sources."""
+"""Tests the import of nanotron checkpoints, written after its sources, against transformers' Llama with the same
+weights."""
 
 from __future__ import annotations
 
@@ -27,12 +28,13 @@ DIM = HIDDEN // HEADS
 
 
 def _interleaved(weight: Tensor) -> Tensor:
-    """Rows of a projection for rotations of neighbours."""
+    """Returns a projection with its rows permuted for rotary embeddings of adjacent pairs."""
     return weight.view(-1, 2, DIM // 2, HIDDEN).transpose(1, 2).reshape(weight.shape)
 
 
 def _parameters(model: Any, interleaved: bool) -> dict[str, tuple[Tensor, int | None, list[int]]]:
-    """nanotron's parameters: each with the dim that tensor parallelism cuts, and the sizes of what is stacked there."""
+    """Returns nanotron's parameters: each with the dim that tensor parallelism shards, and the sizes stacked along
+    it."""
     state = {name.removeprefix("model."): tensor for name, tensor in model.state_dict().items()}
     found: dict[str, tuple[Tensor, int | None, list[int]]] = {
         "model.token_position_embeddings.pp_block.token_embedding.weight": (
@@ -65,7 +67,7 @@ def _slices(dim: int, start: int, stop: int) -> str:
 
 
 def write(folder: Path, model: Any, tp: int, pp: int = 1, interleaved: bool = True, **changes: Any) -> Path:
-    """Writes step 5."""
+    """Writes a checkpoint of step 5."""
     step = folder / "5"
     for name, (tensor, dim, sizes) in _parameters(model, interleaved).items():
         place, _, kind = name.rpartition(".")
@@ -114,8 +116,8 @@ def write(folder: Path, model: Any, tp: int, pp: int = 1, interleaved: bool = Tr
     ],
 )
 def test_llama(tp: int, pp: int, kv: int, changes: dict[str, Any], tmp_path: Path) -> None:
-    """Catches stacked projections of ranks that are put one after the other, rotations of the other kind, and gates
-    taken for ups."""
+    """Catches fused projections whose ranks' parts are concatenated in rank order, rotary embeddings of the other
+    layout, and gate projections read as up projections."""
     model = files.llama(VOCABULARY, kv)
     ids = torch.randint(0, VOCABULARY, (2, 17), generator=torch.Generator().manual_seed(3))
     interleaved = changes.get("rope_interleaved", True)
@@ -169,7 +171,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     ],
 )
 def test_bad_folders(damage: Any, error: type[MegadsError], told: str, tmp_path: Path) -> None:
-    """Catches a checkpoint that is believed, and an import that leaves a half-made run."""
+    """Catches a bad checkpoint that is accepted, and an import that leaves a partial run."""
     changes = damage if isinstance(damage, dict) else {}
     folder = write(tmp_path / "theirs", files.llama(VOCABULARY, 4), 2, **changes)
     if not changes:

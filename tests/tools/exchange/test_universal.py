@@ -1,4 +1,4 @@
-"""Universal checkpoints, held to DeepSpeed's own loader and converter."""
+"""Universal checkpoints, compared with DeepSpeed's own loader and converter."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ KINDS = ("weight", "exp_avg", "exp_avg_sq")
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A trained one."""
+    """A trained tokenizer."""
     return Path(f"{write_dataset(tmp_path_factory.mktemp('data'))}.tokenizer.json")
 
 
 def write_run(run_dir: Path, tokenizer: Path, model: ModelConfig = MODEL, kinds: tuple[str, ...] = KINDS) -> Path:
-    """A run that was trained for 7 steps, one of them skipped, with numbers that tell every tensor from every other."""
+    """Writes a run trained for 7 steps, one of them skipped; every tensor has its own random values."""
     generator = torch.Generator().manual_seed(1)
     shards = [
         Shard(f"{kind}/{name}", shape, (0,) * len(shape), torch.rand(shape, generator=generator) / 4)
@@ -81,7 +81,7 @@ def tensors_of(handle: CheckpointHandle, kind: str, model: ModelConfig = MODEL) 
 
 
 def test_it_comes_back(tmp_path: Path, tokenizer: Path) -> None:
-    """Catches a moment under another name or in another order than its weight, rounding, and a step that is lost."""
+    """Catches a moment with another name or order than its weight, rounding, and a lost step count."""
     run = write_run(tmp_path / "run", tokenizer)
     found = import_folder(ImportConfig(str(exported(run, tmp_path / "out")), str(tmp_path / "back")))
     assert (found.folder / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
@@ -99,8 +99,8 @@ def test_it_comes_back(tmp_path: Path, tokenizer: Path) -> None:
 
 @pytest.mark.slow
 def test_deepspeed_loads_it(tmp_path: Path, tokenizer: Path) -> None:
-    """Catches a checkpoint that DeepSpeed's engine does not load: weights, moments and steps of both its groups of
-    parameters, whose settings remain its own."""
+    """Catches a checkpoint that DeepSpeed's engine does not load: weights, moments and steps of both its parameter
+    groups, which keep their own settings."""
     run = write_run(tmp_path / "run", tokenizer)
     folder = exported(run, tmp_path / "out")
     (found,) = run_ranks(deepspeed_engine.load_universal, 1, str(folder), str(folder / "global_step7"))
@@ -115,7 +115,7 @@ def test_deepspeed_loads_it(tmp_path: Path, tokenizer: Path) -> None:
 
 @pytest.mark.slow
 def test_deepspeeds_own_is_read(tmp_path: Path, tokenizer: Path) -> None:
-    """Catches names, shapes or steps of what DeepSpeed trained, saved and converted itself that are read as others."""
+    """Catches names, shapes or steps that are misread from a checkpoint trained, saved and converted by DeepSpeed."""
     settings = exported(write_run(tmp_path / "run", tokenizer), tmp_path / "out") / "global_step7"
     (wanted,) = run_ranks(deepspeed_engine.save, 1, str(tmp_path / "theirs"), str(settings))
     shutil.copyfile(settings / "config.json", tmp_path / "theirs" / "config.json")
@@ -128,7 +128,7 @@ def test_deepspeeds_own_is_read(tmp_path: Path, tokenizer: Path) -> None:
 
 
 def test_a_run_without_moments(tmp_path: Path, tokenizer: Path) -> None:
-    """Catches an export that fails on a run that was imported, and one that makes moments up."""
+    """Catches an export that fails for an imported run, and one that invents moments."""
     folder = exported(write_run(tmp_path / "run", tokenizer, kinds=("weight",)), tmp_path / "out")
     names = {path.name for path in (folder / "global_step7" / "zero" / "model.norm.weight").iterdir()}
     assert names == {"fp32.pt"}
@@ -150,7 +150,7 @@ def test_a_run_without_moments(tmp_path: Path, tokenizer: Path) -> None:
     ],
 )
 def test_bad_folders(damage: str, told: str, tmp_path: Path, tokenizer: Path) -> None:
-    """Catches a checkpoint that is believed, and an import that leaves a half-made run."""
+    """Catches a corrupt checkpoint that is accepted, and an import that leaves a partial run."""
     folder = exported(write_run(tmp_path / "run", tokenizer), tmp_path / "out")
     zero = folder / "global_step7" / "zero"
     norm = zero / "model.norm.weight"
@@ -172,7 +172,7 @@ def test_bad_folders(damage: str, told: str, tmp_path: Path, tokenizer: Path) ->
 
 
 def test_nothing_says_what_it_is(tmp_path: Path, tokenizer: Path) -> None:
-    """Catches a guess at the model where config.json is not there."""
+    """Catches a guess at the model if config.json is missing."""
     folder = exported(write_run(tmp_path / "run", tokenizer), tmp_path / "out")
     (folder / "global_step7" / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"model's config.json is missing: put it there"):

@@ -1,4 +1,4 @@
-"""The optimizer's state of Megatron-DeepSpeed's checkpoints, also as DeepSpeed's own converter makes one of it."""
+"""Tests the import of optimizer state from Megatron-DeepSpeed's checkpoints, also after DeepSpeed's own converter."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PADDED = 312
 
 
 def write(folder: Path, tp: int, pp: int, dp: int) -> tuple[Path, Any]:
-    """A checkpoint of BLOOM whose layer files are bf16 and whose optimizer's weights are not."""
+    """Writes a checkpoint of BLOOM whose layer files are bf16 and whose optimizer's master weights are not."""
     model = files.bloom(PADDED)
     arguments = files.bloom_arguments(model, tp, pp)
     layers = files.bloom_layers(model)
@@ -33,7 +33,7 @@ def write(folder: Path, tp: int, pp: int, dp: int) -> tuple[Path, Any]:
 
 
 def require_state(handle: CheckpointHandle, model: Any) -> None:
-    """Weights are the model's to the last bit, moments half of them and their squares."""
+    """Requires weights bitwise equal to the model's, and moments that are half of them and their squares."""
     ours = load_unsharded(handle, torch.device("cpu"), torch.float32)
     wanted = model.state_dict()
     for name, tensor in to_theirs(ours.config, BLOOM.names, ours.parameters_by_name()).items():
@@ -42,7 +42,7 @@ def require_state(handle: CheckpointHandle, model: Any) -> None:
 
 
 def require_halves_and_squares(handle: CheckpointHandle) -> None:
-    """Moments are half of a weight and its square."""
+    """Requires moments that are half of a weight and its square."""
     weights = load_unsharded(handle, torch.device("cpu"), torch.float32).parameters_by_name()
     for name, weight in weights.items():
         for kind, wanted in (("exp_avg", weight / 2), ("exp_avg_sq", weight * weight)):
@@ -53,8 +53,8 @@ def require_halves_and_squares(handle: CheckpointHandle) -> None:
 
 @pytest.mark.parametrize(("tp", "pp", "dp"), [(1, 1, 1), (2, 3, 2), (12, 1, 1), (1, 2, 12)])
 def test_moments_and_masters(tp: int, pp: int, dp: int, tmp_path: Path) -> None:
-    """Catches data parallel rank 10 before rank 2, slices that are joined over the wrong ranks, a tied embedding that
-    is taken twice, and weights that are rounded."""
+    """Catches data-parallel rank 10 read before rank 2, slices concatenated over the wrong ranks, a tied embedding that
+    is read twice, and weights that are rounded."""
     folder, model = write(tmp_path / "theirs", tp, pp, dp)
     found = import_folder(ImportConfig(str(folder), str(tmp_path / "run")))
     assert found.has_moments
@@ -66,7 +66,7 @@ def test_moments_and_masters(tp: int, pp: int, dp: int, tmp_path: Path) -> None:
 
 
 def test_moments_of_gpt_neox(tmp_path: Path) -> None:
-    """Catches names of GPT-NeoX that are renamed in the weights and not in the moments."""
+    """Catches names of GPT-NeoX that are mapped for the weights and not for the moments."""
     theirs = test_gpt_neox.neox()
     layers = test_gpt_neox.neox_layers(theirs)
     folder = test_gpt_neox.write(tmp_path / "theirs", test_gpt_neox.cut(layers, 3), test_gpt_neox.SETTINGS)
@@ -81,7 +81,8 @@ def test_moments_of_gpt_neox(tmp_path: Path) -> None:
 
 
 def test_deepspeeds_converter_agrees(tmp_path: Path) -> None:
-    """Catches files that DeepSpeed itself would not read, and universal checkpoints of Megatron's names."""
+    """Catches files that DeepSpeed itself would not read, and a failed import of universal checkpoints with Megatron's
+    names."""
     from deepspeed.checkpoint import ds_to_universal
 
     folder, model = write(tmp_path / "theirs", 2, 1, 12)
@@ -106,7 +107,7 @@ def test_deepspeeds_converter_agrees(tmp_path: Path) -> None:
     ],
 )
 def test_bad_folders(damage: str, told: str, tmp_path: Path) -> None:
-    """Catches a checkpoint of which a rank's part is passed over."""
+    """Catches a checkpoint of which a rank's part is ignored."""
     folder, _ = write(tmp_path / "theirs", 2, 1, 12)
     step = folder / "global_step10"
     path = step / "bf16_zero_pp_rank_2_mp_rank_01_optim_states.pt"

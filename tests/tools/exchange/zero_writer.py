@@ -1,4 +1,4 @@
-"""Writes the optimizer's state of a pipeline module as DeepSpeed's ZeRO-1 does, of every rank of a layout."""
+"""Writes the optimizer state of a pipeline module as DeepSpeed's ZeRO-1 does, for every rank of a layout."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ UNIVERSAL_INFO = {
     ],
     "parameter_with_row_parallelism_patterns": [r"\d+.mlp.dense_4h_to_h.weight", r"\d+.self_attention.dense.weight"],
 }  # fmt: skip
-"""What Megatron-DeepSpeed says of BLOOM's parameters."""
+"""Megatron-DeepSpeed's universal checkpoint info for BLOOM's parameters."""
 
 
 def stages_of(layers: list[dict[str, Tensor]], pp: int, lambdas: int = 1) -> list[dict[str, Tensor]]:
-    """The parameters of each stage by DeepSpeed's names; the last one has the tied embedding, too."""
+    """Returns the parameters of each stage by DeepSpeed's names; the last stage also has the tied embedding."""
     blocks = len(layers) - 2
     embedding = {f"tied_modules.embed.{name}": tensor for name, tensor in layers[0].items()}
     stages: list[dict[str, Tensor]] = [{} for _ in range(pp)]
@@ -40,13 +40,13 @@ def stages_of(layers: list[dict[str, Tensor]], pp: int, lambdas: int = 1) -> lis
 
 
 def write_optimizer_state(step: Path, stages: list[dict[str, Tensor]], tp: int, dp: int) -> None:
-    """Adds the files of the optimizer's state, moments being half of a weight and its square.
+    """Adds the files of the optimizer state; the first moment is half of the weight, the second its square.
 
     Args:
-        step: with mp_rank_* files, which get the shapes of their parameters.
+        step: folder with mp_rank_* files, which get the shapes of their parameters.
         stages: whole parameters of each stage, by DeepSpeed's names.
-        tp: ranks of tensor parallelism.
-        dp: ranks of data parallelism.
+        tp: number of tensor-parallel ranks.
+        dp: number of data-parallel ranks.
     """
     for stage, whole in enumerate(stages):
         for rank in range(tp):

@@ -1,4 +1,4 @@
-"""Export and import, held to transformers' own models through `from_pretrained` and `save_pretrained`."""
+"""Tests export and import against transformers, through `from_pretrained` and `save_pretrained`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from tests.small_run import TOKENS, write_dataset
 
 transformers = pytest.importorskip("transformers")
 
-# Of logits, absolute, which have a size of up to 10.
+# Absolute, for logits of magnitude up to 10.
 TOLERANCE = 1e-5
 BASE: dict[str, Any] = {"num_layers": 2, "hidden_size": 48, "num_heads": 6, "vocab_size": TOKENS + 3, "max_seq_len": 32}
 GPT_LIKE: dict[str, Any] = {"embedding_norm": False}
@@ -101,12 +101,12 @@ IDS = [f"{name}-{number}" for number, (name, _) in enumerate(CASES)]
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A trained one with an end of document."""
+    """The file of a trained tokenizer that has an end-of-document token."""
     return Path(f"{write_dataset(tmp_path_factory.mktemp('data'))}.tokenizer.json")
 
 
 def hot_model(config: ModelConfig) -> GPT:
-    """A model in which every part matters: weights of 0.2, gains and biases that are not their start."""
+    """A model in which every parameter matters: weights of std 0.2, norms and biases not at their initial values."""
 
     def value(name: str, shape: tuple[int, ...]) -> Tensor:
         noise = torch.empty(shape).normal_(0.0, 0.2, generator=parameter_generator(0, name))
@@ -116,7 +116,7 @@ def hot_model(config: ModelConfig) -> GPT:
 
 
 def write_run(run_dir: Path, tokenizer: Path, model: GPT, average: GPT | None = None) -> Path:
-    """A run with one checkpoint, whose tensors are cut as tensor parallelism of two cuts rows."""
+    """Writes a run with one checkpoint, whose tensors are split by rows as with tp=2."""
     shards = []
     kinds = {"weight": model} | ({} if average is None else {"average": average})
     named = ((kind, *item) for kind, of in kinds.items() for item in of.parameters_by_name().items())
@@ -137,7 +137,7 @@ def write_run(run_dir: Path, tokenizer: Path, model: GPT, average: GPT | None = 
 
 
 def exported(tmp_path: Path, tokenizer: Path, model: GPT, **options: Any) -> Path:
-    """The folder that a model's export makes."""
+    """Exports a model; returns the folder."""
     run_dir = write_run(tmp_path / "run", tokenizer, model)
     config = {"run": str(run_dir), "output": str(tmp_path / "exported"), "precision": ExportPrecision.fp32} | options
     return export.export_checkpoint(ExportConfig(**config)).folder
@@ -148,7 +148,7 @@ def ids() -> Tensor:
 
 
 def their_logits(folder: Path, **options: Any) -> Tensor:
-    """What transformers computes of a folder."""
+    """Logits that transformers computes with the model in a folder."""
     found = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
     model, loading = found
     assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), loading
@@ -163,8 +163,8 @@ def our_logits(model: GPT) -> Tensor:
 
 @pytest.mark.parametrize(("name", "changes"), CASES, ids=IDS)
 def test_logits_are_transformers_own(name: str, changes: dict[str, Any], tmp_path: Path, tokenizer: Path) -> None:
-    """Catches a transposed or misordered projection, slopes of another head count, interleaved rotary pairs, a dropped
-    bias, a head that is tied or not, another epsilon, theta or window; and anything that does not come back exactly."""
+    """Catches a transposed or misordered projection, ALiBi slopes for another head count, interleaved rotary pairs, a
+    dropped bias, wrong tying of the head, epsilon, theta or window; and weights changed by export and import."""
     model = hot_model(ModelConfig(**(BASE | changes)))
     folder = exported(tmp_path, tokenizer, model)
     assert json.loads((folder / "config.json").read_text())["model_type"] == name
@@ -190,7 +190,7 @@ def test_logits_are_transformers_own(name: str, changes: dict[str, Any], tmp_pat
 def test_multipliers_of_mup_are_in_the_weights(
     name: str, changes: dict[str, Any], tmp_path: Path, tokenizer: Path
 ) -> None:
-    """Catches an export without the multipliers of model.mup, which no architecture knows."""
+    """Catches an export without the muP multipliers: no architecture has them, so the weights must include them."""
     mup = MupConfig(base_width=32, output_multiplier=1.7, base_head_size=20)
     model = hot_model(ModelConfig(**(BASE | changes), mup=mup))
     folder = exported(tmp_path, tokenizer, model)
@@ -202,7 +202,7 @@ def test_multipliers_of_mup_are_in_the_weights(
 
 
 def their_model(name: str, **changes: Any) -> Any:
-    """A model of transformers' own with hot weights."""
+    """A transformers model with weights of std 0.2."""
     sizes = {"vocab_size": TOKENS + 3, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6}
     config: dict[str, Any] = {
         "bloom": {**sizes, "pad_token_id": None},
@@ -232,8 +232,8 @@ def their_folder(folder: Path, tokenizer: Path, model: Any, **options: Any) -> P
 
 @pytest.mark.parametrize("name", ["bloom", "llama", "mistral", "qwen3", "olmo2", "gpt_neox", "gpt2"])
 def test_their_models_are_read(name: str, tmp_path: Path, tokenizer: Path) -> None:
-    """Catches names, defaults and layouts of files that transformers itself writes, in shards and with the old pickle,
-    and numbers that are not theirs."""
+    """Catches an import that misreads names, defaults or layouts of files that transformers writes, as safetensors
+    shards or as a pickle, so that the logits differ."""
     theirs = their_model(name)
     with torch.no_grad():
         wanted = theirs(ids()).logits
@@ -243,7 +243,7 @@ def test_their_models_are_read(name: str, tmp_path: Path, tokenizer: Path) -> No
     pickled.mkdir()
     for file in ("config.json", "tokenizer.json"):
         shutil.copyfile(folder / file, pickled / file)
-    # As of a model without its head, whose names lack the first part.
+    # As saved from a model without its head: names lack the base model's prefix.
     prefix = f"{theirs.base_model_prefix}."
     state = {key: value for file in folder.glob("*.safetensors") for key, value in load_file(file).items()}
     torch.save({key.removeprefix(prefix): value for key, value in state.items()}, pickled / "pytorch_model.bin")
@@ -254,8 +254,8 @@ def test_their_models_are_read(name: str, tmp_path: Path, tokenizer: Path) -> No
 
 
 def test_shards_precision_and_tokenizer(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches shards that transformers does not put together, weights of another dtype than config.json says, a table
-    whose blocks of rows are out of order, and a tokenizer without its end of document."""
+    """Catches shards that transformers cannot load, weights of another dtype than config.json says, an embedding with
+    row blocks out of order, and a tokenizer without its end-of-document token."""
     monkeypatch.setattr(export, "_BLOCK_ELEMENTS", 192 * 300)
     model = hot_model(ModelConfig(**(BASE | {"hidden_size": 192, "vocab_size": 2000, "num_layers": 3})))
     whole = exported(tmp_path, tokenizer, model, precision=ExportPrecision.bf16)
@@ -273,8 +273,8 @@ def test_shards_precision_and_tokenizer(tmp_path: Path, tokenizer: Path, monkeyp
 
 
 def test_the_running_average_is_exported(tmp_path: Path, tokenizer: Path) -> None:
-    """Catches the weights under the name of their average, a table of words that is not averaged, and an export without
-    one that is made of something else."""
+    """Catches an export of the weights as their running average, an embedding that is not averaged, and an export that
+    succeeds although the run has no running average."""
     config = ModelConfig(**(BASE | {"tie_embeddings": False}))
     model, average = hot_model(config), hot_model(config)
     with torch.no_grad():
@@ -292,8 +292,8 @@ def test_the_running_average_is_exported(tmp_path: Path, tokenizer: Path) -> Non
 
 @pytest.mark.parametrize("name", sorted({name for name, _ in CASES}))
 def test_greedy_text_is_theirs(name: str, tmp_path: Path, tokenizer: Path) -> None:
-    """Catches generation that stops elsewhere or sees other positions than transformers' own cache, of a run and of
-    what is imported."""
+    """Catches generation, from a run or an imported model, that stops elsewhere or uses other positions than
+    transformers with its KV cache."""
     from megads import load_model
 
     changes = next(shape for some, shape in CASES if some == name)
@@ -301,7 +301,7 @@ def test_greedy_text_is_theirs(name: str, tmp_path: Path, tokenizer: Path) -> No
     words = Tokenizer.from_file(str(tokenizer))
     with torch.no_grad():
         for number, row in enumerate(model.parameters_by_name()["head.weight"]):
-            # Halves of characters would be shown in two ways, and megads says nothing beyond the tokenizer.
+            # Partial characters may be decoded differently, and megads generates no ids beyond the tokenizer's.
             if not (words.id_to_token(number) or "é").isascii():
                 row.zero_()
     folder = exported(tmp_path, tokenizer, model)
@@ -337,14 +337,14 @@ def test_greedy_text_is_theirs(name: str, tmp_path: Path, tokenizer: Path) -> No
 def test_refused_before_a_file_is_written(
     changes: dict[str, Any], format_: str, told: str, tmp_path: Path, tokenizer: Path
 ) -> None:
-    """Catches an export of other numbers than the model's, and one that leaves a half-made folder."""
+    """Catches an export to a format that cannot represent the model, and one that leaves a partial folder."""
     with pytest.raises(ConfigError, match=told):
         exported(tmp_path, tokenizer, hot_model(ModelConfig(**(BASE | changes))), format=ExportFormat(format_))
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_a_plugins_block_is_refused() -> None:
-    """Catches a block that nobody else can compute."""
+    """Catches the export of a plugin's block, which no other library implements."""
     from megads.tools.hugging_face.architectures import choose_architecture
 
     with pytest.raises(ConfigError, match=r"block\.name = mine"):
@@ -352,7 +352,7 @@ def test_a_plugins_block_is_refused() -> None:
 
 
 def test_what_is_there_stays(tmp_path: Path, tokenizer: Path) -> None:
-    """Catches an export over somebody's files, and a failed one that takes the earlier one away."""
+    """Catches an export that overwrites the user's files, and a failed export that deletes an earlier one."""
     model = hot_model(ModelConfig(**BASE))
     folder = exported(tmp_path, tokenizer, model)
     before = (folder / "model.safetensors").read_bytes()
@@ -375,7 +375,7 @@ def test_what_is_there_stays(tmp_path: Path, tokenizer: Path) -> None:
 
 
 def test_overwrite_replaces_its_own_kind_only(tmp_path: Path, tokenizer: Path) -> None:
-    """Catches overwrite=true that deletes a trained run, which has a tokenizer too, or a model that was downloaded."""
+    """Catches overwrite=true that deletes a trained run, which has a tokenizer too, or a downloaded model."""
     model = hot_model(ModelConfig(**BASE))
     folder, run_dir = exported(tmp_path, tokenizer, model), tmp_path / "run"
     theirs = their_folder(tmp_path / "theirs", tokenizer, their_model("bloom"))
@@ -425,7 +425,7 @@ class _Runs:
 def test_bad_folders(
     damage: str, error: type[MegadsError], told: str, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a folder that is believed, a pickle that is run, and an import that leaves a half-made run."""
+    """Catches an import of a damaged folder, a pickle whose code is run, and an import that leaves a partial run."""
     monkeypatch.chdir(tmp_path)
     folder = exported(tmp_path, tokenizer, hot_model(ModelConfig(**BASE)))
     weights, config = folder / "model.safetensors", folder / "config.json"
@@ -485,7 +485,7 @@ def test_bad_folders(
     ],
 )
 def test_what_megads_does_not_compute(name: str, changes: dict[str, Any], told: str) -> None:
-    """Catches a model that is taken for one that it is not."""
+    """Catches an import that ignores a feature which megads does not compute."""
     from megads.tools.hugging_face.architectures import ARCHITECTURES
 
     content = json.loads(their_model(name).config.to_json_string(use_diff=False))
@@ -539,7 +539,7 @@ def _a_head_that_is_the_embedding(tensors: dict[str, Tensor]) -> None:
 def test_a_defect_shows(
     defect: Callable[[dict[str, Tensor]], None], changes: dict[str, Any], tmp_path: Path, tokenizer: Path
 ) -> None:
-    """Catches a comparison that would not see the mistakes that exporters make."""
+    """Catches a comparison of logits that does not detect typical bugs of exporters."""
     model = hot_model(ModelConfig(**(BASE | changes)))
     folder = exported(tmp_path, tokenizer, model)
     tensors = load_file(folder / "model.safetensors")
@@ -550,7 +550,7 @@ def test_a_defect_shows(
 
 @pytest.mark.parametrize("name", ["bloom", "llama", "mistral", "qwen3", "olmo2", "gpt_neox", "gpt2"])
 def test_any_content_is_read_or_refused(name: str) -> None:
-    """Catches a config.json that ends in a traceback: each key with values of every other type."""
+    """Catches a config.json that causes a traceback: each key is tried with values of every other type."""
     from megads.tools.hugging_face.architectures import ARCHITECTURES
 
     architecture = ARCHITECTURES[name]

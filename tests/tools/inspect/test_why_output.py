@@ -1,4 +1,4 @@
-"""What `megads why` prints of one step, worked out by hand; tests/cli/test_why.py has runs that were trained."""
+"""Output of `megads why` for one step, worked out by hand; tests/cli/test_why.py has trained runs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from megads.parallel.config import GridCoordinate, ParallelConfig
 from megads.tools.inspect.why import Explanation, RankShare, ShownSample, TrainedStep
 from megads.tools.inspect.why_output import as_json, as_text
 
-# Two documents in a sample of four tokens and the one before them; the loss does not count on the second's first token.
+# Two documents in a sample of four tokens and the one before them; the second's first token has no loss.
 FIRST = Stretch("data/a", 7, 10, 1300, 0, np.array([5, 6]), np.array([False, True]))
 SECOND = Stretch("data/b", 0, 0, 3, 2, np.array([1, 2, 3]), np.array([False, True, True]))
 LOSSES = np.array([np.nan, 2.0, 9.0, 4.0, 6.0], np.float32)
 
 
 def explanation(**changes: Any) -> Explanation:
-    """Step 3 of four samples in two micro-batches, of which the third is shown."""
+    """Returns step 3, of four samples in two micro-batches, of which the third is shown."""
     config = RootConfig(parallel=ParallelConfig(dp=2))
     config.train.seq_len = 4
     line = {"step": 3, "samples": 12, "global_batch_size": 4, "batch_hash": "0123", "loss": 4.5}
@@ -38,8 +38,8 @@ def weights(step: int) -> Any:
 
 
 def test_the_heading() -> None:
-    """Catches a range of samples that is off by one, weights of another step that are called those of the step, a mean
-    over tokens on which the loss does not count, and a skipped step that seems to have trained."""
+    """Catches a range of samples off by one, weights of another step shown as the step's, a mean over tokens that do
+    not count in the loss, and a skipped step shown as trained."""
     found = explanation(weights=weights(2), notes=("a note",))
     lines = as_text(found, 100, tokens=False).splitlines()
     assert lines[:4] == [
@@ -64,15 +64,15 @@ def test_the_heading() -> None:
 
 
 def test_the_share_of_a_rank() -> None:
-    """Catches places of another rank, and coordinates that are not those of the rank."""
+    """Catches positions of another rank, and wrong coordinates of the rank."""
     share = RankShare(1, GridCoordinate(dp=1), (range(1), range(3, 4)))
     line = as_text(explanation(share=share), 100, tokens=False).splitlines()[2]
     assert line == "rank 1 (tp=0 cp=0 pp=0 dp=1): 4 samples, positions 0-0, 3-3 of each"
 
 
 def test_a_row_for_each_document() -> None:
-    """Catches places or tokens that are off by one, the loss of tokens on which it does not count, text that is cut
-    without a word, and control characters that reach the terminal."""
+    """Catches positions or tokens off by one, the loss of tokens that do not count, text truncated without a mark, and
+    control characters that reach the terminal."""
     lines = as_text(explanation(), 2, tokens=False).splitlines()
     rows = [line.split() for line in lines if line.split()[:1] in (["a"], ["b"])]
     assert rows == [
@@ -93,7 +93,7 @@ def test_a_row_for_each_document() -> None:
 
 
 def test_json() -> None:
-    """Catches NaN, which is no JSON, a range that ends early, and parts that tables and JSON say differently."""
+    """Catches NaN, which is not JSON, a range that ends early, and values that differ between tables and JSON."""
     share = RankShare(1, GridCoordinate(dp=1), (range(4),))
     found = json.loads(as_json(explanation(weights=weights(2), share=share, notes=("a note",))))
     assert found["samples"] == [8, 12] and (found["step"], found["num_samples"]) == (3, 4)

@@ -1,4 +1,4 @@
-"""The printed table of which rank holds what."""
+"""Tests the printed table of which rank holds what."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ MODEL = ModelConfig(num_layers=3, hidden_size=24, num_heads=6, vocab_size=7)
 
 @pytest.mark.parametrize("order", [["tp", "cp", "pp", "dp"], ["pp", "dp", "tp", "cp"]])
 def test_places_are_those_of_the_grid_and_the_layers(order: list[str]) -> None:
-    """Catches a table that numbers ranks in another order than the groups do, and shares of heads or of the vocabulary
-    that differ from those of the layers as they are built."""
+    """Catches a table that numbers ranks in another order than the process groups, and shards of heads or vocabulary
+    that differ from those of the built layers."""
     parallel = ParallelConfig(tp=3, cp=2, pp=2, dp=2, rank_order=order)
     places = rank_places(MODEL, parallel)
     for axis in ("tp", "cp", "pp", "dp"):
@@ -67,7 +67,7 @@ def test_replicas_are_the_ranks_of_a_data_group() -> None:
 
 
 def test_nodes() -> None:
-    """Catches a tensor-parallel group that leaves its node unsaid."""
+    """Catches an unreported axis whose groups span nodes, such as tp."""
     parallel = ParallelConfig(tp=2, pp=2, dp=2)
     assert [held.node for held in rank_places(MODEL, parallel, ranks_per_node=4)] == [0] * 4 + [1] * 4
     assert axes_across_nodes(parallel, 8) == []
@@ -77,7 +77,7 @@ def test_nodes() -> None:
 
 
 def test_what_is_not_held_or_known() -> None:
-    """Catches heads on a stage without blocks, vocabulary rows in the middle, and a guess at an unknown vocabulary."""
+    """Catches heads on a stage without blocks, vocabulary rows on a middle stage, and a guessed vocabulary size."""
     places = rank_places(replace(MODEL, num_layers=1), ParallelConfig(pp=3))
     assert [len(held.heads) for held in places] == [0, 6, 0]
     assert [held.vocabulary for held in places] == [range(7), range(0), range(7)]
@@ -96,7 +96,7 @@ def rows(text: str) -> list[list[str]]:
 def test_plan_prints_every_rank(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a table that is not printed, or not for machines, and two forms that disagree."""
+    """Catches a table that is missing from the text or the JSON output, and a difference between the two."""
     monkeypatch.chdir(tmp_path)
     assert run(["plan", *LAYOUT]) == 0
     assert "which rank holds what" not in capsys.readouterr().out
@@ -113,7 +113,7 @@ def test_plan_prints_every_rank(
 
 
 def test_many_ranks_share_rows() -> None:
-    """Catches a table of thousands of lines, and ranks lost where they are folded."""
+    """Catches a table of thousands of lines, and ranks lost when rows are folded."""
     config = RootConfig(
         model=ModelConfig(num_layers=8, num_heads=4, vocab_size=None), parallel=ParallelConfig(tp=4, pp=4, dp=64)
     )
@@ -126,7 +126,7 @@ def test_many_ranks_share_rows() -> None:
 def test_dry_run_shows_ranks(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a dry run that leaves the layout to be guessed, and a table of a single rank."""
+    """Catches a dry run that does not show the layout, and a table of a single rank."""
     monkeypatch.chdir(tmp_path)
     command = ["train", "train.steps=1", "data.train=[{path: nowhere}]", "run.dry_run=true"]
     assert run([*command, "parallel.tp=2"]) == 0
@@ -136,7 +136,7 @@ def test_dry_run_shows_ranks(
 
 
 def test_words() -> None:
-    """Catches spans that swallow a gap, and blocks counted one by one."""
+    """Catches ranges that include a gap, and blocks listed one by one."""
     assert spans([3, 0, 1, 2]) == "0-3"
     assert spans([5]) == "5"
     assert spans([0, 1, 4, 5, 9]) == "0-1, 4-5, 9"
@@ -146,7 +146,7 @@ def test_words() -> None:
 
 
 def test_what_is_simulated() -> None:
-    """Catches a plan of minutes for a huge step, and a pipeline of an ordinary one that is left out."""
+    """Catches a simulation of a huge step, which takes minutes, and one of an ordinary pipeline that is skipped."""
     for pp, micro_batches, known in ((2, 2**19, True), (2, 2**19 + 1, False), (4, 2**18, True), (1, 1, True)):
         config = RootConfig(model=replace(MODEL, num_layers=8), parallel=ParallelConfig(pp=pp))
         config.train.global_batch_size, config.train.micro_batch_size = micro_batches, 1

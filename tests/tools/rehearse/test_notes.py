@@ -1,4 +1,4 @@
-"""The folder of a rehearsal: what goes in comes out."""
+"""Tests that the files of a rehearsal are read as they were written."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megads.tools.rehearse.notes import Orders, RehearsedStart, read_orders, rea
 
 
 def test_orders_and_starts_are_read_as_they_were_written(tmp_path: Path) -> None:
-    """Catches a field that is lost on the way, starts out of order from the tenth on, and half a file that is read."""
+    """Catches a field that is lost, starts out of order from the tenth on, and a partial file that is read."""
     orders = Orders(48, 8, 79.5, 2, 8, "data/small", 1_000_000, elsewhere=True, refused=False)
     write_orders(tmp_path, orders)
     assert read_orders(tmp_path) == orders and read_starts(tmp_path) == []

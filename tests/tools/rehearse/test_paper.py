@@ -1,4 +1,4 @@
-"""What a job's options show before anything runs."""
+"""Checks of a job's options before anything runs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def request(folder: Path, *options: str) -> Request:
     ],
 )
 def test_folders_of_the_output_that_are_there(tmp_path: Path, options: tuple[str, ...], place: str) -> None:
-    """Catches a folder that is looked for elsewhere than where SLURM writes: --chdir moves relative names."""
+    """Catches a folder that is looked for elsewhere than where SLURM writes: relative names are relative to --chdir."""
     (tmp_path / place).mkdir(parents=True, exist_ok=True)
     found = check_output(request(tmp_path, *options), tmp_path)
     assert (found.status, found.found) == (Status.ok, f"{tmp_path / place} can be written to")
@@ -53,7 +53,7 @@ def test_folders_of_the_output_that_are_there(tmp_path: Path, options: tuple[str
     ],
 )
 def test_folders_of_the_output_that_are_not_there(tmp_path: Path, options: tuple[str, ...], missing: str) -> None:
-    """Catches a job that SLURM ends at its start without a word: its folder is not there, under the job's real name."""
+    """Catches a job that SLURM ends without a message: its folder, under the job's real name, does not exist."""
     (tmp_path / "job.sbatch").touch()
     if missing == "job.sbatch":  # %x is the script's name, a file
         (tmp_path / "there").mkdir()
@@ -75,7 +75,7 @@ def test_folders_of_the_output_that_are_not_there(tmp_path: Path, options: tuple
     ],
 )
 def test_the_signal_before_the_end(tmp_path: Path, options: tuple[str, ...], status: Status, said: str) -> None:
-    """Catches a signal that is said to reach the script where it reaches the ranks."""
+    """Catches a signal reported as sent to the script although it is sent to the ranks."""
     found = check_signal(request(tmp_path, *options))
     assert found.status is status and said in found.found
 
@@ -91,20 +91,20 @@ def test_the_signal_before_the_end(tmp_path: Path, options: tuple[str, ...], sta
     ],
 )
 def test_whether_a_job_is_put_back(tmp_path: Path, options: tuple[str, ...], status: Status) -> None:
-    """Catches the first of two options that is taken for the one that counts."""
+    """Catches the first of two options that is used instead of the last."""
     assert check_requeue(request(tmp_path, *options)).status is status
 
 
 def test_what_sbatch_says_in_one_line() -> None:
-    """Catches a message that repeats the name of the program, or its advice to read the manual."""
+    """Catches a message that repeats the program's name, or its advice to run --help."""
     said = 'sbatch: error: Invalid --time\nsbatch: error: Batch job failed\nTry "sbatch --help" for more\n'
     found = refused_options(said)
     assert (found.status, found.found) == (Status.problem, "Invalid --time; Batch job failed")
 
 
 def test_what_may_be_otherwise_on_the_cluster() -> None:
-    """Catches a missing file of this machine that is called a problem of the job, and a problem of the job that is
-    not."""
+    """Catches a file missing on this machine that is reported as a problem of the job, and a problem of the job that is
+    reported as a note."""
     findings = [
         problem("data", "no such file", "the run stops", "make it"),
         problem("signal", "none", "the run is lost", "ask for one"),
@@ -117,7 +117,7 @@ def test_what_may_be_otherwise_on_the_cluster() -> None:
 
 
 def test_a_folder_that_nobody_can_write_to(tmp_path: Path) -> None:
-    """Catches a probe that leaves something behind, or that takes a file for a folder."""
+    """Catches a probe that leaves files behind, or that takes a file for a folder."""
     assert why_unwritable(tmp_path / "not" / "yet" / "there") == "" and not list(tmp_path.iterdir())
     (tmp_path / "file").touch()
     reason = why_unwritable(tmp_path / "file")

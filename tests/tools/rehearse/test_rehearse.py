@@ -1,4 +1,4 @@
-"""`megads rehearse` without a SLURM; with one, see tests/slurm/test_rehearse.py."""
+"""`megads rehearse` without SLURM; with SLURM, see tests/slurm/test_rehearse.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megads.errors import ConfigError
 def test_a_machine_without_slurm_is_told_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches a traceback where a program is missing, and a folder left in the user's way."""
+    """Catches a traceback if a program is missing, and a folder left behind."""
     (tmp_path / "job.sbatch").write_text("#!/bin/bash\nexec megads train cluster=slurm\n")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -34,13 +34,13 @@ def test_a_machine_without_slurm_is_told_what_to_install(
 def test_what_is_no_command_to_rehearse_is_refused(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches options that are taken for the user's command, or a rehearsal of nothing."""
+    """Catches options taken for the user's command, or a rehearsal of nothing."""
     assert run(["rehearse", *words]) == ConfigError.exit_code
     assert said in capsys.readouterr().err
 
 
 def test_its_help_is_no_mistake(capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches an exit code of a failure after --help, and of success after an option that there is not."""
+    """Catches a failing exit code after --help, and exit 0 after an option that does not exist."""
     assert run(["rehearse", "--help"]) == 0
     assert "Exit codes: 0" in capsys.readouterr().out
     assert run(["rehearse", "--rnaks", "2", "--", "sbatch", "x"]) == ConfigError.exit_code

@@ -1,4 +1,4 @@
-"""What a user's sbatch command asks for, and what the rehearsal makes of it."""
+"""Parsing of a user's sbatch command, and the job that the rehearsal submits for it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def request(tmp_path: Path, *words: str, script: str = SCRIPT) -> Request:
 
 
 def test_script_and_command_line_are_joined_as_sbatch_joins_them(tmp_path: Path) -> None:
-    """Catches lines after the first command or switched-off ones that count, and a script that beats the command."""
+    """Catches options read from commented-out or later lines, and a script that overrides the command line."""
     asked = request(tmp_path, "-N2", "--job-n", "mine")
     assert (asked.nodes, asked.gpus_per_node, asked.value("job-name")) == (2, 8, "mine")
     assert asked.value("account") is None and asked.value("time") == "20:00:00"
@@ -71,7 +71,7 @@ def test_options_that_sbatch_lacks_are_named(tmp_path: Path, words: tuple[str, .
 
 
 def test_what_cannot_be_rehearsed_is_refused(tmp_path: Path) -> None:
-    """Catches a rehearsal of something else than what the user meant."""
+    """Catches a rehearsal of something other than what the user meant."""
     for command in ([], ["srun", "x"], ["sbatch"], ["sbatch", "--wrap=x"], ["sbatch", str(tmp_path / "none.sbatch")]):
         with pytest.raises(ConfigError):
             read_request(command)
@@ -80,7 +80,7 @@ def test_what_cannot_be_rehearsed_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_scaled_job_keeps_the_script_and_leaves_the_site_out(tmp_path: Path) -> None:
-    """Catches a private SLURM that is asked for 48 nodes or an A100, and a script that is shifted or not the user's."""
+    """Catches a private SLURM that is asked for 48 nodes or an A100, and a script with shifted or changed lines."""
     asked = request(tmp_path, "--array=3-9%1", "--export=NONE")
     words = asked.scaled_words(2, 1, tmp_path / "out", {"A": "b"})
     assert {"--nodes=2", "--gpus-per-node=1", "--array=3-4%1", "--export=A=b", "--time=20:00:00"} <= set(words)
@@ -103,5 +103,5 @@ def test_the_scaled_job_keeps_the_script_and_leaves_the_site_out(tmp_path: Path)
     ],
 )
 def test_nodes_follow_from_tasks(tmp_path: Path, words: tuple[str, ...], nodes: int) -> None:
-    """Catches a last node that is not full and is left out."""
+    """Catches a partly filled last node that is not counted."""
     assert request(tmp_path, *words, script="#!/bin/bash\n").nodes == nodes

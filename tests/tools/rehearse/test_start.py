@@ -15,7 +15,7 @@ from megads.tools.rehearse.start import scaled_parallel, scaled_run
 
 
 def test_every_layout_is_scaled_to_one_that_runs_on_its_nodes() -> None:
-    """Catches a scaled layout that check_config refuses, that two nodes cannot share, or that splits another axis."""
+    """Catches a scaled layout that is invalid, has the wrong number of ranks, or splits another axis."""
     for tp, pp, cp, dp in itertools.product((1, 2, 3, 8), (1, 2, 12), (1, 4), (1, 2, 6)):
         for zero_stage, max_ranks in itertools.product((1, 3), (2, 4, 8)):
             asked = ParallelConfig(tp=tp, pp=pp, cp=cp, dp=dp, zero_stage=zero_stage, sequence_parallel=True)
@@ -46,7 +46,7 @@ def test_a_large_run_becomes_a_small_one_of_its_kind(tmp_path: Path) -> None:
 
 
 def test_a_run_of_one_rank_keeps_its_spare_node(tmp_path: Path) -> None:
-    """Catches a rehearsal that shares one rank out over its node and the spare: none on each, and a refused config."""
+    """Catches a rehearsal that divides one rank over its node and the spare: 0 per node, and an invalid config."""
     config = RootConfig(
         data=DataConfig(train=[DatasetConfig("data/bloom")]),
         cluster=ClusterConfig(kind=ClusterKind.slurm, spare_nodes=1),

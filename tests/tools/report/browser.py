@@ -1,4 +1,4 @@
-"""A real headless browser: Debian's chromium, or any of its kind on the PATH."""
+"""Runs a headless browser: Debian's chromium, or a similar one on the PATH."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ DARK = "--blink-settings=preferredColorScheme=0"
 
 
 def browse(page: Path, width: int, *arguments: str, height: int = 1000) -> subprocess.CompletedProcess[str]:
-    """Opens a page in a window of a size with a profile of its own; skips the test where there is no browser."""
+    """Opens a page in a window of the given size with a new profile; skips the test if there is no browser."""
     return browse_address(page.as_uri(), width, *arguments, height=height)
 
 
 def browse_address(address: str, width: int, *arguments: str, height: int = 1000) -> subprocess.CompletedProcess[str]:
-    """The same with a page that a server has."""
+    """Opens the page at an address in the same way."""
     browser = next((found for found in map(shutil.which, NAMES) if found), None)
     if browser is None:
         pytest.skip(f"no browser found ({', '.join(NAMES)}): scripts/install_chromium.sh installs one")

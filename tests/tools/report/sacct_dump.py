@@ -1,4 +1,4 @@
-"""Makes up what `sacct --parsable2` of a site prints."""
+"""Synthetic output of a site's `sacct --parsable2`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def line(job: int = 1, **given: str) -> str:
 
 
 def synthetic_lines(jobs: int, seed: int) -> Iterator[str]:
-    """The header and so many jobs of half a year, few of which take most of the GPU time."""
+    """The header and `jobs` jobs of half a year, a few of which take most of the GPU time."""
     draw = np.random.default_rng(seed)
     gpus = draw.choice([0, 1, 2, 4, 8, 16, 64, 256, 1024], jobs, p=[0.2, 0.4, 0.1, 0.1, 0.14, 0.03, 0.02, 0.008, 0.002])
     submit = np.datetime64("2026-01-01T00:00:00") + np.sort(draw.integers(0, 180 * 86_400, jobs)).astype(

@@ -1,4 +1,4 @@
-"""The page as a browser shows it."""
+"""The report page as rendered by a browser."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megads.tools.report.page import WrittenReport, write_report
 from tests.tools.report.browser import DARK, browse
 from tests.tools.report.written_runs import write_eventful_run
 
-# Runs in the page: what is shown how large, what ran over, what was fetched.
+# Runs in the page: measures what is shown, what overflows, and what is fetched.
 INSPECT = """
 addEventListener("load", () => {
   const shown = [...document.querySelectorAll("figure svg")].filter(svg => svg.getClientRects().length);
@@ -50,7 +50,7 @@ addEventListener("load", () => {
 """
 
 
-# A window is never narrower than this; a frame is, and its page goes by the frame.
+# A window is never narrower than this; a frame can be, and its page uses the frame's width.
 SMALLEST_WINDOW = 500
 PHONE = """<!doctype html><body><script>
 addEventListener("message", message => document.body.dataset.found = message.data);
@@ -66,7 +66,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> WrittenReport:
 
 
 def inspect(report: WrittenReport, width: int) -> dict[str, Any]:
-    """What the page looks like from inside; a copy with INSPECT and the PNGs, its policy loosened for both."""
+    """What INSPECT measures in a copy of the page with the PNGs, whose Content-Security-Policy allows both."""
     page = report.page.read_text()
     loosened = re.sub(
         r'(?<=Security-Policy" content=")[^"]*', "script-src 'unsafe-inline'; style-src 'unsafe-inline'", page
@@ -88,8 +88,8 @@ def inspect(report: WrittenReport, width: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("width", [1280, 600])
 def test_everything_is_shown_and_fits(report: WrittenReport, width: int) -> None:
-    """Catches an empty chart, letters too small to read on a narrow window, a page that scrolls sideways, markup from
-    a message that became an element."""
+    """Catches an empty chart, text too small to read in a narrow window, a page that scrolls sideways, and unescaped
+    markup from a message."""
     found = inspect(report, width)
     assert len(found["charts"]) == 8
     for chart in found["charts"]:
@@ -104,8 +104,8 @@ def test_everything_is_shown_and_fits(report: WrittenReport, width: int) -> None
 
 
 def test_tables_fit_a_phone(report: WrittenReport, tmp_path: Path) -> None:
-    """Catches a page that scrolls sideways on a phone, a table that runs out of its box, and an event's text in a
-    column of a word's width."""
+    """Catches a page that scrolls sideways on a phone, a table that overflows its box, and an event's text in a column
+    one word wide."""
     write_eventful_run(tmp_path / "other")
     compared = ReportConfig(run=[str(report.page.parent), str(tmp_path / "other")], output=str(tmp_path / "both"))
     for written in (report, write_report(compared)):
@@ -117,7 +117,7 @@ def test_tables_fit_a_phone(report: WrittenReport, tmp_path: Path) -> None:
 
 
 def test_no_complaint_and_both_color_schemes(report: WrittenReport, tmp_path: Path) -> None:
-    """Catches a page that breaks its own policy, and one that is white on a dark desktop or empty."""
+    """Catches a page that violates its own Content-Security-Policy, and one that is white in dark mode or empty."""
     brightness = {}
     for name, flags in (("light", ()), ("dark", (DARK,))):
         shot = tmp_path / f"{name}.png"
@@ -132,7 +132,7 @@ def test_no_complaint_and_both_color_schemes(report: WrittenReport, tmp_path: Pa
 
 
 def test_the_console_would_be_heard(tmp_path: Path) -> None:
-    """Catches a browser whose complaints the test above would not see."""
+    """Catches a browser whose console messages the test above would not see."""
     page = tmp_path / "bad.html"
     policy = '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'">'
     page.write_text(f"<!doctype html>{policy}<script>throw 1</script>")

@@ -1,4 +1,4 @@
-"""Every chart draws whatever a run has left, without a warning."""
+"""Every chart is drawn from any recorded run, without a warning."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from megads.tools.report.history import read_history
 from megads.tools.report.style import house_style, png, svg
 from tests.tools.report.written_runs import BEGIN, write_eventful_run, write_start, write_steps, write_validation
 
-# What an earlier test has left open, and is collected while a chart is drawn, is no warning of the chart.
+# A ResourceWarning may come from an earlier test's objects, collected while a chart is drawn.
 WARNINGS_ARE_ERRORS = pytest.mark.filterwarnings("error", "ignore::ResourceWarning")
 
 
 def test_a_short_curve_is_drawn_as_it_is() -> None:
-    """Catches buckets where there is room for every step."""
+    """Catches averages where every step can be drawn."""
     step, values = np.arange(1.0, 6.0), np.array([3.0, np.nan, np.inf, 1.0, 2.0])
     curve = envelope(step, values)
     assert curve.steps_per_point == 1
@@ -58,7 +58,7 @@ def test_an_envelope_keeps_the_extremes_of_100_000_steps() -> None:
 
 
 def test_the_last_bucket_may_be_smaller() -> None:
-    """Catches a mean over a full bucket's length."""
+    """Catches a mean divided by a full bucket's length."""
     curve = envelope(np.arange(1001.0), np.full(1001, 2.0), most_points=500)
     assert curve.steps_per_point == 3
     np.testing.assert_allclose(curve.mean, 2.0)
@@ -66,7 +66,7 @@ def test_the_last_bucket_may_be_smaller() -> None:
 
 
 def test_smoothing_keeps_a_line_a_line() -> None:
-    """Catches windows that are cut on one side only, which bend the ends of a falling loss."""
+    """Catches windows truncated on one side only, which bend the ends of a falling loss."""
     line = np.linspace(9, 3, 50)
     np.testing.assert_allclose(smooth(line, 11), line)
 
@@ -85,7 +85,7 @@ def test_smoothing_width(steps: int, width: int) -> None:
 
 
 def test_only_outliers_are_cut() -> None:
-    """Catches an axis that hides the start of a training, and one that a spike flattens."""
+    """Catches an axis that cuts off the start of a training, and one that a spike stretches."""
     loss = 4 + 6 * np.exp(-np.arange(300) / 30)
     assert axis_top(loss) is None
     spiked = loss.copy()
@@ -101,7 +101,7 @@ pytest.importorskip("matplotlib", reason="the extra [report] is not installed")
 
 
 def assert_takes_colors_from_the_page(text: str) -> None:
-    """Else a chart stays dark on a dark page."""
+    """Otherwise a chart is unreadable on a dark page."""
     assert "var(--chart-ink)" in text
     assert "#" not in text.replace('xlink:href="#', "").replace("url(#", "")
 
@@ -135,7 +135,7 @@ def zero_speed(run_dir: Path) -> None:
 @WARNINGS_ARE_ERRORS
 @pytest.mark.parametrize("write", [write_eventful_run, one_step, nothing_finite, many_restarts, bare_lines, zero_speed])
 def test_every_chart_draws(tmp_path: Path, write: Callable[[Path], None]) -> None:
-    """Catches a division by zero, an empty percentile, a legend that leaves no room, limits that coincide."""
+    """Catches a division by zero, an empty percentile, a legend that leaves no room, and equal axis limits."""
     write(tmp_path)
     history = read_history(tmp_path)
     with house_style():
@@ -148,7 +148,7 @@ def test_every_chart_draws(tmp_path: Path, write: Callable[[Path], None]) -> Non
 
 @WARNINGS_ARE_ERRORS
 def test_100_000_steps_make_a_small_picture(tmp_path: Path) -> None:
-    """Catches a page of many megabytes, and a spike or skipped steps that downsampling lost."""
+    """Catches a page of many megabytes, and a spike or skipped steps lost by downsampling."""
     write_start(tmp_path, 0, BEGIN)
     lines = (
         f'{{"step": {step}, "loss": {5000 if step == 60_001 else 3 + step % 7 / 10}, "grad_norm": 1.0, '
@@ -171,7 +171,7 @@ def test_100_000_steps_make_a_small_picture(tmp_path: Path) -> None:
 
 
 def test_the_house_style_does_not_leak(tmp_path: Path) -> None:
-    """Catches a report that changes the looks of what the same process draws next, or depends on what it drew last."""
+    """Catches a report that changes the style of later figures in the process, or depends on earlier ones."""
     import matplotlib
 
     write_eventful_run(tmp_path)
@@ -196,7 +196,7 @@ def axes_of(run_dir: Path, draw: Callable[..., Figure | None]) -> Axes:
 
 
 def lines_of(axes: Axes) -> dict[str, list[float]]:
-    """Heights of every line that has a label or is dashed, by label."""
+    """Heights of every line, by label."""
     return {
         str(line.get_label()): [round(float(y), 6) for y in np.atleast_1d(np.asarray(line.get_ydata(), float))]
         for line in axes.lines
@@ -204,7 +204,7 @@ def lines_of(axes: Axes) -> dict[str, list[float]]:
 
 
 def write_records(run_dir: Path, clip: float, **columns: list[float]) -> None:
-    """Steps from 1 with these columns; norms are clipped at `clip`."""
+    """Writes records of steps from 1; gradient norms are clipped at `clip`."""
     config = RootConfig()
     config.optim.clip_grad = clip
     freeze(config, run_dir / CONFIG_FILE)
@@ -214,8 +214,8 @@ def write_records(run_dir: Path, clip: float, **columns: list[float]) -> None:
 
 
 def test_the_norm_s_axis_and_clip(tmp_path: Path) -> None:
-    """Catches a curve that leaves its axis, a clip that is drawn far above it or not drawn, and small norms that one
-    spike flattens."""
+    """Catches a curve that leaves its axis, a clipping line far above it or missing, and one spike flattening the
+    rest."""
     for clip, drawn in ((2.0, True), (6.5, False), (0.0, False)):
         write_records(tmp_path, clip, grad_norm=[1.0, 2.0, 0.0, 1.5])
         axes = axes_of(tmp_path, draw_grad_norm)
@@ -231,7 +231,7 @@ def test_the_norm_s_axis_and_clip(tmp_path: Path) -> None:
 
 
 def test_the_learning_rate_is_in_powers_of_ten(tmp_path: Path) -> None:
-    """Catches a label whose power of ten is not that of the curve, and a curve that leaves its axis."""
+    """Catches a label with another power of ten than the curve's, and a curve that leaves its axis."""
     write_records(tmp_path, 1.0, lr=[0.0, 1e-4, 3e-4])
     axes = axes_of(tmp_path, draw_learning_rate)
     assert list(lines_of(axes).values()) == [[0, 1, 3]]
@@ -244,8 +244,8 @@ def test_the_learning_rate_is_in_powers_of_ten(tmp_path: Path) -> None:
 
 
 def test_throughput_and_its_share_of_the_peak(tmp_path: Path) -> None:
-    """Catches a second axis whose percents are not those of the first, or that is there although a token's cost
-    changed, and a median that is not one."""
+    """Catches an MFU axis that does not match the throughput axis, or that is drawn although the FLOPs per token
+    changed, and a wrong median."""
     write_records(tmp_path, 1.0, tokens_per_s=[1000.0, 3000.0, 2500.0], mfu=[0.1, 0.3, 0.25])
     axes = axes_of(tmp_path, draw_throughput)
     assert axes.get_ylim() == (0, pytest.approx(1.08 * 3000))
@@ -259,7 +259,7 @@ def test_throughput_and_its_share_of_the_peak(tmp_path: Path) -> None:
 
 
 def test_a_step_s_time_is_stacked(tmp_path: Path) -> None:
-    """Catches waiting that is counted beside the step instead of within it, its share, and the wrong unit."""
+    """Catches data time added to the step time instead of contained in it, its share, and a wrong unit."""
     write_records(tmp_path, 1.0, step_time_s=[0.5, 0.3], data_time_s=[0.1, 0.1])
     axes = axes_of(tmp_path, draw_step_time)
     rest, waiting = (area.get_paths()[0].vertices[:, 1] for area in axes.collections)
@@ -283,7 +283,7 @@ def test_memory_in_the_unit_that_fits(tmp_path: Path, largest: int, unit: str, h
 
 
 def test_outliers_are_counted_above_the_axis(tmp_path: Path) -> None:
-    """Catches a cut axis that starts at the outlier, or that does not say how many steps it hides and how high."""
+    """Catches a cut axis that starts at the outlier, or does not say how many steps it hides and how high they are."""
     loss = [3.0 + step / 100 for step in range(99)] + [700.0]
     write_records(tmp_path, 1.0, loss=loss)
     axes = axes_of(tmp_path, draw_loss)

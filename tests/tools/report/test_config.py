@@ -1,4 +1,4 @@
-"""What `megads report` refuses before it reads anything."""
+"""Settings that `megads report` rejects before it reads a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megads.tools.report.config import ReportConfig
 
 
 def test_one_run_and_several() -> None:
-    """Catches a run id that Hydra read as a number, and a list taken for a name."""
+    """Catches a run id that Hydra parsed as a number, and a list used as a name."""
     assert ReportConfig(run="a").runs == ["a"]
     assert ReportConfig(run=20260101).runs == ["20260101"]
     config = ReportConfig(run=["a", "b"], output="c")
@@ -32,6 +32,6 @@ def test_one_run_and_several() -> None:
     ],
 )
 def test_refusals(config: ReportConfig, expected: str) -> None:
-    """Catches a comparison that overwrites the report of its first run."""
+    """Catches a comparison that overwrites the report of its first run, and missing or contradictory settings."""
     with pytest.raises(ConfigError, match=expected):
         config.check()

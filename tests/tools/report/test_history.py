@@ -1,4 +1,4 @@
-"""What is read of a run's files, whole or damaged."""
+"""Reading a run's files, complete or damaged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.tools.report.written_runs import (
 
 
 def test_an_eventful_run(tmp_path: Path) -> None:
-    """Catches a metric, a validation or a restart that is lost on the way."""
+    """Catches a metric, a validation or a restart that is not read."""
     write_eventful_run(tmp_path, "mine")
     history = read_history(tmp_path)
     assert history.run_id == "mine"
@@ -38,7 +38,7 @@ def test_an_eventful_run(tmp_path: Path) -> None:
 
 
 def test_damaged_lines_are_passed_over_and_counted(tmp_path: Path) -> None:
-    """Catches a report that dies of half a line, and one that hides it."""
+    """Catches a report that fails at a truncated line, and one that does not count it."""
     write_steps(tmp_path, 1, 3)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "loss": 1.0, "gr\n\x00\x00\n[1, 2]\n{"loss": 3.0}\n{"step": "x", "loss": 3.0}\n')
@@ -51,7 +51,7 @@ def test_damaged_lines_are_passed_over_and_counted(tmp_path: Path) -> None:
 
 
 def test_a_step_written_twice_counts_once(tmp_path: Path) -> None:
-    """Catches a curve that runs backwards where a killed start and its successor made the same steps."""
+    """Catches a curve that runs backwards where a killed start and its successor recorded the same steps."""
     write_steps(tmp_path, 1, 10, loss=lambda step: 1.0)
     write_steps(tmp_path, 6, 12, loss=lambda step: 2.0)
     write_validation(tmp_path, 10, 3.0)
@@ -63,8 +63,8 @@ def test_a_step_written_twice_counts_once(tmp_path: Path) -> None:
 
 
 def test_files_that_are_missing_or_foreign(tmp_path: Path) -> None:
-    """Catches a report that needs a config of this version: old runs must stay readable; and one that reads what no
-    start has written."""
+    """Catches a report that needs a config of this version, although old runs must stay readable, and one that reads a
+    config that no start has written."""
     run_dir = tmp_path / "old"
     run_dir.mkdir()
     write_steps(run_dir, 1, 2)
@@ -77,7 +77,7 @@ def test_files_that_are_missing_or_foreign(tmp_path: Path) -> None:
 
 
 def test_checkpoints_with_their_sizes(tmp_path: Path) -> None:
-    """Catches a size that leaves out a rank's file, and an unfinished checkpoint passed off as one."""
+    """Catches a size that omits a rank's file, and an incomplete checkpoint reported as committed."""
     from megads.checkpoint.store import save_checkpoint
 
     write_steps(tmp_path, 1, 2)
@@ -92,7 +92,7 @@ def test_checkpoints_with_their_sizes(tmp_path: Path) -> None:
 
 
 def test_errors_say_what_to_do(tmp_path: Path) -> None:
-    """Catches one message for three different mistakes."""
+    """Catches the same error message for three different mistakes."""
     with pytest.raises(ConfigError, match="there is no run directory"):
         read_history(tmp_path / "nothing")
     with pytest.raises(ConfigError, match="is not a run directory"):
@@ -107,6 +107,6 @@ def test_errors_say_what_to_do(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("value", "expected"), [(3, 3.0), (True, 1.0), (10**400, math.inf), (-math.inf, -math.inf)])
 def test_number(value: object, expected: float) -> None:
-    """Catches an integer beyond a float that ends the report."""
+    """Catches an integer too large for a float that ends the report."""
     assert number(value) == expected
     assert math.isnan(number("3")) and math.isnan(number(None))

@@ -1,4 +1,4 @@
-"""The files of a report, from a run's files to the page."""
+"""The pages and charts of a report, from a run's files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ VOID = {"meta", "link", "br", "img"}
 
 
 class Balance(HTMLParser):
-    """Fails on a tag that is closed out of order or never."""
+    """Fails on a tag that is never closed, or closed out of order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ CHARTS = ("loss", "learning_rate", "grad_norm", "throughput", "step_time", "memo
 
 
 def test_one_run(tmp_path: Path) -> None:
-    """Catches a missing picture, a page that fetches something, and a message that becomes markup."""
+    """Catches a missing chart, a page that loads external resources, and a message that is not escaped."""
     write_eventful_run(tmp_path)
     written = write_report(ReportConfig(run=str(tmp_path)))
     assert written.page == tmp_path / "report.html"
@@ -75,7 +75,7 @@ def test_one_run(tmp_path: Path) -> None:
 
 
 def test_again_and_elsewhere(tmp_path: Path) -> None:
-    """Catches a report that needs to write into the run, or that a second report cannot replace."""
+    """Catches a report that must write into the run directory, and one that cannot replace an earlier report."""
     run_dir = tmp_path / "run"
     write_start(run_dir, 0, BEGIN)
     write_steps(run_dir, 1, 3)
@@ -91,7 +91,7 @@ def test_again_and_elsewhere(tmp_path: Path) -> None:
 
 
 def test_a_comparison(tmp_path: Path) -> None:
-    """Catches a run that is missing in the table, and config keys that are equal."""
+    """Catches a run that is missing from the table, and equal config keys that are listed."""
     for name in ("small", "_large"):
         write_eventful_run(tmp_path / name, name)
     config = (tmp_path / "small" / "config.yaml").read_text()
@@ -107,7 +107,7 @@ def test_a_comparison(tmp_path: Path) -> None:
 
 
 def test_many_events_make_a_short_table(tmp_path: Path) -> None:
-    """Catches a page of a million rows, and a failure that vanishes among checkpoints."""
+    """Catches a page of a million rows, and a failure hidden among checkpoints."""
     write_start(tmp_path, 0, BEGIN)
     write_steps(tmp_path, 1, 3)
     write_events(tmp_path, ("failure", {"level": "error", "message": "the needle"}))
@@ -119,7 +119,7 @@ def test_many_events_make_a_short_table(tmp_path: Path) -> None:
 
 
 def test_a_run_is_found_by_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches an id, which is what the terminal shows, that must be typed with its folder."""
+    """Catches a run id, which the terminal shows, that is found only with its folder."""
     monkeypatch.chdir(tmp_path)
     write_config(tmp_path / "runs" / "mine-01234567", "mine-01234567")
     assert find_run("mine-01234567") == Path("runs/mine-01234567")
@@ -131,7 +131,7 @@ def test_a_run_is_found_by_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
-    """Catches a traceback for a run directory of somebody else's."""
+    """Catches a traceback for a folder that cannot be written to."""
     write_steps(tmp_path, 1, 1)
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"file/x cannot be written to .*output=<folder>"):
@@ -139,8 +139,8 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_where_the_time_went(tmp_path: Path) -> None:
-    """Catches activities that the page leaves out, shares of something else than the wall time, and a run of an
-    earlier version, which has no times, of which something is shown."""
+    """Catches activities that the page omits, shares of something other than the wall time, and times shown for a run
+    of an earlier version, which recorded none."""
     write_start(tmp_path, 0, BEGIN)
     lines = (f'{{"step": {n}, "loss": 3.0, "time": {BEGIN + 4 + n}, "step_time_s": 1.0}}\n' for n in range(1, 6))
     (tmp_path / "metrics.jsonl").write_text("".join(lines))

@@ -1,4 +1,4 @@
-"""A timed step beside its plan: what is measured, what is said of it, and a real run."""
+"""Tests the comparison of a timed step with its plan: its phases, the sentence about it, and a real run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def trace(rank: int, *bars: tuple[str, float, float]) -> RankTrace:
 
 
 def test_a_step_is_that_of_the_rank_that_computes_most() -> None:
-    """Catches another rank's parts, waits that count as passes, and a step whose parts are not all of it."""
+    """Catches another rank's phases, waits counted as passes, and phases that do not add up to the step."""
     light = trace(0, ("forward", 0.0, 1.0), ("receive_gradient", 1.0, 6.0), ("backward", 6.0, 7.0))
     busy = trace(
         1,
@@ -57,7 +57,7 @@ def compared(planned: list[float], measured: list[float]) -> str:
 
 
 def test_the_part_that_makes_the_difference_is_named() -> None:
-    """Catches the largest part in the place of the one that grew, and a quicker step that is called slow."""
+    """Catches the largest phase named instead of the one that grew, and a faster step that is called slow."""
     plan = [2.0, 4.0, 1.0, 0.5, 0.5, 0.0]
     slow = compared(plan, [2.0, 4.1, 1.0, 2.5, 0.5, 0.0])
     assert slow.startswith("step 7 took 10.1 s, 8 s were planned: 26% slower, mostly due to gradient reduction")
@@ -69,7 +69,7 @@ def test_the_part_that_makes_the_difference_is_named() -> None:
 
 
 def test_a_run_without_timed_steps_has_no_comparison(tmp_path: Path) -> None:
-    """Catches a section about nothing in the report of every run."""
+    """Catches an empty section in the report of a run without timed steps."""
     write_steps(tmp_path, 1, 3)
     assert compare_step(read_history(tmp_path), None) is None
 
@@ -77,7 +77,7 @@ def test_a_run_without_timed_steps_has_no_comparison(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_real_run_beside_its_plan(megads: StartCommand) -> None:
-    """Catches spans or a config of a real run that the comparison does not understand, and parts that are not all."""
+    """Catches spans or a config of a real run that the comparison cannot read, and phases that do not add up."""
     (megads.folder / "here.yaml").write_text(DEVICE)
     (megads.folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 2000)
     command = [

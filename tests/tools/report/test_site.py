@@ -1,4 +1,4 @@
-"""The use of a site from what sacct printed."""
+"""Usage of a site, computed from sacct's output."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def by_name(use: dict[str, object], kind: str) -> dict[str, dict[str, object]]:
 
 
 def test_a_dump_by_hand() -> None:
-    """Catches GPUs counted once a type and once in sum, cancelled jobs that count as failed, a queue delay with a job's
-    dependencies, and time of jobs that never started."""
+    """Catches GPUs counted per type and in total, cancelled jobs counted as failed, queue time that includes waiting
+    for dependencies, and time of jobs that never started."""
     use = use_of(
         line(1),
         line(2, User="bob", State="FAILED", ExitCode="1:0", ElapsedRaw="3600", Start="2026-03-01T00:10:00"),
@@ -72,12 +72,12 @@ def test_a_dump_by_hand() -> None:
     ],
 )
 def test_causes(state: str, code: str, cause: str) -> None:
-    """Catches a signal that is taken for an exit code, in either of the ways in which SLURM and shells report one."""
+    """Catches a signal reported as an exit code, in any of the ways in which SLURM and shells encode one."""
     assert cause_of(state, code) == cause
 
 
 def test_gpus_in_use_over_time() -> None:
-    """Catches jobs that count before they start or after they end: the mean over the parts is the GPU time."""
+    """Catches jobs counted before their start or after their end: the mean over the intervals must be the GPU time."""
     jobs = read_jobs([HEADER, line(1), line(2, Start="2026-03-01T05:00:00", ElapsedRaw="18000")], "dump")
     use = site_use(jobs)
     part = use.hours / len(use.busy)
@@ -88,7 +88,7 @@ def test_gpus_in_use_over_time() -> None:
 
 
 def test_bad_lines_are_counted_and_named() -> None:
-    """Catches one bad line that ends the report, and one that is counted as a job."""
+    """Catches a malformed line that ends the report, or is counted as a job."""
     good = line(1)
     lines = [HEADER, good, "no|job", good.replace("7200", "two hours"), good.replace("2026-03-01T00:01:00", "soon")]
     lines += ["", good.replace("|gpu|", "|a|b|"), line(1).replace("1|ada", "1.batch|ada"), good.replace("7200", "-1")]
@@ -106,7 +106,7 @@ def test_bad_lines_are_counted_and_named() -> None:
 
 
 def test_fields_in_any_order() -> None:
-    """Catches columns by place, a dump with more fields than are read, and -p's delimiter at the end of each line."""
+    """Catches columns read by position, and errors on additional fields or on -p's delimiter at line ends."""
     order = [*reversed(FIELDS), "NodeList"]
     values = dict(zip(HEADER.split("|"), line(7).split("|"), strict=True)) | {"NodeList": "node[1-4]"}
     lines = ["|".join(order).replace("JobID", "JobIDRaw") + "|", "|".join(values[name] for name in order) + "|"]
@@ -132,7 +132,7 @@ def test_fields_in_any_order() -> None:
 def test_dumps_without_an_answer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, code: int, expected: str
 ) -> None:
-    """Catches a traceback, or a page about nothing, where the dump is empty or has other fields."""
+    """Catches a traceback or an empty page if the dump is empty or lacks fields."""
     dump = tmp_path / "dump.txt"
     dump.write_text(text)
     assert run(["report", f"site={dump}", f"output={tmp_path}/out"]) == code
@@ -141,7 +141,7 @@ def test_dumps_without_an_answer(
 
 
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches exit 1 for a missing file, a run beside a site, keys of a site without one, and a damaged archive."""
+    """Catches exit 1 for a missing file, run given with site, a site's options without one, and a corrupt archive."""
     assert run(["report", f"site={tmp_path}/none.txt"]) == 2
     assert "there is no such file, and it is not a sacct command" in capsys.readouterr().err
     assert run(["report", f"site={tmp_path}/a,b[1-2] {{c}}.txt"]) == 2
@@ -156,7 +156,7 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a page that fetches something, that shows a name as markup, and a table or picture that is missing."""
+    """Catches a page that loads external resources or shows a name as markup, and a missing table or picture."""
     pytest.importorskip("matplotlib", reason="the extra [report] is not installed")
     lines = [*synthetic_lines(2000, seed=0), line(2001, User="<script>alert(1)</script>", ElapsedRaw="9000000"), "bad"]
     with gzip.open(tmp_path / "dump.gz", "wt") as file:
@@ -172,7 +172,7 @@ def test_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches numbers that only people can read, and groups that do not add up to the whole."""
+    """Catches numbers formatted for people, and groups that do not add up to the total."""
     dump = write(tmp_path / "dump.txt", *synthetic_lines(3000, seed=1))
     assert run(["report", f"site={dump}", "json=true", "site_gpus=4096"]) == 0
     use = json.loads(capsys.readouterr().out)
@@ -186,7 +186,7 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_command_gets_what_the_report_needs() -> None:
-    """Catches options of the user's that are given twice or overruled."""
+    """Catches options of the user's that are duplicated or overridden."""
     needed = COMMAND.split()[1:]
     assert sacct_command(["sacct"]) == ["sacct", *needed]
     assert sacct_command(["sacct", "--starttime=2026-01-01", "-X"]) == [
@@ -201,7 +201,7 @@ def test_the_command_gets_what_the_report_needs() -> None:
 
 
 def test_the_real_sacct_without_accounting() -> None:
-    """Catches a message of the real command that is lost: where nothing is accounted, it says why."""
+    """Catches an error message of the real command that is lost: without accounting, it says why it fails."""
     if shutil.which("sacct") is None:
         pytest.skip("SLURM is not installed")
     real = subprocess.run(["sacct", "--parsable2"], capture_output=True, text=True, timeout=60, check=False)
@@ -214,7 +214,7 @@ def test_the_real_sacct_without_accounting() -> None:
 
 @pytest.mark.slow
 def test_a_million_jobs(tmp_path: Path) -> None:
-    """Catches work by job instead of by column: 10^6 jobs take seconds, and no more memory than a few columns."""
+    """Catches work per job instead of per column: 10^6 jobs take seconds, and no more memory than a few columns."""
     dump = write(tmp_path / "dump.txt", *synthetic_lines(1_000_000, seed=2))
     begin = time.process_time()
     use = site_use(read_site(str(dump)))

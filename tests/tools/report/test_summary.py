@@ -1,4 +1,4 @@
-"""The numbers at the head of a report."""
+"""Tests the key numbers at the top of a report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.tools.report.written_runs import (
 
 
 def test_an_eventful_run(tmp_path: Path) -> None:
-    """Catches a best loss that is the last one, and a number without what it is compared with."""
+    """Catches the last loss shown as the best one, and a number without its reference value."""
     write_eventful_run(tmp_path)
     write_validation(tmp_path, 301, 5.0)
     history = read_history(tmp_path)
@@ -69,7 +69,7 @@ def test_nothing_but_steps(tmp_path: Path) -> None:
 
 
 def test_a_changed_layout_is_shown(tmp_path: Path) -> None:
-    """Catches a run that was continued elsewhere and shows its last layout only."""
+    """Catches a resumed run that shows only its last layout."""
     write_config(tmp_path, "moved")
     write_start(tmp_path, 0, BEGIN)
     write_steps(tmp_path, 1, 2)

@@ -1,4 +1,4 @@
-"""When a run's processes ran and how they ended; its timed steps as the ranks write them."""
+"""Tests when the starts of a run began and how they ended, and the step timelines that its ranks write."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.tools.report.written_runs import (
 
 
 def test_starts_of_an_eventful_run(tmp_path: Path) -> None:
-    """Catches a killed start that ends where the next one begins, and a lost exit code."""
+    """Catches a killed start that is shown to last until the next one begins, and a lost exit code."""
     write_eventful_run(tmp_path)
     killed, failed, stopped = find_starts(read_history(tmp_path))
     assert (killed.begin, killed.end, killed.exit_code) == (BEGIN, BEGIN + 55, None)
@@ -43,7 +43,7 @@ def test_starts_of_an_eventful_run(tmp_path: Path) -> None:
 
 
 def test_what_is_said_before_a_launch_is_of_that_start(tmp_path: Path) -> None:
-    """Catches a killed start that seems to last until somebody starts the run again with another config."""
+    """Catches a killed start that is shown to last until the run is started again with another config."""
     write_start(tmp_path, 0, BEGIN)
     write_steps(tmp_path, 1, 2)
     write_events(tmp_path, ("config_changed", {"time": BEGIN + 90, "message": "optim.lr 1 -> 2"}))
@@ -53,7 +53,7 @@ def test_what_is_said_before_a_launch_is_of_that_start(tmp_path: Path) -> None:
 
 
 def test_a_run_in_progress_lasts_as_long_as_its_steps(tmp_path: Path) -> None:
-    """Catches a run of hours that seems to have ended with its first event."""
+    """Catches a run of hours that is shown to end with its first event."""
     write_start(tmp_path, 0, BEGIN)
     write_steps(tmp_path, 1, 40, step_time_s=lambda step: STEP_TIME_S)
     [start] = find_starts(read_history(tmp_path))
@@ -62,7 +62,7 @@ def test_a_run_in_progress_lasts_as_long_as_its_steps(tmp_path: Path) -> None:
 
 
 def test_no_launch_no_starts(tmp_path: Path) -> None:
-    """Catches events of another writer that are taken for starts."""
+    """Catches events of another writer that are read as starts."""
     write_steps(tmp_path, 1, 2)
     write_events(tmp_path, ("checkpoint_saved", {"step": 2}), ("launch", {"time": "yesterday"}))
     assert find_starts(read_history(tmp_path)) == []
@@ -72,7 +72,7 @@ SECONDS = ScheduleCosts([0.02] * 4, [0.03] * 4, [0.01] * 4, latency=0.004)
 
 
 def write_timeline(run_dir: Path, step: int, *, replicas: int = 1) -> list[RankTrace]:
-    """Files of pp 2 x dp `replicas` ranks, each with a clock of its own; returns the step of one pipeline."""
+    """Writes files of pp=2 x dp=`replicas` ranks, each with its own clock; returns the step of one pipeline."""
     traces = simulated_step(run_clock(build_schedule("zb_v", 2, None, 4), SECONDS))
     folder = run_dir / "timeline"
     folder.mkdir(parents=True, exist_ok=True)
@@ -101,7 +101,7 @@ def write_run(run_dir: Path) -> None:
 
 
 def test_clocks_are_joined(tmp_path: Path) -> None:
-    """Catches an offset with the wrong sign, ranks in another order, and spans that lose their micro-batch."""
+    """Catches a clock offset with the wrong sign, ranks in the wrong order, and spans that lose their micro-batch."""
     written = write_timeline(tmp_path, 5, replicas=2)
     [(step, traces)] = read_steps(tmp_path).items()
     assert step == 5 and [trace.rank for trace in traces] == [0, 1, 2, 3]
@@ -120,7 +120,7 @@ def test_clocks_are_joined(tmp_path: Path) -> None:
 
 
 def test_torn_files_are_passed_over(tmp_path: Path) -> None:
-    """Catches a report that fails because a rank was killed while it wrote, and a half-timed step that is drawn."""
+    """Catches a report that fails because a rank was killed while writing, and a drawn step that lacks ranks."""
     write_run(tmp_path)
     write_timeline(tmp_path, 5)
     write_timeline(tmp_path, 6)
@@ -141,7 +141,7 @@ def test_torn_files_are_passed_over(tmp_path: Path) -> None:
 
 
 def test_the_simulated_step_is_the_run_s(tmp_path: Path) -> None:
-    """Catches another schedule beside the measured one than the run's, and other costs than the measured ones."""
+    """Catches a simulated step with another schedule than the run's, or with other costs than the measured ones."""
     write_run(tmp_path)
     written = write_timeline(tmp_path, 5)
     history = read_history(tmp_path)
@@ -156,7 +156,7 @@ def test_the_simulated_step_is_the_run_s(tmp_path: Path) -> None:
 
 
 def test_report_has_the_picture_and_the_trace(tmp_path: Path) -> None:
-    """Catches a report without what was timed; `test_page` has runs that timed nothing."""
+    """Catches a report without the timed steps; `test_page` has runs without any."""
     write_run(tmp_path)
     write_events(tmp_path, ("start", {"step": 3, "total_steps": 3, "stages": [0, 2, 4, 6, 9]}))
     write_timeline(tmp_path, 5)
@@ -166,7 +166,7 @@ def test_report_has_the_picture_and_the_trace(tmp_path: Path) -> None:
     page = written.page.read_text()
     assert_self_contained(page)
     assert "measured, step 6" in page and "weight gradient" in page
-    # The clock's costs are equal on all four stages, and the start says that they hold 1, 2, 2 and 1 blocks.
+    # The clock's costs are equal on all four stages, and by the start event they hold 1, 2, 2 and 1 blocks.
     assert "[1.00,1,1.00]: embedding, a block, head, measured" in page
     assert written.trace == tmp_path / "report" / "timeline.trace.json"
     events = json.loads(written.trace.read_text())["traceEvents"]

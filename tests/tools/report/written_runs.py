@@ -1,4 +1,4 @@
-"""Run directories as training leaves them, written by its own writers and hooks, without the training."""
+"""Run directories as training leaves them, written by its own writers and hooks, without training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megads.runtime.hooks import StepInfo
 from megads.runtime.metrics import EventWriter, MetricsWriter
 from megads.runtime.run_dir import CONFIG_FILE
 
-# What the hooks record now falls into the third start of an eventful run.
+# The hooks record the current time, which must fall into the third start of an eventful run.
 BEGIN = time.time() - 210
 STEP_TIME_S = 0.5
 CULPRIT = "rank 3, backward: blocks.1.mlp.up.weight"
@@ -42,7 +42,7 @@ def write_steps(
     skipped: Collection[int] = (),
     step_time_s: Callable[[int], float] = lambda step: STEP_TIME_S * (1 + 0.1 * random.Random(-step).random()),
 ) -> None:
-    """Steps `first` to `last` of one start."""
+    """Writes steps `first` to `last` of one start."""
     metrics, events = MetricsWriter(run_dir, enabled=True), EventWriter(run_dir)
     lines, skips = MetricsHook(metrics, 1e7, 4, 0.1), NonFiniteHook(events, 10**9)
     for step in range(first, last + 1):
@@ -75,7 +75,7 @@ def write_validation(run_dir: Path, step: int, loss: float, name: str = "held_ou
 
 
 def write_start(run_dir: Path, step: int, at: float) -> None:
-    """What the launcher and rank 0 write at a start."""
+    """Writes the events of the launcher and rank 0 at a start."""
     events = EventWriter(run_dir)
     events.write("launch", time=at, ranks=4, pid=1, level="debug")
     if step:
@@ -95,7 +95,7 @@ def write_events(run_dir: Path, *events: tuple[str, dict[str, object]]) -> None:
 
 
 def write_eventful_run(run_dir: Path, run_id: str = "eventful") -> None:
-    """300 steps in three starts: a kill, a failure, a stop on request; skips, a spike, names that look like markup."""
+    """Writes 300 steps in three starts: a kill, a failure, a requested stop; skips, a loss spike, text like markup."""
     write_config(run_dir, run_id)
     write_start(run_dir, 0, BEGIN)
     write_steps(run_dir, 1, 100)

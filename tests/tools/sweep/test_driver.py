@@ -1,4 +1,4 @@
-"""Which points a sweep has, and how it takes their ends, with a launcher whose points end at once."""
+"""Tests which points a sweep has, and how it handles their ends, with a launcher whose points end at once."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ SMALL: Space = {"x": Choice(("1", "2")), "y": Choice(("a", "b"))}
 
 
 def test_a_grid_is_hydras_product_in_its_order() -> None:
-    """Catches combinations that are missing, or numbered unlike Hydra numbers its jobs."""
+    """Catches missing combinations, and an order that differs from Hydra's job numbers."""
     assert [tuple(point.values()) for point in grid(SMALL)] == [("1", "a"), ("1", "b"), ("2", "a"), ("2", "b")]
 
 
 def test_draws_stay_inside_and_cover_what_they_should() -> None:
-    """Catches rounding that leaves the interval, a uniform draw where log was asked, and a bound never reached."""
+    """Catches rounding that leaves the interval, a uniform draw where log was set, and a bound that is never
+    reached."""
     points = [draw(SPACE, 3, number) for number in range(400)]
     rates = sorted(float(point["lr"]) for point in points)
     assert rates[0] >= 1e-5 and rates[-1] <= 1e-1
@@ -45,7 +46,7 @@ def test_draws_stay_inside_and_cover_what_they_should() -> None:
 
 
 def test_random_points_are_different_and_end_with_the_space() -> None:
-    """Catches a point trained twice, and a loop without end over a small space."""
+    """Catches a point trained twice, and an infinite loop over a small space."""
     config = SweepConfig(search=SearchName.random, trials=20)
     assert len({tuple(point.values()) for point in listed_points(config, SMALL)}) == size(SMALL) == 4
     assert len(listed_points(config, SPACE)) == 20
@@ -63,7 +64,7 @@ def test_random_points_are_different_and_end_with_the_space() -> None:
     ],
 )
 def test_a_space_that_cannot_be_searched(config: SweepConfig, space: Space, expected: str) -> None:
-    """Catches a sweep that starts, and fails in the midst or never ends."""
+    """Catches a sweep that starts, and then fails midway or never ends."""
     with pytest.raises(ConfigError, match=expected):
         check_space(config, space)
 
@@ -89,21 +90,21 @@ def test_a_space_that_cannot_be_searched(config: SweepConfig, space: Space, expe
     ],
 )
 def test_settings_that_cannot_be_run(change: dict[str, object], expected: str) -> None:
-    """Catches a setting that is found out only hours later."""
+    """Catches an invalid setting that is detected only hours later."""
     with pytest.raises(ConfigError) as caught:
         SweepConfig(**change).check()  # type: ignore[arg-type]
     assert expected in str(caught.value)
 
 
 def trained(number: int, assignment: dict[str, str], folder: Path) -> Point:
-    """A point whose objective has its best at lr = 1e-3."""
+    """Returns a point whose objective has its optimum at lr = 1e-3."""
     value = (math.log10(float(assignment["lr"])) + 3) ** 2 + int(assignment["heads"]) / 10
     return Point(number, assignment, run_dir=str(folder), state=PointState.finished, objective=value)
 
 
 @pytest.mark.parametrize("sampler", list(SamplerName))
 def test_bayes_finds_the_good_region_and_goes_on_as_it_would_have(sampler: SamplerName, tmp_path: Path) -> None:
-    """Catches a sampler that is not told of the results, and a resumed search that draws the same points again."""
+    """Catches a sampler that does not get the results, and a resumed search that draws the same points again."""
     config = SweepConfig(search=SearchName.bayes, trials=16, sampler=sampler, startup_trials=5, seed=1)
     study = make_study(config, SPACE, 1)
     assert study is not None
@@ -123,7 +124,7 @@ def test_bayes_finds_the_good_region_and_goes_on_as_it_would_have(sampler: Sampl
 
 
 def test_bayes_ends_with_a_small_space() -> None:
-    """Catches a point proposed twice, whose run would only be continued, and a search without end."""
+    """Catches a point proposed twice, whose run would only be resumed, and an infinite search."""
     config = SweepConfig(search=SearchName.bayes, trials=9, startup_trials=2)
     study = make_study(config, SMALL, 1)
     assert study is not None
@@ -136,7 +137,7 @@ def test_bayes_ends_with_a_small_space() -> None:
 
 
 def test_settings_at_their_borders_can_be_run() -> None:
-    """Catches a check that refuses the least that there can be."""
+    """Catches a check that refuses the smallest valid values."""
     least = PruningConfig(from_step=0, startup_points=1, factor=2)
     SweepConfig(
         search=SearchName.bayes, trials=1, parallel=1, startup_trials=1, repeat_best=0, repeats=1, point_limit_s=1e-9,
@@ -145,7 +146,7 @@ def test_settings_at_their_borders_can_be_run() -> None:
 
 
 class EndsAtOnce:
-    """Every point it starts ends with the same code."""
+    """A launcher whose points all end at once with the same exit code."""
 
     poll_s = 0.0
 
@@ -183,7 +184,7 @@ class EndsAtOnce:
     ],
 )
 def test_killed_points_go_on(tmp_path: Path, code: int, state: PointState, of_sweep: int, goes_on: bool) -> None:
-    """Catches a point whose rank the kernel killed that counts as its own failure, and stays so."""
+    """Catches a point whose rank the kernel killed and that counts as failed, so that it is never retried."""
 
     def plan(number: int, _: object, __: int) -> PlannedPoint:
         return PlannedPoint((), f"run-{number}", str(tmp_path / f"run-{number}"), 1)
@@ -201,7 +202,7 @@ def test_killed_points_go_on(tmp_path: Path, code: int, state: PointState, of_sw
 
 @pytest.mark.parametrize(("trials", "points"), [(9, 4), (3, 3)])
 def test_bayes_ends_when_nothing_new_is_left(tmp_path: Path, trials: int, points: int) -> None:
-    """Catches a driver that asks for ever for the fifth of four points, starts one twice, or more than it may."""
+    """Catches a driver that hangs on the fifth of four points, starts one twice, or exceeds sweep.trials."""
 
     def plan(number: int, _: object, __: int) -> PlannedPoint:
         return PlannedPoint((), f"run-{number}", str(tmp_path / f"run-{number}"), 1)
@@ -215,7 +216,7 @@ def test_bayes_ends_when_nothing_new_is_left(tmp_path: Path, trials: int, points
 
 
 class EndsLater(EndsAtOnce):
-    """Its points run for three looks."""
+    """A launcher whose points end at every third poll."""
 
     looks = 0
 
@@ -226,7 +227,7 @@ class EndsLater(EndsAtOnce):
 
 @pytest.mark.parametrize("limit", [None, 1e6])
 def test_points_below_their_limit_are_left_alone(tmp_path: Path, limit: float | None) -> None:
-    """Catches a limit that stops whatever runs, and one that is needed."""
+    """Catches a time limit that stops points below it, and one that is required."""
 
     def plan(number: int, _: object, __: int) -> PlannedPoint:
         (tmp_path / f"run-{number}").mkdir()

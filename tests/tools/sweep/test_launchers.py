@@ -1,4 +1,4 @@
-"""Points as processes of one machine."""
+"""Sweep points as processes of one machine: their cores and GPUs."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ from megads.tools.sweep.launchers import shares_of
     ],
 )
 def test_shares_do_not_overlap(cores: int, gpus: list[str], parallel: int, expected: list[object]) -> None:
-    """Catches two points on one core or GPU, and a single point that is kept to a part of the machine."""
+    """Catches two points that share a core or GPU, and a single point that is restricted to part of the machine."""
     shares = shares_of(range(cores), gpus, parallel)
     assert [(share.cores, tuple(value for _, value in share.variables)) for share in shares] == expected

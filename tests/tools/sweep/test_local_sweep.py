@@ -1,4 +1,4 @@
-"""Sweeps on this machine as a user meets them: real commands, real trainings, real kills."""
+"""Sweeps on this machine as a user runs them: real commands, real training runs, real kills."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def sweep_command(megads: StartCommand, corpus: Path, *overrides: str, **changes
 
 
 def kill_run(run_dir: Path) -> None:
-    """SIGKILL to the launcher of a run, as the kernel's out-of-memory killer would; its ranks die with it."""
+    """Sends SIGKILL to the launcher of a run, as the kernel's out-of-memory killer would; its ranks die with it."""
     holder = current_holder(run_dir)
     assert holder is not None
     launcher = psutil.Process(holder.pid)
@@ -37,7 +37,7 @@ def states(folder: Path) -> dict[str, PointState]:
 
 
 def saved_point(folder: Path, number: int) -> Point | None:
-    """The point, once it has saved a checkpoint."""
+    """Returns the point, once it has saved a checkpoint."""
     points = read_points(folder)
     if len(points) <= number or not points[number].run_dir:
         return None
@@ -48,8 +48,8 @@ def saved_point(folder: Path, number: int) -> Point | None:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_sweep_with_every_kind_of_end(corpus: Path, megads: StartCommand) -> None:
-    """Catches a failure that ends the sweep, a dropped point that counts as one, a finished point trained twice, a
-    killed point that starts anew, a failed one that is not tried again when asked, and a summary that is wrong."""
+    """Catches a failure that ends the sweep, an infeasible point that counts as a failure, a finished point trained
+    twice, a killed point that starts from scratch, a failed one that is not retried when asked, and a wrong summary."""
     folder = megads.folder / "runs" / "sweeps" / "mine"
     values = "optim.lr=1e-3,3e-3,1e30,-1,1e-2,3e-2"
     first = sweep_command(megads, corpus, values, "sweep.parallel=2")
@@ -93,7 +93,7 @@ def test_a_sweep_with_every_kind_of_end(corpus: Path, megads: StartCommand) -> N
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_ctrl_c_leaves_a_sweep_that_goes_on(corpus: Path, megads: StartCommand) -> None:
-    """Catches a signal that kills a point without saving, or starts the next one, and a sweep that then starts anew."""
+    """Catches a signal that kills a point without saving or starts the next one, and a sweep that starts over."""
     folder = megads.folder / "runs" / "sweeps" / "mine"
     first = sweep_command(megads, corpus, "optim.lr=1e-3,3e-3", train__steps=4000)
     first.wait_for(lambda: saved_point(folder, 0) is not None)
@@ -117,8 +117,8 @@ def test_ctrl_c_leaves_a_sweep_that_goes_on(corpus: Path, megads: StartCommand) 
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_bayes_with_pruning_and_repeated_seeds(corpus: Path, megads: StartCommand) -> None:
-    """Catches curves that are not read while a run goes on, stopped points that fail the sweep, seeds that repeat the
-    same training, and a winner without its spread."""
+    """Catches learning curves that are not read while a run trains, pruned points that fail the sweep, seeds that
+    repeat the same training, and a best point without its standard deviation."""
     folder = megads.folder / "runs" / "sweeps" / "mine"
     ended = sweep_command(
         megads, corpus, "hparams_search=bayes", "sweep.trials=6", "sweep.startup_trials=3", "sweep.parallel=2",

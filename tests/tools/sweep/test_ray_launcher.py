@@ -1,4 +1,4 @@
-"""A sweep whose points are jobs of a Ray cluster, which this machine starts for it."""
+"""A sweep whose points are jobs of a Ray cluster, which the test starts on this machine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ray.shutdown()
 
 @pytest.fixture(scope="module")
 def ray_cluster() -> Iterator[dict[str, str]]:
-    """Environment of a client of a cluster of three cores, which knows the cluster's token."""
+    """Environment variables of a client of a cluster with three cores, including its token."""
     variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
     # A busy machine takes minutes to start a dozen processes.
     patience = {
@@ -40,7 +40,7 @@ def ray_cluster() -> Iterator[dict[str, str]]:
         "RAY_DASHBOARD_SUBPROCESS_MODULE_WAIT_READY_TIMEOUT": "300",
         "RAY_raylet_start_wait_time_s": "300",
     }
-    # A short name: those of sockets may have a hundred characters.
+    # A short path, because paths of Unix sockets are limited to about 100 characters.
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:
         head = subprocess.Popen(
             [sys.executable, "-c", HEAD, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -67,13 +67,13 @@ def sweep(cluster: dict[str, str], megads: StartCommand, corpus: Path, *override
 
 
 def test_a_killed_sweep_finds_its_jobs(ray_cluster: dict[str, str], megads: StartCommand, corpus: Path) -> None:
-    """Catches jobs that the same command submits again or loses, a dropped point that is submitted, and an exit code
-    that Ray's is taken for."""
+    """Catches jobs that the same command submits twice or loses, an infeasible point that is submitted, and Ray's exit
+    code reported as the job's."""
     folder = megads.folder / "runs" / "sweeps" / "mine"
     rates = "1e-3,3e-3,1e30,-1"
     first = sweep(ray_cluster, megads, corpus, rates=rates)
     first.wait_for(lambda: saved_point(folder, 0) is not None, 400)
-    # A login node that goes down: the jobs go on without the command that submitted them.
+    # Like a crash of the login node: jobs continue without the command that submitted them.
     first.kill_everything()
     before = read_points(folder)
     again = sweep(ray_cluster, megads, corpus, rates=rates).end(400)
@@ -91,7 +91,7 @@ def test_a_killed_sweep_finds_its_jobs(ray_cluster: dict[str, str], megads: Star
 
 
 def test_a_stopped_sweep_stops_its_jobs(ray_cluster: dict[str, str], megads: StartCommand, corpus: Path) -> None:
-    """Catches jobs that go on after Ctrl-C, and one that trains and is killed without saving."""
+    """Catches jobs that continue after Ctrl-C, and a training job that is killed without saving."""
     folder = megads.folder / "runs" / "sweeps" / "mine"
     started = sweep(ray_cluster, megads, corpus, "train.steps=5000", "sweep.parallel=1", rates="1e-3,3e-3")
     started.wait_for(lambda: saved_point(folder, 0) is not None, 400)
@@ -104,6 +104,6 @@ def test_a_stopped_sweep_stops_its_jobs(ray_cluster: dict[str, str], megads: Sta
 
 
 def test_no_cluster(megads: StartCommand, corpus: Path) -> None:
-    """Catches a traceback where nothing answers."""
+    """Catches a traceback if no cluster is reachable."""
     ended = sweep({}, megads, corpus, "sweep.ray_address=http://127.0.0.1:1", rates="1e-3,3e-3").end(400)
     assert ended.code == 2 and "ray start --head" in ended.err

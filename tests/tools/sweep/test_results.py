@@ -1,4 +1,4 @@
-"""The table, the files and the page of a sweep, from points as a sweep leaves them."""
+"""The table, files and page of a sweep, from recorded points."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def point(number: int, objective: float | None, repeats: int | None = None, stat
 
 
 def test_only_what_finished_can_win() -> None:
-    """Catches a winner that was stopped early, failed or diverged."""
+    """Catches a best point that was pruned, failed or diverged."""
     points = [
         point(0, 3.0),
         point(1, 1.0, state="pruned"),
@@ -44,7 +44,7 @@ def test_only_what_finished_can_win() -> None:
 
 
 def test_a_mean_over_seeds_beats_a_lucky_single_training() -> None:
-    """Catches a winner that was only lucky, and a spread that is wrong."""
+    """Catches a best point that is best for one seed only, and a wrong spread."""
     points = [point(0, 1.0), point(1, 1.1), point(2, 1.2), point(3, 1.6, 0), point(4, 1.12, 1), point(5, 1.14, 1)]
     best, other, single = ranking(points, Direction.minimize)
     assert (best.point.number, other.point.number, single.point.number) == (1, 0, 2)
@@ -53,7 +53,7 @@ def test_a_mean_over_seeds_beats_a_lucky_single_training() -> None:
 
 
 def test_the_best_are_repeated_by_their_own_objective() -> None:
-    """Catches repetitions that are repeated themselves."""
+    """Catches repetitions that are themselves repeated."""
     points = [point(0, 2.0), point(1, 1.0), point(2, 3.0), point(3, 0.1, 0)]
     assert [p.number for p in to_repeat(points, Direction.minimize, 2)] == [1, 0]
 
@@ -63,7 +63,7 @@ FIXED = ("data.train=[{path: a b}]", "train.steps=9")
 
 
 def write_sweep(folder: Path) -> list[Point]:
-    """Points of every kind, each with the validations that its run left."""
+    """Writes points in every state, each with the validations of its run."""
     states = ["finished", "infeasible", "failed", "finished", "pruned", "killed"]
     book = PointBook(folder)
     for number, state in enumerate(states):
@@ -86,7 +86,7 @@ def write_sweep(folder: Path) -> list[Point]:
 
 
 def test_the_book_survives_a_line_cut_short(tmp_path: Path) -> None:
-    """Catches a sweep that cannot go on because it was killed while it wrote."""
+    """Catches a sweep that cannot resume because it was killed during a write."""
     before = write_sweep(tmp_path)
     with (tmp_path / "points.jsonl").open("a") as file:
         file.write('{"number": 0, "state": "run')
@@ -98,7 +98,7 @@ def test_the_book_survives_a_line_cut_short(tmp_path: Path) -> None:
 
 
 def test_the_table_the_files_and_the_winner(tmp_path: Path) -> None:
-    """Catches a count, a value or a reason that is lost, and a winner whose command cannot be run."""
+    """Catches a lost count, value or reason, and a command for the best point that cannot be run."""
     points = write_sweep(tmp_path)
     record = make_record("tiny", FIXED, SPACE, SweepConfig())
     write_results(tmp_path, record, points)
@@ -130,8 +130,8 @@ def test_the_table_the_files_and_the_winner(tmp_path: Path) -> None:
     ],
 )
 def test_the_winners_config_is_no_program(tmp_path: Path, text: str) -> None:
-    """Catches a config that somebody planted in a run, whose ${...} the next training would resolve: it would find its
-    reader's environment in its own config."""
+    """Catches a config planted in a run, whose ${...} the next training would resolve: it would write environment
+    variables of its user into its own config."""
     points = write_sweep(tmp_path)
     (tmp_path / "run-3" / "config.yaml").write_text(text, errors="surrogateescape")
     with pytest.raises(ConfigError, match=r"run-3/config.yaml: .*megads did not write this file"):
@@ -157,7 +157,7 @@ def test_the_page_shows_every_point_and_chart(megads: StartCommand, tmp_path: Pa
 
 
 def test_a_sweep_is_named_after_what_is_asked(tmp_path: Path) -> None:
-    """Catches the same command that starts anew, and another one that goes on with foreign points."""
+    """Catches the same command starting anew, and a different one continuing another sweep's points."""
     record = make_record("tiny", FIXED, SPACE, SweepConfig())
     assert record.name == make_record("tiny", FIXED[::-1], SPACE, SweepConfig(parallel=2, retry_failed=True)).name
     assert record.name != make_record("tiny", FIXED[:1], SPACE, SweepConfig()).name

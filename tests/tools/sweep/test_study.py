@@ -39,7 +39,7 @@ FINISHED = [{10: 5.0 + place, 20: 4.0 + place, 30: 3.0 + place} for place in ran
         (PruningConfig(PrunerName.median, from_step=20), {10: 99.0, 20: 5.0}, False),
         (PruningConfig(PrunerName.median, from_step=20), {10: 99.0}, False),
         (PruningConfig(PrunerName.median, startup_points=6), {10: 99.0, 20: 99.0}, False),
-        # Of five points and this one the best third passes the rung at 10.
+        # Of these six points the best third passes the rung at step 10.
         (PruningConfig(PrunerName.halving, factor=3), {10: 5.5}, False),
         (PruningConfig(PrunerName.halving, factor=3), {10: 6.5}, True),
         (PruningConfig(PrunerName.halving, factor=3, from_step=20), {10: 99.0}, False),
@@ -47,19 +47,19 @@ FINISHED = [{10: 5.0 + place, 20: 4.0 + place, 30: 3.0 + place} for place in ran
     ],
 )
 def test_whom_the_pruner_stops(pruning: PruningConfig, curve: dict[int, float], stopped: bool) -> None:
-    """Catches a good point that is stopped, a bad one that is not, and one that is judged too early."""
+    """Catches a good point that is pruned, a bad one that is not, and one that is judged too early."""
     assert study_with(pruning, FINISHED).report(99, curve) is stopped
 
 
 def test_a_repeated_report_changes_nothing() -> None:
-    """Catches a resumed point, whose validations are read again, that Optuna refuses."""
+    """Catches a resumed point that Optuna rejects because its validations are reported again."""
     study = study_with(PruningConfig(PrunerName.median), FINISHED)
     assert not study.report(99, {10: 5.0})
     assert not study.report(99, {10: 5.0, 20: 4.0})
 
 
 def test_improvement_is_expected_over_the_truth_and_not_over_luck(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches Optuna's own threshold, the luckiest noisy value, with which nothing is expected to improve."""
+    """Catches Optuna's own threshold, the best noisy value, over which no improvement is expected."""
     thresholds: list[float] = []
     optimize = GPSampler._optimize_acqf
 
@@ -69,7 +69,7 @@ def test_improvement_is_expected_over_the_truth_and_not_over_luck(monkeypatch: p
 
     monkeypatch.setattr(GPSampler, "_optimize_acqf", note)
     study = Study(SweepConfig(search=SearchName.bayes, trials=20, startup_trials=5), SPACE, 1)
-    # Fourteen trainings of nearly the same thing that differ by noise, and one that was lucky, in standard deviations.
+    # Fourteen almost equal trainings that differ by noise, and a lucky one; `lucky` is in standard deviations.
     values = [1.0 + 0.1 * (-1) ** number for number in range(14)] + [0.0]
     for number, value in enumerate(values):
         study.adopt(number, {"x": f"{0.5 + number / 1000}"})
@@ -81,7 +81,7 @@ def test_improvement_is_expected_over_the_truth_and_not_over_luck(monkeypatch: p
 
 
 def test_the_gaussian_process_learns_from_points_that_were_stopped() -> None:
-    """Catches a search that proposes the same bad region again, because stopped points are left out."""
+    """Catches a search that proposes the same bad region again because pruned points are ignored."""
     study = Study(SweepConfig(search=SearchName.bayes, trials=20, startup_trials=3), SPACE, 1)
     for number, place in enumerate((0.30, 0.35, 0.40)):
         study.adopt(number, {"x": f"{place}"})

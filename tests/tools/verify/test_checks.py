@@ -1,4 +1,4 @@
-"""A failure names where to look, and a check that saw nothing is none."""
+"""Checks of `megads verify`: the likely cause of a failure, and failure without data."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def spoil_norms(run: Run) -> None:
     ],
 )
 def test_the_cause_is_where_the_defect_is(defect: Callable[[Run], None], expected: str, reference: Run) -> None:
-    """Catches advice that sends a person to the wrong room, and a deviation that no check sees."""
+    """Catches a likely cause in the wrong component, and a deviation that no check detects."""
     run = copy_of(reference)
     assert failed(run, reference) == []
     defect(run)
@@ -94,7 +94,7 @@ def test_the_cause_is_where_the_defect_is(defect: Callable[[Run], None], expecte
 
 
 def test_a_check_that_saw_nothing_fails_where_there_must_be_something(reference: Run) -> None:
-    """Catches a spy that sees no reduction, and ranks without copies, that pass for correct ones."""
+    """Catches checks that pass because no reduction was recorded, or because ranks have no replicas."""
     run = copy_of(reference)
     run.reductions, run.replicas = set(), {}
     assert {row.guarantee for row in failed(run, reference)} == {"N8"}
@@ -113,7 +113,7 @@ def test_bf16_is_held_to_its_own_bounds(reference: Run) -> None:
 
 
 def test_what_a_guarantee_means_stands_below_the_table() -> None:
-    """Catches N3 and N8 that a reader of the table has to look up, and one that docs/numerics.md does not have."""
+    """Catches a guarantee, such as N3, without its meaning below the table, and one that is not in docs/numerics.md."""
     row = Row("N3", "loss of step 1", "fp32", 1, 1e-6, 1e-8, True, ())
     out = io.StringIO()
     show(VisibleConsole(file=out, width=120), [row, row], "")

@@ -1,4 +1,4 @@
-"""What ranks hold and what they were given, put together."""
+"""Tensors, results and batches, assembled from all ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def piece(start: int, values: list[float], key: str = "weight/a") -> TensorPart:
 
 
 def test_assembled_tensors_are_whole() -> None:
-    """Catches shards that overlap or leave holes, which a checkpoint would save twice or lose."""
+    """Catches shards that overlap or leave gaps, which a checkpoint would save twice or lose."""
     whole = assemble([piece(0, [1, 2]), piece(2, [3, 4]), piece(0, [9, 9, 9, 9], "exp_avg/a")], "weight")
     assert {name: values.tolist() for name, values in whole.items()} == {"a": [1, 2, 3, 4]}
     with pytest.raises(NumericalError, match="weight a: 1 elements are owned by several ranks and 1 by none"):
@@ -37,7 +37,7 @@ def test_assembled_tensors_are_whole() -> None:
 
 
 def test_copies_that_differ_are_counted_bitwise() -> None:
-    """Catches copies that are compared by value (-0.0, NaN) or only where their rectangles coincide."""
+    """Catches replicas that are compared by value (-0.0, NaN) or only where their rectangles coincide."""
     copies = [piece(0, [0.0, 1, 2, np.nan]), piece(1, [1, 2, np.nan]), piece(0, [-0.0])]
     alone = [piece(0, [1, 2, 3, 4], "weight/b")]
     assert differing_copies([*copies, *alone]) == {"weight/a": 1}
@@ -45,7 +45,7 @@ def test_copies_that_differ_are_counted_bitwise() -> None:
 
 
 def test_ranks_that_disagree_are_told() -> None:
-    """Catches figures of rank 0 that stand for all, and a row that two ranks were given differently."""
+    """Catches results of rank 0 that stand for all ranks, and a sample that two ranks read differently."""
     torn = join([RankRun(losses=[1.0]), RankRun(losses=[2.0])], 6)
     assert torn.disagreements == ["losses [2.0] of rank 1, [1.0] of rank 0"]
     assert any(deviation.exceeds for deviation in measure_agreement(torn, Run()))
@@ -57,8 +57,8 @@ SCENARIO = Scenario(steps=6)
 
 
 def test_ranks_together_read_what_one_process_reads(tmp_path: Path) -> None:
-    """Catches a check that cannot pass, and one that passes a rank that reads another's samples, other documents, or
-    fewer steps."""
+    """Catches a check that always fails, and one that passes when a rank's samples are missing, batches have another
+    seed, or document boundaries differ."""
     write_corpus(tmp_path / "corpus", SCENARIO)
     reference = Run(stream=read_stream(tmp_path / "corpus", SCENARIO))
     ranks = [

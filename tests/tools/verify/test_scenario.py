@@ -1,4 +1,4 @@
-"""A small copy of a run keeps what could go wrong."""
+"""The small copy of a run that `megads verify` trains: it keeps the features in which a run can go wrong."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def sizes(parallel: ParallelConfig) -> tuple[int, ...]:
     ],
 )
 def test_layout_keeps_its_shape(given: tuple[int, ...], limit: int | None, expected: tuple[int, ...]) -> None:
-    """Catches an axis that vanishes, a layout that grows or stays too large, and tp cut before dp."""
+    """Catches an axis that becomes 1, a layout that grows or stays too large, and tp reduced before dp."""
     found = scale_layout(ParallelConfig(**dict(zip(AXES, given, strict=True))), limit)
     assert sizes(found) == expected
     assert found.world_size <= (limit or max(DEFAULT_RANKS, 2 ** sum(size > 1 for size in given)))
@@ -62,7 +62,7 @@ def test_layout_keeps_its_shape(given: tuple[int, ...], limit: int | None, expec
     ],
 )
 def test_groups_of_shards_stay_groups(cp: int, dp: int, shard: int, limit: int | None, expected: tuple) -> None:
-    """Catches a hierarchical layout with a single group, or with groups that do not divide the ranks."""
+    """Catches a hierarchical ZeRO layout with a single shard group, or with groups that do not divide the ranks."""
     given = ParallelConfig(cp=cp, dp=dp, zero_stage=3, zero_shard_size=shard)
     given.check()
     found = scale_layout(given, limit)
@@ -71,7 +71,7 @@ def test_groups_of_shards_stay_groups(cp: int, dp: int, shard: int, limit: int |
 
 
 def test_layout_that_cannot_be_kept_is_refused() -> None:
-    """Catches a verification of another layout than the one that was asked for."""
+    """Catches a verification of another layout than the requested one."""
     with pytest.raises(ConfigError, match=r"parallel\.tp, parallel\.pp above 1 need at least 4 ranks; raise it"):
         scale_layout(ParallelConfig(tp=2, pp=4), 3)
 
@@ -81,7 +81,8 @@ def scaled(**changes: object) -> Scaled:
 
 
 def test_a_large_run_becomes_small_with_its_features() -> None:
-    """Catches features that shrinking loses: odd heads, padding, uneven stages, norms, ties, decay, several batches."""
+    """Catches features lost by scaling: heads that are no power of 2, vocabulary padding, uneven stages, norms, tied
+    embeddings, weight decay, several micro-batches."""
     found = scaled()
     model = found.exact.model
     assert (model.num_layers, model.num_heads, model.hidden_size, model.vocab_size) == (3, 6, 48, 509)
@@ -96,7 +97,8 @@ def test_a_large_run_becomes_small_with_its_features() -> None:
 
 
 def test_what_the_config_says_otherwise_stays_otherwise() -> None:
-    """Catches a small copy that always is BLOOM: clipping, precision, documents, positions, ties, a lone head."""
+    """Catches a small copy that is BLOOM whatever the config says: clipping, precision, document masks, positions, tied
+    embeddings, a single head."""
     model = ModelConfig(
         num_layers=1, hidden_size=4, num_heads=1, vocab_size=100, position=Position.learned, embedding_norm=False,
         tie_embeddings=False, ffn_size=12,
@@ -122,7 +124,7 @@ def test_what_the_config_says_otherwise_stays_otherwise() -> None:
     ],
 )
 def test_shared_keys_stay_shared(heads: int, kv_heads: int, tp: int, expected: tuple) -> None:
-    """Catches a copy in which every head has its own keys, all heads share one although they do not, or a rank none."""
+    """Catches a copy that turns GQA into MHA or MQA, or leaves a rank without a KV head."""
     model = replace(
         BLOOM.model, hidden_size=16 * heads, num_heads=heads, num_kv_heads=kv_heads, window=1024, mlp=MLPKind.swiglu,
         norm=NormKind.rmsnorm, parallel_block=True,
@@ -135,7 +137,8 @@ def test_shared_keys_stay_shared(heads: int, kv_heads: int, tp: int, expected: t
 
 
 def test_recomputation_fits_fewer_stages_and_blocks() -> None:
-    """Catches numbers of blocks that count stages which are gone, and auto, which a small model resolves to nothing."""
+    """Catches recompute_blocks with entries for removed stages, and recompute=auto, which would resolve to none for a
+    small model."""
     layout = ParallelConfig(pp=12, recompute=Recompute.full, recompute_blocks=[6, 0, *[5] * 10])
     assert scale_layout(layout, 2).recompute_blocks == [1, 0]
     auto = scale_layout(ParallelConfig(pp=4, recompute=Recompute.auto), None)
@@ -145,7 +148,7 @@ def test_recomputation_fits_fewer_stages_and_blocks() -> None:
 
 @pytest.mark.parametrize("tp,cp,pp,dp", list(itertools.product((1, 2, 3), (1, 2), (1, 4), (1, 3))))
 def test_every_small_copy_divides_over_its_layout(tp: int, cp: int, pp: int, dp: int) -> None:
-    """Catches heads, MLPs, sequences and batches that the scaled layout cannot cut."""
+    """Catches heads, MLPs, sequences and batches that the scaled layout does not divide."""
     for heads, ffn in itertools.product((12, 96), (None, 1000)):
         model = replace(BLOOM.model, num_heads=heads, hidden_size=96 * 16, ffn_size=ffn)
         found = scaled(model=model, parallel=ParallelConfig(tp=tp, cp=cp, pp=pp, dp=dp))
@@ -162,7 +165,7 @@ def test_every_small_copy_divides_over_its_layout(tp: int, cp: int, pp: int, dp:
 
 @pytest.mark.parametrize(("tp", "cp", "exact", "bf16"), [(1, 1, 16, 64), (2, 1, 16, 64), (3, 2, 24, 72)])
 def test_samples_are_no_longer_than_they_must_be(tp: int, cp: int, exact: int, bf16: int) -> None:
-    """Catches a small copy whose samples grow beyond the next length that 2 tp cp divides."""
+    """Catches a small copy whose samples are longer than the next multiple of 2 tp cp."""
     found = scaled(parallel=ParallelConfig(tp=tp, cp=cp))
     assert (found.parallel.tp, found.parallel.cp) == (tp, cp) and found.bf16 is not None
     assert (found.exact.seq_len, found.bf16.seq_len) == (exact, bf16)

@@ -1,4 +1,4 @@
-"""`megads watch`: a real server, asked over real sockets, and its page in a real browser."""
+"""`megads watch`: a real server, requests over real sockets, and its page in a real browser."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Answer(NamedTuple):
 
 
 class Watching:
-    """A running `megads watch` in a folder with runs/, and what it has printed."""
+    """A running `megads watch` in a folder with runs/, and its first lines of output."""
 
     def __init__(self, folder: Path, *overrides: str):
         command = [sys.executable, "-m", "megads.cli.main", "watch", *overrides]
@@ -50,7 +50,7 @@ class Watching:
         return f"megads-watch-{self.port}={self.token}"
 
     def ask(self, path: str, method: str = "GET", **headers: str) -> Answer:
-        """One request, with the right cookie unless another one is given."""
+        """Sends one request, with the right cookie unless another one is given."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         names = {name.replace("_", "-"): value for name, value in ({"Cookie": self.cookie} | headers).items()}
         connection.request(method, path, headers=names)
@@ -60,7 +60,7 @@ class Watching:
         return Answer(answer.status, text, {name.lower(): value for name, value in answer.getheaders()})
 
     def end(self, number: int) -> tuple[int, str]:
-        """Its exit code and what it wrote to stderr."""
+        """Sends a signal; returns the exit code and stderr."""
         self.process.send_signal(number)
         _out, err = self.process.communicate(timeout=30)
         return self.process.returncode, err
@@ -68,7 +68,7 @@ class Watching:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs, and one that has not finished a step."""
+    """A folder with two runs, and one that has not finished a step."""
     folder = tmp_path_factory.mktemp("watched")
     write_eventful_run(folder / "runs" / "first")
     write_config(folder / "runs" / "second", "second")
@@ -85,7 +85,7 @@ def watching(folder: Path) -> Iterator[Watching]:
 
 
 def test_what_it_prints(watching: Watching) -> None:
-    """Catches an address without its token, and a tunnel to another port."""
+    """Catches a printed address without its token, and an SSH tunnel to another port."""
     first, page, tunnel, last = watching.printed
     assert first == "watching 3 runs\n"
     assert page == f"page:     http://127.0.0.1:{watching.port}/?token={watching.token}\n"
@@ -95,7 +95,7 @@ def test_what_it_prints(watching: Watching) -> None:
 
 
 def test_all_runs_are_shown(watching: Watching) -> None:
-    """Catches a run that is left out, one without a step that breaks the page, and faults that nobody sees."""
+    """Catches a run that is left out, one without a step that breaks the page, and faults that are not shown."""
     page = watching.ask("/")
     assert page.status == 200 and page.headers["content-type"].startswith("text/html")
     for part in ("eventful", "second", "has no step yet", ">20<", "Loss over tokens", "non-finite gradient"):
@@ -105,7 +105,7 @@ def test_all_runs_are_shown(watching: Watching) -> None:
 
 
 def test_one_run_is_shown(watching: Watching) -> None:
-    """Catches a run's page that lacks what its report has, and a link that leads nowhere."""
+    """Catches a run's page that lacks parts of its report, and a broken link."""
     overview = watching.ask("/").text
     links = {name: link for link, name in _links(overview)}
     page = watching.ask(links["eventful"])
@@ -119,7 +119,7 @@ def test_one_run_is_shown(watching: Watching) -> None:
 
 
 def test_new_steps_and_new_runs_appear(watching: Watching, folder: Path) -> None:
-    """Catches a page that stays as it was when it was opened, and one that is sent again though nothing has changed."""
+    """Catches a page that does not change after it was opened, and one sent again although nothing has changed."""
     body = watching.ask("/?body")
     assert body.status == 200 and "<html" not in body.text
     again = watching.ask("/?body", If_None_Match=body.headers["etag"])
@@ -152,7 +152,7 @@ def test_new_steps_and_new_runs_appear(watching: Watching, folder: Path) -> None
     ],
 )
 def test_who_is_answered(path: str, method: str, headers: dict[str, str], status: int, watching: Watching) -> None:
-    """Catches another user of the machine, or a page of a stranger in the user's own browser, who gets to see a run."""
+    """Catches a run shown to another user of the machine, or to another site's page in the user's browser."""
     filled = {name: text.format(port=watching.port, token=watching.token) for name, text in headers.items()}
     answer = watching.ask(path, method, **filled)
     assert answer.status == status
@@ -162,14 +162,14 @@ def test_who_is_answered(path: str, method: str, headers: dict[str, str], status
 
 
 def test_the_token_becomes_a_cookie(watching: Watching) -> None:
-    """Catches a token that stays in the address, for a screenshot or a history to show, and a cookie for scripts."""
+    """Catches a token left in the address, visible in screenshots and history, and a cookie that scripts can read."""
     answer = watching.ask(f"/?token={watching.token}", Cookie="")
     assert (answer.status, answer.headers["location"]) == (303, "/")
     assert answer.headers["set-cookie"] == f"{watching.cookie}; Path=/; HttpOnly; SameSite=Strict"
 
 
 def test_in_a_browser(watching: Watching) -> None:
-    """Catches a script that the page's own policy forbids, and a page that does not renew itself."""
+    """Catches a script that the page's content security policy blocks, and a page that does not refresh."""
     page = browse_address(watching.address, 1200, "--dump-dom", "--virtual-time-budget=20000").stdout
     assert 'data-renewed="' in page
     assert "s ago" in page or "min ago" in page
@@ -177,7 +177,7 @@ def test_in_a_browser(watching: Watching) -> None:
 
 
 def test_it_ends_when_asked(folder: Path) -> None:
-    """Catches a server that outlives Ctrl+C, or tells of it in a traceback; the fixture's gets SIGTERM."""
+    """Catches a server that outlives Ctrl+C, or prints a traceback for it; the fixture's server gets SIGTERM."""
     assert Watching(folder, "run=second").end(signal.SIGINT) == (0, "")
 
 
@@ -193,13 +193,13 @@ def test_it_ends_when_asked(folder: Path) -> None:
     ],
 )
 def test_what_is_refused(settings: dict[str, object], told: str) -> None:
-    """Catches a page that asks all the time, and a message that does not name the key."""
+    """Catches a page that polls without a pause, and a message that does not name the key."""
     with pytest.raises(ConfigError, match=told):
         WatchConfig(**settings).check()  # type: ignore[arg-type]
 
 
 def test_runs_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches an empty page for a name that was mistyped."""
+    """Catches an empty page for a mistyped name."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="there is no folder runs/ here"):
         WatchedRuns(["runs"])
@@ -208,7 +208,7 @@ def test_runs_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_newest_runs_of_a_folder(tmp_path: Path) -> None:
-    """Catches runs that are left out without a word, a page of the oldest ones, and an address that changes its run."""
+    """Catches runs that are left out silently, a page of the oldest ones, and an address whose run changes."""
     for number in range(MOST_RUNS + 2):
         write_config(tmp_path / f"run{number}", f"run{number}")
         time.sleep(0.01)
@@ -222,7 +222,7 @@ def test_the_newest_runs_of_a_folder(tmp_path: Path) -> None:
 
 
 def test_what_took_long_rests() -> None:
-    """Catches a server that spends all its time on reading a long run again, and one that never does."""
+    """Catches a server that spends all its time on rereading a long run, and one that never rereads it."""
     clock, made = [0.0], []
 
     def make() -> int:
@@ -239,7 +239,7 @@ def test_what_took_long_rests() -> None:
 
 
 def test_others_get_the_last_one_meanwhile() -> None:
-    """Catches a request that waits for another one's drawing though there is a picture to show."""
+    """Catches a request that waits for another one's drawing although an older picture is available."""
     begun, go_on = threading.Event(), threading.Event()
 
     def make() -> str:
