@@ -15,7 +15,7 @@ from megads.checkpoint.read import find_checkpoint, read_into
 from megads.checkpoint.store import save_checkpoint
 from megads.config import RootConfig
 from megads.engine.interface import TrainEngine
-from megads.launch.dry_run_warnings import checkpoint_bytes
+from megads.launch.disk_need import checkpoint_bytes
 from megads.model.config import MLPKind, Position
 from megads.ops.config import Implementation, OpsConfig
 from megads.optim.config import OptimConfig

@@ -135,7 +135,6 @@ def test_when(every_steps: int, at_end: bool, total_steps: int, steps: list[int]
     assert validated_steps(tmp_path) == steps
 
 
-@pytest.mark.distributed
 def test_the_next_stage_validates_where_one_ends(tmp_path: Path) -> None:
     """Catches a step that is validated twice: by the stage that ends with it, and by the next one at its start."""
     validation = hook(tmp_path, every_steps=2)
@@ -143,6 +142,7 @@ def test_the_next_stage_validates_where_one_ends(tmp_path: Path) -> None:
     assert validated_steps(tmp_path) == []
 
 
+@pytest.mark.distributed
 def test_a_validation_that_a_kill_prevented_is_made_up_for(tmp_path: Path) -> None:
     """Catches a missing metrics line, one written twice, and ranks that disagree: only one reads the metrics."""
     assert run_ranks(_resume_at_steps, 2, tmp_path) == [[], []]

@@ -49,7 +49,7 @@ CONFIG = ModelConfig(
 )  # fmt: skip
 Sharded = list[tuple[nn.Module, dict[str, ParameterPlacement], str]]
 INFO = BatchInfo(sample_ids=torch.tensor([0, 1]))
-HIDDEN, FFN = 5, 12
+FFN = 12
 # Over 3 ranks: divisible; a rank half filled with padding; a rank with padding only.
 VOCAB_CASES = [(6, False), (5, False), (4, False), (5, True)]
 LENGTH = 6

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megads.config import RootConfig
-from megads.launch.dry_run_warnings import checkpoint_bytes
+from megads.launch.disk_need import checkpoint_bytes
 from megads.model.config import ModelConfig
 from megads.optim.config import OptimConfig
 from megads.optim.groups import ALIGNMENT
@@ -48,10 +48,9 @@ def test_bloom_176b() -> None:
 def test_vocabulary_padding_and_alignment() -> None:
     """Catches a rank planned with fewer rows than it allocates, and flat buffers not divisible by dp."""
     [stage] = memory_plan(SMALL, ParallelConfig(tp=2, dp=3), WORK).stages
-    rows = 255
     unsharded = memory_plan(SMALL, ParallelConfig(), WORK).stages[0]
     assert stage.rank_parameters < unsharded.rank_parameters / 2 + 64 * 64
-    assert (rows * 64 * 2) % 2 == 0 and stage.weights % (2 * ALIGNMENT * 3) == 0
+    assert stage.weights % (2 * ALIGNMENT * 3) == 0
     assert stage.masters * 3 == stage.fp32_gradients
 
 

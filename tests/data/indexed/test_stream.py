@@ -175,7 +175,6 @@ def test_a_cache_smaller_than_the_data(local: IndexedDataset, s3: S3Server, tmp_
     assert len([text for text in fetched(s3, "small") if text.startswith("0-")]) == 1, "block 0 was always in use"
 
 
-@pytest.mark.slow
 def await_requests(tokens: StreamedTokens) -> None:
     """Waits until no block is being fetched."""
     deadline = time.monotonic() + 30
@@ -184,6 +183,7 @@ def await_requests(tokens: StreamedTokens) -> None:
         time.sleep(0.005)
 
 
+@pytest.mark.slow
 def test_the_look_ahead_keeps_to_its_share_of_the_cache(local: IndexedDataset, s3: S3Server, tmp_path: Path) -> None:
     """Catches a look-ahead that evicts its own blocks: in a small cache each block must be read before eviction."""
     url, config = stored(local, s3, "share"), streaming(tmp_path, cache_gib=64 * BLOCK / 2**30)
