@@ -244,6 +244,7 @@ def _fork(order: dict[str, Any], descriptors: Sequence[int]) -> int:
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored if the tests run under nohup, and launchers keep that
         for descriptor in descriptors:
             os.close(descriptor)
         _child(order)
