@@ -40,7 +40,7 @@ def run(command: TrainCommandConfig, invocation: Invocation) -> int:
 def _describe(resolved: ResolvedRun) -> str:
     """Returns the output of a dry run."""
     # Shell completion imports this module, so torch is imported late.
-    from megads.tools.plan.output import describe_run
+    from megads.tools.plan.dry_run import describe_run
 
     return describe_run(resolved)
 
