@@ -97,9 +97,6 @@ def test_only_outliers_are_cut() -> None:
     assert axis_top(np.full(100, np.nan)) is None
 
 
-pytest.importorskip("matplotlib", reason="the extra [report] is not installed")
-
-
 def assert_takes_colors_from_the_page(text: str) -> None:
     """Otherwise a chart is unreadable on a dark page."""
     assert "var(--chart-ink)" in text
