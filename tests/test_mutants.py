@@ -740,7 +740,7 @@ def norm_of_the_own_stage() -> None:
     def norm(self: BucketAdamW) -> Tensor:
         return torch.stack([self.norm * 0, *(bucket.gradient.double().norm() for bucket in self.buckets)]).norm()
 
-    BucketAdamW.global_norm = sharding
+    BucketAdamW.global_norm = norm
 
 
 def mean_of_the_ranks_own_means() -> None:
