@@ -4,11 +4,10 @@ Failures are a Poisson process in wall time and are sampled independently of the
 the same failures, so their results differ only because of the plan. Time between two failures is computed in closed
 form for all runs at once, so a month at 16,384 GPUs (some 230 failures per run, 64 runs) takes a fraction of a second.
 
-Optimal checkpoint interval (Young, Daly) and the resulting goodput: the interval is the training time in seconds
-between two saves. M is the mean time between failures (MTBF); `stall` is the time that training is blocked by a save. A
-synchronous save blocks until it is written. An asynchronous save blocks only for the copy, and the checkpoint is usable
-`write` seconds later: a failure loses that time as well, which costs the same at every interval and does not move the
-optimum.
+The optimal checkpoint interval follows Young and Daly. The interval is the training time in seconds between two saves,
+M the mean time between failures (MTBF), `stall` the time that training is blocked by a save. A synchronous save blocks
+until it is written. An asynchronous save blocks only for the copy, and the checkpoint is usable `write` seconds later:
+a failure loses that time as well, which costs the same at every interval and does not move the optimum.
 
 Published interruptions of training jobs are given by cause, as rates per GPU-hour, with the state that each kind of
 failure loses. Rates scale with the number of GPUs: MTBF is proportional to 1 / GPUs (arXiv 2410.21680, section III).

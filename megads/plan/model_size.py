@@ -5,8 +5,8 @@ backward twice, causal attention counted in full, no recomputation; norms, biase
 embedding lookup are not counted. Hardware FLOPs are model FLOPs plus those of activation recomputation.
 
 Scaling laws predict the loss by model size and tokens, and the compute-optimal values of both. Approach 3 of Hoffmann
-et al. (2022): L(N, D) = E + A / N^alpha + B / D^beta, with N parameters, D tokens and
-C = 6 * N * D FLOPs; the loss is in nats per token of their data and vocabulary.
+et al. (2022): L(N, D) = E + A / N^alpha + B / D^beta, with N parameters, D tokens and C = 6 * N * D FLOPs; the loss is
+in nats per token of their data and vocabulary.
 """
 
 from __future__ import annotations

@@ -8,9 +8,8 @@ stays the same.
 The file contains no times: the monitor uses its own clock, so that ranks with wrong clocks are not blamed.
 
 The monitor requests evidence from a hung rank by signals: the stacks of its threads, and the flight recorder's list of
-collectives. faulthandler writes the stacks in the signal handler, even if native code holds the
-GIL. The flight recorder's dump needs the GIL; a separate thread waits for that signal, as the main thread may never run
-Python again.
+collectives. faulthandler writes the stacks in the signal handler, even if native code holds the GIL. The flight
+recorder's dump needs the GIL; a separate thread waits for that signal, as the main thread may never run Python again.
 """
 
 from __future__ import annotations

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra._internal.hydra import Hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from megads.cli.entry import as_text, require_values, with_home
+from megads.cli.main import run
 from megads.errors import ConfigError, exit_codes_text
 from tests.fork_server import ForkServer, Outcome, left_by_commands
 
@@ -76,6 +78,7 @@ def test_cfg_job_prints_the_config_and_leaves_no_files(megads: Run, tmp_path: Pa
         ("data.train=[{}]", "data.train[0].path has no value"),
         ("data.train=[{pth: x}]", "did you mean path?"),
         ("data.train=[{", "cannot read the override"),
+        ("train.steps=1,2", "for a list write 'train.steps=[1,2]', for a text \"train.steps='1,2'\" with both"),
         ("train.steps=1,2", "--multirun"),
         ("train.steps=${nope}", "'nope' not found"),
         ("optim=adam", "optim is a section, not a config group: did you mean optim.name=adam?"),
@@ -178,6 +181,15 @@ def test_counts_in_short_form(megads: Run, tmp_path: Path) -> None:
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\ntrain: {seq_len: 4k}\n")
     refused = megads("train", "experiment=mine", *words)
     assert refused.code == 2 and "4000 or 4096" in refused.err and "mine.yaml" in refused.err
+
+
+def test_a_command_without_flags_composes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a second composition of the config, as by hydra.main: a tenth of a second in every command."""
+    composed = []
+    compose = Hydra.compose_config
+    monkeypatch.setattr(Hydra, "compose_config", lambda *args, **given: composed.append(1) or compose(*args, **given))
+    assert run(["plan", "model=bloom_560m"]) == 0
+    assert composed == [1]
 
 
 def test_dry_run_of_a_batch_beyond_measure(megads: Run, tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Measures the components of a training step on all ranks at once, and writes the device file for planning.
 
 GEMMs, attention and copies are measured one by one (`operators`), the other costs of a pass by training models
-(`passes`), and collectives between the ranks here. With GPUs, each rank has its own and NCCL connects them;
-otherwise gloo does. All results are medians of rank 0, measured while every rank does the same.
+(`passes`), and collectives between the ranks here. With GPUs, each rank has its own and NCCL connects them; otherwise
+gloo does. All results are medians of rank 0, measured while every rank does the same.
 
 A GPU is measured with the kernels and the attention implementation that a run would choose. Shapes are typical of
 training on GPUs. Times are device times: while the GPU is busy the host runs ahead, so kernel launches count only where

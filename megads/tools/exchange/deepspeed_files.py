@@ -1,9 +1,9 @@
 """Reads DeepSpeed pipeline modules: the weights of each layer, and the ZeRO-1 optimizer state.
 
-    global_step100/layer_03-model_00-model_states.pt    layer 3 of the pipeline, tensor-parallel rank 0
-    global_step100/mp_rank_00_model_states.pt           other state that the trainer saved
-    latest                                              global_step100
-    global_step100/bf16_zero_pp_rank_7_mp_rank_03_optim_states.pt    data parallel rank 7 of model parallel rank 3
+    latest                                                           global_step100
+    global_step100/layer_03-model_00-model_states.pt                 layer 3 of the pipeline, tensor-parallel rank 0
+    global_step100/mp_rank_00_model_states.pt                        other state that the trainer saved
+    global_step100/bf16_zero_pp_rank_7_mp_rank_03_optim_states.pt    data-parallel rank 7 of model-parallel rank 3
 
 Layer numbers include functions without weights, which differ between trainers. The kind of a layer is therefore
 determined from its tensors.
