@@ -120,6 +120,25 @@ def cpp_compiler() -> str | None:
     return os.environ.get("CXX") or None
 
 
+def cpu_isa_limit() -> str | None:
+    """Returns the instruction set to which MEGADS_CPU_ISA limits megads' CPU kernels and its choice of GEMMs, or None.
+
+    Raises:
+        ConfigError: it is not a known one.
+    """
+    limit = os.environ.get("MEGADS_CPU_ISA", "").lower()
+    if limit not in ("", "native", "avx2"):
+        raise ConfigError(
+            f"MEGADS_CPU_ISA = {limit}: use avx2, to compute as an x86 CPU without AVX-512 does, or leave it unset"
+        )
+    return limit if limit == "avx2" else None
+
+
+def onednn_below_avx512() -> bool:
+    """Whether ONEDNN_MAX_CPU_ISA excludes AVX-512, and with it oneDNN's bf16 GEMMs on x86."""
+    return os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper() in ("SSE41", "AVX", "AVX2", "AVX2_VNNI")
+
+
 def cuda_home() -> str | None:
     """Returns the folder of the CUDA toolkit given in CUDA_HOME, or None."""
     return os.environ.get("CUDA_HOME") or None
