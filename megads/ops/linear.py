@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megads.ops import processor
 from megads.ops.config import KernelOp, Kernels
-from megads.ops.processor import Gemm
+from megads.ops.processor import GemmBackend
 
 THINNEST = 16
 """Minimum rows and columns of the output for megads' kernels; PyTorch's dot products are faster below."""
@@ -147,7 +147,7 @@ def _gemm_takes(left: Tensor, right: Tensor, rows: int, columns: int) -> bool:
     if left.dtype not in (torch.float32, torch.bfloat16):
         return False
     low = left.dtype is torch.bfloat16
-    if processor.gemm(bf16=low, kernels=True) is not Gemm.megads:
+    if processor.gemm(bf16=low, kernels=True) is not GemmBackend.megads:
         return False
     if low and processor.torch_loops_over_bf16():
         return True

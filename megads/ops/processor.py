@@ -17,7 +17,7 @@ _AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 """Instruction sets that PyTorch requires for its AVX-512 code and for oneDNN's bf16 GEMMs."""
 
 
-class Gemm(StrEnum):
+class GemmBackend(StrEnum):
     """Implementation of the GEMMs of one dtype on a CPU."""
 
     torch = "torch"
@@ -28,7 +28,7 @@ class Gemm(StrEnum):
     """PyTorch's in fp32: bf16 operands are converted first, and the result is rounded."""
 
 
-def gemm(*, bf16: bool, kernels: bool) -> Gemm:
+def gemm(*, bf16: bool, kernels: bool) -> GemmBackend:
     """Returns the implementation of GEMMs that are not too thin; it is never PyTorch's plain loop over bf16.
 
     Args:
@@ -36,9 +36,9 @@ def gemm(*, bf16: bool, kernels: bool) -> Gemm:
         kernels: whether megads' kernels are available.
     """
     if bf16 and torch_loops_over_bf16():
-        return Gemm.megads if kernels else Gemm.widened
+        return GemmBackend.megads if kernels else GemmBackend.widened
     ours = pairs_are_fast() if bf16 else mkl_is_slow()
-    return Gemm.megads if ours and kernels else Gemm.torch
+    return GemmBackend.megads if ours and kernels else GemmBackend.torch
 
 
 def mkl_is_slow() -> bool:
@@ -80,6 +80,14 @@ def instruction_sets() -> str:
     units = " and AMX" if "amx_bf16" in words else ""
     low = f"bf16 units{units}" if words & {"avx512_bf16", "amx_bf16", "bf16"} else "no bf16 units"
     return f"{vectors}, {low}"
+
+
+def gemm_text(*, bf16: bool, kernels: bool) -> str:
+    """Describes how GEMMs of a dtype are computed on this CPU, for example "AVX2, no bf16 units: computed in fp32"."""
+    if not (bf16 and torch_loops_over_bf16()):
+        return instruction_sets()
+    how = "megads' kernels" if gemm(bf16=True, kernels=kernels) is GemmBackend.megads else "PyTorch's fp32 GEMMs"
+    return f"{instruction_sets()}: bf16 saves memory, not time; {how} multiply it in fp32"
 
 
 @functools.cache

@@ -26,7 +26,7 @@ from math import prod
 
 from megads.model.config import EMBEDDING, TIED_COPY, TIED_PARAMETER, ModelConfig, is_block, sharding_of, stage_weights
 from megads.ops import processor
-from megads.ops.processor import Gemm
+from megads.ops.processor import GemmBackend
 from megads.optim.config import MUON_BATCH_ELEMENTS, OptimConfig, OptimizerName
 from megads.optim.groups import (
     BucketLayout,
@@ -356,7 +356,7 @@ def _pipeline_phases(
     low, flat = workload.weight_bytes, sum(bucket.numel for bucket in buckets)
     full, share = FP32 * flat, _share(flat, parallel)
     on_cpu = not workload.cuda
-    ours = processor.gemm(bf16=low < FP32, kernels=workload.fused) is Gemm.megads
+    ours = processor.gemm(bf16=low < FP32, kernels=workload.fused) is GemmBackend.megads
     in_place = ours and on_cpu
     allocated = (lambda _made: full) if workload.cuda_graphs else _allocated_main_grads(buckets)
     main_grads = MainGradMemory(allocated, full, FP32 // low, cast=low < FP32 and on_cpu, in_place=in_place)

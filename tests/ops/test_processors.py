@@ -21,7 +21,7 @@ from megads.ops import processor
 from megads.ops.attention_kinds import AttentionKind
 from megads.ops.build import build
 from megads.ops.config import Implementation, OpsConfig
-from megads.ops.processor import Gemm
+from megads.ops.processor import GemmBackend
 from megads.ops.resolve import load_library
 from megads.optim.config import OptimConfig, OptimizerName
 from megads.parallel.config import ParallelConfig
@@ -48,18 +48,18 @@ FAMILIES = {
 }
 """Machine and words of /proc/cpuinfo of families of CPUs."""
 CHOSEN = {
-    "Zen 2 and 3": (Gemm.torch, Gemm.megads, Gemm.widened),
-    "Zen 4": (Gemm.megads, Gemm.megads, Gemm.torch),
-    "Zen 5": (Gemm.megads, Gemm.megads, Gemm.torch),
-    "Haswell": (Gemm.torch, Gemm.megads, Gemm.widened),
-    "Skylake-X": (Gemm.torch, Gemm.torch, Gemm.torch),
-    "Ice Lake": (Gemm.torch, Gemm.torch, Gemm.torch),
-    "Sapphire Rapids": (Gemm.torch, Gemm.torch, Gemm.torch),
-    "Alder Lake": (Gemm.torch, Gemm.megads, Gemm.widened),
-    "Graviton 2, Neoverse N1": (Gemm.torch, Gemm.megads, Gemm.widened),
-    "Graviton 3, Neoverse V1": (Gemm.torch, Gemm.torch, Gemm.torch),
-    "Grace, Neoverse V2": (Gemm.torch, Gemm.torch, Gemm.torch),
-    "POWER9": (Gemm.torch, Gemm.megads, Gemm.widened),
+    "Zen 2 and 3": (GemmBackend.torch, GemmBackend.megads, GemmBackend.widened),
+    "Zen 4": (GemmBackend.megads, GemmBackend.megads, GemmBackend.torch),
+    "Zen 5": (GemmBackend.megads, GemmBackend.megads, GemmBackend.torch),
+    "Haswell": (GemmBackend.torch, GemmBackend.megads, GemmBackend.widened),
+    "Skylake-X": (GemmBackend.torch, GemmBackend.torch, GemmBackend.torch),
+    "Ice Lake": (GemmBackend.torch, GemmBackend.torch, GemmBackend.torch),
+    "Sapphire Rapids": (GemmBackend.torch, GemmBackend.torch, GemmBackend.torch),
+    "Alder Lake": (GemmBackend.torch, GemmBackend.megads, GemmBackend.widened),
+    "Graviton 2, Neoverse N1": (GemmBackend.torch, GemmBackend.megads, GemmBackend.widened),
+    "Graviton 3, Neoverse V1": (GemmBackend.torch, GemmBackend.torch, GemmBackend.torch),
+    "Grace, Neoverse V2": (GemmBackend.torch, GemmBackend.torch, GemmBackend.torch),
+    "POWER9": (GemmBackend.torch, GemmBackend.megads, GemmBackend.widened),
 }
 """The choice in fp32, in bf16, and in bf16 without megads' kernels."""
 
@@ -83,8 +83,8 @@ def test_choice(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
         processor.gemm(bf16=True, kernels=False),
     )
     assert found == CHOSEN[family]
-    assert processor.gemm(bf16=False, kernels=False) is Gemm.torch
-    assert processor.torch_loops_over_bf16() is (Gemm.torch not in found[1:])
+    assert processor.gemm(bf16=False, kernels=False) is GemmBackend.torch
+    assert processor.torch_loops_over_bf16() is (GemmBackend.torch not in found[1:])
 
 
 def test_torch_sees_the_same_instructions() -> None:
