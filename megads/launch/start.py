@@ -32,7 +32,7 @@ from megads.errors import (
 from megads.frozen_config import config_digest
 from megads.launch.acceptance import AcceptedStart, accept_start, finish_rollback, finished_text, leave_behind
 from megads.launch.dry_run_warnings import warmup_warnings
-from megads.launch.hang_detection import HangSettings
+from megads.launch.hang_detection import hang_settings
 from megads.launch.launcher import EXIT_KILLED, LaunchSpec, launch
 from megads.launch.node_check import CheckNodesConfig, CheckTarget, check_nodes
 from megads.launch.preflight import (
@@ -51,11 +51,11 @@ from megads.launch.slurm_ranks import SlurmPlacement, find_placement
 from megads.launch.uploads import prepare_checkpoints, restore_lost, uploading
 from megads.monitor.console import Console
 from megads.monitor.trackers import wanted_trackers
-from megads.ops.config import Compile, Implementation, Kernels
+from megads.ops.config import Implementation, Kernels
 from megads.ops.resolve import prepare
 from megads.resilience.restarts import Attempt, GiveUp, Means, Requeue, Restart, first_attempt, next_attempt
 from megads.runtime import environment, progress
-from megads.runtime.config import ConsoleKind, HangAction, parse_duration
+from megads.runtime.config import ConsoleKind, parse_duration
 from megads.runtime.files import read_regular
 from megads.runtime.lease import Lease, claimed, refuse_in_use
 from megads.runtime.machine_memory import may_have_gpus
@@ -66,9 +66,6 @@ from megads.runtime.stop import PREEMPTED, TIME_LIMIT, read_stop
 from megads.runtime.url import is_url
 from megads.stages import NEXT_STAGE
 
-_HANG_MIN_S, _HANG_MIN_COMPILING_S = 20.0, 120.0
-_OF_TIMEOUT = 0.8
-"""Fraction of the collectives' timeout after which a step counts as hung, whatever the learned limit."""
 _PAUSE_POLL_S = 0.1
 _INTERRUPTED = (
     EXIT_KILLED,
@@ -189,15 +186,18 @@ def _run(resolved: ResolvedRun, server: RankServer | None) -> _Ended:
             return _Ended(EXIT_OK)
         accepted.say_changes(console.say)
         # Only a dry run warns of a missing warmup, which may be intended and need not be repeated at every start.
-        for text in warmup_warnings(resolved.config) if learning_rate(resolved.config).warmup else ():
-            console.say(text, "warning")
+        if resolved.config.train.length_is_known and learning_rate(resolved.config).warmup:
+            for text in warmup_warnings(resolved.config):
+                console.say(text, "warning")
         with claimed(resolved.run_dir, job) as lease:
             accepted.record()
             with uploading(resolved.config, placement.allocation if placement else None) as uploads:
-                ended = _Attempts(resolved, lease, server, lambda: accept_start(prepared)).run(console)
+                again = dataclasses.replace(prepared, made=None)
+                attempts = _Attempts(resolved, lease, server, lambda: accept_start(again))
+                ended = attempts.run(console)
                 if uploads is not None:
                     uploads.finish(ended.exit_code, console)
-        _say_what_follows(resolved, ended, console)
+        _say_what_follows(attempts.resolved, ended, console)
         return ended
 
 
@@ -269,13 +269,15 @@ def _say_ops(kernels: Kernels, console: Console) -> None:
 
 
 def launch_spec(config: RootConfig) -> LaunchSpec:
-    """Returns the launch spec of a resolved config whose data is prepared."""
+    """Returns the launch spec of a resolved config whose data is prepared; without a length, of a timing start."""
     run_dir = str(config.run.dir)
-    tracked = bool(wanted_trackers(config.logging))
+    times = not config.train.length_is_known
+    tracked = bool(wanted_trackers(config.logging)) and not times
+    entry = ("--entry", "megads.launch.step_timing:time_steps") if times else ()
     return LaunchSpec(
         run_dir=Path(run_dir),
         num_ranks=config.parallel.world_size,
-        command=("-m", "megads.launch.rank", run_dir, "--digest", config_digest(config)),
+        command=("-m", "megads.launch.rank", run_dir, "--digest", config_digest(config), *entry),
         threads_per_rank=config.cluster.threads_per_rank,
         side_command=("-m", "megads.launch.tracker", run_dir, "--follow") if tracked else (),
         flush_s=config.logging.flush_s,
@@ -286,15 +288,6 @@ def launch_spec(config: RootConfig) -> LaunchSpec:
         # A rehearsal may have more ranks than this machine has GPUs.
         cpu=environment.rehearsal_folder() is not None,
     )
-
-
-def hang_settings(config: RootConfig) -> HangSettings | None:
-    """Returns the settings of hang detection; None if it is disabled."""
-    cluster = config.cluster
-    if cluster.hang_action is HangAction.ignore:
-        return None
-    usual_s = _HANG_MIN_S if config.ops.compile is Compile.none else _HANG_MIN_COMPILING_S
-    return HangSettings(cluster.hang_min_s or usual_s, cluster.timeout_s * _OF_TIMEOUT)
 
 
 def _refuse_shared_place(config: RootConfig, claimed_dirs: set[str]) -> None:
@@ -342,7 +335,7 @@ class _Attempts:
         resolved: the run, with a frozen config.
         lease: lease on the run directory.
         server: rank server on this machine, for all attempts.
-        accept: accepts the start again after a rollback.
+        accept: accepts the start again after a timing start and after a rollback.
     """
 
     def __init__(
@@ -354,7 +347,7 @@ class _Attempts:
     ):
         self._accept = accept
         config, placement = resolved.config, resolved.placement
-        self._resolved, self._lease, self._server = resolved, lease, server
+        self.resolved, self._lease, self._server = resolved, lease, server
         self._config, self._run_dir, self._placement = config, resolved.run_dir, placement
         self._spec = dataclasses.replace(launch_spec(config), lease=lease.number)
         self._history: list[Attempt] = []
@@ -441,15 +434,19 @@ class _Attempts:
 
     def _roll_back(self, accepted: AcceptedStart) -> Outcome:
         """Restarts the ranks from the checkpoint that they decided on, skipping the samples that they named."""
-        accepted.record()
-        self._resolved = dataclasses.replace(accepted.resolved, placement=self._placement)
-        self._config = accepted.resolved.config
-        self._spec = launch_spec(self._config)
-        self._renew_lease()
-        with _open_console(self._resolved) as console:
+        self._take(accepted)
+        with _open_console(self.resolved) as console:
             step = saved_step(self._run_dir, self._config.checkpoint.load)
             console.say(f"rolled back to step {step}", "warning")
             return self._start(console)
+
+    def _take(self, accepted: AcceptedStart) -> None:
+        """Records another accepted start, which the next ranks execute."""
+        accepted.record()
+        self.resolved = dataclasses.replace(accepted.resolved, placement=self._placement)
+        self._config = accepted.resolved.config
+        self._spec = launch_spec(self._config)
+        self._renew_lease()
 
     def _renew_lease(self) -> None:
         self._lease.renew()
@@ -465,7 +462,7 @@ class _Attempts:
         self._note("restart", outcome, decision.excluded, restart=self._restarts, **where)
         if self._placement is not None:
             self._placement = self._placement.on(decision.nodes)
-        with _open_console(self._resolved) as console:
+        with _open_console(self.resolved) as console:
             excluded = f", without {', '.join(decision.excluded)}" if decision.excluded else ""
             console.say(f"restart {self._restarts} from the last checkpoint{excluded}", "warning")
             return self._start(console)
@@ -476,15 +473,22 @@ class _Attempts:
         return sum(attempt.exit_code != EXIT_OK for attempt in self._history)
 
     def _start(self, console: Console) -> Outcome:
-        """Starts the ranks, and again after every training stage, from the checkpoint at its end."""
+        """Starts the ranks, and again after a timing start and after every training stage, from its checkpoint."""
         self._began = time.monotonic()
         outcome = self._start_once(console)
+        if outcome.exit_code == EXIT_OK and not self._config.train.length_is_known and self._accept is not None:
+            if outcome.stopping:
+                return dataclasses.replace(outcome, exit_code=_code_of_stop(self._run_dir))
+            self._take(accepted := self._accept())
+            with _open_console(self.resolved) as timed:
+                accepted.say_changes(timed.say)
+                outcome = self._start_once(timed)
         while outcome.exit_code == EXIT_OK and (stage := following_stage(self._run_dir)):
             if outcome.stopping:
                 return dataclasses.replace(outcome, exit_code=_code_of_stop(self._run_dir))
             self._history.append(self._attempt(outcome))
             self._renew_lease()
-            with _open_console(self._resolved) as following:
+            with _open_console(self.resolved) as following:
                 following.say(f"starting training stage {stage}")
                 outcome = self._start_once(following)
         return outcome

@@ -10,7 +10,7 @@ import pytest
 from megads.config import RootConfig, batch_size_schedule
 from megads.data.config import DatasetConfig
 from megads.data.sampling.datasets import open_datasets
-from megads.launch.preflight import settle_length, wanted_tokens
+from megads.launch.run_length import settle_length, wanted_tokens
 from tests.command import Ended, StartCommand, events_of, small_model
 from tests.corpus import VOCAB_SIZE
 from tests.fork_server import ForkServer
