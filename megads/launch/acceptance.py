@@ -31,6 +31,7 @@ from megads.runtime.lease import claimed
 from megads.runtime.metrics import EventWriter, read_json_lines
 from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE
 from megads.runtime.slurm import SlurmJob
+from megads.stages import NEXT_STAGE
 from megads.train_config import AUTO, LENGTHS
 
 if TYPE_CHECKING:
@@ -345,6 +346,12 @@ def is_finished(config: RootConfig) -> bool:
 
 def _computed(config: RootConfig) -> dict[str, Any]:
     return {section: content for section, content in config_dict(config).items() if section not in _NEUTRAL_SECTIONS}
+
+
+def following_stage(run_dir: Path) -> int:
+    """Returns the number of the training stage after the one that ended last; 0 for none."""
+    ends = [event for event in read_json_lines(run_dir / EVENTS_FILE) if event.get("event") == "end"]
+    return int(ends[-1].get(NEXT_STAGE, 0)) if ends else 0
 
 
 def changes_since_last_start(config: RootConfig) -> list[dict[str, Any]]:

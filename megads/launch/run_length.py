@@ -175,7 +175,7 @@ def find_length(config: RootConfig, run_dir: Path) -> RunLength | None:
         elif event.get("event") == LENGTH_FIXED:
             fixed[float(event["minutes"])] = int(event["steps"])
     if minutes in fixed:
-        text = f"train.minutes = {minutes:g}: {fixed[minutes]:,} steps, fixed when the run began"
+        text = f"train.minutes = {minutes:g}: {fixed[minutes]:,} steps, as an earlier start fixed them"
         return RunLength(minutes, fixed[minutes], text, is_recorded=True)
     if timing is None:
         return None

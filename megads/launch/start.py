@@ -30,7 +30,14 @@ from megads.errors import (
     UnhealthyNode,
 )
 from megads.frozen_config import config_digest
-from megads.launch.acceptance import AcceptedStart, accept_start, finish_rollback, finished_text, leave_behind
+from megads.launch.acceptance import (
+    AcceptedStart,
+    accept_start,
+    finish_rollback,
+    finished_text,
+    following_stage,
+    leave_behind,
+)
 from megads.launch.dry_run_warnings import warmup_warnings
 from megads.launch.hang_detection import hang_settings
 from megads.launch.launcher import EXIT_KILLED, LaunchSpec, launch
@@ -46,10 +53,11 @@ from megads.launch.preflight import (
 )
 from megads.launch.rank_outcome import Outcome
 from megads.launch.rank_server import RankServer
-from megads.launch.scheduler import Deadline, Scheduler, SlurmScheduler
+from megads.launch.scheduler import Deadline, Scheduler, SlurmScheduler, code_of_stop
 from megads.launch.slurm_ranks import SlurmPlacement, find_placement
 from megads.launch.uploads import prepare_checkpoints, restore_lost, uploading
 from megads.monitor.console import Console
+from megads.monitor.eta import Intervals
 from megads.monitor.trackers import wanted_trackers
 from megads.ops.config import Implementation, Kernels
 from megads.ops.resolve import prepare
@@ -60,11 +68,10 @@ from megads.runtime.files import read_regular
 from megads.runtime.lease import Lease, claimed, refuse_in_use
 from megads.runtime.machine_memory import may_have_gpus
 from megads.runtime.metrics import EventWriter, read_json_lines
-from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE, refuse_unwritable
+from megads.runtime.run_dir import METRICS_FILE, refuse_unwritable
 from megads.runtime.slurm import time_left_s
-from megads.runtime.stop import PREEMPTED, TIME_LIMIT, read_stop
+from megads.runtime.stop import PREEMPTED
 from megads.runtime.url import is_url
-from megads.stages import NEXT_STAGE
 
 _PAUSE_POLL_S = 0.1
 _INTERRUPTED = (
@@ -184,11 +191,7 @@ def _run(resolved: ResolvedRun, server: RankServer | None) -> _Ended:
         if finished := accepted.finished():
             console.say(finished)
             return _Ended(EXIT_OK)
-        accepted.say_changes(console.say)
-        # Only a dry run warns of a missing warmup, which may be intended and need not be repeated at every start.
-        if resolved.config.train.length_is_known and learning_rate(resolved.config).warmup:
-            for text in warmup_warnings(resolved.config):
-                console.say(text, "warning")
+        _say_plan(accepted, console)
         with claimed(resolved.run_dir, job) as lease:
             accepted.record()
             with uploading(resolved.config, placement.allocation if placement else None) as uploads:
@@ -251,7 +254,8 @@ def _open_console(resolved: ResolvedRun) -> Console:
 
     config = resolved.config
     planned = planned_steps(config) if config.train.length_is_known else None
-    return open_console(resolved.run_dir, sys.stdout, config.logging, str(config.run.id), planned)
+    intervals = Intervals(config.evaluation.every_steps, config.evaluation.at_end, config.checkpoint.every_steps)
+    return open_console(resolved.run_dir, sys.stdout, config.logging, str(config.run.id), planned, intervals)
 
 
 def _requeue(placement: SlurmPlacement | None, config: RootConfig, ended: _Ended) -> None:
@@ -263,6 +267,16 @@ def _requeue(placement: SlurmPlacement | None, config: RootConfig, ended: _Ended
         print(said, flush=True)
 
 
+def _say_plan(accepted: AcceptedStart, console: Console) -> None:
+    """Reports the length of train.minutes, changes since the last start, and a warmup that does not fit the run."""
+    accepted.say_changes(console.say)
+    config = accepted.resolved.config
+    # Only a dry run warns of a missing warmup, which may be intended and need not be repeated at every start.
+    if config.train.length_is_known and learning_rate(config).warmup:
+        for text in warmup_warnings(config):
+            console.say(text, "warning")
+
+
 def _say_ops(kernels: Kernels, console: Console) -> None:
     """Reports the kernels in use, as a warning if faster ones are unavailable, such as without a compiler."""
     console.say(kernels.text, "warning" if kernels.reason else "info")
@@ -270,8 +284,7 @@ def _say_ops(kernels: Kernels, console: Console) -> None:
 
 def launch_spec(config: RootConfig) -> LaunchSpec:
     """Returns the launch spec of a resolved config whose data is prepared; without a length, of a timing start."""
-    run_dir = str(config.run.dir)
-    times = not config.train.length_is_known
+    run_dir, times = str(config.run.dir), not config.train.length_is_known
     tracked = bool(wanted_trackers(config.logging)) and not times
     entry = ("--entry", "megads.launch.step_timing:time_steps") if times else ()
     return LaunchSpec(
@@ -478,14 +491,14 @@ class _Attempts:
         outcome = self._start_once(console)
         if outcome.exit_code == EXIT_OK and not self._config.train.length_is_known and self._accept is not None:
             if outcome.stopping:
-                return dataclasses.replace(outcome, exit_code=_code_of_stop(self._run_dir))
+                return dataclasses.replace(outcome, exit_code=code_of_stop(self._run_dir))
             self._take(accepted := self._accept())
             with _open_console(self.resolved) as timed:
-                accepted.say_changes(timed.say)
+                _say_plan(accepted, timed)
                 outcome = self._start_once(timed)
         while outcome.exit_code == EXIT_OK and (stage := following_stage(self._run_dir)):
             if outcome.stopping:
-                return dataclasses.replace(outcome, exit_code=_code_of_stop(self._run_dir))
+                return dataclasses.replace(outcome, exit_code=code_of_stop(self._run_dir))
             self._history.append(self._attempt(outcome))
             self._renew_lease()
             with _open_console(self.resolved) as following:
@@ -565,18 +578,6 @@ class _Attempts:
         from megads.checkpoint.local_files import held_in_memory
 
         return max(saved, held_in_memory(Path(config.local_folder), self._run_dir)[0])
-
-
-def following_stage(run_dir: Path) -> int:
-    """Returns the number of the training stage after the one that ended last; 0 for none."""
-    ends = [event for event in read_json_lines(run_dir / EVENTS_FILE) if event.get("event") == "end"]
-    return int(ends[-1].get(NEXT_STAGE, 0)) if ends else 0
-
-
-def _code_of_stop(run_dir: Path) -> int:
-    """Exit code of a run that saved after a stop request at the end of a training stage."""
-    preempted = read_stop(run_dir) in (PREEMPTED, TIME_LIMIT)
-    return Preempted.exit_code if preempted else StopRequested.exit_code
 
 
 def saved_step(run_dir: Path, load: str = "auto") -> int:
