@@ -63,8 +63,10 @@ class TrainConfig:
     """Length of training in passes over the training data; may be fractional, for example 0.5."""
     minutes: float | None = None
     """Length of training in minutes of wall time: the first start times a few steps, fixes the number of steps from
-    them and records it, so that every later start keeps it (docs/learning-rate.md#length). At least 50 steps; with
-    steps=auto at most as many as that takes. Steps and validations count; preparation, checkpoints and tasks do not."""
+    them and records it, so that every later start keeps it (docs/learning-rate.md). Steps and validations count;
+    preparation, checkpoints and evaluation tasks do not. With steps=auto the shorter of the two counts."""
+    min_steps: int = 50
+    """Minimum number of steps of train.minutes, however slow the machine."""
     batch_ramp: BatchRampConfig = field(default_factory=BatchRampConfig)
     """Ramp of the global batch size."""
     stages: list[Any] = field(default_factory=list)
@@ -103,7 +105,7 @@ class TrainConfig:
         if self.minutes is not None:
             self._check_minutes()
         counts = [name for name in given if name not in ("epochs", "minutes") and given[name] != AUTO]
-        self.check_sizes("max_nonfinite_steps", *counts)
+        self.check_sizes("max_nonfinite_steps", "min_steps", *counts)
         if not 0 <= self.z_loss < math.inf:
             raise ConfigError(f"train.z_loss = {self.z_loss}: must be 0 (off) or positive, for example 1e-4")
         if self.seed < 0:

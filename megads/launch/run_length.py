@@ -29,8 +29,6 @@ TOKENS_PER_PARAMETER = 20
 """Beyond it, a larger model is the better use of compute (Hoffmann et al. 2022, arXiv:2203.15556)."""
 LEAST_STEPS = 200
 """Fewer are too few for AdamW, warmup and decay, however small the text."""
-LEAST_STEPS_OF_MINUTES = 50
-"""Fewer are too few for any training, however slow the machine."""
 STEPS_TIMED, LENGTH_FIXED = "steps_timed", "length_fixed"
 """Events: the measured times, and the number of steps that follows from them."""
 
@@ -184,11 +182,16 @@ def find_length(config: RootConfig, run_dir: Path) -> RunLength | None:
         train = dataclasses.replace(config.train, minutes=None)
         settled, why = settle_length(dataclasses.replace(config, train=train))
         most = int(settled.train.steps or 0)
-    return length_of(minutes, timing, config.evaluation, most, why)
+    return length_of(minutes, timing, config.evaluation, config.train.min_steps, most, why)
 
 
 def length_of(
-    minutes: float, timing: StepTiming, evaluation: EvaluationConfig, most: int | None = None, why: str = ""
+    minutes: float,
+    timing: StepTiming,
+    evaluation: EvaluationConfig,
+    least: int,
+    most: int | None = None,
+    why: str = "",
 ) -> RunLength:
     """Returns the length of a run of some minutes.
 
@@ -196,20 +199,20 @@ def length_of(
         minutes: wall time of the steps and validations.
         timing: measured times.
         evaluation: when the run validates.
-        most: maximum number of steps; None: no maximum.
+        least: minimum number of steps.
+        most: maximum number of steps, which takes precedence; None: no maximum.
         why: line that explains the maximum.
     """
-    steps = timing.steps_within(60 * minutes, evaluation)
-    if most is not None and most <= max(steps, LEAST_STEPS_OF_MINUTES):
+    within = timing.steps_within(60 * minutes, evaluation)
+    steps = max(within, least)
+    if most is not None and most <= steps:
         takes = render_duration(timing.seconds(most, evaluation))
-        return RunLength(minutes, most, f"{why}; they take about {takes}, train.minutes = {minutes:g} allows for more")
-    each = f"of {timing.step_s:.3g} s"
+        limit = f", within train.minutes = {minutes:g}" if most <= within else ""
+        return RunLength(minutes, most, f"{why}; they take about {takes}{limit}")
+    text = f"train.minutes = {minutes:g}: {steps:,} steps of {timing.step_s:.3g} s"
     if validations := num_validations(steps, evaluation) if timing.validation_s else 0:
-        each += f" and {validations} validation{'s' if validations > 1 else ''} of {timing.validation_s:.3g} s"
-    if steps >= LEAST_STEPS_OF_MINUTES:
-        return RunLength(minutes, steps, f"train.minutes = {minutes:g}: {steps:,} steps {each}")
-    steps = LEAST_STEPS_OF_MINUTES
-    takes = render_duration(timing.seconds(steps, evaluation))
-    return RunLength(
-        minutes, steps, f"train.minutes = {minutes:g}: {steps} steps {each}, the minimum; they take about {takes}"
-    )
+        text += f" and {validations} validation{'s' if validations > 1 else ''} of {timing.validation_s:.3g} s"
+    if within < least:
+        takes = render_duration(timing.seconds(steps, evaluation))
+        text += f", as train.min_steps = {least} asks for; they take about {takes}"
+    return RunLength(minutes, steps, text)

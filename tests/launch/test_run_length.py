@@ -13,7 +13,6 @@ from megads.data.config import DatasetConfig
 from megads.data.sampling.datasets import open_datasets
 from megads.evaluate.config import EvaluationConfig
 from megads.launch.run_length import (
-    LEAST_STEPS_OF_MINUTES,
     StepTiming,
     find_length,
     length_of,
@@ -131,19 +130,19 @@ def test_the_time_of_steps_and_validations() -> None:
 def test_the_steps_of_some_minutes() -> None:
     """Catches a run of no step on a slow machine, and one that repeats a small text until the minutes are over."""
     evaluation = EvaluationConfig()
-    found = length_of(2.0, StepTiming(0.5, 20.0), evaluation)
+    found = length_of(2.0, StepTiming(0.5, 20.0), evaluation, 50)
     assert (found.steps, found.text) == (200, "train.minutes = 2: 200 steps of 0.5 s and 1 validation of 20 s")
-    slow = length_of(2.0, StepTiming(6.0, 20.0), evaluation)
-    assert slow.steps == LEAST_STEPS_OF_MINUTES == 50
-    assert slow.text.endswith("1 validation of 20 s, the minimum; they take about 5m20s")
+    slow = length_of(2.0, StepTiming(6.0, 20.0), evaluation, 50)
+    assert slow.steps == 50
+    assert slow.text.endswith("1 validation of 20 s, as train.min_steps = 50 asks for; they take about 5m20s")
     for most, steps in ((150, 150), (250, 200), (20, 20)):
-        assert length_of(2.0, StepTiming(0.5, 20.0), evaluation, most, "train.steps = auto: why").steps == steps
+        assert length_of(2.0, StepTiming(0.5, 20.0), evaluation, 50, most, "train.steps = auto: why").steps == steps
     assert (
-        "why; they take about 1m35s, train.minutes = 2 allows for more"
-        in length_of(2.0, StepTiming(0.5, 20.0), evaluation, 150, "why").text
+        "why; they take about 1m35s, within train.minutes = 2"
+        in length_of(2.0, StepTiming(0.5, 20.0), evaluation, 50, 150, "why").text
     )
     # On a slow machine auto's number still is an upper bound.
-    assert length_of(2.0, StepTiming(6.0), evaluation, 20, "why").steps == 20
+    assert length_of(2.0, StepTiming(6.0), evaluation, 50, 20, "why").steps == 20
 
 
 def test_when_enough_steps_are_timed() -> None:
