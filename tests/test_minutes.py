@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -119,3 +120,18 @@ def test_a_run_that_was_not_given_minutes_at_first(corpus: Path, megads: StartCo
     assert ended.code == 2 and "continues step 2 of runs/one" in ended.err and "train.steps above 2" in ended.err
     sweep = megads("train", "-m", *small_model(corpus), "train.minutes=1", "optim.lr=1e-3,1e-4").end()
     assert sweep.code == 2 and "set train.steps=<number>" in sweep.err
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_stop_while_steps_are_timed(corpus: Path, megads: StartCommand) -> None:
+    """Catches a timing start that ignores Ctrl-C, or whose end is taken for that of the run."""
+    run_dir, arguments = megads.folder / "run", small_model(corpus, parallel__dp=2)
+    command = megads("train", *arguments, "train.minutes=9", f"run.dir={run_dir}")
+    command.wait_for(lambda: bool(events_of(run_dir, "launch")))
+    command.process.send_signal(signal.SIGINT)
+    ended = command.end()
+    assert ended.code == 5 and "starts it from step 0" in ended.out
+    assert not events_of(run_dir, "length_fixed") and not (run_dir / "metrics.jsonl").exists()
+    again = megads("train", *arguments, "train.minutes=0.001", f"run.dir={run_dir}").end()
+    assert again.code == 0 and "finished at step 50: raise train.minutes to go on" in again.out, again.err

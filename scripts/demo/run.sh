@@ -32,9 +32,7 @@ fi
 mkdir -p "$DATA"
 
 stage "1/4 corpus: $CORPUS"
-if [[ -s $CORPUS ]]; then echo "there already"; else
-    python scripts/demo/collect_corpus.py --output "$CORPUS" --min-megabytes 5 --max-megabytes 12
-fi
+if [[ -s $CORPUS ]]; then echo "there already"; else python scripts/demo/collect_corpus.py --output "$CORPUS"; fi
 
 stage "2/4 tokenizer: $TOKENIZER"
 if have "$TOKENIZER" "$CORPUS"; then echo "there already"; else
