@@ -515,11 +515,13 @@ def planned_steps(config: RootConfig) -> int:
     """Returns the length of training in whole steps, whichever unit it is given in.
 
     Raises:
-        ValueError: the length depends on data that is not resolved yet, see `megads.launch.preflight`.
+        ValueError: the length depends on data or time that is not resolved yet, see `megads.launch.run_length`.
     """
     train = config.train
     if not train.length_is_known:
-        raise ValueError(f"train.steps = {train.steps}, train.epochs = {train.epochs} are not settled yet")
+        raise ValueError(
+            f"train.steps = {train.steps}, epochs = {train.epochs}, minutes = {train.minutes}: not settled yet"
+        )
     if train.steps is not None:
         return int(train.steps)
     if spans := run_spans(config):

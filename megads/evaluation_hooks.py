@@ -71,23 +71,33 @@ def validation_hook(
 ) -> ValidationHook:
     """Returns the hook for validation on one set, or a fixed part of it."""
     shown = validated(config, valid)
-
-    def batches() -> Iterator[list[MicroBatch]]:
-        return validation_batches(
-            shown,
-            config.train.micro_batch_size,
-            grid.dp.rank,
-            grid.dp.size,
-            config.model.vocabulary,
-            needs_tokens(config, grid),
-            VALIDATION_MICRO_BATCHES,
-            replace(packing(config), mask_eod=False),
-        )
-
+    batches = partial(validation_micro_batches, config, grid, shown)
     unigram, train, steps = partial(unigram_entropy, shown), config.train, planned_steps(config)
     num_batches = num_validation_batches(len(shown), train.micro_batch_size, grid.dp.size, VALIDATION_MICRO_BATCHES)
     return ValidationHook(
         engine, batches, name, unigram, config.evaluation, steps, metrics, num_batches, beats, train.seq_len
+    )
+
+
+def validation_micro_batches(
+    config: RootConfig, grid: ParallelGrid, shown: ValidationSource
+) -> Iterator[list[MicroBatch]]:
+    """Yields this rank's micro-batches of each call of a validation.
+
+    Args:
+        config: config of the run.
+        grid: ranks of the layout.
+        shown: the set, see `validated`.
+    """
+    return validation_batches(
+        shown,
+        config.train.micro_batch_size,
+        grid.dp.rank,
+        grid.dp.size,
+        config.model.vocabulary,
+        needs_tokens(config, grid),
+        VALIDATION_MICRO_BATCHES,
+        replace(packing(config), mask_eod=False),
     )
 
 

@@ -53,7 +53,7 @@ def computation_digest(config: RootConfig) -> str:
     content = config_dict(config)
     for room in ("run", "logging", "cluster", "checkpoint", "ops", "plugins", "hooks", "deepspeed", "resilience"):
         del content[room]
-    for length in LENGTHS:
+    for length in (*LENGTHS, "min_steps"):
         del content["train"][length]
     for watching in ("tasks", "tasks_folder", "tasks_every_steps", "tasks_limit", "tasks_fewshot"):
         del content["evaluation"][watching]

@@ -68,6 +68,8 @@ KEYS: Mapping[str, EffectiveValue | str] = {
     "train.samples": _LENGTH,
     "train.tokens": _LENGTH,
     "train.epochs": _LENGTH,
+    "train.minutes": _LENGTH,
+    "train.min_steps": _LENGTH,
     "train.global_batch_size": _BATCH,
     "train.micro_batch_size": _BATCH,
     "train.batch_ramp": _BATCH,

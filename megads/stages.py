@@ -389,7 +389,11 @@ def check_stages(
     modes = [key for stage in stages for key in stage.changes if key.startswith("parallel.recompute")]
     mixes = [stage for stage in stages if WEIGHTS in stage.changes]
     for wrong, found, why in (
-        (not train.length_is_known, "train.steps = auto or train.epochs", "set train.steps, samples or tokens"),
+        (
+            not train.length_is_known,
+            "train.steps = auto, train.epochs or train.minutes",
+            "set train.steps, samples or tokens",
+        ),
         (train.batch_ramp.start, "train.batch_ramp", "make each batch size a stage"),
         (modes and recompute is Recompute.auto, "parallel.recompute = auto", "set it for all stages or for none"),
         (mixes and data.phases, "data.phases", "give the weights in the stages"),

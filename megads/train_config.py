@@ -9,7 +9,7 @@ from typing import Any
 
 from megads.errors import ConfigError
 
-LENGTHS = ("steps", "samples", "tokens", "epochs")
+LENGTHS = ("steps", "samples", "tokens", "epochs", "minutes")
 AUTO = "auto"
 
 
@@ -43,7 +43,8 @@ class BatchRampConfig:
 
 @dataclass
 class TrainConfig:
-    """Length and batch sizes of training. Exactly one of steps, samples, tokens and epochs is set."""
+    """Length and batch sizes of training. Exactly one of steps, samples, tokens, epochs and minutes is set; only
+    steps=auto may be combined with minutes."""
 
     global_batch_size: int = 8
     """Samples per step, over all ranks."""
@@ -60,6 +61,12 @@ class TrainConfig:
     """Length of training in tokens, padding included."""
     epochs: float | None = None
     """Length of training in passes over the training data; may be fractional, for example 0.5."""
+    minutes: float | None = None
+    """Length of training in minutes of wall time: the first start times a few steps, fixes the number of steps from
+    them and records it, so that every later start keeps it (docs/learning-rate.md). Steps and validations count;
+    preparation, checkpoints and evaluation tasks do not. With steps=auto the shorter of the two counts."""
+    min_steps: int = 50
+    """Minimum number of steps of train.minutes, however slow the machine."""
     batch_ramp: BatchRampConfig = field(default_factory=BatchRampConfig)
     """Ramp of the global batch size."""
     stages: list[Any] = field(default_factory=list)
@@ -83,27 +90,42 @@ class TrainConfig:
     def check(self) -> None:
         """Raises ConfigError if not exactly one length is set, or a value is out of range."""
         given = {name: getattr(self, name) for name in LENGTHS if getattr(self, name) is not None}
-        if len(given) != 1:
+        bounded = given.keys() == {"steps", "minutes"} and self.steps == AUTO
+        if len(given) != 1 and not bounded:
             found = ", ".join(f"train.{name} = {value}" for name, value in given.items()) or "none of them is set"
             raise ConfigError(
-                f"train needs exactly one of steps, samples, tokens and epochs, but {found}: "
-                "set one (for example train.steps=100, or train.steps=auto) and the others to null"
+                f"train needs exactly one of steps, samples, tokens, epochs and minutes, but {found}: "
+                "set one (for example train.steps=100, or train.steps=auto) and the others to null; only steps=auto "
+                "may be combined with minutes, and the shorter of the two counts"
             )
         if isinstance(self.steps, str) and self.steps != AUTO:
             raise ConfigError(f"train.steps = {self.steps}: must be an integer or auto")
         if self.epochs is not None and not 0 < self.epochs < math.inf:
             raise ConfigError(f"train.epochs = {self.epochs}: must be above 0")
-        counts = [name for name in given if name != "epochs" and given[name] != AUTO]
-        self.check_sizes("max_nonfinite_steps", *counts)
+        if self.minutes is not None:
+            self._check_minutes()
+        counts = [name for name in given if name not in ("epochs", "minutes") and given[name] != AUTO]
+        self.check_sizes("max_nonfinite_steps", "min_steps", *counts)
         if not 0 <= self.z_loss < math.inf:
             raise ConfigError(f"train.z_loss = {self.z_loss}: must be 0 (off) or positive, for example 1e-4")
         if self.seed < 0:
             raise ConfigError(f"train.seed = {self.seed}: must not be negative")
 
+    def _check_minutes(self) -> None:
+        assert self.minutes is not None
+        if not 0 < self.minutes < math.inf:
+            raise ConfigError(f"train.minutes = {self.minutes}: must be above 0")
+        changing = "train.batch_ramp.start" if self.batch_ramp.start else "train.stages" if self.stages else ""
+        if changing:
+            raise ConfigError(
+                f"train.minutes = {self.minutes:g} is not supported with {changing}: the number of steps is fixed from "
+                "the time of the first ones, and later ones take longer or shorter; set train.steps, samples or tokens"
+            )
+
     @property
     def length_is_known(self) -> bool:
-        """Whether the length is given in steps, samples or tokens, and so does not depend on the data."""
-        return self.steps != AUTO and self.epochs is None
+        """Whether the length is given in steps, samples or tokens, and so depends on neither the data nor the time."""
+        return self.steps != AUTO and self.epochs is None and self.minutes is None
 
     def check_sizes(self, *others: str) -> None:
         """Raises ConfigError if a batch size, the sequence length or another given field is below 1."""

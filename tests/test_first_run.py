@@ -19,7 +19,9 @@ def test_the_first_run_learns(megads: StartCommand) -> None:
     trained = megads("train", "experiment=first", "run.id=first", "cluster.peak_tflops=1").end()
     assert trained.code == 0, trained.err
     last = validations_of(megads.folder / "runs" / "first")[-1]
-    assert "train.steps = auto: " in trained.out and f"finished at step {last['step']}:" in trained.out
+    # On a slow machine the two minutes are the shorter of the two.
+    told = ("train.steps = auto: ", "train.minutes = 2: ")
+    assert any(text in trained.out for text in told) and f"finished at step {last['step']}:" in trained.out
     assert last["valid/held_out/loss"] < last["valid/held_out/unigram_loss"] - 0.8
     said = megads("generate", "run=runs/first", "prompt=The ", "max_new_tokens=60", "temperature=0.5").end()
     assert said.code == 0, said.err

@@ -19,13 +19,14 @@ from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
 from megads.cli.verb import Key, config_dir, keys
 from megads.errors import ConfigError
 from megads.runtime.files import read_regular, require_bounded_yaml
+from megads.train_config import AUTO
 
 _UNKNOWN_KEY = re.compile(r"Could not override '([^']+)'")
 _QUOTED = re.compile(r"'([^']+)'")
@@ -216,6 +217,24 @@ def _full_key(error: BaseException) -> str:
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
+
+
+_LENGTHS = tuple(f"train.{name}" for name in ("steps", "samples", "tokens", "epochs"))
+
+
+def drop_minutes_of_file(config: DictConfig, overrides: Sequence[str]) -> None:
+    """Sets train.minutes of an experiment to null if the command line gives another length.
+
+    So `experiment=demo train.steps=50` takes 50 steps. steps=auto is none: it may be combined with minutes.
+
+    Args:
+        config: composed config of a verb.
+        overrides: the overrides that it was composed of.
+    """
+    given = dict(text.lstrip("+").partition("=")[::2] for text in overrides)
+    is_given = any(given.get(key, "null") not in ("null", AUTO) for key in _LENGTHS)
+    if is_given and "train.minutes" not in given and OmegaConf.select(config, "train.minutes") is not None:
+        config.train.minutes = None
 
 
 _COUNT = re.compile(r"(\d[\d_]*(?:\.\d+)?(?:[eE]\+?\d{1,2})?)([kKMBGT]|[KMG]i)?")

@@ -24,7 +24,14 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from megads.cli.composition import expand_counts, explain, explain_added_key, integer_keys, read_files_with
+from megads.cli.composition import (
+    drop_minutes_of_file,
+    expand_counts,
+    explain,
+    explain_added_key,
+    integer_keys,
+    read_files_with,
+)
 from megads.cli.verb import Invocation, Verb, config_dir, describe_groups, describe_keys, own_config_dirs
 from megads.errors import DISK_FULL, EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, ConfigError, MegadsError, exit_codes_text
 from megads.runtime import progress
@@ -56,7 +63,9 @@ class _Session:
         continues."""
         hydra_config = HydraConfig.get()
         # Unresolved: an override may contain an interpolation that cannot be resolved here.
-        overrides = " ".join(cast(list[str], OmegaConf.to_container(hydra_config.overrides.task, resolve=False)))
+        given = cast(list[str], OmegaConf.to_container(hydra_config.overrides.task, resolve=False))
+        drop_minutes_of_file(config, given)
+        overrides = " ".join(given)
         sweeping = hydra_config.mode == RunMode.MULTIRUN
         if sweeping and any(code in _STOPPING_CODES for _, code in self.results):
             self.results.append((overrides, None))
@@ -169,6 +178,7 @@ def compose_typed(verb: str, schema: type, overrides: Sequence[str]) -> Composed
         choices = {str(group): option for group, option in config.hydra.runtime.choices.items()}
         with open_dict(config):
             del config["hydra"]
+        drop_minutes_of_file(config, overrides)
         return Composed(typed(config, schema), choices)
 
 

@@ -181,6 +181,11 @@ def run_sweep(verb: Verb, arguments: Sequence[str]) -> int:
         check_space(config, line.space)
         points = _Points(verb, composer, line, config, flags)
         base = points.any_config()
+        if base.config.train.minutes is not None:
+            raise ConfigError(
+                f"train.minutes = {base.config.train.minutes:g}: each point of a sweep would measure its own number of "
+                "steps, so that their losses cannot be compared; set train.steps=<number>"
+            )
         record = make_record(points.name(base), [*_flag_words(flags), *line.fixed], line.space, config)
         folder = Path(config.dir or f"runs/sweeps/{record.name}")
         with held(folder):

@@ -18,7 +18,8 @@ from megads.checkpoint.config import EVERYTHING, list_checkpoints
 from megads.config import RootConfig, planned_steps
 from megads.errors import EXIT_OK, CheckpointError, ConfigError
 from megads.frozen_config import config_dict, load_frozen, record_config
-from megads.launch.preflight import ResolvedRun
+from megads.launch.preflight import ResolvedRun, require_data
+from megads.launch.run_length import RunLength, find_length
 from megads.resilience.rollbacks import (
     LEFT_BEHIND,
     left_behind,
@@ -30,6 +31,7 @@ from megads.runtime.lease import claimed
 from megads.runtime.metrics import EventWriter, read_json_lines
 from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE
 from megads.runtime.slurm import SlurmJob
+from megads.stages import NEXT_STAGE
 from megads.train_config import AUTO, LENGTHS
 
 if TYPE_CHECKING:
@@ -124,6 +126,8 @@ class AcceptedStart:
         tokenizer: tokenizer of the run; None if unknown.
         allowed: changes to the run that run.allow_changes permits.
         settings: other keys that differ from the last start, with both values and their change class.
+        length: number of steps that train.minutes stands for; None if the length is given otherwise, or if a timing
+            start has to measure it first.
     """
 
     resolved: ResolvedRun
@@ -132,6 +136,7 @@ class AcceptedStart:
     tokenizer: TokenizerSource | None
     allowed: tuple[Change, ...]
     settings: tuple[Mapping[str, Any], ...]
+    length: RunLength | None = None
 
     @property
     def changed_settings(self) -> list[str]:
@@ -139,11 +144,14 @@ class AcceptedStart:
         return [f"{change['key']} {change['before']} -> {change['after']}" for change in self.settings]
 
     def say_changes(self, say: Callable[[str, str], None]) -> None:
-        """Reports what changed since the last start, as a warning where it affects training.
+        """Reports the length of train.minutes, and what changed since the last start, as a warning where it affects
+        training.
 
         Args:
             say: called with a line and its level.
         """
+        if self.length is not None:
+            say(self.length.text, "info")
         for change, text in zip(self.settings, self.changed_settings, strict=True):
             if change["class"] == "warn":
                 say(f"changed since the last start: {text}; the run trains differently from here on", "warning")
@@ -171,6 +179,8 @@ class AcceptedStart:
         elif not continues_fresh_start(run_dir):
             begin_fresh_start(run_dir)
         with closing(EventWriter(run_dir)) as events:
+            if self.length is not None:
+                self.length.record(events)
             if self.resolved.made is not None:
                 events.write("data", **self.resolved.made)
             if self.settings:
@@ -201,7 +211,7 @@ class AcceptedStart:
     def finished(self) -> str:
         """Message that the run is already finished and which key to raise; empty if steps remain."""
         config, past = self.resolved.config, self.past
-        if past is None or past.run_dir != self.resolved.run_dir:
+        if past is None or past.run_dir != self.resolved.run_dir or not config.train.length_is_known:
             return ""
         step, planned = past.manifest.run.state["step"], planned_steps(config)
         if step > planned:
@@ -241,6 +251,8 @@ def accept_start(resolved: ResolvedRun) -> AcceptedStart:
     from megads.resume import changes_of_run, continue_data, find_past, find_past_in_memory
 
     config, run_dir = resolved.config, resolved.run_dir
+    length = _recorded_length(config, run_dir)
+    config = config if length is None else length.applied(config)
     prefixes = [local_prefix(path, config.data.stream) for path in config.data.paths]
     source = tokenizer_of_data(prefixes, config.tokenizer.path)
     past = find_past(config.checkpoint.load, run_dir)
@@ -252,6 +264,7 @@ def accept_start(resolved: ResolvedRun) -> AcceptedStart:
         allowed = changed_tokenizer(resolved.weights, source, config.run.allow_changes)
         resolved.weights.check_model(config.model)
     if past is not None:
+        _require_length(config, past)
         config = with_rollbacks(with_first_weights(config, past.config), past)
         allowed = tuple(changes_of_run(past, config, data))
         past.check_model(config)
@@ -262,11 +275,38 @@ def accept_start(resolved: ResolvedRun) -> AcceptedStart:
     elif config.checkpoint.load == AUTO:
         in_memory = find_past_in_memory(Path(config.checkpoint.local_folder), run_dir)
         if in_memory is not None:
+            _require_length(config, in_memory)
             # A changed run could not resume from a checkpoint held only in memory: it would start over and lose it.
             allowed = tuple(changes_of_run(in_memory, config, data))
             in_memory.check_model(config)
     resolved = dataclasses.replace(resolved, config=config)
-    return AcceptedStart(resolved, past, data, source, allowed, tuple(changes_since_last_start(config)))
+    if length is not None and not length.is_recorded:
+        # Whether the data suffices depends on the length.
+        require_data(config)
+    return AcceptedStart(resolved, past, data, source, allowed, tuple(changes_since_last_start(config)), length)
+
+
+def _recorded_length(config: RootConfig, run_dir: Path) -> RunLength | None:
+    """Number of steps of train.minutes, unless this is a fresh start, which measures anew."""
+    if config.train.minutes is None:
+        return None
+    if config.checkpoint.load == "none":
+        from megads.checkpoint.fresh_start import continues_fresh_start
+
+        if not continues_fresh_start(run_dir):
+            return None
+    return find_length(config, run_dir)
+
+
+def _require_length(config: RootConfig, past: Past) -> None:
+    """Refuses to measure a run that has trained already: the time of its first steps is not known."""
+    if not config.train.length_is_known:
+        step = past.manifest.run.state["step"]
+        raise ConfigError(
+            f"train.minutes = {config.train.minutes:g}, but the run continues step {step} of {past.run_dir}, whose "
+            "length was not given in minutes: it is fixed before the first step. Set train.minutes=null and "
+            f"train.steps above {step}, or start from the weights in a new run with checkpoint.init_from"
+        )
 
 
 def length_key(config: RootConfig) -> str:
@@ -308,18 +348,27 @@ def _computed(config: RootConfig) -> dict[str, Any]:
     return {section: content for section, content in config_dict(config).items() if section not in _NEUTRAL_SECTIONS}
 
 
+def following_stage(run_dir: Path) -> int:
+    """Returns the number of the training stage after the one that ended last; 0 for none."""
+    ends = [event for event in read_json_lines(run_dir / EVENTS_FILE) if event.get("event") == "end"]
+    return int(ends[-1].get(NEXT_STAGE, 0)) if ends else 0
+
+
 def changes_since_last_start(config: RootConfig) -> list[dict[str, Any]]:
     """Lists the keys outside `run` whose values differ from the last start, with both values and `change_class`."""
     from megads.identity import change_class
 
     try:
-        before = dict(_flat(config_dict(load_frozen(Path(str(config.run.dir)) / CONFIG_FILE))))
+        last = load_frozen(Path(str(config.run.dir)) / CONFIG_FILE)
     except ConfigError:
         return []
+    before = dict(_flat(config_dict(last)))
+    # A timing start has no length yet.
+    fixed = ("train.steps", "train.minutes") if last.train.minutes is not None else ()
     return [
         {"key": key, "before": before.get(key), "after": value, "class": change_class(key).value}
         for key, value in _flat(config_dict(config))
-        if before.get(key) != value and not key.startswith("run.")
+        if before.get(key) != value and not key.startswith("run.") and key not in fixed
     ]
 
 

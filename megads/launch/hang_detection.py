@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from megads.config import RootConfig
+from megads.ops.config import Compile
+from megads.runtime.config import HangAction
 from megads.runtime.heartbeat import (
     AGREEING,
     ENGINE_STEP,
@@ -51,6 +54,20 @@ class HangSettings:
     min_s: float
     most_s: float = UNKNOWN_S
     patience: float = 1.0
+
+
+_MIN_S, _MIN_COMPILING_S = 20.0, 120.0
+_OF_TIMEOUT = 0.8
+"""Fraction of the collectives' timeout after which a step counts as hung, whatever the learned limit."""
+
+
+def hang_settings(config: RootConfig) -> HangSettings | None:
+    """Returns the settings of hang detection; None if it is disabled."""
+    cluster = config.cluster
+    if cluster.hang_action is HangAction.ignore:
+        return None
+    usual_s = _MIN_S if config.ops.compile is Compile.none else _MIN_COMPILING_S
+    return HangSettings(cluster.hang_min_s or usual_s, cluster.timeout_s * _OF_TIMEOUT)
 
 
 @dataclass

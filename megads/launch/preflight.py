@@ -1,7 +1,4 @@
-"""Resolves a run before its ranks start (name, folder, data, layout on this machine) and refuses an invalid one.
-
-With train.steps=auto or train.epochs, the length of the run follows from its data.
-"""
+"""Resolves a run before its ranks start (name, folder, data, layout on this machine) and refuses an invalid one."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ import hashlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import ceil, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +28,7 @@ from megads.evaluate.harness_tasks import load_tasks
 from megads.frozen_config import derive_run_id, load_frozen
 from megads.launch.initial_weights import find_initial_weights, with_tokenizer_of_weights
 from megads.launch.node_ranks import require_devices
+from megads.launch.run_length import settle_length
 from megads.launch.slurm_ranks import SlurmPlacement
 from megads.launch.uploads import with_local_load
 from megads.monitor.console import Console
@@ -43,71 +40,11 @@ from megads.runtime.config import ClusterKind
 from megads.runtime.run_dir import CONFIG_FILE
 from megads.runtime.stop import REQUESTED, read_stop, stop_path
 from megads.runtime.url import is_url
-from megads.train_config import AUTO
 
 if TYPE_CHECKING:
     from megads.checkpoint.initial import WeightSource
     from megads.data.prepare.preparation import Preparation, Prepared
     from megads.launch.run_plan import Machine
-
-PASSES = 4
-"""Up to four passes, repeated text is almost as good as new text (Muennighoff et al. 2023, arXiv:2305.16264)."""
-TOKENS_PER_PARAMETER = 20
-"""Beyond it, a larger model is the better use of compute (Hoffmann et al. 2022, arXiv:2203.15556)."""
-LEAST_STEPS = 200
-"""Fewer are too few for AdamW, warmup and decay, however small the text."""
-
-
-def settle_length(config: RootConfig) -> tuple[RootConfig, str]:
-    """Returns the config with its length in steps, and a line that explains it; empty if the length was given.
-
-    Args:
-        config: config of a run whose data is prepared and whose vocabulary size is known.
-
-    Raises:
-        ConfigError: the run uses more of a dataset than allowed.
-        DataError: the data is missing or damaged.
-    """
-    # Imports torch, which would delay shell completion.
-    from megads.plan.model_size import parameter_shapes
-
-    train = config.train
-    if train.length_is_known:
-        return config, ""
-    source, _ = open_run_data(dataclasses.replace(config, data=dataclasses.replace(config.data, stage_to=None)))
-    samples, batches = source.samples_per_epoch, batch_size_schedule(config)
-    tokens = samples * train.seq_len
-    if train.epochs is not None:
-        steps = max(1, batches.steps_for(ceil(train.epochs * samples)))
-        told = f"train.epochs = {train.epochs:g}: {steps:,} steps over {tokens:,} tokens of text"
-    else:
-        shapes = parameter_shapes(config.model)
-        parameters = sum(prod(shape) for name, shape in shapes.items() if name.startswith("blocks."))
-        wanted, why = wanted_tokens(tokens, parameters)
-        steps = batches.steps_for(ceil(wanted / train.seq_len))
-        if steps < LEAST_STEPS:
-            trained = batches.samples_after(LEAST_STEPS) * train.seq_len
-            steps, why = LEAST_STEPS, f"the minimum, {trained / tokens:.1f} passes over {tokens:,} tokens of text"
-        told = f"train.steps = {AUTO}: {steps:,} steps, {why}"
-    return dataclasses.replace(config, train=dataclasses.replace(train, steps=steps, epochs=None)), told
-
-
-def wanted_tokens(text: int, parameters: int) -> tuple[int, str]:
-    """Returns the number of tokens to train on, and the reason.
-
-    Args:
-        text: number of tokens of the training data.
-        parameters: number of parameters of the blocks, without the embedding, which learns from every token and has
-            most of a small model's parameters.
-    """
-    passes, per_parameter = PASSES * text, TOKENS_PER_PARAMETER * parameters
-    if passes <= per_parameter:
-        return passes, f"{PASSES} passes over {text:,} tokens of text"
-    enough = f"{TOKENS_PER_PARAMETER} tokens for each of the {parameters:,} parameters of the blocks"
-    if per_parameter < text:
-        return per_parameter, f"{enough}; the text has {text:,} tokens, enough for a larger model"
-    return per_parameter, enough
-
 
 _GROUP_WRITABLE = 0o2775
 
@@ -481,7 +418,7 @@ def trained_stages(config: RootConfig) -> list[int]:
 
 
 def build_index_maps(config: RootConfig, console: Console) -> None:
-    """Builds the index maps of the whole planned run, and reports their number.
+    """Builds the index maps of the whole planned run, of one epoch if its length is unknown; reports their number.
 
     Raises:
         DataError: the data is missing, damaged or too small.
@@ -490,7 +427,10 @@ def build_index_maps(config: RootConfig, console: Console) -> None:
     here = dataclasses.replace(config, data=dataclasses.replace(config.data, stage_to=None))
     # The maps of the last training stage continue those of the stages before it.
     train, _ = open_run_data(here, at_sample=trained_stages(config)[-1])
-    maps = train.build_maps(batch_size_schedule(config).samples_after(planned_steps(config)))
+    # The length of train.minutes is unknown until a start has timed its steps.
+    known = config.train.length_is_known
+    samples = batch_size_schedule(config).samples_after(planned_steps(config)) if known else train.samples_per_epoch
+    maps = train.build_maps(samples)
     console.say(f"prepared: {maps} index maps in {time.monotonic() - start_s:.1f} s; the run was not started")
     if config.data.stage_to is not None and config.data.cache_dir is None:
         console.say(

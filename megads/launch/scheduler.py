@@ -22,7 +22,7 @@ from megads.runtime.metrics import read_json_lines
 from megads.runtime.progress import render_duration
 from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE
 from megads.runtime.slurm import Allocation
-from megads.runtime.stop import INTERRUPTED, PREEMPTED, TIME_LIMIT
+from megads.runtime.stop import INTERRUPTED, PREEMPTED, TIME_LIMIT, read_stop
 
 _REASONS = {
     signal.SIGINT: INTERRUPTED,
@@ -348,3 +348,9 @@ def end_chain(allocation: Allocation, exit_code: int) -> str:
     except ConfigError as error:
         return f"the pending jobs of array {allocation.array} could not be cancelled: {error}"
     return f"the pending jobs of array {allocation.array} are cancelled: nothing is left for them to do"
+
+
+def code_of_stop(run_dir: Path) -> int:
+    """Returns the exit code of a run that a stop request ended after a timing start or a training stage."""
+    preempted = read_stop(run_dir) in (PREEMPTED, TIME_LIMIT)
+    return Preempted.exit_code if preempted else StopRequested.exit_code

@@ -30,9 +30,16 @@ from megads.errors import (
     UnhealthyNode,
 )
 from megads.frozen_config import config_digest
-from megads.launch.acceptance import AcceptedStart, accept_start, finish_rollback, finished_text, leave_behind
+from megads.launch.acceptance import (
+    AcceptedStart,
+    accept_start,
+    finish_rollback,
+    finished_text,
+    following_stage,
+    leave_behind,
+)
 from megads.launch.dry_run_warnings import warmup_warnings
-from megads.launch.hang_detection import HangSettings
+from megads.launch.hang_detection import hang_settings
 from megads.launch.launcher import EXIT_KILLED, LaunchSpec, launch
 from megads.launch.node_check import CheckNodesConfig, CheckTarget, check_nodes
 from megads.launch.preflight import (
@@ -47,29 +54,26 @@ from megads.launch.preflight import (
 from megads.launch.rank_outcome import Outcome
 from megads.launch.rank_server import RankServer
 from megads.launch.run_plan import useful_threads
-from megads.launch.scheduler import Deadline, Scheduler, SlurmScheduler
+from megads.launch.scheduler import Deadline, Scheduler, SlurmScheduler, code_of_stop
 from megads.launch.slurm_ranks import SlurmPlacement, find_placement
 from megads.launch.uploads import prepare_checkpoints, restore_lost, uploading
 from megads.monitor.console import Console
+from megads.monitor.eta import Intervals
 from megads.monitor.trackers import wanted_trackers
-from megads.ops.config import Compile, Implementation, Kernels
+from megads.ops.config import Implementation, Kernels
 from megads.ops.resolve import prepare
 from megads.resilience.restarts import Attempt, GiveUp, Means, Requeue, Restart, first_attempt, next_attempt
 from megads.runtime import environment, progress
-from megads.runtime.config import ConsoleKind, HangAction, parse_duration
+from megads.runtime.config import ConsoleKind, parse_duration
 from megads.runtime.files import read_regular
 from megads.runtime.lease import Lease, claimed, refuse_in_use
 from megads.runtime.machine_memory import may_have_gpus
 from megads.runtime.metrics import EventWriter, read_json_lines
-from megads.runtime.run_dir import EVENTS_FILE, METRICS_FILE, refuse_unwritable
+from megads.runtime.run_dir import METRICS_FILE, refuse_unwritable
 from megads.runtime.slurm import time_left_s
-from megads.runtime.stop import PREEMPTED, TIME_LIMIT, read_stop
+from megads.runtime.stop import PREEMPTED
 from megads.runtime.url import is_url
-from megads.stages import NEXT_STAGE
 
-_HANG_MIN_S, _HANG_MIN_COMPILING_S = 20.0, 120.0
-_OF_TIMEOUT = 0.8
-"""Fraction of the collectives' timeout after which a step counts as hung, whatever the learned limit."""
 _PAUSE_POLL_S = 0.1
 _INTERRUPTED = (
     EXIT_KILLED,
@@ -188,17 +192,16 @@ def _run(resolved: ResolvedRun, server: RankServer | None) -> _Ended:
         if finished := accepted.finished():
             console.say(finished)
             return _Ended(EXIT_OK)
-        accepted.say_changes(console.say)
-        # Only a dry run warns of a missing warmup, which may be intended and need not be repeated at every start.
-        for text in warmup_warnings(resolved.config) if learning_rate(resolved.config).warmup else ():
-            console.say(text, "warning")
+        _say_plan(accepted, console)
         with claimed(resolved.run_dir, job) as lease:
             accepted.record()
             with uploading(resolved.config, placement.allocation if placement else None) as uploads:
-                ended = _Attempts(resolved, lease, server, lambda: accept_start(prepared)).run(console)
+                again = dataclasses.replace(prepared, made=None)
+                attempts = _Attempts(resolved, lease, server, lambda: accept_start(again))
+                ended = attempts.run(console)
                 if uploads is not None:
                     uploads.finish(ended.exit_code, console)
-        _say_what_follows(resolved, ended, console)
+        _say_what_follows(attempts.resolved, ended, console)
         return ended
 
 
@@ -252,7 +255,8 @@ def _open_console(resolved: ResolvedRun) -> Console:
 
     config = resolved.config
     planned = planned_steps(config) if config.train.length_is_known else None
-    return open_console(resolved.run_dir, sys.stdout, config.logging, str(config.run.id), planned)
+    intervals = Intervals(config.evaluation.every_steps, config.evaluation.at_end, config.checkpoint.every_steps)
+    return open_console(resolved.run_dir, sys.stdout, config.logging, str(config.run.id), planned, intervals)
 
 
 def _requeue(placement: SlurmPlacement | None, config: RootConfig, ended: _Ended) -> None:
@@ -264,19 +268,30 @@ def _requeue(placement: SlurmPlacement | None, config: RootConfig, ended: _Ended
         print(said, flush=True)
 
 
+def _say_plan(accepted: AcceptedStart, console: Console) -> None:
+    """Reports the length of train.minutes, changes since the last start, and a warmup that does not fit the run."""
+    accepted.say_changes(console.say)
+    config = accepted.resolved.config
+    # Only a dry run warns of a missing warmup, which may be intended and need not be repeated at every start.
+    if config.train.length_is_known and learning_rate(config).warmup:
+        for text in warmup_warnings(config):
+            console.say(text, "warning")
+
+
 def _say_ops(kernels: Kernels, console: Console) -> None:
     """Reports the kernels in use, as a warning if faster ones are unavailable, such as without a compiler."""
     console.say(kernels.text, "warning" if kernels.reason else "info")
 
 
 def launch_spec(config: RootConfig) -> LaunchSpec:
-    """Returns the launch spec of a resolved config whose data is prepared."""
-    run_dir = str(config.run.dir)
-    tracked = bool(wanted_trackers(config.logging))
+    """Returns the launch spec of a resolved config whose data is prepared; without a length, of a timing start."""
+    run_dir, times = str(config.run.dir), not config.train.length_is_known
+    tracked = bool(wanted_trackers(config.logging)) and not times
+    entry = ("--entry", "megads.launch.step_timing:time_steps") if times else ()
     return LaunchSpec(
         run_dir=Path(run_dir),
         num_ranks=config.parallel.world_size,
-        command=("-m", "megads.launch.rank", run_dir, "--digest", config_digest(config)),
+        command=("-m", "megads.launch.rank", run_dir, "--digest", config_digest(config), *entry),
         threads_per_rank=config.cluster.threads_per_rank,
         useful_threads=useful_threads(config),
         side_command=("-m", "megads.launch.tracker", run_dir, "--follow") if tracked else (),
@@ -288,15 +303,6 @@ def launch_spec(config: RootConfig) -> LaunchSpec:
         # A rehearsal may have more ranks than this machine has GPUs.
         cpu=environment.rehearsal_folder() is not None,
     )
-
-
-def hang_settings(config: RootConfig) -> HangSettings | None:
-    """Returns the settings of hang detection; None if it is disabled."""
-    cluster = config.cluster
-    if cluster.hang_action is HangAction.ignore:
-        return None
-    usual_s = _HANG_MIN_S if config.ops.compile is Compile.none else _HANG_MIN_COMPILING_S
-    return HangSettings(cluster.hang_min_s or usual_s, cluster.timeout_s * _OF_TIMEOUT)
 
 
 def _refuse_shared_place(config: RootConfig, claimed_dirs: set[str]) -> None:
@@ -344,7 +350,7 @@ class _Attempts:
         resolved: the run, with a frozen config.
         lease: lease on the run directory.
         server: rank server on this machine, for all attempts.
-        accept: accepts the start again after a rollback.
+        accept: accepts the start again after a timing start and after a rollback.
     """
 
     def __init__(
@@ -356,7 +362,7 @@ class _Attempts:
     ):
         self._accept = accept
         config, placement = resolved.config, resolved.placement
-        self._resolved, self._lease, self._server = resolved, lease, server
+        self.resolved, self._lease, self._server = resolved, lease, server
         self._config, self._run_dir, self._placement = config, resolved.run_dir, placement
         self._spec = dataclasses.replace(launch_spec(config), lease=lease.number)
         self._history: list[Attempt] = []
@@ -443,15 +449,19 @@ class _Attempts:
 
     def _roll_back(self, accepted: AcceptedStart) -> Outcome:
         """Restarts the ranks from the checkpoint that they decided on, skipping the samples that they named."""
-        accepted.record()
-        self._resolved = dataclasses.replace(accepted.resolved, placement=self._placement)
-        self._config = accepted.resolved.config
-        self._spec = launch_spec(self._config)
-        self._renew_lease()
-        with _open_console(self._resolved) as console:
+        self._take(accepted)
+        with _open_console(self.resolved) as console:
             step = saved_step(self._run_dir, self._config.checkpoint.load)
             console.say(f"rolled back to step {step}", "warning")
             return self._start(console)
+
+    def _take(self, accepted: AcceptedStart) -> None:
+        """Records another accepted start, which the next ranks execute."""
+        accepted.record()
+        self.resolved = dataclasses.replace(accepted.resolved, placement=self._placement)
+        self._config = accepted.resolved.config
+        self._spec = launch_spec(self._config)
+        self._renew_lease()
 
     def _renew_lease(self) -> None:
         self._lease.renew()
@@ -467,7 +477,7 @@ class _Attempts:
         self._note("restart", outcome, decision.excluded, restart=self._restarts, **where)
         if self._placement is not None:
             self._placement = self._placement.on(decision.nodes)
-        with _open_console(self._resolved) as console:
+        with _open_console(self.resolved) as console:
             excluded = f", without {', '.join(decision.excluded)}" if decision.excluded else ""
             console.say(f"restart {self._restarts} from the last checkpoint{excluded}", "warning")
             return self._start(console)
@@ -478,15 +488,22 @@ class _Attempts:
         return sum(attempt.exit_code != EXIT_OK for attempt in self._history)
 
     def _start(self, console: Console) -> Outcome:
-        """Starts the ranks, and again after every training stage, from the checkpoint at its end."""
+        """Starts the ranks, and again after a timing start and after every training stage, from its checkpoint."""
         self._began = time.monotonic()
         outcome = self._start_once(console)
+        if outcome.exit_code == EXIT_OK and not self._config.train.length_is_known and self._accept is not None:
+            if outcome.stopping:
+                return dataclasses.replace(outcome, exit_code=code_of_stop(self._run_dir))
+            self._take(accepted := self._accept())
+            with _open_console(self.resolved) as timed:
+                _say_plan(accepted, timed)
+                outcome = self._start_once(timed)
         while outcome.exit_code == EXIT_OK and (stage := following_stage(self._run_dir)):
             if outcome.stopping:
-                return dataclasses.replace(outcome, exit_code=_code_of_stop(self._run_dir))
+                return dataclasses.replace(outcome, exit_code=code_of_stop(self._run_dir))
             self._history.append(self._attempt(outcome))
             self._renew_lease()
-            with _open_console(self._resolved) as following:
+            with _open_console(self.resolved) as following:
                 following.say(f"starting training stage {stage}")
                 outcome = self._start_once(following)
         return outcome
@@ -563,18 +580,6 @@ class _Attempts:
         from megads.checkpoint.local_files import held_in_memory
 
         return max(saved, held_in_memory(Path(config.local_folder), self._run_dir)[0])
-
-
-def following_stage(run_dir: Path) -> int:
-    """Returns the number of the training stage after the one that ended last; 0 for none."""
-    ends = [event for event in read_json_lines(run_dir / EVENTS_FILE) if event.get("event") == "end"]
-    return int(ends[-1].get(NEXT_STAGE, 0)) if ends else 0
-
-
-def _code_of_stop(run_dir: Path) -> int:
-    """Exit code of a run that saved after a stop request at the end of a training stage."""
-    preempted = read_stop(run_dir) in (PREEMPTED, TIME_LIMIT)
-    return Preempted.exit_code if preempted else StopRequested.exit_code
 
 
 def saved_step(run_dir: Path, load: str = "auto") -> int:

@@ -1,8 +1,8 @@
 """Monitoring of a run: it observes and never controls.
 
 `hooks` writes step metrics and layer norms, and creates plugin hooks. `accounting` computes goodput, MTTD and MTTR.
-`console` and `live_console` show the run's metrics and events in the launcher's terminal. `trackers` passes them on to
-wandb and TensorBoard (`tracker_backends`) and to trackers of plugins.
+`console` and `live_console` show the run's metrics and events in the launcher's terminal, with the remaining time
+(`eta`). `trackers` passes them on to wandb and TensorBoard (`tracker_backends`) and to trackers of plugins.
 """
 
-__all__ = ["accounting", "console", "hooks", "live_console", "tracker_backends", "trackers"]
+__all__ = ["accounting", "console", "eta", "hooks", "live_console", "tracker_backends", "trackers"]

@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self, TextIO
 
+from megads.monitor.eta import Intervals, RemainingTime
 from megads.runtime.files import Tail
 from megads.runtime.heartbeat import SLOW_PHASES
 from megads.runtime.progress import enter, leave, render_duration, room
@@ -140,7 +141,6 @@ _LEVELS = ("debug", "info", "warning", "error")
 _OPENING_EVENTS = ("launch", "attention", "operators", "resume", "init_from", "start", "training_stage")
 # The launcher prints these itself.
 _PRINTED_BY_LAUNCHER = ("failure", "config_changed", "data")
-_STEP_TIME_MEMORY = 0.9
 _SLOW_PHASE_SAID_AFTER_S = 10.0
 
 
@@ -153,10 +153,17 @@ class Console:
         level: lowest level shown; steps and ordinary events are "info".
         every_steps: interval of step lines in steps; the last step is always shown.
         total_steps: planned number of steps; None if unknown. An event with `total_steps` sets it, too.
+        intervals: when the run validates and saves, for the remaining time.
     """
 
     def __init__(
-        self, run_dir: Path, out: TextIO, level: str = "info", every_steps: int = 1, total_steps: int | None = None
+        self,
+        run_dir: Path,
+        out: TextIO,
+        level: str = "info",
+        every_steps: int = 1,
+        total_steps: int | None = None,
+        intervals: Intervals | None = None,
     ):
         self._metrics = Tail(run_dir / METRICS_FILE)
         self._events = Tail(run_dir / EVENTS_FILE)
@@ -164,7 +171,7 @@ class Console:
         self._level = level
         self._every_steps = every_steps
         self._total_steps = total_steps
-        self._step_time_s: float | None = None
+        self._remaining = RemainingTime.of_earlier_starts(run_dir, intervals)
         self._started = False
         self._position = ""
 
@@ -184,6 +191,7 @@ class Console:
 
     def _show_event(self, event: Mapping[str, Any]) -> None:
         self._total_steps = event.get("total_steps", self._total_steps)
+        self._remaining.add_event(event)
         self._started |= event.get("event") == "start"
         if event.get("event") not in _PRINTED_BY_LAUNCHER:
             self.say(render_event(event), str(event.get("level", "info")))
@@ -231,23 +239,11 @@ class Console:
             if not is_of_layers(record):
                 self.say(render_validation(record))
             return
-        self._step_time_s = smoothed(self._step_time_s, record.get("step_time_s"))
+        self._remaining.add_metrics(record)
         step = int(record.get("step", 0))
         self._position = f"step {step}/{self._total_steps}" if self._total_steps else f"step {step}"
         if step % self._every_steps == 0 or step == self._total_steps or record.get("skipped"):
-            self.say(render_step(record, self._total_steps, self._eta_s(step)))
-
-    def _eta_s(self, step: int) -> float | None:
-        if self._total_steps is None or self._step_time_s is None:
-            return None
-        return max(0, self._total_steps - step) * self._step_time_s
-
-
-def smoothed(average_s: float | None, step_time_s: float | None) -> float | None:
-    """Returns the exponential moving average of step times after one more step; None if both are unknown."""
-    if average_s is None or step_time_s is None:
-        return step_time_s if average_s is None else average_s
-    return _STEP_TIME_MEMORY * average_s + (1 - _STEP_TIME_MEMORY) * step_time_s
+            self.say(render_step(record, self._total_steps, self._remaining.seconds(step, self._total_steps)))
 
 
 def render_step(record: Mapping[str, Any], total_steps: int | None, eta_s: float | None) -> str:

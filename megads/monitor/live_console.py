@@ -21,7 +21,8 @@ from rich.table import Table
 from rich.text import Text
 
 from megads.errors import ConfigError
-from megads.monitor.console import Console, is_of_layers, is_validation, render_step, render_validation, smoothed
+from megads.monitor.console import Console, is_of_layers, is_validation, render_step, render_validation
+from megads.monitor.eta import Intervals, RemainingTime
 from megads.runtime import environment
 from megads.runtime.config import ConsoleKind, LoggingConfig
 from megads.runtime.files import read_end
@@ -44,7 +45,7 @@ class RunProgress:
         step: last finished step.
         record: metrics line of the last step; empty before the first step.
         losses: (step, loss) of the last steps, oldest first.
-        step_time_s: moving average of step times, in seconds.
+        remaining: remaining time.
         checkpoint_step: step of the last checkpoint; None if there is none.
         checkpoint_time: commit time of the last checkpoint, in seconds since 1970.
         validation: last validation line.
@@ -57,7 +58,7 @@ class RunProgress:
     step: int = 0
     record: Mapping[str, Any] = field(default_factory=dict)
     losses: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_HISTORY_STEPS))
-    step_time_s: float | None = None
+    remaining: RemainingTime = field(default_factory=RemainingTime)
     checkpoint_step: int | None = None
     checkpoint_time: float = 0.0
     validation: Mapping[str, Any] = field(default_factory=dict)
@@ -66,7 +67,9 @@ class RunProgress:
     ended: bool = False
 
     @classmethod
-    def of_earlier_starts(cls, run_dir: Path, total_steps: int | None) -> RunProgress:
+    def of_earlier_starts(
+        cls, run_dir: Path, total_steps: int | None, intervals: Intervals | None = None
+    ) -> RunProgress:
         """Returns the progress recorded by earlier starts of the run."""
         progress = cls(total_steps)
         for event in read_json_lines(run_dir / EVENTS_FILE):
@@ -74,20 +77,19 @@ class RunProgress:
         for record in read_end(run_dir / METRICS_FILE, _HISTORY_BYTES):
             progress.add_metrics(record)
         progress.total_steps = total_steps
-        progress.step_time_s = None
+        progress.remaining = RemainingTime.of_earlier_starts(run_dir, intervals)
         progress.ended = False
         return progress
 
     @property
     def eta_s(self) -> float | None:
         """Estimated seconds to the planned end; None if unknown."""
-        if self.total_steps is None or self.step_time_s is None:
-            return None
-        return max(0, self.total_steps - self.step) * self.step_time_s
+        return self.remaining.seconds(self.step, self.total_steps)
 
     def add_event(self, event: Mapping[str, Any]) -> None:
         """Adds a line of events.jsonl."""
         name = event.get("event")
+        self.remaining.add_event(event)
         if name == "start":
             self._start_from(int(event.get("step", 0)))
             self.total_steps = event.get("total_steps", self.total_steps)
@@ -107,7 +109,7 @@ class RunProgress:
             return
         self.record, self.step = record, int(record.get("step", 0))
         self.losses.append((self.step, float(record["loss"])))
-        self.step_time_s = smoothed(self.step_time_s, record.get("step_time_s"))
+        self.remaining.add_metrics(record)
 
     def _start_from(self, step: int) -> None:
         """Discards the steps beyond the checkpoint from which the run continues."""
@@ -253,7 +255,7 @@ def _progress_line(progress: RunProgress, moment: PanelState, inside: int, look:
         time_text = moment.starting
     elif progress.ended or progress.eta_s is None:
         time_text = render_duration(moment.elapsed_s)
-    elif moment.silent_s > max(_QUIET_AFTER_S, 3 * (progress.step_time_s or 0.0)):
+    elif moment.silent_s > max(_QUIET_AFTER_S, 3 * (progress.remaining.step_s or 0.0)):
         time_text = f"last step {render_duration(moment.silent_s)} ago"
     else:
         time_text = f"ETA {render_duration(progress.eta_s)}"
@@ -320,8 +322,8 @@ def _speed(progress: RunProgress) -> Text:
         parts.append(f"{record['tokens_per_s']:,.0f} tok/s")
     if record.get("mfu") is not None:
         parts.append(f"MFU {100 * record['mfu']:.0f}%")
-    if progress.step_time_s is not None:
-        parts.append(f"{progress.step_time_s:.3g} s/step")
+    if (step_s := progress.remaining.step_s) is not None:
+        parts.append(f"{step_s:.3g} s/step")
     return Text(" | ".join(parts) or "-")
 
 
@@ -358,6 +360,7 @@ class LiveConsole(Console):
         total_steps: planned number of steps; None if unknown.
         color: whether to use colors.
         size: returns the current terminal size, which may change at any time; None queries `out`.
+        intervals: when the run validates and saves, for the remaining time.
     """
 
     def __init__(
@@ -369,9 +372,10 @@ class LiveConsole(Console):
         total_steps: int | None = None,
         color: bool = True,
         size: Callable[[], os.terminal_size] | None = None,
+        intervals: Intervals | None = None,
     ):
-        super().__init__(run_dir, out, level, total_steps=total_steps)
-        self._progress = RunProgress.of_earlier_starts(run_dir, total_steps)
+        super().__init__(run_dir, out, level, total_steps=total_steps, intervals=intervals)
+        self._progress = RunProgress.of_earlier_starts(run_dir, total_steps, intervals)
         self._title = title
         self._look = Look(color, self._outlet.unicode)
         self._size = size or (lambda: terminal_size(out))
@@ -436,7 +440,12 @@ class LiveConsole(Console):
 
 
 def open_console(
-    run_dir: Path, out: TextIO, config: LoggingConfig, title: str, total_steps: int | None = None
+    run_dir: Path,
+    out: TextIO,
+    config: LoggingConfig,
+    title: str,
+    total_steps: int | None = None,
+    intervals: Intervals | None = None,
 ) -> Console:
     """Returns the console that logging.console selects; use it in a `with` block.
 
@@ -446,6 +455,7 @@ def open_console(
         config: logging settings.
         title: name of the run.
         total_steps: planned number of steps; None if unknown.
+        intervals: when the run validates and saves, for the remaining time.
 
     Raises:
         ConfigError: logging.console is live, but `out` is not a terminal.
@@ -459,8 +469,9 @@ def open_console(
                 "logging.console = live needs a terminal, but the output goes to a file or a pipe: use "
                 "logging.console=auto, which shows plain lines there"
             )
-        return LiveConsole(run_dir, out, title, config.level, total_steps, color=not environment.no_color())
+        color = not environment.no_color()
+        return LiveConsole(run_dir, out, title, config.level, total_steps, color, intervals=intervals)
     level = config.level
     if kind is ConsoleKind.quiet and level in ("debug", "info"):
         level = "warning"
-    return Console(run_dir, out, level, config.every_steps, total_steps)
+    return Console(run_dir, out, level, config.every_steps, total_steps, intervals)

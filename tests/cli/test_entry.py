@@ -164,7 +164,7 @@ def test_a_primary_config_of_ones_own(megads: Run, tmp_path: Path) -> None:
     config = composed(megads("train", "--config-path=mine", "--config-name=other", "--cfg", "job"))
     assert (config.train.tokens, config.train.seq_len, config.model.num_layers) == (1_000_000, 64, 2)
     refused = megads("train", "--config-path=mine", "train.steps=1", "data.raw=nowhere")
-    assert refused.code == 2 and "exactly one of steps, samples, tokens and epochs" in refused.err
+    assert refused.code == 2 and "exactly one of steps, samples, tokens, epochs and minutes" in refused.err
     assert left_by_commands(tmp_path) == ["mine"]
 
 

@@ -1,7 +1,8 @@
-"""Run lengths that depend on the data: train.steps=auto and train.epochs."""
+"""Run lengths that depend on the data or on the machine: train.steps=auto, train.epochs and train.minutes."""
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,17 @@ import pytest
 from megads.config import RootConfig, batch_size_schedule
 from megads.data.config import DatasetConfig
 from megads.data.sampling.datasets import open_datasets
-from megads.launch.preflight import settle_length, wanted_tokens
+from megads.evaluate.config import EvaluationConfig
+from megads.launch.run_length import (
+    StepTiming,
+    find_length,
+    length_of,
+    num_validations,
+    settle_length,
+    wanted_tokens,
+)
+from megads.launch.step_timing import DROPPED_STEPS, is_enough
+from megads.runtime.metrics import EventWriter
 from tests.command import Ended, StartCommand, events_of, small_model
 from tests.corpus import VOCAB_SIZE
 from tests.fork_server import ForkServer
@@ -90,6 +101,85 @@ def test_auto_goes_by_text_and_model(corpus: Path) -> None:
     assert least.train.steps == 200 and f"{200 * 64 / epoch:.1f} passes" in told
     known = config_of(corpus, steps=7)
     assert settle_length(known) == (known, "")
+
+
+def test_the_time_of_steps_and_validations() -> None:
+    """Catches a number of steps that does not fit into the minutes, or one that is smaller than it has to be."""
+    for every, at_end, validation_s in (
+        (0, False, 9.0),
+        (0, True, 9.0),
+        (7, True, 2.5),
+        (10, False, 0.25),
+        (1, True, 1),
+    ):
+        evaluation = EvaluationConfig(every_steps=every, at_end=at_end)
+        timing = StepTiming(0.5, validation_s)
+
+        def takes_s(steps: int, every: int = every, at_end: bool = at_end, each_s: float = validation_s) -> float:
+            times = sum((bool(every) and n % every == 0) or (at_end and n == steps) for n in range(1, steps + 1))
+            return steps * 0.5 + times * each_s
+
+        for seconds in (0.0, 0.4, 10.0, 33.3, 60.0):
+            steps = timing.steps_within(seconds, evaluation)
+            assert not steps or takes_s(steps) <= seconds
+            assert takes_s(steps + 1) > seconds
+    assert num_validations(20, EvaluationConfig(every_steps=10)) == 2
+    assert num_validations(21, EvaluationConfig(every_steps=10)) == 3
+
+
+def test_the_steps_of_some_minutes() -> None:
+    """Catches a run of no step on a slow machine, and one that repeats a small text until the minutes are over."""
+    evaluation = EvaluationConfig()
+    found = length_of(2.0, StepTiming(0.5, 20.0), evaluation, 50)
+    assert (found.steps, found.text) == (200, "train.minutes = 2: 200 steps of 0.5 s and 1 validation of 20 s")
+    slow = length_of(2.0, StepTiming(6.0, 20.0), evaluation, 50)
+    assert slow.steps == 50
+    assert slow.text.endswith("1 validation of 20 s, as train.min_steps = 50 asks for; they take about 5m20s")
+    for most, steps in ((150, 150), (250, 200), (20, 20)):
+        assert length_of(2.0, StepTiming(0.5, 20.0), evaluation, 50, most, "train.steps = auto: why").steps == steps
+    assert (
+        "why; they take about 1m35s, within train.minutes = 2"
+        in length_of(2.0, StepTiming(0.5, 20.0), evaluation, 50, 150, "why").text
+    )
+    # On a slow machine auto's number still is an upper bound.
+    assert length_of(2.0, StepTiming(6.0), evaluation, 50, 20, "why").steps == 20
+
+
+def test_when_enough_steps_are_timed() -> None:
+    """Catches a median of the slow first steps, a timing that takes a good part of the minutes, and an endless one."""
+    slow, quick = [60.0] * DROPPED_STEPS, [0.0] * DROPPED_STEPS
+    assert not is_enough(slow, 0.01) and not is_enough([*slow, 2.0, 2.0], 0.01)
+    assert is_enough([*slow, 2.0, 2.0, 2.0], 0.01)
+    assert not is_enough([*quick, *[1e-3] * 29], 1.0) and is_enough([*quick, *[1e-3] * 30], 1.0)
+    assert not is_enough([*quick, *[0.1] * 11], 1.0) and is_enough([*quick, *[0.1] * 13], 1.0)
+
+
+def test_the_number_of_steps_is_kept(tmp_path: Path) -> None:
+    """Catches a start on another machine or with other validations that changes the number of steps."""
+    config = RootConfig()
+    config.train.minutes = 1.0
+    assert find_length(config, tmp_path) is None
+
+    def found(minutes: float, **evaluation: Any) -> tuple[int, bool]:
+        config.train.minutes = minutes
+        config.evaluation = EvaluationConfig(**evaluation)
+        length = find_length(config, tmp_path)
+        assert length is not None and length.applied(config).train.steps == length.steps
+        assert length.applied(config).train.length_is_known
+        with closing(EventWriter(tmp_path)) as events:
+            length.record(events)
+        return length.steps, length.is_recorded
+
+    events = EventWriter(tmp_path)
+    events.write("steps_timed", step_times_s=[0.3, 0.2, 9.0], validation_time_s=0.0)
+    assert found(1.0) == (200, False)
+    assert found(1.0) == (200, True)
+    # Raised: from the same times. Lowered again: the recorded number.
+    assert found(2.0) == (400, False)
+    assert found(1.0, every_steps=1) == (200, True)
+    # Only a fresh start times its steps again.
+    events.write("steps_timed", step_times_s=[0.1], validation_time_s=0.0)
+    assert found(1.0) == (600, False)
 
 
 @pytest.mark.slow

@@ -125,10 +125,11 @@ def test_the_panel_says_what_holds_up_the_steps(file: TerminalFile, tmp_path: Pa
             console.show_phase(phase)
             file.read_frame(console)
             assert shown in "".join(file.screen.lines)
-        MetricsWriter(tmp_path, enabled=True).write({"step": 1, "loss": 2.0, "step_time_s": 1.0})
+        for step, step_time_s in ((1, 9.0), (2, 1.0)):
+            MetricsWriter(tmp_path, enabled=True).write({"step": step, "loss": 2.0, "step_time_s": step_time_s})
         console.show_phase("engine step")
         file.read_frame(console)
-        assert "ETA 39s" in "".join(file.screen.lines) and "saving" not in "".join(file.screen.lines)
+        assert "ETA 38s" in "".join(file.screen.lines) and "saving" not in "".join(file.screen.lines)
 
 
 @pytest.mark.parametrize("file", [(28, 10)], indirect=True)
@@ -174,8 +175,9 @@ def test_progress_of_earlier_starts(file: TerminalFile, tmp_path: Path) -> None:
     assert (progress.step, progress.total_steps, progress.checkpoint_step, progress.skipped) == (40, 60, 40, 1)
     assert progress.validation["valid/held_out/loss"] == 8.5 and progress.layout == "tp1 pp1 dp1"
     assert progress.eta_s is None and not progress.ended
-    progress.add_metrics({"step": 41, "loss": 5.0, "step_time_s": 2.0})
-    assert progress.eta_s == 19 * 2.0
+    progress.add_metrics({"step": 41, "loss": 5.0, "step_time_s": 9.0})
+    progress.add_metrics({"step": 42, "loss": 5.0, "step_time_s": 2.0})
+    assert progress.eta_s == 18 * 2.0
 
 
 def test_plain_quiet_and_dumb(file: TerminalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,4 +74,14 @@ def _flat(content: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]
             yield f"{prefix}{key}", "null" if value is None else str(value)
 
 
-_OWN = ("run.dir", "run.id", "data.train", "data.raw", "train.steps", "train.samples", "train.tokens", "train.epochs")
+_OWN = (
+    "run.dir",
+    "run.id",
+    "data.train",
+    "data.raw",
+    "train.steps",
+    "train.samples",
+    "train.tokens",
+    "train.epochs",
+    "train.minutes",
+)

@@ -25,7 +25,7 @@ from megads.tools.plan.tables import (
     schedule_text,
     stage_text,
 )
-from megads.train_config import Precision
+from megads.train_config import AUTO, Precision
 
 _DRY_RUN_WIDTH = 120
 """Width of the dry run's tables, in characters."""
@@ -93,6 +93,12 @@ def _local_row(config: RootConfig, machine: Machine) -> dict[str, str]:
 
 
 def _length(config: RootConfig) -> str:
+    if (minutes := config.train.minutes) is not None:
+        bound = f", at most as many as train.steps = {AUTO} allows" if config.train.steps == AUTO else ""
+        return (
+            f"as many steps as {minutes:g} min of training take{bound}: the first start times a few steps, then fixes "
+            "the number for all starts of the run"
+        )
     if not config.train.length_is_known:
         return "not known before the data is there"
     steps = planned_steps(config)

@@ -23,7 +23,7 @@ def write(path: Path, *records: dict[str, object]) -> None:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
-@pytest.mark.parametrize(("loss", "code"), [(6.0, 0), (6.4, 1)])
+@pytest.mark.parametrize(("loss", "code"), [(5.0, 0), (5.4, 1)])
 def test_the_last_validation_decides(tmp_path: Path, loss: float, code: int) -> None:
     """Catches a demo that counts a model close to the unigram loss as a success, or judges an early validation."""
     valid = {"tokens": 10, "valid/held_out/unigram_loss": 6.7}
@@ -37,9 +37,17 @@ def test_the_last_validation_decides(tmp_path: Path, loss: float, code: int) -> 
 
 
 def test_a_run_that_did_not_finish(tmp_path: Path) -> None:
-    """Catches an unfinished run taken for a finished demo, also where a later start follows a finished one."""
+    """Catches an unfinished run taken for a finished demo: one killed after its steps were timed, or whose later
+    start follows a finished one."""
     assert verdict(tmp_path) == 1
-    write(tmp_path / "events.jsonl", {"event": "launch"}, {"event": "exit", "exit_code": 0})
+    timed = [{"event": "launch", "time": 1.0}, {"event": "exit", "exit_code": 0, "time": 2.0}]
+    write(tmp_path / "events.jsonl", *timed)
+    assert verdict(tmp_path, "--finished") == 1
+    trained = [{"event": "launch", "time": 3.0}, {"event": "end", "stopped": "", "time": 4.0}]
+    write(tmp_path / "events.jsonl", *timed, *trained)
+    assert verdict(tmp_path, "--finished") == 1
+    ended = [*timed, *trained, {"event": "exit", "exit_code": 0, "time": 5.0}]
+    write(tmp_path / "events.jsonl", *ended)
     assert verdict(tmp_path, "--finished") == 0
-    write(tmp_path / "events.jsonl", {"event": "exit", "exit_code": 0}, {"event": "launch"}, {"event": "start"})
+    write(tmp_path / "events.jsonl", *ended, {"event": "launch", "time": 6.0}, {"event": "start", "time": 7.0})
     assert verdict(tmp_path, "--finished") == 1

@@ -1,0 +1,218 @@
+"""Length of a run in steps, where the config gives it by the amount of text (auto), in epochs, or in minutes.
+
+The number of steps of train.minutes is fixed once per run. The first start of the run is a timing start: its ranks
+build the model, take a few steps with it, write the event `steps_timed` and exit, without metrics or checkpoints
+(megads.launch.step_timing). From then on the number of steps is a function of that event, the launcher freezes it as
+train.steps before the first step of training, and the event `length_fixed` keeps it for all later starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from bisect import bisect_right
+from dataclasses import dataclass
+from math import ceil, prod
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from megads.config import RootConfig, batch_size_schedule, open_run_data
+from megads.evaluate.config import EvaluationConfig
+from megads.runtime.metrics import EventWriter, read_json_lines
+from megads.runtime.progress import render_duration
+from megads.runtime.run_dir import EVENTS_FILE
+from megads.train_config import AUTO
+
+PASSES = 4
+"""Up to four passes, repeated text is almost as good as new text (Muennighoff et al. 2023, arXiv:2305.16264)."""
+TOKENS_PER_PARAMETER = 20
+"""Beyond it, a larger model is the better use of compute (Hoffmann et al. 2022, arXiv:2203.15556)."""
+LEAST_STEPS = 200
+"""Fewer are too few for AdamW, warmup and decay, however small the text."""
+STEPS_TIMED, LENGTH_FIXED = "steps_timed", "length_fixed"
+"""Events: the measured times, and the number of steps that follows from them."""
+
+
+def settle_length(config: RootConfig) -> tuple[RootConfig, str]:
+    """Returns the config with its length in steps, and a line that explains it; empty if nothing changed.
+
+    A length in minutes stays as it is, see `RunLength`.
+
+    Args:
+        config: config of a run whose data is prepared and whose vocabulary size is known.
+
+    Raises:
+        ConfigError: the run uses more of a dataset than allowed.
+        DataError: the data is missing or damaged.
+    """
+    # Imports torch, which would delay shell completion.
+    from megads.plan.model_size import parameter_shapes
+
+    train = config.train
+    if train.length_is_known or train.minutes is not None:
+        return config, ""
+    source, _ = open_run_data(dataclasses.replace(config, data=dataclasses.replace(config.data, stage_to=None)))
+    samples, batches = source.samples_per_epoch, batch_size_schedule(config)
+    tokens = samples * train.seq_len
+    if train.epochs is not None:
+        steps = max(1, batches.steps_for(ceil(train.epochs * samples)))
+        told = f"train.epochs = {train.epochs:g}: {steps:,} steps over {tokens:,} tokens of text"
+    else:
+        shapes = parameter_shapes(config.model)
+        parameters = sum(prod(shape) for name, shape in shapes.items() if name.startswith("blocks."))
+        wanted, why = wanted_tokens(tokens, parameters)
+        steps = batches.steps_for(ceil(wanted / train.seq_len))
+        if steps < LEAST_STEPS:
+            trained = batches.samples_after(LEAST_STEPS) * train.seq_len
+            steps, why = LEAST_STEPS, f"the minimum, {trained / tokens:.1f} passes over {tokens:,} tokens of text"
+        told = f"train.steps = {AUTO}: {steps:,} steps, {why}"
+    return _with_steps(config, steps), told
+
+
+def wanted_tokens(text: int, parameters: int) -> tuple[int, str]:
+    """Returns the number of tokens to train on, and the reason.
+
+    Args:
+        text: number of tokens of the training data.
+        parameters: number of parameters of the blocks, without the embedding, which learns from every token and has
+            most of a small model's parameters.
+    """
+    passes, per_parameter = PASSES * text, TOKENS_PER_PARAMETER * parameters
+    if passes <= per_parameter:
+        return passes, f"{PASSES} passes over {text:,} tokens of text"
+    enough = f"{TOKENS_PER_PARAMETER} tokens for each of the {parameters:,} parameters of the blocks"
+    if per_parameter < text:
+        return per_parameter, f"{enough}; the text has {text:,} tokens, enough for a larger model"
+    return per_parameter, enough
+
+
+def _with_steps(config: RootConfig, steps: int) -> RootConfig:
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps, epochs=None, minutes=None))
+
+
+@dataclass(frozen=True)
+class StepTiming:
+    """Times measured by a timing start.
+
+    Attributes:
+        step_s: time of one step, the median of the measured ones.
+        validation_s: time of one validation of all sets; 0 if the run does not validate.
+    """
+
+    step_s: float
+    validation_s: float = 0.0
+
+    @classmethod
+    def of(cls, event: dict[str, Any]) -> StepTiming:
+        """Returns the times of an event `steps_timed`."""
+        return cls(median(event["step_times_s"]), float(event["validation_time_s"]))
+
+    def seconds(self, steps: int, evaluation: EvaluationConfig) -> float:
+        """Returns the predicted time of a run: its steps and validations."""
+        return steps * self.step_s + num_validations(steps, evaluation) * self.validation_s
+
+    def steps_within(self, seconds: float, evaluation: EvaluationConfig) -> int:
+        """Returns the largest number of steps that takes at most this time with its validations; 0 if none does."""
+        longest = range(1, int(seconds / self.step_s) + 1)
+        return bisect_right(longest, seconds, key=lambda steps: self.seconds(steps, evaluation))
+
+
+def num_validations(steps: int, evaluation: EvaluationConfig) -> int:
+    """Returns how often a run of this many steps validates."""
+    every = evaluation.every_steps
+    periodic = steps // every if every else 0
+    return periodic + int(evaluation.at_end and not (every and steps % every == 0))
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """The number of steps of a run whose length is given in minutes.
+
+    Attributes:
+        minutes: value of train.minutes.
+        steps: number of steps.
+        text: line that explains it.
+        is_recorded: whether an earlier start fixed it.
+    """
+
+    minutes: float
+    steps: int
+    text: str
+    is_recorded: bool = False
+
+    def applied(self, config: RootConfig) -> RootConfig:
+        """Returns the config with the length in steps."""
+        return _with_steps(config, self.steps)
+
+    def record(self, events: EventWriter) -> None:
+        """Writes the event `length_fixed`, unless an earlier start has."""
+        if not self.is_recorded:
+            events.write(LENGTH_FIXED, level="debug", minutes=self.minutes, steps=self.steps, message=self.text)
+
+
+def find_length(config: RootConfig, run_dir: Path) -> RunLength | None:
+    """Returns the number of steps that train.minutes stands for in a run.
+
+    It is the recorded number if the run was started with the same value before; otherwise it follows from the times
+    that the run's timing start measured, for example if train.minutes was raised.
+
+    Args:
+        config: config of the run, with the vocabulary size set.
+        run_dir: the run directory.
+
+    Returns:
+        None if the length is not given in minutes, or if no timing start has measured the run.
+    """
+    minutes, timing, fixed = config.train.minutes, None, dict[float, int]()
+    if minutes is None:
+        return None
+    for event in read_json_lines(run_dir / EVENTS_FILE):
+        if event.get("event") == STEPS_TIMED:
+            # A fresh start (checkpoint.load=none) measures anew.
+            timing, fixed = StepTiming.of(event), {}
+        elif event.get("event") == LENGTH_FIXED:
+            fixed[float(event["minutes"])] = int(event["steps"])
+    if minutes in fixed:
+        text = f"train.minutes = {minutes:g}: {fixed[minutes]:,} steps, as an earlier start fixed them"
+        return RunLength(minutes, fixed[minutes], text, is_recorded=True)
+    if timing is None:
+        return None
+    most, why = None, ""
+    if config.train.steps == AUTO:
+        train = dataclasses.replace(config.train, minutes=None)
+        settled, why = settle_length(dataclasses.replace(config, train=train))
+        most = int(settled.train.steps or 0)
+    return length_of(minutes, timing, config.evaluation, config.train.min_steps, most, why)
+
+
+def length_of(
+    minutes: float,
+    timing: StepTiming,
+    evaluation: EvaluationConfig,
+    least: int,
+    most: int | None = None,
+    why: str = "",
+) -> RunLength:
+    """Returns the length of a run of some minutes.
+
+    Args:
+        minutes: wall time of the steps and validations.
+        timing: measured times.
+        evaluation: when the run validates.
+        least: minimum number of steps.
+        most: maximum number of steps, which takes precedence; None: no maximum.
+        why: line that explains the maximum.
+    """
+    within = timing.steps_within(60 * minutes, evaluation)
+    steps = max(within, least)
+    if most is not None and most <= steps:
+        takes = render_duration(timing.seconds(most, evaluation))
+        limit = f", within train.minutes = {minutes:g}" if most <= within else ""
+        return RunLength(minutes, most, f"{why}; they take about {takes}{limit}")
+    text = f"train.minutes = {minutes:g}: {steps:,} steps of {timing.step_s:.3g} s"
+    if validations := num_validations(steps, evaluation) if timing.validation_s else 0:
+        text += f" and {validations} validation{'s' if validations > 1 else ''} of {timing.validation_s:.3g} s"
+    if within < least:
+        takes = render_duration(timing.seconds(steps, evaluation))
+        text += f", as train.min_steps = {least} asks for; they take about {takes}"
+    return RunLength(minutes, steps, text)

@@ -1,0 +1,152 @@
+"""Timing start of a run whose length is given in minutes: the ranks take a few steps to measure how long one takes.
+
+`time_steps` is the entry of its ranks, in place of megads.train.train. The steps are those of the run: its layout,
+model, optimizer, batches and data. The weights are discarded; the run starts afterwards, from its own initial weights,
+in new processes. So its first step depends on nothing but the number of steps that the launcher fixes in between.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+from megads.config import RootConfig, open_run_data
+from megads.data.indexed.recorded import read_record
+from megads.data.sampling.loader import StepBatch, num_validation_batches
+from megads.data.sampling.runs import ValidationSource
+from megads.engine.interface import TrainEngine
+from megads.evaluation_hooks import validated, validation_micro_batches
+from megads.frozen_config import config_digest
+from megads.launch.run_length import STEPS_TIMED
+from megads.parallel.grid import build_grid
+from megads.runtime.distributed import ControlPlane, world
+from megads.runtime.environment import rank_environment
+from megads.runtime.heartbeat import Heartbeat, heartbeat
+from megads.runtime.hooks import TrainState
+from megads.runtime.lease import Fence
+from megads.runtime.metrics import EventWriter
+from megads.runtime.process import bind_to_share
+from megads.runtime.stop import StopSignal, clear_stop
+from megads.train import (
+    build_engine,
+    exit_code,
+    load_kernels,
+    rank_device,
+    require_data_of_launcher,
+    train_loader,
+    tuned_kernels,
+)
+
+DROPPED_STEPS = 2
+"""First steps, which are slow: allocation, compilation, page faults of the data."""
+_LEAST_TIMED, _MOST_TIMED = 3, 30
+_SHARE = 0.02
+"""Share of train.minutes after which no further step is timed."""
+_LR_SCALE = 1e-3
+"""Factor on optim.lr: the steps must stay finite, as a non-finite one is skipped and therefore faster."""
+
+
+def is_enough(times_s: list[float], minutes: float) -> bool:
+    """Returns whether enough steps have been timed.
+
+    Args:
+        times_s: times of all steps so far, the dropped ones included.
+        minutes: value of train.minutes.
+    """
+    timed = times_s[DROPPED_STEPS:]
+    return len(timed) >= _MOST_TIMED or (len(timed) >= _LEAST_TIMED and sum(timed) >= _SHARE * 60 * minutes)
+
+
+def time_steps(config: RootConfig, run_dir: Path) -> int:
+    """Times steps and a validation, and records both in events.jsonl.
+
+    Args:
+        config: frozen config with train.minutes.
+        run_dir: the run directory.
+
+    Returns:
+        The exit code: 0, or that of a stop request.
+    """
+    environment, minutes = rank_environment(), config.train.minutes
+    assert minutes is not None
+    fence = Fence(run_dir, environment.lease)
+    device = rank_device(environment, deterministic=config.train.deterministic)
+    with (
+        heartbeat(environment.heartbeats, environment.rank) as beats,
+        world(device, config.cluster.timeout_s) as control,
+    ):
+        control.require_equal("the frozen config", config_digest(config))
+        config = replace(config, train=replace(config.train, steps=DROPPED_STEPS + _MOST_TIMED, minutes=None))
+        grid = build_grid(config.parallel, environment.rank, environment.world_size, control)
+        beats.enter("opening the data")
+        require_data_of_launcher(config, run_dir, environment)
+        train_samples, valid_sets = open_run_data(config, read_record(run_dir))
+        kernels = load_kernels(config, device, control, beats)
+        if config.cluster.bind_cores:
+            bind_to_share(environment.local_rank, environment.local_world_size)
+        events = EventWriter(run_dir, grid.rank == 0)
+        kernels, attention = tuned_kernels(config, run_dir, kernels, grid, device, events)
+        beats.enter("building the engine")
+        engine = build_engine(config, grid, device, kernels, attention)
+        stop = StopSignal(run_dir, control, fence, Path(switch) if (switch := config.run.kill_switch) else None)
+        with closing(train_loader(config, grid, train_samples, TrainState(), environment.local_world_size)) as batches:
+            lr = _LR_SCALE * config.optim.lr
+            times_s, reason = _timed(engine, batches, lr, lambda found: is_enough(found, minutes), control, stop, beats)
+        if not reason:
+            validation_s = _validation_s(config, engine, valid_sets, beats)
+            events.write(
+                STEPS_TIMED,
+                level="debug",
+                minutes=minutes,
+                step_times_s=times_s[DROPPED_STEPS:],
+                first_step_times_s=times_s[:DROPPED_STEPS],
+                validation_time_s=validation_s,
+                config_digest=config_digest(config),
+            )
+        elif events.enabled:
+            events.write("end", step=0, stopped=reason)
+            clear_stop(run_dir)
+    return exit_code(reason)
+
+
+def _timed(
+    engine: TrainEngine,
+    batches: Iterator[StepBatch],
+    lr: float,
+    is_enough: Callable[[list[float]], bool],
+    control: ControlPlane,
+    stop: StopSignal,
+    beats: Heartbeat,
+) -> tuple[list[float], str]:
+    """Takes steps until rank 0 has enough of them; returns their times and the reason of a stop request."""
+    times_s: list[float] = []
+    while not (reason := stop.reason()):
+        # Not a step's phases: the limits of hang detection are learned from the steps of training.
+        beats.enter("timing the first steps")
+        begin = time.perf_counter()
+        engine.step(next(batches).micro_batches, lr)
+        times_s.append(time.perf_counter() - begin)
+        if control.broadcast_number(int(is_enough(times_s))):
+            break
+    return times_s, reason
+
+
+def _validation_s(
+    config: RootConfig, engine: TrainEngine, valid_sets: Mapping[str, ValidationSource], beats: Heartbeat
+) -> float:
+    """Predicts the time of one validation of all sets from that of one call; collective."""
+    evaluation, size, grid = config.evaluation, config.train.micro_batch_size, engine.grid
+    if not valid_sets or not (evaluation.every_steps or evaluation.at_end):
+        return 0.0
+    beats.enter("timing a validation")
+    shown = [validated(config, valid) for valid in valid_sets.values()]
+    micro_batches = next(validation_micro_batches(config, grid, shown[0]))
+    begin = time.perf_counter()
+    engine.evaluate(micro_batches)
+    call_s = time.perf_counter() - begin
+    num_micro_batches = sum(num_validation_batches(len(valid), size, grid.dp.size, 1) for valid in shown)
+    passes = 2 if evaluation.average else 1
+    return passes * call_s * num_micro_batches / len(micro_batches)
