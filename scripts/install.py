@@ -158,7 +158,7 @@ def runs_this_python(venv: Path) -> bool:
 
 def has_pip(venv: Path) -> bool:
     """Whether the environment's pip starts; that of an interrupted `python -m venv` does not."""
-    command = [python_in(venv), "-I", "-m", "pip", "--version"]
+    command = [str(python_in(venv)), "-I", "-m", "pip", "--version"]
     return subprocess.run(command, capture_output=True, check=False, env=pip_environment()).returncode == 0
 
 
@@ -251,7 +251,7 @@ def has_nvidia_gpu() -> bool:
 
 
 def resolve_torch(venv: Path, *options: str) -> Any:
-    """Returns the entry of pip's installation report for torch: the wheel that pip would take; None if it finds none."""
+    """Returns the entry of pip's installation report for torch: the wheel that pip would take, None without one."""
     report = venv / "torch.json"
     report.unlink(missing_ok=True)
     dry = ["install", "--dry-run", "--ignore-installed", "--no-deps", "--only-binary=torch", "--report", str(report)]
@@ -353,7 +353,7 @@ def remove_incomplete(venv: Path) -> None:
             shutil.rmtree(info)
 
 
-def verify(venv: Path, level: str) -> None:
+def verify(venv: Path) -> None:
     """Imports what training imports, which also writes its bytecode, and builds the kernels.
 
     Raises:
@@ -371,7 +371,7 @@ def verify(venv: Path, level: str) -> None:
         raise SetupError("the kernels' build failed, see above. It is a bug: please report it")
 
 
-def stop(number: int, frame: FrameType | None) -> None:
+def stop(_number: int, _frame: FrameType | None) -> None:
     """Ends on SIGTERM as on Ctrl-C, so that pip ends too."""
     raise KeyboardInterrupt
 
@@ -393,7 +393,7 @@ def main(arguments: list[str]) -> int:
                 return 0
             prepare(venv, level)
             install(venv, level)
-            verify(venv, level)
+            verify(venv)
             for name in list(LEVELS)[: list(LEVELS).index(level) + 1]:
                 stamp(venv, name).write_text(json.dumps(state(venv)), encoding="utf-8")
     except (SetupError, OSError) as error:
