@@ -137,7 +137,7 @@ def prepare(venv: Path, level: str) -> None:
             raise SetupError(f"{venv} is no virtual environment. Name another folder: VENV=/path/to/venv")
         if not ours:
             raise SetupError(f"{venv} cannot be used: {broken}. Remove it (rm -r '{venv}') and run the command again")
-        say(f"making {venv} again: {broken}")
+        say(f"making {shown(venv)} again: {broken}")
         for path in files:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     if not python_in(venv).exists() or not has_pip(venv):
@@ -327,17 +327,21 @@ def progress(text: str) -> str:
 def failure(text: str) -> str:
     """Returns the lines of pip's output that say why it failed, and a remedy."""
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith(("WARNING", "  WARNING"))]
-    errors = [line for line in lines if re.search(r"\b(ERROR|[Ee]rror:|No space left)", line)] or lines
+    first = next(
+        (at for at, line in enumerate(lines) if re.search(r"\b(ERROR|[Ee]rror:)", line)), max(0, len(lines) - 10)
+    )
     if "No space left" in text or "Disk quota exceeded" in text:
         remedy = "The disk is full. Make room there, or set TMPDIR, PIP_CACHE_DIR or VENV to folders on another disk"
-    elif re.search(r"No matching distribution|Could not find a version|[Cc]onnection|ProxyError|SSLError", text):
+    elif re.search(r"No matching distribution|conflicting dependencies|[Cc]onnection|ProxyError|SSLError", text):
         remedy = (
             "Without network, point pip at a mirror or a folder of wheels (PIP_INDEX_URL, PIP_FIND_LINKS); behind a "
             "proxy, set HTTPS_PROXY; see docs/install.md"
         )
     else:
         remedy = "See docs/install.md"
-    return last_lines("\n".join(errors)) + f"\n{remedy}; then run the command again, it continues"
+    return (
+        last_lines("\n".join(lines[first : first + 10]), 10) + f"\n{remedy}; then run the command again, it continues"
+    )
 
 
 def last_lines(text: str, count: int = 6) -> str:
