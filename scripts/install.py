@@ -30,7 +30,7 @@ from typing import Any
 
 LEVELS = {"demo": "report", "dev": "report,dev", "mutation": "report,dev,mutation"}
 """The extras of pyproject.toml that each level installs."""
-NEEDED_GB = {"demo": 1.1, "dev": 2.3, "mutation": 2.4}
+NEEDED_GB = {"demo": 1.1, "dev": 2.0, "mutation": 2.0}
 """Disk space of a complete environment with the CPU build of torch, measured with du."""
 CUDA_GB = 5.0
 """What a CUDA build of torch 2.13 needs beyond the CPU build."""

@@ -97,6 +97,11 @@ class Checkout:
         command, environment = self.command(*arguments, **variables)
         return subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, check=False)
 
+    def megads(self) -> str:
+        _, environment = self.command()
+        command = self.folder / ".venv/bin/megads"
+        return subprocess.run([command], env=environment, capture_output=True, text=True, check=True).stdout
+
     def installed(self) -> list[str]:
         found = (self.folder / ".venv").glob("lib/python3*/site-packages/*.dist-info")
         return sorted(path.name.split("-")[0] for path in found if not path.name.startswith(("pip", "setuptools")))
@@ -120,7 +125,14 @@ def checkout(tmp_path: Path) -> Iterator[Checkout]:
     add_wheel(index, "libraries", "1.0", {f"{name}.py": "" for name in LIBRARIES})
     add_wheel(index, "linter", "1.0", {"linter.py": ""})
     pip = {"PIP_INDEX_URL": index.as_uri(), "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": None}
-    plain = {"VENV": None, "PYTHON": sys.executable, "LANG": None, "LC_ALL": None, "TORCH_CPU_INDEX": ""}
+    plain = {
+        "VENV": None,
+        "PYTHON": sys.executable,
+        "LANG": None,
+        "LC_ALL": None,
+        "PYTHONPATH": None,
+        "TORCH_CPU_INDEX": "",
+    }
     # No home folder: pip's cache cannot be written.
     yield Checkout(folder, index, {**pip, **plain, "HOME": "/proc/nowhere", "XDG_CACHE_HOME": None})
 
@@ -134,8 +146,7 @@ def test_a_level_installs_what_it_needs_once(checkout: Checkout) -> None:
     assert demo.stdout.splitlines()[0].startswith("setup: installing what 'make demo' needs into .venv, 1.1 GB")
     assert len(demo.stdout.splitlines()) < 6 and not demo.stderr
     assert "Installing collected packages: torch" in (checkout.folder / ".venv/setup.log").read_text()
-    ran = subprocess.run([checkout.folder / ".venv/bin/megads"], capture_output=True, text=True, check=False)
-    assert ran.stdout == f"{checkout.folder}/megads/train.py\n", ran.stderr
+    assert checkout.megads() == f"{checkout.folder}/megads/train.py\n"
     assert checkout.setup("demo").stdout == ""
 
     assert "'make test'" in checkout.setup().stdout
@@ -156,8 +167,7 @@ def test_a_moved_environment_is_made_again(checkout: Checkout) -> None:
     checkout.folder.rename(moved.folder)
     again = moved.setup("demo")
     assert f"making .venv again: it was made in {checkout.folder}/.venv" in again.stdout, again.stderr
-    ran = subprocess.run([moved.folder / ".venv/bin/megads"], capture_output=True, text=True, check=False)
-    assert ran.stdout == f"{moved.folder}/megads/train.py\n", ran.stderr
+    assert moved.megads() == f"{moved.folder}/megads/train.py\n"
     (moved.folder / ".venv/bin/python").unlink()
     (moved.folder / ".venv/bin/python").symlink_to("/usr/bin/no-such-python")
     assert "making .venv again: its Python does not run" in moved.setup("demo").stdout
