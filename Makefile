@@ -1,27 +1,34 @@
 VENV ?= .venv
-PYTHON_BIN := $(VENV)/bin
 export VENV
+# Quoted, since a folder may contain spaces; started as modules, since scripts contain the path of the environment.
+PYTHON := "$(VENV)/bin/python"
 
 # Hundreds of test processes import the same modules; without cached bytecode each of them compiles these again.
-PYTEST := env -u PYTHONDONTWRITEBYTECODE $(PYTHON_BIN)/python -m pytest
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(PYTHON) -m pytest
 
 # Tests that start processes are idle half of the time. A file stays with one worker: its tests share what they start.
 SEVERAL_AT_A_TIME := --numprocesses=3 --dist=loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup browser demo test test-fast test-slow test-gpu-build test-slurm test-faults test-attack mutation check bench docs clean
+.PHONY: help setup setup-demo setup-mutation browser demo test test-fast test-slow test-gpu-build test-slurm test-faults test-attack mutation check bench docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-setup: ## create .venv with the pinned dependencies (a second run does nothing)
-	@scripts/setup.sh
+setup: ## create .venv with all that tests and benchmarks need; the targets below call it, and a second run does nothing
+	@scripts/setup.sh dev
+
+setup-demo: ## create .venv with what training needs only, half as large
+	@scripts/setup.sh demo
+
+setup-mutation: # what `make setup` installs, and cosmic-ray
+	@scripts/setup.sh mutation
 
 browser: ## install a headless browser (Debian, as root); without it the tests that open reports in one are skipped
 	@scripts/install_chromium.sh
 
-demo: setup ## train a small model on text of this machine, from raw text to validation loss
-	@PATH="$(abspath $(PYTHON_BIN)):$$PATH" scripts/demo/run.sh
+demo: setup-demo ## train a small model on text of this machine, from raw text to validation loss
+	@PATH="$$(cd "$(VENV)/bin" && pwd):$$PATH" scripts/demo/run.sh
 
 test: setup ## run all tests except the slow ones; GPU tests are skipped without a GPU
 	$(PYTEST) -m "not slow and not slurm and not attack" $(SEVERAL_AT_A_TIME)
@@ -33,7 +40,7 @@ test-slow: setup ## run only the slow tests; selecting none is no failure (SHARE
 	$(PYTEST) -m "slow and not slurm and not attack" $(if $(SHARE),--share $(SHARE)) $(SEVERAL_AT_A_TIME) || [ $$? -eq 5 ]
 
 test-gpu-build: setup ## build and load the CUDA kernels under CUDA builds of torch 2.11 and 2.13; needs no GPU, but 4.8 GiB in the user's cache
-	$(PYTHON_BIN)/python -m scripts.cuda_torch --nvcc -- -m pytest -q tests/ops/cuda/test_compile.py
+	$(PYTHON) -m scripts.cuda_torch --nvcc -- -m pytest -q tests/ops/cuda/test_compile.py
 
 test-slurm: setup ## run tests on a private SLURM of several nodes on this machine; installs SLURM with apt if permitted (SHARE=1/3)
 	@scripts/install_slurm.sh
@@ -46,23 +53,22 @@ test-faults: setup ## inject every fault of docs/reliability.md and list which g
 test-attack: setup ## kill at random and at every system call, damage every file, fuzz command lines: about three hours (ROUNDS=20: number of kills)
 	$(PYTEST) -m attack -s tests $(if $(ROUNDS),--attack-rounds $(ROUNDS)) --attack-table attack.md
 
-mutation: setup ## mutation testing: apply 200 mutations to megads/, one at a time, and list those that no test detects (COUNT=, SEED=): an hour
-	$(PYTHON_BIN)/python -m pip install --quiet --constraint constraints.txt cosmic-ray
-	$(PYTHON_BIN)/python -m scripts.mutation_sample --count $(or $(COUNT),200) --seed $(or $(SEED),1)
+mutation: setup-mutation ## mutation testing: apply 200 mutations to megads/, one at a time, and list those that no test detects (COUNT=, SEED=): an hour
+	$(PYTHON) -m scripts.mutation_sample --count $(or $(COUNT),200) --seed $(or $(SEED),1)
 
 check: setup ## check lint, format, types, spelling, YAML and which packages import which
-	$(PYTHON_BIN)/ruff check .
-	$(PYTHON_BIN)/ruff format --check .
-	$(PYTHON_BIN)/mypy
-	$(PYTHON_BIN)/codespell
-	$(PYTHON_BIN)/yamllint --strict .
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+	$(PYTHON) -m codespell_lib
+	$(PYTHON) -m yamllint --strict .
 	$(PYTEST) -q --durations=0 tests/test_architecture.py
 
 bench: setup ## compare speed and memory with peers and hardware limits (QUICK=1: five minutes); see bench.png
-	$(PYTHON_BIN)/python -m scripts.bench.suite $(if $(QUICK),--quick)
+	$(PYTHON) -m scripts.bench.suite $(if $(QUICK),--quick)
 
 docs: setup ## generate docs/configuration.md from the config dataclasses and conf/
-	$(PYTHON_BIN)/python scripts/docs/configuration.py
+	$(PYTHON) scripts/docs/configuration.py
 
 clean: ## remove caches and build output; keeps .venv and runs
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache
