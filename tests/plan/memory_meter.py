@@ -25,7 +25,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megads.model.attention import causal_bias
-from megads.ops.processor import torch_loops_over_bf16
+from megads.ops import processor
+from megads.ops.config import Implementation
 from megads.ops.resolve import plans_fused
 from megads.parallel.config import ParallelConfig
 from megads.plan.memory import MemoryPlan, Workload, memory_plan
@@ -144,11 +145,26 @@ class ZeroProducts(TorchDispatchMode):
         return left.new_zeros(*left.shape[:-1], right.shape[-1])
 
 
+@contextmanager
+def with_bf16_gemms() -> Iterator[None]:
+    """Runs as on a processor for which PyTorch has bf16 GEMMs, as the plan of ops.impl=torch assumes."""
+    loops = processor.torch_loops_over_bf16
+    if not loops():
+        yield
+        return
+    processor.torch_loops_over_bf16 = lambda: False
+    try:
+        with ZeroProducts():
+            yield
+    finally:
+        processor.torch_loops_over_bf16 = loops
+
+
 def train_steps(scenario: Scenario, parallel: ParallelConfig, steps: int = 2) -> None:
     """Builds the engine and trains: two steps, as the first starts without what earlier ones left in the pipeline."""
     causal_bias.__wrapped__.cache_clear()  # type: ignore[attr-defined]
     engine = build_engine(scenario, parallel)
-    with ZeroProducts() if torch_loops_over_bf16() else nullcontext():
+    with with_bf16_gemms() if scenario.ops.impl is Implementation.torch else nullcontext():
         for step in range(steps):
             engine.step(step_batches(scenario, step, engine.grid.dp.rank, parallel.dp), scenario.lr)
     causal_bias.__wrapped__.cache_clear()  # type: ignore[attr-defined]
