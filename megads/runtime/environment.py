@@ -15,6 +15,7 @@ from typing import TextIO
 from urllib.parse import urlsplit
 
 from megads.errors import ConfigError
+from megads.runtime.cgroups import cpu_quota
 
 _LAUNCHER_PID_VARIABLE = "MEGADS_LAUNCHER_PID"
 _LEASE_VARIABLE = "MEGADS_LEASE"
@@ -86,9 +87,17 @@ def store_address() -> tuple[str, int]:
     return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
 
-def available_cores() -> int:
-    """Returns the number of cores this process may run on."""
-    return len(available_core_numbers())
+def available_cores(root: Path = Path("/")) -> int:
+    """Returns the number of cores that this process can keep busy: those it may run on, or fewer with a CPU quota.
+
+    A container with a quota (`docker run --cpus=2`) sees all cores of the machine. With a thread on each of them the
+    quota is used up early in every period, and all threads wait for the rest of it.
+
+    Args:
+        root: folder that contains proc and sys.
+    """
+    cores, quota = len(available_core_numbers()), cpu_quota(root)
+    return cores if quota is None else max(1, min(cores, int(quota)))
 
 
 def available_core_numbers() -> list[int]:
