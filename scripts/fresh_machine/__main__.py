@@ -26,6 +26,7 @@ from typing import NoReturn
 from scripts.fresh_machine.cases import PYTHON_FOLDER, STARTED, Case, Run, all_cases, result, selected
 from scripts.fresh_machine.inside import PIP_CACHE, Command, Entry, Outcome
 from scripts.fresh_machine.system import (
+    HOMES,
     NAMESPACES,
     SUITES,
     FreshMachineError,
@@ -118,8 +119,8 @@ class Runner:
                 (root / "srv" / user).mkdir(mode=0o700)
                 os.chown(root / "srv" / user, uid, uid)
             if case.home == "read-only":
-                os.chown(root / "home" / user, 0, 0)
-                (root / "home" / user).chmod(0o555)
+                os.chown(root / HOMES.lstrip("/") / user, 0, 0)
+                (root / HOMES.lstrip("/") / user).chmod(0o555)
             script = f"umask 077; mkdir -p '{checkout}' && tar -x -C '{checkout}'"
             with self._tarball.open("rb") as archive:
                 subprocess.run(
@@ -154,7 +155,7 @@ class Runner:
         return passed
 
     def _command(self, case: Case, run: Run, log: Path) -> Command:
-        environment = {"PATH": _PATH, "HOME": f"/home/{run.user}", **self._registries.variables, **case.environment()}
+        environment = {"PATH": _PATH, "HOME": f"{HOMES}/{run.user}", **self._registries.variables, **case.environment()}
         if case.home == "own" and run.user == "ada":
             environment["PIP_CACHE_DIR"] = PIP_CACHE
         prefix = ["taskset", "--cpu-list", str(min(os.sched_getaffinity(0)))] if case.cpus else []

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from scripts.fresh_machine.system import SUITES, UNKNOWN_USER, USERS
+from scripts.fresh_machine.system import HOMES, SUITES, UNKNOWN_USER, USERS
 
 FOLDERS = {"space": "Länder und Texte/checkout", "megads": "megads"}
 """Word of a case, and the checkout's folder in it; `git clone` makes the second."""
@@ -67,7 +67,7 @@ class Case:
 
     def checkout(self, user: str) -> str:
         """Returns the checkout's folder in the system: in the user's home, if that can be written."""
-        above = f"/home/{user}" if self.home == "own" else f"/srv/{user}"
+        above = f"{HOMES}/{user}" if self.home == "own" else f"/srv/{user}"
         return f"{above}/{FOLDERS[self.folder]}"
 
     def environment(self) -> dict[str, str]:

@@ -18,6 +18,8 @@ SUITES = {"debian12": "bookworm", "debian13": "trixie"}
 USERS = {"ada": 1000, "ben": 1001}
 """Ordinary users of every system, and their ids."""
 
+HOMES = "/home"
+
 UNKNOWN_USER = 12345
 """An id without a line in /etc/passwd, as of `docker run --user`."""
 
@@ -153,10 +155,13 @@ def build(cache: Path, name: str, compiler: bool, mirror: str) -> Path:
         tail = " / ".join(log.read_text(errors="replace").splitlines()[-3:])
         raise FreshMachineError(f"debootstrap {SUITES[name]} failed, see {log}: {tail}")
     for user, uid in USERS.items():
-        for file, line in (("passwd", f"{user}:x:{uid}:{uid}::/home/{user}:/bin/bash"), ("group", f"{user}:x:{uid}:")):
+        for file, line in (
+            ("passwd", f"{user}:x:{uid}:{uid}::{HOMES}/{user}:/bin/bash"),
+            ("group", f"{user}:x:{uid}:"),
+        ):
             with (folder / "etc" / file).open("a", encoding="utf-8") as out_file:
                 out_file.write(line + "\n")
-        home = folder / "home" / user
+        home = folder / HOMES.lstrip("/") / user
         home.mkdir(mode=0o700)
         os.chown(home, uid, uid)
     (folder / _MARK).touch()
