@@ -259,7 +259,7 @@ def commit() -> str:
 
 
 def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
-    """Ends as after Ctrl-C, so that the case's system is removed."""
+    """Ends as after Ctrl-C: what runs is killed, and the case's system removed."""
     raise KeyboardInterrupt
 
 
@@ -286,6 +286,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--demo-limit-s", type=int, default=1200, help="time limit of a demo with installation")
     parser.add_argument("--test-limit-s", type=int, default=3600, help="time limit of the tests with installation")
+    parser.add_argument("--demo-command", default="make demo", help="what the demo steps run, default 'make demo'")
     parser.add_argument("--test-command", default="make test", help="what the test steps run, default 'make test'")
     options = parser.parse_args()
     options.cache = options.cache.absolute()
@@ -302,7 +303,7 @@ def main() -> int:
         if options.cache.exists():
             remove(options.cache, options.cache)
         return 0
-    cases = selected(all_cases(options.python, options.test_command), options.only)
+    cases = selected(all_cases(options.python, options.demo_command, options.test_command), options.only)
     if not cases:
         raise FreshMachineError(f"no case has the words {' or '.join(options.only)}: see --list")
     if options.list or options.dry_run:
@@ -334,4 +335,4 @@ if __name__ == "__main__":
     except FreshMachineError as error:
         sys.exit(f"fresh_machine: {error}")
     except KeyboardInterrupt:
-        sys.exit("fresh_machine: interrupted; the case's system is removed")
+        sys.exit("fresh_machine: interrupted")

@@ -76,14 +76,15 @@ class Case:
         return home | ({"PYTHON": f"{PYTHON_FOLDER}/bin/python3"} if self.python else {})
 
 
-def all_cases(pythons: list[Path], test_command: str) -> list[Case]:
+def all_cases(pythons: list[Path], demo_command: str, test_command: str) -> list[Case]:
     """Returns every case, in the order in which they run.
 
     Args:
         pythons: installations of Python on this machine, each for one more case.
+        demo_command: command of the demo steps.
         test_command: command of the test steps.
     """
-    demo = Run("ada", "make demo", "demo")
+    demo = Run("ada", demo_command, "demo")
     both = {"demo": (demo,), "test": (Run("ada", test_command, "test"),)}
     only_demo = {"demo": (demo,)}
     cases = [
@@ -102,8 +103,8 @@ def all_cases(pythons: list[Path], test_command: str) -> list[Case]:
     for python in pythons:
         version = python_version(python)
         cases.append(Case(("debian12", f"python{version}"), both, f"Python {version} of {python}", python=python))
-    again = Run("ben", "make demo", "demo")
-    fresh = tuple(Run(user, "FRESH=1 make demo", "demo") for user in ("ada", "ben"))
+    again = Run("ben", demo_command, "demo")
+    fresh = tuple(Run(user, f"export FRESH=1; {demo_command}", "demo") for user in ("ada", "ben"))
     users = {"demo": (demo,), "second": (again,), "together": fresh}
     cases += [
         Case(("debian12", "home"), both, "a home directory that cannot be written", home="read-only"),
