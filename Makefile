@@ -9,7 +9,7 @@ PYTEST := env -u PYTHONDONTWRITEBYTECODE $(PYTHON_BIN)/python -m pytest
 SEVERAL_AT_A_TIME := --numprocesses=3 --dist=loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup browser demo test test-fast test-slow test-gpu-build test-slurm test-faults test-attack test-fresh mutation check bench docs clean
+.PHONY: help setup browser demo test test-fast test-slow test-gpu-build test-slurm test-faults test-attack mutation check bench docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -46,9 +46,6 @@ test-faults: setup ## inject every fault of docs/reliability.md and list which g
 test-attack: setup ## kill at random and at every system call, damage every file, fuzz command lines: about three hours (ROUNDS=20: number of kills)
 	$(PYTEST) -m attack -s tests $(if $(ROUNDS),--attack-rounds $(ROUNDS)) --attack-table attack.md
 
-test-fresh: ## run the README's commands on fresh Debian 12 and 13 systems, as a new user has them; needs root (ONLY=debian12:demo): hours
-	@scripts/fresh_machine.sh $(if $(ONLY),--only "$(ONLY)")
-
 mutation: setup ## mutation testing: apply 200 mutations to megads/, one at a time, and list those that no test detects (COUNT=, SEED=): an hour
 	$(PYTHON_BIN)/python -m pip install --quiet --constraint constraints.txt cosmic-ray
 	$(PYTHON_BIN)/python -m scripts.mutation_sample --count $(or $(COUNT),200) --seed $(or $(SEED),1)
@@ -66,6 +63,10 @@ bench: setup ## compare speed and memory with peers and hardware limits (QUICK=1
 
 docs: setup ## generate docs/configuration.md from the config dataclasses and conf/
 	$(PYTHON_BIN)/python scripts/docs/configuration.py
+
+.PHONY: test-fresh
+test-fresh: ## run the README's commands on fresh Debian 12 and 13 systems, as a new user has them; needs root (ONLY=debian12:demo): hours
+	@scripts/fresh_machine.sh $(if $(ONLY),--only "$(ONLY)")
 
 clean: ## remove caches and build output; keeps .venv and runs
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache
