@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import getpass
 import netrc
 import os
 import re
 import resource
 import socket
+import stat
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -118,10 +121,48 @@ def share_of_cores(num_ranks: int) -> int:
     return max(1, available_cores() // num_ranks)
 
 
+def home_dir() -> Path | None:
+    """Returns the user's home directory; None for a user id without a name (`docker run --user`) and without HOME."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return None
+
+
+def user_name() -> str:
+    """Returns the user's login name, or the user id if it has no name."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # Python before and since 3.13
+        return str(os.getuid())
+
+
 def user_cache_dir() -> Path:
-    """Returns megads' folder in the user's cache folder; it may not exist yet."""
+    """Returns megads' folder in the user's cache folder; it may not exist yet.
+
+    If the home directory cannot be written, or there is none, it is a folder of this user in the temporary folder:
+    without a cache, kernels could not be compiled.
+    """
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "megads"
+    if base:
+        return Path(base) / "megads"
+    home = home_dir()
+    if home is not None and _can_create(home / ".cache" / "megads"):
+        return home / ".cache" / "megads"
+    folder = Path(tempfile.gettempdir()) / f"megads-cache-{os.getuid()}"
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        # Libraries are loaded from it: nobody else may have put them there.
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
+            return folder
+    return home / ".cache" / "megads" if home is not None else Path(tempfile.mkdtemp(prefix="megads-cache-"))
+
+
+def _can_create(folder: Path) -> bool:
+    """Whether a folder can be written to, or created."""
+    nearest = next(path for path in (folder, *folder.parents) if os.access(path, os.F_OK))
+    return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
 
 
 def cpp_compiler() -> str | None:
@@ -407,7 +448,7 @@ def wandb_login() -> str | None:
     if os.environ.get("WANDB_API_KEY"):
         return "WANDB_API_KEY"
     url = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
-    path = Path(os.environ.get("NETRC", Path.home() / ".netrc"))
+    path = Path(os.environ.get("NETRC") or (home_dir() or Path("/")) / ".netrc")
     try:
         known = netrc.netrc(path).hosts
     except (OSError, netrc.NetrcParseError):
