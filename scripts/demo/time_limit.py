@@ -94,10 +94,10 @@ def main() -> int:
     whole_began = began
     with subprocess.Popen(sys.argv[1:], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith(FIRST_STAGE.encode()):
+        for output in process.stdout:
+            if output.startswith(FIRST_STAGE.encode()):
                 began = time.monotonic()
-            sys.stdout.buffer.write(line)
+            sys.stdout.buffer.write(output)
             sys.stdout.buffer.flush()
     ended = time.monotonic()
     # The whole command's: what the installation used cannot be told from what the demo used.
