@@ -98,6 +98,8 @@ def enter(entry: Entry) -> list[Outcome]:
 
 
 def _mount_system(root: Path) -> None:
+    # A mount point of its own, so that /proc/self/mounts lists the root file system, as on every machine.
+    _mount("--bind", root, root)
     _mount("-t", "proc", "proc", root / "proc")
     _mount("--bind", "/sys", root / "sys")
     _mount("-o", "remount,bind,ro", root / "sys")
