@@ -301,7 +301,8 @@ def main() -> int:
     options = parse()
     if options.clean:
         if options.cache.exists():
-            remove(options.cache, options.cache)
+            with open_cache(options.cache):
+                remove(options.cache, options.cache)
         return 0
     cases = selected(all_cases(options.python, options.demo_command, options.test_command), options.only)
     if not cases:
@@ -317,12 +318,12 @@ def main() -> int:
         return 0
     if options.python == []:
         print("no Python 3.12: Debian 12 and 13 have 3.11 and 3.13; name an installation with --python for its case")
-    open_cache(options.cache)
     signal.signal(signal.SIGTERM, interrupt)
-    runner = Runner(options)
-    table = Table(options.cache / "results.md", f"{commit()}; {machine()}")
-    for case in cases:
-        runner.run(case, table)
+    with open_cache(options.cache):
+        runner = Runner(options)
+        table = Table(options.cache / "results.md", f"{commit()}; {machine()}")
+        for case in cases:
+            runner.run(case, table)
     print(f"table: {options.cache / 'results.md'}; logs: {options.cache / 'logs'}")
     if runner.failed:
         print(f"FAILED: {', '.join(runner.failed)}")

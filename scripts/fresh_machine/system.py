@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import fcntl
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 from urllib.parse import unquote, urlsplit
 
 SUITES = {"debian12": "bookworm", "debian13": "trixie"}
@@ -183,17 +185,28 @@ def copy_system(cache: Path, base: Path, folder: Path, found: Registries) -> Non
     (folder / "etc/pip.conf").write_text(found.pip_conf, encoding="utf-8")
 
 
-def open_cache(folder: Path) -> None:
+def open_cache(folder: Path) -> IO[str]:
     """Creates the cache folder, which only root can read: settings of pip may hold a password.
 
+    Returns:
+        The mark of the folder, locked until it is closed: one call at a time builds systems and runs cases.
+
     Raises:
-        FreshMachineError: the folder holds something else.
+        FreshMachineError: the folder holds something else, or another call uses it.
     """
     mark = folder / _MARK
     if folder.is_dir() and any(folder.iterdir()) and not mark.exists():
         raise FreshMachineError(f"{folder} is not empty and was not made by this script: name another with --cache")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    mark.touch()
+    lock = mark.open("w", encoding="utf-8")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise FreshMachineError(
+            f"another call uses {folder}: wait for it, or name another folder with --cache"
+        ) from None
+    return lock
 
 
 def remove(cache: Path, folder: Path) -> None:

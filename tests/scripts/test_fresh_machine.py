@@ -70,8 +70,8 @@ def test_only_a_cache_of_this_script_is_removed(tmp_path: Path) -> None:
     with pytest.raises(FreshMachineError, match="not in a cache folder"):
         remove(mine, mine)
     cache = tmp_path / "cache"
-    open_cache(cache)
-    open_cache(cache)
+    with open_cache(cache), pytest.raises(FreshMachineError, match="another call uses"):
+        open_cache(cache)
     (cache / "link").symlink_to(mine)
     with pytest.raises(FreshMachineError, match="not in a cache folder"):
         remove(cache, cache / "link")
@@ -83,7 +83,7 @@ def test_only_a_cache_of_this_script_is_removed(tmp_path: Path) -> None:
 def test_what_is_mounted_is_never_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches an `rm -r` that reaches a folder of this machine through a bind mount."""
     cache = tmp_path / "cache"
-    open_cache(cache)
+    open_cache(cache).close()
     (cache / "case" / "opt").mkdir(parents=True)
     monkeypatch.setattr("scripts.fresh_machine.system.mount_points", lambda: [Path("/"), cache / "case" / "opt"])
     with pytest.raises(FreshMachineError, match="is mounted at"):
