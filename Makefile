@@ -70,6 +70,10 @@ bench: setup ## compare speed and memory with peers and hardware limits (QUICK=1
 docs: setup ## generate docs/configuration.md from the config dataclasses and conf/
 	$(PYTHON) scripts/docs/configuration.py
 
+.PHONY: test-fresh
+test-fresh: ## run the README's commands on fresh Debian 12 and 13 systems, as a new user has them; needs root (ONLY=debian12:demo): hours
+	@scripts/fresh_machine.sh $(if $(ONLY),--only "$(ONLY)")
+
 clean: ## remove caches and build output; keeps .venv and runs
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache
 	find megads tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +

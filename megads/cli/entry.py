@@ -35,7 +35,7 @@ from megads.cli.composition import (
 from megads.cli.verb import Invocation, Verb, config_dir, describe_groups, describe_keys, own_config_dirs
 from megads.errors import DISK_FULL, EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, ConfigError, MegadsError, exit_codes_text
 from megads.runtime import progress
-from megads.runtime.environment import show_full_hydra_errors
+from megads.runtime.environment import home_dir, show_full_hydra_errors
 from megads.runtime.registry import UsesPlugins
 
 _ENVIRONMENT = (
@@ -394,10 +394,10 @@ def with_home(argument: str) -> str:
     Args:
         argument: an argument of the command line.
     """
-    if "~" not in argument or "'" in argument or '"' in argument:
+    home = home_dir()
+    if home is None or "~" not in argument or "'" in argument or '"' in argument:
         return argument
-    home = str(Path("~").expanduser())
-    return _HOME.sub(lambda found: found[1] + home, argument)
+    return _HOME.sub(lambda found: found[1] + str(home), argument)
 
 
 # PyTorch, NumPy and file formats store counts as signed 64-bit integers.

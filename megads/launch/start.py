@@ -60,7 +60,7 @@ from megads.launch.uploads import prepare_checkpoints, restore_lost, uploading
 from megads.monitor.console import Console
 from megads.monitor.eta import Intervals
 from megads.monitor.trackers import wanted_trackers
-from megads.ops.config import Implementation, Kernels
+from megads.ops.config import Implementation
 from megads.ops.resolve import prepare
 from megads.resilience.restarts import Attempt, GiveUp, Means, Requeue, Restart, first_attempt, next_attempt
 from megads.runtime import environment, progress
@@ -151,11 +151,11 @@ def _start(asked: RootConfig, start: StartRequest) -> int:
 @contextmanager
 def _early_server(config: RootConfig, placement: SlurmPlacement | None) -> Iterator[RankServer | None]:
     """Starts a rank server, which imports while the launcher checks the run; None if it does not fork the ranks."""
-    parallel, given = config.parallel, config.cluster.threads_per_rank
     if placement is not None or config.run.dry_run or config.run.prepare_only or may_have_gpus():
         yield None
         return
-    threads = environment.threads_of_rank(parallel.world_size, given, useful_threads(config))
+    ranks, cluster = config.parallel.world_size, config.cluster
+    threads = environment.threads_of_rank(ranks, cluster.threads_per_rank, useful_threads(config))
     server = RankServer(environment.rank_variables(threads, cuda=False))
     try:
         yield server
@@ -175,7 +175,9 @@ def _run(resolved: ResolvedRun, server: RankServer | None) -> _Ended:
         console.say(f"run {config.run.id} in {resolved.run_dir}, {config.parallel.world_size} ranks")
         for choice in resolved.choices:
             console.say(choice)
-        _say_ops(prepare(config.ops, console.say, cuda=resolved.machine.per_gpu, optimizer=config.optim.impl), console)
+        kernels = prepare(config.ops, console.say, cuda=resolved.machine.per_gpu, optimizer=config.optim.impl)
+        # A warning if faster kernels are unavailable, such as without a compiler.
+        console.say(kernels.text, "warning" if kernels.reason else "info")
         if config.optim.impl is Implementation.deepspeed:
             build_adam(console.say, cuda=resolved.machine.per_gpu)
         if not config.run.prepare_only:
@@ -276,11 +278,6 @@ def _say_plan(accepted: AcceptedStart, console: Console) -> None:
     if config.train.length_is_known and learning_rate(config).warmup:
         for text in warmup_warnings(config):
             console.say(text, "warning")
-
-
-def _say_ops(kernels: Kernels, console: Console) -> None:
-    """Reports the kernels in use, as a warning if faster ones are unavailable, such as without a compiler."""
-    console.say(kernels.text, "warning" if kernels.reason else "info")
 
 
 def launch_spec(config: RootConfig) -> LaunchSpec:

@@ -6,6 +6,7 @@ output.
 """
 
 __all__ = [
+    "cgroups",
     "claims",
     "config",
     "control_store",

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import getpass
 import netrc
 import os
 import re
 import resource
 import socket
+import stat
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 from urllib.parse import urlsplit
 
 from megads.errors import ConfigError
+from megads.runtime.cgroups import cpu_quota
 
 _LAUNCHER_PID_VARIABLE = "MEGADS_LAUNCHER_PID"
 _LEASE_VARIABLE = "MEGADS_LEASE"
@@ -86,9 +90,17 @@ def store_address() -> tuple[str, int]:
     return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
 
-def available_cores() -> int:
-    """Returns the number of cores this process may run on."""
-    return len(available_core_numbers())
+def available_cores(root: Path = Path("/")) -> int:
+    """Returns the number of cores that this process can keep busy: those it may run on, or fewer with a CPU quota.
+
+    A container with a quota (`docker run --cpus=2`) sees all cores of the machine. With a thread on each of them the
+    quota is used up early in every period, and all threads wait for the rest of it.
+
+    Args:
+        root: folder that contains proc and sys.
+    """
+    cores, quota = len(available_core_numbers()), cpu_quota(root)
+    return cores if quota is None else max(1, min(cores, int(quota)))
 
 
 def available_core_numbers() -> list[int]:
@@ -137,10 +149,48 @@ def asked_threads() -> int | None:
     return int(first)
 
 
+def home_dir() -> Path | None:
+    """Returns the user's home directory; None for a user id without a name (`docker run --user`) and without HOME."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return None
+
+
+def user_name() -> str:
+    """Returns the user's login name, or the user id if it has no name."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # Python before and since 3.13
+        return str(os.getuid())
+
+
 def user_cache_dir() -> Path:
-    """Returns megads' folder in the user's cache folder; it may not exist yet."""
+    """Returns megads' folder in the user's cache folder; it may not exist yet.
+
+    If the home directory cannot be written, or there is none, it is a folder of this user in the temporary folder:
+    without a cache, kernels could not be compiled.
+    """
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "megads"
+    if base:
+        return Path(base) / "megads"
+    home = home_dir()
+    if home is not None and _can_create(home / ".cache" / "megads"):
+        return home / ".cache" / "megads"
+    folder = Path(tempfile.gettempdir()) / f"megads-cache-{os.getuid()}"
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        # Libraries are loaded from it: nobody else may have put them there.
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
+            return folder
+    return home / ".cache" / "megads" if home is not None else Path(tempfile.mkdtemp(prefix="megads-cache-"))
+
+
+def _can_create(folder: Path) -> bool:
+    """Whether a folder can be written to, or created."""
+    nearest = next(path for path in (folder, *folder.parents) if os.access(path, os.F_OK))
+    return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
 
 
 def cpp_compiler() -> str | None:
@@ -459,7 +509,7 @@ def wandb_login() -> str | None:
     if os.environ.get("WANDB_API_KEY"):
         return "WANDB_API_KEY"
     url = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
-    path = Path(os.environ.get("NETRC", Path.home() / ".netrc"))
+    path = Path(os.environ.get("NETRC") or (home_dir() or Path("/")) / ".netrc")
     try:
         known = netrc.netrc(path).hosts
     except (OSError, netrc.NetrcParseError):

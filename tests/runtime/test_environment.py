@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -18,8 +21,11 @@ from megads.runtime.environment import (
     rank_environment,
     rank_variables,
     threads_of_rank,
+    user_cache_dir,
     wait_passively,
 )
+
+REPOSITORY = Path(__file__).parents[2]
 
 
 def test_a_process_started_by_hand_is_the_only_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,3 +139,53 @@ def test_ranks_of_one_machine_meet_on_its_loopback(monkeypatch: pytest.MonkeyPat
     assert not [name for name in meeting_variables(tmp_path, "127.0.0.1", 1234, one_machine=False) if "IFNAME" in name]
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
     assert meeting_variables(tmp_path, "127.0.0.1", 1234, one_machine=True)["GLOO_SOCKET_IFNAME"] == "ib0"
+
+
+UNNAMED = 54321
+"""A user id without a line in /etc/passwd."""
+
+
+def as_unnamed_user(code: str, **variables: str) -> str:
+    """Runs Python code as a user id without a name, and returns what it prints."""
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(REPOSITORY), **variables}
+    program = f"import os; os.setgroups([]); os.setgid({UNNAMED}); os.setuid({UNNAMED})\n{code}"
+    modules = "import megads.runtime.environment as environment, tempfile, pathlib, sys"
+    # Imported as root: the user cannot read a checkout or an environment in /root.
+    done = subprocess.run(
+        [sys.executable, "-c", f"{modules}\n{program}"], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_a_user_without_name_and_home() -> None:
+    """Catches a KeyError or RuntimeError in a container of `docker run --user`, and kernels that are never compiled."""
+    assert as_unnamed_user("print(environment.user_name(), environment.home_dir())") == f"{UNNAMED} None"
+    # Not tmp_path, which only root can enter.
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o777)
+        cache = folder / f"megads-cache-{UNNAMED}"
+        assert as_unnamed_user("print(environment.user_cache_dir())", TMPDIR=name) == str(cache)
+        assert cache.stat().st_mode & 0o777 == 0o700
+        # A home directory that belongs to root, as HOME=/ in such a container.
+        assert as_unnamed_user("print(environment.user_cache_dir())", TMPDIR=name, HOME="/usr") == str(cache)
+        home = folder / "home"
+        home.mkdir()
+        home.chmod(0o777)
+        assert as_unnamed_user("print(environment.user_cache_dir())", HOME=str(home)) == f"{home}/.cache/megads"
+
+
+def test_a_cache_that_others_can_write_to_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches libraries loaded from a folder that another user prepared in the temporary folder."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "file" / "home"))
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = tmp_path / f"megads-cache-{os.getuid()}"
+    assert user_cache_dir() == folder
+    folder.chmod(0o777)
+    assert user_cache_dir() != folder
+    monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
+    assert user_cache_dir() == Path("/elsewhere/megads")

@@ -7,71 +7,14 @@ import resource
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from megads.ops.build import KernelsUnavailable, find_compiler
 from megads.ops.processor import gemm_text, torch_loops_over_bf16
-from megads.runtime.environment import asked_threads, available_cores, thread_settings
+from megads.runtime.cgroups import cpu_quota, memory_limit_bytes
+from megads.runtime.environment import asked_threads, available_core_numbers, available_cores, thread_settings
 from megads.tools.doctor.finding import Finding, Status, note, ok, problem, size
-
-# cgroup v1 writes "no limit" as the largest multiple of the page size.
-_UNLIMITED_BYTES = 2**60
-
-
-def cpu_quota(root: Path = Path("/")) -> float | None:
-    """Returns the cgroup's CPU quota of this process, in CPUs, or None without a limit.
-
-    Args:
-        root: folder that contains proc and sys.
-    """
-    quotas = []
-    for folder in _folders(root, "cpu"):
-        limit, _, period = _read(folder / "cpu.max").partition(" ")
-        if not limit:
-            limit, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
-        if limit.isdigit() and period.isdigit() and int(limit) and int(period):
-            quotas.append(int(limit) / int(period))
-    return min(quotas, default=None)
-
-
-def memory_limit_bytes(root: Path = Path("/")) -> int | None:
-    """Returns the cgroup's memory limit of this process, or None without a limit.
-
-    Args:
-        root: folder that contains proc and sys.
-    """
-    limits = []
-    for folder in _folders(root, "memory"):
-        limit = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")
-        if limit.isdigit() and int(limit) < _UNLIMITED_BYTES:
-            limits.append(int(limit))
-    return min(limits, default=None)
-
-
-def _folders(root: Path, controller: str) -> Iterator[Path]:
-    """Yields the folders of this process's cgroup and its ancestors; the limits of all of them apply."""
-    base = root / "sys" / "fs" / "cgroup"
-    for line in _read(root / "proc" / "self" / "cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        top = base / controller if controllers else base
-        folder = top / path.lstrip("/")
-        # Inside a container the path is the host's, and only the top folder exists.
-        while folder != top:
-            yield folder
-            folder = folder.parent
-        yield top
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
-
 
 # In every rank the imported torch and DeepSpeed take about half of this.
 _LEAST_MEMORY_BYTES = 2**30
@@ -84,17 +27,20 @@ _SLOW_CLOCKS = ("hpet", "acpi_pm", "jiffies", "refined-jiffies")
 
 def check_cores(root: Path = Path("/")) -> list[Finding]:
     """Compares the cores that this process may use with the cgroup's CPU quota."""
-    cores, quota = available_cores(), cpu_quota(root)
+    cores, quota = len(available_core_numbers()), cpu_quota(root)
     found = f"{cores} core{'s' if cores > 1 else ''} for this process"
     if quota is None or quota >= cores:
         return [ok("cores", found)]
-    threads = max(1, int(quota))
+    found += f", but the cgroup's quota is {quota:.1f} CPUs"
+    used = available_cores(root)
+    if quota >= 1:
+        return [ok("cores", f"{found}: all ranks together get {used} thread{'s' if used > 1 else ''}")]
     return [
         note(
             "cores",
-            f"{found}, but the cgroup's quota is {quota:.1f} CPUs",
-            "ranks start one thread per core in total, and all are throttled once the quota is used up",
-            f"give the container {cores} CPUs, or limit all ranks to {threads} in total: cluster.threads_per_rank",
+            found,
+            "every process is throttled once the quota is used up, even with one thread",
+            "give the container at least one CPU",
         )
     ]
 

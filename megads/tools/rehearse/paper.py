@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import getpass
 import re
 import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from megads.runtime.environment import user_name
 from megads.tools.doctor.finding import Finding, Status, note, ok, problem
 from megads.tools.rehearse.private_slurm import PrivateSlurm
 from megads.tools.rehearse.request import Request, UnknownOptionError
@@ -112,7 +112,7 @@ def check_output(request: Request, folder: Path) -> Finding:
     """
     base = folder / (request.value("chdir") or "")
     patterns = [request.value("output") or "slurm-%j.out", *filter(None, [request.value("error")])]
-    names = {"%x": request.value("job-name") or request.script.name, "%u": getpass.getuser()}
+    names = {"%x": request.value("job-name") or request.script.name, "%u": user_name()}
     for pattern in patterns:
         filled = re.sub("%[xu]", lambda found: names[found.group()], pattern)
         place = (base / filled).parent

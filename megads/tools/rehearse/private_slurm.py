@@ -5,7 +5,6 @@ Options of slurm.conf: https://slurm.schedmd.com/slurm.conf.html
 
 from __future__ import annotations
 
-import getpass
 import json
 import os
 import random
@@ -26,7 +25,7 @@ from typing import Self
 import psutil
 
 from megads.errors import MegadsError
-from megads.runtime.environment import outside_slurm
+from megads.runtime.environment import outside_slurm, user_name
 from megads.tools.rehearse import keeper
 
 
@@ -107,7 +106,7 @@ def _write_configuration(folder: Path, size: ClusterSize, timing: Timing, addres
 
 
 def _controller_lines(folder: Path, timing: Timing, addresses: Addresses) -> list[str]:
-    user = getpass.getuser()
+    user = user_name()
     round_s = timing.scheduler_s
     return [
         "ClusterName=private",
@@ -398,7 +397,7 @@ class PrivateSlurm:
         """Raises _DaemonEndedError if a daemon has ended."""
         for name, pid in self._pids.items():
             if not psutil.pid_exists(pid):
-                raise _DaemonEndedError(f"{name} ended (user {getpass.getuser()}): {self.log(name)[-500:]}")
+                raise _DaemonEndedError(f"{name} ended (user {user_name()}): {self.log(name)[-500:]}")
 
     def _states_or_none(self) -> dict[str, str] | None:
         """Returns the nodes' states, or None if slurmctld does not respond."""

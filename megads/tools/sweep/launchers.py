@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import re
 import shlex
 import signal
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megads.errors import EXIT_BUG, ConfigError
+from megads.runtime.environment import user_name
 from megads.runtime.lease import in_use
 from megads.runtime.process import signal_child, start_child
 from megads.runtime.slurm import fields
@@ -308,7 +308,7 @@ class SlurmLauncher(_JobLauncher):
 
     def _queued(self) -> set[str]:
         """Ids of this user's jobs that have not ended."""
-        answer = _ask("squeue", "--noheader", "--format=%i", f"--user={getpass.getuser()}")
+        answer = _ask("squeue", "--noheader", "--format=%i", f"--user={user_name()}")
         if answer.returncode:
             # The controller is temporarily unreachable: assume that no job has ended.
             return {point.job for point in self._running.values()}

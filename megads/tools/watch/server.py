@@ -12,7 +12,6 @@ CPU core.
 
 from __future__ import annotations
 
-import getpass
 import hashlib
 import html
 import math
@@ -36,6 +35,7 @@ from waitress.server import create_server
 
 from megads import __version__
 from megads.errors import ConfigError
+from megads.runtime.environment import user_name
 from megads.runtime.run_dir import CONFIG_FILE, EVENTS_FILE, METRICS_FILE, find_run, slowdowns_path
 from megads.tools.report.charts import run_charts
 from megads.tools.report.config import MOST_RUNS
@@ -436,7 +436,7 @@ def serve(config: WatchConfig) -> None:
     with suppress(KeyboardInterrupt, SystemExit):
         print(f"watching {len(shown)} runs" + (f", the newest of {len(shown) + hidden}" if hidden else ""))
         print(f"page:     http://{HOST}:{port}/?token={token}")
-        print(f"tunnel:   ssh -N -L {port}:{HOST}:{port} {getpass.getuser()}@{socket.gethostname()}")
+        print(f"tunnel:   ssh -N -L {port}:{HOST}:{port} {user_name()}@{socket.gethostname()}")
         print("Ctrl+C ends it; the runs are only read", flush=True)
         server.run()
 
