@@ -1,24 +1,24 @@
 #include "gelu.h"
 
 #include "gelu_formula.h"
+#include "lanes.h"
 
 namespace megads {
 
 template <typename T>
 void gelu_forward(const T* x, T* out, int64_t first, int64_t last) {
-  int64_t i = first;
-  for (; i + kLanes <= last; i += kLanes) store(out + i, gelu(load(x + i)));
-  if (i < last) store_some(out + i, gelu(load_some(x + i, last - i, 0.0f)), last - i);
+  for_two_vectors(first, last, [&](int64_t i, int count) {
+    const TwoVectors of_x = load_two_lanes(x + i, count);
+    store_two_lanes(out + i, {gelu<T>(of_x.first), gelu<T>(of_x.second)}, count);
+  });
 }
 
 template <typename T>
 void gelu_backward(const T* grad, const T* x, T* grad_x, int64_t first, int64_t last) {
-  int64_t i = first;
-  for (; i + kLanes <= last; i += kLanes) store(grad_x + i, load(grad + i) * gelu_slope(load(x + i)));
-  if (i < last) {
-    const Floats some = load_some(grad + i, last - i, 0.0f) * gelu_slope(load_some(x + i, last - i, 0.0f));
-    store_some(grad_x + i, some, last - i);
-  }
+  for_two_vectors(first, last, [&](int64_t i, int count) {
+    const TwoVectors of_x = load_two_lanes(x + i, count), g = load_two_lanes(grad + i, count);
+    store_two_lanes(grad_x + i, {g.first * gelu_slope<T>(of_x.first), g.second * gelu_slope<T>(of_x.second)}, count);
+  });
 }
 
 #define MEGADS_INSTANTIATE(T)                                            \

@@ -28,4 +28,32 @@ inline __attribute__((always_inline)) void store_lanes(T* to, Floats x, int coun
   }
 }
 
+// Calls body(i, count) for every two vectors of first..last-1; count < 2 * kLanes for the last ones only.
+template <typename Body>
+inline __attribute__((always_inline)) void for_two_vectors(int64_t first, int64_t last, Body body) {
+  int64_t i = first;
+  for (; i + 2 * kLanes <= last; i += 2 * kLanes) body(i, 2 * kLanes);
+  if (i < last) body(i, int(last - i));
+}
+
+// Loads the first `count` elements; the others are zero.
+template <typename T>
+inline __attribute__((always_inline)) TwoVectors load_two_lanes(const T* from, int count) {
+  if (count == 2 * kLanes) return load_two(from);
+  T some[2 * kLanes] = {};
+  for (int i = 0; i < count; ++i) some[i] = from[i];
+  return load_two(some);
+}
+
+template <typename T>
+inline __attribute__((always_inline)) void store_two_lanes(T* to, TwoVectors x, int count) {
+  if (count == 2 * kLanes) {
+    store_two(to, x);
+  } else {
+    T some[2 * kLanes];
+    store_two(some, x);
+    for (int i = 0; i < count; ++i) to[i] = some[i];
+  }
+}
+
 }  // namespace megads

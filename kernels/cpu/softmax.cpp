@@ -42,7 +42,7 @@ void clear_hidden(const Row& row, int64_t keys, T* to) {
 template <bool kDropped>
 class Factors {
  public:
-  explicit Factors(const MaskedSoftmax& shape) : rows_(shape.dropout), room_(shape.keys + MaskRows::kMore) {}
+  explicit Factors(const MaskedSoftmax& shape) : rows_(shape.dropout), room_(shape.keys + MaskRows::kMore + 2 * kLanes) {}
 
   void draw(const Row& row) {
     first_ = row.first;
@@ -50,6 +50,13 @@ class Factors {
   }
 
   Floats at(int64_t key) const { return rows_.stays(drawn_ + (key - first_)) ? broadcast(rows_.scale()) : Floats{}; }
+
+  template <typename T>
+  TwoVectors two_at(int64_t key) const {
+    const TwoMasks stays = rows_.two_stay<T>(drawn_ + (key - first_));
+    const Floats scale = broadcast(rows_.scale());
+    return {stays.first ? scale : Floats{}, stays.second ? scale : Floats{}};
+  }
 
  private:
   MaskRows rows_;
@@ -70,36 +77,52 @@ class Factors<false> {
 template <bool kDropped, typename T>
 void forward(const MaskedSoftmax& shape, const T* scores, T* out, T* dropped, int64_t first, int64_t last) {
   Factors<kDropped> factors(shape);
-  const Floats lanes = __builtin_convertvector(lane_numbers(), Floats);
-  std::vector<float> kept(shape.keys + kLanes);  // a row in fp32
+  const TwoVectors numbers = element_numbers<T>();
+  std::vector<float> kept(shape.keys + 2 * kLanes);  // a row in fp32, in the order of load_two
   for (int64_t r = first; r < last; ++r) {
     const Row row(shape, r);
     const T* from = scores + r * shape.keys;
     T* to = out + r * shape.keys;
     float* weights = kept.data();
-    Floats peaks = broadcast(-kInfinity);
-    for_vectors(row.first, row.last, [&](int64_t k, int count) {
+    TwoVectors peaks = {broadcast(-kInfinity), broadcast(-kInfinity)};
+    // The last vectors go on into hidden keys, which are cleared afterwards: partial ones are slow.
+    const auto whole = [&](int64_t k) { return int(std::min<int64_t>(shape.keys - k, 2 * kLanes)); };
+    for_two_vectors(row.first, row.last, [&](int64_t k, int count) {
       __builtin_prefetch(from + kRowsAhead * shape.keys + k);
-      const Floats distance = lanes + (float(k) + row.distance);
-      Floats score = load_lanes(from + k, count) * shape.scale + row.slope * distance;
-      if (count < kLanes) score = lane_numbers() < count ? score : broadcast(-kInfinity);
-      store(weights + k, score);
-      peaks = larger(score, peaks);
+      if constexpr (2 * kLanes * sizeof(T) > 64) __builtin_prefetch(from + kRowsAhead * shape.keys + k + kLanes);
+      const float distance = float(k) + row.distance;
+      TwoVectors score = load_two_lanes(from + k, count == 2 * kLanes ? count : whole(k));
+      score.first = score.first * shape.scale + row.slope * (numbers.first + distance);
+      score.second = score.second * shape.scale + row.slope * (numbers.second + distance);
+      if (count < 2 * kLanes) {
+        score.first = numbers.first < float(count) ? score.first : broadcast(-kInfinity);
+        score.second = numbers.second < float(count) ? score.second : broadcast(-kInfinity);
+      }
+      store(weights + k, score.first);
+      store(weights + k + kLanes, score.second);
+      peaks = {larger(score.first, peaks.first), larger(score.second, peaks.second)};
     });
-    const float peak = largest_of(peaks);
+    const float peak = largest_of(larger(peaks.first, peaks.second));
     Floats sums{};
-    for_vectors(row.first, row.last, [&](int64_t k, int) {
-      const Floats weight = exp(load(weights + k) - peak);
+    for_two_vectors(row.first, row.last, [&](int64_t k, int) {
+      const Floats weight = exp_for<T>(load(weights + k) - peak), next = exp_for<T>(load(weights + k + kLanes) - peak);
       store(weights + k, weight);
+      store(weights + k + kLanes, next);
       sums += weight;
+      sums += next;
     });
     const float factor = 1.0f / sum_of(sums);
     factors.draw(row);
-    for_vectors(row.first, row.last, [&](int64_t k, int count) {
+    for_two_vectors(row.first, row.last, [&](int64_t k, int count) {
       __builtin_prefetch(to + shape.keys + k, 1);
-      const Floats probability = load(weights + k) * factor;
-      store_lanes(to + k, probability, count);
-      if constexpr (kDropped) store_lanes(dropped + r * shape.keys + k, probability * factors.at(k), count);
+      if constexpr (2 * kLanes * sizeof(T) > 64) __builtin_prefetch(to + shape.keys + k + kLanes, 1);
+      const TwoVectors found = {load(weights + k) * factor, load(weights + k + kLanes) * factor};
+      const int room = count == 2 * kLanes ? count : whole(k);
+      store_two_lanes(to + k, found, room);
+      if constexpr (kDropped) {
+        const TwoVectors by = factors.template two_at<T>(k);
+        store_two_lanes(dropped + r * shape.keys + k, {found.first * by.first, found.second * by.second}, room);
+      }
     });
     clear_hidden(row, shape.keys, to);
     if constexpr (kDropped) clear_hidden(row, shape.keys, dropped + r * shape.keys);
