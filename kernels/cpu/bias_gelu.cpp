@@ -8,11 +8,7 @@ namespace megads {
 template <typename T>
 void bias_gelu_forward(int64_t width, const T* x, const T* bias, T* out, int64_t first, int64_t last) {
   for (int64_t r = first; r < last; ++r)
-    for_two_vectors(0, width, [&](int64_t c, int count) {
-      const int64_t at = r * width + c;
-      const TwoVectors of_x = load_two_lanes(x + at, count), b = load_two_lanes(bias + c, count);
-      store_two_lanes(out + at, {gelu<T>(of_x.first + b.first), gelu<T>(of_x.second + b.second)}, count);
-    });
+    for_elements(0, width, out + r * width, [](Floats x, Floats b) { return gelu<T>(x + b); }, x + r * width, bias);
 }
 
 template <typename T>

@@ -7,18 +7,12 @@ namespace megads {
 
 template <typename T>
 void gelu_forward(const T* x, T* out, int64_t first, int64_t last) {
-  for_two_vectors(first, last, [&](int64_t i, int count) {
-    const TwoVectors of_x = load_two_lanes(x + i, count);
-    store_two_lanes(out + i, {gelu<T>(of_x.first), gelu<T>(of_x.second)}, count);
-  });
+  for_elements(first, last, out, [](Floats x) { return gelu<T>(x); }, x);
 }
 
 template <typename T>
 void gelu_backward(const T* grad, const T* x, T* grad_x, int64_t first, int64_t last) {
-  for_two_vectors(first, last, [&](int64_t i, int count) {
-    const TwoVectors of_x = load_two_lanes(x + i, count), g = load_two_lanes(grad + i, count);
-    store_two_lanes(grad_x + i, {g.first * gelu_slope<T>(of_x.first), g.second * gelu_slope<T>(of_x.second)}, count);
-  });
+  for_elements(first, last, grad_x, [](Floats grad, Floats x) { return grad * gelu_slope<T>(x); }, grad, x);
 }
 
 #define MEGADS_INSTANTIATE(T)                                            \

@@ -56,4 +56,19 @@ inline __attribute__((always_inline)) void store_two_lanes(T* to, TwoVectors x, 
   }
 }
 
+// out = function(in...), element by element, for elements first..last-1.
+template <typename T, typename Function, typename... In>
+inline __attribute__((always_inline)) void for_elements(int64_t first, int64_t last, T* out, Function function,
+                                                        const In*... in) {
+  if constexpr (kEvenAndOdd<T>) {
+    for_two_vectors(first, last, [&](int64_t i, int count) {
+      const auto results = [&](auto... x) { return TwoVectors{function(x.first...), function(x.second...)}; };
+      store_two_lanes(out + i, results(load_two_lanes(in + i, count)...), count);
+    });
+  } else {
+    for_vectors(first, last,
+                [&](int64_t i, int count) { store_lanes(out + i, function(load_lanes(in + i, count)...), count); });
+  }
+}
+
 }  // namespace megads
