@@ -1,6 +1,8 @@
 // Vector loops over rows of any length.
 #pragma once
 
+#include <algorithm>
+
 #include "vector.h"
 
 namespace megads {
@@ -40,15 +42,23 @@ inline __attribute__((always_inline)) void for_two_vectors(int64_t first, int64_
 template <typename T>
 inline __attribute__((always_inline)) TwoVectors load_two_lanes(const T* from, int count) {
   if (count == 2 * kLanes) return load_two(from);
-  T some[2 * kLanes] = {};
-  for (int i = 0; i < count; ++i) some[i] = from[i];
-  return load_two(some);
+  if constexpr (kEvenAndOdd<T>) {
+    T some[2 * kLanes] = {};
+    for (int i = 0; i < count; ++i) some[i] = from[i];
+    return load_two(some);
+  } else {
+    if (count <= kLanes) return {load_lanes(from, count), Floats{}};
+    return {load(from), load_lanes(from + kLanes, count - kLanes)};
+  }
 }
 
 template <typename T>
 inline __attribute__((always_inline)) void store_two_lanes(T* to, TwoVectors x, int count) {
   if (count == 2 * kLanes) {
     store_two(to, x);
+  } else if constexpr (!kEvenAndOdd<T>) {
+    store_lanes(to, x.first, std::min(count, kLanes));
+    if (count > kLanes) store_lanes(to + kLanes, x.second, count - kLanes);
   } else {
     T some[2 * kLanes];
     store_two(some, x);

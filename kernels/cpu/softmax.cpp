@@ -76,52 +76,64 @@ class Factors<false> {
 
 template <bool kDropped, typename T>
 void forward(const MaskedSoftmax& shape, const T* scores, T* out, T* dropped, int64_t first, int64_t last) {
+  constexpr int kStep = kEvenAndOdd<T> ? 2 * kLanes : kLanes;
   Factors<kDropped> factors(shape);
   const TwoVectors numbers = element_numbers<T>();
-  std::vector<float> kept(shape.keys + 2 * kLanes);  // a row in fp32, in the order of load_two
+  std::vector<float> kept(shape.keys + kStep);  // a row in fp32, in the order of load_step
   for (int64_t r = first; r < last; ++r) {
     const Row row(shape, r);
     const T* from = scores + r * shape.keys;
     T* to = out + r * shape.keys;
     float* weights = kept.data();
-    TwoVectors peaks = {broadcast(-kInfinity), broadcast(-kInfinity)};
-    // The last vectors go on into hidden keys, which are cleared afterwards: partial ones are slow.
-    const auto whole = [&](int64_t k) { return int(std::min<int64_t>(shape.keys - k, 2 * kLanes)); };
-    for_two_vectors(row.first, row.last, [&](int64_t k, int count) {
+    // Calls body(k, count, room) for every step over the visible keys. room > count: the last step may go on into hidden
+    // keys, which are cleared afterwards, as partial vectors are slow.
+    const auto for_steps = [&](auto body) __attribute__((always_inline)) {
+      int64_t k = row.first;
+      for (; k + kStep <= row.last; k += kStep) body(k, kStep, kStep);
+      if (k < row.last) body(k, int(row.last - k), int(std::min<int64_t>(shape.keys - k, kStep)));
+    };
+    Floats peaks = broadcast(-kInfinity);
+    for_steps([&](int64_t k, int count, int room) {
       __builtin_prefetch(from + kRowsAhead * shape.keys + k);
-      if constexpr (2 * kLanes * sizeof(T) > 64) __builtin_prefetch(from + kRowsAhead * shape.keys + k + kLanes);
       const float distance = float(k) + row.distance;
-      TwoVectors score = load_two_lanes(from + k, count == 2 * kLanes ? count : whole(k));
-      score.first = score.first * shape.scale + row.slope * (numbers.first + distance);
-      score.second = score.second * shape.scale + row.slope * (numbers.second + distance);
-      if (count < 2 * kLanes) {
-        score.first = numbers.first < float(count) ? score.first : broadcast(-kInfinity);
-        score.second = numbers.second < float(count) ? score.second : broadcast(-kInfinity);
+      const auto keep = [&](float* weight, Floats score, Floats number) {
+        score = score * shape.scale + row.slope * (number + distance);
+        if (count < kStep) score = number < float(count) ? score : broadcast(-kInfinity);
+        store(weight, score);
+        peaks = larger(score, peaks);
+      };
+      if constexpr (kStep == kLanes) {
+        keep(weights + k, load_lanes(from + k, room), numbers.first);
+      } else {
+        const TwoVectors score = load_two_lanes(from + k, room);
+        keep(weights + k, score.first, numbers.first);
+        keep(weights + k + kLanes, score.second, numbers.second);
       }
-      store(weights + k, score.first);
-      store(weights + k + kLanes, score.second);
-      peaks = {larger(score.first, peaks.first), larger(score.second, peaks.second)};
     });
-    const float peak = largest_of(larger(peaks.first, peaks.second));
+    const float peak = largest_of(peaks);
     Floats sums{};
-    for_two_vectors(row.first, row.last, [&](int64_t k, int) {
-      const Floats weight = exp_for<T>(load(weights + k) - peak), next = exp_for<T>(load(weights + k + kLanes) - peak);
-      store(weights + k, weight);
-      store(weights + k + kLanes, next);
-      sums += weight;
-      sums += next;
+    for_steps([&](int64_t k, int, int) {
+      for (int64_t i = k; i < k + kStep; i += kLanes) {
+        const Floats weight = exp_for<T>(load(weights + i) - peak);
+        store(weights + i, weight);
+        sums += weight;
+      }
     });
     const float factor = 1.0f / sum_of(sums);
     factors.draw(row);
-    for_two_vectors(row.first, row.last, [&](int64_t k, int count) {
+    for_steps([&](int64_t k, int, int room) {
       __builtin_prefetch(to + shape.keys + k, 1);
-      if constexpr (2 * kLanes * sizeof(T) > 64) __builtin_prefetch(to + shape.keys + k + kLanes, 1);
-      const TwoVectors found = {load(weights + k) * factor, load(weights + k + kLanes) * factor};
-      const int room = count == 2 * kLanes ? count : whole(k);
-      store_two_lanes(to + k, found, room);
-      if constexpr (kDropped) {
-        const TwoVectors by = factors.template two_at<T>(k);
-        store_two_lanes(dropped + r * shape.keys + k, {found.first * by.first, found.second * by.second}, room);
+      const Floats probability = load(weights + k) * factor;
+      if constexpr (kStep == kLanes) {
+        store_lanes(to + k, probability, room);
+        if constexpr (kDropped) store_lanes(dropped + r * shape.keys + k, probability * factors.at(k), room);
+      } else {
+        const TwoVectors both = {probability, load(weights + k + kLanes) * factor};
+        store_two_lanes(to + k, both, room);
+        if constexpr (kDropped) {
+          const TwoVectors by = factors.template two_at<T>(k);
+          store_two_lanes(dropped + r * shape.keys + k, {both.first * by.first, both.second * by.second}, room);
+        }
       }
     });
     clear_hidden(row, shape.keys, to);
