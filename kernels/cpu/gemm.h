@@ -12,7 +12,7 @@ constexpr int64_t kInnerBlock = 256;
 constexpr int64_t kRowBlock = 192;      // of a: 192 KiB with kInnerBlock, which stay in the L2 cache
 constexpr int64_t kColumnBlock = 8192;  // of b: 8 MiB
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int kPanelRows = 6, kPanelVectors = 4;  // the register tile of c takes 24 of 32 registers
 #else
 constexpr int kPanelRows = 6, kPanelVectors = 2;  // 12 of 16

@@ -21,6 +21,11 @@ constexpr int kLanes = 8;
 #else
 constexpr int kLanes = 4;
 #endif
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+constexpr bool kNarrowsAtOnce = true;  // an instruction rounds fp32 to bf16
+#else
+constexpr bool kNarrowsAtOnce = false;
+#endif
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 typedef float Floats __attribute__((vector_size(kLanes * 4)));
@@ -48,6 +53,8 @@ inline Words load_halves(const BFloat16* from) {
   return (Words)_mm512_cvtepu16_epi32((__m256i)bits);  // GCC 12 widens each half of the vector separately
 #elif defined(__AVX2__)
   return (Words)_mm256_cvtepu16_epi32((__m128i)bits);  // likewise
+#elif defined(__aarch64__)
+  return (Words)vmovl_u16((uint16x4_t)bits);
 #endif
   return __builtin_convertvector(bits, Words);
 }
@@ -160,7 +167,7 @@ struct TwoMasks {
 // Whether the first vector holds the elements with even and the second those with odd numbers: so bf16 is converted in
 // place, without moving it between lanes. Otherwise they follow each other.
 template <typename T>
-constexpr bool kEvenAndOdd = sizeof(T) == 2 && kLanes < 16;
+constexpr bool kEvenAndOdd = sizeof(T) == 2 && kLanes < 16 && !kNarrowsAtOnce;
 
 // Numbers of the elements in load_two's lanes.
 template <typename T>
