@@ -12,8 +12,10 @@ constexpr int64_t kInnerBlock = 256;
 constexpr int64_t kRowBlock = 192;      // of a: 192 KiB with kInnerBlock, which stay in the L2 cache
 constexpr int64_t kColumnBlock = 8192;  // of b: 8 MiB
 
-#if defined(__AVX512F__) || defined(__aarch64__)
+#if defined(__AVX512F__)
 constexpr int kPanelRows = 6, kPanelVectors = 4;  // the register tile of c takes 24 of 32 registers
+#elif defined(__aarch64__)
+constexpr int kPanelRows = 4, kPanelVectors = 4;  // 16 of 32; with 24 GCC 12 spills, as it loads all rows of a at once
 #else
 constexpr int kPanelRows = 6, kPanelVectors = 2;  // 12 of 16
 #endif
