@@ -134,6 +134,7 @@ class LaunchSpec:
         num_ranks: number of ranks on all nodes.
         command: arguments after the Python interpreter, the same for every rank.
         threads_per_rank: CPU threads of each rank; None distributes the cores evenly.
+        useful_threads: number of threads above which a rank does not get faster; None: unknown.
         side_command: arguments after the Python interpreter of the tracker process; empty for none.
         flush_s: how long the tracker process may continue after the ranks have ended.
         cpu: whether the ranks compute on the CPU even if there are GPUs.
@@ -149,6 +150,7 @@ class LaunchSpec:
     num_ranks: int
     command: tuple[str, ...]
     threads_per_rank: int | None = None
+    useful_threads: int | None = None
     side_command: tuple[str, ...] = ()
     flush_s: float = 10.0
     cpu: bool = False
@@ -165,7 +167,7 @@ class LaunchSpec:
             run_dir=self.run_dir,
             command=self.command,
             num_ranks=ranks_per_node,
-            threads_per_rank=self.threads_per_rank or environment.share_of_cores(ranks_per_node),
+            threads_per_rank=environment.threads_of_rank(ranks_per_node, self.threads_per_rank, self.useful_threads),
             cpu=self.cpu,
             lease=self.lease,
             heartbeat_timeout_s=self.heartbeat_timeout_s,

@@ -46,6 +46,7 @@ from megads.launch.preflight import (
 )
 from megads.launch.rank_outcome import Outcome
 from megads.launch.rank_server import RankServer
+from megads.launch.run_plan import useful_threads
 from megads.launch.scheduler import Deadline, Scheduler, SlurmScheduler
 from megads.launch.slurm_ranks import SlurmPlacement, find_placement
 from megads.launch.uploads import prepare_checkpoints, restore_lost, uploading
@@ -150,7 +151,7 @@ def _early_server(config: RootConfig, placement: SlurmPlacement | None) -> Itera
     if placement is not None or config.run.dry_run or config.run.prepare_only or may_have_gpus():
         yield None
         return
-    threads = given or environment.share_of_cores(parallel.world_size)
+    threads = environment.threads_of_rank(parallel.world_size, given, useful_threads(config))
     server = RankServer(environment.rank_variables(threads, cuda=False))
     try:
         yield server
@@ -277,6 +278,7 @@ def launch_spec(config: RootConfig) -> LaunchSpec:
         num_ranks=config.parallel.world_size,
         command=("-m", "megads.launch.rank", run_dir, "--digest", config_digest(config)),
         threads_per_rank=config.cluster.threads_per_rank,
+        useful_threads=useful_threads(config),
         side_command=("-m", "megads.launch.tracker", run_dir, "--follow") if tracked else (),
         flush_s=config.logging.flush_s,
         heartbeat_timeout_s=config.cluster.heartbeat_timeout_s,

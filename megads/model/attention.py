@@ -24,7 +24,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from megads.batch import BatchInfo, PerBatch
 from megads.model.config import ModelConfig, Position, QKNormWidth, RopeScaling, RopeScalingConfig
-from megads.model.layers import Dropout, Norm, Norms
+from megads.model.layers import Dropout, Linear, Norm, Norms
 from megads.ops.attention import (
     FLASH_INSTALLED,
     Documents,
@@ -349,10 +349,10 @@ class Attention(nn.Module):
             for heads in (config.num_heads, config.kv_heads)
         )
         self.query_key_norms: nn.Module | None = Norms() if whole else None
-        self.qkv = nn.Linear(config.hidden_size, config.qkv_width, bias=config.bias)
+        self.qkv = Linear(config.hidden_size, config.qkv_width, bias=config.bias)
         self.sinks = Sinks(config.num_heads) if config.attention_sinks else None
         self.core: nn.Module = AttentionCore(config, seed, f"{site}.core")
-        self.dense = nn.Linear(config.attention_width, config.hidden_size, bias=config.bias)
+        self.dense = Linear(config.attention_width, config.hidden_size, bias=config.bias)
 
     def forward(self, hidden_bsh: Tensor, info: BatchInfo) -> Tensor:
         """Returns [b, s, h]."""

@@ -38,9 +38,10 @@ from megads.model.config import (
     sharding_of,
     stage_weights,
 )
-from megads.model.layers import Dropout, Norm
+from megads.model.layers import Dropout, Linear, Norm
 from megads.ops.activation import gelu, swiglu
 from megads.ops.config import FUSED, TORCH, Kernels
+from megads.ops.linear import linear
 from megads.ops.softcap import softcap
 from megads.parallel.partition import ShardingTable
 from megads.runtime.registry import BLOCKS
@@ -89,8 +90,8 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.kernels = TORCH
-        self.up = nn.Linear(config.hidden_size, config.ffn_width, bias=config.bias)
-        self.down = nn.Linear(config.ffn_width, config.hidden_size, bias=config.bias)
+        self.up = Linear(config.hidden_size, config.ffn_width, bias=config.bias)
+        self.down = Linear(config.ffn_width, config.hidden_size, bias=config.bias)
 
     @property
     def first(self) -> nn.Module:
@@ -120,8 +121,8 @@ class GatedMLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.kernels = TORCH
-        self.gate_up = nn.Linear(config.hidden_size, config.mlp_rows, bias=config.bias)
-        self.down = nn.Linear(config.ffn_width, config.hidden_size, bias=config.bias)
+        self.gate_up = Linear(config.hidden_size, config.mlp_rows, bias=config.bias)
+        self.down = Linear(config.ffn_width, config.hidden_size, bias=config.bias)
 
     @property
     def first(self) -> nn.Module:
@@ -301,7 +302,7 @@ class Head(nn.Module):
 
     def forward(self, hidden_bsh: Tensor, info: BatchInfo) -> Tensor:
         """Returns logits [b, s, v]."""
-        logits_bsv = F.linear(hidden_bsh, self.weight)
+        logits_bsv = linear(hidden_bsh, self.weight, None, TORCH)
         return logits_bsv if self.softcap is None else softcap(logits_bsv, self.softcap)
 
 

@@ -1,4 +1,4 @@
-"""Norms of hidden states, queries and keys; dropout.
+"""Linear layers; norms of hidden states, queries and keys; dropout.
 
 The dropout mask is a pure function of position: the same in every layout, on every device and after a resume.
 """
@@ -16,7 +16,16 @@ from megads.model.config import ModelConfig, NormKind
 from megads.ops.config import TORCH
 from megads.ops.device_cache import device_cache
 from megads.ops.dropout import DropoutMask, dropout, site_key, threshold_of
+from megads.ops.linear import linear
 from megads.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+
+
+class Linear(nn.Linear):
+    """An unsharded linear layer; unlike PyTorch's it is never computed by plain loops over bf16 on a CPU."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """[..., in features] -> [..., out features]."""
+        return linear(input, self.weight, self.bias, TORCH)
 
 
 class Norms(nn.Module):

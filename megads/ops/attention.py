@@ -45,6 +45,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from megads.ops.config import AUGMENTED_FEATURES, AUGMENTED_LONGEST, shares_keys
 from megads.ops.device_cache import device_cache
 from megads.ops.dropout import DropoutMask
+from megads.ops.linear import matmul, needs_widening
 
 NOTHING_DROPPED = (None, 0, 0, 0)
 """Arguments of the operators if there is no dropout mask."""
@@ -107,14 +108,14 @@ def attention_reference(
     hidden_bst = (distance_st > 0)[None]
     if starts_bs is not None:
         hidden_bst = hidden_bst | (torch.arange(keys) < starts_bs[:, :, None])
-    scores_bnst = q_bnsd @ k_bntd.transpose(-1, -2) * q_bnsd.shape[-1] ** -0.5
+    scores_bnst = matmul(q_bnsd, k_bntd.transpose(-1, -2)) * q_bnsd.shape[-1] ** -0.5
     if slopes_n is not None:
         scores_bnst = scores_bnst + (slopes_n[:, None, None] * distance_st).to(q_bnsd.dtype)
     scores_bnst = scores_bnst.masked_fill(hidden_bst[:, None], float("-inf"))
     weights_bnst = scores_bnst.softmax(-1).masked_fill(hidden_bst[:, None], 0.0)
     if mask is not None:
         weights_bnst = weights_bnst * mask.keep(q_bnsd.shape[1], places_s, keys) * mask.scale
-    return weights_bnst @ v_bntd
+    return matmul(weights_bnst, v_bntd)
 
 
 def register() -> None:
@@ -201,9 +202,21 @@ def masked_attention(
     if group > 1 and q_bnsd.device.type != "cpu" and not alone:
         k_bmtd, v_bmtd = k_bmtd.repeat_interleave(group, dim=1), v_bmtd.repeat_interleave(group, dim=1)
     shared = k_bmtd.shape[1] != q_bnsd.shape[1]
-    return F.scaled_dot_product_attention(
-        q_bnsd, k_bmtd, v_bmtd, attn_mask=bias, is_causal=bias is None, enable_gqa=shared
-    )
+    return _torch_attention(q_bnsd, k_bmtd, v_bmtd, attn_mask=bias, is_causal=bias is None, enable_gqa=shared)
+
+
+def _torch_attention(q_bnsd: Tensor, k_bmtd: Tensor, v_bmtd: Tensor, **options: Any) -> Tensor:
+    """PyTorch's scaled_dot_product_attention, in fp32 where its backward pass multiplies bf16 in plain loops.
+
+    Its forward pass alone is as fast in bf16 as in fp32 there, and does not copy a KV cache for every token.
+    """
+    trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q_bnsd, k_bmtd, v_bmtd))
+    if not (trained and needs_widening(q_bnsd)):
+        return F.scaled_dot_product_attention(q_bnsd, k_bmtd, v_bmtd, **options)
+    if options.get("attn_mask") is not None:
+        options["attn_mask"] = options["attn_mask"].float()
+    wide = F.scaled_dot_product_attention(q_bnsd.float(), k_bmtd.float(), v_bmtd.float(), **options)
+    return wide.to(q_bnsd.dtype)
 
 
 def cudnn_attention(q_bnsd: Tensor, k_bmtd: Tensor, v_bmtd: Tensor, bias: Tensor | None) -> Tensor:
@@ -232,7 +245,7 @@ def augmented_attention(q_bnsd: Tensor, k_bmsd: Tensor, v_bmsd: Tensor, slopes_n
     )
     q_bnse = torch.cat([q_bnsd, queries[:, None].expand(*q_bnsd.shape[:3], AUGMENTED_FEATURES)], dim=-1)
     k_bmse = torch.cat([k_bmsd, keys.expand(*k_bmsd.shape[:3], AUGMENTED_FEATURES)], dim=-1)
-    out_bnse = F.scaled_dot_product_attention(
+    out_bnse = _torch_attention(
         q_bnse,
         k_bmse,
         F.pad(v_bmsd, (0, AUGMENTED_FEATURES)),

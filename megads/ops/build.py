@@ -34,13 +34,13 @@ from pathlib import Path
 
 import xxhash
 
-from megads.runtime.environment import available_cores, cpp_compiler, cuda_home, user_cache_dir
+from megads.runtime.environment import available_cores, cpp_compiler, cpu_isa_limit, cuda_home, user_cache_dir
 from megads.runtime.progress import SAID_AGAIN_S, Progress
 
 LIBRARY = "libmegads_ops.so"
 OLDEST_TORCH = (2, 10)
 """First version whose stable ABI runs parallel loops on PyTorch's thread pool."""
-FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fPIC")
+FLAGS = ("-std=c++20", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fPIC")
 TIMEOUT_S = 300.0
 CUDA_LIBRARY = "libmegads_ops_cuda.so"
 REPORT = "registers.txt"
@@ -75,7 +75,7 @@ def library_path() -> Path:
     Raises:
         KernelsUnavailable: there is no compiler, or PyTorch is too old.
     """
-    parts = [torch_version(), " ".join(FLAGS), compiler_version(find_compiler()), processor()]
+    parts = [torch_version(), " ".join(FLAGS), target(), compiler_version(find_compiler()), processor()]
     return cached_path(LIBRARY, parts, _sources(".cpp", ".h"))
 
 
@@ -163,7 +163,7 @@ def _compile(library: Path) -> None:
     """Compiles the sources in parallel, links them, and moves the complete library into place."""
     compiler = find_compiler()
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
-        objects = _compile_objects([compiler, *FLAGS, *includes()], _sources(".cpp"), Path(scratch))
+        objects = _compile_objects([compiler, *FLAGS, target(), *includes()], _sources(".cpp"), Path(scratch))
         whole = Path(scratch) / LIBRARY
         run_compiler(
             [compiler, "-shared", *map(str, objects), f"-L{torch_dir() / 'lib'}", "-ltorch_cpu", "-o", str(whole)]
@@ -257,8 +257,15 @@ def compiler_version(compiler: str) -> str:
     return done.stdout
 
 
+def target() -> str:
+    """Returns the compiler option for the instruction set: this CPU's, or the one that MEGADS_CPU_ISA allows."""
+    if platform.machine() == "aarch64":
+        return "-mcpu=native"
+    return "-march=native" if cpu_isa_limit() is None else "-march=x86-64-v3"
+
+
 def processor() -> str:
-    """Returns the CPU model and flags, which determine the result of -march=native."""
+    """Returns the CPU model and flags, which determine what the compiler targets."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

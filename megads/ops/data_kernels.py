@@ -27,10 +27,11 @@ from megads.ops.build import (
     processor,
     run_compiler,
     sources_dir,
+    target,
 )
 
 LIBRARY = "libmegads_data.so"
-FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
+FLAGS = ("-std=c++20", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-pthread")
 ENTRY = np.dtype([("key", "<u8"), ("item", "<u4"), ("size", "<u4")])
 """An item of the random order, with its size in tokens, at most 2^32 - 1."""
 MOST_ITEMS = 1 << 32
@@ -74,13 +75,13 @@ def _sources() -> list[Path]:
 
 
 def _library_path() -> Path:
-    return cached_path(LIBRARY, [" ".join(FLAGS), compiler_version(find_compiler()), processor()], _sources())
+    return cached_path(LIBRARY, [" ".join(FLAGS), target(), compiler_version(find_compiler()), processor()], _sources())
 
 
 def _compile(library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         whole = Path(scratch) / LIBRARY
-        run_compiler([find_compiler(), *FLAGS, *map(str, _sources()), "-o", str(whole)])
+        run_compiler([find_compiler(), *FLAGS, target(), *map(str, _sources()), "-o", str(whole)])
         whole.replace(library)
 
 

@@ -4,8 +4,11 @@ PyTorch uses MKL for fp32, which on AMD CPUs uses half of AVX-512: megads' kerne
 of a Zen 5: 186 to 226 GFLOP/s against 94 to 103). For bf16 PyTorch uses oneDNN, which is fast, but rounds weight
 gradients before they are accumulated: megads' kernel accumulates them in fp32 main_grad, and is also faster on a Zen 4
 or 5. Elsewhere oneDNN's inner product adds a bias in the same pass, while PyTorch's linear layer needs a second one. On
-x86 CPUs without AVX-512 oneDNN has no bf16 GEMM, and PyTorch falls back to plain loops: megads' kernel converts the
-operands to fp32 when it packs them, and is 4 to 100 times as fast.
+CPUs for which oneDNN has no bf16 GEMM (x86 without AVX-512, Arm without BF16), PyTorch falls back to plain loops:
+megads' kernel converts the operands to fp32 when it packs them, and is 4 to 100 times as fast. Without megads' kernels
+the operands are converted before PyTorch's fp32 GEMM. `megads.ops.processor.gemm` chooses among these.
+
+No other module multiplies matrices in a dtype that may be bf16 on a CPU (tests/ops/test_processors.py).
 
 Shape suffixes: m = tokens (any leading dims in `...`), i = input features, o = output features; gemm's are its own.
 """
@@ -21,9 +24,14 @@ from torch import Tensor
 
 from megads.ops import processor
 from megads.ops.config import KernelOp, Kernels
+from megads.ops.processor import GemmBackend
 
 THINNEST = 16
 """Minimum rows and columns of the output for megads' kernels; PyTorch's dot products are faster below."""
+
+DOT_PRODUCTS = 3
+"""Rows of a bf16 output up to which PyTorch's linear layer computes vectorized dot products, which read each weight
+once, even on CPUs for which it has no bf16 GEMM."""
 
 WIDEST = 16
 """Columns per row of the output from which the bf16 kernel would mostly pack; oneDNN is faster for few tokens and a
@@ -39,8 +47,14 @@ def linear(x_mi: Tensor, weight_oi: Tensor, bias_o: Tensor | None, kernels: Kern
         bias_o: bias in x's dtype, or None.
         kernels: selects the implementation.
     """
-    if kernels.fused(KernelOp.linear) and _gemm_takes(x_mi, weight_oi, prod(x_mi.shape[:-1]), weight_oi.shape[0]):
+    rows = prod(x_mi.shape[:-1])
+    if needs_widening(x_mi) and rows <= DOT_PRODUCTS:
+        return F.linear(x_mi, weight_oi, bias_o)
+    if kernels.fused(KernelOp.linear) and _gemm_takes(x_mi, weight_oi, rows, weight_oi.shape[0]):
         return _gemm(x_mi, weight_oi, bias_o)
+    if needs_widening(x_mi):
+        wide_bias_o = None if bias_o is None else bias_o.float()
+        return F.linear(x_mi.float(), weight_oi.float(), wide_bias_o).to(x_mi.dtype)
     if kernels.fused(KernelOp.linear) and bias_o is not None and _inner_product_takes(x_mi, weight_oi):
         out_mo = torch.ops.mkldnn._linear_pointwise(x_mi.flatten(0, -2), weight_oi, bias_o, "none", [], "")
         return _unflattened(out_mo, x_mi)
@@ -55,6 +69,12 @@ def linear_into(
     in_kernel = not add or out_mo.dtype is torch.float32
     if kernels.fused(KernelOp.linear) and in_kernel and _gemm_takes(x_mi, weight_oi, *out_mo.shape):
         _gemm_into(out_mo, x_mi, weight_oi, bias_o, add)
+    elif needs_widening(x_mi):
+        product_mo = x_mi.float() @ weight_oi.float().t()
+        if add:
+            out_mo.add_(product_mo)
+        else:
+            out_mo.copy_(product_mo if bias_o is None else product_mo.add_(bias_o))
     elif add:
         assert bias_o is None
         out_mo.addmm_(x_mi, weight_oi.t())
@@ -68,7 +88,7 @@ def input_gradient(grad_mo: Tensor, weight_oi: Tensor, kernels: Kernels) -> Tens
     """dL/dy W, [..., i]: the gradient of the input of `linear`."""
     if kernels.fused(KernelOp.linear) and _gemm_takes(grad_mo, weight_oi, prod(grad_mo.shape[:-1]), weight_oi.shape[1]):
         return _gemm(grad_mo, weight_oi.t(), None)
-    return _unflattened(grad_mo.flatten(0, -2) @ weight_oi, grad_mo)
+    return _unflattened(matmul(grad_mo.flatten(0, -2), weight_oi), grad_mo)
 
 
 def weight_gradient(grad_mo: Tensor, x_mi: Tensor, kernels: Kernels) -> Tensor:
@@ -76,7 +96,17 @@ def weight_gradient(grad_mo: Tensor, x_mi: Tensor, kernels: Kernels) -> Tensor:
     grad_mo, x_mi = grad_mo.flatten(0, -2), x_mi.flatten(0, -2)
     if kernels.fused(KernelOp.linear) and _gemm_takes(grad_mo, x_mi, grad_mo.shape[1], x_mi.shape[1]):
         return _gemm(grad_mo.t(), x_mi.t(), None)
-    return grad_mo.t() @ x_mi
+    return matmul(grad_mo.t(), x_mi)
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """torch.matmul, computed in fp32 where PyTorch only has plain loops for the operands' dtype."""
+    return (a.float() @ b.float()).to(a.dtype) if needs_widening(a) else a @ b
+
+
+def needs_widening(x: Tensor) -> bool:
+    """Whether PyTorch multiplies matrices of this dtype on this CPU in plain loops, so that fp32 is faster."""
+    return x.dtype is torch.bfloat16 and x.device.type == "cpu" and processor.torch_loops_over_bf16()
 
 
 def fuses_accumulation(grad_mo: Tensor, x_mi: Tensor) -> bool:
@@ -114,12 +144,14 @@ def register() -> None:
 def _gemm_takes(left: Tensor, right: Tensor, rows: int, columns: int) -> bool:
     if left.device.type != "cpu" or left.dtype is not right.dtype or not (left.numel() and right.numel()):
         return False
-    if left.dtype not in (torch.float32, torch.bfloat16) or min(rows, columns) < THINNEST:
+    if left.dtype not in (torch.float32, torch.bfloat16):
         return False
     low = left.dtype is torch.bfloat16
-    if not processor.multiplies(low=low):
+    if processor.gemm(bf16=low, kernels=True) is not GemmBackend.megads:
         return False
-    return not low or processor.torch_loops_over_bf16() or columns < WIDEST * rows
+    if low and processor.torch_loops_over_bf16():
+        return True
+    return min(rows, columns) >= THINNEST and (not low or columns < WIDEST * rows)
 
 
 def _gemm(a_mk: Tensor, b_nk: Tensor, bias_n: Tensor | None) -> Tensor:

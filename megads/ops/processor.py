@@ -1,4 +1,4 @@
-"""On which CPUs PyTorch's GEMMs are slow. Does not import torch, since planning uses it, too.
+"""Which implementation multiplies matrices on this CPU. Does not import torch, since planning uses it, too.
 
 Decisions depend on vendor and instruction set, not on a measurement: all ranks must decide the same, and so must a run
 and the one that resumes it.
@@ -8,20 +8,37 @@ from __future__ import annotations
 
 import functools
 import platform
+from enum import StrEnum
 from pathlib import Path
+
+from megads.runtime.environment import cpu_isa_limit, onednn_below_avx512
 
 _AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 """Instruction sets that PyTorch requires for its AVX-512 code and for oneDNN's bf16 GEMMs."""
 
 
-def multiplies(*, low: bool) -> bool:
-    """Whether megads' kernels are used on this CPU for GEMMs that are not too thin, and for fused gradient
-    accumulation.
+class GemmBackend(StrEnum):
+    """Implementation of the GEMMs of one dtype on a CPU."""
+
+    torch = "torch"
+    """PyTorch's, which calls MKL or oneDNN."""
+    megads = "megads"
+    """kernels/cpu/gemm.cpp and gemm_bf16.cpp."""
+    widened = "widened"
+    """PyTorch's in fp32: bf16 operands are converted first, and the result is rounded."""
+
+
+def gemm(*, bf16: bool, kernels: bool) -> GemmBackend:
+    """Returns the implementation of GEMMs that are not too thin; it is never PyTorch's plain loop over bf16.
 
     Args:
-        low: bf16, else fp32.
+        bf16: operands are bf16, else fp32.
+        kernels: whether megads' kernels are available.
     """
-    return torch_loops_over_bf16() or pairs_are_fast() if low else mkl_is_slow()
+    if bf16 and torch_loops_over_bf16():
+        return GemmBackend.megads if kernels else GemmBackend.widened
+    ours = pairs_are_fast() if bf16 else mkl_is_slow()
+    return GemmBackend.megads if ours and kernels else GemmBackend.torch
 
 
 def mkl_is_slow() -> bool:
@@ -35,8 +52,17 @@ def pairs_are_fast() -> bool:
 
 
 def torch_loops_over_bf16() -> bool:
-    """Whether this is an x86 CPU for which oneDNN has no bf16 GEMM, so that PyTorch uses plain loops."""
-    return platform.machine() == "x86_64" and not has_avx512()
+    """Whether oneDNN has no bf16 GEMM for this CPU, so that PyTorch uses plain loops: up to 80 times slower than fp32.
+
+    oneDNN has them for x86 with AVX-512 and for Arm with the BF16 extension (Graviton 3, Grace, not Graviton 2).
+    """
+    match platform.machine():
+        case "x86_64":
+            return not has_avx512() or onednn_below_avx512()
+        case "aarch64":
+            return "bf16" not in _words()
+        case _:
+            return True
 
 
 def has_avx512() -> bool:
@@ -44,10 +70,32 @@ def has_avx512() -> bool:
     return _words() >= _AVX512
 
 
+def instruction_sets() -> str:
+    """Describes the instruction sets that matter for GEMMs, for example "AVX-512, bf16 units"."""
+    words = _words()
+    if platform.machine() == "aarch64":
+        vectors = "SVE" if "sve" in words else "NEON"
+    else:
+        vectors = "AVX-512" if has_avx512() else "AVX2" if "avx2" in words else platform.machine()
+    units = " and AMX" if "amx_bf16" in words else ""
+    low = f"bf16 units{units}" if words & {"avx512_bf16", "amx_bf16", "bf16"} else "no bf16 units"
+    return f"{vectors}, {low}"
+
+
+def gemm_text(*, bf16: bool, kernels: bool) -> str:
+    """Describes how GEMMs of a dtype are computed on this CPU, for example "AVX2, no bf16 units: computed in fp32"."""
+    if not (bf16 and torch_loops_over_bf16()):
+        return instruction_sets()
+    how = "megads' kernels" if gemm(bf16=True, kernels=kernels) is GemmBackend.megads else "PyTorch's fp32 GEMMs"
+    return f"{instruction_sets()}: bf16 saves memory, not time; {how} multiply it in fp32"
+
+
 @functools.cache
 def _words() -> frozenset[str]:
     """Words in /proc/cpuinfo, including vendor and flags; empty if there is no such file."""
     try:
-        return frozenset(Path("/proc/cpuinfo").read_text().split())
+        words = frozenset(Path("/proc/cpuinfo").read_text().split())
     except OSError:
         return frozenset()
+    limited = cpu_isa_limit() is not None
+    return frozenset(word for word in words if not (limited and word.startswith(("avx512", "avx10", "amx_"))))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megads.ops.config import FUSED, TORCH, KernelOp, Kernels
 from megads.ops.dropout import DropoutMask
+from megads.ops.linear import matmul
 from megads.ops.softcap import softcap
 
 
@@ -169,14 +170,14 @@ def explicit_attention(
 
     def scores_bnst() -> Tensor:
         # The caller keeps no reference to the scores, so they are freed as soon as the softmax is done.
-        scores = q_bnsd.reshape(batch, shared, rows, dim) @ k_bmtd.transpose(-1, -2)
+        scores = matmul(q_bnsd.reshape(batch, shared, rows, dim), k_bmtd.transpose(-1, -2))
         if cap is not None:
             scores = softcap(scores, cap, scale)
         return scores.view(batch, heads, queries, keys)
 
     assert mask is None or softmax.sinks_n is None, "their gradient is autograd's"
     if mask is None:
-        return (softmax(scores_bnst()).view(batch, shared, rows, keys) @ v_bmtd).view(q_bnsd.shape)
+        return matmul(softmax(scores_bnst()).view(batch, shared, rows, keys), v_bmtd).view(q_bnsd.shape)
     # As matmul does: several heads are copied, since a view would keep the whole projection for the backward pass.
     v_bmtd = v_bmtd if shared == 1 else v_bmtd.contiguous()
     out: Tensor = _DroppedAttention.apply(scores_bnst(), v_bmtd, softmax, mask)  # type: ignore[no-untyped-call]
@@ -197,12 +198,12 @@ class _DroppedAttention(torch.autograd.Function):
             dropped_bnst = (weights_bnst * _keep(weights_bnst, softmax, mask)).mul_(mask.scale)
         ctx.softmax, ctx.mask = softmax, mask
         ctx.save_for_backward(weights_bnst, v_bmtd)
-        return _grouped(dropped_bnst, v_bmtd) @ v_bmtd
+        return matmul(_grouped(dropped_bnst, v_bmtd), v_bmtd)
 
     @staticmethod
     def backward(ctx: Any, grad_bmrd: Tensor) -> tuple[Tensor | None, ...]:
         (weights_bnst, v_bmtd), softmax, mask = ctx.saved_tensors, ctx.softmax, ctx.mask
-        grad_weights_bnst = (grad_bmrd @ v_bmtd.transpose(-1, -2)).view(weights_bnst.shape)
+        grad_weights_bnst = matmul(grad_bmrd, v_bmtd.transpose(-1, -2)).view(weights_bnst.shape)
         if softmax.bias is None:
             grad_scores_bnst, dropped_bnst = torch.ops.megads.softmax_dropout_backward(
                 grad_weights_bnst, weights_bnst, softmax.scale, softmax.places_s, softmax.starts_bs, *mask.arguments
@@ -212,7 +213,8 @@ class _DroppedAttention(torch.autograd.Function):
             grad_scores_bnst = _softmax_gradient(grad_weights_bnst.mul_(keep_bnst).mul_(mask.scale), weights_bnst)
             grad_scores_bnst = grad_scores_bnst.mul_(softmax.scale).to(weights_bnst.dtype)
             dropped_bnst = (weights_bnst * keep_bnst).mul_(mask.scale)
-        return grad_scores_bnst, _grouped(dropped_bnst, v_bmtd).transpose(-1, -2) @ grad_bmrd, None, None
+        grad_v_bmtd = matmul(_grouped(dropped_bnst, v_bmtd).transpose(-1, -2), grad_bmrd)
+        return grad_scores_bnst, grad_v_bmtd, None, None
 
 
 def _grouped(weights_bnst: Tensor, v_bmtd: Tensor) -> Tensor:

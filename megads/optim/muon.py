@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megads.ops.config import TORCH, KernelOp, Kernels
-from megads.ops.linear import input_gradient, linear
+from megads.ops.linear import input_gradient, linear, needs_widening
 from megads.optim.config import MUON_BATCH_ELEMENTS, MuonOptions, MuonPrecision, OptimConfig, QKVSplit
 from megads.optim.groups import Role
 from megads.optim.masters import AdamWRule, MasterLayout, MasterLine, MasterUpdate, ParameterRun
@@ -40,13 +40,17 @@ FusedRows = Mapping[str, tuple[int, ...]]
 
 
 def newton_schulz(x_krc: Tensor, steps: int, kernels: Kernels = TORCH) -> Tensor:
-    """Orthogonalizes matrices by Newton-Schulz iteration, approximately to U V^T of their SVD, in their dtype.
+    """Orthogonalizes matrices by Newton-Schulz iteration, approximately to U V^T of their SVD.
+
+    Iterates in the matrices' dtype, or in fp32 on CPUs on which PyTorch has no GEMM for it.
 
     Args:
         x_krc: matrices of one shape, zeros allowed; undefined afterwards.
         steps: number of iterations.
         kernels: implementation of fp32 GEMMs on CPUs.
     """
+    if needs_widening(x_krc):
+        return newton_schulz(x_krc.float(), steps, kernels).to(x_krc.dtype)
     if x_krc.shape[1] > x_krc.shape[2]:
         return newton_schulz(x_krc.mT.contiguous(), steps, kernels).mT
     norms_k = torch.linalg.vector_norm(x_krc, dim=(1, 2), keepdim=True, dtype=torch.float32)

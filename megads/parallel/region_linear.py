@@ -179,7 +179,7 @@ def _gemm_into(
     x_rci: Tensor, weight_oi: Tensor, out_rco: Tensor, kernels: Kernels, bias_o: Tensor | None = None, add: bool = False
 ) -> None:
     """Writes x W^T (+ bias) to a tensor that may be strided along the rank dim, or adds it to the tensor."""
-    if kernels.fused(KernelOp.linear):
+    if kernels.fused(KernelOp.linear) or gemm.needs_widening(x_rci):
         for x_ci, out_co in zip(x_rci, out_rco, strict=True):
             gemm.linear_into(out_co, x_ci, weight_oi, kernels, bias_o, add)
         return

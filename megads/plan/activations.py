@@ -16,6 +16,7 @@ from dataclasses import replace
 from megads.model.config import EMBEDDING, HEAD, MLPKind, NormPlacement, Position, QKNormWidth
 from megads.ops import processor
 from megads.ops.config import AUGMENTED_FEATURES, DRAWN_AT_ONCE
+from megads.ops.processor import GemmBackend
 from megads.parallel.config import Recompute
 from megads.plan.memory_timeline import Op, recomputed
 from megads.plan.micro_batch import FP32, INT64, Pass
@@ -457,7 +458,8 @@ def _chunked_head_op(p: Pass) -> Op:
     loss = 12 * FP32 * p.chunk if p.fused else wide + 6 * FP32 * p.chunk
     # megads' GEMMs accumulate into main_grad; PyTorch's need a temporary gradient and, on a CPU, an fp32 cast of it.
     cast = FP32 * matrix // p.weight_bytes if p.weight_bytes < FP32 and not p.cuda else 0
-    in_main_grad = p.fused and not p.cuda and processor.multiplies(low=p.weight_bytes < FP32)
+    ours = processor.gemm(bf16=p.weight_bytes < FP32, kernels=p.fused) is GemmBackend.megads
+    in_main_grad = ours and not p.cuda
     working = logits + max(loss, 0 if in_main_grad else matrix + cast)
     if p.model.final_logit_softcap is not None:
         working += logits + 2 * FP32 * p.chunk * p.vocab_rows

@@ -26,6 +26,7 @@ from math import prod
 
 from megads.model.config import EMBEDDING, TIED_COPY, TIED_PARAMETER, ModelConfig, is_block, sharding_of, stage_weights
 from megads.ops import processor
+from megads.ops.processor import GemmBackend
 from megads.optim.config import MUON_BATCH_ELEMENTS, OptimConfig, OptimizerName
 from megads.optim.groups import (
     BucketLayout,
@@ -324,7 +325,7 @@ def _step_transient(buckets: Sequence[BucketLayout], parallel: ParallelConfig, w
 
     LAMB and Lion need one temporary of the size of the largest bucket's shard of master weights. Muon sends its update
     directions to the ranks that own the matrices, which orthogonalize them (three more copies of each batch of
-    matrices) and send the updates back.
+    matrices, in fp32 on CPUs without bf16 GEMMs) and send the updates back.
     """
     name, low = workload.optim.name, workload.weight_bytes
     if name in (OptimizerName.lamb, OptimizerName.lion):
@@ -335,7 +336,8 @@ def _step_transient(buckets: Sequence[BucketLayout], parallel: ParallelConfig, w
     elements = sum(bucket.numel for bucket in hidden)
     share = _share(elements, parallel)
     owned = max(elements // parallel.data_size, max((_largest(bucket) for bucket in hidden), default=0))
-    return low * (share + 2 * owned) + low * 4 * min(owned, MUON_BATCH_ELEMENTS)
+    widened = not workload.cuda and processor.torch_loops_over_bf16()
+    return low * (share + 2 * owned) + (FP32 if widened else low) * 4 * min(owned, MUON_BATCH_ELEMENTS)
 
 
 def _largest(bucket: BucketLayout) -> int:
@@ -354,7 +356,8 @@ def _pipeline_phases(
     low, flat = workload.weight_bytes, sum(bucket.numel for bucket in buckets)
     full, share = FP32 * flat, _share(flat, parallel)
     on_cpu = not workload.cuda
-    in_place = workload.fused and on_cpu and processor.multiplies(low=low < FP32)
+    ours = processor.gemm(bf16=low < FP32, kernels=workload.fused) is GemmBackend.megads
+    in_place = ours and on_cpu
     allocated = (lambda _made: full) if workload.cuda_graphs else _allocated_main_grads(buckets)
     main_grads = MainGradMemory(allocated, full, FP32 // low, cast=low < FP32 and on_cpu, in_place=in_place)
     passes = pipeline_phases(schedule, rank, ops, main_grads)

@@ -183,7 +183,8 @@ class ClusterConfig:
     kind: ClusterKind = ClusterKind.local
     """local: all ranks on this machine; slurm: on the nodes of the SLURM job, one agent per node started by srun."""
     threads_per_rank: int | None = None
-    """CPU threads per rank, the same on all ranks; null: the cores of the machine divided evenly."""
+    """CPU threads per rank, the same on all ranks; null: OMP_NUM_THREADS if it is set, else the cores of the machine
+    divided evenly, but no more than the model's shapes occupy."""
     bind_cores: bool = False
     """Bind each rank to an equal share of the machine's cores, adjacent cores together. Only for machines or SLURM jobs
     that nothing else uses: two runs at the same time would bind to the same cores."""

@@ -104,9 +104,37 @@ def chosen_gpus() -> list[str] | None:
     return None if names is None else [name.strip() for name in names.split(",") if name.strip()]
 
 
-def share_of_cores(num_ranks: int) -> int:
-    """Returns the number of threads per rank for `num_ranks` ranks on this machine, at least one."""
-    return max(1, available_cores() // num_ranks)
+def threads_of_rank(num_ranks: int, configured: int | None = None, useful: int | None = None) -> int:
+    """Returns the number of CPU threads of each rank: as configured, else OMP_NUM_THREADS, else a share of the cores.
+
+    Args:
+        num_ranks: number of ranks on this machine.
+        configured: cluster.threads_per_rank.
+        useful: number of threads that make the rank faster; None: any number.
+
+    Raises:
+        ConfigError: OMP_NUM_THREADS is not a number of threads.
+    """
+    asked = configured or asked_threads()
+    if asked is not None:
+        return asked
+    share = max(1, available_cores() // num_ranks)
+    return share if useful is None else min(share, max(1, useful))
+
+
+def asked_threads() -> int | None:
+    """Returns the user's OMP_NUM_THREADS, of which the first of several levels counts; None if it is not set.
+
+    Raises:
+        ConfigError: it is not a number of threads.
+    """
+    text = os.environ.get("OMP_NUM_THREADS", "")
+    if not text:
+        return None
+    first = text.partition(",")[0].strip()
+    if not first.isdecimal() or int(first) < 1:
+        raise ConfigError(f"OMP_NUM_THREADS = {text}: must be at least 1 thread; correct or unset it")
+    return int(first)
 
 
 def user_cache_dir() -> Path:
@@ -118,6 +146,25 @@ def user_cache_dir() -> Path:
 def cpp_compiler() -> str | None:
     """Returns the C++ compiler given in CXX, or None."""
     return os.environ.get("CXX") or None
+
+
+def cpu_isa_limit() -> str | None:
+    """Returns the instruction set to which MEGADS_CPU_ISA limits megads' CPU kernels and its choice of GEMMs, or None.
+
+    Raises:
+        ConfigError: it is not a known one.
+    """
+    limit = os.environ.get("MEGADS_CPU_ISA", "").lower()
+    if limit not in ("", "native", "avx2"):
+        raise ConfigError(
+            f"MEGADS_CPU_ISA = {limit}: use avx2, to compute as an x86 CPU without AVX-512 does, or leave it unset"
+        )
+    return limit if limit == "avx2" else None
+
+
+def onednn_below_avx512() -> bool:
+    """Whether ONEDNN_MAX_CPU_ISA excludes AVX-512, and with it oneDNN's bf16 GEMMs on x86."""
+    return os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper() in ("SSE41", "AVX", "AVX2", "AVX2_VNNI")
 
 
 def cuda_home() -> str | None:
@@ -174,7 +221,8 @@ BLACKWELL = (10, 0)
 
 
 FIXED_AT_START = (
-    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES"),
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"),
+    *("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES"),
     *("MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES"),
 )
 """Variables that the C library, OpenMP or an import reads only once in a process."""
@@ -202,6 +250,7 @@ def rank_variables(
     variables[_LAUNCHER_PID_VARIABLE] = str(os.getpid())
     variables[_LEASE_VARIABLE] = "" if lease is None else str(lease)
     variables[_HEARTBEATS_VARIABLE] = str(heartbeats or "")
+    variables |= waiting_variables()
     # The flight recorder's buffer, 0.5 MB, must be set for gloo: PyTorch enables the recorder by default for NCCL only.
     defaults = {"TOKENIZERS_PARALLELISM": "false", "TORCH_FR_BUFFER_SIZE": "500"}
     if cuda and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # older name of PYTORCH_ALLOC_CONF
@@ -256,14 +305,26 @@ def loopback_variables() -> dict[str, str]:
     return {name: os.environ.get(name, value) for name, value in defaults.items()}
 
 
-def wait_passively() -> None:
-    """Makes OpenMP threads sleep while they wait for each other; to be called before torch is imported.
+SPIN_COUNT = 2000
+"""Iterations of libgomp's waiting loop, some 50 us: about the time that it takes to wake a sleeping thread."""
 
-    Generating a token runs many short parallel loops. Threads that spin at the end of each loop cost little on an idle
-    machine, but if a training run uses the same cores, they spin while the thread that they wait for cannot run:
-    110 ms per token instead of 17 ms, measured.
+
+def waiting_variables() -> dict[str, str]:
+    """Returns variables that make OpenMP threads sleep soon when they wait for each other, unless the user has set any.
+
+    By default libgomp's threads spin for milliseconds at the end of every parallel loop. If another process runs on
+    one of the cores, they spin while the thread that they wait for has no core: beside one busy loop on two cores a
+    training step takes 30 times as long. A thread that sleeps leaves its core to that thread. Spinning for as long as
+    it takes to wake a thread costs at most twice the better of the two.
     """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+    given = {name: os.environ[name] for name in names if name in os.environ}
+    return given or {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": str(SPIN_COUNT)}
+
+
+def wait_passively() -> None:
+    """Applies `waiting_variables` to this process; to be called before torch is imported."""
+    os.environ.update(waiting_variables())
 
 
 _CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"

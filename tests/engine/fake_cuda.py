@@ -203,7 +203,7 @@ class FakeGpu(TorchDispatchMode):
     def _wait(self, what: str) -> None:
         frames = reversed(traceback.extract_stack())
         frame = next(f for f in frames if "/torch/" not in f.filename and f.filename != __file__)
-        file = re.split(r"/(?:megads|site-packages|tests)/", frame.filename)[-1]
+        file = path_in_package(Path(frame.filename))
         if self.forbids_waits:
             raise GpuFault(f"the host waits: {what}, at {file}:{frame.lineno} in {frame.name}")
         self.waits[file, frame.name] += 1
@@ -397,6 +397,17 @@ class FakeGpus:
         ok, value = self._connection.recv()
         assert ok, value
         return value
+
+
+def path_in_package(file: Path) -> str:
+    """Returns a source file's path below its outermost package, with the package's name unless that is megads.
+
+    Goes by the packages, not by the names of folders: a checkout folder is named megads, too.
+    """
+    root = file.parent
+    while (root / "__init__.py").exists():
+        root = root.parent
+    return str(file.relative_to(root)).removeprefix("megads/")
 
 
 def serve(descriptor: int) -> None:

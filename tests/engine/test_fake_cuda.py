@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from megads.parallel.config import GRADIENT_STAGES, ParallelConfig, Recompute
 from megads.parallel.grid import build_grid
 from megads.parallel.schedule import ScheduleName
 from tests import parity
-from tests.engine.fake_cuda import FakeGpu, FakeGpus
+from tests.engine.fake_cuda import FakeGpu, FakeGpus, path_in_package
 from tests.parity import MODEL, Scenario, scenario_with, step_batches
 
 FUSED, IN_CHUNKS = OpsConfig(Implementation.fused), OpsConfig(Implementation.torch, loss_chunk=9)
@@ -172,6 +173,16 @@ def test_step(gpus: FakeGpus, name: str, rank: int) -> None:
     case = CASES[name]
     waited = gpus.run(train, rank, case.parallel.world_size, case)
     assert waited <= (SHARDED_WAITS if case.parallel.zero_stage in GRADIENT_STAGES else set())
+
+
+def test_paths_in_a_checkout_named_megads(tmp_path: Path) -> None:
+    """Catches paths cut at the first folder named megads, which is what `git clone` calls the checkout."""
+    source = tmp_path / "megads" / "megads" / "engine" / "zero_engine.py"
+    source.parent.mkdir(parents=True)
+    for folder in (source.parent, source.parent.parent):
+        (folder / "__init__.py").touch()
+    assert path_in_package(source) == "engine/zero_engine.py"
+    assert path_in_package(tmp_path / "megads" / "setup.py") == "setup.py"
 
 
 def tokens_left_on_the_cpu() -> None:

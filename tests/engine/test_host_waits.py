@@ -11,6 +11,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from megads.parallel.grid import single_rank_grid
 from megads.parallel.loss import TokenMeanLoss, global_tokens, share_loss
 from tests import parity
 from tests.distributed import run_ranks
+from tests.engine.fake_cuda import path_in_package
 from tests.parity import MODEL, Scenario, build_engine, scenario_with, step_batches
 
 OPERATORS = {
@@ -55,7 +57,7 @@ def place() -> Place:
     """Returns file and function of the running code, leaving out torch's and this file's."""
     frames = reversed(traceback.extract_stack())
     frame = next(f for f in frames if "/torch/" not in f.filename and f.filename != __file__)
-    return frame.filename.rpartition("/megads/")[2], frame.name
+    return path_in_package(Path(frame.filename)), frame.name
 
 
 class Operators(TorchDispatchMode):

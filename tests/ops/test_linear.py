@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megads.ops import linear as products
 from megads.ops import processor
-from megads.ops.config import FUSED, TORCH
+from megads.ops.config import FUSED, TORCH, Kernels
 from tests.ops.accuracy import check_error
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -91,18 +91,26 @@ def test_thin_products_go_to_torch() -> None:
     assert torch.equal(products.linear(x, weight, bias, FUSED), torch.nn.functional.linear(x, weight, bias))
 
 
-@pytest.mark.parametrize(
-    ("machine", "avx512", "ours"), [("x86_64", False, True), ("x86_64", True, False), ("aarch64", False, False)]
-)
-def test_bf16_where_torch_has_no_product(
-    monkeypatch: pytest.MonkeyPatch, machine: str, avx512: bool, ours: bool
-) -> None:
-    """Catches bf16 left to PyTorch's loops on AVX2, where the gradient of an input takes 80 times as long."""
-    monkeypatch.setattr(processor, "pairs_are_fast", lambda: False)
-    monkeypatch.setattr(processor.platform, "machine", lambda: machine)
-    monkeypatch.setattr(processor, "has_avx512", lambda: avx512)
-    x, _, _, grad = tensors(BF16, (3, 40), 70, 50)
-    assert products.fuses_accumulation(grad, x) is ours
+@pytest.mark.parametrize("kernels", [FUSED, TORCH])
+@pytest.mark.parametrize("tokens", [1, 3, 4, 40])
+def test_bf16_where_torch_loops(monkeypatch: pytest.MonkeyPatch, kernels: Kernels, tokens: int) -> None:
+    """Catches a bias lost, a transposed operand, or a result rounded twice where bf16 products are computed in fp32."""
+    monkeypatch.setattr(processor, "torch_loops_over_bf16", lambda: True)
+    x, weight, bias, grad = tensors(BF16, (1, tokens), 70, 50)
+    wide_x, wide_weight, wide_grad = x.double(), weight.double(), grad.double()
+    added = torch.full((tokens, 70), 3.0)
+    products.linear_into(added, x[0], weight, kernels, add=True)
+    assert (added - (wide_x[0] @ wide_weight.t() + 3.0)).norm() <= 4e-3 * added.norm()
+    written = torch.empty(tokens, 70, dtype=BF16)
+    products.linear_into(written, x[0], weight, kernels, bias)
+    for found, exact in (
+        (products.linear(x, weight, bias, kernels), wide_x @ wide_weight.t() + bias.double()),
+        (products.linear(x, weight, None, kernels), wide_x @ wide_weight.t()),
+        (written, wide_x[0] @ wide_weight.t() + bias.double()),
+        (products.input_gradient(grad, weight, kernels), wide_grad @ wide_weight),
+        (products.weight_gradient(grad, x, kernels), wide_grad[0].t() @ wide_x[0]),
+    ):
+        check_error(found, exact.to(BF16), exact)
 
 
 def test_fp64_goes_to_torch() -> None:
@@ -210,33 +218,6 @@ def test_weight_gradients_are_added_up_in_fp32(dtype: torch.dtype, fused: bool) 
     assert products.fuses_accumulation(grad, x)
     products.add_weight_gradient(sums, grad[:0], x[:0], False, FUSED if fused else TORCH)
     assert (sums - exact).norm() <= 4e-3 * exact.norm()
-
-
-AVX512 = "avx512f avx512bw avx512dq avx512vl"
-
-
-@pytest.mark.parametrize(
-    ("words", "slow", "fast"),
-    [
-        (f"AuthenticAMD {AVX512} avx512_bf16", True, True),
-        (f"AuthenticAMD {AVX512}", True, False),
-        ("AuthenticAMD avx2 avx512_bf16", False, False),
-        (f"GenuineIntel {AVX512} avx512_bf16", False, False),
-        ("", False, False),
-    ],
-)
-def test_processors(monkeypatch: pytest.MonkeyPatch, words: str, slow: bool, fast: bool) -> None:
-    """Catches a megads kernel on a CPU on which it was never compared, and PyTorch's GEMM on one where it is slow."""
-    monkeypatch.undo()
-    monkeypatch.setattr(processor, "_words", lambda: frozenset(words.split()))
-    assert (processor.mkl_is_slow(), processor.pairs_are_fast()) == (slow, fast)
-    assert processor.multiplies(low=False) is slow
-
-
-def test_torch_sees_the_same_instructions() -> None:
-    """Catches instruction sets that PyTorch also needs, or no longer: bf16 left to it would run in plain loops."""
-    assert processor.has_avx512() is (torch.backends.cpu.get_cpu_capability() == "AVX512")
-    assert processor.has_avx512() is bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def test_whether_it_fuses_goes_by_the_weight() -> None:

@@ -8,14 +8,16 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megads.errors import ConfigError
 from megads.launch.node_ranks import lowest_compute_capability
+from megads.runtime import environment
 from megads.runtime.environment import (
     RankEnvironment,
     exported,
     meeting_variables,
     rank_environment,
     rank_variables,
-    share_of_cores,
+    threads_of_rank,
     wait_passively,
 )
 
@@ -91,19 +93,33 @@ def test_exported_variables_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> N
     assert "MEGADS_TEST_VARIABLE" not in os.environ
 
 
-def test_cores_are_shared_evenly_and_never_zero() -> None:
-    """Catches zero threads when ranks outnumber cores."""
-    assert share_of_cores(10_000) == 1
+def test_threads_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches zero threads when ranks outnumber cores, threads that a small model cannot use, an OMP_NUM_THREADS that
+    is ignored, and one that overrides the config."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(environment, "available_cores", lambda: 8)
+    assert [threads_of_rank(ranks) for ranks in (1, 3, 10_000)] == [8, 2, 1]
+    assert [threads_of_rank(2, useful=useful) for useful in (0, 3, 9, None)] == [1, 3, 4, 4]
+    monkeypatch.setenv("OMP_NUM_THREADS", "6,2")
+    assert threads_of_rank(2, useful=1) == 6
+    assert threads_of_rank(2, configured=5, useful=1) == 5
+    for wrong in ("0", "two", "-1"):
+        monkeypatch.setenv("OMP_NUM_THREADS", wrong)
+        with pytest.raises(ConfigError, match=f"OMP_NUM_THREADS = {wrong}: must be at least 1"):
+            threads_of_rank(1)
 
 
-def test_the_users_wait_policy_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a user's setting that is overwritten."""
+def test_waiting_threads_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches threads of a rank that spin beside another process, and a user's setting that is overwritten."""
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
+        monkeypatch.delenv(name, raising=False)
+    variables = rank_variables(threads=2, cuda=False)
+    assert variables["OMP_WAIT_POLICY"] == "PASSIVE" and int(variables["GOMP_SPINCOUNT"]) <= 10_000
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    variables = rank_variables(threads=2, cuda=False)
+    assert variables["OMP_WAIT_POLICY"] == "ACTIVE" and "GOMP_SPINCOUNT" not in variables
     wait_passively()
     assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
-    monkeypatch.delenv("OMP_WAIT_POLICY")
-    wait_passively()
-    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
 
 
 def test_ranks_of_one_machine_meet_on_its_loopback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ from megads.runtime.environment import (
     loopback_variables,
     rank_numbers,
     rank_variables,
-    share_of_cores,
+    threads_of_rank,
 )
 from megads.runtime.files import atomic_writer
 from megads.runtime.machine_memory import available_memory
@@ -256,7 +256,7 @@ def calibrate(config: CalibrateConfig) -> dict[str, Any]:
     gpus = torch.cuda.device_count()
     if 0 < gpus < config.ranks:
         raise ConfigError(f"ranks = {config.ranks}, but this machine has {gpus} GPUs: lower ranks")
-    threads = config.threads or share_of_cores(config.ranks)
+    threads = threads_of_rank(config.ranks, config.threads)
     before, begin = _processor_times(), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.yaml"

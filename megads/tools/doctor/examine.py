@@ -48,6 +48,7 @@ def examine(config: DoctorConfig, conf: Path) -> list[Finding]:
                 "packages": _check_packages,
                 "configs": lambda: _check_configs(conf),
                 "cores": machine.check_cores,
+                "processor": machine.check_processor,
                 "load": machine.check_load,
                 "threads": machine.check_threads,
                 "memory": machine.check_memory,

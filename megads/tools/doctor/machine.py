@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from megads.runtime.environment import available_cores, thread_settings
+from megads.ops.build import KernelsUnavailable, find_compiler
+from megads.ops.processor import gemm_text, torch_loops_over_bf16
+from megads.runtime.environment import asked_threads, available_cores, thread_settings
 from megads.tools.doctor.finding import Finding, Status, note, ok, problem, size
 
 # cgroup v1 writes "no limit" as the largest multiple of the page size.
@@ -97,6 +99,17 @@ def check_cores(root: Path = Path("/")) -> list[Finding]:
     ]
 
 
+def check_processor() -> list[Finding]:
+    """Reports the instruction sets for GEMMs; on CPUs without bf16 units bf16 needs megads' kernels to be fast."""
+    try:
+        find_compiler()
+    except KernelsUnavailable as reason:
+        if torch_loops_over_bf16():
+            cost = "PyTorch converts the operands of every bf16 GEMM to fp32 and the result back"
+            return [note("processor", gemm_text(bf16=True, kernels=False), cost, str(reason))]
+    return [ok("processor", gemm_text(bf16=True, kernels=True))]
+
+
 def check_load(load: float | None = None) -> list[Finding]:
     """Compares the load average with the number of cores.
 
@@ -113,18 +126,16 @@ def check_load(load: float | None = None) -> list[Finding]:
 
 
 def check_threads() -> list[Finding]:
-    """Checks for thread counts in the environment, which megads train overrides."""
-    given = ", ".join(f"{name}={value}" for name, value in thread_settings().items())
+    """Checks for thread counts in the environment."""
+    given = thread_settings()
     if not given:
         return [ok("threads", "cores are divided among the ranks (no OMP_NUM_THREADS)")]
-    return [
-        note(
-            "threads",
-            f"{given} is set",
-            "megads train overrides it with the thread count of each rank; only other verbs use it",
-            "set cluster.threads_per_rank instead, or unset it",
-        )
-    ]
+    found = f"{', '.join(f'{name}={value}' for name, value in given.items())} is set"
+    if "OMP_NUM_THREADS" in given:
+        cost = f"every rank gets {asked_threads()} threads, however many cores there are"
+    else:
+        cost = "megads train overrides it with the thread count of each rank; only other verbs use it"
+    return [note("threads", found, cost, "set cluster.threads_per_rank, which takes precedence, or unset it")]
 
 
 def check_memory(root: Path = Path("/")) -> list[Finding]:

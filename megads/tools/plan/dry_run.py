@@ -7,12 +7,13 @@ from megads.frozen_config import config_digest
 from megads.launch.disk_need import disk_need
 from megads.launch.dry_run_warnings import warnings_of
 from megads.launch.preflight import ResolvedRun, chosen_kernels
-from megads.launch.run_plan import Machine, gib, memory_line, plan_of
+from megads.launch.run_plan import Machine, gib, memory_line, plan_of, useful_threads
 from megads.model.config import ModelConfig
+from megads.ops.processor import gemm_text
 from megads.optim.schedule import ScheduleName
 from megads.parallel.config import Partition
 from megads.plan.model_size import parameter_count
-from megads.runtime.environment import share_of_cores
+from megads.runtime.environment import asked_threads, threads_of_rank
 from megads.stages import span_at
 from megads.tools.plan.output import local_copies
 from megads.tools.plan.tables import (
@@ -24,9 +25,19 @@ from megads.tools.plan.tables import (
     schedule_text,
     stage_text,
 )
+from megads.train_config import Precision
 
 _DRY_RUN_WIDTH = 120
 """Width of the dry run's tables, in characters."""
+
+
+def _precision(config: RootConfig, machine: Machine) -> str:
+    """The dtype, and on CPUs how GEMMs are computed in it."""
+    precision = config.train.precision
+    if machine.per_gpu:
+        return str(precision)
+    ours = chosen_kernels(config, machine).loaded
+    return f"{precision}, on {gemm_text(bf16=precision is Precision.bf16, kernels=ours)}"
 
 
 def describe_run(resolved: ResolvedRun) -> str:
@@ -34,7 +45,8 @@ def describe_run(resolved: ResolvedRun) -> str:
     config, machine = resolved.planned, resolved.machine
     train, parallel, model = stage_config(config, 0).train, config.parallel, config.model
     micro_batches = train.global_batch_size // (train.micro_batch_size * parallel.dp)
-    threads = config.cluster.threads_per_rank or share_of_cores(parallel.world_size)
+    threads = threads_of_rank(parallel.world_size, config.cluster.threads_per_rank, useful_threads(config))
+    by = " (OMP_NUM_THREADS)" if asked_threads() and config.cluster.threads_per_rank is None else ""
     ramp = f", growing from {train.batch_ramp.start}" if train.batch_ramp.start else ""
     need = disk_need(resolved)
     vocabulary, memory = "vocabulary and parameters not known before the data is there", "not known yet"
@@ -44,7 +56,7 @@ def describe_run(resolved: ResolvedRun) -> str:
     rows = {
         "run": config.run.id,
         "writes to": config.run.dir,
-        "ranks": f"{parallel.world_size} = {parallel.product}, threads of each {threads}",
+        "ranks": f"{parallel.world_size} = {parallel.product}, threads of each {threads}{by}",
         "model": f"{model.num_layers} layers, hidden {model.hidden_size}, {_heads(model)}, {model.position}; "
         f"{vocabulary}",
         "batch": f"{train.global_batch_size} samples{ramp} = {micro_batches} micro-batches x {train.micro_batch_size} "
@@ -55,7 +67,7 @@ def describe_run(resolved: ResolvedRun) -> str:
         **({"chosen": "; ".join(resolved.choices)} if resolved.choices else {}),
         "length": _length(config),
         "rate": _learning_rate(config),
-        "precision": str(train.precision),
+        "precision": _precision(config, machine),
         "kernels": chosen_kernels(config, machine).text,
         "data": resolved.data.text,
         "disk": str(need) if need is not None else "not known before the data is there",

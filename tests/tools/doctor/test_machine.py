@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megads.ops import processor
 from megads.tools.doctor import machine
 from megads.tools.doctor.finding import Finding, Status
 from megads.tools.doctor.machine import check_disk, cpu_quota, file_system, memory_limit_bytes
@@ -86,6 +87,18 @@ def test_load() -> None:
     assert only(machine.check_load(0.1)).status == Status.ok
     assert only(machine.check_load(1000.0)).status == Status.note
     assert "load average" in only(machine.check_load()).found
+
+
+def test_processor_without_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a CPU without bf16 units of which nothing is said, and a missing compiler, which makes it slow there."""
+    monkeypatch.setattr(processor, "torch_loops_over_bf16", lambda: True)
+    monkeypatch.setattr(machine, "torch_loops_over_bf16", lambda: True)
+    found = only(machine.check_processor())
+    assert found.status == Status.ok and "megads' kernels multiply it in fp32" in found.found
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    found = only(machine.check_processor())
+    assert found.status == Status.note and "PyTorch's fp32 GEMMs multiply it in fp32" in found.found
+    assert "no-such-compiler" in found.remedy
 
 
 def test_threads_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
