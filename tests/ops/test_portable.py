@@ -17,7 +17,7 @@ from megads.ops.build import FLAGS, find_compiler, includes, processor, run_comp
 
 DRIVER = Path(__file__).parent / "portable" / "driver.cpp"
 CROSS_COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
-PORTABLE_FLAGS = [flag for flag in FLAGS if not flag.startswith("-march=")] + [f"-I{sources_dir()}"]
+PORTABLE_FLAGS = [*FLAGS, f"-I{sources_dir()}"]
 
 
 def cross_compiler() -> str:
