@@ -94,8 +94,6 @@ class ScoreRow {
   }
 
  private:
-  static constexpr float kLog2E = 1.44269504088896341f;
-
   float scale_, slope_;
   float distance_;        // from the query to the block's first key, exact in fp32 up to 2^24
   int32_t first_, last_;  // visible columns, inclusive

@@ -8,10 +8,7 @@ namespace megads {
 template <typename T>
 void bias_gelu_forward(int64_t width, const T* x, const T* bias, T* out, int64_t first, int64_t last) {
   for (int64_t r = first; r < last; ++r)
-    for_vectors(0, width, [&](int64_t c, int count) {
-      const int64_t at = r * width + c;
-      store_lanes(out + at, gelu(load_lanes(x + at, count) + load_lanes(bias + c, count)), count);
-    });
+    for_elements(0, width, out + r * width, [](Floats x, Floats b) { return gelu<T>(x + b); }, x + r * width, bias);
 }
 
 template <typename T>
@@ -24,7 +21,7 @@ void bias_gelu_backward(int64_t rows, int64_t width, const T* grad, const T* x, 
     for (int64_t r = block * block_rows; r < std::min((block + 1) * block_rows, rows); ++r)
       for_vectors(0, width, [&](int64_t c, int count) {
         const int64_t at = r * width + c;
-        const Floats slope = gelu_slope(load_lanes(x + at, count) + load_lanes(bias + c, count));
+        const Floats slope = gelu_slope<T>(load_lanes(x + at, count) + load_lanes(bias + c, count));
         const Floats found = load_lanes(grad + at, count) * slope;
         store_lanes(grad_x + at, found, count);
         store_lanes(of_bias + c, load_lanes(of_bias + c, count) + found, count);

@@ -1,47 +1,93 @@
 #include "cross_entropy.h"
 
 #include <algorithm>
+#include <vector>
+
+#include "lanes.h"
 
 namespace megads {
 namespace {
 
 constexpr int64_t kBlock = 1024;  // logits of a row that stay in the L1 cache between the two passes over them
-constexpr float kLog2E = 1.44269504088896341f;
 
+// Whether exponentials are kept in fp32 from the statistics to the gradient. With AVX-512 computing them again is as
+// fast.
+constexpr bool kKeeps = kLanes < 16;
+
+// exp(logit - base) of a row of `valid` logits, in the order of load_two, and the base of every block. fp32 logits are
+// overwritten with them.
 template <typename T>
-Floats load_to(const T* from, int64_t column, int64_t stop, float rest) {
-  return column + kLanes <= stop ? load(from + column) : load_some(from + column, stop - column, rest);
+class Exponentials {
+ public:
+  explicit Exponentials(int64_t valid) : room_(kInPlace ? 0 : valid + 2 * kLanes), bases(valid / kBlock + 1) {}
+
+  void keep(T* row, int64_t c, TwoVectors x, int count) {
+    if constexpr (kInPlace) {
+      store_two_lanes(row + c, x, count);
+    } else {
+      store(room_.data() + c, x.first);
+      store(room_.data() + c + kLanes, x.second);
+    }
+  }
+
+  TwoVectors at(const T* row, int64_t c, int count) const {
+    if constexpr (kInPlace) return load_two_lanes(row + c, count);
+    return {load(room_.data() + c), load(room_.data() + c + kLanes)};
+  }
+
+ private:
+  static constexpr bool kInPlace = sizeof(T) == 4;
+
+  std::vector<float> room_;
+
+ public:
+  std::vector<float> bases;
+};
+
+// Loads the first `count` logits; the others are -inf.
+template <typename T>
+inline TwoVectors load_logits(const T* from, int count) {
+  if (count == 2 * kLanes) return load_two(from);
+  T some[2 * kLanes];
+  for (T& logit : some) narrow(&logit, -kInfinity);
+  for (int i = 0; i < count; ++i) some[i] = from[i];
+  return load_two(some);
 }
 
 template <typename T>
 float largest_of_block(const T* row, int64_t begin, int64_t stop, float largest) {
-  Floats peaks[2] = {broadcast(largest), broadcast(largest)};
-  int64_t c = begin;
-  for (; c + 2 * kLanes <= stop; c += 2 * kLanes) {
-    peaks[0] = larger(load(row + c), peaks[0]);
-    peaks[1] = larger(load(row + c + kLanes), peaks[1]);
-  }
-  for (; c < stop; c += kLanes) peaks[0] = larger(load_to(row, c, stop, -kInfinity), peaks[0]);
-  return largest_of(larger(peaks[0], peaks[1]));
+  TwoVectors peaks = {broadcast(largest), broadcast(largest)};
+  for_two_vectors(begin, stop, [&](int64_t c, int count) {
+    const TwoVectors x = load_logits(row + c, count);
+    peaks = {larger(x.first, peaks.first), larger(x.second, peaks.second)};
+  });
+  return largest_of(larger(peaks.first, peaks.second));
 }
 
-// Sum of exp(logit - base).
+// Sum of exp(logit - base). If `kept` is not null, it receives the terms, and the next row is prefetched: the pass for
+// the gradient is too short for it.
 template <typename T>
-float sum_of_block(const T* row, int64_t begin, int64_t stop, float base) {
+float sum_of_block(T* row, const T* ahead, int64_t begin, int64_t stop, float base, Exponentials<T>* kept) {
   Floats sums[2] = {};
-  int64_t c = begin;
-  for (; c + 2 * kLanes <= stop; c += 2 * kLanes) {
-    sums[0] += exp2((load(row + c) - base) * kLog2E);
-    sums[1] += exp2((load(row + c + kLanes) - base) * kLog2E);
-  }
-  for (; c < stop; c += kLanes) sums[0] += exp2((load_to(row, c, stop, -kInfinity) - base) * kLog2E);
+  for_two_vectors(begin, stop, [&](int64_t c, int count) {
+    const TwoVectors x = load_logits(row + c, count);
+    const Floats first = exp2((x.first - base) * kLog2E), second = exp2((x.second - base) * kLog2E);
+    if (kept) {
+      __builtin_prefetch(ahead + c, 0, 2);
+      kept->keep(row, c, {first, second}, count);
+    }
+    sums[0] += first;
+    sums[count == 2 * kLanes] += second;
+  });
   return sum_of(sums[0] + sums[1]);
 }
 
 float exp_of(float x) { return exp2(broadcast(x * kLog2E))[0]; }
 
+// ahead: the next row, or the row itself. kept: room for the exponentials, or null.
 template <typename T>
-void statistics_of(const T* row, int64_t label, int64_t valid, float* statistics) {
+void statistics_of(T* row, const T* ahead, int64_t label, int64_t valid, float* statistics, Exponentials<T>* kept) {
+  const float of_label = label >= 0 && label < valid ? widen(row[label]) : 0.0f;
   float largest = -kInfinity;
   double total = 0.0;
   for (int64_t begin = 0; begin < valid; begin += kBlock) {
@@ -50,31 +96,40 @@ void statistics_of(const T* row, int64_t label, int64_t valid, float* statistics
     // If all logits so far are -inf, they add 0; a NaN must propagate.
     const float base = now == -kInfinity ? 0.0f : now;
     if (now != largest) total *= exp_of(largest - now);
-    total += sum_of_block(row, begin, stop, base);
+    total += sum_of_block(row, ahead, begin, stop, base, kept);
+    if (kept) kept->bases[begin / kBlock] = base;
     largest = now;
   }
   statistics[0] = largest;
   statistics[1] = float(total);
-  statistics[2] = label >= 0 && label < valid ? widen(row[label]) : 0.0f;
+  statistics[2] = of_label;
 }
 
-// ahead: the next row, to prefetch, or the row itself.
+// ahead: the next row, to prefetch, or the row itself. kept: exponentials of the row, or null. logit: of the label.
 template <typename T>
 void gradient_of(T* row, const T* ahead, int64_t label, int64_t columns, int64_t valid, float largest, float total,
-                 float grad) {
+                 float logit, float grad, const Exponentials<T>* kept) {
   const bool own = label >= 0 && label < valid;
-  const float of_label = own ? exp_of(widen(row[label]) - largest) / total : 0.0f;
+  const float of_label = own ? exp_of(logit - largest) / total : 0.0f;
   const float factor = grad / total;
-  int64_t c = 0;
-  for (; c + kLanes <= valid; c += kLanes) {
-    __builtin_prefetch(ahead + c);
-    store(row + c, exp2<T>((load(row + c) - largest) * kLog2E) * factor);
+  if (kept) {
+    for (int64_t begin = 0; begin < valid; begin += kBlock) {
+      const float scale = exp_of(kept->bases[begin / kBlock] - largest) * factor;
+      for_two_vectors(begin, std::min(begin + kBlock, valid), [&](int64_t c, int count) {
+        const TwoVectors terms = kept->at(row, c, count);
+        store_two_lanes(row + c, {terms.first * scale, terms.second * scale}, count);
+      });
+    }
+  } else {
+    for_two_vectors(0, valid, [&](int64_t c, int count) {
+      __builtin_prefetch(ahead + c);
+      if constexpr (2 * kLanes * sizeof(T) > 64) __builtin_prefetch(ahead + c + kLanes);
+      const TwoVectors x = load_two_lanes(row + c, count);
+      const Floats first = exp2<T>((x.first - largest) * kLog2E), second = exp2<T>((x.second - largest) * kLog2E);
+      store_two_lanes(row + c, {first * factor, second * factor}, count);
+    });
   }
-  if (c < valid) {
-    const Floats rest = load_some(row + c, valid - c, 0.0f);
-    store_some(row + c, exp2<T>((rest - largest) * kLog2E) * factor, valid - c);
-  }
-  for (c = valid; c < columns; ++c) narrow(row + c, 0.0f);
+  for (int64_t c = valid; c < columns; ++c) narrow(row + c, 0.0f);
   if (own) narrow(row + label, (of_label - 1.0f) * grad);
 }
 
@@ -82,8 +137,10 @@ void gradient_of(T* row, const T* ahead, int64_t label, int64_t columns, int64_t
 
 template <typename T>
 void cross_entropy_forward(const LogitRows<T>& rows, float* statistics, int64_t first, int64_t last) {
-  for (int64_t r = first; r < last; ++r)
-    statistics_of(rows.logits + r * rows.columns, rows.labels[r] - rows.start, rows.valid, statistics + 3 * r);
+  for (int64_t r = first; r < last; ++r) {
+    T* row = rows.logits + r * rows.columns;
+    statistics_of<T>(row, row, rows.labels[r] - rows.start, rows.valid, statistics + 3 * r, nullptr);
+  }
 }
 
 template <typename T>
@@ -91,19 +148,23 @@ void cross_entropy_gradient(const LogitRows<T>& rows, const float* largest, cons
                             int64_t first, int64_t last) {
   for (int64_t r = first; r < last; ++r) {
     T* row = rows.logits + r * rows.columns;
-    gradient_of(row, row, rows.labels[r] - rows.start, rows.columns, rows.valid, largest[r], total[r], grad[r]);
+    const int64_t label = rows.labels[r] - rows.start;
+    const float logit = label >= 0 && label < rows.valid ? widen(row[label]) : 0.0f;
+    gradient_of<T>(row, row, label, rows.columns, rows.valid, largest[r], total[r], logit, grad[r], nullptr);
   }
 }
 
 template <typename T>
 void cross_entropy_loss(const LogitRows<T>& rows, const float* grad, float* statistics, int64_t first, int64_t last) {
+  Exponentials<T> room(kKeeps ? rows.valid : 0);
+  Exponentials<T>* const kept = kKeeps ? &room : nullptr;
   for (int64_t r = first; r < last; ++r) {
     T* row = rows.logits + r * rows.columns;
     const int64_t label = rows.labels[r] - rows.start;
     float* of_row = statistics + 3 * r;
-    statistics_of(row, label, rows.valid, of_row);
-    gradient_of(row, r + 1 < last ? row + rows.columns : row, label, rows.columns, rows.valid, of_row[0], of_row[1],
-                grad[r]);
+    const T* ahead = r + 1 < last ? row + rows.columns : row;
+    statistics_of(row, ahead, label, rows.valid, of_row, kept);
+    gradient_of(row, ahead, label, rows.columns, rows.valid, of_row[0], of_row[1], of_row[2], grad[r], kept);
   }
 }
 

@@ -1,24 +1,18 @@
 #include "gelu.h"
 
 #include "gelu_formula.h"
+#include "lanes.h"
 
 namespace megads {
 
 template <typename T>
 void gelu_forward(const T* x, T* out, int64_t first, int64_t last) {
-  int64_t i = first;
-  for (; i + kLanes <= last; i += kLanes) store(out + i, gelu(load(x + i)));
-  if (i < last) store_some(out + i, gelu(load_some(x + i, last - i, 0.0f)), last - i);
+  for_elements(first, last, out, [](Floats x) { return gelu<T>(x); }, x);
 }
 
 template <typename T>
 void gelu_backward(const T* grad, const T* x, T* grad_x, int64_t first, int64_t last) {
-  int64_t i = first;
-  for (; i + kLanes <= last; i += kLanes) store(grad_x + i, load(grad + i) * gelu_slope(load(x + i)));
-  if (i < last) {
-    const Floats some = load_some(grad + i, last - i, 0.0f) * gelu_slope(load_some(x + i, last - i, 0.0f));
-    store_some(grad_x + i, some, last - i);
-  }
+  for_elements(first, last, grad_x, [](Floats grad, Floats x) { return grad * gelu_slope<T>(x); }, grad, x);
 }
 
 #define MEGADS_INSTANTIATE(T)                                            \

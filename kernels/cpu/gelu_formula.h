@@ -11,16 +11,23 @@ constexpr float kGeluCubic = 0.044715f;
 // Beyond +-kGeluFar GELU is 0 or x in fp32 and its derivative 0 or 1; within it the exponentials below are finite.
 constexpr float kGeluFar = 10.0f;
 
+// RoundedTo: type of the result (exp_for).
+template <typename RoundedTo>
 inline Floats gelu(Floats x) {
-  const Floats away = exp(x * (-kGeluTwiceRoot) * (1.0f + kGeluCubic * x * x));
+  const Floats away = exp_for<RoundedTo>(x * (-kGeluTwiceRoot) * (1.0f + kGeluCubic * x * x));
+#if defined(__AVX512F__)
   return x < -kGeluFar ? x * 0.0f : x / (1.0f + away);
+#else
+  return x / (1.0f + away);  // exp is infinite below -kGeluFar
+#endif
 }
 
+template <typename RoundedTo>
 inline Floats gelu_slope(Floats x) {
-  x = x > kGeluFar ? broadcast(kGeluFar) : x;
-  x = x < -kGeluFar ? broadcast(-kGeluFar) : x;
+  x = smaller(broadcast(kGeluFar), x);
+  x = larger(broadcast(-kGeluFar), x);
   const Floats square = x * x;
-  const Floats away = exp(x * (-kGeluTwiceRoot) * (1.0f + kGeluCubic * square));
+  const Floats away = exp_for<RoundedTo>(x * (-kGeluTwiceRoot) * (1.0f + kGeluCubic * square));
   const Floats sigmoid = 1.0f / (1.0f + away);
   // 1 - sigmoid, without cancellation where it is small.
   const Floats rest = away * sigmoid;

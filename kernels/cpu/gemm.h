@@ -14,6 +14,8 @@ constexpr int64_t kColumnBlock = 8192;  // of b: 8 MiB
 
 #if defined(__AVX512F__)
 constexpr int kPanelRows = 6, kPanelVectors = 4;  // the register tile of c takes 24 of 32 registers
+#elif defined(__aarch64__)
+constexpr int kPanelRows = 4, kPanelVectors = 4;  // 16 of 32; with 24 GCC 12 spills, as it loads all rows of a at once
 #else
 constexpr int kPanelRows = 6, kPanelVectors = 2;  // 12 of 16
 #endif

@@ -55,7 +55,7 @@ inline void store_interleaved(Pair* to, const Floats* rows) {
 
 #endif
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int kTileVectors = 4;  // six rows take 24 of 32 registers
 #else
 constexpr int kTileVectors = 2;  // 12 of 16

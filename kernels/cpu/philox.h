@@ -91,6 +91,18 @@ class MaskRows {
     return (Ints)(load_halves(reinterpret_cast<const BFloat16*>(drawn)) >= mask_.threshold);
   }
 
+  // Likewise for the elements that load_two<T> loads.
+  template <typename T>
+  TwoMasks two_stay(const uint16_t* drawn) const {
+    if constexpr (kEvenAndOdd<T>) {
+      Words both;
+      std::memcpy(&both, drawn, sizeof both);
+      return {(Ints)((both & 0xffffu) >= mask_.threshold), (Ints)((both >> 16) >= mask_.threshold)};
+    } else {
+      return {stays(drawn), stays(drawn + kLanes)};
+    }
+  }
+
   float scale() const { return scale_; }
 
  private:

@@ -42,7 +42,7 @@ void clear_hidden(const Row& row, int64_t keys, T* to) {
 template <bool kDropped>
 class Factors {
  public:
-  explicit Factors(const MaskedSoftmax& shape) : rows_(shape.dropout), room_(shape.keys + MaskRows::kMore) {}
+  explicit Factors(const MaskedSoftmax& shape) : rows_(shape.dropout), room_(shape.keys + MaskRows::kMore + 2 * kLanes) {}
 
   void draw(const Row& row) {
     first_ = row.first;
@@ -50,6 +50,13 @@ class Factors {
   }
 
   Floats at(int64_t key) const { return rows_.stays(drawn_ + (key - first_)) ? broadcast(rows_.scale()) : Floats{}; }
+
+  template <typename T>
+  TwoVectors two_at(int64_t key) const {
+    const TwoMasks stays = rows_.two_stay<T>(drawn_ + (key - first_));
+    const Floats scale = broadcast(rows_.scale());
+    return {stays.first ? scale : Floats{}, stays.second ? scale : Floats{}};
+  }
 
  private:
   MaskRows rows_;
@@ -69,37 +76,65 @@ class Factors<false> {
 
 template <bool kDropped, typename T>
 void forward(const MaskedSoftmax& shape, const T* scores, T* out, T* dropped, int64_t first, int64_t last) {
+  constexpr int kStep = kEvenAndOdd<T> ? 2 * kLanes : kLanes;
   Factors<kDropped> factors(shape);
-  const Floats lanes = __builtin_convertvector(lane_numbers(), Floats);
-  std::vector<float> kept(shape.keys + kLanes);  // a row in fp32
+  const TwoVectors numbers = element_numbers<T>();
+  std::vector<float> kept(shape.keys + kStep);  // a row in fp32, in the order of load_step
   for (int64_t r = first; r < last; ++r) {
     const Row row(shape, r);
     const T* from = scores + r * shape.keys;
     T* to = out + r * shape.keys;
     float* weights = kept.data();
+    // Calls body(k, count, room) for every step over the visible keys. room > count: the last step may go on into hidden
+    // keys, which are cleared afterwards, as partial vectors are slow.
+    const auto for_steps = [&](auto body) __attribute__((always_inline)) {
+      int64_t k = row.first;
+      for (; k + kStep <= row.last; k += kStep) body(k, kStep, kStep);
+      if (k < row.last) body(k, int(row.last - k), int(std::min<int64_t>(shape.keys - k, kStep)));
+    };
     Floats peaks = broadcast(-kInfinity);
-    for_vectors(row.first, row.last, [&](int64_t k, int count) {
+    for_steps([&](int64_t k, int count, int room) {
       __builtin_prefetch(from + kRowsAhead * shape.keys + k);
-      const Floats distance = lanes + (float(k) + row.distance);
-      Floats score = load_lanes(from + k, count) * shape.scale + row.slope * distance;
-      if (count < kLanes) score = lane_numbers() < count ? score : broadcast(-kInfinity);
-      store(weights + k, score);
-      peaks = larger(score, peaks);
+      const float distance = float(k) + row.distance;
+      const auto keep = [&](float* weight, Floats score, Floats number) {
+        score = score * shape.scale + row.slope * (number + distance);
+        if (count < kStep) score = number < float(count) ? score : broadcast(-kInfinity);
+        store(weight, score);
+        peaks = larger(score, peaks);
+      };
+      if constexpr (kStep == kLanes) {
+        keep(weights + k, load_lanes(from + k, room), numbers.first);
+      } else {
+        const TwoVectors score = load_two_lanes(from + k, room);
+        keep(weights + k, score.first, numbers.first);
+        keep(weights + k + kLanes, score.second, numbers.second);
+      }
     });
     const float peak = largest_of(peaks);
     Floats sums{};
-    for_vectors(row.first, row.last, [&](int64_t k, int) {
-      const Floats weight = exp(load(weights + k) - peak);
-      store(weights + k, weight);
-      sums += weight;
+    for_steps([&](int64_t k, int, int) {
+      for (int64_t i = k; i < k + kStep; i += kLanes) {
+        const Floats weight = exp_for<T>(load(weights + i) - peak);
+        store(weights + i, weight);
+        sums += weight;
+      }
     });
     const float factor = 1.0f / sum_of(sums);
     factors.draw(row);
-    for_vectors(row.first, row.last, [&](int64_t k, int count) {
+    for_steps([&](int64_t k, int, int room) {
       __builtin_prefetch(to + shape.keys + k, 1);
       const Floats probability = load(weights + k) * factor;
-      store_lanes(to + k, probability, count);
-      if constexpr (kDropped) store_lanes(dropped + r * shape.keys + k, probability * factors.at(k), count);
+      if constexpr (kStep == kLanes) {
+        store_lanes(to + k, probability, room);
+        if constexpr (kDropped) store_lanes(dropped + r * shape.keys + k, probability * factors.at(k), room);
+      } else {
+        const TwoVectors both = {probability, load(weights + k + kLanes) * factor};
+        store_two_lanes(to + k, both, room);
+        if constexpr (kDropped) {
+          const TwoVectors by = factors.template two_at<T>(k);
+          store_two_lanes(dropped + r * shape.keys + k, {both.first * by.first, both.second * by.second}, room);
+        }
+      }
     });
     clear_hidden(row, shape.keys, to);
     if constexpr (kDropped) clear_hidden(row, shape.keys, dropped + r * shape.keys);

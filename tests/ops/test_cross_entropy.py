@@ -60,20 +60,26 @@ def test_error_is_that_of_the_dtype(vocabulary: int, dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_pass_is_two(dtype: torch.dtype) -> None:
-    """Catches a row that is overwritten before it is read, and bits that depend on the number of threads."""
+    """Catches a row that is overwritten before it is read, and bits that depend on the number of threads.
+
+    Without AVX-512 one pass keeps exponentials that two passes compute twice, so gradients differ by roundings.
+    """
     logits, labels = torch.randn(50, 3000).to(dtype), torch.randint(0, 3000, (50,))
     weights = torch.linspace(-1, 1, 50)
     largest, total, target = statistics(logits, labels, 2990, 0)
     expected = logits.clone()
     gradient_(expected, labels, largest, total, weights, 2990, 0)
-    threads = torch.get_num_threads()
+    threads, gradients = torch.get_num_threads(), []
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            found = logits.clone()
-            for ours, right in zip(loss_(found, labels, weights, 2990, 0), (largest, total, target), strict=True):
+            gradients.append(logits.clone())
+            found = loss_(gradients[-1], labels, weights, 2990, 0)
+            for ours, right in zip(found, (largest, total, target), strict=True):
                 assert torch.equal(ours, right)
-            assert torch.equal(found, expected)
+            assert torch.equal(gradients[-1], gradients[0])
+        rounding = 2.0**-7 if dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(gradients[0], expected, rtol=rounding, atol=1e-8)
     finally:
         torch.set_num_threads(threads)
 
