@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from scripts.fresh_machine.cases import PYTHON_FOLDER, STARTED, Case, Run, all_cases, result, selected
+from scripts.fresh_machine.cases import STARTED, Case, Run, all_cases, result, selected
 from scripts.fresh_machine.inside import PIP_CACHE, Command, Entry, Outcome
 from scripts.fresh_machine.system import (
     HOMES,
@@ -135,7 +135,11 @@ class Runner:
         commands = [self._command(case, run, log) for run, log in zip(runs, logs, strict=True)]
         read_only = {str(path): str(path) for path in self._registries.folders}
         if case.python:
-            read_only[str(case.python)] = PYTHON_FOLDER
+            # At its own path, which it may know as that of its shared library.
+            read_only[str(case.python)] = str(case.python)
+            for parent in reversed(case.python.relative_to("/").parents):
+                (root / parent).mkdir(exist_ok=True)
+                (root / parent).chmod(0o755)
         # One cache of downloads for the user whose home is as usual; the others have what a new user has.
         pip_cache = None
         if case.home == "own":
@@ -290,6 +294,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--test-command", default="make test", help="what the test steps run, default 'make test'")
     options = parser.parse_args()
     options.cache = options.cache.absolute()
+    options.python = [python.resolve() for python in options.python]
     for python in options.python:
         if not (python / "bin/python3").exists():
             parser.error(f"--python {python}: no bin/python3 in it")

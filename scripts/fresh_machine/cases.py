@@ -12,9 +12,6 @@ from scripts.fresh_machine.system import HOMES, SUITES, UNKNOWN_USER, USERS
 FOLDERS = {"space": "Länder und Texte/checkout", "megads": "megads"}
 """Word of a case, and the checkout's folder in it; `git clone` makes the second."""
 
-PYTHON_FOLDER = "/opt/python"
-"""Where the installation given with --python appears."""
-
 MEMORY_BYTES = 4 * 2**30
 
 
@@ -73,7 +70,7 @@ class Case:
     def environment(self) -> dict[str, str]:
         """Returns the variables of a login shell that differ between cases; LANG and LC_ALL are never set."""
         home = {"HOME": "/"} if self.home == "none" else {}
-        return home | ({"PYTHON": f"{PYTHON_FOLDER}/bin/python3"} if self.python else {})
+        return home | ({"PYTHON": str(self.python / "bin/python3")} if self.python else {})
 
 
 def all_cases(pythons: list[Path], demo_command: str, test_command: str) -> list[Case]:

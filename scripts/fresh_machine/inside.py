@@ -142,6 +142,7 @@ def _run(root: Path, command: Command) -> Outcome:
     begin = time.monotonic()
     with Path(command.log).open("a", encoding="utf-8") as log:
         log.write(f"$ {command.shell}\n")
+        log.flush()
         with subprocess.Popen(
             [*command.prefix, *words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         ) as process:
