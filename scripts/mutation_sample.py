@@ -33,6 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -176,7 +177,8 @@ def _name(node: ast.expr) -> str:
 def is_python(source: str) -> bool:
     """Whether it compiles: cosmic-ray puts a minus before a dict's `**rest` too, for example."""
     try:
-        compile(source, "mutated", "exec", dont_inherit=True)
+        with warnings.catch_warnings(action="ignore"):
+            compile(source, "mutated", "exec", dont_inherit=True)
     except (SyntaxError, ValueError):
         return False
     return True
