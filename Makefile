@@ -7,10 +7,11 @@ PYTHON := "$(VENV)/bin/python"
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(PYTHON) -m pytest
 
 # Tests that start processes are idle half of the time. A file stays with one worker: its tests share what they start.
-SEVERAL_AT_A_TIME := --numprocesses=3 --dist=loadfile
+# The order is that of tests/conftest.py: files that start processes first.
+SEVERAL_AT_A_TIME := --numprocesses=3 --dist=loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-demo setup-mutation browser demo test test-fast test-slow test-gpu-build test-slurm test-faults test-attack mutation check bench docs clean
+.PHONY: help setup setup-demo setup-mutation browser demo test test-fast test-tools test-slow test-gpu-build test-slurm test-faults test-attack mutation check bench docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -30,11 +31,14 @@ browser: ## install a headless browser (Debian, as root); without it the tests t
 demo: setup-demo ## train a small model on text of this machine, from raw text to validation loss
 	@PATH="$$(cd "$(VENV)/bin" && pwd):$$PATH" scripts/demo/run.sh
 
-test: setup ## run all tests except the slow ones; GPU tests are skipped without a GPU
-	$(PYTEST) -m "not slow and not slurm and not attack" $(SEVERAL_AT_A_TIME)
+test: setup ## run all tests except the slow ones and those of tools that did not change; GPU tests are skipped without a GPU
+	$(PYTEST) -m "not slow and not slurm and not attack" --tools=changed $(SEVERAL_AT_A_TIME)
 
-test-fast: setup ## run the tests in one process only, without those that start several: about seven minutes
-	$(PYTEST) -m "not slow and not distributed and not slurm and not attack"
+test-fast: setup ## run the first case of every test that starts no process: about a minute
+	$(PYTEST) -m "not slow and not slurm and not attack" --tools=changed --fast $(SEVERAL_AT_A_TIME)
+
+test-tools: setup ## run the tests of tools (megads/tools, megads/plan, scripts) that `make test` leaves out
+	$(PYTEST) -m "not slow and not slurm and not attack" --tools=only $(SEVERAL_AT_A_TIME)
 
 test-slow: setup ## run only the slow tests; selecting none is no failure (SHARE=1/3: the first third of them)
 	$(PYTEST) -m "slow and not slurm and not attack" $(if $(SHARE),--share $(SHARE)) $(SEVERAL_AT_A_TIME) || [ $$? -eq 5 ]

@@ -5,11 +5,11 @@
 
 cosmic-ray provides the mutations: another operator, a number off by one, a negated condition, an exception that is not
 caught, a loop that does not run. This script draws places uniformly, applies one mutation each to a copy of the
-committed tree, and runs the nearest tests: the six nearest of those that import the file or are named after it, else
-all tests of its package and those with the package's name; tests in one process first, never the slow ones, and none
-that would start after 45 s. A test that fails or hangs kills the mutation. Every tenth draw changes nothing: its tests
-must pass, otherwise the share of killed mutations is meaningless. A second call with the same --append file continues
-where the first ended.
+committed tree, and runs the nearest tests: the six nearest of those that import the file or are named after it, those
+that name the changed function first, and the tests of the command that has the package's name; if there are none, all
+tests of the package. Tests in one process go first, slow ones are never run, and none starts after 60 s (--budget-s). A
+test that fails or hangs kills the mutation. Every tenth draw changes nothing: its tests must pass, otherwise the share
+of killed mutations is meaningless. A second call with the same --append file continues where the first ended.
 
 Not drawn, because they cannot affect a run: annotations, `if TYPE_CHECKING`, the type of a cast, abstractmethod and
 other marks for mypy, frozen= of a dataclass (mypy rejects the assignment), arguments of loggers, and
@@ -26,12 +26,14 @@ import difflib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,14 +41,15 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
-from cosmic_ray.ast import ast_nodes, get_ast
-from cosmic_ray.mutating import mutate_code
-from cosmic_ray.operators.operator import Operator
-from cosmic_ray.plugins import get_operator, operator_names
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+
+if TYPE_CHECKING:
+    # Only `make mutation` installs it; the tests of this script run without it.
+    from cosmic_ray.operators.operator import Operator
 
 ROOT = Path(__file__).parent.parent
 EQUIVALENTS = ROOT / "scripts/equivalent_mutations.json"
@@ -56,6 +59,7 @@ CONTROL = "no change"
 """Operator of a control draw, which changes nothing."""
 NEEDS_A_GPU = ("megads/ops/apex.py",)
 """Files that no test calls without a GPU."""
+PUNCTUATION = frozenset(("(", ")", "[", "]", "{", "}", ",", ".", ":", "=", "->", ";", "..."))
 FOR_MYPY = {"abstractmethod", "runtime_checkable", "override", "final", "overload"}
 
 
@@ -75,6 +79,11 @@ class Mutation:
     occurrence: int
     line: int
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of the functions and classes around it."""
+        return _names_at(self.file, self.line)
+
 
 @dataclass(frozen=True)
 class Result:
@@ -89,15 +98,27 @@ class Result:
 
 
 @cache
+def _names_at(file: str, line: int) -> frozenset[str]:
+    defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    nodes = (node for node in ast.walk(ast.parse((ROOT / file).read_text())) if isinstance(node, defined))
+    return frozenset(node.name for node in nodes if node.lineno <= line <= (node.end_lineno or 0))
+
+
+@cache
 def operators() -> dict[str, Operator]:
     """cosmic-ray's operators without arguments, by name."""
+    from cosmic_ray.plugins import get_operator, operator_names
+
     classes = {name: get_operator(name) for name in operator_names()}
     return {name: kind() for name, kind in classes.items() if not kind.arguments()}
 
 
 def mutations_of(file: Path) -> list[list[Mutation]]:
     """All mutations of a file, grouped by place."""
-    nodes = list(ast_nodes(get_ast(file.read_text())))
+    from cosmic_ray.ast import ast_nodes, get_ast
+
+    # Most nodes are punctuation, which no operator changes; to ask each of 211 operators about them takes minutes.
+    nodes = [node for node in ast_nodes(get_ast(file.read_text())) if getattr(node, "value", "") not in PUNCTUATION]
     places: dict[tuple[int, int], list[Mutation]] = {}
     for name, operator in operators().items():
         positions = (start for node in nodes for start, _ in operator.mutation_positions(node))
@@ -153,14 +174,29 @@ def _name(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
+def is_python(source: str) -> bool:
+    """Whether it compiles: cosmic-ray puts a minus before a dict's `**rest` too, for example."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            compile(source, "mutated", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError):
+        return False
+    return True
+
+
 def runs_alike(before: str, after: str) -> bool:
-    """Whether the mutation cannot affect any run."""
+    """Whether the mutation cannot affect any run; both must compile."""
     first, second = (ast.dump(_WhatRuns().visit(ast.parse(source))) for source in (before, after))
     return first == second
 
 
 def draw(files: Sequence[Path], count: int, seed: int) -> list[tuple[Mutation, str]]:
-    """Draws this many mutations, uniformly over places, and a control per ten; each with its mutated source."""
+    """Draws this many mutations, uniformly over places, and a control per ten; each with its mutated source.
+
+    A mutation that does not compile or cannot affect a run is replaced by that of the next place.
+    """
+    from cosmic_ray.mutating import mutate_code
+
     places = [place for file in files for place in mutations_of(file)]
     choice = random.Random(seed)
     choice.shuffle(places)
@@ -170,7 +206,7 @@ def draw(files: Sequence[Path], count: int, seed: int) -> list[tuple[Mutation, s
         mutation = choice.choice(place)
         before = (ROOT / mutation.file).read_text()
         after = mutate_code(before, operators()[mutation.operator], mutation.occurrence)
-        if after is None or runs_alike(before, after):
+        if after is None or not is_python(after) or runs_alike(before, after):
             continue
         drawn.append((mutation, after))
         left -= 1
@@ -200,22 +236,33 @@ def imports_of_tests() -> dict[str, frozenset[str]]:
     return found
 
 
-def tests_beside(file: str) -> list[str]:
-    """The nearest tests that import a file or are named after it; else all tests of its package or with its name."""
+@cache
+def _words_of(test: str) -> frozenset[str]:
+    return frozenset(re.findall(r"\w+", (ROOT / test).read_text()))
+
+
+def nearest_tests(file: str, names: frozenset[str] = frozenset()) -> list[str]:
+    """The nearest tests that import a file or are named after it, and those of the command named after its package.
+
+    Args:
+        file: file of megads, relative to the repository.
+        names: functions and classes of it; tests that name one of them go first.
+    """
     path = Path(file).with_suffix("")
     module = ".".join(path.parts)
     room = (Path("tests") / path.parent.relative_to("megads")).as_posix()
     namesake = f"{room}/test_{path.name}.py"
     found = [test for test, imported in imports_of_tests().items() if module in imported or test == namesake]
 
-    def distance(test: str) -> tuple[bool, bool, int]:
+    def distance(test: str) -> tuple[bool, bool, bool, int]:
         imported = sum(name.startswith("megads.") for name in imports_of_tests()[test])
-        return test != namesake, not test.startswith(f"{room}/"), imported
+        return not names & _words_of(test), test != namesake, not test.startswith(f"{room}/"), imported
 
     nearest = sorted(found, key=distance)[:NEAREST]
     # A tool's own test of its command may be in another package: tests/cli/test_plan.py of megads/tools/plan.
-    named = f"test_{path.parent.name}.py"
-    return nearest or [test for test in imports_of_tests() if Path(test).parent == Path(room) or test.endswith(named)]
+    named = [test for test in imports_of_tests() if test.endswith(f"/test_{path.parent.name}.py")]
+    beside = [] if nearest else [test for test in imports_of_tests() if Path(test).parent == Path(room)]
+    return list(dict.fromkeys([*nearest, *beside, *named]))
 
 
 class Tester:
@@ -259,7 +306,7 @@ def try_mutation(mutation: Mutation, source: str, testers: SimpleQueue[Tester]) 
     """Applies a mutation to a free copy of the tree, tests it, and reverts it."""
     before = (ROOT / mutation.file).read_text()
     diff = difflib.unified_diff(before.splitlines(), source.splitlines(), mutation.file, "changed", n=0, lineterm="")
-    tests = tests_beside(mutation.file)
+    tests = nearest_tests(mutation.file, mutation.names)
     if not tests:
         return Result(mutation, "untested", tests, "\n".join(diff))
     tester = testers.get()

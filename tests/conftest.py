@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +16,54 @@ from tests.command import StartCommand, StartLauncher, commands_in, launchers_in
 from tests.command_server import CommandServer, run_command_server
 from tests.corpus import write_corpus
 from tests.fork_server import ForkServer, run_fork_server
+from tests.tool_tests import REPOSITORY, Selection, changed_files, sources_of
 
 # As many as a rank has: references with more threads would compete with the ranks for the cores, and the bits of
 # LayerNorm's gradient depend on the number.
 torch.set_num_threads(1)
+
+# They start processes that import torch, or compile.
+_SLOW_FIXTURES = {"megads", "module_megads", "start", "command_server", "fork_server", "kernels"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--attack-examples", type=int, default=200, help="command lines of each verb that are made up")
     parser.addoption("--attack-rounds", type=int, default=60, help="kills of a run at random")
     parser.addoption("--attack-table", metavar="FILE", help="file for the counts of the attacks")
+    parser.addoption(
+        "--tools", choices=("all", "changed", "only"), default="all", help="the tests of tools: see tests/tool_tests.py"
+    )
+    parser.addoption(
+        "--fast", action="store_true", help="the first case of each test of the trainer that starts no process"
+    )
     parser.addoption("--share", metavar="K/N", help="run the K-th of N shares; the same tests for the same K and N")
+
+
+_SELECTION = pytest.StashKey[Selection]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    which = config.option.tools
+    config.stash[_SELECTION] = Selection(which, changed_files() if which == "changed" else ())
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    return True if is_test and not config.stash[_SELECTION].keeps_file(collection_path) else None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks as slow the cases that a test's `quick` mark does not name, and keeps only the requested share.
+    """Marks as slow the cases that a test's `quick` mark does not name; keeps only the requested tests and share.
 
     Tests of a file with the same parameters stay in one share, so that their fixtures are created once.
     """
     _make_the_others_slow(config, items)
+    _keep(config, items, config.stash[_SELECTION].keeps)
+    if config.option.fast:
+        _keep(config, items, _is_fast())
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        _put_long_files_first(items)
     if not config.option.share:
         return
     share, shares = map(int, config.option.share.split("/"))
@@ -46,8 +75,37 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         key = f"{item.path.name}[{parameters}" if bracket else item.nodeid
         return zlib.crc32(key.encode()) % shares == share - 1
 
-    config.hook.pytest_deselected(items=[item for item in items if not mine(item)])
-    items[:] = filter(mine, items)
+    _keep(config, items, mine)
+
+
+def _keep(config: pytest.Config, items: list[pytest.Item], keep: Callable[[pytest.Item], bool]) -> None:
+    kept = {id(item) for item in items if keep(item)}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+    items[:] = [item for item in items if id(item) in kept]
+
+
+def _is_fast() -> Callable[[pytest.Item], bool]:
+    """Returns what keeps the first case of each test of the trainer that starts no process."""
+    seen = set[str]()
+
+    def is_fast(item: pytest.Item) -> bool:
+        test = item.nodeid.partition("[")[0]
+        if test in seen or item.get_closest_marker("slow") or sources_of(item.path.relative_to(REPOSITORY).as_posix()):
+            return False
+        seen.add(test)
+        return not _starts_processes(item)
+
+    return is_fast
+
+
+def _starts_processes(item: pytest.Item) -> bool:
+    return bool(item.get_closest_marker("distributed") or _SLOW_FIXTURES & set(getattr(item, "fixturenames", ())))
+
+
+def _put_long_files_first(items: list[pytest.Item]) -> None:
+    """Sorts the files: those with most tests that start processes first, so that no worker ends with a long one."""
+    count = Counter(item.path for item in items if not item.get_closest_marker("slow") and _starts_processes(item))
+    items.sort(key=lambda item: -count[item.path])
 
 
 @pytest.hookimpl(wrapper=True)

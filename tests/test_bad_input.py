@@ -81,6 +81,17 @@ BAD_CONFIGS = {
 }
 
 
+@pytest.mark.quick(
+    "misspelt key",
+    "wrong type",
+    "unknown group option",
+    "copies on no other node",
+    "heads over tp",
+    "batch over dp",
+    "auto and passes",
+    "no data",
+    "apex on a CPU",
+)
 @pytest.mark.parametrize("case", BAD_CONFIGS)
 def test_bad_configuration(case: str, corpus: Path, forked: Forked) -> None:
     """Catches a bad config that starts ranks, is silently ignored, or is refused without value and remedy."""

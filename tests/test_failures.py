@@ -36,6 +36,7 @@ def end_after_failure(command: Command, run_dir: Path) -> Ended:
     return ended
 
 
+@pytest.mark.quick("forward-layout0")
 @pytest.mark.parametrize(
     ("where", "layout"), [("forward", {"parallel__pp": 2}), ("backward", {"parallel__tp": 2, "parallel__pp": 2})]
 )

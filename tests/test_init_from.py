@@ -222,6 +222,7 @@ def source(home: Path, megads: StartCommand) -> Path:
 FROM = ("checkpoint.init_from=runs/pre", "tokenizer.vocab_size=null", "train.precision=fp32")
 
 
+@pytest.mark.slow
 @distributed
 def test_a_run_starts_from_weights_once(source: Path, megads: StartCommand) -> None:
     """Catches a source that is written to, a tokenizer that is trained again, samples or a step count that are loaded,

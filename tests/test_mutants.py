@@ -976,6 +976,7 @@ def apply_all() -> None:
         assert not made, f"{case.defect.__name__} makes what nobody calls: {made}"
 
 
+@pytest.mark.slow
 def test_every_defect_finds_its_place() -> None:
     """Catches a defect of code that is called otherwise by now, before its slow case is due."""
     command = [sys.executable, "-c", f"from {__name__} import apply_all; apply_all()"]

@@ -49,6 +49,7 @@ def try_lines(verb: str, examples: int, server: ForkServer, template: Path) -> c
     return codes
 
 
+@pytest.mark.quick("plan")
 @pytest.mark.parametrize("verb", EVERY_VERB)
 def test_any_command_line(verb: str, fork_server: ForkServer, template: Path) -> None:
     """Catches exit code 1, a traceback, no message, a hang, unbounded memory, or a file written elsewhere, for any

@@ -69,6 +69,7 @@ def refused(run_dir: Path, files: dict[str, bytes]) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_every_mixture(run_dir: Path, others: dict[str, dict[str, bytes]]) -> None:
     """Catches a file or a manifest of another rank, step or run that is accepted as this checkpoint's: of all 2,187
     ways to fill the four names, the two that are a checkpoint of step 7 must be read and every other refused, with the

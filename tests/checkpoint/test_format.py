@@ -175,6 +175,7 @@ def longer(data: bytes, draw: random.Random) -> bytes:
     return data + draw.randbytes(draw.choice((1, 8, 100)))
 
 
+@pytest.mark.quick("flipped", "cut")
 @pytest.mark.fault(7, 8)
 @pytest.mark.parametrize("change", [flipped, cut, with_a_hole, with_bytes_moved, longer])
 def test_no_damage_is_silent(change: Callable[[bytes, random.Random], bytes], tmp_path: Path) -> None:

@@ -141,6 +141,7 @@ def test_a_receiver_killed_at_every_line(stride: int, nodes: Nodes, tmp_path: Pa
     assert set(map(tuple, kept)) == {(1, 2), (2,), (2, 3)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stride", STRIDES)
 def test_a_sender_killed_at_every_line(stride: int, nodes: Nodes, tmp_path: Path) -> None:
     """Catches a line at which SIGKILL of the sender loses the older copy, or makes the receiver hang."""

@@ -110,7 +110,7 @@ def test_one_process(tmp_path: Path) -> None:
     assert holds(tmp_path) == (100, [100])
 
 
-@pytest.mark.quick("3-1", "1-3")
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(("writers", "readers"), [(3, 1), (1, 3), (2, 3)])
 def test_any_layout_to_any_layout(writers: int, readers: int, tmp_path: Path) -> None:

@@ -74,6 +74,7 @@ def test_the_manifest_comes_last(tmp_path: Path, url: str) -> None:
     assert fetched_seeds(store, tmp_path) == {4: 4} and not pins(tmp_path / "run")
 
 
+@pytest.mark.quick("nothing-True", "another-False", "the same tensors-True")
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("replaces", ["nothing", "another", "the same tensors"])
 def test_killed_at_every_operation(after: bool, replaces: str, tmp_path: Path, url: str) -> None:

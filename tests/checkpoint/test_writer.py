@@ -390,6 +390,7 @@ def test_a_writer_killed_at_every_file_operation(tmp_path: Path) -> None:
     assert len(said) > 20 and said[-1].startswith("done"), said
 
 
+@pytest.mark.slow
 def test_memory_is_taken_once(tmp_path: Path) -> None:
     """Catches a writer or a rank whose memory grows with every save."""
 

@@ -41,6 +41,7 @@ def environment(folder: Path) -> dict[str, str]:
     return {**os.environ, "PATH": f"{command.parent}:{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 def test_tab_completes_in_an_interactive_shell(tmp_path: Path, shell: str) -> None:
     """Catches a script that a shell cannot parse, words split at `=`, and a space after `key=`."""
@@ -106,6 +107,7 @@ def test_own_config_folder_is_completed(tmp_path: Path) -> None:
     assert complete(given) == [("experiment=team/mine", "My own.")]
 
 
+@pytest.mark.quick("train", "evaluate", "plan", "report")
 @pytest.mark.parametrize("verb", VERBS)
 def test_completion_imports_nothing_heavy(verb: str) -> None:
     """Catches a command whose module imports torch or Hydra at its top: every completion would take seconds."""

@@ -51,6 +51,7 @@ def plant(folder: Path, module: str, code: str) -> Path:
     return folder
 
 
+@pytest.mark.always
 def test_this_machine_can_train(tmp_path: Path) -> None:
     """Catches a missing check, a finding without cost and remedy, files left behind, and a false alarm."""
     code, findings = doctor(tmp_path, "timeout_s=60")

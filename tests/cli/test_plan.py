@@ -24,6 +24,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.always
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a plan that requires data or a number of steps, and a table with a missing part."""
     assert run(["plan", "experiment=bloom_176b", "device=cuda"]) == 0
@@ -82,6 +83,7 @@ def test_auto_recomputes_what_a_gpu_has_no_room_for(capsys: pytest.CaptureFixtur
     assert "set cluster.gpu_memory_gib" in capsys.readouterr().err
 
 
+@pytest.mark.always
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches invalid JSON, parts that do not add up to the peak, and a wrong total over ranks."""
     overrides = [
@@ -216,6 +218,7 @@ def test_errors(overrides: list[str], expected: str, capsys: pytest.CaptureFixtu
     assert expected in error and "Traceback" not in error
 
 
+@pytest.mark.always
 def test_train_refuses_what_cannot_fit(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches BLOOM-176B that makes a laptop swap for hours, and a refusal that leaves a run directory behind."""
     start = time.perf_counter()
@@ -244,6 +247,7 @@ def test_dry_run_names_shared_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert "2 layers, hidden 64, 4 heads on 2 KV heads, rope; vocabulary 512" in capsys.readouterr().out
 
 
+@pytest.mark.always
 def test_launcher_settles_auto_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches auto that is not resolved, that recomputes although the run fits without, or that recomputes too little.
 

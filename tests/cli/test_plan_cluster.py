@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from megads.cli.main import run
+from megads.tools.plan.budget import _size, _trained
+from megads.tools.plan.life_output import _duration
 from tests.command import REPOSITORY
 
 FEW = ["lifetime.runs=8", "lifetime.days=10"]
@@ -45,6 +47,7 @@ def test_life_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert not list(Path().iterdir())
 
 
+@pytest.mark.always
 def test_life_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches parts that do not add up: training, waiting for saves and the cost of each cause are all of the time."""
     found = life(
@@ -204,3 +207,15 @@ def test_budgets_that_cannot_be(capsys: pytest.CaptureFixture[str], overrides: l
     """Catches a traceback for a user's mistake."""
     assert run(["plan", "budget_hours=168", *overrides]) == 2
     assert expected in capsys.readouterr().err
+
+
+def test_words_of_a_plan() -> None:
+    """Catches a count or duration in the wrong unit, and words for the wrong side of the optimum."""
+    durations = (42.0, 119.0, 120.0, 7199.0, 7200.0, 172799.0, 172800.0)
+    texts = ["42 s", "119 s", "2.0 min", "120.0 min", "2.0 h", "48.0 h", "2.0 days"]
+    assert [_duration(seconds) for seconds in durations] == texts
+    counts = (8.03e9, 1.5e13, 7e6, 1e3, 999.0)
+    assert [_size(count) for count in counts] == ["8.03 B", "15 T", "7 M", "1 k", "999"]
+    shares = (0.9, 1.1, 0.89, 1.11, 25.04)
+    words = ["optimal", "optimal", "under, 0.89 x", "over, 1.1 x", "over, 25.0 x"]
+    assert [_trained(share) for share in shares] == words

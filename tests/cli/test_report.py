@@ -64,6 +64,7 @@ def test_help(megads: StartCommand) -> None:
     assert all(part in result.out for part in ("run=<run directory>", "output=<folder>", "Exit codes: 0 finished"))
 
 
+@pytest.mark.always
 @pytest.mark.distributed
 def test_a_trained_run(megads: StartCommand, tmp_path: Path) -> None:
     """Catches metrics and events that training writes but the report cannot read."""

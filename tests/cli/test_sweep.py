@@ -73,6 +73,7 @@ def test_a_line_that_makes_no_sense(composer: Composer, given: list[str], expect
     assert expected in str(caught.value)
 
 
+@pytest.mark.always
 def test_points_compose_each_with_its_number_and_choices(composer: Composer) -> None:
     """Catches Hydra state that leaks from one point to the next, and ${hydra:job.num} without a value."""
     line = composer.parse(["model=tiny,demo", "run.id=point-${hydra:job.num}"])

@@ -29,6 +29,7 @@ def verb_help(fork_server: ForkServer, tmp_path: Path) -> Help:
     return help_of
 
 
+@pytest.mark.quick("train", "evaluate")
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_lists_every_group_option_with_its_explanation(verb: str, verb_help: Help) -> None:
     """Catches a verb whose help lacks an option, or text that Hydra substitutes as a placeholder."""

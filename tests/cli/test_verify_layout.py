@@ -40,6 +40,7 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return planted
 
 
+@pytest.mark.always
 @pytest.mark.distributed
 def test_a_good_layout_passes(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a verification that fails a correct layout, compares nothing, or prints more than JSON."""

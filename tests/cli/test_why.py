@@ -93,6 +93,7 @@ def test_a_blend_with_phases_skips_and_a_ramp(blend: Path) -> None:
     assert sorted(samples[0] + samples[1]) == list(range(first, steps_of(blend)[2]["samples"]))
 
 
+@pytest.mark.always
 def test_text_and_json(blend: Path, module_megads: StartCommand) -> None:
     """Catches output that omits a document, and text for a dataset without a tokenizer, whose ids mean nothing."""
     other = module_megads.folder / "other" / "corpus"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megads.diagnosis.flight_recorder import FlightTrace, judge_traces, parse_trace
+from megads.diagnosis.flight_recorder import FlightTrace, Operation, judge_traces, parse_trace
 from megads.tools.diagnose.inputs import read_dumps
 
 
@@ -177,3 +177,10 @@ def test_what_gloo_really_writes(kind: str, tmp_path: Path) -> None:
     assert found.operation is not None and found.operation.name == "gloo:all_reduce"
     if kind == "pickle":
         assert any("rank.py" in frame for frame in found.stacks[2])
+
+
+@pytest.mark.parametrize(("description", "named"), [("tp", "tp"), ("undefined", "7"), ("", "7")])
+def test_the_title_of_an_operation(description: str, named: str) -> None:
+    """Catches a group named by a number although it has a description, or by a description that says nothing."""
+    found = Operation("7", "".join(description), 3, "nccl:all_reduce", (), (), False, False, (), 0)
+    assert found.title == f"nccl:all_reduce number 3 of group {named}"

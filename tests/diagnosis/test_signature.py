@@ -232,6 +232,7 @@ WRONG_TODAY = {
 """Messages of lots.yaml that are diagnosed with a wrong cause: known weaknesses, not accepted behavior."""
 
 
+@pytest.mark.slow
 def test_lots_of_labelled_messages() -> None:
     """Catches a change that helps one message but harms others, and an improvement that is not recorded here."""
     wrong, wrong_restart = set(), set()

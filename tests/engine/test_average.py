@@ -159,6 +159,7 @@ def _skip_a_step(layout: str) -> list[bool]:
     return [skipped, same]
 
 
+@pytest.mark.quick("zero3dp2")
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", ["dp2", "zero3dp2"])
 def test_a_skipped_step_is_none_of_the_average(layout: str) -> None:

@@ -39,7 +39,7 @@ def first_loss() -> float:
     return reference_losses(FIRST)[0]
 
 
-@pytest.mark.quick("single", "tp2dp2sp", "pp2dp2 dualpipe_v", "cp2")
+@pytest.mark.quick("single", "tp2dp2sp")
 @pytest.mark.parametrize("layout", LAYOUT_CASES)
 def test_first_loss(layout: str) -> None:
     """Catches a loss that is accumulated in bf16, and logits or a softmax in bf16."""

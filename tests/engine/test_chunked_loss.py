@@ -69,6 +69,7 @@ def _step(scenario: Scenario) -> tuple[int, list[str]]:
     return largest, added
 
 
+@pytest.mark.quick("fused")
 @pytest.mark.parametrize("impl", CHUNKED)
 def test_a_run_does_as_it_was_told(impl: Implementation) -> None:
     """Catches ops.loss_chunk that does not reach the head, and embedding or head gradients computed by autograd."""

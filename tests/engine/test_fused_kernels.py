@@ -49,7 +49,7 @@ def test_scores_in_memory(parallel: ParallelConfig) -> None:
         assert check(run, reference(FEW_STEPS)) == []
 
 
-@pytest.mark.quick("alibi-tp2", "rope-cp2")
+@pytest.mark.quick("rope-cp2")
 @pytest.mark.parametrize("layout", ["tp2", "cp2"])
 @pytest.mark.parametrize("position", [Position.alibi, Position.rope])
 def test_packed_documents(position: Position, layout: str) -> None:
@@ -59,6 +59,7 @@ def test_packed_documents(position: Position, layout: str) -> None:
     assert parity.check_first_step(train_layout(scenario, LAYOUTS[layout]), expected) == []
 
 
+@pytest.mark.quick("tp2cp2")
 @pytest.mark.parametrize("layout", ["single", "tp2cp2"])
 def test_first_loss_in_bf16(layout: str) -> None:
     """Catches a softmax or an accumulation in bf16."""
@@ -73,6 +74,7 @@ def test_curve_in_bf16() -> None:
     check_curve("tp2pp2, fused", losses)
 
 
+@pytest.mark.slow
 def test_first_loss_of_augmented_attention() -> None:
     """Catches slopes of the wrong heads, or rounded to bf16: N4."""
     model = replace(FIRST.model, attention=AttentionKind.augmented)

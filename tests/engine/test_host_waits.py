@@ -116,6 +116,7 @@ CASES = {
 }
 
 
+@pytest.mark.always("tp2sp")
 @pytest.mark.distributed
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.quick("tp2sp", "pp2, kernels", "single, kernels")

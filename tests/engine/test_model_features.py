@@ -101,7 +101,7 @@ def faults(run: Run, expected: Run) -> list[str]:
     return [fault for check in CHECKS for fault in check(run, expected)]
 
 
-@pytest.mark.quick("windowed-cp2", "all-tp2pp2sp", "olmo2-tp2pp2sp", "capped-tp2")
+@pytest.mark.quick("windowed-cp2", "all-tp2pp2sp")
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_layouts(model: str, layout: str) -> None:
     """Catches qkv rows split between a head's queries and its keys, a gate on another rank than what it gates, a norm
@@ -169,7 +169,7 @@ ONE_REGION = {
 }
 
 
-@pytest.mark.quick("shared, in parts, put off")
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ONE_REGION)
 def test_parallel_block_is_one_region(layout: str) -> None:
     """Catches an input that is all-gathered after its wgrads are deferred, chunks of two branches that are added at the
@@ -183,7 +183,7 @@ def test_parallel_block_is_one_region(layout: str) -> None:
 IN_CHUNKS = OpsConfig(Implementation.torch, loss_chunk=9)
 
 
-@pytest.mark.quick("windowed")
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["windowed", "capped"])
 def test_recomputed_cores(model: str) -> None:
     """Catches a window or a cap that a recomputed attention core omits."""
@@ -191,7 +191,7 @@ def test_recomputed_cores(model: str) -> None:
     assert faults(train_layout(scenario(model), parallel), reference(model)) == []
 
 
-@pytest.mark.quick("fused")
+@pytest.mark.slow
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("impl", [Implementation.torch, Implementation.fused])
 def test_capped_logits_in_chunks(impl: Implementation) -> None:

@@ -52,8 +52,8 @@ def reference(optimizer: str) -> Run:
     return train_reference(scenario_of(optimizer))
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.quick("adamw-tp2pp2", "adamw-zero3dp2")
 @pytest.mark.parametrize(
     "case",
     [

@@ -80,6 +80,7 @@ def calls_of_a_run(scenario: Scenario, parallel: ParallelConfig) -> tuple[Called
     return run.found, tried.found
 
 
+@pytest.mark.quick("tp2sp")
 @pytest.mark.distributed
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(

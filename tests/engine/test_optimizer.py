@@ -85,6 +85,7 @@ def separate_parameters_removed() -> None:
     megads.engine.stage_pipeline.alias_of = lambda parameter: parameter
 
 
+@pytest.mark.quick("None")
 @pytest.mark.parametrize("change", [None, embedding_as_on_a_gpu, separate_parameters_removed])
 def test_a_tied_gradient_is_the_same_on_one_stage_and_on_two(change: Callable[[], None] | None) -> None:
     """Catches autograd adding the embedding's and the head's gradient in bf16 where one stage holds both; with that

@@ -69,7 +69,7 @@ def reference(optimizer: str) -> Run:
     return train_reference(scenario_of(optimizer))
 
 
-@pytest.mark.quick("lamb-pp2dp3", "lion-zero2dp2", "muon-zero2tp2dp2")
+@pytest.mark.quick("muon-zero2tp2dp2")
 @pytest.mark.parametrize("case", CASES)
 def test_every_layout_takes_the_reference_steps(case: str) -> None:
     """Catches an update that depends on how master weights are sharded: a norm or a matrix of one shard only, replicas
@@ -79,7 +79,7 @@ def test_every_layout_takes_the_reference_steps(case: str) -> None:
     assert [fault for check in EVERY_CHECK for fault in check(run, reference(optimizer))] == []
 
 
-@pytest.mark.quick("1")
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", [0, 1, 3])
 def test_more_ranks_than_matrices(zero_stage: int) -> None:
     """Catches ranks that own no matrix and skip the collective, or send an empty tensor without the right dtype."""
@@ -89,6 +89,7 @@ def test_more_ranks_than_matrices(zero_stage: int) -> None:
     assert [fault for check in EVERY_CHECK for fault in check(run, expected)] == []
 
 
+@pytest.mark.quick("muon")
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("optimizer", ["lamb", "muon"])
 def test_fused_kernels_take_the_same_steps(optimizer: str) -> None:
@@ -171,7 +172,7 @@ def _state_bytes(scenario: Scenario, parallel: ParallelConfig) -> int:
     return sum(4 * tensor.numel() for state in held.values() for kind, tensor in state.items() if kind != "step")
 
 
-@pytest.mark.quick("muon-1", "muon-3")
+@pytest.mark.quick("muon-3")
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
 @pytest.mark.parametrize("optimizer", ["lamb", "lion", "muon"])
 def test_the_plan_knows_the_state(optimizer: str, zero_stage: int) -> None:

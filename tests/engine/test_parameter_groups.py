@@ -58,7 +58,7 @@ def reference(optimizer: str) -> Run:
     return train_reference(scenario_of(optimizer))
 
 
-@pytest.mark.quick("adamw-tp2", "adamw-zero3dp2")
+@pytest.mark.quick("adamw-zero3dp2")
 @pytest.mark.parametrize("case", CASES)
 def test_every_layout_takes_the_reference_steps(case: str) -> None:
     """Catches master weights that mix learning rates, and rates that a stage, a shard or DeepSpeed loses."""

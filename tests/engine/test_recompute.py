@@ -100,6 +100,7 @@ def runs(layout: str) -> dict[tuple[str, str], list[Any]]:
     return dict(zip(keys, (list(of_case) for of_case in zip(*by_rank, strict=True)), strict=True))
 
 
+@pytest.mark.quick("pp2-float32-full", "pp2-bfloat16-selective", "pp2-bfloat16-per stage")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("layout", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("single", "tp2")), "pp2"])
@@ -111,6 +112,7 @@ def test_no_bit_changes(layout: str, precision: str, kind: str) -> None:
     assert plain[0][0]["steps"][0] != plain[0][0]["steps"][1]
 
 
+@pytest.mark.quick("pp2-every second block")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", [pytest.param("single", marks=pytest.mark.slow), "pp2"])
 def test_the_chosen_blocks_run_twice(layout: str, kind: str) -> None:

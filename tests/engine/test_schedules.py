@@ -74,6 +74,7 @@ def test_a_split_backward_pass_changes_no_bit(name: str) -> None:
     assert differing(whole, split) == []
 
 
+@pytest.mark.slow
 def test_v_shapes_agree_to_the_bit() -> None:
     """Catches gradient accumulation that depends on the schedule. Untied: where one rank holds embedding and head, the
     schedule determines the order of their two gradients."""
@@ -85,7 +86,7 @@ def test_v_shapes_agree_to_the_bit() -> None:
 CORE = [(name, micro_batches) for name in OTHERS for micro_batches in (1, 5)]
 
 
-@pytest.mark.quick("interleaved-5", "zb_h1-1", "dualpipe_v-1", "zb_v-5")
+@pytest.mark.quick("interleaved-5")
 @pytest.mark.parametrize(("name", "micro_batches"), CORE)
 def test_any_number_of_micro_batches(name: str, micro_batches: int) -> None:
     """Catches losses, activations or gradients of one micro-batch used for another (N1, N3, N7 to N10)."""
@@ -104,7 +105,7 @@ COMBINED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.quick("interleaved, tp2", "zb_v, tp2, sequence parallel", "dualpipe_v, cp2, full recomputation")
+@pytest.mark.quick("zb_v, tp2, sequence parallel")
 @pytest.mark.parametrize("name", COMBINED)
 def test_with_other_features(name: str) -> None:
     """Catches reductions that start before a virtual stage's last gradient, tied embeddings on one rank or two that are

@@ -246,6 +246,7 @@ def _broken_step(where: str, layout: str) -> dict[str, Any]:
     return {"result": result, "untouched": untouched, "steps": steps, "after": after}
 
 
+@pytest.mark.quick("weights-zero3dp2-weights-blocks.2.mlp.down.bias")
 @pytest.mark.parametrize(
     ("where", "layout", "blamed", "parameter"),
     [

@@ -208,6 +208,7 @@ def _no_wait_for_a_reduction() -> None:
     Bucket.finish = finish  # type: ignore[method-assign]
 
 
+@pytest.mark.always
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("defect", "layout", "race"),

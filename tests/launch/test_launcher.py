@@ -123,6 +123,7 @@ def test_no_orphan_survives_a_killed_launcher(start: StartLauncher) -> None:
     assert not any(alive(pid) for pid in pids)
 
 
+@pytest.mark.quick("15-6")
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 5), (signal.SIGTERM, 6)])
 def test_first_signal_saves_and_stops(start: StartLauncher, number: signal.Signals, expected: int) -> None:
     """Catches a signal that kills the ranks, is mistaken for another, or leaves a stop file for the next start."""

@@ -21,8 +21,11 @@ from megads.data.indexed.writer import IndexedDatasetWriter
 from megads.data.sampling.samples import TrainSamples
 from megads.errors import ConfigError, DataError, MegadsError
 from megads.frozen_config import derive_run_id, load_frozen
-from megads.launch.preflight import locate_data, resolve_run
+from megads.launch.preflight import _refuse_single_node, locate_data, resolve_run
+from megads.launch.slurm_ranks import SlurmPlacement
 from megads.parallel.config import Recompute
+from megads.runtime.config import ClusterConfig, ClusterKind
+from megads.runtime.slurm import Allocation, Node, SlurmJob
 from tests.command import StartCommand, events_of, steps_of
 
 SENTENCE = "One does not simply train a model on {}; one reads {} of its samples first.\n"
@@ -236,3 +239,27 @@ def test_prepare_only_builds_what_the_run_needs(megads: StartCommand, corpus: Pa
     before = {path: path.stat().st_mtime_ns for path in (corpus.parent / "many.cache").iterdir()}
     TrainSamples(dataset, range(70_000), 4, seed=1234).runs(np.arange(39_990, 40_000))
     assert {path: path.stat().st_mtime_ns for path in (corpus.parent / "many.cache").iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("kind", "nodes", "replicate", "refused"),
+    [
+        (ClusterKind.local, None, True, True),
+        (ClusterKind.local, None, False, False),
+        (ClusterKind.slurm, None, True, False),
+        (ClusterKind.slurm, 1, True, True),
+        (ClusterKind.slurm, 1, False, False),
+        (ClusterKind.slurm, 2, True, False),
+    ],
+)
+def test_copies_need_another_node(kind: ClusterKind, nodes: int | None, replicate: bool, refused: bool) -> None:
+    """Catches copies of local checkpoints that have nowhere to go, and a job refused whose nodes are not known yet."""
+    config = RootConfig(cluster=ClusterConfig(kind=kind))
+    config.checkpoint.replicate = replicate
+    names = tuple(Node(f"n{number}", "") for number in range(nodes or 0))
+    placement = None if nodes is None else SlurmPlacement(Allocation(SlurmJob("7", 0, ""), names), names, 1)
+    if refused:
+        with pytest.raises(ConfigError, match="all ranks are on one node"):
+            _refuse_single_node(config, placement)
+    else:
+        _refuse_single_node(config, placement)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
+import signal
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -242,6 +245,42 @@ def test_a_silent_node_is_lost_when_all_others_wait_for_it(monkeypatch: pytest.M
     monkeypatch.setattr(slurm_ranks, "time", SimpleNamespace(monotonic=lambda: 9e4 + 0.5 * next(now)))
     hear(looks=100)
     assert len(ranks.silent_nodes()) == 2 and ranks.lost_nodes() == {}, "nobody is heard"
+
+
+def test_a_poll_ends_a_step_that_does_not_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Catches a launcher that waits for ever after srun ended or a rank failed, one that takes srun's own SIGTERM for a
+    stop request, and ranks that are killed before the others could save their state."""
+    ranks, sent, ordered, now = of_nodes(2), list[int](), list[float](), [1000.0]
+    srun = subprocess.Popen(["sleep", "600"])
+    ranks._srun, ranks._cancelled = srun, True  # there is no step that scancel could end
+    words: list[dict[str, Any]] = []
+    control = SimpleNamespace(hear=lambda: [words.pop() for _ in range(len(words))])
+    control.order_end = lambda: ordered.append(now[0])
+    ranks._control = control  # type: ignore[assignment]
+    monkeypatch.setattr(slurm_ranks, "POLL_S", 0.0)
+    monkeypatch.setattr(slurm_ranks, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    stand_in = SimpleNamespace(getpid=os.getpid, kill=lambda pid, signal: sent.append(signal))
+    monkeypatch.setattr(slurm_ranks, "os", stand_in)
+
+    def poll(after_s: float = 0.0, *heard: dict[str, Any]) -> bool:
+        now[0] += after_s
+        words.extend(heard)
+        return ranks.poll()
+
+    try:
+        assert poll(0.0, {"word": node_agent.SIGNALLED}) and sent == []
+        assert poll(slurm_ranks._SIGNAL_SETTLES_S) and sent == []
+        assert poll(0.1) and sent == [signal.SIGTERM] and poll(9.0) and len(sent) == 1, "forwarded once"
+        assert poll(0.0, {"word": node_agent.FAILING, "number": 1}, {"word": node_agent.SIGNALLED})
+        assert poll(slurm_ranks._SIGNAL_SETTLES_S + 0.1) and len(sent) == 1, "srun's own signal, of a step that failed"
+        assert poll(slurm_ranks.KILL_AFTER_S - slurm_ranks._SIGNAL_SETTLES_S - 0.2) and ordered == []
+        assert poll(0.2) and ordered == [now[0]]
+        assert poll(slurm_ranks._GIVE_UP_AFTER_S) and srun.poll() is None
+        assert poll(0.1) and srun.wait(60) == -signal.SIGKILL and len(ordered) == 1
+        assert not poll()
+    finally:
+        srun.kill()
+        srun.wait()
 
 
 def test_the_command_of_thousands_of_nodes_is_short() -> None:

@@ -201,6 +201,7 @@ def test_features_have_the_planned_parameters(changes: dict) -> None:
     assert list(built_shapes(config).items()) == list(parameter_shapes(config).items())
 
 
+@pytest.mark.quick("bloom_560m", "llama3_8b", "qwen3_8b", "olmo2_7b", "gpt3_1b3", "tiny")
 @pytest.mark.parametrize("preset", MODELS)
 def test_presets_have_the_planned_number_of_parameters(preset: str) -> None:
     """Catches a preset whose model differs from the plan that its published parameter count was checked against."""

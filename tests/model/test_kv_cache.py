@@ -64,6 +64,9 @@ def largest_error(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max())
 
 
+@pytest.mark.quick(
+    "1-alibi-plain", "1-rope-OLMo 2", "2-learned-capped", "2-alibi-features", "11-rope-features", "11-learned-plain"
+)
 @pytest.mark.parametrize("changes", [{}, FEATURES, OLMO2, CAPPED], ids=["plain", "features", "OLMo 2", "capped"])
 @pytest.mark.parametrize("position", Position)
 @pytest.mark.parametrize("prompt", [1, 2, 11])

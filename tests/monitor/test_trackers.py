@@ -67,6 +67,7 @@ def test_goes_on_where_it_left_off(tmp_path: Path) -> None:
     assert steps(Feed(tmp_path, FeedPosition.load(path), rewinds=True).read()) == list(range(1, 9))
 
 
+@pytest.mark.quick("9")
 @pytest.mark.parametrize("regrown_to", [6, 9, 30])
 def test_a_resume_from_before(tmp_path: Path, regrown_to: int) -> None:
     """Catches duplicated or lost steps when a file was truncated and outgrew its old length before the next read."""
@@ -364,9 +365,9 @@ BAD_SERVERS: dict[str, Callable[[], tuple[int, Callable[[], None]]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.fault(17)
 @pytest.mark.distributed
-@pytest.mark.quick("refuses")
 @pytest.mark.parametrize("server", BAD_SERVERS)
 def test_a_bad_server_costs_nothing(launch: Launch, tmp_path: Path, server: str) -> None:
     """Catches a step, an exit code or a shutdown that depends on wandb's server."""

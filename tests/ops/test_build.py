@@ -134,6 +134,7 @@ extern "C" bool there() { return a_symbol_of_torch != nullptr; }
 """
 
 
+@pytest.mark.slow
 def test_cuda_bindings_for_every_processor_and_linker(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches bindings for one CPU type in a home folder shared with other nodes (SIGILL), torch's library dropped by a
     linker that defaults to --as-needed (Ubuntu's), and kernels that are recompiled for another torch version."""

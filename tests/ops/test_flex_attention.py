@@ -37,6 +37,7 @@ def first_seen(queries: int, window: int | None, places: Tensor | None, starts: 
     return first if window is None else torch.maximum(first, places - window + 1)
 
 
+@pytest.mark.quick("alibi-dtype1", "documents and a window-dtype4", "context rank-dtype5")
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [*((name, torch.float32) for name in CASES), ("alibi", torch.bfloat16), ("documents and a window", torch.bfloat16)],

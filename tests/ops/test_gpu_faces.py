@@ -76,6 +76,9 @@ def check(face: Face, inputs: list[Tensor]) -> None:
         check_error(mine, theirs, right)
 
 
+@pytest.mark.quick(
+    "5-37-torch.float32-cuda", "300-1031-torch.bfloat16-cpu", "300-1031-torch.float16-cuda", "64-9000-torch.float32-cpu"
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "width"), [(5, 37), (300, 1031), (64, 9000)])
 def test_rows(rows: int, width: int, dtype: torch.dtype, device: str) -> None:

@@ -15,6 +15,7 @@ BY_PROJECTION = FusedMatrices({"qkv.weight": (6, 3, 3), "gate_up.weight": (1, 1)
 BY_HEAD = FusedMatrices({"qkv.weight": (6, 3, 3), "gate_up.weight": (1, 1)}, QKVSplit.head)
 
 
+@pytest.mark.quick("shape0-torch", "shape1-fused", "shape2-torch", "shape3-fused", "shape4-torch")
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("taken", [TORCH, FUSED], ids=["torch", "fused"])
 @pytest.mark.parametrize("shape", [(7, 7), (5, 20), (40, 20), (1, 9), (257, 300)])

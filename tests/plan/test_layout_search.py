@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,7 +11,7 @@ from megads.config import RootConfig, TrainConfig
 from megads.model.config import MLPKind, ModelConfig, Position
 from megads.parallel.config import ParallelConfig, Recompute
 from megads.plan.devices import DEVICES
-from megads.plan.layout_search import Bounds, LayoutCandidate, Question, layouts, neighbours, search
+from megads.plan.layout_search import Bounds, Examined, LayoutCandidate, Question, layouts, neighbours, search
 from megads.tools.plan.search import examined, overrides, reasons
 
 LLAMA = ModelConfig(
@@ -62,6 +63,39 @@ def test_the_search_finds_what_planning_everything_finds() -> None:
     assert found.examined < 0.8 * len(every)
     assert [one.seconds for one in found.best] == pytest.approx(sorted(one.seconds for one in fitting)[:10])
     assert all(one.memory_bytes > asked.memory_bytes for one in found.unfit)
+
+
+def test_every_candidate_is_examined_until_none_can_be_faster() -> None:
+    """Catches a search that ends at the first candidate which is refused or does not fit, that returns other layouts
+    than the fastest, and counts or a time limit that are wrong."""
+    asked = question(20.0)
+    bounds = Bounds(asked)
+    every = [bounds.of(candidate) for candidate in layouts(asked)]
+    possible = sorted((one for one in every if one.bound_bytes <= asked.memory_bytes), key=lambda one: one.bound_s)
+    assert 10 < len(possible) < len(every)
+    refused, too_large = possible[0], possible[1]
+    # The later half by the bound takes twice as long as it, the earlier half six times.
+    asked_for: list[LayoutCandidate] = []
+
+    def seconds(candidate: LayoutCandidate) -> float:
+        return (6 if possible.index(candidate) < len(possible) // 2 else 2) * candidate.bound_s
+
+    def examine(candidate: LayoutCandidate) -> Examined:
+        asked_for.append(candidate)
+        estimate = SimpleNamespace(step_time_s=seconds(candidate))
+        memory = asked.memory_bytes + (candidate == too_large)
+        return Examined(candidate, "no" if candidate == refused else "", memory, estimate)  # type: ignore[arg-type]
+
+    found = search(asked, examine, most=3)
+    fitting = sorted((one for one in possible if one not in (refused, too_large)), key=seconds)
+    assert [one.candidate for one in found.best] == fitting[:3]
+    assert [one.candidate for one in found.unfit] == [too_large]
+    assert (found.considered, found.pruned) == (len(every), len(every) - len(possible))
+    needed = [one for one in possible if one.bound_s < seconds(fitting[2])]
+    assert asked_for == needed and found.examined == len(needed) and found.complete
+    asked_for.clear()
+    cut = search(asked, examine, limit_s=0.0)
+    assert (cut.best, cut.examined, cut.complete, asked_for) == ((), 0, False, [])
 
 
 def test_losers_have_reasons() -> None:

@@ -30,6 +30,7 @@ SMALL = ModelConfig(num_layers=4, hidden_size=64, num_heads=4, vocab_size=509)
 WORK = Workload(seq_len=32, micro_batch_size=2, micro_batches=4, weight_bytes=2)
 
 
+@pytest.mark.always
 def test_bloom_176b() -> None:
     """Catches a layout other than BLOOM's, and a parameter that is lost or counted twice in it."""
     plan = memory_plan(BLOOM, ParallelConfig(tp=4, pp=12, dp=8), replace(WORK, seq_len=2048, micro_batches=256))

@@ -264,6 +264,7 @@ def tensors_in_cycles(parallel: ParallelConfig, documents: bool) -> list[str]:
     return [str(tuple(found.shape)) for found in gc.garbage if isinstance(found, torch.Tensor)]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "parallel",

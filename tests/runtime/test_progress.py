@@ -136,6 +136,7 @@ main.main()
     assert done.returncode == 130
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_a_run_is_planned(tmp_path: Path) -> None:
     """Catches a traceback, and a progress line left before the message or below it."""
     (tmp_path / "text.txt").write_text("a few words of text " * 5000)

@@ -69,6 +69,7 @@ def test_what_counts_as_lost(tmp_path: Path) -> None:
     assert "has 2 steps" in difference(run_with(tmp_path / "short", 3.0, 2.0), reference, whole=True)
 
 
+@pytest.mark.always
 def test_the_scorecard(tmp_path: Path) -> None:
     """Catches a fault that was not survived, but is counted as survived."""
     results = [

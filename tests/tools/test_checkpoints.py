@@ -46,6 +46,7 @@ def damage(run_dir: Path, step: int) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.always
 def test_list(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches losses of another step, and one unreadable manifest that hides the other checkpoints."""
     (run_dir / "checkpoints" / "step_00000001" / "manifest.json").write_text("{")
@@ -72,6 +73,7 @@ def test_list_says_why(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert {line[0]: line[-1] for line in lines} == {"1": "best", "2": "every", "5": "recent", "7": "newest"}
 
 
+@pytest.mark.always
 def test_verify(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a flipped bit that is reported as sound, and a damaged checkpoint that ends the check of the others."""
     assert do(CheckpointAction.verify, run_dir) == 0
@@ -85,6 +87,7 @@ def test_verify(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
         do(CheckpointAction.verify, run_dir, steps=3)
 
 
+@pytest.mark.always
 def test_average(run_dir: Path, tmp_path: Path) -> None:
     """Catches an average of the wrong checkpoints, one that is rounded, and a result that cannot be loaded."""
     models = {step: load_unsharded(open_checkpoint(folder), torch.device("cpu"), torch.float32) for step, folder in (

@@ -169,6 +169,7 @@ def greedy_text(model: GPT, tokenizer_file: Path, prompt: str, count: int) -> st
     return tokenizer.decode(ids, skip_special_tokens=False).rstrip("\ufffd")
 
 
+@pytest.mark.always
 def test_one_prompt(small_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches text that is not the model's, statistics printed to stdout, and a prompt that is not echoed."""
     greedy = config(small_run, prompt="def f(x, y", temperature=0.0, end_of_document="none")

@@ -36,6 +36,7 @@ def test_import_is_light() -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.always
 def test_every_public_name_is_there() -> None:
     """Catches a name of the public API whose module moved."""
     for name in dir(megads):

@@ -84,6 +84,7 @@ def holds_the_source(handle: CheckpointHandle, step: int = 6) -> bool:
     return bytes_of(found) == bytes_of(wanted)
 
 
+@pytest.mark.always("4-100")
 @pytest.mark.parametrize("block_bytes", [1, 100, 2**26])
 @pytest.mark.parametrize("files", [1, 2, 4, 7, 100_000])
 def test_there_and_back(files: int, block_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

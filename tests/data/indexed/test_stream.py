@@ -132,6 +132,7 @@ def test_a_block_is_fetched_once_a_node(local: IndexedDataset, s3: S3Server, tmp
     assert sum(line.startswith("GET") and "once.idx" in line for line in s3.requests()) == 1
 
 
+@pytest.mark.slow
 def test_nothing_is_waited_for_at_50_ms_and_1_percent_of_failures(
     local: IndexedDataset, s3: S3Server, tmp_path: Path
 ) -> None:

@@ -118,6 +118,7 @@ def caching(tokenizer: Tokenizer) -> CachingEngine:
 ENGINES = {name: caching(tokenizer_of(steps)) for name, steps in SHAPES.items()}
 
 
+@pytest.mark.quick("llama-3", "bloom", "words, gaps dropped")
 @pytest.mark.parametrize("shape", SHAPES)
 @settings(max_examples=10, deadline=None)
 @given(texts=st.lists(TEXTS, max_size=3))
@@ -127,6 +128,7 @@ def test_the_ids_are_the_librarys(shape: str, texts: list[str]) -> None:
     ENGINES[shape].require_equal(texts)
 
 
+@pytest.mark.quick("gpt-4o", "bloom", "digits later")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_kind_of_character(shape: str) -> None:
     """Catches character classes of another Unicode version: letters that one library knows and the other does not."""

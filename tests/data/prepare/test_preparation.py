@@ -182,6 +182,7 @@ def start() -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_kill_in_the_middle_leaves_nothing_taken_for_whole(folder: Path) -> None:
     """Catches an incomplete dataset that the next start uses, partial files that make it fail, finished blocks that are
     tokenized again, and a continued preparation whose files differ from those of an uninterrupted one."""

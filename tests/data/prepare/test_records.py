@@ -135,6 +135,7 @@ def test_long_texts_give_the_same_dataset(tmp_path: Path, monkeypatch: pytest.Mo
     assert [made("long", None), made("long_pairs", "prompt")] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ending", "megabytes"), [("jsonl", 90), ("parquet", 140)])
 def test_memory_is_that_of_the_record_and_little_more(tmp_path: Path, ending: str, megabytes: int) -> None:
     """Catches a record held in memory as one str, eight times its size. Arrow's own memory for a row of parquet, three

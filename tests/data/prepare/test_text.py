@@ -390,6 +390,7 @@ def check_pieces(name: str, text: str, parse: bool) -> int:
     return len(pieces)
 
 
+@pytest.mark.quick("bloom", "llama 3", "unigram", "metaspace first")
 @pytest.mark.parametrize("name", MAKERS)
 @settings(max_examples=25, deadline=None, derandomize=True, database=None)
 @given(text=TEXTS, parse=st.booleans())

@@ -273,6 +273,7 @@ def large(tmp_path: Path) -> IndexedDataset:
     return IndexedDataset(tmp_path / "large")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize(
     "make_key",

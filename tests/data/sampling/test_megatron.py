@@ -143,6 +143,7 @@ def test_both_ways_of_dealing_give_the_definition(weights: list[float] | None) -
         assert dealt.tolist() == datasets.tolist() and count.tolist() == had
 
 
+@pytest.mark.quick("1", "2", "3", "7", "16", "257")
 @pytest.mark.parametrize("datasets", [*range(1, 23), 31, 32, 33, 100, 257])
 def test_compiled_dealing_is_the_loop(compiled: Deal, datasets: int) -> None:
     """Catches a fused multiply-add, a SIMD lane that loses a tie or stands for no dataset, and a part that ignores the

@@ -205,6 +205,7 @@ def train_pairs(megads: StartCommand, prefix: Path, name: str, **changes: int | 
     return megads("train", *overrides).end()
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_pairs_train_as_if_each_were_alone(tmp_path: Path, megads: StartCommand) -> None:
     """Catches a loss on prompts or padding, pairs that attend to each other, positions that do not restart, a mean that

@@ -40,6 +40,7 @@ def test_a_measured_device_is_planned_with(tmp_path: Path, capsys: pytest.Captur
     assert 1e-4 < plan["step_time_s"] < 100 and plan["parts"]["tp"] > 0
 
 
+@pytest.mark.always
 def test_mistakes_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches invalid values that reach the ranks."""
     for override, named in (("out=x.txt", "out"), ("ranks=0", "ranks"), ("threads=0", "threads"), ("seconds=0", "sec")):

@@ -48,6 +48,7 @@ LOGS = {
 }
 
 
+@pytest.mark.always
 @pytest.mark.parametrize("name", LOGS)
 def test_logs_of_every_sort(name: str, tmp_path: Path) -> None:
     """Catches a log that is compressed, still being written or in another encoding, and in which nothing is found."""
@@ -113,6 +114,7 @@ def run_folder(folder: Path, events: list[dict[str, Any]], logs: dict[int, str])
     return folder
 
 
+@pytest.mark.always
 def test_a_run(tmp_path: Path) -> None:
     """Catches a failure of an earlier start, or a log line of it, taken for that of the last start."""
     old, new = {"event": "failure", "exit_code": 7, "rank": 0, "message": "rank 0: non-finite"}, {

@@ -74,6 +74,7 @@ def results(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("run/evaluation/step_*/results_*.json"))]
 
 
+@pytest.mark.always
 def test_tasks_give_lm_evals_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches relative data paths resolved against another folder, a group without its tasks, and an event, a table or
     a file that is missing or incomplete."""
@@ -172,6 +173,7 @@ def perplexities(folder: Path) -> dict[str, dict[str, float]]:
     return json.loads(path.read_text())["sets"]  # type: ignore[no-any-return]
 
 
+@pytest.mark.always
 def test_texts_are_measured_document_by_document(folder: Path) -> None:
     """Catches bytes of special tokens, a document that attends to another, and a dataset that differs from its text."""
     assert evaluate(config(data=["data/text.jsonl", "data/corpus"])) == EXIT_OK

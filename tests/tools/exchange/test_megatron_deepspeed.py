@@ -62,6 +62,7 @@ def imported(folder: Path, output: Path, **options: Any) -> Path:
     return import_folder(ImportConfig(str(folder), str(output), **options)).folder
 
 
+@pytest.mark.always("3-2")
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (1, 2), (2, 1), (3, 2), (12, 1), (12, 2)])
 def test_bloom(tp: int, pp: int, tmp_path: Path) -> None:
     """Catches tp shards in the wrong order (10 before 2), a merge along the wrong dimension, blocks that are off by one

@@ -161,6 +161,7 @@ def our_logits(model: GPT) -> Tensor:
     return model(ids(), BatchInfo(torch.arange(2)))
 
 
+@pytest.mark.always("bloom-0", "llama-20")
 @pytest.mark.parametrize(("name", "changes"), CASES, ids=IDS)
 def test_logits_are_transformers_own(name: str, changes: dict[str, Any], tmp_path: Path, tokenizer: Path) -> None:
     """Catches a transposed or misordered projection, ALiBi slopes for another head count, interleaved rotary pairs, a
@@ -230,6 +231,7 @@ def their_folder(folder: Path, tokenizer: Path, model: Any, **options: Any) -> P
     return folder
 
 
+@pytest.mark.always("bloom")
 @pytest.mark.parametrize("name", ["bloom", "llama", "mistral", "qwen3", "olmo2", "gpt_neox", "gpt2"])
 def test_their_models_are_read(name: str, tmp_path: Path, tokenizer: Path) -> None:
     """Catches an import that misreads names, defaults or layouts of files that transformers writes, as safetensors

@@ -9,11 +9,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
+import torch
 
 from megads.config import RootConfig
 from megads.data.sampling.runs import SampleOrigin, Stretch
-from megads.parallel.config import GridCoordinate, ParallelConfig
-from megads.tools.inspect.why import Explanation, RankShare, ShownSample, TrainedStep
+from megads.errors import ConfigError
+from megads.parallel.config import GridCoordinate, ParallelConfig, place_of
+from megads.parallel.context import held_places
+from megads.tools.inspect.why import Explanation, RankShare, ShownSample, TrainedStep, _ids, _share
 from megads.tools.inspect.why_output import as_json, as_text
 
 # Two documents in a sample of four tokens and the one before them; the second's first token has no loss.
@@ -68,6 +72,25 @@ def test_the_share_of_a_rank() -> None:
     share = RankShare(1, GridCoordinate(dp=1), (range(1), range(3, 4)))
     line = as_text(explanation(share=share), 100, tokens=False).splitlines()[2]
     assert line == "rank 1 (tp=0 cp=0 pp=0 dp=1): 4 samples, positions 0-0, 3-3 of each"
+
+
+def test_the_positions_and_samples_of_a_rank() -> None:
+    """Catches chunks and micro-batches other than those that the rank trained on, and a rank that is not there."""
+    parallel = ParallelConfig(tp=2, cp=2, dp=2)
+    config = RootConfig(parallel=parallel)
+    config.train.seq_len, config.train.micro_batch_size = 24, 2
+    trained = TrainedStep({"samples": 24, "global_batch_size": 16}, config, SimpleNamespace(), True)  # type: ignore[arg-type]
+    for rank in range(8):
+        share, place = _share(rank, config), place_of(rank, parallel)
+        assert (share.rank, share.place) == (rank, place)
+        held = [position for chunk in share.chunks for position in chunk]
+        assert held == held_places(24, place.cp, 2, torch.device("cpu")).tolist()
+        expected = [[8, 9], [12, 13], [16, 17], [20, 21]] if place.dp == 0 else [[10, 11], [14, 15], [18, 19], [22, 23]]
+        assert _ids(trained, share).tolist() == expected
+    assert _ids(trained, None).tolist() == [[first + n for n in range(4)] for first in range(8, 24, 4)]
+    assert _share(1, RootConfig(parallel=ParallelConfig(tp=2))).chunks == (range(RootConfig().train.seq_len),)
+    with pytest.raises(ConfigError, match=r"rank = 8: the step was trained by 8 ranks, .*; the last is 7"):
+        _share(8, config)
 
 
 def test_a_row_for_each_document() -> None:

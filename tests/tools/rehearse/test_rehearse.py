@@ -22,6 +22,7 @@ def test_a_machine_without_slurm_is_told_what_to_install(
     assert "scripts/install_slurm.sh" in said and not (tmp_path / "kept").exists()
 
 
+@pytest.mark.always
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -238,3 +238,10 @@ def test_points_below_their_limit_are_left_alone(tmp_path: Path, limit: float | 
     assert driver.run() == 8
     assert [point.state for point in book.points] == [PointState.failed] * 2 and launcher.looks >= 3
     book.close()
+
+
+def test_the_number_of_points() -> None:
+    """Catches a search that ends before its space does, or that never ends."""
+    whole = Interval(1.5, 4.0, integer=True)
+    assert size({"a": whole}) == 3 and size({"a": whole, "b": Choice(("x", "y", "x"))}) == 6
+    assert size({"a": whole, "b": Interval(0.0, 1.0)}) is None and size({}) == 1

@@ -84,6 +84,7 @@ def watching(folder: Path) -> Iterator[Watching]:
     assert watching.end(signal.SIGTERM) == (0, "")
 
 
+@pytest.mark.always
 def test_what_it_prints(watching: Watching) -> None:
     """Catches a printed address without its token, and an SSH tunnel to another port."""
     first, page, tunnel, last = watching.printed

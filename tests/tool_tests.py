@@ -1,0 +1,107 @@
+"""Selects the tests of tools and of CUDA kernels: `make test` runs a few of each, and all of what changed.
+
+Training on this machine does not depend on the code that they test, and a change elsewhere rarely breaks it.
+`make test-tools`, which CI runs for every commit, runs all of them.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+FOLDERS = ("tests/plan", "tests/scripts", "tests/tools")
+COMMANDS = {
+    "doctor": "tools/doctor",
+    "plan": "tools/plan",
+    "plan_cluster": "tools/plan",
+    "report": "tools/report",
+    "sweep": "tools/sweep",
+    "verify_layout": "tools/verify",
+    "why": "tools/inspect",
+}
+"""Test modules of tests/cli/ that test a tool, and its folder."""
+OF_GPUS = (
+    "ops/cuda/", "engine/test_fake_cuda.py", "engine/test_host_waits.py", "engine/test_micro_batch_graphs.py",
+    "engine/test_stream_order.py",
+)  # fmt: skip
+"""Tests that run CUDA kernels thread by thread on a CPU, or engines on a device that acts as a GPU."""
+GPU_CODE = ("kernels/", "megads/engine/", "megads/ops/", "megads/parallel/")
+
+
+def sources_of(test: str) -> tuple[str, ...]:
+    """Returns the beginnings of the paths whose change makes `make test` run a test file; none: it always does.
+
+    Args:
+        test: test file, relative to the repository.
+    """
+    path = Path(test)
+    room = path.parent.relative_to("tests").as_posix()
+    name = path.stem.removeprefix("test_")
+    if test.startswith(tuple(f"tests/{each}" for each in OF_GPUS)):
+        return (*GPU_CODE, test)
+    if room == "cli" and name in COMMANDS:
+        return f"megads/{COMMANDS[name]}/", f"megads/cli/{name}.py", test
+    if not test.startswith(tuple(f"{folder}/" for folder in FOLDERS)):
+        return ()
+    if room in ("tools", "scripts"):
+        return f"megads/{room}/{name}", f"megads/cli/{name}.py", f"{room}/{name}.py", test
+    return f"megads/{room}/", f"{room}/", f"tests/{room}/"
+
+
+def changed_files() -> set[str]:
+    """Files that the last commit or the working tree changes, relative to the repository; none outside of git."""
+    listings = (("diff", "--name-only", "HEAD"), ("diff", "--name-only", "HEAD~1", "HEAD"))
+    found = set[str]()
+    for command in (*listings, ("ls-files", "--others", "--exclude-standard")):
+        try:
+            done = subprocess.run(["git", *command], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            return set()
+        # No repository, or a shallow clone without the commit before.
+        found |= set(done.stdout.splitlines()) if done.returncode == 0 else set()
+    return found
+
+
+class Selection:
+    """The tests to run.
+
+    Args:
+        which: all; changed: leaves out the tests of what did not change, except those marked `always`; only: those that
+            `changed` leaves out if nothing changed.
+        files: the changed files.
+    """
+
+    def __init__(self, which: str, files: Iterable[str]) -> None:
+        self._which, self._files = which, frozenset(files)
+
+    def keeps_file(self, file: Path) -> bool:
+        """Whether to collect a test file. One that is not collected imports nothing."""
+        if self._which == "all":
+            return True
+        if self._which == "only":
+            return bool(sources_of(_name(file)))
+        return not self._is_unchanged(file) or "mark.always" in file.read_text()
+
+    def keeps(self, item: pytest.Item) -> bool:
+        """Whether to run a test of a collected file."""
+        if self._which == "all":
+            return True
+        mark = item.get_closest_marker("always")
+        always = mark is not None and (not mark.args or _case(item) in mark.args)
+        return not always if self._which == "only" else always or not self._is_unchanged(item.path)
+
+    def _is_unchanged(self, file: Path) -> bool:
+        paths = sources_of(_name(file))
+        return bool(paths) and not any(changed.startswith(paths) for changed in self._files)
+
+
+def _name(file: Path) -> str:
+    return file.relative_to(REPOSITORY).as_posix()
+
+
+def _case(item: pytest.Item) -> str:
+    return item.callspec.id if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ""
