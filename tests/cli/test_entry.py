@@ -242,7 +242,7 @@ def test_dry_run_starts_and_writes_nothing(megads: Run, tmp_path: Path) -> None:
     """Catches a dry run that creates the run directory."""
     result = megads("train", "experiment=demo", "run.dry_run=true")
     assert result.code == 0
-    for part in ("2 = tp 1 x cp 1 x pp 1 x dp 2", "6,836,736 parameters", "writes to  runs/demo-"):
+    for part in ("2 = tp 1 x cp 1 x pp 1 x dp 2", "5,257,216 parameters", "writes to  runs/demo-"):
         assert part in result.out
     assert left_by_commands(tmp_path) == []
 

@@ -83,7 +83,7 @@ def test_points_compose_each_with_its_number_and_choices(composer: Composer) -> 
     ]
     assert [composed.config.run.id for composed in found] == ["point-0", "point-1"]
     assert [composed.choices["model"] for composed in found] == ["tiny", "demo"]
-    assert [composed.config.model.num_layers for composed in found] == [2, 6]
+    assert [composed.config.model.num_layers for composed in found] == [2, 4]
     with pytest.raises(ConfigError, match=r"did you mean optim\.lr\?"):
         composer.compose(["lr=3"])
 
