@@ -21,20 +21,21 @@ import time
 from pathlib import Path
 
 FIRST_STAGE = "== 1/4"
+MARGIN = 1.5
+"""Time limit over the goal: on some days the same virtual machine takes twice as long for the same steps."""
 OTHERS_SHARE = 0.1
 """Share of the cores' time used by others above which a time is not judged."""
 
 
 def limit_s(flags: set[str], cores: int) -> int:
-    """Returns the demo's time limit after installation.
+    """Returns the demo's time limit after installation: `MARGIN` times the goal.
 
     Args:
         flags: instruction sets of the processor.
         cores: cores that this process may use.
     """
-    if cores == 1:
-        return 300
-    return 120 if "avx512f" in flags else 180
+    goal_s = 300 if cores == 1 else 120 if "avx512f" in flags else 180
+    return int(MARGIN * goal_s)
 
 
 def processor() -> tuple[str, set[str]]:
