@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 from math import prod
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -100,8 +101,30 @@ def weight_gradient(grad_mo: Tensor, x_mi: Tensor, kernels: Kernels) -> Tensor:
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """torch.matmul, computed in fp32 where PyTorch only has plain loops for the operands' dtype."""
-    return (a.float() @ b.float()).to(a.dtype) if needs_widening(a) else a @ b
+    """torch.matmul, computed in fp32 where PyTorch only has plain loops for the operands' dtype.
+
+    Args:
+        a: [..., m, k].
+        b: [..., k, n], with the same leading dims.
+    """
+    if not needs_widening(a):
+        return a @ b
+    out: Tensor = _WidenedMatmul.apply(a, b)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _WidenedMatmul(torch.autograd.Function):
+    """a b of bf16 operands, computed in fp32 and rounded; keeps the operands, not their fp32 copies."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return (a.float() @ b.float()).to(a.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        return matmul(grad, b.mT), matmul(a.mT, grad)
 
 
 def needs_widening(x: Tensor) -> bool:

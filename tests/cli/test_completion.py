@@ -35,7 +35,7 @@ def environment(folder: Path) -> dict[str, str]:
     """A PATH whose megads is this checkout's, and a file to complete."""
     command = folder / "bin" / "megads"
     command.parent.mkdir()
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m megads.cli.main "$@"\n')
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m megads.cli.main "$@"\n')
     command.chmod(0o755)
     (folder / "notes.txt").touch()
     return {**os.environ, "PATH": f"{command.parent}:{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY)}

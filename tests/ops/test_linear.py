@@ -113,6 +113,26 @@ def test_bf16_where_torch_loops(monkeypatch: pytest.MonkeyPatch, kernels: Kernel
         check_error(found, exact.to(BF16), exact)
 
 
+def test_matmul_where_torch_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches wrong gradients of a batched product that is computed in fp32, and fp32 copies kept for them."""
+    monkeypatch.setattr(processor, "torch_loops_over_bf16", lambda: True)
+    generator = torch.Generator().manual_seed(0)
+    a, b, grad = (
+        torch.randn(size, generator=generator).to(BF16) for size in ((2, 3, 7, 5), (2, 3, 5, 4), (2, 3, 7, 4))
+    )
+    kept: list[Tensor] = []
+    operands = [x.clone().requires_grad_() for x in (a, b)]
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        out = products.matmul(*operands)
+    out.backward(grad)
+    exact = [x.double().requires_grad_() for x in (a, b)]
+    wide = exact[0] @ exact[1]
+    wide.backward(grad.double())
+    for found, right in zip((out, *(x.grad for x in operands)), (wide, *(x.grad for x in exact)), strict=True):
+        check_error(found.detach(), right.detach().to(BF16), right.detach())
+    assert {x.dtype for x in kept} == {BF16}
+
+
 def test_fp64_goes_to_torch() -> None:
     """Catches an fp64 reference that is computed in fp32."""
     x, weight, bias, _ = tensors(torch.float64, (2, 3), 4, 5)

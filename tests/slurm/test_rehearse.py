@@ -39,7 +39,7 @@ class Rehearse:
         self.variables: dict[str, str] = {}
         folder = start.folder / "bin"
         folder.mkdir()
-        (folder / "megads").write_text(f'#!/bin/sh\nexec {sys.executable} -m megads.cli.main "$@"\n')
+        (folder / "megads").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m megads.cli.main "$@"\n')
         (folder / "megads").chmod(0o755)
         self._path = f"{folder}:{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
 
