@@ -8,7 +8,7 @@ CPUs for which oneDNN has no bf16 GEMM (x86 without AVX-512, Arm without BF16), 
 megads' kernel converts the operands to fp32 when it packs them, and is 4 to 100 times as fast. Without megads' kernels
 the operands are converted before PyTorch's fp32 GEMM. `megads.ops.processor.gemm` chooses among these.
 
-No other module multiplies matrices in a dtype that may be bf16 on a CPU (tests/ops/test_processors.py).
+No other GEMM of training or generation may reach those loops (tests/ops/test_processors.py).
 
 Shape suffixes: m = tokens (any leading dims in `...`), i = input features, o = output features; gemm's are its own.
 """

@@ -83,7 +83,12 @@ def instruction_sets() -> str:
 
 
 def gemm_text(*, bf16: bool, kernels: bool) -> str:
-    """Describes how GEMMs of a dtype are computed on this CPU, for example "AVX2, no bf16 units: computed in fp32"."""
+    """Describes this CPU's instruction sets and, where it has no bf16 GEMM, what computes bf16 instead.
+
+    Args:
+        bf16: operands are bf16, else fp32.
+        kernels: whether megads' kernels are available.
+    """
     if not (bf16 and torch_loops_over_bf16()):
         return instruction_sets()
     how = "megads' kernels" if gemm(bf16=True, kernels=kernels) is GemmBackend.megads else "PyTorch's fp32 GEMMs"
