@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Runs the demo and fails if it takes longer than it should on such a processor; `.ci/run` calls it.
+"""Runs the demo and fails if it takes 1.5 times as long as its goal on such a processor; `.ci/run` calls it.
 
 python3 scripts/demo/time_limit.py make demo
 

@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).parents[3] / "scripts" / "demo" / "time_limit.py"
 
 
 def test_the_limit_is_that_of_the_processor() -> None:
-    """Catches three minutes for a processor with AVX-512, and one core that has to do as two."""
+    """Catches the limit of an AVX2 processor for one with AVX-512, and one core that has to do as two."""
     assert limit_s({"avx2", "avx512f"}, 2) == 180
     assert limit_s({"avx2", "fma"}, 2) == 270
     assert limit_s({"asimd", "sve"}, 64) == 270
