@@ -19,6 +19,7 @@ from megads.engine.interface import EngineSpec
 from megads.engine.optimizer import NamedParameter
 from megads.model.config import EMBEDDING, HEAD, TIED_COPY, TIED_PARAMETER, is_block, sharding_of
 from megads.model.gpt import StageSpec, stage_specs, use_kernels
+from megads.ops import compiler
 from megads.ops.config import Compile, KernelOp
 from megads.parallel.config import SPLIT_SCHEDULES, ParallelConfig, Recompute, axis_lines
 from megads.parallel.context import gather_in_cores
@@ -262,4 +263,4 @@ def compile_blocks(blocks: Sequence[nn.Module], compiled: Compile, *, splits: bo
             for name in untraced:
                 # Set on the object, like the recomputation of a core: other objects of the class are unaffected.
                 setattr(module, name, torch.compiler.disable(getattr(module, name)))
-        block.forward = torch.compile(block.forward, dynamic=False)  # type: ignore[method-assign]
+        block.forward = compiler.compiled(block.forward)  # type: ignore[method-assign]

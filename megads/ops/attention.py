@@ -42,6 +42,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask
 
+from megads.ops import compiler
 from megads.ops.config import AUGMENTED_FEATURES, AUGMENTED_LONGEST, shares_keys
 from megads.ops.device_cache import device_cache
 from megads.ops.dropout import DropoutMask
@@ -452,4 +453,4 @@ def _alibi(slopes_n: Tensor, places_s: Tensor | None) -> Callable[..., Tensor]:
 @functools.cache
 def _attend(compiled: bool) -> Callable[..., Any]:
     attend: Callable[..., Any] = flex.flex_attention
-    return torch.compile(attend, dynamic=False) if compiled else attend
+    return compiler.compiled(attend) if compiled else attend

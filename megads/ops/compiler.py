@@ -1,0 +1,26 @@
+"""torch.compile as megads calls it."""
+
+import functools
+import shlex
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function compiled by torch.compile at its first call, once per shape of its arguments."""
+    _quote_library_path()
+    return torch.compile(function, dynamic=False)
+
+
+@functools.cache
+def _quote_library_path() -> None:
+    """Quotes the folder of torch's libraries, which torch 2.13's compiler command (`-L<folder>`) forgets to do.
+
+    Where the folder has a space, the trial compilation that looks for vector instructions fails, so that
+    torch.compile's code for CPUs is scalar without a word, and FlexAttention fails.
+    """
+    from torch.utils import cpp_extension  # imported late: takes 0.2 s, and only torch.compile needs it
+
+    cpp_extension.TORCH_LIB_PATH = shlex.quote(cpp_extension.TORCH_LIB_PATH)
