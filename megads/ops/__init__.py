@@ -1,8 +1,9 @@
 """Operators: the Python side of kernels/, each with its reference in plain PyTorch.
 
 `config` defines which implementation computes each operator, `resolve` resolves it for this machine and loads the
-kernels, `build` compiles them, `autotune` benchmarks implementations on a device, `processor` tells on which CPUs
-PyTorch's GEMMs are slow, and `device_cache` caches tensors that are computed once. The other modules are the operators.
+kernels, `build` compiles them, `compiler` calls torch.compile, `autotune` benchmarks implementations on a device,
+`processor` tells on which CPUs PyTorch's GEMMs are slow, and `device_cache` caches tensors that are computed once. The
+other modules are the operators.
 """
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "attention_kinds",
     "autotune",
     "build",
+    "compiler",
     "config",
     "cross_entropy",
     "data_kernels",
