@@ -22,6 +22,7 @@ from megads.ops.adamw import AdamWStep, Pieces, adamw_reference, square_sums
 from megads.ops.autotune import Step, error_ratio
 from megads.ops.config import FUSED, TORCH, Implementation, KernelOp, Kernels, chunk_tokens
 from megads.ops.dropout import DropoutMask, dropout, site_key, threshold_of
+from megads.ops.linear import add_weight_gradient
 from megads.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from megads.ops.rotary import rotate
 from megads.optim.groups import BucketLayout, Member, bucket_layouts, parameter_role
@@ -156,6 +157,9 @@ def _model_cases(work: OperatorWork) -> Iterator[OperatorCase]:
         yield _case(work, KernelOp.swiglu, _swiglu, (*ffn[:2], 2 * ffn[2]))
     else:
         yield _case(work, KernelOp.gelu, _gelu, ffn)
+    if work.dtype.itemsize == 2 and parallel.zero_stage not in GRADIENT_STAGES:  # those have DeepSpeed's main_grad
+        width = ffn[2] * (2 if model.mlp is MLPKind.swiglu else 1)
+        yield _case(work, KernelOp.linear, _weight_gradient, (batch * tokens, model.hidden_size, width))
     if model.position is Position.rope:
         heads = (batch, tokens, model.num_heads // parallel.tp, model.kv_heads // parallel.tp, model.head_dim)
         yield _case(work, KernelOp.rotary, _rotary, heads)
@@ -265,6 +269,17 @@ def _gelu(_work: OperatorWork, draw: Draw, shape: tuple[int, ...]) -> Made:
 
 def _swiglu(_work: OperatorWork, draw: Draw, shape: tuple[int, ...]) -> Made:
     return (lambda kernels, x: (swiglu(x, kernels),)), (draw(*shape),), True
+
+
+def _weight_gradient(_work: OperatorWork, draw: Draw, shape: tuple[int, ...]) -> Made:
+    """The weight gradient of the MLP's first layer, added to main_grad."""
+    tokens, hidden, width = shape
+
+    def accumulate(kernels: Kernels, grad_mo: Tensor, x_mi: Tensor, main_grad_oi: Tensor) -> tuple[Tensor]:
+        add_weight_gradient(main_grad_oi, grad_mo, x_mi, first=False, kernels=kernels)
+        return (main_grad_oi,)
+
+    return accumulate, (draw(tokens, width), draw(tokens, hidden), draw(width, hidden).float()), False
 
 
 def _rotary(work: OperatorWork, draw: Draw, shape: tuple[int, ...]) -> Made:

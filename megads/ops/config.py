@@ -45,7 +45,7 @@ class KernelOp(StrEnum):
     attention = "attention"
     """Fused attention (on CPUs), and the masked softmax."""
     linear = "linear"
-    """GEMMs (on CPUs)."""
+    """GEMMs on CPUs; on GPUs, the accumulation of weight gradients in cuBLAS' GEMM."""
     norm = "norm"
     add_norm = "add_norm"
     gelu = "gelu"

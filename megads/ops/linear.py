@@ -10,6 +10,10 @@ the operands are converted before PyTorch's fp32 GEMM. `megads.ops.processor.gem
 
 No other GEMM of training or generation may reach those loops (tests/ops/test_processors.py).
 
+On GPUs, cuBLAS adds the product of two bf16 or fp16 matrices to an fp32 one (torch >= 2.10, `out_dtype`): weight
+gradients are accumulated without being rounded and without a second pass over main_grad, as by Megatron-LM's
+gradient_accumulation_fusion. There, KernelOp.linear stands for this alone.
+
 Shape suffixes: m = tokens (any leading dims in `...`), i = input features, o = output features; gemm's are its own.
 """
 
@@ -134,7 +138,7 @@ def needs_widening(x: Tensor) -> bool:
 
 def fuses_accumulation(grad_mo: Tensor, x_mi: Tensor) -> bool:
     """Whether a fused `add_weight_gradient` accumulates inside the GEMM; else it computes the gradient first."""
-    return _gemm_takes(grad_mo, x_mi, grad_mo.shape[-1], x_mi.shape[-1])
+    return _cublas_adds(grad_mo, x_mi) or _gemm_takes(grad_mo, x_mi, grad_mo.shape[-1], x_mi.shape[-1])
 
 
 def add_weight_gradient(main_grad_oi: Tensor, grad_mo: Tensor, x_mi: Tensor, first: bool, kernels: Kernels) -> None:
@@ -147,7 +151,13 @@ def add_weight_gradient(main_grad_oi: Tensor, grad_mo: Tensor, x_mi: Tensor, fir
         first: overwrite main_grad instead of adding to it.
         kernels: see `linear`.
     """
-    if kernels.fused(KernelOp.linear) and fuses_accumulation(grad_mo, x_mi):
+    if kernels.fused(KernelOp.linear) and _cublas_adds(grad_mo, x_mi):
+        grad_om, x_mi = grad_mo.flatten(0, -2).t(), x_mi.flatten(0, -2)
+        if first:
+            torch.mm(grad_om, x_mi, out_dtype=torch.float32, out=main_grad_oi)
+        else:
+            torch.addmm(main_grad_oi, grad_om, x_mi, out_dtype=torch.float32, out=main_grad_oi)
+    elif kernels.fused(KernelOp.linear) and fuses_accumulation(grad_mo, x_mi):
         _gemm_into(main_grad_oi, grad_mo.flatten(0, -2).t(), x_mi.flatten(0, -2).t(), None, not first)
     elif first:
         main_grad_oi.copy_(weight_gradient(grad_mo, x_mi, kernels))
@@ -162,6 +172,11 @@ def register() -> None:
         @torch.library.register_fake(f"megads::{name}")
         def _(c: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, add: bool) -> None:
             return None
+
+
+def _cublas_adds(grad_mo: Tensor, x_mi: Tensor) -> bool:
+    half = grad_mo.dtype is x_mi.dtype and grad_mo.dtype.itemsize == 2
+    return half and grad_mo.device.type == "cuda" and torch.version.hip is None and x_mi.numel() > 0
 
 
 def _gemm_takes(left: Tensor, right: Tensor, rows: int, columns: int) -> bool:

@@ -35,8 +35,8 @@ LLAMA = replace(
 )  # fmt: skip
 ALWAYS = {KernelOp.norm, KernelOp.add_norm, KernelOp.cross_entropy}
 OPS = {"bloom": ALWAYS | {KernelOp.gelu}, "llama": ALWAYS | {KernelOp.swiglu, KernelOp.rotary, KernelOp.dropout}}
-NOT_TRIED = {"linear", "gemm", "attention"}
-"""Operators that only CPUs have, and attention, which is tuned separately."""
+NOT_TRIED = {"attention"}
+"""Attention is tuned separately."""
 
 Called = set[tuple[Any, ...]]
 
@@ -153,20 +153,22 @@ def test_kernels_pass(name: str, model: ModelConfig, dtype: torch.dtype, device:
         trial = case.make(torch.device(device))
         with Calls() as calls:
             outcomes = compare(CANDIDATES, trial, rounds=1)
-        assert calls.found and all(found.time_ms and found.repeats for found in outcomes.values()), (case, outcomes)
+        assert all(found.time_ms and found.repeats for found in outcomes.values()), (case, outcomes)
+        assert calls.found or (device, case.op) == ("cuda", KernelOp.linear)  # there the kernel is cuBLAS'
         tried.add(case.op)
-    assert tried == OPS[name] | OPTIMIZER_OPS
+    half = {KernelOp.linear} if dtype.itemsize == 2 else set()
+    assert tried == OPS[name] | OPTIMIZER_OPS | half
 
 
 @pytest.mark.parametrize(
     ("kernels", "stage", "tried"),
     [
-        (Kernels(Implementation.auto, Implementation.torch), 1, OPS["bloom"]),
+        (Kernels(Implementation.auto, Implementation.torch), 1, OPS["bloom"] | {KernelOp.linear}),
         (AUTO, 2, OPS["bloom"]),
         (Kernels(Implementation.fused, Implementation.fused), 1, set()),
     ],
 )
 def test_what_was_asked_for_is_not_tried(kernels: Kernels, stage: int, tried: set[KernelOp]) -> None:
-    """Catches a trial that overrides optim.impl, or benchmarks the optimizer although DeepSpeed brings its own."""
+    """Catches a trial that overrides optim.impl, or of the optimizer or main_grad although DeepSpeed brings its own."""
     work = OperatorWork(BLOOM, ParallelConfig(zero_stage=stage), 32, 2, torch.bfloat16)
     assert {case.op for case in operator_cases(work, kernels)} == tried

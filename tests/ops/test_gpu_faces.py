@@ -17,6 +17,7 @@ from megads.ops.activation import bias_gelu, gelu, swiglu
 from megads.ops.adamw import AdamWStep, Pieces, adamw, adamw_reference, square_sums
 from megads.ops.config import FUSED, TORCH, Implementation, Kernels, OpsConfig, kernel_takes
 from megads.ops.dropout import DropoutMask, dropout, site_key, threshold_of
+from megads.ops.linear import add_weight_gradient
 from megads.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from megads.ops.resolve import load
 from megads.ops.rotary import rotate
@@ -74,6 +75,18 @@ def check(face: Face, inputs: list[Tensor]) -> None:
     assert len(ours) == len(exact) > len(inputs) - 1
     for mine, theirs, right in zip(ours, eager, exact, strict=True):
         check_error(mine, theirs, right)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weight_gradients_are_added_up_unrounded(dtype: torch.dtype, device: str) -> None:
+    """Catches gradients rounded before they are added to main_grad, a first one added to old contents, and a second
+    one that overwrites the first."""
+    generator = prepare(device, dtype)
+    grad_mo, x_mi = (torch.randn(120, width, generator=generator, device=device).to(dtype) for width in (70, 50))
+    sums_oi = torch.full((70, 50), float("nan"), device=device)
+    add_weight_gradient(sums_oi, grad_mo, x_mi, True, FUSED)
+    add_weight_gradient(sums_oi, grad_mo, x_mi, False, FUSED)
+    assert relative_error(sums_oi, 2 * (grad_mo.double().t() @ x_mi.double())) <= 1e-6
 
 
 @pytest.mark.quick(
