@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
+from string import Template
 from types import UnionType
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
@@ -44,6 +45,7 @@ _ENVIRONMENT = (
 )
 """Errors of a path that the user chose, not bugs."""
 _HELP_WIDTH = 114
+_HELP_FLAGS = ("--help", "-h")
 _SWEEP_FLAGS = ("-m", "--multirun")
 _SHOWING_FLAGS = ("-h", "--help", "--hydra-help", "-c", "--cfg", "-i", "--info", "--version")
 # A sweep ends if its current point was asked to stop.
@@ -261,6 +263,9 @@ def run_verb(verb: Verb, arguments: Sequence[str]) -> int:
         return exit_code_of(verb.name, lambda: sweep(rest))
     if not any(argument.startswith("-") for argument in given):
         return exit_code_of(verb.name, lambda: _run_once(verb, given))
+    *overrides, last = sorted(given, key=lambda argument: argument.startswith("-"))
+    if last in _HELP_FLAGS and not any(argument.startswith("-") for argument in overrides):
+        return exit_code_of(verb.name, lambda: _print_help(verb, overrides))
     session = _Session(verb)
     sys.argv = [f"megads {verb.name}", *given]
 
@@ -277,6 +282,15 @@ def run_verb(verb: Verb, arguments: Sequence[str]) -> int:
     if len(session.results) > 1:
         print(sweep_table(session.results), flush=True)
     return next((code for _, code in session.results if code), EXIT_OK)
+
+
+def _print_help(verb: Verb, overrides: Sequence[str]) -> int:
+    """Prints a verb's help. `hydra.main` would list all config groups once more, which takes a second."""
+    with composing(verb.name), explained(verb.schema):
+        config = hydra.compose(verb.name, list(overrides), return_hydra_config=True)
+        text = Template(config.hydra.help.template).substitute()
+    print(text)
+    return EXIT_OK
 
 
 def _run_once(verb: Verb, overrides: Sequence[str]) -> int:
