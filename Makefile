@@ -10,6 +10,9 @@ PYTEST := env -u PYTHONDONTWRITEBYTECODE $(PYTHON) -m pytest
 # The order is that of tests/conftest.py: files that start processes first.
 SEVERAL_AT_A_TIME := --numprocesses=3 --dist=loadfile --no-loadscope-reorder
 
+# Without the architecture test, which `make check` runs.
+NOT_SLOW := -m "not slow and not slurm and not attack" --ignore=tests/test_architecture.py
+
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-demo setup-mutation browser demo test test-fast test-tools test-slow test-gpu-build test-slurm test-faults test-attack mutation check bench docs clean
 
@@ -32,13 +35,13 @@ demo: setup-demo ## train a small model on text of this machine, from raw text t
 	@PATH="$$(cd "$(VENV)/bin" && pwd):$$PATH" scripts/demo/run.sh
 
 test: setup ## run all tests except the slow ones and those of tools that did not change; GPU tests are skipped without a GPU
-	$(PYTEST) -m "not slow and not slurm and not attack" --tools=changed $(SEVERAL_AT_A_TIME)
+	$(PYTEST) $(NOT_SLOW) --tools=changed $(SEVERAL_AT_A_TIME)
 
 test-fast: setup ## run the first case of every test that starts no process: about a minute
-	$(PYTEST) -m "not slow and not slurm and not attack" --tools=changed --fast $(SEVERAL_AT_A_TIME)
+	$(PYTEST) $(NOT_SLOW) --tools=changed --fast $(SEVERAL_AT_A_TIME)
 
 test-tools: setup ## run the tests of tools (megads/tools, megads/plan, scripts) that `make test` leaves out
-	$(PYTEST) -m "not slow and not slurm and not attack" --tools=only $(SEVERAL_AT_A_TIME)
+	$(PYTEST) $(NOT_SLOW) --tools=only $(SEVERAL_AT_A_TIME)
 
 test-slow: setup ## run only the slow tests; selecting none is no failure (SHARE=1/3: the first third of them)
 	$(PYTEST) -m "slow and not slurm and not attack" $(if $(SHARE),--share $(SHARE)) $(SEVERAL_AT_A_TIME) || [ $$? -eq 5 ]

@@ -104,6 +104,7 @@ def test_no_step(clip: float) -> None:
         assert all(torch.equal(a, b) for a, b in zip(after, start, strict=True))
 
 
+@pytest.mark.slow
 def test_what_torch_must_know() -> None:
     """Catches a schema that does not declare mutated tensors: torch.compile would drop or reorder the update."""
     arguments = (*state(33, torch.bfloat16), torch.ones(33), torch.ones(()), 1e-3, 0.1, 0.9, 0.95, 1e-8, 2)

@@ -179,6 +179,7 @@ def test_the_same_bits_at_any_number_of_threads(key_heads: int, dtype: torch.dty
     assert all(torch.equal(x, y) for other in found[1:] for x, y in zip(found[0], other, strict=True))
 
 
+@pytest.mark.slow
 def test_what_torch_must_know() -> None:
     """Catches a wrong schema, fake kernel or autograd registration, which breaks torch.compile or autograd."""
     q, k, v, grad = inputs(20, 20, 8, torch.float32)

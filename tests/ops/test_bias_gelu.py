@@ -62,6 +62,7 @@ def test_layouts_of_memory() -> None:
     assert (both(x[:0], bias, grad[:0], FUSED)[2] == 0).all()
 
 
+@pytest.mark.slow
 def test_what_torch_must_know() -> None:
     """Catches a schema, fake or gradient registration with which torch.compile or autograd fails."""
     x, bias, grad = inputs(5, 20, torch.float32)

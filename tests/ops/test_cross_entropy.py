@@ -152,6 +152,7 @@ def test_nothing_and_views() -> None:
         torch.testing.assert_close(ours, right)
 
 
+@pytest.mark.slow
 def test_what_torch_must_know() -> None:
     """Catches a schema or a fake implementation with which torch.compile fails."""
     logits, labels, row = torch.randn(3, 9), torch.tensor([1, 2, 8]), torch.ones(3)

@@ -58,6 +58,7 @@ def test_layouts_of_memory_and_what_is_not_finite() -> None:
     assert dropout(torch.full((1, 3, 50), float("nan")), mask(1), kernels=FUSED).isnan().all()
 
 
+@pytest.mark.slow
 def test_what_torch_must_know() -> None:
     """Catches a schema, fake or gradient registration under which torch.compile or autograd goes wrong."""
     x, residual, _ = inputs((2, 3, 20), torch.float32)

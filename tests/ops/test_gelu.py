@@ -52,6 +52,7 @@ def test_layouts_of_memory() -> None:
     torch.testing.assert_close(expanded, both(x, torch.ones(6, 10), TORCH)[1])
 
 
+@pytest.mark.slow
 def test_what_torch_must_know() -> None:
     """Catches a schema, fake or gradient registration under which torch.compile or autograd goes wrong."""
     x = torch.randn(5, 9, requires_grad=True)

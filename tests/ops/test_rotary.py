@@ -46,6 +46,7 @@ def test_layouts_of_memory() -> None:
     assert rotate(x[:0], *tables, FUSED).shape == (0, 3, 7, 8)
 
 
+@pytest.mark.slow
 def test_what_torch_must_know() -> None:
     """Catches a schema, fake or gradient registration that breaks torch.compile or autograd."""
     cos, sin = (table.transpose(0, 1) for table in rotary_tables(torch.arange(4), 8, 10.0, torch.float32))

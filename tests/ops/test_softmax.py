@@ -135,6 +135,7 @@ def test_the_same_bits_at_any_number_of_threads() -> None:
     assert all(torch.equal(x, y) for other in found[1:] for x, y in zip(found[0], other, strict=True))
 
 
+@pytest.mark.slow
 def test_what_torch_must_know() -> None:
     """Catches a schema, fake or gradient registration under which torch.compile or autograd goes wrong."""
     scores, grad = inputs(20, 20, torch.float32)

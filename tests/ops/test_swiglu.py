@@ -62,6 +62,7 @@ def test_layouts_of_memory() -> None:
     torch.testing.assert_close(expanded, both(x, torch.ones(10, 3), TORCH)[1])
 
 
+@pytest.mark.slow
 def test_what_torch_must_know() -> None:
     """Catches a wrong schema, fake kernel or autograd registration, which breaks torch.compile or autograd."""
     x = torch.randn(5, 18, requires_grad=True)
