@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megads.batch import BatchInfo
 from megads.errors import ConfigError
+from megads.model import gpt
 from megads.model.config import TIED_COPY, MLPKind, ModelConfig, NormKind, NormPlacement, Position, QKNormWidth
 from megads.model.gpt import GPT, Embedding, initial_value, parameter_generator, stage_specs, token_losses
 from megads.model.layers import Dropout
@@ -292,6 +293,22 @@ def test_values_depend_on_seed_and_name_alone() -> None:
     assert len(first_row) == len(shapes), "two parameters share a stream"
     other = initial_value(CONFIG, 2)("embedding.word.weight", shapes["embedding.word.weight"])
     assert not torch.equal(other, forward["embedding.word.weight"])
+
+
+def test_large_values_do_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches blocks that repeat each other, are left out, or are drawn from one stream by whichever thread is first."""
+    monkeypatch.setattr(gpt, "DRAWN_BY_ONE", 1000)
+    found, threads = [], torch.get_num_threads()
+    try:
+        for count in (1, 4):
+            torch.set_num_threads(count)
+            found.append(gpt.draw_normal((70, 50), 0.3, 1, "blocks.0.mlp.up.weight").flatten())
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(*found)
+    blocks = found[0].split(1000)
+    assert len({tuple(block[:8].tolist()) for block in blocks}) == 4
+    assert all(block.std().item() == pytest.approx(0.3, rel=0.1) for block in blocks)
 
 
 def test_values_are_fp32_on_the_cpu_under_any_default_device() -> None:
