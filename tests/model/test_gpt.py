@@ -296,7 +296,7 @@ def test_values_depend_on_seed_and_name_alone() -> None:
 
 
 def test_large_values_do_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches blocks that repeat each other, are left out, or share one stream, of which the first thread gets the first."""
+    """Catches blocks that repeat each other, are left out, or are drawn from one stream shared by threads."""
     monkeypatch.setattr(gpt, "DRAWN_BY_ONE", 1000)
     found, threads = [], torch.get_num_threads()
     try:
