@@ -81,8 +81,10 @@ class RunStart:
 
 
 def find_starts(history: RunHistory) -> list[RunStart]:
-    """The starts of a run, in order."""
-    launches = [place for place, event in enumerate(history.events) if event.get("event") == "launch"]
+    """The starts of a run, in order. Under train.minutes the ranks that time steps and those that train are one start."""
+    names = [event.get("event") for event in history.events]
+    pairs = enumerate(pairwise(["", *names]))
+    launches = [place for place, (before, name) in pairs if name == "launch" and before != "length_fixed"]
     return [
         _start(history, history.events[begin:end])
         for begin, end in pairwise([*launches, len(history.events)])

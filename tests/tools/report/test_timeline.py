@@ -52,6 +52,18 @@ def test_what_is_said_before_a_launch_is_of_that_start(tmp_path: Path) -> None:
     assert killed.end == BEGIN + 1
 
 
+def test_timing_steps_is_no_start_of_its_own(tmp_path: Path) -> None:
+    """Catches a new run by train.minutes that is said to have been started twice."""
+    write_events(
+        tmp_path,
+        ("launch", {"time": BEGIN}), ("steps_timed", {"time": BEGIN + 5}), ("exit", {"time": BEGIN + 5, "exit_code": 0}),
+        ("length_fixed", {"time": BEGIN + 5}), ("launch", {"time": BEGIN + 6}), ("start", {"time": BEGIN + 7, "step": 0}),
+        ("exit", {"time": BEGIN + 9, "exit_code": 5}), ("launch", {"time": BEGIN + 20}),
+    )  # fmt: skip
+    first, again = find_starts(read_history(tmp_path))
+    assert (first.begin, first.end, first.exit_code, again.begin) == (BEGIN, BEGIN + 9, 5, BEGIN + 20)
+
+
 def test_a_run_in_progress_lasts_as_long_as_its_steps(tmp_path: Path) -> None:
     """Catches a run of hours that is shown to end with its first event."""
     write_start(tmp_path, 0, BEGIN)
