@@ -81,7 +81,7 @@ class RunStart:
 
 
 def find_starts(history: RunHistory) -> list[RunStart]:
-    """The starts of a run, in order. Under train.minutes the ranks that time steps and those that train are one start."""
+    """The starts of a run, in order. Under train.minutes the first one includes the timing of steps."""
     names = [event.get("event") for event in history.events]
     pairs = enumerate(pairwise(["", *names]))
     launches = [place for place, (before, name) in pairs if name == "launch" and before != "length_fixed"]

@@ -56,10 +56,14 @@ def test_timing_steps_is_no_start_of_its_own(tmp_path: Path) -> None:
     """Catches a new run by train.minutes that is said to have been started twice."""
     write_events(
         tmp_path,
-        ("launch", {"time": BEGIN}), ("steps_timed", {"time": BEGIN + 5}), ("exit", {"time": BEGIN + 5, "exit_code": 0}),
-        ("length_fixed", {"time": BEGIN + 5}), ("launch", {"time": BEGIN + 6}), ("start", {"time": BEGIN + 7, "step": 0}),
-        ("exit", {"time": BEGIN + 9, "exit_code": 5}), ("launch", {"time": BEGIN + 20}),
-    )  # fmt: skip
+        ("launch", {"time": BEGIN}),
+        ("steps_timed", {"time": BEGIN + 5}),
+        ("exit", {"time": BEGIN + 5, "exit_code": 0}),
+        ("length_fixed", {"time": BEGIN + 5}),
+    )
+    write_start(tmp_path, 0, BEGIN + 6)
+    write_steps(tmp_path, 1, 2)
+    write_events(tmp_path, ("exit", {"time": BEGIN + 9, "exit_code": 5}), ("launch", {"time": BEGIN + 20}))
     first, again = find_starts(read_history(tmp_path))
     assert (first.begin, first.end, first.exit_code, again.begin) == (BEGIN, BEGIN + 9, 5, BEGIN + 20)
 
