@@ -433,7 +433,7 @@ def _check_best(config: RootConfig) -> None:
         )
     if not every:
         raise ConfigError(
-            f"{begin}checkpoint.every_steps = 0 saves one checkpoint, at the end: set checkpoint.every_steps and "
+            f"{begin}checkpoint.every_steps = 0 saves by time and at the end: set checkpoint.every_steps and "
             "evaluation.every_steps to the same number, or checkpoint.keep_best=0"
         )
     if not validated:

@@ -6,10 +6,11 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
 
 import torch
@@ -92,7 +93,7 @@ def train(config: RootConfig, run_dir: Path) -> int:
         world(device, config.cluster.timeout_s) as control,
     ):
         control.require_equal("the frozen config", digest := config_digest(config))
-        grid = build_grid(config.parallel, environment.rank, environment.world_size, control)
+        grid, state = build_grid(config.parallel, environment.rank, environment.world_size, control), TrainState()
         beats.enter("verifying a checkpoint")
         origin = find_origin(config, run_dir, control, local)
         config = config_at(config, origin.samples)  # of the training stage
@@ -109,21 +110,21 @@ def train(config: RootConfig, run_dir: Path) -> int:
         kernels, attention = tuned_kernels(config, run_dir, kernels, grid, device, events)
         beats.enter("building the engine")
         engine = build_engine(config, grid, device, kernels, attention, draws=not origin.gives_weights)
-        state = TrainState()
         beats.enter("loading a checkpoint")
         resume(origin, config, run_dir, engine, state, events, metrics)
+        saves = checkpoint_hook(config, digest, run_dir, engine, state, events, fence, metrics, beats, writer, local)
         hooks: list[Hook] = [
             step_lines,
             NonFiniteHook(events, config.train.max_nonfinite_steps, partial(newest_before, run_dir)),
             *numerical_hooks(config.resilience, engine, events, run_dir, len(config.data.skip), saved_up_to),
-            checkpoint_hook(config, digest, run_dir, engine, state, events, fence, metrics, beats, writer, local),
+            saves,
             *watching_hooks(config, run_dir, engine, events, metrics),
             *evaluation_hooks(config, run_dir, engine, valid_sets, metrics, events, beats),
             *plugin_hooks(config.hooks, HookContext(run_dir, grid.rank, grid.world_size, engine, events)),
         ]
         record_start(config, digest, engine, device, kernels, state, events)
         record_samples(config, train_samples, state, events)
-        stop = StopSignal(run_dir, control, fence, Path(switch) if (switch := config.run.kill_switch) else None)
+        stop = StopSignal(run_dir, control, fence, config.run.kill_switch, saves.is_time)
         with closing(train_loader(config, grid, train_samples, state, environment.local_world_size)) as batches:
             reason = run_loop(config, engine, batches, state, hooks, stop, beats)
         record_end(config, state, reason, events, run_dir, meter)
@@ -146,9 +147,7 @@ def run_loop(
     """
     total_steps, end_sample = planned_steps(config), stage_end(config, state.samples)
     rate = learning_rate(config)
-    for hook in hooks:
-        beats.enter(type(hook).__name__)
-        hook.on_start(state)
+    call_hooks(hooks, beats, methodcaller("on_start", state))
     reason = stop.reason()
     while state.step < total_steps and state.samples < end_sample and not reason:
         beats.enter(LOADING_DATA, state.step + 1)
@@ -182,14 +181,18 @@ def run_loop(
             last=state.step == total_steps or ends_stage or bool(reason),
             stop_reason=reason if state.step < total_steps else "",
             ends_stage=ends_stage,
+            save_due=stop.save_due,
         )
-        for hook in hooks:
-            beats.enter(type(hook).__name__)
-            hook.on_step(info)
+        call_hooks(hooks, beats, methodcaller("on_step", info))
+    call_hooks(hooks, beats, methodcaller("on_end", state))
+    return reason if state.step < total_steps else ""
+
+
+def call_hooks(hooks: Sequence[Hook], beats: Heartbeat, call: Callable[[Hook], None]) -> None:
+    """Calls a method of every hook, in order; heartbeats name the hook that runs."""
     for hook in hooks:
         beats.enter(type(hook).__name__)
-        hook.on_end(state)
-    return reason if state.step < total_steps else ""
+        call(hook)
 
 
 def stage_end(config: RootConfig, samples: int) -> float:
@@ -475,6 +478,7 @@ def record_start(
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         ops=kernels.text.removeprefix("ops.impl: "),
         threads_per_rank=torch.get_num_threads(),
+        checkpoints=config.checkpoint.when,
         config_digest=digest,
     )
 

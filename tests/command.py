@@ -51,6 +51,8 @@ def small_model(corpus: Path, **changes: Any) -> list[str]:
         "cluster.max_restarts": 0,
         # On a busy machine the threads of one rank wait for each other.
         "cluster.threads_per_rank": 1,
+        # On a busy machine a test may take minutes.
+        "checkpoint.every_minutes": 0,
     }
     values |= {name.replace("__", "."): value for name, value in changes.items()}
     return [f"{key}={value}" for key, value in values.items()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterator
@@ -21,6 +22,10 @@ from tests.tool_tests import REPOSITORY, Selection, changed_files, sources_of
 # As many as a rank has: references with more threads would compete with the ranks for the cores, and the bits of
 # LayerNorm's gradient depend on the number.
 torch.set_num_threads(1)
+
+# A suite in the background inherits that Ctrl-C is ignored, and so would every command that it starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # They start processes that import torch, or compile.
 _SLOW_FIXTURES = {"megads", "module_megads", "start", "command_server", "fork_server", "kernels"}

@@ -157,7 +157,7 @@ def test_good_config_passes() -> None:
             [*best(), change("evaluation.every_steps", 0), change("evaluation.at_end", False)],
             "validates never: set evaluation.every_steps to checkpoint.every_steps = 4",
         ),
-        ([*best(), change("checkpoint.every_steps", 0)], "checkpoint.every_steps = 0 saves one checkpoint, at the end"),
+        ([*best(), change("checkpoint.every_steps", 0)], "checkpoint.every_steps = 0 saves by time and at the end"),
         ([*best(), change("evaluation.every_steps", 3)], "step 12 is the first that is both saved and validated, and"),
         ([*best(), change("data.split", [1.0, 0.0])], "data.split = "),
         (

@@ -19,6 +19,10 @@ from omegaconf import MISSING
 from megads.errors import ConfigError
 from megads.runtime.url import check_url, is_url
 
+_INTERVAL_S = 120.0
+_SAVE_SHARE = 0.01
+"""Default interval between saves by time, and the share of the training time that they may take."""
+
 
 class Reason(StrEnum):
     """Why a checkpoint is kept."""
@@ -107,7 +111,10 @@ class CheckpointConfig:
     """Checkpoint settings of a run. Checkpoints are in <run.dir>/checkpoints/step_XXXXXXXX."""
 
     every_steps: int = 0
-    """Steps between checkpoints; 0 saves at the end only."""
+    """Steps between checkpoints; 0 saves by time and at the end."""
+    every_minutes: float | None = None
+    """Minutes of training between checkpoints; 0: none by time. null: if every_steps is 0, 2 minutes, or longer where
+    saves would hold up training for more than 1% of the time."""
     keep: int = 2
     """Number of newest checkpoints to keep; 0 keeps all."""
     keep_every: int = 0
@@ -155,11 +162,32 @@ class CheckpointConfig:
     starts from its weights, and everything else is fresh (docs/finetune.md). Ignored once the run has a checkpoint of
     its own."""
 
+    def interval_s(self, save_s: float = 0.0) -> float:
+        """Returns the seconds of training between checkpoints; infinity: none by time.
+
+        Args:
+            save_s: time for which the last save held up the training.
+        """
+        if self.every_minutes is not None:
+            return 60.0 * self.every_minutes or math.inf
+        return math.inf if self.every_steps else max(_INTERVAL_S, save_s / _SAVE_SHARE)
+
+    @property
+    def when(self) -> str:
+        """When checkpoints are saved, in words."""
+        steps = [f"every {self.every_steps} steps"] if self.every_steps else []
+        minutes = [f"every {self.interval_s() / 60:g} minutes"] if math.isfinite(self.interval_s()) else []
+        return ", ".join([*steps, *minutes, "at the end"])
+
     def check(self) -> None:
         """Raises ConfigError on negative numbers, settings that have no effect, and two checkpoints to start from."""
         for name in ("every_steps", "keep", "keep_every", "keep_best", "max_failed_saves", "local_every_steps"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"checkpoint.{name} = {getattr(self, name)}: must not be negative")
+        if self.every_minutes is not None and not 0 <= self.every_minutes < math.inf:
+            raise ConfigError(
+                f"checkpoint.every_minutes = {self.every_minutes}: want a number of minutes; 0: none by time"
+            )
         self._check_kept()
         if self.replicate and not self.local_every_steps:
             raise ConfigError(

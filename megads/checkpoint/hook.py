@@ -45,7 +45,7 @@ _SAVING_LAST = f"{SAVING}, at the end"
 
 
 class CheckpointHook:
-    """Saves every checkpoint.every_steps steps and after the last step, whether or not the run ends as planned.
+    """Saves every checkpoint.every_steps steps, by time, and after the last step, also if the run ends early.
 
     A save that fails during the run, for example on a full disk, is recorded as an event and does not end the run, as
     long as an earlier checkpoint exists to fall back on. The last save of a run must succeed.
@@ -104,6 +104,7 @@ class CheckpointHook:
         self._checkpoint_bytes = 0
         self._saved_step, self._finite = state.step, state.state_dict()
         self._due = self._unproven = False
+        self._last_save, self._held_up_s = time.monotonic(), 0.0
         self._failed_saves = 0
         self._writer, self._timeout_s, self._local = writer, timeout_s, local
         self._replicas_failed, self._replicas_lacking, self._late_replicas = "", False, False
@@ -118,6 +119,7 @@ class CheckpointHook:
         self._copying: StateCopy | None = None
 
     def on_start(self, state: TrainState) -> None:
+        self._last_save = time.monotonic()
         self._saved_step, self._finite = state.step, state.state_dict()
         if self._local is not None and self._local.base is not None:
             # Every other initial state is already on disk, or is fresh.
@@ -125,6 +127,10 @@ class CheckpointHook:
         self._look_for_room()
         self._begin_local_checkpoints()
         self._decide_on_writers()
+
+    def is_time(self) -> bool:
+        """Whether checkpoint.every_minutes have passed since the last save; for rank 0, which tells the others."""
+        return time.monotonic() - self._last_save >= self._config.interval_s(self._held_up_s)
 
     def _newest_on_disk(self) -> int:
         history = own_history(self._config.load, self._run_dir)
@@ -224,7 +230,7 @@ class CheckpointHook:
         assert info.step == self._state.step, "the loop counts before it calls its hooks"
         self._end_copy()
         every = self._config.every_steps
-        due = bool(every) and info.step % every == 0
+        due = info.save_due or (bool(every) and info.step % every == 0)
         if info.skipped:
             if self._local is not None:
                 self._local.due(info.step, finite=False)
@@ -243,7 +249,10 @@ class CheckpointHook:
             self._unproven = False
             remove_old(self._run_dir, self._saved_step, self._retention(newest_is_proven=True))
         if info.last or due or self._due:
+            begin = time.monotonic()
             self._save(last=info.last)
+            self._last_save = time.monotonic()
+            self._held_up_s = self._last_save - begin
         if self._local is not None and not info.last and self._local.due(info.step, finite=True):
             self._save_local()
 

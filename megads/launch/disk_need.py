@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from dataclasses import dataclass
 from math import prod
@@ -118,13 +119,16 @@ def _max_on_disk(config: RootConfig, there: dict[int, Path]) -> int:
     """The oldest checkpoint is removed after the newest is written; an unknown run length is taken to reach that."""
     checkpoint, every, begin = config.checkpoint, config.checkpoint.every_steps, max(there, default=0)
     recent = checkpoint.retention({}, newest_is_proven=False).recent
+    by_time = math.isfinite(checkpoint.interval_s())
     # Existing and planned checkpoints, except for the last one, which is on disk while it is written.
     planned, saves = range(0), 0
     if not config.train.length_is_known:
-        saves = recent + checkpoint.keep_best + 1 if recent and every else 1
+        saves = recent + checkpoint.keep_best + 1 if recent and (every or by_time) else 1
     elif (last := planned_steps(config)) > begin:
         planned = range(begin // every * every + every, last, every) if every else range(0)
         saves = len(planned) + 1
+        if by_time:  # how many is unknown
+            saves = max(saves, min(last - begin, recent + 1))
     if not recent:
         return len(there) + saves
     older = max(0, len(there) + saves - recent - 1)

@@ -91,7 +91,7 @@ def time_steps(config: RootConfig, run_dir: Path) -> int:
         kernels, attention = tuned_kernels(config, run_dir, kernels, grid, device, events)
         beats.enter("building the engine")
         engine = build_engine(config, grid, device, kernels, attention)
-        stop = StopSignal(run_dir, control, fence, Path(switch) if (switch := config.run.kill_switch) else None)
+        stop = StopSignal(run_dir, control, fence, config.run.kill_switch)
         with closing(train_loader(config, grid, train_samples, TrainState(), environment.local_world_size)) as batches:
             lr = _LR_SCALE * config.optim.lr
             times_s, reason = _timed(engine, batches, lr, lambda found: is_enough(found, minutes), control, stop, beats)

@@ -49,6 +49,7 @@ class StepInfo:
         last: whether the loop ends after this step.
         stop_reason: why the loop ends early; empty at the planned end.
         ends_stage: whether this is the last step of a training stage that is followed by another.
+        save_due: whether it is time to save (checkpoint.every_minutes).
     """
 
     step: int
@@ -67,6 +68,7 @@ class StepInfo:
     last: bool = False
     stop_reason: str = ""
     ends_stage: bool = False
+    save_due: bool = False
 
 
 class Hook(Protocol):

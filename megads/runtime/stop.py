@@ -1,4 +1,4 @@
-"""Requests to stop a run after its current step: the file <run_dir>/stop, and its broadcast to all ranks.
+"""What rank 0 tells all ranks after a step: requests to stop (the file <run_dir>/stop), and to save by time.
 
 The launcher writes the file on a signal; rank 0 reads it between steps and broadcasts it. A file created by hand, empty
 or not JSON, is a request too (`touch runs/<id>/stop`) and stays until it is removed.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -86,13 +87,17 @@ def clear_stop(run_dir: Path) -> None:
 
 
 class StopSignal:
-    """Checks for stop requests with one small broadcast per step.
+    """Checks for stop requests, and whether it is time to save, with one small broadcast per step.
+
+    Attributes:
+        save_due: whether it was time to save at the last check, the same on all ranks.
 
     Args:
         run_dir: run directory, in which the stop file appears.
         control: control plane of all ranks.
         fence: fence of the start that this rank belongs to; None: no check of the lease.
-        kill_switch: additional file that stops the run; None: no such file.
+        kill_switch: additional file that stops the run; None or empty: no such file.
+        time_to_save: called on rank 0.
     """
 
     def __init__(
@@ -100,9 +105,13 @@ class StopSignal:
         run_dir: Path,
         control: ControlPlane,
         fence: Fence | None = None,
-        kill_switch: Path | None = None,
+        kill_switch: str | None = None,
+        time_to_save: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._run_dir, self._control, self._fence, self._kill_switch = run_dir, control, fence, kill_switch
+        self.save_due = False
+        self._time_to_save = time_to_save
+        self._run_dir, self._control, self._fence = run_dir, control, fence
+        self._kill_switch = Path(kill_switch) if kill_switch else None
 
     def reason(self) -> str:
         """Returns why to stop, the same on all ranks; empty to continue. Collective.
@@ -112,7 +121,10 @@ class StopSignal:
         """
         reason = self._look() if self._control.rank == 0 else None
         seen = _REASONS.index(reason if reason in _REASONS else REQUESTED) if reason else 0
-        heard = _REASONS[self._control.broadcast_number(seen)]
+        if self._control.rank == 0:
+            seen += len(_REASONS) * self._time_to_save()
+        due, number = divmod(self._control.broadcast_number(seen), len(_REASONS))
+        self.save_due, heard = bool(due), _REASONS[number]
         if heard == _FENCED:
             raise Fenced("another start of this run took over: this one ends without saving; rank 0's log names it")
         return heard

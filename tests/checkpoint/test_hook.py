@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import resource
+import time
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -70,7 +73,7 @@ def run(
         if step in full_disk_at:
             resource.setrlimit(resource.RLIMIT_FSIZE, (2500, limits[1]))
         try:
-            hook.on_step(info(state, step == steps, step in skipped))
+            hook.on_step(info(state, step == steps, step in skipped, hook.is_time()))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         if step in losses:
@@ -91,11 +94,38 @@ def test_heartbeats_say_when_a_checkpoint_is_saved(tmp_path: Path) -> None:
     assert said == [(2, "saving"), (2, "saving, training waits")]
 
 
-def info(state: TrainState, last: bool, skipped: bool) -> StepInfo:
+@pytest.mark.parametrize(
+    ("config", "save_s", "interval_s"),
+    [
+        (CheckpointConfig(), 0.1, 120.0),
+        (CheckpointConfig(), 9.0, 900.0),
+        (CheckpointConfig(every_steps=5), 0.1, math.inf),
+        (CheckpointConfig(every_minutes=0), 0.1, math.inf),
+        (CheckpointConfig(every_minutes=1.5, every_steps=5), 9.0, 90.0),
+    ],
+)
+def test_interval(config: CheckpointConfig, save_s: float, interval_s: float) -> None:
+    """Catches slow saves at the default interval, which would take more than 1% of the time, and a longer interval than
+    was asked for."""
+    assert config.interval_s(save_s) == pytest.approx(interval_s)
+
+
+def test_saves_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a run of hours without checkpoint.every_steps that a kill loses, and a save after every step once the
+    first interval is over; a due save waits for a finite step."""
+    seconds = itertools.count(0, 30)
+    clock = SimpleNamespace(monotonic=lambda: next(seconds), perf_counter=time.perf_counter, sleep=time.sleep)
+    monkeypatch.setattr(hook_module, "time", clock)
+    run(tmp_path, 20, 0, skipped={6, 7, 8}, every_minutes=2)
+    # Every look at the clock takes half a minute: one a step, two a save.
+    assert list(list_checkpoints(tmp_path)) == [4, 9, 13, 17, 20]
+
+
+def info(state: TrainState, last: bool, skipped: bool, due: bool = False) -> StepInfo:
     return StepInfo(
         step=state.step, samples=state.samples, tokens=state.tokens, loss=1.0, grad_norm=1.0, lr=1e-3,
         global_batch_size=8, seq_len=10, step_time_s=0.1, data_time_s=0.0, skipped=skipped, culprit="", batch_hash="",
-        last=last,
+        last=last, save_due=due,
     )  # fmt: skip
 
 

@@ -51,7 +51,9 @@ def test_a_run_writes_what_was_said(megads: StartCommand) -> None:
 @pytest.mark.parametrize(
     ("keep", "every", "steps", "there", "most"),
     [
-        (2, 0, 100, [], 1),
+        (2, 0, 100, [], 3),
+        (2, 0, 2, [], 2),
+        (0, 0, 100, [], 1),
         (2, 50, 100, [], 2),
         (2, 10, 100, [], 3),
         (1, 10, 100, [], 3),
@@ -69,6 +71,8 @@ def test_checkpoints_at_the_same_time(keep: int, every: int, steps: int, there: 
     config = RootConfig()
     config.checkpoint.keep, config.checkpoint.every_steps, config.train.steps = keep, every, steps
     assert disk_need._max_on_disk(config, dict.fromkeys(there, Path())) == most
+    config.checkpoint.every_minutes = 0
+    assert every or disk_need._max_on_disk(config, {}) == 1
 
 
 def test_checkpoints_that_stay_for_good() -> None:
@@ -77,7 +81,7 @@ def test_checkpoints_that_stay_for_good() -> None:
     draw = random.Random(3)
     for _ in range(300):
         config, every = RootConfig(), draw.randint(1, 3)
-        config.train.steps, config.checkpoint = draw.randint(1, 30), CheckpointConfig(every, draw.randint(1, 3))
+        config.train.steps, config.checkpoint = draw.randint(1, 30), CheckpointConfig(every, keep=draw.randint(1, 3))
         config.checkpoint.keep_every, config.checkpoint.keep_best = every * draw.randint(0, 3), draw.randint(0, 3)
         multiple = config.checkpoint.keep_every
         # Earlier steps have lower losses, except those that are kept for their step.

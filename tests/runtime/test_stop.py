@@ -103,12 +103,29 @@ def test_all_ranks_hear_what_rank_0_sees(tmp_path: Path) -> None:
     assert run_ranks(_reasons, 3, tmp_path) == [expected] * 3
 
 
+def _save_times(run_dir: Path) -> list[tuple[str, bool]]:
+    """Returns the reason and whether to save, at three checks; it is time on rank 0 at the second and third."""
+    if (rank := dist.get_rank()) == 0:
+        due = iter([False, True, True])
+    signal, heard = StopSignal(run_dir, open_control_plane(), time_to_save=lambda: rank == 0 and next(due)), []
+    for request in (False, False, True):
+        if request and rank == 0:
+            request_stop(run_dir, REQUESTED)
+        heard.append((signal.reason(), signal.save_due))
+    return heard
+
+
+def test_all_ranks_hear_that_it_is_time_to_save(tmp_path: Path) -> None:
+    """Catches ranks that look at their own clocks, and a save that is lost with a stop request or taken for one."""
+    assert run_ranks(_save_times, 3, tmp_path) == [[("", False), ("", True), (REQUESTED, True)]] * 3
+
+
 def _switched_off(run_dir: Path) -> list[str]:
     """Returns what every rank reads before and after the kill switch is set, and when another start takes over."""
     rank = dist.get_rank()
     switch = run_dir / "group" / "stop"
     fence = Fence(run_dir, 1) if rank == 0 else None
-    signal = StopSignal(run_dir, open_control_plane(), fence, switch)
+    signal = StopSignal(run_dir, open_control_plane(), fence, str(switch))
     heard = [signal.reason()]
     if rank == 0:
         switch.parent.mkdir()

@@ -194,8 +194,6 @@ def test_an_interrupted_set_up_continues(checkout: Checkout) -> None:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        # A background job inherits that SIGINT is ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     ) as run:
         while not (checkout.folder / "waiting").exists():
             assert run.poll() is None

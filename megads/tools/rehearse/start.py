@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -141,10 +142,10 @@ def _resume(config: RootConfig) -> list[Finding]:
     if load == "none":
         cost = "a resubmitted job starts from step 0; a requeued job or the next job of a chain resumes"
         return [note("checkpoints", "checkpoint.load = none", cost, "checkpoint.load=auto")]
-    if not config.checkpoint.every_steps:
+    if not config.checkpoint.every_steps and not math.isfinite(config.checkpoint.interval_s()):
         cost = "a node failure, which sends no signal, loses everything since the start of the job"
-        return [note("checkpoints", "checkpoint.every_steps = 0", cost, "set it to about half an hour of steps")]
-    return [ok("checkpoints", f"every {config.checkpoint.every_steps} steps")]
+        return [note("checkpoints", "checkpoint.every_minutes = 0", cost, "remove it, or set checkpoint.every_steps")]
+    return [ok("checkpoints", config.checkpoint.when)]
 
 
 def _run_folder(run_dir: Path) -> Finding:
