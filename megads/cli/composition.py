@@ -290,6 +290,30 @@ def expand_counts(argument: str, integers: Collection[str]) -> str:
     return f"{key}={','.join(expand_count(key, value) for value in values.split(','))}"
 
 
+def text_keys(schema: type) -> frozenset[str]:
+    """Returns the dotted keys of a config dataclass whose values, or whose items' values, are texts."""
+    return frozenset(key.name for key in keys(schema) if key.kind.startswith(("text", "list of texts", "any")))
+
+
+_LIKE_A_NUMBER = re.compile(r"[+-]?(?:[\d_]*\.?[\d_]+\.?(?:e[+-]?[\d_]+)?|inf|nan)|true|false", re.IGNORECASE)
+_NOT_PLAIN = re.compile(r"[\"'{}()$\\]")
+
+
+def quote_texts(argument: str, texts: Collection[str]) -> str:
+    """Quotes the texts of an override that Hydra would parse as numbers or truth values: `run.id=3e12345` as inf.
+
+    Args:
+        argument: an argument of the command line.
+        texts: keys that take a text or several.
+    """
+    key, equals, value = argument.partition("=")
+    if not equals or key.lstrip("+") not in texts or _NOT_PLAIN.search(value):
+        return argument
+    parts = re.split(r"(\s*[\[\],]\s*)", value)
+    quoted = (f'"{part}"' if _LIKE_A_NUMBER.fullmatch(part) else part for part in parts)
+    return f"{key}={''.join(quoted)}"
+
+
 _MOST_CHARACTERS = 1 << 18
 _MOST_VALUES = 10_000
 """Most values in one file with its aliases expanded; the largest config of a run has some 200."""

@@ -31,7 +31,9 @@ from megads.cli.composition import (
     explain,
     explain_added_key,
     integer_keys,
+    quote_texts,
     read_files_with,
+    text_keys,
 )
 from megads.cli.verb import Invocation, Verb, config_dir, describe_groups, describe_keys, own_config_dirs
 from megads.errors import DISK_FULL, EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, ConfigError, MegadsError, exit_codes_text
@@ -248,6 +250,7 @@ def run_verb(verb: Verb, arguments: Sequence[str]) -> int:
     try:
         _require_plugins(verb.schema)
         arguments = [expand_counts(argument, integer_keys(verb.schema)) for argument in arguments]
+        arguments = [quote_texts(argument, text_keys(verb.schema)) for argument in arguments]
         require_no_hydra_settings(arguments)
         arguments = with_own_config_path(verb.name, arguments)
     except ConfigError as error:

@@ -15,8 +15,10 @@ from hydra._internal.hydra import Hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
+from megads.cli.composition import quote_texts, text_keys
 from megads.cli.entry import as_text, require_values, with_home
 from megads.cli.main import run
+from megads.cli.train import TrainCommandConfig
 from megads.errors import ConfigError, exit_codes_text
 from tests.fork_server import ForkServer, Outcome, left_by_commands
 
@@ -227,6 +229,20 @@ def test_home_in_a_value(megads: Run, tmp_path: Path, monkeypatch: pytest.Monkey
     result = megads("train", f"data.raw={value}", "train.steps=2", "run.dry_run=true")
     assert result.code == 3 and "Lexer" not in result.err
     assert ("none.txt" in result.err) or re.search(r"data.raw /.*/notes: matches no file", result.err)
+
+
+def test_texts_stay_what_was_typed(megads: Run) -> None:
+    """Catches the short commit 3e12345 as the name of a run, which Hydra parses as the number infinity, a folder named
+    by a number, and numbers of other keys that become texts."""
+    given = ("run.id=3e12345", "run.name=1_000", "data.raw=[1e5, b, 1.50]", "optim.lr=1e-4", "train.steps=1_0")
+    shown = megads("train", "--cfg", "job", *given)
+    assert shown.code == 0, shown.err
+    config = OmegaConf.create(shown.out)
+    assert (config.run.id, config.run.name, config.data.raw) == ("3e12345", "1_000", ["1e5", "b", "1.50"])
+    assert (config.optim.lr, config.train.steps) == (1e-4, 10)
+    texts = text_keys(TrainCommandConfig)
+    for argument in ("run.id='1e5'", "run.id=${run.name}", "run.id=null", "run.id=a,b", "data.train=[{path: 1}]"):
+        assert quote_texts(argument, texts) == argument
 
 
 def test_home_stays_what_it_is_in_texts() -> None:
