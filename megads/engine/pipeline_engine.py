@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 from typing import ClassVar
 
@@ -31,6 +31,7 @@ from megads.engine.train_engine import (
 )
 from megads.model.config import fused_rows
 from megads.model.gpt import stage_specs
+from megads.parallel.message_order import with_messages
 from megads.parallel.pipeline_actions import Action, ActionKind, Schedule
 from megads.parallel.schedule import build_schedule
 from megads.parallel.weight_gradients import DeferredWgrads, WeightGradients, split_backward
@@ -40,14 +41,10 @@ Key = tuple[int, int]
 """Micro-batch index and virtual stage."""
 
 
-FORWARD_KINDS = (ActionKind.load, ActionKind.forward, ActionKind.send_activation, ActionKind.receive_activation)
-"""The actions of an evaluation."""
-
-
 def forward_only(schedule: Schedule) -> Schedule:
-    """Returns the schedule without its backward passes. Removing actions adds no dependency, so it cannot deadlock."""
-    rows = tuple(tuple(action for action in row if action.kind in FORWARD_KINDS) for row in schedule.actions)
-    return Schedule(schedule.name, schedule.placement, schedule.micro_batches, rows)
+    """Returns the schedule of an evaluation: the forward passes in the same order, and their messages."""
+    rows = [[action for action in row if action.kind is ActionKind.forward] for row in schedule.actions]
+    return replace(schedule, actions=with_messages(schedule.placement, rows))
 
 
 @dataclass
