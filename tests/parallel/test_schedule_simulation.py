@@ -56,7 +56,7 @@ def lost_send(rows: list[Row]) -> None:
 
 def late_receive(rows: list[Row]) -> None:
     place = index_of(rows[2], ActionKind.receive_activation, 1)
-    rows[2][place], rows[2][place + 1] = rows[2][place + 1], rows[2][place]
+    rows[2].insert(index_of(rows[2], ActionKind.forward, 1), rows[2].pop(place))
 
 
 def early_send(rows: list[Row]) -> None:
