@@ -425,17 +425,14 @@ def buffers_given_back_before_the_weight_part() -> None:
 
 
 def messages_received_in_another_order() -> None:
-    """The first two gradients that a rank receives change places."""
-    inner, held = P2PCommunicator.post, list[Action]()
+    """A tensor that arrives while another one is not used yet changes places with it."""
+    inner = P2PCommunicator.post
 
     def post(self: P2PCommunicator, action: Action) -> None:
-        if action.kind is ActionKind.receive_gradient and len(held) < 2:
-            held.append(action)
-            if len(held) == 2:
-                inner(self, held[1])
-                inner(self, held[0])
-        else:
-            inner(self, action)
+        early = list(self._arriving)
+        inner(self, action)
+        if early:
+            self._arriving[action], self._arriving[early[-1]] = self._arriving[early[-1]], self._arriving[action]
 
     P2PCommunicator.post = post
 
