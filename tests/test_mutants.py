@@ -50,7 +50,7 @@ from megads.parallel import context, loss, region_linear, sharding
 from megads.parallel.config import ParallelConfig, Recompute, padded_rows
 from megads.parallel.grid import Axis, own_rows
 from megads.parallel.loss import TokenMeanLoss
-from megads.parallel.pipeline_actions import ActionKind
+from megads.parallel.pipeline_actions import Action, ActionKind
 from megads.parallel.region_linear import Region, reduce_from_tp_region
 from megads.parallel.schedule import ScheduleName
 from megads.parallel.sharding import PositionShardEmbedding, RowParallelLinear
@@ -425,15 +425,16 @@ def buffers_given_back_before_the_weight_part() -> None:
 
 
 def messages_received_in_another_order() -> None:
-    inner = P2PCommunicator._post_ahead
+    """A tensor that arrives while another one is not used yet changes places with it."""
+    inner = P2PCommunicator.post
 
-    def post_ahead(self: P2PCommunicator, peer: int) -> None:
-        due = self._links[peer].due
-        if len(due) > 1 and due[0].kind is due[1].kind is ActionKind.receive_gradient:
-            due[0], due[1] = due[1], due[0]
-        inner(self, peer)
+    def post(self: P2PCommunicator, action: Action) -> None:
+        early = list(self._arriving)
+        inner(self, action)
+        if early:
+            self._arriving[action], self._arriving[early[-1]] = self._arriving[early[-1]], self._arriving[action]
 
-    P2PCommunicator._post_ahead = post_ahead
+    P2PCommunicator.post = post
 
 
 def gradients_reduced_with_the_first_virtual_stage() -> None:

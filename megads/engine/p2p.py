@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import pairwise
 
@@ -56,28 +54,14 @@ class BufferPool:
         self._free = {shape: free for shape, free in self._free.items() if shape in kept}
 
 
-@dataclass
-class _Link:
-    """Pending receives from one peer.
-
-    Attributes:
-        peer: global rank of the peer.
-        due: receives that are not posted yet, in the order of sending.
-        posted: number of receives that are posted and not taken yet.
-    """
-
-    peer: int
-    due: deque[Action] = field(default_factory=deque)
-    posted: int = 0
-
-
 class P2PCommunicator:
     """Sends and receives of one pipeline rank in a step.
 
+    Sends and receives are issued where the schedule lists them, in an order that all ranks agree on: see
+    `megads.parallel.message_order`, which shows that they cannot deadlock. The order of gloo and NCCL is the same.
+
     Two process groups are used, one for transfers to higher pipeline ranks and one for those to lower ranks. NCCL runs
-    all transfers between two ranks of a group in order, so with one group a receive posted ahead could block the send
-    that its own tensor depends on. Within a group, transfers between two ranks have one direction and match in the
-    order of the schedule.
+    all transfers between two ranks of a group in order, so with one group the two directions would take turns.
 
     Args:
         parallel: the layout.
@@ -90,10 +74,8 @@ class P2PCommunicator:
         self._grid = grid
         self._upward, self._downward = _line_group(parallel, grid), _line_group(parallel, grid)
         self._pool = BufferPool(dtype, device)
-        self._links: dict[int, _Link] = {}
         self._arriving: dict[Action, tuple[dist.Work, Tensor]] = {}
         self._leaving: dict[Action, tuple[dist.Work, Tensor]] = {}
-        self._ahead = receives_ahead(parallel.placement, device)
         self._connect(parallel.placement, device)
         self._schedule: Schedule | None = None
         self._acknowledged: dict[Action, tuple[Action, ...]] = {}
@@ -102,8 +84,8 @@ class P2PCommunicator:
     def _connect(self, placement: StagePlacement, device: torch.device) -> None:
         """Sends one element in each direction between all ranks that will communicate, in the same order on all ranks.
 
-        NCCL connects two ranks in their first call, which blocks until the peer calls too. Without this, a receive
-        posted ahead could wait for a send that itself depends on this rank.
+        NCCL connects two ranks in their first call, which blocks the host until the peer calls too. Here it costs no
+        waiting for another rank's computation.
         """
         ranks, here = self._grid.pp.ranks, self._grid.pp.rank
         pairs = {tuple(sorted(pair)) for pair in pairwise(placement.ranks)}
@@ -116,7 +98,7 @@ class P2PCommunicator:
                     dist.recv(torch.zeros(1, device=device), ranks[source], group=group)
 
     def begin(self, schedule: Schedule, shape_of: Callable[[int], Shape]) -> None:
-        """Starts a step and posts the first receives.
+        """Starts a step.
 
         Args:
             schedule: schedule of the step.
@@ -129,39 +111,21 @@ class P2PCommunicator:
             self._acknowledged = acknowledged_sends(schedule, rank)
             sent, received = sent_and_received(schedule, rank)
             self._peers = {m.send: m.receiver for m in sent} | {m.receive: m.sender for m in received}
-        self._links = {}
-        for action in schedule.actions[rank]:
-            if action.kind.receives:
-                peer = self._peers[action]
-                self._links.setdefault(peer, _Link(self._grid.pp.ranks[peer])).due.append(action)
         self._pool.drop_other_shapes({shape_of(index) for index in range(schedule.micro_batches)})
-        for peer in self._links:
-            self._post_ahead(peer)
 
     def _group(self, source: int, target: int) -> ProcessGroup | None:
         return self._upward if target > source else self._downward
 
-    def _post_ahead(self, peer: int) -> None:
-        link = self._links[peer]
-        while link.due and link.posted < self._ahead:
-            self._post_next(peer)
-
-    def _post_next(self, peer: int) -> None:
-        link = self._links[peer]
-        action = link.due.popleft()
+    def post(self, action: Action) -> None:
+        """Posts a receive."""
+        peer = self._peers[action]
         buffer = self._pool.take(self._shape_of(action.micro_batch))
-        work = dist.irecv(buffer, link.peer, group=self._group(peer, self._grid.pp.rank))
+        work = dist.irecv(buffer, self._grid.pp.ranks[peer], group=self._group(peer, self._grid.pp.rank))
         assert work is not None, "this rank is not in its own pipeline"
         self._arriving[action] = work, buffer
-        link.posted += 1
-
-    def post(self, action: Action) -> None:
-        """Posts a receive and all earlier ones from the same peer, unless they are already posted."""
-        while action not in self._arriving:
-            self._post_next(self._peers[action])
 
     def take(self, action: Action) -> Tensor:
-        """Waits for a posted receive and posts the next one from the same peer.
+        """Waits for a posted receive.
 
         Args:
             action: the receive.
@@ -173,9 +137,6 @@ class P2PCommunicator:
         work.wait()
         for send in self._acknowledged.get(action, ()):
             self._end(send)
-        peer = self._peers[action]
-        self._links[peer].posted -= 1
-        self._post_ahead(peer)
         return buffer
 
     def release(self, buffer: Tensor) -> None:
@@ -197,27 +158,9 @@ class P2PCommunicator:
 
     def finish(self) -> None:
         """Ends a step: waits until all sends are complete."""
-        assert not self._arriving and not any(link.due for link in self._links.values()), "receives were not taken"
+        assert not self._arriving, "receives were not taken"
         for send in list(self._leaving):
             self._end(send)
-
-
-def receives_ahead(placement: StagePlacement, device: torch.device) -> int:
-    """Returns the number of receives to post ahead per peer.
-
-    On CPUs it is one, so that a tensor that arrives early has a buffer. On GPUs a pending receive is a kernel that
-    occupies multiprocessors, and computation may have to wait for it: CUDA may synchronize with everything that runs
-    when it loads a kernel at its first use or when the allocator frees memory. So on GPUs receives are posted when they
-    are due. The exception is a placement where consecutive stages share a rank, as in a V shape, which needs one
-    receive ahead: with one hardware queue for all streams (CUDA_DEVICE_MAX_CONNECTIONS=1), two consecutive sends to one
-    peer would block the tensor that the peer needs first. tests/engine/test_stream_order.py shows both cases.
-
-    Args:
-        placement: placement of the stages.
-        device: device of the transferred tensors.
-    """
-    turns = any(stage == following for stage, following in pairwise(placement.ranks))
-    return 1 if device.type == "cpu" or turns else 0
 
 
 def p2p_options(timeout: timedelta | None) -> dist.ProcessGroupNCCL.Options:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 from typing import ClassVar
 
@@ -31,23 +34,22 @@ from megads.engine.train_engine import (
 )
 from megads.model.config import fused_rows
 from megads.model.gpt import stage_specs
+from megads.parallel.message_order import with_messages
 from megads.parallel.pipeline_actions import Action, ActionKind, Schedule
 from megads.parallel.schedule import build_schedule
 from megads.parallel.weight_gradients import DeferredWgrads, WeightGradients, split_backward
 from megads.runtime.hooks import Span
 
+_BACKWARDS = (ActionKind.backward, ActionKind.backward_input)
+"""Kinds of backward passes; the second includes the deferred weight gradients."""
 Key = tuple[int, int]
 """Micro-batch index and virtual stage."""
 
 
-FORWARD_KINDS = (ActionKind.load, ActionKind.forward, ActionKind.send_activation, ActionKind.receive_activation)
-"""The actions of an evaluation."""
-
-
 def forward_only(schedule: Schedule) -> Schedule:
-    """Returns the schedule without its backward passes. Removing actions adds no dependency, so it cannot deadlock."""
-    rows = tuple(tuple(action for action in row if action.kind in FORWARD_KINDS) for row in schedule.actions)
-    return Schedule(schedule.name, schedule.placement, schedule.micro_batches, rows)
+    """Returns the schedule of an evaluation: the forward passes in the same order, and their messages."""
+    rows = [[action for action in row if action.kind is ActionKind.forward] for row in schedule.actions]
+    return replace(schedule, actions=with_messages(schedule.placement, rows))
 
 
 @dataclass
@@ -85,6 +87,7 @@ class StageEngine:
         optimizer: optimizer of their parameters.
         watch_spans: called once, at the end of the next step, with the spans of this rank.
         forward_finite: whether all forward outputs of a virtual stage were finite, by stage; on the device.
+        warms_up: whether every pass of a new shape runs once before the first message of its step, see `_warm_up`.
     """
 
     averaged_over = 1
@@ -114,6 +117,8 @@ class StageEngine:
         # Embedding and chunked head accumulate into main_grad regardless of the GEMM implementation.
         for part in (module,) if module.gradients_in_place else module.ends:
             split_backward(part, self._weight_gradients)
+        self.warms_up = spec.device.type == "cuda" and spec.parallel.pp > 1
+        self._warm: set[tuple[bool, tuple[int, ...]]] = set()
         self.watch_spans: Callable[[list[Span]], None] | None = None
         self._spans, self._trace = SpanRecorder(self.device), spec.grid.trace
         self._begin([])
@@ -177,6 +182,84 @@ class StageEngine:
             self._forward_schedules[micro_batches] = forward_only(self._schedule(micro_batches))
         return self._forward_schedules[micro_batches]
 
+    def _warm_up(self, schedule: Schedule) -> None:
+        """Runs every kind of pass of this rank's stages once for each new shape, before the first message of the step.
+
+        The first pass of a shape compiles and loads its kernels. Here all ranks do so at the same time, instead of each
+        when the first message reaches it, and no message waits meanwhile. Inputs from other stages are zeros. Results
+        and gradients are discarded: the caller must reset the optimizer's gradients, as at the start of every step. The
+        only communication is that inside of a stage, over tensor- and context-parallel ranks: they run the same passes.
+        """
+        trains = torch.is_grad_enabled()
+        shapes = {
+            (trains, self._activation_shape(number)): number for number in reversed(range(len(self._micro_batches)))
+        }
+        new = {shape: number for shape, number in shapes.items() if shape not in self._warm}
+        if not self.warms_up or not new:
+            return
+        begin = time.perf_counter()
+        used = {action.kind for action in schedule.actions[self._rank]}
+        kinds = [kind for kind in _BACKWARDS if kind in used] if trains else [None]
+        self.optimizer.begin(overlap=False)
+        with self._trace.paused(), self._unwatched():
+            for number in new.values():
+                for stage in self.module.chunks:
+                    for kind in kinds:
+                        self._run_unused(kind, number, stage)
+        self._warm |= set(new)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        what = "training" if trains else "evaluation"
+        shapes_text = ", ".join("x".join(map(str, shape)) for _, shape in new)
+        took = time.perf_counter() - begin
+        sys.stdout.write(f"warmed up the passes of {what} for activations of {shapes_text} in {took:.1f} s\n")
+
+    @contextmanager
+    def _unwatched(self) -> Iterator[None]:
+        """Context in which neither forward hooks nor the loss' recorder see the passes."""
+        layers = [layer for chunk in self.module.chunks.values() for layer in chunk]
+        hooks = [layer._forward_hooks for layer in layers]
+        loss = self.module.token_loss
+        recorder, loss.recorder = loss.recorder, None
+        try:
+            for layer in layers:
+                layer._forward_hooks = OrderedDict()
+            yield
+        finally:
+            loss.recorder = recorder
+            for layer, own in zip(layers, hooks, strict=True):
+                layer._forward_hooks = own
+
+    def _run_unused(self, kind: ActionKind | None, micro_batch: int, stage: int) -> None:
+        """Runs a stage's passes on zeros, or on the micro-batch's own tokens and labels; the results are discarded.
+
+        Args:
+            kind: kind of the backward pass; None: only a forward pass.
+            micro_batch: number of the micro-batch.
+            stage: the virtual stage.
+        """
+        self._load(micro_batch, stage)
+        info = self._micro_batches[micro_batch].info.to(self.device)
+        if self._is_first(stage):
+            hidden = self._tokens.pop(micro_batch)
+        else:
+            dtype = next(self.module.parameters()).dtype
+            hidden = torch.zeros(self._activation_shape(micro_batch), dtype=dtype, device=self.device)
+            hidden.requires_grad_(kind is not None)
+        if self._is_last(stage):
+            output = self.module.loss(hidden, info, self._targets.pop(micro_batch))
+        else:
+            output = self.module(stage, hidden, info)
+        torch.isfinite(output.detach()).all()
+        gradient = None if self._is_last(stage) else torch.zeros_like(output)
+        if kind is ActionKind.backward:
+            torch.autograd.backward(output, gradient)
+        elif kind is ActionKind.backward_input:
+            with self._weight_gradients.defer() as gradients:
+                torch.autograd.backward(output, gradient)
+            with torch.no_grad():
+                gradients.compute(self.optimizer)
+
     def _run(self, schedule: Schedule) -> None:
         self._p2p.begin(schedule, self._activation_shape)
         self._executor.execute(schedule, self._run_action)
@@ -192,8 +275,10 @@ class StageEngine:
             self.optimizer.begin(overlap=False)
             self.total_loss, self.forward_finite[0] = self._graphs.run(micro_batches, self._spans)
             return self.total_loss
+        schedule = self._schedule(len(micro_batches))
+        self._warm_up(schedule)
         self.optimizer.begin(overlap=overlap)
-        self._run(self._schedule(len(micro_batches)))
+        self._run(schedule)
         if self._trace.recording:
             self._trace.context = "before any reduction"
             for name, gradient in self.optimizer.own_gradients():
@@ -247,7 +332,9 @@ class StageEngine:
         self._begin(micro_batches)
         self.module.eval()
         with torch.no_grad():
-            self._run(self._forward_schedule(len(micro_batches)))
+            schedule = self._forward_schedule(len(micro_batches))
+            self._warm_up(schedule)
+            self._run(schedule)
         return self.total_loss
 
     def _activation_shape(self, micro_batch: int) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ __all__ = [
     "context",
     "grid",
     "loss",
+    "message_order",
     "partition",
     "pipeline_actions",
     "schedule",

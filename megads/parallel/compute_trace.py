@@ -9,7 +9,8 @@ differ is where the computation went wrong, unless the rank received that tensor
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -116,6 +117,15 @@ class ComputeTrace:
         assert entries, "a step computes something"
         names, received, checksums = zip(*entries, strict=True)
         return Trace(list(names), list(received), torch.stack(checksums))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context in which nothing is recorded."""
+        entries, self._entries = self._entries, None
+        try:
+            yield
+        finally:
+            self._entries = entries
 
     def record(self, name: str, tensor: Tensor, *, received: bool = False) -> None:
         """Adds an entry with the checksum of a tensor's current values.

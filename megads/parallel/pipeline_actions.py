@@ -8,11 +8,8 @@ activation cannot arrive before the activation has been received.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import chain
 
 P2P_CTAS = 8
 """Maximum number of thread blocks of NCCL's send and receive kernels, and thus of channels of their communicators. Each
@@ -130,10 +127,9 @@ class StagePlacement:
 class Schedule:
     """The actions of one step of a pipeline.
 
-    A receive is listed where it must be posted at the latest; it may be posted earlier, in list order for each peer.
-    Between two ranks, messages of one direction are received in the order in which they are sent. Tensors that pass
-    between virtual stages of one rank are not listed. The weight gradients of a virtual stage are accumulated in the
-    order of the micro-batches.
+    A receive is listed where it is posted, which may be several passes before its tensor is used. Sends and receives
+    are listed in an order that all ranks agree on, see `message_order`. Tensors that pass between virtual stages of one
+    rank are not listed. The weight gradients of a virtual stage are accumulated in the order of the micro-batches.
 
     Attributes:
         name: name of the schedule.
@@ -191,49 +187,13 @@ def _message(placement: StagePlacement, computation: Action, maker: int, user: i
     )
 
 
-def with_messages(
-    placement: StagePlacement, computations: Sequence[Sequence[Action]]
-) -> tuple[tuple[Action, ...], ...]:
-    """Adds loads, sends (right after the tensor is produced) and receives (right before its use, in order of sending).
-
-    If messages of one peer are used in another order than they are sent, a receive is listed earlier than its use.
-
-    Args:
-        placement: placement of the virtual stages.
-        computations: forward and backward passes of each rank, in order.
-
-    Returns:
-        All actions of each rank, in order.
-    """
-    arriving: dict[tuple[int, int], deque[Action]] = {}
-    carried = [[message_from(placement, computation) for computation in row] for row in computations]
-    for message in chain.from_iterable(carried):
-        if message is not None:
-            arriving.setdefault((message.sender, message.receiver), deque()).append(message.receive)
-    rows = []
-    for row, messages in zip(computations, carried, strict=True):
-        listed: list[Action] = []
-        received: set[Action] = set()
-        for computation, made in zip(row, messages, strict=True):
-            needed = message_to(placement, computation)
-            while needed is not None and needed.receive not in received:
-                listed.append(arriving[needed.sender, needed.receiver].popleft())
-                received.add(listed[-1])
-            if computation.kind is ActionKind.forward and computation.stage in (0, placement.num_stages - 1):
-                listed.append(Action(ActionKind.load, computation.micro_batch, computation.stage))
-            listed.append(computation)
-            if made is not None:
-                listed.append(made.send)
-        rows.append(tuple(listed))
-    return tuple(rows)
-
-
 def sent_and_received(schedule: Schedule, rank: int) -> tuple[list[Message], list[Message]]:
     """Messages that a pipeline rank sends and those that it receives, each in program order."""
     placement, row = schedule.placement, schedule.actions[rank]
-    sent = [message for message in (message_from(placement, action) for action in row) if message is not None]
+    made = {m.send: m for m in (message_from(placement, action) for action in row) if m is not None}
     used = {m.receive: m for m in (message_to(placement, action) for action in row) if m is not None}
-    return sent, [used[action] for action in row if action.kind.receives]
+    sent, received = ([of[action] for action in row if action in of] for of in (made, used))
+    return sent, received
 
 
 def acknowledged_sends(schedule: Schedule, rank: int) -> dict[Action, tuple[Action, ...]]:

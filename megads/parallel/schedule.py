@@ -20,7 +20,8 @@ from itertools import product
 from statistics import fmean
 
 from megads.errors import ConfigError
-from megads.parallel.pipeline_actions import Action, ActionKind, Schedule, StagePlacement, with_messages
+from megads.parallel.message_order import with_messages
+from megads.parallel.pipeline_actions import Action, ActionKind, Schedule, StagePlacement
 from megads.parallel.schedule_simulation import ScheduleCosts, run_clock
 
 _DOWN, _UP = 0, 1

@@ -1,6 +1,6 @@
 """Simulates pipeline schedules in time, and verifies that they are correct and free of deadlocks.
 
-`schedule_faults` must be empty for every schedule; the other functions compute bubble, memory and posted receives.
+`schedule_faults` must be empty for every schedule; the other functions compute bubble, memory and receive buffers.
 """
 
 from __future__ import annotations
@@ -96,12 +96,14 @@ def _unit_costs(schedule: Schedule) -> ScheduleCosts:
 
 
 def run_clock(schedule: Schedule, costs: ScheduleCosts) -> Timeline:
-    """Simulates a schedule: ranks run actions in program order, sends are asynchronous, receives block.
+    """Simulates a schedule: ranks run actions in program order, sends and receives are asynchronous, and a pass waits
+    for its input, which the timeline shows as its receive.
 
-    Messages of one direction between two ranks are serialized, each taking `costs.transfer`.
+    Messages of one direction between two ranks are serialized, each taking `costs.transfer`. A tensor that is sent
+    before its receive is posted arrives as if it had been posted.
 
     Raises:
-        StuckSchedule: a rank waits for a message that is never sent.
+        StuckSchedule: a pass waits for a message that is never sent.
     """
     now = [0.0 for _ in schedule.actions]
     spans: list[list[TimedAction]] = [[] for _ in schedule.actions]
@@ -110,13 +112,17 @@ def run_clock(schedule: Schedule, costs: ScheduleCosts) -> Timeline:
     placement = schedule.placement
 
     def run(rank: int, action: Action) -> bool:
-        start = end = now[rank]
         if action.kind.receives:
-            arrival = arrivals.get((action.kind, action.micro_batch, action.stage))
+            return True
+        needed = message_to(placement, action)
+        if needed is not None:
+            arrival = arrivals.get((needed.receive.kind, action.micro_batch, action.stage))
             if arrival is None:
                 return False
-            end = max(start, arrival)
-        elif action.kind.sends:
+            spans[rank].append(TimedAction(needed.receive, now[rank], max(now[rank], arrival)))
+            now[rank] = spans[rank][-1].end
+        start = end = now[rank]
+        if action.kind.sends:
             forth = action.kind is ActionKind.send_activation
             user = action.stage + (1 if forth else -1)
             way = rank, placement.rank_of(user)
@@ -131,7 +137,7 @@ def run_clock(schedule: Schedule, costs: ScheduleCosts) -> Timeline:
 
     stuck = [str(action) for action in advance(schedule, run)]
     if stuck:
-        raise StuckSchedule(f"{schedule.name} deadlocks; its ranks wait for: {'; '.join(stuck)}")
+        raise StuckSchedule(f"{schedule.name} deadlocks; its ranks wait before: {'; '.join(stuck)}")
     return Timeline(tuple(map(tuple, spans)))
 
 
@@ -165,7 +171,7 @@ def schedule_faults(schedule: Schedule) -> list[str]:
     - First and last stage load a micro-batch before its forward pass.
     - Every tensor that crosses ranks is sent once after it is produced and received once before it is used; there are
       no other sends and receives, and receives are in the order of the sends for each direction between two ranks.
-    - All ranks finish if sends are asynchronous. `receives_ahead` covers synchronous sends.
+    - All ranks finish, even if every send and every receive blocks; see `blocked`.
     """
     found = [*_count_faults(schedule), *_order_faults(schedule), *_local_faults(schedule), *_channel_faults(schedule)]
     if not found:
@@ -173,6 +179,9 @@ def schedule_faults(schedule: Schedule) -> list[str]:
             run_clock(schedule, _unit_costs(schedule))
         except StuckSchedule as error:
             found.append(str(error))
+        stuck = blocked(schedule)
+        if stuck:
+            found.append(f"{schedule.name} deadlocks if messages block: {'; '.join(map(str, stuck))}")
     return found
 
 
@@ -329,43 +338,39 @@ def known_bubble_share(name: str, pipeline_ranks: int, virtual_stages: int, micr
     return (p - 1) / (works[name] * m + p - 1)
 
 
-def receives_ahead(schedule: Schedule) -> int | None:
-    """Number of receives to post ahead for each peer so that no rank deadlocks even if every send blocks.
+def blocked(schedule: Schedule) -> list[Action]:
+    """Actions that ranks never get past if every send and every receive blocks until its peer reaches the other end.
 
-    Assumes synchronous sends, the worst case: a send returns once the receiver has posted the matching receive. A
-    receiver has this number of receives posted for each peer, in list order, and waits for one where it is listed.
+    This is stricter than any number of hardware queues, any buffers and any synchronization with the device, so a
+    schedule without such actions deadlocks on none of them; see `message_order`.
 
     Returns:
-        The minimum number, 0 if nothing is sent; None if no number suffices.
+        The next action of every rank that does not finish; empty if there is no deadlock.
     """
-    most = max((sum(action.kind.receives for action in row) for row in schedule.actions), default=0)
-    return next((ahead for ahead in range(most + 1) if _ends(schedule, ahead)), None)
-
-
-def _ends(schedule: Schedule, ahead: int) -> bool:
-    """Whether all ranks finish with blocking sends and `ahead` posted receives per peer."""
-    channels: dict[Action, tuple[int, int]] = {}
-    sends: dict[Action, Action] = {}
+    ends: dict[Action, Action] = {}
     for row in schedule.actions:
         for action in row:
             message = message_from(schedule.placement, action)
             if message is not None:
-                channels[message.send] = channels[message.receive] = message.sender, message.receiver
-                sends[message.receive] = message.send
-    sent: Counter[tuple[int, int]] = Counter()
-    received: Counter[tuple[int, int]] = Counter()
-    done: set[Action] = set()
+                ends |= {message.send: message.receive, message.receive: message.send}
+    reached: set[Action] = set()
 
     def run(_rank: int, action: Action) -> bool:
-        if action.kind.sends:
-            if sent[channels[action]] >= received[channels[action]] + ahead:
-                return False
-            sent[channels[action]] += 1
-            done.add(action)
-        elif action.kind.receives:
-            if sends[action] not in done:
-                return False
-            received[channels[action]] += 1
-        return True
+        if action not in ends:
+            return True
+        reached.add(action)
+        return ends[action] in reached
 
-    return not advance(schedule, run)
+    return advance(schedule, run)
+
+
+def most_early(schedule: Schedule, rank: int) -> int:
+    """Maximum number of receives of a rank that are posted while no pass has used their tensors."""
+    early = most = 0
+    for action in schedule.actions[rank]:
+        if action.kind.receives:
+            early += 1
+        elif message_to(schedule.placement, action) is not None:
+            most = max(most, early)
+            early -= 1
+    return most

@@ -41,6 +41,7 @@ from megads.optim.groups import (
 from megads.parallel.config import GRADIENT_STAGES, GridCoordinate, ParallelConfig, Recompute, rank_at
 from megads.parallel.partition import block_modes, local_shape, stage_bounds
 from megads.parallel.pipeline_actions import P2P_CTAS, Schedule, StagePlacement
+from megads.parallel.schedule_simulation import most_early
 from megads.plan.activations import stage_ops
 from megads.plan.memory_timeline import (
     MainGradMemory,
@@ -262,7 +263,7 @@ def _stage_memory(
             FP32 * len(held_kinds(workload.optim, bucket.role)) * _share(bucket.numel, parallel) for bucket in buckets
         ),
         attention_bias=bias * micro_batch.mask_bytes + (micro_batch.rotary_tables if blocks else 0),
-        pipeline_buffers=_pipeline_buffers(micro_batch, parallel, workload, layers_of),
+        pipeline_buffers=_pipeline_buffers(micro_batch, parallel, workload, layers_of, most_early(schedule, rank)),
         in_flight=most_waiting(schedule, rank),
         phases=(*_pipeline_phases(ops, buckets, parallel, workload, schedule, rank), mask),
         non_tensor_memory=non_tensor_memory(parallel, rank, tied=model.tie_embeddings) if workload.cuda else {},
@@ -449,18 +450,25 @@ def _allocated_main_grads(buckets: Sequence[BucketLayout]) -> Callable[[int], in
     return of
 
 
-def _pipeline_buffers(micro_batch: Pass, parallel: ParallelConfig, workload: Workload, stages: Collection[int]) -> int:
+def _pipeline_buffers(
+    micro_batch: Pass, parallel: ParallelConfig, workload: Workload, stages: Collection[int], early: int
+) -> int:
     """Bytes that the engine holds between passes.
 
-    One buffer of a pre-posted receive per peer, and one activation being sent per downstream peer. The first and last
-    stage hold tokens, labels and mask of every loaded micro-batch, and this context-parallel rank's share of those of
-    the current step.
+    The buffers of receives that are posted before their tensors are used, and one activation being sent per downstream
+    peer. The first and last stage hold tokens, labels and mask of every loaded micro-batch, and this context-parallel
+    rank's share of those of the current step.
+
+    Args:
+        micro_batch: the micro-batch.
+        parallel: the layout.
+        workload: the workload.
+        stages: virtual stages of the rank.
+        early: see `most_early`.
     """
     placement = parallel.placement
-    before, after = (
-        {placement.rank_of(s + step) for s in stages if placement.crosses(s, s + step)} for step in (-1, 1)
-    )
-    p2p_buffers = micro_batch.hidden * (len(before | after) + len(after))
+    after = {placement.rank_of(s + 1) for s in stages if placement.crosses(s, s + 1)}
+    p2p_buffers = micro_batch.hidden * (early + len(after))
     own = micro_batch.tokens * (2 * INT64 + FP32) if {0, parallel.num_stages - 1} & set(stages) else 0
     cut = own if parallel.cp > 1 else 0
     return p2p_buffers + workload.micro_batches * (workload.steps_loaded * own * parallel.cp + cut)

@@ -293,9 +293,9 @@ def recorded(recorder: Recorder) -> Iterator[None]:
         return method
 
     def post(inner: Callable[..., Any]) -> Callable[..., Any]:
-        def method(messages: P2PCommunicator, peer: int) -> None:
-            with recorder.labelled(messages._links[peer].due[0]):
-                inner(messages, peer)
+        def method(messages: P2PCommunicator, action: Action) -> None:
+            with recorder.labelled(action):
+                inner(messages, action)
 
         return method
 
@@ -308,7 +308,7 @@ def recorded(recorder: Recorder) -> Iterator[None]:
         for work in (dist.Work, FakeWork):
             stack.enter_context(_replaced(work, "wait", wait))
         stack.enter_context(_replaced(P2PCommunicator, "send", send))
-        stack.enter_context(_replaced(P2PCommunicator, "_post_next", post))
+        stack.enter_context(_replaced(P2PCommunicator, "post", post))
         stack.enter_context(_replaced(BufferPool, "give", give))
         stack.enter_context(_Operators(recorder))
         yield

@@ -7,25 +7,27 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import megads
-from megads.engine import p2p as engine_p2p
+from megads.engine import pipeline_engine
+from megads.engine.interface import TrainEngine
 from megads.engine.optimizer import Bucket
-from megads.engine.p2p import P2P_CTAS, P2PCommunicator, p2p_options, receives_ahead
+from megads.engine.p2p import P2P_CTAS, P2PCommunicator, p2p_options
 from megads.engine.pipeline_engine import StageEngine
 from megads.model.config import ModelConfig
 from megads.parallel.config import ParallelConfig
 from megads.parallel.pipeline_actions import Action
 from megads.parallel.schedule import ScheduleName
 from tests.distributed import run_ranks
-from tests.engine.stream_order import collectives_out_of_order, mismatches, stuck
+from tests.engine.stream_order import collectives_out_of_order, deadlocks, mismatches, stuck, when_needed
 from tests.engine.stream_trace import Launch, Trace, trace_ranks
 from tests.parity import build_engine, scenario_with, step_batches
 
@@ -43,33 +45,54 @@ LAYOUTS = {
     "ZeRO-3": ParallelConfig(tp=2, dp=2, zero_stage=3),
 }
 PAIR = ParallelConfig(pp=2)
+interleaved = partial(ParallelConfig, schedule=ScheduleName.interleaved)
 Defect = Callable[[], None]
 
 
-def _as_on_gpus(inner: Callable[..., int]) -> Callable[..., int]:
-    return lambda placement, _device: inner(placement, torch.device("cuda"))
+@dataclass(frozen=True)
+class Traced:
+    """A step to trace.
+
+    Attributes:
+        parallel: the layout.
+        micro_batches: number of micro-batches per rank; None: 2 * pp.
+        evaluates: whether it is an evaluation instead of a training step.
+        defect: changes the engine.
+    """
+
+    parallel: ParallelConfig
+    micro_batches: int | None = None
+    evaluates: bool = False
+    defect: Defect | None = None
 
 
-def _traced(parallel: ParallelConfig, defect: Defect | None = None) -> tuple[dict[int, Trace], list[str]]:
-    """Traces a step of every rank of a layout, with 2 * pp micro-batches."""
-    engine_p2p.receives_ahead = _as_on_gpus(engine_p2p.receives_ahead)
-    if defect is not None:
-        defect()
+def _traced(step: Traced) -> tuple[dict[int, Trace], list[str]]:
+    """Traces a step of every rank of a layout."""
+    if step.defect is not None:
+        step.defect()
+    parallel, micro_batches = step.parallel, step.micro_batches or 2 * step.parallel.pp
     layers = max(2, parallel.placement.num_stages - 1)
     scenario = scenario_with(
         model=ModelConfig(num_layers=layers, hidden_size=24, num_heads=2, vocab_size=64, max_seq_len=16), seq_len=16,
-        global_batch_size=2 * parallel.pp * parallel.dp, micro_batch_size=1,
+        global_batch_size=micro_batches * parallel.dp, micro_batch_size=1,
     )  # fmt: skip
-    return trace_ranks(
-        lambda layout: build_engine(scenario, layout),
-        lambda engine: engine.step(step_batches(scenario, 0, engine.grid.dp.rank, engine.grid.dp.size), scenario.lr),
-        parallel,
-    )
+
+    def run(engine: TrainEngine) -> None:
+        batches = step_batches(scenario, 0, engine.grid.dp.rank, engine.grid.dp.size)
+        if step.evaluates:
+            engine.evaluate(batches)
+        else:
+            engine.step(batches, scenario.lr)
+
+    return trace_ranks(lambda layout: build_engine(scenario, layout), run, parallel)
 
 
-def traced(parallel: ParallelConfig, defect: Defect | None = None) -> tuple[dict[int, Trace], list[str]]:
+def traced(
+    parallel: ParallelConfig, defect: Defect | None = None, **changes: Any
+) -> tuple[dict[int, Trace], list[str]]:
     """Runs `_traced` in a separate process."""
-    found: tuple[dict[int, Trace], list[str]] = run_ranks(_traced, 1, parallel, defect)[0]
+    found: tuple[dict[int, Trace], list[str]]
+    found = run_ranks(_traced, 1, Traced(parallel, defect=defect, **changes))[0]
     return found
 
 
@@ -82,16 +105,15 @@ def sends(traces: dict[int, Trace]) -> int:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_step_of_all_ranks_can_run_on_nccl(name: str) -> None:
     """Catches a send that is paired with another send's receive, collectives that ranks launch in contradicting orders,
-    a deadlock of kernels, with a hardware queue for each stream or one for all (CUDA_DEVICE_MAX_CONNECTIONS=1), memory
-    that is read before it is received or written while it is being sent, and communication that is never waited for."""
+    a deadlock of kernels, with a hardware queue for each stream or one for all (CUDA_DEVICE_MAX_CONNECTIONS=1) and if
+    CUDA synchronizes with everything that runs, memory that is read before it is received or written while it is being
+    sent, and communication that is never waited for."""
     parallel = LAYOUTS[name]
     traces, races = traced(parallel)
     assert races == []
     assert mismatches(traces) == []
     assert collectives_out_of_order(traces) == ""
-    assert stuck(traces) == stuck(traces, one_connection=True) == []
-    if parallel.placement.ranks == tuple(range(parallel.pp)):
-        assert stuck(traces, synchronises=True) == []
+    assert deadlocks(traces) == []
     assert any(isinstance(item, Launch) for item in traces[0])
     if parallel.pp > 1:
         hops = sum(a != b for a, b in pairwise(parallel.placement.ranks))
@@ -110,41 +132,52 @@ def _initialisations(package: Path) -> dict[str, list[str | None]]:
 
 def test_no_device_id() -> None:
     """Catches a device_id in init_process_group, with which all p2p of a group shares one communicator and stream
-    (pytorch#154132): see the deadlocks in `test_why_receives_are_posted_as_they_are`."""
+    (pytorch#154132): the two directions between two ranks would take turns."""
     found = _initialisations(Path(megads.__file__).parent)
     assert found and not {place for place, keywords in found.items() if "device_id" in keywords}
 
 
-def _receives_ahead() -> None:
-    engine_p2p.receives_ahead = lambda placement, device: 1  # type: ignore[assignment]
+def _messages_when_needed() -> None:
+    build, alone = pipeline_engine.build_schedule, pipeline_engine.forward_only
+    pipeline_engine.build_schedule = lambda *args, **kwargs: when_needed(build(*args, **kwargs))
+    pipeline_engine.forward_only = lambda schedule: when_needed(alone(schedule))
 
 
-def _receives_at_the_point_of_need() -> None:
-    engine_p2p.receives_ahead = lambda placement, device: 0  # type: ignore[assignment]
+HANGS = {
+    "pp2 m4": Traced(interleaved(pp=2), 4),
+    "pp2 v4 m8": Traced(interleaved(pp=2, virtual_stages=4), 8),
+    "pp3 m8": Traced(interleaved(pp=3), 8),
+    "pp2dp2 m16": Traced(interleaved(pp=2, dp=2), 16),
+    "pp4 contiguous": Traced(interleaved(pp=4, contiguous_micro_batches=8), 8),
+}
+"""Interleaved steps that deadlocked with one hardware queue before their messages had one order; of the evaluations
+only the last one did."""
+
+
+@pytest.mark.quick("False-pp2 m4", "True-pp2 m4")
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", HANGS)
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_interleaved_needs_one_order(name: str, evaluates: bool) -> None:
+    """Catches an exchange that deadlocks on GPUs with CUDA_DEVICE_MAX_CONNECTIONS=1 where several sends to one peer
+    follow each other, and a model of NCCL that does not see it."""
+    step = replace(HANGS[name], evaluates=evaluates)
+    before, _ = run_ranks(_traced, 1, replace(step, defect=_messages_when_needed))[0]
+    assert stuck(before) == []
+    assert bool(stuck(before, connections=1)) == (not evaluates or name == "pp4 contiguous")
+    traces, races = run_ranks(_traced, 1, step)[0]
+    assert races == mismatches(traces) == deadlocks(traces) == []
+    assert sends(before) == sends(traces) > 0
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", ["1f1b", "zb_v"])
-def test_why_receives_are_posted_as_they_are(name: str) -> None:
-    """Catches another choice than `receives_ahead`'s: in one-way pipelines a receive that is posted ahead deadlocks as
-    soon as computation synchronizes with concurrent kernels; V-shaped ones deadlock without it if all streams share a
-    hardware queue; and with device_id in init_process_group all p2p of a group shares a stream, and every schedule that
-    posts receives ahead deadlocks."""
-    layout = ParallelConfig(pp=4, schedule=ScheduleName(name))
-    ahead, _ = traced(layout, _receives_ahead)
-    assert stuck(ahead) == stuck(ahead, one_connection=True) == []
-    assert stuck(ahead, synchronises=True) and stuck(ahead, p2p_by_group=True)
-    at_need, races = traced(layout, _receives_at_the_point_of_need)
-    assert races == [] and stuck(at_need) == []
-    assert bool(stuck(at_need, one_connection=True)) == bool(stuck(at_need, synchronises=True)) == (name in V_SHAPED)
-
-
-def test_receives_ahead() -> None:
-    """Catches receive kernels that spin during the computation on GPUs, and V shapes that post no receives ahead."""
-    gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    found = {name: receives_ahead(ParallelConfig(pp=4, schedule=name).placement, gpu) for name in SCHEDULES}
-    assert found == {"1f1b": 0, "interleaved": 0, "zb_h1": 0, "zb_v": 1, "dualpipe_v": 1}
-    assert receives_ahead(PAIR.placement, cpu) == 1
+def test_why_messages_have_one_order(name: str) -> None:
+    """Catches a model of NCCL in which V shapes do not need the order either: with messages when they are needed they
+    deadlock with one queue, and as soon as computation synchronizes with concurrent kernels."""
+    before, races = traced(ParallelConfig(pp=4, schedule=ScheduleName(name)), _messages_when_needed)
+    assert races == [] and stuck(before) == []
+    assert bool(stuck(before, connections=1)) == bool(stuck(before, synchronises=True)) == (name in V_SHAPED)
 
 
 def _first_two_sends_swapped() -> None:
@@ -180,9 +213,6 @@ def _no_wait_for_a_receive() -> None:
         _, buffer = messages._arriving.pop(action)
         for send in messages._acknowledged.get(action, ()):
             messages._end(send)
-        peer = messages._peers[action]
-        messages._links[peer].posted -= 1
-        messages._post_ahead(peer)
         return buffer
 
     P2PCommunicator.take = take  # type: ignore[method-assign]
@@ -211,17 +241,18 @@ def _no_wait_for_a_reduction() -> None:
 @pytest.mark.always
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("defect", "layout", "race"),
+    ("defect", "layout", "micro_batches", "race"),
     [
-        (_buffer_released_early, PAIR, "touches a buffer that was given back"),
-        (_no_wait_for_a_receive, PAIR, "may be writing"),
-        (_sent_tensor_overwritten, PAIR, "may be reading"),
-        (_no_wait_for_a_reduction, ParallelConfig(dp=2), "never waited for"),
+        # With one micro-batch, nothing else is received into the buffer before the backward pass reads it.
+        (_buffer_released_early, PAIR, 1, "touches a buffer that was given back"),
+        (_no_wait_for_a_receive, PAIR, 4, "may be writing"),
+        (_sent_tensor_overwritten, PAIR, 4, "may be reading"),
+        (_no_wait_for_a_reduction, ParallelConfig(dp=2), 2, "never waited for"),
     ],
 )
-def test_races_are_seen(defect: Defect, layout: ParallelConfig, race: str) -> None:
+def test_races_are_seen(defect: Defect, layout: ParallelConfig, micro_batches: int, race: str) -> None:
     """Catches a trace that records no races: each defect leaves the send/receive pairs and the order unchanged."""
-    traces, races = traced(layout, defect)
+    traces, races = traced(layout, defect, micro_batches=micro_batches)
     assert any(race in found for found in races)
     assert mismatches(traces) == []
 

@@ -14,7 +14,6 @@ from megads.parallel.schedule_simulation import (
     bubble_share,
     known_bubble_share,
     peak_waiting,
-    receives_ahead,
     schedule_faults,
 )
 
@@ -42,12 +41,6 @@ def prove(schedule: Schedule, v: int) -> None:
     """Asserts everything that static verification shows."""
     name, p, m = schedule.name, schedule.placement.num_ranks, schedule.micro_batches
     assert schedule_faults(schedule) == []
-    ahead = receives_ahead(schedule)
-    # Activations from an interleaved group's last stage wait on the first rank for the end of the group.
-    most = max(2, largest_group(m, p) - p + 2) if name == "interleaved" else 2
-    if name in ("dualpipe_v", "zb_v") and p > 8:
-        most = 3  # orders found by search
-    assert ahead is not None and ahead <= most, "even blocking sends must come to an end"
     assert max(peak_waiting(schedule)) <= peak_limit(name, p, v, m)
     known = known_bubble_share(name, p, v, m)
     if known is not None:
@@ -87,8 +80,6 @@ def test_any_schedule_is_right(kind: tuple[str, int], p: int, m: int, more: int 
     contiguous = None if more is None or name != "interleaved" else p + more
     schedule = build_schedule(name, p, v, m, contiguous=contiguous)
     assert schedule_faults(schedule) == []
-    ahead = receives_ahead(schedule)
-    assert ahead is not None and ahead <= max(2, largest_group(m, contiguous or p) - p + 2)
     known = known_bubble_share(name, p, v, m)
     if known is not None:
         assert bubble_share(schedule) == pytest.approx(known, abs=1e-12)
