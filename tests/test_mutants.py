@@ -537,6 +537,15 @@ def key_gradients_of_one_query_head() -> None:
     megads.model.attention.masked_attention = masked_attention
 
 
+def shared_key_gradients_of_one_rank() -> None:
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        own, shared = grad.split((ctx.divided, grad.shape[-1] - ctx.divided), dim=-1)
+        part = shared.chunk(len(ctx.sharers), dim=-1)[ctx.axis.rank - ctx.sharers.start]
+        return torch.cat((own, part), dim=-1), None, None, None
+
+    megads.parallel.region_linear._GatherShared.backward = staticmethod(backward)
+
+
 def queries_keys_and_values_apart() -> None:
     """All queries, then all keys, then all values; the same where a rank has one head of keys."""
 
@@ -787,6 +796,7 @@ FEATURES = scenario_with(
         MODEL, num_kv_heads=2, window=5, mlp=MLPKind.swiglu, norm=NormKind.rmsnorm, parallel_block=True, qk_norm=True
     )
 )
+MULTI_QUERY = scenario_with(model=replace(MODEL, num_kv_heads=1))
 OLMO2 = scenario_with(
     model=replace(
         MODEL,
@@ -878,6 +888,7 @@ CASES = [
     Case(restarted_positions_ignored, "cp2", parity.check_first_step, PACKED_LEARNED),
     Case(query_heads_deal_the_keys_out, "pp2", parity.check_first_step, FEATURES),
     Case(key_gradients_of_one_query_head, "tp2", parity.check_first_step, FEATURES),
+    Case(shared_key_gradients_of_one_rank, "tp2", parity.check_first_step, MULTI_QUERY),
     Case(queries_keys_and_values_apart, "pp2", parity.check_first_step, FEATURES),
     Case(window_one_token_too_long, "pp2", parity.check_first_step, FEATURES),
     Case(window_of_local_places, "cp2", parity.check_first_step, FEATURES),

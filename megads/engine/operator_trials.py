@@ -157,7 +157,7 @@ def _model_cases(work: OperatorWork) -> Iterator[OperatorCase]:
     else:
         yield _case(work, KernelOp.gelu, _gelu, ffn)
     if model.position is Position.rope:
-        heads = (batch, tokens, model.num_heads // parallel.tp, model.kv_heads // parallel.tp, model.head_dim)
+        heads = (batch, tokens, model.num_heads // parallel.tp, model.local_kv_heads(parallel.tp), model.head_dim)
         yield _case(work, KernelOp.rotary, _rotary, heads)
     if model.hidden_dropout:
         yield _case(work, KernelOp.dropout, _dropout, hidden)

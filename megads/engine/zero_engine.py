@@ -119,7 +119,9 @@ def master_layouts(state: ZeroState, grid: ParallelGrid, tied_key: str | None, *
             place = placement_of(parameter)
             counted = place.dim is not None or grid.tp.is_first
             where = held.get((master, parameter), (0, 0, 0))
-            runs.append(ParameterRun(place.key, local_shape(parameter), place.dim, counted, *where))
+            runs.append(
+                ParameterRun(place.key, local_shape(parameter), place.dim, counted, *where, place.held_by_ranks)
+            )
         role = parameter_role(runs[0].name, tied=runs[0].name == tied_key, muon=muon)
         layouts.append(MasterLayout(role, tuple(runs)))
     return layouts

@@ -330,7 +330,8 @@ class Attention(nn.Module):
     """Fused QKV projection, optional QK norm and rotary embedding, attention core, output projection.
 
     Rows of the QKV weight are ordered [KV head, (its g queries, k, v), head dim], so that a contiguous share of the
-    rows is a contiguous share of the heads, for queries, keys and values. Without GQA this is BLOOM's order.
+    rows is a contiguous share of the heads, for queries, keys and values. Without GQA this is BLOOM's order. With fewer
+    KV heads than tensor-parallel ranks, the projection returns a rank's queries with the key and value that they share.
 
     Attributes:
         kernels: kernel implementation of the rotary embedding.
@@ -372,7 +373,8 @@ class Attention(nn.Module):
         projection alive in addition to the copies.
         """
         batch, seq_len, width = qkv.shape
-        parts = self.queries_per_kv + 2
+        # A tensor-parallel rank with a share of a group's queries has one group with fewer of them.
+        parts = min(self.queries_per_kv + 2, width // self.head_dim)
         groups = width // (parts * self.head_dim)
         # Batch and sequence are flattened to at most four dims: the backward pass of split is a torch.cat, which on a
         # GPU copies tensors of more than four dims input by input, three times as slowly.

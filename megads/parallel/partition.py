@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from fractions import Fraction
@@ -281,6 +281,48 @@ class Cut(StrEnum):
 
 
 @dataclass(frozen=True)
+class FeatureGroups:
+    """Output features of a column module that consist of groups, part of each needed by several ranks: GQA's KV heads.
+
+    The weight's rows are ordered [group, (divided, shared)]. With no more ranks than groups, ranks hold whole groups.
+    With more, the ranks of a group divide its features among themselves, and all-gather the shared ones.
+
+    Attributes:
+        divided: features of a group of which every rank computes with its own only: queries.
+        shared: features that every rank of the group computes with: a key and a value.
+    """
+
+    divided: int
+    shared: int
+
+    def are_divided(self, features: int, size: int) -> bool:
+        """Whether there are more ranks than groups.
+
+        Args:
+            features: output features of the unsharded module.
+            size: number of tensor-parallel ranks.
+        """
+        return size > features // (self.divided + self.shared)
+
+    def held(self, features: int, rank: int, size: int) -> tuple[range, range]:
+        """Divided and shared rows that a rank holds if groups are divided; the same numbers on all ranks.
+
+        Args:
+            features: output features of the unsharded module.
+            rank: tensor-parallel rank.
+            size: number of tensor-parallel ranks, a multiple of the number of groups.
+        """
+        width = self.divided + self.shared
+        sharers = size // (features // width)
+        assert sharers and not self.divided % sharers and not self.shared % sharers, (self, features, size)
+        group, place = divmod(rank, sharers)
+        divided, shared = self.divided // sharers, self.shared // sharers
+        first = group * width + place * divided
+        second = group * width + self.divided + place * shared
+        return range(first, first + divided), range(second, second + shared)
+
+
+@dataclass(frozen=True)
 class ShardingTable:
     """How tensor parallelism shards a model; patterns match full module paths, the first match wins.
 
@@ -292,11 +334,14 @@ class ShardingTable:
             sequence parallelism their attribute `shard`, (rank, size), is set to this rank's share of dim 1.
         attention_cores: patterns of modules whose `narrow(rank, size)` keeps a contiguous share of the heads, and which
             take the queries of some tokens with the keys and values of all.
+        feature_groups: pattern -> groups of the output features of column modules. A module without an entry is cut
+            into contiguous shares.
     """
 
     parameters: Mapping[str, Cut]
     dropouts: tuple[str, ...] = ()
     attention_cores: tuple[str, ...] = ()
+    feature_groups: Mapping[str, FeatureGroups] = field(default_factory=dict)
 
 
 def first_match(patterns: Mapping[str, T], path: str) -> T | None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any
 
 import torch
@@ -32,11 +33,12 @@ from megads.ops.softcap import softcap
 from megads.parallel.config import padded_rows
 from megads.parallel.grid import Axis
 from megads.parallel.loss import Targets, head_loss
-from megads.parallel.partition import Cut, ShardingTable, cut_dim, first_match
+from megads.parallel.partition import Cut, FeatureGroups, ShardingTable, cut_dim, first_match
 from megads.parallel.region_linear import (
     Region,
     column_parallel_linear,
     column_parallel_linears,
+    gather_shared_features,
     reduce_from_tp_region,
     reduce_scatter_to_sp_region,
     row_parallel_linears,
@@ -200,7 +202,40 @@ class ColumnParallelLinear(RegionBorder, SplitLayer):
 
     def forward(self, x_bti: Tensor) -> Tensor:
         """[b, t, in] -> [b, s, out / size]."""
-        return column_parallel_linear(x_bti, self.weight, self.bias, self.region, self.weight_gradients)
+        return self.whole(column_parallel_linear(x_bti, self.weight, self.bias, self.region, self.weight_gradients))
+
+    def whole(self, out_bso: Tensor) -> Tensor:
+        """Completes this rank's output features, [b, s, out / size], by those that other ranks compute for it."""
+        return out_bso
+
+
+class SharedColumnParallelLinear(ColumnParallelLinear):
+    """A `ColumnParallelLinear` with fewer groups of features than ranks: fewer KV heads than tensor-parallel ranks.
+
+    Every rank needs its group's key and value. Its weights hold an equal part of their rows, after those of its own
+    queries; the outputs are all-gathered. Thus every row is held, updated and saved by exactly one rank, as without
+    groups, and the gradients of keys and values are summed over the ranks that read them. Megatron-Core all-gathers the
+    whole projection instead.
+
+    Args:
+        in_features: input features.
+        out_features: output features of the unsharded layer.
+        region: the region that it enters.
+        bias: whether it has a bias.
+        groups: groups of its output features, fewer than ranks.
+    """
+
+    def __init__(self, in_features: int, out_features: int, region: Region, bias: bool, groups: FeatureGroups) -> None:
+        super().__init__(in_features, out_features, region, bias)
+        axis = region.axis
+        self.divided = len(groups.held(out_features, axis.rank, axis.size)[0])
+        count = axis.size * (groups.divided + groups.shared) // out_features
+        first = axis.rank // count * count
+        self.sharers = range(first, first + count)
+
+    def whole(self, out_bso: Tensor) -> Tensor:
+        """[b, s, out / size] -> [b, s, own queries, key and value of the group]."""
+        return gather_shared_features(out_bso, self.divided, self.sharers, self.region.axis)
 
 
 class RowParallelLinear(RegionBorder, SplitLayer):
@@ -236,7 +271,8 @@ class ColumnParallelBranches(RegionBorder):
         if self.region.axis.size == 1:
             return tuple(layer(x_bti) for layer in layers)
         weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-        return column_parallel_linears(x_bti, weights, biases, self.region, layers[0].weight_gradients)
+        outs = column_parallel_linears(x_bti, weights, biases, self.region, layers[0].weight_gradients)
+        return tuple(layer.whole(out_bso) for layer, out_bso in zip(layers, outs, strict=True))
 
 
 class RowParallelBranches(RegionBorder):
@@ -362,8 +398,9 @@ class ParameterPlacement:
         key: name of the unsharded parameter in the whole model.
         global_shape: shape of the unsharded parameter.
         dim: sharded dim, None for a replicated parameter.
-        start: first index along `dim` that this rank holds.
-        length: number of indices along `dim` without padding; the rest of the local tensor is vocabulary padding.
+        held: ranges of indices along `dim` that this rank holds, in the order of the local tensor, whose rest is
+            vocabulary padding. Several ranges only along dim 0.
+        held_by_ranks: `held` of all ranks, in order, if the ranks do not hold consecutive parts.
         partial: whether the parameter is replicated but applied to this rank's share of the sequence or features only,
             so that its gradient must be all-reduced over tensor-parallel ranks.
     """
@@ -371,9 +408,21 @@ class ParameterPlacement:
     key: str
     global_shape: tuple[int, ...]
     dim: int | None = None
-    start: int = 0
-    length: int = 0
+    held: tuple[range, ...] = ()
+    held_by_ranks: tuple[range, ...] = ()
     partial: bool = False
+
+    @property
+    def length(self) -> int:
+        """Number of indices along `dim` without padding."""
+        return sum(map(len, self.held))
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        """This rank's shard of an unsharded tensor, without padding; a view if it is contiguous along `dim`."""
+        if self.dim is None:
+            return whole
+        parts = [whole.narrow(self.dim, part.start, len(part)) for part in self.held]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -381,7 +430,7 @@ class ParameterPlacement:
         return tuple(self.length if d == self.dim else size for d, size in enumerate(self.global_shape))
 
 
-def _parallel_layer(layer: nn.Module, path: str, cut: Cut, region: Region) -> nn.Module:
+def _parallel_layer(layer: nn.Module, path: str, cut: Cut, region: Region, groups: FeatureGroups | None) -> nn.Module:
     axis = region.axis
     if cut in (Cut.columns, Cut.rows):
         return ColumnParallelBranches(region) if cut is Cut.columns else RowParallelBranches(region)
@@ -392,8 +441,10 @@ def _parallel_layer(layer: nn.Module, path: str, cut: Cut, region: Region) -> nn
         divided = layer.out_features if cut is Cut.column else layer.in_features
         if divided % axis.size:
             raise ConfigError(f"{path}: {divided} features cannot be cut over parallel.tp = {axis.size} ranks")
-        make = ColumnParallelLinear if cut is Cut.column else RowParallelLinear
-        return make(layer.in_features, layer.out_features, region, bias=layer.bias is not None)
+        sizes, bias = (layer.in_features, layer.out_features), layer.bias is not None
+        if groups is not None and groups.are_divided(layer.out_features, axis.size):
+            return SharedColumnParallelLinear(*sizes, region, bias, groups)
+        return (ColumnParallelLinear if cut is Cut.column else RowParallelLinear)(*sizes, region, bias)
     assert isinstance(layer.weight, Tensor)
     if cut is Cut.vector:
         layer.weight = nn.Parameter(torch.empty(len(layer.weight) // axis.size))
@@ -407,7 +458,12 @@ def _parallel_layer(layer: nn.Module, path: str, cut: Cut, region: Region) -> nn
 
 
 def _placement(
-    key: str, shape: tuple[int, ...], cut: Cut | None, axis: Axis, sequence_parallel: bool = False
+    key: str,
+    shape: tuple[int, ...],
+    cut: Cut | None,
+    axis: Axis,
+    sequence_parallel: bool,
+    groups: FeatureGroups | None,
 ) -> ParameterPlacement:
     if cut is Cut.inside:
         return ParameterPlacement(key, shape, partial=axis.size > 1)
@@ -415,8 +471,11 @@ def _placement(
     if dim is None:
         return ParameterPlacement(key, shape, partial=sequence_parallel)
     rows = padded_rows(shape[dim], axis.size)
-    start = min(axis.rank * rows, shape[dim])
-    return ParameterPlacement(key, shape, dim, start, max(0, min(rows, shape[dim] - axis.rank * rows)))
+    if groups is not None and groups.are_divided(shape[dim], axis.size):
+        by_rank = [groups.held(shape[dim], rank, axis.size) for rank in range(axis.size)]
+        return ParameterPlacement(key, shape, dim, by_rank[axis.rank], tuple(chain.from_iterable(by_rank)))
+    start, stop = (min(rank * rows, shape[dim]) for rank in (axis.rank, axis.rank + 1))
+    return ParameterPlacement(key, shape, dim, (range(start, stop),))
 
 
 def attention_cores(stage: nn.Module, name: str, table: ShardingTable) -> list[nn.Module]:
@@ -463,8 +522,9 @@ def shard_stage(
     placements = {}
     for path, parameter in stage.named_parameters():
         key = f"{name}.{path}"
-        cut = first_match(table.parameters, key.rpartition(".")[0])
-        placements[path] = _placement(key, tuple(parameter.shape), cut, axis, sequence_parallel)
+        module = key.rpartition(".")[0]
+        cut, groups = first_match(table.parameters, module), first_match(table.feature_groups, module)
+        placements[path] = _placement(key, tuple(parameter.shape), cut, axis, sequence_parallel, groups)
 
     for core in attention_cores(stage, name, table):
         core.narrow(axis.rank, axis.size)  # type: ignore[operator]
@@ -476,7 +536,7 @@ def shard_stage(
         if cut is None or cut is Cut.inside:
             continue
         with torch.device("meta"):
-            layer = _parallel_layer(module, full_path, cut, region)
+            layer = _parallel_layer(module, full_path, cut, region, first_match(table.feature_groups, full_path))
         if path:
             stage.set_submodule(path, layer)
         else:
@@ -508,7 +568,7 @@ def materialise(
                 parameter.copy_(full)
             else:
                 parameter.zero_()
-                parameter.narrow(place.dim, 0, place.length).copy_(full.narrow(place.dim, place.start, place.length))
+                parameter.narrow(place.dim, 0, place.length).copy_(place.part_of(full))
         parameter.tensor_model_parallel = place.dim is not None  # type: ignore[attr-defined]
         parameter.gradient_partial = place.partial  # type: ignore[attr-defined]
         del full  # frees it before the next one is generated

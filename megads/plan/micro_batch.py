@@ -86,12 +86,23 @@ class Pass:
     @property
     def keys(self) -> int:
         """T k/t w: bytes of this rank's keys, or of its values."""
-        return self.attention // self.model.queries_per_kv
+        return self.tokens * self.model.local_kv_heads(self.tp) * self.model.head_dim * self.weight_bytes
 
     @property
     def projection(self) -> int:
         """Bytes of this rank's queries, keys and values together."""
         return self.attention + 2 * self.keys
+
+    @property
+    def qkv_output(self) -> int:
+        """Bytes of the QKV GEMM's output: less than `projection` if ranks share KV heads and gather keys and values."""
+        return self.tokens * self.model.qkv_width // self.tp * self.weight_bytes
+
+    @property
+    def shared_keys(self) -> int:
+        """Bytes of all ranks' keys and values together if ranks share KV heads, else 0."""
+        shares = self.model.kv_heads < self.tp
+        return 2 * self.tokens * self.model.kv_heads * self.model.head_dim * self.weight_bytes if shares else 0
 
     @property
     def reordered(self) -> int:
@@ -184,7 +195,7 @@ class Pass:
     @property
     def head_norms_kept(self) -> int:
         """Bytes that the QK norms keep; one statistic per token for each if full-width norms are split by tp."""
-        kv_heads = self.heads // self.model.queries_per_kv
+        kv_heads = self.model.local_kv_heads(self.tp)
         if not self.model.qk_norm:
             return 0
         if self.model.qk_norm_width is QKNormWidth.head:

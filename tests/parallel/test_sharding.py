@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from megads.batch import BatchInfo
 from megads.errors import ConfigError
 from megads.model.attention import AttentionCore
-from megads.model.config import SHARDING, ModelConfig, Position
+from megads.model.config import SHARDING, ModelConfig, Position, sharding_of
 from megads.model.gpt import stage_specs
 from megads.model.layers import Dropout
 from megads.ops.config import FUSED, TORCH, Implementation, OpsConfig
@@ -72,17 +73,20 @@ def sharded(config: ModelConfig, rank: int, size: int, sequence_parallel: bool =
         with torch.device("meta"):
             stage = spec.build()
         stage, placements = shard_stage(
-            stage, spec.name, SHARDING, axis_of(rank, size), sequence_parallel=sequence_parallel
+            stage, spec.name, sharding_of(config), axis_of(rank, size), sequence_parallel=sequence_parallel
         )
         stages.append((materialise(stage, placements, full_value, torch.device("cpu")), placements, spec.name))
     return stages
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6])
-@pytest.mark.parametrize("vocab_size", [7, 4])
-def test_shares_tile_every_tensor(size: int, vocab_size: int) -> None:
+@pytest.mark.parametrize(("vocab_size", "kv_heads"), [(7, None), (4, None), (7, 1), (7, 3)])
+def test_shares_tile_every_tensor(size: int, vocab_size: int, kv_heads: int | None) -> None:
     """Catches shards that overlap, leave holes or hold wrong values, and padding that is not zero."""
-    config = ModelConfig(**{**CONFIG.__dict__, "vocab_size": vocab_size})
+    if kv_heads is not None and kv_heads % size and size % kv_heads:
+        pytest.skip("neither number of KV heads and ranks divides the other")
+    head_size = None if kv_heads is None else 6
+    config = replace(CONFIG, vocab_size=vocab_size, num_kv_heads=kv_heads, head_size=head_size)
     shapes = parameter_shapes(config)
     covered = {name: torch.zeros(shape) for name, shape in shapes.items()}
     replicated = set()
@@ -100,9 +104,10 @@ def test_shares_tile_every_tensor(size: int, vocab_size: int) -> None:
                     continue
                 real = parameter.narrow(place.dim, 0, place.length)
                 padding = parameter.narrow(place.dim, place.length, parameter.shape[place.dim] - place.length)
-                assert torch.equal(real, whole.narrow(place.dim, place.start, place.length))
+                assert torch.equal(real, place.part_of(whole))
                 assert real.shape == place.local_shape and not padding.any()
-                covered[place.key].narrow(place.dim, place.start, place.length).add_(1)
+                for part in place.held:
+                    covered[place.key].narrow(place.dim, part.start, len(part)).add_(1)
     for name, count in covered.items():
         torch.testing.assert_close(count, torch.ones_like(count), msg=f"{name} is not covered once")
     assert all(

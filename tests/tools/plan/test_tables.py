@@ -53,7 +53,7 @@ def test_places_are_those_of_the_grid_and_the_layers(order: list[str]) -> None:
                 assert held.heads == core.heads
             for place in placements.values():
                 if place.key in ("embedding.word.weight", "head.weight"):
-                    assert held.vocabulary == range(place.start, place.start + place.length)
+                    assert held.vocabulary == place.held[0]
     stages = [{held.layers for held in places if held.place.pp == stage} for stage in range(2)]
     assert all(len(layers) == 1 for layers in stages)
     assert sum((layers.pop() for layers in stages), ()) == tuple(spec.name for spec in stage_specs(MODEL, 0))
