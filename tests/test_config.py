@@ -87,6 +87,7 @@ def test_good_config_passes() -> None:
         ([change("train.steps", 0)], "train.steps = 0"),
         ([change("train.seed", -1)], "train.seed = -1"),
         ([change("parallel.tp", 3)], "model.num_heads = 4"),
+        ([change("parallel.vocab_multiple", 0)], "parallel.vocab_multiple = 0"),
         (
             [
                 change("parallel.tp", 4),

@@ -47,7 +47,7 @@ from megads.optim.masters import MasterLine
 from megads.optim.muon import FusedMatrices, MuonRule, WholeMatrices
 from megads.optim.optimizers import FusedAdamW
 from megads.parallel import context, loss, region_linear, sharding
-from megads.parallel.config import ParallelConfig, Recompute, padded_rows
+from megads.parallel.config import ParallelConfig, Recompute
 from megads.parallel.grid import Axis, own_rows
 from megads.parallel.loss import TokenMeanLoss
 from megads.parallel.pipeline_actions import ActionKind
@@ -230,7 +230,7 @@ def padding_in_the_softmax() -> None:
     inner = loss.vocab_parallel_token_losses
 
     def losses(logits: Tensor, labels: Tensor, vocab_size: int, axis: Any, z_loss: float) -> Tensor:
-        return inner(logits, labels, padded_rows(vocab_size, axis.size) * axis.size, axis, z_loss)
+        return inner(logits, labels, logits.shape[-1] * axis.size, axis, z_loss)
 
     megads.parallel.loss.vocab_parallel_token_losses = losses
 
@@ -239,7 +239,7 @@ def z_loss_of_own_rows() -> None:
     inner = loss._probabilities_
 
     def probabilities(logits: Tensor, labels: Tensor, vocab_size: int, axis: Any) -> tuple[Tensor, ...]:
-        own = logits[..., : own_rows(vocab_size, axis)[1]].logsumexp(-1)
+        own = logits[..., : own_rows(vocab_size, axis, logits.shape[-1])[1]].logsumexp(-1)
         return *inner(logits, labels, vocab_size, axis)[:-1], own
 
     loss._probabilities_ = probabilities

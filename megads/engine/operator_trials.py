@@ -166,7 +166,7 @@ def _model_cases(work: OperatorWork) -> Iterator[OperatorCase]:
 def _cross_entropy(work: OperatorWork) -> OperatorCase:
     """Cross entropy on one rank; with tensor parallelism the kernels are the same, with collectives between them."""
     tokens = work.micro_batch_size * work.seq_len // work.parallel.cp
-    rows = padded_rows(work.model.vocabulary, work.parallel.tp)
+    rows = padded_rows(work.model.vocabulary, work.parallel.tp, work.parallel.rows_multiple(cuda=True))
     chunk = chunk_tokens(tokens, rows * work.dtype.itemsize, "cuda", work.loss_chunk)
     return _case(work, KernelOp.cross_entropy, _loss, (chunk, rows))
 
@@ -198,7 +198,12 @@ def _buckets(work: OperatorWork) -> list[BucketLayout]:
             with torch.device("meta"):
                 stage = spec.build()
             stage, places = shard_stage(
-                stage, spec.name, spec.table, axis, sequence_parallel=parallel.sequence_parallel
+                stage,
+                spec.name,
+                spec.table,
+                axis,
+                sequence_parallel=parallel.sequence_parallel,
+                vocab_multiple=parallel.rows_multiple(cuda=True),
             )
             for path, parameter in stage.named_parameters():
                 place = places[path]

@@ -362,7 +362,9 @@ def cut_dim(cut: Cut | None, num_dims: int) -> int | None:
     return dim if dim < num_dims else None  # the bias of a row-parallel layer is replicated
 
 
-def local_shape(key: str, shape: tuple[int, ...], table: ShardingTable, size: int) -> tuple[int, ...]:
+def local_shape(
+    key: str, shape: tuple[int, ...], table: ShardingTable, size: int, vocab_multiple: int = 1
+) -> tuple[int, ...]:
     """Shape of one rank's shard of a parameter, including vocabulary padding.
 
     Args:
@@ -370,6 +372,13 @@ def local_shape(key: str, shape: tuple[int, ...], table: ShardingTable, size: in
         shape: unsharded shape.
         table: sharding table of the model.
         size: number of tensor-parallel ranks.
+        vocab_multiple: number that divides the rows of the vocabulary on each rank.
     """
-    dim = cut_dim(first_match(table.parameters, key.rpartition(".")[0]), len(shape))
-    return tuple(padded_rows(rows, size) if d == dim else rows for d, rows in enumerate(shape))
+    cut = first_match(table.parameters, key.rpartition(".")[0])
+    dim, multiple = cut_dim(cut, len(shape)), rows_multiple(cut, vocab_multiple)
+    return tuple(padded_rows(rows, size, multiple) if d == dim else rows for d, rows in enumerate(shape))
+
+
+def rows_multiple(cut: Cut | None, vocab_multiple: int) -> int:
+    """Number that divides the rows of a rank's shard: `vocab_multiple` if they are rows of the vocabulary, else 1."""
+    return vocab_multiple if cut in (Cut.vocab, Cut.vocab_head) else 1

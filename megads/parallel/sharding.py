@@ -33,7 +33,7 @@ from megads.ops.softcap import softcap
 from megads.parallel.config import padded_rows
 from megads.parallel.grid import Axis
 from megads.parallel.loss import Targets, head_loss
-from megads.parallel.partition import Cut, FeatureGroups, ShardingTable, cut_dim, first_match
+from megads.parallel.partition import Cut, FeatureGroups, ShardingTable, cut_dim, first_match, rows_multiple
 from megads.parallel.region_linear import (
     Region,
     column_parallel_linear,
@@ -326,10 +326,9 @@ class VocabParallelEmbedding(SplitLayer):
     is never deferred, since no other stage waits for this backward pass.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int, axis: Axis, sequence_parallel: bool) -> None:
+    def __init__(self, rows: int, hidden_size: int, axis: Axis, sequence_parallel: bool) -> None:
         super().__init__()
-        self.axis, self.sequence_parallel = axis, sequence_parallel
-        self.rows = padded_rows(vocab_size, axis.size)
+        self.axis, self.sequence_parallel, self.rows = axis, sequence_parallel, rows
         self.start = axis.rank * self.rows
         self.weight = nn.Parameter(torch.empty(self.rows, hidden_size))
 
@@ -363,16 +362,16 @@ class VocabParallelHead(RegionBorder, SplitLayer):
     """Output projection whose rows are sharded over the axis. Enters a region that the loss leaves.
 
     Args:
-        vocab_size: rows of the unsharded weight.
+        rows: rows of the weight on each rank, including padding.
         hidden_size: columns of the weight.
         region: region that it enters.
         cap: softcap of the logits; None: no softcap.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int, region: Region, cap: float | None = None) -> None:
+    def __init__(self, rows: int, hidden_size: int, region: Region, cap: float | None = None) -> None:
         super().__init__()
-        self.region, self.cap = region, cap
-        self.weight = nn.Parameter(torch.empty(padded_rows(vocab_size, region.axis.size), hidden_size))
+        self.region, self.cap, self.rows = region, cap, rows
+        self.weight = nn.Parameter(torch.empty(rows, hidden_size))
 
     def forward(self, hidden_bth: Tensor, info: BatchInfo, targets: Targets | None = None) -> Tensor:
         """[b, t, h] -> logits [b, s, rows] of this rank's rows, including padding.
@@ -430,7 +429,9 @@ class ParameterPlacement:
         return tuple(self.length if d == self.dim else size for d, size in enumerate(self.global_shape))
 
 
-def _parallel_layer(layer: nn.Module, path: str, cut: Cut, region: Region, groups: FeatureGroups | None) -> nn.Module:
+def _parallel_layer(
+    layer: nn.Module, path: str, cut: Cut, region: Region, groups: FeatureGroups | None, vocab_multiple: int
+) -> nn.Module:
     axis = region.axis
     if cut in (Cut.columns, Cut.rows):
         return ColumnParallelBranches(region) if cut is Cut.columns else RowParallelBranches(region)
@@ -452,6 +453,7 @@ def _parallel_layer(layer: nn.Module, path: str, cut: Cut, region: Region, group
     rows, hidden_size = layer.weight.shape
     if cut is Cut.sequence:
         return PositionShardEmbedding(rows, hidden_size, axis) if region.sequence_parallel else layer
+    rows = padded_rows(rows, axis.size, vocab_multiple)
     if cut is Cut.vocab:
         return VocabParallelEmbedding(rows, hidden_size, axis, region.sequence_parallel)
     return VocabParallelHead(rows, hidden_size, region, getattr(layer, "softcap", None))
@@ -464,13 +466,14 @@ def _placement(
     axis: Axis,
     sequence_parallel: bool,
     groups: FeatureGroups | None,
+    vocab_multiple: int,
 ) -> ParameterPlacement:
     if cut is Cut.inside:
         return ParameterPlacement(key, shape, partial=axis.size > 1)
     dim = cut_dim(cut, len(shape))
     if dim is None:
         return ParameterPlacement(key, shape, partial=sequence_parallel)
-    rows = padded_rows(shape[dim], axis.size)
+    rows = padded_rows(shape[dim], axis.size, rows_multiple(cut, vocab_multiple))
     if groups is not None and groups.are_divided(shape[dim], axis.size):
         by_rank = [groups.held(shape[dim], rank, axis.size) for rank in range(axis.size)]
         return ParameterPlacement(key, shape, dim, by_rank[axis.rank], tuple(chain.from_iterable(by_rank)))
@@ -498,6 +501,7 @@ def shard_stage(
     *,
     sequence_parallel: bool,
     chunks: int = 1,
+    vocab_multiple: int = 1,
     kernels: Kernels = TORCH,
 ) -> tuple[nn.Module, dict[str, ParameterPlacement]]:
     """Shards a stage over the tensor-parallel axis, on the meta device.
@@ -509,6 +513,7 @@ def shard_stage(
         axis: the tensor-parallel axis; size 1 uses the same layers without their collectives.
         sequence_parallel: shard activations outside regions along dim 1; no effect if the axis has size 1.
         chunks: parts by which collectives and GEMMs overlap; see `megads.parallel.region_linear.Region`.
+        vocab_multiple: number that divides the rows of the vocabulary on each rank.
         kernels: implementation of the GEMMs.
 
     Returns:
@@ -524,7 +529,8 @@ def shard_stage(
         key = f"{name}.{path}"
         module = key.rpartition(".")[0]
         cut, groups = first_match(table.parameters, module), first_match(table.feature_groups, module)
-        placements[path] = _placement(key, tuple(parameter.shape), cut, axis, sequence_parallel, groups)
+        shape = tuple(parameter.shape)
+        placements[path] = _placement(key, shape, cut, axis, sequence_parallel, groups, vocab_multiple)
 
     for core in attention_cores(stage, name, table):
         core.narrow(axis.rank, axis.size)  # type: ignore[operator]
@@ -536,7 +542,8 @@ def shard_stage(
         if cut is None or cut is Cut.inside:
             continue
         with torch.device("meta"):
-            layer = _parallel_layer(module, full_path, cut, region, first_match(table.feature_groups, full_path))
+            groups = first_match(table.feature_groups, full_path)
+            layer = _parallel_layer(module, full_path, cut, region, groups, vocab_multiple)
         if path:
             stage.set_submodule(path, layer)
         else:

@@ -36,6 +36,7 @@ class Pass:
         document_mask: whether attention is masked across packed documents.
         fused: whether megads' kernels compute attention, norms, the MLP's activation function and the loss.
         loss_chunk: number of tokens whose logits are in memory at a time; None: chosen by their size.
+        vocab_multiple: number that divides the rows of the vocabulary on each rank.
         fused_accumulation: whether embedding and head accumulate into main_grad themselves. Not possible under
             ZeRO-2 and ZeRO-3, where DeepSpeed's optimizer takes gradients from autograd.
     """
@@ -51,6 +52,7 @@ class Pass:
     document_mask: bool = False
     fused: bool = False
     loss_chunk: int | None = None
+    vocab_multiple: int = 1
     fused_accumulation: bool = True
 
     @property
@@ -161,7 +163,7 @@ class Pass:
     @property
     def vocab_rows(self) -> int:
         """Number of embedding rows on this rank, padding included."""
-        return padded_rows(self.model.vocabulary, self.tp)
+        return padded_rows(self.model.vocabulary, self.tp, self.vocab_multiple)
 
     @property
     def logits(self) -> int:

@@ -19,7 +19,7 @@ from math import ceil
 
 from megads.model.config import MLPKind, ModelConfig, Position
 from megads.ops.attention_kinds import AttentionKind
-from megads.parallel.config import SPLIT_SCHEDULES, ParallelConfig, Recompute
+from megads.parallel.config import SPLIT_SCHEDULES, ParallelConfig, Recompute, padded_rows
 from megads.plan.collectives import FLAT, CommunicationGroup, Network, all_gather, all_reduce, group_of, reduce_scatter
 from megads.plan.devices import Device, PassCosts, between, product_seconds
 
@@ -447,8 +447,8 @@ class RankOperators:
 
     def head(self) -> LayerSeconds:
         """Time of the output projection and the loss."""
-        rows = ceil(self.model.vocabulary / self.parallel.tp)
-        rows = -(-rows // _ALIGNED) * _ALIGNED if self.parallel.tp > 1 or rows > _ALIGNED else rows
+        multiple = self.parallel.rows_multiple(cuda=not self.device.on_cpu)
+        rows = padded_rows(self.model.vocabulary, self.parallel.tp, multiple)
         gemms = self._matmul(rows, self.model.hidden_size)
         tp = self._column_parallel_waits(gemms) if self.parallel.tp > 1 else (0.0, 0.0, 0.0)
         loss, loss_back = (

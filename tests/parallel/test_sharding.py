@@ -19,7 +19,7 @@ from megads.model.gpt import stage_specs
 from megads.model.layers import Dropout
 from megads.ops.config import FUSED, TORCH, Implementation, OpsConfig
 from megads.ops.resolve import load
-from megads.parallel.config import padded_rows
+from megads.parallel.config import ParallelConfig, padded_rows
 from megads.parallel.grid import Axis
 from megads.parallel.partition import Cut, ShardingTable
 from megads.parallel.region_linear import Region
@@ -326,7 +326,7 @@ def all_tokens(vocab_size: int) -> Tensor:
 
 def _embedding(vocab_size: int, sequence_parallel: bool) -> list[Any]:
     axis = tensor_axis()
-    layer = VocabParallelEmbedding(vocab_size, HIDDEN, axis, sequence_parallel).double()
+    layer = VocabParallelEmbedding(padded_rows(vocab_size, axis.size), HIDDEN, axis, sequence_parallel).double()
     with torch.no_grad():
         layer.weight.copy_(own_rows(random(vocab_size, HIDDEN, seed=5), axis))
     y = layer(all_tokens(vocab_size))
@@ -351,7 +351,7 @@ def test_embedding(vocab_size: int, sequence_parallel: bool) -> None:
 
 def _head(vocab_size: int, sequence_parallel: bool) -> list[Any]:
     axis = tensor_axis()
-    layer = VocabParallelHead(vocab_size, HIDDEN, Region(axis, sequence_parallel)).double()
+    layer = VocabParallelHead(padded_rows(vocab_size, axis.size), HIDDEN, Region(axis, sequence_parallel)).double()
     with torch.no_grad():
         layer.weight.copy_(own_rows(random(vocab_size, HIDDEN, seed=6), axis).nan_to_num())
     x = own_tokens(random(2, 3, HIDDEN, seed=0), axis, sequence_parallel).requires_grad_()
@@ -376,6 +376,14 @@ def test_head(vocab_size: int, sequence_parallel: bool) -> None:
     for rank, (_, x_grad, _) in enumerate(results):
         expected = own_tokens(x.grad, Axis(rank, (0, 1, 2), None), sequence_parallel)
         torch.testing.assert_close(torch.from_numpy(x_grad), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_rows_of_the_vocabulary_are_aligned() -> None:
+    """Catches rows padded to a multiple over all ranks instead of on each, and a GPU's default on a CPU."""
+    multiple = ParallelConfig().rows_multiple(cuda=True)
+    assert [padded_rows(50257, size, multiple) for size in (1, 8)] == [50304, 6400]
+    assert ParallelConfig().rows_multiple(cuda=False) == 1
+    assert {ParallelConfig(vocab_multiple=64).rows_multiple(cuda=cuda) for cuda in (False, True)} == {64}
 
 
 def test_padded_rows() -> None:

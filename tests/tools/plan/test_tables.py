@@ -117,7 +117,7 @@ def test_many_ranks_share_rows() -> None:
     config = RootConfig(
         model=ModelConfig(num_layers=8, num_heads=4, vocab_size=None), parallel=ParallelConfig(tp=4, pp=4, dp=64)
     )
-    text = rank_text(config, 120)
+    text = rank_text(config, 120, cuda=False)
     assert len(rows(text)) == 16 and "the tokenizer's" in text
     assert text.count("(64)") == 16 and text.count("0-63") == 16
     assert max(map(len, text.splitlines())) <= 120
