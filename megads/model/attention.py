@@ -271,8 +271,10 @@ class AttentionCore(nn.Module):
             case AttentionKind.flex:
                 return flex_attention(*inputs, self.blocks(info, queries, num_keys, device), slopes_n, places_s)
             case AttentionKind.flash:
-                starts_bs = info.document_starts
-                apart = None if starts_bs is None else _DOCUMENTS.get(info, None, lambda: documents_of(starts_bs))
+                apart = None
+                if (starts_bs := info.document_starts) is not None:
+                    known_bs = starts_bs if info.host_document_starts is None else info.host_document_starts.tensor
+                    apart = _DOCUMENTS.get(info, None, lambda: documents_of(known_bs, device))
                 return flash_attention(*inputs, slopes_n, self.window, apart)
         # PyTorch's FlashAttention supports no mask tensor, so none is passed if the mask is only causal.
         causal_alone = all(x is None for x in (slopes_n, self.window, info.document_starts, places_s))
