@@ -35,6 +35,7 @@ from megads.parallel.sharding import (
     lookup,
     materialise,
     shard_stage,
+    spread,
 )
 from megads.parallel.weight_gradients import TiedGradient, WeightGradients, linear
 from megads.plan.model_size import parameter_shapes
@@ -429,6 +430,27 @@ def test_gradients_go_straight_to_the_sums(dtype: torch.dtype) -> None:
     assert table.grad is None and sums.finished == 2
     expected = 2 * exact(rows, grad)
     assert ((sums.sums - expected).norm(dim=1) <= 5e-6 * expected.norm(dim=1)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_of_other_ranks_add_nothing(dtype: torch.dtype) -> None:
+    """Catches a gradient of another rank's token, zeros that are added to a row one token after another, and other bits
+    than with those zeros."""
+    rows, table, grad = drawn(dtype)
+    foreign = torch.rand(rows.shape, generator=torch.Generator().manual_seed(4)) < 7 / 8
+    rows = rows - ROWS * foreign
+    out = lookup(rows, table, None, foreign)
+    assert not out[foreign].any() and torch.equal(out[~foreign], table[rows[~foreign]])
+    out.backward(grad)
+    summed = torch.zeros(ROWS, HIDDEN)
+    masked = grad.masked_fill(foreign[..., None], 0.0).float()
+    summed.index_add_(0, rows.masked_fill(foreign, 0).flatten(), masked.flatten(0, 1))
+    assert torch.equal(table.grad, summed.to(dtype))
+    spread_rows, spread_grad = spread(foreign.flatten(), rows.flatten(), grad.flatten(0, 1), ROWS)
+    of_others = spread_rows[foreign.flatten()].bincount(minlength=ROWS)
+    assert of_others.max() <= -(-rows.numel() // ROWS)
+    spread_sums = torch.zeros(ROWS, HIDDEN).index_add_(0, spread_rows, spread_grad.float())
+    assert torch.equal(spread_sums, summed)
 
 
 def test_what_gpus_add() -> None:
