@@ -17,7 +17,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from math import prod
+from math import inf, prod
 from subprocess import CalledProcessError
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -44,20 +44,25 @@ from megads.parallel.config import ParallelConfig, axis_lines, place_of
 from megads.parallel.grid import ParallelGrid
 from megads.parallel.pipeline_actions import Action, Schedule
 
-OLDEST = Version("0.19.3")
+OLDEST = Version("0.19.8")
+_RIGHT_PIPELINES = Version("0.19.3")
 
 
 def require_deepspeed(version: str = deepspeed.__version__) -> None:
-    """Rejects DeepSpeed releases that scale pipeline gradients wrongly.
+    """Rejects DeepSpeed releases that train wrongly.
 
-    0.17.6 and 0.18.2 sum them over micro-batches; 0.18.9 to 0.19.2 divide them by the number of micro-batches at every
-    stage (DeepSpeed #8152).
+    0.17.6 and 0.18.2 sum pipeline gradients over micro-batches; 0.18.9 to 0.19.2 divide them by the number of
+    micro-batches at every stage (DeepSpeed #8152). Up to 0.19.7, ZeRO-3 takes steps whose gradients are not finite,
+    except in fp16.
 
     Raises:
-        ConfigError: the version is older than 0.19.3.
+        ConfigError: the version is older than 0.19.8.
     """
     if Version(version) < OLDEST:
-        raise ConfigError(f"DeepSpeed {version} scales pipeline gradients wrongly: install deepspeed>={OLDEST}")
+        does = "applies non-finite steps under ZeRO-3"
+        if Version(version) < _RIGHT_PIPELINES:
+            does = "scales pipeline gradients wrongly"
+        raise ConfigError(f"DeepSpeed {version} {does}: install deepspeed>={OLDEST}")
 
 
 def load_adam(*, cuda: bool) -> Any:
@@ -521,7 +526,7 @@ class ZeroExecutor(DeepSpeedEngine):  # type: ignore[misc]
             config=settings,
             config_class=DeepSpeedConfig(settings, groups),
         )
-        if self.zero_optimization_stage() == 3:
+        if self.shards_weights:
             self.state = ParameterPartitions(self.optimizer)
             # The reduce-scatter divides after the cast to fp32.
             self.averaged_over = grid.shard.size
@@ -542,12 +547,22 @@ class ZeroExecutor(DeepSpeedEngine):  # type: ignore[misc]
     def forget_gradients(self) -> None:
         """Drops the gradients accumulated since the last step, as DeepSpeed's step does after an overflow."""
         self.optimizer.zero_grad()
-        if self.zero_optimization_stage() == 3:
+        if self.shards_weights:
             self.optimizer._pre_step()
             return
         self.optimizer._release_preflattened_grad_buffers()
         for group in self.optimizer.averaged_gradients:
             self.optimizer.averaged_gradients[group] = self.optimizer.all_grad_tensors[group] = None
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether this is ZeRO-3."""
+        return bool(self.zero_optimization_stage() == 3)
+
+    def skip_step(self) -> None:
+        """Ends a step without changing weights and optimizer, as DeepSpeed's step does after an overflow."""
+        self.forget_gradients()
+        self.optimizer.overflow, self._global_grad_norm = True, inf
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Sets the learning rate of the next step."""

@@ -358,7 +358,11 @@ class ZeroEngine:
             self.before_update()
         self.deepspeed.set_learning_rate(learning_rate)
         with self._spans.span("optimizer_step"):
-            self.deepspeed.step()
+            # Waits for the device, as DeepSpeed's step does anyway.
+            if self.deepspeed.shards_weights and not self.reduced_norm().isfinite():
+                self.deepspeed.skip_step()
+            else:
+                self.deepspeed.step()
             if not self.deepspeed.skipped:
                 self.state.update_averages()
         if self.watch_spans is not None:
