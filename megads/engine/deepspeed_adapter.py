@@ -41,7 +41,7 @@ from megads.engine.interface import EngineSpec
 from megads.engine.optimizer import BucketAdamW
 from megads.errors import ConfigError
 from megads.parallel.config import ParallelConfig, axis_lines, place_of
-from megads.parallel.grid import ParallelGrid
+from megads.parallel.grid import Axis, ParallelGrid
 from megads.parallel.pipeline_actions import Action, Schedule
 
 OLDEST = Version("0.19.8")
@@ -148,6 +148,8 @@ class PipelineStages(PipelineModule):  # type: ignore[misc]
         self.bounds, self.placement = bounds, parallel.placement
         self.chunks: dict[int, tuple[nn.Module, ...]] = {}
         super().__init__([_DeferredLayer(make) for make in layers], topology=GridTopology(parallel))
+        # DeepSpeed sums parameter counts for its log over this group. The default group, None, is in use anyway.
+        self._grid.ds_model_proc_group = None
 
     def _partition_layers(self, method: str = "") -> None:
         self.parts = self.bounds
@@ -196,13 +198,18 @@ class RankInstructions(PipeSchedule):  # type: ignore[misc]
 class PipelineExecutor(PipelineEngine):  # type: ignore[misc]
     """Casts the weights of a rank's stages and executes its instructions.
 
-    ZeRO and gradient accumulation are disabled in DeepSpeed; megads' optimizer does both, in either precision.
+    ZeRO and gradient accumulation are disabled in DeepSpeed; megads' optimizer does both, in either precision. No
+    process group of DeepSpeed's is used: on GPUs each would open another NCCL communicator.
     """
 
     optimizer: BucketAdamW
 
     def __init__(
-        self, stages: PipelineStages, make_optimizer: Callable[[], BucketAdamW], precision: torch.dtype, replicas: int
+        self,
+        stages: PipelineStages,
+        make_optimizer: Callable[[], BucketAdamW],
+        precision: torch.dtype,
+        replicas: Axis,
     ) -> None:
         """Casts the weights and builds the optimizer.
 
@@ -210,11 +217,12 @@ class PipelineExecutor(PipelineEngine):  # type: ignore[misc]
             stages: stages of this rank.
             make_optimizer: builds the optimizer; called when the weights have their final dtype.
             precision: dtype of the weights.
-            replicas: number of ranks with the same weights.
+            replicas: ranks with the same weights.
         """
+        self._replicas = replicas
         # DeepSpeed only checks that the batch sizes are consistent.
         settings = {
-            "train_batch_size": replicas,
+            "train_batch_size": replicas.size,
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
             "zero_optimization": {"stage": 0},
@@ -236,6 +244,23 @@ class PipelineExecutor(PipelineEngine):  # type: ignore[misc]
         # Overridden, as DeepSpeed would choose a wrapper by dtype and ZeRO stage, and rejects unknown optimizers.
         self.optimizer = make_optimizer()
         self.basic_optimizer = self.optimizer.adamw
+
+    def _broadcast_model(self) -> None:
+        """Broadcasts the weights over the group that reduces gradients, not over DeepSpeed's copy of it.
+
+        All ranks draw the same weights, except on processors whose random numbers differ in the last bits.
+        """
+        if self._replicas.size > 1:
+            for parameter in self.module.parameters():
+                dist.broadcast(parameter.data.view(torch.uint8), self._replicas.ranks[0], self._replicas.group)
+
+    def is_first_stage(self) -> bool:
+        """Always true, like `is_last_stage`: DeepSpeed sends a 0 to the neighbours, over p2p of the default group."""
+        return True
+
+    def is_last_stage(self) -> bool:
+        """See `is_first_stage`; the rest of DeepSpeed's engine that asks is not used."""
+        return True
 
     def execute(self, schedule: Schedule, run: Callable[[Action], None]) -> None:
         """Executes this rank's actions of a schedule, in order.
